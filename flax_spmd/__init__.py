@@ -1,0 +1,46 @@
+"""Logical-axis partitioning for Flax Linen: name a model's axes once, lay it out by a rule table.
+
+    import flax_spmd as spmd
+
+    w = self.param('w', spmd.with_logical_partitioning(init, ('embed', 'hidden')), shape)
+    layout = spmd.Layout({'data': 2, 'model': 4}, rules=(('batch', 'data'), ('hidden', 'model')))
+    state = layout.init(create_state, key, x)
+    step = layout.jit(train_step, donate_argnums=0)
+    print(spmd.explain(layout, state))
+
+The names of `flax.linen.spmd` are here too, with the same signatures and results.
+"""
+
+from flax_spmd import errors as errors
+from flax_spmd.boxes import PARTITION_NAME as PARTITION_NAME
+from flax_spmd.boxes import AxisMetadata as AxisMetadata
+from flax_spmd.boxes import LogicallyPartitioned as LogicallyPartitioned
+from flax_spmd.boxes import Partitioned as Partitioned
+from flax_spmd.boxes import add_axis as add_axis
+from flax_spmd.boxes import is_axis_metadata as is_axis_metadata
+from flax_spmd.boxes import map_axis_meta as map_axis_meta
+from flax_spmd.boxes import remove_axis as remove_axis
+from flax_spmd.boxes import replace_boxed as replace_boxed
+from flax_spmd.boxes import unbox as unbox
+from flax_spmd.boxes import with_logical_partitioning as with_logical_partitioning
+from flax_spmd.boxes import with_partitioning as with_partitioning
+from flax_spmd.constraints import RulesFallback as RulesFallback
+from flax_spmd.constraints import constrain as constrain
+from flax_spmd.constraints import with_logical_constraint as with_logical_constraint
+from flax_spmd.context import get_logical_axis_rules as get_logical_axis_rules
+from flax_spmd.context import logical_axis_rules as logical_axis_rules
+from flax_spmd.context import set_logical_axis_rules as set_logical_axis_rules
+from flax_spmd.explain import Explanation as Explanation
+from flax_spmd.explain import explain as explain
+from flax_spmd.layout import Layout as Layout
+from flax_spmd.mesh import abstract_mesh as abstract_mesh
+from flax_spmd.mesh import make_mesh as make_mesh
+from flax_spmd.resolution import Decision as Decision
+from flax_spmd.resolution import Policies as Policies
+from flax_spmd.resolution import Resolution as Resolution
+from flax_spmd.rules import Rules as Rules
+from flax_spmd.specs import get_partition_spec as get_partition_spec
+from flax_spmd.specs import get_sharding as get_sharding
+from flax_spmd.specs import logical_to_mesh as logical_to_mesh
+from flax_spmd.specs import logical_to_mesh_axes as logical_to_mesh_axes
+from flax_spmd.specs import logical_to_mesh_sharding as logical_to_mesh_sharding

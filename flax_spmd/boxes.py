@@ -1,0 +1,504 @@
+"""Boxes: arrays that carry the names of their dimensions.
+
+A Linen initializer returns a box instead of a bare array; the box travels through `init`, through
+`nn.scan` and `nn.vmap` (which add and remove axes, and their names with them), through optimizers
+and checkpoints. Whoever lays the array out reads the names.
+
+    kernel = self.param('kernel', with_logical_partitioning(init, ('embed', 'mlp')), (8, 16))
+
+`Partitioned` names mesh axes, `LogicallyPartitioned` names logical axes. Both have Flax's names,
+signatures and results, and pass Flax's own `isinstance` tests. The invariant: *names are static,
+the value is the only leaf*, at the pytree path `.value`.
+
+A box is flattened and rebuilt at every step of training, so it is made for that: one interned
+metadata object (compared by identity), and a flatten function that runs in C.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import serialization
+from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_spmd import compat
+from flax_spmd.constraints import constrain, mesh_for_constraints, resolve_for_constraint
+from flax_spmd.context import in_force
+from flax_spmd.errors import LayoutError
+from flax_spmd.mesh import MeshLike
+from flax_spmd.resolution import Names
+from flax_spmd.rules import Rules
+
+PARTITION_NAME = meta.PARTITION_NAME
+
+AxisMetadata = meta.AxisMetadata
+
+
+class Static:
+  """A box's static part. Interned: equal ones are one object, so comparing costs nothing."""
+
+  __slots__ = ('names', 'logical', 'mesh', 'rules', '__weakref__')
+  _interned: ClassVar[weakref.WeakValueDictionary[Any, Static]] = weakref.WeakValueDictionary()
+
+  names: Any
+  logical: bool
+  mesh: MeshLike | None
+  rules: Rules | None
+
+  def __new__(
+    cls, names: Any, logical: bool, mesh: MeshLike | None = None, rules: Rules | None = None
+  ):
+    key = (names, logical, mesh, rules)
+    found = cls._interned.get(key)
+    if found is None:
+      found = super().__new__(cls)
+      found.names, found.logical, found.mesh, found.rules = key
+      found = cls._interned.setdefault(key, found)
+    return found
+
+  def __repr__(self) -> str:
+    return repr(self.names)
+
+
+class Partitioned(AxisMetadata[Any]):
+  """A value and the mesh axes that its dimensions lie over.
+
+  Args:
+    value: an array (or a tree, or whatever stands for one: a ShapeDtypeStruct, a sharding).
+    names: a mesh axis, a tuple of them, or None per dimension.
+    mesh: the mesh to constrain to; default: the one in force when the box is opened. Boxes with
+      different meshes are different types of pytree, so leave it out where you can.
+
+  Example:
+    >>> box = Partitioned(jnp.ones((8, 16)), ('data', None))
+    >>> box
+    Partitioned(float32[8,16], names=('data', None))
+    >>> box.get_partition_spec()
+    P('data', None)
+  """
+
+  __slots__ = ('_children', '_static')
+
+  def __init__(self, value: Any, names: Names, mesh: MeshLike | None = None):
+    self._children = (value,)
+    self._static = Static(_canonical(names), False, mesh)
+
+  @property
+  def value(self) -> Any:
+    """The boxed value."""
+    return self._children[0]
+
+  @property
+  def names(self) -> Any:
+    """One name per dimension."""
+    return self._static.names
+
+  @property
+  def mesh(self) -> MeshLike | None:
+    """The box's own mesh, if it was given one."""
+    return self._static.mesh
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The value's shape."""
+    return self.value.shape
+
+  @property
+  def ndim(self) -> int:
+    """The value's rank."""
+    return len(self.value.shape)
+
+  @property
+  def dtype(self) -> Any:
+    """The value's dtype."""
+    return self.value.dtype
+
+  @property
+  def size(self) -> int:
+    """The number of the value's elements."""
+    return self.value.size
+
+  def unbox(self, apply_constraint: bool = True) -> Any:
+    """The value; inside a program, constrained to lie as its names say.
+
+    Nothing is constrained where there is no mesh, for values that are no traced arrays, and where
+    the number of names is not the value's rank (fused layers initialise their kernels flat).
+    """
+    if not apply_constraint or not isinstance(self.value, jax.core.Tracer) or not self._fits():
+      return self.value
+    mesh = mesh_for_constraints(self.mesh)
+    spec = None if mesh is None else self._spec_on(mesh)
+    return self.value if spec is None else constrain(self.value, spec, mesh)
+
+  def replace_boxed(self, val: Any) -> Self:
+    """A box with the same names around another value."""
+    return _rebuild(type(self), self._static, (val,))
+
+  def replace(self, **changes: Any) -> Self:
+    """A box with some of `value`, `names`, `mesh` (and `rules`) changed."""
+    return type(self)(**{**self._fields(), **changes})
+
+  def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    """The box after a transformation stacked its value along dimension `index`.
+
+    The new dimension's name is `params[PARTITION_NAME]`; without it, None, and a warning.
+    """
+    name = self._partition_name(params)
+    names = list(self.names)
+    index = self._dimension(index, len(names) + 1)
+    names += [None] * (index - len(names))
+    names.insert(index, name)
+    return self.replace(names=tuple(names))
+
+  def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    """The box before a transformation stacks its value along dimension `index`.
+
+    Raises:
+      LayoutError: there is no such dimension, or it has another name than the transformation's.
+    """
+    name = self._partition_name(params, warn=False)
+    names = list(self.names)
+    index = self._dimension(index, len(names))
+    if index >= len(names) or names[index] != name:
+      found = f'is {names[index]!r}' if index < len(names) else 'does not exist'
+      raise LayoutError(
+        f'{self!r} in {compat.current_module_path() or "the top module"}: a transformation removes '
+        f'dimension {index}, named {name!r} by its metadata_params, but that dimension {found}.\n'
+        f'Fix: give the transformation the axis and the {PARTITION_NAME!r} that the variables were '
+        'initialised with.'
+      )
+    del names[index]
+    return self.replace(names=tuple(names))
+
+  def get_partition_spec(self) -> PartitionSpec:
+    """The names as a PartitionSpec."""
+    names = self.names
+    return PartitionSpec(*([names] if isinstance(names, str) else names))
+
+  def get_sharding(self, mesh: MeshLike) -> NamedSharding:
+    """The sharding of the value on `mesh`."""
+    return NamedSharding(mesh, self.get_partition_spec())
+
+  def to_nnx_metadata(self) -> dict[str, Any]:
+    """The fields under the names that `nnx.Variable` has for them; the box stays as it is."""
+    fields = self._fields()
+    return {'out_sharding': fields.pop('names'), **fields}
+
+  @classmethod
+  def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+    """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
+    return cls(metadata['value'], metadata['out_sharding'], metadata.get('mesh'))
+
+  def _fields(self) -> dict[str, Any]:
+    return {'value': self.value, 'names': self.names, 'mesh': self.mesh}
+
+  def _fits(self) -> bool:
+    return not isinstance(self.names, str) and len(self.names) == len(self.value.shape)
+
+  def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
+    """Where the value goes on `mesh`; None: nothing says so."""
+    return self.get_partition_spec()
+
+  def _dimension(self, index: int, rank: int) -> int:
+    """`index` counted from the front; the value's rank decides, where it has one."""
+    if index >= 0:
+      return index
+    if hasattr(self.value, 'shape'):
+      rank = max(rank, len(self.value.shape))
+    if index + rank < 0:
+      raise LayoutError(
+        f'{self!r}: axis {index} of a transformation does not exist, the rank is {rank}.\n'
+        f'Fix: use an axis from {-rank} to {rank - 1} in variable_axes.'
+      )
+    return index + rank
+
+  def _partition_name(self, params: Mapping[Any, Any], warn: bool = True) -> Any:
+    if warn and PARTITION_NAME not in params:
+      warnings.warn(
+        f'{self!r} in {compat.current_module_path() or "the top module"}: a transformation adds an '
+        'axis without a name. It is None (replicated); name it with '
+        f'metadata_params={{nn.PARTITION_NAME: ...}}.',
+        stacklevel=2,
+      )
+    return params.get(PARTITION_NAME)
+
+  def __eq__(self, other: object) -> bool:
+    if self is other:
+      return True
+    if not isinstance(other, Partitioned) or type(self) is not type(other):
+      return NotImplemented
+    return self._static is other._static and _same_value(self.value, other.value)
+
+  def __hash__(self) -> int:
+    return hash((type(self), self._static))
+
+  def __repr__(self) -> str:
+    fields = {'names': self.names, 'mesh': self.mesh, 'rules': self._static.rules}
+    shown = [f'{key}={value!r}' for key, value in fields.items() if value is not None]
+    return f'{type(self).__name__}({", ".join([_short(self.value), *shown])})'
+
+  def __copy__(self) -> Self:
+    return self
+
+  def __reduce__(self):
+    # Devices can't travel: a box that was pickled takes the mesh in force where it is opened.
+    return _unpickle, (type(self), self._fields() | {'mesh': None})
+
+
+class LogicallyPartitioned(Partitioned):
+  """A value and the logical names of its dimensions.
+
+  Args:
+    value: an array (or a tree, or whatever stands for one).
+    names: a logical name, or None, per dimension.
+    mesh: the mesh to constrain to; default: the one in force when the box is opened.
+    rules: the rules to follow; default: those in force when the box is opened.
+
+  Example:
+    >>> LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp'))
+    LogicallyPartitioned(float32[8,16], names=('embed', 'mlp'))
+  """
+
+  __slots__ = ()
+
+  def __init__(self, value: Any, names: Names, mesh: MeshLike | None = None, rules: Any = None):
+    self._children = (value,)
+    self._static = Static(_canonical(names), True, mesh, None if rules is None else Rules.of(rules))
+
+  @property
+  def rules(self) -> Rules | None:
+    """The box's own rules, if it was given some."""
+    return self._static.rules
+
+  def get_sharding(self, mesh: MeshLike) -> NamedSharding:
+    """The sharding of the value on `mesh`, by the box's rules or those in force.
+
+    Raises:
+      UnmatchedNameError, ConflictError: as the table's policies say.
+    """
+    rules = in_force().rules if self.rules is None else self.rules
+    return NamedSharding(mesh, rules.spec(self.names) or PartitionSpec())
+
+  @classmethod
+  def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+    """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
+    return cls(
+      metadata['value'],
+      metadata['out_sharding'],
+      metadata.get('mesh'),
+      metadata.get('sharding_rules'),
+    )
+
+  def to_nnx_metadata(self) -> dict[str, Any]:
+    """The fields under the names that `nnx.Variable` has for them; the box stays as it is."""
+    described = super().to_nnx_metadata()
+    rules = described.pop('rules')
+    return {**described, 'sharding_rules': None if rules is None else rules.clauses}
+
+  def _fields(self) -> dict[str, Any]:
+    return {**super()._fields(), 'rules': self.rules}
+
+  def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
+    rules = in_force(tracing=True).rules if self.rules is None else self.rules
+    if not len(rules):
+      return None
+    return resolve_for_constraint(rules, self.names, self.value.shape, mesh).spec
+
+
+def with_partitioning(
+  fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None
+) -> Callable[..., Partitioned]:
+  """An initializer that boxes what `fn` returns, naming the mesh axes of its dimensions.
+
+  Args:
+    fn: an initializer.
+    names: a mesh axis, a tuple of them, or None per dimension.
+    mesh: see `Partitioned`.
+
+  Example:
+    >>> init = with_partitioning(nn.initializers.ones, (None, 'model'))
+    >>> init(jax.random.key(0), (8, 16))
+    Partitioned(float32[8,16], names=(None, 'model'))
+  """
+
+  @functools.wraps(fn)
+  def boxed(*args, **kwargs):
+    return Partitioned(fn(*args, **kwargs), names, mesh)
+
+  return boxed
+
+
+def with_logical_partitioning(
+  fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None, rules: Any = None
+) -> Callable[..., LogicallyPartitioned]:
+  """An initializer that boxes what `fn` returns, giving its dimensions logical names.
+
+  Args:
+    fn: an initializer.
+    names: a logical name, or None, per dimension.
+    mesh, rules: see `LogicallyPartitioned`.
+
+  Example:
+    >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'mlp'))
+    >>> init(jax.random.key(0), (8, 16))
+    LogicallyPartitioned(float32[8,16], names=('embed', 'mlp'))
+  """
+
+  @functools.wraps(fn)
+  def boxed(*args, **kwargs):
+    return LogicallyPartitioned(fn(*args, **kwargs), names, mesh, rules)
+
+  return boxed
+
+
+def is_axis_metadata(val: Any) -> bool:
+  """Whether `val` is a box: ours, Flax's, or anybody's `AxisMetadata`."""
+  return isinstance(val, AxisMetadata)
+
+
+def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
+  """Maps over the boxes of a tree; everything else stays."""
+  return meta.map_axis_meta(fn, tree)
+
+
+def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+  """Adds an axis to every box of a tree, as `nn.scan` and `nn.vmap` do."""
+  return map_axis_meta(lambda box: box.add_axis(index, dict(params)), tree)
+
+
+def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+  """Removes an axis from every box of a tree, as `nn.scan` and `nn.vmap` do."""
+  return map_axis_meta(lambda box: box.remove_axis(index, dict(params)), tree)
+
+
+def unbox(tree: Any, apply_constraint: bool = True) -> Any:
+  """The tree without its boxes.
+
+  Args:
+    tree: any tree; boxes in boxes are opened too. Abstract values are fine.
+    apply_constraint: whether traced values are constrained to lie as their names say.
+
+  Example:
+    >>> unbox({'w': Partitioned(1.0, ('data',))})
+    {'w': 1.0}
+  """
+
+  def open_box(box):
+    inner = box.unbox(apply_constraint) if isinstance(box, meta.Partitioned) else box.unbox()
+    return unbox(inner, apply_constraint)
+
+  return map_axis_meta(open_box, tree)
+
+
+def replace_boxed(tree: Any, updates: Any) -> Any:
+  """The boxes of `tree` around the values of `updates`, which has no boxes.
+
+  Example:
+    >>> replace_boxed({'w': Partitioned(1.0, ('data',))}, {'w': 2.0})
+    {'w': Partitioned(2.0, names=('data',))}
+  """
+  return meta.replace_boxed(tree, updates)
+
+
+def _unpickle(cls: type[Partitioned], fields: dict[str, Any]) -> Partitioned:
+  return cls(**fields)
+
+
+def _rebuild(cls, static: Static, children):
+  box = _new(cls)
+  box._children = children
+  box._static = static
+  return box
+
+
+_new = object.__new__
+_VALUE = jax.tree_util.GetAttrKey('value')
+
+
+def _register(cls: type[Partitioned], flax_cls: type) -> None:
+  """Makes `cls` a pytree, serialisable by Flax, and an instance of Flax's own box type."""
+
+  def unflatten(static, children):
+    box = _new(cls)
+    box._children = children
+    box._static = static
+    return box
+
+  jax.tree_util.register_pytree_with_keys(
+    cls,
+    lambda box: (((_VALUE, box._children[0]),), box._static),
+    unflatten,
+    operator.attrgetter('_children', '_static'),
+  )
+  serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict)
+  flax_cls.register(cls)
+
+
+def _to_state_dict(box: Partitioned) -> dict[str, Any]:
+  return {'value': serialization.to_state_dict(box.value)}
+
+
+def _from_state_dict(box: Partitioned, state: Any) -> Partitioned:
+  """Reads what was saved boxed, and what was saved without boxes as well."""
+  if isinstance(state, Mapping) and set(state) == {'value'}:
+    state = state['value']
+  return box.replace_boxed(serialization.from_state_dict(box.value, state, name='value'))
+
+
+_register(Partitioned, nn.Partitioned)
+_register(LogicallyPartitioned, nn.LogicallyPartitioned)
+
+
+def _canonical(names: Any) -> Any:
+  """Names as a tuple; a bare string stays one, to be refused where the path is known."""
+  if isinstance(names, str):
+    return names
+  return tuple(tuple(n) if isinstance(n, list) else n for n in names)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+  """Equal leaves in equal trees; arrays by content, traced ones by identity."""
+  leaves_a, tree_a = jax.tree.flatten(a)
+  leaves_b, tree_b = jax.tree.flatten(b)
+  return tree_a == tree_b and all(map(_same_leaf, leaves_a, leaves_b))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+  if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+    return a is b
+  if isinstance(a, (jax.Array, np.ndarray)) and isinstance(b, (jax.Array, np.ndarray)):
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+  return bool(a == b)
+
+
+def _short(value: Any) -> str:
+  """`float32[8,16]` for arrays and what stands for them; the repr of anything else."""
+  if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
+    return repr(value)
+  return f'{value.dtype}[{",".join(map(str, value.shape))}]'
+
+
+def static_of(leaf: Any) -> tuple[Static | None, Any]:
+  """What a leaf of a tree is to a layout: its names (None: it has none) and its value.
+
+  Boxes are opened whoever made them; of nested boxes, the outer one's names count.
+  """
+  if isinstance(leaf, Partitioned):
+    return leaf._static, leaf._children[0]
+  if not isinstance(leaf, AxisMetadata):
+    return None, leaf
+  value = unbox(getattr(leaf, 'value', None), apply_constraint=False)
+  names = getattr(leaf, 'names', None)
+  if names is None:
+    names = leaf.get_partition_spec() if hasattr(leaf, 'get_partition_spec') else ()
+  logical = isinstance(leaf, nn.LogicallyPartitioned)
+  return Static(_canonical(names), logical, getattr(leaf, 'mesh', None)), value

@@ -1,0 +1,129 @@
+"""Explain: where every array of a tree lies under a layout, how large its pieces are, and why.
+
+    print(explain(layout, state))      # a table, and what deserves a look
+    explain(layout, state).rows        # the same as data
+
+It prints the decisions that the plan was made of and derives nothing anew, so it works on abstract
+trees and on abstract meshes of any size.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flax_spmd.layout import Layout
+from flax_spmd.plan import Row
+from flax_spmd.report import Findings
+
+
+class Explanation(NamedTuple):
+  """The layout of a tree: `str` gives a table, `rich` prints it in colour.
+
+  Attributes:
+    layout: the layout.
+    rows: one per array, in tree order.
+    findings: what deserves a look.
+  """
+
+  layout: Layout
+  rows: tuple[Row, ...]
+  findings: Findings
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of all arrays, each counted once."""
+    return sum(row.bytes for row in self.rows)
+
+  @property
+  def bytes_per_device(self) -> int:
+    """Bytes that one device holds."""
+    return sum(row.bytes_per_device for row in self.rows)
+
+  def __rich__(self) -> Table:
+    table = Table(title=Text(repr(self.layout)), caption=Text(self._summary()), caption_justify='left')
+    for name in ('path', 'array', 'names', 'spec', 'decided by'):
+      table.add_column(name, overflow='fold')
+    table.add_column('per device', justify='right')
+    for row in self.rows:
+      cells = [row.path, _array(row), _names(row), _spec(row), self._rules(row), _size(row.bytes_per_device)]
+      table.add_row(*map(Text, cells))
+    return table
+
+  def __str__(self) -> str:
+    console = Console(file=io.StringIO(), width=140, color_system=None)
+    console.print(self)
+    return console.file.getvalue()
+
+  def _summary(self) -> str:
+    total = (
+      f'{len(self.rows)} arrays, {_size(self.bytes)} in all, {_size(self.bytes_per_device)} per device'
+    )
+    return '\n'.join([total, *(f'- {finding.text}' for finding in self.findings)])
+
+  def _rules(self, row: Row) -> str:
+    """`1: hidden -> model`, one a line; for guesses, what they were taken for."""
+    clauses = self.layout.rules.clauses
+    lines = [
+      f'{d.rule}: {clauses[d.rule][0]} -> {_axes(d.axes)}' for d in row.decisions if d.rule is not None
+    ]
+    if row.guess is not None:
+      lines.insert(0, f'{row.guess.how} of {row.guess.parameter}')
+    return '\n'.join(lines)
+
+
+def explain(layout: Layout, tree: Any) -> Explanation:
+  """Where every array of `tree` lies under `layout`, and why.
+
+  Args:
+    layout: a layout, over a mesh that may be abstract.
+    tree: any tree, concrete or abstract.
+
+  Returns:
+    An explanation: print it, or read its rows.
+
+  Raises:
+    LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+
+  Example:
+    >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
+    >>> tree = {'w': LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'hidden'))}
+    >>> explain(layout, tree).rows[0].bytes_per_device
+    128
+  """
+  findings = layout.check(tree)
+  return Explanation(layout, tuple(layout.rows(tree)), findings)
+
+
+def _array(row: Row) -> str:
+  return f'{row.dtype}[{",".join(map(str, row.shape))}]'
+
+
+def _names(row: Row) -> str:
+  return '' if row.names is None else ', '.join(str(name) for name in row.names)
+
+
+def _spec(row: Row) -> str:
+  return ', '.join(_axes(entry) for entry in row.spec) or 'replicated'
+
+
+def _axes(axes: Any) -> str:
+  return '-' if axes is None else '+'.join(axes) if isinstance(axes, tuple) else str(axes)
+
+
+def _size(count: float) -> str:
+  """Bytes in binary units, three significant digits.
+
+  Example:
+    >>> _size(3 * 2**20)
+    '3 MiB'
+  """
+  for unit in ('B', 'KiB', 'MiB', 'GiB'):
+    if count < 1024:
+      return f'{count:.3g} {unit}'
+    count /= 1024
+  return f'{count:.3g} TiB'

@@ -1,0 +1,345 @@
+"""Layout: a mesh and a rule table, and everything that follows from the pair.
+
+    layout = Layout({'data': 2, 'model': 4}, rules=(('batch', 'data'), ('hidden', 'model')))
+    state  = layout.init(create_state, key, x)         # born sharded, never whole on one device
+    step   = layout.jit(train_step, donate_argnums=0)  # constraints and outputs follow the layout
+    batch  = layout.shard(batch, ('batch', None))
+    target = layout.abstract(create_state, key, x)     # what a checkpoint is restored into
+
+A layout is a value: frozen, hashable, equal by content, written to TOML and read from it. Trying
+another one is making another one; models and training steps stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any, Self
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from flax_spmd import boxes, compat, placement, report, toml
+from flax_spmd.context import InForce, check_in_step, scope
+from flax_spmd.jit import Jitted
+from flax_spmd.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
+from flax_spmd.plan import Planner, Row
+from flax_spmd.rules import Rules
+
+_open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blocks', default=())
+
+
+class Layout:
+  """A mesh and a rule table.
+
+  Args:
+    mesh: a mesh (concrete or abstract), or size per axis name for `make_mesh`.
+    rules: a rule table: `Rules`, or a tuple or list of `(logical name, mesh axes)`.
+    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`.
+
+  Raises:
+    MeshError: the mesh cannot be made.
+    RulesError: `rules` is no rule table.
+    MeshAxisError: a rule uses an axis that the mesh lacks.
+
+  Example:
+    >>> layout = Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hidden', 'model')))
+    >>> layout
+    Layout({'data': 2, 'model': 4}, Rules(('batch', 'data'), ('hidden', 'model')))
+    >>> layout.shard(jnp.ones((8, 16)), ('batch', 'hidden')).sharding.spec
+    P('data', 'model')
+  """
+
+  def __init__(self, mesh: MeshLike | Mapping[str, int], rules: Any = (), **policies: Any):
+    self._mesh = mesh if isinstance(mesh, (Mesh, AbstractMesh)) else make_mesh(mesh)
+    self._rules = Rules.of(rules, **policies)
+    self._rules.check_axes(axis_sizes(self._mesh))
+    self._planner = Planner(self._mesh, self._rules)
+    self._planned_unboxed: dict[Any, list[NamedSharding]] = {}
+
+  @property
+  def mesh(self) -> MeshLike:
+    """The mesh."""
+    return self._mesh
+
+  @property
+  def rules(self) -> Rules:
+    """The rule table."""
+    return self._rules
+
+  def replace(self, *, mesh: Any = None, rules: Any = None, **policies: Any) -> Layout:
+    """A layout with another mesh, other rules or other policies."""
+    return Layout(mesh or self._mesh, self._rules if rules is None else rules, **policies)
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, Layout):
+      return NotImplemented
+    return self._mesh == other._mesh and self._rules == other._rules
+
+  def __hash__(self) -> int:
+    return hash((self._mesh, self._rules))
+
+  def __repr__(self) -> str:
+    return f'Layout({describe(self._mesh)}, {self._rules!r})'
+
+  # -- planning: nothing is allocated, nothing runs
+
+  def spec(self, tree: Any) -> Any:
+    """The PartitionSpec of every array of a tree, in the place of boxes and bare leaves.
+
+    Args:
+      tree: any tree, concrete or abstract.
+
+    Raises:
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+
+    Example:
+      >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
+      >>> layout.spec({'w': LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'hidden'))})
+      {'w': P(None, 'model')}
+    """
+    return jax.tree.map(lambda sharding: sharding.spec, self.sharding(tree))
+
+  def sharding(self, tree: Any) -> Any:
+    """`spec`, as NamedShardings on the layout's mesh: what `jax.jit` takes."""
+    return self._planner.shardings(tree)
+
+  def check(self, tree: Any) -> report.Findings:
+    """What deserves a look: names without a rule (and what was meant), idle rules and axes, guesses.
+
+    Args:
+      tree: any tree, concrete or abstract.
+
+    Returns:
+      Findings, empty (and false) if there are none; printing them lists one a line.
+
+    Raises:
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as `sharding`.
+
+    Example:
+      >>> layout = Layout({'model': 8}, (('embed', 'model'),))
+      >>> print(layout.check({'w': LogicallyPartitioned(jnp.ones((8,)), ('embd',))}))
+      name 'embd' has no rule and is replicated (1 array: w). Did you mean 'embed'?
+      rule 0 ('embed', 'model') decided nothing in this tree.
+      mesh axis 'model' (8) is not used by this tree.
+    """
+    self.sharding(tree)
+    return report.find(self._planner, self.rows(tree))
+
+  def rows(self, tree: Any) -> list[Row]:
+    """One `Row` per array of a tree: path, shape, names, spec, decisions, bytes. Raises nothing."""
+    return self._planner.rows(tree)
+
+  def abstract(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
+    """What `init` would return, without making it: shapes, dtypes and shardings.
+
+    Args:
+      fn: makes a state; nothing of it runs.
+      *args, **kwargs: its arguments. Arrays may be abstract; what is neither array nor number (a
+        model, an optimizer) is passed on as it is.
+      boxed: whether boxes stay; without them, the layout remembers the names.
+
+    Returns:
+      The state, with a `jax.ShapeDtypeStruct` that has a sharding for every array: the target of a
+      restore.
+
+    Raises:
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+    """
+    fn, arrays = _closed_over(fn, args, kwargs)
+    with self:
+      state = jax.eval_shape(fn, arrays)
+    shardings = self._planner.leaf_shardings(state)
+    if not boxed:
+      state = self._remember(boxes.unbox(state, apply_constraint=False), shardings)
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef.unflatten(
+      jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, 'weak_type', False)
+      )
+      for leaf, sharding in zip(leaves, shardings, strict=True)
+    )
+
+  # -- running
+
+  def init(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
+    """Runs `fn` so that its result is born sharded: no device ever holds a whole parameter.
+
+    Args:
+      fn: makes a state from keys and arrays: variables, a TrainState, any tree.
+      *args, **kwargs: its arguments; what is neither array nor number (a model, an optimizer) is
+        passed on as it is.
+      boxed: whether the state keeps its boxes. Without them steps cost nothing extra, and the
+        layout remembers where the arrays go.
+
+    Returns:
+      The state, every array of it on the layout's mesh; what has no names is replicated.
+
+    Raises:
+      MeshError: the mesh is abstract.
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit,
+        before anything is compiled.
+
+    Example:
+      >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
+      >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'hidden'))
+      >>> variables = layout.init(nn.Dense(16, kernel_init=init).init, jax.random.key(0), jnp.ones((1, 8)))
+      >>> variables['params']['kernel'].value.sharding.spec
+      P(None, 'model')
+    """
+    placement.check_concrete(self._mesh)
+    fn, arrays = _closed_over(fn, args, kwargs)
+    if boxed:
+      return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {})(arrays)
+    return Jitted(self._unboxing(fn), self._mesh, self._rules, self._outputs, {})(arrays)
+
+  def jit(self, fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`jax.jit` under the layout: constraints follow its rules, results lie as it says.
+
+    Results that carry names, and states that the layout has planned without their boxes, get the
+    layout's shardings; other results are the compiler's choice. Arguments are taken as they lie.
+
+    Args:
+      fn: the function; without it, a decorator is returned.
+      **options: of `jax.jit`: `donate_argnums`, `donate_argnames`, `static_argnums`,
+        `static_argnames`, `keep_unused`, `inline`, `compiler_options`.
+
+    Returns:
+      A function with `.lower`, `.trace` and `.eval_shape`, which take abstract arguments too.
+
+    Example:
+      >>> layout = Layout({'data': 8}, (('batch', 'data'),))
+      >>> double = layout.jit(lambda x: with_logical_constraint(2 * x, ('batch',)))
+      >>> double(jnp.ones(16)).sharding.spec
+      P('data',)
+    """
+    if fn is None:
+      return functools.partial(self.jit, **options)
+    return Jitted(fn, self._mesh, self._rules, self._outputs, options)
+
+  def shard(self, tree: Any, names: Any = None) -> Any:
+    """Places arrays that exist: a batch by names, a tree of boxes by its own.
+
+    Args:
+      tree: arrays (numpy or JAX, boxed or not) and numbers.
+      names: one array's names for all leaves, a tree of names that is a prefix of `tree`, or None
+        to take the names of boxes (what has no box is replicated).
+
+    Raises:
+      MeshError: the mesh is abstract.
+      LayoutError: names that do not fit their leaf's rank, or a size that does not divide.
+
+    Example:
+      >>> layout = Layout({'data': 8}, (('batch', 'data'),))
+      >>> batch = layout.shard({'x': np.ones((16, 4)), 'y': np.ones(16)}, {'x': ('batch', None), 'y': ('batch',)})
+      >>> batch['x'].sharding.spec
+      P('data', None)
+    """
+    return placement.shard(tree, names, self._planner)
+
+  def __enter__(self) -> Self:
+    check_in_step()
+    with ExitStack() as stack:
+      stack.enter_context(compat.mesh_scope(self._mesh))
+      stack.enter_context(scope(InForce(self._mesh, self._rules)))
+      _open_blocks.set((*_open_blocks.get(), stack.pop_all()))
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    *outer, stack = _open_blocks.get()
+    _open_blocks.set(tuple(outer))
+    stack.__exit__(*exc_info)
+
+  # -- text
+
+  def to_toml(self) -> str:
+    """The layout as a TOML text that a person can edit; `from_toml` reads it back.
+
+    Example:
+      >>> print(Layout({'data': 8}, (('batch', 'data'), ('embed', None))).to_toml())
+      format = 1
+      <BLANKLINE>
+      [mesh]
+      data = 8
+      <BLANKLINE>
+      [rules]
+      clauses = [
+        ["batch", "data"],
+        ["embed", []],
+      ]
+      <BLANKLINE>
+    """
+    return toml.write(axis_sizes(self._mesh), axis_types(self._mesh), self._rules)
+
+  @classmethod
+  def from_toml(cls, text: str, *, mesh: MeshLike | None = None) -> Layout:
+    """The layout that a TOML text describes.
+
+    Args:
+      text: as written by `to_toml`.
+      mesh: a mesh to use in place of one made of the devices at hand (an abstract one, say); its
+        axes have to be the text's.
+
+    Raises:
+      RulesError: the text is no layout; names the line or the entry.
+      MeshError: there are not enough devices, or `mesh` has other axes.
+    """
+    parsed = toml.read(text)
+    if mesh is None:
+      mesh = make_mesh(parsed.axes, axis_types=parsed.types)
+    toml.check_same_axes(parsed, axis_sizes(mesh))
+    return cls(mesh, parsed.rules)
+
+  # -- inside
+
+  def _remember(self, unboxed: Any, shardings: list[NamedSharding]) -> Any:
+    """Notes where the arrays of a state without boxes go; returns the state."""
+    self._planned_unboxed[_form(unboxed)] = shardings
+    return unboxed
+
+  def _unboxing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, with the boxes taken off its result and the layout knowing where the arrays go."""
+
+    @functools.wraps(fn)
+    def unboxed(arrays):
+      state = fn(arrays)
+      return self._remember(
+        boxes.unbox(state, apply_constraint=False), self._planner.leaf_shardings(state)
+      )
+
+    return unboxed
+
+  def _outputs(self, result: Any) -> list[NamedSharding | None]:
+    """A sharding for each leaf of a jitted function's result that the layout knows, else None."""
+    planned = self._planner.leaf_shardings(result, bare=None)
+    if not self._planned_unboxed:
+      return planned
+    parts = jax.tree.leaves(result, is_leaf=lambda node: _form(node) in self._planned_unboxed)
+    remembered = [
+      sharding for part in parts for sharding in self._planned_unboxed.get(_form(part), [None])
+    ]
+    return [own or other for own, other in zip(planned, remembered, strict=True)]
+
+
+def _form(tree: Any) -> Any:
+  """What identifies a state without boxes: its structure and its shapes."""
+  leaves, treedef = jax.tree.flatten(tree)
+  return treedef, tuple(getattr(leaf, 'shape', ()) for leaf in leaves)
+
+
+def _closed_over(fn, args, kwargs) -> tuple[Callable[[list[Any]], Any], list[Any]]:
+  """`fn` as a function of its arrays and numbers only; everything else is closed over."""
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  is_array = [hasattr(leaf, 'dtype') or isinstance(leaf, (bool, int, float, complex)) for leaf in leaves]
+  arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+
+  @functools.wraps(fn)
+  def of_arrays(arrays):
+    given = iter(arrays)
+    filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    args, kwargs = treedef.unflatten(filled)
+    return fn(*args, **kwargs)
+
+  return of_arrays, arrays

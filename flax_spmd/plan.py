@@ -1,0 +1,245 @@
+"""The plan of a tree: where each of its arrays goes on a mesh under a rule table, and why.
+
+A planner resolves each distinct (names, shape) once and remembers it, so that a state of ten
+thousand leaves costs little more than walking it. Everything that is wrong with a tree is found here,
+before anything is compiled or placed, and is raised as one error that lists every offender.
+
+    planner = Planner(mesh, rules)
+    planner.shardings(tree)    # a NamedSharding per leaf
+    planner.rows(tree)         # path, shape, names, spec and decisions per array, for reports
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_spmd.boxes import Static
+from flax_spmd.errors import Problem, raise_problems
+from flax_spmd.mesh import MeshLike, axis_sizes
+from flax_spmd.naming import Guess, Reading, read, unit_paths
+from flax_spmd.resolution import Decision, Resolution, axis_names, resolve_axes
+from flax_spmd.rules import Rules
+
+_REPLICATED = Resolution(PartitionSpec(), ())
+
+
+class Row(NamedTuple):
+  """One array of a tree and what was decided about it.
+
+  Attributes:
+    path: its place in the tree, `params/layers/wi`.
+    shape, dtype: of the whole array.
+    names: its names (None: it has none).
+    logical: whether these are logical names, rather than mesh axes.
+    spec: where it goes.
+    decisions: one per dimension that has a name.
+    bytes: of the whole array.
+    bytes_per_device: of the piece that one device holds.
+    guess: for optimizer state that is not shaped like its parameter, what it was taken for.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: Any
+  names: Any
+  logical: bool
+  spec: PartitionSpec
+  decisions: tuple[Decision, ...]
+  bytes: int
+  bytes_per_device: int
+  guess: Guess | None
+
+
+class Planner:
+  """Plans trees for one mesh and one rule table.
+
+  Args:
+    mesh: a mesh, concrete or abstract.
+    rules: a rule table.
+  """
+
+  def __init__(self, mesh: MeshLike, rules: Rules):
+    self.mesh = mesh
+    self.rules = rules
+    self.sizes = axis_sizes(mesh)
+    self.replicated = NamedSharding(mesh, PartitionSpec())
+    self._memo: dict[Any, NamedSharding] = {}
+
+  def shardings(self, tree: Any) -> Any:
+    """A tree like `tree` with a NamedSharding for every box and every leaf without a box.
+
+    Raises:
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: names all leaves that do not
+        fit, each with its path.
+    """
+    reading, places = self._places(tree)
+    return reading.treedef.unflatten(places)
+
+  def leaf_shardings(self, tree: Any, bare: Any = 'replicated') -> list[Any]:
+    """A NamedSharding per leaf, in the order of `jax.tree.leaves(tree)`; raises as `shardings`.
+
+    `bare` is what leaves without a box get: 'replicated', or None.
+    """
+    reading, places = self._places(tree)
+    return [
+      sharding if static is not None or bare == 'replicated' else bare
+      for unit, static, place in zip(reading.units, reading.statics, places, strict=True)
+      for sharding in _spread(unit, place)
+    ]
+
+  def _places(self, tree: Any) -> tuple[Reading, list[Any]]:
+    """A place per unit: its sharding, or where its arrays go different ways, a box of them."""
+    reading = read(tree)
+    places = [self._unit(reading, index, unit) for index, unit in enumerate(reading.units)]
+    if None in places:
+      raise_problems(self._problems(tree, reading))
+    return reading, places
+
+  def rows(self, tree: Any) -> list[Row]:
+    """Every array of the tree with its decisions; raises nothing, see `problems`."""
+    reading = read(tree)
+    return [
+      row
+      for index, path in enumerate(unit_paths(tree))
+      for row in self._rows(reading, index, path)
+    ]
+
+  def problems(self, tree: Any) -> list[Problem]:
+    """Everything that `shardings` would raise for this tree."""
+    return self._problems(tree, read(tree))
+
+  def resolve(self, static: Static | None, shape: tuple[int, ...]) -> Resolution:
+    """What is decided about an array of this shape under a box's names (None: it has no box)."""
+    if static is None:
+      return _REPLICATED
+    wrong = _misfit(static.names, shape)
+    if wrong is not None:
+      return Resolution(PartitionSpec(), (), (wrong,))
+    return self._resolve_names(static, static.names, shape)
+
+  def _resolve_names(self, static: Static, names: Sequence[Any], shape) -> Resolution:
+    if static.logical:
+      rules = self.rules if static.rules is None else static.rules
+      return rules.resolve(names, shape, self.sizes)
+    return resolve_axes(names, shape, self.sizes, self.rules.policies)
+
+  def _unit(self, reading: Reading, index: int, unit: Any) -> Any:
+    """The sharding of one unit; None if something is wrong with it."""
+    static = reading.statics[index]
+    if static is None:
+      return self.replicated
+    if index in reading.guesses:
+      return self._guessed(unit, static, reading.guesses[index], reading.values[index])
+    value = reading.values[index]
+    shape = getattr(value, 'shape', None)
+    if shape is None:
+      return self._subtree(static, value)
+    key = (static, shape)
+    sharding = self._memo.get(key)
+    if sharding is None:
+      resolution = self.resolve(static, tuple(shape))
+      if resolution.problems:
+        return None
+      sharding = self._memo[key] = NamedSharding(self.mesh, resolution.spec)
+    return sharding
+
+  def _subtree(self, static: Static, value: Any) -> NamedSharding | None:
+    """A box around a tree: one spec for all of its arrays, as in Flax."""
+    resolutions = [self.resolve(static, np.shape(leaf)) for leaf in jax.tree.leaves(value)]
+    if any(resolution.problems for resolution in resolutions):
+      return None
+    return NamedSharding(self.mesh, resolutions[0].spec) if resolutions else self.replicated
+
+  def _guessed(self, unit, static, guesses: list[Guess], value) -> Any:
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(value)]
+    resolutions = [
+      self._from_guess(static, guess, shape) for guess, shape in zip(guesses, shapes, strict=True)
+    ]
+    if any(resolution.problems for resolution in resolutions):
+      return None
+    placed = [NamedSharding(self.mesh, resolution.spec) for resolution in resolutions]
+    if len(set(placed)) == 1:
+      return placed[0]
+    return jax.tree.structure(unit).unflatten(placed)
+
+  def _from_guess(self, static: Static, guess: Guess, shape) -> Resolution:
+    if guess.names is None:
+      return _REPLICATED
+    return self._resolve_names(static, guess.names, tuple(shape))
+
+  def _arrays(self, reading: Reading, index: int):
+    """The arrays of one unit: shape, dtype, guess, resolution."""
+    static, value = reading.statics[index], reading.values[index]
+    leaves = [value] if hasattr(value, 'shape') else jax.tree.leaves(value)
+    guesses = reading.guesses.get(index, [None] * len(leaves))
+    for leaf, guess in zip(leaves, guesses, strict=True):
+      shape = tuple(np.shape(leaf))
+      if static is None or guess is None:
+        resolution = self.resolve(static, shape)
+      else:
+        resolution = self._from_guess(static, guess, shape)
+      yield leaf, shape, guess, resolution
+
+  def _rows(self, reading: Reading, index: int, path: str):
+    static = reading.statics[index]
+    arrays = list(self._arrays(reading, index))
+    for number, (leaf, shape, guess, resolution) in enumerate(arrays):
+      dtype = getattr(leaf, 'dtype', None) or jax.dtypes.canonicalize_dtype(np.result_type(leaf))
+      size = math.prod(shape) * dtype.itemsize
+      yield Row(
+        path if len(arrays) == 1 else f'{path}/{number}',
+        shape,
+        dtype,
+        static and (static.names if guess is None else guess.names),
+        static is not None and static.logical,
+        resolution.spec,
+        resolution.decisions,
+        size,
+        self._bytes_per_device(resolution.spec, shape, dtype),
+        guess,
+      )
+
+  def _bytes_per_device(self, spec: PartitionSpec, shape, dtype) -> int:
+    """Bytes of the largest piece; uneven pieces are rounded up."""
+    entries = tuple(spec) + (None,) * len(shape)
+    pieces = [
+      -(-size // math.prod(self.sizes.get(axis, 1) for axis in axis_names(entry)))
+      for size, entry in zip(shape, entries, strict=False)
+    ]
+    return math.prod(pieces) * dtype.itemsize
+
+  def _problems(self, tree: Any, reading: Reading) -> list[Problem]:
+    problems = []
+    for index, path in enumerate(unit_paths(tree)):
+      for _, _, _, resolution in self._arrays(reading, index):
+        problems += [problem.at(path) for problem in resolution.problems]
+    return problems
+
+
+def _misfit(names: Any, shape: tuple[int, ...]) -> Problem | None:
+  """What is wrong between an array's names and its rank, if anything is."""
+  if isinstance(names, str):
+    return Problem(
+      f'its names are the bare string {names!r}, which would be read letter by letter.',
+      f'write them as a tuple, ({names!r},).',
+    )
+  if len(names) == len(shape):
+    return None
+  count = f'{len(names)} name{"" if len(names) == 1 else "s"}'
+  return Problem(
+    f'{count} {names!r} for an array of rank {len(shape)}, shape {shape}.',
+    'give one name per dimension, None for a dimension without a name.',
+  )
+
+
+def _spread(unit: Any, place: Any) -> list[NamedSharding]:
+  """One sharding per array of a unit, whether the unit has one sharding or a box of them."""
+  if isinstance(place, NamedSharding):
+    return [place] * len(jax.tree.leaves(unit))
+  return jax.tree.leaves(place, is_leaf=lambda x: isinstance(x, NamedSharding))

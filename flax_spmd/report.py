@@ -1,0 +1,111 @@
+"""Findings: what in a plan deserves a second look, although nothing is wrong enough to refuse it.
+
+    findings = layout.check(state)
+    if findings: print(findings)
+
+A typo in a logical name is the usual one: under the default policies its dimension is replicated, as
+in Flax, and a finding says so and what was probably meant.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from flax_spmd.errors import did_you_mean
+from flax_spmd.plan import Planner, Row
+from flax_spmd.resolution import axis_names
+
+
+class Finding(NamedTuple):
+  """One thing that deserves a look: its kind, a sentence, and the paths it is about."""
+
+  kind: Literal['unmatched', 'guessed', 'conflict', 'idle rule', 'idle axis']
+  text: str
+  paths: tuple[str, ...] = ()
+
+
+class Findings(tuple[Finding, ...]):
+  """All findings of a tree; empty and false where there are none. Prints one a line."""
+
+  __slots__ = ()
+
+  def __str__(self) -> str:
+    return '\n'.join(finding.text for finding in self)
+
+  def of(self, kind: str) -> Findings:
+    """The findings of one kind."""
+    return Findings(finding for finding in self if finding.kind == kind)
+
+
+def find(planner: Planner, rows: Sequence[Row]) -> Findings:
+  """The findings in a tree's rows, the gravest kind first."""
+  return Findings(
+    [
+      *_unmatched(planner, rows),
+      *_guessed(rows),
+      *_conflicts(planner, rows),
+      *_idle_rules(planner, rows),
+      *_idle_axes(planner, rows),
+    ]
+  )
+
+
+def _unmatched(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
+  paths: dict[str, list[str]] = defaultdict(list)
+  for row, decision in _decisions(rows):
+    if row.logical and isinstance(decision.name, str) and decision.name not in planner.rules.by_name:
+      paths[decision.name].append(row.path)
+  for name, where in paths.items():
+    text = f'name {name!r} has no rule and is replicated ({_places(where)}).'
+    yield Finding('unmatched', text + did_you_mean(name, planner.rules.by_name), tuple(where))
+
+
+def _guessed(rows: Sequence[Row]) -> Iterable[Finding]:
+  for row in rows:
+    if row.guess is not None and row.guess.names is None:
+      why = 'in more than one way' if row.guess.how == 'ambiguous' else 'in no way'
+      text = (
+        f'{row.path}: shape {row.shape} follows from the shape of {row.guess.parameter} {why}; '
+        'it is replicated.'
+      )
+      yield Finding('guessed', text, (row.path,))
+
+
+def _conflicts(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
+  paths: dict[tuple[str, int], list[str]] = defaultdict(list)
+  for row, decision in _decisions(rows):
+    lost = [skip for skip in decision.skipped if skip.reason == 'taken']
+    if decision.rule is None and lost:
+      paths[decision.name, lost[0].rule].append(row.path)
+  for (name, rule), where in paths.items():
+    text = (
+      f'name {name!r} is replicated: the axes of rule {rule} {planner.rules.clauses[rule]!r} went to '
+      f'another dimension ({_places(where)}).'
+    )
+    yield Finding('conflict', text, tuple(where))
+
+
+def _idle_rules(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
+  used = {decision.rule for _, decision in _decisions(rows)}
+  for index, clause in enumerate(planner.rules.clauses):
+    if index not in used:
+      yield Finding('idle rule', f'rule {index} {clause!r} decided nothing in this tree.')
+
+
+def _idle_axes(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
+  used = {axis for row in rows for entry in row.spec for axis in axis_names(entry)}
+  for axis, size in planner.sizes.items():
+    if axis not in used and size > 1:
+      yield Finding('idle axis', f'mesh axis {axis!r} ({size}) is not used by this tree.')
+
+
+def _decisions(rows: Sequence[Row]) -> Iterable[tuple[Row, Any]]:
+  return ((row, decision) for row in rows for decision in row.decisions)
+
+
+def _places(paths: Sequence[str]) -> str:
+  """`3 arrays: a, b, ...`."""
+  count = f'{len(paths)} array{"" if len(paths) == 1 else "s"}'
+  return f'{count}: {", ".join(paths[:2])}{", ..." if len(paths) > 2 else ""}'

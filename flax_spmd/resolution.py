@@ -1,0 +1,355 @@
+"""How logical names become a PartitionSpec: one pass over a rule table, every decision kept.
+
+The pass is exactly Flax's `logical_to_mesh_axes`:
+
+* order is priority: the first rule whose name is among the array's names gets its mesh axes first;
+* a mesh axis is given once per array: a rule whose axes are (even partly) taken is skipped;
+* a later rule for a name whose dimension is still open is its fallback;
+* `None` (or `()`) decides a dimension too: it is replicated, and no fallback is looked at.
+
+What Flax leaves silent is a *policy*. A resolution carries what its policies object to, as problems
+without a path; whoever knows the path collects them over a whole tree and raises them at once.
+
+    resolution.spec        P('data', None)
+    resolution.decisions   one per dimension: which rule, and which rules were skipped and why
+    resolution.problems    () when nothing is wrong
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from jax import tree_util
+from jax.sharding import PartitionSpec
+
+from flax_spmd.errors import (
+  ConflictError,
+  MeshAxisError,
+  Problem,
+  RulesError,
+  UnmatchedNameError,
+  did_you_mean,
+  problems_text,
+)
+
+Axes: TypeAlias = Any  # None, a mesh axis, a (nested) tuple of them, or PartitionSpec.UNCONSTRAINED
+Names: TypeAlias = Sequence[Any]
+Clause: TypeAlias = tuple[str, Axes]
+Reason: TypeAlias = Literal['decided', 'taken', 'indivisible', 'missing']
+
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
+
+class Skipped(NamedTuple):
+  """A rule that names a dimension and did not decide it.
+
+  `reason` is 'decided' (by an earlier rule), 'taken' (its mesh axes belong to another dimension),
+  'indivisible', or 'missing' (the mesh has none of its axes); `axes` are the axes in question.
+  """
+
+  rule: int
+  reason: Reason
+  axes: tuple[str, ...]
+
+
+class Decision(NamedTuple):
+  """What happened to one dimension: its name, the axes it got, by which rule, and who was skipped.
+
+  `rule` is the index in the table, or None where no rule decided (then the dimension is
+  replicated, or its name is an axis entry that passes through as it is).
+  """
+
+  dim: int
+  name: Any
+  axes: Axes
+  rule: int | None
+  skipped: tuple[Skipped, ...] = ()
+
+
+class Resolution(NamedTuple):
+  """A PartitionSpec, the decisions that led to it, and what the policies object to."""
+
+  spec: PartitionSpec
+  decisions: tuple[Decision, ...]
+  problems: tuple[Problem, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Policies:
+  """What a rule table does where Flax is silent.
+
+  Attributes:
+    unmatched: a name without any rule: 'replicate' its dimension, or 'error'.
+    conflict: a dimension whose every rule lost its axes to other dimensions: 'skip' (replicated),
+      or 'error'.
+    indivisible: a size that the mesh axes do not divide: 'error', look for the 'next' rule of that
+      name, or 'replicate' the dimension.
+    missing_axis: a mesh axis that the mesh lacks: 'error', or 'drop' it from the rule (a rule that
+      is left with no axis is skipped), so that one table serves several meshes.
+
+  Raises:
+    RulesError: a value is none of these.
+  """
+
+  unmatched: Literal['replicate', 'error'] = 'replicate'
+  conflict: Literal['skip', 'error'] = 'skip'
+  indivisible: Literal['error', 'next', 'replicate'] = 'error'
+  missing_axis: Literal['error', 'drop'] = 'error'
+
+  def __post_init__(self):
+    problems = [
+      Problem(
+        f'{name}={getattr(self, name)!r} is no policy.',
+        f'{name} is one of {", ".join(map(repr, values))}.',
+      )
+      for name, values in _POLICY_VALUES.items()
+      if getattr(self, name) not in values
+    ]
+    if problems:
+      raise RulesError(problems_text(problems))
+
+  def changed(self) -> dict[str, str]:
+    """The policies that differ from the defaults."""
+    return {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(self)
+      if getattr(self, field.name) != field.default
+    }
+
+
+_POLICY_VALUES = {
+  'unmatched': ('replicate', 'error'),
+  'conflict': ('skip', 'error'),
+  'indivisible': ('error', 'next', 'replicate'),
+  'missing_axis': ('error', 'drop'),
+}
+
+
+def axis_names(axes: Axes) -> tuple[str, ...]:
+  """The mesh axes in an entry of a rule or a spec, in order, nested tuples flattened.
+
+  Example:
+    >>> axis_names(('data', ('model',)))
+    ('data', 'model')
+    >>> axis_names(None)
+    ()
+  """
+  if isinstance(axes, str):
+    return (axes,)
+  if axes is None or axes is UNCONSTRAINED:
+    return ()
+  return tuple(leaf for leaf in tree_util.tree_leaves(axes) if isinstance(leaf, str))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Resolver:
+  """Resolves names against `clauses`; `sizes` (per mesh axis) may be unknown.
+
+  Without sizes nothing is known of a mesh, so divisibility and missing axes are not looked at.
+  """
+
+  clauses: Sequence[Clause]
+  by_name: Mapping[str, Sequence[int]]
+  policies: Policies
+  sizes: Mapping[str, int] | None = None
+
+  def resolve(self, names: Names, shape: Sequence[int] | None = None) -> Resolution:
+    """Decides every dimension of an array with these names (and this shape, if it is known)."""
+    twice = _repeated(names)
+    if twice:
+      return Resolution(PartitionSpec(), (), (_repeated_problem(names, twice),))
+    entries: list[Any] = [None if isinstance(name, str) else name for name in names]
+    position = {name: dim for dim, name in enumerate(names) if isinstance(name, str)}
+    taken = set(axis_names(entries))
+    decided: dict[int, int] = {}
+    skipped: dict[int, list[Skipped]] = {}
+
+    for index in sorted(i for name in position for i in self.by_name.get(name, ())):
+      name, axes = self.clauses[index]
+      dim = position[name]
+      axes, wanted, missing = self._present(axes)
+      refusal = self._refusal(wanted, missing, dim in decided, taken, shape and shape[dim])
+      if refusal is None:
+        entries[dim] = axes
+        taken.update(wanted)
+      else:
+        skipped.setdefault(dim, []).append(Skipped(index, refusal, wanted or missing))
+      if refusal is None or (
+        refusal == 'indivisible' and self.policies.indivisible == 'replicate'
+      ):
+        decided[dim] = index
+
+    decisions = tuple(
+      Decision(dim, name, entries[dim], decided.get(dim), tuple(skipped.get(dim, ())))
+      for dim, name in enumerate(names)
+    )
+    problems = tuple(self._objections(names, decisions, shape))
+    return Resolution(PartitionSpec(*entries), decisions, problems)
+
+  def _present(self, axes: Axes) -> tuple[Axes, tuple[str, ...], tuple[str, ...]]:
+    """A rule's axes on this mesh: the entry, its axis names, and those that are all missing."""
+    wanted = axis_names(axes)
+    if self.sizes is None or self.policies.missing_axis == 'error':
+      return axes, wanted, ()
+    kept = tuple(axis for axis in wanted if axis in self.sizes)
+    if kept == wanted:
+      return axes, wanted, ()
+    return (kept[0] if len(kept) == 1 else kept), kept, () if kept else wanted
+
+  def _refusal(self, wanted, missing, decided, taken, size) -> Reason | None:
+    """Why a rule cannot decide a dimension, or None if it can."""
+    if decided:
+      return 'decided'
+    if missing:
+      return 'missing'
+    if not taken.isdisjoint(wanted):
+      return 'taken'
+    if size is not None and self.policies.indivisible != 'error' and size % self._parts(wanted):
+      return 'indivisible'
+    return None
+
+  def _parts(self, axes: Sequence[str]) -> int:
+    """Into how many pieces these axes cut a dimension."""
+    return math.prod((self.sizes or {}).get(axis, 1) for axis in axes)
+
+  def _objections(self, names, decisions, shape) -> Iterator[Problem]:
+    for decision in decisions:
+      if decision.rule is not None:
+        if shape is not None and shape[decision.dim] % self._parts(axis_names(decision.axes)):
+          yield self._indivisible(decision, shape[decision.dim])
+      elif isinstance(decision.name, str):
+        if decision.name not in self.by_name:
+          if self.policies.unmatched == 'error':
+            yield self._unmatched(decision, names)
+        elif self.policies.conflict == 'error':
+          if any(skip.reason == 'taken' for skip in decision.skipped):
+            yield self._conflict(decision, decisions)
+
+  def _rule(self, index: int) -> str:
+    return f'rule {index} {self.clauses[index]!r}'
+
+  def _unmatched(self, decision: Decision, names: Names) -> Problem:
+    return Problem(
+      f'{_dimension(decision)}: no rule for this logical name (names {tuple(names)!r}).'
+      + did_you_mean(decision.name, self.by_name),
+      f'correct the name, or add a rule for it; ({decision.name!r}, None) replicates it.',
+      UnmatchedNameError,
+    )
+
+  def _indivisible(self, decision: Decision, size: int) -> Problem:
+    axes, rule = axis_names(decision.axes), decision.rule
+    parts = self._parts(axes)
+    return Problem(
+      f'{_dimension(decision)}: size {size} is not divisible by {_cut(axes, self.sizes)}, '
+      f'asked for by {self._rule(rule)}.',
+      f'pad it to {-(-size // parts) * parts}, put the rule ({decision.name!r}, None) before rule '
+      f"{rule} to replicate it, or give the table indivisible='next' or 'replicate'.",
+    )
+
+  def _conflict(self, decision: Decision, decisions: Sequence[Decision]) -> Problem:
+    lost = next(skip for skip in decision.skipped if skip.reason == 'taken')
+    owners = [
+      _dimension(other) + ('' if other.rule is None else f' ({self._rule(other.rule)})')
+      for other in decisions
+      if not set(axis_names(other.axes)).isdisjoint(lost.axes)
+    ]
+    return Problem(
+      f'{_dimension(decision)}: {self._rule(lost.rule)} lost its mesh axes to '
+      f'{" and ".join(owners)}.',
+      f'add a fallback for {decision.name!r} after rule {lost.rule}, such as '
+      f'({decision.name!r}, None), or put its rule first.',
+      ConflictError,
+    )
+
+
+def resolve_axes(
+  entries: Sequence[Axes], shape: Sequence[int], sizes: Mapping[str, int], policies: Policies
+) -> Resolution:
+  """The resolution of names that are mesh axes already: they are taken as they are, and checked.
+
+  Args:
+    entries: mesh axes per dimension.
+    shape: the array's shape.
+    sizes: size per mesh axis.
+    policies: `missing_axis` and `indivisible` apply.
+
+  Example:
+    >>> resolve_axes(('data', None), (6, 8), {'data': 4}, Policies(indivisible='replicate')).spec
+    P(None, None)
+  """
+  spec: list[Axes] = []
+  problems: list[Problem] = []
+  seen: set[str] = set()
+  for dim, entry in enumerate(entries):
+    axes = axis_names(entry)
+    missing = [axis for axis in axes if axis not in sizes]
+    if missing and policies.missing_axis == 'error':
+      problems += [_missing_problem(dim, axis, entries, sizes) for axis in missing]
+    if missing:
+      axes = tuple(axis for axis in axes if axis in sizes)
+      entry = axes[0] if len(axes) == 1 else axes or None
+    problems += [_reused_problem(dim, axis, entries) for axis in axes if axis in seen]
+    seen.update(axes)
+    parts = math.prod(sizes[axis] for axis in axes)
+    if shape[dim] % parts:
+      if policies.indivisible == 'error':
+        problems.append(_indivisible_problem(dim, entry, shape[dim], sizes))
+      entry = None
+    spec.append(entry)
+  decisions = tuple(
+    Decision(dim, entry, axes, None) for dim, (entry, axes) in enumerate(zip(entries, spec, strict=True))
+  )
+  return Resolution(PartitionSpec(*spec), decisions, tuple(problems))
+
+
+def _missing_problem(dim, axis, entries, sizes) -> Problem:
+  return Problem(
+    f'dim {dim} of names {tuple(entries)!r}: {axis!r} is no axis of the mesh, which has '
+    f'{tuple(sizes)!r}.' + did_you_mean(axis, sizes),
+    'correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.',
+    MeshAxisError,
+  )
+
+
+def _reused_problem(dim, axis, entries) -> Problem:
+  return Problem(
+    f'dim {dim} of names {tuple(entries)!r}: mesh axis {axis!r} is used for an earlier dimension too.',
+    'use every mesh axis for one dimension only.',
+  )
+
+
+def _indivisible_problem(dim, entry, size, sizes) -> Problem:
+  parts = math.prod(sizes[axis] for axis in axis_names(entry))
+  return Problem(
+    f'dim {dim}: size {size} is not divisible by {_cut(axis_names(entry), sizes)}.',
+    f'pad it to {-(-size // parts) * parts}, name the dimension None to replicate it, or give the '
+    "table indivisible='replicate'.",
+  )
+
+
+def _cut(axes: Sequence[str], sizes: Mapping[str, int]) -> str:
+  """`mesh axis 'model' (4)`, or `mesh axes 'data' (2) x 'model' (4) = 8`."""
+  which = ' x '.join(f'{axis!r} ({sizes[axis]})' for axis in axes)
+  if len(axes) == 1:
+    return f'mesh axis {which}'
+  return f'mesh axes {which} = {math.prod(sizes[axis] for axis in axes)}'
+
+
+def _dimension(decision: Decision) -> str:
+  return f'dim {decision.dim} {decision.name!r}'
+
+
+def _repeated(names: Names) -> tuple[str, ...]:
+  """The strings that occur more than once in `names`, each once, in order."""
+  strings = [name for name in names if isinstance(name, str)]
+  return tuple(dict.fromkeys(name for name in strings if strings.count(name) > 1))
+
+
+def _repeated_problem(names: Names, twice: Sequence[str]) -> Problem:
+  return Problem(
+    f'names {tuple(names)!r}: {", ".join(map(repr, twice))} stands for more than one dimension.',
+    'give every dimension a name of its own, or None.',
+  )

@@ -1,0 +1,170 @@
+"""Specs: from a tree of boxes to trees of PartitionSpecs and shardings, with Flax's functions.
+
+    abstract = jax.eval_shape(create_state, key, x)
+    logical  = get_partition_spec(abstract)                   # P('embed', 'hidden'), ...
+    specs    = logical_to_mesh(logical, rules)                # P(None, 'model'), ...
+    places   = logical_to_mesh_sharding(logical, mesh, rules) # NamedSharding(mesh, P(None, 'model')), ...
+
+Same results as Flax's on well-formed trees; optimizer state that is not shaped like its parameter
+gets the spec that its own shape allows (see `flax_spmd.naming`). A `Layout` does all of this in one
+go, checks it against shapes and mesh, and explains it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_spmd.boxes import is_axis_metadata
+from flax_spmd.context import in_force
+from flax_spmd.mesh import MeshLike
+from flax_spmd.naming import Guess, read
+from flax_spmd.resolution import Names
+from flax_spmd.rules import Rules
+
+
+def get_partition_spec(tree: Any) -> Any:
+  """The names of every array of a tree, as PartitionSpecs in the place of boxes and arrays.
+
+  Args:
+    tree: any tree, concrete or abstract.
+
+  Returns:
+    A tree in which a box is its spec (of names: logical ones stay logical), an array without a box
+    is `P()`, and a Python scalar is None. A box whose arrays go different ways stays a box, of specs.
+
+  Example:
+    >>> get_partition_spec({'w': LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp')), 'n': jnp.ones(3)})
+    {'n': P(), 'w': P('embed', 'mlp')}
+  """
+  reading = read(tree)
+  memo: dict[Any, PartitionSpec] = {}
+  specs: list[Any] = []
+  for index, (unit, static) in enumerate(zip(reading.units, reading.statics, strict=True)):
+    if static is None:
+      specs.append(PartitionSpec() if hasattr(unit, 'shape') else None)
+    elif index in reading.guesses:
+      specs.append(_guessed(unit, reading.guesses[index]))
+    else:
+      spec = memo.get(static)
+      if spec is None:
+        spec = memo[static] = PartitionSpec(*static.names)
+      specs.append(spec)
+  return reading.treedef.unflatten(specs)
+
+
+def get_sharding(tree: Any, mesh: MeshLike) -> Any:
+  """The sharding of every array of a tree on `mesh`.
+
+  Logical names are resolved through the box's rules or those in force, mesh axes taken as they are.
+
+  Args:
+    tree: any tree, concrete or abstract.
+    mesh: a mesh, concrete or abstract.
+
+  Returns:
+    A tree in which a box is its NamedSharding, an array without a box is replicated, and a Python
+    scalar is None.
+
+  Raises:
+    UnmatchedNameError, ConflictError: as the policies of the rules in force say.
+  """
+
+  def one(leaf):
+    if hasattr(leaf, 'get_sharding'):
+      return leaf.get_sharding(mesh)
+    return NamedSharding(mesh, PartitionSpec()) if hasattr(leaf, 'shape') else None
+
+  return jax.tree.map(one, tree, is_leaf=is_axis_metadata)
+
+
+def logical_to_mesh_axes(
+  array_dim_names: Names | None, rules: Any = None
+) -> PartitionSpec | None:
+  """The PartitionSpec of an array whose dimensions have these logical names.
+
+  Args:
+    array_dim_names: a name per dimension; None, UNCONSTRAINED and tuples of mesh axes pass through.
+    rules: a rule table; default: the rules in force.
+
+  Returns:
+    Mesh axes per dimension; None for None.
+
+  Raises:
+    LayoutError: a name occurs twice.
+    RulesError: `rules` is no table.
+
+  Example:
+    >>> rules = (('batch', 'X'), ('features', 'X'), ('heads', 'Y'), ('batch', 'Z'))
+    >>> logical_to_mesh_axes(('batch', 'length', 'heads', 'features'), rules)
+    P('X', None, 'Y', None)
+  """
+  if array_dim_names is None:
+    return None
+  return _table(rules).spec(array_dim_names)
+
+
+def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
+  """`logical_to_mesh_axes` for every PartitionSpec of a tree; everything else is None.
+
+  Args:
+    tree: a tree of logical PartitionSpecs, as `get_partition_spec` returns it.
+    rules: a rule table; default: the rules in force.
+
+  Example:
+    >>> logical_to_mesh({'w': PartitionSpec('embed', 'mlp')}, (('mlp', 'model'),))
+    {'w': P(None, 'model')}
+  """
+  table = _table(rules)
+  memo: dict[PartitionSpec, Any] = {}
+
+  def one(spec):
+    found = memo.get(spec)
+    if found is None:
+      found = memo[spec] = table.spec(spec)
+    return found
+
+  return jax.tree.map(one, tree, is_leaf=_is_spec)
+
+
+def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> Any:
+  """`logical_to_mesh`, and the specs as NamedShardings on `mesh`.
+
+  Args:
+    tree: a tree of logical PartitionSpecs, as `get_partition_spec` returns it.
+    mesh: a mesh, concrete or abstract.
+    rules: a rule table; default: the rules in force.
+
+  Example:
+    >>> mesh = abstract_mesh({'data': 2, 'model': 4})
+    >>> logical_to_mesh_sharding({'w': PartitionSpec('embed', 'mlp')}, mesh, (('mlp', 'model'),))['w'].spec
+    P(None, 'model')
+  """
+  table = _table(rules)
+  memo: dict[PartitionSpec, NamedSharding] = {}
+
+  def one(spec):
+    found = memo.get(spec)
+    if found is None:
+      found = memo[spec] = NamedSharding(mesh, table.spec(spec) or PartitionSpec())
+    return found
+
+  return jax.tree.map(one, tree, is_leaf=_is_spec)
+
+
+def _guessed(box: Any, guesses: list[Guess]) -> Any:
+  """A guessed box' spec: one for all of its arrays, or the box with a spec for each."""
+  specs = [PartitionSpec(*(guess.names or ())) for guess in guesses]
+  if len(set(specs)) == 1:
+    return specs[0]
+  return jax.tree.structure(box).unflatten(specs)
+
+
+def _table(rules: Any) -> Rules:
+  return in_force().rules if rules is None else Rules.of(rules)
+
+
+def _is_spec(x: Any) -> bool:
+  return isinstance(x, PartitionSpec)
