@@ -11,6 +11,8 @@
 The names of `flax.linen.spmd` are here too, with the same signatures and results.
 """
 
+import importlib
+
 from flax_spmd import errors as errors
 from flax_spmd.boxes import PARTITION_NAME as PARTITION_NAME
 from flax_spmd.boxes import AxisMetadata as AxisMetadata
@@ -44,3 +46,11 @@ from flax_spmd.specs import get_sharding as get_sharding
 from flax_spmd.specs import logical_to_mesh as logical_to_mesh
 from flax_spmd.specs import logical_to_mesh_axes as logical_to_mesh_axes
 from flax_spmd.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
+from flax_spmd.transforms import remat_scan as remat_scan
+
+
+def __getattr__(name: str):
+  """`flax_spmd.checkpoint` is imported when it is first used: Orbax takes 0.3 s to import."""
+  if name == 'checkpoint':
+    return importlib.import_module('flax_spmd.checkpoint')
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -10,15 +10,15 @@ trees and on abstract meshes of any size.
 from __future__ import annotations
 
 import io
-from typing import Any, NamedTuple
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax_spmd.layout import Layout
 from flax_spmd.plan import Row
 from flax_spmd.report import Findings
+from flax_spmd.resolution import Decision, axis_names
+
+if TYPE_CHECKING:
+  from rich.table import Table
 
 
 class Explanation(NamedTuple):
@@ -45,16 +45,21 @@ class Explanation(NamedTuple):
     return sum(row.bytes_per_device for row in self.rows)
 
   def __rich__(self) -> Table:
+    from rich.table import Table  # only who prints pays for rich: 20 ms
+    from rich.text import Text
+
     table = Table(title=Text(repr(self.layout)), caption=Text(self._summary()), caption_justify='left')
-    for name in ('path', 'array', 'names', 'spec', 'decided by'):
+    for name in ('path', 'array', 'laid over (rule)'):
       table.add_column(name, overflow='fold')
     table.add_column('per device', justify='right')
     for row in self.rows:
-      cells = [row.path, _array(row), _names(row), _spec(row), self._rules(row), _size(row.bytes_per_device)]
+      cells = [row.path, _array(row), _layout(row), _size(row.bytes_per_device)]
       table.add_row(*map(Text, cells))
     return table
 
   def __str__(self) -> str:
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=140, color_system=None)
     console.print(self)
     return console.file.getvalue()
@@ -64,16 +69,6 @@ class Explanation(NamedTuple):
       f'{len(self.rows)} arrays, {_size(self.bytes)} in all, {_size(self.bytes_per_device)} per device'
     )
     return '\n'.join([total, *(f'- {finding.text}' for finding in self.findings)])
-
-  def _rules(self, row: Row) -> str:
-    """`1: hidden -> model`, one a line; for guesses, what they were taken for."""
-    clauses = self.layout.rules.clauses
-    lines = [
-      f'{d.rule}: {clauses[d.rule][0]} -> {_axes(d.axes)}' for d in row.decisions if d.rule is not None
-    ]
-    if row.guess is not None:
-      lines.insert(0, f'{row.guess.how} of {row.guess.parameter}')
-    return '\n'.join(lines)
 
 
 def explain(layout: Layout, tree: Any) -> Explanation:
@@ -103,16 +98,21 @@ def _array(row: Row) -> str:
   return f'{row.dtype}[{",".join(map(str, row.shape))}]'
 
 
-def _names(row: Row) -> str:
-  return '' if row.names is None else ', '.join(str(name) for name in row.names)
+def _layout(row: Row) -> str:
+  """`layers, embed, mlp → model (1)`: every dimension, over what it lies, and by which rule."""
+  dimensions = ', '.join(map(_dimension, row.decisions)) or 'replicated'
+  if row.guess is None:
+    return dimensions
+  return f'{dimensions} [{row.guess.how} of {row.guess.parameter}]'
 
 
-def _spec(row: Row) -> str:
-  return ', '.join(_axes(entry) for entry in row.spec) or 'replicated'
-
-
-def _axes(axes: Any) -> str:
-  return '-' if axes is None else '+'.join(axes) if isinstance(axes, tuple) else str(axes)
+def _dimension(decision: Decision) -> str:
+  axes = '+'.join(axis_names(decision.axes))
+  if not isinstance(decision.name, str) or decision.name == axes:
+    return axes or '-'
+  if not axes:
+    return decision.name
+  return f'{decision.name} → {axes}' + ('' if decision.rule is None else f' ({decision.rule})')
 
 
 def _size(count: float) -> str:

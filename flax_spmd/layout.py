@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -57,7 +57,7 @@ class Layout:
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
     self._planner = Planner(self._mesh, self._rules)
-    self._planned_unboxed: dict[Any, list[NamedSharding]] = {}
+    self._planned_unboxed: dict[Any, _Planned] = {}
 
   @property
   def mesh(self) -> MeshLike:
@@ -106,6 +106,16 @@ class Layout:
     """`spec`, as NamedShardings on the layout's mesh: what `jax.jit` takes."""
     return self._planner.shardings(tree)
 
+  def names(self, tree: Any) -> list[Any]:
+    """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without.
+
+    A state that the layout planned without its boxes has the names that its boxes had.
+    """
+    parts = self._parts(tree)
+    remembered = [name for part, planned in parts for name in (planned.names if planned else [None])]
+    own = self._planner.leaf_names(tree)
+    return [name if name is not None else other for name, other in zip(own, remembered, strict=True)]
+
   def check(self, tree: Any) -> report.Findings:
     """What deserves a look: names without a rule (and what was meant), idle rules and axes, guesses.
 
@@ -122,7 +132,7 @@ class Layout:
       >>> layout = Layout({'model': 8}, (('embed', 'model'),))
       >>> print(layout.check({'w': LogicallyPartitioned(jnp.ones((8,)), ('embd',))}))
       name 'embd' has no rule and is replicated (1 array: w). Did you mean 'embed'?
-      rule 0 ('embed', 'model') decided nothing in this tree.
+      rules that decided nothing in this tree: 0 ('embed', 'model').
       mesh axis 'model' (8) is not used by this tree.
     """
     self.sharding(tree)
@@ -153,7 +163,7 @@ class Layout:
       state = jax.eval_shape(fn, arrays)
     shardings = self._planner.leaf_shardings(state)
     if not boxed:
-      state = self._remember(boxes.unbox(state, apply_constraint=False), shardings)
+      state = self._unboxed(state)
     leaves, treedef = jax.tree.flatten(state)
     return treedef.unflatten(
       jax.ShapeDtypeStruct(
@@ -193,7 +203,7 @@ class Layout:
     fn, arrays = _closed_over(fn, args, kwargs)
     if boxed:
       return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {})(arrays)
-    return Jitted(self._unboxing(fn), self._mesh, self._rules, self._outputs, {})(arrays)
+    return Jitted(_then(fn, self._unboxed), self._mesh, self._rules, self._outputs, {})(arrays)
 
   def jit(self, fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`jax.jit` under the layout: constraints follow its rules, results lie as it says.
@@ -294,33 +304,35 @@ class Layout:
 
   # -- inside
 
-  def _remember(self, unboxed: Any, shardings: list[NamedSharding]) -> Any:
-    """Notes where the arrays of a state without boxes go; returns the state."""
-    self._planned_unboxed[_form(unboxed)] = shardings
-    return unboxed
-
-  def _unboxing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, with the boxes taken off its result and the layout knowing where the arrays go."""
-
-    @functools.wraps(fn)
-    def unboxed(arrays):
-      state = fn(arrays)
-      return self._remember(
-        boxes.unbox(state, apply_constraint=False), self._planner.leaf_shardings(state)
-      )
-
-    return unboxed
+  def _unboxed(self, state: Any) -> Any:
+    """A planned state without its boxes; the layout remembers what they said."""
+    plain = boxes.unbox(state, apply_constraint=False)
+    planned = _Planned(self._planner.leaf_shardings(state), self._planner.leaf_names(state))
+    self._planned_unboxed[_form(plain)] = planned
+    return plain
 
   def _outputs(self, result: Any) -> list[NamedSharding | None]:
     """A sharding for each leaf of a jitted function's result that the layout knows, else None."""
-    planned = self._planner.leaf_shardings(result, bare=None)
-    if not self._planned_unboxed:
-      return planned
-    parts = jax.tree.leaves(result, is_leaf=lambda node: _form(node) in self._planned_unboxed)
     remembered = [
-      sharding for part in parts for sharding in self._planned_unboxed.get(_form(part), [None])
+      sharding
+      for _, planned in self._parts(result)
+      for sharding in (planned.shardings if planned else [None])
     ]
-    return [own or other for own, other in zip(planned, remembered, strict=True)]
+    own = self._planner.leaf_shardings(result, bare=None)
+    return [mine or other for mine, other in zip(own, remembered, strict=True)]
+
+  def _parts(self, tree: Any) -> list[tuple[Any, _Planned | None]]:
+    """The tree cut into states that the layout has planned without boxes, and single leaves."""
+    memory = self._planned_unboxed
+    parts = jax.tree.leaves(tree, is_leaf=(lambda node: _form(node) in memory) if memory else None)
+    return [(part, memory.get(_form(part)) if memory else None) for part in parts]
+
+
+class _Planned(NamedTuple):
+  """What the layout remembers of a state without boxes, per leaf."""
+
+  shardings: list[NamedSharding]
+  names: list[Any]
 
 
 def _form(tree: Any) -> Any:
@@ -343,3 +355,13 @@ def _closed_over(fn, args, kwargs) -> tuple[Callable[[list[Any]], Any], list[Any
     return fn(*args, **kwargs)
 
   return of_arrays, arrays
+
+
+def _then(fn: Callable[..., Any], last: Callable[[Any], Any]) -> Callable[..., Any]:
+  """`fn`, and `last` of its result."""
+
+  @functools.wraps(fn)
+  def both(*args):
+    return last(fn(*args))
+
+  return both

@@ -93,6 +93,15 @@ class Planner:
       for sharding in _spread(unit, place)
     ]
 
+  def leaf_names(self, tree: Any) -> list[Any]:
+    """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without."""
+    reading = read(tree)
+    return [
+      None if static is None else static.names if guess is None else guess.names
+      for index, static in enumerate(reading.statics)
+      for _, _, guess in _arrays(reading, index)
+    ]
+
   def _places(self, tree: Any) -> tuple[Reading, list[Any]]:
     """A place per unit: its sharding, or where its arrays go different ways, a box of them."""
     reading = read(tree)
@@ -173,22 +182,18 @@ class Planner:
       return _REPLICATED
     return self._resolve_names(static, guess.names, tuple(shape))
 
-  def _arrays(self, reading: Reading, index: int):
-    """The arrays of one unit: shape, dtype, guess, resolution."""
-    static, value = reading.statics[index], reading.values[index]
-    leaves = [value] if hasattr(value, 'shape') else jax.tree.leaves(value)
-    guesses = reading.guesses.get(index, [None] * len(leaves))
-    for leaf, guess in zip(leaves, guesses, strict=True):
-      shape = tuple(np.shape(leaf))
+  def _resolutions(self, reading: Reading, index: int):
+    """The arrays of one unit, with what is decided about each."""
+    static = reading.statics[index]
+    for leaf, shape, guess in _arrays(reading, index):
       if static is None or guess is None:
-        resolution = self.resolve(static, shape)
+        yield leaf, shape, guess, self.resolve(static, shape)
       else:
-        resolution = self._from_guess(static, guess, shape)
-      yield leaf, shape, guess, resolution
+        yield leaf, shape, guess, self._from_guess(static, guess, shape)
 
   def _rows(self, reading: Reading, index: int, path: str):
     static = reading.statics[index]
-    arrays = list(self._arrays(reading, index))
+    arrays = list(self._resolutions(reading, index))
     for number, (leaf, shape, guess, resolution) in enumerate(arrays):
       dtype = getattr(leaf, 'dtype', None) or jax.dtypes.canonicalize_dtype(np.result_type(leaf))
       size = math.prod(shape) * dtype.itemsize
@@ -217,9 +222,17 @@ class Planner:
   def _problems(self, tree: Any, reading: Reading) -> list[Problem]:
     problems = []
     for index, path in enumerate(unit_paths(tree)):
-      for _, _, _, resolution in self._arrays(reading, index):
+      for _, _, _, resolution in self._resolutions(reading, index):
         problems += [problem.at(path) for problem in resolution.problems]
     return problems
+
+
+def _arrays(reading: Reading, index: int):
+  """The arrays of one unit: leaf, shape, and the guess about it if there is one."""
+  value = reading.values[index]
+  leaves = [value] if hasattr(value, 'shape') else jax.tree.leaves(value)
+  guesses = reading.guesses.get(index) or [None] * len(leaves)
+  return [(leaf, tuple(np.shape(leaf)), guess) for leaf, guess in zip(leaves, guesses, strict=True)]
 
 
 def _misfit(names: Any, shape: tuple[int, ...]) -> Problem | None:

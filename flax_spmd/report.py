@@ -88,10 +88,15 @@ def _conflicts(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
 
 
 def _idle_rules(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
+  """Rules that ask for mesh axes and got to decide nothing; activations are not in the tree."""
   used = {decision.rule for _, decision in _decisions(rows)}
-  for index, clause in enumerate(planner.rules.clauses):
-    if index not in used:
-      yield Finding('idle rule', f'rule {index} {clause!r} decided nothing in this tree.')
+  idle = [
+    f'{index} {clause!r}'
+    for index, clause in enumerate(planner.rules.clauses)
+    if index not in used and axis_names(clause[1])
+  ]
+  if idle:
+    yield Finding('idle rule', f'rules that decided nothing in this tree: {", ".join(idle)}.')
 
 
 def _idle_axes(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:

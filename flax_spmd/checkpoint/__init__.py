@@ -1,0 +1,12 @@
+"""Checkpoints that know their names: save under one layout, restore under any other.
+
+    spmd.checkpoint.save(path, state, layout=layout)
+    state = spmd.checkpoint.restore(path, other.abstract(create_state, key, x))
+
+Orbax writes and reads the arrays. On disk a state has no boxes, so it is the same whether it was
+saved with or without them; beside the arrays lie their logical names, their shapes and the layout.
+A restore compares all of that with its target before a byte of the arrays is read.
+"""
+
+from flax_spmd.checkpoint.restoring import restore as restore
+from flax_spmd.checkpoint.saving import save as save

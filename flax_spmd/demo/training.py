@@ -1,0 +1,96 @@
+"""Training: a state, a step, and a loop with a progress bar. Nothing here knows a mesh either."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flax_spmd.demo.model import Transformer
+from flax_spmd.demo.text import batches
+from flax_spmd.layout import Layout
+
+
+class Plan(NamedTuple):
+  """How long and on what to train."""
+
+  steps: int = 80
+  batch: int = 32
+  length: int = 64
+  learning_rate: float = 6e-3
+
+
+def optimizer(plan: Plan) -> optax.GradientTransformation:
+  """AdamW with clipping, a warm-up and a cosine."""
+  schedule = optax.warmup_cosine_decay_schedule(0.0, plan.learning_rate, plan.steps // 5, plan.steps, 1e-4)
+  return optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)
+  )
+
+
+def create_state(
+  key: jax.Array, tokens: jax.Array, model: Transformer, tx: optax.GradientTransformation
+) -> TrainState:
+  """A fresh state; `tokens` gives the shapes."""
+  return TrainState.create(apply_fn=model.apply, params=model.init(key, tokens)['params'], tx=tx)
+
+
+def train_step(state: TrainState, window: jax.Array) -> tuple[TrainState, jax.Array]:
+  """One step on windows (batch, length + 1); returns the state and the loss in nats per byte."""
+
+  def loss_fn(params):
+    logits = state.apply_fn({'params': params}, window[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:]).mean()
+
+  loss, grads = jax.value_and_grad(loss_fn)(state.params)
+  return state.apply_gradients(grads=grads), loss
+
+
+def train(
+  layout: Layout, state: Any, data: np.ndarray, plan: Plan, steps: range, title: str, console: Console
+) -> tuple[Any, dict[int, float]]:
+  """Trains from step `steps.start` to `steps.stop` under a layout.
+
+  Returns:
+    The state, and the loss of each step.
+  """
+  step = layout.jit(train_step, donate_argnums=0)
+  losses: dict[int, jax.Array] = {}
+  windows = batches(data, plan.batch, plan.length, start=steps.start)
+  columns = [TextColumn('{task.description}'), BarColumn(), TextColumn('{task.completed}/{task.total}')]
+  columns += [TextColumn('loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s'), TimeRemainingColumn()]
+  with Progress(*columns, console=console) as progress:
+    bar = progress.add_task(title, total=len(steps), loss=float('nan'), speed=0)
+    begin = None
+    for number in steps:
+      state, loss = step(state, layout.shard(next(windows), ('batch', None)))
+      losses[number] = loss
+      begin = begin or (time.perf_counter(), number)
+      done = number - begin[1]
+      speed = done * plan.batch * plan.length / (time.perf_counter() - begin[0])
+      progress.update(bar, advance=1, loss=float(loss), speed=speed)
+  return state, {number: float(loss) for number, loss in losses.items()}
+
+
+def sample(layout: Layout, state: Any, prompt: np.ndarray, count: int, temperature: float = 0.6) -> np.ndarray:
+  """Goes on writing after `prompt`: int32 (length,) to int32 (length + count,)."""
+  length = len(prompt)
+
+  def write(state, text, key):
+    def one(at, text):
+      window = jax.lax.dynamic_slice(text, (at - length,), (length,))
+      logits = state.apply_fn({'params': state.params}, window[None])[0, -1]
+      token = jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
+      return jax.lax.dynamic_update_slice(text, token.astype(text.dtype)[None], (at,))
+
+    return jax.lax.fori_loop(length, length + count, one, text)
+
+  text = jnp.pad(jnp.asarray(prompt, jnp.int32), (0, count))
+  return np.asarray(layout.jit(write)(state, layout.shard(text), jax.random.key(0)))

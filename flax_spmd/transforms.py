@@ -1,0 +1,91 @@
+"""Linen transformations that lack something in Flax: `remat_scan`, with names for its axes.
+
+`nn.scan` and `nn.vmap` take `metadata_params` and work with boxes as they are. `nn.remat_scan` does
+not take it, so a boxed model cannot be used in it; ours does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.core
+import flax.linen as nn
+from flax.core import Scope
+
+_EVERYTHING_AT_0: Mapping[Any, Any] = {True: 0}
+_SPLIT_ALL: Mapping[Any, bool] = {True: True}
+
+
+def remat_scan(
+  target: Any,
+  lengths: Sequence[int] = (),
+  policy: Callable[..., bool] | None = None,
+  variable_broadcast: Any = False,
+  variable_carry: Any = False,
+  variable_axes: Mapping[Any, Any] = _EVERYTHING_AT_0,
+  split_rngs: Mapping[Any, bool] = _SPLIT_ALL,
+  metadata_params: Mapping[Any, Any] | Sequence[Mapping[Any, Any]] = (),
+) -> Any:
+  """`nn.remat_scan` for models whose parameters have names.
+
+  Repeats `target` `prod(lengths)` times in nested loops, each of which is rematerialised, so that
+  memory grows with the `len(lengths)`-th root of the depth.
+
+  Args:
+    target: a Module class, or a function of a Module and a value. What it returns it must accept.
+    lengths: iterations per level, the outermost first.
+    policy, variable_broadcast, variable_carry, variable_axes, split_rngs: as in `nn.remat_scan`.
+    metadata_params: what boxes are told about the axis that a level adds, such as
+      `{nn.PARTITION_NAME: 'layers'}`; one for all levels, or one per level.
+
+  Returns:
+    `target`, transformed.
+
+  Raises:
+    ValueError: `metadata_params` is a sequence of another length than `lengths`.
+
+  Example:
+    >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'mlp'))
+    >>> stack = remat_scan(nn.Dense, (2, 3), metadata_params=({nn.PARTITION_NAME: 'group'}, {nn.PARTITION_NAME: 'layer'}))
+    >>> class Deep(nn.Module):
+    ...   @nn.compact
+    ...   def __call__(self, x):
+    ...     return stack(8, use_bias=False, kernel_init=init, name='stack')(x)
+    >>> jax.eval_shape(Deep().init, jax.random.key(0), jnp.ones((1, 8)))['params']['stack']['kernel']
+    LogicallyPartitioned(float32[2,3,8,8], names=('group', 'layer', 'embed', 'mlp'))
+  """
+  if isinstance(metadata_params, Mapping) or not metadata_params:
+    per_level = [dict(metadata_params)] * len(lengths)
+  else:
+    per_level = [dict(params) for params in metadata_params]
+  if len(per_level) != len(lengths):
+    raise ValueError(
+      f'remat_scan has {len(lengths)} levels {tuple(lengths)}, but {len(per_level)} metadata_params.\n'
+      'Fix: give one for all levels, or one per level.'
+    )
+  scan_options = dict(
+    variable_broadcast=variable_broadcast,
+    variable_carry=variable_carry,
+    variable_axes=variable_axes,
+    split_rngs=split_rngs,
+  )
+
+  def lifted(body: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    return _level(body, list(zip(lengths, per_level, strict=True)), policy, scan_options)
+
+  return nn.transforms.lift_transform(lifted, target)
+
+
+def _level(body, levels, policy, scan_options) -> Callable[[Scope, Any], Any]:
+  """One loop over everything below it; only what is below the innermost is not rematerialised."""
+  (length, params), *inner = levels
+  step = body
+  if inner:
+    step = flax.core.remat(_level(body, inner, policy, scan_options), policy=policy, prevent_cse=False)
+
+  def one(scope: Scope, carry: Any) -> tuple[Any, tuple[()]]:
+    return step(scope, carry), ()
+
+  scanned = flax.core.scan(one, length=length, metadata_params=params, **scan_options)
+  return lambda scope, carry: scanned(scope, carry)[0]
