@@ -45,8 +45,8 @@ def make_mesh(
     MeshError: the sizes are no sizes, or ask for more devices than there are.
 
   Example:
-    >>> make_mesh({'data': 2, 'model': -1}).shape
-    OrderedDict({'data': 2, 'model': 4})
+    >>> dict(make_mesh({'data': 2, 'model': -1}).shape)
+    {'data': 2, 'model': 4}
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = _fill_in(dict(axes), len(devices))

@@ -1,0 +1,30 @@
+"""Devices and strictness, set once: 8 emulated devices, warnings are errors, rank promotion raises."""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+
+import jax
+import pytest
+from hypothesis import settings
+
+import flax_spmd as spmd
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+settings.register_profile('default', deadline=None, max_examples=200, derandomize=True)
+settings.load_profile('default')
+
+
+@pytest.fixture(scope='session')
+def mesh():
+  """Eight devices as data 2 x model 4."""
+  return spmd.make_mesh({'data': 2, 'model': 4})
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_force():
+  """Every test leaves the rules and the mesh as it found them."""
+  yield
+  assert spmd.get_logical_axis_rules() == ()
+  assert jax.sharding.get_abstract_mesh().empty
