@@ -80,6 +80,7 @@ def constrain(x: jax.Array, spec: PartitionSpec, mesh: MeshLike | None = None) -
   explicit = {axis for axis, type_ in types.items() if type_ is AxisType.Explicit}
   if explicit:
     x = _reshard(x, spec, found, explicit)
+    spec = _only(spec, lambda axis: axis not in explicit)
   if all(axis in manual or axis in explicit for axis in types):
     return x
   return jax.lax.with_sharding_constraint(x, NamedSharding(found, spec))

@@ -1,0 +1,221 @@
+"""What bad input gets: an error before anything is compiled, naming every offender, with its whole text."""
+
+from textwrap import dedent
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd import errors
+
+
+def box(shape, *names):
+  return spmd.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+
+
+def text_of(kind, f, *args, **kwargs):
+  with pytest.raises(kind) as caught:
+    f(*args, **kwargs)
+  assert isinstance(caught.value, errors.FlaxSpmdError)
+  return str(caught.value)
+
+
+def layout(*rules, mesh=None, **policies):
+  return spmd.Layout(mesh or {'data': 2, 'model': 4}, rules, **policies)
+
+
+# -- rules
+
+
+def test_unknown_mesh_axis_in_a_rule():
+  text = text_of(errors.MeshAxisError, layout, ('embed', 'modle'), ('mlp', ('data', 'tensor')))
+  assert text == dedent("""\
+    Rule 0 ('embed', 'modle') uses mesh axis 'modle', but the mesh has axes ('data', 'model'). Did you mean 'model'?
+    Rule 1 ('mlp', ('data', 'tensor')) uses mesh axis 'tensor', but the mesh has axes ('data', 'model').
+    Fix: correct the axis name, add the axis to the mesh, or give the table missing_axis='drop'.""")
+
+
+@pytest.mark.parametrize('rules', [3, {'embed': 'model'}, (pair for pair in ()), 'embed', None])
+def test_rules_that_are_no_table(rules):
+  text = text_of(ValueError, spmd.Rules.of, rules)
+  assert text == dedent(f"""\
+    A rule table is a tuple or a list of (logical name, mesh axes), got {rules!r}.
+    Fix: write it as (('batch', 'data'), ('hidden', 'model')).""")
+
+
+def test_clauses_that_are_no_clauses():
+  text = text_of(ValueError, layout, ('batch', 'data'), 3, ('embed',), ('mlp', 4), (5, 'model'))
+  assert text == dedent("""\
+    Rule 1 is 3, which is no (logical name, mesh axes) pair.
+    Rule 2 is ('embed',), which is no (logical name, mesh axes) pair.
+    Rule 3 is ('mlp', 4), which is no (logical name, mesh axes) pair.
+    Rule 4 is (5, 'model'), which is no (logical name, mesh axes) pair.
+    Fix: write every rule as ('name', 'axis'), ('name', ('axis', 'axis')) or ('name', None).""")
+
+
+def test_a_policy_that_is_none():
+  assert text_of(errors.RulesError, spmd.Rules, unmatchd='error') == dedent("""\
+    'unmatchd' is no policy of a rule table. Did you mean 'unmatched'?
+    Fix: the policies are unmatched, conflict, indivisible, missing_axis.""")
+  assert text_of(errors.RulesError, spmd.Rules, unmatched='raise', conflict='drop') == dedent("""\
+    unmatched='raise' is no policy.
+    conflict='drop' is no policy.
+    Fix: unmatched is one of 'replicate', 'error'.
+    Fix: conflict is one of 'skip', 'error'.""")
+
+
+# -- names against shapes and meshes; all leaves of a tree at once
+
+
+def test_a_name_without_a_rule():
+  strict = layout(('embed', 'model'), unmatched='error')
+  tree = {'params': {'w': box((8, 8), 'embd', 'xyz'), 'v': box((8,), 'embed')}}
+  assert text_of(errors.UnmatchedNameError, strict.sharding, tree) == dedent("""\
+    params/w, dim 0 'embd': no rule for this logical name (names ('embd', 'xyz')). Did you mean 'embed'?
+    params/w, dim 1 'xyz': no rule for this logical name (names ('embd', 'xyz')).
+    Fix: correct the name, or add a rule for it; ('embd', None) replicates it.
+    Fix: correct the name, or add a rule for it; ('xyz', None) replicates it.""")
+
+
+def test_wrong_rank():
+  tree = {'params': {'w': box((8, 8), 'embed'), 'v': box((8,), 'embed', 'mlp')}}
+  assert text_of(ValueError, layout().sharding, tree) == dedent("""\
+    params/v: 2 names ('embed', 'mlp') for an array of rank 1, shape (8,).
+    params/w: 1 name ('embed',) for an array of rank 2, shape (8, 8).
+    Fix: give one name per dimension, None for a dimension without a name.""")
+
+
+def test_a_bare_string_for_names():
+  tree = {'v': spmd.LogicallyPartitioned(jnp.ones((8, 8)), 'em')}
+  assert text_of(ValueError, layout().sharding, tree) == dedent("""\
+    v: its names are the bare string 'em', which would be read letter by letter.
+    Fix: write them as a tuple, ('em',).""")
+
+
+def test_a_repeated_name():
+  tree = {'w': box((8, 8), 'embed', 'embed')}
+  assert text_of(ValueError, layout(('embed', 'model')).sharding, tree) == dedent("""\
+    w: names ('embed', 'embed'): 'embed' stands for more than one dimension.
+    Fix: give every dimension a name of its own, or None.""")
+
+
+def test_an_indivisible_dimension():
+  tree = {'params': {'mlp': {'kernel': box((8, 10), 'embed', 'mlp')}, 'emb': box((3, 7), 'vocab', 'embed')}}
+  rules = (('mlp', 'model'), ('vocab', ('data', 'model')))
+  assert text_of(ValueError, layout(*rules).sharding, tree) == dedent("""\
+    params/emb, dim 0 'vocab': size 3 is not divisible by mesh axes 'data' (2) x 'model' (4) = 8, asked for by rule 1 ('vocab', ('data', 'model')).
+    params/mlp/kernel, dim 1 'mlp': size 10 is not divisible by mesh axis 'model' (4), asked for by rule 0 ('mlp', 'model').
+    Fix: pad it to 8, put the rule ('vocab', None) before rule 1 to replicate it, or give the table indivisible='next' or 'replicate'.
+    Fix: pad it to 12, put the rule ('mlp', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
+
+
+def test_a_conflict():
+  strict = layout(('a', ('data', 'model')), ('b', 'model'), conflict='error')
+  assert text_of(errors.ConflictError, strict.sharding, {'w': box((8, 8), 'b', 'a')}) == dedent("""\
+    w, dim 0 'b': rule 1 ('b', 'model') lost its mesh axes to dim 1 'a' (rule 0 ('a', ('data', 'model'))).
+    Fix: add a fallback for 'b' after rule 1, such as ('b', None), or put its rule first.""")
+
+
+def test_a_conflict_that_a_fallback_settles_is_none():
+  for fallback in (None, 'data'):
+    strict = layout(('a', 'model'), ('b', 'model'), ('b', fallback), conflict='error')
+    assert strict.spec({'w': box((8, 8), 'a', 'b')})['w'] == spmd.Rules(('a', 'model'), ('b', fallback)).spec(
+      ('a', 'b')
+    )
+
+
+def test_mesh_axes_as_names():
+  tree = {
+    'a': spmd.Partitioned(jnp.ones((8, 8)), ('data', 'modle')),
+    'b': spmd.Partitioned(jnp.ones((8, 8)), ('data', ('model', 'data'))),
+    'c': spmd.Partitioned(jnp.ones((3, 8)), ('data', None)),
+  }
+  assert text_of(errors.LayoutError, layout().sharding, tree) == dedent("""\
+    a, dim 1 of names ('data', 'modle'): 'modle' is no axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
+    b, dim 1 of names ('data', ('model', 'data')): mesh axis 'data' is used for an earlier dimension too.
+    c, dim 0: size 3 is not divisible by mesh axis 'data' (2).
+    Fix: correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.
+    Fix: use every mesh axis for one dimension only.
+    Fix: pad it to 4, name the dimension None to replicate it, or give the table indivisible='replicate'.""")
+
+
+def test_nothing_is_compiled_or_run_before_the_check():
+  ran = []
+
+  def create():
+    jax.debug.callback(lambda: ran.append(1))
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((3, 8)), ('embed', 'mlp'))}
+
+  bad = layout(('embed', 'model'))
+  for call in (bad.init, bad.abstract):
+    assert 'size 3 is not divisible' in text_of(errors.LayoutError, call, create)
+  assert 'size 3 is not divisible' in text_of(errors.LayoutError, bad.jit(create))
+  jax.effects_barrier()
+  assert not ran
+
+
+def test_explain_and_check_refuse_what_sharding_refuses():
+  bad, tree = layout(('embed', 'model')), {'w': box((3,), 'embed')}
+  assert text_of(errors.LayoutError, spmd.explain, bad, tree) == text_of(errors.LayoutError, bad.check, tree)
+
+
+def test_policies_that_forgive():
+  tree = {'w': box((6, 8), 'vocab', 'embed')}
+  rules = (('vocab', 'model'), ('vocab', 'data'), ('embed', 'model'))
+  assert layout(*rules, indivisible='next').spec(tree)['w'] == jax.P('data', 'model')
+  assert layout(*rules, indivisible='replicate').spec(tree)['w'] == jax.P(None, 'model')
+  dropping = layout(('vocab', ('pod', 'data')), ('embed', 'pod'), ('embed', 'model'), missing_axis='drop')
+  assert dropping.spec(tree)['w'] == jax.P('data', 'model')
+  direct = {'w': spmd.Partitioned(jnp.ones((3, 8)), ('data', ('pod', 'model')))}
+  assert layout(indivisible='replicate', missing_axis='drop').spec(direct)['w'] == jax.P(None, 'model')
+
+
+# -- batches
+
+
+def test_a_batch_that_does_not_fit_its_names():
+  lay = layout(('batch', 'data'))
+  batch = {'x': np.ones((3, 4)), 'y': np.ones(4)}
+  assert text_of(errors.LayoutError, lay.shard, batch, ('batch', None)) == dedent("""\
+    x, dim 0 'batch': size 3 is not divisible by mesh axis 'data' (2), asked for by rule 0 ('batch', 'data').
+    y: 2 names ('batch', None) for an array of rank 1, shape (4,).
+    Fix: pad it to 4, put the rule ('batch', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.
+    Fix: give one name per dimension, None for a dimension without a name.""")
+
+
+# -- meshes
+
+
+def test_a_mesh_larger_than_the_devices():
+  assert text_of(errors.MeshError, spmd.Layout, {'data': 4, 'model': 4}) == dedent("""\
+    The mesh {'data': 4, 'model': 4} needs 16 devices, but 8 (cpu) are at hand.
+    Fix: choose sizes whose product is at most 8, emulate devices with jax.config.update('jax_num_cpu_devices', 16) before JAX is first used, or plan without devices: flax_spmd.abstract_mesh({'data': 4, 'model': 4}).""")
+
+
+def test_a_mesh_with_a_hole_that_cannot_be_filled():
+  assert text_of(errors.MeshError, spmd.make_mesh, {'data': 3, 'model': -1}) == dedent("""\
+    Axis 'model' of the mesh {'data': 3, 'model': -1} cannot be filled in: 8 devices do not divide into groups of 3.
+    Fix: give 'model' a size, or choose other sizes that divide 8.""")
+  assert text_of(errors.MeshError, spmd.make_mesh, {'data': -1, 'model': -1}) == dedent("""\
+    The mesh {'data': -1, 'model': -1} leaves more than one axis to be filled in: 'data', 'model'.
+    Fix: write -1 for one axis only.""")
+
+
+def test_sizes_that_are_no_sizes():
+  assert text_of(errors.MeshError, spmd.make_mesh, {'data': 0, 'model': 2.0}) == dedent("""\
+    The mesh {'data': 0, 'model': 2.0} has sizes that are no sizes: 'data', 'model'.
+    Fix: every size is a positive integer, and one may be -1.""")
+  assert text_of(errors.MeshError, spmd.abstract_mesh, {'data': -1}) == dedent("""\
+    The mesh {'data': -1} has sizes that are no sizes: 'data'.
+    Fix: every size is a positive integer.""")
+
+
+def test_placing_on_an_abstract_mesh():
+  lay = spmd.Layout(spmd.abstract_mesh({'data': 64}), (('batch', 'data'),))
+  expected = dedent("""\
+    The mesh {'data': 64} is abstract: there are no devices to place arrays on.
+    Fix: use a layout over a concrete mesh, made by Layout({...}, rules) or make_mesh.""")
+  assert text_of(errors.MeshError, lay.shard, np.ones(64), ('batch',)) == expected
+  assert text_of(errors.MeshError, lay.init, lambda: jnp.ones(64)) == expected

@@ -1,0 +1,421 @@
+"""Layout: init, jit, shard, abstract, check; what a training step under it is."""
+
+import inspect
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flax_spmd as spmd
+
+RULES = (('batch', 'data'), ('hidden', 'model'))
+SWAPPED = (('batch', 'model'), ('hidden', 'data'))
+INIT = nn.initializers.xavier_normal()
+
+
+class Block(nn.Module):
+  depth: int = 32
+
+  @nn.compact
+  def __call__(self, x, _=None):
+    w1 = self.param('w1', spmd.with_logical_partitioning(INIT, ('embed', 'hidden')), (x.shape[-1], self.depth))
+    y = spmd.with_logical_constraint(nn.relu(x @ w1), ('batch', 'hidden'))
+    w2 = self.param('w2', spmd.with_logical_partitioning(INIT, ('hidden', 'embed')), (self.depth, x.shape[-1]))
+    return spmd.with_logical_constraint(y @ w2, ('batch', 'embed')), None
+
+
+class Model(nn.Module):
+  layers: int = 2
+
+  @nn.compact
+  def __call__(self, x):
+    stack = nn.scan(
+      Block,
+      length=self.layers,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
+    return stack(name='blocks')(x, None)[0]
+
+
+MODEL = Model()
+TX = optax.adam(1e-2)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
+
+
+def create(key, x, tx=TX):
+  return TrainState.create(apply_fn=MODEL.apply, params=MODEL.init(key, x)['params'], tx=tx)
+
+
+def loss_fn(params, x):
+  return jnp.mean((MODEL.apply({'params': params}, x) - jnp.roll(x, 1, 1)) ** 2)
+
+
+def train_step(state, x):
+  loss, grads = jax.value_and_grad(loss_fn)(state.params, x)
+  return state.apply_gradients(grads=grads), loss
+
+
+@pytest.fixture(scope='module')
+def layout():
+  return spmd.Layout({'data': 2, 'model': 4}, RULES)
+
+
+@pytest.fixture(scope='module')
+def reference():
+  """Three plain steps on one device."""
+  state = jax.jit(create)(jax.random.key(0), X)
+  losses = []
+  for _ in range(3):
+    state, loss = jax.jit(train_step)(state, X)
+    losses.append(float(loss))
+  return losses
+
+
+def w1(state):
+  return state.params['blocks']['w1']
+
+
+# -- init
+
+
+def test_init_is_born_sharded(layout):
+  state = layout.init(create, jax.random.key(0), X)
+  assert isinstance(w1(state), spmd.LogicallyPartitioned)
+  assert w1(state).value.sharding == NamedSharding(layout.mesh, P(None, None, 'model'))
+  moment = state.opt_state[0].mu['blocks']['w2'].value
+  assert moment.sharding == NamedSharding(layout.mesh, P(None, 'model', None))
+  assert state.step.sharding == NamedSharding(layout.mesh, P())
+
+
+def test_init_draws_the_same_numbers_under_every_layout(layout):
+  other = spmd.Layout({'data': 8}, (('embed', 'data'),))
+  a, b = (lay.init(create, jax.random.key(0), X) for lay in (layout, other))
+  plain = create(jax.random.key(0), X)
+  for one, two, three in zip(*map(jax.tree.leaves, (a, b, plain)), strict=True):
+    np.testing.assert_array_equal(one, two)
+    np.testing.assert_allclose(one, three, rtol=1e-6)
+
+
+def test_init_passes_models_and_optimizers_on(layout):
+  def make(key, x, model, tx, *, scale):
+    params = model.init(key, x)['params']
+    return TrainState.create(apply_fn=model.apply, params=jax.tree.map(lambda p: scale * p, params), tx=tx)
+
+  state = layout.init(make, jax.random.key(0), X, MODEL, TX, scale=2.0)
+  assert w1(state).value.sharding.spec == P(None, None, 'model')
+  target = layout.abstract(make, jax.random.key(0), X, MODEL, TX, scale=2.0)
+  assert w1(target).value.sharding == w1(state).value.sharding
+
+
+def test_init_without_boxes(layout):
+  state = layout.init(create, jax.random.key(0), X, boxed=False)
+  assert isinstance(w1(state), jax.Array)
+  assert w1(state).sharding == NamedSharding(layout.mesh, P(None, None, 'model'))
+  names = dict(zip(_paths(state), layout.names(state), strict=True))
+  assert names['params/blocks/w1'] == ('layers', 'embed', 'hidden')
+  assert names['opt_state/0/nu/blocks/w2'] == ('layers', 'hidden', 'embed')
+  assert names['step'] is None
+
+
+def test_init_of_a_model_made_inside(layout):
+  """The optimizer's functions differ from trace to trace, and with them the state's structure."""
+
+  def make(key, x):
+    return create(key, x, optax.adam(1e-2))
+
+  state = layout.init(make, jax.random.key(0), X, boxed=False)
+  step = layout.jit(train_step)
+  new, _ = step(state, X)
+  assert w1(new).sharding == w1(state).sharding
+
+
+def test_abstract_describes_what_init_makes(layout):
+  for boxed in (True, False):
+    state = layout.init(create, jax.random.key(0), X, boxed=boxed)
+    target = layout.abstract(create, jax.random.key(0), X, boxed=boxed)
+    assert jax.tree.structure(state) == jax.tree.structure(target)
+    for array, described in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
+      assert (array.shape, array.dtype, array.sharding) == (
+        described.shape,
+        described.dtype,
+        described.sharding,
+      )
+
+
+def test_abstract_takes_abstract_arguments_and_meshes():
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 512, 'model': 8}), RULES)
+  x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+  target = layout.abstract(create, jax.eval_shape(jax.random.key, 0), x)
+  assert w1(target).value.sharding.spec == P(None, None, 'model')
+
+
+# -- jit
+
+
+@pytest.mark.parametrize('boxed', [True, False])
+def test_training_is_traced_once_and_compiled_once(layout, boxed, reference):
+  traces = []
+
+  def step(state, x):
+    traces.append(1)
+    return train_step(state, x)
+
+  state = layout.init(create, jax.random.key(0), X, boxed=boxed)
+  placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+  jitted = layout.jit(step, donate_argnums=0)
+  batch = layout.shard(X, ('batch', None))
+  losses = []
+  for _ in range(3):
+    state, loss = jitted(state, batch)
+    losses.append(float(loss))
+  assert len(traces) == 1
+  assert jitted._only[1]._cache_size() == 1
+  assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
+  np.testing.assert_allclose(losses, reference, rtol=1e-5)
+
+
+def test_donated_arguments_are_gone(layout):
+  state = layout.init(create, jax.random.key(0), X)
+  layout.jit(train_step, donate_argnums=0)(state, X)
+  assert w1(state).value.is_deleted()
+
+
+def test_constraints_are_in_the_program(layout):
+  text = layout.jit(train_step).lower(layout.abstract(create, jax.random.key(0), X), X).as_text()
+  assert 'sharding_constraint' in text or '@Sharding' in text
+  assert '{"data"}' in text or 'devices=[2,4]' in text
+
+
+def test_another_signature_gets_its_own_outputs(layout):
+  @layout.jit
+  def double(tree):
+    return jax.tree.map(lambda x: 2 * x, tree)
+
+  wide = spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'hidden'))
+  tall = spmd.LogicallyPartitioned(jnp.ones((16, 8)), ('hidden', 'embed'))
+  for _ in range(2):
+    assert double({'w': wide})['w'].value.sharding.spec == P(None, 'model')
+    assert double({'w': tall})['w'].value.sharding.spec == P('model', None)
+    assert double([wide, tall])[1].value.sharding.spec == P('model', None)
+    assert double(jnp.ones(3)).shape == (3,)
+
+
+def test_another_batch_size_is_another_trace_of_the_same_program(layout):
+  state = layout.init(create, jax.random.key(0), X)
+  step = layout.jit(train_step)
+  for size in (16, 8, 16, 8):
+    new, _ = step(state, X[:size])
+    assert w1(new).value.sharding == w1(state).value.sharding
+  assert len(step._by_outputs) == 1
+
+
+@pytest.mark.parametrize(
+  'options, args, kwargs',
+  [
+    (dict(static_argnums=1), (4,), {}),
+    (dict(static_argnums=-1), (4,), {}),
+    (dict(static_argnums=(1,)), (4,), {}),
+    (dict(static_argnames='n'), (4,), {}),
+    (dict(static_argnames='n'), (), dict(n=4)),
+    (dict(static_argnames=('n',)), (), dict(n=4)),
+    (dict(static_argnums=1), (), {}),
+  ],
+)
+def test_static_arguments(layout, options, args, kwargs):
+  def make(x, n=4):
+    return spmd.LogicallyPartitioned(jnp.ones((n, n)) * x[0], ('embed', 'hidden') if n > 4 else ('hidden', None))
+
+  jitted = layout.jit(make, **options)
+  assert jitted(jnp.ones(1), *args, **kwargs).value.sharding.spec == P('model', None)
+  eight = (8,) if args else ()
+  named = dict(n=8) if not args else {}
+  if options.get('static_argnums') is None or args:
+    assert jitted(jnp.ones(1), *eight, **named).value.sharding.spec == P(None, 'model')
+  assert jitted(jnp.ones(1), *args, **kwargs).value.shape == (4, 4)
+
+
+def test_kwargs_defaults_and_keyword_only(layout):
+  @layout.jit
+  def f(x, scale=2.0, *, shift=1.0):
+    return spmd.with_logical_constraint(x * scale + shift, ('batch',))
+
+  assert float(f(jnp.ones(8))[0]) == 3
+  assert float(f(jnp.ones(8), shift=5.0)[0]) == 7
+  assert float(f(x=jnp.ones(8), scale=3.0)[0]) == 4
+
+
+def test_decorator_and_method(layout):
+  class Trainer:
+    calls = 0
+
+    @layout.jit
+    def reduce(self, x):
+      type(self).calls += 1
+      return spmd.with_logical_constraint(x, ('batch',)).sum()
+
+    @layout.jit(static_argnums=0)
+    def static(self, x):
+      return spmd.with_logical_constraint(x, ('batch',)).sum()
+
+  jax.tree_util.register_static(Trainer)
+  assert float(Trainer().reduce(jnp.ones(8))) == 8
+  assert float(Trainer().static(jnp.ones(8))) == 8
+
+
+def test_it_looks_like_the_function(layout):
+  jitted = layout.jit(train_step)
+  assert jitted.__name__ == 'train_step'
+  assert jitted.__wrapped__ is train_step
+  assert list(inspect.signature(jitted).parameters) == ['state', 'x']
+  assert repr(jitted) == '<layout.jit of train_step>'
+
+
+def test_lower_trace_eval_shape_with_abstract_arguments(layout):
+  state = layout.abstract(create, jax.random.key(0), X)
+  x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(layout.mesh, P('data')))
+  step = layout.jit(train_step, donate_argnums=0)
+  assert step.eval_shape(state, x)[1].shape == ()
+  assert 'dot_general' in str(step.trace(state, x).jaxpr)
+  compiled = step.lower(state, x).compile()
+  assert compiled.output_shardings[0].step.is_equivalent_to(NamedSharding(layout.mesh, P()), 0)
+
+
+def test_lowering_for_a_mesh_that_is_not_here():
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 64, 'model': 8}), RULES)
+  state = layout.abstract(create, jax.random.key(0), X)
+  text = layout.jit(train_step).trace(state, X).lower(lowering_platforms=('tpu',)).as_text()
+  assert '"data"=64' in text
+
+
+def test_nested_layout_jit(layout):
+  inner = layout.jit(lambda x: spmd.with_logical_constraint(2 * x, ('batch', 'hidden')))
+  outer = jax.jit(lambda x: inner(x) + 1)
+  assert outer(jnp.ones((8, 8))).sharding.spec == P('data', 'model')
+  assert float(jax.grad(lambda x: inner(x).sum())(jnp.ones((8, 8)))[0, 0]) == 2
+
+
+def test_users_errors_come_through(layout):
+  def broken(x):
+    raise KeyError('mine')
+
+  with pytest.raises(KeyError, match='mine'):
+    layout.jit(broken)(X)
+  with pytest.raises(KeyError, match='mine'):
+    layout.init(broken, X)
+
+
+def test_caches_can_be_cleared(layout):
+  step = layout.jit(train_step)
+  state = layout.init(create, jax.random.key(0), X)
+  step(state, X)
+  jax.clear_caches()
+  new, _ = step(state, X)
+  assert w1(new).value.sharding == w1(state).value.sharding
+
+
+# -- shard, spec, names
+
+
+class Batch(NamedTuple):
+  x: np.ndarray
+  y: np.ndarray
+
+
+def test_shard_by_one_name_for_all(layout):
+  batch = layout.shard({'x': np.ones((8, 4)), 'y': np.ones((8, 2))}, ('batch', None))
+  assert {leaf.sharding.spec for leaf in jax.tree.leaves(batch)} == {P('data', None)}
+
+
+def test_shard_by_a_tree_of_names(layout):
+  batch = layout.shard(Batch(np.ones((8, 4)), np.ones(8)), Batch(('batch', None), ('batch',)))
+  assert batch.x.sharding.spec == P('data', None)
+  assert batch.y.sharding.spec == P('data')
+
+
+def test_shard_by_a_prefix_and_none(layout):
+  tree = {'a': {'x': np.ones((8, 4)), 'z': np.ones((4, 4))}, 'n': np.ones(3)}
+  placed = layout.shard(tree, {'a': ('batch', None), 'n': None})
+  assert placed['a']['z'].sharding.spec == P('data', None)
+  assert placed['n'].sharding.spec == P()
+
+
+def test_shard_boxes_by_their_own_names(layout):
+  state = create(jax.random.key(0), X)
+  placed = layout.shard(state)
+  assert w1(placed).value.sharding.spec == P(None, None, 'model')
+  assert placed.step.sharding.spec == P()
+
+
+def test_spec_and_sharding(layout):
+  state = jax.eval_shape(create, jax.random.key(0), X)
+  assert layout.spec(state).params['blocks']['w1'] == P(None, None, 'model')
+  sharding = layout.sharding(state)
+  assert sharding.params['blocks']['w1'] == NamedSharding(layout.mesh, P(None, None, 'model'))
+  by_hand = jax.jit(create, out_shardings=sharding)(jax.random.key(0), X)
+  assert w1(by_hand).value.sharding == sharding.params['blocks']['w1']
+
+
+def test_layouts_are_values(layout):
+  same = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  assert same == layout and hash(same) == hash(layout)
+  assert layout.replace(rules=SWAPPED) != layout
+  assert layout.replace(rules=SWAPPED).mesh == layout.mesh
+  assert layout.replace(conflict='error').rules.policies.conflict == 'error'
+  assert layout.replace(conflict='error').replace(mesh={'data': 4, 'model': 2}).rules.policies.conflict == 'error'
+  assert repr(layout) == "Layout({'data': 2, 'model': 4}, Rules(('batch', 'data'), ('hidden', 'model')))"
+
+
+def test_policies_of_a_table_survive_in_a_layout():
+  rules = spmd.Rules(*RULES, unmatched='error')
+  assert spmd.Layout({'data': 8, 'model': 1}, rules).rules.policies.unmatched == 'error'
+  assert spmd.Layout({'data': 8, 'model': 1}, rules, conflict='error').rules.policies.unmatched == 'error'
+
+
+# -- check
+
+
+def test_check_finds_the_typo():
+  layout = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hiden', 'model')))
+  findings = layout.check(jax.eval_shape(create, jax.random.key(0), X))
+  unmatched = {finding.text for finding in findings.of('unmatched')}
+  assert (
+    "name 'hidden' has no rule and is replicated (6 arrays: params/blocks/w1, params/blocks/w2, ...). "
+    "Did you mean 'hiden'?"
+  ) in unmatched
+  assert findings.of('idle rule')[0].text == (
+    "rules that decided nothing in this tree: 0 ('batch', 'data'), 1 ('hiden', 'model')."
+  )
+  assert [finding.text for finding in findings.of('idle axis')] == [
+    "mesh axis 'data' (2) is not used by this tree.",
+    "mesh axis 'model' (4) is not used by this tree.",
+  ]
+
+
+def test_check_is_empty_and_false_where_there_is_nothing_to_say():
+  layout = spmd.Layout({'model': 8}, (('hidden', 'model'), ('embed', None), ('layers', None)))
+  findings = layout.check(jax.eval_shape(create, jax.random.key(0), X))
+  assert not findings
+  assert str(findings) == ''
+
+
+def test_check_reports_lost_axes():
+  layout = spmd.Layout({'model': 8}, (('a', 'model'), ('b', 'model')))
+  findings = layout.check({'w': spmd.LogicallyPartitioned(jnp.ones((8, 8)), ('a', 'b'))})
+  assert [finding.text for finding in findings.of('conflict')] == [
+    "name 'b' is replicated: the axes of rule 1 ('b', 'model') went to another dimension (1 array: w)."
+  ]
+
+
+def _paths(tree):
+  from flax_spmd.naming import path_string
+
+  return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
