@@ -234,4 +234,7 @@ def _is_axes(axes: Any) -> bool:
 
 
 def _frozen(axes: Axes) -> Axes:
-  return tuple(_frozen(axis) for axis in axes) if isinstance(axes, (tuple, list)) else axes
+  """Axes as a hashable value with one spelling: lists are tuples, and no axes are None."""
+  if isinstance(axes, (tuple, list)):
+    return tuple(_frozen(axis) for axis in axes) or None
+  return axes

@@ -58,8 +58,8 @@ def write(axes: Mapping[str, int], types: Mapping[str, AxisType], rules: Rules) 
     lines += ['', '[mesh_axis_types]']
     lines += [f'{_key(name)} = "{type_.name.lower()}"' for name, type_ in special.items()]
   lines += ['', '[rules]', 'clauses = [']
-  lines += [f'  [{json.dumps(name)}, {_axes_text(name, axes)}],' for name, axes in rules]
-  lines += [']', *(f'{name} = {json.dumps(value)}' for name, value in rules.policies.changed().items())]
+  lines += [f'  [{_quoted(name)}, {_axes_text(name, axes)}],' for name, axes in rules]
+  lines += [']', *(f'{name} = {_quoted(value)}' for name, value in rules.policies.changed().items())]
   return '\n'.join(lines) + '\n'
 
 
@@ -123,7 +123,7 @@ def _axes_text(name: str, axes: Any) -> str:
   if axes is None:
     return '[]'
   try:
-    return json.dumps(axes)
+    return _quoted(axes)
   except TypeError:
     raise RulesError(
       f'The rule ({name!r}, {axes!r}) cannot be written as text.\n'
@@ -132,4 +132,9 @@ def _axes_text(name: str, axes: Any) -> str:
 
 
 def _key(name: str) -> str:
-  return name if name.isidentifier() and name.isascii() else json.dumps(name)
+  return name if name.isidentifier() and name.isascii() else _quoted(name)
+
+
+def _quoted(value: Any) -> str:
+  """Strings and lists of strings: JSON's text is TOML's, but for two kinds of characters."""
+  return json.dumps(value, ensure_ascii=False).replace('\x7f', '\\u007f')

@@ -92,7 +92,8 @@ def _same(saved: record.Leaf, wanted: record.Leaf) -> bool:
   """Equal shape and dtype; a Python number also fits an array of its kind, and the other way round."""
   if saved == wanted:
     return True
-  kinds = {_KINDS.get(leaf.dtype.rstrip('0123456789'), leaf.dtype) for leaf in (saved, wanted)}
+  names = [leaf.dtype.rstrip('0123456789') for leaf in (saved, wanted)]
+  kinds = {_KINDS.get(name, name) for name in names}
   python = any(leaf.dtype in ('bool', 'int', 'float') for leaf in (saved, wanted))
   return python and len(kinds) == 1 and saved.shape == wanted.shape == ()
 

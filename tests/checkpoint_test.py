@@ -1,0 +1,305 @@
+"""Checkpoints: saved under one layout, restored under others, bit-equal; and what is refused, before reading."""
+
+import json
+from textwrap import dedent
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd.checkpoint import record
+
+RULES = (('embed', 'data'), ('mlp', 'model'))
+
+
+class Block(nn.Module):
+  features: int = 32
+
+  @nn.compact
+  def __call__(self, x, _=None):
+    def dense(features, *names):
+      init = spmd.with_logical_partitioning(nn.initializers.normal(), names)
+      return nn.Dense(features, kernel_init=init, use_bias=names[0] == 'embed')
+
+    y = nn.relu(dense(self.features, 'embed', 'mlp')(x))
+    return dense(x.shape[-1], 'mlp', 'embed')(y), None
+
+
+class Model(nn.Module):
+  features: int = 32
+
+  @nn.compact
+  def __call__(self, x):
+    stack = nn.scan(
+      Block,
+      length=2,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
+    return stack(self.features, name='blocks')(x, None)[0]
+
+
+class State(TrainState):
+  rng: jax.Array
+
+
+def create(tx, features=32):
+  model = Model(features)
+  params = model.init(jax.random.key(0), jnp.ones((1, 16)))['params']
+  return State.create(apply_fn=None, params=params, tx=tx, rng=jax.random.key(7))
+
+
+OPTIMIZERS = {'adamw': optax.adamw(1e-3), 'adafactor': optax.adafactor(1e-3, min_dim_size_to_factor=8)}
+LAYOUTS = {
+  'two_by_four': lambda: spmd.Layout({'data': 2, 'model': 4}, RULES),
+  'eight': lambda: spmd.Layout({'data': 8}, RULES[:1]),
+  'four_by_two': lambda: spmd.Layout({'data': 4, 'model': 2}, RULES),
+  'four_devices': lambda: spmd.Layout(spmd.make_mesh({'data': 2, 'model': 2}, devices=jax.devices()[4:]), RULES),
+  'one_device': lambda: spmd.Layout(spmd.make_mesh({'data': 1, 'model': 1}, devices=jax.devices()[3:4]), RULES),
+  'other_rules': lambda: spmd.Layout({'data': 2, 'model': 4}, (('embed', 'model'), ('mlp', 'data'))),
+  'other_names': lambda: spmd.Layout({'x': 2, 'y': 2, 'z': 2}, (('mlp', ('z', 'x')), ('layers', 'y'))),
+  'replicated': lambda: spmd.Layout({'data': 8}, ()),
+}
+
+
+def assert_equal(a, b):
+  for one, two in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+      one, two = jax.random.key_data(one), jax.random.key_data(two)
+    np.testing.assert_array_equal(one, two)
+    assert one.dtype == two.dtype
+
+
+def distinct(state):
+  """Different values everywhere, so that a mix-up shows."""
+
+  def fill(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      return x
+    return x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+
+  return jax.tree.map(fill, state)
+
+
+@pytest.fixture(scope='module', params=[(tx, boxed) for tx in OPTIMIZERS for boxed in (True, False)])
+def saved(request, tmp_path_factory):
+  name, boxed = request.param
+  tx = OPTIMIZERS[name]
+  layout = LAYOUTS['two_by_four']()
+  state = distinct(layout.init(create, tx, boxed=boxed))
+  path = tmp_path_factory.mktemp('checkpoints') / name
+  checkpoint.save(path, state, layout=layout)
+  return tx, state, path
+
+
+@pytest.mark.parametrize('boxed', [True, False])
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_restored_under_every_layout(saved, name, boxed):
+  tx, state, path = saved
+  layout = LAYOUTS[name]()
+  target = layout.abstract(create, tx, boxed=boxed)
+  restored = checkpoint.restore(path, target)
+  assert_equal(state, restored)
+  assert jax.tree.structure(restored) == jax.tree.structure(target)
+  for array, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+    assert array.sharding == wanted.sharding
+
+
+def test_training_goes_on_in_the_restored_state(tmp_path):
+  tx = OPTIMIZERS['adamw']
+  layout, other = LAYOUTS['two_by_four'](), LAYOUTS['other_rules']()
+  x = jnp.ones((8, 16))
+
+  def step(state, x):
+    grads = jax.grad(lambda p: jnp.mean(Model().apply({'params': p}, x) ** 2))(state.params)
+    return state.apply_gradients(grads=grads)
+
+  state = layout.init(create, tx)
+  checkpoint.save(tmp_path / 'a', state, layout=layout)
+  restored = checkpoint.restore(tmp_path / 'a', other.abstract(create, tx))
+  one, two = layout.jit(step)(state, x), other.jit(step, donate_argnums=0)(restored, x)
+  for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(two.params), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_state_that_exists_is_a_target_too(saved):
+  tx, state, path = saved
+  there = LAYOUTS['eight']().init(create, tx)
+  restored = checkpoint.restore(path, there)
+  assert_equal(state, restored)
+  assert restored.params['blocks']['Dense_0']['kernel'].value.sharding.spec == P(None, 'data', None)
+
+
+def test_names_and_layout_are_in_the_checkpoint(saved):
+  tx, _, path = saved
+  found = record.load(path)
+  assert found.names['params/blocks/Dense_0/kernel'] == ['layers', 'embed', 'mlp']
+  assert found.names['params/blocks/Dense_0/bias'] is None
+  assert spmd.Layout.from_toml(found.layout) == LAYOUTS['two_by_four']()
+  if tx is OPTIMIZERS['adafactor']:
+    assert found.names['opt_state/0/v_row/blocks/Dense_0/kernel'] == ['layers', 'embed']
+
+
+def test_python_numbers_none_and_empty_states(tmp_path):
+  layout = LAYOUTS['eight']()
+  tree = {'n': 3, 'f': 1.5, 'none': None, 'empty': optax.EmptyState(), 'a': layout.shard(jnp.arange(8))}
+  checkpoint.save(tmp_path / 'a', tree, layout=layout)
+  restored = checkpoint.restore(tmp_path / 'a', tree)
+  assert (restored['n'], restored['f'], restored['none']) == (3, 1.5, None)
+  assert type(restored['n']) is int and type(restored['f']) is float
+  assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+def test_a_python_number_goes_into_an_array_of_its_kind(tmp_path):
+  layout = LAYOUTS['eight']()
+  checkpoint.save(tmp_path / 'a', {'step': 3}, layout=layout)
+  restored = checkpoint.restore(tmp_path / 'a', layout.abstract(lambda: {'step': jnp.int32(0)}))
+  assert restored['step'].dtype == jnp.int32 and int(restored['step']) == 3
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'int8', 'uint8', 'bool', 'float8_e4m3fn'])
+def test_dtypes_come_back(tmp_path, dtype):
+  layout = LAYOUTS['eight']()
+  w = layout.shard(spmd.LogicallyPartitioned(jnp.arange(16).astype(dtype), ('embed',)))
+  checkpoint.save(tmp_path / 'a', {'w': w}, layout=layout)
+  restored = checkpoint.restore(tmp_path / 'a', layout.abstract(lambda: {'w': w}))['w']
+  assert restored.dtype == w.dtype
+  np.testing.assert_array_equal(np.asarray(restored.value), np.asarray(w.value))
+
+
+# -- bad input
+
+
+def text_of(kind, f, *args, **kwargs):
+  with pytest.raises(kind) as caught:
+    f(*args, **kwargs)
+  assert isinstance(caught.value, errors.CheckpointError)
+  return str(caught.value)
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+  layout = LAYOUTS['eight']()
+  state = {'w': spmd.LogicallyPartitioned(jnp.ones((8, 4)), ('embed', None)), 'b': jnp.ones(4), 'n': jnp.int32(1)}
+  folder = tmp_path_factory.mktemp('small')
+  for name in ('one', 'two'):
+    checkpoint.save(folder / name, layout.shard(state), layout=layout)
+  return layout, state, folder
+
+
+def target(layout, **changes):
+  tree = {'w': jnp.ones((8, 4)), 'b': jnp.ones(4), 'n': jnp.int32(1), **changes}
+  return layout.abstract(lambda: {k: v for k, v in tree.items() if v is not None})
+
+
+def test_a_missing_checkpoint(small):
+  layout, _, folder = small
+  assert text_of(FileNotFoundError, checkpoint.restore, folder / 'three', target(layout)) == dedent(f"""\
+    There is no checkpoint at {folder / 'three'}; beside it are one, two.
+    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+  assert text_of(FileNotFoundError, checkpoint.restore, folder, target(layout)) == dedent(f"""\
+    There is no checkpoint at {folder}; it holds the checkpoints one, two.
+    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+  nowhere = folder / 'no' / 'where'
+  assert text_of(FileNotFoundError, checkpoint.restore, nowhere, target(layout)) == dedent(f"""\
+    There is no checkpoint at {nowhere}; {folder / 'no'} does not exist either.
+    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+
+
+def test_every_difference_at_once(small):
+  layout, _, folder = small
+  different = target(layout, w=jnp.ones((8, 6)), b=None, n=jnp.float32(1), bias=jnp.ones(4))
+  text = text_of(errors.CheckpointMismatchError, checkpoint.restore, folder / 'one', different)
+  assert text == dedent(f"""\
+    The checkpoint {folder / 'one'} differs from the target:
+    bias: in the target (float32[4]), not in the checkpoint.
+    b: in the checkpoint (float32[4]), not in the target.
+    n: int32[] in the checkpoint, float32[] in the target.
+    w: float32[8,4] in the checkpoint, float32[8,6] in the target.
+    Fix: restore into a state of the same model and optimizer as was saved.
+    Fix: give the model the sizes and dtypes that it was saved with.""")
+
+
+def test_a_renamed_leaf_is_guessed(small):
+  layout, _, folder = small
+  tree = {'kernel': layout.shard(jnp.ones((8, 4)))}
+  checkpoint.save(folder / 'renamed', tree, layout=layout)
+  text = text_of(
+    ValueError, checkpoint.restore, folder / 'renamed', layout.abstract(lambda: {'kernel_0': tree['kernel']})
+  )
+  assert text == dedent(f"""\
+    The checkpoint {folder / 'renamed'} differs from the target:
+    kernel_0: in the target (float32[8,4]), not in the checkpoint. Did you mean 'kernel'?
+    kernel: in the checkpoint (float32[8,4]), not in the target.
+    Fix: restore into a state of the same model and optimizer as was saved.""")
+
+
+def test_a_target_without_shardings(small):
+  layout, state, folder = small
+  assert text_of(TypeError, checkpoint.restore, folder / 'one', jax.eval_shape(lambda: state)) == dedent("""\
+    b (float32[4]) has no sharding.
+    n (int32[]) has no sharding.
+    w (float32[8, 4]) has no sharding.
+    Fix: build the target with layout.abstract(...), which knows where everything goes.""")
+  numpy = jax.tree.map(np.asarray, spmd.unbox(state))
+  assert 'has no sharding' in text_of(errors.TargetError, checkpoint.restore, folder / 'one', numpy)
+
+
+def test_a_path_that_is_taken(small):
+  layout, state, folder = small
+  before = sorted(path.name for path in (folder / 'one').rglob('*'))
+  assert text_of(FileExistsError, checkpoint.save, folder / 'one', state, layout=layout) == dedent(f"""\
+    There is something at {folder / 'one'} already.
+    Fix: save to another path, or remove it first.""")
+  assert sorted(path.name for path in (folder / 'one').rglob('*')) == before
+
+
+def test_what_cannot_be_saved(small):
+  layout, _, folder = small
+  tree = {'w': jax.ShapeDtypeStruct((8,), jnp.float32), 's': 'text', 'ok': jnp.ones(3)}
+  assert text_of(ValueError, checkpoint.save, folder / 'new', tree, layout=layout) == dedent("""\
+    s is a str.
+    w is abstract: it has a shape, (8,), and no values.
+    Fix: keep only arrays and numbers in the state.
+    Fix: save a state that was made by layout.init, not one that was only planned.""")
+  assert not (folder / 'new').exists()
+
+
+def test_two_leaves_with_one_path(small):
+  layout, _, folder = small
+  tree = {'a/b': jnp.ones(1), 'a': {'b': jnp.ones(1)}}
+  assert text_of(ValueError, checkpoint.save, folder / 'new', tree, layout=layout) == dedent("""\
+    Two leaves have the path a/b.
+    Fix: use no "/" in the keys of the state.""")
+
+
+def test_a_checkpoint_of_plain_orbax(small):
+  from orbax.checkpoint import v1 as ocp
+
+  layout, _, folder = small
+  ocp.save(folder / 'plain', {'w': jnp.ones(8)})
+  path = folder / 'plain'
+  assert text_of(ValueError, checkpoint.restore, path, layout.abstract(lambda: {'w': jnp.ones(8)})) == dedent(f"""\
+    The checkpoint {path} has no record of names: it was not written by flax_spmd.checkpoint.
+    Fix: load it with orbax.checkpoint, and save it again with flax_spmd.checkpoint.save.""")
+
+
+def test_a_checkpoint_of_a_newer_version(small):
+  layout, state, folder = small
+  path = folder / 'newer'
+  checkpoint.save(path, layout.shard(state), layout=layout)
+  metadata = path / '_CHECKPOINT_METADATA'
+  content = json.loads(metadata.read_text())
+  content['custom_metadata']['flax_spmd']['format'] = 2
+  metadata.write_text(json.dumps(content))
+  assert text_of(ValueError, checkpoint.restore, path, target(layout)) == dedent(f"""\
+    The checkpoint {path} has format 2, this version reads up to 1.
+    Fix: upgrade flax_spmd.""")
