@@ -18,7 +18,7 @@ from flax_spmd.report import Findings
 from flax_spmd.resolution import Decision, axis_names
 
 if TYPE_CHECKING:
-  from rich.table import Table
+  from rich.console import Group
 
 
 class Explanation(NamedTuple):
@@ -44,18 +44,19 @@ class Explanation(NamedTuple):
     """Bytes that one device holds."""
     return sum(row.bytes_per_device for row in self.rows)
 
-  def __rich__(self) -> Table:
-    from rich.table import Table  # only who prints pays for rich: 20 ms
+  def __rich__(self) -> Group:
+    from rich.console import Group  # only who prints pays for rich: 20 ms
+    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(repr(self.layout)), caption=Text(self._summary()), caption_justify='left')
+    table = Table()
     for name in ('path', 'array', 'laid over (rule)'):
       table.add_column(name, overflow='fold')
     table.add_column('per device', justify='right')
     for row in self.rows:
       cells = [row.path, _array(row), _layout(row), _size(row.bytes_per_device)]
       table.add_row(*map(Text, cells))
-    return table
+    return Group(Text(repr(self.layout)), table, Text(self._summary()))
 
   def __str__(self) -> str:
     from rich.console import Console

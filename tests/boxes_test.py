@@ -29,12 +29,15 @@ X = jnp.linspace(0.0, 1.0, 16).reshape(2, 8)
 RULES = (('embed', None), ('mlp', 'model'), ('heads', 'model'), ('kv', None), ('layers', None))
 
 
-def named(names, init=nn.initializers.normal(), lib=spmd, **options):
+NORMAL = nn.initializers.normal()
+
+
+def named(names, init=NORMAL, lib=spmd, **options):
   return lib.with_logical_partitioning(init, names, **options)
 
 
 def box(names=('embed', 'mlp'), shape=(8, 16), cls=spmd.LogicallyPartitioned, **options):
-  return cls(jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape), names, **options)
+  return cls(jnp.asarray(np.arange(np.prod(shape), dtype=np.float32).reshape(shape)), names, **options)
 
 
 def names_of(tree):
@@ -46,6 +49,27 @@ def names_of(tree):
 
 def assert_same(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def init(model, *args):
+  """`model.init`, in one compilation."""
+  return jax.jit(model.init)(KEY, *args)
+
+
+def abstract(model, *args):
+  """`model.init`, without running it."""
+  return jax.eval_shape(model.init, KEY, *args)
+
+
+def apply(model, variables, *args, **options):
+  return jax.jit(lambda variables, *args: model.apply(variables, *args, **options))(variables, *args)
+
+
+def gradients(model, variables, *args):
+  """Gradients of the sum of the model's output, abstract."""
+  return jax.eval_shape(
+    jax.grad(lambda v: jnp.sum(jax.tree.leaves(model.apply(v, *args))[0])), variables
+  )
 
 
 class Block(nn.Module):
@@ -217,9 +241,10 @@ def test_equality_is_by_names_and_value():
 
 
 def test_equality_of_flax_boxes_ignores_names_or_raises():
-  assert nn.Partitioned(1.0, ('a',)) == nn.Partitioned(1.0, ('b',))
-  with pytest.raises(ValueError, match='truth value'):
-    assert box(cls=nn.LogicallyPartitioned) == box(cls=nn.LogicallyPartitioned)
+  assert nn.LogicallyPartitioned(1.0, ('a',)) == nn.LogicallyPartitioned(1.0, ('b',))
+  for cls in (nn.Partitioned, nn.LogicallyPartitioned):
+    with pytest.raises(ValueError, match='truth value'):
+      assert box(cls=cls) == box(cls=cls)
 
 
 def test_equality_with_traced_values():
@@ -441,6 +466,13 @@ def test_none_is_a_name_that_an_axis_can_be_given():
   assert added.remove_axis(0, {nn.PARTITION_NAME: None}) == box()
 
 
+def layerwise(x, w, axis):
+  """What `Stack` computes, layer by layer."""
+  for layer in range(3):
+    x = jnp.tanh(x @ jnp.take(w, layer, axis=axis))
+  return x
+
+
 @pytest.mark.parametrize(
   'axis, names',
   [
@@ -454,33 +486,46 @@ def test_none_is_a_name_that_an_axis_can_be_given():
 )
 def test_scan_over_any_axis(axis, names):
   model = Stack(axis)
-  variables = model.init(KEY, X)
+  variables = init(model, X)
   w = variables['params']['blocks']['w']
   assert w.names == names
   assert w.shape[names.index('layers')] == 3
-
-  reference = X
-  for layer in range(3):
-    reference = jnp.tanh(reference @ jnp.take(w.value, layer, axis=axis))
-  np.testing.assert_allclose(model.apply(variables, X), reference, rtol=1e-5)
-  grads = jax.grad(lambda variables: model.apply(variables, X).sum())(variables)
-  assert names_of(grads) == names_of(variables)
+  y, reference = jax.jit(
+    lambda v, x: (model.apply(v, x), layerwise(x, v['params']['blocks']['w'].value, axis))
+  )(variables, X)
+  np.testing.assert_allclose(y, reference, rtol=1e-5)
+  assert names_of(gradients(model, variables, X)) == names_of(variables)
 
 
 def test_scan_over_a_negative_axis_is_mislabelled_by_flax():
-  variables = Stack(-1, lib=nn).init(KEY, X)
+  variables = abstract(Stack(-1, lib=nn), X)
   w = variables['params']['blocks']['w']
   assert w.value.shape == (8, 8, 3)
   assert w.names == ('embed', 'layers', 'mlp')
   with pytest.raises(AssertionError):
-    Stack(-1, lib=nn).apply(variables, X)
+    jax.eval_shape(Stack(-1, lib=nn).apply, variables, X)
+
+
+class Decoder(nn.Module):
+  """A module around a stack: what is in it has a path."""
+
+  axis: int = 0
+  layer: str | None = 'layers'
+
+  @nn.compact
+  def __call__(self, x):
+    return Stack(self.axis, self.layer, name='decoder')(x)
+
+
+def refusal(model):
+  """What applying `model` to variables of `Decoder()` is refused with."""
+  with pytest.raises(spmd.errors.LayoutError) as error:
+    jax.eval_shape(model.apply, abstract(Decoder(), X), X)
+  return str(error.value)
 
 
 def test_apply_over_another_axis_than_init():
-  variables = {'params': {'decoder': Stack(0).init(KEY, X)['params']}}
-  with pytest.raises(spmd.errors.LayoutError) as error:
-    Decoder(Stack(1, name='decoder')).apply(variables, X)
-  assert str(error.value) == dedent("""\
+  assert refusal(Decoder(1)) == dedent("""\
     LogicallyPartitioned(float32[3,8,8], names=('layers', 'embed', 'mlp')) in decoder: a \
     transformation removes dimension 1, named 'layers' by its metadata_params, but that dimension \
     is 'embed'.
@@ -489,10 +534,7 @@ def test_apply_over_another_axis_than_init():
 
 
 def test_apply_over_an_axis_that_does_not_exist():
-  variables = {'params': {'decoder': Stack(0).init(KEY, X)['params']}}
-  with pytest.raises(spmd.errors.LayoutError) as error:
-    Decoder(Stack(5, name='decoder')).apply(variables, X)
-  assert str(error.value) == dedent("""\
+  assert refusal(Decoder(5)) == dedent("""\
     LogicallyPartitioned(float32[3,8,8], names=('layers', 'embed', 'mlp')) in decoder: a \
     transformation removes dimension 5, named 'layers' by its metadata_params, but that dimension \
     does not exist.
@@ -501,20 +543,14 @@ def test_apply_over_an_axis_that_does_not_exist():
 
 
 def test_apply_over_a_negative_axis_that_does_not_exist():
-  variables = Stack(0).init(KEY, X)
-  with pytest.raises(spmd.errors.LayoutError) as error:
-    Stack(-4).apply(variables, X)
-  assert str(error.value) == dedent("""\
-    LogicallyPartitioned(float32[3,8,8], names=('layers', 'embed', 'mlp')): axis -4 of a \
+  assert refusal(Decoder(-4)) == dedent("""\
+    LogicallyPartitioned(float32[3,8,8], names=('layers', 'embed', 'mlp')) in decoder: axis -4 of a \
     transformation does not exist, the rank is 3.
     Fix: use an axis from -3 to 2 in variable_axes.""")
 
 
 def test_apply_under_another_partition_name():
-  variables = {'params': {'decoder': Stack(0).init(KEY, X)['params']}}
-  with pytest.raises(spmd.errors.LayoutError) as error:
-    Decoder(Stack(0, 'stages', name='decoder')).apply(variables, X)
-  assert str(error.value) == dedent("""\
+  assert refusal(Decoder(0, 'stages')) == dedent("""\
     LogicallyPartitioned(float32[3,8,8], names=('layers', 'embed', 'mlp')) in decoder: a \
     transformation removes dimension 0, named 'stages' by its metadata_params, but that dimension \
     is 'layers'.
@@ -522,33 +558,24 @@ def test_apply_under_another_partition_name():
     initialised with.""")
 
 
-class Decoder(nn.Module):
-  """A module around a module: it has a path."""
-
-  inner: nn.Module
-
-  def __call__(self, x):
-    return self.inner(x)
-
-
 def test_a_missing_partition_name_is_none_and_warned_about_with_the_module():
-  model = Decoder(Stack(layer=None, name='decoder'))
+  model = Decoder(layer=None)
   with pytest.warns(UserWarning) as warned:
-    variables = model.init(KEY, X)
+    variables = abstract(model, X)
   assert variables['params']['decoder']['blocks']['w'].names == (None, 'embed', 'mlp')
   assert [str(one.message) for one in warned] == [
     "LogicallyPartitioned(float32[3,8,8], names=('embed', 'mlp')) in decoder: a transformation adds "
     'an axis without a name. It is None (replicated); name it with '
     'metadata_params={nn.PARTITION_NAME: ...}.'
   ]
-  assert model.apply(variables, X).shape == (2, 8)  # says it once, at init
+  assert jax.eval_shape(model.apply, variables, X).shape == (2, 8)  # said once, at init
 
 
 def test_a_missing_partition_name_is_an_error_in_flax_that_prints_the_array():
   with pytest.raises(Exception, match='partition_name') as error:
-    Stack(layer=None, lib=nn).init(KEY, X)
+    abstract(Stack(layer=None, lib=nn), X)
   assert type(error.value).__name__ == 'PartitioningUnspecifiedError'
-  assert 'Array' in str(error.value) or 'Traced' in str(error.value)
+  assert 'JitTracer' in str(error.value)
   assert 'blocks' not in str(error.value)
 
 
@@ -582,12 +609,18 @@ class Nested(nn.Module):
 )
 def test_nested_scans(levels, names, shape):
   model = Nested(levels)
-  variables = model.init(KEY, X)
+  variables = abstract(model, X)
   w = variables['params']['blocks']['w']
   assert (w.names, w.shape) == (names, shape)
-  assert model.apply(variables, X).shape == (2, 8)
-  grads = jax.grad(lambda variables: model.apply(variables, X).sum())(variables)
-  assert names_of(grads) == names_of(variables)
+  assert jax.eval_shape(model.apply, variables, X).shape == (2, 8)
+  assert names_of(gradients(model, variables, X)) == names_of(variables)
+
+
+def test_nested_scans_compute_the_same_over_other_axes():
+  first, last = Nested(), Nested((('groups', 2, -1), ('layers', 3, 1)))
+  variables = init(first, X)
+  moved = jax.tree.map(lambda w: jnp.moveaxis(w, (0, 1), (-1, 1)), spmd.unbox(variables))
+  np.testing.assert_allclose(apply(last, moved, X), apply(first, variables, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -607,15 +640,15 @@ def test_vmap(axis, names):
       )
       return vmapped(name='experts')(x)[0]
 
-  variables = Experts().init(KEY, X)
+  variables = init(Experts(), X)
   w = variables['params']['experts']['w']
   assert w.names == names
-  y = Experts().apply(variables, X)
+  y = apply(Experts(), variables, X)
   np.testing.assert_allclose(y[2], jnp.tanh(X @ jnp.take(w.value, 2, axis=axis)), rtol=1e-5)
 
 
 def test_collections_in_scan():
-  """A carried statistic, a scanned cache and a parameter: each box keeps names of its own."""
+  """A statistic, a cache and a parameter, scanned over axes of their own."""
 
   class Cell(nn.Module):
     @nn.compact
@@ -631,25 +664,53 @@ def test_collections_in_scan():
     def __call__(self, x):
       scanned = nn.scan(
         Cell,
-        variable_axes={'params': 0, 'cache': 1},
-        variable_carry='batch_stats',
+        variable_axes={'params': 0, 'batch_stats': 0, 'cache': 1},
         split_rngs={'params': True},
         length=3,
         metadata_params=LAYERS,
       )
       return scanned(name='cells')(x, None)[0]
 
-  variables = Model().init(KEY, X)
+  variables = init(Model(), X)
   names = {
     'params': {'cells': {'block': {'w': ('layers', 'embed', 'mlp')}}},
-    'batch_stats': {'cells': {'mean': ('embed',)}},
+    'batch_stats': {'cells': {'mean': ('layers', 'embed')}},
     'cache': {'cells': {'seen': ('batch', 'layers', 'embed')}},
   }
   assert names_of(variables) == names
-  _, updated = Model().apply(variables, X, mutable=['batch_stats', 'cache'])
+  _, updated = apply(Model(), variables, X, mutable=['batch_stats', 'cache'])
   assert names_of(updated) == {key: names[key] for key in ('batch_stats', 'cache')}
   before, after = (tree['cache']['cells']['seen'].value for tree in (variables, updated))
   np.testing.assert_allclose(after[:, 0], before[:, 0] + X, rtol=1e-5)
+
+
+def test_carried_and_broadcast_variables_get_no_axis():
+  class Cell(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+      seen = self.variable('carried', 'seen', named(('embed',), jnp.zeros), (8,))
+      seen.value += x.sum(0)
+      return Block(name='block')(x)[0], None
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      scanned = nn.scan(
+        Cell,
+        variable_broadcast='params',
+        variable_carry='carried',
+        split_rngs={'params': False},
+        length=3,
+        metadata_params=LAYERS,
+      )
+      return scanned(name='cells')(x, None)[0]
+
+  carried = {'carried': {'cells': {'seen': box(('embed',), (8,))}}}
+  params = {'cells': {'block': abstract(Block(), X)['params']}}
+  _, updated = jax.eval_shape(
+    lambda variables: Model().apply(variables, X, mutable='carried'), {**carried, 'params': params}
+  )
+  assert names_of(updated) == names_of(carried)
 
 
 # -- parameters and variables
@@ -674,7 +735,7 @@ def test_param_gives_the_value_and_keeps_the_box():
 
 
 class Counter(nn.Module):
-  """Counts its calls in a boxed variable."""
+  """Sums what it is called with, in a boxed variable."""
 
   @nn.compact
   def __call__(self, x):
@@ -697,35 +758,30 @@ def test_get_variable_gives_the_box():
   assert bound.get_variable('stats', 'count').names == ('embed',)
 
 
-@pytest.mark.parametrize(
-  'make', [lambda: nn.Dense(16, kernel_init=named(('embed', 'mlp'))), lambda: Stack(), lambda: Nested()]
-)
-def test_apply_takes_parameters_without_boxes(make):
-  variables = make().init(KEY, X)
-  np.testing.assert_allclose(
-    make().apply(spmd.unbox(variables), X), make().apply(variables, X), rtol=1e-6
-  )
+@pytest.mark.parametrize('model', [nn.Dense(8, kernel_init=named(('embed', 'mlp'))), Stack()])
+def test_apply_takes_parameters_without_boxes(model):
+  variables = init(model, X)
+  np.testing.assert_array_equal(apply(model, spmd.unbox(variables), X), apply(model, variables, X))
 
 
 def test_flax_boxes_go_through_the_same_model():
-  for lib in (spmd, nn):
-    variables = Stack(lib=lib).init(KEY, X)
-    assert_same(spmd.unbox(variables), spmd.unbox(Stack().init(KEY, X)))
-    np.testing.assert_array_equal(Stack(lib=nn).apply(variables, X), Stack(lib=spmd).apply(variables, X))
+  ours, theirs = (init(Stack(lib=lib), X) for lib in (spmd, nn))
+  assert_same(spmd.unbox(ours), spmd.unbox(theirs))
+  results = [apply(Stack(lib=lib), variables, X) for lib in (spmd, nn) for variables in (ours, theirs)]
+  for result in results[1:]:
+    np.testing.assert_array_equal(result, results[0])
 
 
 # -- the other transformations
 
 
-def test_remat_and_jit_keep_names():
-  plain = Block().init(KEY, X)
-  for transform in (nn.remat, nn.checkpoint, nn.jit):
-    model = transform(Block)()
-    variables = model.init(KEY, X)
-    assert variables == plain
-    np.testing.assert_allclose(model.apply(variables, X)[0], Block().apply(plain, X)[0], rtol=1e-6)
-    grads = jax.grad(lambda v: model.apply(v, X)[0].sum())(variables)  # noqa: B023
-    assert names_of(grads) == names_of(plain)
+@pytest.mark.parametrize('transform', [nn.remat, nn.jit])
+def test_remat_and_jit_keep_names(transform):
+  model = transform(Block)()
+  variables = init(model, X)
+  assert names_of(variables) == {'params': {'w': ('embed', 'mlp')}}
+  np.testing.assert_allclose(apply(model, variables, X)[0], apply(Block(), variables, X)[0], rtol=1e-6)
+  assert names_of(gradients(model, variables, X)) == names_of(variables)
 
 
 def test_remat_under_a_layout():
@@ -743,10 +799,10 @@ def test_map_variables_never_permutes_names():
     trans_out_fn=lambda tree: jax.tree.map(jnp.transpose, tree),
     init=True,
   )
-  variables = transposed().init(KEY, X)
+  variables = init(transposed(), X)
   assert variables['params']['w'].names == ('embed', 'mlp')
   np.testing.assert_allclose(
-    transposed().apply(variables, X)[0], jnp.tanh(X @ variables['params']['w'].value.T), rtol=1e-5
+    apply(transposed(), variables, X)[0], jnp.tanh(X @ variables['params']['w'].value.T), rtol=1e-5
   )
 
 
@@ -759,9 +815,9 @@ def test_share_scope():
     def __call__(self, x):
       return self.block(x)[0]
 
-  variables = Model().init(KEY, X)
+  variables = abstract(Model(), X)
   assert names_of(variables) == {'params': {'w': ('embed', 'mlp')}}
-  assert Model().apply(variables, X).shape == (2, 8)
+  assert jax.eval_shape(Model().apply, variables, X).shape == (2, 8)
 
 
 def test_tied_parameters():
@@ -775,63 +831,57 @@ def test_tied_parameters():
       return self.embed.attend(x)
 
   tokens = jnp.arange(4)
-  variables = Tied().init(KEY, tokens)
+  variables = init(Tied(), tokens)
   assert names_of(variables) == {
     'params': {'embed': {'embedding': ('vocab', 'embed')}, 'block': {'w': ('embed', 'mlp')}}
   }
-  assert Tied().apply(variables, tokens).shape == (4, 16)
-  grads = jax.grad(lambda v: Tied().apply(v, tokens).sum())(variables)
-  assert names_of(grads) == names_of(variables)
+  embedding = variables['params']['embed']['embedding'].value
+  w = variables['params']['block']['w'].value
+  expected = jnp.tanh(jnp.tanh(embedding[:4] @ w) @ w) @ embedding.T
+  np.testing.assert_allclose(apply(Tied(), variables, tokens), expected, rtol=1e-4, atol=1e-6)
+  assert names_of(gradients(Tied(), variables, tokens)) == names_of(variables)
 
 
-def test_while_loop_and_cond_keep_names():
+def test_cond_and_while_loop_keep_names():
   class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
-      block = Block(name='block')
-      block(x)
+      block, counter = Block(name='block'), Counter(name='counter')
+      block(x), counter(x)
       x = nn.cond(x.sum() > 0, lambda m, x: m(x)[0], lambda m, x: x, block, x)
-      count = Counter(name='counter')
-      count(x)
-      loop = nn.while_loop(
+      if self.is_initializing():
+        return x
+      return nn.while_loop(
         lambda m, c: c[0] < 2,
-        lambda m, c: (c[0] + 1, m(c[1]).sum() + c[1]),
-        count,
-        (0, x),
+        lambda m, c: (c[0] + 1, m(c[1]) + c[1][0]),
+        counter,
+        (0, x[0]),
         carry_variables='stats',
-      )
-      return loop[1] if not self.is_initializing() else x
+      )[1]
 
-  variables = Model().init(KEY, X)
+  variables = abstract(Model(), X)
   assert names_of(variables) == {
     'params': {'block': {'w': ('embed', 'mlp')}},
     'stats': {'counter': {'count': ('embed',)}},
   }
-  _, updated = Model().apply(variables, X, mutable='stats')
+  _, updated = jax.eval_shape(lambda v: Model().apply(v, X, mutable='stats'), variables)
   assert names_of(updated['stats']) == names_of(variables['stats'])
 
 
 def test_batch_norm_statistics_without_boxes_live_beside_boxes():
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return nn.BatchNorm(use_running_average=False, scale_init=named(('embed',), nn.initializers.ones))(
-        x
-      )
-
-  variables = Model().init(KEY, X)
+  scale_init = named(('embed',), nn.initializers.ones)
+  model = nn.BatchNorm(use_running_average=False, scale_init=scale_init)
+  variables = init(model, X)
   assert names_of(variables) == {
-    'params': {'BatchNorm_0': {'scale': ('embed',), 'bias': None}},
-    'batch_stats': {'BatchNorm_0': {'mean': None, 'var': None}},
+    'params': {'scale': ('embed',), 'bias': None},
+    'batch_stats': {'mean': None, 'var': None},
   }
-  _, updated = Model().apply(variables, X, mutable='batch_stats')
-  np.testing.assert_allclose(updated['batch_stats']['BatchNorm_0']['mean'], 0.01 * X.mean(0), rtol=1e-5)
+  _, updated = apply(model, variables, X, mutable='batch_stats')
+  np.testing.assert_allclose(updated['batch_stats']['mean'], 0.01 * X.mean(0), rtol=1e-5)
 
 
 def test_tabulate_shows_names():
-  shown = Stack().tabulate(
-    KEY, X, console_kwargs={'width': 120, 'no_color': True, 'force_terminal': False}
-  )
+  shown = Stack().tabulate(KEY, X, console_kwargs={'width': 120, 'force_terminal': False})
   assert 'w: float32[3,8,8] P(layers, embed, mlp)' in re.sub(r'\x1b\[[0-9;]*m', '', shown)
 
 
@@ -845,8 +895,7 @@ class Layer(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    init = nn.initializers.normal()
-    w = self.param('w', named(('embed', 'mlp'), init) if self.boxed else init, (8, 8))
+    w = self.param('w', named(('embed', 'mlp')) if self.boxed else NORMAL, (8, 8))
     return jnp.tanh(x @ w)
 
 
@@ -859,46 +908,55 @@ def deep(remat_scan, lengths, boxed, **options):
   return Deep()
 
 
+GROUPS_AND_LAYERS = ({nn.PARTITION_NAME: 'groups'}, {nn.PARTITION_NAME: 'layers'})
+
+
 @pytest.mark.parametrize(
   'lengths, metadata_params, names',
   [
-    ((4,), {nn.PARTITION_NAME: 'layers'}, ('layers', 'embed', 'mlp')),
-    ((4,), ({nn.PARTITION_NAME: 'layers'},), ('layers', 'embed', 'mlp')),
-    (
-      (2, 3),
-      ({nn.PARTITION_NAME: 'groups'}, {nn.PARTITION_NAME: 'layers'}),
-      ('groups', 'layers', 'embed', 'mlp'),
-    ),
+    ((4,), LAYERS, ('layers', 'embed', 'mlp')),
+    ((4,), (LAYERS,), ('layers', 'embed', 'mlp')),
+    ((2, 3), GROUPS_AND_LAYERS, ('groups', 'layers', 'embed', 'mlp')),
     ((2, 3), {nn.PARTITION_NAME: None}, (None, None, 'embed', 'mlp')),
-    (
-      (2, 1, 2),
-      tuple({nn.PARTITION_NAME: name} for name in 'abc'),
-      ('a', 'b', 'c', 'embed', 'mlp'),
-    ),
+    ((2, 1, 3), tuple({nn.PARTITION_NAME: name} for name in 'abc'), ('a', 'b', 'c', 'embed', 'mlp')),
   ],
 )
-def test_remat_scan_names_and_gradients(lengths, metadata_params, names):
-  ours = deep(spmd.remat_scan, lengths, True, metadata_params=metadata_params)
-  flaxs = deep(nn.remat_scan, lengths, False)
-  variables = ours.init(KEY, X)
+def test_remat_scan_names(lengths, metadata_params, names):
+  model = deep(spmd.remat_scan, lengths, True, metadata_params=metadata_params)
+  variables = abstract(model, X)
   assert variables['params']['deep']['w'].names == names
   assert variables['params']['deep']['w'].shape == (*lengths, 8, 8)
-  assert_same(spmd.unbox(variables), flaxs.init(KEY, X))
-
-  loss, grads = jax.value_and_grad(lambda v: jnp.sum(ours.apply(v, X) ** 2))(variables)
-  expected = jax.value_and_grad(lambda v: jnp.sum(flaxs.apply(v, X) ** 2))(spmd.unbox(variables))
-  assert names_of(grads) == names_of(variables)
-  assert_same((loss, spmd.unbox(grads)), expected)
+  assert jax.eval_shape(model.apply, variables, X).shape == (2, 8)
+  assert names_of(gradients(model, variables, X)) == names_of(variables)
 
 
-def test_remat_scan_rematerialises_as_flax_does():
-  for lengths in ((4,), (2, 2)):
-    jaxprs = []
-    for model in (deep(spmd.remat_scan, lengths, False), deep(nn.remat_scan, lengths, False)):
-      variables = model.init(KEY, X)
-      jaxprs.append(str(jax.make_jaxpr(jax.grad(lambda v: model.apply(v, X).sum()))(variables)))  # noqa: B023
-    assert jaxprs[0].count('checkpoint') == jaxprs[1].count('checkpoint')
-    assert jaxprs[0].count('scan[') == jaxprs[1].count('scan[')
+@pytest.mark.parametrize('lengths, metadata_params', [((4,), LAYERS), ((2, 3), GROUPS_AND_LAYERS)])
+def test_remat_scan_computes_what_flax_does_without_boxes(lengths, metadata_params):
+  ours = deep(spmd.remat_scan, lengths, True, metadata_params=metadata_params)
+  flaxs = deep(nn.remat_scan, lengths, False)
+  variables = init(ours, X)
+  assert_same(spmd.unbox(variables), init(flaxs, X))
+
+  def loss_and_grads(model, variables):
+    return jax.jit(jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X) ** 2)))(variables)
+
+  result = loss_and_grads(ours, variables)
+  assert_same(spmd.unbox(result), loss_and_grads(flaxs, spmd.unbox(variables)))
+
+
+@pytest.mark.parametrize('lengths', [(4,), (2, 2), (2, 2, 2)])
+def test_remat_scan_rematerialises_as_flax_does(lengths):
+  def jaxpr(remat_scan):
+    model = deep(remat_scan, lengths, False)
+    return str(jax.make_jaxpr(jax.grad(lambda v: model.apply(v, X).sum()))(abstract_zeros(model)))
+
+  def abstract_zeros(model):
+    return jax.tree.map(jnp.zeros_like, abstract(model, X))
+
+  ours, flaxs = jaxpr(spmd.remat_scan), jaxpr(nn.remat_scan)
+  for primitive in ('remat2[', 'checkpoint[', 'scan['):
+    assert ours.count(primitive) == flaxs.count(primitive)
+  assert ours.count('scan[') >= 2
 
 
 def test_remat_scan_of_a_function_of_a_module():
@@ -907,22 +965,36 @@ def test_remat_scan_of_a_function_of_a_module():
     def __call__(self, x):
       return spmd.remat_scan(lambda m, x: Layer(name='layer')(x), (2,), metadata_params=LAYERS)(self, x)
 
-  variables = Deep().init(KEY, X)
+  variables = abstract(Deep(), X)
   assert names_of(variables) == {'params': {'layer': {'w': ('layers', 'embed', 'mlp')}}}
-  assert Deep().apply(variables, X).shape == (2, 8)
+  assert jax.eval_shape(Deep().apply, variables, X).shape == (2, 8)
 
 
 def test_remat_scan_over_another_axis():
   model = deep(spmd.remat_scan, (4,), True, variable_axes={'params': -1}, metadata_params=LAYERS)
-  variables = model.init(KEY, X)
+  variables = abstract(model, X)
   assert variables['params']['deep']['w'].names == ('embed', 'mlp', 'layers')
-  assert model.apply(variables, X).shape == (2, 8)
+  assert jax.eval_shape(model.apply, variables, X).shape == (2, 8)
 
 
 def test_remat_scan_without_names_warns():
   with pytest.warns(UserWarning, match='adds an axis without a name'):
-    variables = deep(spmd.remat_scan, (2,), True).init(KEY, X)
+    variables = abstract(deep(spmd.remat_scan, (2,), True), X)
   assert variables['params']['deep']['w'].names == (None, 'embed', 'mlp')
+
+
+def test_remat_scan_of_flax_knows_no_names():
+  with pytest.raises(Exception, match='partition_name') as error:
+    abstract(FlaxDeep(), X)
+  assert type(error.value).__name__ == 'PartitioningUnspecifiedError'
+
+
+class FlaxDeep(nn.Module):
+  """Flax's `remat_scan` around Flax's boxes."""
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.remat_scan(nn.Dense, (2,))(8, kernel_init=named(('embed', 'mlp'), lib=nn), name='deep')(x)
 
 
 def test_remat_scan_with_names_for_other_levels():
@@ -935,7 +1007,7 @@ def test_remat_scan_with_names_for_other_levels():
 
 def test_remat_scan_without_lengths_is_refused_with_a_reason():
   with pytest.raises(ValueError, match='lengths'):
-    deep(spmd.remat_scan, (), True).init(KEY, X)
+    abstract(deep(spmd.remat_scan, (), True), X)
 
 
 # -- fused layers: the initializer sees a flat kernel
@@ -984,9 +1056,9 @@ def test_fused_kernels_under_a_mesh(which):
 @pytest.mark.parametrize('which', [0, 1])
 def test_fused_kernels_fail_in_flax_under_a_mesh(which, mesh):
   model, _ = list(fused_layers(nn))[which]
-  with jax.set_mesh(mesh), nn.logical_axis_rules((('heads', 'model'), ('embed', 'data'))):
-    with pytest.raises(ValueError, match='rank'):
-      jax.jit(model.init)(KEY, X)
+  rules = nn.logical_axis_rules((('heads', 'model'), ('embed', 'data')))
+  with jax.set_mesh(mesh), rules, pytest.raises(ValueError, match='rank'):
+    abstract(model, X)
 
 
 # -- opening boxes
@@ -1022,11 +1094,10 @@ def test_unbox_inside_shard_map_leaves_manual_axes_out():
 
 
 def test_boxes_mesh_and_rules_win_over_those_in_force(mesh):
-  one = box(mesh=mesh, rules=(('embed', 'data'),))
-  assert jax.jit(lambda one: one.unbox() + 1)(one).sharding.spec == PartitionSpec('data', None)
-  layout = spmd.Layout(mesh, (('embed', 'model'), ('mlp', 'data')))
-  with layout:
-    assert jax.jit(lambda one: one.unbox() + 1)(one).sharding.spec == PartitionSpec('data', None)
+  one = box(mesh=mesh, rules=(('mlp', 'data'),))
+  assert jax.jit(lambda one: one.unbox() + 1)(one).sharding.spec == PartitionSpec(None, 'data')
+  with spmd.Layout(mesh, (('embed', 'data'), ('mlp', 'model'))):
+    assert jax.jit(lambda one: one.unbox() + 1)(one).sharding.spec == PartitionSpec(None, 'data')
 
 
 def test_boxes_without_rules_are_not_constrained(mesh):

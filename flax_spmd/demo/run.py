@@ -32,18 +32,21 @@ FSDP_RULES = (('batch', 'fsdp'), ('ngram', 'fsdp'), ('mlp', 'fsdp'), ('embed', '
 NOISE = 2e-3
 
 
-def run(plan: Plan, console: Console, folder: Path | None = None) -> bool:
+def run(
+  plan: Plan, console: Console, folder: Path | None = None, model: Transformer | None = None
+) -> bool:
   """Runs the demo; returns whether both ways of training ended with the same losses.
 
   Args:
     plan: how long to train.
     console: where to print.
     folder: where the checkpoint goes; default: a temporary folder, removed at the end.
+    model: the model; its sizes are powers of two.
   """
   if folder is None:
     with tempfile.TemporaryDirectory() as temporary:
-      return run(plan, console, Path(temporary))
-  data, model, tx = corpus(), Transformer(), optimizer(plan)
+      return run(plan, console, Path(temporary), model)
+  data, model, tx = corpus(), model or Transformer(), optimizer(plan)
   tensor, fsdp = layouts(jax.device_count())
   making = (create_state, jax.random.key(0), jnp.zeros((plan.batch, plan.length), jnp.int32), model, tx)
   half, whole = range(plan.steps // 2), range(plan.steps // 2, plan.steps)

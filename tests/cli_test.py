@@ -1,0 +1,67 @@
+"""The command line, and the demo in small."""
+
+import io
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from flax_spmd import cli
+from flax_spmd.demo.model import Transformer
+from flax_spmd.demo.run import layouts, run
+from flax_spmd.demo.text import batches, corpus, decode
+from flax_spmd.demo.training import Plan
+
+
+@pytest.mark.slow
+def test_the_demo_in_small(tmp_path):
+  console = Console(file=io.StringIO(), width=120)
+  with jax.numpy_rank_promotion('allow'):
+    model = Transformer(embed=32, heads=4, mlp=64, layers=1, ngrams=64)
+    assert run(Plan(steps=4, batch=8, length=8), console, tmp_path, model)
+  text = console.file.getvalue()
+  for heading in ('1. Born sharded', '2. Half', '3. Saved', '4. The other half', '5. Are they', '6. What'):
+    assert heading in text
+  assert 'params/ngrams_2' in text
+  assert (tmp_path / 'half').is_dir()
+
+
+def test_the_demo_command_reports_failure(monkeypatch):
+  monkeypatch.setattr('flax_spmd.demo.run.run', lambda *_: False)
+  assert cli.main(['demo']) == 1
+
+
+def test_batches_are_the_same_in_every_run():
+  data = corpus()
+  assert len(data) > 100_000 and data.max() < 128
+  first = [next(windows) for windows in (batches(data, 4, 8, start=3), batches(data, 4, 8, start=3))]
+  np.testing.assert_array_equal(*first)
+  assert first[0].shape == (4, 9)
+  whole = decode(data)
+  assert all(decode(window) in whole for window in first[0])
+
+
+@pytest.mark.parametrize('devices', [1, 2, 3, 4, 6, 8])
+def test_the_demos_layouts_fit_any_number_of_devices(devices):
+  if devices <= jax.device_count():
+    for layout in layouts(devices):
+      assert layout.mesh.size <= devices
+
+
+@pytest.mark.parametrize('arguments, message', [([], 'required'), (['demo', '--steps', '1'], 'at least 4 steps')])
+def test_wrong_arguments(arguments, message, capsys):
+  with pytest.raises(SystemExit) as caught:
+    cli.main(arguments)
+  assert caught.value.code == 2
+  assert message in capsys.readouterr().err
+
+
+def test_eight_devices_are_emulated_without_any_setting():
+  environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
+  code = 'from flax_spmd import cli; cli._emulate_devices(8); import jax; print(jax.device_count())'
+  done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True)
+  assert done.stdout.strip() == '8'

@@ -1,0 +1,131 @@
+"""Which names the leaves of optimizer state have, by shape and place."""
+
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import flax_spmd as spmd
+from flax_spmd.naming import guess, path_string, read
+
+NAMES = ('embed', 'mlp')
+
+
+@pytest.mark.parametrize(
+  'full, shape, names, how',
+  [
+    ((16, 32), (16, 32), NAMES, 'same'),
+    ((16, 32), (), (), 'single'),
+    ((16, 32), (1,), (None,), 'single'),
+    ((16, 32), (1, 1), (None, None), 'single'),
+    ((1, 1), (1, 1), NAMES, 'same'),
+    ((16, 32), (16,), ('embed',), 'subset'),
+    ((16, 32), (32,), ('mlp',), 'subset'),
+    ((16, 32), (16, 1), ('embed', None), 'subset'),
+    ((16, 32), (1, 32), (None, 'mlp'), 'subset'),
+    ((16, 32), (8, 16, 32), (None, *NAMES), 'stacked'),
+    ((16, 32), (2, 8, 16, 32), (None, None, *NAMES), 'stacked'),
+    ((16, 16), (16,), None, 'ambiguous'),
+    ((16, 32), (7,), None, 'unrelated'),
+    ((16, 32), (2, 256), None, 'unrelated'),
+    ((16, 32), (16, 32, 8), None, 'unrelated'),
+  ],
+)
+def test_guess(full, shape, names, how):
+  found = guess(NAMES, full, shape, 'anything', 'params/w')
+  assert (found.names, found.how) == (names, how)
+
+
+@pytest.mark.parametrize(
+  'full, field, names',
+  [
+    ((16, 16), 'v_row', ('a',)),
+    ((16, 16), 'v_col', ('b',)),
+    ((4, 16, 16), 'v_row', ('n', 'a')),
+    ((4, 16, 16), 'v_col', ('n', 'b')),
+    ((16, 16, 16), 'v_row', ('n', 'a')),
+  ],
+)
+def test_adafactors_fields_say_which_of_two_equal_dimensions_they_keep(full, field, names):
+  """Checked against optax: rows are what is left when the largest dimension is averaged away."""
+  own = ('a', 'b') if len(full) == 2 else ('n', 'a', 'b')
+  shape = tuple(16 if name != 'n' or full[0] == 16 else full[0] for name in names)
+  assert guess(own, full, shape, field, 'w').names == names
+
+
+def test_adafactor_square_kernels_against_optax():
+  """Gradients that differ along one dimension only show which one v_row keeps."""
+  import optax
+
+  tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+  params = {'w': jnp.ones((4, 4))}
+  grads = {'w': jnp.arange(1.0, 5)[:, None] * jnp.ones((4, 4))}
+  _, state = tx.update(grads, tx.init(params), params)
+  varies = {
+    field: bool(jnp.ptp(getattr(state[0], field)['w']) > 1e-6 * jnp.max(getattr(state[0], field)['w']))
+    for field in ('v_row', 'v_col')
+  }
+  kept = {field: guess(('rows', 'columns'), (4, 4), (4,), field, 'w').names[0] for field in varies}
+  assert {kept[field] for field, does in varies.items() if does} == {'rows'}
+  assert {kept[field] for field, does in varies.items() if not does} == {'columns'}
+
+
+Moments = namedtuple('Moments', ['mu', 'rest'])
+
+
+def box(shape, names=NAMES):
+  return spmd.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+
+
+def test_a_state_leaf_is_recognised_by_the_end_of_its_path():
+  tree = {
+    'params': {'a': {'w': box((16, 32))}, 'b': {'w': box((8, 4))}},
+    'opt_state': (Moments({'a': {'w': box((16,))}, 'b': {'w': box((4,))}}, None),),
+  }
+  layout = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
+  specs = layout.spec(tree)
+  assert specs['opt_state'][0].mu == {'a': {'w': P('data')}, 'b': {'w': P('model')}}
+  row = next(row for row in layout.rows(tree) if row.path == 'opt_state/0/mu/b/w')
+  assert (row.guess.how, row.guess.parameter, row.names) == ('subset', 'params/b/w', ('mlp',))
+
+
+def test_parameters_of_other_depth_are_not_taken_for_state():
+  """Same names, same last key, other shape: both are parameters."""
+  tree = {'params': {'w': box((16, 32)), 'deep': {'w': box((8, 8))}}}
+  assert not read(tree).guesses
+  assert spmd.get_partition_spec(tree)['params']['deep']['w'] == P(*NAMES)
+
+
+def test_what_follows_in_two_ways_is_replicated_and_reported():
+  tree = {'params': {'w': box((16, 16))}, 'opt_state': (Moments({'w': box((16,))}, {'w': box((3, 5))}),)}
+  layout = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
+  assert layout.spec(tree)['opt_state'][0] == Moments({'w': P()}, {'w': P()})
+  assert [finding.text for finding in layout.check(tree).of('guessed')] == [
+    'opt_state/0/mu/w: shape (16,) follows from the shape of params/w in more than one way; it is replicated.',
+    'opt_state/0/rest/w: shape (3, 5) follows from the shape of params/w in no way; it is replicated.',
+  ]
+
+
+def test_a_box_of_several_arrays_stays_a_box_of_specs():
+  """SM3 keeps a list with one vector per dimension."""
+  both = spmd.LogicallyPartitioned([jnp.ones(16), jnp.ones(32)], NAMES)
+  tree = {'params': {'w': box((16, 32))}, 'opt_state': (Moments({'w': both}, None),)}
+  specs = spmd.get_partition_spec(tree)['opt_state'][0].mu['w']
+  assert isinstance(specs, spmd.LogicallyPartitioned)
+  assert specs.value == [P('embed'), P('mlp')]
+
+
+def test_a_dropped_dimension_is_checked_against_the_mesh_like_any_other():
+  tree = {'params': {'w': box((6, 32))}, 'opt_state': (Moments({'w': box((6,))}, None),)}
+  layout = spmd.Layout({'model': 4, 'data': 2}, (('embed', 'model'),))
+  with pytest.raises(spmd.errors.LayoutError, match=r'opt_state/0/mu/w, dim 0'):
+    layout.sharding(tree)
+
+
+def test_paths():
+  tree = {'a': [1, Moments(2, {'b': 3})]}
+  found = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  assert found == ['a/0', 'a/1/mu', 'a/1/rest/b']
+  assert path_string(()) == '(root)'

@@ -1,0 +1,85 @@
+"""What `import flax_spmd` promises, and what it costs not to have asked for it."""
+
+import subprocess
+import sys
+
+import flax.linen as nn
+
+import flax_spmd as spmd
+
+DROP_IN = {
+  'LogicallyPartitioned',
+  'PARTITION_NAME',
+  'Partitioned',
+  'RulesFallback',
+  'add_axis',
+  'get_logical_axis_rules',
+  'get_partition_spec',
+  'get_sharding',
+  'is_axis_metadata',
+  'logical_axis_rules',
+  'logical_to_mesh',
+  'logical_to_mesh_axes',
+  'logical_to_mesh_sharding',
+  'map_axis_meta',
+  'remat_scan',
+  'remove_axis',
+  'replace_boxed',
+  'set_logical_axis_rules',
+  'unbox',
+  'with_logical_constraint',
+  'with_logical_partitioning',
+  'with_partitioning',
+}
+OWN = {
+  'AxisMetadata',
+  'Decision',
+  'Explanation',
+  'Layout',
+  'Policies',
+  'Resolution',
+  'Rules',
+  'abstract_mesh',
+  'constrain',
+  'explain',
+  'make_mesh',
+}
+MODULES = {'checkpoint', 'errors'}
+
+
+def test_the_public_names():
+  """A name that appears or goes is a decision, made here."""
+  modules = {name for name in vars(spmd) if getattr(vars(spmd)[name], '__package__', None)}
+  public = {name for name in vars(spmd) if not name.startswith('_')} - modules - {'annotations'}
+  assert public == DROP_IN | OWN
+  assert all(hasattr(spmd, name) for name in MODULES)
+
+
+def test_every_public_thing_is_documented():
+  undocumented = [name for name in sorted(DROP_IN | OWN - {'PARTITION_NAME'}) if not getattr(spmd, name).__doc__]
+  assert not undocumented
+
+
+def test_the_drop_in_names_are_flaxs():
+  from flax.core import meta
+  from flax.linen import spmd as flax_linen_spmd
+
+  for name in DROP_IN:
+    assert hasattr(nn, name) or hasattr(flax_linen_spmd, name) or hasattr(meta, name), name
+
+
+def test_the_core_imports_neither_orbax_nor_rich():
+  code = (
+    'import sys, flax.linen, optax; before = set(sys.modules); import flax_spmd; '
+    'new = {name.split(".")[0] for name in set(sys.modules) - before}; print(sorted(new & {"orbax", "rich", "libtpu"}))'
+  )
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert done.stdout.strip() == '[]'
+
+
+def test_importing_starts_no_backend():
+  """So that devices can still be emulated, or `jax.distributed` started, after it."""
+  code = 'import flax_spmd, flax_spmd.checkpoint, jax; jax.config.update("jax_num_cpu_devices", 3); print(jax.device_count())'
+  environment = {'PATH': '', 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True)
+  assert done.stdout.strip() == '3'
