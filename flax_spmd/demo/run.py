@@ -74,7 +74,7 @@ def run(
 
   _title(console, '6. What it writes')
   prompt = data[: plan.length]
-  text = decode(sample(fsdp, other, prompt, 240))
+  text = decode(sample(other, prompt, 240))
   console.print(Text.assemble((text[: plan.length], 'dim'), text[plan.length :]))
   return largest < NOISE
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.text import batches
 from flax_spmd.layout import Layout
+from flax_spmd.mesh import make_mesh
 
 
 class Plan(NamedTuple):
@@ -79,18 +80,23 @@ def train(
   return state, {number: float(loss) for number, loss in losses.items()}
 
 
-def sample(layout: Layout, state: Any, prompt: np.ndarray, count: int, temperature: float = 0.6) -> np.ndarray:
-  """Goes on writing after `prompt`: int32 (length,) to int32 (length + count,)."""
+def sample(state: Any, prompt: np.ndarray, count: int, temperature: float = 0.6) -> np.ndarray:
+  """Goes on writing after `prompt`: int32 (length,) to int32 (length + count,).
+
+  One sequence gives eight devices nothing to share, so the parameters move to one of them.
+  """
+  one = Layout(make_mesh({'single': 1}))
   length = len(prompt)
 
-  def write(state, text, key):
-    def one(at, text):
+  @one.jit
+  def write(params, text, key):
+    def extend(at, text):
       window = jax.lax.dynamic_slice(text, (at - length,), (length,))
-      logits = state.apply_fn({'params': state.params}, window[None])[0, -1]
+      logits = state.apply_fn({'params': params}, window[None])[0, -1]
       token = jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
       return jax.lax.dynamic_update_slice(text, token.astype(text.dtype)[None], (at,))
 
-    return jax.lax.fori_loop(length, length + count, one, text)
+    return jax.lax.fori_loop(length, length + count, extend, text)
 
-  text = jnp.pad(jnp.asarray(prompt, jnp.int32), (0, count))
-  return np.asarray(layout.jit(write)(state, layout.shard(text), jax.random.key(0)))
+  text = np.pad(np.asarray(prompt, np.int32), (0, count))
+  return np.asarray(write(one.shard(state.params), one.shard(text), jax.random.key(0)))
