@@ -16,6 +16,7 @@ metadata object (compared by identity), and a flatten function that runs in C.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import warnings
@@ -34,8 +35,8 @@ from flax_spmd import compat
 from flax_spmd.constraints import constrain, mesh_for_constraints, resolve_for_constraint
 from flax_spmd.context import in_force
 from flax_spmd.errors import LayoutError
-from flax_spmd.mesh import MeshLike
-from flax_spmd.resolution import Names
+from flax_spmd.mesh import MeshLike, axis_sizes
+from flax_spmd.resolution import Names, Policies, resolve_axes
 from flax_spmd.rules import Rules
 
 PARTITION_NAME = meta.PARTITION_NAME
@@ -171,7 +172,7 @@ class Partitioned(AxisMetadata[Any]):
     if index >= len(names) or names[index] != name:
       found = f'is {names[index]!r}' if index < len(names) else 'does not exist'
       raise LayoutError(
-        f'{self!r} in {compat.current_module_path() or "the top module"}: a transformation removes '
+        f'{self!r} in {compat.current_module() or "no module"}: a transformation removes '
         f'dimension {index}, named {name!r} by its metadata_params, but that dimension {found}.\n'
         f'Fix: give the transformation the axis and the {PARTITION_NAME!r} that the variables were '
         'initialised with.'
@@ -205,7 +206,14 @@ class Partitioned(AxisMetadata[Any]):
     return not isinstance(self.names, str) and len(self.names) == len(self.value.shape)
 
   def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
-    """Where the value goes on `mesh`; None: nothing says so."""
+    """Where the value goes on `mesh`; None: nothing says so.
+
+    Under a layout, names that the mesh cannot follow are its plan's to report, with their path.
+    """
+    if in_force().mesh is not None:
+      lenient = Policies(indivisible='replicate')
+      if resolve_axes(self.names, self.value.shape, axis_sizes(mesh), lenient).problems:
+        return None
     return self.get_partition_spec()
 
   def _dimension(self, index: int, rank: int) -> int:
@@ -216,7 +224,8 @@ class Partitioned(AxisMetadata[Any]):
       rank = max(rank, len(self.value.shape))
     if index + rank < 0:
       raise LayoutError(
-        f'{self!r}: axis {index} of a transformation does not exist, the rank is {rank}.\n'
+        f'{self!r} in {compat.current_module() or "no module"}: axis {index} of a transformation does '
+        f'not exist, the rank is {rank}.\n'
         f'Fix: use an axis from {-rank} to {rank - 1} in variable_axes.'
       )
     return index + rank
@@ -224,7 +233,7 @@ class Partitioned(AxisMetadata[Any]):
   def _partition_name(self, params: Mapping[Any, Any], warn: bool = True) -> Any:
     if warn and PARTITION_NAME not in params:
       warnings.warn(
-        f'{self!r} in {compat.current_module_path() or "the top module"}: a transformation adds an '
+        f'{self!r} in {compat.current_module() or "no module"}: a transformation adds an '
         'axis without a name. It is None (replicated); name it with '
         f'metadata_params={{nn.PARTITION_NAME: ...}}.',
         stacklevel=2,
@@ -248,6 +257,9 @@ class Partitioned(AxisMetadata[Any]):
 
   def __copy__(self) -> Self:
     return self
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    return self.replace_boxed(copy.deepcopy(self.value, memo))
 
   def __reduce__(self):
     # Devices can't travel: a box that was pickled takes the mesh in force where it is opened.
@@ -393,7 +405,8 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   """
 
   def open_box(box):
-    inner = box.unbox(apply_constraint) if isinstance(box, meta.Partitioned) else box.unbox()
+    ours = own(box)
+    inner = box.unbox() if ours is None else ours.unbox(apply_constraint)
     return unbox(inner, apply_constraint)
 
   return map_axis_meta(open_box, tree)
@@ -487,6 +500,19 @@ def _short(value: Any) -> str:
   return f'{value.dtype}[{",".join(map(str, value.shape))}]'
 
 
+def own(box: AxisMetadata[Any]) -> Partitioned | None:
+  """Ours for a box of Flax's, with the same content; None for a kind of box that has no names."""
+  if isinstance(box, Partitioned):
+    return box
+  if isinstance(box, nn.LogicallyPartitioned):
+    return LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
+  if isinstance(box, nn.Partitioned):
+    return Partitioned(box.value, box.names, box.mesh)
+  if hasattr(box, 'get_partition_spec') and hasattr(box, 'value'):
+    return Partitioned(box.value, box.get_partition_spec())
+  return None
+
+
 def static_of(leaf: Any) -> tuple[Static | None, Any]:
   """What a leaf of a tree is to a layout: its names (None: it has none) and its value.
 
@@ -496,9 +522,7 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
     return leaf._static, leaf._children[0]
   if not isinstance(leaf, AxisMetadata):
     return None, leaf
-  value = unbox(getattr(leaf, 'value', None), apply_constraint=False)
-  names = getattr(leaf, 'names', None)
-  if names is None:
-    names = leaf.get_partition_spec() if hasattr(leaf, 'get_partition_spec') else ()
-  logical = isinstance(leaf, nn.LogicallyPartitioned)
-  return Static(_canonical(names), logical, getattr(leaf, 'mesh', None)), value
+  box = own(leaf)
+  if box is None:
+    return None, unbox(leaf, apply_constraint=False)
+  return box._static, unbox(box.value, apply_constraint=False)

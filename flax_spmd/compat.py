@@ -27,11 +27,13 @@ def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
   return jax.sharding.use_abstract_mesh(mesh)
 
 
-def current_module_path() -> str:
-  """The path of the Linen module that is running (`'decoder/layers'`), or `''`.
+def current_module() -> str | None:
+  """`'module decoder/layers'` for the Linen module that is running, or None outside of any.
 
-  Flax keeps its module stack private; a warning without a path would send its reader searching.
+  Flax keeps its module stack private; a message without a place would send its reader searching.
   """
   stack = getattr(nn.module, '_context').module_stack
   modules = [module for module in stack if module is not None]
-  return '/'.join(modules[-1].path) if modules else ''
+  if not modules:
+    return None
+  return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'

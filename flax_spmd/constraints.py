@@ -15,14 +15,15 @@ anywhere is an error, because nothing would be constrained and nobody would noti
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from flax.linen.spmd import RulesFallback as RulesFallback
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_spmd import compat
 from flax_spmd.context import in_force
 from flax_spmd.errors import (
   LayoutError,
@@ -37,20 +38,15 @@ from flax_spmd.resolution import UNCONSTRAINED, Resolution, axis_names
 from flax_spmd.rules import Rules
 
 
-class RulesFallback(enum.Enum):
-  """What `with_logical_constraint` does when a name of the array has no rule."""
-
-  AXIS_IS_UNSHARDED = 'axis_is_unsharded'
-  RAISE_ERROR = 'raise_error'
-  NO_CONSTRAINT = 'no_constraint'
-
-
-def constrain(x: jax.Array, spec: PartitionSpec, mesh: MeshLike | None = None) -> jax.Array:
+def constrain(
+  x: jax.Array, spec: PartitionSpec | Sequence[Any], mesh: MeshLike | None = None
+) -> jax.Array:
   """Lays `x` over the mesh as `spec` says.
 
   Args:
     x: an array of any shape and dtype. A traced value is constrained; a concrete one is moved.
-    spec: mesh axes per dimension; shorter than the rank is fine. UNCONSTRAINED leaves it open.
+    spec: mesh axes per dimension (a PartitionSpec or a tuple); shorter than the rank is fine.
+      UNCONSTRAINED leaves a dimension open.
     mesh: default: the mesh of the layout in force, else JAX's current mesh.
 
   Returns:
@@ -59,13 +55,14 @@ def constrain(x: jax.Array, spec: PartitionSpec, mesh: MeshLike | None = None) -
   Raises:
     MeshError: there is no mesh.
     MeshAxisError: `spec` uses an axis that the mesh lacks.
-    LayoutError: `spec` has more entries than `x` has dimensions.
+    LayoutError: `spec` has more entries than `x` has dimensions, or an axis twice.
 
   Example:
     >>> x = jax.jit(lambda x: constrain(x, PartitionSpec('data'), make_mesh({'data': 8})))(jnp.ones(8))
     >>> x.sharding.spec
     P('data',)
   """
+  spec = PartitionSpec(*spec)
   found = mesh_for_constraints(mesh)
   if found is None:
     raise MeshError(_NO_MESH.format(what=f'the constraint {spec}'))
@@ -101,14 +98,14 @@ def with_logical_constraint(
       fine), or a tree of them that is a prefix of `x`. None is no constraint.
     rules: a rule table; default: the rules in force. Empty: no constraint.
     mesh: default: the mesh of the layout in force, else JAX's current mesh.
-    fallback: what to do where a name has no rule.
+    fallback: what to do where no rule decides a name.
 
   Returns:
     `x`, with the same values.
 
   Raises:
     MeshError: there are rules, but no mesh.
-    UnmatchedNameError: a name has no rule, and `fallback` (or the table's policy) makes it an error.
+    UnmatchedNameError: no rule decides a name, and `fallback` (or the table's policy) objects.
     LayoutError: more names than dimensions, or a name twice.
 
   Example:
@@ -160,26 +157,32 @@ def mesh_for_constraints(mesh: MeshLike | None = None) -> MeshLike | None:
 def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallback: RulesFallback):
   if names is None:
     return x
-  unknown = [n for n in names if isinstance(n, str) and n not in rules.by_name]
-  if unknown and fallback is RulesFallback.NO_CONSTRAINT:
-    return x
-  if unknown and fallback is RulesFallback.RAISE_ERROR:
-    raise UnmatchedNameError(
-      f'Logical names {tuple(names)!r}: no rule for {", ".join(map(repr, unknown))}.'
-      + did_you_mean(unknown[0], rules.by_name)
-      + f'\nFix: correct the name, or add a rule for it; ({unknown[0]!r}, None) replicates it.'
-    )
   if len(names) > len(x.shape):
     raise LayoutError(
-      f'{len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '
+      f'{_here()}: {len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '
       f'shape {tuple(x.shape)}.\nFix: give one name per dimension, or fewer.'
     )
   found = mesh_for_constraints(mesh)
   if found is None:
     raise MeshError(_NO_MESH.format(what=f'the logical names {tuple(names)!r}'))
   resolution = resolve_for_constraint(rules, names, x.shape, found)
-  raise_problems(resolution.problems)
+  raise_problems([problem.at(_here()) for problem in resolution.problems])
+  open_names = [d.name for d in resolution.decisions if d.rule is None and isinstance(d.name, str)]
+  if open_names and fallback is RulesFallback.NO_CONSTRAINT:
+    return x
+  if open_names and fallback is RulesFallback.RAISE_ERROR:
+    raise UnmatchedNameError(
+      f'{_here()}: logical names {tuple(names)!r}: no rule decides {", ".join(map(repr, open_names))}.'
+      + did_you_mean(open_names[0], rules.by_name)
+      + f'\nFix: correct the name, or add a rule for it; ({open_names[0]!r}, None) replicates it.'
+    )
   return constrain(x, resolution.spec, found)
+
+
+def _here() -> str:
+  """Which constraint it is, as far as one can tell: by the module that is running."""
+  module = compat.current_module()
+  return f'constraint in {module}' if module else 'constraint'
 
 
 def _check(x: Any, spec: PartitionSpec, mesh: MeshLike) -> None:
@@ -188,7 +191,13 @@ def _check(x: Any, spec: PartitionSpec, mesh: MeshLike) -> None:
       f'The constraint {spec} has {len(spec)} entries for an array of rank {len(x.shape)}, shape '
       f'{tuple(x.shape)}.\nFix: give at most one entry per dimension.'
     )
-  for axis in axis_names(tuple(spec)):
+  axes = axis_names(tuple(spec))
+  if len(set(axes)) < len(axes):
+    raise LayoutError(
+      f'The constraint {spec} uses a mesh axis for more than one dimension.\n'
+      'Fix: use every mesh axis once.'
+    )
+  for axis in axes:
     if axis not in mesh.axis_names:
       raise MeshAxisError(
         f'The constraint {spec} uses mesh axis {axis!r}, but the mesh is {describe(mesh)}.'

@@ -61,13 +61,14 @@ class Explanation(NamedTuple):
   def __str__(self) -> str:
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=140, color_system=None)
+    console = Console(file=io.StringIO(), width=140, color_system=None, force_jupyter=False)
     console.print(self)
-    return console.file.getvalue()
+    return '\n'.join(line.rstrip() for line in console.file.getvalue().splitlines())
 
   def _summary(self) -> str:
+    count = f'{len(self.rows)} array{"" if len(self.rows) == 1 else "s"}'
     total = (
-      f'{len(self.rows)} arrays, {_size(self.bytes)} in all, {_size(self.bytes_per_device)} per device'
+      f'{count}, {_size(self.bytes)} in all, {_size(self.bytes_per_device)} per device'
     )
     return '\n'.join([total, *(f'- {finding.text}' for finding in self.findings)])
 

@@ -56,6 +56,7 @@ class Jitted:
     mesh, rules: the layout.
     plan_outputs: gives a sharding, or None, for each leaf of a result.
     options: arguments of `jax.jit`, without shardings.
+    finish: what is done to a result once its outputs are planned; it keeps the order of the leaves.
   """
 
   def __init__(
@@ -65,12 +66,14 @@ class Jitted:
     rules: Rules,
     plan_outputs: OutputPlanner,
     options: Mapping[str, Any],
+    finish: Callable[[Any], Any] | None = None,
   ):
     functools.update_wrapper(self, fn)
     self._mesh = mesh
     self._in_force = InForce(mesh, rules)
     self._plan_outputs = plan_outputs
     self._options = dict(options)
+    self._finish = finish
     self._body = _traced_body(self, fn)
     self._statics = _Statics.of(fn, options)
     self._only: tuple[_Outputs, Any] | None = None
@@ -130,11 +133,10 @@ class Jitted:
       result = jax.jit(self._body, **self._options).eval_shape(*args, **kwargs)
     finally:
       _reading.reset(token)
-    return read[-1] if read else self._outputs(result)
+    return read[-1] if read else self._outputs(result, result)  # JAX had the trace already
 
-  def _outputs(self, result: Any) -> _Outputs:
-    leaves, treedef = jax.tree.flatten(result)
-    return _Outputs(treedef, tuple(self._plan_outputs(result)) if leaves else ())
+  def _outputs(self, result: Any, finished: Any) -> _Outputs:
+    return _Outputs(jax.tree.structure(finished), tuple(self._plan_outputs(result)))
 
 
 def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,13 +146,14 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
   def body(*args, **kwargs):
     with scope(jitted._in_force):
       result = fn(*args, **kwargs)
-    outputs = jitted._outputs(result)
+    finished = result if jitted._finish is None else jitted._finish(result)
+    outputs = jitted._outputs(result, finished)
     reading, only = _reading.get(), jitted._only
     if reading is not None:
       reading.append(outputs)
     elif only is not None and only[0] != outputs:
       raise _Changed
-    return result
+    return finished
 
   return body
 
@@ -163,8 +166,8 @@ class _Statics(NamedTuple):
 
   @classmethod
   def of(cls, fn: Callable[..., Any], options: Mapping[str, Any]) -> _Statics:
-    numbers = options.get('static_argnums', ())
-    names = options.get('static_argnames', ())
+    numbers = options.get('static_argnums')
+    names = options.get('static_argnames')
     numbers = {numbers} if isinstance(numbers, int) else set(numbers or ())
     names = {names} if isinstance(names, str) else set(names or ())
     try:

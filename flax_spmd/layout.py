@@ -12,11 +12,12 @@ another one is making another one; models and training steps stay as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -24,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flax_spmd import boxes, compat, placement, report, toml
 from flax_spmd.context import InForce, check_in_step, scope
 from flax_spmd.jit import Jitted
+from flax_spmd.memory import Memory
 from flax_spmd.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
 from flax_spmd.plan import Planner, Row
 from flax_spmd.rules import Rules
@@ -56,8 +58,7 @@ class Layout:
     self._mesh = mesh if isinstance(mesh, (Mesh, AbstractMesh)) else make_mesh(mesh)
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
-    self._planner = Planner(self._mesh, self._rules)
-    self._planned_unboxed: dict[Any, _Planned] = {}
+    self._planner, self._memory = _shared(self._mesh, self._rules)
 
   @property
   def mesh(self) -> MeshLike:
@@ -70,8 +71,15 @@ class Layout:
     return self._rules
 
   def replace(self, *, mesh: Any = None, rules: Any = None, **policies: Any) -> Layout:
-    """A layout with another mesh, other rules or other policies."""
-    return Layout(mesh or self._mesh, self._rules if rules is None else rules, **policies)
+    """A layout with another mesh, other rules or other policies; what is not named stays.
+
+    A plain tuple of rules says nothing about policies, so it takes on this layout's.
+    """
+    if rules is None:
+      rules = self._rules
+    elif not isinstance(rules, Rules):
+      rules = Rules.of(rules, **dataclasses.asdict(self._rules.policies))
+    return Layout(mesh or self._mesh, rules, **policies)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, Layout):
@@ -104,17 +112,14 @@ class Layout:
 
   def sharding(self, tree: Any) -> Any:
     """`spec`, as NamedShardings on the layout's mesh: what `jax.jit` takes."""
-    return self._planner.shardings(tree)
+    return self._planner.shardings(self._memory.reboxed(tree))
 
   def names(self, tree: Any) -> list[Any]:
     """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without.
 
     A state that the layout planned without its boxes has the names that its boxes had.
     """
-    parts = self._parts(tree)
-    remembered = [name for part, planned in parts for name in (planned.names if planned else [None])]
-    own = self._planner.leaf_names(tree)
-    return [name if name is not None else other for name, other in zip(own, remembered, strict=True)]
+    return self._planner.leaf_names(self._memory.reboxed(tree))
 
   def check(self, tree: Any) -> report.Findings:
     """What deserves a look: names without a rule (and what was meant), idle rules and axes, guesses.
@@ -140,7 +145,7 @@ class Layout:
 
   def rows(self, tree: Any) -> list[Row]:
     """One `Row` per array of a tree: path, shape, names, spec, decisions, bytes. Raises nothing."""
-    return self._planner.rows(tree)
+    return self._planner.rows(self._memory.reboxed(tree))
 
   def abstract(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
     """What `init` would return, without making it: shapes, dtypes and shardings.
@@ -163,7 +168,7 @@ class Layout:
       state = jax.eval_shape(fn, arrays)
     shardings = self._planner.leaf_shardings(state)
     if not boxed:
-      state = self._unboxed(state)
+      state = self._memory.unboxed(state)
     leaves, treedef = jax.tree.flatten(state)
     return treedef.unflatten(
       jax.ShapeDtypeStruct(
@@ -201,20 +206,32 @@ class Layout:
     """
     placement.check_concrete(self._mesh)
     fn, arrays = _closed_over(fn, args, kwargs)
-    if boxed:
-      return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {})(arrays)
-    return Jitted(_then(fn, self._unboxed), self._mesh, self._rules, self._outputs, {})(arrays)
+    finish = None if boxed else self._memory.unboxed
+    return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {}, finish)(arrays)
 
-  def jit(self, fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+  def jit(
+    self,
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+  ) -> Any:
     """`jax.jit` under the layout: constraints follow its rules, results lie as it says.
 
-    Results that carry names, and states that the layout has planned without their boxes, get the
-    layout's shardings; other results are the compiler's choice. Arguments are taken as they lie.
+    A result with names in it (a boxed state, or one that the layout has planned without its boxes)
+    gets the layout's shardings; other results are the compiler's choice. Of a tuple, each element is
+    a result of its own. Arguments are taken as they lie.
 
     Args:
-      fn: the function; without it, a decorator is returned.
-      **options: of `jax.jit`: `donate_argnums`, `donate_argnames`, `static_argnums`,
-        `static_argnames`, `keep_unused`, `inline`, `compiler_options`.
+      fn: the function; without it, a decorator is returned. Keep what you get: each call of `jit`
+        compiles anew.
+      donate_argnums, donate_argnames, static_argnums, static_argnames, keep_unused, inline,
+        compiler_options: as in `jax.jit`.
 
     Returns:
       A function with `.lower`, `.trace` and `.eval_shape`, which take abstract arguments too.
@@ -225,6 +242,15 @@ class Layout:
       >>> double(jnp.ones(16)).sharding.spec
       P('data',)
     """
+    options = dict(
+      donate_argnums=donate_argnums,
+      donate_argnames=donate_argnames,
+      static_argnums=static_argnums,
+      static_argnames=static_argnames,
+      keep_unused=keep_unused,
+      inline=inline,
+      compiler_options=compiler_options,
+    )
     if fn is None:
       return functools.partial(self.jit, **options)
     return Jitted(fn, self._mesh, self._rules, self._outputs, options)
@@ -234,12 +260,17 @@ class Layout:
 
     Args:
       tree: arrays (numpy or JAX, boxed or not) and numbers.
-      names: one array's names for all leaves, a tree of names that is a prefix of `tree`, or None
-        to take the names of boxes (what has no box is replicated).
+      names: one array's logical names for all leaves, or a PartitionSpec of mesh axes; a tree of
+        these that is a prefix of `tree`; or None to take the names of boxes (what has no box is
+        replicated).
+
+    Warns:
+      UserWarning: a name has no rule, but is nearly one that has.
 
     Raises:
       MeshError: the mesh is abstract.
-      LayoutError: names that do not fit their leaf's rank, or a size that does not divide.
+      LayoutError: names that do not fit the tree or a leaf's rank, a size that does not divide, a
+        mesh axis in the place of a name.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -247,7 +278,10 @@ class Layout:
       >>> batch['x'].sharding.spec
       P('data', None)
     """
-    return placement.shard(tree, names, self._planner)
+    placement.check_concrete(self._mesh)
+    if names is None:
+      return jax.device_put(tree, self.sharding(tree))
+    return jax.device_put(tree, placement.shardings_by_names(tree, names, self._planner))
 
   def __enter__(self) -> Self:
     check_in_step()
@@ -304,41 +338,25 @@ class Layout:
 
   # -- inside
 
-  def _unboxed(self, state: Any) -> Any:
-    """A planned state without its boxes; the layout remembers what they said."""
-    plain = boxes.unbox(state, apply_constraint=False)
-    planned = _Planned(self._planner.leaf_shardings(state), self._planner.leaf_names(state))
-    self._planned_unboxed[_form(plain)] = planned
-    return plain
-
   def _outputs(self, result: Any) -> list[NamedSharding | None]:
-    """A sharding for each leaf of a jitted function's result that the layout knows, else None."""
-    remembered = [
-      sharding
-      for _, planned in self._parts(result)
-      for sharding in (planned.shardings if planned else [None])
-    ]
-    own = self._planner.leaf_shardings(result, bare=None)
-    return [mine or other for mine, other in zip(own, remembered, strict=True)]
+    """A sharding for each leaf of a jitted function's result; None where the compiler is free.
 
-  def _parts(self, tree: Any) -> list[tuple[Any, _Planned | None]]:
-    """The tree cut into states that the layout has planned without boxes, and single leaves."""
-    memory = self._planned_unboxed
-    parts = jax.tree.leaves(tree, is_leaf=(lambda node: _form(node) in memory) if memory else None)
-    return [(part, memory.get(_form(part)) if memory else None) for part in parts]
+    Of the results (a tuple is several) those with names in them are states, and laid out whole.
+    """
+    results = jax.tree.leaves(result, is_leaf=lambda node: type(node) not in (tuple, list))
+    return [sharding for each in results for sharding in self._output(self._memory.reboxed(each))]
+
+  def _output(self, result: Any) -> list[NamedSharding | None]:
+    if any(map(boxes.is_axis_metadata, jax.tree.leaves(result, is_leaf=boxes.is_axis_metadata))):
+      return self._planner.leaf_shardings(result)
+    return [None] * len(jax.tree.leaves(result))
 
 
-class _Planned(NamedTuple):
-  """What the layout remembers of a state without boxes, per leaf."""
-
-  shardings: list[NamedSharding]
-  names: list[Any]
-
-
-def _form(tree: Any) -> Any:
-  """What identifies a state without boxes: its structure and its shapes."""
-  leaves, treedef = jax.tree.flatten(tree)
-  return treedef, tuple(getattr(leaf, 'shape', ()) for leaf in leaves)
+@functools.lru_cache(maxsize=256)
+def _shared(mesh: MeshLike, rules: Rules) -> tuple[Planner, Memory]:
+  """Equal layouts plan alike and remember the same states."""
+  planner = Planner(mesh, rules)
+  return planner, Memory(planner.leaf_shardings)
 
 
 def _closed_over(fn, args, kwargs) -> tuple[Callable[[list[Any]], Any], list[Any]]:
@@ -355,13 +373,3 @@ def _closed_over(fn, args, kwargs) -> tuple[Callable[[list[Any]], Any], list[Any
     return fn(*args, **kwargs)
 
   return of_arrays, arrays
-
-
-def _then(fn: Callable[..., Any], last: Callable[[Any], Any]) -> Callable[..., Any]:
-  """`fn`, and `last` of its result."""
-
-  @functools.wraps(fn)
-  def both(*args):
-    return last(fn(*args))
-
-  return both

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+from flax.linen.partitioning import AxisMetadata as LegacyAxisMetadata
 from jax.tree_util import DictKey, KeyPath
 
 from flax_spmd.boxes import Static, is_axis_metadata, static_of
@@ -72,6 +73,36 @@ def read(tree: Any) -> Reading:
         odd.add(static)
   guesses = _guess_all(tree, statics, values, odd) if odd else {}
   return Reading(units, treedef, statics, values, guesses)
+
+
+def read_for_layout(tree: Any) -> Reading:
+  """`read`, and names from the `*_axes` collections of `flax.linen.partitioning` (T5X's older API)."""
+  reading = read(tree)
+  legacy = _legacy_names(tree)
+  if not legacy:
+    return reading
+  statics = [
+    static or legacy.get(path)
+    for static, path in zip(reading.statics, unit_paths(tree), strict=True)
+  ]
+  return reading._replace(statics=statics)
+
+
+def _legacy_names(tree: Any) -> dict[str, Static]:
+  """Names by path, from collections such as `params_axes` beside `params`."""
+  if not isinstance(tree, Mapping):
+    return {}
+  names = {}
+  for collection in tree:
+    of = str(collection).removesuffix('_axes')
+    if of != collection and of in tree:
+      found = jax.tree_util.tree_leaves_with_path(
+        tree[collection], is_leaf=lambda x: isinstance(x, LegacyAxisMetadata)
+      )
+      for path, leaf in found:
+        if isinstance(leaf, LegacyAxisMetadata) and isinstance(leaf.names, tuple):
+          names[f'{of}/{path_string(path).removesuffix("_axes")}'] = Static(tuple(leaf.names), True)
+  return names
 
 
 def path_string(path: KeyPath) -> str:
@@ -167,26 +198,53 @@ class _Place(NamedTuple):
   inside: tuple[Any, ...]
 
 
+def copies(tree: Any) -> dict[int, int]:
+  """Units that are only a parameter once more (moments in optimizer state), and that parameter.
+
+  Whatever is wrong with a parameter's names is wrong with its copies too, and is said once.
+  """
+  paths = [path for path, _ in _with_paths(tree)]
+  reading = read(tree)
+  places = {i: _place(paths[i]) for i, static in enumerate(reading.statics) if static is not None}
+  owners = _owners(reading.statics, places)
+  return {
+    i: owner
+    for i, owner in owners.items()
+    if owner != i and _shape(reading.values[i]) == _shape(reading.values[owner])
+  }
+
+
 def _guess_all(tree, statics, values, odd) -> dict[int, list[Guess]]:
   """Guesses for the units under odd names (names that values of several shapes share)."""
   paths = [path for path, _ in _with_paths(tree)]
   places = {i: _place(paths[i]) for i, static in enumerate(statics) if static in odd}
+  guesses = {}
+  for i, owner in _owners(statics, places).items():
+    full, names = _shape(values[owner]), statics[i].names
+    if owner != i and full is not None and len(full) == len(names) and _shape(values[i]) != full:
+      field, parameter = _field(places[i]), path_string(paths[owner])
+      guesses[i] = [
+        guess(names, full, tuple(getattr(leaf, 'shape', ())), field, parameter)
+        for leaf in jax.tree.leaves(values[i])
+      ]
+  return guesses
+
+
+def _owners(statics, places: dict[int, _Place]) -> dict[int, int]:
+  """For each unit, the parameter that it belongs to: itself, or the one whose path its own repeats."""
   parameters: dict[tuple[Static, tuple[Any, ...]], int] = {}
   for i in sorted(places, key=lambda i: len(places[i].prefix)):
     for inside in _spellings(places[i].inside):
       parameters.setdefault((statics[i], inside), i)
-  guesses = {}
+  owners = {}
   for i, place in places.items():
     owner = next(parameters[statics[i], inside] for inside in _spellings(place.inside))
-    full, names = getattr(values[owner], 'shape', None), statics[i].names
-    is_state = len(places[owner].prefix) < len(place.prefix)
-    if is_state and full is not None and len(full) == len(names):
-      if getattr(values[i], 'shape', None) != full:
-        guesses[i] = [
-          guess(names, full, tuple(getattr(leaf, 'shape', ())), _field(place), path_string(paths[owner]))
-          for leaf in jax.tree.leaves(values[i])
-        ]
-  return guesses
+    owners[i] = owner if len(places[owner].prefix) < len(place.prefix) else i
+  return owners
+
+
+def _shape(value: Any) -> Any:
+  return getattr(value, 'shape', None)
 
 
 def _field(place: _Place) -> str:

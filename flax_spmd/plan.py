@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd.boxes import Static
 from flax_spmd.errors import Problem, raise_problems
 from flax_spmd.mesh import MeshLike, axis_sizes
-from flax_spmd.naming import Guess, Reading, read, unit_paths
+from flax_spmd.naming import Guess, Reading, copies, read_for_layout, unit_paths
 from flax_spmd.resolution import Decision, Resolution, axis_names, resolve_axes
 from flax_spmd.rules import Rules
 
@@ -81,21 +81,18 @@ class Planner:
     reading, places = self._places(tree)
     return reading.treedef.unflatten(places)
 
-  def leaf_shardings(self, tree: Any, bare: Any = 'replicated') -> list[Any]:
-    """A NamedSharding per leaf, in the order of `jax.tree.leaves(tree)`; raises as `shardings`.
-
-    `bare` is what leaves without a box get: 'replicated', or None.
-    """
+  def leaf_shardings(self, tree: Any) -> list[NamedSharding]:
+    """A NamedSharding per leaf, in the order of `jax.tree.leaves(tree)`; raises as `shardings`."""
     reading, places = self._places(tree)
     return [
-      sharding if static is not None or bare == 'replicated' else bare
-      for unit, static, place in zip(reading.units, reading.statics, places, strict=True)
+      sharding
+      for unit, place in zip(reading.units, places, strict=True)
       for sharding in _spread(unit, place)
     ]
 
   def leaf_names(self, tree: Any) -> list[Any]:
     """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without."""
-    reading = read(tree)
+    reading = read_for_layout(tree)
     return [
       None if static is None else static.names if guess is None else guess.names
       for index, static in enumerate(reading.statics)
@@ -104,7 +101,7 @@ class Planner:
 
   def _places(self, tree: Any) -> tuple[Reading, list[Any]]:
     """A place per unit: its sharding, or where its arrays go different ways, a box of them."""
-    reading = read(tree)
+    reading = read_for_layout(tree)
     places = [self._unit(reading, index, unit) for index, unit in enumerate(reading.units)]
     if None in places:
       raise_problems(self._problems(tree, reading))
@@ -112,7 +109,7 @@ class Planner:
 
   def rows(self, tree: Any) -> list[Row]:
     """Every array of the tree with its decisions; raises nothing, see `problems`."""
-    reading = read(tree)
+    reading = read_for_layout(tree)
     return [
       row
       for index, path in enumerate(unit_paths(tree))
@@ -121,7 +118,7 @@ class Planner:
 
   def problems(self, tree: Any) -> list[Problem]:
     """Everything that `shardings` would raise for this tree."""
-    return self._problems(tree, read(tree))
+    return self._problems(tree, read_for_layout(tree))
 
   def resolve(self, static: Static | None, shape: tuple[int, ...]) -> Resolution:
     """What is decided about an array of this shape under a box's names (None: it has no box)."""
@@ -220,11 +217,14 @@ class Planner:
     return math.prod(pieces) * dtype.itemsize
 
   def _problems(self, tree: Any, reading: Reading) -> list[Problem]:
-    problems = []
-    for index, path in enumerate(unit_paths(tree)):
-      for _, _, _, resolution in self._resolutions(reading, index):
-        problems += [problem.at(path) for problem in resolution.problems]
-    return problems
+    copied = copies(tree)
+    return [
+      problem.at(path)
+      for index, path in enumerate(unit_paths(tree))
+      if index not in copied
+      for _, _, _, resolution in self._resolutions(reading, index)
+      for problem in resolution.problems
+    ]
 
 
 def _arrays(reading: Reading, index: int):

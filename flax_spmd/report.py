@@ -19,17 +19,32 @@ from flax_spmd.resolution import axis_names
 
 
 class Finding(NamedTuple):
-  """One thing that deserves a look: its kind, a sentence, and the paths it is about."""
+  """One thing that deserves a look.
+
+  Attributes:
+    kind: 'unmatched' (a name without a rule), 'guessed' (optimizer state that could be read in no one
+      way), 'conflict' (a dimension that lost its axis), 'idle rule', 'idle axis'.
+    text: a sentence.
+    paths: the arrays it is about.
+    suspicious: whether it is likely a mistake. A rule for activations decides nothing in a state, and
+      names may go without a rule; both are worth knowing and fine.
+  """
 
   kind: Literal['unmatched', 'guessed', 'conflict', 'idle rule', 'idle axis']
   text: str
   paths: tuple[str, ...] = ()
+  suspicious: bool = False
 
 
 class Findings(tuple[Finding, ...]):
-  """All findings of a tree; empty and false where there are none. Prints one a line."""
+  """All findings of a tree, suspicious ones first; false where there are none. Prints one a line."""
 
   __slots__ = ()
+
+  @property
+  def suspicious(self) -> Findings:
+    """The findings that are likely mistakes: `assert not layout.check(state).suspicious`."""
+    return Findings(finding for finding in self if finding.suspicious)
 
   def __str__(self) -> str:
     return '\n'.join(finding.text for finding in self)
@@ -40,16 +55,15 @@ class Findings(tuple[Finding, ...]):
 
 
 def find(planner: Planner, rows: Sequence[Row]) -> Findings:
-  """The findings in a tree's rows, the gravest kind first."""
-  return Findings(
-    [
-      *_unmatched(planner, rows),
-      *_guessed(rows),
-      *_conflicts(planner, rows),
-      *_idle_rules(planner, rows),
-      *_idle_axes(planner, rows),
-    ]
-  )
+  """The findings in a tree's rows, suspicious ones first."""
+  findings = [
+    *_unmatched(planner, rows),
+    *_guessed(rows),
+    *_conflicts(planner, rows),
+    *_idle_rules(planner, rows),
+    *_idle_axes(planner, rows),
+  ]
+  return Findings(sorted(findings, key=lambda finding: not finding.suspicious))
 
 
 def _unmatched(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
@@ -59,7 +73,8 @@ def _unmatched(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
       paths[decision.name].append(row.path)
   for name, where in paths.items():
     text = f'name {name!r} has no rule and is replicated ({_places(where)}).'
-    yield Finding('unmatched', text + did_you_mean(name, planner.rules.by_name), tuple(where))
+    suggestion = did_you_mean(name, planner.rules.by_name)
+    yield Finding('unmatched', text + suggestion, tuple(where), bool(suggestion))
 
 
 def _guessed(rows: Sequence[Row]) -> Iterable[Finding]:
@@ -70,7 +85,7 @@ def _guessed(rows: Sequence[Row]) -> Iterable[Finding]:
         f'{row.path}: shape {row.shape} follows from the shape of {row.guess.parameter} {why}; '
         'it is replicated.'
       )
-      yield Finding('guessed', text, (row.path,))
+      yield Finding('guessed', text, (row.path,), True)
 
 
 def _conflicts(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
@@ -84,7 +99,7 @@ def _conflicts(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
       f'name {name!r} is replicated: the axes of rule {rule} {planner.rules.clauses[rule]!r} went to '
       f'another dimension ({_places(where)}).'
     )
-    yield Finding('conflict', text, tuple(where))
+    yield Finding('conflict', text, tuple(where), True)
 
 
 def _idle_rules(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:

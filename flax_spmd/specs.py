@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd.boxes import is_axis_metadata
+from flax_spmd.boxes import is_axis_metadata, own
 from flax_spmd.context import in_force
 from flax_spmd.mesh import MeshLike
 from flax_spmd.naming import Guess, read
@@ -73,8 +73,9 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   """
 
   def one(leaf):
-    if hasattr(leaf, 'get_sharding'):
-      return leaf.get_sharding(mesh)
+    box = own(leaf) if is_axis_metadata(leaf) else None
+    if box is not None:
+      return box.get_sharding(mesh)
     return NamedSharding(mesh, PartitionSpec()) if hasattr(leaf, 'shape') else None
 
   return jax.tree.map(one, tree, is_leaf=is_axis_metadata)

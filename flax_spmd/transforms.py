@@ -43,7 +43,7 @@ def remat_scan(
     `target`, transformed.
 
   Raises:
-    ValueError: `metadata_params` is a sequence of another length than `lengths`.
+    ValueError: there are no `lengths`, or `metadata_params` is a sequence of another length.
 
   Example:
     >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'mlp'))
@@ -55,6 +55,8 @@ def remat_scan(
     >>> jax.eval_shape(Deep().init, jax.random.key(0), jnp.ones((1, 8)))['params']['stack']['kernel']
     LogicallyPartitioned(float32[2,3,8,8], names=('group', 'layer', 'embed', 'mlp'))
   """
+  if not lengths:
+    raise ValueError('remat_scan has no lengths.\nFix: give the iterations per level, such as (4, 6).')
   if isinstance(metadata_params, Mapping) or not metadata_params:
     per_level = [dict(metadata_params)] * len(lengths)
   else:

@@ -2,6 +2,7 @@
 
 from textwrap import dedent
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,6 +184,52 @@ def test_a_batch_that_does_not_fit_its_names():
     y: 2 names ('batch', None) for an array of rank 1, shape (4,).
     Fix: pad it to 4, put the rule ('batch', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.
     Fix: give one name per dimension, None for a dimension without a name.""")
+
+
+def test_a_mesh_axis_in_the_place_of_a_name():
+  lay = layout(('batch', 'data'))
+  assert text_of(errors.LayoutError, lay.shard, {'x': np.ones((4, 4))}, ('data', None)) == dedent("""\
+    x, dim 0 'data': this is a mesh axis, where logical names are expected.
+    Fix: give mesh axes as a PartitionSpec, or use a logical name that has a rule.""")
+  assert "'dta' is no axis of the mesh" in text_of(
+    errors.MeshAxisError, lay.shard, {'x': np.ones((4, 4))}, jax.P('dta', None)
+  )
+
+
+def test_names_that_are_no_prefix_of_the_batch():
+  text = text_of(errors.LayoutError, layout().shard, {'x': np.ones((4, 4))}, {'y': ('batch', None)})
+  assert text.startswith("The names {'y': ('batch', None)} are no prefix of the tree: ")
+  assert text.endswith('mesh axes go into a PartitionSpec.')
+
+
+def test_copies_in_the_optimizer_are_not_named_again():
+  import optax
+
+  def create():
+    params = {'w': spmd.LogicallyPartitioned(jnp.ones((3, 8)), ('embed', 'mlp'))}
+    return {'params': params, 'opt_state': optax.adam(1e-3).init(params)}
+
+  assert text_of(errors.LayoutError, layout(('embed', 'data')).init, create) == dedent("""\
+    params/w, dim 0 'embed': size 3 is not divisible by mesh axis 'data' (2), asked for by rule 0 ('embed', 'data').
+    Fix: pad it to 4, put the rule ('embed', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
+
+
+def test_mesh_axes_that_a_layout_lacks_are_reported_with_their_path():
+  """And not by the constraint at which the box is opened."""
+
+  class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      ones = nn.initializers.ones
+      w = self.param('w', spmd.with_partitioning(ones, ('embed', 'model')), (8, 8))
+      v = self.param('v', spmd.with_partitioning(ones, ('model', 'model')), (8, 8))
+      return x @ w @ v
+
+  assert text_of(errors.LayoutError, layout().init, Dense().init, jax.random.key(0), jnp.ones((1, 8))) == dedent("""\
+    params/v, dim 1 of names ('model', 'model'): mesh axis 'model' is used for an earlier dimension too.
+    params/w, dim 0 of names ('embed', 'model'): 'embed' is no axis of the mesh, which has ('data', 'model').
+    Fix: use every mesh axis for one dimension only.
+    Fix: correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.""")
 
 
 # -- meshes

@@ -524,7 +524,7 @@ def refusal(model):
   return str(error.value)
 
 
-STACKED = "LogicallyPartitioned(float32[3,8,8], names=('layers', 'embed', 'mlp')) in decoder"
+STACKED = "LogicallyPartitioned(float32[3,8,8], names=('layers', 'embed', 'mlp')) in module decoder"
 FIX = (
   "Fix: give the transformation the axis and the 'partition_name' that the variables were "
   'initialised with.'
@@ -564,7 +564,7 @@ def test_a_missing_partition_name_is_none_and_warned_about_with_the_module():
     variables = abstract(model, X)
   assert variables['params']['decoder']['blocks']['w'].names == (None, 'embed', 'mlp')
   assert [str(one.message) for one in warned] == [
-    "LogicallyPartitioned(float32[3,8,8], names=('embed', 'mlp')) in decoder: a transformation adds "
+    "LogicallyPartitioned(float32[3,8,8], names=('embed', 'mlp')) in module decoder: a transformation adds "
     'an axis without a name. It is None (replicated); name it with '
     'metadata_params={nn.PARTITION_NAME: ...}.'
   ]

@@ -247,10 +247,16 @@ def test_a_target_without_shardings(small):
   assert text_of(TypeError, checkpoint.restore, folder / 'one', jax.eval_shape(lambda: state)) == dedent("""\
     b (float32[4]) has no sharding.
     n (int32[]) has no sharding.
-    w (float32[8, 4]) has no sharding.
-    Fix: build the target with layout.abstract(...), which knows where everything goes.""")
+    w (float32[8,4]) has no sharding.
+    Fix: build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.""")
   numpy = jax.tree.map(np.asarray, spmd.unbox(state))
   assert 'has no sharding' in text_of(errors.TargetError, checkpoint.restore, folder / 'one', numpy)
+
+
+def test_a_target_of_shardings_only(small):
+  layout, state, folder = small
+  text = text_of(TypeError, checkpoint.restore, folder / 'one', layout.sharding(state))
+  assert 'w is a NamedSharding, without shape and dtype.' in text.splitlines()
 
 
 def test_a_path_that_is_taken(small):

@@ -26,7 +26,7 @@ def test_the_demo_in_small(tmp_path):
   text = console.file.getvalue()
   for heading in ('1. Born sharded', '2. Half', '3. Saved', '4. The other half', '5. Are they', '6. What'):
     assert heading in text
-  assert 'params/blocks/up' in text and 'layers, embed, mlp → model' in text
+  assert 'blocks/up' in text and 'layers, embed, mlp → model' in text
   assert (tmp_path / 'half').is_dir()
 
 

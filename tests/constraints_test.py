@@ -4,6 +4,7 @@ from functools import partial
 from textwrap import dedent
 
 from flax.linen import spmd as flax_linen_spmd
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,7 +198,7 @@ def test_more_names_than_dimensions(mesh):
   with pytest.raises(LayoutError) as caught:
     spmd.with_logical_constraint(jnp.ones(8), ('batch', 'hidden'), RULES, mesh)
   assert str(caught.value) == dedent("""\
-    2 logical names ('batch', 'hidden') for an array of rank 1, shape (8,).
+    constraint: 2 logical names ('batch', 'hidden') for an array of rank 1, shape (8,).
     Fix: give one name per dimension, or fewer.""")
 
 
@@ -225,7 +226,7 @@ def test_fallback_raise_error(mesh):
       jnp.ones((8, 8)), ('bacth', 'hidden'), RULES, mesh, spmd.RulesFallback.RAISE_ERROR
     )
   assert str(caught.value) == dedent("""\
-    Logical names ('bacth', 'hidden'): no rule for 'bacth'. Did you mean 'batch'?
+    constraint: logical names ('bacth', 'hidden'): no rule decides 'bacth'. Did you mean 'batch'?
     Fix: correct the name, or add a rule for it; ('bacth', None) replicates it.""")
 
 
@@ -233,10 +234,36 @@ def test_fallback_raise_error_with_no_rules_at_all():
   """Flax skips the check there."""
   x = jnp.ones(8)
   strict = spmd.RulesFallback.RAISE_ERROR
-  theirs = flax_linen_spmd.RulesFallback.RAISE_ERROR
-  assert flax_linen_spmd.with_logical_constraint(x, ('batch',), fallback=theirs) is x
-  with pytest.raises(UnmatchedNameError):
+  assert flax_linen_spmd.with_logical_constraint(x, ('batch',), fallback=strict) is x
+  with pytest.raises(UnmatchedNameError), jax.set_mesh(spmd.make_mesh({'data': 8})):
     spmd.with_logical_constraint(x, ('batch',), fallback=strict)
+
+
+def test_errors_inside_a_model_say_which_module():
+  class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return spmd.with_logical_constraint(x, ('batch', 'hiden'))
+
+  class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return Inner(name='inner')(x)
+
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES, unmatched='error')
+  with pytest.raises(UnmatchedNameError) as caught:
+    layout.jit(Outer().apply)({}, jnp.ones((8, 8)))
+  assert str(caught.value) == dedent("""\
+    constraint in module inner, dim 1 'hiden': no rule for this logical name (names ('batch', 'hiden')). Did you mean 'hidden'?
+    Fix: correct the name, or add a rule for it; ('hiden', None) replicates it.""")
+
+
+def test_an_axis_twice(mesh):
+  with pytest.raises(LayoutError) as caught:
+    spmd.constrain(jnp.ones((8, 8)), ('data', 'data'), mesh)
+  assert str(caught.value) == dedent(f"""\
+    The constraint {P('data', 'data')} uses a mesh axis for more than one dimension.
+    Fix: use every mesh axis once.""")
 
 
 def test_fallback_no_constraint(mesh):
@@ -250,5 +277,5 @@ def test_policies_of_the_table_hold_for_activations(mesh):
   with pytest.raises(UnmatchedNameError) as caught:
     spmd.with_logical_constraint(jnp.ones((8, 8)), ('batch', 'hiden'), rules, mesh)
   assert str(caught.value) == dedent("""\
-    dim 1 'hiden': no rule for this logical name (names ('batch', 'hiden')). Did you mean 'hidden'?
+    constraint, dim 1 'hiden': no rule for this logical name (names ('batch', 'hiden')). Did you mean 'hidden'?
     Fix: correct the name, or add a rule for it; ('hiden', None) replicates it.""")

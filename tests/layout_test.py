@@ -348,6 +348,27 @@ def test_shard_by_a_prefix_and_none(layout):
   assert placed['n'].sharding.spec == P()
 
 
+def test_shard_by_mesh_axes(layout):
+  placed = layout.shard({'x': np.ones((8, 4)), 'y': np.ones((8, 4))}, {'x': P('data', 'model'), 'y': P()})
+  assert (placed['x'].sharding.spec, placed['y'].sharding.spec) == (P('data', 'model'), P(None, None))
+
+
+def test_shard_warns_of_names_that_are_nearly_known(layout):
+  with pytest.warns(UserWarning) as caught:
+    placed = layout.shard({'x': np.ones((8, 4))}, ('bacth', None))
+  assert [str(one.message) for one in caught] == [
+    "x, dim 0 'bacth': no rule for this logical name; it is replicated. Did you mean 'batch'?"
+  ]
+  assert placed['x'].sharding.spec == P(None, None)
+
+
+def test_unknown_options_of_jit_are_refused_at_once(layout):
+  with pytest.raises(TypeError, match='donate_argnum'):
+    layout.jit(train_step, donate_argnum=0)
+  with pytest.raises(TypeError, match='out_shardings'):
+    layout.jit(train_step, out_shardings=None)
+
+
 def test_shard_boxes_by_their_own_names(layout):
   state = create(jax.random.key(0), X)
   placed = layout.shard(state)
@@ -370,7 +391,10 @@ def test_layouts_are_values(layout):
   assert layout.replace(rules=SWAPPED) != layout
   assert layout.replace(rules=SWAPPED).mesh == layout.mesh
   assert layout.replace(conflict='error').rules.policies.conflict == 'error'
-  assert layout.replace(conflict='error').replace(mesh={'data': 4, 'model': 2}).rules.policies.conflict == 'error'
+  strict = layout.replace(conflict='error')
+  assert strict.replace(mesh={'data': 4, 'model': 2}).rules.policies.conflict == 'error'
+  assert strict.replace(rules=SWAPPED).rules.policies.conflict == 'error'
+  assert strict.replace(rules=spmd.Rules(*SWAPPED)).rules.policies.conflict == 'skip'
   assert repr(layout) == "Layout({'data': 2, 'model': 4}, Rules(('batch', 'data'), ('hidden', 'model')))"
 
 
@@ -386,11 +410,12 @@ def test_policies_of_a_table_survive_in_a_layout():
 def test_check_finds_the_typo():
   layout = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hiden', 'model')))
   findings = layout.check(jax.eval_shape(create, jax.random.key(0), X))
-  unmatched = {finding.text for finding in findings.of('unmatched')}
-  assert (
+  assert [finding.text for finding in findings.suspicious] == [
     "name 'hidden' has no rule and is replicated (6 arrays: params/blocks/w1, params/blocks/w2, ...). "
     "Did you mean 'hiden'?"
-  ) in unmatched
+  ]
+  assert findings[0] is findings.suspicious[0]
+  assert len(findings.of('unmatched')) == 3
   assert findings.of('idle rule')[0].text == (
     "rules that decided nothing in this tree: 0 ('batch', 'data'), 1 ('hiden', 'model')."
   )

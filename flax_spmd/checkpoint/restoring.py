@@ -61,14 +61,22 @@ def restore(path: str | os.PathLike[str], target: Any) -> Any:
 def _check_target(plain: Any) -> None:
   problems = [
     Problem(
-      f'{path_string(where)} ({leaf.dtype}{list(leaf.shape)}) has no sharding.',
-      'build the target with layout.abstract(...), which knows where everything goes.',
+      f'{path_string(where)} {wrong}.',
+      'build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.',
     )
     for where, leaf in jax.tree_util.tree_leaves_with_path(plain)
-    if hasattr(leaf, 'dtype') and getattr(leaf, 'sharding', None) is None
+    if (wrong := _says_too_little(leaf))
   ]
   if problems:
     raise TargetError(problems_text(problems))
+
+
+def _says_too_little(leaf: Any) -> str | None:
+  if isinstance(leaf, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
+    return f'is a {type(leaf).__name__}, without shape and dtype'
+  if hasattr(leaf, 'dtype') and getattr(leaf, 'sharding', None) is None:
+    return f'({leaf.dtype}[{",".join(map(str, leaf.shape))}]) has no sharding'
+  return None
 
 
 def _differences(

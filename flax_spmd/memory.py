@@ -1,0 +1,74 @@
+"""Memory: which names a state had before its boxes were taken off.
+
+A state without boxes costs nothing extra per step, but says nothing about its axes. The layout that
+planned it remembers it by its *form* (tree structure and shapes) and puts the boxes back whenever it
+has to know. Equal layouts share one memory, so it does not matter which of them planned the state.
+
+    plain = memory.unboxed(state)   # remembered
+    memory.reboxed(result)          # boxes back on, wherever a remembered form occurs in the tree
+
+Two states of one form and other names cannot be told apart by form; then their arrays' shardings
+decide, and where there are none yet, nothing is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from flax_spmd import boxes
+
+
+class _Known(NamedTuple):
+  """A remembered state: its structure with boxes, and where its leaves go."""
+
+  boxed: Any
+  shardings: tuple[NamedSharding, ...]
+
+
+class Memory:
+  """What has been planned under one mesh and one rule table, without its boxes.
+
+  Args:
+    leaf_shardings: gives a sharding per leaf of a boxed tree.
+  """
+
+  def __init__(self, leaf_shardings: Callable[[Any], list[NamedSharding]]):
+    self._leaf_shardings = leaf_shardings
+    self._known: dict[Any, list[_Known]] = {}
+
+  def unboxed(self, state: Any) -> Any:
+    """The state without its boxes, remembered. A lone array has no form to be known by."""
+    plain = boxes.unbox(state, apply_constraint=False)
+    form = _form(plain)
+    if form is not None:
+      known = _Known(jax.tree.structure(state), tuple(self._leaf_shardings(state)))
+      if known not in self._known.setdefault(form, []):
+        self._known[form].append(known)
+    return plain
+
+  def reboxed(self, tree: Any) -> Any:
+    """The tree with the boxes back on every part of it that is remembered."""
+    if not self._known:
+      return tree
+    parts, treedef = jax.tree.flatten(tree, is_leaf=lambda node: _form(node) in self._known)
+    return treedef.unflatten(map(self._rebox, parts))
+
+  def _rebox(self, part: Any) -> Any:
+    candidates = self._known.get(_form(part), [])
+    leaves = jax.tree.leaves(part)
+    if len(candidates) > 1:
+      found = tuple(getattr(leaf, 'sharding', None) for leaf in leaves)
+      candidates = [known for known in candidates if known.shardings == found]
+    return candidates[0].boxed.unflatten(leaves) if len(candidates) == 1 else part
+
+
+def _form(tree: Any) -> Any:
+  """What a state without boxes is known by; None for a single leaf."""
+  leaves, treedef = jax.tree.flatten(tree)
+  if jax.tree_util.treedef_is_leaf(treedef):
+    return None
+  return treedef, tuple(getattr(leaf, 'shape', ()) for leaf in leaves)

@@ -1,0 +1,96 @@
+"""Strategies: names, rule tables, mesh axes and trees of boxes, as users (and worse users) write them.
+
+What they draw is meant for Flax as well as for us: an example is data, and whoever tests builds it
+with either library. Five logical names and four mesh axes are few enough to meet often.
+"""
+
+import jax
+import jax.numpy as jnp
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+MESH_AXES = ('w', 'x', 'y', 'z')
+LOGICAL_NAMES = ('batch', 'embed', 'heads', 'mlp', 'vocab')
+
+mesh_axes = st.sampled_from(MESH_AXES)
+logical_names = st.sampled_from(LOGICAL_NAMES)
+axis_tuples = st.lists(mesh_axes, max_size=3, unique=True).map(tuple)
+unconstrained = st.just(PartitionSpec.UNCONSTRAINED)
+
+# What a rule maps a name to: nothing, an axis, several, none of several, or UNCONSTRAINED.
+rule_targets = st.one_of(st.none(), mesh_axes, axis_tuples, unconstrained)
+
+# A size for every mesh axis, and shapes that they divide, or not.
+axis_sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3, 4, 8]) for axis in MESH_AXES})
+dimensions = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
+
+
+@st.composite
+def rules(draw, max_size=8):
+  """A rule table, of tuples or of lists: names repeat (fallbacks) and so do axes (conflicts)."""
+  pairs = draw(st.lists(st.tuples(logical_names, rule_targets), max_size=max_size))
+  written = draw(st.sampled_from([tuple, list]))
+  return written(map(written, pairs))
+
+
+@st.composite
+def names(draw, max_size=5, repeated=False):
+  """One array's names, of every kind that may stand there; `repeated` allows a name twice."""
+  entries = draw(
+    st.lists(st.one_of(logical_names, st.none(), unconstrained, axis_tuples), max_size=max_size)
+  )
+  written = draw(st.sampled_from([tuple, list, lambda entries: PartitionSpec(*entries)]))
+  if repeated:
+    return written(entries)
+  return written(without_repeats(written(entries)))  # a spec makes a name 'x' of a tuple ('x',)
+
+
+@st.composite
+def constraint_names(draw, max_size=3):
+  """Names as `with_logical_constraint` takes them: no tuples in them, those would be a tree."""
+  entries = draw(st.lists(st.one_of(logical_names, st.none(), unconstrained), max_size=max_size))
+  return draw(st.sampled_from([tuple, lambda entries: PartitionSpec(*entries)]))(
+    without_repeats(entries)
+  )
+
+
+def without_repeats(entries):
+  """`entries` without the strings that stand there already."""
+  return [
+    entry for i, entry in enumerate(entries) if not isinstance(entry, str) or entry not in entries[:i]
+  ]
+
+
+# Trees are drawn as functions of a library, Flax or ours, that build the tree of its boxes.
+
+_named_sizes = st.dictionaries(st.one_of(st.none(), logical_names), st.sampled_from([2, 4]), max_size=3)
+
+
+def _box(inside, named_sizes):
+  return lambda lib: lib.LogicallyPartitioned(inside(lib), tuple(named_sizes))
+
+
+def _array(named_sizes):
+  return lambda lib: jax.ShapeDtypeStruct(tuple(named_sizes.values()), jnp.float32)
+
+
+def _tree(branches):
+  return lambda lib: jax.tree.map(lambda build: build(lib), branches)
+
+
+_bare = st.sampled_from([1, 2.5, None, jax.ShapeDtypeStruct((2, 4), jnp.int32)]).map(
+  lambda x: lambda lib: x
+)
+_boxed_arrays = _named_sizes.map(lambda named_sizes: _box(_array(named_sizes), named_sizes))
+_boxed_trees = st.builds(
+  _box, st.lists(_boxed_arrays | _named_sizes.map(_array), max_size=2).map(_tree), _named_sizes
+)
+_nested_boxes = st.builds(_box, _boxed_arrays, _named_sizes)
+
+boxed_trees = st.recursive(
+  _bare | _boxed_arrays | _boxed_trees | _nested_boxes,
+  lambda branch: st.dictionaries(st.sampled_from(['params', 'kernel', 'bias']), branch, max_size=3).map(
+    _tree
+  ),
+  max_leaves=6,
+)
