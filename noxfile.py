@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 import nox
 
@@ -65,7 +66,9 @@ def layers(session):
 def guides(session):
   """Runs every guide as a script, on emulated devices."""
   install(session, 'guides')
-  session.run('pytest', '-p', 'no:cacheprovider', '-s', 'guides/run_guides.py', *session.posargs, env=EMULATED)
+  session.run(
+    'pytest', '-p', 'no:cacheprovider', '-s', 'guides/run_guides.py', *session.posargs, env=EMULATED
+  )
 
 
 @nox.session(python='3.11')
@@ -82,6 +85,6 @@ def minimums(session):
 def bench(session):
   """Every benchmark; `nox -s bench -- boxes` for one of them."""
   install(session)
-  names = session.posargs or json.loads(open('benchmarks/index.json').read())
+  names = session.posargs or json.loads(pathlib.Path('benchmarks/index.json').read_text())
   for name in names:
     session.run('python', f'benchmarks/{name}.py')

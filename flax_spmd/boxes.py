@@ -29,6 +29,7 @@ import jax
 import numpy as np
 from flax import serialization
 from flax.core import meta
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd import compat
@@ -47,7 +48,7 @@ AxisMetadata = meta.AxisMetadata
 class Static:
   """A box's static part. Interned: equal ones are one object, so comparing costs nothing."""
 
-  __slots__ = ('names', 'logical', 'mesh', 'rules', '__weakref__')
+  __slots__ = ('__weakref__', 'logical', 'mesh', 'names', 'rules')
   _interned: ClassVar[weakref.WeakValueDictionary[Any, Static]] = weakref.WeakValueDictionary()
 
   names: Any
@@ -55,9 +56,8 @@ class Static:
   mesh: MeshLike | None
   rules: Rules | None
 
-  def __new__(
-    cls, names: Any, logical: bool, mesh: MeshLike | None = None, rules: Rules | None = None
-  ):
+  def __new__(cls, names: Any, logical: bool, mesh: MeshLike | None = None, rules: Rules | None = None):
+    """The one object with this content."""
     key = (names, logical, mesh, rules)
     found = cls._interned.get(key)
     if found is None:
@@ -134,7 +134,7 @@ class Partitioned(AxisMetadata[Any]):
     Nothing is constrained where there is no mesh, for values that are no traced arrays, and where
     the number of names is not the value's rank (fused layers initialise their kernels flat).
     """
-    if not apply_constraint or not isinstance(self.value, jax.core.Tracer) or not self._fits():
+    if not apply_constraint or not isinstance(self.value, Tracer) or not self._fits():
       return self.value
     mesh = mesh_for_constraints(self.mesh)
     spec = None if mesh is None else self._spec_on(mesh)
@@ -460,11 +460,10 @@ def _to_state_dict(box: Partitioned) -> dict[str, Any]:
   return {'value': serialization.to_state_dict(box.value)}
 
 
-def _from_state_dict(box: Partitioned, state: Any) -> Partitioned:
+def _from_state_dict(box: Partitioned, state: Any) -> Any:
   """Reads what was saved boxed, and what was saved without boxes as well."""
-  if isinstance(state, Mapping) and set(state) == {'value'}:
-    state = state['value']
-  return box.replace_boxed(serialization.from_state_dict(box.value, state, name='value'))
+  value: Any = state['value'] if isinstance(state, Mapping) and set(state) == {'value'} else state
+  return box.replace_boxed(serialization.from_state_dict(box.value, value, name='value'))
 
 
 _register(Partitioned, nn.Partitioned)
@@ -486,7 +485,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def _same_leaf(a: Any, b: Any) -> bool:
-  if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+  if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
     return a is b
   if isinstance(a, (jax.Array, np.ndarray)) and isinstance(b, (jax.Array, np.ndarray)):
     return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
@@ -508,9 +507,10 @@ def own(box: AxisMetadata[Any]) -> Partitioned | None:
     return LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
   if isinstance(box, nn.Partitioned):
     return Partitioned(box.value, box.names, box.mesh)
-  if hasattr(box, 'get_partition_spec') and hasattr(box, 'value'):
-    return Partitioned(box.value, box.get_partition_spec())
-  return None
+  spec = getattr(box, 'get_partition_spec', None)
+  if spec is None or not hasattr(box, 'value'):
+    return None
+  return Partitioned(getattr(box, 'value'), spec())  # noqa: B009 (a box of some other library)
 
 
 def static_of(leaf: Any) -> tuple[Static | None, Any]:

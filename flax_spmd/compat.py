@@ -32,7 +32,7 @@ def current_module() -> str | None:
 
   Flax keeps its module stack private; a message without a place would send its reader searching.
   """
-  stack = getattr(nn.module, '_context').module_stack
+  stack = nn.module._context.module_stack
   modules = [module for module in stack if module is not None]
   if not modules:
     return None

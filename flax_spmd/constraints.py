@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from flax.linen.spmd import RulesFallback as RulesFallback
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat
@@ -67,7 +68,7 @@ def constrain(
   if found is None:
     raise MeshError(_NO_MESH.format(what=f'the constraint {spec}'))
   _check(x, spec, found)
-  if not isinstance(x, jax.core.Tracer):
+  if not isinstance(x, Tracer):
     return _move(x, spec, found)
   manual = _manual_axes(found)
   if manual:
@@ -230,9 +231,7 @@ def _reshard(x, spec: PartitionSpec, mesh: MeshLike, explicit: set[str]):
   """Changes the type of `x` over its Explicit axes; axes of size 1 change nothing and are left out."""
   sizes = axis_sizes(mesh)
   now = tuple(jax.typeof(x).sharding.spec) + (None,) * len(x.shape)
-  filled = PartitionSpec(
-    *(now[dim] if axes is UNCONSTRAINED else axes for dim, axes in enumerate(spec))
-  )
+  filled = PartitionSpec(*(now[dim] if axes is UNCONSTRAINED else axes for dim, axes in enumerate(spec)))
   wanted = _only(filled, lambda axis: axis in explicit and sizes[axis] > 1)
   return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
 
@@ -249,16 +248,14 @@ def _move(x, spec: PartitionSpec, mesh: MeshLike):
 
 
 def _any_traced(x: Any) -> bool:
-  return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+  return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
 
 
 def _is_names(x: Any) -> bool:
   """One array's names; a tuple with tuples in it is a tree of names, as in Flax."""
   if x is None or isinstance(x, PartitionSpec):
     return True
-  return isinstance(x, tuple) and all(
-    e is None or e is UNCONSTRAINED or isinstance(e, str) for e in x
-  )
+  return isinstance(x, tuple) and all(e is None or e is UNCONSTRAINED or isinstance(e, str) for e in x)
 
 
 _NO_MESH = (

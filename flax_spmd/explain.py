@@ -61,15 +61,14 @@ class Explanation(NamedTuple):
   def __str__(self) -> str:
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=140, color_system=None, force_jupyter=False)
+    file = io.StringIO()
+    console = Console(file=file, width=140, color_system=None, force_jupyter=False)
     console.print(self)
-    return '\n'.join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return '\n'.join(line.rstrip() for line in file.getvalue().splitlines())
 
   def _summary(self) -> str:
     count = f'{len(self.rows)} array{"" if len(self.rows) == 1 else "s"}'
-    total = (
-      f'{count}, {_size(self.bytes)} in all, {_size(self.bytes_per_device)} per device'
-    )
+    total = f'{count}, {_size(self.bytes)} in all, {_size(self.bytes_per_device)} per device'
     return '\n'.join([total, *(f'- {finding.text}' for finding in self.findings)])
 
 

@@ -81,6 +81,7 @@ class Jitted:
     self._by_signature: dict[Any, Any] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Runs the function; compiles it first where these arguments are new."""
     with compat.mesh_scope(self._mesh):
       if self._only is not None:
         try:

@@ -242,15 +242,15 @@ class Layout:
       >>> double(jnp.ones(16)).sharding.spec
       P('data',)
     """
-    options = dict(
-      donate_argnums=donate_argnums,
-      donate_argnames=donate_argnames,
-      static_argnums=static_argnums,
-      static_argnames=static_argnames,
-      keep_unused=keep_unused,
-      inline=inline,
-      compiler_options=compiler_options,
-    )
+    options = {
+      'donate_argnums': donate_argnums,
+      'donate_argnames': donate_argnames,
+      'static_argnums': static_argnums,
+      'static_argnames': static_argnames,
+      'keep_unused': keep_unused,
+      'inline': inline,
+      'compiler_options': compiler_options,
+    }
     if fn is None:
       return functools.partial(self.jit, **options)
     return Jitted(fn, self._mesh, self._rules, self._outputs, options)
@@ -346,7 +346,7 @@ class Layout:
     results = jax.tree.leaves(result, is_leaf=lambda node: type(node) not in (tuple, list))
     return [sharding for each in results for sharding in self._output(self._memory.reboxed(each))]
 
-  def _output(self, result: Any) -> list[NamedSharding | None]:
+  def _output(self, result: Any) -> Sequence[NamedSharding | None]:
     if any(map(boxes.is_axis_metadata, jax.tree.leaves(result, is_leaf=boxes.is_axis_metadata))):
       return self._planner.leaf_shardings(result)
     return [None] * len(jax.tree.leaves(result))

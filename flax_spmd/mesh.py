@@ -84,9 +84,7 @@ def abstract_mesh(
   """
   sizes = dict(axes)
   _check_sizes(sizes, allow_fill=False)
-  return AbstractMesh(
-    tuple(sizes.values()), tuple(sizes), axis_types=_types(sizes, axis_types)
-  )
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_types(sizes, axis_types))
 
 
 def axis_sizes(mesh: MeshLike) -> dict[str, int]:
@@ -138,7 +136,10 @@ def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
   wrong = [
     name
     for name, size in sizes.items()
-    if not isinstance(size, int) or isinstance(size, bool) or size < (-1 if allow_fill else 1) or size == 0
+    if not isinstance(size, int)
+    or isinstance(size, bool)
+    or size < (-1 if allow_fill else 1)
+    or size == 0
   ]
   if wrong:
     raise MeshError(
@@ -153,9 +154,7 @@ def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
     )
 
 
-def _types(
-  sizes: Mapping[str, int], types: AxisType | Mapping[str, AxisType]
-) -> tuple[AxisType, ...]:
+def _types(sizes: Mapping[str, int], types: AxisType | Mapping[str, AxisType]) -> tuple[AxisType, ...]:
   if isinstance(types, AxisType):
     return (types,) * len(sizes)
   return tuple(types.get(name, AxisType.Auto) for name in sizes)

@@ -82,8 +82,7 @@ def read_for_layout(tree: Any) -> Reading:
   if not legacy:
     return reading
   statics = [
-    static or legacy.get(path)
-    for static, path in zip(reading.statics, unit_paths(tree), strict=True)
+    static or legacy.get(path) for static, path in zip(reading.statics, unit_paths(tree), strict=True)
   ]
   return reading._replace(statics=statics)
 
@@ -254,7 +253,8 @@ def _field(place: _Place) -> str:
 
 def _place(path: KeyPath) -> _Place:
   """Splits a path after its last key that is no dictionary key: optimizers keep the parameters'
-  dictionaries as they are, below fields and positions of their own."""
+  dictionaries as they are, below fields and positions of their own.
+  """
   start = next((i + 1 for i in reversed(range(len(path))) if not isinstance(path[i], DictKey)), 0)
   return _Place(path[:start], tuple(_key(entry) for entry in path[start:]))
 

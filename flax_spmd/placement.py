@@ -1,7 +1,7 @@
 """Placement: where arrays that exist go on a mesh, by the names that the caller gives them.
 
-    jax.device_put(batch, shardings_by_names(batch, ('batch', None), planner))   # one transfer
-    {'x': ('batch', None), 'y': ('batch',)}, PartitionSpec('data')               # names may be these too
+jax.device_put(batch, shardings_by_names(batch, ('batch', None), planner))   # one transfer
+{'x': ('batch', None), 'y': ('batch',)}, PartitionSpec('data')               # names may be these too
 """
 
 from __future__ import annotations
@@ -118,5 +118,6 @@ def _warn_of_typos(where: str, names: Any, planner: Planner) -> None:
       meant = did_you_mean(name, planner.rules.by_name) if isinstance(name, str) else ''
       if meant and name not in planner.rules.by_name:
         warnings.warn(
-          f'{where}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{meant}', stacklevel=2
+          f'{where}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{meant}',
+          stacklevel=2,
         )

@@ -111,9 +111,7 @@ class Planner:
     """Every array of the tree with its decisions; raises nothing, see `problems`."""
     reading = read_for_layout(tree)
     return [
-      row
-      for index, path in enumerate(unit_paths(tree))
-      for row in self._rows(reading, index, path)
+      row for index, path in enumerate(unit_paths(tree)) for row in self._rows(reading, index, path)
     ]
 
   def problems(self, tree: Any) -> list[Problem]:

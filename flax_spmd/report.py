@@ -91,9 +91,8 @@ def _guessed(rows: Sequence[Row]) -> Iterable[Finding]:
 def _conflicts(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
   paths: dict[tuple[str, int], list[str]] = defaultdict(list)
   for row, decision in _decisions(rows):
-    lost = [skip for skip in decision.skipped if skip.reason == 'taken']
-    if decision.rule is None and lost:
-      paths[decision.name, lost[0].rule].append(row.path)
+    if decision.lost is not None:
+      paths[decision.name, decision.lost.rule].append(row.path)
   for (name, rule), where in paths.items():
     text = (
       f'name {name!r} is replicated: the axes of rule {rule} {planner.rules.clauses[rule]!r} went to '

@@ -68,6 +68,12 @@ class Decision(NamedTuple):
   rule: int | None
   skipped: tuple[Skipped, ...] = ()
 
+  @property
+  def lost(self) -> Skipped | None:
+    """The first rule that would have decided, had its axes not gone to another dimension."""
+    taken = (skip for skip in self.skipped if skip.reason == 'taken')
+    return next(taken, None) if self.rule is None else None
+
 
 class Resolution(NamedTuple):
   """A PartitionSpec, the decisions that led to it, and what the policies object to."""
@@ -177,9 +183,7 @@ class Resolver:
         taken.update(wanted)
       else:
         skipped.setdefault(dim, []).append(Skipped(index, refusal, wanted or missing))
-      if refusal is None or (
-        refusal == 'indivisible' and self.policies.indivisible == 'replicate'
-      ):
+      if refusal is None or (refusal == 'indivisible' and self.policies.indivisible == 'replicate'):
         decided[dim] = index
 
     decisions = tuple(
@@ -224,12 +228,11 @@ class Resolver:
         if decision.name not in self.by_name:
           if self.policies.unmatched == 'error':
             yield self._unmatched(decision, names)
-        elif self.policies.conflict == 'error':
-          if any(skip.reason == 'taken' for skip in decision.skipped):
-            yield self._conflict(decision, decisions)
+        elif self.policies.conflict == 'error' and decision.lost is not None:
+          yield self._conflict(decision, decision.lost, decisions)
 
-  def _rule(self, index: int) -> str:
-    return f'rule {index} {self.clauses[index]!r}'
+  def _rule(self, index: int | None) -> str:
+    return '' if index is None else f'rule {index} {self.clauses[index]!r}'
 
   def _unmatched(self, decision: Decision, names: Names) -> Problem:
     return Problem(
@@ -243,22 +246,20 @@ class Resolver:
     axes, rule = axis_names(decision.axes), decision.rule
     parts = self._parts(axes)
     return Problem(
-      f'{_dimension(decision)}: size {size} is not divisible by {_cut(axes, self.sizes)}, '
+      f'{_dimension(decision)}: size {size} is not divisible by {_cut(axes, self.sizes or {})}, '
       f'asked for by {self._rule(rule)}.',
       f'pad it to {-(-size // parts) * parts}, put the rule ({decision.name!r}, None) before rule '
       f"{rule} to replicate it, or give the table indivisible='next' or 'replicate'.",
     )
 
-  def _conflict(self, decision: Decision, decisions: Sequence[Decision]) -> Problem:
-    lost = next(skip for skip in decision.skipped if skip.reason == 'taken')
+  def _conflict(self, decision: Decision, lost: Skipped, decisions: Sequence[Decision]) -> Problem:
     owners = [
       _dimension(other) + ('' if other.rule is None else f' ({self._rule(other.rule)})')
       for other in decisions
       if not set(axis_names(other.axes)).isdisjoint(lost.axes)
     ]
     return Problem(
-      f'{_dimension(decision)}: {self._rule(lost.rule)} lost its mesh axes to '
-      f'{" and ".join(owners)}.',
+      f'{_dimension(decision)}: {self._rule(lost.rule)} lost its mesh axes to {" and ".join(owners)}.',
       f'add a fallback for {decision.name!r} after rule {lost.rule}, such as '
       f'({decision.name!r}, None), or put its rule first.',
       ConflictError,

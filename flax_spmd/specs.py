@@ -81,9 +81,7 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   return jax.tree.map(one, tree, is_leaf=is_axis_metadata)
 
 
-def logical_to_mesh_axes(
-  array_dim_names: Names | None, rules: Any = None
-) -> PartitionSpec | None:
+def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> PartitionSpec | None:
   """The PartitionSpec of an array whose dimensions have these logical names.
 
   Args:

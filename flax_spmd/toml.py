@@ -83,7 +83,10 @@ def read(text: str) -> Parsed:
 
 def check_same_axes(parsed: Parsed, axes: Mapping[str, int]) -> None:
   """Raises `MeshError` unless a mesh has the axes that the text asks for; a size of -1 is any."""
-  sizes = [size if wanted == -1 else wanted for wanted, size in zip(parsed.axes.values(), axes.values(), strict=False)]
+  sizes = [
+    size if wanted == -1 else wanted
+    for wanted, size in zip(parsed.axes.values(), axes.values(), strict=False)
+  ]
   if list(parsed.axes) != list(axes) or sizes != list(axes.values()):
     raise MeshError(
       f'The layout file asks for the mesh {parsed.axes}, got {dict(axes)}.\n'

@@ -57,26 +57,29 @@ def remat_scan(
   """
   if not lengths:
     raise ValueError('remat_scan has no lengths.\nFix: give the iterations per level, such as (4, 6).')
-  if isinstance(metadata_params, Mapping) or not metadata_params:
-    per_level = [dict(metadata_params)] * len(lengths)
-  else:
-    per_level = [dict(params) for params in metadata_params]
+  per_level = _per_level(metadata_params, len(lengths))
   if len(per_level) != len(lengths):
     raise ValueError(
       f'remat_scan has {len(lengths)} levels {tuple(lengths)}, but {len(per_level)} metadata_params.\n'
       'Fix: give one for all levels, or one per level.'
     )
-  scan_options = dict(
-    variable_broadcast=variable_broadcast,
-    variable_carry=variable_carry,
-    variable_axes=variable_axes,
-    split_rngs=split_rngs,
-  )
+  scan_options = {
+    'variable_broadcast': variable_broadcast,
+    'variable_carry': variable_carry,
+    'variable_axes': variable_axes,
+    'split_rngs': split_rngs,
+  }
 
   def lifted(body: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     return _level(body, list(zip(lengths, per_level, strict=True)), policy, scan_options)
 
   return nn.transforms.lift_transform(lifted, target)
+
+
+def _per_level(params: Mapping[Any, Any] | Sequence[Mapping[Any, Any]], levels: int) -> list[dict]:
+  if isinstance(params, Mapping):
+    return [dict(params)] * levels
+  return [dict(each) for each in params] or [{}] * levels
 
 
 def _level(body, levels, policy, scan_options) -> Callable[[Scope, Any], Any]:

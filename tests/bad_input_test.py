@@ -103,13 +103,18 @@ def test_a_repeated_name():
 
 
 def test_an_indivisible_dimension():
-  tree = {'params': {'mlp': {'kernel': box((8, 10), 'embed', 'mlp')}, 'emb': box((3, 7), 'vocab', 'embed')}}
+  tree = {
+    'params': {'mlp': {'kernel': box((8, 10), 'embed', 'mlp')}, 'emb': box((3, 7), 'vocab', 'embed')}
+  }
   rules = (('mlp', 'model'), ('vocab', ('data', 'model')))
-  assert text_of(ValueError, layout(*rules).sharding, tree) == dedent("""\
+  assert (
+    text_of(ValueError, layout(*rules).sharding, tree)
+    == dedent("""\
     params/emb, dim 0 'vocab': size 3 is not divisible by mesh axes 'data' (2) x 'model' (4) = 8, asked for by rule 1 ('vocab', ('data', 'model')).
     params/mlp/kernel, dim 1 'mlp': size 10 is not divisible by mesh axis 'model' (4), asked for by rule 0 ('mlp', 'model').
     Fix: pad it to 8, put the rule ('vocab', None) before rule 1 to replicate it, or give the table indivisible='next' or 'replicate'.
     Fix: pad it to 12, put the rule ('mlp', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
+  )
 
 
 def test_a_conflict():
@@ -122,9 +127,9 @@ def test_a_conflict():
 def test_a_conflict_that_a_fallback_settles_is_none():
   for fallback in (None, 'data'):
     strict = layout(('a', 'model'), ('b', 'model'), ('b', fallback), conflict='error')
-    assert strict.spec({'w': box((8, 8), 'a', 'b')})['w'] == spmd.Rules(('a', 'model'), ('b', fallback)).spec(
-      ('a', 'b')
-    )
+    assert strict.spec({'w': box((8, 8), 'a', 'b')})['w'] == spmd.Rules(
+      ('a', 'model'), ('b', fallback)
+    ).spec(('a', 'b'))
 
 
 def test_mesh_axes_as_names():
@@ -133,13 +138,16 @@ def test_mesh_axes_as_names():
     'b': spmd.Partitioned(jnp.ones((8, 8)), ('data', ('model', 'data'))),
     'c': spmd.Partitioned(jnp.ones((3, 8)), ('data', None)),
   }
-  assert text_of(errors.LayoutError, layout().sharding, tree) == dedent("""\
+  assert (
+    text_of(errors.LayoutError, layout().sharding, tree)
+    == dedent("""\
     a, dim 1 of names ('data', 'modle'): 'modle' is no axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
     b, dim 1 of names ('data', ('model', 'data')): mesh axis 'data' is used for an earlier dimension too.
     c, dim 0: size 3 is not divisible by mesh axis 'data' (2).
     Fix: correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.
     Fix: use every mesh axis for one dimension only.
     Fix: pad it to 4, name the dimension None to replicate it, or give the table indivisible='replicate'.""")
+  )
 
 
 def test_nothing_is_compiled_or_run_before_the_check():
@@ -159,7 +167,9 @@ def test_nothing_is_compiled_or_run_before_the_check():
 
 def test_explain_and_check_refuse_what_sharding_refuses():
   bad, tree = layout(('embed', 'model')), {'w': box((3,), 'embed')}
-  assert text_of(errors.LayoutError, spmd.explain, bad, tree) == text_of(errors.LayoutError, bad.check, tree)
+  assert text_of(errors.LayoutError, spmd.explain, bad, tree) == text_of(
+    errors.LayoutError, bad.check, tree
+  )
 
 
 def test_policies_that_forgive():
@@ -167,7 +177,9 @@ def test_policies_that_forgive():
   rules = (('vocab', 'model'), ('vocab', 'data'), ('embed', 'model'))
   assert layout(*rules, indivisible='next').spec(tree)['w'] == jax.P('data', 'model')
   assert layout(*rules, indivisible='replicate').spec(tree)['w'] == jax.P(None, 'model')
-  dropping = layout(('vocab', ('pod', 'data')), ('embed', 'pod'), ('embed', 'model'), missing_axis='drop')
+  dropping = layout(
+    ('vocab', ('pod', 'data')), ('embed', 'pod'), ('embed', 'model'), missing_axis='drop'
+  )
   assert dropping.spec(tree)['w'] == jax.P('data', 'model')
   direct = {'w': spmd.Partitioned(jnp.ones((3, 8)), ('data', ('pod', 'model')))}
   assert layout(indivisible='replicate', missing_axis='drop').spec(direct)['w'] == jax.P(None, 'model')
@@ -209,9 +221,12 @@ def test_copies_in_the_optimizer_are_not_named_again():
     params = {'w': spmd.LogicallyPartitioned(jnp.ones((3, 8)), ('embed', 'mlp'))}
     return {'params': params, 'opt_state': optax.adam(1e-3).init(params)}
 
-  assert text_of(errors.LayoutError, layout(('embed', 'data')).init, create) == dedent("""\
+  assert (
+    text_of(errors.LayoutError, layout(('embed', 'data')).init, create)
+    == dedent("""\
     params/w, dim 0 'embed': size 3 is not divisible by mesh axis 'data' (2), asked for by rule 0 ('embed', 'data').
     Fix: pad it to 4, put the rule ('embed', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
+  )
 
 
 def test_mesh_axes_that_a_layout_lacks_are_reported_with_their_path():
@@ -225,7 +240,9 @@ def test_mesh_axes_that_a_layout_lacks_are_reported_with_their_path():
       v = self.param('v', spmd.with_partitioning(ones, ('model', 'model')), (8, 8))
       return x @ w @ v
 
-  assert text_of(errors.LayoutError, layout().init, Dense().init, jax.random.key(0), jnp.ones((1, 8))) == dedent("""\
+  assert text_of(
+    errors.LayoutError, layout().init, Dense().init, jax.random.key(0), jnp.ones((1, 8))
+  ) == dedent("""\
     params/v, dim 1 of names ('model', 'model'): mesh axis 'model' is used for an earlier dimension too.
     params/w, dim 0 of names ('embed', 'model'): 'embed' is no axis of the mesh, which has ('data', 'model').
     Fix: use every mesh axis for one dimension only.
@@ -236,9 +253,12 @@ def test_mesh_axes_that_a_layout_lacks_are_reported_with_their_path():
 
 
 def test_a_mesh_larger_than_the_devices():
-  assert text_of(errors.MeshError, spmd.Layout, {'data': 4, 'model': 4}) == dedent("""\
+  assert (
+    text_of(errors.MeshError, spmd.Layout, {'data': 4, 'model': 4})
+    == dedent("""\
     The mesh {'data': 4, 'model': 4} needs 16 devices, but 8 (cpu) are at hand.
     Fix: choose sizes whose product is at most 8, emulate devices with jax.config.update('jax_num_cpu_devices', 16) before JAX is first used, or plan without devices: flax_spmd.abstract_mesh({'data': 4, 'model': 4}).""")
+  )
 
 
 def test_a_mesh_with_a_hole_that_cannot_be_filled():

@@ -62,8 +62,12 @@ LAYOUTS = {
   'two_by_four': lambda: spmd.Layout({'data': 2, 'model': 4}, RULES),
   'eight': lambda: spmd.Layout({'data': 8}, RULES[:1]),
   'four_by_two': lambda: spmd.Layout({'data': 4, 'model': 2}, RULES),
-  'four_devices': lambda: spmd.Layout(spmd.make_mesh({'data': 2, 'model': 2}, devices=jax.devices()[4:]), RULES),
-  'one_device': lambda: spmd.Layout(spmd.make_mesh({'data': 1, 'model': 1}, devices=jax.devices()[3:4]), RULES),
+  'four_devices': lambda: spmd.Layout(
+    spmd.make_mesh({'data': 2, 'model': 2}, devices=jax.devices()[4:]), RULES
+  ),
+  'one_device': lambda: spmd.Layout(
+    spmd.make_mesh({'data': 1, 'model': 1}, devices=jax.devices()[3:4]), RULES
+  ),
   'other_rules': lambda: spmd.Layout({'data': 2, 'model': 4}, (('embed', 'model'), ('mlp', 'data'))),
   'other_names': lambda: spmd.Layout({'x': 2, 'y': 2, 'z': 2}, (('mlp', ('z', 'x')), ('layers', 'y'))),
   'replicated': lambda: spmd.Layout({'data': 8}, ()),
@@ -188,7 +192,11 @@ def text_of(kind, f, *args, **kwargs):
 @pytest.fixture(scope='module')
 def small(tmp_path_factory):
   layout = LAYOUTS['eight']()
-  state = {'w': spmd.LogicallyPartitioned(jnp.ones((8, 4)), ('embed', None)), 'b': jnp.ones(4), 'n': jnp.int32(1)}
+  state = {
+    'w': spmd.LogicallyPartitioned(jnp.ones((8, 4)), ('embed', None)),
+    'b': jnp.ones(4),
+    'n': jnp.int32(1),
+  }
   folder = tmp_path_factory.mktemp('small')
   for name in ('one', 'two'):
     checkpoint.save(folder / name, layout.shard(state), layout=layout)
@@ -233,7 +241,10 @@ def test_a_renamed_leaf_is_guessed(small):
   tree = {'kernel': layout.shard(jnp.ones((8, 4)))}
   checkpoint.save(folder / 'renamed', tree, layout=layout)
   text = text_of(
-    ValueError, checkpoint.restore, folder / 'renamed', layout.abstract(lambda: {'kernel_0': tree['kernel']})
+    ValueError,
+    checkpoint.restore,
+    folder / 'renamed',
+    layout.abstract(lambda: {'kernel_0': tree['kernel']}),
   )
   assert text == dedent(f"""\
     The checkpoint {folder / 'renamed'} differs from the target:
@@ -244,11 +255,14 @@ def test_a_renamed_leaf_is_guessed(small):
 
 def test_a_target_without_shardings(small):
   layout, state, folder = small
-  assert text_of(TypeError, checkpoint.restore, folder / 'one', jax.eval_shape(lambda: state)) == dedent("""\
+  assert (
+    text_of(TypeError, checkpoint.restore, folder / 'one', jax.eval_shape(lambda: state))
+    == dedent("""\
     b (float32[4]) has no sharding.
     n (int32[]) has no sharding.
     w (float32[8,4]) has no sharding.
     Fix: build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.""")
+  )
   numpy = jax.tree.map(np.asarray, spmd.unbox(state))
   assert 'has no sharding' in text_of(errors.TargetError, checkpoint.restore, folder / 'one', numpy)
 
@@ -293,7 +307,9 @@ def test_a_checkpoint_of_plain_orbax(small):
   layout, _, folder = small
   ocp.save(folder / 'plain', {'w': jnp.ones(8)})
   path = folder / 'plain'
-  assert text_of(ValueError, checkpoint.restore, path, layout.abstract(lambda: {'w': jnp.ones(8)})) == dedent(f"""\
+  assert text_of(
+    ValueError, checkpoint.restore, path, layout.abstract(lambda: {'w': jnp.ones(8)})
+  ) == dedent(f"""\
     The checkpoint {path} has no record of names: it was not written by flax_spmd.checkpoint.
     Fix: load it with orbax.checkpoint, and save it again with flax_spmd.checkpoint.save.""")
 

@@ -24,7 +24,14 @@ def test_the_demo_in_small(tmp_path):
     model = Transformer(embed=32, heads=4, mlp=64, layers=1, ngrams=64)
     assert run(Plan(steps=4, batch=8, length=8), console, tmp_path, model)
   text = console.file.getvalue()
-  for heading in ('1. Born sharded', '2. Half', '3. Saved', '4. The other half', '5. Are they', '6. What'):
+  for heading in (
+    '1. Born sharded',
+    '2. Half',
+    '3. Saved',
+    '4. The other half',
+    '5. Are they',
+    '6. What',
+  ):
     assert heading in text
   assert 'blocks/up' in text and 'layers, embed, mlp → model' in text
   assert (tmp_path / 'half').is_dir()
@@ -52,7 +59,9 @@ def test_the_demos_layouts_fit_any_number_of_devices(devices):
       assert layout.mesh.size <= devices
 
 
-@pytest.mark.parametrize('arguments, message', [([], 'required'), (['demo', '--steps', '1'], 'at least 4 steps')])
+@pytest.mark.parametrize(
+  'arguments, message', [([], 'required'), (['demo', '--steps', '1'], 'at least 4 steps')]
+)
 def test_wrong_arguments(arguments, message, capsys):
   with pytest.raises(SystemExit) as caught:
     cli.main(arguments)
@@ -63,5 +72,7 @@ def test_wrong_arguments(arguments, message, capsys):
 def test_eight_devices_are_emulated_without_any_setting():
   environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
   code = 'from flax_spmd import cli; cli._emulate_devices(8); import jax; print(jax.device_count())'
-  done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True)
+  done = subprocess.run(
+    [sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True
+  )
   assert done.stdout.strip() == '8'

@@ -3,12 +3,12 @@
 from functools import partial
 from textwrap import dedent
 
-from flax.linen import spmd as flax_linen_spmd
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen import spmd as flax_linen_spmd
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -178,9 +178,12 @@ def test_grad_vmap_and_remat_keep_constraints():
 def test_rules_without_a_mesh():
   with spmd.logical_axis_rules(RULES), pytest.raises(MeshError) as caught:
     spmd.with_logical_constraint(jnp.ones((8, 8)), ('batch', 'hidden'))
-  assert str(caught.value) == dedent("""\
+  assert (
+    str(caught.value)
+    == dedent("""\
     There is no mesh to lay the logical names ('batch', 'hidden') over. (A bare `with mesh:` does not count: JAX ignores it here.)
     Fix: run it under `with layout:` or through `layout.jit`, under `with jax.set_mesh(mesh):`, or pass mesh=.""")
+  )
 
 
 def test_spec_without_a_mesh():

@@ -14,9 +14,7 @@ from jax.sharding import PartitionSpec
 import flax_spmd
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-MODULES = sorted(
-  found.name for found in pkgutil.walk_packages(flax_spmd.__path__, 'flax_spmd.')
-)
+MODULES = sorted(found.name for found in pkgutil.walk_packages(flax_spmd.__path__, 'flax_spmd.'))
 
 
 def names_for_examples(tmp_path):

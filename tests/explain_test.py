@@ -26,7 +26,9 @@ TREE = {
 
 @pytest.fixture(scope='module')
 def explanation():
-  layout = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('mlp', 'model'), ('embed', 'model')))
+  layout = spmd.Layout(
+    {'data': 2, 'model': 4}, (('batch', 'data'), ('mlp', 'model'), ('embed', 'model'))
+  )
   return spmd.explain(layout, TREE)
 
 

@@ -1,4 +1,4 @@
-"""What flax.linen.spmd's users suffer from, row by row: Flax as it is installed here, and ours beside it.
+"""What flax.linen.spmd's users suffer from, row by row: Flax as it is installed, and ours beside it.
 
 Each test is a row of the list that this project set out from, and shows what Flax does wrong, so that
 a Flax in which it is mended is noticed, and that with us the same program does what it says.
@@ -270,7 +270,8 @@ def trained():
     return {name: state.apply_gradients(grads=grads) for name, state in states.items()}
 
   before = layout.init(create)
-  return before, layout.jit(step)(before, X)
+  quick_to_compile = {'xla_backend_optimization_level': 0}
+  return before, layout.jit(step, compiler_options=quick_to_compile)(before, X)
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
@@ -280,9 +281,9 @@ def test_row_04_every_optimizer_is_planned(name):
   state = layout.abstract(train_state, OPTIMIZERS[name])
   shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)]
   assert shards[1:4] == [(8,), (4, 8), (4, 4)]  # b, v and w
-  for leaf in jax.tree.leaves(state.opt_state):
-    if leaf.shape == (8, 16):
-      assert leaf.sharding.spec == P('data', 'model')
+  for row in layout.rows(state):
+    if row.path.endswith('/w') and row.shape == (8, 16):
+      assert row.spec == P('data', 'model')
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
@@ -312,7 +313,7 @@ def expected_specs(name, expected):
 
 @pytest.mark.parametrize('name', ['adafactor', 'adafactor with momentum'])
 def test_row_04_adafactor(name):
-  """Rows keep what is not the largest dimension, columns what is not the second; square is no trouble."""
+  """Rows leave out the largest dimension, columns the second largest; square ones are no trouble."""
   findings = expected_specs(
     name,
     {
@@ -329,11 +330,11 @@ def test_row_04_sm3():
   findings = expected_specs(
     'sm3', {'0/mu/w/0': P('data'), '0/mu/w/1': P('model'), '0/mu/v/0': P(), '0/mu/v/1': P()}
   )
-  assert [finding.text for finding in findings.of('guessed')] == [
-    f'opt_state/0/mu/v/{dim}: shape (16,) follows from the shape of params/v in more than one way; it is '
-    'replicated.'
+  assert str(findings.of('guessed')) == '\n'.join(
+    f'opt_state/0/mu/v/{dim}: shape (16,) follows from the shape of params/v in more than one way; '
+    'it is replicated.'
     for dim in (0, 1)
-  ]
+  )
 
 
 def test_row_04_novograd():
@@ -506,7 +507,7 @@ def test_row_05_no_rules_at_all(mesh):
   with jax.set_mesh(mesh):
     fallback = flax_functions.RulesFallback.RAISE_ERROR
     assert constraints(lambda x: nn.with_logical_constraint(x, ('mpl',), fallback=fallback), X) == []
-    with pytest.raises(spmd.errors.UnmatchedNameError, match="no rule for 'mpl'"):
+    with pytest.raises(spmd.errors.UnmatchedNameError, match="'mpl'"):
       fallback = spmd.RulesFallback.RAISE_ERROR
       constraints(lambda x: spmd.with_logical_constraint(x, ('mpl',), fallback=fallback), X)
 
@@ -538,7 +539,8 @@ def test_row_07_a_conflict():
   layout = spmd.Layout(spmd.abstract_mesh({'x': 2, 'y': 2, 'z': 2}), rules)
   assert layout.spec(tree) == {'w': P(('x', 'y'), None)}
   assert str(layout.check(tree).of('conflict')) == (
-    "name 'b' is replicated: the axes of rule 1 ('b', ('y', 'z')) went to another dimension (1 array: w)."
+    "name 'b' is replicated: the axes of rule 1 ('b', ('y', 'z')) went to another dimension "
+    '(1 array: w).'
   )
   with pytest.raises(spmd.errors.ConflictError) as error:
     layout.replace(conflict='error').spec(tree)
@@ -568,7 +570,8 @@ def test_row_09_a_target_without_shardings(tmp_path, mesh):
   bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
 
   ocp.save(tmp_path / 'orbax', variables)
-  read = ocp.load(tmp_path / 'orbax', bare)
+  with pytest.warns(UserWarning, match='sharding file'):
+    read = ocp.load(tmp_path / 'orbax', bare)
   assert read['params']['w'].sharding.spec == P(None, 'model')  # where the file says, whatever is wanted
 
   spmd.checkpoint.save(tmp_path / 'ours', variables, layout=layout)
@@ -647,7 +650,7 @@ def test_row_13_a_size_that_does_not_divide(mesh):
   model = nn.Dense(6, use_bias=False, kernel_init=init)
   specs = nn.get_partition_spec(jax.eval_shape(model.init, KEY, X))
   shardings = nn.logical_to_mesh_sharding(specs, mesh, RULES)
-  with pytest.raises(ValueError, match='divisible'):
+  with pytest.raises(ValueError, match='divi'):
     jax.jit(model.init, out_shardings=shardings)(KEY, X)
   with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
     assert constraints(lambda x: nn.with_logical_constraint(x, ('mlp',)), jnp.ones(6)) == [P('model')]
@@ -655,11 +658,11 @@ def test_row_13_a_size_that_does_not_divide(mesh):
   layout = spmd.Layout(mesh, (*RULES, ('mlp', 'data')))
   with pytest.raises(spmd.errors.LayoutError) as error:
     layout.init(nn.Dense(6, use_bias=False, kernel_init=named(('embed', 'mlp'))).init, KEY, X)
-  assert (
-    str(error.value)
-    == dedent("""\
-    params/kernel, dim 1 'mlp': size 6 is not divisible by mesh axis 'model' (4), asked for by rule 1 ('mlp', 'model').
-    Fix: pad it to 8, put the rule ('mlp', None) before rule 1 to replicate it, or give the table indivisible='next' or 'replicate'.""")
+  assert str(error.value) == (
+    "params/kernel, dim 1 'mlp': size 6 is not divisible by mesh axis 'model' (4), asked for by "
+    "rule 1 ('mlp', 'model').\n"
+    "Fix: pad it to 8, put the rule ('mlp', None) before rule 1 to replicate it, or give the table "
+    "indivisible='next' or 'replicate'."
   )
   tree = boxed(('embed', 'mlp'), (8, 6))
   assert layout.replace(indivisible='next').spec(tree) == {'params': {'w': P(None, 'data')}}
@@ -756,8 +759,9 @@ OPTIMISED = """
         return nn.scan(layer, metadata_params=metadata, **options)(self, x, None)[0]
 
     x = jnp.ones((2, 4))
-    variables = Model().init(jax.random.key(0), x)
-    return variables['params']['w'].names, jax.eval_shape(Model().apply, variables, x).shape
+    with jax.set_mesh(spmd.make_mesh({'data': 1})), nn.logical_axis_rules((('embed', 'data'),)):
+      variables = jax.eval_shape(Model().init, jax.random.key(0), x)
+      return variables['params']['w'].names, jax.eval_shape(Model().apply, variables, x).shape
 
   assert False, 'python -O does not run this'
   print('ours', run(spmd))
@@ -779,7 +783,7 @@ def test_row_17_python_O():
   assert done.returncode == 0, done.stderr
   ours, flaxs = done.stdout.splitlines()
   assert ours == "ours (('layers', 'embed', 'mlp'), (2, 4))"
-  assert flaxs.startswith('flax ') and 'layers' not in flaxs
+  assert flaxs == 'flax ValueError'
 
 
 def test_row_18_a_missing_partition_name():
@@ -872,7 +876,7 @@ def test_row_23_shardings_of_logical_boxes(mesh):
 
 
 def test_row_24_paths_end_in_an_attribute():
-  """Tools that read `path[-1].key` fail on boxes, whoever made them: that is what `boxed=False` is for."""
+  """Tools that read `path[-1].key` fail on boxes, whoever made them: hence `boxed=False`."""
   flax_variables = {'kernel': nn.LogicallyPartitioned(jnp.ones(2), ('mlp',))}
   [(path, _)] = jax.tree_util.tree_leaves_with_path(flax_variables)
   assert not hasattr(path[-1], 'key')

@@ -25,9 +25,13 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x, _=None):
-    w1 = self.param('w1', spmd.with_logical_partitioning(INIT, ('embed', 'hidden')), (x.shape[-1], self.depth))
+    w1 = self.param(
+      'w1', spmd.with_logical_partitioning(INIT, ('embed', 'hidden')), (x.shape[-1], self.depth)
+    )
     y = spmd.with_logical_constraint(nn.relu(x @ w1), ('batch', 'hidden'))
-    w2 = self.param('w2', spmd.with_logical_partitioning(INIT, ('hidden', 'embed')), (self.depth, x.shape[-1]))
+    w2 = self.param(
+      'w2', spmd.with_logical_partitioning(INIT, ('hidden', 'embed')), (self.depth, x.shape[-1])
+    )
     return spmd.with_logical_constraint(y @ w2, ('batch', 'embed')), None
 
 
@@ -108,7 +112,9 @@ def test_init_draws_the_same_numbers_under_every_layout(layout):
 def test_init_passes_models_and_optimizers_on(layout):
   def make(key, x, model, tx, *, scale):
     params = model.init(key, x)['params']
-    return TrainState.create(apply_fn=model.apply, params=jax.tree.map(lambda p: scale * p, params), tx=tx)
+    return TrainState.create(
+      apply_fn=model.apply, params=jax.tree.map(lambda p: scale * p, params), tx=tx
+    )
 
   state = layout.init(make, jax.random.key(0), X, MODEL, TX, scale=2.0)
   assert w1(state).value.sharding.spec == P(None, None, 'model')
@@ -232,7 +238,9 @@ def test_another_batch_size_is_another_trace_of_the_same_program(layout):
 )
 def test_static_arguments(layout, options, args, kwargs):
   def make(x, n=4):
-    return spmd.LogicallyPartitioned(jnp.ones((n, n)) * x[0], ('embed', 'hidden') if n > 4 else ('hidden', None))
+    return spmd.LogicallyPartitioned(
+      jnp.ones((n, n)) * x[0], ('embed', 'hidden') if n > 4 else ('hidden', None)
+    )
 
   jitted = layout.jit(make, **options)
   assert jitted(jnp.ones(1), *args, **kwargs).value.sharding.spec == P('model', None)
@@ -349,7 +357,9 @@ def test_shard_by_a_prefix_and_none(layout):
 
 
 def test_shard_by_mesh_axes(layout):
-  placed = layout.shard({'x': np.ones((8, 4)), 'y': np.ones((8, 4))}, {'x': P('data', 'model'), 'y': P()})
+  placed = layout.shard(
+    {'x': np.ones((8, 4)), 'y': np.ones((8, 4))}, {'x': P('data', 'model'), 'y': P()}
+  )
   assert (placed['x'].sharding.spec, placed['y'].sharding.spec) == (P('data', 'model'), P(None, None))
 
 
@@ -401,7 +411,9 @@ def test_layouts_are_values(layout):
 def test_policies_of_a_table_survive_in_a_layout():
   rules = spmd.Rules(*RULES, unmatched='error')
   assert spmd.Layout({'data': 8, 'model': 1}, rules).rules.policies.unmatched == 'error'
-  assert spmd.Layout({'data': 8, 'model': 1}, rules, conflict='error').rules.policies.unmatched == 'error'
+  assert (
+    spmd.Layout({'data': 8, 'model': 1}, rules, conflict='error').rules.policies.unmatched == 'error'
+  )
 
 
 # -- check

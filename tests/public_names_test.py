@@ -1,7 +1,9 @@
 """What `import flax_spmd` promises, and what it costs not to have asked for it."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import flax.linen as nn
 
@@ -56,7 +58,9 @@ def test_the_public_names():
 
 
 def test_every_public_thing_is_documented():
-  undocumented = [name for name in sorted(DROP_IN | OWN - {'PARTITION_NAME'}) if not getattr(spmd, name).__doc__]
+  undocumented = [
+    name for name in sorted(DROP_IN | OWN - {'PARTITION_NAME'}) if not getattr(spmd, name).__doc__
+  ]
   assert not undocumented
 
 
@@ -66,6 +70,13 @@ def test_the_drop_in_names_are_flaxs():
 
   for name in DROP_IN:
     assert hasattr(nn, name) or hasattr(flax_linen_spmd, name) or hasattr(meta, name), name
+
+
+def test_private_names_of_others_are_used_in_compat_only():
+  package = Path(spmd.__file__).parent
+  private = re.compile(r'jax\._src|jaxlib|flax\.core\.(lift|scope)|__version__|module\._context')
+  users = {path.name for path in package.rglob('*.py') if private.search(path.read_text())}
+  assert users == {'compat.py'}
 
 
 def test_the_core_imports_neither_orbax_nor_rich():
@@ -81,5 +92,7 @@ def test_importing_starts_no_backend():
   """So that devices can still be emulated, or `jax.distributed` started, after it."""
   code = 'import flax_spmd, flax_spmd.checkpoint, jax; jax.config.update("jax_num_cpu_devices", 3); print(jax.device_count())'
   environment = {'PATH': '', 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True)
+  done = subprocess.run(
+    [sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True
+  )
   assert done.stdout.strip() == '3'

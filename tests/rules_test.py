@@ -122,10 +122,15 @@ def test_every_decision_can_be_replayed(names, table):
     for skip in decision.skipped:
       assert table[skip.rule][0] == decision.name
     considered = {skip.rule for skip in decision.skipped} | {decision.rule} - {None}
-    assert considered == {i for i, (name, _) in enumerate(table) if name == decision.name} or not decision.name
+    assert (
+      considered == {i for i, (name, _) in enumerate(table) if name == decision.name}
+      or not decision.name
+    )
 
 
 @pytest.mark.parametrize('policy', ['unmatched', 'conflict', 'indivisible', 'missing_axis'])
 def test_policies_are_shown_when_changed(policy):
-  other = {'unmatched': 'error', 'conflict': 'error', 'indivisible': 'next', 'missing_axis': 'drop'}[policy]
+  other = {'unmatched': 'error', 'conflict': 'error', 'indivisible': 'next', 'missing_axis': 'drop'}[
+    policy
+  ]
   assert f"{policy}='{other}'" in repr(spmd.Rules(**{policy: other}))

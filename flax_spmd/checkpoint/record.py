@@ -8,12 +8,13 @@ One JSON object in Orbax's custom metadata, under the key `flax_spmd`:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd.errors import CheckpointError, CheckpointNotFoundError
@@ -39,6 +40,12 @@ class Record(NamedTuple):
   leaves: dict[str, Leaf]
   names: dict[str, list[Any] | None]
   layout: str | None
+
+
+def as_path(path: str | os.PathLike[str]) -> epath.Path:
+  """An absolute path, or a place in cloud storage (`gs://...`), which Orbax reads and writes alike."""
+  text = os.fspath(path)
+  return epath.Path(text if '://' in text else os.path.abspath(text))
 
 
 def describe(tree: Any) -> dict[str, Leaf]:
@@ -68,7 +75,7 @@ def to_json(record: Record) -> dict[str, Any]:
   return {KEY: {'format': FORMAT, 'layout': record.layout, 'leaves': leaves}}
 
 
-def load(path: Path) -> Record:
+def load(path: epath.Path) -> Record:
   """The record of the checkpoint at `path`.
 
   Raises:
@@ -94,13 +101,16 @@ def load(path: Path) -> Record:
   )
 
 
-def _custom_metadata(path: Path) -> Mapping[str, Any]:
+def _custom_metadata(path: epath.Path) -> Mapping[str, Any]:
   if not ocp.is_orbax_checkpoint(path):
-    raise CheckpointNotFoundError(f'There is no checkpoint at {path}{_nearby(path)}.\nFix: {_NEARBY_FIX}')
-  return ocp.metadata(path).custom_metadata or {}
+    raise CheckpointNotFoundError(
+      f'There is no checkpoint at {path}{_nearby(path)}.\nFix: {_NEARBY_FIX}'
+    )
+  found = ocp.metadata(path).custom_metadata
+  return found if isinstance(found, dict) else {}
 
 
-def _nearby(path: Path) -> str:
+def _nearby(path: epath.Path) -> str:
   """What there is instead, to find the right path by."""
   if path.is_dir():
     inside = sorted(child.name for child in path.iterdir() if ocp.is_orbax_checkpoint(child))

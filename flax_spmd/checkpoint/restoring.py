@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd import boxes
@@ -44,7 +44,7 @@ def restore(path: str | os.PathLike[str], target: Any) -> Any:
 
   Example: see `save`.
   """
-  path = Path(path).absolute()
+  path = record.as_path(path)
   plain = boxes.unbox(target, apply_constraint=False)
   _check_target(plain)
   saved = record.load(path)
@@ -117,7 +117,7 @@ def _abstract(leaf: Any) -> Any:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _check_restored(path: Path, restored: Any, plain: Any) -> None:
+def _check_restored(path: epath.Path, restored: Any, plain: Any) -> None:
   """What Orbax returned is what was asked for, leaf by leaf."""
   wrong = [
     path_string(where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ def save(path: str | os.PathLike[str], state: Any, *, layout: Layout) -> None:
     >>> restored['w'].value.sharding.spec
     P('data', None)
   """
-  path = Path(path).absolute()
+  path = record.as_path(path)
   if path.exists():
     raise CheckpointExistsError(
       f'There is something at {path} already.\nFix: save to another path, or remove it first.'
@@ -58,7 +57,9 @@ def _check_leaves(plain: Any) -> None:
   for where, leaf in jax.tree_util.tree_leaves_with_path(plain):
     if isinstance(leaf, jax.ShapeDtypeStruct):
       fix = 'save a state that was made by layout.init, not one that was only planned.'
-      problems.append(Problem(f'{path_string(where)} is abstract: it has a shape, {leaf.shape}, and no values.', fix))
+      problems.append(
+        Problem(f'{path_string(where)} is abstract: it has a shape, {leaf.shape}, and no values.', fix)
+      )
     elif not hasattr(leaf, 'dtype') and not isinstance(leaf, (bool, int, float)):
       fix = 'keep only arrays and numbers in the state.'
       problems.append(Problem(f'{path_string(where)} is a {type(leaf).__name__}.', fix))

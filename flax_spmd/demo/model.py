@@ -7,6 +7,8 @@ parameters are, and why it learns to spell in a minute.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -30,20 +32,25 @@ class Block(Sizes):
 
   @nn.compact
   def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+    """One layer: (batch, length, embed) to the same."""
     x = x + self.attention(_norm(self, 'norm_attention', x))
     x = x + self.feed_forward(_norm(self, 'norm_mlp', x))
     return spmd.with_logical_constraint(x, ('batch', 'length', 'embed')), None
 
   def attention(self, x: jax.Array) -> jax.Array:
+    """Causal self-attention, split over heads."""
     size = self.embed // self.heads
     qkv = _weight(self, 'qkv', ('embed', 'three', 'heads', 'head'), (self.embed, 3, self.heads, size))
-    out = _weight(self, 'out', ('heads', 'head', 'embed'), (self.heads, size, self.embed), fan=self.embed)
+    out = _weight(
+      self, 'out', ('heads', 'head', 'embed'), (self.heads, size, self.embed), fan=self.embed
+    )
     q, k, v = jnp.moveaxis(jnp.einsum('ble,ethd->blthd', x, qkv), 2, 0)
     y = jax.nn.dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
     y = spmd.with_logical_constraint(y, ('batch', 'length', 'heads', 'head'))
     return jnp.einsum('blhd,hde->ble', y, out)
 
   def feed_forward(self, x: jax.Array) -> jax.Array:
+    """The MLP, split over its hidden dimension."""
     up = _weight(self, 'up', ('embed', 'mlp'), (self.embed, self.mlp))
     down = _weight(self, 'down', ('mlp', 'embed'), (self.mlp, self.embed))
     y = spmd.with_logical_constraint(nn.gelu(x @ up), ('batch', 'length', 'mlp'))
@@ -55,6 +62,7 @@ class Transformer(Sizes):
 
   @nn.compact
   def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Logits of every next byte."""
     table = _table(self, 'bytes', ('vocab', 'embed'), (VOCAB, self.embed))
     x = table[tokens]
     for n in (2, 3):
@@ -73,12 +81,12 @@ class Transformer(Sizes):
     return spmd.with_logical_constraint(logits, ('batch', 'length', 'vocab'))
 
 
-def _weight(module, name, names, shape, fan=None):
+def _weight(module: nn.Module, name: str, names: tuple, shape: tuple, fan: int | None = None) -> Any:
   init = nn.initializers.normal((fan or shape[0]) ** -0.5)
   return module.param(name, spmd.with_logical_partitioning(init, names), shape)
 
 
-def _table(module, name, names, shape):
+def _table(module: nn.Module, name: str, names: tuple, shape: tuple) -> Any:
   return module.param(name, spmd.with_logical_partitioning(nn.initializers.normal(0.5), names), shape)
 
 

@@ -19,7 +19,9 @@ from flax_spmd.demo.training import Plan, create_state, optimizer, sample, train
 from flax_spmd.explain import explain
 from flax_spmd.layout import Layout
 
-REPLICATED = tuple((name, None) for name in ('layers', 'length', 'embed', 'three', 'head', 'ngram', 'vocab'))
+REPLICATED = tuple(
+  (name, None) for name in ('layers', 'length', 'embed', 'three', 'head', 'ngram', 'vocab')
+)
 TENSOR_RULES = (
   ('batch', 'data'),
   ('heads', 'model'),
@@ -28,7 +30,14 @@ TENSOR_RULES = (
   ('vocab', 'model'),
   *REPLICATED,
 )
-FSDP_RULES = (('batch', 'fsdp'), ('ngram', 'fsdp'), ('mlp', 'fsdp'), ('embed', 'fsdp'), ('heads', None), *REPLICATED)
+FSDP_RULES = (
+  ('batch', 'fsdp'),
+  ('ngram', 'fsdp'),
+  ('mlp', 'fsdp'),
+  ('embed', 'fsdp'),
+  ('heads', None),
+  *REPLICATED,
+)
 NOISE = 2e-3
 
 

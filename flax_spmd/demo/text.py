@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pydoc_data import topics
 
 import numpy as np
-from pydoc_data import topics
 
 VOCAB = 128
 

@@ -6,7 +6,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
@@ -30,10 +29,10 @@ class Plan(NamedTuple):
 
 def optimizer(plan: Plan) -> optax.GradientTransformation:
   """AdamW with clipping, a warm-up and a cosine."""
-  schedule = optax.warmup_cosine_decay_schedule(0.0, plan.learning_rate, plan.steps // 5, plan.steps, 1e-4)
-  return optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01)
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, plan.learning_rate, plan.steps // 5, plan.steps, 1e-4
   )
+  return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
 
 def create_state(
@@ -66,7 +65,10 @@ def train(
   losses: dict[int, jax.Array] = {}
   windows = batches(data, plan.batch, plan.length, start=steps.start)
   columns = [TextColumn('{task.description}'), BarColumn(), TextColumn('{task.completed}/{task.total}')]
-  columns += [TextColumn('loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s'), TimeRemainingColumn()]
+  columns += [
+    TextColumn('loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s'),
+    TimeRemainingColumn(),
+  ]
   with Progress(*columns, console=console) as progress:
     bar = progress.add_task(title, total=len(steps), loss=float('nan'), speed=0)
     begin = None
