@@ -18,12 +18,6 @@ from flax_spmd.boxes import PARTITION_NAME as PARTITION_NAME
 from flax_spmd.boxes import AxisMetadata as AxisMetadata
 from flax_spmd.boxes import LogicallyPartitioned as LogicallyPartitioned
 from flax_spmd.boxes import Partitioned as Partitioned
-from flax_spmd.boxes import add_axis as add_axis
-from flax_spmd.boxes import is_axis_metadata as is_axis_metadata
-from flax_spmd.boxes import map_axis_meta as map_axis_meta
-from flax_spmd.boxes import remove_axis as remove_axis
-from flax_spmd.boxes import replace_boxed as replace_boxed
-from flax_spmd.boxes import unbox as unbox
 from flax_spmd.boxes import with_logical_partitioning as with_logical_partitioning
 from flax_spmd.boxes import with_partitioning as with_partitioning
 from flax_spmd.constraints import RulesFallback as RulesFallback
@@ -47,6 +41,12 @@ from flax_spmd.specs import logical_to_mesh as logical_to_mesh
 from flax_spmd.specs import logical_to_mesh_axes as logical_to_mesh_axes
 from flax_spmd.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
 from flax_spmd.transforms import remat_scan as remat_scan
+from flax_spmd.trees import add_axis as add_axis
+from flax_spmd.trees import is_axis_metadata as is_axis_metadata
+from flax_spmd.trees import map_axis_meta as map_axis_meta
+from flax_spmd.trees import remove_axis as remove_axis
+from flax_spmd.trees import replace_boxed as replace_boxed
+from flax_spmd.trees import unbox as unbox
 
 
 def __getattr__(name: str):

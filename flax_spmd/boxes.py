@@ -142,7 +142,7 @@ class Partitioned(AxisMetadata[Any]):
 
   def replace_boxed(self, val: Any) -> Self:
     """A box with the same names around another value."""
-    return _rebuild(type(self), self._static, (val,))
+    return self._rebuilt(self._static, (val,))
 
   def replace(self, **changes: Any) -> Self:
     """A box with some of `value`, `names`, `mesh` (and `rules`) changed."""
@@ -198,6 +198,14 @@ class Partitioned(AxisMetadata[Any]):
   def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
     """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
     return cls(metadata['value'], metadata['out_sharding'], metadata.get('mesh'))
+
+  @classmethod
+  def _rebuilt(cls, static: Static, children: tuple[Any, ...]) -> Self:
+    """The inverse of taking a box apart; jit does both to every box at every step."""
+    box = _new(cls)
+    box._children = children
+    box._static = static
+    return box
 
   def _fields(self) -> dict[str, Any]:
     return {'value': self.value, 'names': self.names, 'mesh': self.mesh}
@@ -372,65 +380,8 @@ def with_logical_partitioning(
   return boxed
 
 
-def is_axis_metadata(val: Any) -> bool:
-  """Whether `val` is a box: ours, Flax's, or anybody's `AxisMetadata`."""
-  return isinstance(val, AxisMetadata)
-
-
-def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
-  """Maps over the boxes of a tree; everything else stays."""
-  return meta.map_axis_meta(fn, tree)
-
-
-def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-  """Adds an axis to every box of a tree, as `nn.scan` and `nn.vmap` do."""
-  return map_axis_meta(lambda box: box.add_axis(index, dict(params)), tree)
-
-
-def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-  """Removes an axis from every box of a tree, as `nn.scan` and `nn.vmap` do."""
-  return map_axis_meta(lambda box: box.remove_axis(index, dict(params)), tree)
-
-
-def unbox(tree: Any, apply_constraint: bool = True) -> Any:
-  """The tree without its boxes.
-
-  Args:
-    tree: any tree; boxes in boxes are opened too. Abstract values are fine.
-    apply_constraint: whether traced values are constrained to lie as their names say.
-
-  Example:
-    >>> unbox({'w': Partitioned(1.0, ('data',))})
-    {'w': 1.0}
-  """
-
-  def open_box(box):
-    ours = own(box)
-    inner = box.unbox() if ours is None else ours.unbox(apply_constraint)
-    return unbox(inner, apply_constraint)
-
-  return map_axis_meta(open_box, tree)
-
-
-def replace_boxed(tree: Any, updates: Any) -> Any:
-  """The boxes of `tree` around the values of `updates`, which has no boxes.
-
-  Example:
-    >>> replace_boxed({'w': Partitioned(1.0, ('data',))}, {'w': 2.0})
-    {'w': Partitioned(2.0, names=('data',))}
-  """
-  return meta.replace_boxed(tree, updates)
-
-
 def _unpickle(cls: type[Partitioned], fields: dict[str, Any]) -> Partitioned:
   return cls(**fields)
-
-
-def _rebuild(cls, static: Static, children):
-  box = _new(cls)
-  box._children = children
-  box._static = static
-  return box
 
 
 _new = object.__new__
@@ -440,16 +391,10 @@ _VALUE = jax.tree_util.GetAttrKey('value')
 def _register(cls: type[Partitioned], flax_cls: type) -> None:
   """Makes `cls` a pytree, serialisable by Flax, and an instance of Flax's own box type."""
 
-  def unflatten(static, children):
-    box = _new(cls)
-    box._children = children
-    box._static = static
-    return box
-
   jax.tree_util.register_pytree_with_keys(
     cls,
     lambda box: (((_VALUE, box._children[0]),), box._static),
-    unflatten,
+    cls._rebuilt,
     operator.attrgetter('_children', '_static'),
   )
   serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict)
@@ -497,32 +442,3 @@ def _short(value: Any) -> str:
   if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
     return repr(value)
   return f'{value.dtype}[{",".join(map(str, value.shape))}]'
-
-
-def own(box: AxisMetadata[Any]) -> Partitioned | None:
-  """Ours for a box of Flax's, with the same content; None for a kind of box that has no names."""
-  if isinstance(box, Partitioned):
-    return box
-  if isinstance(box, nn.LogicallyPartitioned):
-    return LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
-  if isinstance(box, nn.Partitioned):
-    return Partitioned(box.value, box.names, box.mesh)
-  spec = getattr(box, 'get_partition_spec', None)
-  if spec is None or not hasattr(box, 'value'):
-    return None
-  return Partitioned(getattr(box, 'value'), spec())  # noqa: B009 (a box of some other library)
-
-
-def static_of(leaf: Any) -> tuple[Static | None, Any]:
-  """What a leaf of a tree is to a layout: its names (None: it has none) and its value.
-
-  Boxes are opened whoever made them; of nested boxes, the outer one's names count.
-  """
-  if isinstance(leaf, Partitioned):
-    return leaf._static, leaf._children[0]
-  if not isinstance(leaf, AxisMetadata):
-    return None, leaf
-  box = own(leaf)
-  if box is None:
-    return None, unbox(leaf, apply_constraint=False)
-  return box._static, unbox(box.value, apply_constraint=False)

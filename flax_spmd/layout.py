@@ -22,7 +22,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flax_spmd import boxes, compat, placement, report, toml
+from flax_spmd import compat, placement, report, toml, trees
 from flax_spmd.context import InForce, check_in_step, scope
 from flax_spmd.jit import Jitted
 from flax_spmd.memory import Memory
@@ -347,7 +347,7 @@ class Layout:
     return [sharding for each in results for sharding in self._output(self._memory.reboxed(each))]
 
   def _output(self, result: Any) -> Sequence[NamedSharding | None]:
-    if any(map(boxes.is_axis_metadata, jax.tree.leaves(result, is_leaf=boxes.is_axis_metadata))):
+    if any(map(trees.is_axis_metadata, jax.tree.leaves(result, is_leaf=trees.is_axis_metadata))):
       return self._planner.leaf_shardings(result)
     return [None] * len(jax.tree.leaves(result))
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from flax_spmd import boxes
+from flax_spmd import trees
 
 
 class _Known(NamedTuple):
@@ -42,7 +42,7 @@ class Memory:
 
   def unboxed(self, state: Any) -> Any:
     """The state without its boxes, remembered. A lone array has no form to be known by."""
-    plain = boxes.unbox(state, apply_constraint=False)
+    plain = trees.unbox(state, apply_constraint=False)
     form = _form(plain)
     if form is not None:
       known = _Known(jax.tree.structure(state), tuple(self._leaf_shardings(state)))

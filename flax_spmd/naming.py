@@ -25,7 +25,8 @@ import jax
 from flax.linen.partitioning import AxisMetadata as LegacyAxisMetadata
 from jax.tree_util import DictKey, KeyPath
 
-from flax_spmd.boxes import Static, is_axis_metadata, static_of
+from flax_spmd.boxes import Static
+from flax_spmd.trees import is_axis_metadata, static_of
 
 Shape: TypeAlias = tuple[int, ...]
 How: TypeAlias = Literal['same', 'single', 'subset', 'stacked', 'ambiguous', 'unrelated']

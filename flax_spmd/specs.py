@@ -17,12 +17,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd.boxes import is_axis_metadata, own
 from flax_spmd.context import in_force
 from flax_spmd.mesh import MeshLike
 from flax_spmd.naming import Guess, read
 from flax_spmd.resolution import Names
 from flax_spmd.rules import Rules
+from flax_spmd.trees import is_axis_metadata, own
 
 
 def get_partition_spec(tree: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from flax_spmd import boxes
+from flax_spmd import trees
 from flax_spmd.checkpoint import record
 from flax_spmd.errors import (
   CheckpointError,
@@ -45,7 +45,7 @@ def restore(path: str | os.PathLike[str], target: Any) -> Any:
   Example: see `save`.
   """
   path = record.as_path(path)
-  plain = boxes.unbox(target, apply_constraint=False)
+  plain = trees.unbox(target, apply_constraint=False)
   _check_target(plain)
   saved = record.load(path)
   problems = list(_differences(saved.leaves, record.describe(plain)))

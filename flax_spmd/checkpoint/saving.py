@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from flax_spmd import boxes
+from flax_spmd import trees
 from flax_spmd.checkpoint import record
 from flax_spmd.errors import CheckpointError, CheckpointExistsError, Problem, problems_text
 from flax_spmd.layout import Layout
@@ -44,7 +44,7 @@ def save(path: str | os.PathLike[str], state: Any, *, layout: Layout) -> None:
     raise CheckpointExistsError(
       f'There is something at {path} already.\nFix: save to another path, or remove it first.'
     )
-  plain = boxes.unbox(state, apply_constraint=False)
+  plain = trees.unbox(state, apply_constraint=False)
   _check_leaves(plain)
   leaves = record.describe(plain)
   names = dict(zip(leaves, map(_json_names, layout.names(state)), strict=True))
