@@ -104,7 +104,7 @@ def _layout(row: Row) -> str:
   dimensions = ', '.join(map(_dimension, row.decisions)) or 'replicated'
   if row.guess is None:
     return dimensions
-  return f'{dimensions} [{row.guess.how} of {row.guess.parameter}]'
+  return f'{dimensions} [{row.guess.how} of {row.guess.parameter or "what is not here"}]'
 
 
 def _dimension(decision: Decision) -> str:

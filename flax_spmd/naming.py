@@ -1,46 +1,35 @@
 """Which names each array of a tree has, optimizer state included.
 
-A box's names are its value's names, as long as the two fit. Optimizers break that: they map over
-parameters inside their boxes and leave there arrays of other shapes (Adafactor's factored moments,
-L-BFGS's history, SM3's lists), under the parameter's names. Such a leaf is recognised by its path,
-which ends like its parameter's, and takes what is certain:
+A box's names are its value's names, as long as the two fit. Where an optimizer left arrays of other
+shapes under its parameters' names, `flax_spmd.optimizer_state` says what they are.
 
-    the parameter's shape             the parameter's names
-    a scalar, or one element          no names: replicated
-    the shape with dimensions left out or 1    the names of those that remain
-    the shape with dimensions before it        None for those, then the names
-    anything else, or two readings    no names: replicated, and reported
-
-    reading = read(state)             # reading.names(i): the names of the i-th leaf or box
+    reading = read(state)
+    reading.statics   # per box or bare leaf: its names, or None
+    reading.guesses   # per index: what the arrays under it were taken for
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 from flax.linen.partitioning import AxisMetadata as LegacyAxisMetadata
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 
 from flax_spmd.boxes import Static
+from flax_spmd.optimizer_state import (
+  Guess,
+  Unit,
+  field_of,
+  guess,
+  guess_alone,
+  inside_optax,
+  key_value,
+  owners,
+)
 from flax_spmd.trees import is_axis_metadata, static_of
-
-Shape: TypeAlias = tuple[int, ...]
-How: TypeAlias = Literal['same', 'single', 'subset', 'stacked', 'ambiguous', 'unrelated']
-
-
-class Guess(NamedTuple):
-  """What a leaf of optimizer state was taken for.
-
-  `names` are its names, or None where nothing is certain; `parameter` is the path of the parameter.
-  """
-
-  names: tuple[Any, ...] | None
-  how: How
-  parameter: str
 
 
 class Reading(NamedTuple):
@@ -70,7 +59,7 @@ def read(tree: Any) -> Reading:
     values.append(value)
     if static is not None:
       shape = getattr(value, 'shape', None)
-      if shape_of.setdefault(static, shape) != shape or shape is None:
+      if shape_of.setdefault(static, shape) != shape or shape is None or len(shape) != len(static.names):
         odd.add(static)
   guesses = _guess_all(tree, statics, values, odd) if odd else {}
   return Reading(units, treedef, statics, values, guesses)
@@ -112,7 +101,7 @@ def path_string(path: KeyPath) -> str:
     >>> path_string(jax.tree_util.tree_leaves_with_path({'params': {'w': 1}})[0][0])
     'params/w'
   """
-  return '/'.join(str(_key(entry)) for entry in path) or '(root)'
+  return '/'.join(str(key_value(entry)) for entry in path) or '(root)'
 
 
 def unit_paths(tree: Any) -> list[str]:
@@ -120,157 +109,48 @@ def unit_paths(tree: Any) -> list[str]:
   return [path_string(path) for path, _ in _with_paths(tree)]
 
 
-def guess(names: Sequence[Any], full: Shape, shape: Shape, field: str, parameter: str) -> Guess:
-  """What a state leaf of `shape` is to its parameter of shape `full` with these names.
-
-  Args:
-    names: the parameter's names.
-    full: the parameter's shape.
-    shape: the state leaf's shape.
-    field: the field of the optimizer's state that holds the leaf; some say which of two equal
-      dimensions they keep.
-    parameter: the parameter's path, for reports.
-
-  Example:
-    >>> guess(('embed', 'mlp'), (16, 32), (32,), 'v_col', 'params/wi').names
-    ('mlp',)
-    >>> guess(('embed', 'mlp'), (16, 32), (8, 16, 32), 'updates_memory', 'params/wi').names
-    (None, 'embed', 'mlp')
-  """
-  if shape == full:
-    return Guess(tuple(names), 'same', parameter)
-  if math.prod(shape) == 1:
-    return Guess((None,) * len(shape), 'single', parameter)
-  readings = set(_reshaped(tuple(names), full, shape, field))
-  if len(readings) == 1:
-    return Guess(*readings.pop(), parameter)
-  return Guess(None, 'ambiguous' if readings else 'unrelated', parameter)
-
-
-def _reshaped(
-  names: tuple[Any, ...], full: Shape, shape: Shape, field: str
-) -> Iterator[tuple[tuple[Any, ...], How]]:
-  """The names under every way to read `shape` as a reshaped `full`."""
-  if len(shape) == len(full):
-    if all(size in (whole, 1) for size, whole in zip(shape, full, strict=True)):
-      triples = zip(names, shape, full, strict=True)
-      yield tuple(name if size == whole else None for name, size, whole in triples), 'subset'
-  elif len(shape) < len(full):
-    for kept in _kept_dimensions(full, shape, field):
-      yield tuple(names[dim] for dim in kept), 'subset'
-  elif shape[len(shape) - len(full) :] == full:
-    yield (None,) * (len(shape) - len(full)) + names, 'stacked'
-
-
-def _kept_dimensions(full: Shape, shape: Shape, field: str) -> list[tuple[int, ...]]:
-  """The ways to get `shape` by leaving dimensions of `full` out; the field's own way if it has one."""
-  ways = [
-    kept
-    for kept in itertools.combinations(range(len(full)), len(shape))
-    if tuple(full[dim] for dim in kept) == shape
-  ]
-  own = _OWN_WAY.get(field)
-  if own is not None and len(ways) > 1 and own(full) in ways:
-    return [own(full)]
-  return ways
-
-
-def _without_largest(rank_from_largest: int) -> Callable[[Shape], tuple[int, ...]]:
-  """Adafactor factors the two largest dimensions: rows lose the largest, columns the second.
-
-  Source: `optax.scale_by_factored_rms` (`_factored_dims`), after arXiv:1804.04235, section 4.
-  """
-
-  def kept(full: Shape) -> tuple[int, ...]:
-    by_size = sorted(range(len(full)), key=lambda dim: full[dim])
-    return tuple(dim for dim in range(len(full)) if dim != by_size[-1 - rank_from_largest])
-
-  return kept
-
-
-_OWN_WAY = {'v_row': _without_largest(0), 'v_col': _without_largest(1)}
-
-
-class _Place(NamedTuple):
-  """Where a unit stands: what comes before its path in the parameter tree, and that path."""
-
-  prefix: KeyPath
-  inside: tuple[Any, ...]
-
-
 def copies(tree: Any) -> dict[int, int]:
   """Units that are only a parameter once more (moments in optimizer state), and that parameter.
 
   Whatever is wrong with a parameter's names is wrong with its copies too, and is said once.
   """
-  paths = [path for path, _ in _with_paths(tree)]
   reading = read(tree)
-  places = {i: _place(paths[i]) for i, static in enumerate(reading.statics) if static is not None}
-  owners = _owners(reading.statics, places)
-  return {
-    i: owner
-    for i, owner in owners.items()
-    if owner != i and _shape(reading.values[i]) == _shape(reading.values[owner])
-  }
+  units = _units(tree, reading.statics, reading.values)
+  same = {i: unit._replace(fits=True) for i, unit in units.items()}
+  return {i: owner for i, owner in owners(same).items() if units[i].shape == units[owner].shape}
 
 
 def _guess_all(tree, statics, values, odd) -> dict[int, list[Guess]]:
-  """Guesses for the units under odd names (names that values of several shapes share)."""
-  paths = [path for path, _ in _with_paths(tree)]
-  places = {i: _place(paths[i]) for i, static in enumerate(statics) if static in odd}
+  """Guesses for the units under odd names: values of several shapes share them, or they do not fit."""
+  units = {i: unit for i, unit in _units(tree, statics, values).items() if statics[i] in odd}
+  owned = owners(units)
   guesses = {}
-  for i, owner in _owners(statics, places).items():
-    full, names = _shape(values[owner]), statics[i].names
-    if owner != i and full is not None and len(full) == len(names) and _shape(values[i]) != full:
-      field, parameter = _field(places[i]), path_string(paths[owner])
-      guesses[i] = [
-        guess(names, full, tuple(getattr(leaf, 'shape', ())), field, parameter)
-        for leaf in jax.tree.leaves(values[i])
-      ]
+  for i, unit in units.items():
+    arrays = [tuple(getattr(leaf, 'shape', ())) for leaf in jax.tree.leaves(values[i])]
+    if i in owned and unit.shape != units[owned[i]].shape:
+      owner = units[owned[i]]
+      field, parameter = field_of(unit.path), path_string(owner.path)
+      guesses[i] = [guess(statics[i].names, owner.shape, shape, field, parameter) for shape in arrays]
+    elif i not in owned and _says_little(unit) and inside_optax(tree, unit.path):
+      guesses[i] = [guess_alone(shape) for shape in arrays]
   return guesses
 
 
-def _owners(statics, places: dict[int, _Place]) -> dict[int, int]:
-  """For each unit, the parameter that it belongs to: itself, or the one whose path its own repeats."""
-  parameters: dict[tuple[Static, tuple[Any, ...]], int] = {}
-  for i in sorted(places, key=lambda i: len(places[i].prefix)):
-    for inside in _spellings(places[i].inside):
-      parameters.setdefault((statics[i], inside), i)
-  owners = {}
-  for i, place in places.items():
-    owner = next(parameters[statics[i], inside] for inside in _spellings(place.inside))
-    owners[i] = owner if len(places[owner].prefix) < len(place.prefix) else i
-  return owners
+def _says_little(unit: Unit) -> bool:
+  """Whether a unit's shape alone shows that its names are not its own."""
+  return not unit.fits or unit.shape is None or math.prod(unit.shape) == 1
 
 
-def _shape(value: Any) -> Any:
-  return getattr(value, 'shape', None)
-
-
-def _field(place: _Place) -> str:
-  """The innermost field of the optimizer's state around a unit: `v_row`."""
-  return next((str(key.name) for key in reversed(place.prefix) if hasattr(key, 'name')), '')
-
-
-def _place(path: KeyPath) -> _Place:
-  """Splits a path after its last key that is no dictionary key: optimizers keep the parameters'
-  dictionaries as they are, below fields and positions of their own.
-  """
-  start = next((i + 1 for i in reversed(range(len(path))) if not isinstance(path[i], DictKey)), 0)
-  return _Place(path[:start], tuple(_key(entry) for entry in path[start:]))
-
-
-def _spellings(inside: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-  """A parameter's path with and without the collection in front of it."""
-  return [inside, inside[1:]] if len(inside) > 1 and inside[0] == 'params' else [inside]
+def _units(tree, statics, values) -> dict[int, Unit]:
+  """The units that have names, as `owners` takes them."""
+  units = {}
+  for i, (path, _) in enumerate(_with_paths(tree)):
+    if statics[i] is not None:
+      shape, names = getattr(values[i], 'shape', None), statics[i].names
+      fits = shape is not None and not isinstance(names, str) and len(names) == len(shape)
+      units[i] = Unit(path, statics[i], shape, fits)
+  return units
 
 
 def _with_paths(tree):
   return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)[0]
-
-
-def _key(entry: Any) -> Any:
-  for attribute in ('key', 'name', 'idx'):
-    if hasattr(entry, attribute):
-      return getattr(entry, attribute)
-  return entry

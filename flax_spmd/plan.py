@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd.boxes import Static
 from flax_spmd.errors import Problem, raise_problems
 from flax_spmd.mesh import MeshLike, axis_sizes
-from flax_spmd.naming import Guess, Reading, copies, read_for_layout, unit_paths
+from flax_spmd.naming import Reading, copies, read_for_layout, unit_paths
+from flax_spmd.optimizer_state import Guess
 from flax_spmd.resolution import Decision, Resolution, axis_names, resolve_axes
 from flax_spmd.rules import Rules
 

@@ -81,10 +81,8 @@ def _guessed(rows: Sequence[Row]) -> Iterable[Finding]:
   for row in rows:
     if row.guess is not None and row.guess.names is None:
       why = 'in more than one way' if row.guess.how == 'ambiguous' else 'in no way'
-      text = (
-        f'{row.path}: shape {row.shape} follows from the shape of {row.guess.parameter} {why}; '
-        'it is replicated.'
-      )
+      whose = row.guess.parameter or 'any parameter in this tree'
+      text = f'{row.path}: shape {row.shape} follows from the shape of {whose} {why}; it is replicated.'
       yield Finding('guessed', text, (row.path,), True)
 
 

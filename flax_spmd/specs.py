@@ -6,7 +6,7 @@
     places   = logical_to_mesh_sharding(logical, mesh, rules) # NamedSharding(mesh, P(None, 'model')), ...
 
 Same results as Flax's on well-formed trees; optimizer state that is not shaped like its parameter
-gets the spec that its own shape allows (see `flax_spmd.naming`). A `Layout` does all of this in one
+gets the spec that its own shape allows (see `flax_spmd.optimizer_state`). A `Layout` does all of this in one
 go, checks it against shapes and mesh, and explains it.
 """
 
@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd.context import in_force
 from flax_spmd.mesh import MeshLike
-from flax_spmd.naming import Guess, read
+from flax_spmd.naming import read
+from flax_spmd.optimizer_state import Guess
 from flax_spmd.resolution import Names
 from flax_spmd.rules import Rules
 from flax_spmd.trees import is_axis_metadata, own

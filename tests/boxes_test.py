@@ -564,8 +564,8 @@ def test_a_missing_partition_name_is_none_and_warned_about_with_the_module():
     variables = abstract(model, X)
   assert variables['params']['decoder']['blocks']['w'].names == (None, 'embed', 'mlp')
   assert [str(one.message) for one in warned] == [
-    "LogicallyPartitioned(float32[3,8,8], names=('embed', 'mlp')) in module decoder: a transformation adds "
-    'an axis without a name. It is None (replicated); name it with '
+    "LogicallyPartitioned(float32[3,8,8], names=('embed', 'mlp')) in module decoder: a transformation "
+    'adds an axis without a name. It is None (replicated); name it with '
     'metadata_params={nn.PARTITION_NAME: ...}.'
   ]
   assert jax.eval_shape(model.apply, variables, X).shape == (2, 8)  # said once, at init

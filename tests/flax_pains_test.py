@@ -394,37 +394,35 @@ def test_row_04_adafactor_of_scanned_kernels():
   }
 
 
-@pytest.mark.parametrize(
-  'shape', [(16, 16), (8, 8, 4, 4), (4, 8, 8), (8, 4, 8), (8, 16, 4, 4), (8, 8, 8, 8)]
-)
+@pytest.mark.parametrize('shape', [(16, 16), (8, 8, 4, 4), (4, 8, 8), (8, 8, 8)])
 def test_row_04_adafactor_keeps_the_dimensions_that_optax_keeps(shape):
   """Optax sorts sizes with an unstable sort, so which of two equal ones it takes is asked of itself.
 
   The gradient varies along one dimension at a time: where a statistic varies, it has kept that one.
   """
   tx = OPTIMIZERS['adafactor']
-  state = tx.init(jnp.ones(shape))
-  kept = {'v_row': [], 'v_col': []}
-  for dim in range(len(shape)):
-    along = [-1 if i == dim else 1 for i in range(len(shape))]
-    grads = jnp.broadcast_to(jnp.arange(1.0, 1.0 + shape[dim]).reshape(along), shape)
-    _, updated = tx.update(grads, state, jnp.ones(shape))
-    for field, dims in kept.items():
-      if np.ptp(getattr(updated[0], field)) > 1e-6:
-        dims.append(dim)
 
-  axes = ('a', 'b', 'c', 'd')[: len(shape)]
+  @jax.jit
+  def variation(grads):
+    _, (factored, *_) = tx.update(grads, tx.init(grads), grads)
+    return {field: jnp.ptp(getattr(factored, field)) for field in ('v_row', 'v_col')}
+
+  kept = {'v_row': [], 'v_col': []}
+  for dim, size in enumerate(shape):
+    ramp = np.arange(1.0, 1.0 + size, dtype=np.float32).reshape([-1] + [1] * (len(shape) - 1 - dim))
+    for field, varies in variation(np.broadcast_to(ramp, shape)).items():
+      if varies > 1e-6:
+        kept[field].append(dim)
+
   layout = spmd.Layout(
-    spmd.abstract_mesh(dict.fromkeys('abcd', 1)), tuple((axis * 2, axis) for axis in axes)
+    spmd.abstract_mesh(dict.fromkeys('wxyz', 1)), tuple(zip('abcd', 'wxyz', strict=True))
   )
-  box = spmd.LogicallyPartitioned(
-    jax.ShapeDtypeStruct(shape, jnp.float32), tuple(axis * 2 for axis in axes)
-  )
-  specs = specs_by_path(
-    layout, jax.eval_shape(lambda w: {'params': {'w': w}, 'opt': tx.init({'w': w})}, box)
-  )
+  box = spmd.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), tuple('abcd'[: len(shape)]))
+  state = jax.eval_shape(lambda w: {'params': {'w': w}, 'opt': tx.init({'w': w})}, box)
+  specs = specs_by_path(layout, state)
   for field, dims in kept.items():
-    assert specs[f'opt/0/{field}/w'] == P(*(axes[dim] for dim in dims))
+    assert len(dims) == len(shape) - 1
+    assert specs[f'opt/0/{field}/w'] == P(*('wxyz'[dim] for dim in dims))
 
 
 def test_row_04_two_train_states_do_not_mix():
@@ -577,10 +575,10 @@ def test_row_09_a_target_without_shardings(tmp_path, mesh):
   spmd.checkpoint.save(tmp_path / 'ours', variables, layout=layout)
   with pytest.raises(spmd.errors.TargetError) as error:
     spmd.checkpoint.restore(tmp_path / 'ours', bare)
-  assert str(error.value) == dedent("""\
-    params/v (float32[16, 8]) has no sharding.
-    params/w (float32[8, 16]) has no sharding.
-    Fix: build the target with layout.abstract(...), which knows where everything goes.""")
+  assert str(error.value).splitlines()[:2] == [
+    'params/v (float32[16,8]) has no sharding.',
+    'params/w (float32[8,16]) has no sharding.',
+  ]
 
 
 def test_row_10_boxed_against_unboxed_checkpoints(tmp_path, mesh):

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd.naming import guess, path_string, read
+from flax_spmd.naming import path_string, read
+from flax_spmd.optimizer_state import guess
 
 NAMES = ('embed', 'mlp')
 
