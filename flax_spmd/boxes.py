@@ -200,7 +200,7 @@ class Partitioned(AxisMetadata[Any]):
     return cls(metadata['value'], metadata['out_sharding'], metadata.get('mesh'))
 
   @classmethod
-  def _rebuilt(cls, static: Static, children: tuple[Any, ...]) -> Self:
+  def _rebuilt(cls, static: Static, children: Any) -> Self:
     """The inverse of taking a box apart; jit does both to every box at every step."""
     box = _new(cls)
     box._children = children

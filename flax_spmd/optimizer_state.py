@@ -55,12 +55,12 @@ class Unit(NamedTuple):
   fits: bool
 
 
-def guess(names: Sequence[Any], full: Shape, shape: Shape, field: str, parameter: str) -> Guess:
+def guess(names: Sequence[Any], full: Shape | None, shape: Shape, field: str, parameter: str) -> Guess:
   """What a state array of `shape` is to its parameter of shape `full` with these names.
 
   Args:
     names: the parameter's names.
-    full: the parameter's shape.
+    full: the parameter's shape; None if it is no array, of which nothing follows.
     shape: the state array's shape.
     field: the field of the optimizer's state that holds the array; some say which of two equal
       dimensions they keep.
@@ -76,9 +76,10 @@ def guess(names: Sequence[Any], full: Shape, shape: Shape, field: str, parameter
     return Guess(tuple(names), 'same', parameter)
   if math.prod(shape) == 1:
     return Guess((None,) * len(shape), 'single', parameter)
-  readings = set(_reshaped(tuple(names), full, shape, field))
+  readings = set() if full is None else set(_reshaped(tuple(names), full, shape, field))
   if len(readings) == 1:
-    return Guess(*readings.pop(), parameter)
+    left, how = readings.pop()
+    return Guess(left, how, parameter)
   return Guess(None, 'ambiguous' if readings else 'unrelated', parameter)
 
 
