@@ -182,8 +182,7 @@ class Partitioned(AxisMetadata[Any]):
 
   def get_partition_spec(self) -> PartitionSpec:
     """The names as a PartitionSpec."""
-    names = self.names
-    return PartitionSpec(*([names] if isinstance(names, str) else names))
+    return PartitionSpec(*self.names)
 
   def get_sharding(self, mesh: MeshLike) -> NamedSharding:
     """The sharding of the value on `mesh`."""

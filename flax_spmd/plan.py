@@ -169,8 +169,8 @@ class Planner:
     if any(resolution.problems for resolution in resolutions):
       return None
     placed = [NamedSharding(self.mesh, resolution.spec) for resolution in resolutions]
-    if len(set(placed)) == 1:
-      return placed[0]
+    if len(set(placed)) <= 1:
+      return placed[0] if placed else self.replicated
     return jax.tree.structure(unit).unflatten(placed)
 
   def _from_guess(self, static: Static, guess: Guess, shape) -> Resolution:

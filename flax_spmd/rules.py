@@ -72,6 +72,11 @@ class Rules:
         f'A rule table is a tuple or a list of (logical name, mesh axes), got {rules!r}.\n'
         "Fix: write it as (('batch', 'data'), ('hidden', 'model'))."
       )
+    if _is_clause(rules):
+      raise RulesError(
+        f'{rules!r} is one rule, where a table of rules is expected.\n'
+        f'Fix: write a table of one rule with a comma, ({rules!r},).'
+      )
     return cls(*rules, **policies)
 
   @property

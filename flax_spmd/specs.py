@@ -73,13 +73,19 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
     UnmatchedNameError, ConflictError: as the policies of the rules in force say.
   """
 
-  def one(leaf):
+  def one(leaf, spec):
+    if spec is None:
+      return None
     box = own(leaf) if is_axis_metadata(leaf) else None
-    if box is not None:
-      return box.get_sharding(mesh)
-    return NamedSharding(mesh, PartitionSpec()) if hasattr(leaf, 'shape') else None
+    where = spec if box is None else box.replace(names=spec).get_sharding(mesh).spec
+    return NamedSharding(mesh, where)
 
-  return jax.tree.map(one, tree, is_leaf=is_axis_metadata)
+  def unit(leaf, spec):
+    if not is_axis_metadata(spec):
+      return one(leaf, spec)
+    return leaf.replace_boxed(jax.tree.map(lambda each: one(leaf, each), spec.value, is_leaf=_is_spec))
+
+  return jax.tree.map(unit, tree, get_partition_spec(tree), is_leaf=is_axis_metadata)
 
 
 def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> PartitionSpec | None:
@@ -157,8 +163,8 @@ def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> An
 def _guessed(box: Any, guesses: list[Guess]) -> Any:
   """A guessed box' spec: one for all of its arrays, or the box with a spec for each."""
   specs = [PartitionSpec(*(guess.names or ())) for guess in guesses]
-  if len(set(specs)) == 1:
-    return specs[0]
+  if len(set(specs)) <= 1:
+    return specs[0] if specs else PartitionSpec()
   return jax.tree.structure(box).unflatten(specs)
 
 

@@ -56,6 +56,12 @@ def test_clauses_that_are_no_clauses():
     Fix: write every rule as ('name', 'axis'), ('name', ('axis', 'axis')) or ('name', None).""")
 
 
+def test_one_rule_in_the_place_of_a_table():
+  assert text_of(errors.RulesError, spmd.Layout, {'data': 8}, ('batch', 'data')) == dedent("""\
+    ('batch', 'data') is one rule, where a table of rules is expected.
+    Fix: write a table of one rule with a comma, (('batch', 'data'),).""")
+
+
 def test_a_policy_that_is_none():
   assert text_of(errors.RulesError, spmd.Rules, unmatchd='error') == dedent("""\
     'unmatchd' is no policy of a rule table. Did you mean 'unmatched'?

@@ -3,7 +3,8 @@
 import os
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+# Programs are small and compiled once; optimising them would take most of the time.
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 
 import jax
 import pytest
