@@ -15,7 +15,7 @@ from rich.text import Text
 from flax_spmd import checkpoint
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.text import corpus, decode
-from flax_spmd.demo.training import Plan, create_state, optimizer, sample, train
+from flax_spmd.demo.training import Plan, Trainer, create_state, optimizer, sample, train
 from flax_spmd.explain import explain
 from flax_spmd.layout import Layout
 
@@ -39,6 +39,7 @@ FSDP_RULES = (
   *REPLICATED,
 )
 NOISE = 2e-3
+PROMPT = 20_000  # where in the text the sample starts
 
 
 def run(
@@ -65,7 +66,8 @@ def run(
   console.print(explain(tensor, state.params))
 
   _title(console, f'2. Half of the training, on {len(data):,} bytes of the Python documentation')
-  state, first = train(tensor, state, data, plan, half, 'tensor', console)
+  tensor_trainer, fsdp_trainer = Trainer.under(tensor, 'tensor'), Trainer.under(fsdp, 'fsdp  ')
+  state, first = train(tensor_trainer, state, data, plan, half, console)
 
   _title(console, '3. Saved under that layout, restored under another: FSDP, on another mesh')
   checkpoint.save(folder / 'half', state, layout=tensor)
@@ -73,8 +75,8 @@ def run(
   console.print(_moved(tensor, fsdp, state, restored))
 
   _title(console, '4. The other half, under each of the two')
-  other, restored_losses = train(fsdp, restored, data, plan, whole, 'fsdp  ', console)
-  state, losses = train(tensor, state, data, plan, whole, 'tensor', console)
+  other, restored_losses = train(fsdp_trainer, restored, data, plan, whole, console)
+  state, losses = train(tensor_trainer, state, data, plan, whole, console)
 
   _title(console, '5. Are they the same run?')
   largest = max(abs(losses[n] - restored_losses[n]) for n in whole)
@@ -82,7 +84,7 @@ def run(
   console.print(f'largest difference {largest:.1e} nats per byte (float noise: below {NOISE:.0e})')
 
   _title(console, '6. What it writes')
-  prompt = data[: plan.length]
+  prompt = data[PROMPT : PROMPT + plan.length]
   text = decode(sample(other, prompt, 240))
   console.print(Text.assemble((text[: plan.length], 'dim'), text[plan.length :]))
   return largest < NOISE
@@ -104,12 +106,14 @@ def layouts(devices: int) -> tuple[Layout, Layout]:
 
 
 def _moved(before: Layout, after: Layout, state: Any, restored: Any) -> Table:
-  """A few parameters and optimizer moments, where they lay and where they lie."""
+  """One array of each kind, where it lay and where it lies."""
   table = Table('path', 'saved as', 'restored as', 'per device')
-  rows = list(zip(before.rows(state), after.rows(restored), strict=True))
-  large = sorted((pair for pair in rows if pair[0].shape), key=lambda pair: -pair[0].bytes)
-  for old, new in large[:6]:
-    sizes = f'{old.bytes_per_device // 1024} -> {new.bytes_per_device // 1024} KiB'
+  kinds = {}
+  for old, new in zip(before.rows(state), after.rows(restored), strict=True):
+    if old.names is not None and len(old.shape) > 1:
+      kinds.setdefault((old.path.split('/')[0], old.names), (old, new))
+  for old, new in list(kinds.values())[:8]:
+    sizes = f'{old.bytes_per_device / 1024:.3g} -> {new.bytes_per_device / 1024:.3g} KiB'
     table.add_row(*map(Text, (old.path, str(old.spec), str(new.spec), sizes)))
   return table
 

@@ -53,15 +53,27 @@ def train_step(state: TrainState, window: jax.Array) -> tuple[TrainState, jax.Ar
   return state.apply_gradients(grads=grads), loss
 
 
+class Trainer(NamedTuple):
+  """A layout, and the training step compiled under it: once, however often it is called."""
+
+  layout: Layout
+  step: Any
+  title: str
+
+  @classmethod
+  def under(cls, layout: Layout, title: str) -> Trainer:
+    """The training step under a layout; the state that it is given is used up."""
+    return cls(layout, layout.jit(train_step, donate_argnums=0), title)
+
+
 def train(
-  layout: Layout, state: Any, data: np.ndarray, plan: Plan, steps: range, title: str, console: Console
+  trainer: Trainer, state: Any, data: np.ndarray, plan: Plan, steps: range, console: Console
 ) -> tuple[Any, dict[int, float]]:
-  """Trains from step `steps.start` to `steps.stop` under a layout.
+  """Trains from step `steps.start` to `steps.stop`.
 
   Returns:
     The state, and the loss of each step.
   """
-  step = layout.jit(train_step, donate_argnums=0)
   losses: dict[int, jax.Array] = {}
   windows = batches(data, plan.batch, plan.length, start=steps.start)
   columns = [TextColumn('{task.description}'), BarColumn(), TextColumn('{task.completed}/{task.total}')]
@@ -70,10 +82,11 @@ def train(
     TimeRemainingColumn(),
   ]
   with Progress(*columns, console=console) as progress:
-    bar = progress.add_task(title, total=len(steps), loss=float('nan'), speed=0)
+    bar = progress.add_task(trainer.title, total=len(steps), loss=float('nan'), speed=0)
     begin = None
     for number in steps:
-      state, loss = step(state, layout.shard(next(windows), ('batch', None)))
+      batch = trainer.layout.shard(next(windows), ('batch', None))
+      state, loss = trainer.step(state, batch)
       losses[number] = loss
       begin = begin or (time.perf_counter(), number)
       done = number - begin[1]
@@ -82,7 +95,7 @@ def train(
   return state, {number: float(loss) for number, loss in losses.items()}
 
 
-def sample(state: Any, prompt: np.ndarray, count: int, temperature: float = 0.6) -> np.ndarray:
+def sample(state: Any, prompt: np.ndarray, count: int, temperature: float = 0.8) -> np.ndarray:
   """Goes on writing after `prompt`: int32 (length,) to int32 (length + count,).
 
   One sequence gives eight devices nothing to share, so the parameters move to one of them.
