@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -343,13 +344,19 @@ class Layout:
 
     Of the results (a tuple is several) those with names in them are states, and laid out whole.
     """
-    results = jax.tree.leaves(result, is_leaf=lambda node: type(node) not in (tuple, list))
-    return [sharding for each in results for sharding in self._output(self._memory.reboxed(each))]
+    result = self._memory.reboxed(result)
+    planned = iter(self._planner.leaf_shardings(result))
+    each = jax.tree.leaves(result, is_leaf=lambda node: type(node) not in (tuple, list))
+    return [
+      sharding if named else None
+      for part, named in zip(each, map(_has_names, each), strict=True)
+      for sharding in itertools.islice(planned, len(jax.tree.leaves(part)))
+    ]
 
-  def _output(self, result: Any) -> Sequence[NamedSharding | None]:
-    if any(map(trees.is_axis_metadata, jax.tree.leaves(result, is_leaf=trees.is_axis_metadata))):
-      return self._planner.leaf_shardings(result)
-    return [None] * len(jax.tree.leaves(result))
+
+def _has_names(tree: Any) -> bool:
+  is_box = trees.is_axis_metadata
+  return any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -215,6 +215,28 @@ def test_another_signature_gets_its_own_outputs(layout):
     assert double(jnp.ones(3)).shape == (3,)
 
 
+def test_parameters_and_optimizer_state_as_two_results(layout):
+  """Factored moments are read off the parameters, which are another result of the same function."""
+  tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+
+  def make(key, x):
+    params = MODEL.init(key, x)['params']
+    return params, tx.init(params)
+
+  def step(params, opt_state, x):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  params, opt_state = layout.init(make, jax.random.key(0), X)
+  assert opt_state[0].v_col['blocks']['w1'].value.sharding.spec == P(None, 'model')
+  new_params, new_state, _ = layout.jit(step)(params, opt_state, X)
+  for old, new in zip(
+    jax.tree.leaves((params, opt_state)), jax.tree.leaves((new_params, new_state)), strict=True
+  ):
+    assert new.sharding == old.sharding
+
+
 def test_another_batch_size_is_another_trace_of_the_same_program(layout):
   state = layout.init(create, jax.random.key(0), X)
   step = layout.jit(train_step)
