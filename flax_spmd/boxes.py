@@ -22,7 +22,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import flax.linen as nn
 import jax
@@ -87,26 +87,33 @@ class Partitioned(AxisMetadata[Any]):
     P('data', None)
   """
 
-  __slots__ = ('_children', '_static')
+  __slots__ = ('_pair',)
 
   def __init__(self, value: Any, names: Names, mesh: MeshLike | None = None):
-    self._children = (value,)
-    self._static = Static(_canonical(names), False, mesh)
+    if type(value) is Static:  # from unflattening, which happens to every box at every step
+      self._pair = (names, value)
+    else:
+      self._pair = ((value,), Static(_canonical(names), False, mesh))
+
+  @property
+  def static(self) -> Static:
+    """Everything but the value; one object for all boxes with the same names."""
+    return self._pair[1]
 
   @property
   def value(self) -> Any:
     """The boxed value."""
-    return self._children[0]
+    return self._pair[0][0]
 
   @property
   def names(self) -> Any:
     """One name per dimension."""
-    return self._static.names
+    return self.static.names
 
   @property
   def mesh(self) -> MeshLike | None:
     """The box's own mesh, if it was given one."""
-    return self._static.mesh
+    return self.static.mesh
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -142,7 +149,7 @@ class Partitioned(AxisMetadata[Any]):
 
   def replace_boxed(self, val: Any) -> Self:
     """A box with the same names around another value."""
-    return self._rebuilt(self._static, (val,))
+    return type(self)(self.static, (val,))
 
   def replace(self, **changes: Any) -> Self:
     """A box with some of `value`, `names`, `mesh` (and `rules`) changed."""
@@ -198,14 +205,6 @@ class Partitioned(AxisMetadata[Any]):
     """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
     return cls(metadata['value'], metadata['out_sharding'], metadata.get('mesh'))
 
-  @classmethod
-  def _rebuilt(cls, static: Static, children: Any) -> Self:
-    """The inverse of taking a box apart; jit does both to every box at every step."""
-    box = _new(cls)
-    box._children = children
-    box._static = static
-    return box
-
   def _fields(self) -> dict[str, Any]:
     return {'value': self.value, 'names': self.names, 'mesh': self.mesh}
 
@@ -252,13 +251,13 @@ class Partitioned(AxisMetadata[Any]):
       return True
     if not isinstance(other, Partitioned) or type(self) is not type(other):
       return NotImplemented
-    return self._static is other._static and _same_value(self.value, other.value)
+    return self.static is other.static and _same_value(self.value, other.value)
 
   def __hash__(self) -> int:
-    return hash((type(self), self._static))
+    return hash((type(self), self.static))
 
   def __repr__(self) -> str:
-    fields = {'names': self.names, 'mesh': self.mesh, 'rules': self._static.rules}
+    fields = {'names': self.names, 'mesh': self.mesh, 'rules': self.static.rules}
     shown = [f'{key}={value!r}' for key, value in fields.items() if value is not None]
     return f'{type(self).__name__}({", ".join([_short(self.value), *shown])})'
 
@@ -290,13 +289,16 @@ class LogicallyPartitioned(Partitioned):
   __slots__ = ()
 
   def __init__(self, value: Any, names: Names, mesh: MeshLike | None = None, rules: Any = None):
-    self._children = (value,)
-    self._static = Static(_canonical(names), True, mesh, None if rules is None else Rules.of(rules))
+    if type(value) is Static:
+      self._pair = (names, value)
+    else:
+      own_rules = None if rules is None else Rules.of(rules)
+      self._pair = ((value,), Static(_canonical(names), True, mesh, own_rules))
 
   @property
   def rules(self) -> Rules | None:
     """The box's own rules, if it was given some."""
-    return self._static.rules
+    return self.static.rules
 
   def get_sharding(self, mesh: MeshLike) -> NamedSharding:
     """The sharding of the value on `mesh`, by the box's rules or those in force.
@@ -383,18 +385,20 @@ def _unpickle(cls: type[Partitioned], fields: dict[str, Any]) -> Partitioned:
   return cls(**fields)
 
 
-_new = object.__new__
 _VALUE = jax.tree_util.GetAttrKey('value')
 
 
 def _register(cls: type[Partitioned], flax_cls: type) -> None:
-  """Makes `cls` a pytree, serialisable by Flax, and an instance of Flax's own box type."""
+  """Makes `cls` a pytree, serialisable by Flax, and an instance of Flax's own box type.
 
+  A box holds its children and its static part as the very pair that flattening returns, so taking it
+  apart runs in C, and putting it together is one call of the class.
+  """
   jax.tree_util.register_pytree_with_keys(
     cls,
-    lambda box: (((_VALUE, box._children[0]),), box._static),
-    cls._rebuilt,
-    operator.attrgetter('_children', '_static'),
+    lambda box: (((_VALUE, box._pair[0][0]),), box._pair[1]),
+    cast(Any, cls),
+    operator.attrgetter('_pair'),
   )
   serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict)
   flax_cls.register(cls)

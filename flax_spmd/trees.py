@@ -88,10 +88,11 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
   Boxes are opened whoever made them; of nested boxes, the outer one's names count.
   """
   if isinstance(leaf, Partitioned):
-    return leaf._static, leaf._children[0]
+    children, static = leaf._pair
+    return static, children[0]
   if not isinstance(leaf, AxisMetadata):
     return None, leaf
   box = own(leaf)
   if box is None:
     return None, unbox(leaf, apply_constraint=False)
-  return box._static, unbox(box.value, apply_constraint=False)
+  return box.static, unbox(box.value, apply_constraint=False)
