@@ -1,0 +1,88 @@
+"""What `import flax_spmd` adds to a program that imports Flax and Optax anyway.
+
+Whole interpreters are started, one with and one without the import, in pairs whose order is drawn; a
+figure is the median over pairs of the difference. Two clocks: the wall, and the CPU time of the
+process, which other work on the machine disturbs less. A difference of two processes of more than a
+second drowns in what else the machine does, so the import statement is also timed within the very same
+processes; that leaves out only what the interpreter does at its end.
+
+The garbage collector is off in both arms of the first figures. A full collection of the objects that
+JAX and Flax leave behind takes about 70 ms, and which arm it falls into is chance: some allocations
+more or less move it across the line. With the collector on, as it is for users, the same is reported
+without a target. Bytecode is cached: every arm runs once before it is timed.
+"""
+
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+from harness import Figure, Rounds, added, at_most, report, summary
+
+PAIRS = 15
+WITHOUT = 'import flax.linen, optax'
+WITH = """
+import flax.linen, optax, time
+start = time.process_time()
+import flax_spmd
+print(time.process_time() - start)
+"""
+COLLECTOR_OFF = 'import gc; gc.disable(); '
+
+
+def figures() -> list[Figure]:
+  off, on = _pairs(COLLECTOR_OFF), _pairs('')
+  return [
+    added('import, collector off, wall', _of(off, 0), 'with', 'without', at_most(50), unit='ms'),
+    added('import, collector off, CPU', _of(off, 1), 'with', 'without', unit='ms'),
+    summary('the statement, collector off, CPU', _statements(off), 'ms'),
+    added('import, collector on, wall', _of(on, 0), 'with', 'without', unit='ms'),
+    added('import, collector on, CPU', _of(on, 1), 'with', 'without', unit='ms'),
+    summary('the statement, collector on, CPU', _statements(on), 'ms'),
+  ]
+
+
+def _pairs(prelude: str):
+  """Per pair, the wall and the CPU seconds of the interpreter with and without the import."""
+  arms = {'without': prelude + WITHOUT, 'with': prelude + WITH}
+  for code in arms.values():
+    _run(code)
+  order = random.Random(0)
+  return [{arm: _run(arms[arm]) for arm in order.sample(list(arms), 2)} for _ in range(PAIRS)]
+
+
+def _of(pairs, clock: int) -> Rounds:
+  return [{arm: seconds[clock] for arm, seconds in pair.items()} for pair in pairs]
+
+
+def _statements(pairs) -> list[float]:
+  """Milliseconds of CPU that the import statement itself took, in each pair."""
+  return [1e3 * pair['with'].statement for pair in pairs]
+
+
+class Process(NamedTuple):
+  """Seconds that an interpreter took, and that it says its last import took."""
+
+  wall: float
+  cpu: float
+  statement: float
+
+
+def _run(code: str) -> Process:
+  environment = {k: v for k, v in os.environ.items() if k != 'PYTHONDONTWRITEBYTECODE'}
+  cpu, wall = _children_cpu(), time.perf_counter()
+  command = [sys.executable, '-c', code]
+  said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+  return Process(time.perf_counter() - wall, _children_cpu() - cpu, float(said or 'nan'))
+
+
+def _children_cpu() -> float:
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return used.ru_utime + used.ru_stime
+
+
+if __name__ == '__main__':
+  report('imports', figures)
