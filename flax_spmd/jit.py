@@ -8,7 +8,8 @@ layout has planned before (`layout.init(..., boxed=False)`), are pinned to the v
 layout planned, so that the next call finds its arguments just as they were compiled for; the rest is
 the compiler's choice.
 
-Two facts about JAX make this cost next to nothing per call. All `jax.jit` objects of one function
+Three facts about JAX make this cost next to nothing per call. The mesh and the rules matter while a
+function is traced, so a call sets neither (but for Explicit axes, which are part of the types). All `jax.jit` objects of one function
 share its traces, so the outputs' shardings can be read off a first trace and given to the real one.
 And as long as every signature seen has the same output shardings, JAX's own dispatch does all the
 work; a new signature is noticed because it is traced.
@@ -20,11 +21,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat
 from flax_spmd.context import InForce, scope
@@ -71,6 +74,7 @@ class Jitted:
     functools.update_wrapper(self, fn)
     self._mesh = mesh
     self._in_force = InForce(mesh, rules)
+    self._mesh_at_calls = not isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types
     self._plan_outputs = plan_outputs
     self._options = dict(options)
     self._finish = finish
@@ -82,13 +86,21 @@ class Jitted:
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the function; compiles it first where these arguments are new."""
-    with compat.mesh_scope(self._mesh):
-      if self._only is not None:
-        try:
-          return self._only[1](*args, **kwargs)
-        except _Changed:
-          pass
-      return self._for(args, kwargs)(*args, **kwargs)
+    if self._mesh_at_calls:
+      with self._scope():
+        return self._call(args, kwargs)
+    return self._call(args, kwargs)
+
+  def _scope(self) -> AbstractContextManager[Any]:
+    return compat.mesh_scope(self._mesh) if self._mesh_at_calls else nullcontext()
+
+  def _call(self, args, kwargs) -> Any:
+    if self._only is not None:
+      try:
+        return self._only[1](*args, **kwargs)
+      except _Changed:
+        pass
+    return self._for(args, kwargs)(*args, **kwargs)
 
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
     return self if instance is None else types.MethodType(self, instance)
@@ -98,17 +110,17 @@ class Jitted:
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """The `jax.stages.Lowered` for these arguments, which may be abstract."""
-    with compat.mesh_scope(self._mesh):
+    with self._scope():
       return self._for(args, kwargs).lower(*args, **kwargs)
 
   def trace(self, *args: Any, **kwargs: Any) -> Any:
     """The `jax.stages.Traced` for these arguments, which may be abstract."""
-    with compat.mesh_scope(self._mesh):
+    with self._scope():
       return self._for(args, kwargs).trace(*args, **kwargs)
 
   def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
     """Shapes and dtypes of the result for these arguments, which may be abstract."""
-    with compat.mesh_scope(self._mesh):
+    with self._scope():
       return self._for(args, kwargs).eval_shape(*args, **kwargs)
 
   def _for(self, args, kwargs) -> Any:
@@ -145,7 +157,7 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(fn)
   def body(*args, **kwargs):
-    with scope(jitted._in_force):
+    with scope(jitted._in_force), compat.mesh_scope(jitted._mesh):
       result = fn(*args, **kwargs)
     finished = result if jitted._finish is None else jitted._finish(result)
     outputs = jitted._outputs(result, finished)
@@ -154,9 +166,23 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
       reading.append(outputs)
     elif only is not None and only[0] != outputs:
       raise _Changed
-    return finished
+    return finished if any(outputs.shardings) else _on_all_devices(finished, jitted._mesh)
 
   return body
+
+
+def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
+  """The same result, from a program that surely runs on the mesh.
+
+  Where neither arguments nor results say on which devices, JAX would compile for one of them, and
+  constraints that know the mesh's axes only (Flax's) would mean nothing.
+  """
+  leaves, treedef = jax.tree.flatten(result)
+  if isinstance(mesh, Mesh) and leaves and isinstance(leaves[0], Tracer):
+    anywhere = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(leaves[0].shape))
+    if AxisType.Explicit not in mesh.axis_types:
+      leaves[0] = jax.lax.with_sharding_constraint(leaves[0], NamedSharding(mesh, anywhere))
+  return treedef.unflatten(leaves)
 
 
 class _Statics(NamedTuple):

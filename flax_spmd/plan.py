@@ -103,7 +103,14 @@ class Planner:
   def _places(self, tree: Any) -> tuple[Reading, list[Any]]:
     """A place per unit: its sharding, or where its arrays go different ways, a box of them."""
     reading = read_for_layout(tree)
-    places = [self._unit(reading, index, unit) for index, unit in enumerate(reading.units)]
+    memo, guesses = self._memo, reading.guesses
+    places = [
+      self.replicated
+      if static is None
+      else (index not in guesses and memo.get((static, getattr(value, 'shape', None))))
+      or self._unit(reading, index)
+      for index, (static, value) in enumerate(zip(reading.statics, reading.values, strict=True))
+    ]
     if None in places:
       raise_problems(self._problems(tree, reading))
     return reading, places
@@ -134,13 +141,13 @@ class Planner:
       return rules.resolve(names, shape, self.sizes)
     return resolve_axes(names, shape, self.sizes, self.rules.policies)
 
-  def _unit(self, reading: Reading, index: int, unit: Any) -> Any:
+  def _unit(self, reading: Reading, index: int) -> Any:
     """The sharding of one unit; None if something is wrong with it."""
     static = reading.statics[index]
     if static is None:
       return self.replicated
     if index in reading.guesses:
-      return self._guessed(unit, static, reading.guesses[index], reading.values[index])
+      return self._guessed(reading.units[index], static, reading.guesses[index], reading.values[index])
     value = reading.values[index]
     shape = getattr(value, 'shape', None)
     if shape is None:

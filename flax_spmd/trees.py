@@ -9,6 +9,7 @@ by Flax's own functions works everywhere.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,13 @@ from flax_spmd.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Sta
 
 def is_axis_metadata(val: Any) -> bool:
   """Whether `val` is a box: ours, Flax's, or anybody's `AxisMetadata`."""
-  return isinstance(val, AxisMetadata)
+  return _is_box_type(type(val))
+
+
+@functools.cache
+def _is_box_type(cls: type) -> bool:
+  """Asked of every node of every tree, and slow for abstract base classes."""
+  return issubclass(cls, AxisMetadata)
 
 
 def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
