@@ -114,7 +114,8 @@ def test_restored_under_every_layout(saved, name, boxed):
   assert_equal(state, restored)
   assert jax.tree.structure(restored) == jax.tree.structure(target)
   for array, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
-    assert array.sharding == wanted.sharding
+    # Not ==: on jax 0.10 a key on one device has P(None) for its P().
+    assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
 
 
 def test_training_goes_on_in_the_restored_state(tmp_path):
