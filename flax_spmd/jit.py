@@ -8,11 +8,11 @@ layout has planned before (`layout.init(..., boxed=False)`), are pinned to the v
 layout planned, so that the next call finds its arguments just as they were compiled for; the rest is
 the compiler's choice.
 
-Three facts about JAX make this cost next to nothing per call. The mesh and the rules matter while a
-function is traced, so a call sets neither (but for Explicit axes, which are part of the types). All `jax.jit` objects of one function
-share its traces, so the outputs' shardings can be read off a first trace and given to the real one.
-And as long as every signature seen has the same output shardings, JAX's own dispatch does all the
-work; a new signature is noticed because it is traced.
+Three facts about JAX make this cost next to nothing per call. Mesh and rules matter only while a
+function is traced, so a call sets neither (but for Explicit axes, which are part of the types). All
+`jax.jit` objects of one function share its traces, so the outputs' shardings can be read off a first
+trace and given to the real one. And as long as every signature seen has the same output shardings,
+JAX's own dispatch does all the work; a new signature is noticed because it is traced.
 """
 
 from __future__ import annotations

@@ -109,6 +109,17 @@ def test_equal_layouts_share_traces():
   assert len(traces) == 1
 
 
+def test_a_function_of_one_layout_called_inside_another():
+  """It carries its own mesh and rules, whatever is in force around the call."""
+  other = spmd.Layout({'data': 4, 'model': 2}, B.rules)
+  for module in (Ours, Flaxs):
+    f = A.jit(plain(module))
+    with other:
+      assert f(X).sharding.spec == EXPECTED[A]
+      assert dict(f(X).sharding.mesh.shape) == {'data': 2, 'model': 4}
+      assert spmd.get_logical_axis_rules() == other.rules.clauses
+
+
 def test_rules_only_context_swaps_too():
   f = jax.jit(partial(spmd.with_logical_constraint, logical_axis_resources=('batch', 'hidden')))
   with jax.set_mesh(A.mesh):
