@@ -1,7 +1,7 @@
 """The plan of a tree: where each of its arrays goes on a mesh under a rule table, and why.
 
-A planner resolves each distinct (names, shape) once and remembers it, so that a state of ten
-thousand leaves costs little more than walking it. Everything that is wrong with a tree is found here,
+A planner resolves each distinct (names, shape) once and remembers it, and remembers whole trees too,
+so that a state of ten thousand leaves costs little more than walking it. Everything that is wrong with a tree is found here,
 before anything is compiled or placed, and is raised as one error that lists every offender.
 
     planner = Planner(mesh, rules)
@@ -57,6 +57,20 @@ class Row(NamedTuple):
   guess: Guess | None
 
 
+class _Placed(NamedTuple):
+  """Where a tree goes: its structure with boxes as leaves, a place for each of these, and per array.
+
+  A unit's place is its sharding, or where its arrays go different ways, a box of shardings.
+  """
+
+  treedef: Any
+  by_unit: list[Any]
+  by_leaf: list[NamedSharding]
+
+
+_REMEMBERED_TREES = 64
+
+
 class Planner:
   """Plans trees for one mesh and one rule table.
 
@@ -71,6 +85,7 @@ class Planner:
     self.sizes = axis_sizes(mesh)
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self._memo: dict[Any, NamedSharding] = {}
+    self._trees: dict[Any, _Placed] = {}
 
   def shardings(self, tree: Any) -> Any:
     """A tree like `tree` with a NamedSharding for every box and every leaf without a box.
@@ -79,17 +94,12 @@ class Planner:
       LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: names all leaves that do not
         fit, each with its path.
     """
-    reading, places = self._places(tree)
-    return reading.treedef.unflatten(places)
+    placed = self._placed(tree)
+    return placed.treedef.unflatten(placed.by_unit)
 
   def leaf_shardings(self, tree: Any) -> list[NamedSharding]:
     """A NamedSharding per leaf, in the order of `jax.tree.leaves(tree)`; raises as `shardings`."""
-    reading, places = self._places(tree)
-    return [
-      sharding
-      for unit, place in zip(reading.units, places, strict=True)
-      for sharding in _spread(unit, place)
-    ]
+    return list(self._placed(tree).by_leaf)
 
   def leaf_names(self, tree: Any) -> list[Any]:
     """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without."""
@@ -100,8 +110,22 @@ class Planner:
       for _, _, guess in _arrays(reading, index)
     ]
 
-  def _places(self, tree: Any) -> tuple[Reading, list[Any]]:
-    """A place per unit: its sharding, or where its arrays go different ways, a box of them."""
+  def _placed(self, tree: Any) -> _Placed:
+    """Where everything goes; remembered by structure (names are part of it) and shapes."""
+    leaves, treedef = jax.tree.flatten(tree)
+    form = treedef, tuple([getattr(leaf, 'shape', None) for leaf in leaves])
+    try:
+      found = self._trees.get(form)
+    except TypeError:  # something static in the tree is not hashable
+      return self._place(tree)
+    if found is None:
+      found = self._place(tree)
+      if len(self._trees) >= _REMEMBERED_TREES:
+        self._trees.clear()
+      self._trees[form] = found
+    return found
+
+  def _place(self, tree: Any) -> _Placed:
     reading = read_for_layout(tree)
     memo, guesses = self._memo, reading.guesses
     places = [
@@ -113,7 +137,12 @@ class Planner:
     ]
     if None in places:
       raise_problems(self._problems(tree, reading))
-    return reading, places
+    by_leaf = [
+      sharding
+      for unit, place in zip(reading.units, places, strict=True)
+      for sharding in _spread(unit, place)
+    ]
+    return _Placed(reading.treedef, places, by_leaf)
 
   def rows(self, tree: Any) -> list[Row]:
     """Every array of the tree with its decisions; raises nothing, see `problems`."""
