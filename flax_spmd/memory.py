@@ -67,8 +67,12 @@ class Memory:
 
 
 def _form(tree: Any) -> Any:
-  """What a state without boxes is known by; None for a single leaf."""
+  """What a state without boxes is known by; None for a single leaf, and where that has no hash."""
   leaves, treedef = jax.tree.flatten(tree)
   if jax.tree_util.treedef_is_leaf(treedef):
+    return None
+  try:
+    hash(treedef)
+  except TypeError:  # something static in the tree is not hashable
     return None
   return treedef, tuple(getattr(leaf, 'shape', ()) for leaf in leaves)

@@ -132,7 +132,7 @@ class Planner:
       self.replicated
       if static is None
       else (index not in guesses and memo.get((static, getattr(value, 'shape', None))))
-      or self._unit(reading, index)
+      or self._unit(reading, index, static)
       for index, (static, value) in enumerate(zip(reading.statics, reading.values, strict=True))
     ]
     if None in places:
@@ -145,15 +145,11 @@ class Planner:
     return _Placed(reading.treedef, places, by_leaf)
 
   def rows(self, tree: Any) -> list[Row]:
-    """Every array of the tree with its decisions; raises nothing, see `problems`."""
+    """Every array of the tree with its decisions; raises nothing."""
     reading = read_for_layout(tree)
     return [
       row for index, path in enumerate(unit_paths(tree)) for row in self._rows(reading, index, path)
     ]
-
-  def problems(self, tree: Any) -> list[Problem]:
-    """Everything that `shardings` would raise for this tree."""
-    return self._problems(tree, read_for_layout(tree))
 
   def resolve(self, static: Static | None, shape: tuple[int, ...]) -> Resolution:
     """What is decided about an array of this shape under a box's names (None: it has no box)."""
@@ -170,11 +166,8 @@ class Planner:
       return rules.resolve(names, shape, self.sizes)
     return resolve_axes(names, shape, self.sizes, self.rules.policies)
 
-  def _unit(self, reading: Reading, index: int) -> Any:
-    """The sharding of one unit; None if something is wrong with it."""
-    static = reading.statics[index]
-    if static is None:
-      return self.replicated
+  def _unit(self, reading: Reading, index: int, static: Static) -> Any:
+    """The place of one unit that has names; None if something is wrong with it."""
     if index in reading.guesses:
       return self._guessed(reading.units[index], static, reading.guesses[index], reading.values[index])
     value = reading.values[index]

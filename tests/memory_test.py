@@ -1,5 +1,9 @@
 """States without boxes: known by their form, in every equal layout, and never mistaken for another."""
 
+import dataclasses
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,3 +96,17 @@ def test_a_checkpoint_of_a_state_without_boxes_has_its_names(tmp_path):
   state = lay.init(make('embed', 'hidden'), boxed=False)
   checkpoint.save(tmp_path / 'a', state, layout=layout('t8'))
   assert record.load(tmp_path / 'a').names == {'b': None, 'w': ['embed', 'hidden']}
+
+
+def test_trees_with_static_parts_that_have_no_hash_are_planned_all_the_same():
+  @partial(jax.tree_util.register_dataclass, data_fields=['w'], meta_fields=['config'])
+  @dataclasses.dataclass
+  class State:
+    w: Any
+    config: dict
+
+  lay = layout('t9')
+  lay.init(make('embed', 'hidden'), boxed=False)
+  box = spmd.LogicallyPartitioned(jnp.ones((16, 16)), ('embed', 'hidden'))
+  assert lay.spec(State(box, {})).w == P(None, 'model')
+  assert lay.names(State(jnp.ones(3), {})) == [None]
