@@ -35,34 +35,40 @@ from flax_spmd.trees import is_axis_metadata, static_of
 class Reading(NamedTuple):
   """The units of a tree (boxes, and leaves without a box) and what is known of their names.
 
-  `guesses` holds, per index of a unit whose names do not apply as they are, one guess for each
-  array in it.
+  Per unit: its names, its value, and the value's shape (None: it is no array). `guesses` holds, per
+  index of a unit whose names do not apply as they are, one guess for each array in it.
   """
 
   units: list[Any]
   treedef: Any
   statics: list[Static | None]
   values: list[Any]
+  shapes: list[tuple[int, ...] | None]
   guesses: dict[int, list[Guess]]
 
 
 def read(tree: Any) -> Reading:
   """Reads the names of every unit of `tree`. Never raises: what does not fit is left to the plan."""
   units, treedef = jax.tree.flatten(tree, is_leaf=is_axis_metadata)
-  statics: list[Static | None] = []
-  values: list[Any] = []
-  shape_of: dict[Static, Any] = {}
-  odd: set[Static] = set()
-  for unit in units:
-    static, value = static_of(unit)
-    statics.append(static)
-    values.append(value)
-    if static is not None:
-      shape = getattr(value, 'shape', None)
-      if shape_of.setdefault(static, shape) != shape or shape is None or len(shape) != len(static.names):
-        odd.add(static)
+  pairs = [static_of(unit) for unit in units]
+  statics = [static for static, _ in pairs]
+  values = [value for _, value in pairs]
+  shapes = [getattr(value, 'shape', None) for value in values]
+  odd = _odd(set(zip(statics, shapes, strict=True)))
   guesses = _guess_all(tree, statics, values, odd) if odd else {}
-  return Reading(units, treedef, statics, values, guesses)
+  return Reading(units, treedef, statics, values, shapes, guesses)
+
+
+def _odd(found: set[tuple[Static | None, Any]]) -> set[Static]:
+  """The names that values of several shapes share, or whose number is not a value's rank."""
+  once: set[Static] = set()
+  odd: set[Static] = set()
+  for static, shape in found:
+    if static is not None:
+      if static in once or shape is None or len(shape) != len(static.names):
+        odd.add(static)
+      once.add(static)
+  return odd
 
 
 def read_for_layout(tree: Any) -> Reading:

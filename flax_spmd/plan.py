@@ -11,6 +11,7 @@ before anything is compiled or placed, and is raised as one error that lists eve
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -127,21 +128,20 @@ class Planner:
 
   def _place(self, tree: Any) -> _Placed:
     reading = read_for_layout(tree)
-    memo, guesses = self._memo, reading.guesses
-    places = [
-      self.replicated
-      if static is None
-      else (index not in guesses and memo.get((static, getattr(value, 'shape', None))))
-      or self._unit(reading, index, static)
-      for index, (static, value) in enumerate(zip(reading.statics, reading.values, strict=True))
-    ]
+    pairs = list(zip(reading.statics, reading.shapes, strict=True))
+    for static, shape in set(pairs).difference(self._memo):
+      self._learn(static, shape)
+    places: list[Any] = list(map(self._memo.get, pairs))
+    if reading.guesses or None in places:
+      places = [
+        self._unusual(reading, index) if place is None or index in reading.guesses else place
+        for index, place in enumerate(places)
+      ]
     if None in places:
       raise_problems(self._problems(tree, reading))
-    by_leaf = [
-      sharding
-      for unit, place in zip(reading.units, places, strict=True)
-      for sharding in _spread(unit, place)
-    ]
+    by_leaf = places
+    if None in reading.shapes:  # some units are no single array
+      by_leaf = list(itertools.chain.from_iterable(map(_spread, reading.units, places)))
     return _Placed(reading.treedef, places, by_leaf)
 
   def rows(self, tree: Any) -> list[Row]:
@@ -166,22 +166,21 @@ class Planner:
       return rules.resolve(names, shape, self.sizes)
     return resolve_axes(names, shape, self.sizes, self.rules.policies)
 
-  def _unit(self, reading: Reading, index: int, static: Static) -> Any:
-    """The place of one unit that has names; None if something is wrong with it."""
+  def _learn(self, static: Static | None, shape: Any) -> None:
+    """Remembers the place of an array of this shape under these names, if nothing is wrong with it."""
+    if static is None or shape is not None:
+      resolution = self.resolve(static, shape)
+      if not resolution.problems:
+        self._memo[static, shape] = NamedSharding(self.mesh, resolution.spec)
+
+  def _unusual(self, reading: Reading, index: int) -> Any:
+    """The place of a unit that names and shape do not decide; None if something is wrong with it."""
     if index in reading.guesses:
-      return self._guessed(reading.units[index], static, reading.guesses[index], reading.values[index])
-    value = reading.values[index]
-    shape = getattr(value, 'shape', None)
-    if shape is None:
-      return self._subtree(static, value)
-    key = (static, shape)
-    sharding = self._memo.get(key)
-    if sharding is None:
-      resolution = self.resolve(static, tuple(shape))
-      if resolution.problems:
-        return None
-      sharding = self._memo[key] = NamedSharding(self.mesh, resolution.spec)
-    return sharding
+      return self._guessed(reading, index)
+    static = reading.statics[index]
+    if static is None or reading.shapes[index] is not None:
+      return None
+    return self._subtree(static, reading.values[index])
 
   def _subtree(self, static: Static, value: Any) -> NamedSharding | None:
     """A box around a tree: one spec for all of its arrays, as in Flax."""
@@ -190,17 +189,14 @@ class Planner:
       return None
     return NamedSharding(self.mesh, resolutions[0].spec) if resolutions else self.replicated
 
-  def _guessed(self, unit, static, guesses: list[Guess], value) -> Any:
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(value)]
-    resolutions = [
-      self._from_guess(static, guess, shape) for guess, shape in zip(guesses, shapes, strict=True)
-    ]
+  def _guessed(self, reading: Reading, index: int) -> Any:
+    resolutions = [resolution for _, _, _, resolution in self._resolutions(reading, index)]
     if any(resolution.problems for resolution in resolutions):
       return None
     placed = [NamedSharding(self.mesh, resolution.spec) for resolution in resolutions]
     if len(set(placed)) <= 1:
       return placed[0] if placed else self.replicated
-    return jax.tree.structure(unit).unflatten(placed)
+    return jax.tree.structure(reading.units[index]).unflatten(placed)
 
   def _from_guess(self, static: Static, guess: Guess, shape) -> Resolution:
     if guess.names is None:

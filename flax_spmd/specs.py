@@ -12,15 +12,16 @@ go, checks it against shapes and mesh, and explains it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd.boxes import Static
 from flax_spmd.context import in_force
 from flax_spmd.mesh import MeshLike
-from flax_spmd.naming import read
-from flax_spmd.optimizer_state import Guess
+from flax_spmd.naming import Reading, read
 from flax_spmd.resolution import Names
 from flax_spmd.rules import Rules
 from flax_spmd.trees import is_axis_metadata, own
@@ -41,18 +42,13 @@ def get_partition_spec(tree: Any) -> Any:
     {'n': P(), 'w': P('embed', 'mlp')}
   """
   reading = read(tree)
-  memo: dict[Any, PartitionSpec] = {}
-  specs: list[Any] = []
-  for index, (unit, static) in enumerate(zip(reading.units, reading.statics, strict=True)):
-    if static is None:
-      specs.append(PartitionSpec() if hasattr(unit, 'shape') else None)
-    elif index in reading.guesses:
-      specs.append(_guessed(unit, reading.guesses[index]))
-    else:
-      spec = memo.get(static)
-      if spec is None:
-        spec = memo[static] = PartitionSpec(*static.names)
-      specs.append(spec)
+  by_static: dict[Static | None, Any] = {
+    static: PartitionSpec(*(static.names if static is not None else ()))
+    for static in set(reading.statics)
+  }
+  specs = [by_static[static] for static in reading.statics]
+  if None in reading.shapes or reading.guesses:  # Python scalars, boxes around several arrays
+    specs = [_spec(reading, index, spec) for index, spec in enumerate(specs)]
   return reading.treedef.unflatten(specs)
 
 
@@ -123,16 +119,7 @@ def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
     >>> logical_to_mesh({'w': PartitionSpec('embed', 'mlp')}, (('mlp', 'model'),))
     {'w': P(None, 'model')}
   """
-  table = _table(rules)
-  memo: dict[PartitionSpec, Any] = {}
-
-  def one(spec):
-    found = memo.get(spec)
-    if found is None:
-      found = memo[spec] = table.spec(spec)
-    return found
-
-  return jax.tree.map(one, tree, is_leaf=_is_spec)
+  return _map_specs(_table(rules).spec, tree)
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> Any:
@@ -149,23 +136,27 @@ def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> An
     P(None, 'model')
   """
   table = _table(rules)
-  memo: dict[PartitionSpec, NamedSharding] = {}
-
-  def one(spec):
-    found = memo.get(spec)
-    if found is None:
-      found = memo[spec] = NamedSharding(mesh, table.spec(spec) or PartitionSpec())
-    return found
-
-  return jax.tree.map(one, tree, is_leaf=_is_spec)
+  return _map_specs(lambda spec: NamedSharding(mesh, table.spec(spec) or PartitionSpec()), tree)
 
 
-def _guessed(box: Any, guesses: list[Guess]) -> Any:
-  """A guessed box' spec: one for all of its arrays, or the box with a spec for each."""
-  specs = [PartitionSpec(*(guess.names or ())) for guess in guesses]
+def _spec(reading: Reading, index: int, spec: PartitionSpec) -> Any:
+  """A unit's spec: None for what is no array, one for all the arrays of a box, or a box of specs."""
+  if reading.statics[index] is None and reading.shapes[index] is None:
+    return None
+  if index not in reading.guesses:
+    return spec
+  specs = [PartitionSpec(*(guess.names or ())) for guess in reading.guesses[index]]
   if len(set(specs)) <= 1:
     return specs[0] if specs else PartitionSpec()
-  return jax.tree.structure(box).unflatten(specs)
+  return jax.tree.structure(reading.units[index]).unflatten(specs)
+
+
+def _map_specs(fn: Callable[[Any], Any], tree: Any) -> Any:
+  """`fn` of every spec of a tree; called once for each object, since few specs stand in many places."""
+  specs, treedef = jax.tree.flatten(tree, is_leaf=_is_spec)
+  by_id = {id(spec): spec for spec in specs}
+  found = {key: fn(spec) for key, spec in by_id.items()}
+  return treedef.unflatten([found[id(spec)] for spec in specs])
 
 
 def _table(rules: Any) -> Rules:

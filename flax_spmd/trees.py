@@ -94,10 +94,11 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
 
   Boxes are opened whoever made them; of nested boxes, the outer one's names count.
   """
-  if isinstance(leaf, Partitioned):
-    children, static = leaf._pair
-    return static, children[0]
-  if not isinstance(leaf, AxisMetadata):
+  cls = type(leaf)
+  if cls is LogicallyPartitioned or cls is Partitioned:  # asked of every leaf of every tree
+    (value,), static = leaf._pair
+    return static, value
+  if not _is_box_type(cls):
     return None, leaf
   box = own(leaf)
   if box is None:
