@@ -22,7 +22,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
 import flax.linen as nn
 import jax
@@ -43,6 +43,10 @@ from flax_spmd.rules import Rules
 PARTITION_NAME = meta.PARTITION_NAME
 
 AxisMetadata = meta.AxisMetadata
+
+
+_Base: TypeAlias = AxisMetadata[Any] if TYPE_CHECKING else object
+"""A box is an `AxisMetadata` by registration: inheriting would give every box a dictionary."""
 
 
 class Static:
@@ -70,7 +74,7 @@ class Static:
     return repr(self.names)
 
 
-class Partitioned(AxisMetadata[Any]):
+class Partitioned(_Base):
   """A value and the mesh axes that its dimensions lie over.
 
   Args:
@@ -94,6 +98,11 @@ class Partitioned(AxisMetadata[Any]):
       self._pair = (names, value)
     else:
       self._pair = ((value,), Static(_canonical(names), False, mesh))
+
+  @property
+  def __dict__(self) -> dict[str, Any]:
+    """The fields, for `vars(box)`, by which `nnx.bridge` reads a box."""
+    return self._fields()
 
   @property
   def static(self) -> Static:
