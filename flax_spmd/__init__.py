@@ -20,6 +20,8 @@ from flax_spmd.boxes import LogicallyPartitioned as LogicallyPartitioned
 from flax_spmd.boxes import Partitioned as Partitioned
 from flax_spmd.boxes import with_logical_partitioning as with_logical_partitioning
 from flax_spmd.boxes import with_partitioning as with_partitioning
+from flax_spmd.clauses import Leaf as Leaf
+from flax_spmd.clauses import fsdp as fsdp
 from flax_spmd.constraints import RulesFallback as RulesFallback
 from flax_spmd.constraints import constrain as constrain
 from flax_spmd.constraints import with_logical_constraint as with_logical_constraint

@@ -332,7 +332,7 @@ class LogicallyPartitioned(Partitioned):
     """The fields under the names that `nnx.Variable` has for them; the box stays as it is."""
     described = super().to_nnx_metadata()
     rules = described.pop('rules')
-    return {**described, 'sharding_rules': None if rules is None else rules.clauses}
+    return {**described, 'sharding_rules': None if rules is None else rules.pairs}
 
   def _fields(self) -> dict[str, Any]:
     return {**super()._fields(), 'rules': self.rules}

@@ -57,7 +57,7 @@ def in_force(*, tracing: bool = False) -> InForce:
   rules = nn.get_logical_axis_rules()
   if held is None:
     return InForce(None, Rules.of(rules)) if rules else _NOTHING
-  return held if rules == held.rules.clauses else held._replace(rules=Rules.of(rules))
+  return held if rules == held.rules.pairs else held._replace(rules=Rules.of(rules))
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def scope(inner: InForce) -> Iterator[None]:
   flax_rules = nn.get_logical_axis_rules()
   try:
     with _jit_key(inner):
-      nn.set_logical_axis_rules(inner.rules.clauses)
+      nn.set_logical_axis_rules(inner.rules.pairs)
       yield
   finally:
     nn.set_logical_axis_rules(flax_rules)
@@ -106,7 +106,7 @@ def logical_axis_rules(rules: Any) -> Iterator[None]:
 
 def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
   """The rules in force, as plain pairs; `()` where there are none."""
-  return in_force().rules.clauses
+  return in_force().rules.pairs
 
 
 def set_logical_axis_rules(rules: Any) -> None:
@@ -122,7 +122,7 @@ def set_logical_axis_rules(rules: Any) -> None:
   held = None if inner == _NOTHING else inner
   _in_force.set(held)
   _jit_key(held).__enter__()
-  nn.set_logical_axis_rules(inner.rules.clauses)
+  nn.set_logical_axis_rules(inner.rules.pairs)
 
 
 _OUT_OF_STEP = (

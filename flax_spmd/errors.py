@@ -86,9 +86,9 @@ class Problem(NamedTuple):
   fix: str
   kind: type[FlaxSpmdError] = LayoutError
 
-  def at(self, where: str) -> Problem:
+  def at(self, where: str, joint: str | None = None) -> Problem:
     """The same problem with its place put before it: `params/w, dim 0 'embed': ...`."""
-    joint = ', ' if self.text.startswith('dim ') else ': '
+    joint = joint or (', ' if self.text.startswith('dim ') else ': ')
     return self._replace(text=f'{where}{joint}{self.text}')
 
 

@@ -11,7 +11,7 @@ shapes under its parameters' names, `flax_spmd.optimizer_state` says what they a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from flax_spmd.boxes import Static
 from flax_spmd.optimizer_state import (
   Guess,
   Unit,
+  below_a_field,
   field_of,
   guess,
   guess_alone,
@@ -118,12 +119,58 @@ def unit_paths(tree: Any) -> list[str]:
 def copies(tree: Any) -> dict[int, int]:
   """Units that are only a parameter once more (moments in optimizer state), and that parameter.
 
-  Whatever is wrong with a parameter's names is wrong with its copies too, and is said once.
+  Whatever is wrong with a parameter is wrong with its copies too, and is said once.
   """
-  reading = read(tree)
-  units = _units(tree, reading.statics, reading.values)
-  same = {i: unit._replace(fits=True) for i, unit in units.items()}
-  return {i: owner for i, owner in owners(same).items() if units[i].shape == units[owner].shape}
+  units = _all_units(tree, read(tree))
+  return {i: owner for i, owner in owners(units).items() if units[i].shape == units[owner].shape}
+
+
+def parameters_of(tree: Any, reading: Reading, routes: Sequence[Any]) -> dict[int, tuple[int, str]]:
+  """Optimizer state that path rules reach and that is not shaped like its parameter.
+
+  Args:
+    tree: any tree.
+    reading: what `read_for_layout` says of it.
+    routes: per unit, which path rule reaches it (None: none does).
+
+  Returns:
+    Per index of such a unit, its parameter's index, and the field of the optimizer that holds it.
+  """
+  reached = [_names_a_spec(route) for route in routes]
+  described = list(zip(_with_paths(tree), routes, reading.shapes, reached, strict=True))
+  seen = {
+    (route, shape)
+    for (path, _), route, shape, by_spec in described
+    if by_spec and not below_a_field(path)
+  }
+  odd = {
+    i
+    for i, (_, route, shape, by_spec) in enumerate(described)
+    if by_spec and shape and (route, shape) not in seen and math.prod(shape) > 1
+  }
+  if not odd:
+    return {}
+  units = _all_units(tree, reading)
+  return {
+    i: (owner, field_of(units[i].path))
+    for i, owner in owners(units).items()
+    if i in odd and units[i].shape != units[owner].shape
+  }
+
+
+def _names_a_spec(route: Any) -> bool:
+  """Whether a route ends at a rule with a spec, in whatever table within the table."""
+  return route is not None and (not isinstance(route, tuple) or _names_a_spec(route[1]))
+
+
+def _all_units(tree: Any, reading: Reading) -> dict[int, Unit]:
+  """Every unit that is one array, with names or without."""
+  described = zip(_with_paths(tree), reading.statics, reading.shapes, strict=True)
+  return {
+    i: Unit(path, static, shape, fits=True)
+    for i, ((path, _), static, shape) in enumerate(described)
+    if shape is not None
+  }
 
 
 def _guess_all(tree, statics, values, odd) -> dict[int, list[Guess]]:

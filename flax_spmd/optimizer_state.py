@@ -104,7 +104,7 @@ def owners(units: Mapping[int, Unit]) -> dict[int, int]:
         by_end[unit.names, keys[i][-length:]].append(i)
   found = {}
   for i, unit in units.items():
-    if not unit.fits or _below_a_field(unit.path):
+    if not unit.fits or below_a_field(unit.path):
       owner = _owner(i, units, keys, by_end)
       if owner is not None:
         found[i] = owner
@@ -114,6 +114,11 @@ def owners(units: Mapping[int, Unit]) -> dict[int, int]:
 def field_of(path: KeyPath) -> str:
   """The innermost field of the optimizer's state on a path: `v_row`."""
   return next((entry.name for entry in reversed(path) if isinstance(entry, GetAttrKey)), '')
+
+
+def below_a_field(path: KeyPath) -> bool:
+  """Whether there is a field below the tree's top, as in `opt_state/0/mu/...`."""
+  return any(isinstance(entry, GetAttrKey) for entry in path[1:])
 
 
 def inside_optax(tree: Any, path: KeyPath) -> bool:
@@ -138,11 +143,6 @@ def _tail_lengths(keys: Sequence[Any]) -> Sequence[int]:
   """How much of a parameter's path its state can repeat: all but its root, or a collection more."""
   shortest = len(keys) - (2 if 'params' in keys[:2] else 1)
   return range(len(keys), max(shortest, 1) - 1, -1)
-
-
-def _below_a_field(path: KeyPath) -> bool:
-  """Whether there is a field below the tree's top, as in `opt_state/0/mu/...`."""
-  return any(isinstance(entry, GetAttrKey) for entry in path[1:])
 
 
 def _owner(i: int, units: Mapping[int, Unit], keys, by_end) -> int | None:

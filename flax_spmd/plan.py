@@ -1,8 +1,9 @@
 """The plan of a tree: where each of its arrays goes on a mesh under a rule table, and why.
 
-A planner resolves each distinct (names, shape) once and remembers it, and remembers whole trees too,
-so that a state of ten thousand leaves costs little more than walking it. Everything that is wrong with a tree is found here,
-before anything is compiled or placed, and is raised as one error that lists every offender.
+A planner resolves each distinct kind of array (names, shape, and what the rules ask for besides) once and
+remembers it, and remembers whole trees too, so that a state of ten thousand leaves costs little more
+than walking it. Everything that is wrong with a tree is found here, before anything is compiled or
+placed, and is raised as one error that lists every offender.
 
     planner = Planner(mesh, rules)
     planner.shardings(tree)    # a NamedSharding per leaf
@@ -13,22 +14,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd.arrays import resolver_of
 from flax_spmd.boxes import Static
+from flax_spmd.clauses import Leaf
 from flax_spmd.errors import Problem, raise_problems
 from flax_spmd.mesh import MeshLike, axis_sizes
-from flax_spmd.naming import Reading, copies, read_for_layout, unit_paths
-from flax_spmd.optimizer_state import Guess
-from flax_spmd.resolution import Decision, Resolution, axis_names, resolve_axes
+from flax_spmd.naming import Reading, copies, parameters_of, read_for_layout, unit_paths
+from flax_spmd.optimizer_state import Guess, guess
+from flax_spmd.resolution import Decision, Resolution, RuleId, Skipped, axis_names, resolve_axes
 from flax_spmd.rules import Rules
-
-_REPLICATED = Resolution(PartitionSpec(), ())
 
 
 class Row(NamedTuple):
@@ -40,7 +41,9 @@ class Row(NamedTuple):
     names: its names (None: it has none).
     logical: whether these are logical names, rather than mesh axes.
     spec: where it goes.
-    decisions: one per dimension that has a name.
+    decisions: one per dimension that something is known about.
+    owner: the rule that took the array as a whole, by its path or by a policy, if one did.
+    skipped: the `fsdp` rules that found no dimension to fill.
     bytes: of the whole array.
     bytes_per_device: of the piece that one device holds.
     guess: for optimizer state that is not shaped like its parameter, what it was taken for.
@@ -53,6 +56,8 @@ class Row(NamedTuple):
   logical: bool
   spec: PartitionSpec
   decisions: tuple[Decision, ...]
+  owner: RuleId | None
+  skipped: tuple[Skipped, ...]
   bytes: int
   bytes_per_device: int
   guess: Guess | None
@@ -67,6 +72,28 @@ class _Placed(NamedTuple):
   treedef: Any
   by_unit: list[Any]
   by_leaf: list[NamedSharding]
+
+
+class _Array(NamedTuple):
+  """One array of a unit: the leaf, what it was taken for if it is optimizer state, what was decided."""
+
+  leaf: Any
+  shape: tuple[int, ...]
+  guess: Guess | None
+  resolution: Resolution
+
+
+class _Survey(NamedTuple):
+  """A tree as it was read, and what decides about each of its units.
+
+  Units with equal `keys` go alike. `derived` holds, per index, optimizer state that a path rule would
+  take for the parameter that it is not shaped like.
+  """
+
+  reading: Reading
+  paths: list[str]
+  keys: list[Any]
+  derived: dict[int, tuple[Guess, Resolution]]
 
 
 _REMEMBERED_TREES = 64
@@ -85,6 +112,7 @@ class Planner:
     self.rules = rules
     self.sizes = axis_sizes(mesh)
     self.replicated = NamedSharding(mesh, PartitionSpec())
+    self._resolver = resolver_of(rules)
     self._memo: dict[Any, NamedSharding] = {}
     self._trees: dict[Any, _Placed] = {}
 
@@ -111,10 +139,32 @@ class Planner:
       for _, _, guess in _arrays(reading, index)
     ]
 
+  def rows(self, tree: Any) -> list[Row]:
+    """Every array of the tree with its decisions; raises nothing."""
+    survey = self._survey(tree, with_paths=True)
+    return [row for index in range(len(survey.keys)) for row in self._rows(survey, index)]
+
+  def resolve(
+    self, static: Static | None, shape: tuple[int, ...], dtype: Any = None, path: str = ''
+  ) -> Resolution:
+    """What is decided about an array with a box's names (None: it has no box)."""
+    if static is None:
+      return self._resolver.resolve(Leaf(path, shape, dtype), self.sizes)
+    resolver = self._resolver if static.rules is None else resolver_of(static.rules)
+    wrong = _misfit(static.names, shape)
+    if wrong is not None:
+      return Resolution(PartitionSpec(), (), (wrong,))
+    leaf = Leaf(path, shape, dtype, tuple(static.names))
+    return resolver.resolve(leaf, self.sizes, axes=not static.logical)
+
+  # -- placing
+
   def _placed(self, tree: Any) -> _Placed:
-    """Where everything goes; remembered by structure (names are part of it) and shapes."""
+    """Where everything goes; remembered by structure (names are part of it), shapes and dtypes."""
     leaves, treedef = jax.tree.flatten(tree)
-    form = treedef, tuple([getattr(leaf, 'shape', None) for leaf in leaves])
+    form: Any = treedef, tuple([getattr(leaf, 'shape', None) for leaf in leaves])
+    if self._resolver.looks_at_dtypes:
+      form += (tuple([getattr(leaf, 'dtype', None) for leaf in leaves]),)
     try:
       found = self._trees.get(form)
     except TypeError:  # something static in the tree is not hashable
@@ -127,108 +177,122 @@ class Planner:
     return found
 
   def _place(self, tree: Any) -> _Placed:
-    reading = read_for_layout(tree)
-    pairs = list(zip(reading.statics, reading.shapes, strict=True))
-    for static, shape in set(pairs).difference(self._memo):
-      self._learn(static, shape)
-    places: list[Any] = list(map(self._memo.get, pairs))
-    if reading.guesses or None in places:
+    survey = self._survey(tree)
+    reading = survey.reading
+    for key, index in dict(zip(survey.keys, itertools.count())).items():
+      if key not in self._memo:
+        self._learn(survey, index)
+    places: list[Any] = list(map(self._memo.get, survey.keys))
+    if reading.guesses or survey.derived or None in places:
+      special = {*reading.guesses, *survey.derived}
       places = [
-        self._unusual(reading, index) if place is None or index in reading.guesses else place
+        self._unusual(survey, index) if place is None or index in special else place
         for index, place in enumerate(places)
       ]
     if None in places:
-      raise_problems(self._problems(tree, reading))
+      raise_problems(self._problems(tree))
     by_leaf = places
     if None in reading.shapes:  # some units are no single array
       by_leaf = list(itertools.chain.from_iterable(map(_spread, reading.units, places)))
     return _Placed(reading.treedef, places, by_leaf)
 
-  def rows(self, tree: Any) -> list[Row]:
-    """Every array of the tree with its decisions; raises nothing."""
-    reading = read_for_layout(tree)
-    return [
-      row for index, path in enumerate(unit_paths(tree)) for row in self._rows(reading, index, path)
-    ]
-
-  def resolve(self, static: Static | None, shape: tuple[int, ...]) -> Resolution:
-    """What is decided about an array of this shape under a box's names (None: it has no box)."""
-    if static is None:
-      return _REPLICATED
-    wrong = _misfit(static.names, shape)
-    if wrong is not None:
-      return Resolution(PartitionSpec(), (), (wrong,))
-    return self._resolve_names(static, static.names, shape)
-
-  def _resolve_names(self, static: Static, names: Sequence[Any], shape) -> Resolution:
-    if static.logical:
-      rules = self.rules if static.rules is None else static.rules
-      return rules.resolve(names, shape, self.sizes)
-    return resolve_axes(names, shape, self.sizes, self.rules.policies)
-
-  def _learn(self, static: Static | None, shape: Any) -> None:
-    """Remembers the place of an array of this shape under these names, if nothing is wrong with it."""
+  def _learn(self, survey: _Survey, index: int) -> None:
+    """Remembers the place of arrays like this one, if nothing is wrong with it."""
+    static, shape = survey.reading.statics[index], survey.reading.shapes[index]
     if static is None or shape is not None:
-      resolution = self.resolve(static, shape)
+      dtype = getattr(survey.reading.values[index], 'dtype', None)
+      resolution = self.resolve(static, shape or (), dtype, survey.paths[index] if survey.paths else '')
       if not resolution.problems:
-        self._memo[static, shape] = NamedSharding(self.mesh, resolution.spec)
+        self._memo[survey.keys[index]] = NamedSharding(self.mesh, resolution.spec)
 
-  def _unusual(self, reading: Reading, index: int) -> Any:
-    """The place of a unit that names and shape do not decide; None if something is wrong with it."""
-    if index in reading.guesses:
-      return self._guessed(reading, index)
-    static = reading.statics[index]
-    if static is None or reading.shapes[index] is not None:
-      return None
-    return self._subtree(static, reading.values[index])
-
-  def _subtree(self, static: Static, value: Any) -> NamedSharding | None:
-    """A box around a tree: one spec for all of its arrays, as in Flax."""
-    resolutions = [self.resolve(static, np.shape(leaf)) for leaf in jax.tree.leaves(value)]
-    if any(resolution.problems for resolution in resolutions):
-      return None
-    return NamedSharding(self.mesh, resolutions[0].spec) if resolutions else self.replicated
-
-  def _guessed(self, reading: Reading, index: int) -> Any:
-    resolutions = [resolution for _, _, _, resolution in self._resolutions(reading, index)]
+  def _unusual(self, survey: _Survey, index: int) -> Any:
+    """The place of a unit that its key does not decide; None if something is wrong with it."""
+    resolutions = [array.resolution for array in self._decided(survey, index)]
     if any(resolution.problems for resolution in resolutions):
       return None
     placed = [NamedSharding(self.mesh, resolution.spec) for resolution in resolutions]
     if len(set(placed)) <= 1:
       return placed[0] if placed else self.replicated
-    return jax.tree.structure(reading.units[index]).unflatten(placed)
+    if index not in survey.reading.guesses:  # a box around a tree: one spec for all of it, as in Flax
+      return placed[0]
+    return jax.tree.structure(survey.reading.units[index]).unflatten(placed)
 
-  def _from_guess(self, static: Static, guess: Guess, shape) -> Resolution:
-    if guess.names is None:
-      return _REPLICATED
-    return self._resolve_names(static, guess.names, tuple(shape))
+  # -- what is known of a tree, and decided about it
 
-  def _resolutions(self, reading: Reading, index: int):
+  def _survey(self, tree: Any, with_paths: bool = False) -> _Survey:
+    reading = read_for_layout(tree)
+    by_names: list[Any] = list(zip(reading.statics, reading.shapes, strict=True))
+    paths = unit_paths(tree) if with_paths or self._resolver.looks_at_paths else []
+    if not self._resolver.looks_at_dtypes:
+      return _Survey(reading, paths, by_names, {})
+    dtypes = [getattr(value, 'dtype', None) for value in reading.values]
+    if not self._resolver.looks_at_paths:
+      return _Survey(reading, paths, list(zip(by_names, dtypes, strict=True)), {})
+    routes = [self._resolver.route(path) for path in paths]
+    derived = self._derived(tree, reading, paths, routes)
+    return _Survey(reading, paths, list(zip(by_names, dtypes, routes, strict=True)), derived)
+
+  def _derived(self, tree, reading: Reading, paths, routes) -> dict[int, tuple[Guess, Resolution]]:
+    """Optimizer state that path rules reach and that is not shaped like its parameter."""
+    if self._resolver.asks_functions:  # those see each array's own shape
+      return {}
+    return {
+      index: self._derive(reading, paths, index, *owner)
+      for index, owner in parameters_of(tree, reading, routes).items()
+      if index not in reading.guesses
+    }
+
+  def _derive(
+    self, reading: Reading, paths, index: int, parameter: int, field: str
+  ) -> tuple[Guess, Resolution]:
+    """What a rule for the parameter's shape says of state that was made of it."""
+    full, shape = reading.shapes[parameter], reading.shapes[index]
+    dtype = reading.values[index].dtype
+    whole = self.resolve(reading.statics[parameter], full, dtype, paths[index])
+    if whole.problems:
+      return Guess(None, 'unrelated', paths[parameter]), whole
+    entries = (*whole.spec, *(None,) * (len(full) - len(whole.spec)))
+    guessed = guess(entries, full, shape, field, paths[parameter])
+    found = resolve_axes(guessed.names or (), shape, self.sizes, self.rules.policies)
+    decisions = tuple(decision._replace(name=None, rule=whole.owner) for decision in found.decisions)
+    return guessed, found._replace(decisions=decisions, owner=whole.owner)
+
+  def _decided(self, survey: _Survey, index: int) -> Iterator[_Array]:
     """The arrays of one unit, with what is decided about each."""
-    static = reading.statics[index]
-    for leaf, shape, guess in _arrays(reading, index):
-      if static is None or guess is None:
-        yield leaf, shape, guess, self.resolve(static, shape)
-      else:
-        yield leaf, shape, guess, self._from_guess(static, guess, shape)
+    static = survey.reading.statics[index]
+    path = survey.paths[index] if survey.paths else ''
+    if index in survey.derived:
+      guessed, resolution = survey.derived[index]
+      leaf = survey.reading.values[index]
+      yield _Array(leaf, tuple(leaf.shape), guessed, resolution)
+      return
+    for leaf, shape, guessed in _arrays(survey.reading, index):
+      dtype = getattr(leaf, 'dtype', None)
+      names = static
+      if static is not None and guessed is not None:
+        names = (
+          None if guessed.names is None else Static(guessed.names, static.logical, None, static.rules)
+        )
+      yield _Array(leaf, shape, guessed, self.resolve(names, shape, dtype, path))
 
-  def _rows(self, reading: Reading, index: int, path: str):
-    static = reading.statics[index]
-    arrays = list(self._resolutions(reading, index))
-    for number, (leaf, shape, guess, resolution) in enumerate(arrays):
+  def _rows(self, survey: _Survey, index: int) -> Iterator[Row]:
+    static, path = survey.reading.statics[index], survey.paths[index]
+    arrays = list(self._decided(survey, index))
+    for number, (leaf, shape, guessed, resolution) in enumerate(arrays):
       dtype = getattr(leaf, 'dtype', None) or jax.dtypes.canonicalize_dtype(np.result_type(leaf))
-      size = math.prod(shape) * dtype.itemsize
       yield Row(
         path if len(arrays) == 1 else f'{path}/{number}',
         shape,
         dtype,
-        static and (static.names if guess is None else guess.names),
+        static and (static.names if guessed is None else guessed.names),
         static is not None and static.logical,
         resolution.spec,
         resolution.decisions,
-        size,
+        resolution.owner,
+        resolution.skipped,
+        math.prod(shape) * dtype.itemsize,
         self._bytes_per_device(resolution.spec, shape, dtype),
-        guess,
+        guessed,
       )
 
   def _bytes_per_device(self, spec: PartitionSpec, shape, dtype) -> int:
@@ -240,14 +304,14 @@ class Planner:
     ]
     return math.prod(pieces) * dtype.itemsize
 
-  def _problems(self, tree: Any, reading: Reading) -> list[Problem]:
-    copied = copies(tree)
+  def _problems(self, tree: Any) -> list[Problem]:
+    survey, copied = self._survey(tree, with_paths=True), copies(tree)
     return [
       problem.at(path)
-      for index, path in enumerate(unit_paths(tree))
+      for index, path in enumerate(survey.paths)
       if index not in copied
-      for _, _, _, resolution in self._resolutions(reading, index)
-      for problem in resolution.problems
+      for array in self._decided(survey, index)
+      for problem in array.resolution.problems
     ]
 
 

@@ -37,20 +37,23 @@ from flax_spmd.errors import (
 
 Axes: TypeAlias = Any  # None, a mesh axis, a (nested) tuple of them, or PartitionSpec.UNCONSTRAINED
 Names: TypeAlias = Sequence[Any]
-Clause: TypeAlias = tuple[str, Axes]
-Reason: TypeAlias = Literal['decided', 'taken', 'indivisible', 'missing']
+RuleId: TypeAlias = int | tuple[int, ...]  # a tuple for a rule of a table within a table
+Reason: TypeAlias = Literal[
+  'decided', 'taken', 'indivisible', 'missing', 'small', 'not floating', 'no open dimension'
+]
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 
 class Skipped(NamedTuple):
-  """A rule that names a dimension and did not decide it.
+  """A rule that was asked about a dimension (or, by `fsdp`, about a whole array) and did not decide it.
 
   `reason` is 'decided' (by an earlier rule), 'taken' (its mesh axes belong to another dimension),
-  'indivisible', or 'missing' (the mesh has none of its axes); `axes` are the axes in question.
+  'indivisible', or 'missing' (the mesh has none of its axes); of `fsdp` also 'small', 'not floating'
+  and 'no open dimension'. `axes` are the axes in question.
   """
 
-  rule: int
+  rule: RuleId
   reason: Reason
   axes: tuple[str, ...]
 
@@ -58,14 +61,15 @@ class Skipped(NamedTuple):
 class Decision(NamedTuple):
   """What happened to one dimension: its name, the axes it got, by which rule, and who was skipped.
 
-  `rule` is the index in the table, or None where no rule decided (then the dimension is
-  replicated, or its name is an axis entry that passes through as it is).
+  `rule` is the index in the table, or None where no rule decided (then the dimension is replicated,
+  or its name is an axis entry that passes through as it is). A rule of a table within the table is a
+  tuple of indices, the outermost first.
   """
 
   dim: int
   name: Any
   axes: Axes
-  rule: int | None
+  rule: RuleId | None
   skipped: tuple[Skipped, ...] = ()
 
   @property
@@ -76,11 +80,44 @@ class Decision(NamedTuple):
 
 
 class Resolution(NamedTuple):
-  """A PartitionSpec, the decisions that led to it, and what the policies object to."""
+  """A PartitionSpec, the decisions that led to it, and what the policies object to.
+
+  Attributes:
+    spec: mesh axes per dimension.
+    decisions: one per dimension that something is known about.
+    problems: what is wrong, without the array's path.
+    owner: the rule that took the array as a whole (a path rule, a policy), if one did.
+    skipped: the `fsdp` rules that had no dimension to fill.
+  """
 
   spec: PartitionSpec
   decisions: tuple[Decision, ...]
   problems: tuple[Problem, ...] = ()
+  owner: RuleId | None = None
+  skipped: tuple[Skipped, ...] = ()
+
+  def within(self, rule: int, where: str) -> Resolution:
+    """The same resolution, seen from the table that has this one's table as its rule `rule`."""
+    return Resolution(
+      self.spec,
+      tuple(
+        decision._replace(rule=_within(rule, decision.rule), skipped=_all_within(rule, decision.skipped))
+        for decision in self.decisions
+      ),
+      tuple(problem.at(f'in the table of {where}', joint=': ') for problem in self.problems),
+      rule if self.owner is None else _within(rule, self.owner),
+      _all_within(rule, self.skipped),
+    )
+
+
+def _within(rule: int, inner: RuleId | None) -> RuleId | None:
+  if inner is None:
+    return None
+  return (rule, *(inner if isinstance(inner, tuple) else (inner,)))
+
+
+def _all_within(rule: int, skipped: tuple[Skipped, ...]) -> tuple[Skipped, ...]:
+  return tuple(skip._replace(rule=_within(rule, skip.rule)) for skip in skipped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +125,8 @@ class Policies:
   """What a rule table does where Flax is silent.
 
   Attributes:
-    unmatched: a name without any rule: 'replicate' its dimension, or 'error'.
+    unmatched: a name without any rule: 'replicate' its dimension, or 'error'. In a table with path
+      rules or policies also an array that no rule applies to.
     conflict: a dimension whose every rule lost its axes to other dimensions: 'skip' (replicated),
       or 'error'.
     indivisible: a size that the mesh axes do not divide: 'error', look for the 'next' rule of that
@@ -157,7 +195,7 @@ class Resolver:
   Without sizes nothing is known of a mesh, so divisibility and missing axes are not looked at.
   """
 
-  clauses: Sequence[Clause]
+  clauses: Sequence[Any]
   by_name: Mapping[str, Sequence[int]]
   policies: Policies
   sizes: Mapping[str, int] | None = None
@@ -266,69 +304,121 @@ class Resolver:
     )
 
 
+class Source(NamedTuple):
+  """Where mesh axes come from, if not from a box: a rule of the table, by its index and its text."""
+
+  rule: int
+  text: str
+
+
 def resolve_axes(
-  entries: Sequence[Axes], shape: Sequence[int], sizes: Mapping[str, int], policies: Policies
+  entries: Sequence[Axes],
+  shape: Sequence[int],
+  sizes: Mapping[str, int] | None,
+  policies: Policies,
+  source: Source | None = None,
 ) -> Resolution:
-  """The resolution of names that are mesh axes already: they are taken as they are, and checked.
+  """The resolution of entries that are mesh axes already: they are taken as they are, and checked.
 
   Args:
-    entries: mesh axes per dimension.
+    entries: mesh axes per dimension; UNCONSTRAINED leaves a dimension open.
     shape: the array's shape.
-    sizes: size per mesh axis.
+    sizes: size per mesh axis; None: nothing is known of the mesh, and nothing checked against it.
     policies: `missing_axis` and `indivisible` apply.
+    source: the rule that the entries are from; None for those of a box.
 
   Example:
     >>> resolve_axes(('data', None), (6, 8), {'data': 4}, Policies(indivisible='replicate')).spec
     P(None, None)
   """
-  spec: list[Axes] = []
-  problems: list[Problem] = []
-  seen: set[str] = set()
-  for dim, entry in enumerate(entries):
+  checked = _AxesCheck(tuple(entries), sizes, policies, source)
+  decisions = tuple(checked.decide(dim, shape[dim]) for dim in range(len(entries)))
+  spec = PartitionSpec(*(None if d.axes is UNCONSTRAINED else d.axes for d in decisions))
+  return Resolution(spec, decisions, tuple(checked.problems), None if source is None else source.rule)
+
+
+class _AxesCheck:
+  """Goes through entries of mesh axes, dimension by dimension, and notes what is wrong with them."""
+
+  def __init__(self, entries, sizes, policies: Policies, source: Source | None):
+    self.entries = entries
+    self.sizes = sizes
+    self.policies = policies
+    self.source = source
+    self.seen: set[str] = set()
+    self.problems: list[Problem] = []
+
+  def decide(self, dim: int, size: int) -> Decision:
+    entry = self.entries[dim]
+    name = None if self.source else entry
+    if entry is UNCONSTRAINED and self.source:
+      return Decision(dim, name, UNCONSTRAINED, None)
+    rule = self.source.rule if self.source else None
+    entry, axes = self._present(dim, entry)
+    self.problems += [self._reused(dim, axis) for axis in axes if axis in self.seen]
+    self.seen.update(axes)
+    if not size % math.prod((self.sizes or {}).get(axis, 1) for axis in axes):
+      return Decision(dim, name, entry, rule)
+    if self.policies.indivisible == 'error':
+      self.problems.append(self._indivisible(dim, axes, size))
+    if rule is None:
+      return Decision(dim, name, None, None)
+    skipped = (Skipped(rule, 'indivisible', axes),)
+    if self.policies.indivisible == 'next':  # what comes after may fill the dimension
+      return Decision(dim, name, UNCONSTRAINED, None, skipped)
+    return Decision(dim, name, None, rule, skipped)
+
+  def _present(self, dim: int, entry: Axes) -> tuple[Axes, tuple[str, ...]]:
+    """An entry without the axes that the mesh lacks."""
     axes = axis_names(entry)
-    missing = [axis for axis in axes if axis not in sizes]
-    if missing and policies.missing_axis == 'error':
-      problems += [_missing_problem(dim, axis, entries, sizes) for axis in missing]
-    if missing:
-      axes = tuple(axis for axis in axes if axis in sizes)
-      entry = axes[0] if len(axes) == 1 else axes or None
-    problems += [_reused_problem(dim, axis, entries) for axis in axes if axis in seen]
-    seen.update(axes)
+    missing = [] if self.sizes is None else [axis for axis in axes if axis not in self.sizes]
+    if not missing:
+      return entry, axes
+    if self.policies.missing_axis == 'error':
+      self.problems += [self._missing(dim, axis) for axis in missing]
+    axes = tuple(axis for axis in axes if axis not in missing)
+    return axes[0] if len(axes) == 1 else axes or None, axes
+
+  def _what(self) -> str:
+    if self.source is None:
+      return f'names {self.entries!r}'
+    return f'spec {PartitionSpec(*self.entries)} of rule {self.source.rule} {self.source.text}'
+
+  def _missing(self, dim: int, axis: str) -> Problem:
+    known = self.sizes or {}
+    fix = 'correct the axis name' + (
+      ', or use with_logical_partitioning and a rule if it is a logical name.'
+      if self.source is None
+      else '.'
+    )
+    return Problem(
+      f'dim {dim} of {self._what()}: {axis!r} is no axis of the mesh, which has {tuple(known)!r}.'
+      + did_you_mean(axis, known),
+      fix,
+      MeshAxisError,
+    )
+
+  def _reused(self, dim: int, axis: str) -> Problem:
+    return Problem(
+      f'dim {dim} of {self._what()}: mesh axis {axis!r} is used for an earlier dimension too.',
+      'use every mesh axis for one dimension only.',
+    )
+
+  def _indivisible(self, dim: int, axes: tuple[str, ...], size: int) -> Problem:
+    sizes = self.sizes or {}
     parts = math.prod(sizes[axis] for axis in axes)
-    if shape[dim] % parts:
-      if policies.indivisible == 'error':
-        problems.append(_indivisible_problem(dim, entry, shape[dim], sizes))
-      entry = None
-    spec.append(entry)
-  decisions = tuple(
-    Decision(dim, entry, axes, None) for dim, (entry, axes) in enumerate(zip(entries, spec, strict=True))
-  )
-  return Resolution(PartitionSpec(*spec), decisions, tuple(problems))
-
-
-def _missing_problem(dim, axis, entries, sizes) -> Problem:
-  return Problem(
-    f'dim {dim} of names {tuple(entries)!r}: {axis!r} is no axis of the mesh, which has '
-    f'{tuple(sizes)!r}.' + did_you_mean(axis, sizes),
-    'correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.',
-    MeshAxisError,
-  )
-
-
-def _reused_problem(dim, axis, entries) -> Problem:
-  return Problem(
-    f'dim {dim} of names {tuple(entries)!r}: mesh axis {axis!r} is used for an earlier dimension too.',
-    'use every mesh axis for one dimension only.',
-  )
-
-
-def _indivisible_problem(dim, entry, size, sizes) -> Problem:
-  parts = math.prod(sizes[axis] for axis in axis_names(entry))
-  return Problem(
-    f'dim {dim}: size {size} is not divisible by {_cut(axis_names(entry), sizes)}.',
-    f'pad it to {-(-size // parts) * parts}, name the dimension None to replicate it, or give the '
-    "table indivisible='replicate'.",
-  )
+    text = f'dim {dim}: size {size} is not divisible by {_cut(axes, sizes)}'
+    if self.source is None:
+      return Problem(
+        f'{text}.',
+        f'pad it to {-(-size // parts) * parts}, name the dimension None to replicate it, or give the '
+        "table indivisible='replicate'.",
+      )
+    return Problem(
+      f'{text}, asked for by rule {self.source.rule} {self.source.text}.',
+      f'pad it to {-(-size // parts) * parts}, add a rule for this path before rule {self.source.rule}, '
+      "or give the table indivisible='next' or 'replicate'.",
+    )
 
 
 def _cut(axes: Sequence[str], sizes: Mapping[str, int]) -> str:

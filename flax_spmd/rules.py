@@ -1,9 +1,15 @@
-"""Rules: one ordered table that says over which mesh axes each logical name is laid.
+"""Rules: one ordered table that says over which mesh axes each dimension of each array is laid.
 
     rules = Rules(('batch', 'data'), ('hidden', 'model'), ('vocab', ('data', 'model')), ('embed', None))
+    rules = Rules(('attn/.*kernel$', PartitionSpec(None, 'model')), fsdp('data'))
 
 A table is a value: immutable, hashable, equal by content. It adds with `+`, and swapping it for
-another one is how layouts are tried. How names are resolved against it: `flax_spmd.resolution`.
+another one is how layouts are tried. The kinds of clauses: `flax_spmd.clauses`; how names are
+resolved: `flax_spmd.resolution`.
+
+Two steps decide an array. The first rule that applies to it *owns* it: a path rule whose expression is
+found in its path, a policy that returns a spec, or its names (all logical rules are one here, and stand
+where the first of them stands). Then each `fsdp` fills a dimension that is still open.
 """
 
 from __future__ import annotations
@@ -11,10 +17,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from flax_spmd.clauses import Fsdp, compiled
 from flax_spmd.errors import (
   MeshAxisError,
   Problem,
@@ -26,24 +33,30 @@ from flax_spmd.errors import (
 from flax_spmd.resolution import (
   UNCONSTRAINED,
   Axes,
-  Clause,
   Names,
   Policies,
   Resolution,
   Resolver,
+  RuleId,
   axis_names,
 )
 
+Clause: TypeAlias = Any
+"""`(name, axes)`, `(path, PartitionSpec)`, `(path, Rules)`, `('@name', ...)`, an `Fsdp`, or a function."""
+
 
 class Rules:
-  """An ordered, immutable, hashable table of clauses `(logical name, mesh axes)`.
+  """An ordered, immutable, hashable table of clauses.
 
   Args:
-    *clauses: pairs, or whole tables (tuples, lists, `Rules`), which are put in at that place.
+    *clauses: `(logical name, mesh axes)`, `(path regex, PartitionSpec)`, `(path regex, Rules)`,
+      `fsdp(...)`, `('@annotation', PartitionSpec | Rules | fsdp(...) | policy)`, a policy
+      `(leaf) -> PartitionSpec | None`; or whole tables (tuples, lists, `Rules`), which are put in at
+      that place.
     **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`.
 
   Raises:
-    RulesError: a clause is no clause, or a policy is no policy.
+    RulesError: a clause is no clause, a path is no regular expression, or a policy is no policy.
 
   Example:
     >>> rules = Rules(('batch', 'data'), ('hidden', 'model'))
@@ -60,19 +73,22 @@ class Rules:
 
   @classmethod
   def of(cls, rules: Any, **policies: Any) -> Rules:
-    """`rules` as a table: a `Rules` (with these policies changed), or the tuple or list of one.
+    """`rules` as a table: a `Rules` (with these policies changed), the tuple or list of one, or a
+    single `fsdp(...)` or policy.
 
     Raises:
       RulesError: `rules` is neither, or a clause in it is no clause.
     """
     if isinstance(rules, Rules):
       return rules.replace(**policies) if policies else rules
+    if isinstance(rules, Fsdp) or (callable(rules) and not isinstance(rules, type)):
+      return cls(rules, **policies)
     if not isinstance(rules, (tuple, list)):
       raise RulesError(
-        f'A rule table is a tuple or a list of (logical name, mesh axes), got {rules!r}.\n'
+        f'A rule table is a tuple or a list of rules, got {rules!r}.\n'
         "Fix: write it as (('batch', 'data'), ('hidden', 'model'))."
       )
-    if _is_clause(rules):
+    if is_logical(rules) or is_path(rules) or is_annotation(rules):
       raise RulesError(
         f'{rules!r} is one rule, where a table of rules is expected.\n'
         f'Fix: write a table of one rule with a comma, ({rules!r},).'
@@ -81,8 +97,13 @@ class Rules:
 
   @property
   def clauses(self) -> tuple[Clause, ...]:
-    """The table as plain pairs, which is what Flax takes."""
+    """The clauses, in order."""
     return self._clauses
+
+  @cached_property
+  def pairs(self) -> tuple[tuple[str, Axes], ...]:
+    """The logical rules as plain pairs, which is what Flax takes."""
+    return tuple(clause for clause in self._clauses if is_logical(clause))
 
   @property
   def policies(self) -> Policies:
@@ -119,13 +140,27 @@ class Rules:
     policies = [f'{name}={value!r}' for name, value in self._policies.changed().items()]
     return f'Rules({", ".join([*map(repr, self._clauses), *policies])})'
 
+  def at(self, rule: RuleId) -> Clause:
+    """The clause that a decision's `rule` names; in a table within the table, the inner one."""
+    first, *rest = rule if isinstance(rule, tuple) else (rule,)
+    clause = self._clauses[first]
+    inner = clause[1] if rest and isinstance(clause, tuple) else None
+    return inner.at(tuple(rest)) if isinstance(inner, Rules) else clause
+
   @cached_property
   def by_name(self) -> Mapping[str, tuple[int, ...]]:
     """Indices of each name's rules: a long table costs nothing per array."""
     found: dict[str, list[int]] = {}
-    for index, (name, _) in enumerate(self._clauses):
-      found.setdefault(name, []).append(index)
+    for index, clause in enumerate(self._clauses):
+      if is_logical(clause):
+        found.setdefault(clause[0], []).append(index)
     return {name: tuple(indices) for name, indices in found.items()}
+
+  @cached_property
+  def annotations(self) -> Mapping[str, int]:
+    """The index of the rule for each annotation, by its name without the `@`."""
+    named = ((index, c[0]) for index, c in enumerate(self._clauses) if is_annotation(c))
+    return {name[1:]: index for index, name in reversed(list(named))}
 
   def resolve(
     self,
@@ -180,10 +215,36 @@ class Rules:
         MeshAxisError,
       )
       for index, clause in enumerate(self._clauses)
-      for axis in axis_names(clause[1])
+      for axis in axes_of(clause)
       if axis not in sizes
     ]
     raise_problems(problems)
+    for clause in self._clauses:
+      if isinstance(clause, tuple) and isinstance(clause[1], Rules):
+        clause[1].check_axes(sizes)
+
+
+def is_logical(clause: Clause) -> bool:
+  """Whether a clause is `(logical name, mesh axes)`."""
+  return _is_pair(clause) and _is_axes(clause[1]) and not is_annotation(clause)
+
+
+def is_path(clause: Clause) -> bool:
+  """Whether a clause is `(path regex, PartitionSpec | Rules)`."""
+  return _is_pair(clause) and isinstance(clause[1], (PartitionSpec, Rules)) and not is_annotation(clause)
+
+
+def is_annotation(clause: Clause) -> bool:
+  """Whether a clause is `('@annotation', where)`."""
+  return _is_pair(clause) and clause[0].startswith('@')
+
+
+def axes_of(clause: Clause) -> tuple[str, ...]:
+  """The mesh axes that a clause names itself; those of a table in it are that table's."""
+  target = clause[1] if isinstance(clause, tuple) else clause
+  if isinstance(target, Fsdp):
+    return axis_names(target.axes)
+  return () if isinstance(target, Rules) or callable(target) else axis_names(_plain(target))
 
 
 def _read(clauses: Sequence[Any]) -> tuple[Clause, ...]:
@@ -191,17 +252,31 @@ def _read(clauses: Sequence[Any]) -> tuple[Clause, ...]:
   flat: list[Any] = []
   for clause in clauses:
     flat.extend(clause if isinstance(clause, Rules) or _is_table(clause) else [clause])
-  problems = [
-    Problem(
-      f'Rule {index} is {clause!r}, which is no (logical name, mesh axes) pair.',
-      "write every rule as ('name', 'axis'), ('name', ('axis', 'axis')) or ('name', None).",
-    )
-    for index, clause in enumerate(flat)
-    if not _is_clause(clause)
-  ]
+  problems = [problem for i, clause in enumerate(flat) for problem in _wrong(i, clause)]
   if problems:
     raise RulesError(problems_text(problems))
-  return tuple((name, _frozen(axes)) for name, axes in flat)
+  return tuple(
+    (clause[0], _frozen(clause[1])) if isinstance(clause, (tuple, list)) else clause for clause in flat
+  )
+
+
+def _wrong(index: int, clause: Any) -> Iterator[Problem]:
+  if is_annotation(clause):
+    if not _is_place(clause[1]):
+      yield Problem(
+        f'Rule {index} is {clause!r}, but mesh axes alone are no place for an annotated value.',
+        'give an annotation a PartitionSpec, Rules, fsdp(...) or a function.',
+      )
+  elif is_path(clause):
+    found = compiled(index, clause[0])
+    if isinstance(found, Problem):
+      yield found
+  elif not is_logical(clause) and (not _is_place(clause) or isinstance(clause, PartitionSpec)):
+    yield Problem(
+      f'Rule {index} is {clause!r}, which is no rule.',
+      "write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), "
+      "('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...) or a function of a leaf.",
+    )
 
 
 def _read_policies(policies: Mapping[str, Any]) -> Policies:
@@ -220,15 +295,18 @@ def _read_policies(policies: Mapping[str, Any]) -> Policies:
 
 
 def _is_table(clause: Any) -> bool:
-  return isinstance(clause, (tuple, list)) and all(isinstance(c, (tuple, list)) for c in clause)
+  """Whether this is a tuple or list of clauses, rather than one."""
+  return isinstance(clause, (tuple, list)) and not any(isinstance(c, str) for c in clause)
 
 
-def _is_clause(clause: Any) -> bool:
-  return (
-    isinstance(clause, (tuple, list))
-    and len(clause) == 2
-    and isinstance(clause[0], str)
-    and _is_axes(clause[1])
+def _is_pair(clause: Any) -> bool:
+  return isinstance(clause, (tuple, list)) and len(clause) == 2 and isinstance(clause[0], str)
+
+
+def _is_place(target: Any) -> bool:
+  """Whether this says on its own where an array goes."""
+  return isinstance(target, (PartitionSpec, Rules, Fsdp)) or (
+    callable(target) and not isinstance(target, type)
   )
 
 
@@ -238,8 +316,12 @@ def _is_axes(axes: Any) -> bool:
   return axes is None or axes is UNCONSTRAINED or isinstance(axes, str)
 
 
-def _frozen(axes: Axes) -> Axes:
+def _frozen(target: Any) -> Any:
   """Axes as a hashable value with one spelling: lists are tuples, and no axes are None."""
-  if isinstance(axes, (tuple, list)):
-    return tuple(_frozen(axis) for axis in axes) or None
-  return axes
+  if isinstance(target, (tuple, list)):
+    return tuple(_frozen(axis) for axis in target) or None
+  return target
+
+
+def _plain(target: Any) -> Any:
+  return tuple(target) if isinstance(target, PartitionSpec) else target

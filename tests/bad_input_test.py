@@ -42,18 +42,21 @@ def test_unknown_mesh_axis_in_a_rule():
 def test_rules_that_are_no_table(rules):
   text = text_of(ValueError, spmd.Rules.of, rules)
   assert text == dedent(f"""\
-    A rule table is a tuple or a list of (logical name, mesh axes), got {rules!r}.
+    A rule table is a tuple or a list of rules, got {rules!r}.
     Fix: write it as (('batch', 'data'), ('hidden', 'model')).""")
 
 
 def test_clauses_that_are_no_clauses():
   text = text_of(ValueError, layout, ('batch', 'data'), 3, ('embed',), ('mlp', 4), (5, 'model'))
-  assert text == dedent("""\
-    Rule 1 is 3, which is no (logical name, mesh axes) pair.
-    Rule 2 is ('embed',), which is no (logical name, mesh axes) pair.
-    Rule 3 is ('mlp', 4), which is no (logical name, mesh axes) pair.
-    Rule 4 is (5, 'model'), which is no (logical name, mesh axes) pair.
-    Fix: write every rule as ('name', 'axis'), ('name', ('axis', 'axis')) or ('name', None).""")
+  assert (
+    text
+    == dedent("""\
+    Rule 1 is 3, which is no rule.
+    Rule 2 is ('embed',), which is no rule.
+    Rule 3 is ('mlp', 4), which is no rule.
+    Rule 4 is (5, 'model'), which is no rule.
+    Fix: write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), ('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...) or a function of a leaf.""")
+  )
 
 
 def test_one_rule_in_the_place_of_a_table():

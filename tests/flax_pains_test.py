@@ -209,7 +209,7 @@ OPTIMIZERS = {
   'dog': optax.contrib.dog(0.1),
   'dowg': optax.contrib.dowg(0.1),
   'fromage': optax.fromage(0.1),
-  'galore': optax.contrib.galore(0.1),
+  **({'galore': optax.contrib.galore(0.1)} if hasattr(optax.contrib, 'galore') else {}),
   'inject_hyperparams': optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
   'lamb': optax.lamb(0.1),
   'lars': optax.lars(0.1),

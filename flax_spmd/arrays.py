@@ -1,0 +1,167 @@
+"""Arrays against a whole table: who owns an array, and what is left of it to fill.
+
+    resolver = resolver_of(rules)
+    resolver.resolve(Leaf('params/wi', (8, 16), jnp.float32, ('embed', 'mlp')), sizes).spec
+
+The first rule that applies owns the array: a path rule, a policy that returns a spec, or the array's
+names (the logical rules together, where the first of them stands). Then every `fsdp` fills one open
+dimension. A table within the table decides alone about the arrays that it owns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from flax_spmd.clauses import Fsdp, Leaf, PathMatcher, by_spec, fill
+from flax_spmd.errors import Problem, RulesError, UnmatchedNameError
+from flax_spmd.resolution import Resolution, Source, resolve_axes
+from flax_spmd.rules import Rules, is_path
+
+
+class _Owner(NamedTuple):
+  """A rule that owns an array: its index in the table, and the spec or the table that it gives."""
+
+  index: int
+  target: PartitionSpec | Rules
+
+
+class ArrayResolver:
+  """Resolves whole arrays by all rules of a table.
+
+  Attributes:
+    looks_at_paths: whether any rule needs an array's path.
+    looks_at_dtypes: whether any needs its dtype; otherwise names and shape alone say where it goes.
+    asks_functions: whether some rule is a function, which may look at anything.
+  """
+
+  def __init__(self, rules: Rules):
+    self._rules = rules
+    clauses = list(enumerate(rules.clauses))
+    self._paths = [(index, clause) for index, clause in clauses if is_path(clause)]
+    self._matcher = PathMatcher([re.compile(pattern) for _, (pattern, _) in self._paths])
+    self._policies: list[tuple[int, Callable[[Leaf], Any]]] = [(i, c) for i, c in clauses if callable(c)]
+    self._fills = [(index, clause) for index, clause in clauses if isinstance(clause, Fsdp)]
+    self._names_at = min((first for first, *_ in rules.by_name.values()), default=len(clauses))
+    self.asks_functions = bool(self._policies)
+    self.looks_at_paths = bool(self._paths or self._policies)
+    self.looks_at_dtypes = self.looks_at_paths or bool(self._fills)
+
+  def route(self, path: str) -> Any:
+    """What of a path matters: arrays with equal routes, names, shapes and dtypes go alike."""
+    if self._policies:
+      return path
+    owner = self._by_path(path)
+    if owner is None:
+      return None
+    index, target = owner
+    return (index, resolver_of(target).route(path)) if isinstance(target, Rules) else index
+
+  def resolve(
+    self, leaf: Leaf, sizes: Mapping[str, int] | None = None, *, axes: bool = False
+  ) -> Resolution:
+    """Decides every dimension of an array, and says how. Nothing is raised.
+
+    Args:
+      leaf: path, shape, dtype and names of the array.
+      sizes: size per mesh axis, if the mesh is known; without, `fsdp` fills nothing.
+      axes: whether the leaf's names are mesh axes, rather than logical names.
+
+    Example:
+      >>> table = Rules(('bias$', PartitionSpec()), fsdp('data', min_size=1))
+      >>> resolver_of(table).resolve(Leaf('dense/kernel', (8, 16)), {'data': 4}).spec
+      P(None, 'data')
+    """
+    owner = self._owner(leaf)
+    if isinstance(owner, Resolution):
+      return owner
+    if owner is not None and isinstance(owner.target, Rules):
+      inner = resolver_of(owner.target).resolve(leaf, sizes, axes=axes)
+      return inner.within(owner.index, self._text(owner.index))
+    if owner is not None:
+      found = self._by_spec(owner, leaf, sizes)
+    elif leaf.names is None:
+      found = Resolution(PartitionSpec(), (), self._unowned(leaf))
+    elif axes:
+      found = resolve_axes(leaf.names, leaf.shape, sizes, self._rules.policies)
+    else:
+      found = self._rules.resolve(leaf.names, leaf.shape, sizes)
+    if found.problems or sizes is None or not self._fills:
+      return found
+    return fill(found, self._fills, leaf, sizes)
+
+  def resolve_annotated(
+    self, name: str, leaf: Leaf, sizes: Mapping[str, int] | None = None
+  ) -> Resolution | None:
+    """What the rule of an annotation says of a value in a program; None where it has no rule.
+
+    Args:
+      name: the annotation, without `@`.
+      leaf: the value; its path is the one within what was annotated.
+      sizes: size per mesh axis, if the mesh is known.
+    """
+    index = self._rules.annotations.get(name)
+    if index is None:
+      return None
+    target = self._rules.clauses[index][1]
+    if isinstance(target, PartitionSpec):
+      return self._by_spec(_Owner(index, target), leaf, sizes)
+    if not isinstance(target, Rules):
+      target = Rules(target, **dataclasses.asdict(self._rules.policies))
+    return resolver_of(target).resolve(leaf, sizes).within(index, self._text(index))
+
+  def _owner(self, leaf: Leaf) -> _Owner | Resolution | None:
+    """The rule that owns an array; None if its names do, or nothing does."""
+    by_path = self._by_path(leaf.path)
+    last = len(self._rules) if by_path is None else by_path.index
+    if leaf.names is not None:
+      last = min(last, self._names_at)
+    for index, policy in self._policies:
+      spec = policy(leaf) if index < last else None
+      if spec is not None:
+        return _Owner(index, spec) if isinstance(spec, PartitionSpec) else self._no_spec(index, spec)
+    if by_path is not None and (leaf.names is None or by_path.index < self._names_at):
+      return by_path
+    return None
+
+  def _by_path(self, path: str) -> _Owner | None:
+    match = self._matcher.first(path)
+    if match is None:
+      return None
+    index, (_, target) = self._paths[match]
+    return _Owner(index, target)
+
+  def _by_spec(self, owner: _Owner, leaf: Leaf, sizes) -> Resolution:
+    source = Source(owner.index, repr(self._rules.clauses[owner.index]))
+    return by_spec(owner.target, leaf, sizes, self._rules.policies, source)
+
+  def _text(self, index: int) -> str:
+    return f'rule {index} {self._rules.clauses[index][0]!r}'
+
+  def _unowned(self, leaf: Leaf) -> tuple[Problem, ...]:
+    """What a strict table says of an array that no rule applies to."""
+    strict = self._rules.policies.unmatched == 'error'
+    if not strict or self._fills or not self.looks_at_paths or leaf.size <= 1:
+      return ()
+    text = f'no rule applies to this array of shape {leaf.shape}, which has no names.'
+    fix = "add a rule for this path; ('.*', PartitionSpec()) at the end replicates what is left."
+    return (Problem(text, fix, UnmatchedNameError),)
+
+  def _no_spec(self, index: int, spec: Any) -> Resolution:
+    wrong = Problem(
+      f'the policy of rule {index} {self._rules.clauses[index]!r} returned {spec!r}.',
+      'return a PartitionSpec, or None where the policy does not apply.',
+      RulesError,
+    )
+    return Resolution(PartitionSpec(), (), (wrong,), index)
+
+
+@functools.lru_cache(maxsize=256)
+def resolver_of(rules: Rules) -> ArrayResolver:
+  """The resolver of a table; equal tables share one."""
+  return ArrayResolver(rules)
