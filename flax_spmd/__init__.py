@@ -14,6 +14,8 @@ The names of `flax.linen.spmd` are here too, with the same signatures and result
 import importlib
 
 from flax_spmd import errors as errors
+from flax_spmd.annotations import with_sharding_annotation as with_sharding_annotation
+from flax_spmd.annotations import with_sharding_constraint as with_sharding_constraint
 from flax_spmd.boxes import PARTITION_NAME as PARTITION_NAME
 from flax_spmd.boxes import AxisMetadata as AxisMetadata
 from flax_spmd.boxes import LogicallyPartitioned as LogicallyPartitioned

@@ -3,22 +3,21 @@
     step = layout.jit(train_step, donate_argnums=0)
     state, loss = step(state, batch)
 
-Arguments are taken as they lie. Outputs that carry names (boxes), or that are a state which the
-layout has planned before (`layout.init(..., boxed=False)`), are pinned to the very shardings that the
-layout planned, so that the next call finds its arguments just as they were compiled for; the rest is
-the compiler's choice.
+Arguments are taken as they lie, unless `in_rules` say where they have to. Outputs that carry names
+(boxes), or that are a state which the layout has planned before (`layout.init(..., boxed=False)`), are
+pinned to the very shardings that the layout planned, so that the next call finds its arguments just as
+they were compiled for; the rest is the compiler's choice, unless `out_rules` say otherwise.
 
 Three facts about JAX make this cost next to nothing per call. Mesh and rules matter only while a
 function is traced, so a call sets neither (but for Explicit axes, which are part of the types). All
 `jax.jit` objects of one function share its traces, so the outputs' shardings can be read off a first
-trace and given to the real one. And as long as every signature seen has the same output shardings,
-JAX's own dispatch does all the work; a new signature is noticed because it is traced.
+trace and given to the real one. And as long as every signature seen has the same shardings, JAX's own
+dispatch does all the work; a new signature is noticed because it is traced, or refused.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,28 +26,42 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_spmd import compat
+from flax_spmd.annotations import reporting
+from flax_spmd.arguments import Arguments
 from flax_spmd.context import InForce, scope
-from flax_spmd.mesh import MeshLike
+from flax_spmd.errors import Problem, raise_problems
+from flax_spmd.mesh import MeshLike, describe
+from flax_spmd.naming import path_string
 from flax_spmd.rules import Rules
 
-OutputPlanner = Callable[[Any], Sequence[NamedSharding | None]]
+LeafPlanner = Callable[[Any], Sequence[Sharding | None]]
 
 
-class _Outputs(NamedTuple):
-  """The structure of a function's result and a sharding (or None: free) for each of its leaves."""
+class _Placed(NamedTuple):
+  """The structure of a tree and a sharding (or None: free) for each of its leaves."""
 
   treedef: Any
-  shardings: tuple[NamedSharding | None, ...]
+  shardings: tuple[Sharding | None, ...]
+
+  def tree(self) -> Any:
+    return self.treedef.unflatten(self.shardings)
+
+
+class _Plan(NamedTuple):
+  """What one compiled function is for: where its arguments have to lie (None: anywhere), and its results."""
+
+  inputs: _Placed | None
+  outputs: _Placed
 
 
 class _Changed(Exception):
-  """Raised by a trace whose outputs need other shardings than it is being traced for."""
+  """Raised by a trace whose plan is another than the one that it is being traced for."""
 
 
-_reading: ContextVar[list[_Outputs] | None] = ContextVar('flax_spmd_reading', default=None)
+_reading: ContextVar[list[_Placed] | None] = ContextVar('flax_spmd_reading', default=None)
 
 
 class Jitted:
@@ -60,6 +73,8 @@ class Jitted:
     plan_outputs: gives a sharding, or None, for each leaf of a result.
     options: arguments of `jax.jit`, without shardings.
     finish: what is done to a result once its outputs are planned; it keeps the order of the leaves.
+    plan_inputs: gives a sharding, or None, for each leaf of the arguments that are not static, which it
+      gets as a pair `(args, kwargs)`; None: they may lie anywhere.
   """
 
   def __init__(
@@ -67,22 +82,24 @@ class Jitted:
     fn: Callable[..., Any],
     mesh: MeshLike,
     rules: Rules,
-    plan_outputs: OutputPlanner,
+    plan_outputs: LeafPlanner,
     options: Mapping[str, Any],
     finish: Callable[[Any], Any] | None = None,
+    plan_inputs: LeafPlanner | None = None,
   ):
     functools.update_wrapper(self, fn)
     self._mesh = mesh
     self._in_force = InForce(mesh, rules)
     self._mesh_at_calls = not isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types
     self._plan_outputs = plan_outputs
+    self._plan_inputs = plan_inputs
     self._options = dict(options)
     self._finish = finish
     self._body = _traced_body(self, fn)
-    self._statics = _Statics.of(fn, options)
-    self._only: tuple[_Outputs, Any] | None = None
-    self._by_outputs: dict[_Outputs, Any] = {}
-    self._by_signature: dict[Any, Any] = {}
+    self._arguments = Arguments.of(fn, options)
+    self._only: tuple[_Plan, Any] | None = None
+    self._by_plan: dict[_Plan, Any] = {}
+    self._by_signature: dict[Any, tuple[_Plan, Any]] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the function; compiles it first where these arguments are new."""
@@ -95,12 +112,44 @@ class Jitted:
     return compat.mesh_scope(self._mesh) if self._mesh_at_calls else nullcontext()
 
   def _call(self, args, kwargs) -> Any:
+    if self._plan_inputs is not None:
+      return self._call_placed(*self._arguments.by_position(args, kwargs))
     if self._only is not None:
       try:
         return self._only[1](*args, **kwargs)
       except _Changed:
         pass
-    return self._for(args, kwargs)(*args, **kwargs)
+    return self._for(args, kwargs)[1](*args, **kwargs)
+
+  def _call_placed(self, args, kwargs) -> Any:
+    """A call whose arguments have places: JAX checks them, and refuses where they lie elsewhere."""
+    if kwargs:  # JAX takes no keyword arguments together with shardings
+      args, kwargs = self._placed(args, kwargs)
+    only = self._only
+    if only is not None and not kwargs:
+      try:
+        return only[1](*args)
+      except (_Changed, ValueError, TypeError):  # refused, maybe because another function is needed
+        if self._for(args, kwargs)[1] is only[1]:
+          self._check_placed(only[0], args)
+          raise
+    plan, jitted = self._for(args, kwargs)
+    self._check_placed(plan, args)
+    return jitted(*args, **kwargs)
+
+  def _placed(self, args, kwargs) -> Any:
+    dynamic = self._arguments.dynamic(args, kwargs)
+    leaves, treedef = jax.tree.flatten(dynamic)
+    shardings = self._inputs(dynamic).shardings
+    moved = iter(
+      jax.device_put(leaf, sharding) if sharding is not None else leaf
+      for leaf, sharding in zip(leaves, shardings, strict=True)
+    )
+    return self._arguments.filled(treedef.unflatten(moved), args, kwargs)
+
+  def _check_placed(self, plan: _Plan, args) -> None:
+    if plan.inputs is not None:
+      check_as_planned(self._arguments.dynamic(args, {})[0], plan.inputs.shardings)
 
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
     return self if instance is None else types.MethodType(self, instance)
@@ -110,37 +159,53 @@ class Jitted:
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """The `jax.stages.Lowered` for these arguments, which may be abstract."""
-    with self._scope():
-      return self._for(args, kwargs).lower(*args, **kwargs)
+    return self._apply('lower', args, kwargs)
 
   def trace(self, *args: Any, **kwargs: Any) -> Any:
     """The `jax.stages.Traced` for these arguments, which may be abstract."""
-    with self._scope():
-      return self._for(args, kwargs).trace(*args, **kwargs)
+    return self._apply('trace', args, kwargs)
 
   def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
     """Shapes and dtypes of the result for these arguments, which may be abstract."""
+    return self._apply('eval_shape', args, kwargs)
+
+  def _apply(self, method: str, args, kwargs) -> Any:
     with self._scope():
-      return self._for(args, kwargs).eval_shape(*args, **kwargs)
+      if self._plan_inputs is not None:
+        args, kwargs = self._arguments.by_position(args, kwargs)
+      return getattr(self._for(args, kwargs)[1], method)(*args, **kwargs)
 
-  def _for(self, args, kwargs) -> Any:
-    """The `jax.jit` function with the output shardings that these arguments lead to."""
-    signature = self._statics.signature(args, kwargs)
-    jitted = self._by_signature.get(signature)
-    if jitted is None:
-      outputs = self._read_outputs(args, kwargs)
-      jitted = self._by_outputs.get(outputs)
+  def _for(self, args, kwargs) -> tuple[_Plan, Any]:
+    """The plan for these arguments, and the `jax.jit` function for it."""
+    signature = self._arguments.signature(args, kwargs)
+    found = self._by_signature.get(signature)
+    if found is None:
+      plan = _Plan(self._inputs_of_call(args, kwargs), self._read_outputs(args, kwargs))
+      jitted = self._by_plan.get(plan)
       if jitted is None:
-        shardings = outputs.treedef.unflatten(outputs.shardings)
-        jitted = jax.jit(self._body, out_shardings=shardings, **self._options)
-        self._by_outputs[outputs] = jitted
-      self._by_signature[signature] = jitted
-      self._only = (outputs, jitted) if len(self._by_outputs) == 1 else None
-    return jitted
+        jitted = self._by_plan[plan] = self._compiled(plan)
+      found = self._by_signature[signature] = plan, jitted
+      self._only = found if len(self._by_plan) == 1 else None
+    return found
 
-  def _read_outputs(self, args, kwargs) -> _Outputs:
+  def _compiled(self, plan: _Plan) -> Any:
+    inputs = {} if plan.inputs is None else {'in_shardings': plan.inputs.tree()}
+    return jax.jit(self._body, out_shardings=plan.outputs.tree(), **inputs, **self._options)
+
+  def _inputs_of_call(self, args, kwargs) -> _Placed | None:
+    """Where the arguments have to lie; with keyword arguments they have been placed already."""
+    if self._plan_inputs is None or kwargs:
+      return None
+    args, _ = self._arguments.dynamic(args, kwargs)
+    return _Placed(jax.tree.structure(args), self._inputs((args, {})).shardings)
+
+  def _inputs(self, dynamic) -> _Placed:
+    planned = () if self._plan_inputs is None else tuple(self._plan_inputs(dynamic))
+    return _Placed(jax.tree.structure(dynamic), planned)
+
+  def _read_outputs(self, args, kwargs) -> _Placed:
     """Traces the function for these arguments; the trace is used again by the real call."""
-    read: list[_Outputs] = []
+    read: list[_Placed] = []
     token = _reading.set(read)
     try:
       result = jax.jit(self._body, **self._options).eval_shape(*args, **kwargs)
@@ -148,8 +213,8 @@ class Jitted:
       _reading.reset(token)
     return read[-1] if read else self._outputs(result, result)  # JAX had the trace already
 
-  def _outputs(self, result: Any, finished: Any) -> _Outputs:
-    return _Outputs(jax.tree.structure(finished), tuple(self._plan_outputs(result)))
+  def _outputs(self, result: Any, finished: Any) -> _Placed:
+    return _Placed(jax.tree.structure(finished), tuple(self._plan_outputs(result)))
 
 
 def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,18 +222,48 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(fn)
   def body(*args, **kwargs):
-    with scope(jitted._in_force), compat.mesh_scope(jitted._mesh):
+    with scope(jitted._in_force), compat.mesh_scope(jitted._mesh), reporting(fn):
       result = fn(*args, **kwargs)
     finished = result if jitted._finish is None else jitted._finish(result)
     outputs = jitted._outputs(result, finished)
     reading, only = _reading.get(), jitted._only
     if reading is not None:
       reading.append(outputs)
-    elif only is not None and only[0] != outputs:
+    elif only is not None and only[0] != _Plan(jitted._inputs_of_call(args, kwargs), outputs):
       raise _Changed
     return finished if any(outputs.shardings) else _on_all_devices(finished, jitted._mesh)
 
   return body
+
+
+def check_as_planned(args: Any, shardings: Sequence[Sharding | None]) -> None:
+  """Raises if an array was put elsewhere than where it has to lie.
+
+  Raises:
+    LayoutError: names every such argument, where it lies and where it should.
+  """
+  problems = [
+    Problem(
+      f'argument {path_string(path)} lies as {_lies(leaf.sharding)}, but in_rules ask for '
+      f'{_lies(sharding)}.',
+      'place it by layout.shard before the call, or give the rules as in_constraints, which take '
+      'arguments as they lie.',
+    )
+    for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(args), shardings, strict=True)
+    if sharding is not None
+    and isinstance(leaf, jax.Array)
+    and not isinstance(leaf, Tracer)
+    and leaf.committed
+    and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+  ]
+  raise_problems(problems)
+
+
+def _lies(sharding: Any) -> str:
+  """`P('data',) on {'data': 8}`, or whatever another kind of sharding says of itself."""
+  if not isinstance(sharding, NamedSharding):
+    return repr(sharding)
+  return f'{sharding.spec} on {describe(sharding.mesh)}'
 
 
 def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
@@ -183,42 +278,3 @@ def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
       leaves[0] = jax.lax.with_sharding_constraint(leaves[0], NamedSharding(mesh, anywhere))
   return treedef.unflatten(leaves)
-
-
-class _Statics(NamedTuple):
-  """Which arguments are static, by position and by name, however they were declared and passed."""
-
-  positions: frozenset[int]
-  names: frozenset[str]
-
-  @classmethod
-  def of(cls, fn: Callable[..., Any], options: Mapping[str, Any]) -> _Statics:
-    numbers = options.get('static_argnums')
-    names = options.get('static_argnames')
-    numbers = {numbers} if isinstance(numbers, int) else set(numbers or ())
-    names = {names} if isinstance(names, str) else set(names or ())
-    try:
-      parameters = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in _BY_POSITION]
-    except (TypeError, ValueError):  # builtins without a signature
-      parameters = []
-    numbers = {number % len(parameters) if parameters and number < 0 else number for number in numbers}
-    numbers |= {parameters.index(name) for name in names if name in parameters}
-    names |= {parameters[number] for number in numbers if number < len(parameters)}
-    return cls(frozenset(numbers), frozenset(names))
-
-  def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the structure and the shardings of a result can depend on."""
-    static = tuple(value for i, value in enumerate(args) if i in self.positions)
-    static += tuple(item for item in sorted(kwargs.items()) if item[0] in self.names)
-    dynamic = tuple(None if i in self.positions else value for i, value in enumerate(args))
-    named = {name: value for name, value in kwargs.items() if name not in self.names}
-    leaves, treedef = jax.tree.flatten((dynamic, named))
-    return treedef, tuple(map(_leaf_signature, leaves)), static
-
-
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _leaf_signature(leaf: Any) -> Any:
-  shape = getattr(leaf, 'shape', None)
-  return type(leaf) if shape is None else (shape, leaf.dtype)

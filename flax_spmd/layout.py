@@ -24,11 +24,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_spmd import compat, placement, report, toml, trees
+from flax_spmd.arguments import Arguments
 from flax_spmd.context import InForce, check_in_step, scope
 from flax_spmd.jit import Jitted
 from flax_spmd.memory import Memory
 from flax_spmd.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
-from flax_spmd.plan import Planner, Row
+from flax_spmd.plan import Planner, Row, planner_for
 from flax_spmd.rules import Rules
 
 _open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blocks', default=())
@@ -59,7 +60,8 @@ class Layout:
     self._mesh = mesh if isinstance(mesh, (Mesh, AbstractMesh)) else make_mesh(mesh)
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
-    self._planner, self._memory = _shared(self._mesh, self._rules)
+    self._planner = planner_for(self._mesh, self._rules)
+    self._memory = _memory_of(self._planner)
 
   @property
   def mesh(self) -> MeshLike:
@@ -214,6 +216,9 @@ class Layout:
     self,
     fn: Callable[..., Any] | None = None,
     *,
+    in_rules: Any = None,
+    out_rules: Any = None,
+    in_constraints: Any = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -228,20 +233,33 @@ class Layout:
     gets the layout's shardings; other results are the compiler's choice. Of a tuple, each element is
     a result of its own. Arguments are taken as they lie.
 
+    Where that is not what is wanted, arguments and results are given *places*: logical names (a
+    tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`, `fsdp(...)`, a policy) or
+    None (as above); or a tree of places that is a prefix of the argument or result.
+
     Args:
       fn: the function; without it, a decorator is returned. Keep what you get: each call of `jit`
         compiles anew.
+      in_rules: a place for all arguments, a tuple with one for each, or a dict by parameter; static
+        arguments are left out. Arrays of the host are put there; an array that was put elsewhere is
+        an error.
+      out_rules: a place for the result, or a tree of places.
+      in_constraints: as `in_rules`; arguments are taken as they lie and constrained on entry.
       donate_argnums, donate_argnames, static_argnums, static_argnames, keep_unused, inline,
         compiler_options: as in `jax.jit`.
 
     Returns:
-      A function with `.lower`, `.trace` and `.eval_shape`, which take abstract arguments too.
+      A function with `.lower`, `.trace` and `.eval_shape`, which take abstract arguments too. It
+      raises `LayoutError` for arguments that do not fit their places, before anything is compiled.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
       >>> double = layout.jit(lambda x: with_logical_constraint(2 * x, ('batch',)))
       >>> double(jnp.ones(16)).sharding.spec
       P('data',)
+      >>> total = layout.jit(lambda w, x: x @ w, in_rules=(fsdp('data', min_size=1), ('batch', None)))
+      >>> total(jnp.ones((4, 16)), np.ones((8, 4))).shape
+      (8, 16)
     """
     options = {
       'donate_argnums': donate_argnums,
@@ -252,25 +270,33 @@ class Layout:
       'inline': inline,
       'compiler_options': compiler_options,
     }
+    placed = {'in_rules': in_rules, 'out_rules': out_rules, 'in_constraints': in_constraints}
     if fn is None:
-      return functools.partial(self.jit, **options)
-    return Jitted(fn, self._mesh, self._rules, self._outputs, options)
+      return functools.partial(self.jit, **placed, **options)
+    arguments = Arguments.of(fn, options)
+    if in_constraints is not None:
+      fn = arguments.constrained(fn, in_constraints)
+    plan_inputs = None
+    if in_rules is not None:
+      plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
+    plan_outputs = functools.partial(self._outputs, places=out_rules)
+    return Jitted(fn, self._mesh, self._rules, plan_outputs, options, plan_inputs=plan_inputs)
 
-  def shard(self, tree: Any, names: Any = None) -> Any:
-    """Places arrays that exist: a batch by names, a tree of boxes by its own.
+  def shard(self, tree: Any, places: Any = None) -> Any:
+    """Places arrays that exist, in one transfer: a batch by names, a tree of boxes by its own.
 
     Args:
       tree: arrays (numpy or JAX, boxed or not) and numbers.
-      names: one array's logical names for all leaves, or a PartitionSpec of mesh axes; a tree of
-        these that is a prefix of `tree`; or None to take the names of boxes (what has no box is
-        replicated).
+      places: one array's logical names for all leaves, a PartitionSpec of mesh axes, a sharding, or a
+        rule table (`Rules`, `fsdp(...)`, a policy); a tree of these that is a prefix of `tree`; or
+        None for what the layout's rules say (what they say nothing of is replicated).
 
     Warns:
       UserWarning: a name has no rule, but is nearly one that has.
 
     Raises:
       MeshError: the mesh is abstract.
-      LayoutError: names that do not fit the tree or a leaf's rank, a size that does not divide, a
+      LayoutError: places that do not fit the tree or a leaf's rank, a size that does not divide, a
         mesh axis in the place of a name.
 
     Example:
@@ -280,9 +306,8 @@ class Layout:
       P('data', None)
     """
     placement.check_concrete(self._mesh)
-    if names is None:
-      return jax.device_put(tree, self.sharding(tree))
-    return jax.device_put(tree, placement.shardings_by_names(tree, names, self._planner))
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(jax.device_put(leaves, self._places(tree, places)))
 
   def __enter__(self) -> Self:
     check_in_step()
@@ -339,11 +364,28 @@ class Layout:
 
   # -- inside
 
-  def _outputs(self, result: Any) -> list[NamedSharding | None]:
-    """A sharding for each leaf of a jitted function's result; None where the compiler is free.
+  def _places(self, tree: Any, places: Any) -> list[Any]:
+    """A sharding for each leaf of a tree; where no place is given, what the rules say."""
+    if places is None:
+      return self._by_rules(tree)
+    return placement.shardings_by(tree, places, self._planner, self._by_rules)
 
-    Of the results (a tuple is several) those with names in them are states, and laid out whole.
-    """
+  def _by_rules(self, tree: Any) -> list[NamedSharding]:
+    return self._planner.leaf_shardings(self._memory.reboxed(tree))
+
+  def _inputs(self, dynamic: Any, arguments: Arguments, places: Any) -> list[Any]:
+    """A sharding for each leaf of the arguments; None where they may lie anywhere."""
+    spread = arguments.spread(places, dynamic)
+    return placement.shardings_by(dynamic, spread, self._planner, _anywhere)
+
+  def _outputs(self, result: Any, places: Any = None) -> list[Any]:
+    """A sharding for each leaf of a jitted function's result; None where the compiler is free."""
+    if places is None:
+      return self._states(result)
+    return placement.shardings_by(result, places, self._planner, self._states)
+
+  def _states(self, result: Any) -> list[NamedSharding | None]:
+    """Of the results (a tuple is several) those with names in them are states, and laid out whole."""
     result = self._memory.reboxed(result)
     planned = iter(self._planner.leaf_shardings(result))
     each = jax.tree.leaves(result, is_leaf=lambda node: type(node) not in (tuple, list))
@@ -354,16 +396,19 @@ class Layout:
     ]
 
 
+def _anywhere(tree: Any) -> list[None]:
+  return [None] * len(jax.tree.leaves(tree))
+
+
 def _has_names(tree: Any) -> bool:
   is_box = trees.is_axis_metadata
   return any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
 
 
 @functools.lru_cache(maxsize=256)
-def _shared(mesh: MeshLike, rules: Rules) -> tuple[Planner, Memory]:
-  """Equal layouts plan alike and remember the same states."""
-  planner = Planner(mesh, rules)
-  return planner, Memory(planner.leaf_shardings)
+def _memory_of(planner: Planner) -> Memory:
+  """Equal layouts remember the same states."""
+  return Memory(planner.leaf_shardings)
 
 
 def _closed_over(fn, args, kwargs) -> tuple[Callable[[list[Any]], Any], list[Any]]:

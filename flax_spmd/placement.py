@@ -1,23 +1,31 @@
-"""Placement: where arrays that exist go on a mesh, by the names that the caller gives them.
+"""Placement: where the arrays of a tree go, by the places that the caller gives them.
 
-jax.device_put(batch, shardings_by_names(batch, ('batch', None), planner))   # one transfer
-{'x': ('batch', None), 'y': ('batch',)}, PartitionSpec('data')               # names may be these too
+    shardings_by(batch, ('batch', None), planner, default)                    # logical names
+    shardings_by(batch, {'x': PartitionSpec('data'), 'y': None}, planner, default)
+    shardings_by(grads, Rules(fsdp('data')), planner, default)                # a table of its own
+
+What a place is: `flax_spmd.places`.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_spmd.boxes import Static
-from flax_spmd.errors import LayoutError, MeshError, Problem, did_you_mean, raise_problems
+from flax_spmd.errors import MeshError, Problem, did_you_mean, raise_problems
 from flax_spmd.mesh import MeshLike, describe
 from flax_spmd.naming import path_string
-from flax_spmd.plan import Planner
+from flax_spmd.places import is_table, parts
+from flax_spmd.plan import Planner, planner_for
+from flax_spmd.rules import Rules
+
+Default = Callable[[Any], Sequence[Sharding | None]]
 
 
 def check_concrete(mesh: MeshLike) -> None:
@@ -29,78 +37,59 @@ def check_concrete(mesh: MeshLike) -> None:
     )
 
 
-def shardings_by_names(tree: Any, names: Any, planner: Planner) -> Any:
-  """Where the arrays of a tree without boxes go.
+def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> list[Sharding | None]:
+  """Where the arrays of a tree go.
 
   Args:
-    tree: arrays (numpy or JAX) and numbers.
-    names: one array's logical names for all leaves, or a PartitionSpec of mesh axes, or a tree of
-      these that is a prefix of `tree`; None is replicated.
-    planner: says where things go.
+    tree: arrays (numpy, JAX or abstract), boxes and numbers.
+    places: a place, or a tree of places that is a prefix of `tree`.
+    planner: the layout's; it resolves logical names and mesh axes.
+    default: gives a sharding (or None) per leaf of a part whose place is None.
 
   Returns:
-    A sharding per leaf.
+    A sharding, or None if the default says so, per leaf in the order of `jax.tree.leaves(tree)`.
 
   Warns:
     UserWarning: a name has no rule, but is nearly one that has.
 
   Raises:
-    LayoutError: names that do not fit the tree or a leaf's rank, a size that does not divide, a mesh
+    LayoutError: places that do not fit the tree or a leaf's rank, a size that does not divide, a mesh
       axis in the place of a name.
   """
+  found: list[Sharding | None] = []
   problems: list[Problem] = []
-
-  def place(path, leaf, one: _Names) -> NamedSharding:
-    if one.names is None:
-      return planner.replicated
-    resolution = planner.resolve(one.static(np.ndim(leaf)), np.shape(leaf))
-    where = path_string(path)
-    problems.extend(problem.at(where) for problem in resolution.problems)
-    problems.extend(problem.at(where) for problem in _axes_for_names(one.names, planner))
-    _warn_of_typos(where, one.names, planner)
-    return NamedSharding(planner.mesh, resolution.spec)
-
-  shardings = jax.tree_util.tree_map_with_path(place, tree, _spread(names, tree))
+  for path, place, part in parts(tree, places)[0]:
+    if place is None:
+      found += default(part)
+    elif isinstance(place, Sharding):
+      found += [place] * len(jax.tree.leaves(part))
+    elif is_table(place):
+      found += planner_for(planner.mesh, Rules.of(place)).leaf_shardings(part)
+    else:
+      for inner, leaf in jax.tree_util.tree_leaves_with_path(part):
+        found.append(_by_names(path_string((*path, *inner)), leaf, place, planner, problems))
   raise_problems(problems)
-  return shardings
+  return found
 
 
-def _spread(names: Any, tree: Any) -> Any:
-  """Names for every leaf, from a tree of names that is a prefix of `tree`."""
-  try:
-    return jax.tree.map(
-      lambda one, part: jax.tree.map(lambda _: _Names(one), part), names, tree, is_leaf=_is_names
-    )
-  except (ValueError, TypeError) as error:
-    raise LayoutError(
-      f'The names {names!r} are no prefix of the tree: {error}\n'
-      "Fix: give one array's names, such as ('batch', None), for all leaves, or a tree of names shaped "
-      'like the arrays; mesh axes go into a PartitionSpec.'
-    ) from None
-
-
-class _Names:
-  """Names as a leaf: a bare tuple would be taken for a tree. A PartitionSpec is of mesh axes."""
-
-  def __init__(self, names: Any):
-    self.names = names
-
-  def static(self, rank: int) -> Static:
-    if isinstance(self.names, PartitionSpec):  # may be shorter than the rank, as everywhere in JAX
-      return Static((*self.names, *(None,) * (rank - len(self.names))), False)
-    return Static(self.names, True)
-
-
-def _is_names(x: Any) -> bool:
-  if x is None or isinstance(x, PartitionSpec):
-    return True
-  return isinstance(x, tuple) and all(entry is None or isinstance(entry, str) for entry in x)
+def _by_names(
+  where: str, leaf: Any, place: Any, planner: Planner, problems: list[Problem]
+) -> NamedSharding:
+  """One array's sharding by names or a spec; what is wrong is added to `problems`."""
+  shape = np.shape(leaf)
+  if isinstance(place, PartitionSpec):  # may be shorter than the rank, as everywhere in JAX
+    static = Static((*place, *(None,) * (len(shape) - len(place))), False)
+  else:
+    static = Static(place, True)
+    problems += [problem.at(where) for problem in _axes_for_names(place, planner)]
+    _warn_of_typos(where, place, planner)
+  resolution = planner.resolve_names(static, shape)
+  problems += [problem.at(where) for problem in resolution.problems]
+  return NamedSharding(planner.mesh, resolution.spec)
 
 
 def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:
   """A mesh axis among logical names would silently mean nothing."""
-  if isinstance(names, PartitionSpec):
-    return []
   return [
     Problem(
       f'dim {dim} {name!r}: this is a mesh axis, where logical names are expected.',
@@ -113,11 +102,10 @@ def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:
 
 def _warn_of_typos(where: str, names: Any, planner: Planner) -> None:
   """A batch is in no tree that `Layout.check` sees, so a name that is nearly known is reported here."""
-  if not isinstance(names, PartitionSpec):
-    for dim, name in enumerate(names):
-      meant = did_you_mean(name, planner.rules.by_name) if isinstance(name, str) else ''
-      if meant and name not in planner.rules.by_name:
-        warnings.warn(
-          f'{where}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{meant}',
-          stacklevel=2,
-        )
+  for dim, name in enumerate(names):
+    meant = did_you_mean(name, planner.rules.by_name) if isinstance(name, str) else ''
+    if meant and name not in planner.rules.by_name:
+      warnings.warn(
+        f'{where}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{meant}',
+        stacklevel=2,
+      )

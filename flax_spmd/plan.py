@@ -12,6 +12,7 @@ placed, and is raised as one error that lists every offender.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -99,6 +100,12 @@ class _Survey(NamedTuple):
 _REMEMBERED_TREES = 64
 
 
+@functools.lru_cache(maxsize=256)
+def planner_for(mesh: MeshLike, rules: Rules) -> Planner:
+  """The planner of a mesh and a table; equal ones share what they have planned."""
+  return Planner(mesh, rules)
+
+
 class Planner:
   """Plans trees for one mesh and one rule table.
 
@@ -156,6 +163,15 @@ class Planner:
       return Resolution(PartitionSpec(), (), (wrong,))
     leaf = Leaf(path, shape, dtype, tuple(static.names))
     return resolver.resolve(leaf, self.sizes, axes=not static.logical)
+
+  def resolve_names(self, static: Static, shape: tuple[int, ...]) -> Resolution:
+    """What names alone decide: for values that are in no tree of parameters, such as a batch."""
+    wrong = _misfit(static.names, shape)
+    if wrong is not None:
+      return Resolution(PartitionSpec(), (), (wrong,))
+    if static.logical:
+      return self.rules.resolve(static.names, shape, self.sizes)
+    return resolve_axes(static.names, shape, self.sizes, self.rules.policies)
 
   # -- placing
 

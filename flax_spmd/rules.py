@@ -159,8 +159,11 @@ class Rules:
   @cached_property
   def annotations(self) -> Mapping[str, int]:
     """The index of the rule for each annotation, by its name without the `@`."""
-    named = ((index, c[0]) for index, c in enumerate(self._clauses) if is_annotation(c))
-    return {name[1:]: index for index, name in reversed(list(named))}
+    found: dict[str, int] = {}
+    for index, clause in enumerate(self._clauses):
+      if is_annotation(clause):
+        found.setdefault(clause[0][1:], index)
+    return found
 
   def resolve(
     self,

@@ -219,8 +219,8 @@ def test_a_mesh_axis_in_the_place_of_a_name():
 
 def test_names_that_are_no_prefix_of_the_batch():
   text = text_of(errors.LayoutError, layout().shard, {'x': np.ones((4, 4))}, {'y': ('batch', None)})
-  assert text.startswith("The names {'y': ('batch', None)} are no prefix of the tree: ")
-  assert text.endswith('mesh axes go into a PartitionSpec.')
+  assert text.startswith("The places {'y': ('batch', None)} are no prefix of the tree: ")
+  assert text.endswith('mesh axes go into a PartitionSpec, rules into Rules(...).')
 
 
 def test_copies_in_the_optimizer_are_not_named_again():

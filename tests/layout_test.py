@@ -243,7 +243,7 @@ def test_another_batch_size_is_another_trace_of_the_same_program(layout):
   for size in (16, 8, 16, 8):
     new, _ = step(state, X[:size])
     assert w1(new).value.sharding == w1(state).value.sharding
-  assert len(step._by_outputs) == 1
+  assert len(step._by_plan) == 1
 
 
 @pytest.mark.parametrize(

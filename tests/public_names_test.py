@@ -38,13 +38,17 @@ OWN = {
   'Decision',
   'Explanation',
   'Layout',
+  'Leaf',
   'Policies',
   'Resolution',
   'Rules',
   'abstract_mesh',
   'constrain',
   'explain',
+  'fsdp',
   'make_mesh',
+  'with_sharding_annotation',
+  'with_sharding_constraint',
 }
 MODULES = {'checkpoint', 'errors'}
 
