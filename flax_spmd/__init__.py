@@ -14,6 +14,7 @@ The names of `flax.linen.spmd` are here too, with the same signatures and result
 import importlib
 
 from flax_spmd import errors as errors
+from flax_spmd import presets as presets
 from flax_spmd.annotations import with_sharding_annotation as with_sharding_annotation
 from flax_spmd.annotations import with_sharding_constraint as with_sharding_constraint
 from flax_spmd.boxes import PARTITION_NAME as PARTITION_NAME
@@ -30,6 +31,8 @@ from flax_spmd.constraints import with_logical_constraint as with_logical_constr
 from flax_spmd.context import get_logical_axis_rules as get_logical_axis_rules
 from flax_spmd.context import logical_axis_rules as logical_axis_rules
 from flax_spmd.context import set_logical_axis_rules as set_logical_axis_rules
+from flax_spmd.draw import Drawing as Drawing
+from flax_spmd.draw import draw as draw
 from flax_spmd.explain import Explanation as Explanation
 from flax_spmd.explain import explain as explain
 from flax_spmd.layout import Layout as Layout

@@ -11,30 +11,36 @@
       ["batch", "data"],
       ["vocab", ["data", "model"]],
       ["embed", []],
+      {path = "norm/scale$", spec = []},
+      {path = "^opt_state/", rules = {clauses = [
+        {fsdp = "data", min_size = 1024},
+      ]}},
+      {annotation = "activations", spec = ["data", "?"]},
+      {fsdp = ["data", "model"]},
     ]
     unmatched = "error"
 
-Order counts, and `[]` is "replicated" (TOML has no null). Axes that are not Auto stand in
-`[mesh_axis_types]`. Parse → print → parse is the identity.
+Order counts, `[]` is "replicated" (TOML has no null), and "?" is UNCONSTRAINED. Axes that are not Auto
+stand in `[mesh_axis_types]`. Parse → print → parse is the identity. Functions have no text.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jax.sharding import AxisType
+import jax
+from jax.sharding import AxisType, PartitionSpec
 
+from flax_spmd.clauses import Fsdp, fsdp
 from flax_spmd.errors import MeshError, RulesError, did_you_mean
-from flax_spmd.resolution import Policies
-from flax_spmd.rules import Rules
+from flax_spmd.resolution import UNCONSTRAINED
+from flax_spmd.rules import Rules, is_annotation, is_logical
 
 FORMAT = 1
 _SECTIONS = {'format', 'mesh', 'mesh_axis_types', 'rules'}
-_POLICIES = [field.name for field in dataclasses.fields(Policies)]
 
 
 class Parsed(NamedTuple):
@@ -49,7 +55,7 @@ def write(axes: Mapping[str, int], types: Mapping[str, AxisType], rules: Rules) 
   """The text of a layout.
 
   Raises:
-    RulesError: a rule has UNCONSTRAINED for its axes, which has no text.
+    RulesError: a rule is a function, or has one.
   """
   lines = [f'format = {FORMAT}', '', '[mesh]']
   lines += [f'{_key(name)} = {size}' for name, size in axes.items()]
@@ -57,9 +63,7 @@ def write(axes: Mapping[str, int], types: Mapping[str, AxisType], rules: Rules) 
   if special:
     lines += ['', '[mesh_axis_types]']
     lines += [f'{_key(name)} = "{type_.name.lower()}"' for name, type_ in special.items()]
-  lines += ['', '[rules]', 'clauses = [']
-  lines += [f'  [{_quoted(name)}, {_axes_text(name, axes)}],' for name, axes in rules]
-  lines += [']', *(f'{name} = {_quoted(value)}' for name, value in rules.policies.changed().items())]
+  lines += ['', '[rules]', 'clauses = [', *_clauses_text(rules, '  '), ']', *_policies_text(rules)]
   return '\n'.join(lines) + '\n'
 
 
@@ -75,10 +79,9 @@ def read(text: str) -> Parsed:
   except tomllib.TOMLDecodeError as error:
     raise RulesError(f'The layout file is no TOML: {error}.\nFix: correct the file there.') from None
   _check_sections(table)
-  rules = dict(table['rules'])
-  clauses = rules.pop('clauses', [])
+  rules = _rules(table['rules'], 'rules')
   types = {name: _axis_type(name, value) for name, value in table.get('mesh_axis_types', {}).items()}
-  return Parsed(dict(table['mesh']), types, Rules.of(clauses, **rules))
+  return Parsed(dict(table['mesh']), types, rules)
 
 
 def check_same_axes(parsed: Parsed, axes: Mapping[str, int]) -> None:
@@ -122,16 +125,113 @@ def _axis_type(name: str, value: Any) -> AxisType:
   return known[value]
 
 
-def _axes_text(name: str, axes: Any) -> str:
+def _rules(table: Any, where: str) -> Rules:
+  """A table, `[rules]` or the `rules` of a clause."""
+  if not isinstance(table, dict):
+    raise RulesError(f'The layout file has {table!r} for {where}.\nFix: write {{clauses = [...]}}.')
+  policies = {name: value for name, value in table.items() if name != 'clauses'}
+  clauses = table.get('clauses', [])
+  return Rules(
+    *(_clause(clause, f'{where}.clauses[{i}]') for i, clause in enumerate(clauses)), **policies
+  )
+
+
+def _clause(entry: Any, where: str) -> Any:
+  """A clause: a pair stands for itself, everything else is a small table."""
+  if not isinstance(entry, dict):
+    return _open(entry)
+  known = {'path', 'annotation', *_PLACES, *_FSDP_OPTIONS}
+  unknown = [key for key in entry if key not in known]
+  places = [key for key in _PLACES if key in entry]
+  if unknown or len(places) != 1 or ('path' in entry and ('fsdp' in entry or 'annotation' in entry)):
+    raise RulesError(
+      f'The layout file has a rule {where} that means nothing: {entry!r}.'
+      + (did_you_mean(unknown[0], known) if unknown else '')
+      + '\nFix: write {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"} or '
+      '{annotation = "name", ...} with one of spec, rules and fsdp.'
+    )
+  target = _PLACES[places[0]](entry, where)
+  if 'annotation' in entry:
+    return (f'@{entry["annotation"]}', target)
+  return (entry['path'], target) if 'path' in entry else target
+
+
+def _spec(entry: dict[str, Any], where: str) -> PartitionSpec:
+  return PartitionSpec(*(_open(tuple(e) if isinstance(e, list) else e) or None for e in entry['spec']))
+
+
+def _fsdp(entry: dict[str, Any], where: str) -> Fsdp:
+  return fsdp(entry['fsdp'], **{name: entry[name] for name in _FSDP_OPTIONS if name in entry})
+
+
+_PLACES = {
+  'spec': _spec,
+  'rules': lambda entry, where: _rules(entry['rules'], f'{where}.rules'),
+  'fsdp': _fsdp,
+}
+_FSDP_OPTIONS = ('min_size', 'skip')
+
+
+def _open(value: Any) -> Any:
+  """What a text says, with UNCONSTRAINED for "?"."""
+  if isinstance(value, (list, tuple)):
+    return type(value)(map(_open, value))
+  return UNCONSTRAINED if value == '?' else value
+
+
+def _clauses_text(rules: Rules, indent: str) -> list[str]:
+  return [line for i, clause in enumerate(rules) for line in _clause_text(i, clause, indent)]
+
+
+def _clause_text(index: int, clause: Any, indent: str) -> list[str]:
+  if isinstance(clause, Fsdp):
+    return [f'{indent}{{{_fsdp_text(clause)}}},']
+  if callable(clause):
+    raise _no_text(index, clause)
+  name, target = clause
+  if is_logical(clause):
+    return [f'{indent}[{_quoted(name)}, {_axes_text(target)}],']
+  head = f'annotation = {_quoted(name[1:])}' if is_annotation(clause) else f'path = {_quoted(name)}'
+  if isinstance(target, PartitionSpec):
+    return [f'{indent}{{{head}, spec = [{", ".join(map(_axes_text, target))}]}},']
+  if isinstance(target, Fsdp):
+    return [f'{indent}{{{head}, {_fsdp_text(target)}}},']
+  if not isinstance(target, Rules):
+    raise _no_text(index, clause)
+  policies = ''.join(f', {line}' for line in _policies_text(target))
+  inner = _clauses_text(target, indent + '  ')
+  return [f'{indent}{{{head}, rules = {{clauses = [', *inner, f'{indent}]{policies}}}}},']
+
+
+def _fsdp_text(clause: Fsdp) -> str:
+  changed = {
+    name: getattr(clause, name)
+    for name in _FSDP_OPTIONS
+    if getattr(clause, name) != getattr(Fsdp(''), name)
+  }
+  return ', '.join(
+    [
+      f'fsdp = {_axes_text(clause.axes)}',
+      *(f'{name} = {_quoted(value)}' for name, value in changed.items()),
+    ]
+  )
+
+
+def _policies_text(rules: Rules) -> list[str]:
+  return [f'{name} = {_quoted(value)}' for name, value in rules.policies.changed().items()]
+
+
+def _axes_text(axes: Any) -> str:
   if axes is None:
     return '[]'
-  try:
-    return _quoted(axes)
-  except TypeError:
-    raise RulesError(
-      f'The rule ({name!r}, {axes!r}) cannot be written as text.\n'
-      'Fix: use mesh axes or None in rules that are to be saved.'
-    ) from None
+  return _quoted(jax.tree.map(lambda axis: '?' if axis is UNCONSTRAINED else axis, axes))
+
+
+def _no_text(index: int, clause: Any) -> RulesError:
+  return RulesError(
+    f'Rule {index} {clause!r} has no text: it is a function.\n'
+    'Fix: say it with path rules and fsdp(...) in tables that are to be saved.'
+  )
 
 
 def _key(name: str) -> str:

@@ -36,6 +36,7 @@ DROP_IN = {
 OWN = {
   'AxisMetadata',
   'Decision',
+  'Drawing',
   'Explanation',
   'Layout',
   'Leaf',
@@ -44,13 +45,14 @@ OWN = {
   'Rules',
   'abstract_mesh',
   'constrain',
+  'draw',
   'explain',
   'fsdp',
   'make_mesh',
   'with_sharding_annotation',
   'with_sharding_constraint',
 }
-MODULES = {'checkpoint', 'errors'}
+MODULES = {'checkpoint', 'errors', 'presets'}
 
 
 def test_the_public_names():
