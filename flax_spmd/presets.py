@@ -89,7 +89,7 @@ def sequence_parallel(model: Any = 'model', data: Any = 'data') -> Rules:
     >>> presets.sequence_parallel().spec(('batch', 'length', 'heads', 'kv'))
     P('data', None, 'model', None)
   """
-  return tensor_parallel(model, data) + (('length', model),)
+  return Rules(tensor_parallel(model, data), ('length', model))
 
 
 def context_parallel(context: Any = 'context', data: Any = 'data', *, min_size: int = 2**20) -> Rules:
@@ -150,7 +150,7 @@ def zero2(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
     >>> presets.zero2().clauses[-1]
     ('@gradients', fsdp('data'))
   """
-  return zero1(data, min_size=min_size) + (('@gradients', fill(data, min_size=min_size)),)
+  return Rules(zero1(data, min_size=min_size), ('@gradients', fill(data, min_size=min_size)))
 
 
 def zero3(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
