@@ -47,6 +47,7 @@ class Row(NamedTuple):
     skipped: the `fsdp` rules that found no dimension to fill.
     bytes: of the whole array.
     bytes_per_device: of the piece that one device holds.
+    copies: on how many devices each element lies.
     guess: for optimizer state that is not shaped like its parameter, what it was taken for.
   """
 
@@ -61,7 +62,13 @@ class Row(NamedTuple):
   skipped: tuple[Skipped, ...]
   bytes: int
   bytes_per_device: int
+  copies: int
   guess: Guess | None
+
+  @property
+  def replicated_bytes(self) -> int:
+    """Bytes, over all devices, that are there more than once."""
+    return self.bytes * (self.copies - 1)
 
 
 class _Placed(NamedTuple):
@@ -121,6 +128,7 @@ class Planner:
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self._resolver = resolver_of(rules)
     self._memo: dict[Any, NamedSharding] = {}
+    self._resolutions: dict[Any, Resolution] = {}
     self._trees: dict[Any, _Placed] = {}
 
   def shardings(self, tree: Any) -> Any:
@@ -214,12 +222,21 @@ class Planner:
 
   def _learn(self, survey: _Survey, index: int) -> None:
     """Remembers the place of arrays like this one, if nothing is wrong with it."""
-    static, shape = survey.reading.statics[index], survey.reading.shapes[index]
-    if static is None or shape is not None:
-      dtype = getattr(survey.reading.values[index], 'dtype', None)
-      resolution = self.resolve(static, shape or (), dtype, survey.paths[index] if survey.paths else '')
+    if survey.reading.statics[index] is None or survey.reading.shapes[index] is not None:
+      resolution = self._resolution(survey, index)
       if not resolution.problems:
         self._memo[survey.keys[index]] = NamedSharding(self.mesh, resolution.spec)
+
+  def _resolution(self, survey: _Survey, index: int) -> Resolution:
+    """What is decided about a unit that is one array; arrays with equal keys share it."""
+    key = survey.keys[index]
+    found = self._resolutions.get(key)
+    if found is None:
+      reading, path = survey.reading, survey.paths[index] if survey.paths else ''
+      dtype = getattr(reading.values[index], 'dtype', None)
+      found = self.resolve(reading.statics[index], reading.shapes[index] or (), dtype, path)
+      self._resolutions[key] = found
+    return found
 
   def _unusual(self, survey: _Survey, index: int) -> Any:
     """The place of a unit that its key does not decide; None if something is wrong with it."""
@@ -282,6 +299,10 @@ class Planner:
       leaf = survey.reading.values[index]
       yield _Array(leaf, tuple(leaf.shape), guessed, resolution)
       return
+    if index not in survey.reading.guesses and survey.reading.shapes[index] is not None:
+      leaf = survey.reading.values[index]
+      yield _Array(leaf, tuple(leaf.shape), None, self._resolution(survey, index))
+      return
     for leaf, shape, guessed in _arrays(survey.reading, index):
       dtype = getattr(leaf, 'dtype', None)
       names = static
@@ -308,6 +329,7 @@ class Planner:
         resolution.skipped,
         math.prod(shape) * dtype.itemsize,
         self._bytes_per_device(resolution.spec, shape, dtype),
+        self.mesh.size // math.prod(map(self.sizes.__getitem__, axis_names(tuple(resolution.spec)))),
         guessed,
       )
 

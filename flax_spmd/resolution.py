@@ -188,6 +188,11 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
   return tuple(leaf for leaf in tree_util.tree_leaves(axes) if isinstance(leaf, str))
 
 
+def rule_text(rule: RuleId) -> str:
+  """A rule's index; `2.0` for the first rule of the table that is rule 2."""
+  return '.'.join(map(str, rule)) if isinstance(rule, tuple) else str(rule)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resolver:
   """Resolves names against `clauses`; `sizes` (per mesh axis) may be unknown.

@@ -39,6 +39,7 @@ from flax_spmd.resolution import (
   Resolver,
   RuleId,
   axis_names,
+  rule_text,
 )
 
 Clause: TypeAlias = Any
@@ -147,6 +148,23 @@ class Rules:
     inner = clause[1] if rest and isinstance(clause, tuple) else None
     return inner.at(tuple(rest)) if isinstance(inner, Rules) else clause
 
+  def all_rules(self, *, annotations: bool = False) -> list[tuple[RuleId, Clause]]:
+    """Every rule with its id; those of tables within the table stand for these tables.
+
+    Args:
+      annotations: whether rules for annotations are in it, which decide nothing about a tree.
+    """
+    found: list[tuple[RuleId, Clause]] = []
+    for index, clause in enumerate(self._clauses):
+      if is_annotation(clause) and not annotations:
+        continue
+      if isinstance(clause, tuple) and isinstance(clause[1], Rules):
+        inner = clause[1].all_rules(annotations=annotations)
+        found += [((index, *_as_tuple(rule)), nested) for rule, nested in inner]
+      else:
+        found.append((index, clause))
+    return found
+
   @cached_property
   def by_name(self) -> Mapping[str, tuple[int, ...]]:
     """Indices of each name's rules: a long table costs nothing per array."""
@@ -212,19 +230,16 @@ class Rules:
       return
     problems = [
       Problem(
-        f'Rule {index} {clause!r} uses mesh axis {axis!r}, but the mesh has axes {tuple(sizes)!r}.'
-        + did_you_mean(axis, sizes),
+        f'Rule {rule_text(rule)} {clause!r} uses mesh axis {axis!r}, but the mesh has axes '
+        f'{tuple(sizes)!r}.' + did_you_mean(axis, sizes),
         "correct the axis name, add the axis to the mesh, or give the table missing_axis='drop'.",
         MeshAxisError,
       )
-      for index, clause in enumerate(self._clauses)
+      for rule, clause in self.all_rules(annotations=True)
       for axis in axes_of(clause)
       if axis not in sizes
     ]
     raise_problems(problems)
-    for clause in self._clauses:
-      if isinstance(clause, tuple) and isinstance(clause[1], Rules):
-        clause[1].check_axes(sizes)
 
 
 def is_logical(clause: Clause) -> bool:
@@ -324,6 +339,10 @@ def _frozen(target: Any) -> Any:
   if isinstance(target, (tuple, list)):
     return tuple(_frozen(axis) for axis in target) or None
   return target
+
+
+def _as_tuple(rule: RuleId) -> tuple[int, ...]:
+  return rule if isinstance(rule, tuple) else (rule,)
 
 
 def _plain(target: Any) -> Any:
