@@ -5,6 +5,7 @@ A mesh is either *concrete* (`jax.sharding.Mesh`: it holds devices, programs run
 that does not run anything takes both.
 
     mesh = make_mesh({'data': 2, 'model': -1})     # 8 devices: data 2, model 4
+    mesh = make_mesh({'fsdp': -1}, dcn={'replica': 2})  # 2 slices side by side: replica 2, fsdp 4
     mesh = abstract_mesh({'data': 64, 'model': 8})  # no device needed
 
 Axis types are always passed on explicitly, because JAX's defaults differ between its versions;
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from flax_spmd.errors import MeshError
@@ -28,41 +31,59 @@ MeshLike: TypeAlias = Mesh | AbstractMesh
 def make_mesh(
   axes: Mapping[str, int],
   *,
+  dcn: Mapping[str, int] | None = None,
   devices: Sequence[Any] | None = None,
   axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
+  split_physical_axes: bool = False,
 ) -> Mesh:
   """A concrete mesh over the first devices at hand, in an order that suits their interconnect.
 
   Args:
     axes: size per axis name, in order. One size may be -1: it takes what the others leave.
+    dcn: size per axis name over the slow network between slices (or hosts), for hybrid meshes. An axis
+      that is in `axes` too gets the product, its slices outermost; one that is not comes first.
+      Devices that are all in one process and slice are cut into equal groups, to try it out.
     devices: the devices to use; default `jax.devices()`. More devices than the mesh needs is fine.
     axis_types: one `AxisType` for all axes, or one per axis name (the others are Auto).
+    split_physical_axes: whether a physical axis of a torus may be cut for several axes of the mesh.
 
   Returns:
     A `jax.sharding.Mesh`.
 
   Raises:
-    MeshError: the sizes are no sizes, or ask for more devices than there are.
+    MeshError: the sizes are no sizes, ask for more devices than there are, or for another number of
+      slices.
 
   Example:
     >>> dict(make_mesh({'data': 2, 'model': -1}).shape)
     {'data': 2, 'model': 4}
+    >>> dict(make_mesh({'fsdp': -1}, dcn={'replica': 2}).shape)
+    {'replica': 2, 'fsdp': 4}
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes = _fill_in(dict(axes), len(devices))
-  needed = math.prod(sizes.values())
-  if needed > len(devices):
+  slices = _slices(devices, dict(dcn or {}))
+  inner = _fill_in(dict(axes), min(map(len, slices)))
+  needed = math.prod(inner.values())
+  outer = dict(dcn or {})
+  names = [*(name for name in outer if name not in inner), *inner]
+  sizes = {name: inner.get(name, 1) * outer.get(name, 1) for name in names}
+  if needed > min(map(len, slices)):
     raise MeshError(
-      f'The mesh {sizes} needs {needed} devices, but {_count(devices)} at hand.\n'
+      f'The mesh {sizes} needs {needed * len(slices)} devices, but {_count(devices)} at hand.\n'
       f'Fix: choose sizes whose product is at most {len(devices)}, emulate devices with '
-      f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX is first used, or plan "
+      f"jax.config.update('jax_num_cpu_devices', {needed * len(slices)}) before JAX is first used, or plan "
       f'without devices: flax_spmd.abstract_mesh({sizes}).'
     )
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    tuple(sizes),
-    axis_types=_types(sizes, axis_types),
-    devices=devices[:needed],
+  types = _types(sizes, axis_types)
+  if not dcn and not split_physical_axes:
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices[:needed])
+  shape = [inner.get(name, 1) for name in names]
+  grids = [
+    mesh_utils.create_device_mesh(shape, each[:needed], allow_split_physical_axes=split_physical_axes)
+    for each in slices
+  ]
+  return Mesh(
+    _side_by_side(grids, [outer.get(name, 1) for name in names]), tuple(sizes), axis_types=types
   )
 
 
@@ -114,6 +135,39 @@ def current_mesh() -> AbstractMesh | None:
 def describe(mesh: MeshLike | Mapping[str, int]) -> str:
   """How messages write a mesh: `{'data': 2, 'model': 4}`."""
   return repr(dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh))
+
+
+def _slices(devices: Sequence[Any], dcn: dict[str, int]) -> list[list[Any]]:
+  """The devices of each slice; without a hybrid mesh, all of them are one."""
+  _check_sizes(dcn, allow_fill=False)
+  wanted = math.prod(dcn.values())
+  if wanted == 1:
+    return [list(devices)]
+  groups: dict[Any, list[Any]] = {}
+  for device in devices:
+    groups.setdefault((getattr(device, 'slice_index', 0), device.process_index), []).append(device)
+  by_slice = {
+    key: [d for (at, _), group in groups.items() if at == key for d in group] for key, _ in groups
+  }
+  found = next((found for found in (by_slice, groups) if len(found) == wanted), None)
+  if found is not None:
+    return list(found.values())
+  if len(groups) == 1 and len(devices) % wanted == 0:
+    each = len(devices) // wanted
+    return [list(devices[i * each : (i + 1) * each]) for i in range(wanted)]
+  raise MeshError(
+    f'The mesh asks for {wanted} slices (dcn={dcn}), but the {_count(devices)} at hand in '
+    f'{len(by_slice)} slice(s) and {len(groups)} process(es).\n'
+    'Fix: choose dcn sizes whose product is the number of slices, or of processes.'
+  )
+
+
+def _side_by_side(grids: Sequence[np.ndarray], outer: Sequence[int]) -> np.ndarray:
+  """One grid of the grids of all slices, which change slowest along every axis."""
+  rank = len(outer)
+  stacked = np.stack([np.asarray(grid, object) for grid in grids]).reshape(*outer, *grids[0].shape)
+  order = [axis for dim in range(rank) for axis in (dim, rank + dim)]
+  return stacked.transpose(order).reshape([a * b for a, b in zip(outer, grids[0].shape, strict=True)])
 
 
 def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:

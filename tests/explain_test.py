@@ -1,5 +1,6 @@
 """The table of a tree: its text, and its rows."""
 
+import json
 from textwrap import dedent
 
 import jax
@@ -61,9 +62,98 @@ def test_text(explanation):
     │ params/table  │ bfloat16[512,16] │ data+model, -          │      2 KiB │
     │ step          │ int32[]          │ replicated             │        4 B │
     └───────────────┴──────────────────┴────────────────────────┴────────────┘
-    4 arrays, 20 KiB in all, 3.02 KiB per device
+    4 arrays, 20 KiB in all, 3.02 KiB per device, 4.11 KiB in copies
+    params: 3 arrays, 20 KiB in all, 3.01 KiB per device, 4.08 KiB in copies
+    step: 1 array, 4 B in all, 4 B per device, 28 B in copies
+    over 'data': 1 array, 16 KiB in all, 2 KiB per device, 0 B in copies
+    over 'model': 2 arrays, 20 KiB in all, 3 KiB per device, 4 KiB in copies
     - name 'embed' is replicated: the axes of rule 2 ('embed', 'model') went to another dimension (1 array: params/kernel).
     - rules that decided nothing in this tree: 0 ('batch', 'data'), 2 ('embed', 'model').""")
+
+
+def test_totals(explanation):
+  assert explanation.by_collection['params'] == (3, 20492, 3084, 4180)
+  assert explanation.by_axis['data'] == (1, 16384, 2048, 0)
+  kernel = explanation.row('params/kernel')
+  assert (kernel.copies, kernel.replicated_bytes) == (2, 4096)
+
+
+def test_why_names_the_rules_that_decided_and_those_that_did_not(explanation):
+  assert explanation.why('params/kernel') == dedent("""\
+    params/kernel: float32[16,64] as P(None, 'model'), 1 KiB per device
+      dim 0, 'embed' (16): replicated, no rule decided
+        rule 2 ('embed', 'model') skipped: 'model' taken by another dimension
+      dim 1, 'mlp' (64): model, by rule 1 ('mlp', 'model')""")
+  assert explanation.why('params/table') == dedent("""\
+    params/table: bfloat16[512,16] as P(('data', 'model'), None), 2 KiB per device
+      dim 0, 512: data x model, as the box says
+      dim 1, 16: replicated, no rule decided""")
+  assert explanation.why('params/bias') == dedent("""\
+    params/bias: float32[3] as P(), 12 B per device
+      replicated: it has no names, and no rule applies to it""")
+
+
+def test_why_of_rules_for_whole_arrays():
+  rules = (
+    ('bias$', P('model')),
+    ('^opt', spmd.Rules(('w', P(None, 'model')))),
+    spmd.fsdp('data', min_size=64),
+  )
+  tree = {'bias': jnp.ones(8), 'opt': {'w': jnp.ones((8, 16))}, 'w': jnp.ones((8, 16)), 'n': jnp.ones(4)}
+  explanation = spmd.explain(spmd.Layout({'data': 2, 'model': 4}, rules), tree)
+  assert '\n'.join(map(explanation.why, ('bias', 'opt/w', 'w', 'n'))) == dedent("""\
+    bias: float32[8] as P('model',), 8 B per device
+      taken as a whole by rule 0 ('bias$', P('model',))
+      dim 0, 8: model, by rule 0 ('bias$', P('model',))
+      rule 2 fsdp('data', min_size=64) skipped: small
+    opt/w: float32[8,16] as P(None, 'model'), 128 B per device
+      taken as a whole by rule 1.0 ('w', P(None, 'model'))
+      dim 0, 8: replicated, by rule 1.0 ('w', P(None, 'model'))
+      dim 1, 16: model, by rule 1.0 ('w', P(None, 'model'))
+    w: float32[8,16] as P(None, 'data'), 256 B per device
+      dim 0, 8: replicated, no rule decided
+      dim 1, 16: data, by rule 2 fsdp('data', min_size=64)
+    n: float32[4] as P(), 16 B per device
+      replicated: it has no names, and no rule applies to it
+      rule 2 fsdp('data', min_size=64) skipped: small""")
+
+
+def test_a_path_that_is_not_there(explanation):
+  with pytest.raises(spmd.errors.LayoutError) as caught:
+    explanation.why('params/kernl')
+  assert str(caught.value) == dedent("""\
+    There is no array 'params/kernl' in this tree of 4 arrays. Did you mean 'params/kernel'?
+    Fix: give the path as the table shows it.""")
+
+
+def test_data_for_programs(explanation):
+  described = json.loads(explanation.to_json())
+  assert described['mesh'] == {'data': 2, 'model': 4}
+  assert described['by_axis']['data']['bytes_per_device'] == 2048
+  kernel = described['arrays'][1]
+  assert kernel['spec'] == [[], ['model']] and kernel['bytes_per_device'] == 1024
+  assert kernel['decisions'][0]['skipped'] == [{'rule': '2', 'reason': 'taken', 'axes': ['model']}]
+  record = explanation.records()[1]
+  assert record['path'] == 'params/kernel' and record['rules'] == (None, '1') and record['copies'] == 2
+  assert [finding['kind'] for finding in described['findings']] == ['conflict', 'idle rule']
+
+
+def test_the_picture_of_one_array(explanation):
+  drawing = explanation.draw('params/kernel')
+  assert [found.devices for found in drawing.slices] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_not_sharded_enough():
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 64, 'model': 8}), (('mlp', 'model'),))
+  tree = {f'w{i}': box((1024, 1024 * i), 'embed', 'mlp') for i in range(1, 8)} | {
+    'small': box((8,), 'mlp')
+  }
+  [finding] = layout.check(tree).of('replicated')
+  assert finding.text == (
+    'not sharded enough, bytes per device: w7 3.5 MiB (even: 56 KiB), w6 3 MiB (even: 48 KiB), '
+    'w5 2.5 MiB (even: 40 KiB), w4 2 MiB (even: 32 KiB), w3 1.5 MiB (even: 24 KiB).'
+  )
+  assert finding.paths == ('w7', 'w6', 'w5', 'w4', 'w3') and not finding.suspicious
 
 
 def test_abstract_trees_on_abstract_meshes():

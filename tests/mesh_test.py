@@ -1,0 +1,80 @@
+"""Meshes: hybrid ones over slices, and what they refuse."""
+
+from textwrap import dedent
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import mesh_utils
+
+import flax_spmd as spmd
+from flax_spmd import errors, mesh
+
+
+def ids(made):
+  return np.vectorize(lambda device: device.id)(made.devices)
+
+
+def test_slices_of_one_process_are_equal_groups():
+  made = spmd.make_mesh({'fsdp': -1}, dcn={'replica': 2})
+  assert dict(made.shape) == {'replica': 2, 'fsdp': 4}
+  assert ids(made).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_an_axis_may_run_within_and_between_slices():
+  made = spmd.make_mesh({'data': 2, 'model': 2}, dcn={'data': 2})
+  assert dict(made.shape) == {'data': 4, 'model': 2}
+  assert ids(made).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  made = spmd.make_mesh({'data': 2, 'model': 2}, dcn={'model': 2})
+  assert ids(made).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@given(st.permutations([1, 2, 2]), st.permutations([1, 1, 2]))
+def test_the_order_is_jaxs_own(inner, outer):
+  """`create_hybrid_device_mesh`, on devices that say which slice they are in."""
+  devices = [
+    SimpleNamespace(id=i, slice_index=i // 4, process_index=0, platform='cpu', device_kind='cpu')
+    for i in range(8)
+  ]
+  grids = [np.array(devices[i : i + 4], object).reshape(inner) for i in (0, 4)]
+  expected = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
+  found = mesh._side_by_side(grids, outer)
+  assert [d.id for d in found.flat] == [d.id for d in expected.flat] and found.shape == expected.shape
+
+
+def test_physical_axes_may_be_split():
+  made = spmd.make_mesh({'data': 2, 'model': 4}, split_physical_axes=True)
+  assert made == spmd.make_mesh({'data': 2, 'model': 4})
+
+
+def text_of(*args, **kwargs):
+  with pytest.raises(errors.MeshError) as caught:
+    spmd.make_mesh(*args, **kwargs)
+  return str(caught.value)
+
+
+def test_slices_that_are_not_there():
+  assert text_of({'fsdp': -1}, dcn={'replica': 3}) == dedent("""\
+    The mesh asks for 3 slices (dcn={'replica': 3}), but the 8 (cpu) are at hand in 1 slice(s) and 1 process(es).
+    Fix: choose dcn sizes whose product is the number of slices, or of processes.""")
+  assert (
+    text_of({'fsdp': 8}, dcn={'replica': 2})
+    == dedent("""\
+    The mesh {'replica': 2, 'fsdp': 8} needs 16 devices, but 8 (cpu) are at hand.
+    Fix: choose sizes whose product is at most 8, emulate devices with jax.config.update('jax_num_cpu_devices', 16) before JAX is first used, or plan without devices: flax_spmd.abstract_mesh({'replica': 2, 'fsdp': 16}).""").replace(
+      "'fsdp': 16", "'fsdp': 8"
+    )
+  )
+
+
+def test_hsdp_keeps_parameters_within_a_slice():
+  layout = spmd.Layout(
+    spmd.make_mesh({'fsdp': 4}, dcn={'replica': 2}), spmd.presets.hybrid_fsdp(min_size=1)
+  )
+  kernel = layout.shard(np.ones((8, 4)))
+  holders = {(s.index[0].start, s.device.id) for s in kernel.addressable_shards}
+  assert {device for start, device in holders if start in (0, None)} == {0, 4}
+  assert layout.shard(np.ones((8, 4)), ('batch', None)).sharding.spec == jax.P(('replica', 'fsdp'), None)
