@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -170,8 +169,7 @@ class Layout:
     with self:
       state = jax.eval_shape(fn, arrays)
     shardings = self._planner.leaf_shardings(state)
-    if not boxed:
-      state = self._memory.unboxed(state)
+    state = self._note(state) if boxed else self._memory.unboxed(state)
     leaves, treedef = jax.tree.flatten(state)
     return treedef.unflatten(
       jax.ShapeDtypeStruct(
@@ -209,7 +207,7 @@ class Layout:
     """
     placement.check_concrete(self._mesh)
     fn, arrays = _closed_over(fn, args, kwargs)
-    finish = None if boxed else self._memory.unboxed
+    finish = self._note if boxed else self._memory.unboxed
     return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {}, finish)(arrays)
 
   def jit(
@@ -229,9 +227,9 @@ class Layout:
   ) -> Any:
     """`jax.jit` under the layout: constraints follow its rules, results lie as it says.
 
-    A result with names in it (a boxed state, or one that the layout has planned without its boxes)
-    gets the layout's shardings; other results are the compiler's choice. Of a tuple, each element is
-    a result of its own. Arguments are taken as they lie.
+    A result that is a state (it has names in it, or the layout's `init` or `abstract` has planned one of
+    its form) gets the layout's shardings; other results are the compiler's choice. Of a tuple, each
+    element is a result of its own. Arguments are taken as they lie.
 
     Where that is not what is wanted, arguments and results are given *places*: logical names (a
     tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`, `fsdp(...)`, a policy) or
@@ -385,15 +383,26 @@ class Layout:
     return placement.shardings_by(result, places, self._planner, self._states)
 
   def _states(self, result: Any) -> list[NamedSharding | None]:
-    """Of the results (a tuple is several) those with names in them are states, and laid out whole."""
+    """Of the results (a tuple is several) those with names in them, and those that the layout made, are
+    states, and laid out whole.
+    """
     result = self._memory.reboxed(result)
-    planned = iter(self._planner.leaf_shardings(result))
-    each = jax.tree.leaves(result, is_leaf=lambda node: type(node) not in (tuple, list))
+    each = jax.tree.leaves(
+      result, is_leaf=lambda node: type(node) not in (tuple, list) or self._memory.knows(node)
+    )
     return [
-      sharding if named else None
-      for part, named in zip(each, map(_has_names, each), strict=True)
-      for sharding in itertools.islice(planned, len(jax.tree.leaves(part)))
+      sharding
+      for part in each
+      for sharding in (
+        self._planner.leaf_shardings(part)
+        if _has_names(part) or self._memory.knows(part)
+        else _anywhere(part)
+      )
     ]
+
+  def _note(self, state: Any) -> Any:
+    """Remembers a state without names that rules for whole arrays lay out."""
+    return self._memory.noted(state) if self._planner.needs_no_names else state
 
 
 def _anywhere(tree: Any) -> list[None]:

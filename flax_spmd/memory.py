@@ -9,6 +9,9 @@ has to know. Equal layouts share one memory, so it does not matter which of them
 
 Two states of one form and other names cannot be told apart by form; then their arrays' shardings
 decide, and where there are none yet, nothing is put back.
+
+A state that never had boxes, of a model without names, is remembered by its form as well: the rules for
+paths and for what is left say where it goes, and whoever meets it again knows that they apply.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Memory:
   def __init__(self, leaf_shardings: Callable[[Any], list[NamedSharding]]):
     self._leaf_shardings = leaf_shardings
     self._known: dict[Any, list[_Known]] = {}
+    self._noted: set[Any] = set()
 
   def unboxed(self, state: Any) -> Any:
     """The state without its boxes, remembered. A lone array has no form to be known by."""
@@ -49,6 +53,17 @@ class Memory:
       if known not in self._known.setdefault(form, []):
         self._known[form].append(known)
     return plain
+
+  def noted(self, state: Any) -> Any:
+    """The state, remembered as one that the rules lay out whether it has boxes or not."""
+    form = _form(state)
+    if form is not None:
+      self._noted.add(form)
+    return state
+
+  def knows(self, tree: Any) -> bool:
+    """Whether this is a state that was noted."""
+    return bool(self._noted) and _form(tree) in self._noted
 
   def reboxed(self, tree: Any) -> Any:
     """The tree with the boxes back on every part of it that is remembered."""

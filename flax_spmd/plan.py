@@ -131,6 +131,11 @@ class Planner:
     self._resolutions: dict[Any, Resolution] = {}
     self._trees: dict[Any, _Placed] = {}
 
+  @property
+  def needs_no_names(self) -> bool:
+    """Whether some rule lays out arrays that have no names."""
+    return self._resolver.looks_at_dtypes
+
   def shardings(self, tree: Any) -> Any:
     """A tree like `tree` with a NamedSharding for every box and every leaf without a box.
 
