@@ -35,9 +35,11 @@ from flax_spmd.draw import Drawing as Drawing
 from flax_spmd.draw import draw as draw
 from flax_spmd.explain import Explanation as Explanation
 from flax_spmd.explain import explain as explain
+from flax_spmd.gathering import gather as gather
 from flax_spmd.layout import Layout as Layout
 from flax_spmd.mesh import abstract_mesh as abstract_mesh
 from flax_spmd.mesh import make_mesh as make_mesh
+from flax_spmd.prefetch import prefetch as prefetch
 from flax_spmd.resolution import Decision as Decision
 from flax_spmd.resolution import Policies as Policies
 from flax_spmd.resolution import Resolution as Resolution

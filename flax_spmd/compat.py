@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax._src import distributed
 from jax.sharding import AbstractMesh, Mesh
 
 
@@ -37,3 +38,8 @@ def current_module() -> str | None:
   if not modules:
     return None
   return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
+
+
+def coordination_service() -> Any:
+  """JAX's coordination service, or None where it does not run; JAX has no public name for it."""
+  return distributed.global_state.client

@@ -14,23 +14,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, Self
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat, placement, report, toml, trees
 from flax_spmd.arguments import Arguments
+from flax_spmd.batches import Check, local_to_global
 from flax_spmd.context import InForce, check_in_step, scope
+from flax_spmd.gathering import gather
 from flax_spmd.jit import Jitted
 from flax_spmd.memory import Memory
 from flax_spmd.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
 from flax_spmd.plan import Planner, Row, planner_for
+from flax_spmd.processes import check_same_on_every_process
+from flax_spmd.resolution import rule_text
 from flax_spmd.rules import Rules
 
+_ADDRESS = re.compile(' at 0x[0-9a-f]+')  # of a function, which differs between processes
 _open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blocks', default=())
 
 
@@ -206,6 +212,8 @@ class Layout:
       P(None, 'model')
     """
     placement.check_concrete(self._mesh)
+    if jax.process_count() > 1:
+      self.check_processes(self.abstract(fn, *args, **kwargs))
     fn, arrays = _closed_over(fn, args, kwargs)
     finish = self._note if boxed else self._memory.unboxed
     return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {}, finish)(arrays)
@@ -306,6 +314,76 @@ class Layout:
     placement.check_concrete(self._mesh)
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(jax.device_put(leaves, self._places(tree, places)))
+
+  def replicate(self, tree: Any) -> Any:
+    """Places every array of a tree whole on every device of the mesh, in one transfer.
+
+    Raises:
+      MeshError: the mesh is abstract.
+
+    Example:
+      >>> Layout({'data': 8}).replicate({'scale': np.ones(3)})['scale'].sharding.spec
+      P()
+    """
+    return self.shard(tree, PartitionSpec())
+
+  def gather(self, tree: Any) -> Any:
+    """Every array of a tree as a whole numpy array, on every process; see `flax_spmd.gather`.
+
+    Example:
+      >>> layout = Layout({'data': 8}, (('batch', 'data'),))
+      >>> layout.gather(layout.shard(np.arange(8), ('batch',)))
+      array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+    """
+    return gather(tree)
+
+  def local_to_global(self, tree: Any, places: Any = None, *, check: Check = 'new') -> Any:
+    """Global arrays from the part of a batch that each process has loaded; one process: as `shard`.
+
+    A process's part is what its devices hold, in the order of the global array, whatever the order of
+    the mesh; `flax_spmd.batches` says it in full.
+
+    Args:
+      tree: this process's part: numpy arrays, or JAX arrays of this process.
+      places: one array's logical names, a PartitionSpec of mesh axes or a sharding; None is replicated;
+        or a tree of these that is a prefix of `tree`.
+      check: when processes compare what they pass: for a 'new' form of batch, 'always', or 'never'.
+
+    Raises:
+      MeshError: the mesh is abstract.
+      LayoutError: places that do not fit; processes whose batches differ (on each of them, before
+        anything is transferred); a process that does not come.
+
+    Example:
+      >>> layout = Layout({'data': 8}, (('batch', 'data'),))
+      >>> layout.local_to_global(np.ones((16, 4)), ('batch', None)).sharding.spec
+      P('data', None)
+    """
+    placement.check_concrete(self._mesh)
+    shardings = placement.shardings_of_parts(tree, places, self._planner)
+    return local_to_global(tree, jax.tree.structure(tree).unflatten(shardings), check=check)
+
+  def check_processes(self, tree: Any = None) -> None:
+    """Raises on every process unless all of them have this layout, and lay out `tree` alike.
+
+    `init` does it by itself. It asks the coordination service of `jax.distributed`, not the devices;
+    in a job of one process it does nothing.
+
+    Raises:
+      LayoutError: the first lines in which processes differ, and which do; a process that does not come.
+
+    Example:
+      >>> Layout({'data': 8}).check_processes({'w': jnp.ones((8, 16))})
+    """
+    rules = self._rules.all_rules(annotations=True)
+    rows = [] if tree is None else self.rows(tree)
+    lines = [
+      f'mesh {describe(self._mesh)}',
+      *(f'rule {rule_text(rule)} {_ADDRESS.sub("", repr(clause))}' for rule, clause in rules),
+      repr(self._rules.policies),
+      *(f'{row.path}: {row.dtype}{list(row.shape)} as {row.spec}' for row in rows),
+    ]
+    check_same_on_every_process('the layout', '\n'.join(lines))
 
   def __enter__(self) -> Self:
     check_in_step()

@@ -67,16 +67,43 @@ def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> 
       found += planner_for(planner.mesh, Rules.of(place)).leaf_shardings(part)
     else:
       for inner, leaf in jax.tree_util.tree_leaves_with_path(part):
-        found.append(_by_names(path_string((*path, *inner)), leaf, place, planner, problems))
+        where = path_string((*path, *inner))
+        found.append(_by_names(where, np.shape(leaf), place, planner, problems))
   raise_problems(problems)
   return found
 
 
+def shardings_of_parts(tree: Any, places: Any, planner: Planner) -> list[Sharding]:
+  """Where global arrays go of which `tree` is only this process's part: sizes are not looked at.
+
+  Raises:
+    LayoutError: places that do not fit the tree or a leaf's rank, a rule table (whose rules would have to
+      know the whole array), a mesh axis in the place of a name.
+  """
+  found: list[Sharding] = []
+  problems: list[Problem] = []
+  for path, place, part in parts(tree, places)[0]:
+    described = jax.tree_util.tree_leaves_with_path(part)
+    if place is None or isinstance(place, Sharding):
+      found += [place or planner.replicated] * len(described)
+    elif is_table(place):
+      problems.append(
+        Problem(f'{path_string(path)}: {place!r} is no place for a part.', _PLACES_OF_PARTS)
+      )
+    else:
+      shapes = [(path_string((*path, *inner)), (0,) * np.ndim(leaf)) for inner, leaf in described]
+      found += [_by_names(where, shape, place, planner, problems) for where, shape in shapes]
+  raise_problems(problems)
+  return found
+
+
+_PLACES_OF_PARTS = 'give the logical names of its dimensions, a PartitionSpec or a sharding.'
+
+
 def _by_names(
-  where: str, leaf: Any, place: Any, planner: Planner, problems: list[Problem]
+  where: str, shape: tuple[int, ...], place: Any, planner: Planner, problems: list[Problem]
 ) -> NamedSharding:
   """One array's sharding by names or a spec; what is wrong is added to `problems`."""
-  shape = np.shape(leaf)
   if isinstance(place, PartitionSpec):  # may be shorter than the rank, as everywhere in JAX
     static = Static((*place, *(None,) * (len(shape) - len(place))), False)
   else:

@@ -48,7 +48,9 @@ OWN = {
   'draw',
   'explain',
   'fsdp',
+  'gather',
   'make_mesh',
+  'prefetch',
   'with_sharding_annotation',
   'with_sharding_constraint',
 }

@@ -141,6 +141,6 @@ def test_zero_keeps_parameters_whole_and_optimizer_state_in_pieces():
   x = np.ones((8, 16), np.float32)
   state = step(layout.init(create_mlp, jax.random.key(0), x), layout.shard(x, ('batch', None)))
   assert state.params['Dense_0']['kernel'].sharding.spec == P()
-  assert state.opt_state[0].mu['Dense_0']['kernel'].sharding.spec == P(None, 'data')
+  assert state.opt_state[0].mu['Dense_0']['kernel'].sharding.spec == P('data', None)
   text = step.lower(state, layout.shard(x, ('batch', None))).as_text()
   assert 'sharding_constraint' in text

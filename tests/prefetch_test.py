@@ -1,0 +1,331 @@
+"""Prefetch: order, how far ahead, errors, leaving early, contexts and the bar."""
+
+import contextvars
+import gc
+import io
+import itertools
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from textwrap import dedent
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flax_spmd as spmd
+from flax_spmd.errors import LayoutError
+from flax_spmd.prefetch import prefetch
+
+
+class Source:
+  """Batches 0, 1, 2, ..., with a record of what was made and closed; fails at `fails`."""
+
+  def __init__(self, count=None, fails=None):
+    self.count, self.fails = count, fails
+    self.made, self.closed, self.threads = 0, 0, set()
+
+  def __iter__(self):
+    try:
+      for number in itertools.count() if self.count is None else range(self.count):
+        self.threads.add(threading.current_thread().name)
+        if number == self.fails:
+          raise KeyError(f'batch {number}')
+        self.made += 1
+        yield number
+    finally:
+      self.closed += 1
+
+
+def same(batch):
+  return batch
+
+
+def settle(source, made):
+  """Waits until `made` batches were made, and then a little for one too many."""
+  deadline = time.monotonic() + 10
+  while source.made < made and time.monotonic() < deadline:
+    time.sleep(0.001)
+  time.sleep(0.02)
+  return source.made
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+  yield
+  assert not [thread for thread in threading.enumerate() if thread.name == 'flax_spmd.prefetch']
+
+
+@pytest.mark.parametrize('size', [1, 2, 7])
+@pytest.mark.parametrize('count', [0, 1, 2, 20])
+def test_all_batches_in_order(size, count):
+  source = Source(count)
+  assert list(prefetch(source, lambda batch: batch * 10, size)) == [10 * n for n in range(count)]
+  assert source.closed == 1 and source.threads <= {'flax_spmd.prefetch'}
+
+
+@pytest.mark.parametrize('size', [1, 2, 3])
+def test_never_more_than_size_ahead(size):
+  source = Source()
+  batches = prefetch(source, same, size)
+  time.sleep(0.02)
+  assert source.made == 0  # nothing runs before the first batch is asked for
+  for taken in range(1, 5):
+    next(batches)
+    assert settle(source, taken + size) == taken + size
+  batches.close()
+  assert source.made == 4 + size and source.closed == 1
+
+
+def test_places_batches_on_a_mesh(mesh):
+  sharding = NamedSharding(mesh, P('data', 'model'))
+  batches = (np.full((8, 8), number, np.float32) for number in range(5))
+  placed = list(prefetch(batches, lambda batch: jax.device_put(batch, sharding)))
+  assert [batch.sharding for batch in placed] == [sharding] * 5
+  assert [float(batch.mean()) for batch in placed] == [0, 1, 2, 3, 4]
+
+
+def test_a_layout_shards_and_its_functions_run(mesh):
+  layout = spmd.Layout(mesh, (('batch', 'data'),))
+  double = layout.jit(lambda x: spmd.with_logical_constraint(2 * x, ('batch', None)))
+  batches = [np.full((8, 2), number, np.float32) for number in range(3)]
+
+  def place(batch):
+    return double(layout.shard(batch, ('batch', None)))
+
+  with layout:
+    inside = [float(batch[0, 0]) for batch in prefetch(batches, place)]
+  assert inside == [float(batch[0, 0]) for batch in prefetch(batches, place)] == [0, 2, 4]
+
+
+def test_an_error_of_the_iterator_comes_in_its_place():
+  source = Source(fails=3)
+  batches = prefetch(source, same)
+  assert [next(batches) for _ in range(3)] == [0, 1, 2]
+  with pytest.raises(KeyError, match='batch 3') as error:
+    next(batches)
+  assert '__iter__' in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+  assert source.closed == 1
+  assert list(batches) == []
+
+
+def test_an_error_of_place_comes_in_its_place():
+  def place(batch):
+    if batch == 2:
+      raise ZeroDivisionError('so')
+    return batch
+
+  source = Source()
+  seen = []
+  with pytest.raises(ZeroDivisionError, match='so') as error:
+    for batch in prefetch(source, place, size=5):
+      seen.append(batch)
+  assert seen == [0, 1]
+  assert 'place' in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+  assert source.closed == 1
+
+
+def test_what_is_no_iterable_says_so():
+  with pytest.raises(TypeError, match='not iterable'):
+    next(prefetch(3, same))
+
+
+def test_an_end_in_place_is_an_error():
+  def place(batch):
+    raise StopIteration
+
+  with pytest.raises(RuntimeError, match='StopIteration'):
+    list(prefetch([1], place))
+
+
+def test_errors_after_leaving_are_not_raised():
+  source = Source(fails=2)
+  for _ in prefetch(source, same, size=3):
+    settle(source, 2)
+    break
+  assert source.closed == 1
+
+
+@pytest.mark.parametrize('leave', ['break', 'close', 'drop', 'raise', 'throw'])
+def test_leaving_early_ends_the_thread_and_closes_the_source(leave):
+  source = Source()
+  batches = prefetch(source, same)
+  if leave == 'break':
+    for _ in prefetch(source, same):
+      break
+  elif leave == 'close':
+    next(batches)
+    batches.close()
+  elif leave == 'drop':
+    next(batches)
+    del batches
+    gc.collect()
+  elif leave == 'throw':
+    next(batches)
+    with pytest.raises(ValueError):
+      batches.throw(ValueError())
+  else:
+    with pytest.raises(ValueError):
+      for _ in prefetch(source, same):
+        raise ValueError
+    gc.collect()
+  assert source.closed == 1
+
+
+def test_closing_before_the_first_batch():
+  source = Source()
+  prefetch(source, same).close()
+  assert source.made == source.closed == 0
+
+
+def test_an_iterator_that_cannot_be_closed():
+  assert list(prefetch(iter([1, 2]), same)) == [1, 2]
+  assert next(prefetch(itertools.count(), same)) == 0
+
+
+def test_batches_are_let_go():
+  class Batch:
+    pass
+
+  alive = weakref.WeakSet()
+
+  def place(_):
+    batch = Batch()
+    alive.add(batch)
+    return batch
+
+  most = 0
+  for batch in prefetch(range(50), place, size=2):
+    del batch
+    most = max(most, len(alive))
+  assert most <= 3  # two ahead, and one that is being handed over
+  assert not alive
+
+
+def test_place_sees_the_context_of_the_call():
+  number = contextvars.ContextVar('number', default=0)
+  number.set(1)
+  batches = prefetch(range(3), lambda batch: (batch, number.get(), number.set(5)) and number.get())
+  number.set(2)
+  assert list(batches) == [5, 5, 5] and number.get() == 2
+  batches = prefetch(range(2), lambda batch: number.get())
+  number.set(3)
+  assert list(batches) == [2, 2]
+
+
+@pytest.mark.parametrize('size', [0, -1, 1.5, True, None])
+def test_a_size_that_is_none(size):
+  with pytest.raises(LayoutError) as error:
+    prefetch([1], same, size=size)
+  assert str(error.value) == (
+    f'prefetch cannot keep {size!r} batches ready.\n'
+    'Fix: give a size of 1 or more; 2 lets one be made while another one waits.'
+  )
+
+
+# -- the bar
+
+
+def recorded():
+  from rich.console import Console
+  from rich.progress import MofNCompleteColumn, Progress, TextColumn
+
+  console = Console(file=io.StringIO(), force_terminal=True, width=80)
+  columns = (
+    TextColumn('{task.description}'),
+    MofNCompleteColumn(),
+    TextColumn('{task.fields[rate]:.0f}/s'),
+  )
+  return Progress(*columns, console=console, auto_refresh=False)
+
+
+def test_a_bar_of_the_callers():
+  with recorded() as bars:
+    for number, _ in enumerate(prefetch([1, 2, 3], same, progress=bars)):
+      (task,) = bars.tasks
+      assert (task.description, task.completed, task.total) == ('batches', number + 1, 3)
+      assert (task.fields['rate'] > 0) == (number > 0)
+      if number == 1:
+        break
+    assert bars.live.is_started  # it is the caller's to stop
+  assert task.completed == 2
+
+
+@pytest.mark.parametrize(
+  'batches, total, shown',
+  [
+    ([1, 2, 3], None, 3),
+    (iter([1, 2, 3]), None, 3),  # an iterator over a list knows what is left
+    ((number for number in range(3)), None, None),
+    ((number for number in range(3)), 3, 3),
+    ([1, 2, 3], 2, 2),
+  ],
+)
+def test_totals(batches, total, shown):
+  bars = recorded()
+  list(prefetch(batches, same, progress=bars, total=total))
+  assert bars.tasks[0].total == shown and bars.tasks[0].completed == 3
+
+
+@pytest.mark.parametrize('progress, title', [(True, 'batches'), ('training', 'training')])
+@pytest.mark.parametrize('leave', [False, True])
+def test_an_own_bar_is_ended(progress, title, leave, capsys, monkeypatch):
+  monkeypatch.setenv('COLUMNS', '100')
+  for number in prefetch(range(4), same, progress=progress):
+    if leave and number == 1:
+      break
+  shown = capsys.readouterr().out
+  assert title in shown and ('2/4' if leave else '4/4') in shown and shown.endswith('\n')
+  with recorded():  # another one can be live
+    pass
+
+
+def test_an_own_bar_ends_with_an_error(capsys):
+  with pytest.raises(KeyError):
+    list(prefetch(Source(fails=2), same, progress=True))
+  with recorded():
+    pass
+  assert '2/?' in capsys.readouterr().out
+
+
+# -- in a process of its own
+
+
+def run(source):
+  return subprocess.run(
+    [sys.executable, '-W', 'error', '-c', dedent(source)], capture_output=True, text=True, timeout=60
+  )
+
+
+def test_rich_is_imported_for_a_bar_only():
+  done = run("""
+    import sys
+    from flax_spmd.prefetch import prefetch
+    print(list(prefetch([1], lambda batch: batch)), 'rich.progress' in sys.modules)
+    list(prefetch([1], lambda batch: batch, progress=True))
+    print('rich.progress' in sys.modules)
+  """)
+  assert done.stdout.startswith('[1] False\n') and done.stdout.endswith('True\n'), done.stderr
+
+
+@pytest.mark.parametrize(
+  'source', ['itertools.count()', 'map(time.sleep, itertools.chain([0], [1000]))']
+)
+@pytest.mark.parametrize('progress', [None, True])
+def test_a_program_ends_that_leaves_a_generator_open(source, progress):
+  begin = time.monotonic()
+  done = run(f"""
+    import itertools, time
+    import jax
+    from flax_spmd.prefetch import prefetch
+    batches = prefetch({source}, lambda batch: jax.device_put(1), progress={progress})
+    print(next(batches))
+  """)
+  assert (done.returncode, done.stderr) == (0, '')
+  assert done.stdout.startswith('1\n') and ('batches' in done.stdout) == bool(progress)
+  assert time.monotonic() - begin < 30

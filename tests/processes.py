@@ -1,0 +1,167 @@
+"""Real processes: one text of Python run in several of them, joined by `jax.distributed`.
+
+results = run_processes('tell(jax.process_index())', processes=2, devices=4)
+[result.value for result in results]   # [0, 1]
+
+The processes run on emulated CPU devices, with gloo between them. The text finds `jax`, `np` and
+`tell` in scope, and `tests` and `flax_spmd` to import; what it tells has to be JSON.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+MARK = 'told: '
+
+MAIN = f"""
+import json, os, runpy, sys, traceback
+
+try:
+  import jax
+  import numpy as np
+
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.distributed.initialize(
+    coordinator_address='127.0.0.1:' + sys.argv[2],
+    num_processes=int(sys.argv[3]),
+    process_id=int(sys.argv[4]),
+    cluster_detection_method='deactivate',
+    initialization_timeout=60,
+  )
+  scope = dict(jax=jax, np=np, tell=lambda value: print({MARK!r} + json.dumps(value), flush=True))
+  runpy.run_path(sys.argv[1], init_globals=scope)
+except BaseException:
+  traceback.print_exc()
+  sys.stderr.flush()
+  os._exit(1)  # an orderly exit would wait for the others, who wait for this one
+"""
+
+
+class Result(NamedTuple):
+  """What one process did.
+
+  Attributes:
+    process: its index.
+    returncode: its exit status; negative if it was killed.
+    stdout, stderr: all that it wrote.
+    told: what it gave to `tell`, in order.
+  """
+
+  process: int
+  returncode: int
+  stdout: str
+  stderr: str
+  told: list[Any]
+
+  @property
+  def value(self) -> Any:
+    """The last that it told."""
+    return self.told[-1] if self.told else None
+
+
+def run_processes(
+  source: str,
+  processes: int,
+  devices: int,
+  timeout: float = 120,
+  grace: float = 10,
+  check: bool = True,
+) -> list[Result]:
+  """Runs `source` in `processes` processes with `devices` emulated devices each.
+
+  Args:
+    source: a Python text.
+    processes: how many processes.
+    devices: how many devices each of them has.
+    timeout: seconds until all of them are killed.
+    grace: seconds for the others once one process has failed: they may wait for it in vain.
+    check: whether a process that fails, or is killed, fails the test.
+
+  Returns:
+    A result per process, in order.
+
+  Raises:
+    AssertionError: with `check`, all that the processes wrote, if one of them failed.
+  """
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = Path(temporary)
+    (folder / 'main.py').write_text(MAIN)
+    (folder / 'source.py').write_text(source)
+    with _started(folder, processes, devices) as children:
+      _wait(children, timeout, grace)
+    results = [_result(folder, number, child) for number, child in enumerate(children)]
+  failed = [result.process for result in results if result.returncode]
+  if check and failed:
+    raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, results)))
+  return results
+
+
+@contextmanager
+def _started(folder: Path, processes: int, devices: int) -> Iterator[list[subprocess.Popen]]:
+  """The processes while they run; none of them is left at the end."""
+  port = str(_free_port())
+  with ExitStack() as stack:
+    children = []
+    for number in range(processes):
+      command = [sys.executable, folder / 'main.py', folder / 'source.py', port, str(processes)]
+      child = subprocess.Popen(
+        [*command, str(number)],
+        stdin=subprocess.DEVNULL,
+        stdout=stack.enter_context(open(folder / f'{number}.out', 'w')),
+        stderr=stack.enter_context(open(folder / f'{number}.err', 'w')),
+        env=_environment(devices),
+        cwd=folder,
+      )
+      stack.callback(_end, child)
+      children.append(child)
+    yield children
+
+
+def _environment(devices: int) -> dict[str, str]:
+  flags = f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0'
+  return {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': flags,
+    'PYTHONPATH': str(ROOT),
+    'PYTHONWARNINGS': 'error',
+  }
+
+
+def _wait(children: list[subprocess.Popen], timeout: float, grace: float) -> None:
+  """Until all have ended, or time is up: little is left once one of them has failed."""
+  deadline = time.monotonic() + timeout
+  while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+    if any(child.returncode for child in children):
+      deadline = min(deadline, time.monotonic() + grace)
+    time.sleep(0.05)
+
+
+def _end(child: subprocess.Popen) -> None:
+  child.kill()  # does nothing to one that has ended
+  child.wait()
+
+
+def _result(folder: Path, number: int, child: subprocess.Popen) -> Result:
+  stdout, stderr = ((folder / f'{number}.{end}').read_text(errors='replace') for end in ('out', 'err'))
+  told = [json.loads(line[len(MARK) :]) for line in stdout.splitlines() if line.startswith(MARK)]
+  return Result(number, child.returncode, stdout, stderr, told)
+
+
+def _written(result: Result) -> str:
+  return f'--- process {result.process}: {result.returncode}\n{result.stdout}\n{result.stderr}'
+
+
+def _free_port() -> int:
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    return free.getsockname()[1]
