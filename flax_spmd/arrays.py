@@ -25,10 +25,10 @@ from flax_spmd.rules import Rules, is_path
 
 
 class _Owner(NamedTuple):
-  """A rule that owns an array: its index in the table, and the spec or the table that it gives."""
+  """A rule that owns an array: its index in the table, and the PartitionSpec or Rules that it gives."""
 
-  index: int
-  target: PartitionSpec | Rules
+  rule: int
+  target: Any
 
 
 class ArrayResolver:
@@ -82,7 +82,7 @@ class ArrayResolver:
       return owner
     if owner is not None and isinstance(owner.target, Rules):
       inner = resolver_of(owner.target).resolve(leaf, sizes, axes=axes)
-      return inner.within(owner.index, self._text(owner.index))
+      return inner.within(owner.rule, self._text(owner.rule))
     if owner is not None:
       found = self._by_spec(owner, leaf, sizes)
     elif leaf.names is None:
@@ -97,17 +97,15 @@ class ArrayResolver:
 
   def resolve_annotated(
     self, name: str, leaf: Leaf, sizes: Mapping[str, int] | None = None
-  ) -> Resolution | None:
-    """What the rule of an annotation says of a value in a program; None where it has no rule.
+  ) -> Resolution:
+    """What the rule of an annotation says of a value in a program.
 
     Args:
-      name: the annotation, without `@`.
+      name: the annotation, without `@`; the table has a rule for it.
       leaf: the value; its path is the one within what was annotated.
       sizes: size per mesh axis, if the mesh is known.
     """
-    index = self._rules.annotations.get(name)
-    if index is None:
-      return None
+    index = self._rules.annotations[name]
     target = self._rules.clauses[index][1]
     if isinstance(target, PartitionSpec):
       return self._by_spec(_Owner(index, target), leaf, sizes)
@@ -118,14 +116,14 @@ class ArrayResolver:
   def _owner(self, leaf: Leaf) -> _Owner | Resolution | None:
     """The rule that owns an array; None if its names do, or nothing does."""
     by_path = self._by_path(leaf.path)
-    last = len(self._rules) if by_path is None else by_path.index
+    last = len(self._rules) if by_path is None else by_path.rule
     if leaf.names is not None:
       last = min(last, self._names_at)
     for index, policy in self._policies:
       spec = policy(leaf) if index < last else None
       if spec is not None:
         return _Owner(index, spec) if isinstance(spec, PartitionSpec) else self._no_spec(index, spec)
-    if by_path is not None and (leaf.names is None or by_path.index < self._names_at):
+    if by_path is not None and (leaf.names is None or by_path.rule < self._names_at):
       return by_path
     return None
 
@@ -137,7 +135,7 @@ class ArrayResolver:
     return _Owner(index, target)
 
   def _by_spec(self, owner: _Owner, leaf: Leaf, sizes) -> Resolution:
-    source = Source(owner.index, repr(self._rules.clauses[owner.index]))
+    source = Source(owner.rule, repr(self._rules.clauses[owner.rule]))
     return by_spec(owner.target, leaf, sizes, self._rules.policies, source)
 
   def _text(self, index: int) -> str:

@@ -22,7 +22,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import flax.linen as nn
 import jax
@@ -45,8 +45,10 @@ PARTITION_NAME = meta.PARTITION_NAME
 AxisMetadata = meta.AxisMetadata
 
 
-_Base: TypeAlias = AxisMetadata[Any] if TYPE_CHECKING else object
-"""A box is an `AxisMetadata` by registration: inheriting would give every box a dictionary."""
+if TYPE_CHECKING:
+  _Base = AxisMetadata[Any]
+else:
+  _Base = object  # a box is an AxisMetadata by registration: inheriting would give each a dictionary
 
 
 class Static:
@@ -99,10 +101,12 @@ class Partitioned(_Base):
     else:
       self._pair = ((value,), Static(_canonical(names), False, mesh))
 
-  @property
-  def __dict__(self) -> dict[str, Any]:
-    """The fields, for `vars(box)`, by which `nnx.bridge` reads a box."""
-    return self._fields()
+  if not TYPE_CHECKING:  # pyright knows `__dict__` as final
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+      """The fields, for `vars(box)`, by which `nnx.bridge` reads a box."""
+      return self._fields()
 
   @property
   def static(self) -> Static:

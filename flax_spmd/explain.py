@@ -240,8 +240,9 @@ class Explanation(NamedTuple):
 
   def _summary(self) -> str:
     lines = [_total('', Total.of(self.rows))]
-    if len(self.by_collection) > 1:
-      lines += [_total(f'{name}: ', total) for name, total in self.by_collection.items()]
+    collections = self.by_collection
+    if len(collections) > 1 and not all(map(str.isdecimal, collections)):  # not for a list of layers
+      lines += [_total(f'{name}: ', total) for name, total in collections.items()]
     lines += [_total(f'over {axis!r}: ', total) for axis, total in self.by_axis.items() if total.arrays]
     return '\n'.join([*lines, *(f'- {finding.text}' for finding in self.findings)])
 

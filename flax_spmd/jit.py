@@ -244,8 +244,9 @@ def check_as_planned(args: Any, shardings: Sequence[Sharding | None]) -> None:
   """
   problems = [
     Problem(
-      f'argument {path_string(path)} lies as {_lies(leaf.sharding)}, but in_rules ask for '
-      f'{_lies(sharding)}.',
+      'argument {} lies as {}, but in_rules ask for {}.'.format(
+        path_string(path), *_lie(leaf.sharding, sharding)
+      ),
       'place it by layout.shard before the call, or give the rules as in_constraints, which take '
       'arguments as they lie.',
     )
@@ -257,6 +258,16 @@ def check_as_planned(args: Any, shardings: Sequence[Sharding | None]) -> None:
     and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
   ]
   raise_problems(problems)
+
+
+def _lie(one: Any, other: Any) -> tuple[str, str]:
+  """How two shardings differ: specs and meshes, and the order of the devices where only that does."""
+  said = _lies(one), _lies(other)
+  if said[0] != said[1]:
+    return said
+  ids = ([device.id for device in each.mesh.devices.flat] for each in (one, other))
+  first, second = (f'{text} with devices {order}' for text, order in zip(said, ids, strict=True))
+  return first, second
 
 
 def _lies(sharding: Any) -> str:

@@ -468,15 +468,15 @@ class Layout:
     each = jax.tree.leaves(
       result, is_leaf=lambda node: type(node) not in (tuple, list) or self._memory.knows(node)
     )
-    return [
+    planned = [
       sharding
-      for part in each
-      for sharding in (
-        self._planner.leaf_shardings(part)
-        if _has_names(part) or self._memory.knows(part)
-        else _anywhere(part)
-      )
+      for part in ([each] if self._planner.paths_do_not_matter else each)  # paths are those of a state
+      for sharding in self._planner.leaf_shardings(part)
     ]
+    states = [
+      _has_names(part) or self._memory.knows(part) for part in each for _ in jax.tree.leaves(part)
+    ]
+    return [sharding if state else None for sharding, state in zip(planned, states, strict=True)]
 
   def _note(self, state: Any) -> Any:
     """Remembers a state without names that rules for whole arrays lay out."""

@@ -36,7 +36,7 @@ from flax_spmd.trees import is_axis_metadata, static_of
 class Reading(NamedTuple):
   """The units of a tree (boxes, and leaves without a box) and what is known of their names.
 
-  Per unit: its names, its value, and the value's shape (None: it is no array). `guesses` holds, per
+  Per unit: its names, its value, and the value's shape (a tuple; None: it is no array). `guesses` holds, per
   index of a unit whose names do not apply as they are, one guess for each array in it.
   """
 
@@ -44,7 +44,7 @@ class Reading(NamedTuple):
   treedef: Any
   statics: list[Static | None]
   values: list[Any]
-  shapes: list[tuple[int, ...] | None]
+  shapes: list[Any]
   guesses: dict[int, list[Guess]]
 
 

@@ -112,7 +112,7 @@ def _by_names(
     _warn_of_typos(where, place, planner)
   resolution = planner.resolve_names(static, shape)
   problems += [problem.at(where) for problem in resolution.problems]
-  return NamedSharding(planner.mesh, resolution.spec)
+  return NamedSharding(planner.mesh, PartitionSpec(*tuple(resolution.spec)[: len(place)]))
 
 
 def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:

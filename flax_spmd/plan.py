@@ -132,6 +132,11 @@ class Planner:
     self._trees: dict[Any, _Placed] = {}
 
   @property
+  def paths_do_not_matter(self) -> bool:
+    """Whether no rule looks at an array's path."""
+    return not self._resolver.looks_at_paths
+
+  @property
   def needs_no_names(self) -> bool:
     """Whether some rule lays out arrays that have no names."""
     return self._resolver.looks_at_dtypes

@@ -274,7 +274,7 @@ class Resolver:
         elif self.policies.conflict == 'error' and decision.lost is not None:
           yield self._conflict(decision, decision.lost, decisions)
 
-  def _rule(self, index: int | None) -> str:
+  def _rule(self, index: Any) -> str:
     return '' if index is None else f'rule {index} {self.clauses[index]!r}'
 
   def _unmatched(self, decision: Decision, names: Names) -> Problem:

@@ -36,7 +36,9 @@ def test_places_of_every_kind():
   assert list(map(spec, out[:4])) == [
     P(None, 'data'),
     P('data', 'model'),
-    P('model', None),
+    P(
+      'model',
+    ),
     P(None, 'model'),
   ]
   assert spec(out[5]) == P(None, 'data')
@@ -251,3 +253,14 @@ def test_a_constraint_that_does_not_fit_names_every_array():
 def test_a_constraint_without_a_mesh():
   with pytest.raises(errors.MeshError, match='There is no mesh to lay the constraint'):
     jax.jit(lambda x: spmd.with_sharding_constraint(x, FSDP))(jnp.ones(8))
+
+
+def test_an_argument_on_the_same_devices_in_another_order():
+  other = spmd.Layout(spmd.make_mesh({'data': 2, 'model': 4}, devices=jax.devices()[::-1]))
+  with pytest.raises(errors.LayoutError) as caught:
+    layout.jit(lambda x: x, in_rules=P('data'))(other.shard(np.ones(8, np.float32), P('data')))
+  first, _ = str(caught.value).splitlines()
+  assert first == (
+    "argument 0 lies as P('data',) on {'data': 2, 'model': 4} with devices [7, 6, 5, 4, 3, 2, 1, 0], but "
+    "in_rules ask for P('data',) on {'data': 2, 'model': 4} with devices [0, 1, 2, 3, 4, 5, 6, 7]."
+  )

@@ -382,7 +382,7 @@ def test_shard_by_mesh_axes(layout):
   placed = layout.shard(
     {'x': np.ones((8, 4)), 'y': np.ones((8, 4))}, {'x': P('data', 'model'), 'y': P()}
   )
-  assert (placed['x'].sharding.spec, placed['y'].sharding.spec) == (P('data', 'model'), P(None, None))
+  assert (placed['x'].sharding.spec, placed['y'].sharding.spec) == (P('data', 'model'), P())
 
 
 def test_shard_warns_of_names_that_are_nearly_known(layout):
