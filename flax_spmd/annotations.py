@@ -134,7 +134,7 @@ def _constrain_part(part: Any, place: Any) -> Any:
   if isinstance(place, Sharding):
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, place), part)
   if isinstance(place, PartitionSpec):
-    return jax.tree.map(lambda leaf: constrain(leaf, place), part)
+    return jax.tree.map(lambda leaf: constrain(leaf, place if leaf.shape else ()), part)
   rules, mesh = Rules.of(place), mesh_for_constraints()
   if mesh is None:
     raise MeshError(_NO_MESH.format(what=f'the constraint {place!r}'))

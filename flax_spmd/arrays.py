@@ -3,9 +3,9 @@
     resolver = resolver_of(rules)
     resolver.resolve(Leaf('params/wi', (8, 16), jnp.float32, ('embed', 'mlp')), sizes).spec
 
-The first rule that applies owns the array: a path rule, a policy that returns a spec, or the array's
-names (the logical rules together, where the first of them stands). Then every `fsdp` fills one open
-dimension. A table within the table decides alone about the arrays that it owns.
+The first rule that applies owns the array: a path rule that is found in its path, a policy that returns a
+spec, or a logical rule for one of its names (then all its names are resolved). Then every `fsdp` fills one
+open dimension. A table within the table decides alone about the arrays that it owns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ArrayResolver:
     self._matcher = PathMatcher([re.compile(pattern) for _, (pattern, _) in self._paths])
     self._policies: list[tuple[int, Callable[[Leaf], Any]]] = [(i, c) for i, c in clauses if callable(c)]
     self._fills = [(index, clause) for index, clause in clauses if isinstance(clause, Fsdp)]
-    self._names_at = min((first for first, *_ in rules.by_name.values()), default=len(clauses))
+    self._specs: dict[Any, Resolution] = {}
     self.asks_functions = bool(self._policies)
     self.looks_at_paths = bool(self._paths or self._policies)
     self.looks_at_dtypes = self.looks_at_paths or bool(self._fills)
@@ -117,15 +117,17 @@ class ArrayResolver:
     """The rule that owns an array; None if its names do, or nothing does."""
     by_path = self._by_path(leaf.path)
     last = len(self._rules) if by_path is None else by_path.rule
-    if leaf.names is not None:
-      last = min(last, self._names_at)
+    last = min(last, self._names_at(leaf.names))
     for index, policy in self._policies:
       spec = policy(leaf) if index < last else None
       if spec is not None:
         return _Owner(index, spec) if isinstance(spec, PartitionSpec) else self._no_spec(index, spec)
-    if by_path is not None and (leaf.names is None or by_path.rule < self._names_at):
-      return by_path
-    return None
+    return by_path if by_path is not None and by_path.rule == last else None
+
+  def _names_at(self, names: Any) -> int:
+    """Where an array's names stand among the rules: at the first rule for any of them."""
+    known = (self._rules.by_name.get(name) for name in names or () if isinstance(name, str))
+    return min((indices[0] for indices in known if indices), default=len(self._rules))
 
   def _by_path(self, path: str) -> _Owner | None:
     match = self._matcher.first(path)
@@ -135,8 +137,13 @@ class ArrayResolver:
     return _Owner(index, target)
 
   def _by_spec(self, owner: _Owner, leaf: Leaf, sizes) -> Resolution:
-    source = Source(owner.rule, repr(self._rules.clauses[owner.rule]))
-    return by_spec(owner.target, leaf, sizes, self._rules.policies, source)
+    key = (owner, leaf.shape, leaf.names, None if sizes is None else tuple(sizes.items()))
+    found = self._specs.get(key)
+    if found is None:
+      source = Source(owner.rule, repr(self._rules.clauses[owner.rule]))
+      found = by_spec(owner.target, leaf, sizes, self._rules.policies, source)
+      self._specs[key] = found
+    return found
 
   def _text(self, index: int) -> str:
     return f'rule {index} {self._rules.clauses[index][0]!r}'

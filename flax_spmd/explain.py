@@ -277,6 +277,8 @@ def _array(row: Row) -> str:
 def _layout(row: Row) -> str:
   """`layers, embed, mlp → model (1)`: every dimension, over what it lies, and by which rule."""
   dimensions = ', '.join(map(_dimension, row.decisions)) or 'replicated'
+  if row.skipped and not axis_names(tuple(row.spec)):
+    dimensions += f' ({", ".join(f"{rule_text(skip.rule)}: {skip.reason}" for skip in row.skipped)})'
   if row.guess is None:
     return dimensions
   return f'{dimensions} [{row.guess.how} of {row.guess.parameter or "what is not here"}]'

@@ -11,12 +11,13 @@ shapes under its parameters' names, `flax_spmd.optimizer_state` says what they a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from flax.linen.partitioning import AxisMetadata as LegacyAxisMetadata
-from jax.tree_util import KeyPath
+from jax.tree_util import DictKey, GetAttrKey, KeyPath
 
 from flax_spmd.boxes import Static
 from flax_spmd.optimizer_state import (
@@ -108,12 +109,28 @@ def path_string(path: KeyPath) -> str:
     >>> path_string(jax.tree_util.tree_leaves_with_path({'params': {'w': 1}})[0][0])
     'params/w'
   """
-  return '/'.join(str(key_value(entry)) for entry in path) or '(root)'
+  return '/'.join([_TEXT[type(entry)](entry) for entry in path]) or '(root)'
+
+
+class _Texts(dict[type, Callable[[Any], str]]):
+  """How each kind of key is written; other libraries' kinds are learnt as they come."""
+
+  def __missing__(self, kind: type) -> Callable[[Any], str]:
+    self[kind] = lambda entry: str(key_value(entry))
+    return self[kind]
+
+
+_TEXT = _Texts({GetAttrKey: operator.attrgetter('name'), DictKey: lambda entry: str(entry.key)})
 
 
 def unit_paths(tree: Any) -> list[str]:
   """The path of every unit, in the order of `Reading.units`."""
-  return [path_string(path) for path, _ in _with_paths(tree)]
+  return list(map(path_string, unit_keys(tree)))
+
+
+def unit_keys(tree: Any) -> list[KeyPath]:
+  """The path of every unit, as JAX's keys."""
+  return [path for path, _ in _with_paths(tree)]
 
 
 def copies(tree: Any) -> dict[int, int]:
@@ -125,36 +142,37 @@ def copies(tree: Any) -> dict[int, int]:
   return {i: owner for i, owner in owners(units).items() if units[i].shape == units[owner].shape}
 
 
-def parameters_of(tree: Any, reading: Reading, routes: Sequence[Any]) -> dict[int, tuple[int, str]]:
+def parameters_of(
+  tree: Any, reading: Reading, keys: Sequence[KeyPath], routes: Sequence[Any]
+) -> dict[int, tuple[int, str]]:
   """Optimizer state that path rules reach and that is not shaped like its parameter.
 
   Args:
     tree: any tree.
     reading: what `read_for_layout` says of it.
+    keys: the path of every unit.
     routes: per unit, which path rule reaches it (None: none does).
 
   Returns:
     Per index of such a unit, its parameter's index, and the field of the optimizer that holds it.
   """
-  reached = [_names_a_spec(route) for route in routes]
-  described = list(zip(_with_paths(tree), routes, reading.shapes, reached, strict=True))
-  seen = {
+  is_state = list(map(below_a_field, keys))
+  if not any(is_state):
+    return {}
+  kinds = list(zip(routes, reading.shapes, strict=True))
+  of_parameters = {kind for kind, state in zip(kinds, is_state, strict=True) if not state}
+  foreign = {
     (route, shape)
-    for (path, _), route, shape, by_spec in described
-    if by_spec and not below_a_field(path)
+    for route, shape in set(kinds) - of_parameters
+    if _names_a_spec(route) and shape and math.prod(shape) > 1
   }
-  odd = {
-    i
-    for i, (_, route, shape, by_spec) in enumerate(described)
-    if by_spec and shape and (route, shape) not in seen and math.prod(shape) > 1
-  }
-  if not odd:
+  if not foreign:
     return {}
   units = _all_units(tree, reading)
   return {
     i: (owner, field_of(units[i].path))
     for i, owner in owners(units).items()
-    if i in odd and units[i].shape != units[owner].shape
+    if kinds[i] in foreign and units[i].shape != units[owner].shape
   }
 
 

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath, SequenceKey
 
 Shape: TypeAlias = tuple[int, ...]
 How: TypeAlias = Literal['same', 'single', 'subset', 'stacked', 'ambiguous', 'unrelated']
@@ -118,7 +119,7 @@ def field_of(path: KeyPath) -> str:
 
 def below_a_field(path: KeyPath) -> bool:
   """Whether there is a field below the tree's top, as in `opt_state/0/mu/...`."""
-  return any(isinstance(entry, GetAttrKey) for entry in path[1:])
+  return GetAttrKey in map(type, path[1:])
 
 
 def inside_optax(tree: Any, path: KeyPath) -> bool:
@@ -133,10 +134,16 @@ def inside_optax(tree: Any, path: KeyPath) -> bool:
 
 def key_value(entry: Any) -> Any:
   """A path's entry as the plain key, name or position that it stands for."""
-  for attribute in ('key', 'name', 'idx'):
-    if hasattr(entry, attribute):
-      return getattr(entry, attribute)
-  return entry
+  read = _READ.get(type(entry))
+  return entry if read is None else read(entry)
+
+
+_READ: Mapping[type, Callable[[Any], Any]] = {
+  DictKey: operator.attrgetter('key'),
+  FlattenedIndexKey: operator.attrgetter('key'),
+  GetAttrKey: operator.attrgetter('name'),
+  SequenceKey: operator.attrgetter('idx'),
+}
 
 
 def _tail_lengths(keys: Sequence[Any]) -> Sequence[int]:

@@ -55,6 +55,7 @@ def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> 
   Raises:
     LayoutError: places that do not fit the tree or a leaf's rank, a size that does not divide, a mesh
       axis in the place of a name.
+    MeshAxisError: a rule uses an axis that the mesh lacks.
   """
   found: list[Sharding | None] = []
   problems: list[Problem] = []
@@ -64,7 +65,9 @@ def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> 
     elif isinstance(place, Sharding):
       found += [place] * len(jax.tree.leaves(part))
     elif is_table(place):
-      found += planner_for(planner.mesh, Rules.of(place)).leaf_shardings(part)
+      rules = Rules.of(place)
+      rules.check_axes(planner.sizes)
+      found += planner_for(planner.mesh, rules).leaf_shardings(part)
     else:
       for inner, leaf in jax.tree_util.tree_leaves_with_path(part):
         where = path_string((*path, *inner))
@@ -104,6 +107,10 @@ def _by_names(
   where: str, shape: tuple[int, ...], place: Any, planner: Planner, problems: list[Problem]
 ) -> NamedSharding:
   """One array's sharding by names or a spec; what is wrong is added to `problems`."""
+  if isinstance(place, PartitionSpec) and len(place) > len(shape):
+    if shape:
+      problems.append(_too_long(place, shape).at(where))
+    return planner.replicated  # a number among the arrays of a batch
   if isinstance(place, PartitionSpec):  # may be shorter than the rank, as everywhere in JAX
     static = Static((*place, *(None,) * (len(shape) - len(place))), False)
   else:
@@ -113,6 +120,14 @@ def _by_names(
   resolution = planner.resolve_names(static, shape)
   problems += [problem.at(where) for problem in resolution.problems]
   return NamedSharding(planner.mesh, PartitionSpec(*tuple(resolution.spec)[: len(place)]))
+
+
+def _too_long(spec: PartitionSpec, shape: tuple[int, ...]) -> Problem:
+  count = f'{len(spec)} entries' if len(spec) > 1 else '1 entry'
+  return Problem(
+    f'{spec} has {count} for an array of rank {len(shape)}, shape {shape}.',
+    'give at most one entry per dimension.',
+  )
 
 
 def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:

@@ -27,7 +27,7 @@ from flax_spmd.boxes import Static
 from flax_spmd.clauses import Leaf
 from flax_spmd.errors import Problem, raise_problems
 from flax_spmd.mesh import MeshLike, axis_sizes
-from flax_spmd.naming import Reading, copies, parameters_of, read_for_layout, unit_paths
+from flax_spmd.naming import Reading, copies, parameters_of, path_string, read_for_layout, unit_keys
 from flax_spmd.optimizer_state import Guess, guess
 from flax_spmd.resolution import Decision, Resolution, RuleId, Skipped, axis_names, resolve_axes
 from flax_spmd.rules import Rules
@@ -129,6 +129,7 @@ class Planner:
     self._resolver = resolver_of(rules)
     self._memo: dict[Any, NamedSharding] = {}
     self._resolutions: dict[Any, Resolution] = {}
+    self._shardings: dict[PartitionSpec, NamedSharding] = {}
     self._trees: dict[Any, _Placed] = {}
 
   @property
@@ -235,7 +236,13 @@ class Planner:
     if survey.reading.statics[index] is None or survey.reading.shapes[index] is not None:
       resolution = self._resolution(survey, index)
       if not resolution.problems:
-        self._memo[survey.keys[index]] = NamedSharding(self.mesh, resolution.spec)
+        self._memo[survey.keys[index]] = self._sharding(resolution.spec)
+
+  def _sharding(self, spec: PartitionSpec) -> NamedSharding:
+    found = self._shardings.get(spec)
+    if found is None:
+      found = self._shardings[spec] = NamedSharding(self.mesh, spec)
+    return found
 
   def _resolution(self, survey: _Survey, index: int) -> Resolution:
     """What is decided about a unit that is one array; arrays with equal keys share it."""
@@ -253,7 +260,7 @@ class Planner:
     resolutions = [array.resolution for array in self._decided(survey, index)]
     if any(resolution.problems for resolution in resolutions):
       return None
-    placed = [NamedSharding(self.mesh, resolution.spec) for resolution in resolutions]
+    placed = [self._sharding(resolution.spec) for resolution in resolutions]
     if len(set(placed)) <= 1:
       return placed[0] if placed else self.replicated
     if index not in survey.reading.guesses:  # a box around a tree: one spec for all of it, as in Flax
@@ -265,23 +272,25 @@ class Planner:
   def _survey(self, tree: Any, with_paths: bool = False) -> _Survey:
     reading = read_for_layout(tree)
     by_names: list[Any] = list(zip(reading.statics, reading.shapes, strict=True))
-    paths = unit_paths(tree) if with_paths or self._resolver.looks_at_paths else []
+    looks_at_paths = self._resolver.looks_at_paths
+    keys = unit_keys(tree) if with_paths or looks_at_paths else []
+    paths = list(map(path_string, keys))
     if not self._resolver.looks_at_dtypes:
       return _Survey(reading, paths, by_names, {})
     dtypes = [getattr(value, 'dtype', None) for value in reading.values]
-    if not self._resolver.looks_at_paths:
+    if not looks_at_paths:
       return _Survey(reading, paths, list(zip(by_names, dtypes, strict=True)), {})
-    routes = [self._resolver.route(path) for path in paths]
-    derived = self._derived(tree, reading, paths, routes)
+    routes = list(map(self._resolver.route, paths))
+    derived = self._derived(tree, reading, keys, paths, routes)
     return _Survey(reading, paths, list(zip(by_names, dtypes, routes, strict=True)), derived)
 
-  def _derived(self, tree, reading: Reading, paths, routes) -> dict[int, tuple[Guess, Resolution]]:
+  def _derived(self, tree, reading: Reading, keys, paths, routes) -> dict[int, tuple[Guess, Resolution]]:
     """Optimizer state that path rules reach and that is not shaped like its parameter."""
     if self._resolver.asks_functions:  # those see each array's own shape
       return {}
     return {
       index: self._derive(reading, paths, index, *owner)
-      for index, owner in parameters_of(tree, reading, routes).items()
+      for index, owner in parameters_of(tree, reading, keys, routes).items()
       if index not in reading.guesses
     }
 

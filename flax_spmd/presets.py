@@ -133,9 +133,9 @@ def zero1(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
 
   Example:
     >>> presets.zero1()
-    Rules(('batch', 'data'), ('(^|/)opt_state/', Rules(fsdp('data'))))
+    Rules(('(^|/)opt_state/', Rules(fsdp('data'))), ('batch', 'data'))
   """
-  return Rules(('batch', data), ('(^|/)opt_state/', Rules(fill(data, min_size=min_size))))
+  return Rules(('(^|/)opt_state/', Rules(fill(data, min_size=min_size))), ('batch', data))
 
 
 def zero2(data: Any = 'data', *, min_size: int = 2**20) -> Rules:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from flax_spmd.errors import did_you_mean
 from flax_spmd.plan import Planner, Row
-from flax_spmd.resolution import RuleId, axis_names, rule_text
+from flax_spmd.resolution import RuleId, rule_text
 from flax_spmd.rules import Rules, axes_of, is_logical, is_path
 
 
@@ -129,7 +129,9 @@ def _idle_rules(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
     if is_path(clause):
       yield _idle_path(rule, clause, rows)
     elif not is_logical(clause):
-      yield Finding('idle rule', f'rule {rule_text(rule)} {clause!r} decided nothing{_why(rule, rows)}.')
+      yield Finding(
+        'idle rule', f'rule {rule_text(rule)} {clause!r} decided nothing{_why(rule, clause, rows)}.'
+      )
 
 
 def _idle_path(rule: RuleId, clause: Any, rows: Sequence[Row]) -> Finding:
@@ -153,10 +155,14 @@ def _closest_path(pattern: str, paths: Sequence[str]) -> str | None:
   return next(iter(difflib.get_close_matches(plain, sorted(parts)[:_ENOUGH_PATHS], 1)), None)
 
 
-def _why(rule: RuleId, rows: Sequence[Row]) -> str:
-  """`: 3 arrays are small, 1 is not floating` for an `fsdp` that filled nothing."""
+def _why(rule: RuleId, clause: Any, rows: Sequence[Row]) -> str:
+  """`: 3 x small (min_size=1048576), 1 x not floating` for an `fsdp` that filled nothing."""
   reasons = Counter(skip.reason for row in rows for skip in row.skipped if skip.rule == rule)
-  return ': ' + ', '.join(f'{count} x {reason}' for reason, count in reasons.items()) if reasons else ''
+  each = [
+    f'{count} x {reason}' + (f' (min_size={clause.min_size})' if reason == 'small' else '')
+    for reason, count in reasons.items()
+  ]
+  return f': {", ".join(each)}' if each else ''
 
 
 def _idle_axes(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:

@@ -8,8 +8,9 @@ another one is how layouts are tried. The kinds of clauses: `flax_spmd.clauses`;
 resolved: `flax_spmd.resolution`.
 
 Two steps decide an array. The first rule that applies to it *owns* it: a path rule whose expression is
-found in its path, a policy that returns a spec, or its names (all logical rules are one here, and stand
-where the first of them stands). Then each `fsdp` fills a dimension that is still open.
+found in its path, a policy that returns a spec, or a logical rule for one of its names (then all its names
+are resolved). Then each `fsdp` fills a dimension that is still open. So a rule for a part of the tree goes
+before the rules for names that occur in that part.
 """
 
 from __future__ import annotations

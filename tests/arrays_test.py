@@ -12,14 +12,14 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
 from flax_spmd.arrays import ArrayResolver, resolver_of
-from flax_spmd.clauses import PathMatcher
+from flax_spmd.clauses import PathMatcher, plain_text
 from flax_spmd.plan import Planner
 from flax_spmd.resolution import axis_names
 from tests import strategies
@@ -55,7 +55,7 @@ def test_the_first_rule_that_applies_owns_the_array():
   assert spec(rules, 'mlp/scale', (8,)) == P('data')
 
 
-def test_names_stand_where_the_first_logical_rule_stands():
+def test_names_stand_where_the_first_rule_for_one_of_them_stands():
   logical, path = ('embed', 'data'), ('kernel$', P('model'))
   named = dict(path='kernel', shape=(8, 16), names=('embed', 'mlp'))
   assert spec((logical, path), **named) == P('data', None)
@@ -63,6 +63,8 @@ def test_names_stand_where_the_first_logical_rule_stands():
   assert spec((('bias', P()), logical, path), **named) == P('data', None)
   assert spec((path,), **named) == P('model', None)
   assert spec((logical, path), 'kernel', (8, 16)) == P('model', None)
+  assert spec((('batch', 'data'), path, logical), **named) == P('model', None)
+  assert spec((('batch', 'data'), path), **named) == P('model', None)
 
 
 def test_a_policy_is_asked_in_its_turn_and_may_decline():
@@ -231,6 +233,79 @@ def test_the_matcher_finds_the_first_pattern(patterns, path):
   compiled = list(map(re.compile, patterns))
   expected = next((i for i, pattern in enumerate(compiled) if pattern.search(path)), None)
   assert PathMatcher(compiled).first(path) == expected
+
+
+def compiles(pattern):
+  try:
+    return re.compile(pattern) is not None
+  except (re.error, OverflowError):
+    return False
+
+
+PIECES = [
+  'a',
+  'b',
+  '/',
+  '0',
+  '.',
+  '*',
+  '+',
+  '?',
+  '[ab]',
+  '[^a]',
+  '[^]a]',
+  '[a|b]',
+  '(',
+  ')',
+  '(?:',
+  '|',
+  '^',
+  '$',
+  '\\d',
+  '\\.',
+  '\\w',
+  '{0}',
+  '{1,2}',
+  '\\(',
+  '\\\\',
+  '\\x61',
+  '\\b',
+  'ab',
+  '(a|b)',
+  '(ab)?',
+  '(?i:A)',
+  '[a\\]b]',
+  '{',
+  '-',
+]
+
+
+@settings(max_examples=500)
+@given(
+  st.lists(st.sampled_from(PIECES), max_size=6).map(''.join).filter(compiles),
+  st.text(alphabet='ab/0.A|(){-]\\', max_size=8),
+)
+def test_the_plain_text_of_a_pattern_is_in_all_that_it_matches(pattern, path):
+  compiled = re.compile(pattern)
+  if compiled.search(path):
+    assert plain_text(compiled) in path
+
+
+@pytest.mark.parametrize(
+  'pattern, text',
+  [
+    ('attn/.*kernel$', 'kernel'),
+    ('nomatch3/.*kernel', 'nomatch3/'),
+    ('bias$', 'bias'),
+    ('layers_[0-9]+/(wi|wo)/w', 'layers_'),
+    ('a|b', ''),
+    ('.*', ''),
+    ('(?i)abc', ''),
+    ('kernels?$', 'kernel'),
+  ],
+)
+def test_the_plain_text_of_common_patterns(pattern, text):
+  assert plain_text(re.compile(pattern)) == text
 
 
 def test_every_process_decides_alike(tmp_path):
@@ -430,7 +505,7 @@ def test_rules_that_decided_nothing_and_what_was_meant():
     "rule 0 ('bais$', P()) matched no array. Closest path: 'bias'.",
     "rule 2 ('mlp/kernel', P('model',)) decided nothing: earlier rules own what it matches (1 array: mlp/kernel).",
     "rule 3.0 ('mu', P()) matched no array.",
-    "rule 4 fsdp('model') decided nothing: 3 x small.",
+    "rule 4 fsdp('model') decided nothing: 3 x small (min_size=1048576).",
     f'rule 5 {policy!r} decided nothing.',
   ]
   assert [finding.text for finding in findings.suspicious] == [findings.of('idle rule')[0].text]

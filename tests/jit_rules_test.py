@@ -264,3 +264,21 @@ def test_an_argument_on_the_same_devices_in_another_order():
     "argument 0 lies as P('data',) on {'data': 2, 'model': 4} with devices [7, 6, 5, 4, 3, 2, 1, 0], but "
     "in_rules ask for P('data',) on {'data': 2, 'model': 4} with devices [0, 1, 2, 3, 4, 5, 6, 7]."
   )
+
+
+def test_mistakes_in_places_are_errors_too():
+  def text_of(kind, place, x):
+    with pytest.raises(kind) as caught:
+      layout.shard(x, place)
+    return str(caught.value)
+
+  assert text_of(errors.MeshAxisError, spmd.fsdp('dta', min_size=1), np.ones((8, 8))) == dedent("""\
+    Rule 0 fsdp('dta', min_size=1) uses mesh axis 'dta', but the mesh has axes ('data', 'model'). Did you mean 'data'?
+    Fix: correct the axis name, add the axis to the mesh, or give the table missing_axis='drop'.""")
+  batch = {'x': np.ones((8, 4)), 'y': np.ones(8), 'n': 3}
+  assert text_of(errors.LayoutError, P('data', 'model'), batch) == dedent("""\
+    y: P('data', 'model') has 2 entries for an array of rank 1, shape (8,).
+    Fix: give at most one entry per dimension.""")
+  assert jax.tree.map(spec, layout.shard(batch, P('data'))) == {'x': P('data'), 'y': P('data'), 'n': P()}
+  total = layout.jit(lambda b: b['x'].sum() + b['n'], in_constraints=P('data'))
+  assert float(total(batch)) == 35

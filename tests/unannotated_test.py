@@ -127,6 +127,14 @@ def test_states_without_names_stay_where_the_rules_put_them(table):
   assert [x.sharding.spec for x in jax.tree.leaves(restored)] == jax.tree.leaves(before)
 
 
+def test_zero_works_with_names_too():
+  box = spmd.LogicallyPartitioned(jax.ShapeDtypeStruct((64, 64), jnp.float32), ('embed', 'mlp'))
+  specs = spmd.Layout({'data': 8}, spmd.presets.zero1(min_size=1)).spec(
+    {'params': {'w': box}, 'opt_state': {'mu': {'w': box}}}
+  )
+  assert specs == {'params': {'w': P(None, None)}, 'opt_state': {'mu': {'w': P('data', None)}}}
+
+
 def test_zero_keeps_parameters_whole_and_optimizer_state_in_pieces():
   layout = spmd.Layout({'data': 8}, spmd.presets.zero2(min_size=64))
 
