@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from flax_spmd.errors import did_you_mean
 from flax_spmd.plan import Planner, Row
-from flax_spmd.resolution import RuleId, rule_text
+from flax_spmd.resolution import RuleId, axis_names, rule_text
 from flax_spmd.rules import Rules, axes_of, is_logical, is_path
 
 
