@@ -84,7 +84,7 @@ def minimums(session):
 @nox.session
 def bench(session):
   """Every benchmark; `nox -s bench -- boxes` for one of them."""
-  install(session)
+  install(session, 'bench')
   names = session.posargs or json.loads(pathlib.Path('benchmarks/index.json').read_text())
   for name in names:
     session.run('python', f'benchmarks/{name}.py')

@@ -1,22 +1,36 @@
 """The README's example runs as it stands."""
 
+import functools
 import re
 from pathlib import Path
 
+import flax.linen as nn
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_runs(tmp_path, monkeypatch, capsys):
+def test_the_examples_run(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
-  assert len(blocks) == 1
+  named, unnamed = blocks
   names = {'__name__': 'readme'}
-  exec(compile(blocks[0], 'README.md', 'exec'), names)
+  exec(compile(named, 'README.md', 'exec'), names)
   assert 'hidden → model (1)' in capsys.readouterr().out
   assert names['state'].params['w1'].value.sharding.spec == PartitionSpec('fsdp', None)
   assert (tmp_path / 'checkpoints' / '1').is_dir()
+
+  names['create_state'] = functools.partial(create_state_without_names, nn.Dense(2048), optax.adam(1e-3))
+  names['x'] = jnp.ones((16, 1024))
+  exec(compile(unnamed, 'README.md', 'exec'), names)
+  assert names['state'].opt_state[0].mu['kernel'].sharding.spec == PartitionSpec(None, 'data')
+
+
+def create_state_without_names(model, optimizer, key, x):
+  return TrainState.create(apply_fn=model.apply, params=model.init(key, x)['params'], tx=optimizer)
 
 
 def test_the_two_commands_come_first():
