@@ -25,8 +25,8 @@ from flax_spmd.draw import Drawing, draw
 from flax_spmd.errors import LayoutError, did_you_mean
 from flax_spmd.layout import Layout
 from flax_spmd.mesh import axis_sizes
-from flax_spmd.plan import Row
-from flax_spmd.report import Findings, size_text
+from flax_spmd.plan import Row, planner_for
+from flax_spmd.report import Findings, find, size_text
 from flax_spmd.resolution import Decision, RuleId, Skipped, axis_names, rule_text
 
 if TYPE_CHECKING:
@@ -266,8 +266,9 @@ def explain(layout: Layout, tree: Any) -> Explanation:
     >>> explain(layout, tree).rows[0].bytes_per_device
     128
   """
-  findings = layout.check(tree)
-  return Explanation(layout, tuple(layout.rows(tree)), findings)
+  layout.sharding(tree)  # raises what is wrong
+  rows = tuple(layout.rows(tree))
+  return Explanation(layout, rows, find(planner_for(layout.mesh, layout.rules), rows))
 
 
 def _array(row: Row) -> str:
