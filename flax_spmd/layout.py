@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -36,6 +37,11 @@ from flax_spmd.processes import check_same_on_every_process
 from flax_spmd.resolution import rule_text
 from flax_spmd.rules import Rules
 
+_NOT_PARTITIONABLE = (
+  'jax_threefry_partitionable is off: a sharded random array is drawn with communication, or drawn whole on '
+  "every device. Turn it on with jax.config.update('jax_threefry_partitionable', True); the numbers "
+  'will be others.'
+)
 _ADDRESS = re.compile(' at 0x[0-9a-f]+')  # of a function, which differs between processes
 _open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blocks', default=())
 
@@ -199,6 +205,9 @@ class Layout:
     Returns:
       The state, every array of it on the layout's mesh; what has no names is replicated.
 
+    Warns:
+      UserWarning: random numbers are drawn in JAX's old way, which does not divide between devices.
+
     Raises:
       MeshError: the mesh is abstract.
       LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit,
@@ -212,6 +221,8 @@ class Layout:
       P(None, 'model')
     """
     placement.check_concrete(self._mesh)
+    if self._mesh.size > 1 and not jax.config.jax_threefry_partitionable:
+      warnings.warn(_NOT_PARTITIONABLE, stacklevel=2)
     if jax.process_count() > 1:
       self.check_processes(self.abstract(fn, *args, **kwargs))
     fn, arrays = _closed_over(fn, args, kwargs)

@@ -478,3 +478,22 @@ def _paths(tree):
   from flax_spmd.naming import path_string
 
   return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def test_init_draws_without_communication_and_warns_where_it_cannot():
+  """With partitionable random numbers each device draws its own piece, and nothing else."""
+  layout = spmd.Layout({'data': 8}, spmd.fsdp('data', min_size=1))
+
+  def create(key):
+    return {'w': jax.random.normal(key, (64, 64))}
+
+  drawn = layout.jit(create, out_rules=layout.rules)
+  text = drawn.lower(jax.random.key(0)).compile().as_text()
+  assert not any(op in text for op in ('all-gather', 'all-reduce', 'collective-permute', 'all-to-all'))
+  alone = jax.jit(create)(jax.random.key(0))
+  np.testing.assert_array_equal(layout.init(create, jax.random.key(0))['w'], alone['w'])
+  with (
+    jax.threefry_partitionable(False),
+    pytest.warns(UserWarning, match='jax_threefry_partitionable is off'),
+  ):
+    layout.init(create, jax.random.key(0))

@@ -2,6 +2,7 @@
 
 import pickle
 
+import flax.linen as nn
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
@@ -134,3 +135,42 @@ def test_policies_are_shown_when_changed(policy):
     policy
   ]
   assert f"{policy}='{other}'" in repr(spmd.Rules(**{policy: other}))
+
+
+EVERY_KIND = (
+  ('batch', 'data'),
+  ('kernel$', P(None, 'model')),
+  ('^opt_state/', spmd.Rules(('mu', P()), spmd.fsdp('data'))),
+  spmd.fsdp(('data', 'model'), min_size=8),
+  ('@weights', spmd.fsdp('data')),
+)
+
+
+def test_a_table_of_every_kind_is_a_value():
+  rules = spmd.Rules(*EVERY_KIND)
+  assert rules == spmd.Rules.of(list(EVERY_KIND)) == pickle.loads(pickle.dumps(rules))
+  assert hash(rules) == hash(spmd.Rules(*EVERY_KIND)) and rules.clauses == EVERY_KIND
+  assert repr(rules) == (
+    "Rules(('batch', 'data'), ('kernel$', P(None, 'model')), ('^opt_state/', Rules(('mu', P()), "
+    "fsdp('data'))), fsdp(('data', 'model'), min_size=8), ('@weights', fsdp('data')))"
+  )
+  assert rules.pairs == (('batch', 'data'),) and rules.annotations == {'weights': 4}
+  assert eval(repr(rules), {'Rules': spmd.Rules, 'fsdp': spmd.fsdp, 'P': P}) == rules
+
+
+def test_tables_of_every_kind_add():
+  rules = spmd.Rules(*EVERY_KIND[:2]) + EVERY_KIND[2:]
+  assert rules == spmd.Rules(*EVERY_KIND) == EVERY_KIND[:2] + spmd.Rules(*EVERY_KIND[2:])
+  assert (rules + spmd.fsdp('model')).clauses[-1] == spmd.fsdp('model')
+
+
+def test_flax_sees_the_logical_rules_of_a_table():
+  with spmd.logical_axis_rules(EVERY_KIND):
+    assert nn.get_logical_axis_rules() == spmd.get_logical_axis_rules() == (('batch', 'data'),)
+
+
+def test_every_rule_has_an_id():
+  rules = spmd.Rules(*EVERY_KIND)
+  ids = [rule for rule, _ in rules.all_rules(annotations=True)]
+  assert ids == [0, 1, (2, 0), (2, 1), 3, 4]
+  assert all(rules.at(rule) == clause for rule, clause in rules.all_rules())
