@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -45,6 +45,9 @@ class ArrayResolver:
     clauses = list(enumerate(rules.clauses))
     self._paths = [(index, clause) for index, clause in clauses if is_path(clause)]
     self._matcher = PathMatcher([re.compile(pattern) for _, (pattern, _) in self._paths])
+    self._ends: dict[int | None, tuple[int | None, ArrayResolver | None]] = {None: (None, None)}
+    for position, (rule, (_, target)) in enumerate(self._paths):
+      self._ends[position] = rule, resolver_of(target) if isinstance(target, Rules) else None
     self._policies: list[tuple[int, Callable[[Leaf], Any]]] = [(i, c) for i, c in clauses if callable(c)]
     self._fills = [(index, clause) for index, clause in clauses if isinstance(clause, Fsdp)]
     self._specs: dict[Any, Resolution] = {}
@@ -52,15 +55,17 @@ class ArrayResolver:
     self.looks_at_paths = bool(self._paths or self._policies)
     self.looks_at_dtypes = self.looks_at_paths or bool(self._fills)
 
-  def route(self, path: str) -> Any:
-    """What of a path matters: arrays with equal routes, names, shapes and dtypes go alike."""
+  def routes(self, paths: Sequence[str]) -> Sequence[Any]:
+    """What of each path matters: arrays with equal routes, names, shapes and dtypes go alike."""
     if self._policies:
-      return path
-    owner = self._by_path(path)
-    if owner is None:
-      return None
-    index, target = owner
-    return (index, resolver_of(target).route(path)) if isinstance(target, Rules) else index
+      return paths
+    first, ends = self._matcher.first, self._ends
+
+    def route(path: str) -> Any:
+      rule, inner = ends[first(path)]
+      return rule if inner is None else (rule, *inner.routes([path]))
+
+    return list(map(route, paths))
 
   def resolve(
     self, leaf: Leaf, sizes: Mapping[str, int] | None = None, *, axes: bool = False

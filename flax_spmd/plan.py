@@ -280,7 +280,7 @@ class Planner:
     dtypes = [getattr(value, 'dtype', None) for value in reading.values]
     if not looks_at_paths:
       return _Survey(reading, paths, list(zip(by_names, dtypes, strict=True)), {})
-    routes = list(map(self._resolver.route, paths))
+    routes = self._resolver.routes(paths)
     derived = self._derived(tree, reading, keys, paths, routes)
     return _Survey(reading, paths, list(zip(by_names, dtypes, routes, strict=True)), derived)
 
