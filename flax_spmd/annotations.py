@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec, Sharding
 
 from flax_spmd.arrays import resolver_of
@@ -96,8 +97,11 @@ def with_sharding_annotation(x: Any, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def reporting(fn: Callable[..., Any]) -> Iterator[None]:
-  """Warns of rules for annotations that a function does not make, if it makes any at all."""
+def reporting(fn: Callable[..., Any], reported: set[str]) -> Iterator[None]:
+  """Warns of rules for annotations that a function does not make, if it makes any at all.
+
+  Says so once; what a later trace meets again may be cached by JAX, and is not met.
+  """
   met: dict[str, bool] = {}
   token = _met.set(met)
   try:
@@ -108,7 +112,9 @@ def reporting(fn: Callable[..., Any]) -> Iterator[None]:
   unused = [
     f'{index} {rules.clauses[index]!r}' for name, index in rules.annotations.items() if name not in met
   ]
-  if met and unused:
+  first = 'annotations' not in reported
+  reported.add('annotations')
+  if met and unused and first:
     warnings.warn(
       f'{getattr(fn, "__qualname__", fn)}: rules for annotations that it does not make: '
       f'{", ".join(unused)}. It makes {", ".join(map(repr, sorted(met)))}.',
@@ -134,7 +140,7 @@ def _constrain_part(part: Any, place: Any) -> Any:
   if isinstance(place, Sharding):
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, place), part)
   if isinstance(place, PartitionSpec):
-    return jax.tree.map(lambda leaf: constrain(leaf, place if leaf.shape else ()), part)
+    return jax.tree.map(lambda leaf: constrain(leaf, place) if jnp.ndim(leaf) else leaf, part)
   rules, mesh = Rules.of(place), mesh_for_constraints()
   if mesh is None:
     raise MeshError(_NO_MESH.format(what=f'the constraint {place!r}'))

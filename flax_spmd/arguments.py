@@ -84,8 +84,14 @@ class Arguments(NamedTuple):
     else:
       self._check_count(places, max(len(names), len(args)))
       by_name, by_position = dict(zip(names, places, strict=False)), list(places)
-    filled = (*by_position, *(None,) * len(args))
+    rest = by_position[-1] if by_position and self._takes_any_number(len(names)) else None
+    filled = (*by_position, *(rest,) * len(args))
     return filled[: len(args)], {name: by_name.get(name) for name in kwargs}
+
+  def _takes_any_number(self, count: int) -> bool:
+    """Whether the last of this many parameters is `*args`, each of which has its place."""
+    known = [] if self.described is None else list(self.described.parameters.values())
+    return bool(known) and len(known) == count and known[-1].kind is inspect.Parameter.VAR_POSITIONAL
 
   def _check_names(self, places: Mapping[str, Any], names: Sequence[str]) -> None:
     unknown = [name for name in places if name not in names]
@@ -118,8 +124,11 @@ class Arguments(NamedTuple):
 
   def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the structure and the shardings of a result can depend on."""
-    static = tuple(value for i, value in enumerate(args) if i in self.positions)
-    static += tuple(item for item in sorted(kwargs.items()) if item[0] in self.names)
+    static = tuple((i, type(value), value) for i, value in enumerate(args) if i in self.positions)
+    static += tuple(
+      (name, type(value), value) for name, value in sorted(kwargs.items()) if name in self.names
+    )
+    _check_hashable(static)
     leaves, treedef = jax.tree.flatten(self.dynamic(args, kwargs))
     return treedef, tuple(map(_leaf_signature, leaves)), len(args), static
 
@@ -130,6 +139,18 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 def _leaf_signature(leaf: Any) -> Any:
   shape = getattr(leaf, 'shape', None)
   return type(leaf) if shape is None else (shape, leaf.dtype)
+
+
+def _check_hashable(static: Sequence[tuple[int | str, type, Any]]) -> None:
+  """Raises a TypeError that names the static argument which has no hash."""
+  for where, kind, value in static:
+    try:
+      hash(value)
+    except TypeError:
+      raise TypeError(
+        f'Static argument {where!r} is a {kind.__name__}, which has no hash: {value!r}.\n'
+        'Fix: pass a tuple, a frozen dataclass or another hashable value.'
+      ) from None
 
 
 def _is_for_each(places: Any) -> bool:

@@ -63,7 +63,10 @@ class ArrayResolver:
 
     def route(path: str) -> Any:
       rule, inner = ends[first(path)]
-      return rule if inner is None else (rule, *inner.routes([path]))
+      if inner is None:
+        return rule
+      end = inner.routes([path])[0]
+      return (rule, *end) if isinstance(end, tuple) else (rule, end)
 
     return list(map(route, paths))
 
@@ -82,7 +85,7 @@ class ArrayResolver:
       >>> resolver_of(table).resolve(Leaf('dense/kernel', (8, 16)), {'data': 4}).spec
       P(None, 'data')
     """
-    owner = self._owner(leaf)
+    owner = self._owner(leaf, None if axes else leaf.names)
     if isinstance(owner, Resolution):
       return owner
     if owner is not None and isinstance(owner.target, Rules):
@@ -118,16 +121,23 @@ class ArrayResolver:
       target = Rules(target, **dataclasses.asdict(self._rules.policies))
     return resolver_of(target).resolve(leaf, sizes).within(index, self._text(index))
 
-  def _owner(self, leaf: Leaf) -> _Owner | Resolution | None:
+  def _owner(self, leaf: Leaf, logical: Any) -> _Owner | Resolution | None:
     """The rule that owns an array; None if its names do, or nothing does."""
     by_path = self._by_path(leaf.path)
     last = len(self._rules) if by_path is None else by_path.rule
-    last = min(last, self._names_at(leaf.names))
+    last = min(last, self._names_at(logical))
     for index, policy in self._policies:
-      spec = policy(leaf) if index < last else None
+      spec = self._asked(index, policy, leaf) if index < last else None
       if spec is not None:
         return _Owner(index, spec) if isinstance(spec, PartitionSpec) else self._no_spec(index, spec)
     return by_path if by_path is not None and by_path.rule == last else None
+
+  def _asked(self, index: int, policy: Callable[[Leaf], Any], leaf: Leaf) -> Any:
+    try:
+      return policy(leaf)
+    except Exception as error:
+      error.add_note(f'in the policy of rule {index} {policy!r}, asked about {leaf}')
+      raise
 
   def _names_at(self, names: Any) -> int:
     """Where an array's names stand among the rules: at the first rule for any of them."""

@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd import compat
 from flax_spmd.constraints import constrain, mesh_for_constraints, resolve_for_constraint
 from flax_spmd.context import in_force
-from flax_spmd.errors import LayoutError
+from flax_spmd.errors import LayoutError, RulesError
 from flax_spmd.mesh import MeshLike, axis_sizes
 from flax_spmd.resolution import Names, Policies, resolve_axes
 from flax_spmd.rules import Rules
@@ -305,7 +305,7 @@ class LogicallyPartitioned(Partitioned):
     if type(value) is Static:
       self._pair = (names, value)
     else:
-      own_rules = None if rules is None else Rules.of(rules)
+      own_rules = None if rules is None else _of_names_only(Rules.of(rules))
       self._pair = ((value,), Static(_canonical(names), True, mesh, own_rules))
 
   @property
@@ -343,9 +343,18 @@ class LogicallyPartitioned(Partitioned):
 
   def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
     rules = in_force(tracing=True).rules if self.rules is None else self.rules
-    if not len(rules):
+    if not rules.pairs:
       return None
     return resolve_for_constraint(rules, self.names, self.value.shape, mesh).spec
+
+
+def _of_names_only(rules: Rules) -> Rules:
+  if len(rules.pairs) < len(rules):
+    raise RulesError(
+      f'A box has {rules!r}, but only rules for logical names can be in a box.\n'
+      'Fix: put rules for paths, fsdp(...) and policies into the table of the layout.'
+    )
+  return rules
 
 
 def with_partitioning(

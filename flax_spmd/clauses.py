@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import dtypes
 from jax.sharding import PartitionSpec
 
-from flax_spmd.errors import Problem
+from flax_spmd.errors import Problem, RulesError
 from flax_spmd.resolution import (
   Axes,
   Decision,
@@ -110,12 +110,34 @@ def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)
       to keep.
     skip: logical names of dimensions that are never taken (those that `nn.scan` runs over).
 
+  Raises:
+    RulesError: an argument is of another kind.
+
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('heads', 'model'), fsdp('data', min_size=1024)))
     >>> layout.spec({'wq': LogicallyPartitioned(jnp.ones((512, 64)), ('embed', 'heads')), 'wi': jnp.ones((64, 256))})
     {'wi': P(None, 'data'), 'wq': P('data', 'model')}
   """
-  return Fsdp(tuple(axes) if isinstance(axes, list) else axes, min_size, tuple(skip))
+  skip = (skip,) if isinstance(skip, str) else skip
+  axes = tuple(axes) if isinstance(axes, list) else axes
+  of_strings = isinstance(axes, str) or (
+    isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)
+  )
+  wrong = [
+    f'{name}={value!r}'
+    for name, value, right in (
+      ('axes', axes, of_strings),
+      ('min_size', min_size, isinstance(min_size, int)),
+      ('skip', skip, isinstance(skip, (tuple, list)) and all(isinstance(name, str) for name in skip)),
+    )
+    if not right
+  ]
+  if wrong:
+    raise RulesError(
+      f'fsdp(...) does not take {", ".join(wrong)}.\n'
+      'Fix: axes is a mesh axis or a tuple of them, min_size a number of elements, skip a tuple of names.'
+    )
+  return Fsdp(axes, min_size, tuple(skip))
 
 
 def by_spec(
@@ -215,7 +237,7 @@ def plain_text(pattern: re.Pattern[str]) -> str:
 _OBSCURE = re.compile(r'\(\?|\\[][()|\\xuUN0-9]|\[\^?\]|\[[^]]*[()|[]')
 _GROUP = re.compile(r'\([^()]*\)')
 # A class, a character or what stands for one, with what says how often; the rest is itself.
-_NOT_PLAIN = re.compile(r'(?:\[[^]]*\]|\\.|.)(?:[*?]|\{[^}]*\})|\[[^]]*\]|\\.|[.^$+]', re.DOTALL)
+_NOT_PLAIN = re.compile(r'(?:\[[^]]*\]|\\.|.)(?:[*?]|\{[^}]*\})[?+]?|\[[^]]*\]|\\.|[.^$+]', re.DOTALL)
 
 
 def _named(resolution: Resolution, names: Any) -> Resolution:

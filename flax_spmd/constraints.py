@@ -117,7 +117,7 @@ def with_logical_constraint(
   """
   table = in_force(tracing=_any_traced(x)).rules if rules is None else Rules.of(rules)
   strict = fallback is RulesFallback.RAISE_ERROR
-  if logical_axis_resources is None or (not len(table) and not strict):
+  if logical_axis_resources is None or (not table.pairs and not strict):
     return x
   one = functools.partial(_constrain_by_names, rules=table, mesh=mesh, fallback=fallback)
   return jax.tree.map(

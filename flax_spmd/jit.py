@@ -18,6 +18,7 @@ dispatch does all the work; a new signature is noticed because it is traced, or 
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -97,7 +98,9 @@ class Jitted:
     self._finish = finish
     self._body = _traced_body(self, fn)
     self._arguments = Arguments.of(fn, options)
+    self.reported: set[str] = set()
     self._only: tuple[_Plan, Any] | None = None
+    self._planning = threading.RLock()
     self._by_plan: dict[_Plan, Any] = {}
     self._by_signature: dict[Any, tuple[_Plan, Any]] = {}
 
@@ -114,9 +117,10 @@ class Jitted:
   def _call(self, args, kwargs) -> Any:
     if self._plan_inputs is not None:
       return self._call_placed(*self._arguments.by_position(args, kwargs))
-    if self._only is not None:
+    only = self._only
+    if only is not None:
       try:
-        return self._only[1](*args, **kwargs)
+        return only[1](*args, **kwargs)
       except _Changed:
         pass
     return self._for(args, kwargs)[1](*args, **kwargs)
@@ -138,14 +142,13 @@ class Jitted:
     return jitted(*args, **kwargs)
 
   def _placed(self, args, kwargs) -> Any:
+    """The arguments, put where they have to lie; abstract ones say so."""
     dynamic = self._arguments.dynamic(args, kwargs)
     leaves, treedef = jax.tree.flatten(dynamic)
     shardings = self._inputs(dynamic).shardings
-    moved = iter(
-      jax.device_put(leaf, sharding) if sharding is not None else leaf
-      for leaf, sharding in zip(leaves, shardings, strict=True)
-    )
-    return self._arguments.filled(treedef.unflatten(moved), args, kwargs)
+    check_as_planned(dynamic, shardings)
+    placed = map(_put, leaves, shardings)
+    return self._arguments.filled(treedef.unflatten(placed), args, kwargs)
 
   def _check_placed(self, plan: _Plan, args) -> None:
     if plan.inputs is not None:
@@ -173,20 +176,27 @@ class Jitted:
     with self._scope():
       if self._plan_inputs is not None:
         args, kwargs = self._arguments.by_position(args, kwargs)
+        if kwargs:
+          args, kwargs = self._placed(args, kwargs)
       return getattr(self._for(args, kwargs)[1], method)(*args, **kwargs)
 
   def _for(self, args, kwargs) -> tuple[_Plan, Any]:
     """The plan for these arguments, and the `jax.jit` function for it."""
     signature = self._arguments.signature(args, kwargs)
     found = self._by_signature.get(signature)
-    if found is None:
+    return self._planned(signature, args, kwargs) if found is None else found
+
+  def _planned(self, signature: Any, args, kwargs) -> tuple[_Plan, Any]:
+    """Plans for a new signature; one thread at a time, or `_only` could outlive a second plan."""
+    with self._planning:
+      self._only = None  # a trace for the outputs must not be run by another thread's fast call
       plan = _Plan(self._inputs_of_call(args, kwargs), self._read_outputs(args, kwargs))
       jitted = self._by_plan.get(plan)
       if jitted is None:
         jitted = self._by_plan[plan] = self._compiled(plan)
       found = self._by_signature[signature] = plan, jitted
       self._only = found if len(self._by_plan) == 1 else None
-    return found
+      return found
 
   def _compiled(self, plan: _Plan) -> Any:
     inputs = {} if plan.inputs is None else {'in_shardings': plan.inputs.tree()}
@@ -222,7 +232,7 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(fn)
   def body(*args, **kwargs):
-    with scope(jitted._in_force), compat.mesh_scope(jitted._mesh), reporting(fn):
+    with scope(jitted._in_force), compat.mesh_scope(jitted._mesh), reporting(fn, jitted.reported):
       result = fn(*args, **kwargs)
     finished = result if jitted._finish is None else jitted._finish(result)
     outputs = jitted._outputs(result, finished)
@@ -234,6 +244,14 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
     return finished if any(outputs.shardings) else _on_all_devices(finished, jitted._mesh)
 
   return body
+
+
+def _put(leaf: Any, sharding: Sharding | None) -> Any:
+  if sharding is None:
+    return leaf
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+  return jax.device_put(leaf, sharding)
 
 
 def check_as_planned(args: Any, shardings: Sequence[Sharding | None]) -> None:

@@ -477,17 +477,25 @@ class Layout:
     """
     result = self._memory.reboxed(result)
     each = jax.tree.leaves(
-      result, is_leaf=lambda node: type(node) not in (tuple, list) or self._memory.knows(node)
+      result,
+      is_leaf=lambda node: type(node) not in (tuple, list) or self._memory.places_of(node) is not None,
     )
-    planned = [
-      sharding
-      for part in ([each] if self._planner.paths_do_not_matter else each)  # paths are those of a state
-      for sharding in self._planner.leaf_shardings(part)
-    ]
+    if self._planner.looks_at_paths:  # an array's path is the one in its own state
+      return [sharding for part in each for sharding in self._state(part)]
     states = [
-      _has_names(part) or self._memory.knows(part) for part in each for _ in jax.tree.leaves(part)
+      self._memory.places_of(part) is not None or _has_names(part)
+      for part in each
+      for _ in jax.tree.leaves(part)
     ]
+    planned = self._planner.leaf_shardings(result)
     return [sharding if state else None for sharding, state in zip(planned, states, strict=True)]
+
+  def _state(self, part: Any) -> Sequence[NamedSharding | None]:
+    """Where one result goes: where it was planned before, by its names, or anywhere."""
+    places = self._memory.places_of(part)
+    if places is not None:
+      return places
+    return self._planner.leaf_shardings(part) if _has_names(part) else _anywhere(part)
 
   def _note(self, state: Any) -> Any:
     """Remembers a state without names that rules for whole arrays lay out."""

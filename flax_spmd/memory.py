@@ -42,7 +42,7 @@ class Memory:
   def __init__(self, leaf_shardings: Callable[[Any], list[NamedSharding]]):
     self._leaf_shardings = leaf_shardings
     self._known: dict[Any, list[_Known]] = {}
-    self._noted: set[Any] = set()
+    self._noted: dict[Any, tuple[NamedSharding, ...] | None] = {}
 
   def unboxed(self, state: Any) -> Any:
     """The state without its boxes, remembered. A lone array has no form to be known by."""
@@ -55,15 +55,21 @@ class Memory:
     return plain
 
   def noted(self, state: Any) -> Any:
-    """The state, remembered as one that the rules lay out whether it has boxes or not."""
-    form = _form(state)
-    if form is not None:
-      self._noted.add(form)
+    """The state, remembered with its places, as a whole and, if it is a tuple or a list, in its parts."""
+    leaves, treedef = jax.tree.flatten(state)
+    placed = treedef.unflatten(self._leaf_shardings(state)) if leaves else state
+    parts = zip(state, placed, strict=True) if type(state) in (tuple, list) else ()
+    for part, where in ((state, placed), *parts):
+      form = _form(part)
+      if form is not None:
+        shardings = tuple(jax.tree.leaves(where))
+        # two parts of one form that lie differently cannot be told apart
+        self._noted[form] = shardings if self._noted.get(form, shardings) == shardings else None
     return state
 
-  def knows(self, tree: Any) -> bool:
-    """Whether this is a state that was noted."""
-    return bool(self._noted) and _form(tree) in self._noted
+  def places_of(self, tree: Any) -> tuple[NamedSharding, ...] | None:
+    """Where the leaves of a state that was noted go; None if it was not."""
+    return self._noted.get(_form(tree)) if self._noted else None
 
   def reboxed(self, tree: Any) -> Any:
     """The tree with the boxes back on every part of it that is remembered."""

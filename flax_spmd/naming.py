@@ -159,26 +159,45 @@ def parameters_of(
   is_state = list(map(below_a_field, keys))
   if not any(is_state):
     return {}
-  kinds = list(zip(routes, reading.shapes, strict=True))
-  of_parameters = {kind for kind, state in zip(kinds, is_state, strict=True) if not state}
-  foreign = {
-    (route, shape)
-    for route, shape in set(kinds) - of_parameters
-    if _names_a_spec(route) and shape and math.prod(shape) > 1
+  by_tail = {
+    path[first:]: i
+    for i, (path, state) in enumerate(zip(keys, is_state, strict=True))
+    if not state
+    for first in (2, 1, 0)
   }
-  if not foreign:
+  odd = [
+    i
+    for i, (path, state) in enumerate(zip(keys, is_state, strict=True))
+    if state and _names_a_spec(routes[i]) and not _has_the_shape(reading, i, by_tail.get(_tail(path)))
+  ]
+  if not odd:
     return {}
   units = _all_units(tree, reading)
+  owned = owners(units)
   return {
-    i: (owner, field_of(units[i].path))
-    for i, owner in owners(units).items()
-    if kinds[i] in foreign and units[i].shape != units[owner].shape
+    i: (owned[i], field_of(units[i].path))
+    for i in odd
+    if i in owned and units[i].shape != units[owned[i]].shape
   }
+
+
+def _tail(path: KeyPath) -> KeyPath:
+  """What of a state's path repeats its parameter's: all after the optimizer's last field."""
+  last = max(i for i, entry in enumerate(path) if type(entry) is GetAttrKey)
+  return path[last + 1 :]
+
+
+def _has_the_shape(reading: Reading, index: int, parameter: int | None) -> bool:
+  """Whether an array surely is what a path rule means: one element, or shaped as its parameter."""
+  shape = reading.shapes[index]
+  if not shape or math.prod(shape) <= 1:
+    return True
+  return parameter is not None and reading.shapes[parameter] == shape
 
 
 def _names_a_spec(route: Any) -> bool:
   """Whether a route ends at a rule with a spec, in whatever table within the table."""
-  return route is not None and (not isinstance(route, tuple) or _names_a_spec(route[1]))
+  return isinstance(route[-1] if isinstance(route, tuple) else route, int)
 
 
 def _all_units(tree: Any, reading: Reading) -> dict[int, Unit]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_spmd.boxes import Static
-from flax_spmd.errors import MeshError, Problem, did_you_mean, raise_problems
+from flax_spmd.errors import FlaxSpmdError, MeshError, Problem, did_you_mean, raise_problems
 from flax_spmd.mesh import MeshLike, describe
 from flax_spmd.naming import path_string
 from flax_spmd.places import is_table, parts
@@ -67,13 +67,28 @@ def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> 
     elif is_table(place):
       rules = Rules.of(place)
       rules.check_axes(planner.sizes)
-      found += planner_for(planner.mesh, rules).leaf_shardings(part)
+      found += _by_table(path, rules, part, planner, problems)
     else:
-      for inner, leaf in jax.tree_util.tree_leaves_with_path(part):
-        where = path_string((*path, *inner))
-        found.append(_by_names(where, np.shape(leaf), place, planner, problems))
+      shapes = [
+        (path_string((*path, *inner)), np.shape(leaf))
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(part)
+      ]
+      found += _all_by_names(shapes, place, planner, problems)
   raise_problems(problems)
   return found
+
+
+def _by_table(path, rules: Rules, part: Any, planner: Planner, problems: list[Problem]) -> list[Any]:
+  """Where the arrays of a part go by a table of their own; their paths are those within the part."""
+  # functions are often written on the spot, and what is new every time is not worth remembering
+  remember = not any(callable(clause) for _, clause in rules.all_rules())
+  own = planner_for(planner.mesh, rules) if remember else Planner(planner.mesh, rules)
+  try:
+    return list(own.leaf_shardings(part))
+  except FlaxSpmdError:
+    wrong = own.problems(part)
+    problems += [problem.at(path_string(path)) for problem in wrong] if path else wrong
+    return [own.replicated] * len(jax.tree.leaves(part))
 
 
 def shardings_of_parts(tree: Any, places: Any, planner: Planner) -> list[Sharding]:
@@ -95,12 +110,29 @@ def shardings_of_parts(tree: Any, places: Any, planner: Planner) -> list[Shardin
       )
     else:
       shapes = [(path_string((*path, *inner)), (0,) * np.ndim(leaf)) for inner, leaf in described]
-      found += [_by_names(where, shape, place, planner, problems) for where, shape in shapes]
+      found += _all_by_names(shapes, place, planner, problems)
   raise_problems(problems)
   return found
 
 
 _PLACES_OF_PARTS = 'give the logical names of its dimensions, a PartitionSpec or a sharding.'
+
+
+def _all_by_names(
+  shapes: Sequence[tuple[str, tuple[int, ...]]], place: Any, planner: Planner, problems: list[Problem]
+) -> list[NamedSharding]:
+  """The shardings of arrays that have one place, by path and shape; what is right is found once a shape."""
+  right: dict[tuple[int, ...], NamedSharding] = {}
+  found = []
+  for where, shape in shapes:
+    sharding = right.get(shape)
+    if sharding is None:
+      before = len(problems)
+      sharding = _by_names(where, shape, place, planner, problems)
+      if len(problems) == before:
+        right[shape] = sharding
+    found.append(sharding)
+  return found
 
 
 def _by_names(
@@ -145,9 +177,10 @@ def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:
 def _warn_of_typos(where: str, names: Any, planner: Planner) -> None:
   """A batch is in no tree that `Layout.check` sees, so a name that is nearly known is reported here."""
   for dim, name in enumerate(names):
-    meant = did_you_mean(name, planner.rules.by_name) if isinstance(name, str) else ''
-    if meant and name not in planner.rules.by_name:
-      warnings.warn(
-        f'{where}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{meant}',
-        stacklevel=2,
-      )
+    if isinstance(name, str) and name not in planner.rules.by_name:
+      meant = did_you_mean(name, planner.rules.by_name)
+      if meant:
+        warnings.warn(
+          f'{where}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{meant}',
+          stacklevel=2,
+        )

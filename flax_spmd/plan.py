@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -133,9 +134,9 @@ class Planner:
     self._trees: dict[Any, _Placed] = {}
 
   @property
-  def paths_do_not_matter(self) -> bool:
-    """Whether no rule looks at an array's path."""
-    return not self._resolver.looks_at_paths
+  def looks_at_paths(self) -> bool:
+    """Whether some rule looks at an array's path."""
+    return self._resolver.looks_at_paths
 
   @property
   def needs_no_names(self) -> bool:
@@ -181,7 +182,11 @@ class Planner:
     if wrong is not None:
       return Resolution(PartitionSpec(), (), (wrong,))
     leaf = Leaf(path, shape, dtype, tuple(static.names))
-    return resolver.resolve(leaf, self.sizes, axes=not static.logical)
+    found = resolver.resolve(leaf, self.sizes, axes=not static.logical)
+    if static.rules is None:
+      return found
+    # a decision's rule is an index of the layout's table, which the box's own is not
+    return found._replace(decisions=tuple(d._replace(rule=None, skipped=()) for d in found.decisions))
 
   def resolve_names(self, static: Static, shape: tuple[int, ...]) -> Resolution:
     """What names alone decide: for values that are in no tree of parameters, such as a batch."""
@@ -225,7 +230,7 @@ class Planner:
         for index, place in enumerate(places)
       ]
     if None in places:
-      raise_problems(self._problems(tree))
+      raise_problems(self.problems(tree))
     by_leaf = places
     if None in reading.shapes:  # some units are no single array
       by_leaf = list(itertools.chain.from_iterable(map(_spread, reading.units, places)))
@@ -285,22 +290,30 @@ class Planner:
     return _Survey(reading, paths, list(zip(by_names, dtypes, routes, strict=True)), derived)
 
   def _derived(self, tree, reading: Reading, keys, paths, routes) -> dict[int, tuple[Guess, Resolution]]:
-    """Optimizer state that path rules reach and that is not shaped like its parameter."""
+    """Optimizer state that rules for its parameter reach by path, and that is not shaped like it."""
     if self._resolver.asks_functions:  # those see each array's own shape
       return {}
-    return {
+    found = {
       index: self._derive(reading, paths, index, *owner)
       for index, owner in parameters_of(tree, reading, keys, routes).items()
-      if index not in reading.guesses
+      if self._is_for(routes[index], paths[owner[0]])
     }
+    return {index: derived for index, derived in found.items() if derived is not None}
+
+  def _is_for(self, route: RuleId, parameter: str) -> bool:
+    """Whether a path rule is for a parameter: its expression is found in the parameter's path too."""
+    pattern, _ = self.rules.at(route)
+    return re.search(pattern, parameter) is not None
 
   def _derive(
     self, reading: Reading, paths, index: int, parameter: int, field: str
-  ) -> tuple[Guess, Resolution]:
-    """What a rule for the parameter's shape says of state that was made of it."""
+  ) -> tuple[Guess, Resolution] | None:
+    """What a rule for the parameter says of state that was made of it; None if its names decide."""
     full, shape = reading.shapes[parameter], reading.shapes[index]
     dtype = reading.values[index].dtype
     whole = self.resolve(reading.statics[parameter], full, dtype, paths[index])
+    if whole.owner is None:
+      return None
     if whole.problems:
       return Guess(None, 'unrelated', paths[parameter]), whole
     entries = (*whole.spec, *(None,) * (len(full) - len(whole.spec)))
@@ -361,14 +374,18 @@ class Planner:
     ]
     return math.prod(pieces) * dtype.itemsize
 
-  def _problems(self, tree: Any) -> list[Problem]:
+  def problems(self, tree: Any) -> list[Problem]:
+    """Everything that is wrong with a tree; what is wrong with a parameter is not said of its copies."""
     survey, copied = self._survey(tree, with_paths=True), copies(tree)
+    found = [
+      [problem for array in self._decided(survey, index) for problem in array.resolution.problems]
+      for index in range(len(survey.keys))
+    ]
     return [
       problem.at(path)
-      for index, path in enumerate(survey.paths)
-      if index not in copied
-      for array in self._decided(survey, index)
-      for problem in array.resolution.problems
+      for index, (path, problems) in enumerate(zip(survey.paths, found, strict=True))
+      if index not in copied or problems != found[copied[index]]
+      for problem in problems
     ]
 
 

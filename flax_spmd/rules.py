@@ -55,7 +55,8 @@ class Rules:
       `fsdp(...)`, `('@annotation', PartitionSpec | Rules | fsdp(...) | policy)`, a policy
       `(leaf) -> PartitionSpec | None`; or whole tables (tuples, lists, `Rules`), which are put in at
       that place.
-    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`.
+    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`. They are the
+      table's: those of tables that are put in, or added on the right, are not taken over.
 
   Raises:
     RulesError: a clause is no clause, a path is no regular expression, or a policy is no policy.
@@ -137,6 +138,10 @@ class Rules:
 
   def __hash__(self) -> int:
     return self._hash
+
+  def __reduce__(self):
+    # the hash is this process's own: strings hash differently in the next one
+    return _unpickled, (self._clauses, dataclasses.asdict(self._policies))
 
   def __repr__(self) -> str:
     policies = [f'{name}={value!r}' for name, value in self._policies.changed().items()]
@@ -227,20 +232,30 @@ class Rules:
     Raises:
       MeshAxisError: names every such rule and axis, and the axis that was probably meant.
     """
-    if self._policies.missing_axis == 'drop':
-      return
-    problems = [
-      Problem(
-        f'Rule {rule_text(rule)} {clause!r} uses mesh axis {axis!r}, but the mesh has axes '
-        f'{tuple(sizes)!r}.' + did_you_mean(axis, sizes),
-        "correct the axis name, add the axis to the mesh, or give the table missing_axis='drop'.",
-        MeshAxisError,
-      )
-      for rule, clause in self.all_rules(annotations=True)
-      for axis in axes_of(clause)
-      if axis not in sizes
-    ]
-    raise_problems(problems)
+    raise_problems(self._axis_problems(sizes, ()))
+
+  def _axis_problems(self, sizes: Mapping[str, int], within: tuple[int, ...]) -> list[Problem]:
+    """The axes that the mesh lacks; a table within the table has its own policy about them."""
+    problems: list[Problem] = []
+    for index, clause in enumerate(self._clauses):
+      missing = [] if self._policies.missing_axis == 'drop' else axes_of(clause)
+      problems += [
+        Problem(
+          f'Rule {rule_text((*within, index))} {clause!r} uses mesh axis {axis!r}, but the mesh has axes '
+          f'{tuple(sizes)!r}.' + did_you_mean(axis, sizes),
+          "correct the axis name, add the axis to the mesh, or give the table missing_axis='drop'.",
+          MeshAxisError,
+        )
+        for axis in missing
+        if axis not in sizes
+      ]
+      if isinstance(clause, tuple) and isinstance(clause[1], Rules):
+        problems += clause[1]._axis_problems(sizes, (*within, index))
+    return problems
+
+
+def _unpickled(clauses: tuple[Clause, ...], policies: dict[str, Any]) -> Rules:
+  return Rules(*clauses, **policies)
 
 
 def is_logical(clause: Clause) -> bool:
