@@ -198,9 +198,9 @@ def _check_alike(case: Case, ours, theirs) -> None:
 
 def tiny_figures() -> list[Figure]:
   """One array instead of a state: what a call costs beside its leaves, where there is most to see of it."""
-  calls = _jitted(jnp.zeros(8), lambda x: x + 1)
+  calls = _jitted(jnp.zeros(8), lambda x: x + 1, COPIES)
   rounds = measure(calls, rounds=301, calls=100, warm_up=100, clock=WALL)
-  return [*_absolute('tiny function', rounds), *_over_others('tiny function', rounds)]
+  return [*_absolute('tiny function', rounds, COPIES), *_over_others('tiny function', rounds)]
 
 
 def call_figures(layers: int) -> list[Figure]:
@@ -212,17 +212,20 @@ def call_figures(layers: int) -> list[Figure]:
   }
   found = []
   for returned, step in steps.items():
-    rounds = measure(_jitted(state, step), rounds=201 if layers < 100 else 21)
+    small = layers < 100  # a compiled function of 10,000 arguments takes a gigabyte
+    copies = COPIES if small else 1
+    rounds = measure(_jitted(state, step, copies), rounds=201 if small else 21)
     name = f'{len(jax.tree.leaves(state))} leaves, {returned} returned'
-    found += [*_absolute(name, rounds), *_over_others(name, rounds)]
+    found += [*_absolute(name, rounds, copies), *_over_others(name, rounds)]
+    jax.clear_caches()
   return found
 
 
-def _jitted(tree, fn) -> dict[str, Callable[[], Any]]:
+def _jitted(tree, fn, copies: int) -> dict[str, Callable[[], Any]]:
   """Calls of `fn`, jitted by everyone, with a tree that lies where `fsdp` says.
 
   One and the same `jax.jit`, made twice, differs from itself by up to a tenth where there are 10,000
-  leaves: by where in memory its own things lie. So everyone makes some, in turns, and calls each.
+  leaves: by where in memory its own things lie. So everyone makes some copies, in turns, and calls each.
   """
   fsdp = spmd.fsdp('model', min_size=SMALL)
   layout = spmd.Layout({'data': 1, 'model': 1}, fsdp)
@@ -239,7 +242,7 @@ def _jitted(tree, fn) -> dict[str, Callable[[], Any]]:
     helper._mesh = layout.mesh  # it takes all devices of the process otherwise
     makers['sjit'] = functools.partial(helper.sjit, in_shardings=(rule,), out_shardings=rule)
   made = {name: [] for name in makers}
-  for turn in range(COPIES):
+  for turn in range(copies):
     for name in [*makers][turn:] + [*makers][:turn]:
       made[name].append(makers[name](lambda tree: fn(tree)))  # what is the same function, JAX shares
       made[name][-1](placed)
@@ -250,9 +253,9 @@ def _each(calls, argument):
   return lambda: [call(argument) for call in calls]
 
 
-def _absolute(name: str, rounds) -> list[Figure]:
+def _absolute(name: str, rounds, copies: int) -> list[Figure]:
   return [
-    summary(f'{name}, jax.jit', [1e6 / COPIES * times['jax.jit'] for times in rounds], 'us a call')
+    summary(f'{name}, jax.jit', [1e6 / copies * times['jax.jit'] for times in rounds], 'us a call')
   ]
 
 

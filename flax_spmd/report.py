@@ -125,7 +125,14 @@ def _idle_rules(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
   ]
   if logical:
     yield Finding('idle rule', f'rules that decided nothing in this tree: {", ".join(logical)}.')
+  scopes = {(i,): clause for i, clause in enumerate(planner.rules.clauses) if _is_scope(clause)}
+  owners = {row.owner if isinstance(row.owner, tuple) else (row.owner,) for row in rows}
+  unmet = [scope for scope in scopes if not any(owner[:1] == scope for owner in owners)]
+  for scope in unmet:
+    yield _idle_path(scope[0], scopes[scope], rows)
   for rule, clause in idle:
+    if isinstance(rule, tuple) and rule[:1] in unmet:
+      continue
     if is_path(clause):
       yield _idle_path(rule, clause, rows)
     elif not is_logical(clause):
@@ -134,8 +141,13 @@ def _idle_rules(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
       )
 
 
+def _is_scope(clause: Any) -> bool:
+  return is_path(clause) and isinstance(clause[1], Rules)
+
+
 def _idle_path(rule: RuleId, clause: Any, rows: Sequence[Row]) -> Finding:
-  text = f'rule {rule_text(rule)} {clause!r}'
+  shown = f'({clause[0]!r}, Rules(...))' if _is_scope(clause) else repr(clause)
+  text = f'rule {rule_text(rule)} {shown}'
   reached = [row.path for row in rows if re.search(clause[0], row.path)]
   if reached:
     return Finding(

@@ -113,6 +113,15 @@ def _check_sections(table: Mapping[str, Any]) -> None:
   for name in ('mesh', 'rules'):
     if not isinstance(table.get(name), dict):
       raise RulesError(f'The layout file has no section [{name}].\nFix: add it.')
+  types = table.get('mesh_axis_types', {})
+  strangers = (
+    [name for name in types if name not in table['mesh']] if isinstance(types, dict) else [types]
+  )
+  if strangers:
+    raise RulesError(
+      f'The layout file has {strangers[0]!r} in [mesh_axis_types], which is no axis of its mesh.'
+      f'{did_you_mean(str(strangers[0]), table["mesh"])}\nFix: the axes are {", ".join(table["mesh"])}.'
+    )
 
 
 def _axis_type(name: str, value: Any) -> AxisType:
@@ -131,6 +140,10 @@ def _rules(table: Any, where: str) -> Rules:
     raise RulesError(f'The layout file has {table!r} for {where}.\nFix: write {{clauses = [...]}}.')
   policies = {name: value for name, value in table.items() if name != 'clauses'}
   clauses = table.get('clauses', [])
+  if not isinstance(clauses, list):
+    raise RulesError(
+      f'The layout file has {clauses!r} for {where}.clauses.\nFix: write a list of rules.'
+    )
   return Rules(
     *(_clause(clause, f'{where}.clauses[{i}]') for i, clause in enumerate(clauses)), **policies
   )
@@ -138,12 +151,16 @@ def _rules(table: Any, where: str) -> Rules:
 
 def _clause(entry: Any, where: str) -> Any:
   """A clause: a pair stands for itself, everything else is a small table."""
+  if isinstance(entry, list) and len(entry) == 2:
+    return (entry[0], _open(entry[1]))
   if not isinstance(entry, dict):
-    return _open(entry)
+    return entry  # no rule, as `Rules` will say
   known = {'path', 'annotation', *_PLACES, *_FSDP_OPTIONS}
   unknown = [key for key in entry if key not in known]
   places = [key for key in _PLACES if key in entry]
-  if unknown or len(places) != 1 or ('path' in entry and ('fsdp' in entry or 'annotation' in entry)):
+  misplaced = [key for key in _FSDP_OPTIONS if key in entry and 'fsdp' not in entry]
+  both = 'path' in entry and ('fsdp' in entry or 'annotation' in entry)
+  if unknown or misplaced or both or len(places) != 1 or not _is_spec(entry.get('spec', [])):
     raise RulesError(
       f'The layout file has a rule {where} that means nothing: {entry!r}.'
       + (did_you_mean(unknown[0], known) if unknown else '')
@@ -154,6 +171,12 @@ def _clause(entry: Any, where: str) -> Any:
   if 'annotation' in entry:
     return (f'@{entry["annotation"]}', target)
   return (entry['path'], target) if 'path' in entry else target
+
+
+def _is_spec(value: Any) -> bool:
+  """Whether this is a list with mesh axes for each dimension: a string, or a list of them."""
+  of_strings = lambda axes: isinstance(axes, list) and all(isinstance(axis, str) for axis in axes)
+  return isinstance(value, list) and all(isinstance(axes, str) or of_strings(axes) for axes in value)
 
 
 def _spec(entry: dict[str, Any], where: str) -> PartitionSpec:

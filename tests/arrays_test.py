@@ -507,9 +507,12 @@ def test_rules_that_decided_nothing_and_what_was_meant():
   policy = layout.rules.clauses[5]
   assert [finding.text for finding in findings.of('idle rule')] == [
     "rule 0 ('bais$', P()) matched no array. Closest path: 'bias'.",
+    "rule 3 ('^opt_state/', Rules(...)) matched no array.",
     "rule 2 ('mlp/kernel', P('model',)) decided nothing: earlier rules own what it matches (1 array: mlp/kernel).",
-    "rule 3.0 ('mu', P()) matched no array.",
     "rule 4 fsdp('model') decided nothing: 3 x small (min_size=1048576).",
     f'rule 5 {policy!r} decided nothing.',
   ]
   assert [finding.text for finding in findings.suspicious] == [findings.of('idle rule')[0].text]
+  typo = spmd.Layout(MESH, (('^opt_sate/', spmd.Rules(spmd.fsdp('data'))),))
+  [finding] = typo.check({'opt_state': {'mu': jnp.ones((8, 8))}}).suspicious
+  assert finding.text == "rule 0 ('^opt_sate/', Rules(...)) matched no array. Closest path: 'opt_state'."

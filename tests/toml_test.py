@@ -210,3 +210,30 @@ def test_a_mesh_with_other_axes():
   assert text_of(errors.MeshError, TEXT, mesh=spmd.abstract_mesh({'data': 2, 'model': 8})) == dedent("""\
     The layout file asks for the mesh {'data': 2, 'model': 4}, got {'data': 2, 'model': 8}.
     Fix: pass a mesh with these axes and sizes, or edit the file.""")
+
+
+@pytest.mark.parametrize(
+  'rule',
+  [
+    '{path = "w", spec = "data"}',
+    '{path = "w", spec = 3}',
+    '{path = "w", spec = [], skip = ["a"]}',
+    '{path = "w"}',
+    '{path = "w", fsdp = "data"}',
+    '{path = "w", spec = [1]}',
+  ],
+)
+def test_values_of_the_wrong_kind(rule):
+  text = text_of(errors.RulesError, TEXT.replace('["embed", []]', rule))
+  assert text.startswith('The layout file has a rule rules.clauses[2] that means nothing: {')
+
+
+def test_other_values_of_the_wrong_kind():
+  text = text_of(errors.RulesError, TEXT.replace('["embed", []]', '{fsdp = 3, min_size = "big"}'))
+  assert text.startswith("fsdp(...) does not take axes=3, min_size='big'.")
+  text = text_of(errors.RulesError, 'format = 1\n[mesh]\ndata = 8\n[rules]\nclauses = 3\n')
+  assert text == 'The layout file has 3 for rules.clauses.\nFix: write a list of rules.'
+  text = text_of(errors.RulesError, TEXT + '[mesh_axis_types]\ndta = "explicit"\n')
+  assert text == dedent("""\
+    The layout file has 'dta' in [mesh_axis_types], which is no axis of its mesh. Did you mean 'data'?
+    Fix: the axes are data, model.""")
