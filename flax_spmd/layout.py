@@ -247,12 +247,13 @@ class Layout:
     """`jax.jit` under the layout: constraints follow its rules, results lie as it says.
 
     A result that is a state (it has names in it, or the layout's `init` or `abstract` has planned one of
-    its form) gets the layout's shardings; other results are the compiler's choice. Of a tuple, each
-    element is a result of its own. Arguments are taken as they lie.
+    its form before this function was first called) gets the layout's shardings; other results are the
+    compiler's choice. Of a tuple, each element is a result of its own. Arguments are taken as they lie.
 
     Where that is not what is wanted, arguments and results are given *places*: logical names (a
     tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`, `fsdp(...)`, a policy) or
-    None (as above); or a tree of places that is a prefix of the argument or result.
+    None (as above); or a tree of places that is a prefix of the argument or result. The paths that a
+    table sees are those within the part that it is given for.
 
     Args:
       fn: the function; without it, a decorator is returned. Keep what you get: each call of `jit`
@@ -305,8 +306,9 @@ class Layout:
     Args:
       tree: arrays (numpy or JAX, boxed or not) and numbers.
       places: one array's logical names for all leaves, a PartitionSpec of mesh axes, a sharding, or a
-        rule table (`Rules`, `fsdp(...)`, a policy); a tree of these that is a prefix of `tree`; or
-        None for what the layout's rules say (what they say nothing of is replicated).
+        rule table (`Rules`, `fsdp(...)`, a policy; it sees the paths within its part); a tree of these
+        that is a prefix of `tree`; or None for what the layout's rules say (what they say nothing of is
+        replicated).
 
     Warns:
       UserWarning: a name has no rule, but is nearly one that has.
@@ -349,7 +351,7 @@ class Layout:
     return gather(tree)
 
   def local_to_global(self, tree: Any, places: Any = None, *, check: Check = 'new') -> Any:
-    """Global arrays from the part of a batch that each process has loaded; one process: as `shard`.
+    """Global arrays from the part of a batch that each process has loaded.
 
     A process's part is what its devices hold, in the order of the global array, whatever the order of
     the mesh; `flax_spmd.batches` says it in full.
