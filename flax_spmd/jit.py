@@ -120,9 +120,12 @@ class Jitted:
     only = self._only
     if only is not None:
       try:
-        return only[1](*args, **kwargs)
+        return self._checked(only, only[1](*args, **kwargs), args, kwargs)
       except _Changed:
         pass
+      except Exception:
+        if self._only is only:  # else another thread traced for these arguments: see `_checked`
+          raise
     return self._for(args, kwargs)[1](*args, **kwargs)
 
   def _call_placed(self, args, kwargs) -> Any:
@@ -132,7 +135,7 @@ class Jitted:
     only = self._only
     if only is not None and not kwargs:
       try:
-        return only[1](*args)
+        return self._checked(only, only[1](*args), args, kwargs)
       except (_Changed, ValueError, TypeError):  # refused, maybe because another function is needed
         if self._for(args, kwargs)[1] is only[1]:
           self._check_placed(only[0], args)
@@ -140,6 +143,20 @@ class Jitted:
     plan, jitted = self._for(args, kwargs)
     self._check_placed(plan, args)
     return jitted(*args, **kwargs)
+
+  def _checked(self, only: tuple[_Plan, Any], result: Any, args, kwargs) -> Any:
+    """A result of the one function, or where another thread found meanwhile that there are two, moved.
+
+    Traces are shared, so that thread may have traced for these very arguments, and this one called the
+    wrong function without a trace that would have noticed. Its arguments may be donated by now.
+    """
+    if self._only is only:
+      return result
+    plan, jitted = self._for(args, kwargs)
+    if jitted is only[1]:
+      return result
+    leaves, treedef = jax.tree.flatten(result)
+    return treedef.unflatten(map(_put, leaves, plan.outputs.shardings))
 
   def _placed(self, args, kwargs) -> Any:
     """The arguments, put where they have to lie; abstract ones say so."""
