@@ -29,6 +29,7 @@ TIMEOUT = 300.0  # seconds: one process may still compile, or fill its shuffle b
 CALLS = 'call it on every process, equally often and in the same order'
 
 _SHOWN_DIFFERENCES = 5
+_ANSWER = 1000  # milliseconds: on a busy machine, what is there already takes a while to be told
 
 
 def check_same_on_every_process(what: str, value_text: str, *, timeout: float = TIMEOUT) -> None:
@@ -106,7 +107,9 @@ class _Asked(NamedTuple):
   def get(self, key: str, seconds: float) -> str | None:
     """The value, or None if it does not come in time."""
     try:
-      return self.service.blocking_key_value_get(f'{self.folder}/{key}', max(1, round(1000 * seconds)))
+      return self.service.blocking_key_value_get(
+        f'{self.folder}/{key}', max(_ANSWER, round(1000 * seconds))
+      )
     except jax.errors.JaxRuntimeError as error:
       if 'DEADLINE_EXCEEDED' in str(error):
         return None
