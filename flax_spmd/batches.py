@@ -231,7 +231,8 @@ def _said_of(part: _Part) -> dict[str, Any]:
 
 
 def _where(sharding: NamedSharding) -> str:
-  ids = [device.id for device in np.ravel(sharding.mesh.devices)]
+  mesh: Any = sharding.mesh
+  ids = [device.id for device in mesh.devices.flat]
   return f'{sharding.spec} over {describe(sharding.mesh)} (devices {ranges(ids)})'
 
 

@@ -43,3 +43,8 @@ def current_module() -> str | None:
 def coordination_service() -> Any:
   """JAX's coordination service, or None where it does not run; JAX has no public name for it."""
   return distributed.global_state.client
+
+
+def random_numbers_divide() -> bool:
+  """Whether each device draws its own piece of a random array; JAX's stubs leave its options out."""
+  return bool(getattr(jax.config, 'jax_threefry_partitionable'))  # noqa: B009

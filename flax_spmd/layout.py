@@ -221,7 +221,7 @@ class Layout:
       P(None, 'model')
     """
     placement.check_concrete(self._mesh)
-    if self._mesh.size > 1 and not jax.config.jax_threefry_partitionable:
+    if self._mesh.size > 1 and not compat.random_numbers_divide():
       warnings.warn(_NOT_PARTITIONABLE, stacklevel=2)
     if jax.process_count() > 1:
       self.check_processes(self.abstract(fn, *args, **kwargs))
