@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
 
 from flax_spmd.boxes import Static
 from flax_spmd.errors import FlaxSpmdError, MeshError, Problem, did_you_mean, raise_problems
@@ -59,6 +60,7 @@ def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> 
   """
   found: list[Sharding | None] = []
   problems: list[Problem] = []
+  right: dict[Any, NamedSharding] = {}
   for path, place, part in parts(tree, places)[0]:
     if place is None:
       found += default(part)
@@ -69,11 +71,9 @@ def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> 
       rules.check_axes(planner.sizes)
       found += _by_table(path, rules, part, planner, problems)
     else:
-      shapes = [
-        (path_string((*path, *inner)), np.shape(leaf))
-        for inner, leaf in jax.tree_util.tree_leaves_with_path(part)
-      ]
-      found += _all_by_names(shapes, place, planner, problems)
+      described = jax.tree_util.tree_leaves_with_path(part)
+      shapes = [((*path, *inner), np.shape(leaf)) for inner, leaf in described]
+      found += _all_by_names(shapes, place, planner, problems, right)
   raise_problems(problems)
   return found
 
@@ -100,6 +100,7 @@ def shardings_of_parts(tree: Any, places: Any, planner: Planner) -> list[Shardin
   """
   found: list[Sharding] = []
   problems: list[Problem] = []
+  right: dict[Any, NamedSharding] = {}
   for path, place, part in parts(tree, places)[0]:
     described = jax.tree_util.tree_leaves_with_path(part)
     if place is None or isinstance(place, Sharding):
@@ -109,8 +110,8 @@ def shardings_of_parts(tree: Any, places: Any, planner: Planner) -> list[Shardin
         Problem(f'{path_string(path)}: {place!r} is no place for a part.', _PLACES_OF_PARTS)
       )
     else:
-      shapes = [(path_string((*path, *inner)), (0,) * np.ndim(leaf)) for inner, leaf in described]
-      found += _all_by_names(shapes, place, planner, problems)
+      shapes = [((*path, *inner), (0,) * np.ndim(leaf)) for inner, leaf in described]
+      found += _all_by_names(shapes, place, planner, problems, right)
   raise_problems(problems)
   return found
 
@@ -119,18 +120,22 @@ _PLACES_OF_PARTS = 'give the logical names of its dimensions, a PartitionSpec or
 
 
 def _all_by_names(
-  shapes: Sequence[tuple[str, tuple[int, ...]]], place: Any, planner: Planner, problems: list[Problem]
+  shapes: Sequence[tuple[KeyPath, tuple[int, ...]]],
+  place: Any,
+  planner: Planner,
+  problems: list[Problem],
+  right: dict[Any, NamedSharding],
 ) -> list[NamedSharding]:
-  """The shardings of arrays that have one place, by path and shape; what is right is found once a shape."""
-  right: dict[tuple[int, ...], NamedSharding] = {}
+  """The shardings of arrays that have one place, by path and shape; `right` keeps what was found."""
   found = []
-  for where, shape in shapes:
-    sharding = right.get(shape)
+  for path, shape in shapes:
+    key = (type(place), place, shape)
+    sharding = right.get(key)
     if sharding is None:
       before = len(problems)
-      sharding = _by_names(where, shape, place, planner, problems)
+      sharding = _by_names(path_string(path), shape, place, planner, problems)
       if len(problems) == before:
-        right[shape] = sharding
+        right[key] = sharding
     found.append(sharding)
   return found
 
