@@ -4,7 +4,7 @@
     state, loss = step(state, batch)
 
 Arguments are taken as they lie, unless `in_rules` say where they have to. Outputs that carry names
-(boxes), or that are a state which the layout has planned before (`layout.init(..., boxed=False)`), are
+(boxes), or that are a state which the layout has planned before (by `layout.init`, without boxes), are
 pinned to the very shardings that the layout planned, so that the next call finds its arguments just as
 they were compiled for; the rest is the compiler's choice, unless `out_rules` say otherwise.
 

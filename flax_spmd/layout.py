@@ -500,7 +500,7 @@ class Layout:
     return self._planner.leaf_shardings(part) if _has_names(part) else _anywhere(part)
 
   def _note(self, state: Any) -> Any:
-    """Remembers a state without names that rules for whole arrays lay out."""
+    """Remembers a state, if rules for whole arrays lay it out: it may have no names to be known by."""
     return self._memory.noted(state) if self._planner.needs_no_names else state
 
 
