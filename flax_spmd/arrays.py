@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -42,6 +42,7 @@ class ArrayResolver:
 
   def __init__(self, rules: Rules):
     self._rules = rules
+    self._end = len(rules)
     clauses = list(enumerate(rules.clauses))
     self._paths = [(index, clause) for index, clause in clauses if is_path(clause)]
     self._matcher = PathMatcher([re.compile(pattern) for _, (pattern, _) in self._paths])
@@ -55,20 +56,21 @@ class ArrayResolver:
     self.looks_at_paths = bool(self._paths or self._policies)
     self.looks_at_dtypes = self.looks_at_paths or bool(self._fills)
 
-  def routes(self, paths: Sequence[str]) -> Sequence[Any]:
-    """What of each path matters: arrays with equal routes, names, shapes and dtypes go alike."""
+  def route(self, path: str) -> Any:
+    """What of a path matters: arrays with equal routes, names, shapes and dtypes go alike."""
     if self._policies:
-      return paths
-    first, ends = self._matcher.first, self._ends
+      return path
+    rule, inner = self._ends[self._matcher.first(path)]
+    if inner is None:
+      return rule
+    end = inner.route(path)
+    return (rule, *end) if isinstance(end, tuple) else (rule, end)
 
-    def route(path: str) -> Any:
-      rule, inner = ends[first(path)]
-      if inner is None:
-        return rule
-      end = inner.routes([path])[0]
-      return (rule, *end) if isinstance(end, tuple) else (rule, end)
-
-    return list(map(route, paths))
+  def asked_route(self, leaf: Leaf, *, axes: bool = False) -> Any:
+    """The same for a table with policies, which are asked about the array: what they say, or its path."""
+    owner = self._owner(leaf, None if axes else leaf.names)
+    is_table = isinstance(owner, _Owner) and isinstance(owner.target, Rules)
+    return leaf.path if is_table else owner
 
   def resolve(
     self, leaf: Leaf, sizes: Mapping[str, int] | None = None, *, axes: bool = False
@@ -123,9 +125,10 @@ class ArrayResolver:
 
   def _owner(self, leaf: Leaf, logical: Any) -> _Owner | Resolution | None:
     """The rule that owns an array; None if its names do, or nothing does."""
-    by_path = self._by_path(leaf.path)
-    last = len(self._rules) if by_path is None else by_path.rule
-    last = min(last, self._names_at(logical))
+    by_path = self._by_path(leaf.path) if self._paths else None
+    last = self._names_at(logical) if logical else self._end
+    if by_path is not None and by_path.rule < last:
+      last = by_path.rule
     for index, policy in self._policies:
       spec = self._asked(index, policy, leaf) if index < last else None
       if spec is not None:
@@ -141,8 +144,8 @@ class ArrayResolver:
 
   def _names_at(self, names: Any) -> int:
     """Where an array's names stand among the rules: at the first rule for any of them."""
-    known = (self._rules.by_name.get(name) for name in names or () if isinstance(name, str))
-    return min((indices[0] for indices in known if indices), default=len(self._rules))
+    known = (self._rules.by_name.get(name) for name in names if isinstance(name, str))
+    return min((indices[0] for indices in known if indices), default=self._end)
 
   def _by_path(self, path: str) -> _Owner | None:
     match = self._matcher.first(path)

@@ -28,7 +28,7 @@ from flax_spmd.boxes import Static
 from flax_spmd.clauses import Leaf
 from flax_spmd.errors import Problem, raise_problems
 from flax_spmd.mesh import MeshLike, axis_sizes
-from flax_spmd.naming import Reading, copies, parameters_of, path_string, read_for_layout, unit_keys
+from flax_spmd.naming import Places, Reading, copies, parameters_of, read_for_layout, unit_places
 from flax_spmd.optimizer_state import Guess, guess
 from flax_spmd.resolution import Decision, Resolution, RuleId, Skipped, axis_names, resolve_axes
 from flax_spmd.rules import Rules
@@ -278,25 +278,41 @@ class Planner:
     reading = read_for_layout(tree)
     by_names: list[Any] = list(zip(reading.statics, reading.shapes, strict=True))
     looks_at_paths = self._resolver.looks_at_paths
-    keys = unit_keys(tree) if with_paths or looks_at_paths else []
-    paths = list(map(path_string, keys))
+    places = unit_places(tree) if with_paths or looks_at_paths else Places([], [])
+    paths = places.paths
     if not self._resolver.looks_at_dtypes:
       return _Survey(reading, paths, by_names, {})
     dtypes = [getattr(value, 'dtype', None) for value in reading.values]
     if not looks_at_paths:
       return _Survey(reading, paths, list(zip(by_names, dtypes, strict=True)), {})
-    routes = self._resolver.routes(paths)
-    derived = self._derived(tree, reading, keys, paths, routes)
+    routes = self._routes(reading, dtypes, paths)
+    derived = self._derived(tree, reading, places, routes)
     return _Survey(reading, paths, list(zip(by_names, dtypes, routes, strict=True)), derived)
 
-  def _derived(self, tree, reading: Reading, keys, paths, routes) -> dict[int, tuple[Guess, Resolution]]:
+  def _routes(self, reading: Reading, dtypes, paths) -> list[Any]:
+    """What of each unit's path matters, or what policies say of it."""
+    if not self._resolver.asks_functions:
+      return list(map(self._resolver.route, paths))
+    return list(map(self._asked_route, reading.statics, reading.shapes, dtypes, paths))
+
+  def _asked_route(self, static: Static | None, shape, dtype, path: str) -> Any:
+    if static is None:
+      return self._resolver.asked_route(Leaf(path, shape or (), dtype))
+    if static.rules is not None or shape is None or _misfit(static.names, shape) is not None:
+      return path  # policies are not asked about it
+    leaf = Leaf(path, shape, dtype, tuple(static.names))
+    return self._resolver.asked_route(leaf, axes=not static.logical)
+
+  def _derived(
+    self, tree, reading: Reading, places: Places, routes
+  ) -> dict[int, tuple[Guess, Resolution]]:
     """Optimizer state that rules for its parameter reach by path, and that is not shaped like it."""
     if self._resolver.asks_functions:  # those see each array's own shape
       return {}
     found = {
-      index: self._derive(reading, paths, index, *owner)
-      for index, owner in parameters_of(tree, reading, keys, routes).items()
-      if self._is_for(routes[index], paths[owner[0]])
+      index: self._derive(reading, places.paths, index, *owner)
+      for index, owner in parameters_of(tree, reading, places.below_a_field, routes).items()
+      if self._is_for(routes[index], places.paths[owner[0]])
     }
     return {index: derived for index, derived in found.items() if derived is not None}
 

@@ -10,7 +10,7 @@ by Flax's own functions works everywhere.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -87,6 +87,14 @@ def own(box: AxisMetadata[Any]) -> Partitioned | None:
   if spec is None or not hasattr(box, 'value'):
     return None
   return Partitioned(getattr(box, 'value'), spec())  # noqa: B009 (a box of some other library)
+
+
+def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:
+  """`static_of` of boxes and leaves: the names of each, and the value of each."""
+  if not any(map(_is_box_type, set(map(type, units)))):
+    return [None] * len(units), list(units)
+  pairs = [static_of(unit) for unit in units]
+  return [static for static, _ in pairs], [value for _, value in pairs]
 
 
 def static_of(leaf: Any) -> tuple[Static | None, Any]:

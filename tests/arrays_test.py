@@ -79,6 +79,31 @@ def test_a_policy_is_asked_in_its_turn_and_may_decline():
   assert asked == [spmd.Leaf('a', (8,), jnp.float32), spmd.Leaf('b', (8,), jnp.float32)]
 
 
+def test_a_table_beside_a_policy_sees_the_paths_of_arrays_that_are_alike():
+  def policy(leaf):
+    return P('data') if leaf.path.endswith('c') else None
+
+  inner = spmd.Rules(('a$', P('model')), ('b$', P(None, 'model')))
+  tree = {key: jax.ShapeDtypeStruct((8, 16), jnp.float32) for key in 'abcd'}
+  assert spmd.Layout(MESH, (policy, ('[abc]', inner))).spec(tree) == {
+    'a': P('model', None),
+    'b': P(None, 'model'),
+    'c': P('data', None),
+    'd': P(),
+  }
+
+
+def test_a_policy_is_not_asked_about_an_array_whose_names_are_wrong():
+  asked = []
+  tree = {
+    'a': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed',)),
+    'b': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp')),
+  }
+  with pytest.raises(errors.LayoutError, match='a: 1 name'):
+    spmd.Layout(MESH, asked.append).sharding(tree)
+  assert {leaf.path for leaf in asked} == {'b'}
+
+
 def test_none_in_a_rule_is_a_decision_and_in_a_box_it_is_not():
   fill = spmd.fsdp('data', min_size=1)
   assert spec((('w', P(None, 'model')), fill), 'w', (8, 16)) == P(None, 'model')
@@ -167,11 +192,15 @@ def by_shape(leaf):
   return P('w') if len(leaf.shape) == 2 else None
 
 
+def by_path(leaf):
+  return P('x') if 'kernel' in leaf.path else None
+
+
 CLAUSES = st.recursive(
   st.tuples(strategies.logical_names, strategies.rule_targets)
   | st.tuples(PATTERNS, SPECS)
   | st.builds(spmd.fsdp, strategies.mesh_axes, min_size=st.sampled_from([0, 1, 16]))
-  | st.just(by_shape),
+  | st.sampled_from([by_shape, by_path]),
   lambda inner: st.tuples(
     PATTERNS, st.lists(inner, max_size=4).map(lambda clauses: spmd.Rules(*clauses))
   ),

@@ -5,11 +5,14 @@ from collections import namedtuple
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import example, given
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd.naming import path_string, read
-from flax_spmd.optimizer_state import guess
+from flax_spmd.naming import path_string, read, unit_places
+from flax_spmd.optimizer_state import below_a_field, guess
+from flax_spmd.trees import is_axis_metadata
+from tests import strategies
 
 NAMES = ('embed', 'mlp')
 
@@ -130,3 +133,12 @@ def test_paths():
   found = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
   assert found == ['a/0', 'a/1/mu', 'a/1/rest/b']
   assert path_string(()) == '(root)'
+
+
+@given(strategies.trees_of_all_nodes())
+@example({'a': 1, strategies.Word('b'): 2, strategies.Word('cd'): 3})
+def test_places_are_those_of_jax(tree):
+  with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)
+  keys = [path for path, _ in with_paths]
+  assert unit_places(tree).paths == list(map(path_string, keys))
+  assert unit_places(tree).below_a_field == list(map(below_a_field, keys))

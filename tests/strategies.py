@@ -4,10 +4,19 @@ What they draw is meant for Flax as well as for us: an example is data, and whoe
 with either library. Five logical names and four mesh axes are few enough to meet often.
 """
 
+import dataclasses
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
+
+import flax_spmd as spmd
 
 MESH_AXES = ('w', 'x', 'y', 'z')
 LOGICAL_NAMES = ('batch', 'embed', 'heads', 'mlp', 'vocab')
@@ -94,3 +103,98 @@ boxed_trees = st.recursive(
   ),
   max_leaves=6,
 )
+
+
+# Trees of every kind of node that JAX knows or can be told of, with boxes and leaves in them.
+
+
+class Pair(NamedTuple):
+  first: Any
+  second: Any
+
+
+@flax.struct.dataclass
+class Struct:
+  first: Any
+  second: Any
+  static: str = flax.struct.field(pytree_node=False, default='')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+  first: Any
+  second: Any
+
+
+class WithoutKeys(list):
+  """A kind of node whose children have no keys."""
+
+
+class WithKeys(list):
+  """A kind of node whose keys are of a kind that only it knows."""
+
+
+class Unregistered(dict):
+  """A leaf: JAX does not look into what derives from dict."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnKey:
+  text: str
+
+  def __str__(self):
+    return f'<{self.text}>'
+
+
+class Word(str):
+  """A key that `str` writes in its own way, and `format` in another."""
+
+  def __str__(self):
+    return self[1:]
+
+  def __format__(self, _):
+    return self[:1]
+
+
+jax.tree_util.register_pytree_node(
+  WithoutKeys, lambda node: (list(node), None), lambda _, children: WithoutKeys(children)
+)
+jax.tree_util.register_pytree_with_keys(
+  WithKeys,
+  lambda node: ([(OwnKey(str(i)), child) for i, child in enumerate(node)], None),
+  lambda _, children: WithKeys(children),
+)
+
+_text_keys = st.sampled_from(['params', 'a', 'a/b', '', Word('b'), Word('bc')])
+_leaves = st.sampled_from(
+  [
+    1,
+    None,
+    jax.ShapeDtypeStruct((2,), jnp.float32),
+    Unregistered(a=1),
+    spmd.Partitioned(1.0, ('w',)),
+    nn.LogicallyPartitioned(1.0, ('embed',)),
+  ]
+)
+
+
+def _nodes(child):
+  dicts = st.dictionaries(_text_keys, child, max_size=3)
+  lists = st.lists(child, max_size=3)
+  pairs = [st.builds(kind, child, child) for kind in (Pair, Struct, Data)]
+  return st.one_of(
+    dicts,
+    st.dictionaries(st.integers(0, 20), child, max_size=3),
+    *(dicts.map(kind) for kind in (FrozenDict, OrderedDict, lambda items: defaultdict(int, items))),
+    lists,
+    *(lists.map(kind) for kind in (tuple, WithoutKeys, WithKeys)),
+    lists.map(lambda args: jax.tree_util.Partial(print, *args)),
+    *pairs,
+    st.builds(spmd.LogicallyPartitioned, child, st.just(('embed',))),
+  )
+
+
+def trees_of_all_nodes():
+  """Trees as a user of some other library may have them; what is in the leaves matters little."""
+  return st.recursive(_leaves, _nodes, max_leaves=12)
