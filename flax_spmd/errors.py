@@ -11,6 +11,8 @@
     └── CheckpointError (ValueError)       a checkpoint that cannot be written or read as asked
         ├── CheckpointExistsError (FileExistsError)
         ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── CheckpointBusyError            somebody else is writing there
+        ├── CheckpointDamagedError         it is not as it was written
         ├── CheckpointMismatchError        file and target differ
         └── TargetError (TypeError)        a restore target that says too little
 
@@ -69,6 +71,14 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
   """There is no checkpoint at the path of a restore."""
+
+
+class CheckpointBusyError(CheckpointError, BlockingIOError):
+  """Another process, or another save of this one, is writing to the same place."""
+
+
+class CheckpointDamagedError(CheckpointError):
+  """A checkpoint is not as it was written: bits have changed, or parts of it are gone."""
 
 
 class CheckpointMismatchError(CheckpointError):

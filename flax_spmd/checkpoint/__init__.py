@@ -8,5 +8,9 @@ saved with or without them; beside the arrays lie their logical names, their sha
 A restore compares all of that with its target before a byte of the arrays is read.
 """
 
+from flax_spmd.checkpoint.pending import Saving as Saving
+from flax_spmd.checkpoint.preflight import Preflight as Preflight
+from flax_spmd.checkpoint.restoring import preflight as preflight
 from flax_spmd.checkpoint.restoring import restore as restore
 from flax_spmd.checkpoint.saving import save as save
+from flax_spmd.checkpoint.saving import save_async as save_async

@@ -2,123 +2,296 @@
 
 One JSON object in Orbax's custom metadata, under the key `flax_spmd`:
 
-    {"format": 1, "layout": "<TOML>", "leaves": {"params/w": {"shape": [8, 16], "dtype": "float32",
-                                                             "names": ["embed", "mlp"]}}}
+    {"format": 1, "layout": "<TOML>",
+     "tree": {"params": {"w": 0}, ...},
+     "leaves": [{"shape": [8, 16], "dtype": "float32", "names": ["embed", "mlp"], "spec": [null, "model"],
+                 "checksum": "5f1c22a0"}, ...],
+     "kinds": {"opt_state/0": "ScaleByAdamState"},
+     "digest": "<of all that>"}
+
+A record is read from files that anybody may have written or damaged, so nothing of it is trusted before
+it has been checked, and nothing in it is ever run or taken for a path of a file.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from etils import epath
-from orbax.checkpoint import v1 as ocp
+from jax.sharding import PartitionSpec
 
-from flax_spmd.errors import CheckpointError, CheckpointNotFoundError
-from flax_spmd.naming import path_string
+from flax_spmd.checkpoint import skeleton as skeletons
+from flax_spmd.checkpoint.skeleton import Skeleton
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 KEY = 'flax_spmd'
 FORMAT = 1
+NUMBERS = {'python.bool': bool, 'python.int': int, 'python.float': float}  # not the dtype of an array
+TEXT = 'python.str'  # in checkpoints of plain Orbax; no target has one
+_KEY_DTYPES = {'key<fry>': 'threefry2x32', 'key<rbg>': 'rbg', 'key<urbg>': 'unsafe_rbg'}
+_DTYPE = re.compile(r'[a-z][a-z0-9_]*\Z')
 
 
 class Leaf(NamedTuple):
-  """What is said of one array. `dtype` of a Python number is its type's name."""
+  """What is said of one leaf.
+
+  Attributes:
+    shape: of the whole array.
+    dtype: its dtype's name; of a Python number, its type's.
+    names: logical name per dimension, None for one without; None: the leaf has none.
+    spec: mesh axes per dimension, as it lay when it was saved.
+    checksum: of its content, whatever its layout (`flax_spmd.checkpoint.checksums`).
+    value: of a Python number, itself.
+    on_mesh: True if its names are those of mesh axes, not logical ones.
+    packed: where it is among the small leaves that lie together: their array, and the offset in it.
+  """
 
   shape: tuple[int, ...]
   dtype: str
+  names: tuple[Any, ...] | None = None
+  spec: tuple[Any, ...] | None = None
+  checksum: str | None = None
+  value: bool | int | float | None = None
+  on_mesh: bool | None = None
+  packed: tuple[str, int] | None = None
 
   def __str__(self) -> str:
+    if self.is_number:
+      return f'a Python {self.dtype.removeprefix("python.")}'
     return f'{self.dtype}[{",".join(map(str, self.shape))}]'
 
+  @property
+  def is_number(self) -> bool:
+    """Whether it is a Python number, not an array."""
+    return self.dtype in NUMBERS or self.dtype == TEXT
 
-class Record(NamedTuple):
-  """What is said of a whole checkpoint."""
+  @property
+  def bytes(self) -> int:
+    """The bytes of the whole array."""
+    return 0 if self.is_number else math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
+
+def is_key(leaf: Leaf) -> bool:
+  """Whether it is an array of random keys."""
+  return leaf.dtype in _KEY_DTYPES
+
+
+@functools.cache
+def dtype_of(name: str) -> Any:
+  """The dtype that a record calls so.
+
+  Raises:
+    TypeError: there is none.
+  """
+  if name in _KEY_DTYPES:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_DTYPES[name])).dtype
+  if not _DTYPE.match(name):
+    raise TypeError(name)
+  return jnp.dtype(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """What is said of a whole checkpoint.
+
+  Attributes:
+    skeleton: its structure.
+    leaves: every leaf, by path, in the order of the skeleton's numbers.
+    kinds: the class of each state of an optimizer, by path.
+    layout: the layout that it was saved under, as TOML; None where that has no text.
+    written_by: `flax_spmd`, `orbax` or `flax`; the latter two know of shapes and dtypes only.
+  """
+
+  skeleton: Skeleton
   leaves: dict[str, Leaf]
-  names: dict[str, list[Any] | None]
-  layout: str | None
+  kinds: dict[str, str]
+  layout: str | None = None
+  written_by: str = 'flax_spmd'
+
+  @property
+  def bytes(self) -> int:
+    """The bytes of all arrays."""
+    return sum(leaf.bytes for leaf in self.leaves.values())
 
 
-def as_path(path: str | os.PathLike[str]) -> epath.Path:
-  """An absolute path, or a place in cloud storage (`gs://...`), which Orbax reads and writes alike."""
-  text = os.fspath(path)
-  return epath.Path(text if '://' in text else os.path.abspath(text))
+def dtype_name(leaf: Any) -> str:
+  """What a record calls the dtype of a leaf of a state."""
+  return str(leaf.dtype) if hasattr(leaf, 'dtype') else f'python.{type(leaf).__name__}'
 
 
-def describe(tree: Any) -> dict[str, Leaf]:
-  """Every leaf of a tree without boxes, by path.
+def describe(leaf: Any, names: Any = None, on_mesh: bool = False) -> Leaf:
+  """A leaf of a state, abstract or not, without its checksum; names of another rank are left out."""
+  shape = tuple(np.shape(leaf)) if not hasattr(leaf, 'shape') else tuple(leaf.shape)
+  dtype = dtype_name(leaf)
+  spec = getattr(getattr(leaf, 'sharding', None), 'spec', None)
+  named = _plain(names)
+  if named is not None and len(named) != len(shape):
+    named = None
+  value = leaf if dtype in NUMBERS else None
+  return Leaf(
+    shape, dtype, named, _plain(spec), value=value, on_mesh=(named is not None and on_mesh) or None
+  )
+
+
+def by_path(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
+  """Leaves by path.
 
   Raises:
     CheckpointError: two leaves have the same path.
   """
-  leaves: dict[str, Leaf] = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    name = path_string(path)
-    if name in leaves:
+  found: dict[str, Any] = {}
+  for path, leaf in zip(paths, leaves, strict=True):
+    if path in found:
       raise CheckpointError(
-        f'Two leaves have the path {name}.\nFix: use no "/" in the keys of the state.'
+        f'Two leaves have the path {path}.\nFix: use no "/" in the keys of the state.'
       )
-    dtype = str(leaf.dtype) if hasattr(leaf, 'dtype') else type(leaf).__name__
-    leaves[name] = Leaf(tuple(np.shape(leaf)), dtype)
-  return leaves
+    found[path] = leaf
+  return found
+
+
+def _plain(axes: Any) -> tuple[Any, ...] | None:
+  """Names or a spec as JSON has them; what is no name (UNCONSTRAINED) is None."""
+  if axes is None or isinstance(axes, str):
+    return None
+  return tuple(_plain_axis(axis) for axis in (tuple(axes) if isinstance(axes, PartitionSpec) else axes))
+
+
+def _plain_axis(axis: Any) -> Any:
+  if isinstance(axis, (tuple, list)):
+    return tuple(map(str, axis))
+  return axis if isinstance(axis, str) else None
+
+
+# -- to JSON and back
 
 
 def to_json(record: Record) -> dict[str, Any]:
-  """The record as Orbax stores it."""
-  leaves = {
-    path: {'shape': list(leaf.shape), 'dtype': leaf.dtype, 'names': record.names.get(path)}
-    for path, leaf in record.leaves.items()
+  """The record as it is stored."""
+  leaves = [
+    {field: value for field, value in leaf._asdict().items() if value is not None}
+    for leaf in record.leaves.values()
+  ]
+  content = {
+    'format': FORMAT,
+    'layout': record.layout,
+    'tree': record.skeleton,
+    'leaves': leaves,
+    'kinds': record.kinds,
   }
-  return {KEY: {'format': FORMAT, 'layout': record.layout, 'leaves': leaves}}
+  return {KEY: content | {'digest': _digest(content)}}
 
 
-def load(path: epath.Path) -> Record:
-  """The record of the checkpoint at `path`.
+def _digest(content: Mapping[str, Any]) -> str:
+  text = json.dumps({key: content[key] for key in sorted(content) if key != 'digest'}, sort_keys=True)
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def from_json(content: Any, where: str) -> Record:
+  """The record that was stored.
+
+  Args:
+    content: what stands under the key `flax_spmd`.
+    where: the checkpoint, for messages.
 
   Raises:
-    CheckpointNotFoundError: there is no checkpoint.
-    CheckpointError: it was not written by this package, or by a newer version of it.
+    CheckpointError: a newer version wrote it.
+    CheckpointDamagedError: it is no record, or not as it was written.
   """
-  custom = _custom_metadata(path).get(KEY)
-  if custom is None:
+  if isinstance(content, dict) and isinstance(content.get('format'), int) and content['format'] > FORMAT:
     raise CheckpointError(
-      f'The checkpoint {path} has no record of names: it was not written by flax_spmd.checkpoint.\n'
-      'Fix: load it with orbax.checkpoint, and save it again with flax_spmd.checkpoint.save.'
-    )
-  if custom['format'] > FORMAT:
-    raise CheckpointError(
-      f'The checkpoint {path} has format {custom["format"]}, this version reads up to {FORMAT}.\n'
+      f'The checkpoint {where} has format {content["format"]}, this version reads up to {FORMAT}.\n'
       'Fix: upgrade flax_spmd.'
     )
-  leaves = custom['leaves']
-  return Record(
-    {path: Leaf(tuple(leaf['shape']), leaf['dtype']) for path, leaf in leaves.items()},
-    {path: leaf['names'] for path, leaf in leaves.items()},
-    custom['layout'],
+  try:
+    _expect(
+      isinstance(content, dict) and content['digest'] == _digest(content),
+      'its digest is not that of its content',
+    )
+    skeleton = _skeleton(content['tree'])
+    leaves = [_leaf(leaf) for leaf in content['leaves']]
+    paths = skeletons.paths(skeleton)
+    _expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not fit its leaves')
+    kinds = content['kinds']
+    _expect(
+      all(isinstance(text, str) for pair in kinds.items() for text in pair), 'its kinds are no texts'
+    )
+    layout = content['layout']
+    _expect(layout is None or isinstance(layout, str), 'its layout is no text')
+  except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    raise CheckpointDamagedError(
+      f'The record of the checkpoint {where} is damaged: {_reason(error)}.\n'
+      'Fix: restore another checkpoint; this one was changed after it was written.'
+    ) from error
+  return Record(skeleton, dict(zip(paths, leaves, strict=True)), dict(kinds), layout)
+
+
+def _reason(error: Exception) -> str:
+  if isinstance(error, RecursionError):
+    return 'it is nested too deeply'
+  return f'{error} is missing' if isinstance(error, KeyError) else str(error)
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+  if not holds:
+    raise ValueError(otherwise)
+
+
+def _skeleton(content: Any) -> Skeleton:
+  """A skeleton, after a look at everything in it."""
+  if content is None or (isinstance(content, int) and not isinstance(content, bool) and content >= 0):
+    return content
+  if isinstance(content, list):
+    return [_skeleton(child) for child in content]
+  _expect(isinstance(content, dict), f'a {type(content).__name__} stands in its tree')
+  for name in content:
+    check_name(name)
+  return {name: _skeleton(child) for name, child in content.items()}
+
+
+def check_name(name: Any) -> None:
+  """Raises ValueError for what is no name of a leaf, or could be taken for a way out of a folder."""
+  wrong = not isinstance(name, str) or '\0' in name or name in ('', '.', '..')
+  _expect(
+    not wrong and not set(name.replace('\\', '/').split('/')) & {'..'}, f'it has a leaf called {name!r}'
   )
 
 
-def _custom_metadata(path: epath.Path) -> Mapping[str, Any]:
-  if not ocp.is_orbax_checkpoint(path):
-    raise CheckpointNotFoundError(
-      f'There is no checkpoint at {path}{_nearby(path)}.\nFix: {_NEARBY_FIX}'
-    )
-  found = ocp.metadata(path).custom_metadata
-  return found if isinstance(found, dict) else {}
+def _leaf(content: Any) -> Leaf:
+  shape = tuple(content['shape'])
+  _expect(
+    all(type(size) is int and 0 <= size < 2**60 for size in shape), f'it has the shape {list(shape)}'
+  )
+  dtype = content['dtype']
+  if dtype not in NUMBERS:
+    _expect(isinstance(dtype, str), 'it has a dtype that is no text')
+    dtype_of(dtype)
+  packed, checksum, value = (content.get(key) for key in ('packed', 'checksum', 'value'))
+  on_mesh = content.get('on_mesh') is True or None
+  _expect(checksum is None or isinstance(checksum, str), 'it has a checksum that is no text')
+  _expect(type(value) is NUMBERS.get(dtype, type(None)), f'a {dtype} has the value {value!r}')
+  return Leaf(
+    shape,
+    dtype,
+    _axes(content.get('names'), len(shape)),
+    _axes(content.get('spec'), None),
+    checksum,
+    value,
+    on_mesh,
+    None if packed is None else (str(packed[0]), int(packed[1])),
+  )
 
 
-def _nearby(path: epath.Path) -> str:
-  """What there is instead, to find the right path by."""
-  if path.is_dir():
-    inside = sorted(child.name for child in path.iterdir() if ocp.is_orbax_checkpoint(child))
-    return f'; it holds the checkpoints {", ".join(inside)}' if inside else ' (a folder without one)'
-  if not path.parent.is_dir():
-    return f'; {path.parent} does not exist either'
-  beside = sorted(child.name for child in path.parent.iterdir() if ocp.is_orbax_checkpoint(child))
-  return f'; beside it are {", ".join(beside)}' if beside else ''
-
-
-_NEARBY_FIX = 'pass the path that was given to flax_spmd.checkpoint.save.'
+def _axes(content: Any, rank: int | None) -> tuple[Any, ...] | None:
+  if content is None:
+    return None
+  _expect(isinstance(content, list) and rank in (None, len(content)), 'it has names of another rank')
+  return tuple(_plain_axis(axis) for axis in content)

@@ -3,35 +3,74 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-from etils import epath
-from orbax.checkpoint import v1 as ocp
-
-from flax_spmd import trees
-from flax_spmd.checkpoint import record
-from flax_spmd.errors import (
-  CheckpointError,
-  CheckpointMismatchError,
-  Problem,
-  TargetError,
-  did_you_mean,
-  problems_text,
-)
-from flax_spmd.naming import path_string
+from flax_spmd.checkpoint import pending, targets
+from flax_spmd.checkpoint.conversion import Conversion, Dtypes
+from flax_spmd.checkpoint.loading import load
+from flax_spmd.checkpoint.preflight import Preflight
+from flax_spmd.checkpoint.preflight import preflight as fly
+from flax_spmd.checkpoint.progress import Bar
+from flax_spmd.checkpoint.sources import Source, open_source
+from flax_spmd.checkpoint.targets import Target
+from flax_spmd.layout import Layout
 
 
-def restore(path: str | os.PathLike[str], target: Any) -> Any:
-  """Reads a checkpoint into the shapes, dtypes, shardings and boxes of `target`.
+def restore(
+  path: str | os.PathLike[str],
+  target: Any = None,
+  *,
+  layout: Layout | None = None,
+  mesh: Any = None,
+  rules: Any = None,
+  only: str | None = None,
+  renames: Mapping[str, str] | None = None,
+  stacks: Mapping[str, Any] | None = None,
+  axes: Mapping[str, str] | None = None,
+  moved: str | Iterable[str] = (),
+  dtypes: Dtypes = 'keep',
+  missing: str | None = None,
+  unused: str | None = None,
+  boxed: bool = False,
+  verify: bool = True,
+  limit: int | None = None,
+  memory: int | None = None,
+  show: bool = False,
+) -> Any:
+  """Reads a checkpoint into the shapes, dtypes, shardings and boxes of `target`, or of its own record.
 
-  Each device reads its own pieces only. In a program of several processes, every process calls this.
+  Each device reads its own pieces only. Everything that differs is told before a byte is read, and
+  what is read is compared with its checksums. In a program of several processes, every process calls
+  this. Checkpoints of plain Orbax and of `flax.training.checkpoints` are read too; they have no
+  names and no checksums.
 
   Args:
     path: a folder that `save` wrote.
-    target: what is wanted: `layout.abstract(...)`, or a state that exists (its values do not
-      matter). The mesh, the rules, and whether there are boxes may all differ from what was saved.
+    target: what is wanted: `layout.abstract(...)`, or a state that exists. The mesh, the rules, and
+      whether there are boxes may all differ from what was saved. None: a tree of dicts and lists, as
+      the checkpoint's record has it, under `layout`.
+    layout: with a target, the layout that planned it, which knows the names of a state without
+      boxes. Without one, where everything goes.
+    mesh, rules: in place of `layout`; what is not given is as it was saved.
+    only: path of the part that is wanted, such as `'params'`. The result is that part.
+    renames: regular expressions that are found in saved paths, and what they become; the first one
+      that is found counts. `{'^opt_state/1/ema/': 'params/'}` makes averages the parameters.
+    stacks: modules that are one stacked module on one side, as of `nn.scan`, and single ones on the
+      other: `{'layers': 'layers_{}'}`; with the stacked dimension, where names and shapes do not say
+      it, `{'layers': ('layers_{}', 0)}`. Optimizer state follows.
+    axes: logical names that have changed but mean the same, old to new.
+    moved: logical names whose dimensions may stand elsewhere, as when a scan has another axis.
+    dtypes: `'keep'`; `'cast'` for floats that can be held without loss; or, for what may lose digits,
+      which dtype becomes which, `{'float32': 'bfloat16'}`.
+    missing: a regular expression; leaves of the target with such paths may be missing in the
+      checkpoint, and keep their values.
+    unused: a regular expression; saved leaves with such paths may be left out.
+    boxed: without a target, whether the result has boxes around what has names.
+    verify: whether what is read is compared with its checksums.
+    limit: bytes that one device may hold; default: what is free, where the device tells.
+    memory: bytes that may be on their way from storage at once; default: no limit.
+    show: whether a progress bar is shown, on the first process.
 
   Returns:
     A tree like `target`, its arrays read from the checkpoint, laid out as `target` says.
@@ -39,104 +78,84 @@ def restore(path: str | os.PathLike[str], target: Any) -> Any:
   Raises:
     CheckpointNotFoundError: there is no checkpoint at `path`.
     TargetError: leaves of the target do not say where they go (lists all of them).
-    CheckpointMismatchError: tree, shapes or dtypes differ (lists every difference).
-    CheckpointError: the checkpoint was not written by `save`, or by a newer version.
+    CheckpointMismatchError: anything differs that is not covered by an argument (lists all of it).
+    CheckpointDamagedError: the checkpoint is not as it was written (names every leaf).
+    CheckpointError: a newer version wrote it; or an earlier `save_async` has failed.
+    LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: without a target, leaves that do
+      not fit the layout.
 
-  Example: see `save`.
+  Warns:
+    UserWarning: every device will hold everything, though it was sharded when it was saved.
+
+  Example:
+    >>> layout = Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
+    >>> w = layout.shard(LogicallyPartitioned(np.ones((8, 16), 'float32'), ('embed', 'mlp')))
+    >>> checkpoint.save(tmp / 'step_3', {'params': {'w': w}}, layout=layout)
+    >>> checkpoint.restore(tmp / 'step_3', mesh=make_mesh({'data': 4, 'model': 2}))['params']['w'].sharding
+    NamedSharding(mesh=Mesh('data': 4, 'model': 2, axis_types=(Auto, Auto)), spec=P('data', 'model'), memory_kind=device)
+    >>> half = {'float32': 'bfloat16'}
+    >>> checkpoint.restore(tmp / 'step_3', layout=layout, only='params', dtypes=half)['w'].dtype
+    dtype(bfloat16)
   """
-  path = record.as_path(path)
-  plain = trees.unbox(target, apply_constraint=False)
-  _check_target(plain)
-  saved = record.load(path)
-  problems = list(_differences(saved.leaves, record.describe(plain)))
-  if problems:
-    raise CheckpointMismatchError(
-      f'The checkpoint {path} differs from the target:\n{problems_text(problems)}'
-    )
-  restored = ocp.load(path, jax.tree.map(_abstract, plain))
-  _check_restored(path, restored, plain)
-  return jax.tree.structure(target).unflatten(jax.tree.leaves(restored))
+  pending.finish()
+  conversion = Conversion.of(only, renames, stacks, axes, moved, dtypes, missing, unused)
+  source, wanted = _opened(path, target, layout, mesh, rules, conversion, boxed)
+  found = fly(source, wanted, conversion, limit)
+  found.check()
+  bar = Bar(show, f'restore {source.path.name}', found.bytes_read, 'read')
+  try:
+    leaves = load(source, wanted.values, found.routes, verify=verify, memory=memory)
+  except BaseException:
+    bar.close()
+    raise
+  bar.close(whole=True)
+  return wanted.build(leaves)
 
 
-def _check_target(plain: Any) -> None:
-  problems = [
-    Problem(
-      f'{path_string(where)} {wrong}.',
-      'build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.',
-    )
-    for where, leaf in jax.tree_util.tree_leaves_with_path(plain)
-    if (wrong := _says_too_little(leaf))
-  ]
-  if problems:
-    raise TargetError(problems_text(problems))
+def preflight(
+  path: str | os.PathLike[str],
+  target: Any = None,
+  *,
+  layout: Layout | None = None,
+  mesh: Any = None,
+  rules: Any = None,
+  only: str | None = None,
+  renames: Mapping[str, str] | None = None,
+  stacks: Mapping[str, Any] | None = None,
+  axes: Mapping[str, str] | None = None,
+  moved: str | Iterable[str] = (),
+  dtypes: Dtypes = 'keep',
+  missing: str | None = None,
+  unused: str | None = None,
+  limit: int | None = None,
+) -> Preflight:
+  """What `restore` would do with these arguments, and everything that stands in its way.
+
+  Reads no arrays. Nothing that differs is raised; it is in `problems`, and printing tells all of it.
+
+  Example:
+    >>> layout = Layout({'data': 8}, (('embed', 'data'),))
+    >>> w = layout.shard(LogicallyPartitioned(np.ones((8, 16), 'float32'), ('embed', 'mlp')))
+    >>> checkpoint.save(tmp / 'step_4', {'w': w}, layout=layout)
+    >>> found = checkpoint.preflight(tmp / 'step_4', {'v': w})
+    >>> len(found.problems)
+    2
+    >>> found = checkpoint.preflight(tmp / 'step_4', {'v': w}, renames={'^w$': 'v'})
+    >>> found.bytes_read, found.bytes_per_device
+    (512, 64)
+  """
+  conversion = Conversion.of(only, renames, stacks, axes, moved, dtypes, missing, unused)
+  source, wanted = _opened(path, target, layout, mesh, rules, conversion, False)
+  return fly(source, wanted, conversion, limit)
 
 
-def _says_too_little(leaf: Any) -> str | None:
-  if isinstance(leaf, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
-    return f'is a {type(leaf).__name__}, without shape and dtype'
-  if hasattr(leaf, 'dtype') and getattr(leaf, 'sharding', None) is None:
-    return f'({leaf.dtype}[{",".join(map(str, leaf.shape))}]) has no sharding'
-  return None
-
-
-def _differences(
-  saved: Mapping[str, record.Leaf], wanted: Mapping[str, record.Leaf]
-) -> Iterator[Problem]:
-  """Every difference: leaves on one side only, then other shapes and dtypes."""
-  extra = [path for path in saved if path not in wanted]
-  for path in wanted:
-    if path not in saved:
-      text = f'{path}: in the target ({wanted[path]}), not in the checkpoint.'
-      yield Problem(text + did_you_mean(path, extra), _TREE_FIX)
-  for path in extra:
-    yield Problem(f'{path}: in the checkpoint ({saved[path]}), not in the target.', _TREE_FIX)
-  for path, leaf in wanted.items():
-    there = saved.get(path)
-    if there is not None and not _same(there, leaf):
-      yield Problem(f'{path}: {there} in the checkpoint, {leaf} in the target.', _LEAF_FIX)
-
-
-def _same(saved: record.Leaf, wanted: record.Leaf) -> bool:
-  """Equal shape and dtype; a Python number also fits an array of its kind, and the other way round."""
-  if saved == wanted:
-    return True
-  names = [leaf.dtype.rstrip('0123456789') for leaf in (saved, wanted)]
-  kinds = {_KINDS.get(name, name) for name in names}
-  python = any(leaf.dtype in ('bool', 'int', 'float') for leaf in (saved, wanted))
-  return python and len(kinds) == 1 and saved.shape == wanted.shape == ()
-
-
-_KINDS = {'uint': 'int', 'bfloat': 'float'}
-_TREE_FIX = 'restore into a state of the same model and optimizer as was saved.'
-_LEAF_FIX = 'give the model the sizes and dtypes that it was saved with.'
-
-
-def _abstract(leaf: Any) -> Any:
-  if not hasattr(leaf, 'dtype'):
-    return leaf
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _check_restored(path: epath.Path, restored: Any, plain: Any) -> None:
-  """What Orbax returned is what was asked for, leaf by leaf."""
-  wrong = [
-    path_string(where)
-    for (where, leaf), got in zip(
-      jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(restored), strict=True
-    )
-    if hasattr(leaf, 'dtype') and not _as_asked(got, leaf)
-  ]
-  if wrong:
-    raise CheckpointError(
-      f'The checkpoint {path} was read, but these leaves are not as asked for: {", ".join(wrong)}.\n'
-      'Fix: please report this; the state was not handed out.'
-    )
-
-
-def _as_asked(got: Any, leaf: Any) -> bool:
-  return (
-    isinstance(got, jax.Array)
-    and got.shape == leaf.shape
-    and got.dtype == leaf.dtype
-    and got.sharding.is_equivalent_to(leaf.sharding, got.ndim)
-  )
+def _opened(
+  path: Any, target: Any, layout: Any, mesh: Any, rules: Any, conversion: Conversion, boxed: bool
+) -> tuple[Source, Target]:
+  """The checkpoint, and what is wanted of it."""
+  if target is not None:
+    wanted = targets.of_tree(target, layout, conversion.only)
+    return open_source(path), wanted
+  source = open_source(path)
+  under = targets.layout_of(source.record, layout, mesh, rules)
+  return source, targets.of_record(source.record, under, conversion, boxed)

@@ -1,0 +1,68 @@
+"""Alive: which processes of a job have not been heard of for a while.
+
+JAX ends the processes that are left some minutes after one has died. Who waits for the others in a save
+wants to know sooner, and to say what it means for the checkpoint. So for as long as a save goes on, each
+process says twice a second that it lives, and listens to the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import jax
+
+from flax_spmd.compat import coordination_service
+
+_EVERY = 0.5  # seconds
+SILENCE = 15.0  # seconds after which a process is taken for dead
+
+
+class Alive:
+  """Speaks and listens until it is stopped; in a job of one process it does nothing."""
+
+  def __init__(self) -> None:
+    self._heard: dict[int, tuple[str, float]] = {}
+    self._stopped = threading.Event()
+    self.lost_service = False
+    if jax.process_count() > 1:
+      now = time.monotonic()
+      others = (p for p in range(jax.process_count()) if p != jax.process_index())
+      self._heard = dict.fromkeys(others, ('', now))
+      threading.Thread(target=self._run, name='flax_spmd alive', daemon=True).start()
+
+  def silent(self) -> list[int]:
+    """The processes that have said nothing for too long."""
+    now = time.monotonic()
+    return [process for process, (_, when) in self._heard.items() if now - when > SILENCE]
+
+  def stop(self) -> None:
+    """Says and hears nothing more."""
+    self._stopped.set()
+
+  def _run(self) -> None:
+    service = coordination_service()
+    for beat in itertools.count():
+      if self._stopped.wait(_EVERY) or service is None:
+        return
+      try:
+        service.key_value_set(_key(jax.process_index()), f'{beat} {time.time()}', allow_overwrite=True)
+      except jax.errors.JaxRuntimeError:  # the service lives in the first process
+        self.lost_service = True
+        return
+      for process, (said, _) in list(self._heard.items()):
+        now_said = _said_by(service, process)
+        if now_said not in (None, said):
+          self._heard[process] = (now_said, time.monotonic())
+
+
+def _key(process: int) -> str:
+  return f'flax_spmd/alive/{process}'
+
+
+def _said_by(service, process: int) -> str | None:
+  try:
+    return service.key_value_try_get(_key(process))
+  except jax.errors.JaxRuntimeError:  # it has not said anything yet
+    return None

@@ -1,0 +1,25 @@
+"""How Orbax is asked to write and read, in one place."""
+
+from __future__ import annotations
+
+from orbax.checkpoint import v1 as ocp
+
+
+def context(
+  *, compress: bool = False, memory: int | None = None, timeout: int | None = None
+) -> ocp.Context:
+  """Orbax's context for what `flax_spmd.checkpoint` does.
+
+  Args:
+    compress: whether data are compressed.
+    memory: bytes that may be under way between devices and storage at once.
+    timeout: seconds after which a save is given up.
+  """
+  made = ocp.Context()
+  made.array.saving.use_compression = compress
+  if memory is not None:
+    made.memory.write_concurrent_bytes = memory
+    made.memory.read_concurrent_bytes = memory
+  if timeout is not None:
+    made.asynchronous.timeout_secs = timeout
+  return made

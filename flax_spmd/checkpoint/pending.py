@@ -1,0 +1,205 @@
+"""Pending: saves that go on in the background, and their errors, which nobody may miss.
+
+One save is under way at a time. Who starts the next one, or a restore, waits for it first; an error
+that was not asked for is raised there, or at the end of the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import traceback
+from typing import Any, Protocol
+
+import jax
+from etils import epath
+
+from flax_spmd import errors
+from flax_spmd.checkpoint.alive import SILENCE, Alive
+from flax_spmd.checkpoint.folders import Claim
+from flax_spmd.checkpoint.progress import Bar
+from flax_spmd.errors import CheckpointError
+from flax_spmd.processes import CALLS, TIMEOUT, exchange, named
+
+_POLL = 0.5  # seconds
+
+
+class Response(Protocol):
+  """What Orbax gives for a save in the background."""
+
+  def result(self, timeout: float | None = None) -> Any:
+    """Waits for the end of it; raises its error."""
+    ...
+
+
+class Saving:
+  """A save that goes on in the background.
+
+  Attributes:
+    path: where the checkpoint will be.
+  """
+
+  def __init__(self, path: epath.Path, work: Any):
+    self.path = path
+    self._error: BaseException | None = None
+    self._told = False
+    self._ended = threading.Event()
+    self._thread = threading.Thread(target=self._run, args=(work,), name=f'flax_spmd save {path.name}')
+    self._thread.start()
+
+  def _run(self, work: Any) -> None:
+    try:
+      work()
+    except BaseException as error:
+      self._error = error
+    finally:
+      self._ended.set()
+
+  def done(self) -> bool:
+    """Whether it has ended, well or not."""
+    return self._ended.is_set()
+
+  def result(self, timeout: float | None = None) -> None:
+    """Waits until the checkpoint is there.
+
+    Args:
+      timeout: seconds to wait at most.
+
+    Raises:
+      TimeoutError: it goes on still.
+      CheckpointError: it failed; what was at the path before is there still.
+    """
+    if not self._ended.wait(timeout):
+      raise TimeoutError(f'The save to {self.path} goes on still.')
+    self._thread.join()
+    self._told = True
+    if self._error is not None:
+      raise self._error
+
+  @property
+  def untold(self) -> BaseException | None:
+    """Its error, if nobody has been told."""
+    return None if self._told else self._error
+
+
+_last: Saving | None = None
+
+
+def finish() -> None:
+  """Waits for the save that is under way, if one is; raises the error of the last one."""
+  global _last
+  saving, _last = _last, None
+  if saving is not None and not saving._told:
+    saving.result()
+
+
+def claim(path: epath.Path, overwrite: bool) -> Claim | Follower:
+  """The right to write at a path; the first process of a job asks for it, and tells the others.
+
+  Raises:
+    CheckpointError: it cannot be had, on every process.
+  """
+  if jax.process_count() == 1:
+    return Claim(path, overwrite)
+  held, said = None, {}
+  if jax.process_index() == 0:
+    try:
+      held = Claim(path, overwrite)
+      said = {'new': os.fspath(held.new)}
+    except (CheckpointError, OSError) as error:
+      said = {'error': type(error).__name__, 'text': str(error)}
+  heard = from_first(said)
+  if 'error' in heard:
+    raise getattr(errors, heard['error'], CheckpointError)(heard['text'])
+  return held or Follower(path, epath.Path(heard['new']))
+
+
+class Follower:
+  """A claim that the first process holds for this one."""
+
+  def __init__(self, path: epath.Path, new: epath.Path):
+    self.path, self.new = path, new
+
+  def commit(self) -> None:
+    """The first process does it."""
+
+  def release(self) -> None:
+    """The first process does it."""
+
+
+def from_first(said: Any) -> Any:
+  """What the first process says, on all of them."""
+  everyone = tuple(range(jax.process_count()))
+  text = json.dumps(said) if jax.process_index() == 0 else ''
+  groups = exchange('checkpoint', everyone, text, CALLS, TIMEOUT)
+  return json.loads(next(text for processes, text in groups if 0 in processes))
+
+
+def start(response: Response, held: Claim | Follower, bar: Bar, check: Any) -> Saving:
+  """Goes on with a save in the background: waits for Orbax, checks, and commits.
+
+  Args:
+    response: Orbax's.
+    held: the right to write.
+    bar: is moved while it goes on.
+    check: called when everything is written, before it takes its place; raises if it is wrong.
+  """
+  global _last
+  alive = Alive()
+
+  def work() -> None:
+    whole = False
+    try:
+      _wait(response, held.path, alive)
+      check()
+      held.commit()
+      if jax.process_count() > 1:
+        from_first({})  # it is where it belongs before anybody goes on
+      whole = True
+    finally:
+      alive.stop()
+      held.release()
+      bar.close(whole)
+
+  _last = Saving(held.path, work)
+  return _last
+
+
+def _wait(response: Response, path: epath.Path, alive: Alive) -> None:
+  """Waits for Orbax as long as all processes live."""
+  while True:
+    try:
+      response.result(timeout=_POLL)
+      return
+    except TimeoutError as error:
+      gone = alive.silent() or ([0] if alive.lost_service else [])
+      if gone:
+        raise CheckpointError(
+          f'{named(gone).capitalize()} has not been heard of for {SILENCE:g} s while {path} was being saved. '
+          'It is not there; what was saved before is.\n'
+          'Fix: start the job again from the last checkpoint.'
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+      raise CheckpointError(
+        f'The save to {path} failed: {_first_line(error)}.\n'
+        'Fix: see the error above; what was at the path before is there still.'
+      ) from error
+
+
+def _first_line(error: BaseException) -> str:
+  return (str(error).splitlines() or [type(error).__name__])[0].rstrip('.')[:500]
+
+
+@atexit.register
+def _at_exit() -> None:
+  """Waits for the save that is under way; a program whose save failed ends with 1."""
+  try:
+    finish()
+  except BaseException:
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # Python would end with 0 whatever is raised here

@@ -1,0 +1,268 @@
+"""Sources: what can be restored from, and how its arrays are read.
+
+A source has a record and reads leaves by path. There is one for what Orbax wrote, with our record or
+without, and one for the files of `flax.training.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from flax_spmd.checkpoint import contents, folders, skeleton
+from flax_spmd.checkpoint import record as records
+from flax_spmd.checkpoint.options import context
+from flax_spmd.checkpoint.record import Leaf, Record
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+
+_METADATA, _TREE_METADATA = '_CHECKPOINT_METADATA', '_METADATA'
+_LARGEST_METADATA = 512 << 20  # bytes: 10,000 leaves take two million
+
+
+class Source(Protocol):
+  """A checkpoint that can be read."""
+
+  path: epath.Path
+  record: Record
+
+  def read(self, wanted: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """The leaves that are wanted, by path.
+
+    Args:
+      wanted: per path a `jax.ShapeDtypeStruct` of the stored shape and dtype with a sharding (comes
+        as a jax.Array), or without (comes as a numpy array). No Python numbers.
+      memory: bytes that may be on their way at once.
+    """
+    ...
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+  """The checkpoint at a path, whoever wrote it.
+
+  Raises:
+    CheckpointNotFoundError: there is none.
+    CheckpointDamagedError: it cannot be read.
+    CheckpointError: a newer version wrote it.
+  """
+  asked = folders.as_path(path)
+  found = folders.existing(asked)
+  if found.is_dir() and (found / 'checkpoint').is_file():
+    return FlaxSource(found / 'checkpoint')  # of flax, in a folder
+  if found.is_file():
+    return FlaxSource(found)
+  if not ocp.is_orbax_checkpoint(found):
+    raise CheckpointNotFoundError(
+      f'There is no checkpoint at {asked}{_nearby(asked)}.\n'
+      'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
+    )
+  content = _metadata(found / _METADATA, asked)
+  custom = content.get('custom_metadata') or {}
+  if isinstance(custom, dict) and records.KEY in custom:
+    return OrbaxSource(found, records.from_json(custom[records.KEY], os.fspath(asked)))
+  return OrbaxSource(found, _foreign_record(found))
+
+
+def _metadata(file: epath.Path, where: epath.Path) -> dict[str, Any]:
+  """A metadata file of Orbax's, which may have been written or damaged by anybody."""
+  if not file.exists():
+    return {}
+  try:
+    size = file.stat().length
+    if size > _LARGEST_METADATA:
+      raise ValueError(f'it has {size:,} bytes')
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict):
+      raise ValueError('it is no JSON object')
+    return content
+  except (ValueError, RecursionError) as error:
+    reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)
+    raise CheckpointDamagedError(
+      f'The checkpoint {where} cannot be read, because of {file.name}: {reason}.\n'
+      'Fix: restore another checkpoint; this one was changed after it was written.'
+    ) from error
+
+
+def _nearby(path: epath.Path) -> str:
+  """What there is instead, to find the right path by."""
+  if path.is_dir():
+    inside = _checkpoints_in(path)
+    return f'; it holds the checkpoints {", ".join(inside)}' if inside else _why_none(path)
+  if not path.parent.is_dir():
+    return f'; {path.parent} does not exist either'
+  beside = _checkpoints_in(path.parent)
+  return f'; beside it are {", ".join(beside)}' if beside else ''
+
+
+def _checkpoints_in(folder: epath.Path) -> list[str]:
+  return sorted(
+    child.name
+    for child in folder.iterdir()
+    if not child.name.startswith('.') and ocp.is_orbax_checkpoint(child)
+  )
+
+
+def _why_none(path: epath.Path) -> str:
+  unfinished = [child.name for child in path.iterdir() if 'orbax-checkpoint-tmp' in child.name]
+  return f'; the save of {unfinished[0]} was not finished' if unfinished else ' (a folder without one)'
+
+
+class OrbaxSource:
+  """What Orbax wrote, through this package or not."""
+
+  def __init__(self, path: epath.Path, record: Record):
+    self.path, self.record = path, record
+    self._is_packed = any(leaf.packed for leaf in record.leaves.values())
+
+  def read(self, wanted: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """See `Source`."""
+    _check_names(self.path)
+    return self._read_packed(wanted, memory) if self._is_packed else self._read(wanted, memory)
+
+  def _read(self, wanted: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
+    paths = list(self.record.leaves)
+    target = contents.disk_tree(self.record, lambda number: _asked(wanted.get(paths[number], ...)))
+    read = contents.disk_leaves(self.record, self._load(target, memory)) if wanted else {}
+    return {path: read[path] for path in wanted}
+
+  def _read_packed(self, wanted: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
+    leaves = self.record.leaves
+    numbers = {path: str(i) for i, path in enumerate(leaves)}
+    large = {
+      numbers[path]: _asked(wanted.get(path, ...))
+      for path, leaf in leaves.items()
+      if leaf.packed is None and not leaf.is_number
+    }
+    sizes: dict[str, int] = {}
+    for leaf in leaves.values():
+      if leaf.packed:
+        sizes[leaf.packed[0]] = sizes.get(leaf.packed[0], 0) + int(np.prod(leaf.shape, dtype=int))
+    packed = {dtype: np.empty(size, records.dtype_of(dtype)) for dtype, size in sizes.items()}
+    read = self._load({contents.LEAVES: large, contents.PACKED: packed}, memory)
+    found = {}
+    for path in wanted:
+      leaf = leaves[path]
+      if leaf.packed is None:
+        found[path] = read[contents.LEAVES][numbers[path]]
+      else:
+        found[path] = _unpacked(read[contents.PACKED][leaf.packed[0]], leaf)
+    small = [path for path in wanted if leaves[path].packed and wanted[path].sharding is not None]
+    placed = jax.device_put([found[p] for p in small], [wanted[p].sharding for p in small])
+    return found | dict(zip(small, placed, strict=True))
+
+  def _load(self, target: Any, memory: int | None) -> Any:
+    try:
+      with context(memory=memory):
+        return ocp.load(self.path, target, checkpointable_name=self._name())
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+      raise CheckpointDamagedError(
+        f'The checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
+        'Fix: restore another checkpoint; files of this one are gone, or have changed since it was written.'
+      ) from error
+
+  def _name(self) -> str | None:
+    return 'state' if (self.path / 'state').is_dir() else _only_part(self.path)
+
+
+def _asked(leaf: Any) -> Any:
+  """A leaf as Orbax wants it: with a sharding, or as a numpy array, or `...` for one that is left out."""
+  if leaf is ... or leaf.sharding is not None:
+    return leaf
+  return (
+    np.empty(leaf.shape, leaf.dtype)
+    if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    else leaf
+  )
+
+
+def _unpacked(vector: np.ndarray, leaf: Leaf) -> np.ndarray:
+  _, offset = leaf.packed or ('', 0)
+  return vector[offset : offset + int(np.prod(leaf.shape, dtype=int))].reshape(leaf.shape)
+
+
+def _only_part(path: epath.Path) -> str | None:
+  """The folder in which a checkpoint has its arrays; None: they lie in the checkpoint itself."""
+  if (path / _TREE_METADATA).exists():
+    return None
+  parts = [child.name for child in path.iterdir() if (child / _TREE_METADATA).exists()]
+  if len(parts) == 1:
+    return parts[0]
+  raise CheckpointError(
+    f'The checkpoint {path} has {len(parts)} parts with arrays: {", ".join(sorted(parts))}.\n'
+    'Fix: pass the path of one of them.'
+  )
+
+
+def _check_names(path: epath.Path) -> None:
+  """No leaf is called by a way out of the checkpoint: Orbax may take a name for the path of a file."""
+  for folder in (path, *(child for child in path.iterdir() if child.is_dir())):
+    for text in _metadata(folder / _TREE_METADATA, path).get('tree_metadata') or {}:
+      if '..' in str(text).replace("'", '/').split('/'):
+        raise CheckpointDamagedError(
+          f'The checkpoint {path} has a leaf called {text}, which leads out of it.\n'
+          'Fix: do not use this checkpoint; nothing of it was read.'
+        )
+
+
+def _foreign_record(path: epath.Path) -> Record:
+  """The record of a checkpoint that has none: its shapes and dtypes."""
+  _check_names(path)
+  name = 'state' if (path / 'state').is_dir() else _only_part(path)
+  tree = ocp.metadata(path, checkpointable_name=name).metadata
+  if tree is None:
+    raise CheckpointDamagedError(
+      f'The checkpoint {path} cannot be read: Orbax does not say what is in it.\n'
+      'Fix: load it with orbax.checkpoint, and save it with flax_spmd.checkpoint.save.'
+    )
+  apart = skeleton.take_apart(tree)
+  described = [_described(leaf) for leaf in apart.leaves]
+  leaves = records.by_path(skeleton.paths(apart.skeleton), described)
+  return Record(apart.skeleton, leaves, {}, None, 'orbax')
+
+
+def _described(leaf: Any) -> Leaf:
+  """A leaf of Orbax's metadata: an array's, or for a number or a text any one of its type."""
+  if hasattr(leaf, 'shape'):
+    return Leaf(tuple(leaf.shape), str(leaf.dtype))
+  return Leaf((), f'python.{type(leaf).__name__}')
+
+
+class FlaxSource:
+  """A file of `flax.training.checkpoints`: one of msgpack, read as a whole."""
+
+  def __init__(self, path: epath.Path):
+    self.path = path
+    self._leaves = _flax_leaves(path)
+    apart = skeleton.take_apart(self._leaves)
+    paths = skeleton.paths(apart.skeleton)
+    self._by_path = records.by_path(paths, apart.leaves)
+    described = {path: records.describe(leaf) for path, leaf in self._by_path.items()}
+    self.record = Record(apart.skeleton, described, {}, None, 'flax')
+
+  def read(self, wanted: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """See `Source`."""
+    del memory  # it is all there already
+    return {
+      path: self._by_path[path]
+      if asked.sharding is None
+      else jax.device_put(self._by_path[path], asked.sharding)
+      for path, asked in wanted.items()
+    }
+
+
+def _flax_leaves(path: epath.Path) -> Any:
+  from flax import serialization
+
+  try:
+    return serialization.msgpack_restore(path.read_bytes())
+  except Exception as error:  # msgpack has a dozen kinds
+    raise CheckpointDamagedError(
+      f'The file {path} is no checkpoint of flax.training.checkpoints: {error}.\n'
+      'Fix: pass the folder of a checkpoint, or a file that save_checkpoint wrote.'
+    ) from error

@@ -1,0 +1,56 @@
+"""States of optimizers: which of a checkpoint's is which of a target's.
+
+optax makes an optimizer's state of NamedTuples, one for each transformation in a chain, so that the same
+state has another path when a chain grows. What it is, is its class: `mu` of a `ScaleByAdamState` is an
+average of gradients wherever it stands, and `mu` of another class is something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+  """Where a leaf stands in an optimizer: the path of the innermost state around it, and its kind."""
+
+  state: str
+  kind: str
+
+
+def places(paths: Iterable[str], kinds: Mapping[str, str]) -> dict[str, Place]:
+  """The place of each leaf that is in a state.
+
+  Example:
+    >>> places(['params/w', 'opt_state/0/mu/w'], {'opt_state/0': 'ScaleByAdamState'})
+    {'opt_state/0/mu/w': Place(state='opt_state/0', kind='ScaleByAdamState')}
+  """
+  found = {}
+  for path in paths:
+    state = path
+    while kinds and '/' in state:
+      state = state.rpartition('/')[0]
+      if state in kinds:
+        found[path] = Place(state, kinds[state])
+        break
+  return found
+
+
+def moved_states(saved: Mapping[str, Place], wanted: Mapping[str, Place]) -> dict[str, str]:
+  """The wanted states that stand elsewhere in the checkpoint, and where.
+
+  A state stands elsewhere if its own path holds another kind, or nothing, in the checkpoint, and as many
+  states of its kind are left over there as here; then the first is the first, and so on.
+  """
+  of_saved, of_wanted = (
+    {place.state: place.kind for place in them.values()} for them in (saved, wanted)
+  )
+  left = [state for state, kind in of_saved.items() if of_wanted.get(state) != kind]
+  found = {}
+  open_states = [state for state, kind in of_wanted.items() if of_saved.get(state) != kind]
+  for kind in dict.fromkeys(of_wanted[state] for state in open_states):
+    ours = [state for state in open_states if of_wanted[state] == kind]
+    theirs = [state for state in left if of_saved[state] == kind]
+    if len(ours) == len(theirs):
+      found.update(zip(ours, theirs, strict=True))
+  return found

@@ -1,0 +1,253 @@
+"""Targets: what a checkpoint is restored into, given or made up from the checkpoint's own record."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from flax_spmd import toml, trees
+from flax_spmd.boxes import LogicallyPartitioned, Partitioned
+from flax_spmd.checkpoint import record as records
+from flax_spmd.checkpoint import skeleton
+from flax_spmd.checkpoint.conversion import Conversion, Stack
+from flax_spmd.checkpoint.matching import Side, without
+from flax_spmd.checkpoint.record import NUMBERS, TEXT, Leaf, Record, dtype_of
+from flax_spmd.checkpoint.skeleton import Skeleton
+from flax_spmd.errors import CheckpointError, Problem, TargetError, did_you_mean, problems_text
+from flax_spmd.layout import Layout
+from flax_spmd.mesh import abstract_mesh, make_mesh
+from flax_spmd.optimizer_state import key_value
+
+
+class Target(NamedTuple):
+  """What is wanted.
+
+  Attributes:
+    values: per path, as the checkpoint calls it, what says where it goes: an array, abstract or
+      not, a numpy array, or a Python number.
+    side: what is to be matched with the checkpoint.
+    build: makes the result of the leaves, which have the order of `values`.
+  """
+
+  values: dict[str, Any]
+  side: Side
+  build: Callable[[Sequence[Any]], Any]
+
+
+_NAMELESS = Layout(abstract_mesh({'none': 1}), ())
+
+
+def of_tree(tree: Any, layout: Layout | None, only: str | None) -> Target:
+  """The target that a tree is.
+
+  Args:
+    tree: `layout.abstract(...)`, or a state that exists.
+    layout: the layout that planned it, which knows the names of a state without boxes.
+    only: the part of the checkpoint that is wanted: the tree's own part of that path, or if it has
+      none, the tree.
+
+  Raises:
+    TargetError: leaves do not say where they go (all of them).
+  """
+  inner, prefix = _part(tree, only), f'{only}/' if only else ''
+  apart = skeleton.take_apart(trees.unbox(inner, apply_constraint=False))
+  paths = [prefix + path for path in skeleton.paths(apart.skeleton)]
+  values = records.by_path(paths, apart.leaves)
+  _check(values)
+  names = (layout or _NAMELESS).names(inner)
+  leaves = {
+    path: records.describe(value, given)
+    for (path, value), given in zip(values.items(), names, strict=True)
+  }
+  kinds = {prefix + path: kind for path, kind in apart.kinds.items()}
+  return Target(values, Side(leaves, kinds), jax.tree.structure(inner).unflatten)
+
+
+def _part(tree: Any, only: str | None) -> Any:
+  """The part of a tree at a path; the tree, if it has no such part."""
+  node = tree
+  for name in (only or '').split('/') if only else ():
+    children = jax.tree_util.tree_flatten_with_path(
+      node, is_leaf=lambda inner, node=node: inner is not node
+    )[0]
+    found = [child for keys, child in children if keys and str(key_value(keys[0])) == name]
+    if not found:
+      return tree
+    node = found[0]
+  return node
+
+
+def _check(values: Mapping[str, Any]) -> None:
+  problems = [
+    Problem(
+      f'{path} {wrong}.',
+      'build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.',
+    )
+    for path, value in values.items()
+    if (wrong := _says_too_little(value))
+  ]
+  if problems:
+    raise TargetError(problems_text(problems))
+
+
+def _says_too_little(value: Any) -> str | None:
+  if isinstance(value, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
+    return f'is a {type(value).__name__}, without shape and dtype'
+  if isinstance(value, (np.ndarray, np.generic, bool, int, float)):
+    return None
+  if not hasattr(value, 'dtype'):
+    return f'is a {type(value).__name__}'
+  if getattr(value, 'sharding', None) is None:
+    return f'({value.dtype}[{",".join(map(str, value.shape))}]) has no sharding'
+  return None
+
+
+# -- from the record
+
+
+def layout_of(record: Record, layout: Layout | None, mesh: Any, rules: Any) -> Layout:
+  """The layout to restore under where no target says it: as given, and as recorded for the rest.
+
+  Raises:
+    CheckpointError: nothing was given, and nothing is recorded.
+    MeshError: there are not enough devices for the recorded mesh.
+    RulesError: the rules do not fit the mesh.
+  """
+  if layout is not None:
+    return layout
+  parsed = toml.read(record.layout) if record.layout else None
+  if (mesh is None or rules is None) and parsed is None:
+    raise CheckpointError(
+      'The checkpoint says nothing of its layout.\n'
+      'Fix: pass a target, layout.abstract(...), or layout=, or both mesh= and rules=.'
+    )
+  if parsed is not None and mesh is None:
+    mesh = make_mesh(parsed.axes, axis_types=parsed.types)
+  return Layout(mesh, parsed.rules if parsed is not None and rules is None else rules)
+
+
+def of_record(record: Record, layout: Layout, conversion: Conversion, boxed: bool) -> Target:
+  """The target that a checkpoint's own record makes under a layout: a tree of dicts and lists.
+
+  Args:
+    record: what the checkpoint says.
+    layout: where everything goes.
+    conversion: its renames, stacks and dtypes change the tree; `only` is the part that is wanted.
+    boxed: whether the result has boxes around what has names.
+
+  Raises:
+    LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+  """
+  leaves = _converted(record, conversion)
+  tree = _nested({path: _box(leaf) for path, leaf in leaves.items()}, _list_lengths(record.skeleton))
+  apart = skeleton.take_apart(trees.unbox(tree, apply_constraint=False))
+  shardings = jax.tree.leaves(layout.sharding(tree))
+  placed = {
+    path: value if leaves[path].is_number else _placed(value, sharding)
+    for path, value, sharding in zip(
+      skeleton.paths(apart.skeleton), apart.leaves, shardings, strict=True
+    )
+  }
+  part = _part(tree, conversion.only)
+  form = jax.tree.structure(part if boxed else trees.unbox(part, apply_constraint=False))
+  inside = f'{conversion.only}/' if conversion.only else ''
+  values = {path: value for path, value in placed.items() if path.startswith(inside)}
+  described = {path: records.describe(value, leaves[path].names) for path, value in values.items()}
+  return Target(values, Side(described, record.kinds), form.unflatten)
+
+
+def _placed(value: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+
+def _box(leaf: Leaf) -> Any:
+  """A leaf as it would be in a model's variables, without its values."""
+  if leaf.is_number:
+    return leaf.value if leaf.value is not None else NUMBERS[leaf.dtype]()
+  value = jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype))
+  if leaf.names is None:
+    return value
+  return (Partitioned if leaf.on_mesh else LogicallyPartitioned)(value, leaf.names)
+
+
+def _converted(record: Record, conversion: Conversion) -> dict[str, Leaf]:
+  """The leaves as they are wanted: under their new names, stacked or not, of other dtypes."""
+  leaves: dict[str, Leaf] = {}
+  for path, leaf in record.leaves.items():
+    if leaf.dtype == TEXT:
+      continue
+    to = conversion.renamed(path)
+    if to != path or path not in leaves:
+      leaves[to] = leaf
+  if conversion.only and not any(path.startswith(f'{conversion.only}/') for path in leaves):
+    tops = dict.fromkeys(path.partition('/')[0] for path in leaves)
+    raise CheckpointError(
+      f'The checkpoint has no part {conversion.only!r}; it has {", ".join(tops)}.'
+      f'{did_you_mean(conversion.only, tops)}\nFix: pass only= one of them, or the path of a part of one.'
+    )
+  for stack in conversion.stacks:
+    leaves = _restacked(leaves, stack)
+  return {path: _recast(leaf, conversion) for path, leaf in leaves.items()}
+
+
+def _restacked(leaves: Mapping[str, Leaf], stack: Stack) -> dict[str, Leaf]:
+  """Stacked leaves taken apart and single ones put together, along dimension 0 if none is given."""
+  found: dict[str, Leaf] = {}
+  counts = collections.Counter(pair[0] for path in leaves if (pair := stack.number(path)))
+  for path, leaf in leaves.items():
+    pair = stack.number(path)
+    if pair is not None:
+      axis = (stack.axis or 0) % (len(leaf.shape) + 1)
+      names = None if leaf.names is None else _with(leaf.names, axis, stack.name)
+      found[pair[0]] = leaf._replace(
+        shape=_with(leaf.shape, axis, counts[pair[0]]), names=names, value=None
+      )
+    elif stack.split(path) is not None and leaf.shape:
+      axis = (stack.axis or 0) % len(leaf.shape)
+      names = None if leaf.names is None else without(leaf.names, axis)
+      for number in range(leaf.shape[axis]):
+        found[stack.single_path(path, number)] = leaf._replace(
+          shape=without(leaf.shape, axis), names=names
+        )
+    else:
+      found[path] = leaf
+  return found
+
+
+def _with(axes: tuple[Any, ...], axis: int, entry: Any) -> tuple[Any, ...]:
+  return (*axes[:axis], entry, *axes[axis:])
+
+
+def _recast(leaf: Leaf, conversion: Conversion) -> Leaf:
+  if isinstance(conversion.dtypes, tuple):
+    return leaf._replace(dtype=dict(conversion.dtypes).get(leaf.dtype, leaf.dtype))
+  return leaf
+
+
+def _list_lengths(structure: Skeleton, path: str = '') -> dict[str, int]:
+  """The length of each list of a skeleton, by path."""
+  found = {path: len(structure)} if isinstance(structure, list) else {}
+  for name, child in skeleton.children(structure):
+    found |= _list_lengths(child, f'{path}/{name}' if path else name)
+  return found
+
+
+def _nested(boxes: Mapping[str, Any], lengths: Mapping[str, int], path: str = '') -> Any:
+  """A tree of dicts and lists out of leaves by path."""
+  if path in boxes or skeleton.ROOT in boxes:
+    return boxes.get(path, boxes.get(skeleton.ROOT))
+  groups: dict[str, dict[str, Any]] = {}
+  start = len(path) + 1 if path else 0
+  for leaf_path, box in boxes.items():
+    groups.setdefault(leaf_path[start:].partition('/')[0], {})[leaf_path] = box
+  made = {
+    name: _nested(inner, lengths, f'{path}/{name}' if path else name) for name, inner in groups.items()
+  }
+  length = lengths.get(path)
+  if length is None or not all(name.isdecimal() and int(name) < length for name in made):
+    return made
+  return [made.get(str(index)) for index in range(length)]
