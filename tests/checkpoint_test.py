@@ -235,7 +235,7 @@ def test_every_difference_at_once(small):
   different = target(layout, w=jnp.ones((8, 6)), b=None, n=jnp.float32(1), bias=jnp.ones(4))
   text = text_of(errors.CheckpointMismatchError, checkpoint.restore, folder / 'one', different)
   assert text == dedent(f"""\
-    The checkpoint {folder / 'one'} differs from the target:
+    The checkpoint {folder / 'one'} does not fit the target:
     bias: in the target (float32[4]), not in the checkpoint.
     b: in the checkpoint (float32[4]), not in the target.
     n: int32[] in the checkpoint, float32[] in the target.
@@ -258,7 +258,7 @@ def test_a_renamed_leaf_is_guessed(small):
   assert (
     text
     == dedent(f"""\
-    The checkpoint {folder / 'renamed'} differs from the target:
+    The checkpoint {folder / 'renamed'} does not fit the target:
     kernel_0: in the target (float32[8,4]), not in the checkpoint. Did you mean 'kernel'?
     kernel: in the checkpoint (float32[8,4]), not in the target.
     Fix: restore into a state of the model and optimizer that was saved; for leaves that were renamed, pass renames={{'old': 'new'}}; to keep the target's own values for what is not saved, missing='regex'; to leave saved leaves out, unused='regex'.""")

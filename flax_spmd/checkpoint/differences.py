@@ -53,7 +53,7 @@ def _what(path: str, side: Side) -> str:
 def _guess(path: str, wanted: Side, saved: Side, extra: Sequence[str]) -> str:
   """What it may have been called: first of all what has its shape and dtype."""
   alike = [old for old in extra if saved.leaves[old][:2] == wanted.leaves[path][:2]]
-  return did_you_mean(path, alike or extra)
+  return did_you_mean(path, [old for old in alike or extra if old != path])
 
 
 def _tree_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side, wanted: Side) -> str:

@@ -99,7 +99,7 @@ def _made(
       made[path] = values[path]
       continue
     together = _siblings(path, route, routes) if route.step == 'unstack' else [path]
-    parts = [read[saved] for saved in route.sources]
+    parts = [_own(read[saved], users[saved] > len(together)) for saved in route.sources]
     made |= zip(
       together,
       _convert(parts, [routes[p] for p in together], [values[p] for p in together]),
@@ -112,6 +112,11 @@ def _made(
   return made
 
 
+def _own(part: Any, shared: bool) -> Any:
+  """A leaf that nobody else gets: a step that donates one would take the others with it."""
+  return jnp.copy(part) if shared and isinstance(part, jax.Array) else part
+
+
 def _siblings(path: str, route: Route, routes: Mapping[str, Route]) -> list[str]:
   """All wanted leaves that are parts of one saved leaf along one dimension."""
   return [other for other, its in routes.items() if its[:3] == route[:3]]
@@ -120,12 +125,12 @@ def _siblings(path: str, route: Route, routes: Mapping[str, Route]) -> list[str]
 def _convert(parts: Sequence[Any], routes: Sequence[Route], wanted: Sequence[Any]) -> list[Any]:
   """One or several wanted leaves, out of the saved leaves that they have in common."""
   shardings = tuple(getattr(value, 'sharding', None) for value in wanted)
-  if all(map(_is_there, parts * len(routes), wanted, routes)):
-    return list(parts)
+  if _is_there(parts[0], wanted[0], routes[0]):
+    return [parts[0]]
   if any(sharding is None for sharding in shardings) or not all(isinstance(p, jax.Array) for p in parts):
     return [_on_host(parts, route, value) for route, value in zip(routes, wanted, strict=True)]
   dtypes = tuple(str(value.dtype) for value in wanted)
-  return _program(tuple(routes_without_sources(routes)), dtypes, shardings)(parts)
+  return _program(tuple(_without_sources(routes)), dtypes, shardings)(parts)
 
 
 def _is_there(part: Any, wanted: Any, route: Route) -> bool:
@@ -134,7 +139,7 @@ def _is_there(part: Any, wanted: Any, route: Route) -> bool:
   return route.step == 'same' and dtype is not None and getattr(part, 'dtype', None) == dtype
 
 
-def routes_without_sources(routes: Sequence[Route]) -> list[Route]:
+def _without_sources(routes: Sequence[Route]) -> list[Route]:
   """What is done, without the paths, so that equal conversions share one program."""
   return [route._replace(sources=()) for route in routes]
 

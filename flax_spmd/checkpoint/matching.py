@@ -7,6 +7,7 @@ says. Whatever is left over on either side is for `differences` to tell.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -66,6 +67,7 @@ def match(saved: Side, wanted: Side, conversion: Conversion) -> Matched:
   """Finds where each wanted leaf comes from."""
   matcher = _Matcher(saved, wanted, conversion)
   routes = {path: matcher.route(path, leaf) for path, leaf in wanted.leaves.items()}
+  routes |= _followers(routes, saved.leaves, wanted.leaves)
   found = {path: route for path, route in routes.items() if route is not None}
   lacking = [path for path, route in routes.items() if route is None]
   used = {source for route in found.values() for source in route.sources}
@@ -142,13 +144,19 @@ class _Matcher:
 
   # -- stacks
 
+  def _placeholder(self, path: str, sources: tuple[str, ...], leaf: Leaf) -> Route | None:
+    """An optimizer's stand-in for what it does not keep of a parameter: one element, however many layers."""
+    shapes = {self.saved[source].shape for source in sources} | {leaf.shape}
+    is_one = path in self._places and len(shapes) == 1 and math.prod(leaf.shape) == 1
+    return Route(sources) if is_one else None
+
   def _unstacked(self, stack: Stack, path: str, leaf: Leaf) -> Route | None:
     """A single layer's leaf, of the stacked one that was saved."""
     stacked, number = stack.number(path) or ('', 0)
     old = self._look_up(path, stacked) if stacked else None
     axis = self._axis(stack, path, self.saved[old], leaf) if old else None
     if old is None or axis is None:
-      return None
+      return self._placeholder(path, (old,), leaf) if old else None
     size = self.saved[old].shape[axis]
     if number >= size:
       self._wrong(f'{path}: the checkpoint has {size} of these layers, in {old}.', _COUNT)
@@ -163,7 +171,7 @@ class _Matcher:
       sources.append(old)
     axis = self._axis(stack, path, leaf, self.saved[sources[0]]) if sources else None
     if axis is None:
-      return None
+      return self._placeholder(path, tuple(sources), leaf) if sources else None
     if leaf.shape[axis] != len(sources):
       text = f'{path}: the checkpoint has {len(sources)} of these layers, the target {leaf.shape[axis]}.'
       self._wrong(text, _COUNT)
@@ -185,6 +193,41 @@ class _Matcher:
 
   def _wrong(self, text: str, fix: str) -> None:
     self.problems.append(Problem(text, fix))
+
+
+def _followers(
+  routes: Mapping[str, Route | None], saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]
+) -> dict[str, Route]:
+  """Leaves without names, of modules whose other leaves are moved: their dimension moves likewise.
+
+  The scan of a module moves that of all its leaves. The module is known by its name, so that an
+  optimizer's copy of a leaf follows too.
+  """
+  moves = {
+    _module(path): route.order for path, route in routes.items() if route and route.step == 'move'
+  }
+  found = {}
+  for path, route in routes.items():
+    order, leaf = moves.get(_module(path)), wanted[path]
+    if order and route and route.step == 'same' and None in (leaf.names, saved[route.sources[0]].names):
+      shorter = _shortened(order, len(leaf.shape))
+      if shorter is not None:
+        found[path] = Route(route.sources, 'move', order=shorter)
+  return found
+
+
+def _module(path: str) -> str:
+  return path.rpartition('/')[0].rpartition('/')[2]
+
+
+def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+  """A move of one dimension, for an array of another rank; None if it has not got these dimensions."""
+  apart = [(to, at) for to, at in enumerate(order) if to != at]
+  to, at = max(apart, key=lambda pair: abs(pair[0] - pair[1]))
+  if max(to, at) >= rank:
+    return None
+  stay = [d for d in range(rank) if d != at]
+  return (*stay[:to], at, *stay[to:])
 
 
 _LOOK = 'look the paths up with flax-spmd checkpoint show.'

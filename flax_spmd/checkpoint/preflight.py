@@ -186,4 +186,4 @@ def mismatch_text(path: Any, problems: Sequence[Problem]) -> str:
   room = max(_LINES - 1 - len(fixes), 10)
   if len(texts) > room:
     texts = [*texts[: room - 1], f'and {len(texts) - room + 1} more differences.']
-  return '\n'.join([f'The checkpoint {path} differs from the target:', *texts, *fixes][:_LINES])
+  return '\n'.join([f'The checkpoint {path} does not fit the target:', *texts, *fixes][:_LINES])
