@@ -8,6 +8,8 @@ saved with or without them; beside the arrays lie their logical names, their sha
 A restore compares all of that with its target before a byte of the arrays is read.
 """
 
+from flax_spmd.checkpoint.manager import Manager as Manager
+from flax_spmd.checkpoint.manager import Resumed as Resumed
 from flax_spmd.checkpoint.pending import Saving as Saving
 from flax_spmd.checkpoint.preflight import Preflight as Preflight
 from flax_spmd.checkpoint.restoring import preflight as preflight

@@ -62,7 +62,7 @@ class Claim:
       _check_remote(path, overwrite)
       return
     path.parent.mkdir(parents=True, exist_ok=True)
-    self._lock = _locked(path)
+    self._lock = locked(path)
     try:
       recover(path)
       if path.exists() and not overwrite:
@@ -108,7 +108,8 @@ def _check_remote(path: epath.Path, overwrite: bool) -> None:
     )
 
 
-def _locked(path: epath.Path) -> filelock.BaseFileLock:
+def locked(path: epath.Path) -> filelock.BaseFileLock:
+  """The lock of a path, held from now on; CheckpointBusyError if somebody else has it."""
   lock = filelock.FileLock(path.parent / f'.{path.name}.lock', blocking=False, thread_local=False)
   try:
     lock.acquire()

@@ -62,11 +62,16 @@ def open_source(path: str | os.PathLike[str]) -> Source:
       f'There is no checkpoint at {asked}{_nearby(asked)}.\n'
       'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
     )
-  content = _metadata(found / _METADATA, asked)
-  custom = content.get('custom_metadata') or {}
-  if isinstance(custom, dict) and records.KEY in custom:
+  custom = custom_metadata(found)
+  if records.KEY in custom:
     return OrbaxSource(found, records.from_json(custom[records.KEY], os.fspath(asked)))
   return OrbaxSource(found, _foreign_record(found))
+
+
+def custom_metadata(path: epath.Path) -> dict[str, Any]:
+  """What was given to Orbax to be kept with a checkpoint; raises as `open_source`."""
+  custom = _metadata(path / _METADATA, path).get('custom_metadata')
+  return custom if isinstance(custom, dict) else {}
 
 
 def _metadata(file: epath.Path, where: epath.Path) -> dict[str, Any]:
