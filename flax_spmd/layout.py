@@ -32,7 +32,7 @@ from flax_spmd.gathering import gather
 from flax_spmd.jit import Jitted
 from flax_spmd.memory import Memory
 from flax_spmd.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
-from flax_spmd.plan import Planner, Row, planner_for
+from flax_spmd.plan import Planner, Row, leaf_names, planner_for
 from flax_spmd.processes import check_same_on_every_process
 from flax_spmd.resolution import rule_text
 from flax_spmd.rules import Rules
@@ -133,7 +133,7 @@ class Layout:
 
     A state that the layout planned without its boxes has the names that its boxes had.
     """
-    return self._planner.leaf_names(self._memory.reboxed(tree))
+    return leaf_names(self._memory.reboxed(tree))
 
   def check(self, tree: Any) -> report.Findings:
     """What deserves a look: names without a rule (and what was meant), idle rules and axes, guesses.

@@ -157,15 +157,6 @@ class Planner:
     """A NamedSharding per leaf, in the order of `jax.tree.leaves(tree)`; raises as `shardings`."""
     return list(self._placed(tree).by_leaf)
 
-  def leaf_names(self, tree: Any) -> list[Any]:
-    """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without."""
-    reading = read_for_layout(tree)
-    return [
-      None if static is None else static.names if guess is None else guess.names
-      for index, static in enumerate(reading.statics)
-      for _, _, guess in _arrays(reading, index)
-    ]
-
   def rows(self, tree: Any) -> list[Row]:
     """Every array of the tree with its decisions; raises nothing."""
     survey = self._survey(tree, with_paths=True)
@@ -403,6 +394,16 @@ class Planner:
       if index not in copied or problems != found[copied[index]]
       for problem in problems
     ]
+
+
+def leaf_names(tree: Any) -> list[Any]:
+  """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without."""
+  reading = read_for_layout(tree)
+  return [
+    None if static is None else static.names if guess is None else guess.names
+    for index, static in enumerate(reading.statics)
+    for _, _, guess in _arrays(reading, index)
+  ]
 
 
 def _arrays(reading: Reading, index: int):

@@ -71,7 +71,7 @@ def test_wrong_arguments(arguments, message, capsys):
 
 def test_eight_devices_are_emulated_without_any_setting():
   environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
-  code = 'from flax_spmd import cli; cli._emulate_devices(8); import jax; print(jax.device_count())'
+  code = 'from flax_spmd.cli.devices import emulate; emulate(8); import jax; print(jax.device_count())'
   done = subprocess.run(
     [sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True
   )

@@ -8,6 +8,12 @@ saved with or without them; beside the arrays lie their logical names, their sha
 A restore compares all of that with its target before a byte of the arrays is read.
 """
 
+from flax_spmd.checkpoint.converting import convert as convert
+from flax_spmd.checkpoint.converting import recorded_layout as recorded_layout
+from flax_spmd.checkpoint.inspecting import diff as diff
+from flax_spmd.checkpoint.inspecting import ls as ls
+from flax_spmd.checkpoint.inspecting import show as show
+from flax_spmd.checkpoint.inspecting import verify as verify
 from flax_spmd.checkpoint.manager import Manager as Manager
 from flax_spmd.checkpoint.manager import Resumed as Resumed
 from flax_spmd.checkpoint.pending import Saving as Saving

@@ -29,6 +29,8 @@ _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
 _MIXER = ((13, 0x85EBCA6B), (16, 0xC2B2AE35))
 _MASK = 0xFFFFFFFF
 _BLOCK = 1 << 17  # words: fits into a cache, and leaves the interpreter to other threads for a while
+_SMALL = 1 << 14  # bytes: JAX keeps the copy on the host that is made of an array, so not too large
+_AT_ONCE = 1 << 10  # small arrays
 
 
 def checksums(leaves: Sequence[Any]) -> list[str]:
@@ -45,20 +47,11 @@ def checksums(leaves: Sequence[Any]) -> list[str]:
     ['e7a1ae8d', 'e7a1ae8d']
   """
   arrays = [_array(leaf) for leaf in leaves]
-  on_host = [i for i, array in enumerate(arrays) if _in_host_memory(array)]
   sums = [0] * len(arrays)
-  large = []
-  for i in on_host:
-    if _size(arrays[i]) <= _BLOCK:
-      sums[i] = sum(map(_sum, _pieces(arrays[i]))) & _MASK
-    else:
-      large += [(i, piece) for piece in _pieces(arrays[i])]
-  with ThreadPoolExecutor(os.cpu_count()) as pool:
-    for (i, _), part in zip(large, pool.map(lambda pair: _sum(pair[1]), large), strict=True):
-      sums[i] = (sums[i] + part) & _MASK
-  for i, total in zip(on_host, _over_processes([sums[i] for i in on_host]), strict=True):
+  on_host = [i for i, array in enumerate(arrays) if _in_host_memory(array)]
+  for i, total in zip(on_host, _host_sums([arrays[i] for i in on_host]), strict=True):
     sums[i] = total
-  on_device = [i for i in range(len(arrays)) if i not in set(on_host)]
+  on_device = sorted(set(range(len(arrays))) - set(on_host))
   totals = jax.device_get([on_devices(arrays[i]) for i in on_device])
   for i, total in zip(on_device, totals, strict=True):
     sums[i] = int(total)
@@ -89,6 +82,69 @@ def _over_processes(sums: list[int]) -> list[int]:
 # -- in the memory of the host
 
 
+def _host_sums(arrays: Sequence[Any]) -> list[int]:
+  """The sums of arrays that lie in the host's memory: of what this process has of them, then of all."""
+  sums = [0] * len(arrays)
+  small = [i for i, array in enumerate(arrays) if _is_small(array)]
+  here = [i for i in small if _is_first(arrays[i])]
+  whole = jax.device_get([arrays[i] for i in here])  # one call for all: far cheaper than one for each
+  for i, total in zip(here, _small_sums(whole), strict=True):
+    sums[i] = total
+  pieces = [(i, piece) for i in set(range(len(arrays))) - set(small) for piece in _pieces(arrays[i])]
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    for (i, _), part in zip(pieces, pool.map(lambda pair: _sum(pair[1]), pieces), strict=True):
+      sums[i] = (sums[i] + part) & _MASK
+  return _over_processes(sums)
+
+
+def _is_small(array: Any) -> bool:
+  """Whether an array is cheaper as a whole than in the parts that it lies in, and can be had so."""
+  reached = isinstance(array, np.ndarray) or array.is_fully_addressable
+  return reached and math.prod(array.shape) * array.dtype.itemsize <= _SMALL
+
+
+def _is_first(array: Any) -> bool:
+  """Whether this process is the one that adds up an array that several may have."""
+  if isinstance(array, np.ndarray):
+    return jax.process_index() == 0
+  return jax.process_index() == min(device.process_index for device in array.sharding.device_set)
+
+
+def _small_sums(arrays: Sequence[np.ndarray]) -> list[int]:
+  """The sums of many whole arrays; those of one word size in one go, some thousand at a time."""
+  sums = [0] * len(arrays)
+  by_size: dict[str, list[tuple[int, np.ndarray]]] = {}
+  for i, array in enumerate(arrays):
+    words, _ = _host_words(array)
+    if words.size:
+      by_size.setdefault(words.dtype.str, []).append((i, words))
+  for pairs in by_size.values():
+    for begin in range(0, len(pairs), _AT_ONCE):
+      some = pairs[begin : begin + _AT_ONCE]
+      for (i, _), total in zip(some, _sums_in_a_row([words for _, words in some]), strict=True):
+        sums[i] = total
+  return sums
+
+
+def _sums_in_a_row(words: Sequence[np.ndarray]) -> list[int]:
+  """The sum of each of some vectors of words, none of them empty."""
+  sizes = np.array([vector.size for vector in words])
+  starts = np.cumsum(sizes) - sizes
+  index = (np.arange(sizes.sum()) - np.repeat(starts, sizes)).astype(np.uint32)
+  mixed = np.multiply(index, np.uint32(_GOLDEN), out=index)
+  _mix(mixed, np.concatenate(words), np.empty_like(mixed))
+  return np.add.reduceat(mixed, starts, dtype=np.uint32).tolist()
+
+
+def _mix(out: np.ndarray, words: np.ndarray, aside: np.ndarray) -> None:
+  """Mixes words into what their indices have been made to; `aside` is room to work in."""
+  np.bitwise_xor(out, words, out=out)
+  for shift, factor in _MIXER:
+    np.multiply(out, np.uint32(factor), out=out)
+    np.right_shift(out, np.uint32(shift), out=aside)
+    np.bitwise_xor(out, aside, out=out)
+
+
 class _Piece(NamedTuple):
   """A part of an array: its data, where it starts, and the shape of the whole."""
 
@@ -97,22 +153,14 @@ class _Piece(NamedTuple):
   whole: tuple[int, ...]
 
 
-def _size(array: Any) -> int:
-  """Bytes, whoever holds them."""
-  return math.prod(array.shape) * array.dtype.itemsize
-
-
 def _pieces(array: Any) -> Iterator[_Piece]:
   """The parts of an array that this process adds up: each element is in one part of one process."""
   shape = tuple(array.shape)
   if isinstance(array, np.ndarray):
-    if jax.process_index() == 0:
+    if _is_first(array):
       yield _Piece(array, (0,) * array.ndim, shape)
-  elif array.is_fully_addressable and _size(array) <= _BLOCK:  # cheaper whole than in eight parts
-    if jax.process_index() == min(device.process_index for device in array.sharding.device_set):
-      yield _Piece(np.asarray(array), (0,) * array.ndim, shape)
   elif array.is_fully_replicated:
-    if jax.process_index() == min(device.process_index for device in array.sharding.device_set):
+    if _is_first(array):
       yield _Piece(np.asarray(array.addressable_data(0)), (0,) * array.ndim, shape)
   else:
     for shard in array.addressable_shards:
@@ -138,11 +186,7 @@ def _sum(piece: _Piece) -> int:
       np.add(
         (first + np.uint32(left & _MASK))[:, None] * np.uint32(_GOLDEN), steps[: block.shape[1]], out=out
       )
-      np.bitwise_xor(out, block, out=out)
-      for shift, factor in _MIXER:
-        np.multiply(out, np.uint32(factor), out=out)
-        np.right_shift(out, np.uint32(shift), out=aside)
-        np.bitwise_xor(out, aside, out=out)
+      _mix(out, block, aside)
       total += int(out.sum(dtype=np.uint32))
   return total & _MASK
 

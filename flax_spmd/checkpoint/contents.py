@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,10 +121,25 @@ def _check(leaves: Mapping[str, Any]) -> None:
     elif isinstance(leaf, jax.Array) and leaf.is_deleted():
       fix = 'save the state that the step returned, not the one that was donated to it.'
       problems.append(Problem(f'{path} has been deleted, or donated to a jitted function.', fix))
+  problems += _name_problems(leaves)
   if not leaves:
     problems = [Problem('The state has no leaves.', 'save a state that has arrays in it.')]
   if problems:
     raise CheckpointError(problems_text(problems))
+
+
+def _name_problems(paths: Iterable[str]) -> Iterator[Problem]:
+  """Names that no file may have, and paths that are one name for Orbax, which joins theirs by dots."""
+  by_name: dict[str, str] = {}
+  for path in paths:
+    if path != skeleton.ROOT and any(map(records.is_odd_name, path.split('/'))):
+      yield Problem(f'{path!r} could lead out of the checkpoint, or nowhere.', _NAMES)
+    other = by_name.setdefault(path.replace('/', '.'), path)
+    if other != path:
+      yield Problem(f'{path} and {other} would be one file.', _NAMES)
+
+
+_NAMES = 'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.'
 
 
 def _is_odd(leaf: Any) -> bool:

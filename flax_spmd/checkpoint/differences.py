@@ -23,7 +23,7 @@ def differences(saved: Side, wanted: Side, matched: Matched, conversion: Convers
   """All problems of a match, those of whole leaves first."""
   lacking = [path for path in matched.lacking if not conversion.keeps(path)]
   extra = [path for path in matched.extra if not conversion.leaves_out(path)]
-  fix = _tree_fix(lacking, extra, saved, wanted)
+  fix = _root_fix(lacking, extra, saved) or _tree_fix(lacking, extra, saved, wanted)
   found = list(matched.problems)
   for number, path in enumerate(lacking):
     guess = _guess(path, wanted, saved, extra) if number < _GUESSES else ''
@@ -54,6 +54,17 @@ def _guess(path: str, wanted: Side, saved: Side, extra: Sequence[str]) -> str:
   """What it may have been called: first of all what has its shape and dtype."""
   alike = [old for old in extra if saved.leaves[old][:2] == wanted.leaves[path][:2]]
   return did_you_mean(path, [old for old in alike or extra if old != path])
+
+
+def _root_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side) -> str | None:
+  """What to say if all that is lacking is there, below a part of the checkpoint."""
+  if not lacking:
+    return None
+  for path in extra:
+    root = path.removesuffix(lacking[0])
+    if root != path and root.endswith('/') and all(root + other in saved.leaves for other in lacking):
+      return f'the target is a part of what was saved: pass only={root.rstrip("/")!r}.'
+  return None
 
 
 def _tree_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side, wanted: Side) -> str:
@@ -93,7 +104,7 @@ def _of_leaf(
   """What does not fit between a wanted leaf and what it is made of."""
   leaves = [saved.leaves[source] for source in route.sources]
   for source, leaf in zip(route.sources, leaves, strict=True):
-    if leaf[:2] != leaves[0][:2]:
+    if leaf[:2] != leaves[0][:2] or not _agree(leaf.names, leaves[0].names):
       text = f'{path}: {source} ({leaf}) is not like {route.sources[0]} ({leaves[0]}).'
       yield Problem(text, 'layers that differ cannot be stacked; make them alike first.')
   made = after(leaves[0], route, len(leaves))

@@ -64,15 +64,17 @@ def _abstract(leaf: Leaf, route: Route, wanted: Any) -> Any:
   if leaf.dtype in NUMBERS:
     return NUMBERS[leaf.dtype]
   sharding = getattr(wanted, 'sharding', None)
-  if isinstance(sharding, NamedSharding):
-    sharding = NamedSharding(sharding.mesh, _spec_before(sharding.spec, route, len(leaf.shape)))
+  if isinstance(sharding, NamedSharding) and route.step != 'same':
+    sharding = NamedSharding(
+      sharding.mesh,
+      _spec_before(sharding.spec, route, len(leaf.shape)),
+      memory_kind=sharding.memory_kind,
+    )
   return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=sharding)
 
 
 def _spec_before(spec: PartitionSpec, route: Route, rank: int) -> PartitionSpec:
   """The spec of a saved leaf whose parts or whole will have `spec`; the stacked dimension is whole."""
-  if route.step == 'same':
-    return spec
   entries = list(spec) + [None] * (rank + 1 - len(spec))
   if route.step == 'unstack':
     entries.insert(route.axis, None)
@@ -91,6 +93,7 @@ def _made(
   for route in routes.values():
     for saved in route.sources:
       users[saved] = users.get(saved, 0) + 1
+  siblings = _siblings(routes)
   made: dict[str, Any] = {}
   for path, route in routes.items():
     if path in made:
@@ -98,7 +101,7 @@ def _made(
     if route.step == 'keep':
       made[path] = values[path]
       continue
-    together = _siblings(path, route, routes) if route.step == 'unstack' else [path]
+    together = siblings[route[:3]] if route.step == 'unstack' else [path]
     parts = [_own(read[saved], users[saved] > len(together)) for saved in route.sources]
     made |= zip(
       together,
@@ -117,9 +120,12 @@ def _own(part: Any, shared: bool) -> Any:
   return jnp.copy(part) if shared and isinstance(part, jax.Array) else part
 
 
-def _siblings(path: str, route: Route, routes: Mapping[str, Route]) -> list[str]:
-  """All wanted leaves that are parts of one saved leaf along one dimension."""
-  return [other for other, its in routes.items() if its[:3] == route[:3]]
+def _siblings(routes: Mapping[str, Route]) -> dict[Any, list[str]]:
+  """Wanted leaves that are parts of one saved leaf along one dimension, together."""
+  found: dict[Any, list[str]] = {}
+  for path, route in routes.items():
+    found.setdefault(route[:3], []).append(path)
+  return found
 
 
 def _convert(parts: Sequence[Any], routes: Sequence[Route], wanted: Sequence[Any]) -> list[Any]:

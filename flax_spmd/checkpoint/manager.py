@@ -120,7 +120,9 @@ class Manager:
       save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(every)
       if isinstance(every, int)
       else every,
-      preservation_policy=training.preservation_policies.LatestN(keep) if isinstance(keep, int) else keep,
+      preservation_policy=training.preservation_policies.LatestN(keep)
+      if isinstance(keep, int)
+      else keep,
       cleanup_tmp_directories=True,
     )
 

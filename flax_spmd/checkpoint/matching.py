@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from flax_spmd.checkpoint.conversion import Conversion, Stack
@@ -67,7 +67,9 @@ def match(saved: Side, wanted: Side, conversion: Conversion) -> Matched:
   """Finds where each wanted leaf comes from."""
   matcher = _Matcher(saved, wanted, conversion)
   routes = {path: matcher.route(path, leaf) for path, leaf in wanted.leaves.items()}
-  routes |= _followers(routes, saved.leaves, wanted.leaves)
+  followers, unclear = _followers(routes, saved, wanted)
+  matcher.problems += unclear
+  routes |= followers
   found = {path: route for path, route in routes.items() if route is not None}
   lacking = [path for path, route in routes.items() if route is None]
   used = {source for route in found.values() for source in route.sources}
@@ -85,7 +87,7 @@ class _Matcher:
     kinds = {conversion.renamed(path): kind for path, kind in saved.kinds.items()}
     self._saved_places = places(self.saved_by_path, kinds)
     self._places = places(wanted.leaves, wanted.kinds)
-    self.moved = moved_states(self._saved_places, self._places)
+    self.moved = moved_states(self._saved_places, self._places, kinds, wanted.kinds)
 
   def _renamed(self) -> dict[str, str]:
     """The saved path by the path that it is looked up by; a renamed leaf displaces one that is not."""
@@ -196,28 +198,91 @@ class _Matcher:
 
 
 def _followers(
-  routes: Mapping[str, Route | None], saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]
-) -> dict[str, Route]:
-  """Leaves without names, of modules whose other leaves are moved: their dimension moves likewise.
+  routes: Mapping[str, Route | None], saved: Side, wanted: Side
+) -> tuple[dict[str, Route], list[Problem]]:
+  """Leaves without names, of scanned modules whose other leaves are moved: their dimension moves likewise.
 
-  The scan of a module moves that of all its leaves. The module is known by its name, so that an
-  optimizer's copy of a leaf follows too.
+  The scan of a module moves that of all its leaves. A leaf of an optimizer does what its parameter does.
+  Where the shape fits either way and nothing beside the leaf tells, that is a problem.
   """
-  moves = {
-    _module(path): route.order for path, route in routes.items() if route and route.step == 'move'
+  moves = {path: route.order for path, route in routes.items() if route and route.step == 'move'}
+  if not moves:
+    return {}, []
+  owners = _Owners(wanted)
+  orders = {_parent(owners.of(path)): order for path, order in moves.items()}
+  scanned = _scanned(moves, wanted, owners)
+  found, unclear = {}, []
+  for path, route in routes.items():
+    if not route or route.step != 'same':
+      continue
+    old, new = saved.leaves[route.sources[0]], wanted.leaves[path]
+    owner = owners.of(path)
+    order = orders.get(_parent(owner))
+    inside = next((top for top in scanned if owner.startswith(top)), None)
+    if None not in (old.names, new.names) or (order is None and inside is None):
+      continue
+    shorter = _shortened(order or orders[scanned[inside or '']], len(new.shape))
+    if shorter is None:
+      continue
+    if order is None and new.shape == old.shape:
+      if tuple(old.shape[d] for d in shorter) == new.shape:
+        unclear.append(Problem(f'{path}: {new} has no names, so it may have moved or not.', _UNCLEAR))
+    else:
+      found[path] = Route(route.sources, 'move', order=shorter)
+  return found, unclear
+
+
+class _Owners:
+  """The parameter that each leaf of an optimizer is of: the one whose path ends alike."""
+
+  def __init__(self, side: Side):
+    self._places = places(side.leaves, side.kinds)
+    self._by_tail: dict[str, str] = {}
+    for path in side.leaves:
+      if path not in self._places:
+        for tail in _tails(path):
+          self._by_tail.setdefault(tail, path)
+
+  def of(self, path: str) -> str:
+    """The path of a leaf's parameter; its own if it is none's."""
+    if path not in self._places:
+      return path
+    return next((self._by_tail[tail] for tail in _tails(path) if tail in self._by_tail), path)
+
+
+def _tails(path: str) -> Iterator[str]:
+  """`a/b/c`, `b/c`, `c`."""
+  yield path
+  while '/' in path:
+    path = path.partition('/')[2]
+    yield path
+
+
+def _scanned(moves: Iterable[str], wanted: Side, owners: _Owners) -> dict[str, str]:
+  """The largest folders around what moves in which all that has names moves; and where, in each."""
+  movers = {owners.of(path) for path in moves}
+  stay = {
+    f'{folder}/'
+    for path, leaf in wanted.leaves.items()
+    if leaf.names is not None and any(leaf.names) and owners.of(path) not in movers
+    for folder in _folders(owners.of(path))
   }
   found = {}
-  for path, route in routes.items():
-    order, leaf = moves.get(_module(path)), wanted[path]
-    if order and route and route.step == 'same' and None in (leaf.names, saved[route.sources[0]].names):
-      shorter = _shortened(order, len(leaf.shape))
-      if shorter is not None:
-        found[path] = Route(route.sources, 'move', order=shorter)
+  for path in movers:
+    free = [folder for folder in _folders(path) if f'{folder}/' not in stay]
+    if free:
+      found[f'{free[0]}/'] = _parent(path)
   return found
 
 
-def _module(path: str) -> str:
-  return path.rpartition('/')[0].rpartition('/')[2]
+def _folders(path: str) -> list[str]:
+  """`a/b/c` is in `a`, `a/b`."""
+  names = path.split('/')[:-1]
+  return ['/'.join(names[: n + 1]) for n in range(len(names))]
+
+
+def _parent(path: str) -> str:
+  return path.rpartition('/')[0]
 
 
 def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
@@ -231,6 +296,9 @@ def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
 
 
 _LOOK = 'look the paths up with flax-spmd checkpoint show.'
+_UNCLEAR = (
+  'give it names in the model; a checkpoint without them is converted by a model of other sizes only.'
+)
 _COUNT = 'give the model as many layers as were saved.'
 
 
@@ -247,7 +315,10 @@ def after(leaf: Leaf, route: Route, layers: int) -> Leaf:
       shape=without(shape, route.axis), names=None if names is None else without(names, route.axis)
     )
   if route.step == 'stack':
-    return leaf._replace(shape=(*shape[: route.axis], layers, *shape[route.axis :]), names=None)
+    return leaf._replace(
+      shape=(*shape[: route.axis], layers, *shape[route.axis :]),
+      names=None if names is None else (*names[: route.axis], None, *names[route.axis :]),
+    )
   if route.step == 'move':
     return leaf._replace(
       shape=tuple(shape[d] for d in route.order),

@@ -17,6 +17,8 @@ def context(
   """
   made = ocp.Context()
   made.array.saving.use_compression = compress
+  # in the background, a folder that cannot be made leaves threads waiting for it for minutes
+  made.asynchronous.create_directories_asynchronously = False
   if memory is not None:
     made.memory.write_concurrent_bytes = memory
     made.memory.read_concurrent_bytes = memory

@@ -36,7 +36,7 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 KEY = 'flax_spmd'
 FORMAT = 1
 NUMBERS = {'python.bool': bool, 'python.int': int, 'python.float': float}  # not the dtype of an array
-TEXT = 'python.str'  # in checkpoints of plain Orbax; no target has one
+_PYTHON = 'python.'  # others of its kinds, such as texts, are in checkpoints of plain Orbax only
 _KEY_DTYPES = {'key<fry>': 'threefry2x32', 'key<rbg>': 'rbg', 'key<urbg>': 'unsafe_rbg'}
 _DTYPE = re.compile(r'[a-z][a-z0-9_]*\Z')
 
@@ -72,7 +72,7 @@ class Leaf(NamedTuple):
   @property
   def is_number(self) -> bool:
     """Whether it is a Python number, not an array."""
-    return self.dtype in NUMBERS or self.dtype == TEXT
+    return self.dtype.startswith(_PYTHON)
 
   @property
   def bytes(self) -> int:
@@ -94,9 +94,10 @@ def dtype_of(name: str) -> Any:
   """
   if name in _KEY_DTYPES:
     return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_DTYPES[name])).dtype
-  if not _DTYPE.match(name):
-    raise TypeError(name)
-  return jnp.dtype(name)
+  dtype = jnp.dtype(name) if _DTYPE.match(name) else None
+  if dtype is None or not (dtype == bool or jnp.issubdtype(dtype, jnp.number)):
+    raise TypeError(f'{name!r} is no dtype of an array')
+  return dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,17 +217,21 @@ def from_json(content: Any, where: str) -> Record:
       isinstance(content, dict) and content['digest'] == _digest(content),
       'its digest is not that of its content',
     )
+    _expect(content['format'] == FORMAT and _is_int(content['format']), 'its format is no number')
     skeleton = _skeleton(content['tree'])
+    _expect(isinstance(content['leaves'], list), 'its leaves are no list')
     leaves = [_leaf(leaf) for leaf in content['leaves']]
+    _check_packed(leaves)
     paths = skeletons.paths(skeleton)
     _expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not fit its leaves')
     kinds = content['kinds']
+    _expect(isinstance(kinds, dict), 'its kinds are no texts')
     _expect(
       all(isinstance(text, str) for pair in kinds.items() for text in pair), 'its kinds are no texts'
     )
     layout = content['layout']
     _expect(layout is None or isinstance(layout, str), 'its layout is no text')
-  except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+  except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
     raise CheckpointDamagedError(
       f'The record of the checkpoint {where} is damaged: {_reason(error)}.\n'
       'Fix: restore another checkpoint; this one was changed after it was written.'
@@ -247,7 +252,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 def _skeleton(content: Any) -> Skeleton:
   """A skeleton, after a look at everything in it."""
-  if content is None or (isinstance(content, int) and not isinstance(content, bool) and content >= 0):
+  if content is None or (_is_int(content) and content >= 0):
     return content
   if isinstance(content, list):
     return [_skeleton(child) for child in content]
@@ -259,34 +264,45 @@ def _skeleton(content: Any) -> Skeleton:
 
 def check_name(name: Any) -> None:
   """Raises ValueError for what is no name of a leaf, or could be taken for a way out of a folder."""
-  wrong = not isinstance(name, str) or '\0' in name or name in ('', '.', '..')
-  _expect(
-    not wrong and not set(name.replace('\\', '/').split('/')) & {'..'}, f'it has a leaf called {name!r}'
-  )
+  _expect(not is_odd_name(name), f'it has a leaf called {name!r}')
+
+
+def is_odd_name(name: Any) -> bool:
+  """Whether it is no name of a leaf, or could be taken for a way out of a folder."""
+  if not isinstance(name, str) or '\0' in name or name in ('', '.', '..'):
+    return True
+  parts = name.replace('\\', '/').split('/')
+  return '..' in parts or not parts[0]
+
+
+def _is_int(content: Any) -> bool:
+  return type(content) is int  # a bool is one too, otherwise
 
 
 def _leaf(content: Any) -> Leaf:
-  shape = tuple(content['shape'])
+  _expect(isinstance(content, dict) and set(content) <= set(Leaf._fields), 'a leaf is not described')
+  shape, dtype = content['shape'], content['dtype']
   _expect(
-    all(type(size) is int and 0 <= size < 2**60 for size in shape), f'it has the shape {list(shape)}'
+    isinstance(shape, list) and all(_is_int(size) and 0 <= size < 2**60 for size in shape),
+    f'it has the shape {shape!r}',
   )
-  dtype = content['dtype']
+  _expect(isinstance(dtype, str), 'it has a dtype that is no text')
   if dtype not in NUMBERS:
-    _expect(isinstance(dtype, str), 'it has a dtype that is no text')
     dtype_of(dtype)
-  packed, checksum, value = (content.get(key) for key in ('packed', 'checksum', 'value'))
-  on_mesh = content.get('on_mesh') is True or None
+  _expect(dtype not in NUMBERS or not shape, f'a {dtype} has the shape {shape!r}')
+  checksum, value, on_mesh = (content.get(key) for key in ('checksum', 'value', 'on_mesh'))
   _expect(checksum is None or isinstance(checksum, str), 'it has a checksum that is no text')
   _expect(type(value) is NUMBERS.get(dtype, type(None)), f'a {dtype} has the value {value!r}')
+  _expect(on_mesh is None or on_mesh is True, f'it says {on_mesh!r} of whose its names are')
   return Leaf(
-    shape,
+    tuple(shape),
     dtype,
     _axes(content.get('names'), len(shape)),
     _axes(content.get('spec'), None),
     checksum,
     value,
     on_mesh,
-    None if packed is None else (str(packed[0]), int(packed[1])),
+    _place(content.get('packed'), dtype),
   )
 
 
@@ -294,4 +310,26 @@ def _axes(content: Any, rank: int | None) -> tuple[Any, ...] | None:
   if content is None:
     return None
   _expect(isinstance(content, list) and rank in (None, len(content)), 'it has names of another rank')
+  for axis in content:
+    each = axis if isinstance(axis, list) else [axis]
+    _expect(axis is None or all(isinstance(name, str) for name in each), f'it has the name {axis!r}')
   return tuple(_plain_axis(axis) for axis in content)
+
+
+def _place(content: Any, dtype: str) -> tuple[str, int] | None:
+  """Where a packed leaf is."""
+  if content is None:
+    return None
+  fits = isinstance(content, list) and len(content) == 2 and content[0] == dtype
+  _expect(fits and _is_int(content[1]), f'a {dtype} is packed at {content!r}')
+  return dtype, content[1]
+
+
+def _check_packed(leaves: Sequence[Leaf]) -> None:
+  """Packed leaves lie one after the other."""
+  ends: dict[str, int] = {}
+  for leaf in leaves:
+    if leaf.packed is not None:
+      dtype, offset = leaf.packed
+      _expect(offset == ends.get(dtype, 0), f'a {dtype} is packed at {offset}')
+      ends[dtype] = offset + math.prod(leaf.shape)

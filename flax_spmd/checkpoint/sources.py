@@ -6,8 +6,10 @@ without, and one for the files of `flax.training.checkpoints`.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -22,7 +24,10 @@ from flax_spmd.checkpoint.options import context
 from flax_spmd.checkpoint.record import Leaf, Record
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
-_METADATA, _TREE_METADATA = '_CHECKPOINT_METADATA', '_METADATA'
+_METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
+_PART = 'state'  # the folder in which Orbax v1 puts the arrays
+_UNFINISHED = 'orbax-checkpoint-tmp'
+_FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
 _LARGEST_METADATA = 512 << 20  # bytes: 10,000 leaves take two million
 
 
@@ -57,15 +62,35 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     return FlaxSource(found / 'checkpoint')  # of flax, in a folder
   if found.is_file():
     return FlaxSource(found)
-  if not ocp.is_orbax_checkpoint(found):
+  folder, part = _folder_and_part(found)
+  if not is_checkpoint(folder):
     raise CheckpointNotFoundError(
       f'There is no checkpoint at {asked}{_nearby(asked)}.\n'
       'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
     )
-  custom = custom_metadata(found)
-  if records.KEY in custom:
-    return OrbaxSource(found, records.from_json(custom[records.KEY], os.fspath(asked)))
-  return OrbaxSource(found, _foreign_record(found))
+  custom = custom_metadata(folder)
+  if records.KEY in custom and part in (None, _PART):
+    return OrbaxSource(folder, records.from_json(custom[records.KEY], os.fspath(asked)))
+  part = part or _part_with_arrays(folder)
+  return OrbaxSource(folder, _foreign_record(folder, part), part)
+
+
+def is_checkpoint(path: epath.Path) -> bool:
+  """Whether there is a whole checkpoint of Orbax's at a path."""
+  if not path.is_dir() or _UNFINISHED in path.name:
+    return False
+  is_marked = any((path / mark).exists() for mark in (_METADATA, _INDICATOR, _TREE_METADATA))
+  if not is_marked and not _parts(path):
+    return False
+  return (path / _METADATA).exists() or ocp.is_orbax_checkpoint(path)
+
+
+def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
+  """The checkpoint, and its part if the path is that of one."""
+  has_own = any((path / mark).exists() for mark in (_METADATA, _INDICATOR))
+  if not has_own and (path / _TREE_METADATA).exists() and (path.parent / _METADATA).exists():
+    return path.parent, path.name
+  return path, None
 
 
 def custom_metadata(path: epath.Path) -> dict[str, Any]:
@@ -97,32 +122,46 @@ def _metadata(file: epath.Path, where: epath.Path) -> dict[str, Any]:
 def _nearby(path: epath.Path) -> str:
   """What there is instead, to find the right path by."""
   if path.is_dir():
-    inside = _checkpoints_in(path)
+    inside = checkpoints_in(path)
     return f'; it holds the checkpoints {", ".join(inside)}' if inside else _why_none(path)
   if not path.parent.is_dir():
     return f'; {path.parent} does not exist either'
-  beside = _checkpoints_in(path.parent)
+  beside = checkpoints_in(path.parent)
   return f'; beside it are {", ".join(beside)}' if beside else ''
 
 
-def _checkpoints_in(folder: epath.Path) -> list[str]:
+def saved_at(path: epath.Path) -> datetime.datetime | None:
+  """When a checkpoint was saved, if it says so."""
+  stamp = _metadata(path / _METADATA, path).get('commit_timestamp_nsecs') if path.is_dir() else None
+  return datetime.datetime.fromtimestamp(stamp / 1e9) if isinstance(stamp, int) else None
+
+
+def checkpoints_in(folder: epath.Path) -> list[str]:
+  """The names of the checkpoints in a folder."""
   return sorted(
     child.name
     for child in folder.iterdir()
-    if not child.name.startswith('.') and ocp.is_orbax_checkpoint(child)
+    if not child.name.startswith('.') and (is_checkpoint(child) or _is_of_flax(child))
   )
 
 
+def _is_of_flax(path: epath.Path) -> bool:
+  """Whether it looks like a file of `flax.training.checkpoints`."""
+  return path.is_file() and _FLAX_FILE.match(path.name) is not None
+
+
 def _why_none(path: epath.Path) -> str:
-  unfinished = [child.name for child in path.iterdir() if 'orbax-checkpoint-tmp' in child.name]
+  if _UNFINISHED in path.name:
+    return ' (a save that was not finished)'
+  unfinished = [child.name for child in path.iterdir() if _UNFINISHED in child.name]
   return f'; the save of {unfinished[0]} was not finished' if unfinished else ' (a folder without one)'
 
 
 class OrbaxSource:
   """What Orbax wrote, through this package or not."""
 
-  def __init__(self, path: epath.Path, record: Record):
-    self.path, self.record = path, record
+  def __init__(self, path: epath.Path, record: Record, part: str | None = None):
+    self.path, self.record, self._part = path, record, part
     self._is_packed = any(leaf.packed for leaf in record.leaves.values())
 
   def read(self, wanted: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
@@ -172,18 +211,19 @@ class OrbaxSource:
       ) from error
 
   def _name(self) -> str | None:
-    return 'state' if (self.path / 'state').is_dir() else _only_part(self.path)
+    return self._part or _part_with_arrays(self.path)
 
 
 def _asked(leaf: Any) -> Any:
-  """A leaf as Orbax wants it: with a sharding, or as a numpy array, or `...` for one that is left out."""
-  if leaf is ... or leaf.sharding is not None:
+  """A leaf as Orbax wants it: with a sharding, or as a numpy array, or `...` for one that is left out.
+
+  There are no keys in numpy: without a sharding they come onto a device of this process.
+  """
+  if leaf is ... or isinstance(leaf, type) or leaf.sharding is not None:
     return leaf
-  return (
-    np.empty(leaf.shape, leaf.dtype)
-    if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    else leaf
-  )
+  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return leaf.update(sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+  return np.empty(leaf.shape, leaf.dtype)
 
 
 def _unpacked(vector: np.ndarray, leaf: Leaf) -> np.ndarray:
@@ -191,44 +231,75 @@ def _unpacked(vector: np.ndarray, leaf: Leaf) -> np.ndarray:
   return vector[offset : offset + int(np.prod(leaf.shape, dtype=int))].reshape(leaf.shape)
 
 
-def _only_part(path: epath.Path) -> str | None:
+def _parts(path: epath.Path) -> list[str]:
+  """The folders in which a checkpoint has arrays, beside each other."""
+  children = [child for child in path.iterdir() if (child / _TREE_METADATA).exists()]
+  return sorted(child.name for child in children if not (child / _METADATA).exists())
+
+
+def _part_with_arrays(path: epath.Path) -> str | None:
   """The folder in which a checkpoint has its arrays; None: they lie in the checkpoint itself."""
   if (path / _TREE_METADATA).exists():
     return None
-  parts = [child.name for child in path.iterdir() if (child / _TREE_METADATA).exists()]
-  if len(parts) == 1:
-    return parts[0]
+  parts = _parts(path)
+  if _PART in parts or len(parts) == 1:
+    return _PART if _PART in parts else parts[0]
+  if not parts:
+    raise CheckpointDamagedError(
+      f'The checkpoint {path} has no arrays: {_TREE_METADATA} is in none of its folders.\n'
+      'Fix: restore another checkpoint; files of this one are gone, or it holds something else.'
+    )
   raise CheckpointError(
-    f'The checkpoint {path} has {len(parts)} parts with arrays: {", ".join(sorted(parts))}.\n'
-    'Fix: pass the path of one of them.'
+    f'The checkpoint {path} has {len(parts)} parts with arrays: {", ".join(parts)}.\n'
+    f'Fix: pass the path of one of them, such as {path / parts[0]}.'
   )
 
 
 def _check_names(path: epath.Path) -> None:
   """No leaf is called by a way out of the checkpoint: Orbax may take a name for the path of a file."""
   for folder in (path, *(child for child in path.iterdir() if child.is_dir())):
-    for text in _metadata(folder / _TREE_METADATA, path).get('tree_metadata') or {}:
-      if '..' in str(text).replace("'", '/').split('/'):
+    content = _metadata(folder / _TREE_METADATA, path).get('tree_metadata') or {}
+    for key, said in content.items() if isinstance(content, dict) else ():
+      if any(map(_leads_out, [*re.split(r"'(?:, ')?", key), *_keys(said)])):
         raise CheckpointDamagedError(
-          f'The checkpoint {path} has a leaf called {text}, which leads out of it.\n'
+          f'The checkpoint {path} has a leaf called {key}, which leads out of it.\n'
           'Fix: do not use this checkpoint; nothing of it was read.'
         )
 
 
-def _foreign_record(path: epath.Path) -> Record:
+def _keys(said: Any) -> list[str]:
+  """The names on the way to a leaf, as Orbax says them beside the leaf's own."""
+  keys = said.get('key_metadata') if isinstance(said, dict) else None
+  return [str(key.get('key')) for key in keys or () if isinstance(key, dict)]
+
+
+def _leads_out(name: str) -> bool:
+  return name.startswith(('/', '\\')) or '..' in re.split(r'[/\\]', name)
+
+
+def _foreign_record(path: epath.Path, part: str | None) -> Record:
   """The record of a checkpoint that has none: its shapes and dtypes."""
   _check_names(path)
-  name = 'state' if (path / 'state').is_dir() else _only_part(path)
-  tree = ocp.metadata(path, checkpointable_name=name).metadata
-  if tree is None:
-    raise CheckpointDamagedError(
-      f'The checkpoint {path} cannot be read: Orbax does not say what is in it.\n'
-      'Fix: load it with orbax.checkpoint, and save it with flax_spmd.checkpoint.save.'
-    )
+  tree = _foreign_tree(path, part)
   apart = skeleton.take_apart(tree)
   described = [_described(leaf) for leaf in apart.leaves]
   leaves = records.by_path(skeleton.paths(apart.skeleton), described)
   return Record(apart.skeleton, leaves, {}, None, 'orbax')
+
+
+def _foreign_tree(path: epath.Path, part: str | None) -> Any:
+  """What Orbax says of each leaf, in the place of it."""
+  try:
+    tree = ocp.metadata(path, checkpointable_name=part).metadata
+    reason = 'Orbax does not say what is in it; it cannot for a Python bool'
+  except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    tree, reason = None, (str(error).splitlines() or [''])[0][:500]
+  if tree is None:
+    raise CheckpointDamagedError(
+      f'The checkpoint {path} cannot be read: {reason}.\n'
+      'Fix: load it with orbax.checkpoint, and save it with flax_spmd.checkpoint.save.'
+    )
+  return tree
 
 
 def _described(leaf: Any) -> Leaf:

@@ -36,21 +36,51 @@ def places(paths: Iterable[str], kinds: Mapping[str, str]) -> dict[str, Place]:
   return found
 
 
-def moved_states(saved: Mapping[str, Place], wanted: Mapping[str, Place]) -> dict[str, str]:
+def optimizer_of(state: str, kinds: Mapping[str, str]) -> str:
+  """The path of the optimizer that a state is part of: what comes before the first chain or state.
+
+  Example:
+    >>> optimizer_of('generator/opt/1/0', {'generator/opt/1/0': 'ScaleByAdamState'})
+    'generator/opt'
+  """
+  path = ''
+  for name in state.split('/'):
+    if name.isdecimal() or path in kinds:
+      break
+    path = f'{path}/{name}' if path else name
+  return path
+
+
+def moved_states(
+  saved: Mapping[str, Place],
+  wanted: Mapping[str, Place],
+  saved_kinds: Mapping[str, str],
+  wanted_kinds: Mapping[str, str],
+) -> dict[str, str]:
   """The wanted states that stand elsewhere in the checkpoint, and where.
 
   A state stands elsewhere if its own path holds another kind, or nothing, in the checkpoint, and as many
-  states of its kind are left over there as here; then the first is the first, and so on.
+  states of its kind are left over in the same optimizer there as here; then the first is the first, and
+  so on.
   """
   of_saved, of_wanted = (
     {place.state: place.kind for place in them.values()} for them in (saved, wanted)
   )
   left = [state for state, kind in of_saved.items() if of_wanted.get(state) != kind]
-  found = {}
   open_states = [state for state, kind in of_wanted.items() if of_saved.get(state) != kind]
-  for kind in dict.fromkeys(of_wanted[state] for state in open_states):
-    ours = [state for state in open_states if of_wanted[state] == kind]
-    theirs = [state for state in left if of_saved[state] == kind]
-    if len(ours) == len(theirs):
-      found.update(zip(ours, theirs, strict=True))
+  theirs = _grouped(left, of_saved, saved_kinds)
+  found = {}
+  for group, ours in _grouped(open_states, of_wanted, wanted_kinds).items():
+    if len(ours) == len(theirs.get(group, ())):
+      found.update(zip(ours, theirs[group], strict=True))
   return found
+
+
+def _grouped(
+  states: Iterable[str], kind_of: Mapping[str, str], kinds: Mapping[str, str]
+) -> dict[tuple[str, str], list[str]]:
+  """States by their optimizer and kind."""
+  groups: dict[tuple[str, str], list[str]] = {}
+  for state in states:
+    groups.setdefault((optimizer_of(state, kinds), kind_of[state]), []).append(state)
+  return groups

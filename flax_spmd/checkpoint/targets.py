@@ -15,12 +15,13 @@ from flax_spmd.checkpoint import record as records
 from flax_spmd.checkpoint import skeleton
 from flax_spmd.checkpoint.conversion import Conversion, Stack
 from flax_spmd.checkpoint.matching import Side, without
-from flax_spmd.checkpoint.record import NUMBERS, TEXT, Leaf, Record, dtype_of
+from flax_spmd.checkpoint.record import NUMBERS, Leaf, Record, dtype_of
 from flax_spmd.checkpoint.skeleton import Skeleton
 from flax_spmd.errors import CheckpointError, Problem, TargetError, did_you_mean, problems_text
 from flax_spmd.layout import Layout
-from flax_spmd.mesh import abstract_mesh, make_mesh
+from flax_spmd.mesh import make_mesh
 from flax_spmd.optimizer_state import key_value
+from flax_spmd.plan import leaf_names
 
 
 class Target(NamedTuple):
@@ -36,9 +37,6 @@ class Target(NamedTuple):
   values: dict[str, Any]
   side: Side
   build: Callable[[Sequence[Any]], Any]
-
-
-_NAMELESS = Layout(abstract_mesh({'none': 1}), ())
 
 
 def of_tree(tree: Any, layout: Layout | None, only: str | None) -> Target:
@@ -58,7 +56,7 @@ def of_tree(tree: Any, layout: Layout | None, only: str | None) -> Target:
   paths = [prefix + path for path in skeleton.paths(apart.skeleton)]
   values = records.by_path(paths, apart.leaves)
   _check(values)
-  names = (layout or _NAMELESS).names(inner)
+  names = leaf_names(inner) if layout is None else layout.names(inner)
   leaves = {
     path: records.describe(value, given)
     for (path, value), given in zip(values.items(), names, strict=True)
@@ -178,7 +176,7 @@ def _converted(record: Record, conversion: Conversion) -> dict[str, Leaf]:
   """The leaves as they are wanted: under their new names, stacked or not, of other dtypes."""
   leaves: dict[str, Leaf] = {}
   for path, leaf in record.leaves.items():
-    if leaf.dtype == TEXT:
+    if leaf.is_number and leaf.dtype not in NUMBERS:  # a text, which no state has
       continue
     to = conversion.renamed(path)
     if to != path or path not in leaves:

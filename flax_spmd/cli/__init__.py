@@ -1,0 +1,26 @@
+"""The command line: `flax-spmd demo`, `flax-spmd checkpoint ls | show | diff | verify | convert`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from flax_spmd.cli import checkpoint, demo
+from flax_spmd.errors import FlaxSpmdError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs a command; returns the exit code."""
+  parser = argparse.ArgumentParser(
+    prog='flax-spmd', description='Logical-axis partitioning for Flax Linen.'
+  )
+  commands = parser.add_subparsers(required=True)
+  demo.add_to(commands)
+  checkpoint.add_to(commands)
+  options = parser.parse_args(arguments)
+  try:
+    return options.run(options)
+  except FlaxSpmdError as error:
+    print(error, file=sys.stderr)
+    return 2

@@ -1,0 +1,301 @@
+"""The manager: when it saves, what it keeps, how training goes on, and what happens when things go wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from textwrap import dedent
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+
+
+@pytest.fixture(scope='module')
+def layout():
+  return spmd.Layout({'data': 8}, (('embed', 'data'),))
+
+
+def create():
+  return {'w': spmd.LogicallyPartitioned(jnp.zeros(8), ('embed',)), 'key': jax.random.key(3)}
+
+
+def stepped(state):
+  return {
+    'w': jax.tree.map(lambda x: x + 1, state['w']),
+    'key': jax.random.split(state['key'])[0],
+  }
+
+
+class Batches:
+  """An iterator that can go on where it was, as Grain's."""
+
+  def __init__(self):
+    self.number = 0
+
+  def __next__(self):
+    self.number += 1
+    return self.number
+
+  def get_state(self):
+    return {'number': self.number}
+
+  def set_state(self, state):
+    self.number = state['number']
+
+
+class Bytes(Batches):
+  def get_state(self):
+    return bytes([0, 255, self.number])
+
+  def set_state(self, state):
+    assert state[:2] == b'\x00\xff'
+    self.number = state[2]
+
+
+def train(manager, steps, data, create=create):
+  start, state = manager.resume(create, data=data)
+  for step in range(start, steps):
+    next(data)
+    state = stepped(state)
+    manager.save(step + 1, state, data=data)
+    if manager.preempted:
+      break
+  return start, state
+
+
+def test_every_and_keep(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=2, keep=2) as manager:
+    assert manager.steps == []
+    data, (_, state) = Batches(), manager.resume(create)
+    taken = [manager.save(step, state, data=data) for step in range(1, 8)]
+  assert taken == [False, True, False, True, False, True, False]
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    assert manager.steps == [4, 6]
+
+
+@pytest.mark.parametrize('kind', [Batches, Bytes])
+def test_training_in_two_goes_is_training_in_one(layout, tmp_path, kind):
+  with checkpoint.Manager(tmp_path / 'one', layout, every=3) as manager:
+    start, whole = train(manager, 8, kind())
+  assert start == 0
+  with checkpoint.Manager(tmp_path / 'two', layout, every=3) as manager:
+    train(manager, 5, kind())
+  data = kind()
+  with checkpoint.Manager(tmp_path / 'two', layout, every=3) as manager:
+    start, state = train(manager, 8, data)
+  assert (start, data.number) == (3, 8)
+  np.testing.assert_array_equal(state['w'].value, whole['w'].value)
+  np.testing.assert_array_equal(*(jax.random.key_data(s['key']) for s in (state, whole)))
+
+
+def test_resumed_under_another_layout_and_without_boxes(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    train(manager, 2, Batches())
+  other = spmd.Layout({'x': 2, 'y': 4}, (('embed', 'y'),))
+  with checkpoint.Manager(tmp_path / 'run', other) as manager:
+    step, state = manager.resume(create, boxed=False)
+    assert step == 2
+    assert state['w'].sharding.spec == jax.sharding.PartitionSpec('y')
+    record = manager.restore(step=1)
+    assert record.step == 1
+    np.testing.assert_array_equal(record.state['w'], np.ones(8))
+    with pytest.raises(errors.CheckpointMismatchError, match='v: in the target'):
+      manager.restore({'v': state['w']}, step=1)
+
+
+def test_a_checkpoint_of_the_manager_is_one_like_others(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    train(manager, 1, Batches())
+  restored = checkpoint.restore(tmp_path / 'run' / '1', layout.abstract(create))
+  np.testing.assert_array_equal(restored['w'].value, np.ones(8))
+  assert [shown.path for shown in checkpoint.ls(tmp_path / 'run')] == [str(tmp_path / 'run' / '1')]
+  assert checkpoint.verify(tmp_path / 'run' / '1') == []
+
+
+def test_policies_of_orbax(layout, tmp_path):
+  policies = ocp.training
+  with checkpoint.Manager(
+    tmp_path / 'run',
+    layout,
+    every=policies.save_decision_policies.SpecificStepsPolicy({1, 2, 5}),
+    keep=policies.preservation_policies.BestN(
+      get_metric_fn=lambda metrics: metrics['loss'], n=1, reverse=True
+    ),
+  ) as manager:
+    _, state = manager.resume(create)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 0.5), (5, 2.0)):
+      manager.save(step, state, metrics={'loss': loss})
+    manager.wait()
+    assert manager.steps == [2]
+
+
+def test_forced_and_repeated_saves(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=10) as manager:
+    _, state = manager.resume(create)
+    assert manager.save(3, state, force=True)
+    assert not manager.save(3, state, force=True)
+    manager.wait()
+    assert manager.steps == [3]
+
+
+def test_sigterm_saves_at_once(layout, tmp_path):
+  before = signal.getsignal(signal.SIGTERM)
+  data = Batches()
+  with checkpoint.Manager(tmp_path / 'run', layout, every=100) as manager:
+    start, state = manager.resume(create, data=data)
+    for step in range(start, 50):
+      next(data)
+      state = stepped(state)
+      if step == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+      manager.save(step + 1, state, data=data)
+      if manager.preempted:
+        break
+    assert manager.steps == [5]
+  assert signal.getsignal(signal.SIGTERM) == before
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    assert train(manager, 6, data)[0] == 5
+
+
+def damage(path):
+  """Flips a bit in every hundred bytes of a checkpoint's data."""
+  files = [file for folder in path.rglob('d') for file in folder.iterdir()]
+  assert files
+  for file in files:
+    content = bytearray(file.read_bytes())
+    for place in range(50, len(content), 100):
+      content[place] ^= 16
+    file.write_bytes(content)
+
+
+def test_the_newest_that_is_whole(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    train(manager, 3, Batches())
+  damage(tmp_path / 'run' / '3')
+  data = Batches()
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    with pytest.warns(UserWarning, match='The checkpoint before it is tried'):
+      step, state = manager.resume(create, data=data)
+    assert (step, data.number, float(state['w'].value[0])) == (2, 2, 2.0)
+    with pytest.raises(errors.CheckpointDamagedError):
+      manager.restore(layout.abstract(create), step=3)
+    damage(tmp_path / 'run' / '2')
+    damage(tmp_path / 'run' / '1')
+    with pytest.warns(UserWarning), pytest.raises(errors.CheckpointDamagedError):
+      manager.resume(create)
+
+
+def test_a_half_deleted_newest_step(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    train(manager, 2, Batches())
+  (tmp_path / 'run' / '2' / 'state' / 'manifest.ocdbt').unlink()
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    with pytest.warns(UserWarning, match='run/2 cannot be read'):
+      assert manager.resume(create).step == 1
+
+
+def test_two_managers(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout):
+    with pytest.raises(errors.CheckpointBusyError) as caught:
+      checkpoint.Manager(tmp_path / 'run', layout)
+  assert str(caught.value) == dedent(f"""\
+    Another manager has {tmp_path / 'run'}.
+    Fix: close it, wait for the other job, or use another folder.""")
+  checkpoint.Manager(tmp_path / 'run', layout).close()
+
+
+def test_nothing_to_restore(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    with pytest.raises(errors.CheckpointNotFoundError) as caught:
+      manager.restore()
+  assert str(caught.value) == dedent(f"""\
+    There are no checkpoints in {tmp_path / 'run'} yet.
+    Fix: call resume, which begins without one.""")
+
+
+def test_data_that_was_not_saved_or_cannot_be(layout, tmp_path):
+  class Odd(Batches):
+    def get_state(self):
+      return object()
+
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    _, state = manager.resume(create)
+    with pytest.raises(errors.CheckpointError) as caught:
+      manager.save(1, state, data=Odd())
+    assert str(caught.value) == dedent("""\
+      The state of the data iterator cannot be saved: Object of type object is not JSON serializable.
+      Fix: let get_state return bytes, or what JSON can hold.""")
+    manager.save(1, state)
+    with pytest.raises(errors.CheckpointError) as caught:
+      manager.resume(create, data=Batches())
+  assert str(caught.value) == dedent(f"""\
+    The checkpoint {tmp_path / 'run' / '1'} does not say where the data iterator was.
+    Fix: pass data= to every save; or go on without, and set the iterator yourself.""")
+
+
+def test_data_of_another_number_of_processes(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    train(manager, 1, Batches())
+  metadata = tmp_path / 'run' / '1' / '_CHECKPOINT_METADATA'
+  content = json.loads(metadata.read_text())
+  content['custom_metadata']['flax_spmd_data'] *= 2
+  metadata.write_text(json.dumps(content))
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    with pytest.raises(errors.CheckpointError) as caught:
+      manager.resume(create, data=Batches())
+  assert str(caught.value) == dedent(f"""\
+    The checkpoint {tmp_path / 'run' / '1'} says where the iterators of 2 processes were; this job has 1.
+    Fix: leave data= out, and set the iterators yourself: each would read another part of the data.""")
+
+
+def test_a_folder_that_cannot_be_written(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    _, state = manager.resume(create)
+    (tmp_path / 'run').rename(tmp_path / 'gone')
+    (tmp_path / 'run').write_text('in the way')
+    with pytest.raises(OSError):
+      manager.save(1, state)
+    (tmp_path / 'run').unlink()
+    (tmp_path / 'gone').rename(tmp_path / 'run')
+    assert manager.save(2, state)
+
+
+@pytest.mark.slow
+def test_sigterm_between_two_processes_of_a_run(tmp_path):
+  """A real process is told to end, saves, and another one goes on from there."""
+  code = dedent("""
+    import os, sys, signal
+    import jax.numpy as jnp
+    import flax_spmd as spmd
+    layout = spmd.Layout({'data': 8})
+    with spmd.checkpoint.Manager(sys.argv[1], layout, every=1000) as manager:
+      start, state = manager.resume(lambda: {'n': jnp.zeros(8)})
+      print('from', start, float(state['n'][0]), flush=True)
+      for step in range(start, start + 500):
+        state = {'n': state['n'] + 1}
+        if step - start == 7: os.kill(os.getpid(), signal.SIGTERM)
+        manager.save(step + 1, state)
+        if manager.preempted: break
+  """)
+  environment = os.environ | {
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+  }
+  told = [
+    subprocess.run(
+      [sys.executable, '-c', code, str(tmp_path / 'run')],
+      env=environment,
+      capture_output=True,
+      text=True,
+      check=True,
+    ).stdout.strip()
+    for _ in range(2)
+  ]
+  assert told == ['from 0 0.0', 'from 8 8.0']
