@@ -1,0 +1,411 @@
+"""What saving and restoring cost, in time and memory, beside plain Orbax on the same state.
+
+Operations on the large state run each in a process of its own, started in turns: memory is the most that
+the process held while it went on (VmHWM, set back before), less what it held before, in sizes of the
+state. Each process has saved or restored something tiny before, so that neither imports nor thread pools
+are counted. Files are read from the system's cache, by everybody.
+
+The state is a TrainState of adamw with random numbers everywhere, as it is after some steps: one that was
+just made is two thirds zeros, which compress to nothing. It is saved on 2 x 4 devices and restored on
+4 x 2. What is asked for by default is what is measured: checksums are made and compared, and Orbax
+compresses.
+
+Small leaves are new ones in each round: an array keeps the copy on the host that it was once asked for.
+"""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+
+import functools
+import gc
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from harness import WALL, Figure, at_most, exact, measure, ratio, report, summary
+from orbax.checkpoint import v1 as ocp
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint
+from flax_spmd.checkpoint.checksums import checksums
+
+LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
+ROUNDS = int(os.environ.get('ROUNDS', '5'))
+SMALL_LEAVES, SMALL_SIZE, SMALL_ROUNDS = 2000, 1024, 3
+PACK = 1 << 16
+RULES = (('vocab', 'model'), ('embed', 'data'), ('mlp', 'model'))
+
+
+# -- the state
+
+
+def create(stacked: bool) -> TrainState:
+  """A TrainState with boxes: its layers stacked, as `nn.scan` makes them, or one by one."""
+
+  def box(names: tuple[str, ...], *shape: int) -> Any:
+    return spmd.LogicallyPartitioned(jnp.zeros(shape), names)
+
+  def layer(names: tuple[str, ...] = (), shape: tuple[int, ...] = ()) -> Any:
+    return {
+      'wi': box((*names, 'embed', 'mlp'), *shape, EMBED, MLP),
+      'wo': box((*names, 'mlp', 'embed'), *shape, MLP, EMBED),
+      'scale': box((*names, 'embed'), *shape, EMBED),
+    }
+
+  params = {'embedding': box(('vocab', 'embed'), VOCAB, EMBED)}
+  if stacked:
+    params['layers'] = layer(('layers',), (LAYERS,))
+  else:
+    params |= {f'layers_{i}': layer() for i in range(LAYERS)}
+  return TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER)
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def layout(data: int = 2, model: int = 4) -> spmd.Layout:
+  return spmd.Layout({'data': data, 'model': model}, RULES)
+
+
+def target(under: spmd.Layout, stacked: bool = True) -> Any:
+  return under.abstract(functools.partial(create, stacked))
+
+
+def filled(asked: Any) -> Any:
+  """Random numbers of the shapes, dtypes and shardings that are asked for."""
+  generator = np.random.default_rng(0)
+
+  def fill(leaf: Any) -> Any:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      return jax.device_put(np.full(leaf.shape, 3, leaf.dtype), leaf.sharding)
+    return jax.device_put(generator.standard_normal(leaf.shape, np.float32) / 50, leaf.sharding)
+
+  return jax.block_until_ready(jax.tree.map(fill, asked))
+
+
+def bytes_of(tree: Any) -> int:
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+# -- one operation in a process of its own
+
+
+def orbax_save(folder: Path) -> Callable[[], Any]:
+  state = filled(target(layout()))
+  return lambda: ocp.save(folder / 'new', state)
+
+
+def our_save(folder: Path) -> Callable[[], Any]:
+  state = filled(target(layout()))
+  return lambda: checkpoint.save(folder / 'new', state, layout=layout())
+
+
+def our_compressed_save(folder: Path) -> Callable[[], Any]:
+  state = filled(target(layout()))
+  return lambda: checkpoint.save(folder / 'new', state, layout=layout(), compress=True)
+
+
+def our_overwrite(folder: Path) -> Callable[[], Any]:
+  state = filled(target(layout()))
+  checkpoint.save(folder / 'new', {'w': jnp.ones(8)}, layout=layout())
+  return lambda: checkpoint.save(folder / 'new', state, layout=layout(), overwrite=True)
+
+
+def our_save_returns(folder: Path) -> Callable[[], Any]:
+  state = filled(target(layout()))
+  return lambda: checkpoint.save_async(folder / 'new', state, layout=layout())
+
+
+def orbax_save_returns(folder: Path) -> Callable[[], Any]:
+  state = filled(target(layout()))
+  return lambda: ocp.save_async(folder / 'new', state)
+
+
+def sums(folder: Path) -> Callable[[], Any]:
+  leaves = jax.tree.leaves(filled(target(layout())))
+  return lambda: checksums(leaves)
+
+
+def orbax_restore(folder: Path) -> Callable[[], Any]:
+  asked = target(layout(4, 2))
+  return lambda: ocp.load(folder / 'orbax', asked)
+
+
+def our_restore(folder: Path) -> Callable[[], Any]:
+  asked = target(layout(4, 2))
+  return lambda: checkpoint.restore(folder / 'ours', asked)
+
+
+def put_after(folder: Path) -> Callable[[], Any]:
+  """To one device, as without shardings, then to all of them."""
+  asked = target(layout(4, 2))
+  alone = spmd.Layout(spmd.make_mesh({'data': 1, 'model': 1}, devices=jax.devices()[:1]), RULES)
+  first, shardings = target(alone), jax.tree.map(lambda leaf: leaf.sharding, asked)
+  return lambda: jax.device_put(ocp.load(folder / 'orbax', first), shardings)
+
+
+def stacked_to_single(folder: Path) -> Callable[[], Any]:
+  asked = target(layout(4, 2), stacked=False)
+  return lambda: checkpoint.restore(folder / 'ours', asked, stacks={'layers': 'layers_{}'})
+
+
+def single_to_stacked(folder: Path) -> Callable[[], Any]:
+  asked = target(layout(4, 2))
+  return lambda: checkpoint.restore(folder / 'single', asked, stacks={'layers': 'layers_{}'})
+
+
+OPERATIONS = {
+  f.__name__: f
+  for f in (
+    orbax_save,
+    our_save,
+    our_compressed_save,
+    our_overwrite,
+    orbax_save_returns,
+    our_save_returns,
+    sums,
+    orbax_restore,
+    our_restore,
+    put_after,
+    stacked_to_single,
+    single_to_stacked,
+  )
+}
+
+
+def operate(name: str, folder: Path) -> None:
+  """What one process does: prints the seconds and the bytes that an operation took."""
+  _touch(folder)
+  call = OPERATIONS[name](folder)
+  gc.collect()
+  before = _resident('VmRSS')
+  Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins anew
+  start = time.perf_counter()
+  result = call()
+  if not isinstance(result, list) and 'save' not in name:
+    jax.block_until_ready(result)
+  seconds, most = time.perf_counter() - start, _resident('VmHWM')
+  equal = _equal(result) if name in ('our_restore', 'stacked_to_single', 'single_to_stacked') else None
+  if hasattr(result, 'result'):
+    result.result()
+  print('told: ' + json.dumps({'seconds': seconds, 'bytes': most - before, 'equal': equal}))
+
+
+def _touch(folder: Path) -> None:
+  tiny, under = {'w': jnp.ones(8)}, layout()
+  place = folder / f'tiny_{os.getpid()}'
+  checkpoint.save(place, tiny, layout=under)
+  checkpoint.restore(place, under.abstract(lambda: tiny))
+  shutil.rmtree(place)
+
+
+def _resident(field: str) -> int:
+  for line in Path('/proc/self/status').read_text().splitlines():
+    if line.startswith(field):
+      return 1024 * int(line.split()[1])
+  raise RuntimeError(field)
+
+
+def _equal(restored: Any) -> bool:
+  """Whether a state is the one that was saved, its layers one by one or stacked."""
+  stacked = 'layers' in restored.params
+  wanted = filled(target(layout(4, 2)))
+  if not stacked:
+    wanted = _single(wanted)
+  pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True)
+  return all(np.array_equal(one, two) for one, two in pairs)
+
+
+def _single(state: Any) -> Any:
+  """The same state, its layers one by one, as numpy arrays."""
+
+  def apart(params: Any) -> Any:
+    params = dict(params)
+    stack = params.pop('layers')
+    for i in range(LAYERS):
+      params[f'layers_{i}'] = jax.tree.map(lambda x, i=i: np.asarray(x)[i], spmd.unbox(stack))
+    return spmd.unbox(params)
+
+  adam = state.opt_state[0]
+  moved = adam._replace(mu=apart(adam.mu), nu=apart(adam.nu))
+  return state.replace(params=apart(state.params), opt_state=(moved, *state.opt_state[1:]))
+
+
+# -- the figures
+
+
+class Measured(NamedTuple):
+  """What one process said."""
+
+  seconds: float
+  bytes: int
+  equal: bool | None
+
+
+def figures() -> list[Figure]:
+  with tempfile.TemporaryDirectory(prefix='flax_spmd_bench_') as temporary:
+    folder = Path(temporary)
+    return [*_large_figures(folder), *_small_figures(folder)]
+
+
+def _large_figures(folder: Path) -> list[Figure]:
+  size = bytes_of(target(layout()))
+  _in_process('prepare', folder)
+  rounds = _rounds(folder)
+  seconds = [{name: found.seconds for name, found in one.items()} for one in rounds]
+
+  def memory(text: str, name: str, limit: float | None = None) -> Figure:
+    samples = [one[name].bytes / size for one in rounds]
+    return summary(text, samples, 'x state', None if limit is None else at_most(limit))
+
+  def timed(text: str, name: str) -> Figure:
+    return summary(text, [one[name] for one in seconds], 's')
+
+  equal = [one[name].equal for one in rounds for name in one if one[name].equal is not None]
+  return [
+    exact('size of the state', size / 1e9, 'GB'),
+    timed('save, Orbax', 'orbax_save'),
+    timed('save', 'our_save'),
+    timed('save, compressed', 'our_compressed_save'),
+    timed('save over another, read back', 'our_overwrite'),
+    ratio('save over Orbax', seconds, 'our_save', 'orbax_save', at_most(0.77)),
+    memory('save, Orbax, memory', 'orbax_save'),
+    memory('save, memory', 'our_save', 0.1),
+    ratio('checksums, part of a save', seconds, 'sums', 'our_save', at_most(0.25)),
+    timed('save_async returns, Orbax', 'orbax_save_returns'),
+    timed('save_async returns', 'our_save_returns'),
+    timed('restore, Orbax', 'orbax_restore'),
+    timed('restore', 'our_restore'),
+    ratio('restore over Orbax', seconds, 'our_restore', 'orbax_restore', at_most(1.1)),
+    ratio('restore over restore and device_put', seconds, 'our_restore', 'put_after', at_most(0.56)),
+    memory('restore, Orbax, memory', 'orbax_restore'),
+    memory('restore, memory', 'our_restore', 1.4),
+    memory('restore and device_put, memory', 'put_after'),
+    timed('stacked to single', 'stacked_to_single'),
+    timed('single to stacked', 'single_to_stacked'),
+    memory('stacked to single, memory', 'stacked_to_single', 2.2),
+    memory('single to stacked, memory', 'single_to_stacked', 2.2),
+    exact('restored or converted, not bit-equal', equal.count(False), f'of {len(equal)}', at_most(0)),
+  ]
+
+
+def _rounds(folder: Path) -> list[dict[str, Measured]]:
+  order = random.Random(0)
+  rounds = []
+  for _ in range(ROUNDS):
+    names = order.sample(list(OPERATIONS), len(OPERATIONS))
+    rounds.append({name: _in_process(name, folder) for name in names})
+  return rounds
+
+
+def _in_process(name: str, folder: Path) -> Measured:
+  shutil.rmtree(folder / 'new', ignore_errors=True)
+  os.sync()
+  command = [sys.executable, __file__, '--operation', name, str(folder)]
+  run = subprocess.run(command, capture_output=True, text=True)
+  told = [line for line in run.stdout.splitlines() if line.startswith('told: ')]
+  if not told:
+    raise RuntimeError(f'{name} failed:\n{run.stderr}')
+  return Measured(**json.loads(told[0].removeprefix('told: ')))
+
+
+def prepare(folder: Path) -> None:
+  """The checkpoints that are restored."""
+  state = filled(target(layout()))
+  ocp.save(folder / 'orbax', state)
+  checkpoint.save(folder / 'ours', state, layout=layout())
+  single = layout().shard(_boxed(_single(state)))
+  checkpoint.save(folder / 'single', single, layout=layout())
+  print('told: ' + json.dumps({'seconds': 0, 'bytes': 0, 'equal': None}))
+
+
+def _boxed(values: Any) -> Any:
+  """A state of layers one by one, in its boxes."""
+  return jax.tree.structure(target(layout(), stacked=False)).unflatten(jax.tree.leaves(values))
+
+
+def _small_figures(folder: Path) -> list[Figure]:
+  under = spmd.Layout({'data': 8}, (('embed', 'data'),))
+  new = _new_names(folder)
+  arms = {
+    'Orbax': lambda: ocp.save(next(new), next(unseen)),
+    'packed': lambda: checkpoint.save(next(new), next(unseen), layout=under, pack=PACK),
+    'alone': lambda: checkpoint.save(next(new), next(unseen), layout=under),
+  }
+  unseen = _unseen(under, (SMALL_ROUNDS + 1) * len(arms))
+  saves = measure(arms, rounds=SMALL_ROUNDS, warm_up=1, clock=WALL)
+  state = next(_unseen(under, 1))
+  asked = under.abstract(lambda: state)
+  paths = {name: folder / f'small_{name}' for name in arms}
+  ocp.save(paths['Orbax'], state)
+  checkpoint.save(paths['packed'], state, layout=under, pack=PACK)
+  checkpoint.save(paths['alone'], state, layout=under)
+  wait = jax.block_until_ready
+  reads = measure(
+    {
+      'Orbax': lambda: wait(ocp.load(paths['Orbax'], asked)),
+      'packed': lambda: wait(checkpoint.restore(paths['packed'], asked)),
+      'alone': lambda: wait(checkpoint.restore(paths['alone'], asked)),
+    },
+    rounds=SMALL_ROUNDS,
+    warm_up=1,
+    clock=WALL,
+  )
+  flights = measure(
+    {'preflight': lambda: checkpoint.preflight(paths['alone'], asked)}, rounds=11, clock=WALL
+  )
+  return [
+    summary('2,000 leaves, save, Orbax', [one['Orbax'] for one in saves], 's'),
+    summary('2,000 leaves, save, packed', [one['packed'] for one in saves], 's'),
+    ratio('2,000 leaves, save, packed over Orbax', saves, 'packed', 'Orbax', at_most(0.05)),
+    ratio('2,000 leaves, save, not packed over Orbax', saves, 'alone', 'Orbax'),
+    summary('2,000 leaves, restore, Orbax', [one['Orbax'] for one in reads], 's'),
+    summary('2,000 leaves, restore, packed', [one['packed'] for one in reads], 's'),
+    ratio('2,000 leaves, restore, packed over Orbax', reads, 'packed', 'Orbax'),
+    ratio('2,000 leaves, restore, not packed over Orbax', reads, 'alone', 'Orbax'),
+    summary('2,000 leaves, preflight', [one['preflight'] for one in flights], 's', at_most(0.1)),
+  ]
+
+
+def _unseen(under: spmd.Layout, count: int):
+  """Small sharded arrays that nobody has looked at, made anew each time."""
+  states = [
+    under.shard(
+      {
+        f'leaf_{i:04}': spmd.LogicallyPartitioned(np.full(SMALL_SIZE, i, np.float32), ('embed',))
+        for i in range(SMALL_LEAVES)
+      }
+    )
+    for _ in range(count)
+  ]
+  return iter(jax.block_until_ready(states))
+
+
+def _new_names(folder: Path):
+  number = 0
+  while True:
+    number += 1
+    yield folder / f'saved_{number}'
+
+
+if __name__ == '__main__':
+  if sys.argv[1:2] == ['--operation']:
+    name, where = sys.argv[2], Path(sys.argv[3])
+    prepare(where) if name == 'prepare' else operate(name, where)
+  else:
+    report('checkpoint', figures)
