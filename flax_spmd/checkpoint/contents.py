@@ -116,7 +116,8 @@ def _check(leaves: Mapping[str, Any]) -> None:
       fix = 'save a state that was made by layout.init, not one that was only planned.'
       problems.append(Problem(f'{path} is abstract: it has a shape, {leaf.shape}, and no values.', fix))
     elif not isinstance(leaf, (jax.Array, np.ndarray, bool, int, float)) or _is_odd(leaf):
-      what = f'an array of {leaf.dtype}' if hasattr(leaf, 'dtype') else f'a {type(leaf).__name__}'
+      dtype = getattr(leaf, 'dtype', None)
+      what = f'a {type(leaf).__name__}' if dtype is None else f'an array of {dtype}'
       problems.append(Problem(f'{path} is {what}.', 'keep only arrays and numbers in the state.'))
     elif isinstance(leaf, jax.Array) and leaf.is_deleted():
       fix = 'save the state that the step returned, not the one that was donated to it.'

@@ -113,16 +113,11 @@ class Manager:
     self._show, self._memory = show, memory
     self._lock = _hold(self.root)
     self._preemption = _Preemption()
-    training = ocp.training
-    self._checkpointer = training.Checkpointer(
+    self._checkpointer = ocp.training.Checkpointer(
       self.root,
       context=context(compress=compress, memory=memory),
-      save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(every)
-      if isinstance(every, int)
-      else every,
-      preservation_policy=training.preservation_policies.LatestN(keep)
-      if isinstance(keep, int)
-      else keep,
+      save_decision_policy=_every(every),
+      preservation_policy=_keep(keep),
       cleanup_tmp_directories=True,
     )
 
@@ -266,6 +261,14 @@ class Manager:
 
   def __exit__(self, *exc: object) -> None:
     self.close()
+
+
+def _every(every: Any) -> Any:
+  return ocp.training.save_decision_policies.FixedIntervalPolicy(every) if isinstance(every, int) else every
+
+
+def _keep(keep: Any) -> Any:
+  return ocp.training.preservation_policies.LatestN(keep) if isinstance(keep, int) else keep
 
 
 def _nothing() -> None:

@@ -24,7 +24,8 @@ class Bar:
     self._closed = threading.Event()
     self._thread: threading.Thread | None = None
     if show and jax.process_index() == 0:
-      self._begin, self._direction, self._total = _counted(direction), direction, total
+      self._begin, self._total = _counted(direction), total
+      self._direction: Direction = direction
       self._bars, self._task = _rich(title, total)
       self._bars.start()
       self._thread = threading.Thread(target=self._follow, name='flax_spmd progress', daemon=True)

@@ -95,7 +95,7 @@ def dtype_of(name: str) -> Any:
   if name in _KEY_DTYPES:
     return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_DTYPES[name])).dtype
   dtype = jnp.dtype(name) if _DTYPE.match(name) else None
-  if dtype is None or not (dtype == bool or jnp.issubdtype(dtype, jnp.number)):
+  if dtype is None or not (dtype.kind == 'b' or jnp.issubdtype(dtype, jnp.number)):
     raise TypeError(f'{name!r} is no dtype of an array')
   return dtype
 

@@ -117,15 +117,17 @@ def layout_of(record: Record, layout: Layout | None, mesh: Any, rules: Any) -> L
   """
   if layout is not None:
     return layout
-  parsed = toml.read(record.layout) if record.layout else None
-  if (mesh is None or rules is None) and parsed is None:
+  if mesh is not None and rules is not None:
+    return Layout(mesh, rules)
+  if record.layout is None:
     raise CheckpointError(
       'The checkpoint says nothing of its layout.\n'
       'Fix: pass a target, layout.abstract(...), or layout=, or both mesh= and rules=.'
     )
-  if parsed is not None and mesh is None:
+  parsed = toml.read(record.layout)
+  if mesh is None:
     mesh = make_mesh(parsed.axes, axis_types=parsed.types)
-  return Layout(mesh, parsed.rules if parsed is not None and rules is None else rules)
+  return Layout(mesh, parsed.rules if rules is None else rules)
 
 
 def of_record(record: Record, layout: Layout, conversion: Conversion, boxed: bool) -> Target:
