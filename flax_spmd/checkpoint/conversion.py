@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from flax_spmd.errors import CheckpointError
+from flax_spmd.errors import CheckpointError, did_you_mean
 
 Dtypes = Literal['keep', 'cast'] | Mapping[str, str]
 
@@ -101,6 +101,20 @@ class Conversion:
       missing,
       unused,
     )
+
+  def wants(self, path: str) -> bool:
+    """Whether a path is in the part that is wanted."""
+    return self.only is None or path == self.only or path.startswith(f'{self.only}/')
+
+  def check_part(self, paths: Iterable[str]) -> None:
+    """Raises CheckpointError if none of a checkpoint's paths is in the part that is wanted."""
+    paths = [self.renamed(path) for path in paths]
+    if not any(map(self.wants, paths)):
+      tops = dict.fromkeys(path.partition('/')[0] for path in paths)
+      raise CheckpointError(
+        f'The checkpoint has no part {self.only!r}; it has {", ".join(tops)}.'
+        f'{did_you_mean(self.only or "", tops)}\nFix: pass only= one of them, or the path of a part of one.'
+      )
 
   def renamed(self, path: str) -> str:
     """Where a saved path goes: the first rename that is found in it, from there on as it says."""

@@ -5,11 +5,13 @@ Each is told with the argument of `restore` that would cover it, if there is one
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from flax_spmd.checkpoint.conversion import Conversion, is_lossless
 from flax_spmd.checkpoint.matching import Matched, Route, Side, after
@@ -163,12 +165,21 @@ def _of_number(path: str, made: Leaf, wanted: Leaf, text: str) -> Iterator[Probl
   """A Python number fits an array of its kind that can hold it, and the other way round."""
   if _kind(made) != _kind(wanted):
     yield Problem(text, _LEAF_FIX)
-  elif made.value is not None and _kind(wanted) == 'int' and not wanted.is_number:
-    limits = jnp.iinfo(dtype_of(wanted.dtype))
-    if not limits.min <= made.value <= limits.max:
-      yield Problem(
-        f'{path}: {made.value} does not fit into {wanted}.', 'give the target a wider dtype.'
-      )
+  elif made.value is not None and not wanted.is_number and not _holds(wanted.dtype, made.value):
+    yield Problem(f'{path}: {made.value} does not fit into {wanted}.', 'give the target a wider dtype.')
+
+
+def _holds(dtype: str, value: Any) -> bool:
+  """Whether an array can hold a Python number; a float may lose what float32 has not."""
+  if isinstance(value, bool):
+    return True
+  if isinstance(value, int):
+    limits = jnp.iinfo(dtype_of(dtype))
+    return int(limits.min) <= value <= int(limits.max)
+  with np.errstate(over='ignore'):
+    there = float(np.asarray(value).astype(dtype_of(dtype)))
+  wide = jnp.finfo(dtype_of(dtype)).nmant >= 23
+  return value != value or there == value or (wide and math.isfinite(there))
 
 
 def _kind(leaf: Leaf) -> str:

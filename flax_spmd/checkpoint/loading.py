@@ -175,9 +175,19 @@ def _on_host(parts: Sequence[Any], route: Route, wanted: Any) -> Any:
   made = _step([np.asarray(part) for part in parts], route, np)
   if not hasattr(wanted, 'dtype'):
     return type(wanted)(made.item())
-  made = made.astype(wanted.dtype)
+  made = _cast(made, wanted.dtype)
   sharding = getattr(wanted, 'sharding', None)
   return made if sharding is None else jax.device_put(made, sharding)
+
+
+def _cast(made: np.ndarray, dtype: Any) -> np.ndarray:
+  """An array of another dtype; a Python number, whose value was not known before, has to fit."""
+  cast = made.astype(dtype)
+  if made.dtype.kind == 'i' and made.ndim == 0 and int(cast) != int(made):
+    raise CheckpointError(
+      f'The number {made} does not fit into {dtype}.\nFix: give the target a wider dtype.'
+    )
+  return cast
 
 
 def _check(source: Source, values: Mapping[str, Any], made: Mapping[str, Any]) -> None:

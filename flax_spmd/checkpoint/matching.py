@@ -67,6 +67,7 @@ def match(saved: Side, wanted: Side, conversion: Conversion) -> Matched:
   """Finds where each wanted leaf comes from."""
   matcher = _Matcher(saved, wanted, conversion)
   routes = {path: matcher.route(path, leaf) for path, leaf in wanted.leaves.items()}
+  matcher.check(routes, wanted.leaves)
   followers, unclear = _followers(routes, saved, wanted)
   matcher.problems += unclear
   routes |= followers
@@ -83,6 +84,7 @@ class _Matcher:
   def __init__(self, saved: Side, wanted: Side, conversion: Conversion):
     self.saved, self.conversion = saved.leaves, conversion
     self.problems: list[Problem] = []
+    self._layers: dict[str, tuple[int, set[int]]] = {}
     self.saved_by_path = self._renamed()
     kinds = {conversion.renamed(path): kind for path, kind in saved.kinds.items()}
     self._saved_places = places(self.saved_by_path, kinds)
@@ -162,6 +164,7 @@ class _Matcher:
     size = self.saved[old].shape[axis]
     if number >= size:
       self._wrong(f'{path}: the checkpoint has {size} of these layers, in {old}.', _COUNT)
+    self._taken(old, size, number, path)
     return Route((old,), 'unstack', axis, number)
 
   def _stacked(self, stack: Stack, path: str, leaf: Leaf) -> Route | None:
@@ -193,6 +196,31 @@ class _Matcher:
       self._wrong(text, f'say which one: stacks={{{stack.stacked!r}: ({stack.single!r}, {fits[0]})}}.')
     return fits[0] if fits else None
 
+  def _taken(self, old: str, size: int, number: int, path: str) -> None:
+    """Notes that one layer of a stacked leaf has been asked for."""
+    self._layers.setdefault(old, (size, set()))[1].add(number)
+
+  def check(self, routes: Mapping[str, Route | None], wanted: Mapping[str, Leaf]) -> None:
+    """All layers of a stack are used, and all leaves of a stack lose or get the dimension of one name."""
+    for old, (size, numbers) in self._layers.items():
+      if len(numbers) < size:
+        text = f'{old}: the checkpoint has {size} of these layers, the target {len(numbers)}.'
+        self._wrong(text, _COUNT)
+    names = {
+      path: names[route.axis]
+      for path, route in routes.items()
+      if route
+      and route.step in ('stack', 'unstack')
+      and (names := (self.saved[route.sources[0]] if route.step == 'unstack' else wanted[path]).names)
+    }
+    of_parameters = {name for path, name in names.items() if name and path not in self._places}
+    for path, name in names.items():
+      if name and of_parameters and name not in of_parameters:
+        text = (
+          f'{path}: its {name!r} would be taken for the layers, {" or ".join(sorted(of_parameters))}.'
+        )
+        self._wrong(text, _ODD)
+
   def _wrong(self, text: str, fix: str) -> None:
     self.problems.append(Problem(text, fix))
 
@@ -208,7 +236,7 @@ def _followers(
   moves = {path: route.order for path, route in routes.items() if route and route.step == 'move'}
   if not moves:
     return {}, []
-  owners = _Owners(wanted)
+  owners = Owners(wanted)
   orders = {_parent(owners.of(path)): order for path, order in moves.items()}
   scanned = _scanned(moves, wanted, owners)
   found, unclear = {}, []
@@ -232,10 +260,11 @@ def _followers(
   return found, unclear
 
 
-class _Owners:
+class Owners:
   """The parameter that each leaf of an optimizer is of: the one whose path ends alike."""
 
   def __init__(self, side: Side):
+    self._leaves = side.leaves
     self._places = places(side.leaves, side.kinds)
     self._by_tail: dict[str, str] = {}
     for path in side.leaves:
@@ -249,6 +278,15 @@ class _Owners:
       return path
     return next((self._by_tail[tail] for tail in _tails(path) if tail in self._by_tail), path)
 
+  def is_placeholder(self, path: str) -> bool:
+    """Whether a leaf only stands in for what an optimizer does not keep of a parameter: one element."""
+    leaf = self._leaves[path]
+    return (
+      path in self._places
+      and math.prod(leaf.shape) == 1
+      and leaf.shape != self._leaves[self.of(path)].shape
+    )
+
 
 def _tails(path: str) -> Iterator[str]:
   """`a/b/c`, `b/c`, `c`."""
@@ -258,7 +296,7 @@ def _tails(path: str) -> Iterator[str]:
     yield path
 
 
-def _scanned(moves: Iterable[str], wanted: Side, owners: _Owners) -> dict[str, str]:
+def _scanned(moves: Iterable[str], wanted: Side, owners: Owners) -> dict[str, str]:
   """The largest folders around what moves in which all that has names moves; and where, in each."""
   movers = {owners.of(path) for path in moves}
   stay = {
@@ -298,6 +336,9 @@ def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
 _LOOK = 'look the paths up with flax-spmd checkpoint show.'
 _UNCLEAR = (
   'give it names in the model; a checkpoint without them is converted by a model of other sizes only.'
+)
+_ODD = (
+  "such state cannot be converted; keep the target's own with missing=, and leave it out with unused=."
 )
 _COUNT = 'give the model as many layers as were saved.'
 

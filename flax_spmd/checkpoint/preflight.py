@@ -111,7 +111,8 @@ def preflight(
     source.path,
     {path: routes[path] for path in target.values if path in routes},
     problems,
-    [f'{to}: taken from {at}, the same kind of state.' for to, at in matched.moved.items()],
+    [f'{to}: taken from {at}, the same kind of state.' for to, at in matched.moved.items()]
+    + _replicated(saved, target, matched.routes),
     sum(saved.leaves[path].bytes for path in sources),
     per_device,
     at_once,
@@ -123,8 +124,8 @@ def _saved(source: Source, conversion: Conversion) -> Side:
   """What of a checkpoint is to be matched: all of it, or the part that is wanted."""
   leaves, kinds = source.record.leaves, source.record.kinds
   if conversion.only is not None:
-    inside = f'{conversion.only}/'
-    leaves = {path: leaf for path, leaf in leaves.items() if conversion.renamed(path).startswith(inside)}
+    conversion.check_part(leaves)
+    leaves = {path: leaf for path, leaf in leaves.items() if conversion.wants(conversion.renamed(path))}
   return Side(leaves, kinds)
 
 
@@ -166,6 +167,29 @@ def _free_bytes(values: Mapping[str, Any]) -> int | None:
 
 def _was_sharded(saved: Mapping[str, Leaf]) -> bool:
   return any(any(axis is not None for axis in leaf.spec or ()) for leaf in saved.values())
+
+
+def _replicated(saved: Side, target: Target, routes: Mapping[str, Route]) -> list[str]:
+  """What lies whole on each of several devices, though parts of it did when it was saved."""
+  paths = [
+    path
+    for path, route in routes.items()
+    if any(_was_sharded({at: saved.leaves[at]}) for at in route.sources)
+    and _is_whole(target.values[path])
+  ]
+  more = f' and {len(paths) - _SHOWN} more' if len(paths) > _SHOWN else ''
+  return [f'Sharded when saved, now whole on every device: {", ".join(paths[:_SHOWN])}{more}.'] * bool(
+    paths
+  )
+
+
+def _is_whole(value: Any) -> bool:
+  sharding = getattr(value, 'sharding', None)
+  return (
+    sharding is not None
+    and len(sharding.device_set) > 1
+    and sharding.shard_shape(value.shape) == value.shape
+  )
 
 
 def _could_shard(values: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +13,20 @@ from flax_spmd import toml, trees
 from flax_spmd.boxes import LogicallyPartitioned, Partitioned
 from flax_spmd.checkpoint import record as records
 from flax_spmd.checkpoint import skeleton
-from flax_spmd.checkpoint.conversion import Conversion, Stack
-from flax_spmd.checkpoint.matching import Side, without
+from flax_spmd.checkpoint.conversion import Conversion
+from flax_spmd.checkpoint.matching import Side
 from flax_spmd.checkpoint.record import NUMBERS, Leaf, Record, dtype_of
+from flax_spmd.checkpoint.restacking import restacked
 from flax_spmd.checkpoint.skeleton import Skeleton
-from flax_spmd.errors import CheckpointError, Problem, TargetError, did_you_mean, problems_text
+from flax_spmd.errors import (
+  CheckpointDamagedError,
+  CheckpointError,
+  FlaxSpmdError,
+  MeshError,
+  Problem,
+  TargetError,
+  problems_text,
+)
 from flax_spmd.layout import Layout
 from flax_spmd.mesh import make_mesh
 from flax_spmd.optimizer_state import key_value
@@ -51,18 +60,34 @@ def of_tree(tree: Any, layout: Layout | None, only: str | None) -> Target:
   Raises:
     TargetError: leaves do not say where they go (all of them).
   """
-  inner, prefix = _part(tree, only), f'{only}/' if only else ''
+  inner = _part(tree, only)
   apart = skeleton.take_apart(trees.unbox(inner, apply_constraint=False))
-  paths = [prefix + path for path in skeleton.paths(apart.skeleton)]
+  paths = [_below(only, path) for path in skeleton.paths(apart.skeleton)]
   values = records.by_path(paths, apart.leaves)
   _check(values)
-  names = leaf_names(inner) if layout is None else layout.names(inner)
+  names = _names(tree, inner, only, layout)
   leaves = {
     path: records.describe(value, given)
     for (path, value), given in zip(values.items(), names, strict=True)
   }
-  kinds = {prefix + path: kind for path, kind in apart.kinds.items()}
+  kinds = {_below(only, path): kind for path, kind in apart.kinds.items()}
   return Target(values, Side(leaves, kinds), jax.tree.structure(inner).unflatten)
+
+
+def _below(only: str | None, path: str) -> str:
+  """A path within the part that is wanted, as one of the whole."""
+  if not only:
+    return path
+  return only if path == skeleton.ROOT else f'{only}/{path}'
+
+
+def _names(tree: Any, inner: Any, only: str | None, layout: Layout | None) -> list[Any]:
+  """The names of the leaves of a part; a layout knows a state without boxes as a whole only."""
+  if layout is None:
+    return leaf_names(inner)
+  numbered = jax.tree.structure(tree).unflatten(range(len(jax.tree.leaves(tree))))
+  names = layout.names(tree)
+  return [names[number] for number in jax.tree.leaves(_part(numbered, only))]
 
 
 def _part(tree: Any, only: str | None) -> Any:
@@ -124,10 +149,34 @@ def layout_of(record: Record, layout: Layout | None, mesh: Any, rules: Any) -> L
       'The checkpoint says nothing of its layout.\n'
       'Fix: pass a target, layout.abstract(...), or layout=, or both mesh= and rules=.'
     )
-  parsed = toml.read(record.layout)
+  parsed = _parsed(record.layout)
   if mesh is None:
-    mesh = make_mesh(parsed.axes, axis_types=parsed.types)
+    mesh = _made(parsed)
   return Layout(mesh, parsed.rules if rules is None else rules)
+
+
+def _parsed(text: str) -> Any:
+  try:
+    return toml.read(text)
+  except (FlaxSpmdError, ValueError, TypeError, RecursionError) as error:
+    raise CheckpointDamagedError(
+      f'The layout that the checkpoint was saved under cannot be read: {error}\n{_OTHER_MESH}'
+    ) from error
+
+
+def _made(parsed: Any) -> Any:
+  """The recorded mesh, of all devices that there are."""
+  size = math.prod(parsed.axes.values())
+  if size != jax.device_count():
+    axes = ', '.join(f'{name!r}: {size}' for name, size in parsed.axes.items())
+    raise MeshError(
+      f'The checkpoint was saved on a mesh of {size} devices, {{{axes}}}; there are {jax.device_count()}.\n'
+      f'{_OTHER_MESH}'
+    )
+  return make_mesh(parsed.axes, axis_types=parsed.types)
+
+
+_OTHER_MESH = 'Fix: pass mesh=, make_mesh(...) of the devices to use, and rules= if they are others.'
 
 
 def of_record(record: Record, layout: Layout, conversion: Conversion, boxed: bool) -> Target:
@@ -154,8 +203,7 @@ def of_record(record: Record, layout: Layout, conversion: Conversion, boxed: boo
   }
   part = _part(tree, conversion.only)
   form = jax.tree.structure(part if boxed else trees.unbox(part, apply_constraint=False))
-  inside = f'{conversion.only}/' if conversion.only else ''
-  values = {path: value for path, value in placed.items() if path.startswith(inside)}
+  values = {path: value for path, value in placed.items() if conversion.wants(path)}
   described = {path: records.describe(value, leaves[path].names) for path, value in values.items()}
   return Target(values, Side(described, record.kinds), form.unflatten)
 
@@ -183,43 +231,10 @@ def _converted(record: Record, conversion: Conversion) -> dict[str, Leaf]:
     to = conversion.renamed(path)
     if to != path or path not in leaves:
       leaves[to] = leaf
-  if conversion.only and not any(path.startswith(f'{conversion.only}/') for path in leaves):
-    tops = dict.fromkeys(path.partition('/')[0] for path in leaves)
-    raise CheckpointError(
-      f'The checkpoint has no part {conversion.only!r}; it has {", ".join(tops)}.'
-      f'{did_you_mean(conversion.only, tops)}\nFix: pass only= one of them, or the path of a part of one.'
-    )
+  conversion.check_part(record.leaves)
   for stack in conversion.stacks:
-    leaves = _restacked(leaves, stack)
+    leaves = restacked(leaves, record.kinds, stack)
   return {path: _recast(leaf, conversion) for path, leaf in leaves.items()}
-
-
-def _restacked(leaves: Mapping[str, Leaf], stack: Stack) -> dict[str, Leaf]:
-  """Stacked leaves taken apart and single ones put together, along dimension 0 if none is given."""
-  found: dict[str, Leaf] = {}
-  counts = collections.Counter(pair[0] for path in leaves if (pair := stack.number(path)))
-  for path, leaf in leaves.items():
-    pair = stack.number(path)
-    if pair is not None:
-      axis = (stack.axis or 0) % (len(leaf.shape) + 1)
-      names = None if leaf.names is None else _with(leaf.names, axis, stack.name)
-      found[pair[0]] = leaf._replace(
-        shape=_with(leaf.shape, axis, counts[pair[0]]), names=names, value=None
-      )
-    elif stack.split(path) is not None and leaf.shape:
-      axis = (stack.axis or 0) % len(leaf.shape)
-      names = None if leaf.names is None else without(leaf.names, axis)
-      for number in range(leaf.shape[axis]):
-        found[stack.single_path(path, number)] = leaf._replace(
-          shape=without(leaf.shape, axis), names=names
-        )
-    else:
-      found[path] = leaf
-  return found
-
-
-def _with(axes: tuple[Any, ...], axis: int, entry: Any) -> tuple[Any, ...]:
-  return (*axes[:axis], entry, *axes[axis:])
 
 
 def _recast(leaf: Leaf, conversion: Conversion) -> Leaf:
