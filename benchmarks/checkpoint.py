@@ -23,7 +23,6 @@ import gc
 import json
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
