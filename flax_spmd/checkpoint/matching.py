@@ -334,9 +334,7 @@ def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
 
 
 _LOOK = 'look the paths up with flax-spmd checkpoint show.'
-_UNCLEAR = (
-  'give it names in the model; a checkpoint without them is converted by a model of other sizes only.'
-)
+_UNCLEAR = 'give it names in the model before it is saved; or keep the old axis, and transpose it after the restore.'
 _ODD = (
   "such state cannot be converted; keep the target's own with missing=, and leave it out with unused=."
 )

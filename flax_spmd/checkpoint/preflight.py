@@ -72,7 +72,7 @@ class Preflight(NamedTuple):
         f'Every device will hold all {size_text(self.bytes_per_device)} of {self.path}, which was sharded '
         'when it was saved: the target shards nothing. If that is not meant, look at its rules with '
         'layout.check(...).',
-        stacklevel=4,
+        stacklevel=3,
       )
 
 
@@ -112,7 +112,8 @@ def preflight(
     {path: routes[path] for path in target.values if path in routes},
     problems,
     [f'{to}: taken from {at}, the same kind of state.' for to, at in matched.moved.items()]
-    + _replicated(saved, target, matched.routes),
+    + _replicated(saved, target, matched.routes)
+    + _no_longer_sharded(saved, target),
     sum(saved.leaves[path].bytes for path in sources),
     per_device,
     at_once,
@@ -183,6 +184,25 @@ def _replicated(saved: Side, target: Target, routes: Mapping[str, Route]) -> lis
   )
 
 
+def _no_longer_sharded(saved: Side, target: Target) -> list[str]:
+  """Names that were sharded in some leaf when it was saved, and are in none now, as by a rule that is mistyped."""
+  before = {
+    name
+    for leaf in saved.leaves.values()
+    for name, axis in zip(leaf.names or (), leaf.spec or (), strict=False)
+    if name is not None and axis is not None
+  }
+  now: set[Any] = set()
+  there: set[Any] = set()
+  for leaf in target.side.leaves.values() if before else ():
+    there.update(leaf.names or ())
+    now.update(
+      name for name, axis in zip(leaf.names or (), leaf.spec or (), strict=False) if axis is not None
+    )
+  lost = sorted(str(name) for name in before & there - now)
+  return [f'Sharded when saved, now in no leaf: the name {name!r}.' for name in lost]
+
+
 def _is_whole(value: Any) -> bool:
   sharding = getattr(value, 'sharding', None)
   return (
@@ -194,13 +214,11 @@ def _is_whole(value: Any) -> bool:
 
 def _could_shard(values: Mapping[str, Any]) -> bool:
   """Whether the target has several devices, or took the first one because nobody said which."""
-  for value in values.values():
-    sharding = getattr(value, 'sharding', None)
-    if sharding is None:
-      return False
-    if isinstance(sharding, jax.sharding.NamedSharding):
-      return sharding.mesh.size > 1
-  return jax.device_count() > 1
+  found = [sharding for value in values.values() if (sharding := getattr(value, 'sharding', None))]
+  named = [sharding for sharding in found if isinstance(sharding, jax.sharding.NamedSharding)]
+  if named:
+    return any(sharding.mesh.size > 1 for sharding in named)
+  return bool(found) and jax.device_count() > 1
 
 
 def mismatch_text(path: Any, problems: Sequence[Problem]) -> str:

@@ -51,7 +51,8 @@ def restore(
       whether there are boxes may all differ from what was saved. None: a tree of dicts and lists, as
       the checkpoint's record has it, under `layout`.
     layout: with a target, the layout that planned it, which knows the names of a state without
-      boxes. Without one, where everything goes.
+      boxes; without it, the names of such a state are not compared. Without a target, where everything
+      goes.
     mesh, rules: in place of `layout`; what is not given is as it was saved.
     only: path of the part that is wanted, such as `'params'`. The result is that part.
     renames: regular expressions that are found in saved paths, and what they become; the first one
@@ -85,7 +86,8 @@ def restore(
       not fit the layout.
 
   Warns:
-    UserWarning: every device will hold everything, though it was sharded when it was saved.
+    UserWarning: every device will hold everything, though it was sharded when it was saved; or, without
+      a target, a logical name has no rule but is nearly one that has.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))

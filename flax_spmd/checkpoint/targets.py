@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from flax_spmd.errors import (
   MeshError,
   Problem,
   TargetError,
+  did_you_mean,
   problems_text,
 )
 from flax_spmd.layout import Layout
@@ -192,6 +194,7 @@ def of_record(record: Record, layout: Layout, conversion: Conversion, boxed: boo
     LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
   """
   leaves = _converted(record, conversion)
+  _warn_of_typos(leaves.values(), layout)
   tree = _nested({path: _box(leaf) for path, leaf in leaves.items()}, _list_lengths(record.skeleton))
   apart = skeleton.take_apart(trees.unbox(tree, apply_constraint=False))
   shardings = jax.tree.leaves(layout.sharding(tree))
@@ -206,6 +209,15 @@ def of_record(record: Record, layout: Layout, conversion: Conversion, boxed: boo
   values = {path: value for path, value in placed.items() if conversion.wants(path)}
   described = {path: records.describe(value, leaves[path].names) for path, value in values.items()}
   return Target(values, Side(described, record.kinds), form.unflatten)
+
+
+def _warn_of_typos(leaves: Iterable[Leaf], layout: Layout) -> None:
+  """Nobody else tells of a name that is nearly one with a rule: there is no tree that `check` could see."""
+  known = layout.rules.by_name
+  for name in dict.fromkeys(name for leaf in leaves for name in leaf.names or ()):
+    meant = did_you_mean(name, known) if isinstance(name, str) and name not in known else ''
+    if meant:
+      warnings.warn(f'{name!r}: no rule for this logical name; it is replicated.{meant}', stacklevel=5)
 
 
 def _placed(value: Any, sharding: Any) -> jax.ShapeDtypeStruct:

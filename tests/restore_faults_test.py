@@ -1,0 +1,596 @@
+"""Each row of the tables of faults of plain Orbax and flax.training.checkpoints: it works, or it is refused
+before a byte of an array is read, by a text that names each leaf and the fix."""
+
+import warnings
+from textwrap import dedent
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as v0
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from tests.checkpoint_states import (
+  LAYOUTS,
+  OPTIMIZERS,
+  RULES,
+  Model,
+  assert_equal,
+  assert_lies_as,
+  create,
+  one_by_one,
+)
+
+SGD = optax.sgd(0.1)
+ADAMW = OPTIMIZERS['adamw']
+LAYOUT, OTHER = LAYOUTS['two_by_four'](), LAYOUTS['eight']()
+TREE_FIX = (
+  'Fix: restore into a state of the model and optimizer that was saved; '
+  "for leaves that were renamed, pass renames={'old': 'new'}; "
+  "to keep the target's own values for what is not saved, missing='regex'; "
+  "to leave saved leaves out, unused='regex'."
+)
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """Saves a state once under its name; gives it and its path."""
+  folder, there = tmp_path_factory.mktemp('faults'), {}
+
+  def get(name, make, layout=LAYOUT, **options):
+    if name not in there:
+      state = make()
+      checkpoint.save(folder / name, state, layout=layout, **options)
+      there[name] = state, folder / name
+    return there[name]
+
+  return get
+
+
+@pytest.fixture
+def adamw(saved):
+  return saved('adamw', lambda: LAYOUT.init(create, ADAMW))
+
+
+@pytest.fixture
+def small(saved):
+  return saved('small', lambda: LAYOUT.shard(boxes()))
+
+
+def boxes(shape=(8, 4), names=('embed', 'mlp'), dtype=jnp.float32):
+  w = jnp.arange(np.prod(shape)).reshape(shape).astype(dtype)
+  return {'w': spmd.LogicallyPartitioned(w, names), 'b': jnp.ones(4)}
+
+
+@pytest.fixture
+def refused(monkeypatch):
+  """Restores with whatever reads arrays out of order; gives the text of the error."""
+
+  def fail(*_, **__):
+    raise AssertionError('arrays were read')
+
+  def text_of(*args, kind=errors.CheckpointMismatchError, **kwargs):
+    with monkeypatch.context() as patch:
+      patch.setattr(checkpoint.sources.OrbaxSource, 'read', fail)
+      patch.setattr(checkpoint.sources.FlaxSource, 'read', fail)
+      patch.setattr(ocp, 'load', fail)
+      patch.setattr(v0.PyTreeCheckpointHandler, 'restore', fail)
+      with pytest.raises(kind) as caught:
+        checkpoint.restore(*args, **kwargs)
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 40
+    return text
+
+  return text_of
+
+
+def lines(*wanted):
+  return '\n'.join(wanted)
+
+
+# -- layouts and boxes
+
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_row_other_layouts_and_boxes(adamw, name):
+  """(2,4) -> (8,), (4,2), (1,1), (2,2), swapped rules, DP; boxed -> unboxed."""
+  state, path = adamw
+  target = LAYOUTS[name]().abstract(create, ADAMW, boxed=False)
+  with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter('always', UserWarning)
+    restored = checkpoint.restore(path, target)
+  assert_equal(state, restored)
+  assert_lies_as(restored, target)
+  assert [w.category for w in told] == [UserWarning] * (name == 'replicated')
+
+
+def test_row_unboxed_to_boxed(saved):
+  layout = LAYOUTS['four_by_two']()
+  state, path = saved('unboxed', lambda: layout.init(create, ADAMW, boxed=False), layout)
+  target = LAYOUT.abstract(create, ADAMW)
+  restored = checkpoint.restore(path, target)
+  assert_equal(state, restored)
+  assert_lies_as(restored, target)
+  assert restored.params['blocks']['Dense_0']['kernel'].names == ('layers', 'embed', 'mlp')
+
+
+def test_row_no_target_on_other_numbers_of_devices(saved, refused):
+  """No target: 8 of 16 devices used silently, or an error without a hint."""
+  layout = LAYOUTS['four_devices']()
+  state, path = saved('four', lambda: layout.init(create, SGD), layout)
+  assert refused(path, kind=errors.MeshError) == dedent("""\
+    The checkpoint was saved on a mesh of 4 devices, {'data': 2, 'model': 2}; there are 8.
+    Fix: pass mesh=, make_mesh(...) of the devices to use, and rules= if they are others.""")
+  restored = checkpoint.restore(path, mesh=spmd.make_mesh({'data': 4, 'model': 2}))
+  assert_equal(state.params, restored['params'])
+  kernel = restored['params']['blocks']['Dense_0']['kernel']
+  assert kernel.sharding.spec == P(None, 'data', 'model') and len(kernel.sharding.device_set) == 8
+
+
+def test_row_a_target_without_shardings(small, refused):
+  target = jax.eval_shape(lambda: spmd.unbox(boxes()))
+  assert (
+    refused(small[1], target, kind=errors.TargetError)
+    == dedent("""\
+    b (float32[4]) has no sharding.
+    w (float32[8,4]) has no sharding.
+    Fix: build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.""")
+  )
+
+
+def test_row_adafactor_boxed(saved):
+  tx = OPTIMIZERS['adafactor']
+  state, path = saved('adafactor', lambda: LAYOUT.init(create, tx))
+  target = OTHER.abstract(create, tx)
+  restored = checkpoint.restore(path, target)
+  assert_equal(state, restored)
+  assert_lies_as(restored, target)
+
+
+# -- scans
+
+
+def test_row_scan_to_unrolled(saved, refused):
+  state, path = saved('scanned', lambda: LAYOUT.init(create, SGD))
+  target = OTHER.abstract(create, SGD, Model(axis=None))
+  leaves = [
+    ('Dense_0/bias', '32'),
+    ('Dense_0/kernel', '16,32'),
+    ('Dense_1/kernel', '32,16'),
+    ('scale', '16'),
+  ]
+  assert refused(path, target) == lines(
+    f'The checkpoint {path} does not fit the target:',
+    *(
+      f'params/blocks_{n}/{leaf}: in the target (float32[{shape}]), not in the checkpoint. '
+      f"Did you mean 'params/blocks/{leaf}'?"
+      for n in range(3)
+      for leaf, shape in leaves
+    ),
+    *(
+      f'params/blocks/{leaf}: in the checkpoint (float32[3,{shape}]), not in the target.'
+      for leaf, shape in leaves
+    ),
+    "Fix: one side has stacked layers, the other single ones: pass stacks={'blocks': 'blocks_{}'}.",
+  )
+  restored = checkpoint.restore(path, target, stacks={'blocks': 'blocks_{}'})
+  assert_equal(one_by_one(state), restored)
+  assert_lies_as(restored, target)
+
+
+def test_row_unrolled_to_scan(saved, refused):
+  state, path = saved('unrolled', lambda: LAYOUT.init(create, SGD, Model(axis=None)))
+  target = OTHER.abstract(create, SGD)
+  text = refused(path, target)
+  assert "pass stacks={'blocks': 'blocks_{}'}." in text.splitlines()[-1]
+  restored = checkpoint.restore(path, target, stacks={'blocks': 'blocks_{}'})
+  assert_equal(state, one_by_one(restored))
+  assert_lies_as(restored, target)
+
+
+def test_row_scan_axis_0_to_1(saved, refused):
+  state, path = saved('scanned', lambda: LAYOUT.init(create, SGD))
+  target = OTHER.abstract(create, SGD, Model(axis=1))
+  assert (
+    refused(path, target)
+    == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    params/blocks/Dense_0/bias: float32[3,32] in the checkpoint, float32[32,3] in the target.
+    params/blocks/Dense_0/kernel: float32[layers=3, embed=16, mlp=32] in the checkpoint, float32[embed=16, layers=3, mlp=32] in the target.
+    params/blocks/Dense_1/kernel: float32[layers=3, mlp=32, embed=16] in the checkpoint, float32[mlp=32, layers=3, embed=16] in the target.
+    params/blocks/scale: float32[3,16] in the checkpoint, float32[16,3] in the target.
+    Fix: give the model the sizes and dtypes that it was saved with.
+    Fix: to move the dimension to where the target has it, pass moved='layers'; if a name was wrong, pass axes={{old: new}}.""")
+  )
+  restored = checkpoint.restore(path, target, moved='layers')
+  assert_equal(one_by_one(state), one_by_one(restored))
+  assert_lies_as(restored, target)
+
+
+SQUARE = {'features': 16, 'layers': 16}
+
+
+def test_row_scan_axis_0_to_1_of_square_arrays(saved, refused):
+  """Silent in plain Orbax: every shape fits."""
+  _, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
+  target = OTHER.abstract(create, SGD, Model(axis=1, **SQUARE))
+  assert (
+    refused(path, target)
+    == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    params/blocks/Dense_0/kernel: float32[layers=16, embed=16, mlp=16] in the checkpoint, float32[embed=16, layers=16, mlp=16] in the target.
+    params/blocks/Dense_1/kernel: float32[layers=16, mlp=16, embed=16] in the checkpoint, float32[mlp=16, layers=16, embed=16] in the target.
+    Fix: to move the dimension to where the target has it, pass moved='layers'; if a name was wrong, pass axes={{old: new}}.""")
+  )
+  assert (
+    refused(path, target, moved='layers')
+    == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    params/blocks/scale: float32[16,16] has no names, so it may have moved or not.
+    Fix: give it names in the model before it is saved; or keep the old axis, and transpose it after the restore.""")
+  )
+
+
+def test_row_a_square_scan_moves_what_lies_beside_named_leaves(saved):
+  state, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
+  target = OTHER.abstract(create, SGD, Model(axis=1, **SQUARE)).params['blocks']['Dense_0']
+  part = checkpoint.restore(path, target, only='params/blocks/Dense_0', moved='layers')
+  saved_part = spmd.unbox(state.params['blocks']['Dense_0'])
+  np.testing.assert_array_equal(part['kernel'].value, np.moveaxis(saved_part['kernel'], 0, 1))
+  np.testing.assert_array_equal(part['bias'], np.asarray(saved_part['bias']).T)
+
+
+def test_row_a_square_scan_to_unrolled(saved, refused):
+  state, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
+  target = OTHER.abstract(create, SGD, Model(axis=None, **SQUARE))
+  text = refused(path, target, stacks={'blocks': 'blocks_{}'})
+  said = 'dimensions 0 and 1 of float32[16,16] could each be that of the layers.'
+  assert f'params/blocks_3/scale: {said}' in text.splitlines()
+  assert text.splitlines()[-1] == "Fix: say which one: stacks={'blocks': ('blocks_{}', 0)}."
+  restored = checkpoint.restore(path, target, stacks={'blocks': ('blocks_{}', 0)})
+  for number in (0, 7, 15):
+    one = jax.tree.map(lambda x, n=number: np.asarray(x)[n], spmd.unbox(state.params['blocks']))
+    assert_equal(one, restored.params[f'blocks_{number}'])
+
+
+# -- parts, and what is missing
+
+
+def test_row_parameters_only(adamw):
+  state, path = adamw
+  target = OTHER.abstract(create, ADAMW)
+  for wanted in (target, target.params):  # the whole, or the part itself
+    restored = checkpoint.restore(path, wanted, only='params')
+    assert_equal(state.params, restored)
+    assert_lies_as(restored, target.params)
+
+
+def test_row_parameters_only_from_the_wrong_root(saved, refused):
+  """Restores nothing in plain Orbax, and says nothing."""
+  _, path = saved('scanned', lambda: LAYOUT.init(create, SGD))
+  target = OTHER.abstract(create, SGD)
+  leaves = [
+    ('blocks/Dense_0/bias', '3,32'),
+    ('blocks/Dense_0/kernel', '3,16,32'),
+    ('blocks/Dense_1/kernel', '3,32,16'),
+    ('blocks/scale', '3,16'),
+    ('head/bias', '4'),
+    ('head/kernel', '16,4'),
+  ]
+  inside = [
+    f'params/{leaf}: in the checkpoint (float32[{shape}]), not in the target.' for leaf, shape in leaves
+  ]
+  assert refused(path, target.params) == lines(
+    f'The checkpoint {path} does not fit the target:',
+    *(
+      f"{leaf}: in the target (float32[{shape}]), not in the checkpoint. Did you mean 'params/{leaf}'?"
+      for leaf, shape in leaves
+    ),
+    'step: in the checkpoint (int32[]), not in the target.',
+    *inside,
+    'rng: in the checkpoint (key<fry>[]), not in the target.',
+    "Fix: the target is a part of what was saved: pass only='params'.",
+  )
+  assert refused(path, target, kind=errors.CheckpointError, only='param') == dedent("""\
+    The checkpoint has no part 'param'; it has step, params, rng. Did you mean 'params'?
+    Fix: pass only= one of them, or the path of a part of one.""")
+
+
+def test_row_missing_leaves(small, refused):
+  """Shapes are left in the state by plain Orbax."""
+  state, path = small
+  target = OTHER.abstract(lambda: {**boxes(), 'new': jnp.ones(3)})
+  assert (
+    refused(path, target)
+    == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    new: in the target (float32[3]), not in the checkpoint.
+    Fix: restore into a state of the model and optimizer that was saved; to keep the target's own values for what is not saved, missing='regex'.""")
+  )
+  assert refused(path, target, missing='^new$') == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    new: its own value is to stay, but the target has only its shape, float32[3].
+    Fix: pass a state with values as the target, as layout.init makes.""")
+  there = {**OTHER.shard(jax.tree.map(jnp.zeros_like, boxes())), 'new': jnp.full(3, 7.0)}
+  restored = checkpoint.restore(path, there, missing='^new$')
+  assert_equal(state, {k: restored[k] for k in 'bw'})
+  assert restored['new'].tolist() == [7, 7, 7]
+
+
+def test_row_optimizer_changed(saved, refused):
+  """ "(list,2) vs (list,3)", no leaf named."""
+  layout = OTHER
+  make = lambda tx: {'w': jnp.ones(8), 'opt': tx.init({'w': jnp.ones(8)})}
+  _, path = saved('adam', lambda: layout.init(make, optax.adam(1e-3)), layout)
+  assert refused(path, layout.abstract(make, optax.lion(1e-3))) == lines(
+    f'The checkpoint {path} does not fit the target:',
+    'opt/0/count: in the target (int32[] of ScaleByLionState), not in the checkpoint.',
+    'opt/0/mu/w: in the target (float32[8] of ScaleByLionState), not in the checkpoint. '
+    "Did you mean 'opt/0/nu/w'?",
+    'opt/0/count: in the checkpoint (int32[] of ScaleByAdamState), not in the target.',
+    'opt/0/mu/w: in the checkpoint (float32[8] of ScaleByAdamState), not in the target.',
+    'opt/0/nu/w: in the checkpoint (float32[8] of ScaleByAdamState), not in the target.',
+    TREE_FIX,
+  )
+
+
+# -- shapes, dtypes, names
+
+
+@pytest.mark.parametrize('kind', ['abstract', 'array', 'numpy'])
+def test_row_shape_mismatch(small, refused, kind):
+  """Names no parameter, and the first only; into a numpy target the stored shape comes back."""
+  _, path = small
+  target = {
+    'abstract': lambda: OTHER.abstract(lambda: {**boxes((8, 6)), 'b': jnp.ones(8)}),
+    'array': lambda: OTHER.shard({**boxes((8, 6)), 'b': jnp.ones(8)}),
+    'numpy': lambda: {'w': np.ones((8, 6), np.float32), 'b': np.ones(8, np.float32)},
+  }[kind]()
+  assert refused(path, target) == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    b: float32[4] in the checkpoint, float32[8] in the target.
+    w: float32[8,4] in the checkpoint, float32[8,6] in the target.
+    Fix: give the model the sizes and dtypes that it was saved with.""")
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'bool', 'float8_e4m3fn', 'bfloat16', 'int32', 'complex64'])
+@pytest.mark.parametrize('dtypes', ['keep', 'cast'])
+def test_row_float32_to_less(small, refused, dtype, dtypes):
+  """Silent in plain Orbax; NaN for float8."""
+  _, path = small
+  target = OTHER.abstract(lambda: {**boxes(), 'b': jnp.ones(4, dtype)})
+  assert refused(path, target, dtypes=dtypes) == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    b: float32[4] in the checkpoint, {dtype}[4] in the target.
+    Fix: digits are lost on the way; if that is meant, pass dtypes={{'float32': '{dtype}'}}.""")
+  restored = checkpoint.restore(path, target['b'], only='b', dtypes={'float32': dtype})
+  assert restored.dtype == dtype and restored.tolist() == [1] * 4
+
+
+def test_row_indivisible_dimension(small, refused):
+  _, path = small
+  mesh = spmd.make_mesh({'data': 1, 'model': 3}, devices=jax.devices()[:3])
+  assert (
+    refused(path, mesh=mesh, kind=errors.LayoutError)
+    == dedent("""\
+    w, dim 1 'mlp': size 4 is not divisible by mesh axis 'model' (3), asked for by rule 1 ('mlp', 'model').
+    Fix: pad it to 6, put the rule ('mlp', None) before rule 1 to replicate it, or give the table indivisible='next' or 'replicate'.""")
+  )
+  with pytest.raises(errors.LayoutError, match="w, dim 1 'mlp': size 4 is not divisible"):
+    spmd.Layout(mesh, RULES).abstract(boxes)
+
+
+def test_row_logical_names_changed_at_the_same_shapes(saved, refused):
+  """Silent in plain Orbax."""
+  state, path = saved('names', lambda: LAYOUT.shard(boxes((8, 8))))
+  other = LAYOUT.abstract(lambda: boxes((8, 8), ('embed', 'heads')))
+  assert refused(path, other) == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    w: float32[embed=8, mlp=8] in the checkpoint, float32[embed=8, heads=8] in the target.
+    Fix: if the names mean the same, pass axes={{'mlp': 'heads'}}; if not, mend the model.""")
+  assert_equal(state, checkpoint.restore(path, other, axes={'mlp': 'heads'}))
+  swapped = LAYOUT.abstract(lambda: boxes((8, 8), ('mlp', 'embed')))
+  assert (
+    refused(path, swapped)
+    == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    w: float32[embed=8, mlp=8] in the checkpoint, float32[mlp=8, embed=8] in the target.
+    Fix: to move the dimension to where the target has it, pass moved='embed'; if a name was wrong, pass axes={{old: new}}.""")
+  )
+  moved = checkpoint.restore(path, swapped, moved='embed')
+  np.testing.assert_array_equal(moved['w'].value, np.asarray(state['w'].value).T)
+
+
+@pytest.mark.parametrize('only', [None, 'params'])
+def test_row_logical_names_changed_in_a_target_without_boxes(saved, refused, only):
+  """The layout that planned it knows its names, also those of a part of it."""
+  make = lambda *names: {'params': boxes((8, 8), names), 'step': jnp.int32(0)}
+  _, path = saved('part', lambda: LAYOUT.shard(make('embed', 'mlp')))
+  layout = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('heads', 'model')))
+  target = layout.abstract(make, 'embed', 'heads', boxed=False)
+  text = refused(path, target, layout=layout, only=only)
+  assert (
+    'params/w: float32[embed=8, mlp=8] in the checkpoint, float32[embed=8, heads=8] in the target.'
+    in text
+  )
+
+
+# -- where everything goes
+
+
+def test_row_rule_typo(adamw):
+  """Replicated without a word in plain Orbax."""
+  _, path = adamw
+  rules = (('embd', 'data'), ('mlp', 'model'))
+  with pytest.warns(UserWarning) as told:
+    checkpoint.restore(path, mesh=spmd.make_mesh({'data': 2, 'model': 4}), rules=rules)
+  assert [str(w.message) for w in told] == [
+    "'embed': no rule for this logical name; it is replicated. Did you mean 'embd'?"
+  ]
+  assert told[0].filename == __file__
+  target = spmd.Layout({'data': 2, 'model': 4}, rules).abstract(create, ADAMW)
+  assert checkpoint.preflight(path, target).notes == [
+    "Sharded when saved, now in no leaf: the name 'embed'."
+  ]
+
+
+ALL_OF_IT = (
+  'Every device will hold all {size} of {path}, which was sharded when it was saved: the target shards nothing. '
+  'If that is not meant, look at its rules with layout.check(...).'
+)
+
+
+@pytest.mark.parametrize('how', ['no rules', 'unboxed', 'default device'])
+def test_row_empty_rules_no_boxes_or_device_0(adamw, how):
+  """All on every device, or all on device 0, without a word in plain Orbax."""
+  _, path = adamw
+  target = {
+    'no rules': lambda: LAYOUTS['replicated']().abstract(create, ADAMW),
+    'unboxed': lambda: LAYOUT.abstract(lambda: spmd.unbox(create(ADAMW))),
+    'default device': lambda: create(ADAMW),
+  }[how]()
+  with pytest.warns(UserWarning) as told:
+    checkpoint.restore(path, target)
+  size = checkpoint.preflight(path, target).bytes_per_device
+  assert [str(w.message) for w in told] == [ALL_OF_IT.format(size=f'{size / 1024:.1f} KiB', path=path)]
+  assert told[0].filename == __file__
+
+
+def test_row_one_device_that_was_asked_for_is_no_surprise(adamw):
+  checkpoint.restore(adamw[1], LAYOUTS['one_device']().abstract(create, ADAMW))
+
+
+def test_row_metadata_only(adamw):
+  """Names, kinds and layout are there without a byte of arrays; plain Orbax has a tree of dicts and lists."""
+  state, path = adamw
+  found = checkpoint.preflight(path, layout=OTHER)
+  assert not found.problems and found.bytes_read == sum(x.nbytes for x in jax.tree.leaves(state))
+  record = checkpoint.sources.open_source(path).record
+  assert record.kinds['opt_state/0'] == 'ScaleByAdamState'
+  assert record.leaves['opt_state/0/mu/blocks/Dense_0/kernel'].names == ('layers', 'embed', 'mlp')
+  assert spmd.Layout.from_toml(record.layout) == LAYOUT
+
+
+# -- numbers and keys
+
+
+@pytest.fixture(scope='module')
+def numbers(tmp_path_factory):
+  path = tmp_path_factory.mktemp('numbers') / 'a'
+  state = {'step': 300, 'rate': 0.1, 'on': True, 'key': jax.random.key(3), 'raw': jax.random.PRNGKey(3)}
+  checkpoint.save(path, state, layout=OTHER)
+  return state, path
+
+
+def test_row_numbers_and_keys_come_back_as_they_were(numbers):
+  state, path = numbers
+  for restored in (checkpoint.restore(path, state), checkpoint.restore(path, layout=OTHER)):
+    assert (restored['step'], restored['rate'], restored['on']) == (300, 0.1, True)
+    assert list(map(type, (restored['step'], restored['rate'], restored['on']))) == [int, float, bool]
+    assert restored['key'].dtype == state['key'].dtype
+    assert_equal(state['key'], restored['key'])
+    assert_equal(state['raw'], restored['raw'])
+
+
+@pytest.mark.parametrize(
+  ('path', 'value', 'text'),
+  [
+    ('step', jnp.int8(0), '300 does not fit into int8[].\nFix: give the target a wider dtype.'),
+    ('step', jnp.float32(0), 'a Python int in the checkpoint, float32[] in the target.'),
+    ('step', True, 'a Python int in the checkpoint, a Python bool in the target.'),
+    ('step', 1.0, 'a Python int in the checkpoint, a Python float in the target.'),
+    ('step', jnp.zeros(1, jnp.int32), 'a Python int in the checkpoint, int32[1] in the target.'),
+    ('rate', jnp.bfloat16(0), '0.1 does not fit into bfloat16[].\nFix: give the target a wider dtype.'),
+    ('rate', jnp.int32(0), 'a Python float in the checkpoint, int32[] in the target.'),
+    ('on', jnp.int32(0), 'a Python bool in the checkpoint, int32[] in the target.'),
+    ('key', jnp.zeros(2, jnp.uint32), 'key<fry>[] in the checkpoint, uint32[2] in the target.'),
+    ('key', jax.random.key(0, impl='rbg'), 'key<fry>[] in the checkpoint, key<rbg>[] in the target.'),
+    ('raw', jax.random.key(0), 'uint32[2] in the checkpoint, key<fry>[] in the target.'),
+    ('raw', 3, 'uint32[2] in the checkpoint, a Python int in the target.'),
+  ],
+)
+def test_row_int_step_and_key_into_odd_targets(numbers, refused, path, value, text):
+  """A key checkpoint into a uint32 target returned a key; an int became an array."""
+  text = (
+    text
+    if 'Fix' in text
+    else f'{text}\nFix: give the model the sizes and dtypes that it was saved with.'
+  )
+  found = refused(numbers[1], {path: value}, unused=f'^(?!{path}$)')
+  assert found == f'The checkpoint {numbers[1]} does not fit the target:\n{path}: {text}'
+
+
+@pytest.mark.parametrize(
+  ('path', 'dtype'), [('step', 'int32'), ('step', 'uint16'), ('rate', 'float32'), ('on', 'bool')]
+)
+def test_row_a_number_into_an_array_that_holds_it(numbers, path, dtype):
+  target = OTHER.abstract(lambda: {path: jnp.zeros((), dtype)})
+  restored = checkpoint.restore(numbers[1], target, unused=f'^(?!{path}$)')[path]
+  assert_lies_as(restored, target[path])
+  assert restored == np.asarray(numbers[0][path], dtype)
+
+
+# -- other writers
+
+
+def test_row_v0_checkpoints_obey_the_target(tmp_path):
+  """v0 PyTreeRestore(item with shardings), no restore_args: the requested sharding was ignored."""
+  state = spmd.unbox(boxes())
+  with v0.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / 'a', LAYOUT.shard(state))
+  target = OTHER.abstract(boxes)
+  restored = checkpoint.restore(tmp_path / 'a', target)
+  assert_equal(state, restored)
+  assert_lies_as(restored, target)
+  assert restored['w'].value.sharding.spec == P('data', None)
+
+
+@pytest.fixture(params=['msgpack', 'orbax'])
+def by_flax(request, tmp_path):
+  use_orbax = flax.config.flax_use_orbax_checkpointing
+  flax.config.update('flax_use_orbax_checkpointing', request.param == 'orbax')
+  state = {'w': np.arange(48.0, dtype=np.float32), 'n': {'b': np.ones(3, np.float32)}}
+  with warnings.catch_warnings(action='ignore', category=DeprecationWarning):
+    flax_checkpoints.save_checkpoint(tmp_path, state, step=3)
+  flax.config.update('flax_use_orbax_checkpointing', use_orbax)
+  return state, tmp_path
+
+
+def test_row_flax_shapes_and_absent_leaves(by_flax, refused):
+  """48 -> 64 returned 48; absent leaves stayed abstract."""
+  _, folder = by_flax
+  target = OTHER.abstract(lambda: {'w': jnp.ones(64), 'n': {'b': jnp.ones(3)}, 'more': jnp.ones(2)})
+  assert refused(folder / 'checkpoint_3', target) == dedent(f"""\
+    The checkpoint {folder / 'checkpoint_3'} does not fit the target:
+    more: in the target (float32[2]), not in the checkpoint.
+    w: float32[48] in the checkpoint, float32[64] in the target.
+    Fix: restore into a state of the model and optimizer that was saved; to keep the target's own values for what is not saved, missing='regex'.
+    Fix: give the model the sizes and dtypes that it was saved with.""")
+
+
+def test_row_flax_missing_directory(by_flax, refused):
+  """A missing directory returned the target."""
+  _, folder = by_flax
+  target = OTHER.abstract(lambda: {'w': jnp.ones(48)})
+  assert refused(folder / 'nowhere', target, kind=FileNotFoundError) == dedent(f"""\
+    There is no checkpoint at {folder / 'nowhere'}; beside it are checkpoint_3.
+    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+  assert refused(folder, target, kind=FileNotFoundError) == dedent(f"""\
+    There is no checkpoint at {folder}; it holds the checkpoints checkpoint_3.
+    Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
+
+
+def test_row_flax_checkpoints_are_read(by_flax):
+  state, folder = by_flax
+  named = lambda: {'w': spmd.LogicallyPartitioned(jnp.ones(48), ('embed',)), 'n': {'b': jnp.ones(3)}}
+  target = OTHER.abstract(named)
+  restored = checkpoint.restore(folder / 'checkpoint_3', target)
+  assert_equal(state, restored)
+  assert_lies_as(restored, target)
