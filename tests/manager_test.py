@@ -181,9 +181,13 @@ def test_the_newest_that_is_whole(layout, tmp_path):
   damage(tmp_path / 'run' / '3')
   data = Batches()
   with checkpoint.Manager(tmp_path / 'run', layout) as manager:
-    with pytest.warns(UserWarning, match='The checkpoint before it is tried'):
+    with pytest.warns(UserWarning, match='kept as .3.damaged, and the checkpoint before it is tried'):
       step, state = manager.resume(create, data=data)
     assert (step, data.number, float(state['w'].value[0])) == (2, 2, 2.0)
+    assert manager.steps == [1, 2]
+    assert manager.save(3, state, force=True)
+    manager.wait()
+    damage(tmp_path / 'run' / '3')
     with pytest.raises(errors.CheckpointDamagedError):
       manager.restore(layout.abstract(create), step=3)
     damage(tmp_path / 'run' / '2')
@@ -209,6 +213,27 @@ def test_two_managers(layout, tmp_path):
     Another manager has {tmp_path / 'run'}.
     Fix: close it, wait for the other job, or use another folder.""")
   checkpoint.Manager(tmp_path / 'run', layout).close()
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'text'),
+  [
+    ({'every': 0}, 'every=0 is no number of steps.\nFix: pass 1 or more, or a policy.'),
+    ({'keep': -1}, 'keep=-1 is no number of steps.\nFix: pass 1 or more, or a policy.'),
+    ({'layout': 3}, '3 is no Layout.\nFix: pass the layout that the states live under.'),
+  ],
+)
+def test_bad_arguments(layout, tmp_path, arguments, text):
+  with pytest.raises(errors.CheckpointError) as caught:
+    checkpoint.Manager(tmp_path / 'run', **{'layout': layout} | arguments)
+  assert str(caught.value) == text
+
+
+def test_a_closed_manager(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    _, state = manager.resume(create)
+  with pytest.raises(errors.CheckpointError, match='has been closed'):
+    manager.save(1, state)
 
 
 def test_nothing_to_restore(layout, tmp_path):

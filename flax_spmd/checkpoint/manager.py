@@ -82,6 +82,7 @@ class Manager:
 
   Raises:
     CheckpointBusyError: another manager has the folder.
+    CheckpointError: an argument is not what it should be.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
@@ -110,7 +111,16 @@ class Manager:
   ):
     self.root = as_path(root)
     self.layout = layout
-    self._show, self._memory = show, memory
+    self._show, self._memory, self._closed = show, memory, False
+    if not isinstance(layout, Layout):
+      raise CheckpointError(
+        f'{layout!r} is no Layout.\nFix: pass the layout that the states live under.'
+      )
+    for name, number in (('every', every), ('keep', keep)):
+      if isinstance(number, int) and number < 1:
+        raise CheckpointError(
+          f'{name}={number} is no number of steps.\nFix: pass 1 or more, or a policy.'
+        )
     self._lock = _hold(self.root)
     self._preemption = _Preemption()
     self._checkpointer = ocp.training.Checkpointer(
@@ -157,6 +167,10 @@ class Manager:
     Raises:
       CheckpointError: as `save`; or an earlier one has failed.
     """
+    if self._closed:
+      raise CheckpointError(
+        f'The manager of {self.root} has been closed.\nFix: save before its with-block ends.'
+      )
     preempted = self._preemption.reached(step)
     if step in self.steps:
       self._preemption.saved |= preempted
@@ -213,7 +227,8 @@ class Manager:
 
     Args:
       target: as of `restore`; None: what the record says, under the manager's layout.
-      step: which one. None: the newest; if it is damaged, the one before it, with a warning.
+      step: which one. None: the newest; if it is damaged, it is renamed, and the one before it is
+        taken, with a warning.
       data: an iterator, which is set to where it was.
       **how: the other arguments of `restore`.
 
@@ -235,12 +250,28 @@ class Manager:
       except (CheckpointDamagedError, CheckpointNotFoundError) as error:
         if number == steps[0]:
           raise
-        warnings.warn(f'{error}\nThe checkpoint before it is tried.', stacklevel=2)
+        aside = self._set_aside(number)
+        warnings.warn(
+          f'{error}\nIt is kept as {aside.name}, and the checkpoint before it is tried.', stacklevel=2
+        )
         continue
       if data is not None:
         _set_data(path, data)
       return Resumed(number, state)
     raise AssertionError  # the last step returns or raises
+
+  def _set_aside(self, step: int) -> epath.Path:
+    """Renames a damaged step, so that training can come to it again."""
+    path = self.root / str(step)
+    aside = self.root / f'.{step}.damaged'
+    if jax.process_index() == 0:
+      if aside.exists():
+        aside.rmtree()
+      path.rename(aside)
+    if jax.process_count() > 1:
+      pending.from_first({})
+    self._checkpointer.reload()
+    return aside
 
   def wait(self) -> None:
     """Waits for the checkpoint that is being taken; raises its error."""
@@ -248,6 +279,7 @@ class Manager:
 
   def close(self) -> None:
     """Waits for what is under way, and lets go of the folder."""
+    self._closed = True
     try:
       self.wait()
     finally:
@@ -264,7 +296,9 @@ class Manager:
 
 
 def _every(every: Any) -> Any:
-  return ocp.training.save_decision_policies.FixedIntervalPolicy(every) if isinstance(every, int) else every
+  return (
+    ocp.training.save_decision_policies.FixedIntervalPolicy(every) if isinstance(every, int) else every
+  )
 
 
 def _keep(keep: Any) -> Any:
