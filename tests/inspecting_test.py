@@ -67,6 +67,16 @@ def test_ls_of_nothing(tmp_path, capsys):
   )
 
 
+def test_ls_with_one_that_cannot_be_read(layout, tmp_path, capsys):
+  for name in ('1', '2'):
+    checkpoint.save(tmp_path / name, {'w': jnp.ones(3)}, layout=layout)
+  (tmp_path / '1' / '_CHECKPOINT_METADATA').write_text('{"cut')
+  code, out, _ = run(capsys, 'ls', tmp_path)
+  assert code == 0 and len(out) == 2
+  assert out[0].startswith(f'{tmp_path}/1: cannot be read. The checkpoint {tmp_path}/1 cannot be read')
+  assert out[1].startswith(f'{tmp_path}/2: 1 leaves')
+
+
 def test_show(folder, layout, capsys):
   code, out, _ = run(capsys, 'show', folder / '10')
   assert code == 0

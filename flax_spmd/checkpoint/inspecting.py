@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from etils import epath
+
 from flax_spmd.checkpoint import verifying
 from flax_spmd.checkpoint.folders import as_path
 from flax_spmd.checkpoint.record import Leaf, Record
@@ -25,11 +27,13 @@ class Shown(NamedTuple):
     path: where it is.
     record: what it says of itself.
     saved: when it was, or None.
+    error: why it cannot be read, if it cannot; then its record is empty.
   """
 
   path: str
   record: Record
   saved: datetime.datetime | None
+  error: str | None = None
 
   def records(self) -> list[dict[str, Any]]:
     """A row per leaf, for a data frame or JSON: path, dtype, shape, names, spec, bytes, checksum, value."""
@@ -110,8 +114,10 @@ def show(path: str | os.PathLike[str]) -> Shown:
 def ls(root: str | os.PathLike[str]) -> list[Shown]:
   """The checkpoints in a folder, in the order of their names, numbers by value.
 
+  One that cannot be read is listed with its error.
+
   Raises:
-    CheckpointError: there is no such folder, or a record is damaged.
+    CheckpointError: there is no such folder.
   """
   folder = as_path(root)
   if not folder.is_dir():
@@ -122,7 +128,14 @@ def ls(root: str | os.PathLike[str]) -> list[Shown]:
     checkpoints_in(folder),
     key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name),
   )
-  return [show(folder / name) for name in names]
+  return [_shown(folder / name) for name in names]
+
+
+def _shown(path: epath.Path) -> Shown:
+  try:
+    return show(path)
+  except CheckpointError as error:
+    return Shown(os.fspath(path), Record(None, {}, {}), None, str(error))
 
 
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:

@@ -86,6 +86,7 @@ def _summary(shown: Any) -> dict[str, Any]:
     'bytes': shown.record.bytes,
     'saved': shown.saved and shown.saved.isoformat(),
     'written_by': shown.record.written_by,
+    'error': shown.error,
   }
 
 
