@@ -2,11 +2,12 @@
 
 JAX ends the processes that are left some minutes after one has died. Who waits for the others in a save
 wants to know sooner, and to say what it means for the checkpoint. So for as long as a save goes on, each
-process says twice a second that it lives, and listens to the others.
+process says twice a second that it lives, or once that it has failed, and listens to the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -16,6 +17,7 @@ import jax
 from flax_spmd.compat import coordination_service
 
 _EVERY = 0.5  # seconds
+_FAILED = 'failed: '
 SILENCE = 15.0  # seconds after which a process is taken for dead
 
 
@@ -37,9 +39,19 @@ class Alive:
     now = time.monotonic()
     return [process for process, (_, when) in self._heard.items() if now - when > SILENCE]
 
-  def stop(self) -> None:
-    """Says and hears nothing more."""
+  def failed(self) -> tuple[int, str] | None:
+    """A process that has said that its part failed, and why."""
+    for process, (said, _) in self._heard.items():
+      if said.startswith(_FAILED):
+        return process, said.removeprefix(_FAILED)
+    return None
+
+  def stop(self, error: BaseException | None = None) -> None:
+    """Says and hears nothing more; says last what has failed here, if something has."""
     self._stopped.set()
+    if error is not None and self._heard and not self.lost_service:
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        _say(coordination_service(), f'{_FAILED}{first_line(error)}')
 
   def _run(self) -> None:
     service = coordination_service()
@@ -47,7 +59,7 @@ class Alive:
       if self._stopped.wait(_EVERY) or service is None:
         return
       try:
-        service.key_value_set(_key(jax.process_index()), f'{beat} {time.time()}', allow_overwrite=True)
+        _say(service, f'{beat} {time.time()}')
       except jax.errors.JaxRuntimeError:  # the service lives in the first process
         self.lost_service = True
         return
@@ -55,6 +67,15 @@ class Alive:
         now_said = _said_by(service, process)
         if now_said not in (None, said):
           self._heard[process] = (now_said, time.monotonic())
+
+
+def first_line(error: BaseException) -> str:
+  """What an error says first."""
+  return (str(error).splitlines() or [type(error).__name__])[0].rstrip('.')[:500]
+
+
+def _say(service, text: str) -> None:
+  service.key_value_set(_key(jax.process_index()), text, allow_overwrite=True)
 
 
 def _key(process: int) -> str:

@@ -14,8 +14,10 @@ there Orbax writes to the path itself, which it marks as complete at the end, an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -71,7 +73,7 @@ class Claim:
           'Fix: save to another path, remove it first, or pass overwrite=True.'
         )
       for leftover in _beside(path, ''):
-        leftover.rmtree()
+        _remove(leftover)
     except BaseException:
       self._lock.release()
       raise
@@ -83,17 +85,50 @@ class Claim:
       return
     old = self.new.with_suffix(_OLD)
     if self.path.exists():
+      _settle(self.new)
       os.rename(self.path, old)
     os.rename(self.new, self.path)
     if old.exists():
-      old.rmtree()
+      _sync(self.path.parent)
+      _remove(old)
 
   def release(self) -> None:
     """Lets others write; removes what was not committed."""
     if self._lock is not None:
-      for leftover in _beside(self.path, _NEW):
-        leftover.rmtree()
-      self._lock.release()
+      try:
+        for leftover in _beside(self.path, _NEW):
+          _remove(leftover)
+      finally:
+        self._lock.release()
+
+
+def _settle(folder: epath.Path) -> None:
+  """Waits until the disk has all of a folder: what it replaces is gone afterwards, power cut or not."""
+  for inner, _, files in os.walk(folder):
+    for name in files:
+      _sync(os.path.join(inner, name))
+    _sync(inner)
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+  with contextlib.suppress(OSError):  # not every file system does it for folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+      os.fsync(descriptor)
+    finally:
+      os.close(descriptor)
+
+
+def _remove(leftover: epath.Path) -> None:
+  """Removes a folder that nobody needs; threads of a save that has failed may be writing there still.
+
+  What cannot be removed now is in nobody's way, and is tried again before the next save to the path.
+  """
+  for pause in (0.0, 0.05, 0.1, 0.2, 0.4):
+    time.sleep(pause)
+    shutil.rmtree(leftover, ignore_errors=True)
+    if not leftover.exists():
+      return
 
 
 def _check_remote(path: epath.Path, overwrite: bool) -> None:

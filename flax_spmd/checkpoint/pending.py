@@ -7,6 +7,7 @@ that was not asked for is raised there, or at the end of the program.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401  registers what ends all executors, before ours below
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ import jax
 from etils import epath
 
 from flax_spmd import errors
-from flax_spmd.checkpoint.alive import SILENCE, Alive
+from flax_spmd.checkpoint.alive import SILENCE, Alive, first_line
 from flax_spmd.checkpoint.folders import Claim
 from flax_spmd.checkpoint.progress import Bar
 from flax_spmd.errors import CheckpointError
@@ -109,11 +110,9 @@ def claim(path: epath.Path, overwrite: bool) -> Claim | Follower:
     try:
       held = Claim(path, overwrite)
       said = {'new': os.fspath(held.new)}
-    except (CheckpointError, OSError) as error:
-      said = {'error': type(error).__name__, 'text': str(error)}
-  heard = from_first(said)
-  if 'error' in heard:
-    raise getattr(errors, heard['error'], CheckpointError)(heard['text'])
+    except Exception as error:
+      said = _as_text(error)
+  heard = _from_first_or_raise(said)
   return held or Follower(path, epath.Path(heard['new']))
 
 
@@ -138,6 +137,19 @@ def from_first(said: Any) -> Any:
   return json.loads(next(text for processes, text in groups if 0 in processes))
 
 
+def _as_text(error: Exception) -> dict[str, str]:
+  """An error, to be said to the other processes."""
+  return {'error': type(error).__name__, 'text': str(error)}
+
+
+def _from_first_or_raise(said: Any) -> Any:
+  """What the first process says; if that is an error, all of them raise it."""
+  heard = from_first(said)
+  if 'error' in heard:
+    raise getattr(errors, heard['error'], CheckpointError)(heard['text'])
+  return heard
+
+
 def start(response: Response, held: Claim | Follower, bar: Bar, check: Any) -> Saving:
   """Goes on with a save in the background: waits for Orbax, checks, and commits.
 
@@ -151,21 +163,34 @@ def start(response: Response, held: Claim | Follower, bar: Bar, check: Any) -> S
   alive = Alive()
 
   def work() -> None:
-    whole = False
+    wrong: BaseException | None = None
     try:
       _wait(response, held.path, alive)
       check()
-      held.commit()
-      if jax.process_count() > 1:
-        from_first({})  # it is where it belongs before anybody goes on
-      whole = True
+      _commit(held)
+    except BaseException as error:
+      wrong = error
+      raise
     finally:
-      alive.stop()
+      alive.stop(wrong)
+      bar.close(whole=wrong is None)
       held.release()
-      bar.close(whole)
 
   _last = Saving(held.path, work)
   return _last
+
+
+def _commit(held: Claim | Follower) -> None:
+  """Puts what was written in its place; no process goes on before it is there."""
+  if jax.process_count() == 1:
+    held.commit()
+    return
+  said = {}
+  try:
+    held.commit()
+  except Exception as error:
+    said = _as_text(error)
+  _from_first_or_raise(said)
 
 
 def _wait(response: Response, path: epath.Path, alive: Alive) -> None:
@@ -175,6 +200,12 @@ def _wait(response: Response, path: epath.Path, alive: Alive) -> None:
       response.result(timeout=_POLL)
       return
     except TimeoutError as error:
+      if failed := alive.failed():
+        process, text = failed
+        raise CheckpointError(
+          f'The save to {path} failed in process {process}: {text}.\n'
+          'Fix: see the error of that process; what was at the path before is there still.'
+        ) from error
       gone = alive.silent() or ([0] if alive.lost_service else [])
       if gone:
         raise CheckpointError(
@@ -183,19 +214,36 @@ def _wait(response: Response, path: epath.Path, alive: Alive) -> None:
           'Fix: start the job again from the last checkpoint.'
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
+      if 'shutdown' in str(error):
+        raise CheckpointError(
+          f'The program ended before {path} was saved.\n'
+          'Fix: call result() of the last save before the program ends; what was at the path before is there '
+          'still.'
+        ) from error
       raise CheckpointError(
-        f'The save to {path} failed: {_first_line(error)}.\n'
+        f'The save to {path} failed: {first_line(error)}.\n'
         'Fix: see the error above; what was at the path before is there still.'
       ) from error
 
 
-def _first_line(error: BaseException) -> str:
-  return (str(error).splitlines() or [type(error).__name__])[0].rstrip('.')[:500]
+def _before_shutdown() -> None:
+  """Waits for the save that is under way while Orbax can still go on with it.
+
+  From Python 3.12 on no thread can be started any more when a program ends; if Orbax needs one, the save
+  fails, and `_at_exit` says so.
+  """
+  if _last is not None:
+    _last._ended.wait()
+
+
+# What `atexit` calls comes too late: by then no executor takes work any more. What concurrent.futures
+# itself uses is called before; the last to be registered is the first to be called.
+getattr(threading, '_register_atexit', atexit.register)(_before_shutdown)
 
 
 @atexit.register
 def _at_exit() -> None:
-  """Waits for the save that is under way; a program whose save failed ends with 1."""
+  """A program whose save failed, and that has not been told, ends with 1."""
   try:
     finish()
   except BaseException:

@@ -94,7 +94,8 @@ def save_async(
 
   One save runs at a time; a second one waits for the first. If a save fails, its error is raised by
   `result`, or else by the next call of `save`, `save_async` or `restore`, or else at the end of the
-  program, which then exits with 1.
+  program, which then exits with 1. Call `result` of the last save before the program ends: from Python
+  3.12 on, what is not written by then cannot be.
 
   Returns:
     What is under way; its `result()` waits for it.

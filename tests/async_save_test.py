@@ -1,0 +1,293 @@
+"""Saves in the background: their errors, what may happen to the state meanwhile, and who waits for whom."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from textwrap import dedent
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd.checkpoint import pending
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope='module')
+def layout():
+  return spmd.Layout({'data': 2, 'model': 4}, (('rows', 'data'), ('columns', 'model')))
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way():
+  yield
+  with suppress(errors.CheckpointError):
+    pending.finish()
+
+
+def state_of(layout, number, side=256):
+  x = np.random.default_rng(number).standard_normal((side, side), np.float32)
+  return layout.shard(
+    {'w': spmd.LogicallyPartitioned(x, ('rows', 'columns')), 'step': jnp.int32(number)}
+  )
+
+
+def number_of(path, layout, side=256):
+  """The number of the state that is there, after all of it was compared."""
+  restored = checkpoint.restore(path, layout=layout)
+  number = int(restored['step'])
+  np.testing.assert_array_equal(restored['w'], spmd.unbox(state_of(layout, number, side))['w'])
+  return number
+
+
+@contextmanager
+def no_room():
+  """No file may be larger than 64 KiB."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def failed_save(path, layout, **how):
+  """A save in the background that has failed, and nobody has been told."""
+  with no_room():
+    saving = checkpoint.save_async(path, state_of(layout, 2), layout=layout, **how)
+    assert saving._ended.wait(60)
+  return saving
+
+
+def names_in(folder):
+  return {child.name for child in folder.iterdir() if not child.name.endswith('.lock')}
+
+
+FAILED = (
+  'The save to .* failed: .*\nFix: see the error above; what was at the path before is there still.'
+)
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+
+
+def test_an_error_is_raised_by_result_and_once_only(tmp_path, layout):
+  saving = failed_save(tmp_path / 'a', layout)
+  assert saving.done()
+  for _ in range(2):  # whoever asks for it gets it
+    with pytest.raises(errors.CheckpointError, match=FAILED):
+      saving.result()
+  checkpoint.save(tmp_path / 'b', state_of(layout, 1), layout=layout)  # and nobody else
+  assert names_in(tmp_path) == {'b'}
+
+
+@pytest.mark.parametrize('call', ['save', 'save_async', 'restore'])
+def test_an_error_is_raised_by_the_next_call(tmp_path, layout, call):
+  checkpoint.save(tmp_path / 'before', state_of(layout, 1), layout=layout)
+  failed_save(tmp_path / 'a', layout)
+  calls = {
+    'save': lambda: checkpoint.save(tmp_path / 'b', state_of(layout, 3), layout=layout),
+    'save_async': lambda: checkpoint.save_async(
+      tmp_path / 'b', state_of(layout, 3), layout=layout
+    ).result(),
+    'restore': lambda: checkpoint.restore(tmp_path / 'before', layout=layout),
+  }
+  with pytest.raises(errors.CheckpointError, match=f'{tmp_path / "a"} failed'):
+    calls[call]()
+  calls[call]()
+
+
+def test_what_was_there_stays_when_an_overwrite_fails(tmp_path, layout):
+  checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
+  with pytest.raises(errors.CheckpointError, match=FAILED):
+    failed_save(tmp_path / 'a', layout, overwrite=True).result()
+  assert number_of(tmp_path / 'a', layout) == 1
+  assert names_in(tmp_path) == {'a'}
+
+
+def test_the_lock_is_free_again_after_an_error(tmp_path, layout):
+  with pytest.raises(errors.CheckpointError, match=FAILED):
+    failed_save(tmp_path / 'a', layout).result()
+  checkpoint.save(tmp_path / 'a', state_of(layout, 3), layout=layout)
+  assert number_of(tmp_path / 'a', layout) == 3
+
+
+def test_an_error_before_anything_is_written_frees_the_lock(tmp_path, layout, monkeypatch):
+  def broken(*args, **kwargs):
+    raise OSError('no such storage')
+
+  with monkeypatch.context() as patched:
+    patched.setattr('orbax.checkpoint.v1.save_async', broken)
+    with pytest.raises(OSError, match='no such storage'):
+      checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
+  checkpoint.save(tmp_path / 'a', state_of(layout, 2), layout=layout)
+  assert names_in(tmp_path) == {'a'}
+
+
+@contextmanager
+def held_up(monkeypatch):
+  """Saves that go on until they are let go."""
+  go_on, wait = threading.Event(), pending._wait
+
+  def waits(*args):
+    assert go_on.wait(60)
+    wait(*args)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(pending, '_wait', waits)
+    try:
+      yield go_on
+    finally:
+      go_on.set()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, layout, monkeypatch):
+  with held_up(monkeypatch) as go_on:
+    first = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
+    with pytest.raises(TimeoutError, match=f'The save to {tmp_path / "a"} goes on still'):
+      first.result(timeout=0.01)
+    assert not first.done() and not (tmp_path / 'a').exists()
+    threading.Timer(0.3, go_on.set).start()
+    second = checkpoint.save_async(tmp_path / 'b', state_of(layout, 2), layout=layout)
+    assert first.done()
+    second.result()
+  assert (number_of(tmp_path / 'a', layout), number_of(tmp_path / 'b', layout)) == (1, 2)
+
+
+def test_a_restore_waits_for_the_save(tmp_path, layout, monkeypatch):
+  with held_up(monkeypatch) as go_on:
+    checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
+    threading.Timer(0.3, go_on.set).start()
+    assert number_of(tmp_path / 'a', layout) == 1
+
+
+def test_a_timeout_hides_no_error(tmp_path, layout, monkeypatch):
+  with held_up(monkeypatch) as go_on, no_room():
+    saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
+    with pytest.raises(TimeoutError):
+      saving.result(timeout=0.01)
+    go_on.set()
+    assert saving._ended.wait(60)
+  with pytest.raises(errors.CheckpointError, match=FAILED):
+    checkpoint.save(tmp_path / 'b', state_of(layout, 2), layout=layout)
+
+
+def test_the_path_is_busy_meanwhile(tmp_path, layout, monkeypatch):
+  code = f"""
+    from flax_spmd.checkpoint.folders import Claim, as_path
+    try:
+      Claim(as_path({str(tmp_path / 'a')!r}), overwrite=True)
+    except Exception as error:
+      print(type(error).__name__, error)
+  """
+  with held_up(monkeypatch):
+    saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
+    said = run(code).stdout
+  saving.result()
+  assert said.startswith(f'CheckpointBusyError The checkpoint {tmp_path / "a"} is being written')
+  assert f'process {os.getpid()} on ' in said
+  assert number_of(tmp_path / 'a', layout) == 1
+
+
+@pytest.mark.parametrize('pack', [0, 1 << 20])
+def test_the_state_may_be_donated_at_once(tmp_path, layout, pack):
+  state = state_of(layout, 1, side=1024)
+  step = layout.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
+  step(state_of(layout, 2, side=1024))  # compiled before
+  saving = checkpoint.save_async(tmp_path / 'a', state, layout=layout, pack=pack)
+  for _ in range(5):
+    state = step(state)
+  jax.block_until_ready(state)
+  saving.result()
+  assert number_of(tmp_path / 'a', layout, side=1024) == 1
+
+
+def test_the_state_may_be_deleted_at_once(tmp_path, layout):
+  state = state_of(layout, 1, side=1024)
+  saving = checkpoint.save_async(tmp_path / 'a', state, layout=layout)
+  for leaf in jax.tree.leaves(state):
+    leaf.delete()
+  junk = [jnp.full((1024, 1024), i) for i in range(8)]  # takes the memory, if it is free
+  saving.result()
+  del junk
+  assert number_of(tmp_path / 'a', layout, side=1024) == 1
+
+
+def test_leaves_of_numpy_may_be_changed_at_once(tmp_path, layout):
+  x = np.arange(1 << 20, dtype=np.float32)
+  saving = checkpoint.save_async(tmp_path / 'a', {'x': x}, layout=layout)
+  x[:] = -1
+  saving.result()
+  np.testing.assert_array_equal(
+    checkpoint.restore(tmp_path / 'a', {'x': x})['x'], np.arange(1 << 20, dtype=np.float32)
+  )
+
+
+# -- at the end of a program
+
+
+def run(code, *args):
+  environment = {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+    'PYTHONPATH': str(ROOT),
+  }
+  command = [sys.executable, '-c', dedent(code), *map(str, args)]
+  return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+PROGRAM = """
+  import resource, sys
+  import jax.numpy as jnp
+  import flax_spmd as spmd
+  from flax_spmd import checkpoint, errors
+  layout = spmd.Layout({'data': 8}, (('rows', 'data'),))
+  state = layout.shard({'w': spmd.LogicallyPartitioned(jnp.ones((512, 512)), ('rows', None))})
+"""
+
+
+def test_a_program_whose_save_failed_ends_with_1(tmp_path):
+  code = f"""{PROGRAM}
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+  saving = checkpoint.save_async(sys.argv[1], state, layout=layout)
+  saving._ended.wait()
+  print('the program goes on')
+  """
+  done = run(code, tmp_path / 'a')
+  assert done.returncode == 1, done.stderr
+  assert done.stdout == 'the program goes on\n'
+  assert f'CheckpointError: The save to {tmp_path / "a"} failed: ' in done.stderr
+
+
+def test_a_program_that_was_told_ends_as_it_likes(tmp_path):
+  code = f"""{PROGRAM}
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+  saving = checkpoint.save_async(sys.argv[1], state, layout=layout)
+  try:
+    saving.result()
+  except errors.CheckpointError:
+    print('told')
+  """
+  done = run(code, tmp_path / 'a')
+  assert (done.returncode, done.stdout) == (0, 'told\n'), done.stderr
+
+
+def test_a_program_that_ends_at_once_has_saved_or_says_that_it_has_not(tmp_path):
+  """From Python 3.12 on, Orbax can start no threads at the end of a program."""
+  code = f"""{PROGRAM}
+  checkpoint.save_async(sys.argv[1], state, layout=layout)
+  """
+  done = run(code, tmp_path / 'a')
+  assert (done.returncode == 0) == (tmp_path / 'a').exists(), done.stderr
+  if done.returncode:
+    assert done.returncode == 1
+    assert f'The program ended before {tmp_path / "a"} was saved.' in done.stderr
+    assert 'Fix: call result() of the last save before the program ends' in done.stderr
+    assert sys.version_info >= (3, 12)
