@@ -44,13 +44,11 @@ class Shown(NamedTuple):
   @property
   def title(self) -> str:
     """`run/100: 12 leaves, 3 MiB, saved 2026-05-01 10:00:00 by flax_spmd`."""
-    count, when = (
-      len(self.record.leaves),
-      f', saved {self.saved:%Y-%m-%d %H:%M:%S}' if self.saved else '',
-    )
-    return (
-      f'{self.path}: {count} leaves, {size_text(self.record.bytes)}{when} by {self.record.written_by}'
-    )
+    if self.error:
+      return f'{self.path}: cannot be read. {self.error.splitlines()[0]}'
+    content = f'{len(self.record.leaves)} leaves, {size_text(self.record.bytes)}'
+    when = f', saved {self.saved:%Y-%m-%d %H:%M:%S}' if self.saved else ''
+    return f'{self.path}: {content}{when} by {self.record.written_by}'
 
   def __rich__(self) -> RenderableType:
     from rich.console import Group
