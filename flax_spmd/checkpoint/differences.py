@@ -25,7 +25,7 @@ def differences(saved: Side, wanted: Side, matched: Matched, conversion: Convers
   """All problems of a match, those of whole leaves first."""
   lacking = [path for path in matched.lacking if not conversion.keeps(path)]
   extra = [path for path in matched.extra if not conversion.leaves_out(path)]
-  fix = _root_fix(lacking, extra, saved) or _tree_fix(lacking, extra, saved, wanted)
+  fix = _root_fix(lacking, extra, saved) or _tree_fix(lacking, extra, saved, wanted, conversion)
   found = list(matched.problems)
   for number, path in enumerate(lacking):
     guess = _guess(path, wanted, saved, extra) if number < _GUESSES else ''
@@ -69,10 +69,12 @@ def _root_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side) -> str 
   return None
 
 
-def _tree_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side, wanted: Side) -> str:
+def _tree_fix(
+  lacking: Sequence[str], extra: Sequence[str], saved: Side, wanted: Side, conversion: Conversion
+) -> str:
   single = {path: wanted.leaves[path] for path in lacking}
   stacked = {path: saved.leaves[path] for path in extra}
-  stack = _stack_of(single, stacked) or _stack_of(stacked, single)
+  stack = None if conversion.stacks else _stack_of(single, stacked) or _stack_of(stacked, single)
   if stack is not None:
     return (
       f'one side has stacked layers, the other single ones: pass stacks={{{stack[0]!r}: {stack[1]!r}}}.'

@@ -67,7 +67,7 @@ def match(saved: Side, wanted: Side, conversion: Conversion) -> Matched:
   """Finds where each wanted leaf comes from."""
   matcher = _Matcher(saved, wanted, conversion)
   routes = {path: matcher.route(path, leaf) for path, leaf in wanted.leaves.items()}
-  matcher.check(routes, wanted.leaves)
+  routes = matcher.check(routes, wanted.leaves)
   followers, unclear = _followers(routes, saved, wanted)
   matcher.problems += unclear
   routes |= followers
@@ -84,7 +84,6 @@ class _Matcher:
   def __init__(self, saved: Side, wanted: Side, conversion: Conversion):
     self.saved, self.conversion = saved.leaves, conversion
     self.problems: list[Problem] = []
-    self._layers: dict[str, tuple[int, set[int]]] = {}
     self.saved_by_path = self._renamed()
     kinds = {conversion.renamed(path): kind for path, kind in saved.kinds.items()}
     self._saved_places = places(self.saved_by_path, kinds)
@@ -161,10 +160,6 @@ class _Matcher:
     axis = self._axis(stack, path, self.saved[old], leaf) if old else None
     if old is None or axis is None:
       return self._placeholder(path, (old,), leaf) if old else None
-    size = self.saved[old].shape[axis]
-    if number >= size:
-      self._wrong(f'{path}: the checkpoint has {size} of these layers, in {old}.', _COUNT)
-    self._taken(old, size, number, path)
     return Route((old,), 'unstack', axis, number)
 
   def _stacked(self, stack: Stack, path: str, leaf: Leaf) -> Route | None:
@@ -196,30 +191,50 @@ class _Matcher:
       self._wrong(text, f'say which one: stacks={{{stack.stacked!r}: ({stack.single!r}, {fits[0]})}}.')
     return fits[0] if fits else None
 
-  def _taken(self, old: str, size: int, number: int, path: str) -> None:
-    """Notes that one layer of a stacked leaf has been asked for."""
-    self._layers.setdefault(old, (size, set()))[1].add(number)
+  def check(
+    self, routes: Mapping[str, Route | None], wanted: Mapping[str, Leaf]
+  ) -> dict[str, Route | None]:
+    """The routes without those that take another dimension than that of the layers for it.
 
-  def check(self, routes: Mapping[str, Route | None], wanted: Mapping[str, Leaf]) -> None:
-    """All layers of a stack are used, and all leaves of a stack lose or get the dimension of one name."""
-    for old, (size, numbers) in self._layers.items():
-      if len(numbers) < size:
-        text = f'{old}: the checkpoint has {size} of these layers, the target {len(numbers)}.'
-        self._wrong(text, _COUNT)
-    names = {
-      path: names[route.axis]
-      for path, route in routes.items()
-      if route
-      and route.step in ('stack', 'unstack')
-      and (names := (self.saved[route.sources[0]] if route.step == 'unstack' else wanted[path]).names)
-    }
-    of_parameters = {name for path, name in names.items() if name and path not in self._places}
-    for path, name in names.items():
-      if name and of_parameters and name not in of_parameters:
-        text = (
-          f'{path}: its {name!r} would be taken for the layers, {" or ".join(sorted(of_parameters))}.'
+    Each layer of a stacked leaf has to be used.
+    """
+    odd = self._odd(routes, wanted)
+    checked = {path: None if path in odd else route for path, route in routes.items()}
+    taken: dict[tuple[str, int], dict[int, str]] = {}
+    for path, route in checked.items():
+      if route and route.step == 'unstack':
+        taken.setdefault((route.sources[0], route.axis), {})[route.number] = path
+    for (old, axis), paths in taken.items():
+      size = self.saved[old].shape[axis]
+      for path in (path for number, path in paths.items() if number >= size):
+        self._wrong(f'{path}: the checkpoint has {size} of these layers, in {old}.', _COUNT)
+      if len(paths) < size:
+        self._wrong(
+          f'{old}: the checkpoint has {size} of these layers, the target {len(paths)}.', _COUNT
         )
-        self._wrong(text, _ODD)
+    return checked
+
+  def _odd(
+    self, routes: Mapping[str, Route | None], wanted: Mapping[str, Leaf]
+  ) -> Mapping[str, Route | None]:
+    """Leaves whose stacked dimension is called otherwise than that of the parameters: factored state."""
+    names: dict[str, Any] = {}
+    for path, route in routes.items():
+      if route and route.step in ('stack', 'unstack'):
+        leaf = self.saved[route.sources[0]] if route.step == 'unstack' else wanted[path]
+        if leaf.names is not None and leaf.names[route.axis] is not None:
+          names[path] = leaf.names[route.axis]
+    of_parameters = {name for path, name in names.items() if path not in self._places}
+    known = of_parameters or (set(names.values()) if len(set(names.values())) < 2 else set())
+    odd = {path: routes[path] for path, name in names.items() if name not in known}
+    called = ' or '.join(sorted(map(repr, known)))
+    told: dict[str, Any] = {}
+    for path, route in odd.items() if known else ():
+      if route and not self.conversion.keeps(path):
+        told[route.sources[0] if route.step == 'unstack' else path] = names[path]
+    for path, name in told.items():
+      self._wrong(f'{path}: its dimension {name!r} is no stack of layers, as {called} is.', _ODD)
+    return odd
 
   def _wrong(self, text: str, fix: str) -> None:
     self.problems.append(Problem(text, fix))
