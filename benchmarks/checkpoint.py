@@ -344,7 +344,6 @@ def _small_figures(folder: Path) -> list[Figure]:
   arms = {
     'Orbax': lambda: ocp.save(next(new), next(unseen)),
     'packed': lambda: checkpoint.save(next(new), next(unseen), layout=under, pack=PACK),
-    'alone': lambda: checkpoint.save(next(new), next(unseen), layout=under),
   }
   unseen = _unseen(under, (SMALL_ROUNDS + 1) * len(arms))
   saves = measure(arms, rounds=SMALL_ROUNDS, warm_up=1, clock=WALL)
@@ -353,30 +352,26 @@ def _small_figures(folder: Path) -> list[Figure]:
   paths = {name: folder / f'small_{name}' for name in arms}
   ocp.save(paths['Orbax'], state)
   checkpoint.save(paths['packed'], state, layout=under, pack=PACK)
-  checkpoint.save(paths['alone'], state, layout=under)
   wait = jax.block_until_ready
   reads = measure(
     {
       'Orbax': lambda: wait(ocp.load(paths['Orbax'], asked)),
       'packed': lambda: wait(checkpoint.restore(paths['packed'], asked)),
-      'alone': lambda: wait(checkpoint.restore(paths['alone'], asked)),
     },
     rounds=SMALL_ROUNDS,
     warm_up=1,
     clock=WALL,
   )
   flights = measure(
-    {'preflight': lambda: checkpoint.preflight(paths['alone'], asked)}, rounds=11, clock=WALL
+    {'preflight': lambda: checkpoint.preflight(paths['packed'], asked)}, rounds=11, clock=WALL
   )
   return [
     summary('2,000 leaves, save, Orbax', [one['Orbax'] for one in saves], 's'),
     summary('2,000 leaves, save, packed', [one['packed'] for one in saves], 's'),
     ratio('2,000 leaves, save, packed over Orbax', saves, 'packed', 'Orbax', at_most(0.05)),
-    ratio('2,000 leaves, save, not packed over Orbax', saves, 'alone', 'Orbax'),
     summary('2,000 leaves, restore, Orbax', [one['Orbax'] for one in reads], 's'),
     summary('2,000 leaves, restore, packed', [one['packed'] for one in reads], 's'),
     ratio('2,000 leaves, restore, packed over Orbax', reads, 'packed', 'Orbax'),
-    ratio('2,000 leaves, restore, not packed over Orbax', reads, 'alone', 'Orbax'),
     summary('2,000 leaves, preflight', [one['preflight'] for one in flights], 's', at_most(0.1)),
   ]
 

@@ -51,7 +51,7 @@ class Alive:
     self._stopped.set()
     if error is not None and self._heard and not self.lost_service:
       with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _say(coordination_service(), f'{_FAILED}{first_line(error)}')
+        _say(coordination_service(), f'{_FAILED}{first_line(error.__cause__ or error)}')
 
   def _run(self) -> None:
     service = coordination_service()
