@@ -16,48 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from flax_spmd.explore.collectives import Collective as Collective
+from flax_spmd.explore.collectives import collective, continues, kind_of, started
 from flax_spmd.explore.flops import flops, target
-from flax_spmd.explore.frames import origin
-from flax_spmd.explore.groups import axes_of, axes_of_pairs, connected, read_groups, read_pairs
 from flax_spmd.explore.hlo import Computation, Instruction, Module, parse
 from flax_spmd.explore.loops import State, entering, trips, unchanging
 from flax_spmd.explore.traffic import traffic
-
-KINDS = (
-  'all-gather',
-  'reduce-scatter',
-  'all-reduce',
-  'all-to-all',
-  'collective-permute',
-  'ragged-all-to-all',
-  'collective-broadcast',
-)
-
-
-class Collective(NamedTuple):
-  """One collective of a step.
-
-  Attributes:
-    kind: one of `KINDS`.
-    axes: the mesh axes that it goes over; `'model[2/4]'` for a part of one; () if unknown.
-    group: devices in one group.
-    bytes: of its operands on one device, once.
-    times: how often it runs in a step.
-    wire: bytes that a device sends over its links in a step.
-    dtype: of what is sent; of several, the one with the most bytes.
-    op: the name of the operation that it comes from.
-    source: the line that it comes from, as `model.py:31`; '' if unknown.
-  """
-
-  kind: str
-  axes: tuple[str, ...]
-  group: int
-  bytes: float
-  times: int
-  wire: float
-  dtype: str
-  op: str
-  source: str
 
 
 class Counts(NamedTuple):
@@ -111,34 +75,7 @@ def count(text: str, mesh: Mapping[str, int]) -> Counts:
     ({('model',): 196608.0}, 4)
   """
   module = parse(text)
-  devices = max(module.devices, 1)
-  counter = _Counter(module, mesh, devices, _started(module))
-  return counter.computation(module.main, {}).counts()
-
-
-def wire(kind: str, size: float, group: int) -> float:
-  """The bytes that a device sends in one collective, by ring algorithms.
-
-  A gather sends what it has n - 1 times; a reduce-scatter all but its own part; an all-reduce is a
-  reduce-scatter and a gather of what that leaves; an all-to-all keeps its own part. From "How to Scale
-  Your Model", https://jax-ml.github.io/scaling-book/sharding/.
-
-  Args:
-    kind: one of `KINDS`.
-    size: bytes of its operands on one device.
-    group: devices in one group, n.
-
-  Example:
-    >>> wire('all-gather', 100, 4), wire('all-reduce', 100, 4), wire('collective-permute', 100, 4)
-    (300, 150.0, 100)
-  """
-  if kind == 'all-gather':
-    return size * (group - 1)
-  if kind == 'all-reduce':
-    return 2 * size * (group - 1) / group
-  if kind in ('reduce-scatter', 'all-to-all', 'ragged-all-to-all'):
-    return size * (group - 1) / group
-  return size  # permutes and broadcasts: a device hands on what it has
+  return _Counter(module, mesh, started(module)).computation(module.main, {}).counts()
 
 
 class _Tally(NamedTuple):
@@ -183,16 +120,11 @@ def _total(tallies: Iterable[_Tally]) -> _Tally:
 
 
 class _Counter(NamedTuple):
-  """Walks a module.
-
-  `started` are the collectives that some fusion starts, by kind and channel: TPUs spread one collective
-  over several fusions, each of which has a copy of it, and only that which starts it counts.
-  """
+  """Walks a module; `begun` are the collectives that fusions start, of which there are copies in others."""
 
   module: Module
   mesh: Mapping[str, int]
-  devices: int
-  started: frozenset[tuple[str, str]]
+  begun: frozenset[tuple[str, str]]
 
   def computation(self, running: Computation, state: State, fused: bool = False) -> _Tally:
     """What a computation does; `state` is what is known of its argument, if it is a loop's body."""
@@ -200,19 +132,19 @@ class _Counter(NamedTuple):
 
   def _instruction(self, one: Instruction, inside: Computation, state: State, fused: bool) -> _Tally:
     """What an instruction does, with all that it calls."""
-    if one.op == 'while':
+    op = one.op.removesuffix('-start')
+    if op == 'while':
       return self._loop(one, inside, state)
-    if one.op == 'conditional':
+    if op == 'conditional':
       branches = one.called('branch_computations', 'true_computation', 'false_computation')
       return max(self._called(branches, fused), key=lambda branch: branch.size, default=_Tally())
-    if kind := _kind(one):
-      return self._collective(kind, one, inside, fused)
-    hbm = 0 if fused else traffic(one, inside, self.module)
-    if one.op in ('fusion', 'fusion-start'):
-      return _total([_Tally(hbm=hbm), *self._called(one.called('calls'), True)])
-    if one.op in ('call', 'async-start'):
-      return _total(self._called(one.called('to_apply', 'calls'), fused))
-    return _worked(one, inside, hbm)
+    moved = _Tally(hbm=0 if fused else traffic(one, inside, self.module))
+    if kind_of(one):
+      return _total([moved, self._collective(one, inside, fused)])
+    if op in ('fusion', 'call', 'async'):
+      called = one.called('calls', 'to_apply')[:1]
+      return _total([moved, *self._called(called, fused or op == 'fusion')])
+    return _total([moved, _worked(one, inside)])
 
   def _called(self, names: Iterable[str], fused: bool) -> list[_Tally]:
     """What each of some computations does."""
@@ -223,94 +155,22 @@ class _Counter(NamedTuple):
     """What a loop does: its body, as often as it runs."""
     found = trips(loop, inside, self.module, state)
     kept = unchanging(loop, self.module, entering(loop, inside, self.module, state))
-    bodies = [
-      self.module.computations[name] for name in loop.called('body') if name in self.module.computations
-    ]
-    body = _total(self.computation(called, kept) for called in bodies)
-    return _total([_Tally(loops=((loop.name, *found),)), body.times(found.count)])
+    body = self.module.computations.get(loop.computation('body'))
+    inner = self.computation(body, kept) if body else _Tally()
+    return _total([_Tally(loops=((loop.name, found.number, found.how),)), inner.times(found.number)])
 
-  def _collective(self, kind: str, one: Instruction, inside: Computation, fused: bool) -> _Tally:
-    """A collective; nothing if it goes over one device, or if it is the copy of another."""
-    if fused and _continues(kind, one, inside, self.started):
+  def _collective(self, one: Instruction, inside: Computation, fused: bool) -> _Tally:
+    """A collective; nothing if it is the copy of another, or goes over one device."""
+    if fused and continues(one, inside, self.begun):
       return _Tally()
-    hbm = 0 if fused else traffic(one, inside, self.module)
-    if kind == 'all-reduce' and fused and _keeps_part(one, inside):
-      kind = 'reduce-scatter'
-    group, axes = self._group(kind, one)
-    if group < 2:
-      return _Tally(hbm=hbm)
-    arrays = [shape for operand in inside.operands(one) for shape in operand.shapes]
-    size = sum(shape.bytes for shape in arrays)
-    dtype = max(arrays, key=lambda shape: shape.bytes).dtype if arrays else ''
-    found = origin(one.attributes.get('metadata', ''), self.module.frames)
-    return _Tally(
-      hbm=hbm,
-      collectives=(Collective(kind, axes, group, size, 1, wire(kind, size, group), dtype, *found),),
-    )
-
-  def _group(self, kind: str, one: Instruction) -> tuple[int, tuple[str, ...]]:
-    """The devices in one group of a collective, and the axes that they are along."""
-    attributes = one.attributes
-    if kind == 'collective-permute':
-      pairs = read_pairs(attributes.get('source_target_pairs', ''))
-      return connected(pairs).shape[1], axes_of_pairs(pairs, self.mesh)
-    # A comma before device_ids makes it look like an attribute of its own.
-    text = ' '.join(attributes.get(key, '') for key in ('replica_groups', 'device_ids'))
-    groups = read_groups(text, self.devices)
-    across = 'channel_id' in attributes and 'use_global_device_ids' not in attributes
-    if across and groups.tolist() == [[0]]:  # the one replica, on all partitions
-      groups = read_groups('', self.devices)
-    return groups.shape[1], axes_of(groups, self.mesh)
+    found = collective(one, inside, self.module, self.mesh, fused)
+    return _Tally(collectives=(found,)) if found else _Tally()
 
 
-def _kind(one: Instruction) -> str:
-  """The kind of collective that an instruction runs or starts; '' if none."""
-  op = one.op.removesuffix('-start')
-  return op if op in KINDS else ''
-
-
-def _worked(one: Instruction, inside: Computation, hbm: float) -> _Tally:
-  """What an instruction does that calls nothing."""
+def _worked(one: Instruction, inside: Computation) -> _Tally:
+  """What an instruction computes that calls nothing."""
   work = flops(one, inside)
-  if work is not None:
-    return _Tally(work, hbm)
-  return _Tally(hbm=hbm, opaque=((target(one) or one.op, 1),))
-
-
-def _started(module: Module) -> frozenset[tuple[str, str]]:
-  """The collectives that fusions start, by kind and channel."""
-  return frozenset(
-    (kind, one.attributes.get('channel_id', ''))
-    for computation in module.computations.values()
-    if _starts(computation)
-    for one in computation.instructions.values()
-    if (kind := _kind(one))
-  )
-
-
-def _starts(computation: Computation) -> bool:
-  """Whether a fusion starts a collective that other fusions go on with."""
-  root = computation.instructions.get(computation.root)
-  return root is not None and root.op == 'custom-call' and target(root) == 'AsyncCollectiveStart'
-
-
-def _continues(
-  kind: str, one: Instruction, inside: Computation, started: frozenset[tuple[str, str]]
-) -> bool:
-  """Whether a collective in a fusion is the copy of one that another fusion started."""
-  if (kind, one.attributes.get('channel_id', '')) not in started or _starts(inside):
-    return False
-  return 'async_collective_fusion_config' in one.attributes.get('backend_config', '')
-
-
-def _keeps_part(one: Instruction, inside: Computation) -> bool:
-  """Whether a fusion takes only a device's own part of an all-reduce: what TPUs have for a reduce-scatter."""
-  users = [user for user in inside.instructions.values() if one.name in user.operands]
-  return bool(users) and all(
-    user.op == 'dynamic-slice'
-    or (user.op in ('get-tuple-element', 'bitcast') and _keeps_part(user, inside))
-    for user in users
-  )
+  return _Tally(work) if work is not None else _Tally(opaque=((target(one) or one.op, 1),))
 
 
 def _summed(pairs: Iterable[tuple]) -> dict:

@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 from flax_spmd.explore.hlo import Computation, Instruction, Shape
 
-_GEMM = re.compile(r'^__(?:cublas|onednn)\$.*(?:gemm|matmul)|^__cudnn\$.*(?:gemm|matmul)|matmul$', re.I)
-_CONV = re.compile(r'^__(?:cudnn|onednn|miopen)\$conv', re.I)
-_ATTENTION = re.compile(r'fmha|flash_?attention|dot_product_attention', re.I)
+_GEMM = re.compile(r'__(?:cublas|onednn)\$.*(?:gemm|matmul)')
+_CONVOLUTION = re.compile(r'__(?:cudnn|onednn)\$conv')
+_ATTENTION = re.compile(r'__cudnn\$fmha')
 _CONTRACTING = re.compile(r'lhs_contracting_dimensions\\?":\s*\[([^\]]*)\]')
-_NO_WORK = re.compile(
-  r'^(?:AllocateBuffer|ConcatBitcast|AsyncCollective\w+|Sharding|SPMD\w+|annotate_device_placement'
-  r'|MoveTo(?:Host|Device)|Pin|Unpin|CreateToken|ShapeBarrier|LayoutConstraint|xla\.sdy\..*'
-  r'|shape_assertion|AssumeGatherIndicesInBound|topk_hint|DebugBarrier|\w*[bB]arrier|\$nop)$'
+_SCORES = re.compile(r'intermediate_tensor_shape\\?":\s*\{.*?dimensions\\?":\s*\[([^\]]*)\]')
+_MARKS = re.compile(
+  r'AllocateBuffer|ConcatBitcast|AsyncCollective(?:Start|Done)|CreateBuffer|Pin|Unpin'
+  r'|Sharding|SPMD(?:FullToShard|ShardToFull)Shape|xla\.sdy\..*|LayoutConstraint'
+  r'|annotate_device_placement|MoveToHost|MoveToDevice|AssumeGatherIndicesInBound'
 )
 
 
@@ -53,18 +54,21 @@ def flops(instruction: Instruction, computation: Computation) -> float | None:
     >>> flops(main.instructions['dot'], main)
     1024
   """
-  if instruction.op not in ('dot', 'convolution', 'ragged-dot', 'custom-call'):
+  op = instruction.op.removesuffix('-start')
+  if op not in ('dot', 'ragged-dot', 'convolution', 'custom-call'):
     return 0
   arrays = [operand.shapes[0] for operand in computation.operands(instruction) if operand.shapes]
-  if instruction.op == 'custom-call':
-    return _call_flops(instruction, arrays)
-  if len(arrays) < 2:
+  if only_marks(instruction):
+    return 0
+  # What starts something has (operands, result, ...) as its own result.
+  results = instruction.shapes[len(arrays) :] if op != instruction.op else instruction.shapes
+  if len(arrays) < 2 or not results:
     return None
-  if instruction.op == 'convolution':
-    return _convolution_flops(instruction, arrays[0], arrays[1], instruction.shapes[0])
-  return _dot_flops(
-    arrays[0], instruction.attributes.get('lhs_contracting_dims', ''), instruction.shapes[0]
-  )
+  if op == 'custom-call':
+    return _call_flops(instruction, arrays, results[0])
+  if op == 'convolution':
+    return _convolution_flops(instruction, arrays[0], arrays[1], results[0])
+  return _dot_flops(arrays[0], instruction.attributes.get('lhs_contracting_dims', ''), results[0])
 
 
 def target(instruction: Instruction) -> str:
@@ -72,9 +76,9 @@ def target(instruction: Instruction) -> str:
   return instruction.attributes.get('custom_call_target', '').strip('"')
 
 
-def moves_nothing(instruction: Instruction) -> bool:
+def only_marks(instruction: Instruction) -> bool:
   """Whether a custom call only says something to the compiler, and runs nothing."""
-  return instruction.op == 'custom-call' and bool(_NO_WORK.match(target(instruction)))
+  return instruction.op.startswith('custom-call') and bool(_MARKS.fullmatch(target(instruction)))
 
 
 def _dot_flops(lhs: Shape, contracting: str, result: Shape) -> float:
@@ -142,59 +146,45 @@ def _multiples(count: int, step: int, start: int, last: int, of: int) -> int:
   return max(0, (high - first) // period - (low - 1 - first) // period)
 
 
-def _call_flops(instruction: Instruction, arrays: Sequence[Shape]) -> float | None:
+def _call_flops(call: Instruction, arrays: Sequence[Shape], result: Shape) -> float | None:
   """Of a library call."""
-  name, result = target(instruction), instruction.shapes[0] if instruction.shapes else None
-  if _NO_WORK.match(name):
-    return 0
-  if result is None or len(arrays) < 2:
-    return None
-  if _CONV.match(name):
-    return _cudnn_flops(name, instruction, arrays, result)
-  if _ATTENTION.search(name):
-    return _attention_flops(name, arrays, result)
-  if _GEMM.search(name):
-    return _gemm_flops(instruction, arrays[0], result)
-  return None
+  name = target(call)
+  if _CONVOLUTION.match(name):
+    return _convolution_call_flops(name, call, arrays, result)
+  if _ATTENTION.match(name):
+    return _attention_flops(name, call, arrays[0])
+  return _gemm_flops(call, arrays[0], result) if _GEMM.match(name) else None
 
 
-def _gemm_flops(instruction: Instruction, lhs: Shape, result: Shape) -> float | None:
+def _gemm_flops(call: Instruction, lhs: Shape, result: Shape) -> float:
   """Of a matrix product by a library; its configuration says what is contracted."""
-  found = _CONTRACTING.search(instruction.attributes.get('backend_config', ''))
-  return _dot_flops(lhs, found[1] if found else str(len(lhs.dims) - 1), result) if lhs.dims else None
+  found = _CONTRACTING.search(call.attributes.get('backend_config', ''))
+  return _dot_flops(lhs, found[1] if found else str(len(lhs.dims) - 1), result)
 
 
-def _cudnn_flops(
-  name: str, instruction: Instruction, arrays: Sequence[Shape], result: Shape
+def _convolution_call_flops(
+  name: str, call: Instruction, arrays: Sequence[Shape], result: Shape
 ) -> float | None:
-  """Of a convolution by cuDNN: the gradients cost what the forward pass costs, whose labels they carry.
+  """Of a convolution by a library: the gradients cost what the forward pass costs, whose labels they carry.
 
   The gradient to the input has the input as its result, that to the kernel has the kernel.
   """
   lhs, rhs = arrays[:2]
   if 'BackwardInput' in name:
-    return _convolution_flops(instruction, result, rhs, lhs)
+    return _convolution_flops(call, result, rhs, lhs)
   if 'BackwardFilter' in name:
-    return _convolution_flops(instruction, lhs, result, rhs)
-  return _convolution_flops(instruction, lhs, rhs, result)
+    return _convolution_flops(call, lhs, result, rhs)
+  return _convolution_flops(call, lhs, rhs, result)
 
 
-def _attention_flops(name: str, arrays: Sequence[Shape], result: Shape) -> float | None:
-  """Of attention by cuDNN: 2 products forward, 5 backward (the first is done again); masks save nothing.
+def _attention_flops(name: str, call: Instruction, query: Shape) -> float | None:
+  """Of attention by cuDNN: 2 products forward and 5 backward, where the scores are computed again.
 
-  Queries [batch, length, heads, head], keys [batch, length, heads, head] or both with heads before
-  lengths; the two differ in which of the middle dimensions is which, and queries and keys agree in heads.
+  The configuration has the scores' shape [batch, heads, length, length]; that a mask makes some of
+  them superfluous is not taken off, as nowhere else.
   """
-  query, key = arrays[:2]
-  if len(query.dims) != 4 or len(key.dims) != 4:
+  found = _SCORES.search(call.attributes.get('backend_config', ''))
+  if not found:
     return None
-  products = 5 if 'backward' in name.lower() else 2
-  lengths = (
-    key.dims[1] if query.dims[2] % key.dims[2] == 0 and _heads_behind(query, key) else key.dims[2]
-  )
-  return products * 2 * query.size * lengths
-
-
-def _heads_behind(query: Shape, key: Shape) -> bool:
-  """Whether [batch, length, heads, head] is meant; by cuDNN's calls in JAX it is, heads being the fewer."""
-  return key.dims[2] <= key.dims[1] or query.dims[1] != key.dims[1]
+  scores = math.prod(int(size) for size in re.findall(r'\d+', found[1]))
+  return (5 if 'Backward' in name else 2) * 2 * scores * query.dims[-1]

@@ -107,11 +107,11 @@ def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
     ('model[2/4]',)
   """
   sizes = list(mesh.values())
-  if groups.size == 0 or groups.min() < 0 or groups.max() >= math.prod(sizes):
+  if groups.size == 0 or int(groups.min()) < 0 or int(groups.max()) >= math.prod(sizes):
     return ()
   counts = []
   for positions in positions_of(groups, sizes):
-    per_group = 1 + (np.diff(np.sort(positions, axis=1), axis=1) > 0).sum(axis=1)
+    per_group = 1 + np.count_nonzero(np.diff(np.sort(positions, axis=1), axis=1), axis=1)
     if (per_group != per_group[0]).any():
       return ()
     counts.append(int(per_group[0]))
@@ -127,7 +127,7 @@ def axes_of_pairs(pairs: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]
     >>> axes_of_pairs(read_pairs('{{0,1},{1,2},{2,3},{3,0}}'), {'data': 2, 'model': 4})
     ('model',)
   """
-  if pairs.size == 0 or pairs.max() >= math.prod(mesh.values()):
+  if pairs.size == 0 or int(pairs.max()) >= math.prod(mesh.values()):
     return ()
   moved = [(at[:, 0] != at[:, 1]).any() for at in positions_of(pairs, list(mesh.values()))]
   return axes_of(connected(pairs), mesh) or tuple(axis for axis, moves in zip(mesh, moved) if moves)

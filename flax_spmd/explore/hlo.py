@@ -15,6 +15,7 @@ An XLA module is one program for every device: shapes are those of one device's 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -85,24 +86,43 @@ class Instruction(NamedTuple):
     """Its attributes, each as text: `{'dimensions': '{0}', ...}`."""
     return _attributes(self.rest)
 
+  def computation(self, *keys: str) -> str:
+    """The one computation that these attributes name; '' if none does."""
+    return next(iter(self.called(*keys)), '')
+
   def called(self, *keys: str) -> list[str]:
     """The computations that these attributes name."""
     found = [self.attributes.get(key, '') for key in keys]
     return [name.strip(' %') for text in found for name in text.strip('{}').split(',') if name]
 
 
-class Computation(NamedTuple):
-  """Instructions by name, in the order in which they run, and the last one's name."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+  """Instructions by name, in the order in which they run, and the name of the last one, whose result counts."""
 
   name: str
   instructions: Mapping[str, Instruction]
   root: str
 
   @property
+  def result(self) -> Instruction | None:
+    """The instruction whose result is the computation's."""
+    return self.instructions.get(self.root)
+
+  @functools.cached_property
   def parameters(self) -> list[Instruction]:
     """Its parameters, by number."""
     found = [instruction for instruction in self.instructions.values() if instruction.op == 'parameter']
     return sorted(found, key=lambda parameter: int(parameter.inner))
+
+  @functools.cached_property
+  def users(self) -> Mapping[str, list[Instruction]]:
+    """The instructions that take a result, by its name."""
+    users: dict[str, list[Instruction]] = {}
+    for instruction in self.instructions.values():
+      for name in dict.fromkeys(instruction.operands):
+        users.setdefault(name, []).append(instruction)
+    return users
 
   def operands(self, instruction: Instruction) -> list[Instruction]:
     """The instructions whose results it takes."""
@@ -138,7 +158,7 @@ def parse(text: str) -> Module:
     ...   %x = f32[4,8]{1,0} parameter(0)
     ...   ROOT %t = f32[8,4]{1,0} transpose(%x), dimensions={1,0}
     ... }''')
-    >>> root = module.main.instructions[module.main.root]
+    >>> root = module.main.result
     >>> root.op, root.bytes, dict(root.attributes)
     ('transpose', 128.0, {'dimensions': '{1,0}'})
   """

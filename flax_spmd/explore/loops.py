@@ -27,7 +27,7 @@ class Trips(NamedTuple):
   nothing is known counts once.
   """
 
-  count: int
+  number: int
   how: str
 
 
@@ -69,12 +69,12 @@ def trips(loop: Instruction, computation: Computation, module: Module, state: St
     ...   ROOT %loop = (s32[]) while(%start), condition=%condition, body=%body
     ... }''')
     >>> trips(module.main.instructions['loop'], module.main, module, {})
-    Trips(count=5, how='condition')
+    Trips(number=5, how='condition')
   """
   if noted := _KNOWN.search(loop.attributes.get('backend_config', '')):
     return Trips(int(noted[1]), 'known')
-  condition = _only(loop.called('condition'), module)
-  body = _only(loop.called('body'), module)
+  condition = module.computations.get(loop.computation('condition'))
+  body = module.computations.get(loop.computation('body'))
   if condition is None or body is None:
     return Trips(1, 'unknown')
   start = entering(loop, computation, module, state)
@@ -96,7 +96,7 @@ def entering(loop: Instruction, computation: Computation, module: Module, state:
 
 def unchanging(loop: Instruction, module: Module, start: State) -> State:
   """Of the elements in `start` those that the loop's body hands on as they are."""
-  body = _only(loop.called('body'), module)
+  body = module.computations.get(loop.computation('body'))
   if body is None:
     return {}
   return {
@@ -113,7 +113,7 @@ class _Reader(NamedTuple):
 
   def read(self, condition: Computation) -> int | None:
     """The most trips that the condition allows; None if it says nothing."""
-    return self._allowed(condition.instructions.get(condition.root), condition, None)
+    return self._allowed(condition.result, condition, None)
 
   def _allowed(self, test: Instruction | None, inside: Computation, given: list[Value | None] | None):
     """The trips until a test fails: a comparison, several that all must hold, or a fusion of these."""
@@ -123,9 +123,9 @@ class _Reader(NamedTuple):
       found = [self._allowed(part, inside, given) for part in inside.operands(test)]
       return min((count for count in found if count is not None), default=None)
     if test.op in ('fusion', 'call'):
-      called = _only(test.called('calls', 'to_apply'), self.module)
+      called = self.module.computations.get(test.computation('calls', 'to_apply'))
       values = [_value(operand, inside, self.module, given) for operand in inside.operands(test)]
-      return called and self._allowed(called.instructions.get(called.root), called, values)
+      return called and self._allowed(called.result, called, values)
     if test.op in _THROUGH:
       return self._allowed(next(iter(inside.operands(test)), None), inside, given)
     return self._compared(test, inside, given) if test.op == 'compare' else None
@@ -180,7 +180,7 @@ def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
 
 def _next(place: int, body: Computation, module: Module) -> Value | None:
   """An element of the state after one trip, by what it was before."""
-  root = body.instructions.get(body.root)
+  root = body.result
   if root is None or root.op != 'tuple' or place >= len(root.operands):
     return None
   operand = body.instructions.get(root.operands[place])
@@ -209,10 +209,9 @@ def _value(
   if instruction.op == 'get-tuple-element':
     return _element(instruction, inside, given)
   if instruction.op in ('fusion', 'call'):
-    called = _only(instruction.called('calls', 'to_apply'), module)
-    root = called and called.instructions.get(called.root)
+    called = module.computations.get(instruction.computation('calls', 'to_apply'))
     values = [_value(operand, inside, module, given) for operand in inside.operands(instruction)]
-    return _value(root, called, module, values) if called and root else None
+    return _value(called.result, called, module, values) if called and called.result else None
   return _sum(instruction, inside, module, given)
 
 
@@ -229,19 +228,16 @@ def _element(
 def _sum(
   instruction: Instruction, inside: Computation, module: Module, given: list[Value | None] | None
 ) -> Value | None:
-  """Of two numbers, one of which is a constant."""
-  if instruction.op not in ('add', 'subtract'):
+  """Of two numbers, at most one of which is an element of the state."""
+  if instruction.op not in ('add', 'subtract') or len(instruction.operands) != 2:
     return None
-  values = [_value(operand, inside, module, given) for operand in inside.operands(instruction)]
-  if len(values) != 2 or values[0] is None or values[1] is None:
+  first, second = (_value(operand, inside, module, given) for operand in inside.operands(instruction))
+  if first is None or second is None or (first.element is not None and second.element is not None):
     return None
-  first, second = values
-  if instruction.op == 'subtract':
-    return None if second.element is not None else Value(first.constant - second.constant, first.element)
-  if first.element is not None and second.element is not None:
-    return None
-  element = second.element if first.element is None else first.element
-  return Value(first.constant + second.constant, element)
+  if instruction.op == 'add':
+    element = second.element if first.element is None else first.element
+    return Value(first.constant + second.constant, element)
+  return None if second.element is not None else Value(first.constant - second.constant, first.element)
 
 
 def _known(value: Value | None, state: State) -> int | None:
@@ -249,8 +245,3 @@ def _known(value: Value | None, state: State) -> int | None:
   if value is None or (value.element is not None and value.element not in state):
     return None
   return value.constant + (0 if value.element is None else state[value.element])
-
-
-def _only(names: list[str], module: Module) -> Computation | None:
-  """The one computation of these names."""
-  return module.computations.get(names[0]) if names else None

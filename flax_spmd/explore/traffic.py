@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flax_spmd.explore.flops import moves_nothing
+from flax_spmd.explore.flops import only_marks
 from flax_spmd.explore.hlo import Computation, Instruction, Module, Shape
 
 _FREE = {
@@ -58,7 +58,7 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
     264.0
   """
   op = instruction.op
-  if op in _FREE or op.endswith('-update') or moves_nothing(instruction):
+  if op in _FREE or op.endswith('-update') or only_marks(instruction):
     return 0
   if called := _called(instruction, module):
     return _fusion(called, module)
@@ -74,8 +74,7 @@ def _called(instruction: Instruction, module: Module) -> Computation | None:
   """The fused computation of a fusion, asynchronous or not."""
   if instruction.op not in ('fusion', 'fusion-start'):
     return None
-  names = instruction.called('calls')
-  return module.computations.get(names[0]) if names else None
+  return module.computations.get(instruction.computation('calls'))
 
 
 def _reads(op: str, instruction: Instruction, operands: Sequence[Instruction]) -> float:
@@ -116,7 +115,7 @@ def _held(shapes: Sequence[Shape]) -> float:
 def _fusion(fused: Computation, module: Module) -> float:
   """What a fusion reads of its parameters and writes of its results."""
   reads = sum(_used(parameter, fused, module) for parameter in fused.parameters)
-  return reads + _written(fused.instructions[fused.root], fused, module)
+  return reads + (_written(fused.result, fused, module) if fused.result else 0)
 
 
 def _used(parameter: Instruction, fused: Computation, module: Module) -> float:
@@ -127,7 +126,7 @@ def _used(parameter: Instruction, fused: Computation, module: Module) -> float:
 
 def _taken(source: Instruction, fused: Computation, module: Module) -> float:
   """The bytes that all users of a value take together."""
-  return sum(_taken_by(user, source, fused, module) for user in _users(source.name, fused))
+  return sum(_taken_by(user, source, fused, module) for user in fused.users.get(source.name, ()))
 
 
 def _taken_by(user: Instruction, source: Instruction, fused: Computation, module: Module) -> float:
@@ -146,11 +145,6 @@ def _taken_by(user: Instruction, source: Instruction, fused: Computation, module
   return source.bytes
 
 
-def _users(name: str, fused: Computation) -> list[Instruction]:
-  """The instructions that take a value."""
-  return [instruction for instruction in fused.instructions.values() if name in instruction.operands]
-
-
 def _written(result: Instruction, fused: Computation, module: Module) -> float:
   """The bytes that a fusion writes for a result; what it hands on as it came is not written."""
   operands = fused.operands(result)
@@ -160,6 +154,6 @@ def _written(result: Instruction, fused: Computation, module: Module) -> float:
     return _written(operands[0], fused, module) if _held(result.shapes) else 0
   if result.op == 'parameter' or result.op in _BESIDE:
     return 0
-  if inner := _called(result, module):
-    return _written(inner.instructions[inner.root], inner, module) if _held(result.shapes) else 0
+  if (inner := _called(result, module)) and inner.result:
+    return _written(inner.result, inner, module) if _held(result.shapes) else 0
   return _writes(result, operands)
