@@ -5,13 +5,18 @@ Supported: jax 0.10.2 and newer, flax 0.12.8 and newer. A branch says with which
 
 from __future__ import annotations
 
+import importlib.metadata
 from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as nn
 import jax
-from jax._src import distributed
+import numpy as np
+from jax._src import compiler, distributed
+from jax._src.interpreters import mlir
+from jax._src.lib import _jax
 from jax.sharding import AbstractMesh, Mesh
+from jaxlib.mlir import ir
 
 
 def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
@@ -48,3 +53,48 @@ def coordination_service() -> Any:
 def random_numbers_divide() -> bool:
   """Whether each device draws its own piece of a random array; JAX's stubs leave its options out."""
   return bool(getattr(jax.config, 'jax_threefry_partitionable'))  # noqa: B009
+
+
+def jaxlib_version() -> str:
+  """The version of the wheel that has the compilers' interface."""
+  return importlib.metadata.version('jaxlib')
+
+
+# -- compiling for devices that are not here (jax.experimental.topologies makes them, but takes no module)
+
+
+def program_bytes(lowered: Any) -> bytes:
+  """A lowered program as MLIR bytecode, with its locations."""
+  return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))
+
+
+def program_text(lowered: Any, locations: bool) -> str:
+  """A lowered program as text, with the places in the source that it comes from or without."""
+  return lowered.compiler_ir('stablehlo').operation.get_asm(enable_debug_info=locations)
+
+
+def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, int]]:
+  """Compiles MLIR bytecode for devices, which may be those of a topology that is not here.
+
+  Returns:
+    The optimised HLO, and the compiler's account of memory: bytes of arguments, results, what results
+    share with arguments, temporaries, and the peak (0 where a backend does not say it).
+  """
+  client = devices.flat[0].client
+  options = compiler.get_compile_options(
+    num_replicas=1, num_partitions=devices.size, device_assignment=devices.reshape(1, -1), backend=client
+  )
+  with mlir.make_ir_context():
+    module = ir.Module.parse(code)
+    compiled = compiler.backend_compile_and_load(
+      client, module, _jax.DeviceList(tuple(devices.flat)), options, []
+    )
+  stats = compiled.get_compiled_memory_stats()
+  memory = {
+    'arguments': stats.argument_size_in_bytes,
+    'results': stats.output_size_in_bytes,
+    'shared': stats.alias_size_in_bytes,
+    'temporaries': stats.temp_size_in_bytes,
+    'peak': getattr(stats, 'peak_memory_in_bytes', 0),
+  }
+  return compiled.hlo_modules()[0].to_string(), memory

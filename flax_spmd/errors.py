@@ -7,6 +7,7 @@
     │   └── ConflictError                  a dimension lost its mesh axis to another dimension
     ├── LayoutError (ValueError)           a leaf does not fit its names, or the mesh
     ├── MeshError (ValueError)             a mesh that cannot be made, or is needed and absent
+    ├── TargetDeviceError (ValueError)     hardware that nobody has described, or cannot be compiled for
     ├── ContextError (RuntimeError)        a layout in force here is not the one JAX's caches see
     └── CheckpointError (ValueError)       a checkpoint that cannot be written or read as asked
         ├── CheckpointExistsError (FileExistsError)
@@ -55,6 +56,10 @@ class LayoutError(FlaxSpmdError, ValueError):
 
 class MeshError(FlaxSpmdError, ValueError):
   """A mesh cannot be made from the devices at hand, or is needed and absent."""
+
+
+class TargetDeviceError(FlaxSpmdError, ValueError):
+  """Hardware to explore layouts for is unknown, or there is no compiler for it here."""
 
 
 class ContextError(FlaxSpmdError, RuntimeError):

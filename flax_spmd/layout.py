@@ -124,8 +124,15 @@ class Layout:
     """
     return jax.tree.map(lambda sharding: sharding.spec, self.sharding(tree))
 
-  def sharding(self, tree: Any) -> Any:
-    """`spec`, as NamedShardings on the layout's mesh: what `jax.jit` takes."""
+  def sharding(self, tree: Any, places: Any = None) -> Any:
+    """`spec`, as NamedShardings on the layout's mesh: what `jax.jit` takes.
+
+    Args:
+      tree: any tree, concrete or abstract.
+      places: where its arrays go, as of `shard`; None: where the rules say.
+    """
+    if places is not None:
+      return jax.tree.structure(tree).unflatten(self._places(tree, places))
     return self._planner.shardings(self._memory.reboxed(tree))
 
   def names(self, tree: Any) -> list[Any]:

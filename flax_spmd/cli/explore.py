@@ -1,0 +1,222 @@
+"""`flax-spmd explain | compare | report | targets`: layouts of a model, from files, without hardware.
+
+A model is given as `module:function`; the function takes nothing and returns what is compared: the
+training step, the function that makes a state, and a batch, or a dict of the arguments of `compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flax_spmd.cli.devices import emulate
+from flax_spmd.errors import FlaxSpmdError, RulesError
+
+if TYPE_CHECKING:
+  from flax_spmd.layout import Layout
+
+_UNITS = {'': 1, 'B': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30, 'TiB': 2**40}
+
+
+def add_to(commands: Any) -> None:
+  """Adds the commands to a parser."""
+  explain = _add(commands, 'explain', _explain, 'why every array lies where it lies')
+  explain.add_argument('layout', help='a TOML file')
+  explain.add_argument('--json', action='store_true')
+  _add_limits(explain)
+  compare = _add(
+    commands, 'compare', _compare, 'compile under several layouts for hardware that is not here'
+  )
+  compare.add_argument('layouts', nargs='+', help='TOML files')
+  compare.add_argument('--json', action='store_true')
+  report = _add(commands, 'report', _report, 'compare, and write the page about it')
+  report.add_argument('layouts', nargs='+', help='TOML files')
+  report.add_argument(
+    '--to', default='report.html', metavar='HTML', help='the file (default report.html)'
+  )
+  for parser in (compare, report):
+    parser.add_argument('--target', required=True, help="'h100:64', 'v5e:16x16', 'cpu:8'; see targets")
+    parser.add_argument('--hardware', metavar='TOML', help='a file with chips of your own')
+    _add_limits(parser)
+  targets = commands.add_parser(
+    'targets', help='the hardware that is known, and which compilers are here'
+  )
+  targets.set_defaults(run=_targets)
+
+
+def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+  parser = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.')
+  parser.add_argument(
+    'model', type=_reference, metavar='MODULE:FUNCTION', help='returns step, create, batch'
+  )
+  parser.set_defaults(run=run)
+  return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    '--fail-if-over', type=size, metavar='SIZE', help='exit with 1 if a device needs more, such as 14GiB'
+  )
+  parser.add_argument(
+    '--fail-if-replicated',
+    nargs=2,
+    action='append',
+    default=[],
+    metavar=('REGEX', 'SIZE'),
+    help='exit with 1 if an array of such a path and of more bytes lies whole on every device',
+  )
+
+
+def _reference(text: str) -> tuple[str, str]:
+  module, colon, function = text.partition(':')
+  if not (module and colon and function):
+    raise argparse.ArgumentTypeError(f'{text!r} is not of the form module:function')
+  return module, function
+
+
+def size(text: str) -> int:
+  """Bytes of `14GiB`.
+
+  Example:
+    >>> size('14GiB'), size('100')
+    (15032385536, 100)
+  """
+  found = re.fullmatch(r'([\d.]+) ?(B|[KMGT]iB)?', text)
+  if not found:
+    raise argparse.ArgumentTypeError(f'{text!r} is no size such as 14GiB')
+  return int(float(found[1]) * _UNITS[found[2] or ''])
+
+
+def _model(reference: tuple[str, str]) -> dict[str, Any]:
+  """The arguments of `compare` that a user's function gives."""
+  emulate(8)
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  sys.path.insert(0, os.getcwd())
+  try:
+    function = getattr(importlib.import_module(reference[0]), reference[1])
+  except (ModuleNotFoundError, AttributeError) as error:
+    if isinstance(error, ModuleNotFoundError) and error.name != reference[0]:
+      raise  # the model's own
+    raise FlaxSpmdError(
+      f'There is no {":".join(reference)}: {error}.\nFix: run this where the module can be imported from.'
+    ) from error
+  given = function()
+  return given if isinstance(given, dict) else dict(zip(('step', 'create', 'batch'), given, strict=True))
+
+
+def _layout(file: str) -> Layout:
+  from flax_spmd import toml
+  from flax_spmd.layout import Layout
+  from flax_spmd.mesh import abstract_mesh
+
+  try:
+    parsed = toml.read(Path(file).read_text())
+  except OSError as error:
+    raise FlaxSpmdError(
+      f'{file} cannot be read: {error.strerror}.\nFix: pass a layout as TOML.'
+    ) from error
+  except RulesError as error:
+    raise RulesError(f'{file}: {error}') from error
+  return Layout(abstract_mesh(parsed.axes, axis_types=parsed.types), parsed.rules)
+
+
+def _explain(options: argparse.Namespace) -> int:
+  from flax_spmd.explain import explain
+
+  given, layout = _model(options.model), _layout(options.layout)
+  state = layout.abstract(given['create'], *given.get('args', ()))
+  found = explain(layout, state)
+  print(found.to_json() if options.json else found)
+  rows = layout.rows(state)
+  over = [] if options.fail_if_over is None else _over(options, options.layout, found.bytes_per_device)
+  return _fail([*over, *_replicated(options, options.layout, rows)])
+
+
+def _compare(options: argparse.Namespace) -> int:
+  found = _compared(options)
+  print(found.to_json() if options.json else found)
+  return _verdict(options, found)
+
+
+def _report(options: argparse.Namespace) -> int:
+  found = _compared(options)
+  found.to_html(options.to)
+  print(f'written: {options.to}')
+  return _verdict(options, found)
+
+
+def _compared(options: argparse.Namespace) -> Any:
+  from flax_spmd.explore import compare
+
+  layouts = {Path(file).stem: _layout(file) for file in options.layouts}
+  given = _model(options.model)
+  return compare(
+    **given, layouts=layouts, target=options.target, hardware=options.hardware, show=sys.stderr.isatty()
+  )
+
+
+def _verdict(options: argparse.Namespace, found: Any) -> int:
+  """1 if a layout breaks a limit, or fails."""
+  wrong: list[str] = []
+  for outcome in found:
+    if outcome.error:
+      wrong.append(f'{outcome.name}: {outcome.error.splitlines()[0]}')
+    if outcome.memory and options.fail_if_over is not None:
+      wrong += _over(options, outcome.name, outcome.memory.peak)
+    if outcome.program:
+      wrong += _replicated(options, outcome.name, outcome.program.rows)
+  return _fail(wrong)
+
+
+def _over(options: argparse.Namespace, name: str, needed: int) -> list[str]:
+  from flax_spmd.report import size_text
+
+  limit = options.fail_if_over
+  return (
+    [f'{name}: {size_text(needed)} on a device, the limit is {size_text(limit)}']
+    if needed > limit
+    else []
+  )
+
+
+def _replicated(options: argparse.Namespace, name: str, rows: Any) -> list[str]:
+  from flax_spmd.report import size_text
+
+  return [
+    f'{name}: {row.path} ({size_text(row.bytes)}) lies whole on every device'
+    for pattern, limit in options.fail_if_replicated
+    for row in rows
+    if re.search(pattern, row.path) and row.bytes_per_device == row.bytes > size(limit)
+  ]
+
+
+def _fail(wrong: list[str]) -> int:
+  for line in wrong:
+    print(f'FAILED {line}', file=sys.stderr)
+  return 1 if wrong else 0
+
+
+def _targets(options: argparse.Namespace) -> int:
+  from flax_spmd.errors import TargetDeviceError
+  from flax_spmd.explore.compiling import check_compiler
+  from flax_spmd.explore.hardware import Target, chips
+  from flax_spmd.report import size_text
+
+  for name, chip in chips().items():
+    example = Target(f'{name}:{"x".join(["4"] * chip.torus) or 8}', chip, (4,) * chip.torus or (1, 8))
+    try:
+      check_compiler(example)
+      here = 'compiler is here'
+    except TargetDeviceError as error:
+      here = str(error).splitlines()[-1].removeprefix('Fix: ')
+    flops = ', '.join(f'{dtype} {value:.3g}' for dtype, value in chip.flops.items())
+    print(
+      f"'{example.text}'  {size_text(chip.memory)}, {chip.bandwidth:.3g} B/s, FLOP/s {flops}; {here}"
+    )
+    print(f'    {chip.source}')
+  return 0

@@ -1,0 +1,14 @@
+"""Exploring: what a training step would do on hardware that is not here, by that hardware's compilers.
+
+found = spmd.compare(train_step, create_state, batch, {'fsdp': a, 'tensor': b}, 'h100:64')
+print(found)
+"""
+
+from flax_spmd.explore.comparing import compare as compare
+from flax_spmd.explore.comparison import Comparison as Comparison
+from flax_spmd.explore.compiling import clear_cache as clear_cache
+from flax_spmd.explore.hardware import Chip as Chip
+from flax_spmd.explore.hardware import Target as Target
+from flax_spmd.explore.hardware import chips as chips
+from flax_spmd.explore.hardware import parse as parse
+from flax_spmd.explore.outcome import Outcome as Outcome

@@ -1,0 +1,173 @@
+"""Comparing: the same step under several layouts, on hardware that need not be here.
+
+    found = compare(train_step, create_state, batch, {'fsdp': a, 'tensor': b}, target='h100:64')
+    print(found)                          # a row per layout, and what each communicates
+    found.to_html('report.html')
+
+Each layout's program is compiled by the target's own compiler, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flax_spmd.errors import FlaxSpmdError, LayoutError
+from flax_spmd.explore.comparison import Comparison
+from flax_spmd.explore.compiling import Compiled, compile_all
+from flax_spmd.explore.costs import cost
+from flax_spmd.explore.hardware import Target, parse
+from flax_spmd.explore.outcome import Memory, Outcome
+from flax_spmd.explore.programs import Program, lower
+from flax_spmd.layout import Layout
+
+
+def compare(
+  step: Callable[..., Any],
+  create: Callable[..., Any],
+  batch: Any,
+  layouts: Mapping[str, Layout] | Sequence[Layout],
+  target: str,
+  *,
+  args: Sequence[Any] = (),
+  places: Any = None,
+  donate: bool = True,
+  hardware: str | None = None,
+  jobs: int | None = None,
+  show: bool = False,
+) -> Comparison:
+  """Compiles a training step under each layout for a target, and tells what comes out.
+
+  The target's own compiler does it, on this machine; nothing is allocated, nothing runs. What was
+  compiled is kept (`FLAX_SPMD_CACHE`, by default in `~/.cache/flax_spmd`), so asking again is quick.
+
+  Args:
+    step: `step(state, batch)`; anything that can be jitted.
+    create: makes a state, of `args`; is traced only.
+    batch: the step's second argument in full size: arrays, or `jax.ShapeDtypeStruct`s.
+    layouts: what to compare, by name. A mesh counts by its axes only; it has as many devices as the
+      target.
+    target: `'h100:64'`, `'v5e:16x16'`, `'cpu:8'`, `'here'`; see `flax-spmd targets`.
+    args: arguments of `create`.
+    places: where the batch goes, as of `Layout.shard`; default: each first dimension is named `batch`.
+    donate: whether the state is donated.
+    hardware: a TOML file with chips of one's own.
+    jobs: how many compilers run at once; default: one for two cores.
+    show: whether progress is shown.
+
+  Returns:
+    An outcome per layout. One whose names do not fit, whose program crashes the compiler, or which
+    needs more memory than there is, says so in its row.
+
+  Raises:
+    TargetDeviceError: an unknown target, one that cannot be compiled for here, or a mesh of another size.
+    Exception: whatever the step raises when it is traced, if it does so under every layout.
+
+  Example:
+    >>> def create():
+    ...   return {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
+    >>> def step(state, x):
+    ...   return jax.tree.map(lambda w: w - 0.1, state), jnp.sum((x @ state['w'].unbox()) ** 2)
+    >>> batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    >>> layouts = {
+    ...   'data': Layout(abstract_mesh({'data': 8}), (('batch', 'data'),)),
+    ...   'tensor': Layout(abstract_mesh({'model': 8}), (('mlp', 'model'),)),
+    ... }
+    >>> found = compare(step, create, batch, layouts, 'cpu:8')
+    >>> found['tensor'].memory.parameters < found['data'].memory.parameters
+    True
+  """
+  aim = parse(target, hardware)
+  named = _named(layouts)
+  programs, failed = _lowered(named, aim, step, create, batch, args, places, donate)
+  with _progress(show, f'compiling for {aim.text}', len(programs)) as advance:
+    compiled = compile_all(
+      list(programs.values()), aim, hardware=hardware, jobs=jobs, done=lambda number, one: advance()
+    )
+  outcomes = {
+    name: _outcome(name, program, one, aim)
+    for (name, program), one in zip(programs.items(), compiled, strict=True)
+  }
+  return Comparison(aim, [outcomes.get(name) or failed[name] for name in named])
+
+
+def _named(layouts: Mapping[str, Layout] | Sequence[Layout]) -> dict[str, Layout]:
+  if isinstance(layouts, Mapping):
+    return dict(layouts)
+  return {f'layout {number}': layout for number, layout in enumerate(layouts)}
+
+
+def _lowered(
+  named: Mapping[str, Layout], target: Target, step, create, batch, args, places, donate
+) -> tuple[dict[str, Program], dict[str, Outcome]]:
+  """The programs of the layouts that fit the model, and what is wrong with the others."""
+  programs: dict[str, Program] = {}
+  failed: dict[str, Outcome] = {}
+  error: FlaxSpmdError | None = None
+  for name, layout in named.items():
+    try:
+      programs[name] = lower(
+        step, create, batch, layout, target, args=args, places=places, donate=donate
+      )
+    except LayoutError as wrong:
+      error = wrong
+      failed[name] = Outcome.failed(name, layout, str(wrong))
+  if not programs and error is not None:
+    raise error
+  return programs, failed
+
+
+def _outcome(name: str, program: Program, compiled: Compiled, target: Target) -> Outcome:
+  """A row of the comparison."""
+  by_part = {'params': 0, 'opt_state': 0, '': 0}
+  for row in program.rows:
+    part = next((part for part in row.path.split('/') if part in by_part), '')
+    by_part[part] += row.bytes_per_device
+  if compiled.counts is None:
+    return Outcome.failed(name, program.layout, compiled.error or 'not compiled')._replace(
+      memory=Memory(
+        by_part['params'], by_part['opt_state'], by_part[''], program.batch_bytes, 0, compiled.used or 0
+      )
+      if compiled.used
+      else None,
+      program=program,
+      compiled=compiled,
+    )
+  memory = compiled.memory
+  arguments = memory['arguments']
+  peak = arguments + memory['results'] - memory['shared'] + memory['temporaries']
+  if target.chip.platform == 'tpu' and memory['peak']:
+    peak = memory['peak']  # there, arguments and temporaries do not add up
+  parts = Memory(
+    by_part['params'],
+    by_part['opt_state'],
+    by_part[''],
+    program.batch_bytes,
+    max(0, peak - arguments),
+    peak,
+  )
+  return Outcome(
+    name,
+    program.layout,
+    parts,
+    compiled.counts,
+    cost(compiled.counts, target, program.mesh, program.dtype),
+    peak <= target.chip.memory,
+    None,
+    program,
+    compiled,
+  )
+
+
+@contextlib.contextmanager
+def _progress(show: bool, title: str, total: int) -> Iterator[Callable[[], None]]:
+  if not show:
+    yield lambda: None
+    return
+  from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+  columns = TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+  with Progress(*columns) as bars:
+    task = bars.add_task(title, total=total)
+    yield lambda: bars.update(task, advance=1)

@@ -1,0 +1,261 @@
+"""Compiling: programs sent to their targets' compilers, several at once, and what came out kept on disk.
+
+Each program is compiled in a process of its own (`worker`). What came out is kept under a digest of the
+program, the target, and the versions of everything that had a part in it, so that asking again costs
+nothing. A crash of a compiler, and a program that does not fit, are results with a reason.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax_spmd.compat import jaxlib_version
+from flax_spmd.errors import TargetDeviceError
+from flax_spmd.explore.counting import Collective, Counts, count
+from flax_spmd.explore.hardware import Target, compiler_environment
+from flax_spmd.explore.programs import Program
+
+_FORMAT = 1
+_TIMEOUT = 1800  # seconds
+_LARGEST_CPU = 512  # devices that the CPU's compiler can be asked for
+_TELLING = ('Involuntary full rematerialization', 'rematerializ', 'SPMD', 'spmd_partitioner', 'fallback')
+_WHEELS = {
+  'tpu': ('libtpu', 'tpu', ('libtpu',)),
+  'cuda': ('jax_cuda12_plugin', 'cuda', ('jax-cuda12-plugin', 'jax-cuda12-pjrt')),
+}
+
+
+class Compiled(NamedTuple):
+  """What a compiler made of a program.
+
+  Attributes:
+    counts: what the program does; None if it was not compiled.
+    memory: the compiler's account: bytes of arguments, results, shared, temporaries, peak.
+    error: why it was not compiled, or None.
+    used: bytes of memory that it would have needed, where the compiler said so.
+    warnings: what the compiler said that deserves a look.
+    seconds, cpu_seconds, rss: what compiling took.
+    cached: whether it was kept from an earlier time.
+    hlo: the file with the optimised program, compressed; None if it could not be kept.
+  """
+
+  counts: Counts | None
+  memory: dict[str, int]
+  error: str | None
+  used: int | None
+  warnings: list[str]
+  seconds: float
+  cpu_seconds: float
+  rss: int
+  cached: bool
+  hlo: Path | None
+
+
+def compile_all(
+  programs: Sequence[Program],
+  target: Target,
+  *,
+  hardware: str | None = None,
+  jobs: int | None = None,
+  done: Callable[[int, Compiled], None] = lambda number, compiled: None,
+) -> list[Compiled]:
+  """Compiles programs for a target, as many at once as there are cores.
+
+  Args:
+    programs: what `lower` made.
+    target: what for.
+    hardware: the file with chips of one's own that the target is from.
+    jobs: how many at once; default: half of the cores.
+    done: called with each result as it comes.
+
+  Raises:
+    TargetDeviceError: there is no compiler for the target here, or it is too large for it.
+  """
+  check_compiler(target)
+
+  def one(pair: tuple[int, Program]) -> Compiled:
+    compiled = _compiled(pair[1], target, hardware)
+    done(pair[0], compiled)
+    return compiled
+
+  with ThreadPoolExecutor(jobs or max(1, (os.cpu_count() or 2) // 2)) as pool:
+    return list(pool.map(one, enumerate(programs)))
+
+
+def check_compiler(target: Target) -> None:
+  """Raises unless a program can be compiled for a target here.
+
+  Raises:
+    TargetDeviceError: a wheel is missing, or is made for another jax, or the target is too large.
+  """
+  platform = target.chip.platform
+  if platform == 'cpu' and target.devices > _LARGEST_CPU:
+    raise TargetDeviceError(
+      f"The CPU's compiler takes up to {_LARGEST_CPU} devices, {target.text} has {target.devices}.\n"
+      "Fix: compare on a target such as 'h100:1024', which needs no GPU."
+    )
+  if platform not in _WHEELS:
+    return
+  module, extra, wheels = _WHEELS[platform]
+  if importlib.util.find_spec(module) is None:
+    raise TargetDeviceError(
+      f'There is no compiler for {target.text} here: the wheel {wheels[0]} is not installed.\n'
+      f"Fix: pip install 'flax-spmd[{extra}]'"
+    )
+  jax_version = jaxlib_version()
+  for wheel in wheels if platform == 'cuda' else ():
+    found = importlib.metadata.version(wheel)
+    if found.split('.')[:2] != jax_version.split('.')[:2]:
+      raise TargetDeviceError(
+        f'The compiler for {target.text}, {wheel} {found}, is made for another jax than jax {jax_version}.\n'
+        f"Fix: pip install '{wheel}=={'.'.join(jax_version.split('.')[:3])}'"
+      )
+
+
+def _compiled(program: Program, target: Target, hardware: str | None) -> Compiled:
+  key = _key(program, target)
+  kept = _read(key)
+  if kept is not None:
+    return _compiled_of(kept, key, cached=True)
+  with tempfile.TemporaryDirectory(prefix='flax_spmd_') as folder:
+    result = _run(program, target, hardware, Path(folder))
+    hlo = Path(folder) / 'hlo.txt'
+    if hlo.exists():
+      text = hlo.read_text()
+      result['counts'] = _counts_json(count(text, program.mesh))
+      _keep_hlo(key, text)
+  _keep(key, result)
+  return _compiled_of(result, key, cached=False)
+
+
+def _run(program: Program, target: Target, hardware: str | None, folder: Path) -> dict[str, Any]:
+  """Runs the worker; its crash is a result."""
+  (folder / 'program.mlir').write_bytes(program.code)
+  request = {'target': target.text, 'hardware': hardware, 'mesh': program.mesh}
+  (folder / 'request.json').write_text(json.dumps(request))
+  command = [sys.executable, '-m', 'flax_spmd.explore.worker', str(folder)]
+  environment = os.environ | compiler_environment(target)
+  try:
+    ended = subprocess.run(
+      command, env=environment, capture_output=True, text=True, errors='replace', timeout=_TIMEOUT
+    )
+  except subprocess.TimeoutExpired:
+    return {'error': f'the compiler had not ended after {_TIMEOUT} s'}
+  file = folder / 'result.json'
+  if not file.exists():
+    return {'error': _crash(ended)}
+  said = [line.strip() for line in ended.stderr.splitlines() if any(word in line for word in _TELLING)]
+  return json.loads(file.read_text()) | {'warnings': list(dict.fromkeys(map(_message, said)))[:20]}
+
+
+def _crash(ended: subprocess.CompletedProcess[str]) -> str:
+  number = -ended.returncode
+  name = signal.Signals(number).name if 0 < number < 65 else f'code {ended.returncode}'
+  why = ' (out of the memory of this machine?)' if name == 'SIGKILL' else ''
+  last = ended.stderr.strip().splitlines()[-3:]
+  return f'the compiler ended with {name}{why}: ' + ' | '.join(last)[-600:]
+
+
+def _message(line: str) -> str:
+  """A line of the log, without its time and place."""
+  return line.partition('] ')[2] or line
+
+
+# -- what is kept
+
+
+def _folder() -> Path:
+  set_by_user = os.environ.get('FLAX_SPMD_CACHE')
+  return Path(
+    set_by_user or Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'flax_spmd'
+  )
+
+
+def _key(program: Program, target: Target) -> str:
+  versions = [jaxlib_version(), *map(_version, ('libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
+  about = [_FORMAT, program.identity, target, list(program.mesh.items()), versions]
+  return hashlib.sha256(repr(about).encode()).hexdigest()[:40]
+
+
+def _version(name: str) -> str | None:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def _read(key: str) -> dict[str, Any] | None:
+  """What was kept; None for nothing, and for what cannot be read any more."""
+  try:
+    content = json.loads((_folder() / f'{key}.json').read_text())
+    _compiled_of(content, key, cached=True)
+    return content
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    return None
+
+
+def _keep(key: str, result: dict[str, Any]) -> None:
+  _write(_folder() / f'{key}.json', json.dumps(result).encode())
+
+
+def _keep_hlo(key: str, text: str) -> None:
+  _write(_folder() / f'{key}.hlo.gz', gzip.compress(text.encode(), 5))
+
+
+def _write(file: Path, content: bytes) -> None:
+  """Writes a file whole or not at all; without room for it, says so and goes on."""
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+      temporary.write(content)
+    os.replace(temporary.name, file)
+  except OSError as error:
+    warnings.warn(
+      f'What was compiled cannot be kept in {file.parent}: {error.strerror}. Set FLAX_SPMD_CACHE to another folder.',
+      stacklevel=2,
+    )
+
+
+def clear_cache() -> None:
+  """Forgets everything that was compiled."""
+  shutil.rmtree(_folder(), ignore_errors=True)
+
+
+def _counts_json(counts: Counts) -> dict[str, Any]:
+  return counts._asdict() | {'collectives': [one._asdict() for one in counts.collectives]}
+
+
+def _compiled_of(content: dict[str, Any], key: str, cached: bool) -> Compiled:
+  counts = content.get('counts')
+  if counts is not None:
+    listed = tuple(Collective(**one | {'axes': tuple(one['axes'])}) for one in counts['collectives'])
+    pairs = {name: tuple(map(tuple, counts[name])) for name in ('opaque', 'loops')}
+    counts = Counts(**counts | pairs | {'collectives': listed})
+  hlo = _folder() / f'{key}.hlo.gz'
+  return Compiled(
+    counts,
+    content.get('memory', {}),
+    content.get('error'),
+    content.get('used'),
+    content.get('warnings', []),
+    content.get('seconds', 0.0),
+    content.get('cpu_seconds', 0.0),
+    content.get('rss', 0),
+    cached,
+    hlo if hlo.exists() else None,
+  )

@@ -1,0 +1,110 @@
+"""Outcomes: what came of one layout, in bytes and seconds for one device and one step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+from flax_spmd.explore.compiling import Compiled
+from flax_spmd.explore.costs import Cost
+from flax_spmd.explore.counting import Collective, Counts
+from flax_spmd.explore.programs import Program
+from flax_spmd.layout import Layout
+from flax_spmd.mesh import axis_sizes
+from flax_spmd.report import size_text
+
+
+class Memory(NamedTuple):
+  """Bytes on one device.
+
+  Attributes:
+    parameters, optimizer, rest: of the state.
+    batch: of the batch.
+    temporaries: activations, gradients, gathered parameters: what a step needs besides, at its peak.
+    peak: all of it, as the compiler says.
+  """
+
+  parameters: int
+  optimizer: int
+  rest: int
+  batch: int
+  temporaries: int
+  peak: int
+
+
+class Outcome(NamedTuple):
+  """What came of one layout.
+
+  Attributes:
+    name: its name.
+    layout: itself, on an abstract mesh.
+    memory: bytes on a device, or None if nothing is known.
+    counts: what a step does on a device, or None if it was not compiled.
+    cost: the time bracket, or None.
+    fits: whether its peak fits into the chip's memory.
+    error: why it was not compiled, or None.
+    program, compiled: what it was lowered and compiled to, or None.
+  """
+
+  name: str
+  layout: Layout
+  memory: Memory | None
+  counts: Counts | None
+  cost: Cost | None
+  fits: bool
+  error: str | None
+  program: Program | None
+  compiled: Compiled | None
+
+  @property
+  def mesh(self) -> dict[str, int]:
+    """Size per mesh axis."""
+    return axis_sizes(self.layout.mesh)
+
+  @classmethod
+  def failed(cls, name: str, layout: Layout, error: str) -> Self:
+    """That of a layout that was not compiled."""
+    return cls(name, layout, None, None, None, False, error, None, None)
+
+
+def collective_text(one: Collective) -> str:
+  """`all-gather over data (8): 3.1 GiB on the wire in 32 x 4 MiB bf16, model.py:31`."""
+  source = f', {one.source}' if one.source else ''
+  return (
+    f'{one.kind} over {"+".join(one.axes) or "?"} ({one.group}): {size_text(one.wire)} on the wire, '
+    f'{one.times} x {size_text(one.bytes)} {one.dtype}{source}'
+  )
+
+
+def time_text(seconds: float) -> str:
+  """`12.3 ms`.
+
+  Example:
+    >>> time_text(0.0123), time_text(4.5e-5)
+    ('12.3 ms', '45 us')
+  """
+  for size, unit in ((1.0, 's'), (1e-3, 'ms')):
+    if seconds >= size:
+      return f'{seconds / size:.3g} {unit}'
+  return f'{seconds / 1e-6:.3g} us'
+
+
+def record(outcome: Outcome) -> dict[str, Any]:
+  """All of it, as JSON has it."""
+  counts, cost, compiled = outcome.counts, outcome.cost, outcome.compiled
+  return {
+    'name': outcome.name,
+    'mesh': outcome.mesh,
+    'rules': repr(outcome.layout.rules),
+    'fits': outcome.fits,
+    'error': outcome.error,
+    'memory': outcome.memory and outcome.memory._asdict(),
+    'flops': counts and counts.flops,
+    'hbm_bytes': counts and counts.hbm_bytes,
+    'collectives': [one._asdict() for one in counts.collectives] if counts else [],
+    'opaque': counts and counts.opaque,
+    'cost': cost and cost._asdict() | {'links': {'+'.join(axes): s for axes, s in cost.links.items()}},
+    'warnings': compiled.warnings if compiled else [],
+    'findings': outcome.program.findings if outcome.program else [],
+    'compile': compiled
+    and {name: getattr(compiled, name) for name in ('seconds', 'cpu_seconds', 'rss', 'cached')},
+  }

@@ -1,0 +1,408 @@
+"""Comparing layouts: with the CPU's compiler, which is always here."""
+
+import json
+import os
+from html.parser import HTMLParser
+from textwrap import dedent
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import flax_spmd as spmd
+from flax_spmd import cli
+from flax_spmd.errors import LayoutError, TargetDeviceError
+from flax_spmd.explore import compare, compiling
+
+LAYERS, BATCH, EMBED, MLP = 3, 64, 32, 128
+TARGET = 'cpu:8'
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _=None):
+    def param(name, *names):
+      init = spmd.with_logical_partitioning(nn.initializers.normal(), names)
+      sizes = {'embed': EMBED, 'mlp': MLP}
+      return self.param(name, init, tuple(sizes[axis] for axis in names))
+
+    h = spmd.with_logical_constraint(nn.relu(x @ param('up', 'embed', 'mlp')), ('batch', 'mlp'))
+    return spmd.with_logical_constraint(x + h @ param('down', 'mlp', 'embed'), ('batch', None)), None
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    stack = nn.scan(
+      Block,
+      length=LAYERS,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
+    return stack(name='blocks')(x, None)[0]
+
+
+def create():
+  params = Model().init(jax.random.key(0), jnp.ones((1, EMBED)))['params']
+  return TrainState.create(apply_fn=Model().apply, params=params, tx=optax.adamw(1e-3))
+
+
+def step(state, x):
+  loss, grads = jax.value_and_grad(lambda p: jnp.mean(state.apply_fn({'params': p}, x) ** 2))(
+    state.params
+  )
+  return state.apply_gradients(grads=grads), loss
+
+
+def setup():
+  return step, create, jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32)
+
+
+def layouts():
+  return {
+    'data': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),)),
+    'fsdp': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'), ('embed', 'data'))),
+    'tensor': spmd.Layout(
+      spmd.abstract_mesh({'data': 2, 'model': 4}), (('batch', 'data'), ('mlp', 'model'))
+    ),
+  }
+
+
+@pytest.fixture(scope='module', autouse=True)
+def cache(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('cache')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('FLAX_SPMD_CACHE', str(folder))
+    yield folder
+
+
+@pytest.fixture(scope='module')
+def found(cache):
+  given, (make_step, make_state, batch) = layouts(), setup()
+  given['odd'] = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('layers', 'data'),))
+  return compare(make_step, make_state, batch, given, TARGET)
+
+
+def test_flops_are_those_of_the_model(found):
+  whole = 3 * 2 * 2 * BATCH * EMBED * MLP * LAYERS  # forward, and twice that backward
+  for name in layouts():
+    assert found[name].counts.flops == pytest.approx(whole / 8, rel=0.06), name
+
+
+def test_memory_is_that_of_the_layout(found):
+  weights = 4 * 2 * EMBED * MLP * LAYERS
+  memory = {name: found[name].memory for name in layouts()}
+  assert memory['data'].parameters == weights
+  assert memory['fsdp'].parameters == weights // 8 and memory['tensor'].parameters == weights // 4
+  assert memory['fsdp'].optimizer == 2 * weights // 8 + 4
+  assert memory['data'].batch == memory['fsdp'].batch == 4 * BATCH * EMBED // 8
+  for one in memory.values():
+    state = one.parameters + one.optimizer + one.rest + one.batch
+    assert one.peak == pytest.approx(state + one.temporaries, rel=0.01)
+
+
+def test_what_is_communicated(found):
+  weights = 4 * 2 * EMBED * MLP * LAYERS
+  (data,) = found['data'].counts.by_axis()
+  assert data == ('data',)
+  assert found['data'].counts.by_kind()['all-reduce'] == pytest.approx(2 * weights * 7 / 8, rel=0.01)
+  assert 'all-gather' in found['fsdp'].counts.by_kind()
+  assert ('model',) in found['tensor'].counts.by_axis()
+  assert any('compare_test.py' in one.source for one in found['tensor'].counts.collectives)
+
+
+def test_a_layout_that_does_not_fit_is_a_row(found):
+  odd = found['odd']
+  assert not odd.fits and odd.memory is None
+  assert odd.error.startswith("params/blocks/down, dim 0 'layers': size 3 is not divisible by")
+
+
+def test_the_table(found):
+  text = str(found)
+  lines = text.splitlines()
+  assert lines[0].startswith('cpu:8: 8 devices with 16 GiB each')
+  assert [line.split()[0] for line in lines[2:6]] == ['data', 'fsdp', 'tensor', 'odd']
+  assert 'poor proxy' in lines[-1]
+  assert found.best.name in layouts()
+
+
+def test_the_difference(found):
+  lines = found.diff('data', 'fsdp')
+  assert any(line.startswith('fsdp needs') and line.endswith('less: parameters') for line in lines)
+  assert any('all-gather' in line for line in lines)
+  assert found.diff('data', 'data') == []
+  with pytest.raises(TargetDeviceError) as caught:
+    found.diff('data', 'fdsp')
+  assert str(caught.value) == dedent("""\
+    There is no layout 'fdsp' in this comparison. Did you mean 'fsdp'?
+    Fix: use one of data, fsdp, tensor, odd.""")
+
+
+def test_json(found):
+  content = json.loads(found.to_json())
+  assert [one['name'] for one in content['layouts']] == ['data', 'fsdp', 'tensor', 'odd']
+  assert content['source'] == 'compiled:cpu'
+  assert content['layouts'][0]['memory']['parameters'] == found['data'].memory.parameters
+  assert content['layouts'][2]['mesh'] == {'data': 2, 'model': 4}
+
+
+class Page(HTMLParser):
+  """Checks that tags are closed in order, and collects texts."""
+
+  def __init__(self):
+    super().__init__()
+    self.open, self.texts, self.tags = [], [], []
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    if tag not in ('meta', 'input'):
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_startendtag(self, tag, attrs):
+    self.tags.append(tag)
+
+  def handle_data(self, data):
+    self.texts.append(data)
+
+
+def read(file):
+  page = Page()
+  page.feed(file.read_text())
+  page.close()
+  assert not page.open
+  return page
+
+
+def test_the_page(found, tmp_path):
+  found.to_html(tmp_path / 'report.html')
+  page = read(tmp_path / 'report.html')
+  assert {'table', 'svg', 'details', 'script'} <= set(page.tags)
+  for name in layouts():
+    assert name in page.texts
+  assert 'params/blocks/up' in page.texts
+  text = (tmp_path / 'report.html').read_text()
+  assert 'http://' not in text.replace('http://www.w3.org/2000/svg', '') and 'src=' not in text
+
+
+def test_names_are_escaped(tmp_path):
+  bad = '<script>alert("x")</script>'
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+
+  def make():
+    return {bad: spmd.LogicallyPartitioned(jnp.ones((8, 8)), (bad, None))}
+
+  one = compare(
+    lambda s, x: (s, jnp.sum(x @ s[bad].unbox())), make, jnp.ones((8, 8)), {bad: layout}, TARGET
+  )
+  one.to_html(tmp_path / 'report.html')
+  page = read(tmp_path / 'report.html')
+  assert page.tags.count('script') == 1
+  assert bad in page.texts
+
+
+def test_a_thousand_parameters_make_a_small_page(found, tmp_path):
+  outcome = found['fsdp']
+  rows = [row._replace(path=f'{row.path}/{i}') for i in range(143) for row in outcome.program.rows]
+  many = type(found)(found.target, [outcome._replace(program=outcome.program._replace(rows=rows))])
+  many.to_html(tmp_path / 'report.html')
+  assert len(rows) > 1000 and (tmp_path / 'report.html').stat().st_size < 300_000
+
+
+# -- the cache
+
+
+def test_the_second_time_nothing_is_compiled(found, monkeypatch):
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: pytest.fail('compiled again'))
+  again = compare(*setup(), layouts(), TARGET)
+  assert all(outcome.compiled.cached for outcome in again)
+  assert [outcome.counts for outcome in again] == [found[name].counts for name in layouts()]
+  assert [outcome.cost for outcome in again] == [found[name].cost for name in layouts()]
+
+
+def test_a_damaged_entry_is_made_again(found, cache, monkeypatch):
+  runs = []
+  run = compiling._run
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: runs.append(1) or run(*arguments))
+  for file in cache.glob('*.json'):
+    file.write_text('{"counts": {"flops"')
+  again = compare(*setup(), {'data': layouts()['data']}, TARGET)
+  assert runs == [1] and again['data'].counts == found['data'].counts
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+  (tmp_path / 'file').write_text('')
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path / 'file' / 'cache'))
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: {'error': 'no'})
+  with pytest.warns(UserWarning, match='Set FLAX_SPMD_CACHE to another folder'):
+    assert compare(*setup(), {'data': layouts()['data']}, TARGET)['data'].error == 'no'
+
+
+# -- what goes wrong
+
+
+def test_a_mesh_of_another_size():
+  with pytest.raises(TargetDeviceError) as caught:
+    compare(*setup(), layouts(), 'cpu:16')
+  assert str(caught.value) == dedent("""\
+    The mesh {'data': 8} has 8 devices, the target cpu:16 16.
+    Fix: give the layout a mesh of 16 devices.""")
+
+
+def test_a_model_that_cannot_be_traced():
+  def broken(state, x):
+    raise ZeroDivisionError('mine')
+
+  with pytest.raises(ZeroDivisionError, match='mine'):
+    compare(broken, create, setup()[2], layouts(), TARGET)
+
+
+def test_when_no_layout_fits():
+  wrong = {'odd': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('layers', 'data'),))}
+  with pytest.raises(LayoutError, match='size 3 is not divisible'):
+    compare(*setup(), wrong, TARGET)
+
+
+def test_a_missing_wheel(monkeypatch):
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 16}), (('batch', 'data'),))
+  with pytest.raises(TargetDeviceError) as caught:
+    compare(*setup(), [layout], 'v5e:4x4')
+  assert str(caught.value) == dedent("""\
+    There is no compiler for v5e:4x4 here: the wheel libtpu is not installed.
+    Fix: pip install 'flax-spmd[tpu]'""")
+
+
+def test_a_wheel_for_another_jax(monkeypatch):
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: object())
+  versions = {'jaxlib': '0.12.0.1', 'jax-cuda12-plugin': '0.10.2', 'jax-cuda12-pjrt': '0.10.2'}
+  monkeypatch.setattr('importlib.metadata.version', versions.__getitem__)
+  with pytest.raises(TargetDeviceError) as caught:
+    compiling.check_compiler(compiling.Target('h100:8', spmd.explore.chips()['h100'], (1, 8)))
+  assert str(caught.value) == dedent("""\
+    The compiler for h100:8, jax-cuda12-plugin 0.10.2, is made for another jax than jax 0.12.0.1.
+    Fix: pip install 'jax-cuda12-plugin==0.12.0'""")
+
+
+def test_too_many_devices_for_the_cpu():
+  with pytest.raises(TargetDeviceError, match="Fix: compare on a target such as 'h100:1024'"):
+    compiling.check_compiler(compiling.Target('cpu:4096', spmd.explore.chips()['cpu'], (1, 4096)))
+
+
+@pytest.mark.parametrize(
+  ('code', 'said'),
+  [('import os; os.kill(os.getpid(), 9)', 'SIGKILL'), ('raise SystemExit(3)', 'code 3')],
+)
+def test_a_crash_of_the_compiler_is_a_result(tmp_path, monkeypatch, code, said):
+  worker = tmp_path / 'python'
+  worker.write_text(f'#!/bin/sh\nexec {os.sys.executable} -c "{code}"\n')
+  worker.chmod(0o755)
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path / 'cache'))
+  monkeypatch.setattr('sys.executable', str(worker))
+  outcome = compare(*setup(), {'data': layouts()['data']}, TARGET)['data']
+  assert outcome.error.startswith(f'the compiler ended with {said}') and not outcome.fits
+
+
+# -- the command line
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+  """A folder with a module that has the model, and layouts as TOML."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  (tmp_path / 'my_model.py').write_text('from tests.compare_test import setup\n')
+  for name, layout in layouts().items():
+    (tmp_path / f'{name}.toml').write_text(layout.to_toml())
+  return tmp_path
+
+
+def run(capsys, *arguments):
+  code = cli.main([*map(str, arguments)])
+  captured = capsys.readouterr()
+  return code, captured.out, captured.err
+
+
+def test_compare_from_the_command_line(project, capsys):
+  arguments = ['compare', 'my_model:setup', 'data.toml', 'fsdp.toml', '--target', TARGET]
+  code, out, err = run(capsys, *arguments)
+  assert code == 0 and 'fsdp' in out and not err
+  code, out, err = run(capsys, *arguments, '--json', '--fail-if-over', '400KiB')
+  assert json.loads(out)['target'] == TARGET
+  assert (
+    code == 1 and err.startswith('FAILED data: ') and 'the limit is 400 KiB' in err and 'fsdp' not in err
+  )
+  code, out, err = run(capsys, *arguments, '--fail-if-replicated', 'params/.*', '10KiB')
+  assert code == 1
+  assert err.splitlines() == [
+    'FAILED data: params/blocks/down (48 KiB) lies whole on every device',
+    'FAILED data: params/blocks/up (48 KiB) lies whole on every device',
+  ]
+
+
+def test_report_from_the_command_line(project, capsys):
+  code, out, _ = run(
+    capsys, 'report', 'my_model:setup', 'data.toml', '--target', TARGET, '--to', 'a.html'
+  )
+  assert (code, out) == (0, 'written: a.html\n')
+  assert 'data' in read(project / 'a.html').texts
+
+
+def test_explain_from_the_command_line(project, capsys):
+  code, out, _ = run(capsys, 'explain', 'my_model:setup', 'tensor.toml')
+  assert code == 0 and 'params/blocks/up' in out
+  code, _, err = run(capsys, 'explain', 'my_model:setup', 'tensor.toml', '--fail-if-over', '1KiB')
+  assert code == 1 and err.startswith('FAILED tensor.toml: ')
+
+
+def test_targets_from_the_command_line(capsys):
+  code, out, _ = run(capsys, 'targets')
+  assert code == 0 and "'cpu:8'" in out and 'compiler is here' in out and 'scaling-book' in out
+
+
+def test_bad_arguments(project, capsys):
+  code, _, err = run(capsys, 'compare', 'my_model:nothing', 'data.toml', '--target', TARGET)
+  assert code == 2 and err.startswith('There is no my_model:nothing')
+  code, _, err = run(capsys, 'compare', 'my_model:setup', 'no.toml', '--target', TARGET)
+  assert (code, err) == (
+    2,
+    'no.toml cannot be read: No such file or directory.\nFix: pass a layout as TOML.\n',
+  )
+  (project / 'bad.toml').write_text('format = 1\n[mesh\n')
+  code, _, err = run(capsys, 'compare', 'my_model:setup', 'bad.toml', '--target', TARGET)
+  assert code == 2 and err.startswith('bad.toml: ') and 'line 2' in err
+  code, _, err = run(capsys, 'compare', 'my_model:setup', 'data.toml', '--target', 'v9:8')
+  assert code == 2 and err.startswith("There is no target 'v9:8'.")
+  for wrong in (
+    ['compare', 'model', 'a.toml', '--target', TARGET],
+    ['explain', 'a:b', 'c', '--fail-if-over', 'x'],
+  ):
+    with pytest.raises(SystemExit):
+      cli.main(wrong)
+
+
+# -- golden layouts
+
+
+def test_golden_layouts(tmp_path, monkeypatch):
+  file, layout = tmp_path / 'layout.txt', layouts()['fsdp']
+  state = layout.abstract(create)
+  with pytest.raises(AssertionError, match='it has been written'):
+    spmd.testing.assert_layout(layout, state, file)
+  spmd.testing.assert_layout(layout, state, file)
+  other = layouts()['data']
+  with pytest.raises(AssertionError) as caught:
+    spmd.testing.assert_layout(other, other.abstract(create), file)
+  text = str(caught.value)
+  assert "-params/blocks/up float32[layers=3, embed=32, mlp=128] P(None, 'data', None) 6144" in text
+  assert text.endswith('Fix: if that is meant, run the test with FLAX_SPMD_UPDATE=1.')
+  monkeypatch.setenv('FLAX_SPMD_UPDATE', '1')
+  spmd.testing.assert_layout(other, other.abstract(create), file)
+  monkeypatch.delenv('FLAX_SPMD_UPDATE')
+  spmd.testing.assert_layout(other, other.abstract(create), file)

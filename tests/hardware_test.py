@@ -1,0 +1,162 @@
+"""Targets, chips, and how long a step would take on them."""
+
+from textwrap import dedent
+
+import pytest
+
+from flax_spmd.errors import TargetDeviceError
+from flax_spmd.explore.costs import cost, seconds
+from flax_spmd.explore.counting import Collective, Counts
+from flax_spmd.explore.hardware import chips, compiler_environment, gpu_description, parse
+
+
+@pytest.mark.parametrize(
+  ('text', 'devices', 'topology'),
+  [
+    ('cpu:8', 8, (1, 8)),
+    ('h100:4', 4, (1, 4)),
+    ('h100:64', 64, (8, 8)),
+    ('a100:4x4', 16, (4, 4)),
+    ('v5e:16x16', 256, (16, 16)),
+    ('v5p:4x4x8', 128, (4, 4, 8)),
+  ],
+)
+def test_targets(text, devices, topology):
+  target = parse(text)
+  assert (target.devices, target.topology) == (devices, topology)
+
+
+def test_the_devices_at_hand():
+  assert parse('here').devices == 8 and parse('here').chip.name == 'cpu'
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    (
+      'h1000:8',
+      """\
+      There is no target 'h1000:8'. Did you mean 'h100'?
+      Fix: use one of v4, v5e, v5p, v6e, a100, h100, h200, b200, cpu, as in 'h100:8', or describe it in a TOML file.""",
+    ),
+    ('v5e', "The target 'v5e' does not say how many chips there are.\nFix: write 'v5e:4x4'."),
+    (
+      'v5e:16',
+      "'v5e:16': v5e has a torus of 2 axes.\nFix: give the chips along each, such as v5e:4x4.",
+    ),
+    (
+      'h100:12',
+      "'h100:12': h100 has 8 chips to a node.\n"
+      'Fix: give a multiple of that, or nodes and chips to a node, such as h100:2x8.',
+    ),
+    ('h100:0', "The target 'h100:0' does not say how many chips there are.\nFix: write 'h100:8'."),
+  ],
+)
+def test_what_is_no_target(text, message):
+  with pytest.raises(TargetDeviceError) as caught:
+    parse(text)
+  assert str(caught.value) == dedent(message)
+
+
+def test_every_chip_has_its_figures_and_sources():
+  for chip in chips().values():
+    assert chip.memory > 2**30 and chip.bandwidth > 1e9 and chip.link >= chip.network > 0
+    assert 0 < chip.efficiency <= 1 and chip.flops['bf16'] > 0 and chip.source
+    if chip.platform == 'cuda':
+      assert f'device_memory_size: {chip.memory}' in gpu_description(chip)
+
+
+def test_chips_of_ones_own(tmp_path):
+  file = tmp_path / 'mine.toml'
+  file.write_text(
+    dedent("""\
+      [x1]
+      platform = "cpu"
+      memory = 1000
+      bandwidth = 1e9
+      link = 1e9
+      network = 1e8
+      per_node = 2
+      efficiency = 0.5
+      hop = 0.0
+      flops = {bf16 = 1e12}
+      source = "made up"
+    """)
+  )
+  assert parse('x1:4', str(file)).topology == (2, 2)
+  assert 'h100' in chips(str(file))
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    (
+      '[x\n',
+      "mine.toml is no TOML: Expected ']' at the end of a table declaration (at line 1, column 3).",
+    ),
+    (
+      '[x]\nplatform = "cpu"\nspeed = 3\n',
+      'mine.toml, [x]: memory is missing, bandwidth is missing, link is missing, network is missing, '
+      'per_node is missing, efficiency is missing, hop is missing, flops is missing, source is missing, '
+      'speed is unknown.',
+    ),
+  ],
+)
+def test_mistakes_in_ones_own_file(tmp_path, monkeypatch, content, message):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'mine.toml').write_text(content)
+  chips.cache_clear()
+  with pytest.raises(TargetDeviceError) as caught:
+    parse('x:4', 'mine.toml')
+  assert str(caught.value).splitlines()[0] == message
+
+
+def test_what_a_compiler_finds_in_its_environment(monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', '--xla_force_host_platform_device_count=8 --xla_dump_to=x')
+  assert compiler_environment(parse('cpu:64'))['XLA_FLAGS'].split() == [
+    '--xla_dump_to=x',
+    '--xla_force_host_platform_device_count=64',
+  ]
+  assert compiler_environment(parse('v5e:4x4'))['TPU_ACCELERATOR_TYPE'] == 'v5litepod-16'
+  assert compiler_environment(parse('v5p:2x2x4'))['TPU_ACCELERATOR_TYPE'] == 'v5p-32'
+
+
+def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):
+  return Collective(kind, axes, group, 1.0, times, wire, 'bf16', '', '')
+
+
+@pytest.mark.parametrize(
+  ('target', 'mesh', 'axes', 'group', 'speed'),
+  [
+    ('h100:64', {'data': 8, 'model': 8}, ('model',), 8, 4.5e11),  # in a node
+    ('h100:64', {'data': 8, 'model': 8}, ('data',), 8, 5.0e10),  # one GPU of each node: one port
+    ('h100:64', {'data': 64}, ('data',), 64, 4.0e11),  # all GPUs of all nodes: eight ports to a node
+    ('h100:16', {'data': 4, 'model': 4}, ('data',), 4, 1.0e11),  # two to a node
+    ('h100:16', {'data': 4, 'model': 4}, ('model[2/4]',), 2, 4.5e11),
+    ('v5e:4x4', {'data': 4, 'model': 4}, ('model',), 4, 9.0e10),  # one axis of the torus
+    ('v5e:4x4', {'data': 16}, ('data',), 16, 1.8e11),  # both
+    ('v5p:2x2x4', {'data': 4, 'model': 4}, ('data',), 4, 3.6e11),
+  ],
+)
+def test_how_fast_a_group_is(target, mesh, axes, group, speed):
+  aim = parse(target)
+  one = collective(axes=axes, group=group)
+  assert seconds(one, aim, mesh) == pytest.approx(1e9 / speed + (group - 1) * aim.chip.hop)
+
+
+def test_latency_counts_for_small_transfers():
+  aim = parse('h100:8')
+  often = collective('all-reduce', wire=8.0, times=1000)
+  assert seconds(often, aim, {'data': 8}) == pytest.approx(1000 * 14 * aim.chip.hop, rel=1e-3)
+
+
+def test_the_bracket():
+  aim = parse('h100:8')
+  counts = Counts(989e12 * 0.6, 3.35e12 / 2, (collective(wire=4.5e11 / 4),), (), ())
+  found = cost(counts, aim, {'data': 8})
+  assert found.compute == pytest.approx(1.0) and found.memory == pytest.approx(0.5)
+  assert found.links[('data',)] == pytest.approx(0.25, rel=1e-3)
+  assert found.low == pytest.approx(1.0) and found.high == pytest.approx(1.75, rel=1e-3)
+  assert found.bound == 'compute'
+  slow = cost(counts._replace(collectives=(collective(wire=4.5e12),)), aim, {'data': 8})
+  assert slow.bound == 'data'
