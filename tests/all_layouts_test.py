@@ -1,0 +1,51 @@
+"""All pairs of layouts, boxed and not, of three optimizers: restored equal, where they should lie."""
+
+import itertools
+import warnings
+
+import pytest
+
+from flax_spmd import checkpoint
+from tests.checkpoint_states import LAYOUTS, OPTIMIZERS, assert_equal, assert_lies_as, create
+
+PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """One checkpoint for each layout and optimizer, boxed or not in turn."""
+  folder, there = tmp_path_factory.mktemp('layouts'), {}
+
+  def get(name, tx, boxed):
+    key = name, tx, boxed
+    if key not in there:
+      layout = LAYOUTS[name]()
+      state = layout.init(create, OPTIMIZERS[tx], boxed=boxed)
+      path = folder / f'{name}-{tx}-{boxed}'
+      checkpoint.save(path, state, layout=layout)
+      there[key] = state, path
+    return there[key]
+
+  return get
+
+
+def check(saved, one, other, tx, was_boxed, boxed):
+  state, path = saved(one, tx, was_boxed)
+  target = LAYOUTS[other]().abstract(create, OPTIMIZERS[tx], boxed=boxed)
+  with warnings.catch_warnings(action='ignore', category=UserWarning):  # of what shards nothing
+    restored = checkpoint.restore(path, target)
+  assert_equal(state, restored)
+  assert_lies_as(restored, target)
+
+
+@pytest.mark.parametrize(('one', 'other'), [pair for i, pair in enumerate(PAIRS) if i % 9 in (0, 4)])
+def test_some_pairs(saved, one, other):
+  check(saved, one, other, 'muon', True, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tx', OPTIMIZERS)
+@pytest.mark.parametrize('one', LAYOUTS)
+def test_all_pairs(saved, one, tx):
+  for was_boxed, boxed, other in itertools.product((True, False), (True, False), LAYOUTS):
+    check(saved, one, other, tx, was_boxed, boxed)
