@@ -72,7 +72,7 @@ def chips(file: str | None = None) -> dict[str, Chip]:
   Raises:
     TargetDeviceError: the file cannot be read, or a chip in it lacks something; names the line or entry.
   """
-  own = importlib.resources.files(__package__).joinpath('hardware.toml').read_text()
+  own = importlib.resources.files('flax_spmd.explore').joinpath('hardware.toml').read_text()
   found = _read(own, 'hardware.toml')
   return found | _read(_text(file), file) if file else found
 
@@ -181,7 +181,7 @@ def _here(file: str | None) -> Target:
 
 def gpu_description(chip: Chip) -> str:
   """XLA's description of a GPU, as the text of its GpuTargetConfigProto."""
-  text = importlib.resources.files(__package__).joinpath('gpus.toml').read_text()
+  text = importlib.resources.files('flax_spmd.explore').joinpath('gpus.toml').read_text()
   gpu = tomllib.loads(text)[chip.compiler or chip.name]
   major, minor = gpu['capability']
   info = {

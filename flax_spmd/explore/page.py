@@ -40,8 +40,8 @@ _WIDE, _BAR = 720, 26
 
 def page(comparison: Comparison) -> str:
   """The page as text."""
-  style = importlib.resources.files(__package__).joinpath('page.css').read_text()
-  script = importlib.resources.files(__package__).joinpath('page.js').read_text()
+  style = importlib.resources.files('flax_spmd.explore').joinpath('page.css').read_text()
+  script = importlib.resources.files('flax_spmd.explore').joinpath('page.js').read_text()
   title = f'Layouts on {comparison.target.text}'
   done = [outcome for outcome in comparison if outcome.memory is not None]
   body = [

@@ -106,7 +106,7 @@ _PLACE = re.compile(r'^#loc\d* = loc\("(.*)":(\d+):\d+ to (\d*):\d+\)', re.MULTI
 
 def _identity(lowered: Any, text: str) -> str:
   """A digest of a program that does not depend on who compares it: the callers' lines are left out."""
-  callers = {(frame.filename, frame.lineno) for frame in traceback.extract_stack()}
+  callers = {(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()}
   places = sorted(
     {
       (file, int(first), int(last or first))
