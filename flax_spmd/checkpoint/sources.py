@@ -27,6 +27,8 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError, Checkpoint
 _METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
 _PART = 'state'  # the folder in which Orbax v1 puts the arrays
 _UNFINISHED = 'orbax-checkpoint-tmp'
+# for files that are gone, or have anything in them
+_ORBAX_RAISES = OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
 _LARGEST_METADATA = 512 << 20  # bytes: 10,000 leaves take two million
 
@@ -204,7 +206,7 @@ class OrbaxSource:
     try:
       with context(memory=memory):
         return ocp.load(self.path, target, checkpointable_name=self._name())
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except _ORBAX_RAISES as error:
       raise CheckpointDamagedError(
         f'The checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
         'Fix: restore another checkpoint; files of this one are gone, or have changed since it was written.'
@@ -292,7 +294,7 @@ def _foreign_tree(path: epath.Path, part: str | None) -> Any:
   try:
     tree = ocp.metadata(path, checkpointable_name=part).metadata
     reason = 'Orbax does not say what is in it; it cannot for a Python bool'
-  except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+  except _ORBAX_RAISES as error:
     tree, reason = None, (str(error).splitlines() or [''])[0][:500]
   if tree is None:
     raise CheckpointDamagedError(

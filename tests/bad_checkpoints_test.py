@@ -1,0 +1,397 @@
+"""What is no checkpoint, or a damaged or hostile one: refused before anything of it is read or run."""
+
+import json
+import pickle
+import shutil
+import time
+from textwrap import dedent
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd.checkpoint import record as records
+from tests.checkpoint_states import LAYOUTS
+
+LAYOUT = LAYOUTS['two_by_four']()
+CHANGED = 'Fix: restore another checkpoint; this one was changed after it was written.'
+
+
+def state():
+  w = spmd.LogicallyPartitioned(jnp.arange(32.0).reshape(8, 4), ('embed', 'mlp'))
+  return {'w': w, 'b': jnp.ones(4)}
+
+
+@pytest.fixture(scope='module')
+def there(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('there')
+  for name, pack in (('plain', 0), ('packed', 1 << 10)):
+    checkpoint.save(folder / name, {**LAYOUT.shard(state()), 'n': 3}, layout=LAYOUT, pack=pack)
+  ocp.save(folder / 'foreign', {'w': np.ones(8, np.float32), 'b': np.ones(4, np.float32)})
+  return folder
+
+
+@pytest.fixture
+def changed(there, tmp_path):
+  """A copy of a checkpoint with something in it changed."""
+
+  def change(edit, name='plain', file='_CHECKPOINT_METADATA'):
+    path = tmp_path / 'a'
+    shutil.copytree(there / name, path)
+    content = json.loads((path / file).read_text())
+    edit(content)
+    (path / file).write_text(json.dumps(content))
+    return path
+
+  return change
+
+
+@pytest.fixture
+def text_of(monkeypatch):
+  def fail(*_, **__):
+    raise AssertionError('arrays were read')
+
+  def get(path, kind=errors.CheckpointDamagedError, target=None, **kwargs):
+    monkeypatch.setattr(ocp, 'load', fail)
+    monkeypatch.setattr(pickle, 'loads', fail)
+    kwargs = kwargs or ({'layout': LAYOUT} if target is None else {})
+    with pytest.raises(kind) as caught:
+      checkpoint.restore(path, target, **kwargs)
+    assert isinstance(caught.value, errors.FlaxSpmdError)
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 40 and len(text) < 20_000
+    return text
+
+  return get
+
+
+# -- no checkpoint
+
+
+def test_paths_that_are_no_checkpoints(tmp_path, text_of):
+  fix = 'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
+  empty = tmp_path / 'empty'
+  empty.mkdir()
+  assert text_of(empty, FileNotFoundError) == (
+    f'There is no checkpoint at {empty} (a folder without one).\n{fix}'
+  )
+  full = tmp_path / 'full'
+  (full / 'sub').mkdir(parents=True)
+  (full / 'notes.txt').write_text('hello')
+  assert text_of(full, FileNotFoundError) == (
+    f'There is no checkpoint at {full} (a folder without one).\n{fix}'
+  )
+  assert text_of(full / 'notes.txt') == (
+    f'The file {full / "notes.txt"} is no checkpoint of flax.training.checkpoints: '
+    'unpack(b) received extra data..\n'
+    'Fix: pass the folder of a checkpoint, or a file that save_checkpoint wrote.'
+  )
+
+
+def test_an_unfinished_step(there, tmp_path, text_of):
+  unfinished = tmp_path / 'run' / '3.orbax-checkpoint-tmp-17'
+  shutil.copytree(there / 'plain', unfinished)
+  fix = 'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
+  assert text_of(tmp_path / 'run', FileNotFoundError) == (
+    f'There is no checkpoint at {tmp_path / "run"}; the save of 3.orbax-checkpoint-tmp-17 was not finished.\n{fix}'
+  )
+  assert text_of(unfinished, FileNotFoundError) == (
+    f'There is no checkpoint at {unfinished} (a save that was not finished).\n{fix}'
+  )
+
+
+@pytest.mark.parametrize('file', ['_METADATA', 'manifest.ocdbt', 'd'])
+def test_parts_that_are_gone(there, tmp_path, file):
+  path = tmp_path / 'a'
+  shutil.copytree(there / 'plain', path)
+  gone = path / 'state' / file
+  shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+  with pytest.raises(errors.CheckpointError, match=r'(cannot be read|has no arrays): .*\nFix: '):
+    checkpoint.restore(path, layout=LAYOUT)
+
+
+# -- a record that lies
+
+
+def signed(edit):
+  """A change to the record, with the digest that fits it."""
+
+  def change(content):
+    record = content['custom_metadata']['flax_spmd']
+    edit(record)
+    record['digest'] = records._digest(record)
+
+  return change
+
+
+def put(value, *keys):
+  def edit(content):
+    for key in keys[:-1]:
+      content = content[key]
+    content[keys[-1]] = value
+
+  return edit
+
+
+def test_a_digest_that_does_not_fit(changed, text_of):
+  path = changed(put([9, 4], 'custom_metadata', 'flax_spmd', 'leaves', 2, 'shape'))
+  assert text_of(path) == (
+    f'The record of the checkpoint {path} is damaged: its digest is not that of its content.\n{CHANGED}'
+  )
+
+
+@pytest.mark.parametrize('value', [None, 0, 'x', [], {}, {'format': 1}, {'digest': 'x'}])
+def test_no_record_where_one_should_be(changed, text_of, value):
+  text = text_of(changed(put(value, 'custom_metadata', 'flax_spmd')))
+  assert text.startswith('The record of the checkpoint ') and text.endswith(CHANGED)
+
+
+HUGE = 2**60
+WRONG = [
+  (('format',), 0, 'its format is no number'),
+  (('format',), True, 'its format is no number'),
+  (('format',), '1', 'its format is no number'),
+  (('tree',), 'text', 'a str stands in its tree'),
+  (('tree',), 1.5, 'a float stands in its tree'),
+  (('tree',), True, 'a bool stands in its tree'),
+  (('tree',), {'w': -1}, 'a int stands in its tree'),
+  (('tree',), {'b': 0, 'n': 1}, 'its tree does not fit its leaves'),
+  (('tree',), {'b': 0, 'n': 1, 'w': 1}, 'its tree does not fit its leaves'),
+  (('tree',), {'b': 0, 'n': 1, 'w': 7}, '2 is missing'),
+  (('tree',), {'b': 0, 'n': 1, 'w': HUGE}, '2 is missing'),
+  (('tree',), {'a/b': 0, 'a': {'b': 1}, 'w': 2}, 'its tree does not fit its leaves'),
+  (('tree',), {'b': 0, 'n': 1, '..': 2}, "it has a leaf called '..'"),
+  (('tree',), {'b': 0, 'n': 1, '../../etc/passwd': 2}, "it has a leaf called '../../etc/passwd'"),
+  (('tree',), {'b': 0, 'n': 1, '/etc/passwd': 2}, "it has a leaf called '/etc/passwd'"),
+  (('tree',), {'b': 0, 'n': 1, 'x\\..\\y': 2}, "it has a leaf called 'x\\\\..\\\\y'"),
+  (('tree',), {'b': 0, 'n': 1, 'w\0': 2}, "it has a leaf called 'w\\x00'"),
+  (('leaves',), {}, 'its leaves are no list'),
+  (('leaves',), 'abc', 'its leaves are no list'),
+  (('leaves',), None, 'its leaves are no list'),
+  (('leaves', 2), 3, 'a leaf is not described'),
+  (('leaves', 2), {}, "'shape' is missing"),
+  (('leaves', 2, 'more'), 1, 'a leaf is not described'),
+  (('leaves', 2, 'shape'), None, 'it has the shape None'),
+  (('leaves', 2, 'shape'), '84', "it has the shape '84'"),
+  (('leaves', 2, 'shape'), [8, 4.0], 'it has the shape [8, 4.0]'),
+  (('leaves', 2, 'shape'), [8, True], 'it has the shape [8, True]'),
+  (('leaves', 2, 'shape'), [-8, 4], 'it has the shape [-8, 4]'),
+  (('leaves', 2, 'shape'), [HUGE, 4], f'it has the shape [{HUGE}, 4]'),
+  (('leaves', 2, 'dtype'), 4, 'it has a dtype that is no text'),
+  (('leaves', 2, 'dtype'), ['f'], 'it has a dtype that is no text'),
+  (('leaves', 2, 'dtype'), 'object', "'object' is no dtype of an array"),
+  (('leaves', 2, 'dtype'), 'str', "'str' is no dtype of an array"),
+  (('leaves', 2, 'dtype'), 'f4,i8', "'f4,i8' is no dtype of an array"),
+  (('leaves', 2, 'dtype'), 'python.str', "'python.str' is no dtype of an array"),
+  (('leaves', 2, 'dtype'), 'float31', "data type 'float31' not understood"),
+  (('leaves', 2, 'names'), 'ab', 'it has names of another rank'),
+  (('leaves', 2, 'names'), ['a'], 'it has names of another rank'),
+  (('leaves', 2, 'names'), ['a', 3], 'it has the name 3'),
+  (('leaves', 2, 'names'), ['a', [['b']]], "it has the name [['b']]"),
+  (('leaves', 2, 'spec'), {'a': 1}, 'it has names of another rank'),
+  (('leaves', 2, 'spec'), [1], 'it has the name 1'),
+  (('leaves', 2, 'checksum'), 7, 'it has a checksum that is no text'),
+  (('leaves', 2, 'value'), 7, 'a float32 has the value 7'),
+  (('leaves', 2, 'on_mesh'), 'yes', "it says 'yes' of whose its names are"),
+  (('leaves', 1, 'value'), None, 'a python.int has the value None'),
+  (('leaves', 1, 'value'), '3', "a python.int has the value '3'"),
+  (('leaves', 1, 'value'), True, 'a python.int has the value True'),
+  (('leaves', 1, 'shape'), [3], 'a python.int has the shape [3]'),
+  (('leaves', 2, 'packed'), 3, 'a float32 is packed at 3'),
+  (('leaves', 2, 'packed'), ['int8', 0], "a float32 is packed at ['int8', 0]"),
+  (('leaves', 2, 'packed'), ['float32', -4], 'a float32 is packed at -4'),
+  (('leaves', 2, 'packed'), ['float32', 4], 'a float32 is packed at 4'),
+  (('leaves', 2, 'packed'), ['float32', '0'], "a float32 is packed at ['float32', '0']"),
+  (('kinds',), [], 'its kinds are no texts'),
+  (('kinds',), {'a': 3}, 'its kinds are no texts'),
+  (('layout',), 3, 'its layout is no text'),
+]
+
+
+@pytest.mark.parametrize(('keys', 'value', 'reason'), WRONG)
+def test_wrong_types_in_every_field(changed, text_of, keys, value, reason):
+  path = changed(signed(put(value, *keys)))
+  assert text_of(path) == f'The record of the checkpoint {path} is damaged: {reason}.\n{CHANGED}'
+
+
+@pytest.mark.parametrize('key', ['format', 'tree', 'leaves', 'kinds', 'layout'])
+def test_fields_that_are_missing(changed, text_of, key):
+  path = changed(signed(lambda record: record.pop(key)))
+  assert (
+    text_of(path) == f"The record of the checkpoint {path} is damaged: '{key}' is missing.\n{CHANGED}"
+  )
+
+
+def test_deep_nesting(changed, text_of, there, tmp_path):
+  deep = 0
+  for _ in range(600):
+    deep = {'a': deep}
+  text = text_of(changed(signed(put(deep, 'tree'))))
+  assert 'is damaged: ' in text
+  path = tmp_path / 'b'
+  shutil.copytree(there / 'plain', path)
+  (path / '_CHECKPOINT_METADATA').write_text(
+    '{"custom_metadata": ' + '[' * 200_000 + ']' * 200_000 + '}'
+  )
+  assert text_of(path) == (
+    f'The checkpoint {path} cannot be read, because of _CHECKPOINT_METADATA: it is nested too deeply.\n{CHANGED}'
+  )
+
+
+def test_a_huge_file(there, tmp_path, text_of):
+  path = tmp_path / 'a'
+  shutil.copytree(there / 'plain', path)
+  with open(path / '_CHECKPOINT_METADATA', 'r+') as file:
+    file.truncate(600 << 20)  # sparse
+  begin = time.perf_counter()
+  assert text_of(path) == (
+    f'The checkpoint {path} cannot be read, because of _CHECKPOINT_METADATA: it has 629,145,600 bytes.\n{CHANGED}'
+  )
+  assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.parametrize(
+  'text', ['', 'null', '[]', '{', '\0\1', '\ud800'.encode('utf-8', 'surrogatepass')]
+)
+def test_metadata_that_is_none(there, tmp_path, text_of, text):
+  path = tmp_path / 'a'
+  shutil.copytree(there / 'plain', path)
+  (path / '_CHECKPOINT_METADATA').write_bytes(text if isinstance(text, bytes) else text.encode())
+  found = text_of(path)
+  assert found.startswith(f'The checkpoint {path} cannot be read, because of _CHECKPOINT_METADATA: ')
+  assert found.endswith(CHANGED)
+
+
+@pytest.mark.parametrize(
+  'layout', ['', 'x = [', '[mesh]\ndata = -3\n', '[mesh]\ndata = "a"\n', 'a' * 10_000, '[[[[[' * 1000]
+)
+def test_a_layout_that_is_none(changed, text_of, layout):
+  path = changed(signed(put(layout, 'layout')))
+  with pytest.raises(errors.FlaxSpmdError) as caught:
+    checkpoint.restore(path)
+  assert 'Fix: pass mesh=' in str(caught.value)
+  assert len(str(caught.value)) < 5000
+
+
+def test_a_mesh_of_billions_of_devices(changed, text_of):
+  path = changed(signed(put('[mesh]\ndata = 4000000000\n', 'layout')))
+  with pytest.raises(errors.FlaxSpmdError, match='Fix: pass mesh='):
+    checkpoint.restore(path)
+
+
+# -- arrays that are not what the record says
+
+
+@pytest.mark.parametrize('shape', [[16, 4], [4, 4], [4, 8], [32]])
+def test_a_shape_that_is_not_that_of_the_file(changed, shape):
+  def edit(record):
+    record['leaves'][2].update(shape=shape, names=None, spec=None)
+
+  path = changed(signed(edit))
+  with pytest.raises(errors.CheckpointDamagedError):
+    checkpoint.restore(path, layout=LAYOUT)
+  numpy = {'w': np.zeros(shape, np.float32), 'b': np.zeros(4, np.float32), 'n': 0}
+  with pytest.raises(errors.CheckpointError):
+    checkpoint.restore(path, numpy)
+
+
+def test_a_dtype_that_is_not_that_of_the_file(changed):
+  path = changed(signed(put('int32', 'leaves', 2, 'dtype')))
+  with pytest.raises(errors.CheckpointDamagedError):
+    checkpoint.restore(path, layout=LAYOUT)
+
+
+def test_packed_leaves_that_are_longer_than_the_file(changed):
+  path = changed(signed(put([HUGE // 2], 'leaves', 0, 'shape')), 'packed')
+  with pytest.raises(errors.CheckpointError):
+    checkpoint.restore(path, layout=LAYOUT, limit=1 << 20)
+
+
+# -- names in Orbax's own metadata
+
+
+@pytest.mark.parametrize('name', ['..', '../../etc/passwd', '/etc/passwd', 'a/../../b', 'x\\..\\y'])
+@pytest.mark.parametrize('where', ['plain', 'foreign'])
+@pytest.mark.parametrize('field', ['name', 'key'])
+def test_names_of_orbax_that_lead_out(changed, text_of, name, where, field):
+  def edit(content):
+    tree = content['tree_metadata']
+    if field == 'name':
+      tree[str((name,))] = tree.pop("('w',)")
+    else:
+      tree["('w',)"]['key_metadata'][0]['key'] = name
+
+  path = changed(edit, where, 'state/_METADATA')
+  with pytest.raises(errors.CheckpointDamagedError, match=r'which leads out of it\.\nFix: do not use'):
+    checkpoint.restore(path, layout=LAYOUT)
+
+
+@pytest.mark.parametrize('value', [None, 3, [], {'x': 1}, {"('w',)": None}])
+def test_metadata_of_orbax_of_wrong_types(changed, value):
+  for name in ('plain', 'foreign'):
+    path = changed(put(value, 'tree_metadata'), name, 'state/_METADATA')
+    with pytest.raises(errors.CheckpointError):
+      checkpoint.restore(path, layout=LAYOUT)
+    shutil.rmtree(path)
+
+
+# -- memory
+
+
+def test_too_little_memory_is_said_before(there, text_of):
+  path = there / 'plain'
+  text = text_of(path, errors.CheckpointMismatchError, layout=LAYOUT, limit=20)
+  assert text == dedent(f"""\
+    The checkpoint {path} does not fit the target:
+    The restore needs 32 B on a device, 20 B are free there; the largest: b 16 B, w 16 B, n 0 B.
+    Fix: use a mesh of more devices, or rules that shard more of these.""")
+
+
+# -- many differences
+
+
+def many(count, prefix):
+  return {f'{prefix}{n}': {'w': np.ones(4, np.float32)} for n in range(count)}
+
+
+@pytest.fixture(scope='module')
+def large(tmp_path_factory):
+  path = tmp_path_factory.mktemp('large') / 'a'
+  checkpoint.save(path, many(2000, 'layer_'), layout=LAYOUT, pack=1 << 10)
+  return path
+
+
+def seconds(f):
+  begin = time.perf_counter()
+  f()
+  return time.perf_counter() - begin
+
+
+def test_two_thousand_differences_are_said_on_forty_lines(large, text_of):
+  fix = {**many(2000, 'block_'), **many(5, 'layer_')}
+  begin = time.perf_counter()
+  text = text_of(large, errors.CheckpointMismatchError, fix)
+  assert time.perf_counter() - begin < 5
+  lines = text.splitlines()
+  assert len(lines) <= 40 and lines[-2] == f'and {2000 + 1995 - len(lines) + 3} more differences.'
+  shapes = {name: {'w': np.ones(5, np.float32)} for name in many(2000, 'layer_')}
+  assert (
+    'and 1963 more differences.' in text_of(large, errors.CheckpointMismatchError, shapes).splitlines()
+  )
+
+
+@pytest.mark.parametrize('options', [{}, {'stacks': {'layer': 'layer_{}'}}, {'moved': 'layers'}])
+def test_nothing_is_quadratic(large, tmp_path, options):
+  """Four times the leaves take no more than about four times as long."""
+  small = tmp_path / 'a'
+  checkpoint.save(small, many(500, 'layer_'), layout=LAYOUT, pack=1 << 10)
+  took = [
+    min(
+      seconds(lambda p=p, n=n: checkpoint.preflight(p, many(n, 'layer_'), **options)) for _ in range(3)
+    )
+    for p, n in ((small, 500), (large, 2000))
+  ]
+  assert took[1] < 8 * took[0] + 0.05
