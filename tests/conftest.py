@@ -1,10 +1,13 @@
 """Devices and strictness, set once: 8 emulated devices, warnings are errors, rank promotion raises."""
 
 import os
+import tempfile
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # Programs are small and compiled once; optimising them would take most of the time.
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+# What is compiled to be compared is kept for this run only.
+os.environ['FLAX_SPMD_CACHE'] = tempfile.mkdtemp(prefix='flax_spmd_tests_')
 
 import jax
 import pytest
