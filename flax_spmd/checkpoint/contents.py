@@ -119,6 +119,9 @@ def _check(leaves: Mapping[str, Any]) -> None:
       dtype = getattr(leaf, 'dtype', None)
       what = f'a {type(leaf).__name__}' if dtype is None else f'an array of {dtype}'
       problems.append(Problem(f'{path} is {what}.', 'keep only arrays and numbers in the state.'))
+    elif 0 in np.shape(leaf):
+      fix = 'keep arrays without elements out of the state; Orbax cannot store them.'
+      problems.append(Problem(f'{path} has no elements: its shape is {np.shape(leaf)}.', fix))
     elif isinstance(leaf, jax.Array) and leaf.is_deleted():
       fix = 'save the state that the step returned, not the one that was donated to it.'
       problems.append(Problem(f'{path} has been deleted, or donated to a jitted function.', fix))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import SequenceKey
 
+from flax_spmd.errors import CheckpointError
 from flax_spmd.optimizer_state import key_value
 
 Skeleton = Any  # int | None | list[Skeleton] | dict[str, Skeleton]
@@ -35,24 +36,30 @@ class Apart(NamedTuple):
 
 
 def take_apart(tree: Any) -> Apart:
-  """The skeleton and the leaves of a tree without boxes."""
+  """The skeleton and the leaves of a tree without boxes.
+
+  Raises:
+    CheckpointError: two keys of one node are the same as texts.
+  """
   leaves: list[Any] = []
   kinds: dict[str, str] = {}
 
-  def walk(node: Any, path: str) -> Skeleton:
+  def walk(node: Any, path: str, prefix: str) -> Skeleton:
     children = _one_level(node)
     if children and not children[0][0]:
       leaves.append(node)
       return len(leaves) - 1
-    if path and isinstance(node, tuple) and hasattr(node, '_fields'):
+    if prefix and isinstance(node, tuple) and hasattr(node, '_fields'):
       kinds[path] = type(node).__name__
     below = [(str(key_value(key)), key, child) for (key,), child in children]
-    made = {name: walk(child, f'{path}/{name}' if path else name) for name, _, child in below}
+    made = {name: walk(child, prefix + name, f'{prefix}{name}/') for name, _, child in below}
+    if len(made) < len(below):
+      raise CheckpointError(f'Two keys at {path} are written alike.\nFix: give them other names.')
     if not made:
       return None
     return list(made.values()) if all(isinstance(key, SequenceKey) for _, key, _ in below) else made
 
-  return Apart(walk(tree, ''), leaves, kinds)
+  return Apart(walk(tree, ROOT, ''), leaves, kinds)
 
 
 def _one_level(node: Any) -> list[tuple[Any, Any]]:
@@ -62,15 +69,15 @@ def _one_level(node: Any) -> list[tuple[Any, Any]]:
 
 def paths(skeleton: Skeleton) -> list[str]:
   """The path of each leaf, by its number."""
-  found = dict(_walk(skeleton, ''))
+  found = dict(_walk(skeleton, ROOT, ''))
   return [found[number] for number in range(len(found))]
 
 
-def _walk(skeleton: Skeleton, path: str) -> Iterator[tuple[int, str]]:
+def _walk(skeleton: Skeleton, path: str, prefix: str) -> Iterator[tuple[int, str]]:
   if isinstance(skeleton, int):
-    yield skeleton, path or ROOT
+    yield skeleton, path
   for name, child in children(skeleton):
-    yield from _walk(child, f'{path}/{name}' if path else name)
+    yield from _walk(child, prefix + name, f'{prefix}{name}/')
 
 
 def children(skeleton: Skeleton) -> Iterator[tuple[str, Skeleton]]:

@@ -1,0 +1,201 @@
+"""Any tree of arrays survives, saved and restored under any layout; and is taken apart as JAX does it."""
+
+import shutil
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint
+from flax_spmd.checkpoint import record as records
+from flax_spmd.checkpoint import skeleton
+from flax_spmd.errors import CheckpointError
+from flax_spmd.naming import path_string
+from tests.checkpoint_states import assert_equal
+from tests.strategies import Data, Pair, Struct, Word, trees_of_all_nodes
+
+DTYPES = [
+  'float32',
+  'bfloat16',
+  'float16',
+  'float8_e4m3fn',
+  'int8',
+  'uint8',
+  'int32',
+  'uint32',
+  'bool',
+  'complex64',
+  'int4',
+]
+LAYOUTS = [
+  spmd.Layout({'x': 2, 'y': 4}, (('a', 'x'), ('b', 'y'))),
+  spmd.Layout({'x': 8}, (('b', 'x'),)),
+  spmd.Layout(spmd.make_mesh({'x': 2}, devices=jax.devices()[2:4]), (('a', 'x'),)),
+  spmd.Layout({'x': 4, 'y': 2}, (('a', ('x', 'y')),)),
+]
+SIZES = {'a': st.sampled_from([8, 16]), 'b': st.sampled_from([8, 24]), None: st.sampled_from([1, 3])}
+
+
+@st.composite
+def arrays(draw):
+  """An array, boxed or not, with a rank of at most 3; of any dtype, with any bits."""
+  names = draw(st.lists(st.sampled_from(['a', 'b', None]), max_size=3).filter(_no_repeats))
+  shape = tuple(draw(SIZES[name]) for name in names)
+  dtype = draw(st.sampled_from(DTYPES))
+  seed = draw(st.integers(0, 2**32 - 1))
+  value = _random(shape, dtype, seed)
+  return spmd.LogicallyPartitioned(value, tuple(names)) if draw(st.booleans()) and names else value
+
+
+def _no_repeats(names):
+  return all(names.count(name) == 1 for name in names if name)
+
+
+def _random(shape, dtype, seed):
+  raw = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize), np.uint8)
+  if dtype in ('bool', 'int4'):
+    return jnp.asarray(raw[..., 0] % 2 if dtype == 'bool' else raw[..., 0] % 16 - 8, jnp.dtype(dtype))
+  bits = np.ascontiguousarray(raw).view(jnp.dtype(dtype))[..., 0]
+  return bits
+
+
+_numbers = st.sampled_from([0, 3, -(2**40), True, 0.5, float('inf')])
+_keys = st.integers(0, 9).map(jax.random.key)
+_names = st.sampled_from(['w', 'params', '0', 'a-b', 'ü'])
+
+
+def nodes(child):
+  return st.one_of(
+    st.dictionaries(_names, child, max_size=3),
+    st.lists(child, max_size=3),
+    st.lists(child, max_size=2).map(tuple),
+    *(st.builds(kind, child, child) for kind in (Pair, Struct, Data)),
+  )
+
+
+states = st.recursive(
+  arrays() | _numbers | _keys | st.sampled_from([None, {}, ()]), nodes, max_leaves=6
+).filter(lambda tree: bool(jax.tree.leaves(tree)))
+
+
+def check(state, saved_by, restored_by, pack, with_target, boxed):
+  folder = tempfile.mkdtemp()
+  try:
+    placed = jax.tree.map(
+      lambda x, s: jax.device_put(x, s) if hasattr(x, 'dtype') else x, state, sharding(saved_by, state)
+    )
+    checkpoint.save(f'{folder}/a', placed, layout=saved_by, pack=pack)
+    if with_target:
+      target = abstract(restored_by, state if boxed else spmd.unbox(state, apply_constraint=False))
+      restored = checkpoint.restore(f'{folder}/a', target, layout=restored_by)
+      assert jax.tree.structure(restored) == jax.tree.structure(target)
+      for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+        if hasattr(wanted, 'sharding'):
+          assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+        else:
+          assert type(leaf) is type(wanted)
+      assert_equal(state, restored)
+    else:
+      restored = checkpoint.restore(f'{folder}/a', layout=restored_by, boxed=boxed)
+      one, two = (by_path(tree) for tree in (state, restored))
+      assert set(one) == set(two)
+      assert_equal([one[path] for path in one], [two[path] for path in one])
+  finally:
+    shutil.rmtree(folder)
+
+
+def by_path(tree):
+  apart = skeleton.take_apart(spmd.unbox(tree, apply_constraint=False))
+  return records.by_path(skeleton.paths(apart.skeleton), apart.leaves)
+
+
+def sharding(layout, state):
+  shardings = jax.tree.leaves(layout.sharding(state))
+  return jax.tree.structure(state).unflatten(shardings)
+
+
+def abstract(layout, state):
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) if hasattr(x, 'dtype') else x,
+    state,
+    sharding(layout, state),
+  )
+
+
+CASES = st.tuples(
+  states,
+  st.sampled_from(LAYOUTS),
+  st.sampled_from(LAYOUTS),
+  st.sampled_from([0, 200, 1 << 20]),
+  st.booleans(),
+  st.booleans(),
+)
+
+
+@settings(max_examples=30)
+@given(CASES)
+@pytest.mark.filterwarnings('ignore:Every device will hold all')
+def test_any_tree_survives(case):
+  check(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(CASES)
+@pytest.mark.filterwarnings('ignore:Every device will hold all')
+def test_any_tree_survives_long(case):
+  check(*case)
+
+
+@pytest.mark.parametrize(
+  ('tree', 'text'),
+  [
+    ({Word('ab'): 1, 'b': 2}, 'Two keys at (root) are written alike.\nFix: give them other names.'),
+    ({'x': {Word('ab'): 1, 'b': 2}}, 'Two keys at x are written alike.\nFix: give them other names.'),
+    (
+      {'': Pair(1, 2)},
+      "'/first' could lead out of the checkpoint, or nowhere.\n"
+      "'/second' could lead out of the checkpoint, or nowhere.\n"
+      'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.',
+    ),
+    (
+      {'a.b': 1, 'a': {'b': 2}},
+      'a.b and a/b would be one file.\n'
+      'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.',
+    ),
+    (
+      {'w': np.ones((3, 0))},
+      'w has no elements: its shape is (3, 0).\n'
+      'Fix: keep arrays without elements out of the state; Orbax cannot store them.',
+    ),
+  ],
+)
+def test_states_that_cannot_be_saved(tmp_path, tree, text):
+  with pytest.raises(CheckpointError) as caught:
+    checkpoint.save(tmp_path / 'a', tree, layout=LAYOUTS[0])
+  assert str(caught.value) == text
+
+
+@given(trees_of_all_nodes())
+def test_trees_are_taken_apart_as_jax_does(tree):
+  tree = spmd.unbox(tree, apply_constraint=False)
+  try:
+    apart = skeleton.take_apart(tree)
+  except CheckpointError:  # as test_states_that_cannot_be_saved has it
+    assume(False)
+    return
+  with_paths = jax.tree_util.tree_leaves_with_path(tree)
+  assert len(apart.leaves) == len(with_paths)
+  assert all(ours is theirs for ours, (_, theirs) in zip(apart.leaves, with_paths, strict=True))
+  assert [path or skeleton.ROOT for path in skeleton.paths(apart.skeleton)] == [
+    path_string(path) for path, _ in with_paths
+  ]
+  again = skeleton.put_together(apart.skeleton, lambda number: number)
+  assert again == apart.skeleton
+  pruned = skeleton.pruned(apart.skeleton, {n: n // 2 for n in range(0, len(with_paths), 2)})
+  assert skeleton.paths(pruned) == skeleton.paths(apart.skeleton)[::2]
