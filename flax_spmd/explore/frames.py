@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _SECTIONS = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
-_INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|^<')
-_FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<')
+_INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|^<frozen ')
+_FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<frozen ')
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')

@@ -188,7 +188,9 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
 def _padded(groups: Sequence[Sequence[int]]) -> np.ndarray:
   """Groups as one array, short ones filled up with -1."""
   size = max(map(len, groups), default=0)
-  return np.array([[*group, *[-1] * (size - len(group))] for group in groups], int).reshape(-1, size)
+  return np.array([[*group, *[-1] * (size - len(group))] for group in groups], int).reshape(
+    len(groups), size
+  )
 
 
 def _numbers(text: str) -> list[int]:

@@ -258,7 +258,8 @@ def _closing(line: str, opening: int) -> int:
   return len(line)
 
 
-def _attributes(rest: str) -> dict[str, str]:
+@functools.lru_cache(maxsize=256)
+def _attributes(rest: str) -> Mapping[str, str]:
   """`, a={1,2}, b="x"` as a dictionary, by the commas that are in no bracket and no quotes."""
   depth, start, parts = 0, 0, []
   for found in _TOKENS.finditer(rest):

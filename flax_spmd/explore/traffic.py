@@ -92,7 +92,14 @@ def _writes(instruction: Instruction, operands: Sequence[Instruction]) -> float:
     return _updated(instruction, operands[1])
   if instruction.op == 'scatter' and len(operands) > 2:
     return _updated(instruction, operands[2])
-  return _held(instruction.shapes)
+  return _held(_without_workspace(instruction))
+
+
+def _without_workspace(instruction: Instruction) -> Sequence[Shape]:
+  """The results, without the bytes of scratch memory that a library call (cuBLAS, cuDNN) has as its last."""
+  shapes = instruction.shapes
+  scratch = len(shapes) > 1 and shapes[-1].dtype in ('s8', 'u8') and len(shapes[-1].dims) == 1
+  return shapes[:-1] if scratch and instruction.op == 'custom-call' else shapes
 
 
 def _updated(instruction: Instruction, update: Instruction) -> float:
