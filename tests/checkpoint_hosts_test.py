@@ -154,6 +154,9 @@ tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 5, 512), la
 if me == 1:
   resource.setrlimit(resource.RLIMIT_FSIZE, before)
 tell(is_state(checkpoint.restore(folder + '/a', layout=layout), 3))
+from flax_spmd.checkpoint import pending
+wait = pending._wait
+pending._wait = lambda *args: (time.sleep(2), wait(*args))  # long enough to hear what was said before
 checkpoint.save(folder + '/a', state_of(layout, 6), layout=layout, overwrite=True)
 tell(is_state(checkpoint.restore(folder + '/a', layout=layout), 6))
 time.sleep(0 if me else 3)  # JAX ends who has lost the first process
@@ -208,6 +211,7 @@ tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 1), layout=
 """
 
 
+@pytest.mark.slow
 def test_a_path_that_is_busy_is_so_for_every_process(tmp_path):
   from flax_spmd.checkpoint.folders import Claim, as_path
 

@@ -22,16 +22,22 @@ SILENCE = 15.0  # seconds after which a process is taken for dead
 
 
 class Alive:
-  """Speaks and listens until it is stopped; in a job of one process it does nothing."""
+  """Speaks and listens until it is stopped; in a job of one process it does nothing.
+
+  What others said in an earlier save is there still when the next begins, and is no news.
+  """
 
   def __init__(self) -> None:
     self._heard: dict[int, tuple[str, float]] = {}
+    self._before: dict[int, str] = {}
+    self._speaks = threading.Lock()
     self._stopped = threading.Event()
     self.lost_service = False
     if jax.process_count() > 1:
-      now = time.monotonic()
-      others = (p for p in range(jax.process_count()) if p != jax.process_index())
-      self._heard = dict.fromkeys(others, ('', now))
+      service = coordination_service()
+      others = [p for p in range(jax.process_count()) if p != jax.process_index()]
+      self._before = {process: _said_by(service, process) or '' for process in others}  # of another save
+      self._heard = {process: (said, time.monotonic()) for process, said in self._before.items()}
       threading.Thread(target=self._run, name='flax_spmd alive', daemon=True).start()
 
   def silent(self) -> list[int]:
@@ -42,16 +48,17 @@ class Alive:
   def failed(self) -> tuple[int, str] | None:
     """A process that has said that its part failed, and why."""
     for process, (said, _) in self._heard.items():
-      if said.startswith(_FAILED):
-        return process, said.removeprefix(_FAILED)
+      if said.startswith(_FAILED) and said != self._before[process]:
+        return process, said.removeprefix(_FAILED).partition(' ')[2]
     return None
 
   def stop(self, error: BaseException | None = None) -> None:
     """Says and hears nothing more; says last what has failed here, if something has."""
-    self._stopped.set()
+    with self._speaks:
+      self._stopped.set()
     if error is not None and self._heard and not self.lost_service:
       with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _say(coordination_service(), f'{_FAILED}{first_line(error.__cause__ or error)}')
+        _say(coordination_service(), f'{_FAILED}{time.time()} {first_line(error.__cause__ or error)}')
 
   def _run(self) -> None:
     service = coordination_service()
@@ -59,7 +66,10 @@ class Alive:
       if self._stopped.wait(_EVERY) or service is None:
         return
       try:
-        _say(service, f'{beat} {time.time()}')
+        with self._speaks:
+          if self._stopped.is_set():
+            return
+          _say(service, f'{beat} {time.time()}')
       except jax.errors.JaxRuntimeError:  # the service lives in the first process
         self.lost_service = True
         return
