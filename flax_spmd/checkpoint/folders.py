@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -169,9 +170,12 @@ def _writer(beside: epath.Path) -> str:
 
 def _beside(path: epath.Path, ending: str) -> Iterator[epath.Path]:
   """What saves to `path` have left or are writing beside it; Orbax adds an ending of its own."""
+  ours = re.compile(
+    re.escape(f'.{path.name}.') + r'[^.]+-\d+-[0-9a-f]{8}(\.new|\.old)'
+  )  # not those of `name.x`
   for beside in list(path.parent.iterdir()) if path.parent.is_dir() else ():
-    is_ours = beside.name.startswith(f'.{path.name}.') and not beside.name.endswith('.lock')
-    if is_ours and (_NEW in beside.name or beside.name.endswith(_OLD)) and ending in beside.name:
+    found = ours.match(beside.name)
+    if found and ending in ('', found[1]):
       yield beside
 
 
