@@ -161,7 +161,7 @@ def test_leftovers_of_a_save_that_was_killed_are_removed(tmp_path, layout):
   for name in (
     '.a.host-7-12345678.new',
     '.a.host-7-12345678.new.orbax-checkpoint-tmp',
-    '.a.host-8-1.old',
+    '.a.host-8-87654321.old',
   ):
     (tmp_path / name / 'state').mkdir(parents=True)
   (tmp_path / '.ab.host-7-12345678.new').mkdir()  # of another path
