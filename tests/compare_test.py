@@ -239,9 +239,17 @@ def test_a_damaged_entry_is_made_again(found, cache, monkeypatch):
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
   (tmp_path / 'file').write_text('')
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path / 'file' / 'cache'))
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: {'error': 'no'})
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: {'error': 'no', 'used': 1})
   with pytest.warns(UserWarning, match='Set FLAX_SPMD_CACHE to another folder'):
     assert compare(*setup(), {'data': layouts()['data']}, TARGET)['data'].error == 'no'
+
+
+def test_what_went_wrong_is_tried_again_unless_it_did_not_fit(tmp_path, monkeypatch):
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
+  results = iter([{'error': 'a crash'}, {'error': 'too large', 'used': 2**40}])
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: next(results))
+  errors = [compare(*setup(), {'data': layouts()['data']}, TARGET)['data'].error for _ in range(3)]
+  assert errors == ['a crash', 'too large', 'too large']
 
 
 # -- what goes wrong

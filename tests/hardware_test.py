@@ -119,6 +119,7 @@ def test_what_a_compiler_finds_in_its_environment(monkeypatch):
   ]
   assert compiler_environment(parse('v5e:4x4'))['TPU_ACCELERATOR_TYPE'] == 'v5litepod-16'
   assert compiler_environment(parse('v5p:2x2x4'))['TPU_ACCELERATOR_TYPE'] == 'v5p-32'
+  assert compiler_environment(parse('v5e:4x4'))['ALLOW_MULTIPLE_LIBTPU_LOAD'] == '1'
 
 
 def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):

@@ -226,6 +226,7 @@ def compiler_environment(target: Target) -> dict[str, str]:
       'TPU_SKIP_MDS_QUERY': '1',
       'TPU_WORKER_HOSTNAMES': 'localhost',
       'TPU_ACCELERATOR_TYPE': _accelerator_type(target),
+      'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # it only compiles here, and may do so twice at once
     }
   return environment | {'XLA_FLAGS': flags.strip()}
 
