@@ -16,6 +16,7 @@ paths and for what is left say where it goes, and whoever meets it again knows t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,21 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd import trees
+
+_all: weakref.WeakSet[Memory] = weakref.WeakSet()
+
+
+def recalled(state: Any) -> Any:
+  """A state without boxes with those that it had when some layout planned it; itself if none did.
+
+  The shardings of its arrays have to be those that were planned: that is how it is known. Where they
+  were planned so for states of other names too, nothing is known.
+  """
+  found = tuple(getattr(leaf, 'sharding', None) for leaf in jax.tree.leaves(state))
+  form = _form(state)
+  known = [one for memory in list(_all) for one in memory.known(form)] if form is not None else []
+  boxed = {one.boxed for one in known if one.shardings == found}
+  return boxed.pop().unflatten(jax.tree.leaves(state)) if len(boxed) == 1 else state
 
 
 class _Known(NamedTuple):
@@ -43,6 +59,11 @@ class Memory:
     self._leaf_shardings = leaf_shardings
     self._known: dict[Any, list[_Known]] = {}
     self._noted: dict[Any, tuple[NamedSharding, ...] | None] = {}
+    _all.add(self)
+
+  def known(self, form: Any) -> list[_Known]:
+    """The states of a form that are remembered."""
+    return self._known.get(form, [])
 
   def unboxed(self, state: Any) -> Any:
     """The state without its boxes, remembered. A lone array has no form to be known by."""

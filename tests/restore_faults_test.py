@@ -332,8 +332,7 @@ def test_row_optimizer_changed(saved, refused):
   assert refused(path, layout.abstract(make, optax.lion(1e-3))) == lines(
     f'The checkpoint {path} does not fit the target:',
     'opt/0/count: in the target (int32[] of ScaleByLionState), not in the checkpoint.',
-    'opt/0/mu/w: in the target (float32[8] of ScaleByLionState), not in the checkpoint. '
-    "Did you mean 'opt/0/nu/w'?",
+    'opt/0/mu/w: in the target (float32[8] of ScaleByLionState), not in the checkpoint.',
     'opt/0/count: in the checkpoint (int32[] of ScaleByAdamState), not in the target.',
     'opt/0/mu/w: in the checkpoint (float32[8] of ScaleByAdamState), not in the target.',
     'opt/0/nu/w: in the checkpoint (float32[8] of ScaleByAdamState), not in the target.',

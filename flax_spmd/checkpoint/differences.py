@@ -16,6 +16,7 @@ import numpy as np
 from flax_spmd.checkpoint.conversion import Conversion, is_lossless
 from flax_spmd.checkpoint.matching import Matched, Route, Side, after
 from flax_spmd.checkpoint.record import Leaf, dtype_of
+from flax_spmd.checkpoint.states import places
 from flax_spmd.errors import Problem, did_you_mean
 
 _GUESSES = 40  # looking for what was meant takes a while
@@ -25,7 +26,11 @@ def differences(saved: Side, wanted: Side, matched: Matched, conversion: Convers
   """All problems of a match, those of whole leaves first."""
   lacking = [path for path in matched.lacking if not conversion.keeps(path)]
   extra = [path for path in matched.extra if not conversion.leaves_out(path)]
-  fix = _root_fix(lacking, extra, saved) or _tree_fix(lacking, extra, saved, wanted, conversion)
+  fix = (
+    _root_fix(lacking, extra, saved)
+    or _box_fix(lacking, saved)
+    or _tree_fix(lacking, extra, saved, wanted, conversion)
+  )
   found = list(matched.problems)
   for number, path in enumerate(lacking):
     guess = _guess(path, wanted, saved, extra) if number < _GUESSES else ''
@@ -36,7 +41,27 @@ def differences(saved: Side, wanted: Side, matched: Matched, conversion: Convers
     found.append(Problem(f'{path}: in the checkpoint ({_what(path, saved)}), not in the target.', fix))
   for path, route in matched.routes.items():
     found += _of_leaf(path, route, saved, wanted.leaves[path], conversion)
-  return found
+  return [*found, *_idle(saved, wanted, conversion)] if found else found
+
+
+def _idle(saved: Side, wanted: Side, conversion: Conversion) -> Iterator[Problem]:
+  """Arguments that are about nothing: where something does not fit, one of them may be mistyped."""
+  sides = saved.leaves, wanted.leaves
+  for stack in conversion.stacks:
+    if not any(stack.split(path) or stack.number(path) for side in sides for path in side):
+      yield Problem(f'stacks: no path has {stack.stacked!r} in it, nor {stack.single!r}.', _LOOK)
+  names = {name for side in sides for leaf in side.values() for name in leaf.names or ()}
+  texts = {name for name in names if isinstance(name, str)}
+  for argument, given in (
+    ('moved', sorted(conversion.moved)),
+    ('axes', [old for old, _ in conversion.axes]),
+  ):
+    for name in given:
+      if name not in texts:
+        yield Problem(f'{argument}: no dimension is called {name!r}.{did_you_mean(name, texts)}', _LOOK)
+
+
+_LOOK = 'look paths and names up with flax-spmd checkpoint show.'
 
 
 # -- whole leaves
@@ -44,18 +69,22 @@ def differences(saved: Side, wanted: Side, matched: Matched, conversion: Convers
 
 def _what(path: str, side: Side) -> str:
   """`float32[8,4] of ScaleByAdamState`."""
-  state = path
-  while '/' in state:
-    state = state.rpartition('/')[0]
-    if state in side.kinds:
-      return f'{side.leaves[path]} of {side.kinds[state]}'
-  return str(side.leaves[path])
+  kind = _state_kind(path, side)
+  return f'{side.leaves[path]} of {kind}' if kind else str(side.leaves[path])
+
+
+def _state_kind(path: str, side: Side) -> str | None:
+  """The class of the optimizer's state that a leaf is in."""
+  place = places([path], side.kinds).get(path)
+  return place.kind if place else None
 
 
 def _guess(path: str, wanted: Side, saved: Side, extra: Sequence[str]) -> str:
   """What it may have been called: first of all what has its shape and dtype."""
-  alike = [old for old in extra if saved.leaves[old][:2] == wanted.leaves[path][:2]]
-  return did_you_mean(path, [old for old in alike or extra if old != path])
+  kind = _state_kind(path, wanted)
+  others = [old for old in extra if old != path and _state_kind(old, saved) == kind]
+  alike = [old for old in others if saved.leaves[old][:2] == wanted.leaves[path][:2]]
+  return did_you_mean(path, alike or others)
 
 
 def _root_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side) -> str | None:
@@ -66,6 +95,13 @@ def _root_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side) -> str 
     root = path.removesuffix(lacking[0])
     if root != path and root.endswith('/') and all(root + other in saved.leaves for other in lacking):
       return f'the target is a part of what was saved: pass only={root.rstrip("/")!r}.'
+  return None
+
+
+def _box_fix(lacking: Sequence[str], saved: Side) -> str | None:
+  """What to say if the checkpoint has what is lacking in boxes, as others save them."""
+  if lacking and all(f'{path}/value' in saved.leaves for path in lacking):
+    return "the checkpoint was saved with its boxes; to look into them, pass renames={'/value$': ''}."
   return None
 
 

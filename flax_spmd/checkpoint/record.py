@@ -80,6 +80,11 @@ class Leaf(NamedTuple):
     return 0 if self.is_number else math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
+def key_dtype(implementation: Any) -> str | None:
+  """What a record calls the dtype of keys of an implementation of `jax.random`; None for an unknown one."""
+  return next((name for name, known in _KEY_DTYPES.items() if known == implementation), None)
+
+
 def is_key(leaf: Leaf) -> bool:
   """Whether it is an array of random keys."""
   return leaf.dtype in _KEY_DTYPES

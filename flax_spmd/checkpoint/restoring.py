@@ -14,6 +14,7 @@ from flax_spmd.checkpoint.preflight import preflight as fly
 from flax_spmd.checkpoint.progress import Bar
 from flax_spmd.checkpoint.sources import Source, open_source
 from flax_spmd.checkpoint.targets import Target
+from flax_spmd.errors import TargetError
 from flax_spmd.layout import Layout
 
 
@@ -51,7 +52,7 @@ def restore(
       whether there are boxes may all differ from what was saved. None: a tree of dicts and lists, as
       the checkpoint's record has it, under `layout`.
     layout: with a target, the layout that planned it, which knows the names of a state without
-      boxes; without it, the names of such a state are not compared. Without a target, where everything
+      boxes (one that planned exactly this target need not be given). Without a target, where everything
       goes.
     mesh, rules: in place of `layout`; what is not given is as it was saved.
     only: path of the part that is wanted, such as `'params'`. The result is that part.
@@ -155,6 +156,11 @@ def _opened(
   path: Any, target: Any, layout: Any, mesh: Any, rules: Any, conversion: Conversion, boxed: bool
 ) -> tuple[Source, Target]:
   """The checkpoint, and what is wanted of it."""
+  if target is not None and (mesh is not None or rules is not None):
+    raise TargetError(
+      'mesh= and rules= say where everything goes without a target; here the target says it.\n'
+      'Fix: leave them out, or leave the target out, or plan the target by that mesh and those rules.'
+    )
   if target is not None:
     wanted = targets.of_tree(target, layout, conversion.only)
     return open_source(path), wanted

@@ -30,6 +30,7 @@ _UNFINISHED = 'orbax-checkpoint-tmp'
 # for files that are gone, or have anything in them
 _ORBAX_RAISES = OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
+_ARRAYS = 'array_metadatas'
 _LARGEST_METADATA = 512 << 20  # bytes: 10,000 leaves take two million
 
 
@@ -286,7 +287,24 @@ def _foreign_record(path: epath.Path, part: str | None) -> Record:
   apart = skeleton.take_apart(tree)
   described = [_described(leaf) for leaf in apart.leaves]
   leaves = records.by_path(skeleton.paths(apart.skeleton), described)
+  for name, dtype in _random_keys(path / part if part else path).items():
+    leaf = leaves.get(name)
+    if leaf is not None and leaf.shape:
+      leaves[name] = Leaf(leaf.shape[:-1], dtype)
   return Record(apart.skeleton, leaves, {}, None, 'orbax')
+
+
+def _random_keys(folder: epath.Path) -> dict[str, str]:
+  """The arrays that are of random keys, which Orbax describes as their data, and their dtypes."""
+  found = {}
+  for file in (folder / _ARRAYS).iterdir() if (folder / _ARRAYS).is_dir() else ():
+    for entry in _metadata(file, folder).get('array_metadatas') or ():
+      about = entry.get('array_metadata') if isinstance(entry, dict) else None
+      extra = about.get('ext_metadata') if isinstance(about, dict) else None
+      kind = records.key_dtype(extra.get('random_key_impl')) if isinstance(extra, dict) else None
+      if kind is not None:
+        found[str(about['param_name']).replace('.', '/')] = kind
+  return found
 
 
 def _foreign_tree(path: epath.Path, part: str | None) -> Any:

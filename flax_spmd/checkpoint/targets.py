@@ -30,6 +30,7 @@ from flax_spmd.errors import (
   problems_text,
 )
 from flax_spmd.layout import Layout
+from flax_spmd.memory import recalled
 from flax_spmd.mesh import make_mesh
 from flax_spmd.optimizer_state import key_value
 from flax_spmd.plan import leaf_names
@@ -85,10 +86,8 @@ def _below(only: str | None, path: str) -> str:
 
 def _names(tree: Any, inner: Any, only: str | None, layout: Layout | None) -> list[Any]:
   """The names of the leaves of a part; a layout knows a state without boxes as a whole only."""
-  if layout is None:
-    return leaf_names(inner)
   numbered = jax.tree.structure(tree).unflatten(range(len(jax.tree.leaves(tree))))
-  names = layout.names(tree)
+  names = leaf_names(recalled(tree)) if layout is None else layout.names(tree)
   return [names[number] for number in jax.tree.leaves(_part(numbered, only))]
 
 
