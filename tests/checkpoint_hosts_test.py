@@ -185,24 +185,25 @@ KILLED = """
 checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)
 if me == 1:
   from flax_spmd.checkpoint import pending
-  pending._wait = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+  pending.{where} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout, overwrite=True)))
 os._exit(0)
 """
 
 
 @pytest.mark.slow
-def test_one_of_two_processes_is_killed(tmp_path):
+@pytest.mark.parametrize('where', ['_wait', '_commit'])
+def test_one_of_two_processes_is_killed(tmp_path, where):
   begin = time.monotonic()
-  survivor, _ = run(KILLED, tmp_path, check=False, grace=60)
+  survivor, _ = run(KILLED.replace('{where}', where), tmp_path, check=False, grace=60)
   assert time.monotonic() - begin < 60
   kind, text, seconds = survivor.value
   assert kind == 'CheckpointError' and seconds < 30
   assert text == (
-    f'Process 1 has not been heard of for 15 s while {tmp_path / "a"} was being saved. It is not there; what '
-    'was saved before is.\nFix: start the job again from the last checkpoint.'
+    f'Process 1 has not been heard of for 15 s while {tmp_path / "a"} was being saved. What is there '
+    'is whole: what was saved before, or this.\nFix: start the job again from the last checkpoint.'
   )
-  assert is_state(checkpoint.restore(tmp_path / 'a', layout=layout_of()), 1)
+  assert is_state(checkpoint.restore(tmp_path / 'a', layout=layout_of()), 1 if where == '_wait' else 2)
 
 
 BUSY = """

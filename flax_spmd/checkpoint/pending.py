@@ -7,7 +7,7 @@ that was not asked for is raised there, or at the end of the program.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  registers what ends all executors, before ours below
+import concurrent.futures.thread  # registers what ends all executors, before ours below
 import json
 import os
 import sys
@@ -166,8 +166,7 @@ def start(response: Response, held: Claim | Follower, bar: Bar, check: Any) -> S
     wrong: BaseException | None = None
     try:
       _wait(response, held.path, alive)
-      check()
-      _commit(held)
+      _wait(_checked_and_committed(check, held), held.path, alive)
     except BaseException as error:
       wrong = error
       raise
@@ -178,6 +177,44 @@ def start(response: Response, held: Claim | Follower, bar: Bar, check: Any) -> S
 
   _last = Saving(held.path, work)
   return _last
+
+
+class _InThread:
+  """A call in a thread of its own, to be waited for as for Orbax; nobody waits for it in the end."""
+
+  def __init__(self, call: Any):
+    self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    threading.Thread(target=self._run, args=(call,), name='flax_spmd commit', daemon=True).start()
+
+  def _run(self, call: Any) -> None:
+    try:
+      self._future.set_result(call())
+    except BaseException as error:
+      self._future.set_exception(error)
+
+  def result(self, timeout: float | None = None) -> None:
+    """Raises the call's error, or TimeoutError."""
+    self._future.result(timeout)
+
+
+def _checked_and_committed(check: Any, held: Claim | Follower) -> Response:
+  """Ends a save; what asks other processes is done aside, as one of them may have died."""
+
+  def call() -> None:
+    check()
+    _commit(held)
+
+  if jax.process_count() > 1:
+    return _InThread(call)
+  call()
+  return _Done()
+
+
+class _Done:
+  """Nothing that is to be waited for."""
+
+  def result(self, timeout: float | None = None) -> None:
+    """It has ended."""
 
 
 def _commit(held: Claim | Follower) -> None:
@@ -210,9 +247,11 @@ def _wait(response: Response, path: epath.Path, alive: Alive) -> None:
       if gone:
         raise CheckpointError(
           f'{named(gone).capitalize()} has not been heard of for {SILENCE:g} s while {path} was being saved. '
-          'It is not there; what was saved before is.\n'
+          'What is there is whole: what was saved before, or this.\n'
           'Fix: start the job again from the last checkpoint.'
         ) from error
+    except CheckpointError:
+      raise
     except (OSError, ValueError, RuntimeError) as error:
       if 'shutdown' in str(error):
         raise CheckpointError(
