@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_spmd.checkpoint.conversion import Conversion, is_lossless
-from flax_spmd.checkpoint.matching import Matched, Route, Side, after
+from flax_spmd.checkpoint.matching import Matched
 from flax_spmd.checkpoint.record import Leaf, dtype_of
+from flax_spmd.checkpoint.routes import Route, Side, after
 from flax_spmd.checkpoint.states import places
 from flax_spmd.errors import Problem, did_you_mean
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd.checkpoint.matching import Route
 from flax_spmd.checkpoint.record import NUMBERS, Leaf, dtype_of
+from flax_spmd.checkpoint.routes import Route
 from flax_spmd.checkpoint.sources import Source
 from flax_spmd.checkpoint.verifying import damaged, raise_damaged
 from flax_spmd.errors import CheckpointError

@@ -9,40 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from flax_spmd.checkpoint.conversion import Conversion, Stack
+from flax_spmd.checkpoint.following import followers
 from flax_spmd.checkpoint.record import Leaf
+from flax_spmd.checkpoint.routes import Route, Side, without
 from flax_spmd.checkpoint.states import Place, moved_states, places
 from flax_spmd.errors import Problem
-
-Step = Literal['same', 'keep', 'stack', 'unstack', 'move']
-
-
-class Side(NamedTuple):
-  """One side of a restore: leaves by path, and the class of each state of an optimizer by path."""
-
-  leaves: Mapping[str, Leaf]
-  kinds: Mapping[str, str]
-
-
-class Route(NamedTuple):
-  """How a wanted leaf is made.
-
-  Attributes:
-    sources: the saved paths; none: the target's own value stays.
-    step: what is done with them.
-    axis: for `stack` and `unstack`, the stacked dimension.
-    number: for `unstack`, which part of the stacked leaf it is.
-    order: for `move`, the saved dimension of each wanted one.
-  """
-
-  sources: tuple[str, ...]
-  step: Step = 'same'
-  axis: int = 0
-  number: int = 0
-  order: tuple[int, ...] = ()
 
 
 class Matched(NamedTuple):
@@ -68,9 +43,9 @@ def match(saved: Side, wanted: Side, conversion: Conversion) -> Matched:
   matcher = _Matcher(saved, wanted, conversion)
   routes = {path: matcher.route(path, leaf) for path, leaf in wanted.leaves.items()}
   routes = matcher.check(routes, wanted.leaves)
-  followers, unclear = _followers(routes, saved, wanted)
+  moved, unclear = followers(routes, saved, wanted)
   matcher.problems += unclear
-  routes |= followers
+  routes |= moved
   found = {path: route for path, route in routes.items() if route is not None}
   lacking = [path for path, route in routes.items() if route is None]
   used = {source for route in found.values() for source in route.sources}
@@ -240,142 +215,8 @@ class _Matcher:
     self.problems.append(Problem(text, fix))
 
 
-def _followers(
-  routes: Mapping[str, Route | None], saved: Side, wanted: Side
-) -> tuple[dict[str, Route], list[Problem]]:
-  """Leaves without names, of scanned modules whose other leaves are moved: their dimension moves likewise.
-
-  The scan of a module moves that of all its leaves. A leaf of an optimizer does what its parameter does.
-  Where the shape fits either way and nothing beside the leaf tells, that is a problem.
-  """
-  moves = {path: route.order for path, route in routes.items() if route and route.step == 'move'}
-  if not moves:
-    return {}, []
-  owners = Owners(wanted)
-  orders = {_parent(owners.of(path)): order for path, order in moves.items()}
-  scanned = _scanned(moves, wanted, owners)
-  found, unclear = {}, []
-  for path, route in routes.items():
-    if not route or route.step != 'same':
-      continue
-    old, new = saved.leaves[route.sources[0]], wanted.leaves[path]
-    owner = owners.of(path)
-    order = orders.get(_parent(owner))
-    inside = next((top for top in scanned if owner.startswith(top)), None)
-    if None not in (old.names, new.names) or (order is None and inside is None):
-      continue
-    shorter = _shortened(order or orders[scanned[inside or '']], len(new.shape))
-    if shorter is None:
-      continue
-    if order is None and new.shape == old.shape:
-      if tuple(old.shape[d] for d in shorter) == new.shape:
-        unclear.append(Problem(f'{path}: {new} has no names, so it may have moved or not.', _UNCLEAR))
-    else:
-      found[path] = Route(route.sources, 'move', order=shorter)
-  return found, unclear
-
-
-class Owners:
-  """The parameter that each leaf of an optimizer is of: the one whose path ends alike."""
-
-  def __init__(self, side: Side):
-    self._leaves = side.leaves
-    self._places = places(side.leaves, side.kinds)
-    self._by_tail: dict[str, str] = {}
-    for path in side.leaves:
-      if path not in self._places:
-        for tail in _tails(path):
-          self._by_tail.setdefault(tail, path)
-
-  def of(self, path: str) -> str:
-    """The path of a leaf's parameter; its own if it is none's."""
-    if path not in self._places:
-      return path
-    return next((self._by_tail[tail] for tail in _tails(path) if tail in self._by_tail), path)
-
-  def is_placeholder(self, path: str) -> bool:
-    """Whether a leaf only stands in for what an optimizer does not keep of a parameter: one element."""
-    leaf = self._leaves[path]
-    return (
-      path in self._places
-      and math.prod(leaf.shape) == 1
-      and leaf.shape != self._leaves[self.of(path)].shape
-    )
-
-
-def _tails(path: str) -> Iterator[str]:
-  """`a/b/c`, `b/c`, `c`."""
-  yield path
-  while '/' in path:
-    path = path.partition('/')[2]
-    yield path
-
-
-def _scanned(moves: Iterable[str], wanted: Side, owners: Owners) -> dict[str, str]:
-  """The largest folders around what moves in which all that has names moves; and where, in each."""
-  movers = {owners.of(path) for path in moves}
-  stay = {
-    f'{folder}/'
-    for path, leaf in wanted.leaves.items()
-    if leaf.names is not None and any(leaf.names) and owners.of(path) not in movers
-    for folder in _folders(owners.of(path))
-  }
-  found = {}
-  for path in movers:
-    free = [folder for folder in _folders(path) if f'{folder}/' not in stay]
-    if free:
-      found[f'{free[0]}/'] = _parent(path)
-  return found
-
-
-def _folders(path: str) -> list[str]:
-  """`a/b/c` is in `a`, `a/b`."""
-  names = path.split('/')[:-1]
-  return ['/'.join(names[: n + 1]) for n in range(len(names))]
-
-
-def _parent(path: str) -> str:
-  return path.rpartition('/')[0]
-
-
-def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-  """A move of one dimension, for an array of another rank; None if it has not got these dimensions."""
-  apart = [(to, at) for to, at in enumerate(order) if to != at]
-  to, at = max(apart, key=lambda pair: abs(pair[0] - pair[1]))
-  if max(to, at) >= rank:
-    return None
-  stay = [d for d in range(rank) if d != at]
-  return (*stay[:to], at, *stay[to:])
-
-
 _LOOK = 'look the paths up with flax-spmd checkpoint show.'
-_UNCLEAR = 'give it names in the model before it is saved; or keep the old axis, and transpose it after the restore.'
 _ODD = (
   "such state cannot be converted; keep the target's own with missing=, and leave it out with unused=."
 )
 _COUNT = 'give the model as many layers as were saved.'
-
-
-def without(axes: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-  """Sizes or names without those of one dimension."""
-  return axes[:axis] + axes[axis + 1 :]
-
-
-def after(leaf: Leaf, route: Route, layers: int) -> Leaf:
-  """What a saved leaf is after a route's step, for the first of its sources."""
-  shape, names = leaf.shape, leaf.names
-  if route.step == 'unstack':
-    return leaf._replace(
-      shape=without(shape, route.axis), names=None if names is None else without(names, route.axis)
-    )
-  if route.step == 'stack':
-    return leaf._replace(
-      shape=(*shape[: route.axis], layers, *shape[route.axis :]),
-      names=None if names is None else (*names[: route.axis], None, *names[route.axis :]),
-    )
-  if route.step == 'move':
-    return leaf._replace(
-      shape=tuple(shape[d] for d in route.order),
-      names=None if names is None else tuple(names[d] for d in route.order),
-    )
-  return leaf

@@ -10,8 +10,9 @@ import jax
 
 from flax_spmd.checkpoint.conversion import Conversion
 from flax_spmd.checkpoint.differences import differences
-from flax_spmd.checkpoint.matching import Route, Side, match
+from flax_spmd.checkpoint.matching import match
 from flax_spmd.checkpoint.record import Leaf
+from flax_spmd.checkpoint.routes import Route, Side
 from flax_spmd.checkpoint.sources import Source
 from flax_spmd.checkpoint.targets import Target
 from flax_spmd.errors import CheckpointMismatchError, Problem

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax_spmd.checkpoint.conversion import Stack
-from flax_spmd.checkpoint.matching import Owners, Side, without
+from flax_spmd.checkpoint.owners import Owners
 from flax_spmd.checkpoint.record import Leaf
+from flax_spmd.checkpoint.routes import Side, without
 from flax_spmd.errors import CheckpointError
 
 

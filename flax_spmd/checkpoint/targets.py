@@ -15,9 +15,9 @@ from flax_spmd.boxes import LogicallyPartitioned, Partitioned
 from flax_spmd.checkpoint import record as records
 from flax_spmd.checkpoint import skeleton
 from flax_spmd.checkpoint.conversion import Conversion
-from flax_spmd.checkpoint.matching import Side
 from flax_spmd.checkpoint.record import NUMBERS, Leaf, Record, dtype_of
 from flax_spmd.checkpoint.restacking import restacked
+from flax_spmd.checkpoint.routes import Side
 from flax_spmd.checkpoint.skeleton import Skeleton
 from flax_spmd.errors import (
   CheckpointDamagedError,
