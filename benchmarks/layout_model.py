@@ -46,18 +46,17 @@ class Config(NamedTuple):
     """FLOPs of one training step over all devices, by product of matrices.
 
     Of a product with a weight there are three: the result, forward, the gradient of its input and that of
-    the weight; with remat, what the layers compute forward is computed twice. `scores` are both products
-    of the attention, whose masked half is computed too.
+    the weight. `scores` are both products of the attention, whose masked half is computed too. What remat
+    computes again is not in here.
     """
     heads, kv_heads = self.heads * self.head, (self.kv_heads or self.heads) * self.head
     wide = {'q': heads, 'k': kv_heads, 'v': kv_heads, 'out': heads, 'up': self.mlp, 'down': self.mlp}
     wide |= {'gate': self.mlp} if self.gated else {}
     once = {name: 2.0 * self.tokens * self.layers * self.embed * width for name, width in wide.items()}
     once['scores'] = 4.0 * self.tokens * self.layers * self.length * heads
-    found = {f'{name} {part}': work for name, work in once.items() for part in ('inputs', 'weights')}
-    found |= {f'{name} forward': work * (2 if self.remat else 1) for name, work in once.items()}
-    logits = 2.0 * self.tokens * self.embed * self.vocab
-    return found | {f'logits {part}': logits for part in ('forward', 'inputs', 'weights')}
+    once['logits'] = 2.0 * self.tokens * self.embed * self.vocab
+    parts = 'forward', 'inputs', 'weights'
+    return {f'{name} {part}': work for name, work in once.items() for part in parts}
 
 
 LLAMA_8B = Config(32, 4096, 32, 128, 8, 14336, True, 128256, 128, 4096, True, 1024)
