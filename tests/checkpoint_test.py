@@ -187,6 +187,21 @@ def test_dtypes_come_back(tmp_path, dtype):
   np.testing.assert_array_equal(np.asarray(restored.value), np.asarray(w.value))
 
 
+def test_little_memory_has_room_for_the_largest_array(tmp_path):
+  layout = LAYOUTS['eight']()
+  state = layout.shard({'large': np.ones((64, 1024), np.float32), 'small': np.arange(8)})
+  for number, how in enumerate(({}, {'compress': True}, {'pack': 100})):
+    path = tmp_path / str(number)
+    checkpoint.save(path, state, layout=layout, memory=1000, **how)
+    assert_equal(state, checkpoint.restore(path, state, memory=1000))
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1, memory=1000) as manager:
+    with pytest.raises(errors.CheckpointError) as caught:
+      manager.save(1, state)
+  assert str(caught.value) == dedent("""\
+    memory=1000 has no room for the largest array, of 262144 bytes.
+    Fix: give the manager more, or leave memory= out.""")
+
+
 # -- bad input
 
 

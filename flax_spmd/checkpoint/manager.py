@@ -179,6 +179,11 @@ class Manager:
       return False
     pending.finish()
     contents = contents_of(state, self.layout).summed()
+    if self._memory is not None and self._memory <= contents.record.largest:
+      raise CheckpointError(
+        f'memory={self._memory} has no room for the largest array, of {contents.record.largest} bytes.\n'
+        'Fix: give the manager more, or leave memory= out.'
+      )
     bar = Bar(self._show, f'save step {step}', contents.record.bytes, 'written')
     try:
       response = self._checkpointer.save_async(

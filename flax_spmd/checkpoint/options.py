@@ -6,13 +6,14 @@ from orbax.checkpoint import v1 as ocp
 
 
 def context(
-  *, compress: bool = False, memory: int | None = None, timeout: int | None = None
+  *, compress: bool = False, memory: int | None = None, largest: int = 0, timeout: int | None = None
 ) -> ocp.Context:
   """Orbax's context for what `flax_spmd.checkpoint` does.
 
   Args:
     compress: whether data are compressed.
     memory: bytes that may be under way between devices and storage at once.
+    largest: bytes of the largest array, which Orbax wants to have room for in them.
     timeout: seconds after which a save is given up.
   """
   made = ocp.Context()
@@ -20,6 +21,7 @@ def context(
   # in the background, a folder that cannot be made leaves threads waiting for it for minutes
   made.asynchronous.create_directories_asynchronously = False
   if memory is not None:
+    memory = max(memory, largest + 1)
     made.memory.write_concurrent_bytes = memory
     made.memory.read_concurrent_bytes = memory
   if timeout is not None:

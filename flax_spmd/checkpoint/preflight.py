@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -133,9 +135,12 @@ def _saved(source: Source, conversion: Conversion) -> Side:
 
 def _bytes_on_device(value: Any) -> int:
   sharding = getattr(value, 'sharding', None)
-  if sharding is None:
-    return 0
-  return jax.ShapeDtypeStruct(sharding.shard_shape(value.shape), value.dtype).size * value.dtype.itemsize
+  return 0 if sharding is None else _piece_bytes(sharding, tuple(value.shape), value.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _piece_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:
+  return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
 
 
 def _while_converted(route: Route, saved: Mapping[str, Leaf]) -> int:

@@ -128,10 +128,20 @@ class Record:
     """The bytes of all arrays."""
     return sum(leaf.bytes for leaf in self.leaves.values())
 
+  @property
+  def largest(self) -> int:
+    """The bytes of the largest array as it is stored, small ones that are packed being one."""
+    packed = sum(leaf.bytes for leaf in self.leaves.values() if leaf.packed)
+    return max(packed, *(leaf.bytes for leaf in self.leaves.values()))
+
 
 def dtype_name(leaf: Any) -> str:
   """What a record calls the dtype of a leaf of a state."""
-  return str(leaf.dtype) if hasattr(leaf, 'dtype') else f'python.{type(leaf).__name__}'
+  dtype = getattr(leaf, 'dtype', None)
+  return f'python.{type(leaf).__name__}' if dtype is None else _dtype_text(dtype)
+
+
+_dtype_text = functools.lru_cache(maxsize=256)(str)  # numpy takes microseconds to say it
 
 
 def describe(leaf: Any, names: Any = None, on_mesh: bool = False) -> Leaf:
@@ -168,7 +178,15 @@ def _plain(axes: Any) -> tuple[Any, ...] | None:
   """Names or a spec as JSON has them; what is no name (UNCONSTRAINED) is None."""
   if axes is None or isinstance(axes, str):
     return None
-  return tuple(_plain_axis(axis) for axis in (tuple(axes) if isinstance(axes, PartitionSpec) else axes))
+  try:
+    return _plain_axes(axes)
+  except TypeError:  # a list, or one in it
+    return tuple(map(_plain_axis, axes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plain_axes(axes: tuple[Any, ...] | PartitionSpec) -> tuple[Any, ...]:
+  return tuple(map(_plain_axis, tuple(axes)))
 
 
 def _plain_axis(axis: Any) -> Any:
@@ -225,7 +243,8 @@ def from_json(content: Any, where: str) -> Record:
     _expect(content['format'] == FORMAT and _is_int(content['format']), 'its format is no number')
     skeleton = _skeleton(content['tree'])
     _expect(isinstance(content['leaves'], list), 'its leaves are no list')
-    leaves = [_leaf(leaf) for leaf in content['leaves']]
+    forms: dict[str, Any] = {}
+    leaves = [_leaf(leaf, forms) for leaf in content['leaves']]
     _check_packed(leaves)
     paths = skeletons.paths(skeleton)
     _expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not fit its leaves')
@@ -284,9 +303,25 @@ def _is_int(content: Any) -> bool:
   return type(content) is int  # a bool is one too, otherwise
 
 
-def _leaf(content: Any) -> Leaf:
+def _leaf(content: Any, forms: dict[str, Any]) -> Leaf:
+  """A leaf; `forms` has what was checked already."""
   _expect(isinstance(content, dict) and set(content) <= set(Leaf._fields), 'a leaf is not described')
   shape, dtype = content['shape'], content['dtype']
+  asked = dtype, shape, content.get('names'), content.get('spec')
+  key = repr(asked)
+  if key not in forms:
+    forms[key] = _form(*asked)
+  shape, names, spec = forms[key]
+  checksum, value, on_mesh = (content.get(key) for key in ('checksum', 'value', 'on_mesh'))
+  _expect(checksum is None or isinstance(checksum, str), 'it has a checksum that is no text')
+  _expect(type(value) is NUMBERS.get(dtype, type(None)), f'a {dtype} has the value {value!r}')
+  _expect(on_mesh is None or on_mesh is True, f'it says {on_mesh!r} of whose its names are')
+  packed = _place(content.get('packed'), dtype)
+  return Leaf(shape, dtype, names, spec, checksum, value, on_mesh, packed)
+
+
+def _form(dtype: Any, shape: Any, names: Any, spec: Any) -> tuple[Any, Any, Any]:
+  """Shape, names and spec of a leaf, checked; most leaves of a state are like another one."""
   _expect(
     isinstance(shape, list) and all(_is_int(size) and 0 <= size < 2**60 for size in shape),
     f'it has the shape {shape!r}',
@@ -295,20 +330,7 @@ def _leaf(content: Any) -> Leaf:
   if dtype not in NUMBERS:
     dtype_of(dtype)
   _expect(dtype not in NUMBERS or not shape, f'a {dtype} has the shape {shape!r}')
-  checksum, value, on_mesh = (content.get(key) for key in ('checksum', 'value', 'on_mesh'))
-  _expect(checksum is None or isinstance(checksum, str), 'it has a checksum that is no text')
-  _expect(type(value) is NUMBERS.get(dtype, type(None)), f'a {dtype} has the value {value!r}')
-  _expect(on_mesh is None or on_mesh is True, f'it says {on_mesh!r} of whose its names are')
-  return Leaf(
-    tuple(shape),
-    dtype,
-    _axes(content.get('names'), len(shape)),
-    _axes(content.get('spec'), None),
-    checksum,
-    value,
-    on_mesh,
-    _place(content.get('packed'), dtype),
-  )
+  return tuple(shape), _axes(names, len(shape)), _axes(spec, None)
 
 
 def _axes(content: Any, rank: int | None) -> tuple[Any, ...] | None:

@@ -113,7 +113,7 @@ def save_async(
   bar = Bar(show, f'save {held.path.name}', contents.record.bytes, 'written')
   try:
     contents = contents.summed()
-    with context(compress=compress, memory=memory):
+    with context(compress=compress, memory=memory, largest=contents.record.largest):
       response = ocp.save_async(held.new, contents.tree, custom_metadata=contents.metadata)
   except BaseException:
     bar.close()

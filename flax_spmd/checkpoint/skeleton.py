@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.tree_util import SequenceKey
 
 from flax_spmd.errors import CheckpointError
@@ -45,6 +46,9 @@ def take_apart(tree: Any) -> Apart:
   kinds: dict[str, str] = {}
 
   def walk(node: Any, path: str, prefix: str) -> Skeleton:
+    if isinstance(node, _LEAVES):
+      leaves.append(node)
+      return len(leaves) - 1
     children = _one_level(node)
     if children and not children[0][0]:
       leaves.append(node)
@@ -60,6 +64,9 @@ def take_apart(tree: Any) -> Apart:
     return list(made.values()) if all(isinstance(key, SequenceKey) for _, key, _ in below) else made
 
   return Apart(walk(tree, ROOT, ''), leaves, kinds)
+
+
+_LEAVES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, int, float)  # known without asking JAX
 
 
 def _one_level(node: Any) -> list[tuple[Any, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -27,10 +28,9 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError, Checkpoint
 _METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
 _PART = 'state'  # the folder in which Orbax v1 puts the arrays
 _UNFINISHED = 'orbax-checkpoint-tmp'
-# for files that are gone, or have anything in them
-_ORBAX_RAISES = OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
 _ARRAYS = 'array_metadatas'
+_LEAST_ON_THE_WAY = 64 << 20  # bytes
 _LARGEST_METADATA = 512 << 20  # bytes: 10,000 leaves take two million
 
 
@@ -205,9 +205,13 @@ class OrbaxSource:
 
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
-      with context(memory=memory):
+      with context(memory=_at_once(target, memory)):
         return ocp.load(self.path, target, checkpointable_name=self._name())
-    except _ORBAX_RAISES as error:
+    except (
+      Exception
+    ) as error:  # Orbax raises all kinds for files that are gone, or have anything in them
+      if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
+        raise
       raise CheckpointDamagedError(
         f'The checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
         'Fix: restore another checkpoint; files of this one are gone, or have changed since it was written.'
@@ -215,6 +219,16 @@ class OrbaxSource:
 
   def _name(self) -> str | None:
     return self._part or _part_with_arrays(self.path)
+
+
+def _at_once(target: Any, memory: int | None) -> int:
+  """Bytes that may be on their way at once; if nobody says, a part, or twice the state would be in memory.
+
+  It is no less than the largest array, which Orbax reads as a whole.
+  """
+  arrays = [leaf for leaf in jax.tree.leaves(target) if hasattr(leaf, 'shape')]
+  sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays]
+  return max(memory or max(_LEAST_ON_THE_WAY, sum(sizes) // 8), 1 + max(sizes, default=0))
 
 
 def _asked(leaf: Any) -> Any:
@@ -312,7 +326,7 @@ def _foreign_tree(path: epath.Path, part: str | None) -> Any:
   try:
     tree = ocp.metadata(path, checkpointable_name=part).metadata
     reason = 'Orbax does not say what is in it; it cannot for a Python bool'
-  except _ORBAX_RAISES as error:
+  except Exception as error:  # of all kinds
     tree, reason = None, (str(error).splitlines() or [''])[0][:500]
   if tree is None:
     raise CheckpointDamagedError(
