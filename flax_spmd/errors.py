@@ -9,6 +9,7 @@
     ├── MeshError (ValueError)             a mesh that cannot be made, or is needed and absent
     ├── TargetDeviceError (ValueError)     hardware that nobody has described, or cannot be compiled for
     ├── ContextError (RuntimeError)        a layout in force here is not the one JAX's caches see
+    ├── PipelineError (ValueError)         a pipeline schedule that cannot be run, or not as asked
     └── CheckpointError (ValueError)       a checkpoint that cannot be written or read as asked
         ├── CheckpointExistsError (FileExistsError)
         ├── CheckpointNotFoundError (FileNotFoundError)
@@ -64,6 +65,10 @@ class TargetDeviceError(FlaxSpmdError, ValueError):
 
 class ContextError(FlaxSpmdError, RuntimeError):
   """The layout in force in this task is not the one that JAX's caches see in this thread."""
+
+
+class PipelineError(FlaxSpmdError, ValueError):
+  """A pipeline schedule cannot be read or run, or not for so many microbatches."""
 
 
 class CheckpointError(FlaxSpmdError, ValueError):

@@ -54,7 +54,7 @@ OWN = {
   'with_sharding_annotation',
   'with_sharding_constraint',
 }
-MODULES = {'checkpoint', 'compare', 'errors', 'explore', 'presets', 'testing'}  # compare, as the first of explore
+MODULES = {'checkpoint', 'compare', 'errors', 'explore', 'pipeline', 'presets', 'testing'}  # compare, as the first of explore
 
 
 def test_the_public_names():
