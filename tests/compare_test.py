@@ -191,6 +191,15 @@ def test_the_page(found, tmp_path):
   assert 'http://' not in text.replace('http://www.w3.org/2000/svg', '') and 'src=' not in text
 
 
+def test_what_a_chip_can_do_is_that_of_the_dtype(found, tmp_path):
+  found.to_html(tmp_path / 'report.html')
+  chip = found.target.chip
+  flops = chip.flops['f32'] * chip.efficiency / chip.bandwidth
+  assert f'With f32, a cpu is kept busy by {flops:.3g} FLOPs for a byte of HBM' in str(
+    read(tmp_path / 'report.html').texts
+  )
+
+
 def test_names_are_escaped(tmp_path):
   bad = '<script>alert("x")</script>'
   layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
@@ -205,6 +214,7 @@ def test_names_are_escaped(tmp_path):
   page = read(tmp_path / 'report.html')
   assert page.tags.count('script') == 1
   assert bad in page.texts
+  assert 'data-value="inf' not in (tmp_path / 'report.html').read_text()  # JavaScript reads Infinity
 
 
 def test_a_thousand_parameters_make_a_small_page(found, tmp_path):

@@ -5,7 +5,7 @@ from textwrap import dedent
 import pytest
 
 from flax_spmd.errors import TargetDeviceError
-from flax_spmd.explore.costs import cost, seconds
+from flax_spmd.explore.costs import cost, peak, seconds
 from flax_spmd.explore.counting import Collective, Counts
 from flax_spmd.explore.hardware import chips, compiler_environment, gpu_description, parse
 
@@ -149,6 +149,14 @@ def test_latency_counts_for_small_transfers():
   aim = parse('h100:8')
   often = collective('all-reduce', wire=8.0, times=1000)
   assert seconds(often, aim, {'data': 8}) == pytest.approx(1000 * 14 * aim.chip.hop, rel=1e-3)
+
+
+def test_a_dtype_that_a_chip_has_no_figure_for():
+  h100 = chips()['h100']
+  assert peak(h100, 'f8') > peak(h100, 'bf16') == peak(h100, 'f16')
+  only = h100._replace(flops={'bf16': 1e12})
+  assert [peak(only, dtype) for dtype in ('bf16', 'f32', 'int8', 'f64')] == [1e12] * 4
+  assert peak(h100._replace(flops={'bf16': 3.0, 'f32': 1.0}), 'f64') == 1.0
 
 
 def test_the_bracket():

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd.explore.counting import Collective, Counts
-from flax_spmd.explore.hardware import Target
+from flax_spmd.explore.hardware import Chip, Target
 
 _NEXT = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # where a chip has no faster way
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
@@ -51,8 +51,7 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
     dtype: of the operands of the matrix products.
   """
   chip = target.chip
-  peak = chip.flops.get(dtype) or chip.flops[_NEXT.get(dtype, 'f32')]
-  compute = counts.flops / (peak * chip.efficiency)
+  compute = counts.flops / (peak(chip, dtype) * chip.efficiency)
   memory = counts.hbm_bytes / chip.bandwidth
   links: dict[tuple[str, ...], float] = {}
   for one in counts.collectives:
@@ -63,6 +62,12 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
   if slowest == 'communication':
     slowest = '+'.join(max(links, key=lambda axes: links[axes])) or 'communication'
   return Cost(compute, memory, links, max(parts.values()), sum(parts.values()), slowest)
+
+
+def peak(chip: Chip, dtype: str) -> float:
+  """FLOP/s for operands of a dtype; of one that the chip's entry lacks, those of the next that it has."""
+  wanted = (dtype, _NEXT.get(dtype, 'f32'), 'f32', 'bf16')
+  return next((chip.flops[one] for one in wanted if one in chip.flops), min(chip.flops.values()))
 
 
 def seconds(one: Collective, target: Target, mesh: Mapping[str, int]) -> float:

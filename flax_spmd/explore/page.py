@@ -16,6 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd.draw import draw
+from flax_spmd.explore.costs import peak
 from flax_spmd.explore.outcome import Memory, Outcome, time_text
 from flax_spmd.plan import Row
 from flax_spmd.report import size_text
@@ -102,7 +103,8 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]], name: str) -> s
 def _cell(content: Any) -> str:
   if isinstance(content, tuple):
     value, shown = content
-    return f'<td class="number" data-value="{value:.6g}">{_safe(shown)}</td>'
+    number = 'Infinity' if math.isinf(value) else f'{value:.6g}'  # as JavaScript spells it
+    return f'<td class="number" data-value="{number}">{_safe(shown)}</td>'
   return f'<td>{_safe(content)}</td>'
 
 
@@ -299,7 +301,8 @@ def _time_bars(outcomes: Sequence[Outcome]) -> str:
 def _roofline(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
   """FLOPs for each byte of HBM and for each byte on the wire, and what the chip can keep up with."""
   chip = comparison.target.chip
-  ridge = max(chip.flops.values()) * chip.efficiency
+  dtypes = {outcome.program.dtype for outcome in outcomes if outcome.program} or {'bf16'}
+  ridge = max(peak(chip, dtype) for dtype in dtypes) * chip.efficiency
   rows = [
     [
       outcome.name,
@@ -315,16 +318,15 @@ def _roofline(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
     f'{ridge / chip.bandwidth:.3g} FLOPs for a byte of HBM, {ridge / chip.link:.3g} for one on a link'
   )
   table = _table(('layout', 'FLOPs / byte of HBM', 'FLOPs / byte on the wire'), rows, 'roofline')
-  return (
-    f'<p>A {_safe(chip.name)} is kept busy by {need}.</p>{table}{_roof(comparison, outcomes, ridge)}'
-  )
+  busy = f'With {" and ".join(sorted(dtypes))}, a {chip.name} is kept busy by {need}.'
+  return f'<p>{_safe(busy)}</p>{table}{_roof(comparison, outcomes, ridge)}'
 
 
 def _ratio(flops: float, count: float) -> tuple[float, str]:
   return (flops / count, f'{flops / count:.3g}') if count else (float('inf'), '-')
 
 
-def _roof(comparison: Comparison, outcomes: Sequence[Outcome], peak: float) -> str:
+def _roof(comparison: Comparison, outcomes: Sequence[Outcome], reachable: float) -> str:
   """Reachable FLOP/s over FLOPs per byte of HBM, both logarithmic, with a dot for each layout."""
   bandwidth = comparison.target.chip.bandwidth
   dots = [
@@ -332,7 +334,7 @@ def _roof(comparison: Comparison, outcomes: Sequence[Outcome], peak: float) -> s
     for outcome in outcomes
     if outcome.counts
   ]
-  ridge = math.log10(peak / bandwidth)
+  ridge = math.log10(reachable / bandwidth)
   low, high = min(ridge, *(x for _, x in dots)) - 0.5, max(ridge, *(x for _, x in dots)) + 0.5
   wide, tall = 560, 220
 
