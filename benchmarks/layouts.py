@@ -124,7 +124,8 @@ def theory() -> dict[str, dict[str, float]]:
   A ring of n sends (n - 1) / n of an array's bytes to gather or to scatter it, and twice that to add it up.
   """
   c, share = MODEL, (DEVICES - 1) / DEVICES
-  layers, logits, between = c.weights * c.layers, c.embed * c.vocab, c.tokens * c.embed
+  layers = c.layers * c.embed * (4 * c.heads * c.head + 2 * c.mlp)
+  logits, between = c.embed * c.vocab, c.tokens * c.embed
   tokens = c.batch * (c.length + 1)
   return {
     'FSDP': {
