@@ -1,4 +1,4 @@
-"""Schedules: their bubbles and activations are those of theory, and what is wrong with one is said in place."""
+"""Schedules: bubbles and activations are those of theory, and what is wrong is said in place."""
 
 import itertools
 import math

@@ -39,7 +39,7 @@ class GPipe(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedGPipe(Schedule):
-  """GPipe with several stages per rank, in a loop: every microbatch through one, then all through the next.
+  """GPipe with several stages per rank, in a loop: all microbatches through one, then the next.
 
   Bubble (p - 1) / (v m + p - 1) for m >= p; v m activations are alive. The breadth-first schedule of
   Lamy-Poirier, https://arxiv.org/abs/2211.05953.
@@ -88,9 +88,9 @@ class OneFOneB(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Eager1F1B(Schedule):
-  """1F1B with twice the warm-up, so that transfers run beside tasks: 2 (p - r) - 1 activations on rank r.
+  """1F1B with twice the warm-up, so that transfers hide: 2 (p - r) - 1 activations on rank r.
 
-  Bubble (p - 1) / (m + p - 1) where transfers take no time. Zhuang et al., https://arxiv.org/abs/2211.05322.
+  Bubble (p - 1) / (m + p - 1) without transfers. Zhuang et al., https://arxiv.org/abs/2211.05322.
 
   Attributes:
     ranks: how many there are; each has one stage.
@@ -183,7 +183,7 @@ def in_turn(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -
 def interleaved(
   stages: Sequence[int], rank: int, ranks: int, microbatches: int
 ) -> tuple[list[Task], list[Task], int]:
-  """Megatron-LM's forwards, backwards and warm-up of a rank: round by round, in each of them stage by stage."""
+  """Megatron-LM's forwards, backwards and warm-up of a rank: round by round, stage by stage."""
   size = microbatches // max(1, microbatches // ranks)
 
   def rounds(kind: Kind, stages: Sequence[int]) -> list[Task]:
@@ -203,7 +203,7 @@ def uneven_rounds(ranks: int, microbatches: int) -> str | None:
 
 
 def _fused(steps: Sequence[Task], start: int, only: int | None = None) -> Iterator[Step]:
-  """Every forward from `start` on together with the backward after it; if `only`, just those of that stage."""
+  """Every forward from `start` on with the backward after it; if `only`, just those of that stage."""
   at = 0
   while at < len(steps):
     pair = tuple(steps[at : at + 2])

@@ -1,8 +1,8 @@
 """Greedy: a schedule that is found by running it, where no closed form is known.
 
-Time goes forward, and a rank that is free takes what can start first; at equal times a backward before a
-forward before the gradients of weights, of forwards the one nearest to the loss, and of backwards the one
-nearest to the input. A forward has to find room: only so many activations may be alive on a rank.
+Time goes forward, and a rank that is free takes what can start first; at equal times a backward before
+a forward before the gradients of weights, of forwards the one nearest to the loss, and of backwards the
+one nearest to the input. A forward has to find room: only so many activations may be alive on a rank.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@
     schedule.simulate(8).bubble           the part of the time in which ranks are idle
     schedule.draw(8)                      tasks over time
 
-A model is cut into *stages*, and a stage is on one *rank*, which may have several of them. A schedule is a
-value: how many ranks, how many stages on each, and a rule that gives every rank its list for any number of
-microbatches. A rule of your own makes a schedule by `Schedule.of`, a text by `Schedule.from_text`.
+A model is cut into *stages*, and a stage is on one *rank*, which may have several of them. A schedule
+is a value: how many ranks, how many stages on each, and a rule that gives every rank its list for any
+number of microbatches. A rule of your own makes a schedule by `Schedule.of`, a text by
+`Schedule.from_text`.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Schedule(abc.ABC):
     return write(self.tasks(microbatches))
 
   def validate(self, microbatches: int, live: int | None = None) -> Proof:
-    """Proves that the schedule can be run: every task once, on its rank, after what it needs, to the end.
+    """Proves that the schedule can be run: every task once, on its rank, after what it needs.
 
     Args:
       microbatches: how many.

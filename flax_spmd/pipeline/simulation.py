@@ -22,7 +22,10 @@ from flax_spmd.pipeline.validation import Lists, outside, validate
 
 Costs: TypeAlias = Mapping[str, float | Sequence[float]] | Callable[[Task], float]
 EQUAL: Mapping[str, float | Sequence[float]] = {'fwd': 1, 'bwd': 1, 'wgrad': 1}
-_FIX = "pass {'fwd': 1, 'bwd': 1, 'wgrad': 1}, with a number or one number per stage, or a function of a task."
+_FIX = (
+  "pass {'fwd': 1, 'bwd': 1, 'wgrad': 1}, with a number or one number per stage, "
+  'or a function of a task.'
+)
 
 
 class Run(NamedTuple):
@@ -99,8 +102,8 @@ def simulate(lists: Lists, costs: Costs = EQUAL, transfer: float = 0) -> Simulat
   Args:
     lists: the schedule.
     costs: how long tasks take, in any unit of time: a number, or one per stage, for each kind; where a
-      schedule does not split the backward, its `bwd` takes 'bwd' and 'wgrad' together. Or a function from
-      a task to its time, which is taken as it is. A fused task takes as long as its tasks do.
+      schedule does not split the backward, its `bwd` takes 'bwd' and 'wgrad' together. Or a function
+      from a task to its time, which is taken as it is. A fused task takes as long as its tasks do.
     transfer: how long a result takes from one rank to another, in the same unit.
 
   Raises:

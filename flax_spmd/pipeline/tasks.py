@@ -1,7 +1,8 @@
 """Tasks: what a schedule is made of, and what each of them waits for.
 
-A stage works on a microbatch up to three times: forward (`fwd`), backward (`bwd`), and, where a schedule
-splits the backward, the gradients of its weights (`wgrad`); `bwd` is then the gradient of its input alone.
+A stage works on a microbatch up to three times: forward (`fwd`), backward (`bwd`), and, where a
+schedule splits the backward, the gradients of its weights (`wgrad`); `bwd` is then the gradient of its
+input alone.
 The text of a task is `kind_stage__microbatch`, JaxPP's:
 
     Task('fwd', 2, 0)                     fwd_2__0
@@ -26,7 +27,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _TASK = re.compile(r'(\w+?)_(\d+)__(\d+)')
 _FUSED = re.compile(r'FusedTask\((.*)\)')
 _WORD = re.compile(r'FusedTask\([^()]*\)|[^\s,]+')
-_HOW = 'write fwd_2__0 for the forward of stage 2 and microbatch 0; bwd_2__0; wgrad_2__0; FusedTask(fwd_2__0, bwd_2__0).'
+_HOW = (
+  'write fwd_2__0 for the forward of stage 2 and microbatch 0; bwd_2__0; wgrad_2__0; '
+  'FusedTask(fwd_2__0, bwd_2__0).'
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

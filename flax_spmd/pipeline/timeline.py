@@ -3,8 +3,8 @@
     print(schedule.draw(8))                            # rows of characters; long ones in several bands
     Path('1f1b.svg').write_text(schedule.draw(8).svg)
 
-Every character stands for the same time. A cell begins with a stroke and has the name of its task, if there
-is room; an empty one is a bubble. Cells of one fused task have no stroke between them.
+Every character stands for the same time. A cell begins with a stroke and has the name of its task, if
+there is room; an empty one is a bubble. Cells of one fused task have no stroke between them.
 """
 
 from __future__ import annotations

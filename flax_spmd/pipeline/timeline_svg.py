@@ -76,7 +76,8 @@ def _elements(cell: Cell, rank: int, x: float, y: float, width: float) -> Iterat
   gap = 0 if cell.joined else min(1, width / 4)
   yield (
     f'<rect x="{x + gap:.1f}" y="{y + 1:.0f}" width="{width - gap:.1f}" height="{_ROW - 2}" '
-    f'fill="{cell.colour}"><title>{cell.task} on rank {rank}: {cell.start:g} to {cell.end:g}</title></rect>'
+    f'fill="{cell.colour}"><title>{cell.task} on rank {rank}: '
+    f'{cell.start:g} to {cell.end:g}</title></rect>'
   )
   if width >= len(cell.name) * _CHARACTER + 2:
     yield (

@@ -1,7 +1,7 @@
 """Validation: a proof that a schedule runs every task once, in a possible order, within memory.
 
-A rank runs its list from the first to the last and waits before a task until what it needs is there. So a
-list is right if it has the right tasks, has them after what they need, and if the lists of all ranks
+A rank runs its list from the first to the last and waits before a task until what it needs is there. So
+a list is right if it has the right tasks, has them after what they need, and if the lists of all ranks
 together can be walked to their ends; where they cannot, ranks wait for one another in a circle.
 
 How many activations are alive follows from a list alone: a forward leaves one behind, and the backward,
@@ -153,7 +153,8 @@ def _missing(lists: Lists, there: Mapping[Task, _Place]) -> Iterator[Problem]:
     if missing:
       more = f', … {len(missing) - 2 * _SHOWN} more' if len(missing) > 2 * _SHOWN else ''
       text = f'rank {rank} misses {", ".join(missing[: 2 * _SHOWN])}{more}.'
-      fix = f'run {" and ".join(kinds)} of every stage for each of the {lists.microbatches} microbatches, once.'
+      work = f'{" and ".join(kinds)} of every stage'
+      fix = f'run {work} for each of the {lists.microbatches} microbatches, once.'
       yield Problem(text, fix, PipelineError)
 
 

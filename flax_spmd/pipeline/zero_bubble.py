@@ -49,11 +49,11 @@ class ZeroBubbleV(Schedule):
   """Two stages per rank in a V, weights put off: no bubble but the way to the last rank and back.
 
   For F = B = W, m >= 2 p and up to 8 ranks the makespan is 6 m + p - 1 and the bubble
-  (p - 1) / (6 m + p - 1), the least there can be (16 ranks take up to 2 % longer); at most 2 p activations,
-  each of a stage half as large as 1F1B's, are alive on a rank. With so few, transfers cannot hide: where
-  they take long, compare it with `DualPipeV` by `simulate(..., transfer=...)`. The placement and the memory
-  are those of ZB-V, Qi et al., https://arxiv.org/abs/2401.10241 and https://arxiv.org/abs/2405.15362; the
-  order is found greedily (`flax_spmd.pipeline.greedy`).
+  (p - 1) / (6 m + p - 1), the least there can be (16 ranks take up to 2 % longer); at most 2 p activations, each of a
+  stage half as large as 1F1B's, are alive on a rank. With so few, transfers cannot hide: where they
+  take long, compare it with `DualPipeV` by `simulate(..., transfer=...)`. The placement and the memory
+  are those of ZB-V, Qi et al., https://arxiv.org/abs/2401.10241 and https://arxiv.org/abs/2405.15362;
+  the order is found greedily (`flax_spmd.pipeline.greedy`).
 
   Attributes:
     ranks: how many there are.
@@ -110,11 +110,11 @@ class KimiK2(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class DualPipeV(Schedule):
-  """DeepSeek's DualPipe, cut in half: two stages per rank in a V, backwards of one beside forwards of the other.
+  """DeepSeek's DualPipe, cut in half: a V, with backwards of one stage beside forwards of the other.
 
   Weight gradients are split off only where they fill a bubble, in the warm-up and towards the end;
-  elsewhere a whole backward is one fused task. It needs 2 p microbatches or more; 2 p + 1 activations are
-  alive on every rank. DeepSeek-V3, https://arxiv.org/abs/2412.19437; the V and its bubble of
+  elsewhere a whole backward is one fused task. It needs 2 p microbatches or more; 2 p + 1 activations
+  are alive on every rank. DeepSeek-V3, https://arxiv.org/abs/2412.19437; the V and its bubble of
   (p - 1) (F&B + B - 3 W) when fused, B being a whole backward: https://github.com/deepseek-ai/DualPipe.
 
   Attributes:
