@@ -49,7 +49,7 @@ class ZeroBubbleV(Schedule):
   """Two stages per rank in a V, weights put off: no bubble but the way to the last rank and back.
 
   For F = B = W, m >= 2 p and up to 8 ranks the makespan is 6 m + p - 1 and the bubble
-  (p - 1) / (6 m + p - 1), the least there can be (16 ranks take up to 2 % longer). At most 2 p activations,
+  (p - 1) / (6 m + p - 1), the least there can be (16 ranks: up to 2 % more). At most 2 p activations,
   each of a stage half as large as 1F1B's, are alive on a rank; with so few, transfers cannot hide: where
   they take long, compare it with `DualPipeV` by `simulate(..., transfer=...)`. Placement and memory are
   those of ZB-V, Qi et al., https://arxiv.org/abs/2401.10241 and https://arxiv.org/abs/2405.15362; the
