@@ -424,3 +424,13 @@ def test_golden_layouts(tmp_path, monkeypatch):
   spmd.testing.assert_layout(other, other.abstract(create), file)
   monkeypatch.delenv('FLAX_SPMD_UPDATE')
   spmd.testing.assert_layout(other, other.abstract(create), file)
+
+
+def test_chips_of_ones_own_from_a_path(tmp_path):
+  chip = spmd.explore.chips()['cpu']._asdict() | {'memory': 2**20, 'source': 'mine'}
+  fields = {name: value for name, value in chip.items() if value and name not in ('name', 'flops')}
+  lines = [f'{name} = {json.dumps(value)}' for name, value in fields.items()]
+  (tmp_path / 'mine.toml').write_text('\n'.join(['[mine]', *lines, 'flops = {bf16 = 1e12}']))
+  given = {'data': layouts()['data']}
+  outcome = compare(*setup(), given, 'mine:8', hardware=tmp_path / 'mine.toml')['data']
+  assert outcome.error is None and outcome.cost.compute > 0

@@ -84,7 +84,9 @@ def test_chips_of_ones_own(tmp_path):
     """)
   )
   assert parse('x1:4', str(file)).topology == (2, 2)
-  assert 'h100' in chips(str(file))
+  assert 'h100' in chips(str(file)) and chips(file) == chips(str(file))
+  file.write_text(file.read_text().replace('1e12', '2e12'))
+  assert chips(file)['x1'].flops == {'bf16': 2e12}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,6 @@ def test_chips_of_ones_own(tmp_path):
 def test_mistakes_in_ones_own_file(tmp_path, monkeypatch, content, message):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'mine.toml').write_text(content)
-  chips.cache_clear()
   with pytest.raises(TargetDeviceError) as caught:
     parse('x:4', 'mine.toml')
   assert str(caught.value).splitlines()[0] == message

@@ -10,6 +10,7 @@ Each layout's program is compiled by the target's own compiler, in a process of 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def compare(
   args: Sequence[Any] = (),
   places: Any = None,
   donate: bool = True,
-  hardware: str | None = None,
+  hardware: str | os.PathLike[str] | None = None,
   jobs: int | None = None,
   show: bool = False,
 ) -> Comparison:

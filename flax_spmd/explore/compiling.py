@@ -70,7 +70,7 @@ def compile_all(
   programs: Sequence[Program],
   target: Target,
   *,
-  hardware: str | None = None,
+  hardware: str | os.PathLike[str] | None = None,
   jobs: int | None = None,
   done: Callable[[int, Compiled], None] = lambda number, compiled: None,
 ) -> list[Compiled]:
@@ -127,7 +127,7 @@ def check_compiler(target: Target) -> None:
       )
 
 
-def _compiled(program: Program, target: Target, hardware: str | None) -> Compiled:
+def _compiled(program: Program, target: Target, hardware: str | os.PathLike[str] | None) -> Compiled:
   key = _key(program, target)
   kept = _read(key)
   if kept is not None:
@@ -144,10 +144,13 @@ def _compiled(program: Program, target: Target, hardware: str | None) -> Compile
   return _compiled_of(result, key, cached=False)
 
 
-def _run(program: Program, target: Target, hardware: str | None, folder: Path) -> dict[str, Any]:
+def _run(
+  program: Program, target: Target, hardware: str | os.PathLike[str] | None, folder: Path
+) -> dict[str, Any]:
   """Runs the worker; its crash is a result."""
   (folder / 'program.mlir').write_bytes(program.code)
-  request = {'target': target.text, 'hardware': hardware, 'mesh': program.mesh}
+  own = os.path.abspath(hardware) if hardware is not None else None
+  request = {'target': target.text, 'hardware': own, 'mesh': program.mesh}
   (folder / 'request.json').write_text(json.dumps(request))
   command = [sys.executable, '-m', 'flax_spmd.explore.worker', str(folder)]
   environment = os.environ | compiler_environment(target)

@@ -65,19 +65,23 @@ class Target(NamedTuple):
     return self.text.startswith('here')
 
 
-@functools.cache
-def chips(file: str | None = None) -> dict[str, Chip]:
+def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
   """The chips that are known, and those of a file of one's own, which count first.
 
   Raises:
     TargetDeviceError: the file cannot be read, or a chip in it lacks something; names the line or entry.
   """
-  own = importlib.resources.files('flax_spmd.explore').joinpath('hardware.toml').read_text()
-  found = _read(own, 'hardware.toml')
-  return found | _read(_text(file), file) if file else found
+  # A file of one's own is read each time: it may have been edited.
+  return _known() | ({} if file is None else _read(_text(file), os.fspath(file)))
 
 
-def _text(file: str) -> str:
+@functools.cache
+def _known() -> dict[str, Chip]:
+  text = importlib.resources.files(__package__).joinpath('hardware.toml').read_text()
+  return _read(text, 'hardware.toml')
+
+
+def _text(file: str | os.PathLike[str]) -> str:
   try:
     return Path(file).read_text()
   except OSError as error:
@@ -110,7 +114,7 @@ def _chip(name: str, table: Any, where: str) -> Chip:
   return Chip(name=name, **table)
 
 
-def parse(text: str, file: str | None = None) -> Target:
+def parse(text: str, file: str | os.PathLike[str] | None = None) -> Target:
   """A target: `'cpu:8'`, `'v5e:4x4'`, `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
 
   Args:
@@ -165,7 +169,7 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
   return nodes, sizes[0] // nodes
 
 
-def _here(file: str | None) -> Target:
+def _here(file: str | os.PathLike[str] | None) -> Target:
   """The devices at hand; of the chip that their name says, or the nearest that is known."""
   device, count = jax.devices()[0], jax.device_count()
   kind = device.device_kind.lower().replace(' ', '')
