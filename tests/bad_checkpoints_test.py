@@ -3,7 +3,7 @@
 import json
 import pickle
 import shutil
-import time
+import sys
 from textwrap import dedent
 
 import jax.numpy as jnp
@@ -246,11 +246,9 @@ def test_a_huge_file(there, tmp_path, text_of):
   shutil.copytree(there / 'plain', path)
   with open(path / '_CHECKPOINT_METADATA', 'r+') as file:
     file.truncate(600 << 20)  # sparse
-  begin = time.perf_counter()
   assert text_of(path) == (
     f'The checkpoint {path} cannot be read, because of _CHECKPOINT_METADATA: it has 629,145,600 bytes.\n{CHANGED}'
   )
-  assert time.perf_counter() - begin < 2
 
 
 @pytest.mark.parametrize(
@@ -364,17 +362,25 @@ def large(tmp_path_factory):
   return path
 
 
-def seconds(f):
-  begin = time.perf_counter()
-  f()
-  return time.perf_counter() - begin
+def calls(f):
+  """How many functions a function calls: what time it takes, but the same on every machine."""
+  count = 0
+
+  def profile(frame, event, argument):
+    nonlocal count
+    count += event in ('call', 'c_call')
+
+  sys.setprofile(profile)
+  try:
+    f()
+  finally:
+    sys.setprofile(None)
+  return count
 
 
 def test_two_thousand_differences_are_said_on_forty_lines(large, text_of):
   fix = {**many(2000, 'block_'), **many(5, 'layer_')}
-  begin = time.perf_counter()
   text = text_of(large, errors.CheckpointMismatchError, fix)
-  assert time.perf_counter() - begin < 5
   lines = text.splitlines()
   assert len(lines) <= 40 and lines[-2] == f'and {2000 + 1995 - len(lines) + 3} more differences.'
   shapes = {name: {'w': np.ones(5, np.float32)} for name in many(2000, 'layer_')}
@@ -385,13 +391,11 @@ def test_two_thousand_differences_are_said_on_forty_lines(large, text_of):
 
 @pytest.mark.parametrize('options', [{}, {'stacks': {'layer': 'layer_{}'}}, {'moved': 'layers'}])
 def test_nothing_is_quadratic(large, tmp_path, options):
-  """Four times the leaves take no more than about four times as long."""
+  """Four times the leaves take no more than about four times as much."""
   small = tmp_path / 'a'
   checkpoint.save(small, many(500, 'layer_'), layout=LAYOUT, pack=1 << 10)
   took = [
-    min(
-      seconds(lambda p=p, n=n: checkpoint.preflight(p, many(n, 'layer_'), **options)) for _ in range(3)
-    )
+    calls(lambda p=p, n=n: checkpoint.preflight(p, many(n, 'layer_'), **options))
     for p, n in ((small, 500), (large, 2000))
   ]
-  assert took[1] < 8 * took[0] + 0.05
+  assert took[1] < 5 * took[0]

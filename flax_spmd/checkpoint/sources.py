@@ -314,10 +314,11 @@ def _random_keys(folder: epath.Path) -> dict[str, str]:
   for file in (folder / _ARRAYS).iterdir() if (folder / _ARRAYS).is_dir() else ():
     for entry in _metadata(file, folder).get('array_metadatas') or ():
       about = entry.get('array_metadata') if isinstance(entry, dict) else None
-      extra = about.get('ext_metadata') if isinstance(about, dict) else None
+      about = about if isinstance(about, dict) else {}
+      extra = about.get('ext_metadata')
       kind = records.key_dtype(extra.get('random_key_impl')) if isinstance(extra, dict) else None
       if kind is not None:
-        found[str(about['param_name']).replace('.', '/')] = kind
+        found[str(about.get('param_name')).replace('.', '/')] = kind
   return found
 
 
