@@ -28,7 +28,9 @@ def names_for_examples(tmp_path):
 def test_examples(name, tmp_path):
   module = importlib.import_module(name)
   runner = doctest.DocTestRunner(optionflags=FLAGS)
-  names = {name: value for name, value in names_for_examples(tmp_path).items() if name not in vars(module)}
+  names = {
+    name: value for name, value in names_for_examples(tmp_path).items() if name not in vars(module)
+  }
   for example in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=names):
     report = []
     runner.run(example, out=report.append)

@@ -54,7 +54,15 @@ OWN = {
   'with_sharding_annotation',
   'with_sharding_constraint',
 }
-MODULES = {'checkpoint', 'compare', 'errors', 'explore', 'pipeline', 'presets', 'testing'}  # compare, as the first of explore
+MODULES = {
+  'checkpoint',
+  'compare',
+  'errors',
+  'explore',
+  'pipeline',
+  'presets',
+  'testing',
+}  # compare, as the first of explore
 
 
 def test_the_public_names():
@@ -82,7 +90,9 @@ def test_the_drop_in_names_are_flaxs():
 
 def test_private_names_of_others_are_used_in_compat_only():
   package = Path(spmd.__file__).parent
-  private = re.compile(r'jax\._src|(from|import) jaxlib\b|flax\.core\.(lift|scope)|__version__|module\._context')
+  private = re.compile(
+    r'jax\._src|(from|import) jaxlib\b|flax\.core\.(lift|scope)|__version__|module\._context'
+  )
   users = {path.name for path in package.rglob('*.py') if private.search(path.read_text())}
   assert users == {'compat.py'}
 

@@ -77,7 +77,7 @@ def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
 
 @functools.cache
 def _known() -> dict[str, Chip]:
-  text = importlib.resources.files(__package__).joinpath('hardware.toml').read_text()
+  text = importlib.resources.files('flax_spmd.explore').joinpath('hardware.toml').read_text()
   return _read(text, 'hardware.toml')
 
 
