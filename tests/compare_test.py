@@ -222,6 +222,7 @@ def test_a_thousand_parameters_make_a_small_page(found, tmp_path):
   rows = [row._replace(path=f'{row.path}/{i}') for i in range(143) for row in outcome.program.rows]
   many = type(found)(found.target, [outcome._replace(program=outcome.program._replace(rows=rows))])
   many.to_html(tmp_path / 'report.html')
+  assert '<figure>' in (tmp_path / 'report.html').read_text()
   assert len(rows) > 1000 and (tmp_path / 'report.html').stat().st_size < 300_000
 
 
@@ -306,6 +307,21 @@ def test_a_wheel_for_another_jax(monkeypatch):
   assert str(caught.value) == dedent("""\
     The compiler for h100:8, jax-cuda12-plugin 0.10.2, is made for another jax than jax 0.12.0.1.
     Fix: pip install 'jax-cuda12-plugin==0.12.0'""")
+
+
+def test_a_missing_assembler(monkeypatch):
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: object())
+  version = compiling.jaxlib_version()
+  monkeypatch.setattr('importlib.metadata.version', lambda name: version)
+  target = compiling.Target('h100:8', spmd.explore.chips()['h100'], (1, 8))
+  monkeypatch.setattr(compiling, '_has_ptxas', lambda: True)
+  compiling.check_compiler(target)
+  monkeypatch.setattr(compiling, '_has_ptxas', lambda: False)
+  with pytest.raises(TargetDeviceError) as caught:
+    compiling.check_compiler(target)
+  assert str(caught.value) == dedent("""\
+    There is no compiler for h100:8 here: ptxas, which jax-cuda12-plugin calls, is not installed.
+    Fix: pip install nvidia-cuda-nvcc-cu12""")
 
 
 def test_too_many_devices_for_the_cpu():

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -125,6 +126,21 @@ def check_compiler(target: Target) -> None:
         f'The compiler for {target.text}, {wheel} {found}, is made for another jax than jax {jax_version}.\n'
         f"Fix: pip install '{wheel}=={'.'.join(jax_version.split('.')[:3])}'"
       )
+  if platform == 'cuda' and not _has_ptxas():
+    raise TargetDeviceError(
+      f'There is no compiler for {target.text} here: ptxas, which {wheels[0]} calls, is not installed.\n'
+      'Fix: pip install nvidia-cuda-nvcc-cu12'
+    )
+
+
+def _has_ptxas() -> bool:
+  """Whether XLA will find NVIDIA's assembler, without which it compiles nothing for a GPU."""
+  if shutil.which('ptxas') or _version('nvidia-cuda-nvcc-cu12'):
+    return True
+  told = re.findall(r'--xla_gpu_cuda_data_dir=(\S+)', os.environ.get('XLA_FLAGS', ''))
+  return any(
+    (Path(folder) / 'bin' / 'ptxas').exists() for folder in (*told, '/usr/local/cuda', '/opt/cuda')
+  )
 
 
 def _compiled(program: Program, target: Target, hardware: str | os.PathLike[str] | None) -> Compiled:

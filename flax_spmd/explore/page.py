@@ -35,6 +35,7 @@ _COLOURS = {
   'links': '#ee6677',
 }
 _DRAWN = 12  # arrays of each layout whose pieces are drawn
+_DRAWINGS = 60_000  # characters of all drawings of a layout: those of many devices are large
 _LEAST = 2000  # collectives in the table at most, the largest of each layout
 _WIDE, _BAR = 720, 26
 
@@ -193,7 +194,7 @@ def _arrays(outcome: Outcome) -> str:
   rows = outcome.program.rows
   titles = ('path', 'array', 'spec', 'on a device', 'copies')
   table = _table(titles, map(_array_row, rows), f'arrays of {outcome.name}')
-  drawings = ''.join(_drawing(outcome, row) for row in _to_draw(rows))
+  drawings = ''.join(_drawings(outcome, rows))
   rules = ''.join(f'<li><code>{_safe(repr(rule))}</code></li>' for rule in outcome.layout.rules.clauses)
   return (
     f'<details><summary>The state under {_safe(outcome.name)}: {len(rows)} arrays</summary>'
@@ -214,6 +215,17 @@ def _to_draw(rows: Sequence[Row]) -> list[Row]:
   for row in sorted(rows, key=lambda row: -row.bytes):
     largest.setdefault((row.shape, tuple(row.spec)), row)
   return [row for row in largest.values() if row.shape][:_DRAWN]
+
+
+def _drawings(outcome: Outcome, rows: Sequence[Row]) -> Iterable[str]:
+  """The first always, and others as long as there is room for them."""
+  room = _DRAWINGS
+  for number, row in enumerate(_to_draw(rows)):
+    drawing = _drawing(outcome, row)
+    room -= len(drawing)
+    if number and room < 0:
+      return
+    yield drawing
 
 
 def _drawing(outcome: Outcome, row: Row) -> str:
