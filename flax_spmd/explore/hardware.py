@@ -217,6 +217,13 @@ def gpu_description(chip: Chip) -> str:
   )
 
 
+# No kernels are tried, as there is no GPU; the machine code is thrown away, and need not be good.
+_QUICKLY = (
+  '--xla_gpu_autotune_level=0 --xla_gpu_disable_gpuasm_optimizations=true '
+  '--xla_llvm_disable_expensive_passes=true'
+)
+
+
 def compiler_environment(target: Target) -> dict[str, str]:
   """What a process that compiles for a target has in its environment."""
   environment = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '1'}
@@ -224,7 +231,7 @@ def compiler_environment(target: Target) -> dict[str, str]:
   if target.chip.platform == 'cpu':
     flags = f'{_without_device_count(flags)} --xla_force_host_platform_device_count={target.devices}'
   elif target.chip.platform == 'cuda':
-    flags = f'{_without_device_count(flags)} --xla_gpu_autotune_level=0'
+    flags = f'{_without_device_count(flags)} {_QUICKLY}'
   else:
     environment |= {
       'TPU_SKIP_MDS_QUERY': '1',
