@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import flax_spmd as spmd
 from flax_spmd import cli
 from flax_spmd.errors import LayoutError, TargetDeviceError
-from flax_spmd.explore import compare, compiling
+from flax_spmd.explore import compare, compiling, worker
 
 LAYERS, BATCH, EMBED, MLP = 3, 64, 32, 128
 TARGET = 'cpu:8'
@@ -341,6 +341,25 @@ def test_a_crash_of_the_compiler_is_a_result(tmp_path, monkeypatch, code, said):
   monkeypatch.setattr('sys.executable', str(worker))
   outcome = compare(*setup(), {'data': layouts()['data']}, TARGET)['data']
   assert outcome.error.startswith(f'the compiler ended with {said}') and not outcome.fits
+
+
+@pytest.mark.parametrize(
+  ('said', 'temporaries', 'peak'),
+  [
+    ('Used 20.00G of 15.75G hbm. Exceeded', 0, 20 * 2**30),
+    ('the total memory required for HLO temporaries (17.00G) exceeds available HBM', 17 * 2**30, None),
+  ],
+)
+def test_what_does_not_fit_says_how_much_it_needs(tmp_path, monkeypatch, said, temporaries, peak):
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
+  result = {'error': said, **worker._needed(f'RESOURCE_EXHAUSTED: {said}')}
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: dict(result))
+  found = compare(*setup(), {'data': layouts()['data']}, TARGET)
+  memory = found['data'].memory
+  state = memory.parameters + memory.optimizer + memory.rest + memory.batch
+  assert memory.temporaries == temporaries and memory.peak == (peak or state + temporaries)
+  assert 'no, ' in str(found).splitlines()[2] and not found['data'].fits
+  assert worker._needed('something else') == {}
 
 
 # -- the command line

@@ -125,33 +125,22 @@ def _outcome(name: str, program: Program, compiled: Compiled, target: Target) ->
   for row in program.rows:
     part = next((part for part in row.path.split('/') if part in by_part), '')
     by_part[part] += row.bytes_per_device
+  parts = by_part['params'], by_part['opt_state'], by_part[''], program.batch_bytes
   if compiled.counts is None:
+    temporaries = compiled.memory.get('temporaries', 0)
+    peak = compiled.used or (sum(parts) + temporaries if temporaries else 0)
     return Outcome.failed(name, program.layout, compiled.error or 'not compiled')._replace(
-      memory=Memory(
-        by_part['params'], by_part['opt_state'], by_part[''], program.batch_bytes, 0, compiled.used or 0
-      )
-      if compiled.used
-      else None,
-      program=program,
-      compiled=compiled,
+      memory=Memory(*parts, temporaries, peak) if peak else None, program=program, compiled=compiled
     )
   memory = compiled.memory
   arguments = memory['arguments']
   peak = arguments + memory['results'] - memory['shared'] + memory['temporaries']
   if target.chip.platform == 'tpu' and memory['peak']:
     peak = memory['peak']  # there, arguments and temporaries do not add up
-  parts = Memory(
-    by_part['params'],
-    by_part['opt_state'],
-    by_part[''],
-    program.batch_bytes,
-    max(0, peak - arguments),
-    peak,
-  )
   return Outcome(
     name,
     program.layout,
-    parts,
+    Memory(*parts, max(0, peak - arguments), peak),
     compiled.counts,
     cost(compiled.counts, target, program.mesh, program.dtype),
     peak <= target.chip.memory,

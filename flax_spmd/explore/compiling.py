@@ -155,7 +155,7 @@ def _compiled(program: Program, target: Target, hardware: str | os.PathLike[str]
       text = hlo.read_text()
       result['counts'] = _counts_json(count(text, program.mesh))
       _keep_hlo(key, text)
-  if 'counts' in result or result.get('used'):  # what else went wrong may not be the program's fault
+  if {'counts', 'used', 'memory'} & result.keys():  # what else went wrong may not be the program's fault
     _keep(key, result)
   return _compiled_of(result, key, cached=False)
 

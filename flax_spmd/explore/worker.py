@@ -18,7 +18,8 @@ from typing import Any
 
 from flax_spmd.explore.hardware import Target, gpu_description, parse
 
-_FULL = re.compile(r'Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm')
+_FULL = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
+_TEMPORARIES = re.compile(r'required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds')
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
@@ -29,7 +30,7 @@ def main(folder: Path) -> None:
   try:
     result = _compile(folder, target, request['mesh'])
   except Exception as error:  # whatever a compiler says is a result
-    result = {'error': _reason(error), 'used': _used(str(error))}
+    result = {'error': _reason(error), **_needed(str(error))}
   result['rss'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   (folder / 'result.json').write_text(json.dumps(result))
 
@@ -71,10 +72,16 @@ def _reason(error: Exception) -> str:
   return f'{type(error).__name__}: {str(error)[:2000]}'
 
 
-def _used(text: str) -> int | None:
-  """The bytes that a compiler would have needed, if it says so."""
-  found = _FULL.search(text)
-  return int(float(found[1]) * _UNITS[found[2]]) if found else None
+def _needed(text: str) -> dict[str, Any]:
+  """The bytes that a program would have needed, in all or besides its arguments, if its compiler says so."""
+  found, temporaries = _FULL.search(text), _TEMPORARIES.search(text)
+  if temporaries and not found:
+    return {'memory': {'temporaries': _bytes(temporaries)}}
+  return {'used': _bytes(found)} if found else {}
+
+
+def _bytes(found: re.Match[str]) -> int:
+  return int(float(found[1]) * _UNITS[found[2]])
 
 
 if __name__ == '__main__':
