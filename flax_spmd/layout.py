@@ -135,12 +135,13 @@ class Layout:
       return jax.tree.structure(tree).unflatten(self._places(tree, places))
     return self._planner.shardings(self._memory.reboxed(tree))
 
-  def names(self, tree: Any) -> list[Any]:
+  def names(self, tree: Any, *, logical_only: bool = False) -> list[Any]:
     """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without.
 
-    A state that the layout planned without its boxes has the names that its boxes had.
+    A state that the layout planned without its boxes has the names that its boxes had. With
+    `logical_only`, names of mesh axes are left out.
     """
-    return leaf_names(self._memory.reboxed(tree))
+    return leaf_names(self._memory.reboxed(tree), logical_only=logical_only)
 
   def check(self, tree: Any) -> report.Findings:
     """What deserves a look: names without a rule (and what was meant), idle rules and axes, guesses.

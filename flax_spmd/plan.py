@@ -396,11 +396,18 @@ class Planner:
     ]
 
 
-def leaf_names(tree: Any) -> list[Any]:
-  """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without."""
+def leaf_names(tree: Any, *, logical_only: bool = False) -> list[Any]:
+  """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without.
+
+  With `logical_only`, None also for one whose names are those of mesh axes.
+  """
   reading = read_for_layout(tree)
   return [
-    None if static is None else static.names if guess is None else guess.names
+    None
+    if static is None or (logical_only and not static.logical)
+    else static.names
+    if guess is None
+    else guess.names
     for index, static in enumerate(reading.statics)
     for _, _, guess in _arrays(reading, index)
   ]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
@@ -85,3 +86,19 @@ def test_keys_that_plain_orbax_wrote(layout, tmp_path, implementation):
     restored = checkpoint.restore(tmp_path / 'plain', target, layout=layout)
     assert restored['rng'].dtype == make()['rng'].dtype
     np.testing.assert_array_equal(*(jax.random.key_data(tree['rng']) for tree in (restored, make())))
+
+
+def test_logical_names_and_those_of_mesh_axes_are_not_compared(layout, path, tmp_path):
+  def by_axes():
+    return {'layers': {'w': spmd.Partitioned(jnp.ones((2, 8)), (None, 'data'))}}
+
+  restored = checkpoint.restore(path, layout.abstract(by_axes))
+  assert restored['layers']['w'].names == (None, 'data')
+  checkpoint.save(tmp_path / 'a', layout.init(by_axes), layout=layout)
+  assert checkpoint.restore(tmp_path / 'a', layout.abstract(create))['layers']['w'].names == (
+    'layers',
+    'embed',
+  )
+  assert checkpoint.restore(tmp_path / 'a', layout=layout)['layers']['w'].sharding.spec == P(
+    None, 'data'
+  )

@@ -126,7 +126,11 @@ def preflight(
 
 def _saved(source: Source, conversion: Conversion) -> Side:
   """What of a checkpoint is to be matched: all of it, or the part that is wanted."""
-  leaves, kinds = source.record.leaves, source.record.kinds
+  kinds = source.record.kinds
+  leaves = {
+    path: leaf._replace(names=None) if leaf.on_mesh else leaf
+    for path, leaf in source.record.leaves.items()
+  }
   if conversion.only is not None:
     conversion.check_part(leaves)
     leaves = {path: leaf for path, leaf in leaves.items() if conversion.wants(conversion.renamed(path))}

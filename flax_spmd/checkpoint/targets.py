@@ -70,7 +70,7 @@ def of_tree(tree: Any, layout: Layout | None, only: str | None) -> Target:
   _check(values)
   names = _names(tree, inner, only, layout)
   leaves = {
-    path: records.describe(value, given)
+    path: records.describe(value, given)  # names of mesh axes say nothing of what a dimension means
     for (path, value), given in zip(values.items(), names, strict=True)
   }
   kinds = {_below(only, path): kind for path, kind in apart.kinds.items()}
@@ -87,7 +87,10 @@ def _below(only: str | None, path: str) -> str:
 def _names(tree: Any, inner: Any, only: str | None, layout: Layout | None) -> list[Any]:
   """The names of the leaves of a part; a layout knows a state without boxes as a whole only."""
   numbered = jax.tree.structure(tree).unflatten(range(len(jax.tree.leaves(tree))))
-  names = leaf_names(recalled(tree)) if layout is None else layout.names(tree)
+  if layout is None:
+    names = leaf_names(recalled(tree), logical_only=True)
+  else:
+    names = layout.names(tree, logical_only=True)
   return [names[number] for number in jax.tree.leaves(_part(numbered, only))]
 
 
@@ -206,7 +209,10 @@ def of_record(record: Record, layout: Layout, conversion: Conversion, boxed: boo
   part = _part(tree, conversion.only)
   form = jax.tree.structure(part if boxed else trees.unbox(part, apply_constraint=False))
   values = {path: value for path, value in placed.items() if conversion.wants(path)}
-  described = {path: records.describe(value, leaves[path].names) for path, value in values.items()}
+  described = {
+    path: records.describe(value, None if leaves[path].on_mesh else leaves[path].names)
+    for path, value in values.items()
+  }
   return Target(values, Side(described, record.kinds), form.unflatten)
 
 
