@@ -117,6 +117,8 @@ def test_what_a_compiler_finds_in_its_environment(monkeypatch):
   assert compiler_environment(parse('cpu:64'))['XLA_FLAGS'].split() == [
     '--xla_dump_to=x',
     '--xla_force_host_platform_device_count=64',
+    '--xla_backend_optimization_level=0',
+    '--xla_llvm_disable_expensive_passes=true',
   ]
   assert compiler_environment(parse('v5e:4x4'))['TPU_ACCELERATOR_TYPE'] == 'v5litepod-16'
   assert compiler_environment(parse('v5p:2x2x4'))['TPU_ACCELERATOR_TYPE'] == 'v5p-32'

@@ -217,11 +217,9 @@ def gpu_description(chip: Chip) -> str:
   )
 
 
-# No kernels are tried, as there is no GPU; the machine code is thrown away, and need not be good.
-_QUICKLY = (
-  '--xla_gpu_autotune_level=0 --xla_gpu_disable_gpuasm_optimizations=true '
-  '--xla_llvm_disable_expensive_passes=true'
-)
+# The machine code is thrown away, so it need not be good. No kernels are tried, as there is no GPU.
+_QUICKLY = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
+_QUICKLY_GPU = f'{_QUICKLY} --xla_gpu_disable_gpuasm_optimizations=true --xla_gpu_autotune_level=0'
 
 
 def compiler_environment(target: Target) -> dict[str, str]:
@@ -229,9 +227,10 @@ def compiler_environment(target: Target) -> dict[str, str]:
   environment = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '1'}
   flags = os.environ.get('XLA_FLAGS', '')
   if target.chip.platform == 'cpu':
-    flags = f'{_without_device_count(flags)} --xla_force_host_platform_device_count={target.devices}'
+    count = f'--xla_force_host_platform_device_count={target.devices}'
+    flags = f'{_without_device_count(flags)} {count} {_QUICKLY}'
   elif target.chip.platform == 'cuda':
-    flags = f'{_without_device_count(flags)} {_QUICKLY}'
+    flags = f'{_without_device_count(flags)} {_QUICKLY_GPU}'
   else:
     environment |= {
       'TPU_SKIP_MDS_QUERY': '1',
