@@ -5,16 +5,13 @@ from __future__ import annotations
 from orbax.checkpoint import v1 as ocp
 
 
-def context(
-  *, compress: bool = False, memory: int | None = None, largest: int = 0, timeout: int | None = None
-) -> ocp.Context:
+def context(*, compress: bool = False, memory: int | None = None, largest: int = 0) -> ocp.Context:
   """Orbax's context for what `flax_spmd.checkpoint` does.
 
   Args:
     compress: whether data are compressed.
     memory: bytes that may be under way between devices and storage at once.
     largest: bytes of the largest array, which Orbax wants to have room for in them.
-    timeout: seconds after which a save is given up.
   """
   made = ocp.Context()
   made.array.saving.use_compression = compress
@@ -24,6 +21,4 @@ def context(
     memory = max(memory, largest + 1)
     made.memory.write_concurrent_bytes = memory
     made.memory.read_concurrent_bytes = memory
-  if timeout is not None:
-    made.asynchronous.timeout_secs = timeout
   return made

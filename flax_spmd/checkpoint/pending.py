@@ -80,11 +80,6 @@ class Saving:
     if self._error is not None:
       raise self._error
 
-  @property
-  def untold(self) -> BaseException | None:
-    """Its error, if nobody has been told."""
-    return None if self._told else self._error
-
 
 _last: Saving | None = None
 

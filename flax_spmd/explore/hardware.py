@@ -59,11 +59,6 @@ class Target(NamedTuple):
     """How many chips there are."""
     return math.prod(self.topology)
 
-  @property
-  def is_here(self) -> bool:
-    """Whether it is the devices at hand, whatever they are."""
-    return self.text.startswith('here')
-
 
 def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
   """The chips that are known, and those of a file of one's own, which count first.
@@ -177,7 +172,8 @@ def _here(file: str | os.PathLike[str] | None) -> Target:
   known = chips(file)
   matched = next((known[name] for name in known if name in kind and name != 'cpu'), None)
   matched = matched or next((known[names[text]] for text in names if text in kind), known['cpu'])
-  return Target(f'here:{count}', matched, (1, count))
+  sizes = 'x'.join(['1'] * (matched.torus - 1) + [str(count)])
+  return parse(f'{matched.name}:{sizes}', file)
 
 
 # -- what XLA wants to know of a GPU

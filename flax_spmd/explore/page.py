@@ -297,7 +297,8 @@ def _time_bars(outcomes: Sequence[Outcome]) -> str:
   rows = []
   for outcome in outcomes:
     cost = outcome.cost
-    assert cost is not None
+    if cost is None:
+      continue
     links = sum(cost.links.values())
     parts = [
       (kind, seconds, f'{kind}: {time_text(seconds)}')
