@@ -124,13 +124,21 @@ class Arguments(NamedTuple):
 
   def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the structure and the shardings of a result can depend on."""
+    leaves, treedef = jax.tree.flatten(self.dynamic(args, kwargs))
+    return treedef, tuple(map(_leaf_signature, leaves)), len(args), self.statics(args, kwargs)
+
+  def statics(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
+    """The static arguments, with their places and types.
+
+    Raises:
+      TypeError: one has no hash.
+    """
     static = tuple((i, type(value), value) for i, value in enumerate(args) if i in self.positions)
     static += tuple(
       (name, type(value), value) for name, value in sorted(kwargs.items()) if name in self.names
     )
     _check_hashable(static)
-    leaves, treedef = jax.tree.flatten(self.dynamic(args, kwargs))
-    return treedef, tuple(map(_leaf_signature, leaves)), len(args), static
+    return static
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -6,8 +6,10 @@ Supported: jax 0.10.2 and newer, flax 0.12.8 and newer. A branch says with which
 from __future__ import annotations
 
 import importlib.metadata
-from contextlib import AbstractContextManager
-from typing import Any
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,6 +17,8 @@ import numpy as np
 from jax._src import compiler, distributed
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax
+from jax.experimental import serialize_executable
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib.mlir import ir
 
@@ -98,3 +102,82 @@ def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, in
     'peak': getattr(stats, 'peak_memory_in_bytes', 0),
   }
   return compiled.hlo_modules()[0].to_string(), memory
+
+
+# -- jaxprs (jax 0.12 has one class where older versions have `Jaxpr` and `ClosedJaxpr`)
+
+
+class Opened(NamedTuple):
+  """The parts of a jaxpr: variables of closed-over arrays, these arrays, and what is in every jaxpr."""
+
+  constants: list[Any]
+  arrays: list[Any]
+  inputs: list[Any]
+  equations: list[Any]
+  outputs: list[Any]
+
+
+def opened(jaxpr: Any) -> Opened:
+  """The parts of a jaxpr, closed or not."""
+  inner = getattr(jaxpr, 'jaxpr', jaxpr)
+  arrays = list(getattr(jaxpr, 'consts', None) or ())
+  return Opened(list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars))
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
+  """The jaxprs among an equation's parameters."""
+  for param in params.values():
+    for each in param if isinstance(param, (tuple, list)) else (param,):
+      if hasattr(each, 'eqns') or hasattr(each, 'jaxpr'):
+        yield each
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+  """How many of a scan's operands are constants of its loop, and how many are carried."""
+  if 'num_consts' in params:  # before jax 0.12
+    return params['num_consts'], params['num_carry']
+  constants, carried, _ = (len(group) for group in params['ft_in'].unpack())
+  return constants, carried
+
+
+def bind(primitive: Any, params: Mapping[str, Any], context: Any, operands: Iterable[Any]) -> list[Any]:
+  """Runs a primitive with an equation's parameters, under the settings that it was traced under."""
+  with nullcontext() if context is None else context.manager:
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
+  return results if primitive.multiple_results else [results]
+
+
+def pruned(fn: Any, avals: Iterable[Any], wanted: list[bool]) -> tuple[Any, list[bool]]:
+  """The jaxpr of those results of a function that are wanted, and which of its arguments it still uses."""
+  closed = jax.make_jaxpr(fn)(*avals)
+  return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), wanted)
+
+
+class _Mover(serialize_executable._JaxPjrtUnpickler):
+  """Reads a compiled program for other devices than those that it was compiled for."""
+
+  def __init__(self, file: io.BytesIO, there: Sequence[Any], here: Sequence[Any]):
+    super().__init__(file, here[0].client, tuple(here))
+    self.devices_by_id = {old.id: new for old, new in zip(there, here, strict=True)}
+    assignment = np.array(here).reshape(1, -1)
+    self._options = compiler.get_compile_options(1, len(here), assignment, backend=here[0].client)
+
+  def persistent_load(self, pid: Any) -> Any:
+    if pid[0] != 'exec':
+      return super().persistent_load(pid)
+    return self.backend.deserialize_executable(
+      pid[1], executable_devices=self.execution_devices, compile_options=self._options
+    )
+
+
+def moved(compiled: Any, there: Sequence[Any], here: Sequence[Any]) -> Any:
+  """A compiled program on other devices of the same kind, or None where JAX cannot do that.
+
+  `jax.experimental.serialize_executable` loads a program for its own devices only.
+  """
+  try:
+    code, in_tree, out_tree = serialize_executable.serialize(compiled)
+  except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+    return None
+  unloaded, info, no_kwargs = _Mover(io.BytesIO(code), there, here).load()
+  return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(info), out_tree, no_kwargs=no_kwargs)

@@ -32,6 +32,8 @@ from flax_spmd.gathering import gather
 from flax_spmd.jit import Jitted
 from flax_spmd.memory import Memory
 from flax_spmd.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
+from flax_spmd.pipeline.engine import Pipelined
+from flax_spmd.pipeline.schedules import Schedule
 from flax_spmd.plan import Planner, Row, leaf_names, planner_for
 from flax_spmd.processes import check_same_on_every_process
 from flax_spmd.resolution import rule_text
@@ -307,6 +309,69 @@ class Layout:
       plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
     plan_outputs = functools.partial(self._outputs, places=out_rules)
     return Jitted(fn, self._mesh, self._rules, plan_outputs, options, plan_inputs=plan_inputs)
+
+  def pipeline_jit(
+    self,
+    fn: Callable[..., Any] | None = None,
+    *,
+    axis: str = 'stage',
+    schedule: Schedule | None = None,
+    in_rules: Any = None,
+    out_rules: Any = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+  ) -> Any:
+    """`jit`, with the stages of the model laid over a mesh axis: one program per stage.
+
+    The model ends its stages by `pipeline.stage_end`; the function calls `pipeline.accumulate` once and
+    updates its state as ever, or has no gradients and no loop. Every stage is partitioned by the
+    layout's rules over the other axes. Arrays that a stage owns lie on its devices alone, as plain
+    `jax.Array`s; arguments are taken from wherever they are.
+
+    Args:
+      fn: the function; without it, a decorator is returned.
+      axis: the mesh axis that stages are laid over.
+      schedule: used where `accumulate` is given none; where there is no loop, it says where stages are.
+      in_rules, out_rules: as of `jit`.
+      donate_argnums, donate_argnames, static_argnums, static_argnames: as of `jax.jit`.
+
+    Returns:
+      A function with `.trace`, `.lower` and `.compile`, which take abstract arguments too.
+
+    Raises:
+      PipelineError: the mesh has no such axis, or rules use it; when called, before anything is
+        compiled: stages, schedule and mesh do not fit each other, or the function cannot be cut.
+
+    Example:
+      >>> layout = Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
+      >>> def step(w, batch):
+      ...   def loss(w, x):
+      ...     x = pipeline.stage_end(jnp.tanh(x @ w['first']))
+      ...     return jnp.mean((x @ w['second']) ** 2)
+      ...   grads = pipeline.accumulate(lambda x: jax.grad(loss)(w, x), batch, pipeline.OneFOneB(2))
+      ...   return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
+      >>> w = {'first': jnp.ones((4, 4)), 'second': jnp.ones((4, 4))}
+      >>> new = layout.pipeline_jit(step)(w, layout.shard(jnp.ones((3, 8, 4)), (None, 'batch', None)))
+      >>> sorted(device.id for device in new['second'].devices())
+      [4, 5, 6, 7]
+    """
+    options = {
+      'donate_argnums': donate_argnums,
+      'donate_argnames': donate_argnames,
+      'static_argnums': static_argnums,
+      'static_argnames': static_argnames,
+    }
+    placed = {'axis': axis, 'schedule': schedule, 'in_rules': in_rules, 'out_rules': out_rules}
+    if fn is None:
+      return functools.partial(self.pipeline_jit, **placed, **options)
+    plan_inputs = None
+    if in_rules is not None:
+      arguments = Arguments.of(fn, options)
+      plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
+    plan_outputs = functools.partial(self._outputs, places=out_rules)
+    return Pipelined(fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, options)
 
   def shard(self, tree: Any, places: Any = None) -> Any:
     """Places arrays that exist, in one transfer: a batch by names, a tree of boxes by its own.

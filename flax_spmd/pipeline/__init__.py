@@ -8,11 +8,17 @@
 A schedule is a value and runs nothing: it says which tasks there are, who runs them, and in which order.
 """
 
+from flax_spmd.pipeline.accumulating import Add as Add
+from flax_spmd.pipeline.accumulating import Concat as Concat
+from flax_spmd.pipeline.accumulating import Max as Max
+from flax_spmd.pipeline.accumulating import Mean as Mean
+from flax_spmd.pipeline.accumulating import accumulate as accumulate
 from flax_spmd.pipeline.classic import Eager1F1B as Eager1F1B
 from flax_spmd.pipeline.classic import GPipe as GPipe
 from flax_spmd.pipeline.classic import Interleaved1F1B as Interleaved1F1B
 from flax_spmd.pipeline.classic import InterleavedGPipe as InterleavedGPipe
 from flax_spmd.pipeline.classic import OneFOneB as OneFOneB
+from flax_spmd.pipeline.marks import stage_end as stage_end
 from flax_spmd.pipeline.schedules import Schedule as Schedule
 from flax_spmd.pipeline.simulation import Run as Run
 from flax_spmd.pipeline.simulation import Simulation as Simulation

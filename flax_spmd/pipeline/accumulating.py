@@ -1,0 +1,214 @@
+"""Accumulation: a function of a microbatch, over all microbatches of a batch.
+
+    loss, grads = spmd.pipeline.accumulate(value_and_grad, batch, schedule=OneFOneB(ranks=4), op=Mean)
+
+By itself it is `lax.scan` over the microbatches. Inside `layout.pipeline_jit` it is the loop that is run
+as a pipeline, by its schedule, with the same result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_spmd.errors import PipelineError
+from flax_spmd.naming import path_string
+from flax_spmd.pipeline.marks import microbatch_p
+from flax_spmd.pipeline.schedules import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Add:
+  """The sum over the microbatches, in the dtype that the results have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+  """The mean over the microbatches: their sum by their number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Max:
+  """The maximum over the microbatches, element by element."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Concat:
+  """The microbatches' results one after another.
+
+  Attributes:
+    axis: along which, of those that a result has; scalars become a vector.
+  """
+
+  axis: int = 0
+
+
+Op = Add | Mean | Max | Concat
+OPS = (Add, Mean, Max, Concat)
+
+
+def accumulate(
+  fn: Callable[[Any], Any],
+  batch: Any,
+  schedule: Schedule | None = None,
+  op: Any = Add,
+  *,
+  microbatches: int | None = None,
+) -> Any:
+  """Runs a function on every microbatch of a batch, and combines the results.
+
+  Args:
+    fn: from a microbatch to a tree of results; usually `value_and_grad` of the loss. It may close over
+      parameters, keys, anything.
+    batch: a tree of arrays, all of the same first dimension.
+    schedule: in which order stages work on microbatches, under `layout.pipeline_jit`. It changes no
+      result.
+    op: how results are combined: `Add`, `Mean`, `Max` or `Concat` for all of them, or a tree of these
+      that is a prefix of what `fn` returns.
+    microbatches: into how many the batch's first dimension is split, one after another. None: the first
+      dimension counts the microbatches, as in `lax.scan`.
+
+  Returns:
+    What `fn` returns, combined.
+
+  Raises:
+    PipelineError: leaves whose first dimensions differ or do not divide, an op that cannot combine a
+      result, a number of microbatches that the schedule is not made for.
+
+  Example:
+    >>> w = jnp.ones(3)
+    >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    >>> batch = jnp.arange(12.0).reshape(4, 3)
+    >>> mean, grads = accumulate(lambda x: jax.value_and_grad(loss)(w, x), batch, op=Mean, microbatches=2)
+    >>> float(mean) == float(loss(w, batch))
+    True
+  """
+  count, batch = _split(batch, microbatches)
+  if schedule is not None:
+    schedule.tasks(count)  # says which counts it is made for
+  traced = jax.jit(fn)  # so that it is traced once for its form and its pass
+  one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+  results, treedef = jax.tree.flatten(jax.eval_shape(traced, one))
+  ops = _ops(op, treedef.unflatten(results))
+
+  def one_pass(carry, microbatch):
+    leaves, form = jax.tree.flatten(microbatch)
+    microbatch = form.unflatten(microbatch_p.bind(*leaves, way='forward', schedule=schedule))
+    new = jax.tree.leaves(traced(microbatch))
+    added = [_combine(each, old, one) for each, old, one in zip(ops, carry, new) if old is not None]
+    kept = iter(added)
+    carry = [None if old is None else next(kept) for old in carry]
+    return carry, [one for each, one in zip(ops, new) if isinstance(each, Concat)]
+
+  start = [_start(each, result) for each, result in zip(ops, results)]
+  carry, stacked = lax.scan(one_pass, start, batch)
+  rows = iter(stacked)
+  return treedef.unflatten(
+    _finish(each, next(rows) if old is None else old, count) for each, old in zip(ops, carry)
+  )
+
+
+def _split(batch: Any, microbatches: int | None) -> tuple[int, Any]:
+  """The number of microbatches, and the batch with a first dimension that counts them."""
+  batch = jax.tree.map(jnp.asarray, batch)
+  named = [
+    (path_string(path) or 'batch', leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+  ]
+  sizes = {leaf.shape[0] if leaf.ndim else None for _, leaf in named}
+  if len(sizes) != 1 or None in sizes or 0 in sizes:
+    lines = [f'  {name}: {leaf.dtype}{list(leaf.shape)}' for name, leaf in named] or ['  (no array)']
+    raise PipelineError(
+      'accumulate: the arrays of a batch have to have one first dimension, but they are\n'
+      + '\n'.join(lines)
+      + '\nFix: give every leaf the same number of microbatches, or of examples; close over what is not '
+      'divided.'
+    )
+  [size] = sizes
+  if microbatches is None:
+    return size, batch
+  if microbatches < 1 or size % microbatches:
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    near = sorted(divisors, key=lambda n: abs(n - microbatches))[:2]
+    raise PipelineError(
+      f'accumulate: a batch of {size} cannot be split into {microbatches} equal microbatches.\n'
+      f'Fix: use {" or ".join(map(str, sorted(near)))} microbatches.'
+    )
+  return microbatches, jax.tree.map(
+    lambda leaf: leaf.reshape(microbatches, size // microbatches, *leaf.shape[1:]), batch
+  )
+
+
+def _ops(op: Any, results: Any) -> list[Op]:
+  """An op for every result."""
+  try:
+    ops = jax.tree.broadcast(op, results, is_leaf=_is_op)
+  except ValueError as error:
+    raise PipelineError(
+      f'accumulate: op is no prefix of what the function returns: {error}\n'
+      'Fix: give one op for all results, or a tree of ops of the same form.'
+    ) from None
+  paths = jax.tree_util.tree_leaves_with_path(results)
+  found = jax.tree.leaves(ops, is_leaf=_is_op)
+  found = [each() if isinstance(each, type) else each for each in found]
+  problems = [
+    f'  result {path_string(path) or "of the function"}: {why}'
+    for (path, result), each in zip(paths, found)
+    if (why := _objection(each, result))
+  ]
+  if problems:
+    raise PipelineError(
+      'accumulate: results that cannot be combined:\n'
+      + '\n'.join(problems)
+      + '\nFix: give each result an op that fits, or cast it inside the function.'
+    )
+  return found
+
+
+def _is_op(node: Any) -> bool:
+  return isinstance(node, OPS) or node in OPS
+
+
+def _objection(op: Any, result: Any) -> str | None:
+  """Why an op cannot combine such results."""
+  dtype, said = result.dtype, f'{result.dtype}{list(result.shape)}'
+  if not isinstance(op, OPS):
+    return f'{op!r} is no op; there are Add, Mean, Max and Concat.'
+  if isinstance(op, Concat):
+    fits = -max(len(result.shape), 1) <= op.axis < max(len(result.shape), 1)
+    return None if fits else f'{said} has no axis {op.axis} to Concat along.'
+  numbers = {Add: np.number, Mean: np.inexact, Max: np.number}[type(op)]
+  if not jnp.issubdtype(dtype, numbers) or (
+    isinstance(op, Max) and jnp.iscomplexobj(np.empty(0, dtype))
+  ):
+    return f'{type(op).__name__} does not combine {said}.'
+  return None
+
+
+def _start(op: Op, result: Any) -> Any:
+  """What an accumulator begins with; None for results that are kept."""
+  if isinstance(op, Concat):
+    return None
+  if isinstance(op, Max):
+    inexact = jnp.issubdtype(result.dtype, np.inexact)
+    lowest = -jnp.inf if inexact else jnp.iinfo(result.dtype).min
+    return jnp.full(result.shape, lowest, result.dtype)
+  return jnp.zeros(result.shape, result.dtype)
+
+
+def _combine(op: Op, old: Any, new: Any) -> Any:
+  return lax.max(old, new) if isinstance(op, Max) else lax.add(old, new)
+
+
+def _finish(op: Op, combined: Any, count: int) -> Any:
+  if isinstance(op, Mean):
+    return combined / count
+  if isinstance(op, Concat) and combined.ndim > 1:
+    axis = op.axis % (combined.ndim - 1)
+    return lax.collapse(jnp.moveaxis(combined, 0, axis), axis, axis + 2)
+  return combined

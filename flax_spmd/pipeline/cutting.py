@@ -1,0 +1,302 @@
+"""Cutting: which stage of a pipeline every equation of the microbatch function belongs to.
+
+A microbatch goes through the stages and, where the function takes gradients, back again. So its work is
+a line of *positions*: the forwards of stages 0 to S-1, then the backwards of stages S-1 to 0. A mark says
+where one position ends; any other equation is at the last of its inputs' positions. What depends on no
+mark (parameters cast, masks, positions of tokens) is where it is needed first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from flax_spmd.errors import PipelineError
+from flax_spmd.pipeline import equations as eq
+from flax_spmd.pipeline.equations import Atom, Equation, Value
+from flax_spmd.pipeline.marks import microbatch_p, stage_end_p
+from flax_spmd.pipeline.tasks import Kind
+
+
+@dataclasses.dataclass
+class Body:
+  """The microbatch function, or a whole function that has no loop.
+
+  Attributes:
+    equations: what it does.
+    invariants: values that are the same for all microbatches.
+    slices: values that are each microbatch's own.
+    carried: values that one pass hands to the next, as they come in.
+    updated: these values, as they go out.
+    kept: results of each microbatch.
+  """
+
+  equations: list[Equation]
+  invariants: list[Value]
+  slices: list[Value]
+  carried: list[Value]
+  updated: list[Atom]
+  kept: list[Atom]
+
+  @property
+  def results(self) -> list[Atom]:
+    """All that goes out."""
+    return [*self.updated, *self.kept]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """The positions that a microbatch goes through.
+
+  Attributes:
+    stages: how many.
+    backward: whether it goes back again.
+    turn: whether the last stage's forward and backward are one position.
+  """
+
+  stages: int
+  backward: bool
+  turn: bool
+
+  @property
+  def end(self) -> int:
+    """One more than the last position."""
+    return 2 * self.stages if self.backward else self.stages
+
+  def at(self, position: int) -> int:
+    """The position, or that which it is one with."""
+    last = self.stages - 1
+    return min(last + 1 if self.turn and position == last else position, self.end - 1)
+
+  def task(self, position: int) -> tuple[Kind, int]:
+    """What a schedule calls it."""
+    if position < self.stages:
+      return 'fwd', position
+    return 'bwd', self.stage(position)
+
+  def stage(self, position: int) -> int:
+    """Whose work it is."""
+    return position if position < self.stages else 2 * self.stages - 1 - position
+
+  @property
+  def first_backward(self) -> int:
+    """The first position that can have gradients."""
+    return self.stages
+
+  def ends(self, way: str, mark: int) -> tuple[int, int]:
+    """The last position before a mark, and the first one after it."""
+    if way == 'forward':
+      return self.at(mark), self.at(mark + 1)
+    after = 2 * self.stages - 1 - mark
+    return self.at(max(after - 1, self.first_backward)), self.at(after)
+
+
+@dataclasses.dataclass
+class Cut:
+  """A body, and where everything in it is.
+
+  Attributes:
+    body: without marks.
+    line: the positions.
+    position: of every equation.
+    free: equations that depend on no mark, which could be anywhere before.
+  """
+
+  body: Body
+  line: Line
+  position: dict[Equation, int]
+  free: set[Equation]
+
+
+def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
+  """Cuts a body at its marks.
+
+  Args:
+    body: the body.
+    stages: how many stages the schedule has.
+    title: what the schedule is called in messages.
+    turn: whether the schedule runs the last stage's backward right after its forward.
+    split: whether gradients of weights are tasks of their own: then calls are opened on the way back.
+
+  Raises:
+    PipelineError: marks are too many or too few, inside other operations, or in a wrong order.
+  """
+  _check_outside(body.equations)
+  marks = _paired(body.equations)
+  ends = {way for way, _ in marks.values()}
+  count = sum(way == 'forward' for way, _ in marks.values())
+  _check_count(count, stages, title, body.equations)
+  line = Line(stages, 'backward' in ends, 'backward' in ends and (turn or count < stages))
+  position, free = _place(body, line, marks, {})
+  if split and line.backward:
+    body, floors = _opened_backward(body, line, position, marks)
+    position, free = _place(body, line, marks, floors)
+  return Cut(_without_marks(body), line, position, free)
+
+
+def stage_ends(equations: Sequence[Equation]) -> int:
+  """How many stages equations end, going forward."""
+  return sum(one.primitive is stage_end_p and one.params['way'] == 'forward' for one in equations)
+
+
+def _paired(equations: Sequence[Equation]) -> dict[Equation, tuple[str, int]]:
+  """Which way each mark goes, and how many marks are before it on the way forward.
+
+  A mark's number can occur several times, since JAX keeps the traces of jitted blocks: the last forward
+  mark of a number goes with the first backward mark.
+  """
+  forward: dict[int, list[int]] = defaultdict(list)
+  found: dict[Equation, tuple[str, int]] = {}
+  for equation in equations:
+    if equation.primitive is not stage_end_p:
+      continue
+    way, number = equation.params['way'], equation.params['number']
+    if way == 'tangent':
+      raise PipelineError(
+        f'The stage end at {equation.place} is differentiated forwards (jax.jvp), and a pipeline runs '
+        'gradients only.\nFix: take gradients by jax.grad or jax.value_and_grad.'
+      )
+    if way == 'forward':
+      found[equation] = way, sum(len(marks) for marks in forward.values())
+      forward[number].append(found[equation][1])
+      continue
+    if not forward[number]:
+      raise PipelineError(
+        f'The stage end at {equation.place} is passed more often backwards than forwards: it is inside '
+        'of something that is computed again for gradients.\n'
+        'Fix: put nn.remat (jax.checkpoint) inside of a stage, not around its end.'
+      )
+    found[equation] = way, forward[number].pop()
+  return found
+
+
+_INSTEAD = {
+  'scan': 'loop over the stages in Python, each with an nn.scan of its own, and end the stages between.',
+  'while': 'loop over the stages in Python, and end the stages between.',
+  'cond': 'end the stage outside of the branches.',
+  **dict.fromkeys(eq.REMATS, 'put nn.remat (jax.checkpoint) inside of a stage, not around its end.'),
+}
+
+
+def _check_outside(equations: Sequence[Equation]) -> None:
+  """Marks have to be at the top of a body: what is inside an operation cannot be cut."""
+  marked = eq.finder(stage_end_p)
+  lines, instead = [], []
+  for equation in equations:
+    if equation.primitive is not stage_end_p and any(map(marked, equation.jaxprs)):
+      lines.append(f'  `{equation.name}` at {equation.place}')
+      instead.append(_INSTEAD.get(equation.name, 'end the stage outside of it.'))
+  if lines:
+    fixes = ' '.join(dict.fromkeys(instead))
+    raise PipelineError(
+      'A stage ends inside of an operation that cannot be cut:\n' + '\n'.join(lines) + f'\nFix: {fixes}'
+    )
+
+
+def _check_count(count: int, stages: int, title: str, equations: Sequence[Equation]) -> None:
+  if count in (stages, stages - 1):
+    return
+  places = [one.place for one in equations if one.primitive is stage_end_p]
+  where = ''.join(f'\n  {place}' for place in dict.fromkeys(places))
+  raise PipelineError(
+    f'The model has {count} stage ends, and {title} has {stages} stages.{where}\n'
+    f'Fix: end {stages - 1} stages by stage_end (between stages) or {stages} (after each), or use a '
+    f'schedule of {" or ".join(str(n) for n in (count, count + 1) if n)} stages.'
+  )
+
+
+def _place(
+  body: Body, line: Line, marks: Mapping[Equation, tuple[str, int]], floors: Mapping[Equation, int]
+) -> tuple[dict[Equation, int], set[Equation]]:
+  """The position of every equation, and which of them depend on no mark.
+
+  `floors` are the positions that some equations cannot be before.
+  """
+  known: dict[Value, int] = {}
+  made_at: dict[Value, Equation] = {}
+  position: dict[Equation, int] = {}
+  free: list[Equation] = []
+  for equation in body.equations:
+    after = [(known[value], value) for value in equation.values if value in known]
+    at = max([place for place, _ in after], default=floors.get(equation))
+    at = at if at is None else max(at, floors.get(equation, 0))
+    if equation in marks:
+      before, at = line.ends(*marks[equation])
+      late = [value for place, value in after if place > before]
+      if late:
+        _raise_backward_edge(equation, marks[equation][1], made_at.get(late[0]))
+    elif at is None:
+      free.append(equation)
+      continue
+    position[equation] = at
+    known.update(dict.fromkeys(equation.outputs, at))
+    made_at.update(dict.fromkeys(equation.outputs, equation))
+  _place_free(body, line, marks, position, set(free))
+  return position, set(free)
+
+
+def _place_free(body, line, marks, position, free) -> None:
+  """Puts equations that depend on no mark where they are needed first."""
+  first: dict[Value, int] = {}
+  for equation in reversed(body.equations):
+    if equation in free:
+      position[equation] = min(
+        (first[one] for one in equation.outputs if one in first), default=line.at(0)
+      )
+    at = line.ends(*marks[equation])[0] if equation in marks else position[equation]
+    for value in equation.values:
+      first[value] = min(first.get(value, line.end), at)
+
+
+def _raise_backward_edge(mark: Equation, number: int, maker: Equation | None) -> NoReturn:
+  made = f', which is computed at {maker.place}' if maker is not None else ''
+  raise PipelineError(
+    f'Stage {number} ends at {mark.place} with something of a later stage{made}.\n'
+    'Fix: end stages in the order in which the model computes them; a value may go on to any later '
+    'stage, and to none before.'
+  )
+
+
+def _opened_backward(
+  body: Body, line: Line, position: Mapping[Equation, int], marks: Mapping[Equation, Any]
+) -> tuple[Body, dict[Equation, int]]:
+  """The body with calls opened on the way back, so that gradients of weights can be told from others.
+
+  What is computed again there stays there, though it depends on nothing that comes later.
+  """
+  equations: list[Equation] = []
+  known: dict[Value, Atom] = {}
+  floors: dict[Equation, int] = {}
+  calls = eq.JITS | eq.REMATS
+  for equation in body.equations:
+    backward = equation not in marks and position[equation] >= line.first_backward
+    for atom, value in ((eq.lookup(known, atom), atom) for atom in equation.inputs):
+      if atom is not value:
+        equation.inputs = [eq.lookup(known, each) for each in equation.inputs]
+        break
+    if backward and equation.name in calls:
+      inside, outputs = eq.opened(equation, lambda one: one.primitive.name in calls)
+      equations += inside
+      known.update(outputs)
+      floors.update(dict.fromkeys(inside, position[equation]))
+    else:
+      equations.append(equation)
+  updated, kept = ([eq.lookup(known, atom) for atom in atoms] for atoms in (body.updated, body.kept))
+  equations = eq.needed(equations, [*updated, *kept])
+  return dataclasses.replace(body, equations=equations, updated=updated, kept=kept), floors
+
+
+def _without_marks(body: Body) -> Body:
+  """The body with every mark's results replaced by its operands."""
+  known: dict[Value, Atom] = {}
+  equations = []
+  for equation in body.equations:
+    if equation.primitive in (stage_end_p, microbatch_p):
+      known.update(zip(equation.outputs, equation.inputs, strict=True))
+    else:
+      equation.inputs = [eq.lookup(known, atom) for atom in equation.inputs]
+      equations.append(equation)
+  updated, kept = ([eq.lookup(known, atom) for atom in atoms] for atoms in (body.updated, body.kept))
+  return dataclasses.replace(body, equations=equations, updated=updated, kept=kept)

@@ -1,0 +1,412 @@
+"""The engine: a step, traced once, cut by its stages, compiled a program per stage, and run.
+
+    step = layout.pipeline_jit(train_step, axis='stage', donate_argnums=0)
+    state, loss = step(state, batch)
+
+The way of a step: `reading` finds the microbatch loop; `cutting` and `splitting` make programs of its
+tasks; `outside` places the rest; `linking` orders all of it by the schedule; `executables` compiles;
+`running` runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from flax_spmd import compat
+from flax_spmd.arguments import Arguments
+from flax_spmd.context import InForce, scope
+from flax_spmd.errors import PipelineError
+from flax_spmd.pipeline import cutting, linking, outside, reading, splitting, submeshes
+from flax_spmd.pipeline.equations import Value
+from flax_spmd.pipeline.executables import Compiler, Executable
+from flax_spmd.pipeline.linking import Linked, Linker, Unit
+from flax_spmd.pipeline.lying import Kinds
+from flax_spmd.pipeline.outside import Joined
+from flax_spmd.pipeline.placing import placed
+from flax_spmd.pipeline.reading import Loop, Step
+from flax_spmd.pipeline.running import Machine, assemble
+from flax_spmd.pipeline.schedules import Schedule
+from flax_spmd.pipeline.splitting import Programs
+from flax_spmd.pipeline.tasks import Step as ScheduledStep
+from flax_spmd.pipeline.tasks import Task
+from flax_spmd.rules import Rules
+
+LeafPlanner = Callable[[Any], Sequence[Any]]
+
+
+class Pipelined:
+  """A function that runs as a pipeline; called, traced, lowered and compiled like a `jax.jit` function.
+
+  Args:
+    fn: the function.
+    mesh, rules: the layout.
+    axis: the mesh axis that stages are laid over.
+    schedule: used where `accumulate` is given none.
+    plan_outputs: gives a sharding, or None, for each leaf of a result.
+    plan_inputs: the same, for each leaf of the arguments that are not static, which it gets as a pair
+      `(args, kwargs)`; None: as they lie.
+    options: arguments of `jax.jit` about static and donated arguments.
+  """
+
+  def __init__(
+    self,
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    rules: Rules,
+    axis: str,
+    schedule: Schedule | None,
+    plan_outputs: LeafPlanner,
+    plan_inputs: LeafPlanner | None,
+    options: Mapping[str, Any],
+  ):
+    functools.update_wrapper(self, fn)
+    submeshes.check_axis(mesh, rules, axis)
+    self._fn, self._axis, self._schedule = fn, axis, schedule
+    self._mesh, self._rules = mesh, rules
+    self._plan_outputs, self._plan_inputs = plan_outputs, plan_inputs
+    self._arguments = Arguments.of(fn, options)
+    self._donated = Arguments.of(
+      fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
+    )
+    self._compiled: dict[Any, Compiled] = {}
+    self._latest: Compiled | None = None
+    self._lock = threading.RLock()
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Runs the function; traces and compiles it first where these arguments are new."""
+    args, kwargs = self._arguments.by_position(args, kwargs)
+    latest = self._latest
+    leaves = None if latest is None else latest.leaves(args, kwargs)
+    if latest is None or leaves is None:
+      self._latest = latest = self.compile(*args, **kwargs)
+      leaves = jax.tree.leaves(self._arguments.dynamic(args, kwargs))
+    return latest.run(leaves)
+
+  def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+    """The programs for these arguments, which may be abstract."""
+    args, kwargs = self._arguments.by_position(args, kwargs)
+    with self._lock:
+      request = self._request(args, kwargs)
+      if request.key not in self._compiled:
+        self._compiled[request.key] = self._traced(request).lower().compile()
+      return self._compiled[request.key]
+
+  def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    """The function's jaxpr for these arguments, which may be abstract; `.lower()` goes on."""
+    return self._traced(self._request(*self._arguments.by_position(args, kwargs)))
+
+  def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    """The function cut into programs, linked to a list of calls and sends; `.compile()` goes on."""
+    return self.trace(*args, **kwargs).lower()
+
+  def __repr__(self) -> str:
+    return f'<layout.pipeline_jit of {getattr(self, "__qualname__", self._fn)}>'
+
+  def _request(self, args, kwargs) -> _Request:
+    """What these arguments ask for."""
+    dynamic = self._arguments.dynamic(args, kwargs)
+    leaves, treedef = jax.tree.flatten(dynamic)
+    sizes = dict(self._mesh.shape)
+    if self._plan_inputs is None:
+      planned: Sequence[Any] = [None] * len(leaves)
+    else:
+      planned = self._plan_inputs(dynamic)
+    specs = [
+      submeshes.spec_of(leaf, self._axis, sizes)
+      if sharding is None
+      else submeshes.without(sharding.spec, self._axis)
+      for leaf, sharding in zip(leaves, planned, strict=True)
+    ]
+    static = self._arguments.statics(args, kwargs)
+    return _Request(args, kwargs, treedef, [_aval(leaf) for leaf in leaves], specs, static)
+
+  def _traced(self, request: _Request) -> Traced:
+    begin = time.perf_counter()
+    meshes = [
+      submeshes.submesh(self._mesh, self._axis, [rank]) for rank in range(self._mesh.shape[self._axis])
+    ]
+    abstract = meshes[0].abstract_mesh
+
+    def function(*leaves):
+      dynamic = request.treedef.unflatten(leaves)
+      args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
+      with scope(InForce(abstract, self._rules)), compat.mesh_scope(abstract):
+        return self._fn(*args, **kwargs)
+
+    shapes = [
+      jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in request.avals
+    ]
+    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    planned = [
+      None if sharding is None else submeshes.without(sharding.spec, self._axis)
+      for sharding in self._plan_outputs(result)
+    ]
+    return Traced(
+      jaxpr, request, result, planned, self._mesh, meshes, self._axis, self._schedule,
+      self._donations(request), self._arguments, {'trace': time.perf_counter() - begin},
+    )  # fmt: skip
+
+  def _donations(self, request: _Request) -> list[bool]:
+    """Which leaves may be overwritten."""
+    args, kwargs = self._arguments.dynamic(request.args, request.kwargs)
+    positions = [i for i in range(len(request.args)) if i not in self._arguments.positions]
+    marks = tuple(
+      jax.tree.map(lambda _: position in self._donated.positions, arg)  # noqa: B023
+      for position, arg in zip(positions, args, strict=True)
+    )
+    named = {
+      name: jax.tree.map(lambda _: name in self._donated.names, arg)  # noqa: B023
+      for name, arg in kwargs.items()
+    }
+    return jax.tree.leaves((marks, named))
+
+
+@dataclasses.dataclass
+class _Request:
+  """Arguments: their form, their avals, how they lie, and what is static."""
+
+  args: tuple
+  kwargs: dict[str, Any]
+  treedef: Any
+  avals: list[Any]
+  specs: list[PartitionSpec]
+  static: Any
+
+  @property
+  def key(self) -> Any:
+    """What programs depend on."""
+    return self.treedef, tuple(self.avals), tuple(self.specs), self.static
+
+
+def _aval(leaf: Any) -> Any:
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
+  aval = jax.typeof(leaf)
+  return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+@dataclasses.dataclass
+class Traced:
+  """A traced function.
+
+  Attributes:
+    jaxpr: its program, whole.
+    times: how many seconds each phase took.
+  """
+
+  jaxpr: Any
+  _request: _Request
+  _result: Any
+  _planned: list[PartitionSpec | None]
+  _mesh: Mesh
+  _meshes: list[Mesh]
+  _axis: str
+  _schedule: Schedule | None
+  _donations: list[bool]
+  _arguments: Arguments
+  times: dict[str, float]
+
+  def lower(self) -> Lowered:
+    """Cuts it into programs for the stages, and orders these.
+
+    Raises:
+      PipelineError: it cannot be cut, or the schedule does not fit it or the mesh.
+    """
+    begin = time.perf_counter()
+    step = reading.read(self.jaxpr)
+    schedule = step.loop.schedule or self._schedule
+    order, owners, title = self._order(step.loop, schedule)
+    turn = _turns(order, len(owners) - 1)
+    split = any(task.kind == 'wgrad' for each in order for task in each.tasks)
+    cut = cutting.cut(step.loop.body, len(owners), title, turn, split)
+    programs = splitting.split(cut, split)
+    joined = outside.join(step, programs, owners.__getitem__)
+    linked = Linker(joined, outside.place(joined), programs, order, owners, step.arguments).link()
+    times = {**self.times, 'plan': time.perf_counter() - begin}
+    return Lowered(self, step, programs, joined, linked, schedule, times)
+
+  def _order(
+    self, loop: Loop, schedule: Schedule | None
+  ) -> tuple[list[ScheduledStep], tuple[int, ...], str]:
+    """What is run in which order, the rank of each stage, and what all that is called."""
+    ranks = len(self._meshes)
+    if schedule is not None and schedule.ranks != ranks:
+      raise PipelineError(
+        f'{schedule} runs on {schedule.ranks} ranks, but the mesh axis {self._axis!r} has size {ranks}.\n'
+        f'Fix: use a schedule of {ranks} ranks, or a mesh whose axis has size {schedule.ranks}.'
+      )
+    if loop.once:
+      owners = schedule.owners if schedule is not None else _owners_of(loop, ranks, self._axis)
+      return [Task('fwd', stage, 0) for stage in range(len(owners))], owners, 'this pipeline'
+    if schedule is None:
+      raise PipelineError(
+        'The microbatch loop has no schedule.\n'
+        f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
+      )
+    runs = schedule.simulate(loop.count).runs
+    return linking.timeline(runs), schedule.owners, str(schedule)
+
+
+def _owners_of(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
+  """The ranks of the stages of a function that has no schedule."""
+  ends = cutting.stage_ends(loop.body.equations)
+  stages = next((n for n in (ends + 1, ends) if n % ranks == 0), None)
+  if not stages:
+    raise PipelineError(
+      f'The function has {ends} stage ends, which does not fit the mesh axis {axis!r} of size {ranks}.\n'
+      f'Fix: end {ranks - 1} stages (or a multiple of {ranks}, less one or not), or pass a schedule, which '
+      'says where stages are.'
+    )
+  return placed(ranks, stages // ranks, 'loop')
+
+
+def _turns(order: Sequence[ScheduledStep], last: int) -> bool:
+  """Whether the rank of the last stage goes back with each microbatch right away."""
+  tasks = [task for step in order for task in step.tasks if task.stage == last and task.kind != 'wgrad']
+  pairs = zip(tasks[::2], tasks[1::2])
+  return len(tasks) % 2 == 0 and all(
+    (one.kind, other.kind) == ('fwd', 'bwd') and one.microbatch == other.microbatch
+    for one, other in pairs
+  )
+
+
+@dataclasses.dataclass
+class Lowered:
+  """A function cut into programs for stages.
+
+  Attributes:
+    linked: the calls and sends, in order.
+    programs: the tasks.
+    schedule: in whose order; None for a function without a loop.
+    times: how many seconds each phase took.
+  """
+
+  _traced: Traced
+  _step: Step
+  programs: Programs
+  _joined: Joined
+  linked: Linked
+  schedule: Schedule | None
+  times: dict[str, float]
+
+  def compile(self) -> Compiled:
+    """Compiles the programs, several at once."""
+    traced, step = self._traced, self._step
+    begin = time.perf_counter()
+    compiler = Compiler(
+      self.linked,
+      traced._meshes,
+      self._specs(),
+      {value for value, donated in zip(step.arguments, traced._donations, strict=True) if donated},
+    )
+    executables = compiler.compile()
+    joint = functools.partial(submeshes.submesh, traced._mesh, traced._axis)
+    machine = assemble(self.linked, compiler, executables, step.arguments, step.results, joint)
+    times = {**self.times, 'compile': time.perf_counter() - begin}
+    return Compiled(self, machine, executables, times)
+
+  def _specs(self) -> dict[Value, PartitionSpec]:
+    """How values lie, as far as it is known before anything is compiled."""
+    step, joined, traced = self._step, self._joined, self._traced
+    specs = dict(zip(step.arguments, traced._request.specs, strict=True))
+    planned = {
+      atom: spec
+      for atom, spec in zip(joined.results, traced._planned, strict=True)
+      if spec is not None and isinstance(atom, Value)
+    }
+    kinds = Kinds(joined.equations)
+    sums = self.programs.accumulators
+    for one in sums:
+      kinds.join(joined.final[one], joined.start[one], one.before)
+    wanted = [value for one in sums for value in (joined.final[one], joined.start[one], one.before)]
+    results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]
+    by_kind = kinds.specs(specs | planned, [*wanted, *results])
+    whole = {value: PartitionSpec() for value in wanted}
+    return whole | by_kind | planned | specs
+
+
+class Compiled:
+  """A pipeline that can be run on arguments of one form.
+
+  Attributes:
+    executables: per unit, its program.
+    times: how many seconds tracing, planning and compiling took.
+  """
+
+  def __init__(
+    self,
+    lowered: Lowered,
+    machine: Machine,
+    executables: Mapping[Unit, Executable],
+    times: dict[str, float],
+  ):
+    traced = lowered._traced
+    self._lowered, self._machine = lowered, machine
+    self._arguments, self._request = traced._arguments, traced._request
+    self._result = jax.tree.structure(traced._result)
+    self._seen: list[Any] = [None] * len(traced._request.avals)
+    self._axis, self._sizes = traced._axis, dict(traced._mesh.shape)
+    self.executables, self.times = executables, times
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Runs it.
+
+    Raises:
+      PipelineError: it was compiled for arguments of another form.
+    """
+    return self.run(self._checked(args, kwargs))
+
+  def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Task, float]]:
+    """Runs it one task after another, so that each can be timed.
+
+    Returns:
+      The result, and the seconds that each task took: costs for `schedule.simulate` and `schedule.draw`.
+    """
+    results, seconds = self._machine.measured(self._checked(args, kwargs))
+    return self._result.unflatten(results), seconds
+
+  def run(self, leaves: Sequence[Any]) -> Any:
+    """Runs it on arguments' leaves that were found to fit."""
+    return self._result.unflatten(self._machine(leaves))
+
+  def leaves(self, args, kwargs) -> list[Any] | None:
+    """The leaves of arguments, if it was compiled for such."""
+    if self._arguments.statics(args, kwargs) != self._request.static:
+      return None
+    leaves, treedef = jax.tree.flatten(self._arguments.dynamic(args, kwargs))
+    if treedef != self._request.treedef:
+      return None
+    fits = all(map(self._fits, range(len(leaves)), leaves))
+    return leaves if fits else None
+
+  def _fits(self, number: int, leaf: Any) -> bool:
+    """Whether an argument has the form, and lies as it was expected."""
+    aval = self._request.avals[number]
+    if not isinstance(leaf, jax.Array):
+      return _aval(leaf) == aval and self._request.specs[number] == PartitionSpec()
+    if leaf.shape != aval.shape or leaf.dtype != aval.dtype or leaf.weak_type != aval.weak_type:
+      return False
+    if self._seen[number] is leaf.sharding:
+      return True
+    same = submeshes.spec_of(leaf, self._axis, self._sizes) == self._request.specs[number]
+    if same:
+      self._seen[number] = leaf.sharding
+    return same
+
+  def _checked(self, args, kwargs) -> list[Any]:
+    args, kwargs = self._arguments.by_position(args, kwargs)
+    leaves = self.leaves(args, kwargs)
+    if leaves is None:
+      raise PipelineError(
+        'This pipeline was compiled for arguments of another form (tree, shapes, dtypes, shardings or '
+        'static values).\nFix: call the function that pipeline_jit returned, which compiles anew.'
+      )
+    return leaves

@@ -1,0 +1,100 @@
+"""Marks: where a stage of a model ends, and what one pass of the microbatch loop is.
+
+    x = spmd.pipeline.stage_end(x)          # in a Linen module, between two stages
+
+A mark is an identity that stays visible in the traced program: the pipeline cuts there, everything else
+(`jit`, `grad`, `vmap`, `remat`, `scan`) passes through it. Its transpose is marked too, so that the
+backward pass is cut at the same place as the forward pass.
+
+Marks are always in the program, pipeline or not: JAX keeps traces, so a trace must not depend on who
+asked for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from flax_spmd.errors import PipelineError
+
+_numbers = itertools.count()  # of marks: a backward mark has that of its forward mark
+
+
+def stage_end(x: Any) -> Any:
+  """Ends a stage of a pipeline here; the identity everywhere else.
+
+  What crosses from one stage to the next by way of `x` is what the mark is about; other values may cross
+  too. After the last stage a mark is optional.
+
+  Args:
+    x: any tree of arrays and numbers, of any dtypes.
+
+  Returns:
+    The same tree.
+
+  Raises:
+    PipelineError: there is no array in it.
+
+  Example:
+    >>> stage_end({'h': jnp.ones(2), 'ids': jnp.arange(2)})['ids']
+    Array([0, 1], dtype=int32)
+  """
+  leaves, treedef = jax.tree.flatten(x)
+  if not leaves:
+    raise PipelineError(
+      f'stage_end({x!r}): there is no array to cut at.\nFix: pass what the next stage gets.'
+    )
+  return treedef.unflatten(stage_end_p.bind(*leaves, way='forward', number=next(_numbers)))
+
+
+def _identity(name: str) -> Primitive:
+  """A primitive of any number of operands, which are its results."""
+  primitive = Primitive(name)
+  primitive.multiple_results = True
+  primitive.def_impl(lambda *operands, **_: list(operands))
+  primitive.def_abstract_eval(lambda *operands, **_: list(operands))
+  mlir.register_lowering(primitive, lambda ctx, *operands, **_: operands)
+
+  def batch(operands, dimensions, **params):
+    return primitive.bind(*operands, **params), dimensions
+
+  batching.primitive_batchers[primitive] = batch
+  return primitive
+
+
+def _differentiable(primitive: Primitive) -> None:
+  """Derivatives of an identity of which `way` says what it is an identity on.
+
+  Integers have tangents that are symbolic zeros; those are passed by.
+  """
+
+  def bind(values, way, **params):
+    """Of those values that are there; a list with None for the others."""
+    there = [value for value in values if type(value) is not ad.Zero]
+    bound = iter(primitive.bind(*there, **(params | {'way': way})) if there else ())
+    return [None if type(value) is ad.Zero else next(bound) for value in values]
+
+  def jvp(primals, tangents, **params):
+    results = primitive.bind(*primals, **params)
+    moved = bind(tangents, **(params | {'way': 'tangent'}))
+    return results, [old if new is None else new for old, new in zip(tangents, moved)]
+
+  def transpose(cotangents, *_, **params):
+    return bind(cotangents, **(params | {'way': 'backward'}))
+
+  ad.primitive_jvps[primitive] = jvp
+  ad.primitive_transposes[primitive] = transpose
+
+
+stage_end_p = _identity('stage_end')
+"""Ends a stage. `way` is 'forward', 'tangent' or 'backward'; `number` is that of the forward mark."""
+
+microbatch_p = _identity('microbatch')
+"""Stands at the beginning of a pass of the microbatch loop. `schedule` is the loop's, or None."""
+
+_differentiable(stage_end_p)
+_differentiable(microbatch_p)

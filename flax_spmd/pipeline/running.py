@@ -1,0 +1,210 @@
+"""Running: a compiled step, called with arrays.
+
+What is run was linked before: here are only registers, a loop over instructions, and the arguments'
+way to the ranks that use them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_spmd.pipeline.equations import Atom, Constant, Value
+from flax_spmd.pipeline.executables import Compiler, Executable
+from flax_spmd.pipeline.linking import Call, Linked, Place, Unit
+from flax_spmd.pipeline.submeshes import union, view
+from flax_spmd.pipeline.tasks import Step, Task
+
+
+class Run(NamedTuple):
+  """An instruction: arrays of registers into a program, its results into registers."""
+
+  program: Callable[..., Any]
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+  dead: tuple[int, ...]
+  step: Step | None
+
+
+class Transfer(NamedTuple):
+  """An instruction: arrays of registers to other devices, into other registers."""
+
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+  dead: tuple[int, ...]
+  shardings: tuple[NamedSharding, ...]
+
+
+class Argument(NamedTuple):
+  """Where an argument is used: a register and a sharding for each rank."""
+
+  uses: tuple[tuple[int, NamedSharding], ...]
+
+
+class Result(NamedTuple):
+  """A result: of registers, joined on one mesh; or of an argument, by its number; or a constant."""
+
+  registers: tuple[int, ...] = ()
+  sharding: NamedSharding | None = None
+  argument: int | None = None
+  constant: Any = None
+
+
+@dataclasses.dataclass
+class Machine:
+  """A step that can be run.
+
+  Attributes:
+    code: the instructions.
+    arguments: what is done with each.
+    results: where each comes from.
+    constants: registers that are filled from the beginning.
+    size: how many registers there are.
+  """
+
+  code: list[Run | Transfer]
+  arguments: list[Argument]
+  results: list[Result]
+  constants: dict[int, jax.Array]
+  size: int
+
+  def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+    """Runs the step on its arguments' leaves."""
+    registers = self._loaded(leaves)
+    for one in self.code:
+      values = [registers[number] for number in one.inputs]
+      if type(one) is Run:
+        results = one.program(*values)
+      else:
+        results = jax.device_put(values, list(one.shardings))
+      for number, result in zip(one.outputs, results):
+        registers[number] = result
+      for number in one.dead:
+        registers[number] = None
+    return [self._result(one, registers, leaves) for one in self.results]
+
+  def measured(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Task, float]]:
+    """The same, one instruction after another, and how many seconds each task took."""
+    registers, seconds = self._loaded(leaves), {}
+    for one in self.code:
+      values = jax.block_until_ready([registers[number] for number in one.inputs])
+      begin = time.perf_counter()
+      if isinstance(one, Run):
+        results = jax.block_until_ready(one.program(*values))
+        taken = time.perf_counter() - begin
+        if one.step is not None:
+          seconds.update(dict.fromkeys(one.step.tasks, taken / len(one.step.tasks)))
+      else:
+        results = jax.device_put(values, list(one.shardings))
+      registers_of = dict(zip(one.outputs, results))
+      for number, result in registers_of.items():
+        registers[number] = result
+      for number in one.dead:
+        registers[number] = None
+    return [self._result(one, registers, leaves) for one in self.results], seconds
+
+  def _loaded(self, leaves: Sequence[Any]) -> list[Any]:
+    """Registers with the arguments in them, on the ranks that use them."""
+    registers: list[Any] = [None] * self.size
+    for number, array in self.constants.items():
+      registers[number] = array
+    moved: list[tuple[int, Any, NamedSharding]] = []
+    for leaf, argument in zip(leaves, self.arguments, strict=True):
+      for number, sharding in argument.uses:
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+          registers[number] = leaf
+        elif (part := view(leaf, sharding)) is not None:
+          registers[number] = part
+        else:
+          moved.append((number, leaf, sharding))
+    if moved:
+      numbers, arrays, shardings = zip(*moved)
+      for number, array in zip(numbers, jax.device_put(list(arrays), list(shardings))):
+        registers[number] = array
+    return registers
+
+  def _result(self, result: Result, registers: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    if result.argument is not None:
+      return leaves[result.argument]
+    if not result.registers:
+      return result.constant
+    parts = [registers[number] for number in result.registers]
+    return parts[0] if result.sharding is None else union(parts, result.sharding)
+
+
+def assemble(
+  linked: Linked,
+  compiler: Compiler,
+  executables: Mapping[Unit, Executable],
+  arguments: Sequence[Value],
+  results: Sequence[Atom],
+  joint: Callable[[Sequence[int]], Any],
+) -> Machine:
+  """Gives every place a register, and every register an end.
+
+  Args:
+    linked: the step.
+    compiler: knows how places lie.
+    executables: of the units.
+    arguments, results: those of the step.
+    joint: from ranks to the mesh of all of them.
+  """
+  registers: dict[Place, int] = {}
+
+  def register(place: Place) -> int:
+    return registers.setdefault(place, len(registers))
+
+  last: dict[Place, int] = {}
+  for number, one in enumerate(linked.calls):
+    inputs = one.inputs if isinstance(one, Call) else one.places
+    outputs = one.outputs if isinstance(one, Call) else one.arrived
+    last.update(dict.fromkeys((*inputs, *outputs), number))
+  for places in linked.results.values():
+    for place in places:
+      last.pop(place, None)
+  ends: dict[int, list[int]] = {}
+  for place, number in last.items():
+    ends.setdefault(number, []).append(register(place))
+  code: list[Run | Transfer] = []
+  for number, one in enumerate(linked.calls):
+    dead = tuple(ends.get(number, ()))
+    if isinstance(one, Call):
+      inputs, outputs = (tuple(map(register, places)) for places in (one.inputs, one.outputs))
+      code.append(Run(executables[one.unit].compiled, inputs, outputs, dead, one.step))
+    else:
+      inputs, outputs = (tuple(map(register, places)) for places in (one.places, one.arrived))
+      code.append(Transfer(inputs, outputs, dead, tuple(map(compiler.sharding, one.arrived))))
+  uses: dict[Value, list[tuple[int, NamedSharding]]] = {}
+  constants: dict[int, jax.Array] = {}
+  made = {place for one in linked.calls if isinstance(one, Call) for place in one.outputs}
+  made.update(place for one in linked.calls if not isinstance(one, Call) for place in one.arrived)
+  for place, number in registers.items():
+    if isinstance(place[0], Constant):
+      constants[number] = jax.device_put(place[0].array, compiler.sharding(place))
+    elif place not in made:
+      uses.setdefault(place[0], []).append((number, compiler.sharding(place)))
+  given = {value: number for number, value in enumerate(arguments)}
+
+  def result(atom: Atom) -> Result:
+    if isinstance(atom, Literal):
+      return Result(constant=jax.numpy.asarray(atom.val, atom.aval.dtype))
+    if isinstance(atom, Constant):
+      return Result(constant=jax.numpy.asarray(atom.array))
+    if atom in given:
+      return Result(argument=given[atom])
+    places = linked.results[atom]
+    sharding = None
+    if len(places) > 1:
+      spec = compiler.spec(places[0]) or PartitionSpec()
+      sharding = NamedSharding(joint([rank for _, _, rank in places]), spec)
+    return Result(tuple(map(register, places)), sharding)
+
+  found = [result(atom) for atom in results]
+  taken = [Argument(tuple(uses.get(value, ()))) for value in arguments]
+  return Machine(code, taken, found, constants, len(registers))

@@ -1,0 +1,114 @@
+"""Submeshes: the devices of a pipeline's ranks.
+
+A rank's mesh has the axes of the whole mesh, with the stage axis at size 1, so that specs mean the same on
+all of them. A value of several ranks lies on their joint mesh, whole on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_spmd.errors import PipelineError, did_you_mean
+from flax_spmd.mesh import axis_sizes, describe
+from flax_spmd.resolution import rule_text
+from flax_spmd.rules import Rules
+
+
+def submesh(mesh: Mesh, axis: str, ranks: Sequence[int]) -> Mesh:
+  """The devices of some ranks."""
+  devices = np.take(mesh.devices, list(ranks), mesh.axis_names.index(axis))
+  return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def check_axis(mesh: Any, rules: Rules, axis: str) -> None:
+  """Raises unless stages can be laid over an axis.
+
+  Raises:
+    PipelineError: the mesh is abstract or lacks the axis, it is an Explicit one, or rules use it.
+  """
+  sizes = axis_sizes(mesh)
+  if axis not in sizes:
+    raise PipelineError(
+      f'The mesh {describe(mesh)} has no axis {axis!r}.{did_you_mean(axis, sizes)}\n'
+      f"Fix: make a mesh with an axis for the stages, Layout({{'{axis}': 4, ...}}, rules), or name it: axis='...'."
+    )
+  if not isinstance(mesh, Mesh):
+    raise PipelineError(
+      f'The mesh {describe(mesh)} is abstract: there are no devices to run stages on.\n'
+      'Fix: use a layout over a concrete mesh.'
+    )
+  if AxisType.Explicit in mesh.axis_types:
+    raise PipelineError(
+      f'The mesh {describe(mesh)} has Explicit axes, and stages are cut from programs that have none.\n'
+      "Fix: make the mesh with axis_types='auto'."
+    )
+  found = [
+    f'  rule {rule_text(rule)} {clause!r}'
+    for rule, clause in rules.all_rules(annotations=True)
+    if axis in _axes_in(clause)
+  ]
+  if found:
+    raise PipelineError(
+      f'Rules lay dimensions over {axis!r}, the axis of the stages, which a stage has only 1 of:\n'
+      + '\n'.join(found)
+      + '\nFix: lay them over other axes; which stage an array is on follows from its use.'
+    )
+
+
+def _axes_in(clause: Any) -> set[str]:
+  """The mesh axes that a rule names."""
+  if isinstance(clause, str):
+    return {clause}
+  if isinstance(clause, (tuple, list, PartitionSpec)):
+    return set().union(*map(_axes_in, clause)) if len(clause) else set()
+  if isinstance(clause, Rules):
+    return set().union(*(_axes_in(inner) for _, inner in clause.all_rules()))
+  return _axes_in(clause.axes) if hasattr(clause, 'axes') else set()
+
+
+def spec_of(array: Any, axis: str, sizes: Any) -> PartitionSpec:
+  """How an array lies, over the axes that stages have; one of another mesh, or of the host, is whole."""
+  sharding = getattr(array, 'sharding', None)
+  if not isinstance(sharding, NamedSharding):
+    return PartitionSpec()
+  return without(sharding.spec, axis) if set(sharding.mesh.axis_names) <= set(sizes) else PartitionSpec()
+
+
+def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+  """A spec without the stage axis."""
+
+  def entry(axes: Any) -> Any:
+    if isinstance(axes, tuple):
+      return tuple(one for one in axes if one != axis) or None
+    return None if axes == axis else axes
+
+  entries = list(map(entry, spec))
+  while entries and entries[-1] is None:
+    entries.pop()
+  return PartitionSpec(*entries)
+
+
+def view(array: jax.Array, sharding: NamedSharding) -> jax.Array | None:
+  """The part of an array that is on some of its devices, if that is all of it; nothing is copied."""
+  held = getattr(array, 'sharding', None)
+  if not isinstance(held, NamedSharding) or not held.device_set >= sharding.device_set:
+    return None
+  here = held.devices_indices_map(array.shape)
+  there = sharding.devices_indices_map(array.shape)
+  if any(here[device] != index for device, index in there.items()):
+    return None
+  parts = {shard.device: shard.data for shard in array.addressable_shards}
+  return jax.make_array_from_single_device_arrays(
+    array.shape, sharding, [parts[device] for device in there if device in parts]
+  )
+
+
+def union(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+  """One array of what is the same on several ranks; nothing is copied."""
+  shards = [shard.data for part in parts for shard in part.addressable_shards]
+  return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, shards)
