@@ -9,16 +9,14 @@ one wants to know is which Dense.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from flax_spmd.sources import line_text, users
+
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _SECTIONS = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
-_INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|^<frozen ')
-_FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<frozen ')
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
 _LINE = re.compile(r'\bsource_line=(\d+)')
@@ -84,11 +82,11 @@ def _source(metadata: str, bare: str, frames: Frames) -> str:
   """Where it comes from, from the tables or from the metadata itself."""
   number = _FRAME.search(bare)
   if number and (stack := _stack(int(number[1]), frames)):
-    frame = _chosen(stack)
-    return f'{_base(frame.file)}:{frame.line}'
+    frame = stack[users([frame.file for frame in stack])]
+    return line_text(frame.file, frame.line)
   line = _LINE.search(bare)
   file = _quoted(_FILE, metadata)
-  return f'{_base(file)}:{line[1]}' if file and line else ''
+  return line_text(file, int(line[1])) if file and line else ''
 
 
 def _stack(number: int, frames: Frames) -> list[Frame]:
@@ -99,18 +97,6 @@ def _stack(number: int, frames: Frames) -> list[Frame]:
     stack.append(frames[number])
     number = frames[number].caller
   return stack
-
-
-def _chosen(stack: Sequence[Frame]) -> Frame:
-  """The innermost frame that is the user's: not of an installed package, or else of no framework."""
-  own = next((frame for frame in stack if not _INSTALLED.search(frame.file) and not _ours(frame)), None)
-  return own or next((frame for frame in stack if not _FRAMEWORKS.search(frame.file)), stack[0])
-
-
-def _ours(frame: Frame) -> bool:
-  """Whether it is this package's; its demo counts as somebody's model."""
-  inside = frame.file.startswith(_HERE + os.sep)
-  return inside and not frame.file.startswith(os.path.join(_HERE, 'demo') + os.sep)
 
 
 def _tables(header: Sequence[str]) -> dict[str, dict[int, tuple[str, str]]]:
@@ -144,8 +130,3 @@ def _quoted(pattern: re.Pattern[str], metadata: str) -> str:
 def _unescaped(text: str) -> str:
   r"""`a\"b` as `a"b`."""
   return re.sub(r'\\(.)', r'\1', text)
-
-
-def _base(file: str) -> str:
-  """The name of a file without its folders, of Windows too."""
-  return re.split(r'[/\\]', file)[-1]

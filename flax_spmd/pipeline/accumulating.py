@@ -19,8 +19,10 @@ from jax import lax
 
 from flax_spmd.errors import PipelineError
 from flax_spmd.naming import path_string
+from flax_spmd.pipeline.fitting import few, strangers
 from flax_spmd.pipeline.marks import microbatch_p
-from flax_spmd.pipeline.schedules import Schedule
+from flax_spmd.pipeline.placing import at_least_one
+from flax_spmd.pipeline.schedules import Schedule, check_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +91,8 @@ def accumulate(
     >>> float(mean) == float(loss(w, batch))
     True
   """
-  count, batch = _split(batch, microbatches)
-  if schedule is not None:
-    schedule.tasks(count)  # says which counts it is made for
+  check_schedule(schedule, 'accumulate')
+  count, batch = _split(batch, microbatches, schedule)
   traced = jax.jit(fn)  # so that it is traced once for its form and its pass
   one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
   results, treedef = jax.tree.flatten(jax.eval_shape(traced, one))
@@ -114,64 +115,107 @@ def accumulate(
   )
 
 
-def _split(batch: Any, microbatches: int | None) -> tuple[int, Any]:
+def _split(batch: Any, microbatches: int | None, schedule: Schedule | None) -> tuple[int, Any]:
   """The number of microbatches, and the batch with a first dimension that counts them."""
+  _check_batch(batch)
   batch = jax.tree.map(jnp.asarray, batch)
-  named = [
-    (path_string(path) or 'batch', leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-  ]
-  sizes = {leaf.shape[0] if leaf.ndim else None for _, leaf in named}
-  if len(sizes) != 1 or None in sizes or 0 in sizes:
-    lines = [f'  {name}: {leaf.dtype}{list(leaf.shape)}' for name, leaf in named] or ['  (no array)']
-    raise PipelineError(
-      'accumulate: the arrays of a batch have to have one first dimension, but they are\n'
-      + '\n'.join(lines)
-      + '\nFix: give every leaf the same number of microbatches, or of examples; close over what is not '
-      'divided.'
-    )
-  [size] = sizes
+  size = jax.tree.leaves(batch)[0].shape[0]
   if microbatches is None:
+    if schedule is not None:
+      schedule.tasks(size)  # says which counts it is made for
     return size, batch
-  if microbatches < 1 or size % microbatches:
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    near = sorted(divisors, key=lambda n: abs(n - microbatches))[:2]
+  if size % at_least_one(microbatches, 'accumulate: microbatches'):
     raise PipelineError(
       f'accumulate: a batch of {size} cannot be split into {microbatches} equal microbatches.\n'
-      f'Fix: use {" or ".join(map(str, sorted(near)))} microbatches.'
+      f'Fix: use {_nearest(size, microbatches, schedule)} microbatches, or a batch of another size.'
+    )
+  if schedule is not None and not schedule.takes(microbatches):
+    raise PipelineError(
+      f'{schedule.objection(microbatches)}\n'
+      f'Fix: use {_nearest(size, microbatches, schedule)} microbatches, or a batch of another size.'
     )
   return microbatches, jax.tree.map(
     lambda leaf: leaf.reshape(microbatches, size // microbatches, *leaf.shape[1:]), batch
   )
 
 
+def _check_batch(batch: Any) -> None:
+  """Raises unless the batch is arrays of one first dimension."""
+  strange = strangers(batch)
+  if strange:
+    raise PipelineError(
+      'accumulate: what is no array cannot be divided into microbatches:\n'
+      + few(strange)
+      + '\nFix: close over what is not divided.'
+    )
+  named = [
+    (path_string(path), jax.typeof(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+  ]
+  if not named:
+    raise PipelineError(
+      f'accumulate: the batch {batch!r} has no array.\n'
+      'Fix: pass the arrays that are divided into microbatches.'
+    )
+  scalars = [name for name, leaf in named if not leaf.shape]
+  if scalars:
+    raise PipelineError(
+      f'accumulate: a batch is divided along its first dimension, but of it are scalars: '
+      f'{", ".join(scalars)}.\nFix: close over what is not divided.'
+    )
+  sizes = {leaf.shape[0] for _, leaf in named}
+  if len(sizes) != 1 or 0 in sizes:
+    raise PipelineError(
+      'accumulate: the arrays of a batch have to have one first dimension, of 1 or more:\n'
+      + few([f'  {name}: {leaf.dtype}{list(leaf.shape)}' for name, leaf in named])
+      + '\nFix: give every array the same number of microbatches, or of examples; close over what is not '
+      'divided.'
+    )
+
+
+def _nearest(size: int, microbatches: int, schedule: Schedule | None) -> str:
+  """The numbers on either side that divide a batch, and that the schedule is made for."""
+  divisors = [n for n in range(1, size + 1) if size % n == 0]
+  legal = [n for n in divisors if schedule is None or schedule.takes(n)] or divisors
+  near = [max((n for n in legal if n < microbatches), default=None)]
+  near.append(min((n for n in legal if n > microbatches), default=None))
+  return ' or '.join(str(n) for n in near if n)
+
+
 def _ops(op: Any, results: Any) -> list[Op]:
   """An op for every result."""
+  found: list[Any] = []
+
+  def spread(each: Any, part: Any) -> None:
+    found.extend([each() if any(each is op for op in OPS) else each] * len(jax.tree.leaves(part)))
+
   try:
-    ops = jax.tree.broadcast(op, results, is_leaf=_is_op)
-  except ValueError as error:
+    jax.tree.map(spread, op, results, is_leaf=_is_op_or_none)
+  except (ValueError, TypeError) as error:
     raise PipelineError(
-      f'accumulate: op is no prefix of what the function returns: {error}\n'
+      f'accumulate: op is no prefix of what the function returns: {str(error).rstrip(".")}.\n'
       'Fix: give one op for all results, or a tree of ops of the same form.'
     ) from None
   paths = jax.tree_util.tree_leaves_with_path(results)
-  found = jax.tree.leaves(ops, is_leaf=_is_op)
-  found = [each() if isinstance(each, type) else each for each in found]
   problems = [
-    f'  result {path_string(path) or "of the function"}: {why}'
+    f'  {f"result {path_string(path)}" if path else "the result"}: {why}'
     for (path, result), each in zip(paths, found)
     if (why := _objection(each, result))
   ]
   if problems:
     raise PipelineError(
       'accumulate: results that cannot be combined:\n'
-      + '\n'.join(problems)
+      + few(problems)
       + '\nFix: give each result an op that fits, or cast it inside the function.'
     )
   return found
 
 
 def _is_op(node: Any) -> bool:
-  return isinstance(node, OPS) or node in OPS
+  return isinstance(node, OPS) or any(node is op for op in OPS)
+
+
+def _is_op_or_none(node: Any) -> bool:
+  return node is None or _is_op(node)
 
 
 def _objection(op: Any, result: Any) -> str | None:
@@ -180,14 +224,21 @@ def _objection(op: Any, result: Any) -> str | None:
   if not isinstance(op, OPS):
     return f'{op!r} is no op; there are Add, Mean, Max and Concat.'
   if isinstance(op, Concat):
+    if not isinstance(op.axis, int):
+      return f'the axis of {op!r} is no whole number.'
     fits = -max(len(result.shape), 1) <= op.axis < max(len(result.shape), 1)
     return None if fits else f'{said} has no axis {op.axis} to Concat along.'
-  numbers = {Add: np.number, Mean: np.inexact, Max: np.number}[type(op)]
-  if not jnp.issubdtype(dtype, numbers) or (
-    isinstance(op, Max) and jnp.iscomplexobj(np.empty(0, dtype))
-  ):
-    return f'{type(op).__name__} does not combine {said}.'
+  numbers, which = _COMBINES[type(op)]
+  if not jnp.issubdtype(dtype, numbers) or (isinstance(op, Max) and jnp.issubdtype(dtype, np.complexfloating)):
+    return f'{type(op).__name__} does not combine {said}, but {which}.'
   return None
+
+
+_COMBINES = {
+  Add: (np.number, 'numbers'),
+  Mean: (np.inexact, 'floating and complex numbers'),
+  Max: (np.number, 'integers and floating numbers'),
+}
 
 
 def _start(op: Op, result: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import equations as eq
@@ -130,8 +130,8 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
   _check_count(count, stages, title, body.equations)
   line = Line(stages, 'backward' in ends, 'backward' in ends and (turn or count < stages))
   position, free = _place(body, line, marks, {})
-  if split and line.backward:
-    body, floors = _opened_backward(body, line, position, marks)
+  if line.backward:
+    body, floors = _opened(body, _seen_through(body, line, position, split), position)
     position, free = _place(body, line, marks, floors)
   return Cut(_without_marks(body), line, position, free)
 
@@ -259,30 +259,44 @@ def _raise_backward_edge(mark: Equation, number: int, maker: Equation | None) ->
   )
 
 
-def _opened_backward(
-  body: Body, line: Line, position: Mapping[Equation, int], marks: Mapping[Equation, Any]
-) -> tuple[Body, dict[Equation, int]]:
-  """The body with calls opened on the way back, so that gradients of weights can be told from others.
+def _seen_through(
+  body: Body, line: Line, position: Mapping[Equation, int], split: bool
+) -> dict[Equation, frozenset[str]]:
+  """The calls whose insides matter, and which calls inside of them are opened too.
 
-  What is computed again there stays there, though it depends on nothing that comes later.
+  Forward, those of which the backward keeps something: it might keep less. Backward, if gradients of
+  weights are to be told from others, all.
+  """
+  backward = [one for one in body.equations if position[one] >= line.first_backward]
+  late = {value for one in backward for value in one.values}
+  found = {}
+  for one in body.equations:
+    if position[one] < line.first_backward and one.name in eq.JITS and not late.isdisjoint(one.outputs):
+      found[one] = eq.JITS
+    elif split and position[one] >= line.first_backward and one.name in eq.JITS | eq.REMATS:
+      found[one] = eq.JITS | eq.REMATS
+  return found
+
+
+def _opened(
+  body: Body, opens: Mapping[Equation, frozenset[str]], position: Mapping[Equation, int]
+) -> tuple[Body, dict[Equation, int]]:
+  """The body with some calls replaced by what is inside, and how early that can be.
+
+  What is computed again for gradients stays there, though it depends on nothing that comes later.
   """
   equations: list[Equation] = []
   known: dict[Value, Atom] = {}
   floors: dict[Equation, int] = {}
-  calls = eq.JITS | eq.REMATS
   for equation in body.equations:
-    backward = equation not in marks and position[equation] >= line.first_backward
-    for atom, value in ((eq.lookup(known, atom), atom) for atom in equation.inputs):
-      if atom is not value:
-        equation.inputs = [eq.lookup(known, each) for each in equation.inputs]
-        break
-    if backward and equation.name in calls:
-      inside, outputs = eq.opened(equation, lambda one: one.primitive.name in calls)
-      equations += inside
-      known.update(outputs)
-      floors.update(dict.fromkeys(inside, position[equation]))
-    else:
+    equation.inputs = [eq.lookup(known, atom) for atom in equation.inputs]
+    if equation not in opens:
       equations.append(equation)
+      continue
+    inside, outputs = eq.opened(equation, lambda one: one.primitive.name in opens[equation])  # noqa: B023
+    equations += inside
+    known.update(outputs)
+    floors.update(dict.fromkeys(inside, position[equation]))
   updated, kept = ([eq.lookup(known, atom) for atom in atoms] for atoms in (body.updated, body.kept))
   equations = eq.needed(equations, [*updated, *kept])
   return dataclasses.replace(body, equations=equations, updated=updated, kept=kept), floors

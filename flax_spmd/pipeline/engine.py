@@ -309,7 +309,7 @@ class Lowered:
     )
     executables = compiler.compile()
     joint = functools.partial(submeshes.submesh, traced._mesh, traced._axis)
-    machine = assemble(self.linked, compiler, executables, step.arguments, step.results, joint)
+    machine = assemble(self.linked, compiler, executables, step.arguments, self._joined.results, joint)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     return Compiled(self, machine, executables, times)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive
 
 from flax_spmd import compat
+from flax_spmd.sources import line_text, users
 
 
 class Value:
@@ -89,11 +91,25 @@ class Equation:
   @property
   def place(self) -> str:
     """The line of the user's program that it comes from."""
-    return source_info_util.summarize(self.source) if self.source is not None else 'an unknown place'
+    return place_of(self.source)
 
   def replaced(self, known: Mapping[Value, Atom]) -> Equation:
     """The same, on other inputs where they are known."""
     return dataclasses.replace(self, inputs=[lookup(known, atom) for atom in self.inputs])
+
+
+_STACK = 200  # frames that are looked at
+_FRAME = re.compile(r'(.*?):(\d+)(?::\d+)? \(.*\)$')
+
+
+def place_of(source: Any) -> str:
+  """`file.py:line` of the user's line on a stack that JAX has kept, as far as there is one."""
+  text = '' if source is None else source_info_util.summarize(source, num_frames=_STACK)
+  frames = [found for found in map(_FRAME.match, reversed(text.splitlines())) if found]
+  if not frames:
+    return 'an unknown place'
+  user = frames[users([found[1] for found in frames])]
+  return line_text(user[1], int(user[2]))
 
 
 _EFFECTS = frozenset({'debug_callback', 'debug_print', 'io_callback'})

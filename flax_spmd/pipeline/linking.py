@@ -247,7 +247,8 @@ class Linker:
     if value in self._placed.home:
       return [self._placed.home[value]]
     needs = set(eq.free_values(self._placed.closure([value])))
-    ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])] or [0]
+    ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
+    ranks = ranks or list(self._ranks)
     return ranks if value.bytes <= _LARGE_RESULT else ranks[:1]
 
   def _starts(self, starts: Mapping[int, list[Equation]], ends) -> list[Unit]:

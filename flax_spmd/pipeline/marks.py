@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flax_spmd.errors import PipelineError
+from flax_spmd.pipeline.fitting import few, strangers
 
 _numbers = itertools.count()  # of marks: a backward mark has that of its forward mark
 
@@ -37,7 +38,7 @@ def stage_end(x: Any) -> Any:
     The same tree.
 
   Raises:
-    PipelineError: there is no array in it.
+    PipelineError: there is no array in it, or what is none.
 
   Example:
     >>> stage_end({'h': jnp.ones(2), 'ids': jnp.arange(2)})['ids']
@@ -47,6 +48,13 @@ def stage_end(x: Any) -> Any:
   if not leaves:
     raise PipelineError(
       f'stage_end({x!r}): there is no array to cut at.\nFix: pass what the next stage gets.'
+    )
+  strange = strangers(x)
+  if strange:
+    raise PipelineError(
+      'stage_end: what is no array cannot go from stage to stage:\n'
+      + few(strange)
+      + '\nFix: pass arrays and numbers only; the rest is known to every stage.'
     )
   return treedef.unflatten(stage_end_p.bind(*leaves, way='forward', number=next(_numbers)))
 

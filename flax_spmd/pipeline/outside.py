@@ -8,6 +8,7 @@ What depends on arguments only (learning rates, casts, masks) is computed by eve
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ def place(joined: Joined) -> Placed:
   level: dict[Value, int] = {}
   bound: dict[tuple[int, int], list[Equation]] = defaultdict(list)
   free: list[Equation] = []
-  open_ = eq.needed(_in_order(joined.equations, set(home)), joined.wanted)[::-1]
+  open_ = eq.needed(_in_order(joined.equations), joined.wanted)[::-1]
   whole: set[Equation] = set()
   while open_:
     equation = open_.pop()
@@ -173,32 +174,25 @@ def place(joined: Joined) -> Placed:
   return Placed(dict(sorted(bound.items(), key=lambda item: item[0])), free, home)
 
 
-def _in_order(equations: Sequence[Equation], given: set[Value]) -> list[Equation]:
-  """Equations in an order in which each comes after those that it needs."""
-  made = {value for one in equations for value in one.outputs}
-  done: set[Value] = set()
-  ordered: list[Equation] = []
-  waiting: dict[Value, list[Equation]] = defaultdict(list)
-  left: dict[Equation, int] = {}
-  ready = []
-  for one in equations:
-    needs = {value for value in one.values if value in made and value not in given}
-    left[one] = len(needs)
-    for value in needs:
-      waiting[value].append(one)
-    if not needs:
-      ready.append(one)
-  ready.reverse()
+def _in_order(equations: Sequence[Equation]) -> list[Equation]:
+  """Equations in an order in which each comes after those that it needs, else as they are."""
+  maker = {value: number for number, one in enumerate(equations) for value in one.outputs}
+  users: dict[int, list[int]] = defaultdict(list)
+  missing: dict[int, int] = {}
+  for number, one in enumerate(equations):
+    needs = {maker[value] for value in one.values if value in maker}
+    missing[number] = len(needs)
+    for need in needs:
+      users[need].append(number)
+  ready = [number for number, count in missing.items() if not count]  # sorted, so it is a heap
+  ordered = []
   while ready:
-    one = ready.pop()
-    ordered.append(one)
-    fresh = [value for value in one.outputs if value not in done]
-    done.update(fresh)
-    for value in fresh:
-      for user in waiting[value]:
-        left[user] -= 1
-        if not left[user]:
-          ready.append(user)
+    number = heapq.heappop(ready)
+    ordered.append(equations[number])
+    for user in users[number]:
+      missing[user] -= 1
+      if not missing[user]:
+        heapq.heappush(ready, user)
   return ordered
 
 

@@ -15,30 +15,31 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd import compat
 from flax_spmd.pipeline.equations import Atom, Constant, Value
 from flax_spmd.pipeline.executables import Compiler, Executable
-from flax_spmd.pipeline.linking import Call, Linked, Place, Unit
+from flax_spmd.pipeline.linking import Call, Linked, Place, Send, Unit
 from flax_spmd.pipeline.submeshes import union, view
 from flax_spmd.pipeline.tasks import Step, Task
 
 
-class Run(NamedTuple):
-  """An instruction: arrays of registers into a program, its results into registers."""
+class Instruction(NamedTuple):
+  """Arrays of registers into a program, or onto other devices, and what comes of it into registers.
 
-  program: Callable[..., Any]
+  Attributes:
+    function: of arrays one by one.
+    inputs, outputs: the numbers of the registers.
+    dead: registers that nobody reads after this.
+    rank: the one that runs it, or that it sends from.
+    step: the tasks that it is, if it is of the loop.
+  """
+
+  function: Callable[..., Sequence[Any]]
   inputs: tuple[int, ...]
   outputs: tuple[int, ...]
   dead: tuple[int, ...]
-  step: Step | None
-
-
-class Transfer(NamedTuple):
-  """An instruction: arrays of registers to other devices, into other registers."""
-
-  inputs: tuple[int, ...]
-  outputs: tuple[int, ...]
-  dead: tuple[int, ...]
-  shardings: tuple[NamedSharding, ...]
+  rank: int
+  step: Step | None = None
 
 
 class Argument(NamedTuple):
@@ -68,7 +69,7 @@ class Machine:
     size: how many registers there are.
   """
 
-  code: list[Run | Transfer]
+  code: list[Instruction]
   arguments: list[Argument]
   results: list[Result]
   constants: dict[int, jax.Array]
@@ -77,15 +78,10 @@ class Machine:
   def __call__(self, leaves: Sequence[Any]) -> list[Any]:
     """Runs the step on its arguments' leaves."""
     registers = self._loaded(leaves)
-    for one in self.code:
-      values = [registers[number] for number in one.inputs]
-      if type(one) is Run:
-        results = one.program(*values)
-      else:
-        results = jax.device_put(values, list(one.shardings))
-      for number, result in zip(one.outputs, results):
+    for function, inputs, outputs, dead, _, _ in self.code:
+      for number, result in zip(outputs, function(*[registers[each] for each in inputs])):
         registers[number] = result
-      for number in one.dead:
+      for number in dead:
         registers[number] = None
     return [self._result(one, registers, leaves) for one in self.results]
 
@@ -95,15 +91,11 @@ class Machine:
     for one in self.code:
       values = jax.block_until_ready([registers[number] for number in one.inputs])
       begin = time.perf_counter()
-      if isinstance(one, Run):
-        results = jax.block_until_ready(one.program(*values))
-        taken = time.perf_counter() - begin
-        if one.step is not None:
-          seconds.update(dict.fromkeys(one.step.tasks, taken / len(one.step.tasks)))
-      else:
-        results = jax.device_put(values, list(one.shardings))
-      registers_of = dict(zip(one.outputs, results))
-      for number, result in registers_of.items():
+      results = jax.block_until_ready(one.function(*values))
+      taken = time.perf_counter() - begin
+      if one.step is not None:
+        seconds.update(dict.fromkeys(one.step.tasks, taken / len(one.step.tasks)))
+      for number, result in zip(one.outputs, results):
         registers[number] = result
       for number in one.dead:
         registers[number] = None
@@ -136,6 +128,13 @@ class Machine:
       return result.constant
     parts = [registers[number] for number in result.registers]
     return parts[0] if result.sharding is None else union(parts, result.sharding)
+
+
+def _sender(send: Send, compiler: Compiler) -> Callable[..., Sequence[Any]]:
+  sender = compat.Sender(
+    [value.aval for value, _, _ in send.places], [*map(compiler.sharding, send.arrived)]
+  )
+  return lambda *arrays: sender(list(arrays))
 
 
 def assemble(
@@ -171,15 +170,24 @@ def assemble(
   ends: dict[int, list[int]] = {}
   for place, number in last.items():
     ends.setdefault(number, []).append(register(place))
-  code: list[Run | Transfer] = []
+  code: list[Instruction] = []
   for number, one in enumerate(linked.calls):
-    dead = tuple(ends.get(number, ()))
     if isinstance(one, Call):
-      inputs, outputs = (tuple(map(register, places)) for places in (one.inputs, one.outputs))
-      code.append(Run(executables[one.unit].compiled, inputs, outputs, dead, one.step))
+      function, inputs, outputs = executables[one.unit].compiled, one.inputs, one.outputs
+      rank, step = one.unit.rank, one.step
     else:
-      inputs, outputs = (tuple(map(register, places)) for places in (one.places, one.arrived))
-      code.append(Transfer(inputs, outputs, dead, tuple(map(compiler.sharding, one.arrived))))
+      function, inputs, outputs = _sender(one, compiler), one.places, one.arrived
+      rank, step = one.places[0][2], None
+    code.append(
+      Instruction(
+        function,
+        tuple(map(register, inputs)),
+        tuple(map(register, outputs)),
+        tuple(ends.get(number, ())),
+        rank,
+        step,
+      )
+    )
   uses: dict[Value, list[tuple[int, NamedSharding]]] = {}
   constants: dict[int, jax.Array] = {}
   made = {place for one in linked.calls if isinstance(one, Call) for place in one.outputs}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline.placing import Placement, at_least_one, placed
@@ -126,9 +126,12 @@ class Schedule(abc.ABC):
       >>> [str(task) for task in pipeline.Eager1F1B(ranks=4).tasks(4)[2]]
       ['fwd_2__0', 'fwd_2__1', 'fwd_2__2', 'bwd_2__0', 'fwd_2__3', 'bwd_2__1', 'bwd_2__2', 'bwd_2__3']
     """
-    objection = self._objection(at_least_one(microbatches, 'microbatches'))
-    if objection:
-      raise PipelineError(f'{self}: {objection}\nFix: use {self._nearest(microbatches)} microbatches.')
+    if not self.takes(at_least_one(microbatches, 'microbatches')):
+      nearest = self._nearest(microbatches)
+      raise PipelineError(
+        f'{self.objection(microbatches)}\n'
+        f'Fix: use {nearest} microbatch{"" if nearest == "1" else "es"}.'
+      )
     return tuple(tuple(self._order(rank, microbatches)) for rank in range(self.ranks))
 
   def to_text(self, microbatches: int) -> str:
@@ -212,6 +215,14 @@ class Schedule(abc.ABC):
   def _order(self, rank: int, microbatches: int) -> Iterable[Step]:
     """The tasks of one rank."""
 
+  def takes(self, microbatches: int) -> bool:
+    """Whether it is made for so many microbatches."""
+    return self._objection(microbatches) is None
+
+  def objection(self, microbatches: int) -> str:
+    """Why it is not made for so many microbatches, as a sentence."""
+    return f'{self}: {self._objection(microbatches)}'
+
   def _objection(self, microbatches: int) -> str | None:
     """Why it is not made for so many microbatches."""
     return None
@@ -271,5 +282,19 @@ class Written(Schedule):
 
   def _objection(self, microbatches: int) -> str | None:
     if microbatches != self.found.microbatches:
-      return f'it is written for {self.found.microbatches} microbatches, not for {microbatches}.'
+      count = self.found.microbatches
+      return f'it is written for {count} microbatch{"" if count == 1 else "es"}, not for {microbatches}.'
     return None
+
+
+def check_schedule(schedule: Any, of: str) -> None:
+  """Raises unless this is a schedule or None.
+
+  Raises:
+    PipelineError: it is something else.
+  """
+  if schedule is not None and not isinstance(schedule, Schedule):
+    raise PipelineError(
+      f'{of}: schedule={schedule!r} is no schedule.\n'
+      'Fix: pass one, such as schedule=OneFOneB(ranks=4); how results are combined is op=...'
+    )
