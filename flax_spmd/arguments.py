@@ -168,3 +168,21 @@ def _is_for_each(places: Any) -> bool:
 
 def _named(names: Sequence[str]) -> str:
   return ', '.join(map(repr, names))
+
+
+def closed_over(
+  fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[list[Any]], Any], list[Any]]:
+  """`fn` as a function of its arrays and numbers only; everything else is closed over."""
+  leaves, treedef = jax.tree.flatten((args, kwargs))
+  is_array = [hasattr(leaf, 'dtype') or isinstance(leaf, (bool, int, float, complex)) for leaf in leaves]
+  arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+
+  @functools.wraps(fn)
+  def of_arrays(arrays):
+    given = iter(arrays)
+    filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    args, kwargs = treedef.unflatten(filled)
+    return fn(*args, **kwargs)
+
+  return of_arrays, arrays

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import numpy as np
-from jax._src import compiler, distributed
+from jax._src import array, compiler, distributed
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
 from jax.experimental import serialize_executable
@@ -197,8 +197,20 @@ class Sender:
     self._keys = any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals)
 
   def __call__(self, arrays: list[Any]) -> list[Any]:
+    """The copies; copying goes on while the caller does."""
     if self._keys:
       return jax.device_put(arrays, self._shardings)
     return xla_client.batched_copy_array_to_devices_with_sharding(
       arrays, self._devices, self._shardings, self._copies
     )
+
+
+def from_shards(like: jax.Array, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
+  """An array of the shape, dtype and weak type of another one, of shards that exist.
+
+  `jax.make_array_from_single_device_arrays` forgets the weak type.
+  """
+  if not getattr(like, 'weak_type', False):  # keys have none
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+  aval = jax.core.ShapedArray(like.shape, like.dtype, weak_type=True)
+  return array.ArrayImpl(aval, sharding, list(shards), committed=True)

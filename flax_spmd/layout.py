@@ -25,7 +25,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat, placement, report, toml, trees
-from flax_spmd.arguments import Arguments
+from flax_spmd.arguments import Arguments, closed_over
 from flax_spmd.batches import Check, local_to_global
 from flax_spmd.context import InForce, check_in_step, scope
 from flax_spmd.gathering import gather
@@ -187,7 +187,7 @@ class Layout:
     Raises:
       LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
     """
-    fn, arrays = _closed_over(fn, args, kwargs)
+    fn, arrays = closed_over(fn, args, kwargs)
     with self:
       state = jax.eval_shape(fn, arrays)
     shardings = self._planner.leaf_shardings(state)
@@ -235,7 +235,7 @@ class Layout:
       warnings.warn(_NOT_PARTITIONABLE, stacklevel=2)
     if jax.process_count() > 1:
       self.check_processes(self.abstract(fn, *args, **kwargs))
-    fn, arrays = _closed_over(fn, args, kwargs)
+    fn, arrays = closed_over(fn, args, kwargs)
     finish = self._note if boxed else self._memory.unboxed
     return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {}, finish)(arrays)
 
@@ -318,6 +318,7 @@ class Layout:
     schedule: Schedule | None = None,
     in_rules: Any = None,
     out_rules: Any = None,
+    threads: bool = False,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -335,6 +336,8 @@ class Layout:
       axis: the mesh axis that stages are laid over.
       schedule: used where `accumulate` is given none; where there is no loop, it says where stages are.
       in_rules, out_rules: as of `jit`.
+      threads: whether each rank's programs are dispatched by a thread of its own. That pays where a
+        program runs while it is dispatched: small ones on CPUs, and those that call back into Python.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as of `jax.jit`.
 
     Returns:
@@ -365,13 +368,15 @@ class Layout:
     }
     placed = {'axis': axis, 'schedule': schedule, 'in_rules': in_rules, 'out_rules': out_rules}
     if fn is None:
-      return functools.partial(self.pipeline_jit, **placed, **options)
+      return functools.partial(self.pipeline_jit, threads=threads, **placed, **options)
     plan_inputs = None
     if in_rules is not None:
       arguments = Arguments.of(fn, options)
       plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
     plan_outputs = functools.partial(self._outputs, places=out_rules)
-    return Pipelined(fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, options)
+    return Pipelined(
+      fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, threads, options
+    )
 
   def shard(self, tree: Any, places: Any = None) -> Any:
     """Places arrays that exist, in one transfer: a batch by names, a tree of boxes by its own.
@@ -590,19 +595,3 @@ def _has_names(tree: Any) -> bool:
 def _memory_of(planner: Planner) -> Memory:
   """Equal layouts remember the same states."""
   return Memory(planner.leaf_shardings)
-
-
-def _closed_over(fn, args, kwargs) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-  """`fn` as a function of its arrays and numbers only; everything else is closed over."""
-  leaves, treedef = jax.tree.flatten((args, kwargs))
-  is_array = [hasattr(leaf, 'dtype') or isinstance(leaf, (bool, int, float, complex)) for leaf in leaves]
-  arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-
-  @functools.wraps(fn)
-  def of_arrays(arrays):
-    given = iter(arrays)
-    filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-    args, kwargs = treedef.unflatten(filled)
-    return fn(*args, **kwargs)
-
-  return of_arrays, arrays

@@ -117,30 +117,27 @@ def accumulate(
 
 def _split(batch: Any, microbatches: int | None, schedule: Schedule | None) -> tuple[int, Any]:
   """The number of microbatches, and the batch with a first dimension that counts them."""
-  _check_batch(batch)
-  batch = jax.tree.map(jnp.asarray, batch)
-  size = jax.tree.leaves(batch)[0].shape[0]
+  size = _size(batch)
   if microbatches is None:
     if schedule is not None:
       schedule.tasks(size)  # says which counts it is made for
-    return size, batch
+    return size, jax.tree.map(jnp.asarray, batch)
   if size % at_least_one(microbatches, 'accumulate: microbatches'):
     raise PipelineError(
       f'accumulate: a batch of {size} cannot be split into {microbatches} equal microbatches.\n'
-      f'Fix: use {_nearest(size, microbatches, schedule)} microbatches, or a batch of another size.'
+      f'Fix: {_way_out(size, microbatches, schedule)}'
     )
   if schedule is not None and not schedule.takes(microbatches):
     raise PipelineError(
-      f'{schedule.objection(microbatches)}\n'
-      f'Fix: use {_nearest(size, microbatches, schedule)} microbatches, or a batch of another size.'
+      f'{schedule.objection(microbatches)}\nFix: {_way_out(size, microbatches, schedule)}'
     )
   return microbatches, jax.tree.map(
-    lambda leaf: leaf.reshape(microbatches, size // microbatches, *leaf.shape[1:]), batch
+    lambda leaf: jnp.reshape(leaf, (microbatches, size // microbatches, *leaf.shape[1:])), batch
   )
 
 
-def _check_batch(batch: Any) -> None:
-  """Raises unless the batch is arrays of one first dimension."""
+def _size(batch: Any) -> int:
+  """The first dimension of the arrays of a batch."""
   strange = strangers(batch)
   if strange:
     raise PipelineError(
@@ -170,31 +167,33 @@ def _check_batch(batch: Any) -> None:
       + '\nFix: give every array the same number of microbatches, or of examples; close over what is not '
       'divided.'
     )
+  return sizes.pop()
 
 
-def _nearest(size: int, microbatches: int, schedule: Schedule | None) -> str:
+def _way_out(size: int, microbatches: int, schedule: Schedule | None) -> str:
   """The numbers on either side that divide a batch, and that the schedule is made for."""
-  divisors = [n for n in range(1, size + 1) if size % n == 0]
-  legal = [n for n in divisors if schedule is None or schedule.takes(n)] or divisors
+  legal = [n for n in range(1, size + 1) if size % n == 0 and (schedule is None or schedule.takes(n))]
+  if schedule is not None and not legal:
+    return (
+      f'use {schedule.nearest(microbatches)} microbatches, and a batch that can be split into these.'
+    )
   near = [max((n for n in legal if n < microbatches), default=None)]
   near.append(min((n for n in legal if n > microbatches), default=None))
-  return ' or '.join(str(n) for n in near if n)
+  return f'use {" or ".join(str(n) for n in near if n)} microbatches, or a batch of another size.'
 
 
 def _ops(op: Any, results: Any) -> list[Op]:
   """An op for every result."""
-  found: list[Any] = []
-
-  def spread(each: Any, part: Any) -> None:
-    found.extend([each() if any(each is op for op in OPS) else each] * len(jax.tree.leaves(part)))
-
+  given, treedef = jax.tree.flatten(op, is_leaf=_is_op_or_none)
   try:
-    jax.tree.map(spread, op, results, is_leaf=_is_op_or_none)
+    parts = treedef.flatten_up_to(results)
   except (ValueError, TypeError) as error:
     raise PipelineError(
-      f'accumulate: op is no prefix of what the function returns: {str(error).rstrip(".")}.\n'
+      f'accumulate: op is no prefix of what the function returns. {str(error).rstrip(".")}.\n'
       'Fix: give one op for all results, or a tree of ops of the same form.'
     ) from None
+  given = [each() if any(each is op for op in OPS) else each for each in given]
+  found = [each for each, part in zip(given, parts) for _ in jax.tree.leaves(part)]
   paths = jax.tree_util.tree_leaves_with_path(results)
   problems = [
     f'  {f"result {path_string(path)}" if path else "the result"}: {why}'
@@ -222,15 +221,17 @@ def _objection(op: Any, result: Any) -> str | None:
   """Why an op cannot combine such results."""
   dtype, said = result.dtype, f'{result.dtype}{list(result.shape)}'
   if not isinstance(op, OPS):
-    return f'{op!r} is no op; there are Add, Mean, Max and Concat.'
+    return f'{getattr(op, "__name__", repr(op))} is no op; there are Add, Mean, Max and Concat.'
   if isinstance(op, Concat):
     if not isinstance(op.axis, int):
       return f'the axis of {op!r} is no whole number.'
     fits = -max(len(result.shape), 1) <= op.axis < max(len(result.shape), 1)
     return None if fits else f'{said} has no axis {op.axis} to Concat along.'
   numbers, which = _COMBINES[type(op)]
-  if not jnp.issubdtype(dtype, numbers) or (isinstance(op, Max) and jnp.issubdtype(dtype, np.complexfloating)):
-    return f'{type(op).__name__} does not combine {said}, but {which}.'
+  if not jnp.issubdtype(dtype, numbers) or (
+    isinstance(op, Max) and jnp.issubdtype(dtype, np.complexfloating)
+  ):
+    return f'{type(op).__name__} combines {which}, not {said}.'
   return None
 
 

@@ -9,13 +9,14 @@ mark (parameters cast, masks, positions of tokens) is where it is needed first.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline.equations import Atom, Equation, Value
+from flax_spmd.pipeline.fitting import few
 from flax_spmd.pipeline.marks import microbatch_p, stage_end_p
 from flax_spmd.pipeline.tasks import Kind
 
@@ -31,6 +32,7 @@ class Body:
     carried: values that one pass hands to the next, as they come in.
     updated: these values, as they go out.
     kept: results of each microbatch.
+    idle: marks whose results nobody uses; they are not among the equations.
   """
 
   equations: list[Equation]
@@ -39,6 +41,7 @@ class Body:
   carried: list[Value]
   updated: list[Atom]
   kept: list[Atom]
+  idle: list[Equation] = dataclasses.field(default_factory=list)
 
   @property
   def results(self) -> list[Atom]:
@@ -123,11 +126,11 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
   Raises:
     PipelineError: marks are too many or too few, inside other operations, or in a wrong order.
   """
-  _check_outside(body.equations)
+  check_outside(body.equations)
   marks = _paired(body.equations)
   ends = {way for way, _ in marks.values()}
   count = sum(way == 'forward' for way, _ in marks.values())
-  _check_count(count, stages, title, body.equations)
+  _check_count(count, stages, title, body)
   line = Line(stages, 'backward' in ends, 'backward' in ends and (turn or count < stages))
   position, free = _place(body, line, marks, {})
   if line.backward:
@@ -138,7 +141,12 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
 
 def stage_ends(equations: Sequence[Equation]) -> int:
   """How many stages equations end, going forward."""
-  return sum(one.primitive is stage_end_p and one.params['way'] == 'forward' for one in equations)
+  return len(ends_among(equations))
+
+
+def ends_among(equations: Sequence[Equation]) -> list[Equation]:
+  """The marks that end stages, going forward."""
+  return [one for one in equations if one.primitive is stage_end_p and one.params['way'] == 'forward']
 
 
 def _paired(equations: Sequence[Equation]) -> dict[Equation, tuple[str, int]]:
@@ -164,47 +172,77 @@ def _paired(equations: Sequence[Equation]) -> dict[Equation, tuple[str, int]]:
       continue
     if not forward[number]:
       raise PipelineError(
-        f'The stage end at {equation.place} is passed more often backwards than forwards: it is inside '
-        'of something that is computed again for gradients.\n'
-        'Fix: put nn.remat (jax.checkpoint) inside of a stage, not around its end.'
+        f'The stage end at {equation.place} is passed backwards more often than forwards: gradients are '
+        'taken of gradients.\nFix: take gradients once, by jax.grad or jax.value_and_grad of the loss.'
       )
     found[equation] = way, forward[number].pop()
   return found
 
 
 _INSTEAD = {
-  'scan': 'loop over the stages in Python, each with an nn.scan of its own, and end the stages between.',
+  'scan': 'loop over the stages in Python, each with a scan of its own, and end the stages between.',
   'while': 'loop over the stages in Python, and end the stages between.',
   'cond': 'end the stage outside of the branches.',
   **dict.fromkeys(eq.REMATS, 'put nn.remat (jax.checkpoint) inside of a stage, not around its end.'),
 }
 
 
-def _check_outside(equations: Sequence[Equation]) -> None:
-  """Marks have to be at the top of a body: what is inside an operation cannot be cut."""
+def check_outside(equations: Sequence[Equation]) -> None:
+  """Marks have to be at the top of a body: what is inside an operation cannot be cut.
+
+  Raises:
+    PipelineError: some are not.
+  """
   marked = eq.finder(stage_end_p)
-  lines, instead = [], []
+  found: dict[str, dict[str, None]] = defaultdict(dict)
+  fixes: dict[str, None] = {}
   for equation in equations:
     if equation.primitive is not stage_end_p and any(map(marked, equation.jaxprs)):
-      lines.append(f'  `{equation.name}` at {equation.place}')
-      instead.append(_INSTEAD.get(equation.name, 'end the stage outside of it.'))
-  if lines:
-    fixes = ' '.join(dict.fromkeys(instead))
+      for mark in eq.found_in(equation.jaxprs, stage_end_p):
+        found[eq.called(equation)][eq.place_of(mark.source_info)] = None
+      fixes[_INSTEAD.get(equation.name, 'end the stage outside of it.')] = None
+  if found:
     raise PipelineError(
-      'A stage ends inside of an operation that cannot be cut:\n' + '\n'.join(lines) + f'\nFix: {fixes}'
+      'A stage ends inside of an operation that cannot be cut:\n'
+      + few([f'  {called}, stage end at {", ".join(ends)}' for called, ends in found.items()])
+      + ''.join(f'\nFix: {fix}' for fix in fixes)
     )
 
 
-def _check_count(count: int, stages: int, title: str, equations: Sequence[Equation]) -> None:
+def places(equations: Sequence[Equation]) -> str:
+  """The lines that equations come from, each on a line of its own."""
+  counts = Counter(one.place for one in equations)
+  return few(
+    [f'  {place}' + (f', {count} times' if count > 1 else '') for place, count in counts.items()]
+  )
+
+
+def _check_count(count: int, stages: int, title: str, body: Body) -> None:
   if count in (stages, stages - 1):
     return
-  places = [one.place for one in equations if one.primitive is stage_end_p]
-  where = ''.join(f'\n  {place}' for place in dict.fromkeys(places))
-  raise PipelineError(
-    f'The model has {count} stage ends, and {title} has {stages} stages.{where}\n'
-    f'Fix: end {stages - 1} stages by stage_end (between stages) or {stages} (after each), or use a '
-    f'schedule of {" or ".join(str(n) for n in (count, count + 1) if n)} stages.'
+  found = places(ends_among(body.equations))
+  idle = f'Stage ends whose results are not used:\n{places(body.idle)}\n' if body.idle else ''
+  fixes = ['write x = stage_end(x), and go on with x.'] if body.idle else []
+  fixes.append(
+    f'end {stages - 1} {"stage" if stages == 2 else "stages"} by stage_end (between stages) or {stages} '
+    f'(after each), or use a schedule of {fitting_stages(count)}.'
   )
+  raise PipelineError(
+    f'The model has {ends_text(count)}, and {title} has {stages} stages.\n'
+    + (f'{found}\n' if found else '')
+    + idle
+    + '\n'.join(f'Fix: {fix}' for fix in fixes)
+  )
+
+
+def ends_text(count: int) -> str:
+  """`3 stage ends`."""
+  return f'{count or "no"} stage {"end" if count == 1 else "ends"}'
+
+
+def fitting_stages(count: int) -> str:
+  """How many stages a model with some stage ends can have, as text."""
+  return f'{count} or {count + 1} stages' if count else '1 stage'
 
 
 def _place(
@@ -226,7 +264,7 @@ def _place(
       before, at = line.ends(*marks[equation])
       late = [value for place, value in after if place > before]
       if late:
-        _raise_backward_edge(equation, marks[equation][1], made_at.get(late[0]))
+        _raise_backward_edge(equation, [made_at[value] for value in late])
     elif at is None:
       free.append(equation)
       continue
@@ -250,12 +288,12 @@ def _place_free(body, line, marks, position, free) -> None:
       first[value] = min(first.get(value, line.end), at)
 
 
-def _raise_backward_edge(mark: Equation, number: int, maker: Equation | None) -> NoReturn:
-  made = f', which is computed at {maker.place}' if maker is not None else ''
+def _raise_backward_edge(mark: Equation, makers: Sequence[Equation]) -> NoReturn:
   raise PipelineError(
-    f'Stage {number} ends at {mark.place} with something of a later stage{made}.\n'
-    'Fix: end stages in the order in which the model computes them; a value may go on to any later '
-    'stage, and to none before.'
+    f'The stage end at {mark.place} gets what is computed after it, in a later stage or with gradients:\n'
+    f'{places(makers)}\n'
+    'Fix: end stages in the order in which the model computes them, and not on gradients; a value may go '
+    'on to any later stage, and to none before.'
   )
 
 

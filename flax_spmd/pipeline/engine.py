@@ -18,22 +18,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat
 from flax_spmd.arguments import Arguments
 from flax_spmd.context import InForce, scope
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import cutting, linking, outside, reading, splitting, submeshes
+from flax_spmd.pipeline.birth import born
 from flax_spmd.pipeline.equations import Value
 from flax_spmd.pipeline.executables import Compiler, Executable
+from flax_spmd.pipeline.fitting import (
+  check_arrays,
+  differences,
+  few,
+  named_arguments,
+  named_leaves,
+  said_of,
+)
 from flax_spmd.pipeline.linking import Linked, Linker, Unit
 from flax_spmd.pipeline.lying import Kinds
 from flax_spmd.pipeline.outside import Joined
 from flax_spmd.pipeline.placing import placed
 from flax_spmd.pipeline.reading import Loop, Step
 from flax_spmd.pipeline.running import Machine, assemble
-from flax_spmd.pipeline.schedules import Schedule
+from flax_spmd.pipeline.schedules import Schedule, check_schedule
 from flax_spmd.pipeline.splitting import Programs
 from flax_spmd.pipeline.tasks import Step as ScheduledStep
 from flax_spmd.pipeline.tasks import Task
@@ -53,6 +62,7 @@ class Pipelined:
     plan_outputs: gives a sharding, or None, for each leaf of a result.
     plan_inputs: the same, for each leaf of the arguments that are not static, which it gets as a pair
       `(args, kwargs)`; None: as they lie.
+    threads: whether each rank has a thread of its own.
     options: arguments of `jax.jit` about static and donated arguments.
   """
 
@@ -65,13 +75,15 @@ class Pipelined:
     schedule: Schedule | None,
     plan_outputs: LeafPlanner,
     plan_inputs: LeafPlanner | None,
+    threads: bool,
     options: Mapping[str, Any],
   ):
     functools.update_wrapper(self, fn)
     submeshes.check_axis(mesh, rules, axis)
+    check_schedule(schedule, 'pipeline_jit')
     self._fn, self._axis, self._schedule = fn, axis, schedule
     self._mesh, self._rules = mesh, rules
-    self._plan_outputs, self._plan_inputs = plan_outputs, plan_inputs
+    self._plan_outputs, self._plan_inputs, self._threads = plan_outputs, plan_inputs, threads
     self._arguments = Arguments.of(fn, options)
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
@@ -113,12 +125,14 @@ class Pipelined:
   def _request(self, args, kwargs) -> _Request:
     """What these arguments ask for."""
     dynamic = self._arguments.dynamic(args, kwargs)
+    check_arrays(dynamic)
     leaves, treedef = jax.tree.flatten(dynamic)
     sizes = dict(self._mesh.shape)
     if self._plan_inputs is None:
       planned: Sequence[Any] = [None] * len(leaves)
     else:
       planned = self._plan_inputs(dynamic)
+      submeshes.check_places(named_arguments(dynamic), planned, self._mesh, self._axis, 'Arguments')
     specs = [
       submeshes.spec_of(leaf, self._axis, sizes)
       if sharding is None
@@ -145,13 +159,14 @@ class Pipelined:
       jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in request.avals
     ]
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    places = self._plan_outputs(result)
+    submeshes.check_places(named_leaves(result), places, self._mesh, self._axis, 'Results')
     planned = [
-      None if sharding is None else submeshes.without(sharding.spec, self._axis)
-      for sharding in self._plan_outputs(result)
+      None if sharding is None else submeshes.without(sharding.spec, self._axis) for sharding in places
     ]
     return Traced(
-      jaxpr, request, result, planned, self._mesh, meshes, self._axis, self._schedule,
-      self._donations(request), self._arguments, {'trace': time.perf_counter() - begin},
+      jaxpr, request, result, planned, self._rules, self._mesh, meshes, self._axis, self._schedule,
+      self._donations(request), self._arguments, self._threads, {'trace': time.perf_counter() - begin},
     )  # fmt: skip
 
   def _donations(self, request: _Request) -> list[bool]:
@@ -206,12 +221,14 @@ class Traced:
   _request: _Request
   _result: Any
   _planned: list[PartitionSpec | None]
+  _rules: Rules
   _mesh: Mesh
   _meshes: list[Mesh]
   _axis: str
   _schedule: Schedule | None
   _donations: list[bool]
   _arguments: Arguments
+  _threads: bool
   times: dict[str, float]
 
   def lower(self) -> Lowered:
@@ -248,7 +265,7 @@ class Traced:
       return [Task('fwd', stage, 0) for stage in range(len(owners))], owners, 'this pipeline'
     if schedule is None:
       raise PipelineError(
-        'The microbatch loop has no schedule.\n'
+        f'The microbatch loop at {loop.place} has no schedule.\n'
         f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
       )
     runs = schedule.simulate(loop.count).runs
@@ -261,9 +278,10 @@ def _owners_of(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
   stages = next((n for n in (ends + 1, ends) if n % ranks == 0), None)
   if not stages:
     raise PipelineError(
-      f'The function has {ends} stage ends, which does not fit the mesh axis {axis!r} of size {ranks}.\n'
-      f'Fix: end {ranks - 1} stages (or a multiple of {ranks}, less one or not), or pass a schedule, which '
-      'says where stages are.'
+      f'The model has {cutting.ends_text(ends)}, and the mesh axis {axis!r} has size {ranks}.\n'
+      f'{cutting.places(cutting.ends_among(loop.body.equations))}\n'
+      f'Fix: end {ranks - 1} stages by stage_end (between stages) or {ranks} (after each); or '
+      f'{2 * ranks - 1} or {2 * ranks} for two stages on each rank, and so on.'
     )
   return placed(ranks, stages // ranks, 'loop')
 
@@ -309,7 +327,9 @@ class Lowered:
     )
     executables = compiler.compile()
     joint = functools.partial(submeshes.submesh, traced._mesh, traced._axis)
-    machine = assemble(self.linked, compiler, executables, step.arguments, self._joined.results, joint)
+    machine = assemble(
+      self.linked, compiler, executables, step.arguments, self._joined.results, joint, traced._threads
+    )
     times = {**self.times, 'compile': time.perf_counter() - begin}
     return Compiled(self, machine, executables, times)
 
@@ -356,6 +376,39 @@ class Compiled:
     self._axis, self._sizes = traced._axis, dict(traced._mesh.shape)
     self.executables, self.times = executables, times
 
+  @property
+  def input_shardings(self) -> tuple[tuple, dict[str, Any]]:
+    """Where the arguments that are not static are used: on the ranks of the stages that use them.
+
+    Arrays that lie so are taken as they are. It is where a restored state should go, too. What nobody
+    uses may lie anywhere; it is said to be on all ranks.
+    """
+    traced = self._lowered._traced
+    joint = functools.partial(submeshes.submesh, traced._mesh, traced._axis)
+    everywhere = range(len(traced._meshes))
+    shardings = [
+      NamedSharding(joint(sorted(argument.ranks) or everywhere), spec)
+      for argument, spec in zip(self._machine.arguments, self._request.specs, strict=True)
+    ]
+    return self._request.treedef.unflatten(shardings)
+
+  def init(self, create: Callable[..., Any], *args: Any, argument: int = 0, **kwargs: Any) -> Any:
+    """Makes the state that the pipeline takes, each array on the stages that use it.
+
+    Args:
+      create: makes a state; each rank runs what its arrays need of it.
+      *args, **kwargs: its arguments; what is neither array nor number is passed on as it is.
+      argument: which argument of the pipeline the state is, of those that are not static.
+
+    Returns:
+      The state; no device ever holds what it does not use.
+
+    Raises:
+      PipelineError: `create` makes something else than the pipeline was compiled for.
+    """
+    wanted = self.input_shardings[0][argument]
+    return born(create, args, kwargs, wanted, self._lowered._traced._rules)
+
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs it.
 
@@ -392,7 +445,11 @@ class Compiled:
     aval = self._request.avals[number]
     if not isinstance(leaf, jax.Array):
       return _aval(leaf) == aval and self._request.specs[number] == PartitionSpec()
-    if leaf.shape != aval.shape or leaf.dtype != aval.dtype or leaf.weak_type != aval.weak_type:
+    if (
+      leaf.shape != aval.shape
+      or leaf.dtype != aval.dtype
+      or getattr(leaf, 'weak_type', False) != aval.weak_type
+    ):
       return False
     if self._seen[number] is leaf.sharding:
       return True
@@ -406,7 +463,21 @@ class Compiled:
     leaves = self.leaves(args, kwargs)
     if leaves is None:
       raise PipelineError(
-        'This pipeline was compiled for arguments of another form (tree, shapes, dtypes, shardings or '
-        'static values).\nFix: call the function that pipeline_jit returned, which compiles anew.'
+        f'This pipeline was compiled for other arguments:\n{self._differences(args, kwargs)}\n'
+        'Fix: call the function that pipeline_jit returned, which compiles anew.'
       )
     return leaves
+
+  def _differences(self, args, kwargs) -> str:
+    """How arguments differ from those that it was compiled for, a line for each leaf."""
+    request, dynamic = self._request, self._arguments.dynamic(args, kwargs)
+    old = request.treedef.unflatten(map(said_of, request.avals, request.specs))
+    new = jax.tree.map(
+      lambda leaf: said_of(_aval(leaf), submeshes.spec_of(leaf, self._axis, self._sizes)), dynamic
+    )
+    static = (
+      [(f'static {name}', repr(value)) for name, _, value in each]
+      for each in (request.static, self._arguments.statics(args, kwargs))
+    )
+    both = ([*named_arguments(each), *more] for each, more in zip((old, new), static))
+    return few(differences(*both) or ['  they are in containers of other kinds'])

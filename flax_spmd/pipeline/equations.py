@@ -145,7 +145,13 @@ def flatten(
     opens: whether a call is replaced by its equations.
   """
   equations: list[Equation] = []
-  return equations, _flatten(jaxpr, inputs, opens, equations)
+  outputs = _flatten(jaxpr, inputs, opens, equations)
+  return equations, [_constant(atom) if isinstance(atom, Literal) else atom for atom in outputs]
+
+
+def _constant(literal: Literal) -> Constant:
+  """A literal as an output: other than a literal, it has an identity."""
+  return Constant(jax.numpy.asarray(literal.val, literal.aval.dtype))
 
 
 def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
@@ -207,6 +213,20 @@ def finder(primitive: Primitive) -> Callable[[Any], bool]:
   return occurs
 
 
+def found_in(jaxprs: Iterable[Any], primitive: Primitive) -> Iterator[Any]:
+  """The equations of a primitive in jaxprs, at any depth."""
+  for jaxpr in jaxprs:
+    for equation in compat.opened(jaxpr).equations:
+      if equation.primitive is primitive:
+        yield equation
+      yield from found_in(compat.jaxprs_in(equation.params), primitive)
+
+
+def called(equation: Equation) -> str:
+  """An operation with other operations in it, as users know it: `scan at model.py:7`."""
+  return f'{"remat" if equation.name in REMATS else equation.name} at {equation.place}'
+
+
 def has_effects(jaxpr: Any) -> bool:
   """Whether running a jaxpr does something beside making its outputs."""
   return bool(getattr(jaxpr, 'effects', ()))
@@ -237,7 +257,7 @@ def run(equations: Sequence[Equation], known: dict[Value, Any], outputs: Sequenc
   """Evaluates equations, in a trace or outside of one; `known` has the values that they do not make."""
 
   def read(atom: Atom) -> Any:
-    return atom.val if isinstance(atom, Literal) else known[atom]
+    return _number(atom) if isinstance(atom, Literal) else known[atom]
 
   for equation in equations:
     results = compat.bind(
@@ -245,6 +265,15 @@ def run(equations: Sequence[Equation], known: dict[Value, Any], outputs: Sequenc
     )
     known.update(zip(equation.outputs, results, strict=True))
   return [read(atom) for atom in outputs]
+
+
+def _number(literal: Literal) -> Any:
+  """A literal's value: one of weak type has to be a number of Python's, or results would not be weak."""
+  value = np.asarray(literal.val)
+  if not literal.aval.weak_type or value.ndim:
+    return literal.val
+  number = value.item()
+  return number if jax.dtypes.result_type(number) == value.dtype else literal.val
 
 
 def abstract(atom: Atom) -> jax.ShapeDtypeStruct:

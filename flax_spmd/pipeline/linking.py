@@ -152,7 +152,11 @@ class Linker:
     for kind, stage, slot in key:
       task = self._programs.tasks[kind, stage]  # type: ignore[index]
       for one in task.equations:
-        known = {value: self._inner(value, slot, names, ports) for value in one.values}
+        known = {
+          value: self._inner(value, slot, names, ports)
+          for value in one.values
+          if not isinstance(value, Constant)
+        }
         made = [names.setdefault((value, slot), Value(value.aval)) for value in one.outputs]
         equations.append(dataclasses.replace(one.replaced(known), outputs=made))
       for value in task.outputs:
@@ -174,8 +178,6 @@ class Linker:
 
   def _inner(self, value: Value, slot: int, names: dict[Port, Value], ports: dict[Value, Port]) -> Value:
     """What a value is called in a unit: values of other microbatches are other values."""
-    if isinstance(value, Constant):
-      return value
     own = value in self._maker or value in self._joined.slices
     port = value, slot if own else 0
     if port not in names:

@@ -19,6 +19,7 @@ from jax import lax
 from flax_spmd import compat
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import equations as eq
+from flax_spmd.pipeline.cutting import Body
 from flax_spmd.pipeline.equations import Atom, Equation, Value
 from flax_spmd.pipeline.reading import Loop, Step
 from flax_spmd.pipeline.splitting import Accumulator, Programs
@@ -55,10 +56,10 @@ class Joined(NamedTuple):
 
 def join(step: Step, programs: Programs, rank_of: Callable[[int], int]) -> Joined:
   """Joins the rest of a step to the programs of its loop."""
-  loop, maker = step.loop, programs.made_by()
+  loop, body, maker = step.loop, programs.body, programs.made_by()
   before: list[Equation] = []
   slices = {}
-  for value, whole in zip(loop.body.slices, loop.batch, strict=True):
+  for value, whole in zip(body.slices, loop.batch, strict=True):
     cuts, slices[value] = eq.traced(lambda x: [x[i] for i in range(loop.count)], whole)
     before += cuts
   known: dict[Value, Atom] = {}
@@ -67,26 +68,34 @@ def join(step: Step, programs: Programs, rank_of: Callable[[int], int]) -> Joine
   start: dict[Accumulator, Value] = {}
   final: dict[Accumulator, Value] = {}
   for accumulator in programs.accumulators:
-    begin = jnp.copy if accumulator.first else jnp.zeros_like  # its memory is used again: it is its own
-    made, [start[accumulator]] = eq.traced(lambda x: [begin(x)], loop.starts[accumulator.origin])
+    begin = _copied if accumulator.first else _zeros  # its memory is used again, so it is its own
+    made, [start[accumulator]] = eq.traced(begin, loop.starts[accumulator.origin])
     before += made
     final[accumulator] = Value(accumulator.before.aval)
     home[final[accumulator]] = rank_of(accumulator.task[1])
   for origin, whole in enumerate(loop.finals):
     parts = [final[one] for one in programs.accumulators if one.origin == origin]
-    known[whole] = _total(parts, after) if parts else _unchanged(loop, origin)
+    known[whole] = _total(parts, after) if parts else _unchanged(loop, programs, origin)
   kept: dict[Value, list[Value]] = {}
-  for value, stack in zip(loop.body.kept, loop.stacks, strict=True):
+  for value, stack in zip(body.kept, loop.stacks, strict=True):
     if value in maker:
       if value not in kept:
         kept[value] = [Value(value.aval) for _ in range(loop.count)]
         home.update(dict.fromkeys(kept[value], rank_of(maker[value][1])))
       known[stack] = kept[value][0] if loop.once else _stacked(kept[value], after)
     else:
-      known[stack] = _same_each_time(loop, value, slices, before)
+      known[stack] = _same_each_time(loop, body, value, before)
   rest = [one.replaced(known) for one in step.equations]
   results = [eq.lookup(known, atom) for atom in step.results]
-  return Joined([*before, *after, *rest], slices, start, final, kept, results, loop.body.invariants, home)
+  return Joined([*before, *after, *rest], slices, start, final, kept, results, body.invariants, home)
+
+
+def _copied(x: Any) -> list[Any]:
+  return [jnp.copy(x)]
+
+
+def _zeros(x: Any) -> list[Any]:
+  return [jnp.zeros_like(x)]
 
 
 def _total(parts: list[Value], equations: list[Equation]) -> Value:
@@ -98,9 +107,10 @@ def _total(parts: list[Value], equations: list[Equation]) -> Value:
   return total
 
 
-def _unchanged(loop: Loop, origin: int) -> Atom:
+def _unchanged(loop: Loop, programs: Programs, origin: int) -> Atom:
   """A carried value that no task updates: as it came in, or what every pass sets it to."""
-  before, after = loop.body.carried[origin], loop.body.updated[origin]
+  number = programs.origins.index(origin)
+  before, after = programs.body.carried[number], programs.body.updated[number]
   return loop.starts[origin] if after is before else after
 
 
@@ -110,14 +120,14 @@ def _stacked(values: list[Value], equations: list[Equation]) -> Value:
   return stack
 
 
-def _same_each_time(loop: Loop, value: Atom, slices, equations: list[Equation]) -> Atom:
+def _same_each_time(loop: Loop, body: Body, value: Atom, equations: list[Equation]) -> Atom:
   """A result of every pass that no task computes: the batch itself, or the same each time."""
-  if value in slices:
-    return loop.batch[loop.body.slices.index(value)]
-  if value in loop.body.carried:
+  if value in body.slices:
+    return loop.batch[body.slices.index(value)]
+  if value in body.carried:
     raise PipelineError(
-      'The microbatch loop returns a value that it carries, of every pass.\n'
-      'Fix: return it after the last pass only.'
+      f'The microbatch loop at {loop.place} returns a value of every pass that it carries: '
+      f'{value.aval.str_short()}.\nFix: return it after the last pass only.'
     )
   made, [stack] = eq.traced(lambda x: [jnp.broadcast_to(x, (loop.count, *jnp.shape(x)))], value)
   equations += made

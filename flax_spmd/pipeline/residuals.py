@@ -179,6 +179,8 @@ class _Graph:
 
   def side(self) -> set[Hashable]:
     """The nodes on this side of the cut. Capacities are rounded to what 32 bits can tell apart."""
+    if not self._edges:
+      return set()
     finite = [capacity for capacity in self._edges.values() if capacity < float('inf')]
     scale = min(1.0, 2**29 / max(sum(finite), 1))
     rows, columns = np.array(list(self._edges), np.int32).T

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd import compat
+from flax_spmd.pipeline.crew import Crew
 from flax_spmd.pipeline.equations import Atom, Constant, Value
 from flax_spmd.pipeline.executables import Compiler, Executable
 from flax_spmd.pipeline.linking import Call, Linked, Place, Send, Unit
@@ -31,6 +32,7 @@ class Instruction(NamedTuple):
     inputs, outputs: the numbers of the registers.
     dead: registers that nobody reads after this.
     rank: the one that runs it, or that it sends from.
+    sends: whether it sends.
     step: the tasks that it is, if it is of the loop.
   """
 
@@ -39,13 +41,23 @@ class Instruction(NamedTuple):
   outputs: tuple[int, ...]
   dead: tuple[int, ...]
   rank: int
-  step: Step | None = None
+  sends: bool
+  step: Step | None
+
+  def run(self, registers: list[Any]) -> None:
+    """Does it."""
+    results = self.function(*[registers[number] for number in self.inputs])
+    for number, result in zip(self.outputs, results):
+      registers[number] = result
+    for number in self.dead:
+      registers[number] = None
 
 
 class Argument(NamedTuple):
-  """Where an argument is used: a register and a sharding for each rank."""
+  """Where an argument is used: a register and a sharding for each of its ranks."""
 
   uses: tuple[tuple[int, NamedSharding], ...]
+  ranks: tuple[int, ...]
 
 
 class Result(NamedTuple):
@@ -67,6 +79,7 @@ class Machine:
     results: where each comes from.
     constants: registers that are filled from the beginning.
     size: how many registers there are.
+    crew: the threads that run it; None: the caller's.
   """
 
   code: list[Instruction]
@@ -74,15 +87,16 @@ class Machine:
   results: list[Result]
   constants: dict[int, jax.Array]
   size: int
+  crew: Crew | None
 
   def __call__(self, leaves: Sequence[Any]) -> list[Any]:
     """Runs the step on its arguments' leaves."""
     registers = self._loaded(leaves)
-    for function, inputs, outputs, dead, _, _ in self.code:
-      for number, result in zip(outputs, function(*[registers[each] for each in inputs])):
-        registers[number] = result
-      for number in dead:
-        registers[number] = None
+    if self.crew is not None:
+      self.crew.run(registers)
+    else:
+      for instruction in self.code:
+        instruction.run(registers)
     return [self._result(one, registers, leaves) for one in self.results]
 
   def measured(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Task, float]]:
@@ -144,6 +158,7 @@ def assemble(
   arguments: Sequence[Value],
   results: Sequence[Atom],
   joint: Callable[[Sequence[int]], Any],
+  threads: bool,
 ) -> Machine:
   """Gives every place a register, and every register an end.
 
@@ -153,6 +168,7 @@ def assemble(
     executables: of the units.
     arguments, results: those of the step.
     joint: from ranks to the mesh of all of them.
+    threads: whether each rank has a thread of its own.
   """
   registers: dict[Place, int] = {}
 
@@ -185,10 +201,11 @@ def assemble(
         tuple(map(register, outputs)),
         tuple(ends.get(number, ())),
         rank,
+        isinstance(one, Send),
         step,
       )
     )
-  uses: dict[Value, list[tuple[int, NamedSharding]]] = {}
+  uses: dict[Value, list[tuple[int, Place]]] = {}
   constants: dict[int, jax.Array] = {}
   made = {place for one in linked.calls if isinstance(one, Call) for place in one.outputs}
   made.update(place for one in linked.calls if not isinstance(one, Call) for place in one.arrived)
@@ -196,7 +213,7 @@ def assemble(
     if isinstance(place[0], Constant):
       constants[number] = jax.device_put(place[0].array, compiler.sharding(place))
     elif place not in made:
-      uses.setdefault(place[0], []).append((number, compiler.sharding(place)))
+      uses.setdefault(place[0], []).append((number, place))
   given = {value: number for number, value in enumerate(arguments)}
 
   def result(atom: Atom) -> Result:
@@ -214,5 +231,12 @@ def assemble(
     return Result(tuple(map(register, places)), sharding)
 
   found = [result(atom) for atom in results]
-  taken = [Argument(tuple(uses.get(value, ()))) for value in arguments]
-  return Machine(code, taken, found, constants, len(registers))
+  taken = [
+    Argument(
+      tuple((number, compiler.sharding(place)) for number, place in uses.get(value, ())),
+      tuple(rank for _, (_, _, rank) in uses.get(value, ())),
+    )
+    for value in arguments
+  ]
+  crew = Crew(code) if threads else None
+  return Machine(code, taken, found, constants, len(registers), crew)

@@ -127,10 +127,9 @@ class Schedule(abc.ABC):
       ['fwd_2__0', 'fwd_2__1', 'fwd_2__2', 'bwd_2__0', 'fwd_2__3', 'bwd_2__1', 'bwd_2__2', 'bwd_2__3']
     """
     if not self.takes(at_least_one(microbatches, 'microbatches')):
-      nearest = self._nearest(microbatches)
+      nearest = self.nearest(microbatches)
       raise PipelineError(
-        f'{self.objection(microbatches)}\n'
-        f'Fix: use {nearest} microbatch{"" if nearest == "1" else "es"}.'
+        f'{self.objection(microbatches)}\nFix: use {nearest} microbatch{"" if nearest == "1" else "es"}.'
       )
     return tuple(tuple(self._order(rank, microbatches)) for rank in range(self.ranks))
 
@@ -227,7 +226,7 @@ class Schedule(abc.ABC):
     """Why it is not made for so many microbatches."""
     return None
 
-  def _nearest(self, microbatches: int) -> str:
+  def nearest(self, microbatches: int) -> str:
     """The nearest numbers on either side that it is made for."""
     counts = range(microbatches - 1, 0, -1), range(microbatches + 1, 2 * microbatches + 4 * self.stages)
     nearest = (next((n for n in side if not self._objection(n)), None) for side in counts)
@@ -295,6 +294,6 @@ def check_schedule(schedule: Any, of: str) -> None:
   """
   if schedule is not None and not isinstance(schedule, Schedule):
     raise PipelineError(
-      f'{of}: schedule={schedule!r} is no schedule.\n'
+      f'{of}: schedule={getattr(schedule, "__name__", repr(schedule))} is no schedule.\n'
       'Fix: pass one, such as schedule=OneFOneB(ranks=4); how results are combined is op=...'
     )

@@ -23,7 +23,8 @@ from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline import residuals
 from flax_spmd.pipeline.cutting import Body, Cut
 from flax_spmd.pipeline.equations import Atom, Equation, Value
-from flax_spmd.pipeline.tasks import Kind
+from flax_spmd.pipeline.fitting import few
+from flax_spmd.pipeline.tasks import KINDS, Kind
 
 Key: TypeAlias = tuple[Kind, int]
 _SPLIT_FROM = 1024  # bytes; a smaller sum is not worth one for each stage
@@ -74,11 +75,13 @@ class Programs(NamedTuple):
     tasks: by kind and stage; a stage that has nothing to do is left out.
     accumulators: what is carried.
     body: the body that was split.
+    origins: per value that it carries, the place among those that the loop carries.
   """
 
   tasks: dict[Key, TaskProgram]
   accumulators: list[Accumulator]
   body: Body
+  origins: list[int]
 
   def made_by(self) -> dict[Value, Key]:
     """The task that each value comes from."""
@@ -113,7 +116,8 @@ def split(cut: Cut, weights_apart: bool) -> Programs:
   if weights_apart and cut.line.backward:
     tasks = [part for task in tasks for part in _weights_apart(task, tasks)]
   programs = {task.key: task for task in tasks if task.equations}
-  return Programs(programs, _accumulators(cut.body, programs, origins), cut.body)
+  accumulators = _accumulators(cut.body, programs, origins)
+  return Programs(programs, accumulators, cut.body, [origin for origin, _ in origins])
 
 
 # -- sums that several stages add to
@@ -291,21 +295,29 @@ def _accumulators(
   for key, task in tasks.items():
     for value in task.inputs:
       users[value].add(key)
-  found = []
+  found, problems = [], []
   for before, after, (origin, first) in zip(body.carried, body.updated, origins, strict=True):
     task = maker.get(after)
-    strange = users[before] - {task}
-    if strange or (task is None and users[before]) or after in body.slices:
-      raise PipelineError(
-        f'A value that the loop carries ({before.aval.str_short()}) is updated by {_say(task)} and read by '
-        f'{", ".join(sorted(map(_say, strange))) or "none"}: a pipeline runs these on different '
-        'microbatches at once.\nFix: carry only sums, maxima and what one stage has for itself; pass the '
-        'rest in with the batch.'
+    others = users[before] - {task}
+    if others or after in body.slices:
+      reads = (
+        ' and '.join(map(_say, sorted(others, key=lambda key: (KINDS.index(key[0]), key[1]))))
+        or 'nobody'
       )
+      sets = 'the batch' if after in body.slices else _say(task)
+      problems.append(f'  {before.aval.str_short()}: set by {sets}, read by {reads}')
     if task is not None:
       found.append(Accumulator(before, after, task, origin, first))
+  if problems:
+    raise PipelineError(
+      'The microbatch loop carries values from one microbatch to the next that no single task has to '
+      'itself, and a pipeline runs tasks of several microbatches at once:\n'
+      + few(problems)
+      + '\nFix: carry sums, maxima and what one stage has for itself; pass what each microbatch needs '
+      'with the batch, and update parameters after the loop.'
+    )
   return found
 
 
 def _say(key: Key | None) -> str:
-  return 'the loop itself' if key is None else f'{key[0]} of stage {key[1]}'
+  return 'no task' if key is None else f'{key[0]} of stage {key[1]}'

@@ -13,8 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_spmd.compat import from_shards
 from flax_spmd.errors import PipelineError, did_you_mean
 from flax_spmd.mesh import axis_sizes, describe
+from flax_spmd.pipeline.fitting import few
 from flax_spmd.resolution import rule_text
 from flax_spmd.rules import Rules
 
@@ -32,10 +34,11 @@ def check_axis(mesh: Any, rules: Rules, axis: str) -> None:
     PipelineError: the mesh is abstract or lacks the axis, it is an Explicit one, or rules use it.
   """
   sizes = axis_sizes(mesh)
-  if axis not in sizes:
+  if not isinstance(axis, str) or axis not in sizes:
     raise PipelineError(
-      f'The mesh {describe(mesh)} has no axis {axis!r}.{did_you_mean(axis, sizes)}\n'
-      f"Fix: make a mesh with an axis for the stages, Layout({{'{axis}': 4, ...}}, rules), or name it: axis='...'."
+      f'The mesh {describe(mesh)} has no axis {axis!r}.{did_you_mean(str(axis), sizes)}\n'
+      "Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or say by "
+      'axis=... which one it is.'
     )
   if not isinstance(mesh, Mesh):
     raise PipelineError(
@@ -45,12 +48,12 @@ def check_axis(mesh: Any, rules: Rules, axis: str) -> None:
   if AxisType.Explicit in mesh.axis_types:
     raise PipelineError(
       f'The mesh {describe(mesh)} has Explicit axes, and stages are cut from programs that have none.\n'
-      "Fix: make the mesh with axis_types='auto'."
+      'Fix: make the mesh with axis_types=AxisType.Auto, which is what make_mesh does.'
     )
   found = [
     f'  rule {rule_text(rule)} {clause!r}'
     for rule, clause in rules.all_rules(annotations=True)
-    if axis in _axes_in(clause)
+    if axis in _axes_in(clause[1] if isinstance(clause, tuple) else clause)
   ]
   if found:
     raise PipelineError(
@@ -65,10 +68,37 @@ def _axes_in(clause: Any) -> set[str]:
   if isinstance(clause, str):
     return {clause}
   if isinstance(clause, (tuple, list, PartitionSpec)):
-    return set().union(*map(_axes_in, clause)) if len(clause) else set()
-  if isinstance(clause, Rules):
-    return set().union(*(_axes_in(inner) for _, inner in clause.all_rules()))
+    return set().union(*map(_axes_in, clause))
   return _axes_in(clause.axes) if hasattr(clause, 'axes') else set()
+
+
+def check_places(
+  named: Sequence[tuple[str, Any]], shardings: Sequence[Any], mesh: Mesh, axis: str, what: str
+) -> None:
+  """Raises if arrays are to lie over the axis of the stages, or on devices that are not the mesh's.
+
+  Raises:
+    PipelineError: names every such array.
+  """
+  found = [(name, sharding) for (name, _), sharding in zip(named, shardings, strict=True) if sharding]
+  foreign = [
+    f'  {name}: {sharding}'
+    for name, sharding in found
+    if not isinstance(sharding, NamedSharding) or not set(sharding.mesh.axis_names) <= set(mesh.shape)
+  ]
+  if foreign:
+    raise PipelineError(
+      f'{what} are given places that are not on the mesh {describe(mesh)}:\n'
+      + few(foreign)
+      + '\nFix: give a PartitionSpec, or a NamedSharding on a mesh with the same axes.'
+    )
+  staged = [f'  {name}: {sharding.spec}' for name, sharding in found if axis in _axes_in(sharding.spec)]
+  if staged:
+    raise PipelineError(
+      f'{what} are laid over {axis!r}, the axis of the stages, which a stage has only 1 of:\n'
+      + few(staged)
+      + '\nFix: lay them over other axes; which stage an array is on follows from its use.'
+    )
 
 
 def spec_of(array: Any, axis: str, sizes: Any) -> PartitionSpec:
@@ -103,12 +133,10 @@ def view(array: jax.Array, sharding: NamedSharding) -> jax.Array | None:
   if any(here[device] != index for device, index in there.items()):
     return None
   parts = {shard.device: shard.data for shard in array.addressable_shards}
-  return jax.make_array_from_single_device_arrays(
-    array.shape, sharding, [parts[device] for device in there if device in parts]
-  )
+  return from_shards(array, sharding, [parts[device] for device in there if device in parts])
 
 
 def union(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
   """One array of what is the same on several ranks; nothing is copied."""
   shards = [shard.data for part in parts for shard in part.addressable_shards]
-  return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, shards)
+  return from_shards(parts[0], sharding, shards)
