@@ -120,7 +120,9 @@ def preflight(
     sum(saved.leaves[path].bytes for path in sources),
     per_device,
     at_once,
-    per_device >= total > 0 and _was_sharded(saved.leaves) and _could_shard(target.values),
+    per_device >= total > 0
+    and any(map(_was_sharded, saved.leaves.values()))
+    and _could_shard(target.values),
   )
 
 
@@ -176,8 +178,8 @@ def _free_bytes(values: Mapping[str, Any]) -> int | None:
   return min(free, default=None)
 
 
-def _was_sharded(saved: Mapping[str, Leaf]) -> bool:
-  return any(any(axis is not None for axis in leaf.spec or ()) for leaf in saved.values())
+def _was_sharded(leaf: Leaf) -> bool:
+  return leaf.spec is not None and any(axis is not None for axis in leaf.spec)
 
 
 def _replicated(saved: Side, target: Target, routes: Mapping[str, Route]) -> list[str]:
@@ -185,8 +187,7 @@ def _replicated(saved: Side, target: Target, routes: Mapping[str, Route]) -> lis
   paths = [
     path
     for path, route in routes.items()
-    if any(_was_sharded({at: saved.leaves[at]}) for at in route.sources)
-    and _is_whole(target.values[path])
+    if any(_was_sharded(saved.leaves[at]) for at in route.sources) and _is_whole(target.values[path])
   ]
   more = f' and {len(paths) - _SHOWN} more' if len(paths) > _SHOWN else ''
   return [f'Sharded when saved, now whole on every device: {", ".join(paths[:_SHOWN])}{more}.'] * bool(
@@ -215,11 +216,13 @@ def _no_longer_sharded(saved: Side, target: Target) -> list[str]:
 
 def _is_whole(value: Any) -> bool:
   sharding = getattr(value, 'sharding', None)
-  return (
-    sharding is not None
-    and len(sharding.device_set) > 1
-    and sharding.shard_shape(value.shape) == value.shape
-  )
+  return sharding is not None and _has_whole(sharding, tuple(value.shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_whole(sharding: Any, shape: tuple[int, ...]) -> bool:
+  """Whether each of several devices has all of an array."""
+  return len(sharding.device_set) > 1 and sharding.shard_shape(shape) == shape
 
 
 def _could_shard(values: Mapping[str, Any]) -> bool:
