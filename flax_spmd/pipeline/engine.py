@@ -36,7 +36,7 @@ from flax_spmd.pipeline.fitting import (
   named_leaves,
   said_of,
 )
-from flax_spmd.pipeline.linking import Linked, Linker, Unit
+from flax_spmd.pipeline.linking import Linked, Linker, Timed, Unit
 from flax_spmd.pipeline.lying import Kinds
 from flax_spmd.pipeline.outside import Joined
 from flax_spmd.pipeline.placing import placed
@@ -44,7 +44,6 @@ from flax_spmd.pipeline.reading import Loop, Step
 from flax_spmd.pipeline.running import Machine, assemble
 from flax_spmd.pipeline.schedules import Schedule, check_schedule
 from flax_spmd.pipeline.splitting import Programs
-from flax_spmd.pipeline.tasks import Step as ScheduledStep
 from flax_spmd.pipeline.tasks import Task
 from flax_spmd.rules import Rules
 
@@ -242,17 +241,17 @@ class Traced:
     schedule = step.loop.schedule or self._schedule
     order, owners, title = self._order(step.loop, schedule)
     turn = _turns(order, len(owners) - 1)
-    split = any(task.kind == 'wgrad' for each in order for task in each.tasks)
+    split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
     cut = cutting.cut(step.loop.body, len(owners), title, turn, split)
     programs = splitting.split(cut, split)
     joined = outside.join(step, programs, owners.__getitem__)
-    linked = Linker(joined, outside.place(joined), programs, order, owners, step.arguments).link()
+    placed_ = outside.place(joined)
+    told = len({device.process_index for device in self._mesh.devices.flat}) > 1
+    linked = Linker(joined, placed_, programs, order, owners, step.arguments, told).link()
     times = {**self.times, 'plan': time.perf_counter() - begin}
     return Lowered(self, step, programs, joined, linked, schedule, times)
 
-  def _order(
-    self, loop: Loop, schedule: Schedule | None
-  ) -> tuple[list[ScheduledStep], tuple[int, ...], str]:
+  def _order(self, loop: Loop, schedule: Schedule | None) -> tuple[list[Timed], tuple[int, ...], str]:
     """What is run in which order, the rank of each stage, and what all that is called."""
     ranks = len(self._meshes)
     if schedule is not None and schedule.ranks != ranks:
@@ -262,7 +261,8 @@ class Traced:
       )
     if loop.once:
       owners = schedule.owners if schedule is not None else _owners_of(loop, ranks, self._axis)
-      return [Task('fwd', stage, 0) for stage in range(len(owners))], owners, 'this pipeline'
+      once = [Timed(Task('fwd', stage, 0), stage, stage + 1) for stage in range(len(owners))]
+      return once, owners, 'this pipeline'
     if schedule is None:
       raise PipelineError(
         f'The microbatch loop at {loop.place} has no schedule.\n'
@@ -286,9 +286,10 @@ def _owners_of(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
   return placed(ranks, stages // ranks, 'loop')
 
 
-def _turns(order: Sequence[ScheduledStep], last: int) -> bool:
+def _turns(order: Sequence[Timed], last: int) -> bool:
   """Whether the rank of the last stage goes back with each microbatch right away."""
-  tasks = [task for step in order for task in step.tasks if task.stage == last and task.kind != 'wgrad']
+  tasks = [task for one in order for task in one.step.tasks]
+  tasks = [task for task in tasks if task.stage == last and task.kind != 'wgrad']
   pairs = zip(tasks[::2], tasks[1::2])
   return len(tasks) % 2 == 0 and all(
     (one.kind, other.kind) == ('fwd', 'bwd') and one.microbatch == other.microbatch

@@ -11,22 +11,24 @@ it when its memory can go.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline.equations import Constant, Equation, Value
 from flax_spmd.pipeline.outside import Joined, Placed
+from flax_spmd.pipeline.simulation import Run
 from flax_spmd.pipeline.splitting import Accumulator, Programs
 from flax_spmd.pipeline.tasks import Step as ScheduledStep
-from flax_spmd.pipeline.tasks import Task
 
 Place: TypeAlias = tuple[Value, int | None, int]
 Port: TypeAlias = tuple[Value, int]  # a value, and of which of a unit's microbatches
 _LARGE_RESULT = (
   1 << 16
 )  # bytes; a result that needs no stage is on every rank that could make it up to here
+_SMALL_RESULT = 1 << 10  # bytes; what every process is told: losses, norms
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,13 +51,21 @@ class Unit:
   ports: dict[Value, Port] = dataclasses.field(default_factory=dict)
 
 
+class Timed(NamedTuple):
+  """What a schedule runs, and when it would if all tasks took equally long."""
+
+  step: ScheduledStep
+  start: float
+  end: float
+
+
 class Call(NamedTuple):
-  """A run of a unit."""
+  """A run of a unit; `when` is None for one that is outside of the loop."""
 
   unit: Unit
   inputs: list[Place]
   outputs: list[Place]
-  step: ScheduledStep | None = None
+  when: Timed | None = None
 
 
 class Send(NamedTuple):
@@ -88,9 +98,10 @@ class Linker:
   Args:
     joined, placed: the rest of the step.
     programs: the tasks.
-    order: what the schedule runs, over all ranks.
+    order: what the schedule runs, over all ranks, by its start.
     owners: per stage, its rank.
     arguments: those of the step.
+    told: whether small results are sent to all ranks, since these are several processes'.
   """
 
   def __init__(
@@ -98,12 +109,13 @@ class Linker:
     joined: Joined,
     placed: Placed,
     programs: Programs,
-    order: Sequence[ScheduledStep],
+    order: Sequence[Timed],
     owners: Sequence[int],
     arguments: Iterable[Value],
+    told: bool = False,
   ):
     self._joined, self._placed, self._programs = joined, placed, programs
-    self._order, self._owners = order, owners
+    self._order, self._owners, self._told = order, owners, told
     self._arguments = set(arguments)
     self._ranks = range(max(owners) + 1)
     self._maker = programs.made_by()
@@ -112,23 +124,23 @@ class Linker:
     self._users = _users(programs)
     self._units: dict[tuple[tuple[str, int, int], ...], Unit] = {}
     self._passes: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
-    self._runs = Counter((task.kind, task.stage) for step in order for task in step.tasks)
+    self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
 
   def link(self) -> Linked:
     """The whole step."""
     starts = {rank: self._placed.closure(self._needed_by_loop(rank)) for rank in self._ranks}
     ends, results = self._ends(starts)
     calls = [self._call_once(unit) for unit in self._starts(starts, ends)]
-    calls += [call for step in self._order for call in self._loop_call(step)]
+    calls += [call for timed in self._order for call in self._loop_call(timed)]
     calls += [self._call_once(unit) for unit in self._limited(ends, results)]
     found = {value: [(value, None, rank) for rank in ranks] for value, ranks in results.items()}
-    return Linked(_with_sends(calls), found)
+    return Linked(_with_sends(calls, found), found)
 
   # -- the loop
 
-  def _loop_call(self, step: ScheduledStep) -> list[Call]:
+  def _loop_call(self, timed: Timed) -> list[Call]:
     """A scheduled step as a call, if there is something to do."""
-    tasks = [task for task in step.tasks if (task.kind, task.stage) in self._programs.tasks]
+    tasks = [task for task in timed.step.tasks if (task.kind, task.stage) in self._programs.tasks]
     if not tasks:
       return []
     slots = list(dict.fromkeys(task.microbatch for task in tasks))
@@ -140,7 +152,7 @@ class Linker:
     for accumulator in {self._after[one]: None for one, _ in unit.ports.values() if one in self._after}:
       self._passes[accumulator] += sum((one.kind, one.stage) == accumulator.task for one in tasks)
     outputs = [self._place(*unit.ports[value], slots, unit.rank) for value in unit.outputs]
-    return [Call(unit, inputs, outputs, step)]
+    return [Call(unit, inputs, outputs, timed)]
 
   def _unit(self, key: tuple[tuple[str, int, int], ...]) -> Unit:
     """The unit of tasks that run as one program; `key` has kind, stage and which microbatch of each."""
@@ -247,7 +259,9 @@ class Linker:
   def _ranks_of(self, value: Value, uses: Mapping[int, set[Value]]) -> list[int]:
     """The ranks that a result is on: where it is made, or where its arguments are used anyway."""
     if value in self._placed.home:
-      return [self._placed.home[value]]
+      home = self._placed.home[value]
+      others = [rank for rank in self._ranks if rank != home]
+      return [home, *others] if self._told and value.bytes <= _SMALL_RESULT else [home]
     needs = set(eq.free_values(self._placed.closure([value])))
     ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
     ranks = ranks or list(self._ranks)
@@ -299,33 +313,46 @@ def _users(programs: Programs) -> dict[Value, list[tuple[str, int]]]:
   return users
 
 
-def _with_sends(calls: Sequence[Call]) -> list[Call | Send]:
-  """The calls, and after each what other ranks need of its results."""
-  made = {place for call in calls for place in call.outputs}
+def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Place]]) -> list[Call | Send]:
+  """The calls, and what other ranks need of their results, in the order of time.
+
+  A result is sent when its task ends. So a rank that waits for it when its turn comes, as processes do,
+  has nothing else that it could run.
+  """
   makers: dict[tuple[Value, int | None], set[int]] = defaultdict(set)
-  for value, microbatch, rank in made:
-    makers[value, microbatch].add(rank)
-  wanted: dict[tuple[Value, int | None], dict[int, None]] = defaultdict(dict)
   for call in calls:
-    for value, microbatch, rank in call.inputs:
+    for value, microbatch, rank in call.outputs:
+      makers[value, microbatch].add(rank)
+  wanted: dict[tuple[Value, int | None], dict[int, None]] = defaultdict(dict)
+  for places in (*(call.inputs for call in calls), *results.values()):
+    for value, microbatch, rank in places:
       if makers[value, microbatch] and rank not in makers[value, microbatch]:
         wanted[value, microbatch][rank] = None
-  found: list[Call | Send] = []
+  timed: list[tuple[tuple[float, bool], Call | Send]] = []
   for call in calls:
-    found.append(call)
     sends: dict[int, list[Place]] = defaultdict(list)
     for value, microbatch, rank in call.outputs:
       if rank == min(makers[value, microbatch]):
         for other in wanted[value, microbatch]:
           sends[other].append((value, microbatch, rank))
-    found += [Send(places, rank) for rank, places in sends.items()]
-  return found
+    begin, end = _times(call, timed)
+    timed.append((begin, call))
+    timed += [(end, Send(places, rank)) for rank, places in sends.items()]
+  return [one for _, one in sorted(timed, key=lambda item: item[0])]
 
 
-def timeline(runs: Iterable[Iterable[NamedTuple]]) -> list[ScheduledStep]:
-  """What all ranks run, in the order in which it starts."""
-  steps = [(run.start, rank, run.step) for rank, each in enumerate(runs) for run in each]  # type: ignore[attr-defined]
-  return [step for _, _, step in sorted(steps, key=lambda item: item[:2])]
+def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple[float, bool]]:
+  """When a call comes, and what it sends: of the loop by time, what ends before what begins; what is
+  before the loop first, and what is after it last, one by one.
+  """
+  if call.when is not None:
+    return (call.when.start, True), (call.when.end, False)
+  begun = any(isinstance(one, Call) and one.when is not None for _, one in before)
+  at = math.inf if begun else -math.inf
+  return (at, True), (at, True)
 
 
-__all__ = ['Call', 'Linked', 'Linker', 'Place', 'Send', 'Task', 'Unit', 'timeline']
+def timeline(runs: Iterable[Iterable[Run]]) -> list[Timed]:
+  """What all ranks run, by its start."""
+  found = [Timed(run.step, run.start, run.end) for each in runs for run in each]
+  return sorted(found, key=lambda one: one.start)

@@ -190,7 +190,7 @@ def assemble(
   for number, one in enumerate(linked.calls):
     if isinstance(one, Call):
       function, inputs, outputs = executables[one.unit].compiled, one.inputs, one.outputs
-      rank, step = one.unit.rank, one.step
+      rank, step = one.unit.rank, one.when and one.when.step
     else:
       function, inputs, outputs = _sender(one, compiler), one.places, one.arrived
       rank, step = one.places[0][2], None
