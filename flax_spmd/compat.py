@@ -205,12 +205,12 @@ class Sender:
     )
 
 
-def from_shards(like: jax.Array, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
-  """An array of the shape, dtype and weak type of another one, of shards that exist.
+def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
+  """An array of the shape, dtype and weak type of another one, of those of its shards that are here.
 
   `jax.make_array_from_single_device_arrays` forgets the weak type.
   """
   if not getattr(like, 'weak_type', False):  # keys have none
-    return jax.make_array_from_single_device_arrays(like.shape, sharding, shards)
+    return jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)
   aval = jax.core.ShapedArray(like.shape, like.dtype, weak_type=True)
   return array.ArrayImpl(aval, sharding, list(shards), committed=True)

@@ -83,6 +83,23 @@ def exchange(
   return [(processes, asked.text(number, processes[0])) for processes in groups]
 
 
+def tell(topic: str, text: str) -> None:
+  """Says a text once, to whoever asks for the topic."""
+  _service().key_value_set(f'flax_spmd/told/{topic}', text)
+
+
+def told(topic: str, process: int, *, timeout: float = TIMEOUT) -> str:
+  """The text that a process tells; waits until it is there.
+
+  Raises:
+    LayoutError: it did not come in time.
+  """
+  asked = _Asked(_service(), 'flax_spmd/told', (process,), CALLS, timeout)
+  text = asked.get(topic, timeout)
+  asked.check_came([process] if text is None else [])
+  return text or ''
+
+
 @functools.cache
 def _numbers(topic: str, members: tuple[int, ...]) -> Iterator[int]:
   """Numbers the exchanges, so that the processes' first meets the others' first, and so on."""

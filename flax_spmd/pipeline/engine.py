@@ -25,6 +25,7 @@ from flax_spmd.arguments import Arguments
 from flax_spmd.context import InForce, scope
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import cutting, linking, outside, reading, splitting, submeshes
+from flax_spmd.pipeline.assembling import Assembler
 from flax_spmd.pipeline.birth import born
 from flax_spmd.pipeline.equations import Value
 from flax_spmd.pipeline.executables import Compiler, Executable
@@ -41,7 +42,7 @@ from flax_spmd.pipeline.lying import Kinds
 from flax_spmd.pipeline.outside import Joined
 from flax_spmd.pipeline.placing import placed
 from flax_spmd.pipeline.reading import Loop, Step
-from flax_spmd.pipeline.running import Machine, assemble
+from flax_spmd.pipeline.running import Machine
 from flax_spmd.pipeline.schedules import Schedule, check_schedule
 from flax_spmd.pipeline.splitting import Programs
 from flax_spmd.pipeline.tasks import Task
@@ -327,10 +328,8 @@ class Lowered:
       {value for value, donated in zip(step.arguments, traced._donations, strict=True) if donated},
     )
     executables = compiler.compile()
-    joint = functools.partial(submeshes.submesh, traced._mesh, traced._axis)
-    machine = assemble(
-      self.linked, compiler, executables, step.arguments, self._joined.results, joint, traced._threads
-    )
+    assembler = Assembler(self.linked, compiler, executables, traced._mesh, traced._axis)
+    machine = assembler.machine(step.arguments, self._joined.results, traced._threads)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     return Compiled(self, machine, executables, times)
 
@@ -388,8 +387,8 @@ class Compiled:
     joint = functools.partial(submeshes.submesh, traced._mesh, traced._axis)
     everywhere = range(len(traced._meshes))
     shardings = [
-      NamedSharding(joint(sorted(argument.ranks) or everywhere), spec)
-      for argument, spec in zip(self._machine.arguments, self._request.specs, strict=True)
+      NamedSharding(joint(sorted(use.rank for use in uses) or everywhere), spec)
+      for uses, spec in zip(self._machine.arguments, self._request.specs, strict=True)
     ]
     return self._request.treedef.unflatten(shardings)
 

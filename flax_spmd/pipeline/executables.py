@@ -9,6 +9,8 @@ model, mostly) are compiled once and loaded for each rank.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
 import threading
 import time
@@ -20,8 +22,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd import compat
+from flax_spmd import compat, processes
 from flax_spmd.pipeline import equations as eq
+from flax_spmd.pipeline.between import processes_of
 from flax_spmd.pipeline.equations import Value
 from flax_spmd.pipeline.linking import Call, Linked, Place, Unit
 
@@ -77,6 +80,8 @@ class Compiler:
     self._done: dict[Unit, Executable] = {}
     self._shared: dict[str, Future[tuple[Any, Mesh]]] = {}
     self._lock = threading.Lock()
+    self._several = len(set().union(*map(processes_of, meshes))) > 1
+    self._number = next(_numbers)  # the same on all processes, which compile the same in the same order
 
   def spec(self, place: Place) -> PartitionSpec | None:
     """How a place lies; None while that is not known."""
@@ -106,6 +111,18 @@ class Compiler:
     return self._done
 
   def _compile(self, call: Call) -> Executable:
+    """A unit, compiled here; of another process's, what that one says of its results."""
+    owners = sorted(processes_of(self._meshes[call.unit.rank]))
+    topic = f'pipeline/{self._number}/{call.unit.rank}/{call.unit.name}'
+    if jax.process_index() not in owners:
+      told = json.loads(processes.told(topic, owners[0]))
+      return Executable(call.unit, None, [_spec_from(each) for each in told], (), False, 0.0)
+    made = self._compile_here(call)
+    if self._several and jax.process_index() == owners[0]:
+      processes.tell(topic, json.dumps([list(spec) for spec in made.specs]))
+    return made
+
+  def _compile_here(self, call: Call) -> Executable:
     begin = time.perf_counter()
     unit, mesh = call.unit, self._meshes[call.unit.rank]
     arguments = [
@@ -157,6 +174,13 @@ class Compiler:
       raise
     mine.set_result((compiled, mesh))
     return compiled, False
+
+
+_numbers = itertools.count()
+
+
+def _spec_from(entries: list[Any]) -> PartitionSpec:
+  return PartitionSpec(*(tuple(each) if isinstance(each, list) else each for each in entries))
 
 
 def _function(unit: Unit) -> Callable[..., list[Any]]:

@@ -190,7 +190,7 @@ class Linker:
 
   def _inner(self, value: Value, slot: int, names: dict[Port, Value], ports: dict[Value, Port]) -> Value:
     """What a value is called in a unit: values of other microbatches are other values."""
-    own = value in self._maker or value in self._joined.slices
+    own = value in self._maker or value in self._joined.slices or (value, slot) in names
     port = value, slot if own else 0
     if port not in names:
       names[port] = Value(value.aval)

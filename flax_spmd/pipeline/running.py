@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from flax_spmd import compat
+from flax_spmd.pipeline.between import is_here
 from flax_spmd.pipeline.crew import Crew
-from flax_spmd.pipeline.equations import Atom, Constant, Value
-from flax_spmd.pipeline.executables import Compiler, Executable
-from flax_spmd.pipeline.linking import Call, Linked, Place, Send, Unit
 from flax_spmd.pipeline.submeshes import union, view
 from flax_spmd.pipeline.tasks import Step, Task
 
@@ -53,18 +49,28 @@ class Instruction(NamedTuple):
       registers[number] = None
 
 
-class Argument(NamedTuple):
-  """Where an argument is used: a register and a sharding for each of its ranks."""
+class Use(NamedTuple):
+  """A register that an argument fills: how it lies there, and on which rank."""
 
-  uses: tuple[tuple[int, NamedSharding], ...]
-  ranks: tuple[int, ...]
+  register: int
+  sharding: NamedSharding
+  rank: int
 
 
 class Result(NamedTuple):
-  """A result: of registers, joined on one mesh; or of an argument, by its number; or a constant."""
+  """A result.
+
+  Attributes:
+    registers: where it is, on the ranks that are here; it is the same on each.
+    sharding: how it lies, on all its ranks.
+    like: its shape and dtype.
+    argument: the argument that it is, by its number.
+    constant: what it is, if it is always the same.
+  """
 
   registers: tuple[int, ...] = ()
   sharding: NamedSharding | None = None
+  like: Any = None
   argument: int | None = None
   constant: Any = None
 
@@ -75,19 +81,21 @@ class Machine:
 
   Attributes:
     code: the instructions.
-    arguments: what is done with each.
+    arguments: where each is used.
     results: where each comes from.
     constants: registers that are filled from the beginning.
     size: how many registers there are.
     crew: the threads that run it; None: the caller's.
+    cross: makes what sends an argument from one rank to another, between processes.
   """
 
   code: list[Instruction]
-  arguments: list[Argument]
+  arguments: list[list[Use]]
   results: list[Result]
   constants: dict[int, jax.Array]
   size: int
   crew: Crew | None
+  cross: Callable[[Any, NamedSharding, int], Any]
 
   def __call__(self, leaves: Sequence[Any]) -> list[Any]:
     """Runs the step on its arguments' leaves."""
@@ -121,13 +129,16 @@ class Machine:
     for number, array in self.constants.items():
       registers[number] = array
     moved: list[tuple[int, Any, NamedSharding]] = []
-    for leaf, argument in zip(leaves, self.arguments, strict=True):
-      for number, sharding in argument.uses:
+    for leaf, uses in zip(leaves, self.arguments, strict=True):
+      for number, sharding, rank in uses:
         if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
           registers[number] = leaf
         elif (part := view(leaf, sharding)) is not None:
           registers[number] = part
-        else:
+        elif (crossing := self.cross(leaf, sharding, rank)) is not None:
+          for array in crossing(leaf):
+            registers[number] = array
+        elif is_here(sharding.mesh):
           moved.append((number, leaf, sharding))
     if moved:
       numbers, arrays, shardings = zip(*moved)
@@ -138,105 +149,9 @@ class Machine:
   def _result(self, result: Result, registers: Sequence[Any], leaves: Sequence[Any]) -> Any:
     if result.argument is not None:
       return leaves[result.argument]
-    if not result.registers:
+    if result.sharding is None:
       return result.constant
     parts = [registers[number] for number in result.registers]
-    return parts[0] if result.sharding is None else union(parts, result.sharding)
-
-
-def _sender(send: Send, compiler: Compiler) -> Callable[..., Sequence[Any]]:
-  sender = compat.Sender(
-    [value.aval for value, _, _ in send.places], [*map(compiler.sharding, send.arrived)]
-  )
-  return lambda *arrays: sender(list(arrays))
-
-
-def assemble(
-  linked: Linked,
-  compiler: Compiler,
-  executables: Mapping[Unit, Executable],
-  arguments: Sequence[Value],
-  results: Sequence[Atom],
-  joint: Callable[[Sequence[int]], Any],
-  threads: bool,
-) -> Machine:
-  """Gives every place a register, and every register an end.
-
-  Args:
-    linked: the step.
-    compiler: knows how places lie.
-    executables: of the units.
-    arguments, results: those of the step.
-    joint: from ranks to the mesh of all of them.
-    threads: whether each rank has a thread of its own.
-  """
-  registers: dict[Place, int] = {}
-
-  def register(place: Place) -> int:
-    return registers.setdefault(place, len(registers))
-
-  last: dict[Place, int] = {}
-  for number, one in enumerate(linked.calls):
-    inputs = one.inputs if isinstance(one, Call) else one.places
-    outputs = one.outputs if isinstance(one, Call) else one.arrived
-    last.update(dict.fromkeys((*inputs, *outputs), number))
-  for places in linked.results.values():
-    for place in places:
-      last.pop(place, None)
-  ends: dict[int, list[int]] = {}
-  for place, number in last.items():
-    ends.setdefault(number, []).append(register(place))
-  code: list[Instruction] = []
-  for number, one in enumerate(linked.calls):
-    if isinstance(one, Call):
-      function, inputs, outputs = executables[one.unit].compiled, one.inputs, one.outputs
-      rank, step = one.unit.rank, one.when and one.when.step
-    else:
-      function, inputs, outputs = _sender(one, compiler), one.places, one.arrived
-      rank, step = one.places[0][2], None
-    code.append(
-      Instruction(
-        function,
-        tuple(map(register, inputs)),
-        tuple(map(register, outputs)),
-        tuple(ends.get(number, ())),
-        rank,
-        isinstance(one, Send),
-        step,
-      )
-    )
-  uses: dict[Value, list[tuple[int, Place]]] = {}
-  constants: dict[int, jax.Array] = {}
-  made = {place for one in linked.calls if isinstance(one, Call) for place in one.outputs}
-  made.update(place for one in linked.calls if not isinstance(one, Call) for place in one.arrived)
-  for place, number in registers.items():
-    if isinstance(place[0], Constant):
-      constants[number] = jax.device_put(place[0].array, compiler.sharding(place))
-    elif place not in made:
-      uses.setdefault(place[0], []).append((number, place))
-  given = {value: number for number, value in enumerate(arguments)}
-
-  def result(atom: Atom) -> Result:
-    if isinstance(atom, Literal):
-      return Result(constant=jax.numpy.asarray(atom.val, atom.aval.dtype))
-    if isinstance(atom, Constant):
-      return Result(constant=jax.numpy.asarray(atom.array))
-    if atom in given:
-      return Result(argument=given[atom])
-    places = linked.results[atom]
-    sharding = None
-    if len(places) > 1:
-      spec = compiler.spec(places[0]) or PartitionSpec()
-      sharding = NamedSharding(joint([rank for _, _, rank in places]), spec)
-    return Result(tuple(map(register, places)), sharding)
-
-  found = [result(atom) for atom in results]
-  taken = [
-    Argument(
-      tuple((number, compiler.sharding(place)) for number, place in uses.get(value, ())),
-      tuple(rank for _, (_, _, rank) in uses.get(value, ())),
-    )
-    for value in arguments
-  ]
-  crew = Crew(code) if threads else None
-  return Machine(code, taken, found, constants, len(registers), crew)
+    if len(parts) == 1 and parts[0].sharding.device_set == result.sharding.device_set:
+      return parts[0]
+    return union(parts, result.sharding, result.like)

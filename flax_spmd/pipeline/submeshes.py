@@ -136,7 +136,7 @@ def view(array: jax.Array, sharding: NamedSharding) -> jax.Array | None:
   return from_shards(array, sharding, [parts[device] for device in there if device in parts])
 
 
-def union(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
-  """One array of what is the same on several ranks; nothing is copied."""
+def union(parts: Sequence[jax.Array], sharding: NamedSharding, like: Any) -> jax.Array:
+  """One array of what is the same on several ranks, those that are here; nothing is copied."""
   shards = [shard.data for part in parts for shard in part.addressable_shards]
-  return from_shards(parts[0], sharding, shards)
+  return from_shards(like, sharding, shards)
