@@ -94,7 +94,8 @@ def accumulate(
   check_schedule(schedule, 'accumulate')
   count, batch = _split(batch, microbatches, schedule)
   traced = jax.jit(fn)  # so that it is traced once for its form and its pass
-  one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+  avals = jax.tree.map(jax.typeof, batch)
+  one = jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype), avals)
   results, treedef = jax.tree.flatten(jax.eval_shape(traced, one))
   ops = _ops(op, treedef.unflatten(results))
 
@@ -107,6 +108,7 @@ def accumulate(
     carry = [None if old is None else next(kept) for old in carry]
     return carry, [one for each, one in zip(ops, new) if isinstance(each, Concat)]
 
+  batch = jax.tree.map(jnp.asarray, batch)
   start = [_start(each, result) for each, result in zip(ops, results)]
   carry, stacked = lax.scan(one_pass, start, batch)
   rows = iter(stacked)
@@ -121,7 +123,7 @@ def _split(batch: Any, microbatches: int | None, schedule: Schedule | None) -> t
   if microbatches is None:
     if schedule is not None:
       schedule.tasks(size)  # says which counts it is made for
-    return size, jax.tree.map(jnp.asarray, batch)
+    return size, batch
   if size % at_least_one(microbatches, 'accumulate: microbatches'):
     raise PipelineError(
       f'accumulate: a batch of {size} cannot be split into {microbatches} equal microbatches.\n'

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat
@@ -111,7 +110,7 @@ class Assembler:
     """What does a transfer; None if this process has no part in it."""
     source, target = self._ranks[send.places[0][2]], self._ranks[send.rank]
     avals = [value.aval for value, _, _ in send.places]
-    if processes_of(source) != processes_of(target):
+    if len(processes_of(source) | processes_of(target)) > 1:
       if not is_here(source) and not is_here(target):
         return None
       specs = [self._compiler.spec(place) or PartitionSpec() for place in send.places]
@@ -143,8 +142,6 @@ class Assembler:
     return uses, constants
 
   def _result(self, atom: Atom, given: Mapping[Value, int]) -> Result:
-    if isinstance(atom, Literal):
-      return Result(constant=jnp.asarray(atom.val, atom.aval.dtype))
     if isinstance(atom, Constant):
       return Result(constant=jnp.asarray(atom.array))
     if atom in given:
@@ -163,7 +160,7 @@ def _crossing(mesh: Mesh, axis: str, leaf: Any, sharding: NamedSharding, rank: i
   for source in range(mesh.shape[axis]):
     there = submesh(mesh, axis, [source])
     if leaf.sharding.device_set >= set(there.devices.flat):
-      different = processes_of(there) != processes_of(sharding.mesh)
-      part = different and (is_here(there) or is_here(sharding.mesh))
+      several = len(processes_of(there) | processes_of(sharding.mesh)) > 1
+      part = several and (is_here(there) or is_here(sharding.mesh))
       return Crossing(mesh, axis, source, rank, [leaf], [sharding.spec]) if part else None
   return None

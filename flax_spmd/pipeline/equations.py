@@ -151,7 +151,8 @@ def flatten(
 
 def _constant(literal: Literal) -> Constant:
   """A literal as an output: other than a literal, it has an identity."""
-  return Constant(jax.numpy.asarray(literal.val, literal.aval.dtype))
+  value = _number(literal)
+  return Constant(jax.numpy.asarray(value, None if value is not literal.val else literal.aval.dtype))
 
 
 def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:

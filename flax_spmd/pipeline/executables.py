@@ -76,7 +76,7 @@ class Compiler:
         self._origin.update((place, (one.unit, number)) for number, place in enumerate(one.outputs))
       else:
         self._origin.update((new, self._origin[old]) for old, new in zip(one.places, one.arrived))
-    self._last = _used_last(linked, donatable)
+    self._last, self._donatable = _used_last(linked, donatable), donatable
     self._done: dict[Unit, Executable] = {}
     self._shared: dict[str, Future[tuple[Any, Mesh]]] = {}
     self._lock = threading.Lock()
@@ -105,6 +105,9 @@ class Compiler:
         ready = [call for call in waiting if None not in map(self.spec, call.inputs)]
         waiting = [call for call in waiting if call not in ready]
         running.update({pool.submit(self._compile, call): call.unit for call in ready})
+        if not running:
+          names = ', '.join(call.unit.name for call in waiting)
+          raise AssertionError(f'programs wait for each other: {names}')
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
           self._done[running.pop(future)] = future.result()
@@ -137,7 +140,7 @@ class Compiler:
     results = [self._given.get(place[0]) for place in call.outputs]
     if not arguments:  # nothing else says on which devices it runs
       results = [spec or PartitionSpec() for spec in results]
-    donated = _matched(unit, self._last.get(unit, set()))
+    donated = _matched(call, self._last.get(unit, set()), self._donatable)
     jitted = jax.jit(
       _function(unit),
       out_shardings=[None if spec is None else NamedSharding(mesh, spec) for spec in results],
@@ -222,13 +225,14 @@ def _used_last(linked: Linked, donatable: set[Value]) -> dict[Unit, set[int]]:
   return found
 
 
-def _matched(unit: Unit, free: set[int]) -> tuple[int, ...]:
-  """Those free arguments whose memory a result can have."""
+def _matched(call: Call, free: set[int], given: set[Value]) -> tuple[int, ...]:
+  """Those free arguments whose memory a result can have; the caller's first, as others end anyhow."""
+  unit = call.unit
   room = Counter((value.aval.shape, value.aval.dtype) for value in unit.outputs)
   found = []
-  for index in sorted(free):
+  for index in sorted(free, key=lambda index: (call.inputs[index][0] not in given, index)):
     form = unit.inputs[index].aval.shape, unit.inputs[index].aval.dtype
     if room[form]:
       room[form] -= 1
       found.append(index)
-  return tuple(found)
+  return tuple(sorted(found))

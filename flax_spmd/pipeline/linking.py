@@ -28,7 +28,7 @@ Port: TypeAlias = tuple[Value, int]  # a value, and of which of a unit's microba
 _LARGE_RESULT = (
   1 << 16
 )  # bytes; a result that needs no stage is on every rank that could make it up to here
-_SMALL_RESULT = 1 << 10  # bytes; what every process is told: losses, norms
+_SMALL_RESULT = 512  # bytes; what every process is told: losses, norms
 
 
 @dataclasses.dataclass(eq=False)

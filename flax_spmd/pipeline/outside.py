@@ -221,7 +221,7 @@ def _branch_per_rank(equation: Equation, home: Mapping[Value, int]) -> list[Equa
 
   by_rank: dict[int | None, list[int]] = defaultdict(list)
   for number in range(len(equation.outputs)):
-    there = [value for value in only([number])[1] if value in home]
+    there = [value for value in only([number])[1] if isinstance(value, Value) and value in home]
     rank = home[max(there, key=lambda value: value.bytes)] if there else None
     by_rank[rank].append(number)
   if len(by_rank) < 2:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from flax_spmd.pipeline.between import is_here
@@ -148,7 +149,8 @@ class Machine:
 
   def _result(self, result: Result, registers: Sequence[Any], leaves: Sequence[Any]) -> Any:
     if result.argument is not None:
-      return leaves[result.argument]
+      leaf = leaves[result.argument]
+      return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     if result.sharding is None:
       return result.constant
     parts = [registers[number] for number in result.registers]

@@ -1,0 +1,118 @@
+"""Pipelines over several real processes: each compiles and runs the stages of its own devices."""
+
+import pytest
+
+from tests.processes import run_processes
+
+STEP = """
+import jax.numpy as jnp, optax
+import flax_spmd as spmd
+from flax_spmd import pipeline
+from flax_spmd.pipeline import Mean, accumulate, stage_end
+
+key = jax.random.key(0)
+params = {
+  str(number): np.asarray(jax.random.normal(jax.random.fold_in(key, number), (16, 16)) / 4) for number in range(4)
+}
+batch = np.asarray(jax.random.normal(key, (8, 8, 16)))
+optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
+schedule = pipeline.__dict__[@schedule@](ranks=4)
+
+def loss(params, x):
+  h = x
+  for number in range(schedule.stages):
+    h = stage_end(jnp.tanh(h @ params[str(number % 4)]))
+  return jnp.mean((h @ params['0'] - jnp.sin(x)) ** 2)  # the first stage's weight, at the end
+
+def step(state, batch):
+  params, moments = state
+  value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, schedule, Mean)
+  updates, moments = optimizer.update(grads, moments, params)
+  return (optax.apply_updates(params, updates), moments), value
+
+def run(step):
+  state, losses = jax.tree.map(np.asarray, (params, optimizer.init(params))), []
+  for _ in range(3):
+    state, value = step(state, batch)
+    losses.append(float(value))
+  return state, losses
+
+layout = spmd.Layout({'stage': 4, 'data': 2}, (('batch', 'data'),))
+pipelined = layout.pipeline_jit(step)
+"""
+
+
+@pytest.mark.parametrize('schedule', ['OneFOneB', 'ZeroBubbleV'])
+@pytest.mark.parametrize('processes', [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_have_their_own_stages(processes, schedule):
+  """Losses are told to all; parameters are equal where they lie; nobody compiles another one's programs."""
+  results = run_processes(
+    STEP.replace('@schedule@', repr(schedule))
+    + """
+found, losses = run(pipelined)
+expected, expected_losses = run(jax.jit(step))
+np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
+for found_one, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+  for shard in found_one.addressable_shards:
+    np.testing.assert_allclose(shard.data, one[shard.index], atol=1e-5)
+ranks = {unit.rank for unit, one in pipelined._latest.executables.items() if one.compiled is not None}
+tell([sorted(ranks), sorted(name for name, one in found[0].items() if one.addressable_shards)])
+""",
+    processes=processes,
+    devices=8 // processes,
+  )
+  each = 4 // processes
+  assert [result.value[0] for result in results] == [
+    [process * each + number for number in range(each)] for process in range(processes)
+  ]
+  held = [name for result in results for name in result.value[1]]
+  assert sorted(held) == ['0', '1', '2', '3']  # by one process each
+
+
+def test_a_stage_may_span_processes():
+  """Two stages, each of four devices, two of which are each process's."""
+  results = run_processes(
+    STEP.replace('@schedule@', "'OneFOneB'").replace('ranks=4', 'ranks=2')
+    + """
+devices = np.array(jax.devices()).reshape(2, 2, 2).swapaxes(0, 1).reshape(2, 4)  # by stage, then by process
+layout = spmd.Layout(jax.sharding.Mesh(devices, ('stage', 'data')), (('batch', 'data'),))
+found, losses = run(layout.pipeline_jit(step))
+tell([losses, run(jax.jit(step))[1]])
+""",
+    processes=2,
+    devices=4,
+  )
+  for result in results:
+    losses, expected = result.value
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_keys_do_not_cross_processes():
+  """A typed key that one stage makes for another one's process is refused before anything runs."""
+  results = run_processes(
+    STEP.replace('@schedule@', "'OneFOneB'")
+    + """
+def loss(params, x):
+  h, key = x, jax.random.key(0)
+  for number in range(4):
+    key = jax.random.wrap_key_data((jax.random.key_data(key) + (h.sum() * 0).astype(jnp.uint32)))
+    h, key = stage_end((jnp.tanh(h @ params[str(number)]), key))
+    h = h * jax.random.bernoulli(key, 0.5, h.shape)
+  return jnp.mean(h ** 2)
+
+try:
+  pipelined.compile((params, optimizer.init(params)), batch)
+except Exception as error:
+  tell([type(error).__name__, str(error)])
+""",
+    processes=2,
+    devices=4,
+  )
+  assert [result.value for result in results] == [
+    [
+      'PipelineError',
+      'A typed PRNG key goes from rank 1 to rank 2, which is another process.\n'
+      'Fix: let every stage derive its key from the batch or an argument, or use raw keys '
+      '(jax.random.key_data).',
+    ]
+  ] * 2
