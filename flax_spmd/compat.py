@@ -9,12 +9,12 @@ import importlib.metadata
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import numpy as np
-from jax._src import array, compiler, distributed
+from jax._src import array, compiler, core, distributed
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
 from jax.experimental import serialize_executable
@@ -205,6 +205,11 @@ class Sender:
     )
 
 
+def aval_of(shape: Sequence[int], dtype: Any, weak_type: bool) -> Any:
+  """What JAX knows of an array while it traces, but for its sharding."""
+  return core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
+
+
 def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
   """An array of the shape, dtype and weak type of another one, of those of its shards that are here.
 
@@ -212,5 +217,5 @@ def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Ar
   """
   if not getattr(like, 'weak_type', False):  # keys have none
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)
-  aval = jax.core.ShapedArray(like.shape, like.dtype, weak_type=True)
-  return array.ArrayImpl(aval, sharding, list(shards), committed=True)
+  aval = aval_of(like.shape, like.dtype, True)
+  return array.ArrayImpl(aval, sharding, cast(Any, list(shards)), committed=True)

@@ -17,7 +17,7 @@ from flax_spmd import compat
 from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline.between import Crossing, is_here, processes_of
 from flax_spmd.pipeline.crew import Crew
-from flax_spmd.pipeline.equations import Atom, Constant, Value
+from flax_spmd.pipeline.equations import Constant, Value
 from flax_spmd.pipeline.executables import Compiler, Executable
 from flax_spmd.pipeline.linking import Call, Linked, Place, Send, Unit
 from flax_spmd.pipeline.running import Instruction, Machine, Result, Use
@@ -47,7 +47,7 @@ class Assembler:
     self._ranks = [submesh(mesh, axis, [rank]) for rank in range(mesh.shape[axis])]
     self._registers: dict[Place, int] = {}
 
-  def machine(self, arguments: Sequence[Value], results: Sequence[Atom], threads: bool) -> Machine:
+  def machine(self, arguments: Sequence[Value], results: Sequence[Value], threads: bool) -> Machine:
     """The step as a machine.
 
     Args:
@@ -141,7 +141,7 @@ class Assembler:
         uses.setdefault(place[0], []).append(use)
     return uses, constants
 
-  def _result(self, atom: Atom, given: Mapping[Value, int]) -> Result:
+  def _result(self, atom: Value, given: Mapping[Value, int]) -> Result:
     if isinstance(atom, Constant):
       return Result(constant=jnp.asarray(atom.array))
     if atom in given:
@@ -153,7 +153,7 @@ class Assembler:
     return Result(here, NamedSharding(joint, spec), eq.abstract(atom))
 
 
-def _crossing(mesh: Mesh, axis: str, leaf: Any, sharding: NamedSharding, rank: int) -> Crossing | None:
+def _crossing(mesh: Mesh, axis: str, leaf: Any, sharding: Any, rank: int) -> Crossing | None:
   """What sends an argument to a rank from one that is another process's; None if it need not be."""
   if not isinstance(leaf, jax.Array) or leaf.sharding.device_set >= sharding.device_set:
     return None

@@ -39,12 +39,12 @@ class Body:
   invariants: list[Value]
   slices: list[Value]
   carried: list[Value]
-  updated: list[Atom]
-  kept: list[Atom]
+  updated: list[Value]
+  kept: list[Value]
   idle: list[Equation] = dataclasses.field(default_factory=list)
 
   @property
-  def results(self) -> list[Atom]:
+  def results(self) -> list[Value]:
     """All that goes out."""
     return [*self.updated, *self.kept]
 
@@ -275,7 +275,13 @@ def _place(
   return position, set(free)
 
 
-def _place_free(body, line, marks, position, free) -> None:
+def _place_free(
+  body: Body,
+  line: Line,
+  marks: Mapping[Equation, tuple[str, int]],
+  position: dict[Equation, int],
+  free: set[Equation],
+) -> None:
   """Puts equations that depend on no mark where they are needed first."""
   first: dict[Value, int] = {}
   for equation in reversed(body.equations):
@@ -283,7 +289,7 @@ def _place_free(body, line, marks, position, free) -> None:
       position[equation] = min(
         (first[one] for one in equation.outputs if one in first), default=line.at(0)
       )
-    at = line.ends(*marks[equation])[0] if equation in marks else position[equation]
+    at: int = line.ends(*marks[equation])[0] if equation in marks else position[equation]
     for value in equation.values:
       first[value] = min(first.get(value, line.end), at)
 
@@ -335,7 +341,7 @@ def _opened(
     equations += inside
     known.update(outputs)
     floors.update(dict.fromkeys(inside, position[equation]))
-  updated, kept = ([eq.lookup(known, atom) for atom in atoms] for atoms in (body.updated, body.kept))
+  updated, kept = (eq.resolved(known, values) for values in (body.updated, body.kept))
   equations = eq.needed(equations, [*updated, *kept])
   return dataclasses.replace(body, equations=equations, updated=updated, kept=kept), floors
 
@@ -350,5 +356,5 @@ def _without_marks(body: Body) -> Body:
     else:
       equation.inputs = [eq.lookup(known, atom) for atom in equation.inputs]
       equations.append(equation)
-  updated, kept = ([eq.lookup(known, atom) for atom in atoms] for atoms in (body.updated, body.kept))
+  updated, kept = (eq.resolved(known, values) for values in (body.updated, body.kept))
   return dataclasses.replace(body, equations=equations, updated=updated, kept=kept)

@@ -24,6 +24,7 @@ from flax_spmd import compat
 from flax_spmd.arguments import Arguments
 from flax_spmd.context import InForce, scope
 from flax_spmd.errors import PipelineError
+from flax_spmd.mesh import MeshLike
 from flax_spmd.pipeline import cutting, linking, outside, reading, splitting, submeshes
 from flax_spmd.pipeline.assembling import Assembler
 from flax_spmd.pipeline.birth import born
@@ -69,7 +70,7 @@ class Pipelined:
   def __init__(
     self,
     fn: Callable[..., Any],
-    mesh: Mesh,
+    mesh: MeshLike,
     rules: Rules,
     axis: str,
     schedule: Schedule | None,
@@ -79,7 +80,7 @@ class Pipelined:
     options: Mapping[str, Any],
   ):
     functools.update_wrapper(self, fn)
-    submeshes.check_axis(mesh, rules, axis)
+    mesh = submeshes.check_axis(mesh, rules, axis)
     check_schedule(schedule, 'pipeline_jit')
     self._fn, self._axis, self._schedule = fn, axis, schedule
     self._mesh, self._rules = mesh, rules
@@ -203,9 +204,9 @@ class _Request:
 
 def _aval(leaf: Any) -> Any:
   if isinstance(leaf, jax.ShapeDtypeStruct):
-    return jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type))
+    return compat.aval_of(leaf.shape, leaf.dtype, bool(leaf.weak_type))
   aval = jax.typeof(leaf)
-  return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+  return compat.aval_of(aval.shape, aval.dtype, aval.weak_type)
 
 
 @dataclasses.dataclass

@@ -136,7 +136,7 @@ def is_call(equation: Any) -> bool:
 
 def flatten(
   jaxpr: Any, inputs: Sequence[Atom], opens: Callable[[Any], bool]
-) -> tuple[list[Equation], list[Atom]]:
+) -> tuple[list[Equation], list[Value]]:
   """The equations of a jaxpr on given inputs, and its outputs.
 
   Args:
@@ -146,13 +146,19 @@ def flatten(
   """
   equations: list[Equation] = []
   outputs = _flatten(jaxpr, inputs, opens, equations)
-  return equations, [_constant(atom) if isinstance(atom, Literal) else atom for atom in outputs]
+  return equations, [_named(atom) for atom in outputs]
 
 
-def _constant(literal: Literal) -> Constant:
-  """A literal as an output: other than a literal, it has an identity."""
-  value = _number(literal)
-  return Constant(jax.numpy.asarray(value, None if value is not literal.val else literal.aval.dtype))
+def resolved(known: Mapping[Value, Atom], values: Iterable[Value]) -> list[Value]:
+  """What values stand for, as values: a literal is a constant, which has an identity."""
+  return [_named(lookup(known, value)) for value in values]
+
+
+def _named(atom: Atom) -> Value:
+  if isinstance(atom, Value):
+    return atom
+  value, dtype = _number(atom), abstract(atom).dtype
+  return Constant(jax.numpy.asarray(value, None if value is not atom.val else dtype))
 
 
 def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
@@ -186,7 +192,7 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
 _LARGE_LITERAL = 16  # elements
 
 
-def traced(fn: Callable[..., Any], *inputs: Atom) -> tuple[list[Equation], list[Atom]]:
+def traced(fn: Callable[..., Any], *inputs: Atom) -> tuple[list[Equation], list[Value]]:
   """The equations of a function of arrays that returns a list of arrays."""
   return flatten(jax.make_jaxpr(fn)(*map(abstract, inputs)), inputs, lambda _: True)
 
@@ -271,7 +277,7 @@ def run(equations: Sequence[Equation], known: dict[Value, Any], outputs: Sequenc
 def _number(literal: Literal) -> Any:
   """A literal's value: one of weak type has to be a number of Python's, or results would not be weak."""
   value = np.asarray(literal.val)
-  if not literal.aval.weak_type or value.ndim:
+  if not abstract(literal).weak_type or value.ndim:
     return literal.val
   number = value.item()
   return number if jax.dtypes.result_type(number) == value.dtype else literal.val
@@ -279,6 +285,5 @@ def _number(literal: Literal) -> Any:
 
 def abstract(atom: Atom) -> jax.ShapeDtypeStruct:
   """Shape and dtype of an atom."""
-  return jax.ShapeDtypeStruct(
-    atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, 'weak_type', False)
-  )
+  aval: Any = atom.aval
+  return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, 'weak_type', False))

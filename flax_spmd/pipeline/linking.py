@@ -133,7 +133,9 @@ class Linker:
     calls = [self._call_once(unit) for unit in self._starts(starts, ends)]
     calls += [call for timed in self._order for call in self._loop_call(timed)]
     calls += [self._call_once(unit) for unit in self._limited(ends, results)]
-    found = {value: [(value, None, rank) for rank in ranks] for value, ranks in results.items()}
+    found: dict[Value, list[Place]] = {
+      value: [(value, None, rank) for rank in ranks] for value, ranks in results.items()
+    }
     return Linked(_with_sends(calls, found), found)
 
   # -- the loop
@@ -295,7 +297,8 @@ class Linker:
     return units
 
   def _call_once(self, unit: Unit) -> Call:
-    inputs, outputs = ([(one, None, unit.rank) for one in ones] for ones in (unit.inputs, unit.outputs))
+    inputs: list[Place] = [(one, None, unit.rank) for one in unit.inputs]
+    outputs: list[Place] = [(one, None, unit.rank) for one in unit.outputs]
     return Call(unit, inputs, outputs)
 
 

@@ -43,12 +43,12 @@ class Joined(NamedTuple):
   start: dict[Accumulator, Value]
   final: dict[Accumulator, Value]
   kept: dict[Value, list[Value]]
-  results: list[Atom]
+  results: list[Value]
   invariants: list[Value]
   home: dict[Value, int]
 
   @property
-  def wanted(self) -> list[Atom]:
+  def wanted(self) -> list[Value]:
     """What the equations are for."""
     slices = [value for values in self.slices.values() for value in values]
     return [*self.results, *self.invariants, *slices, *self.start.values()]
@@ -86,7 +86,7 @@ def join(step: Step, programs: Programs, rank_of: Callable[[int], int]) -> Joine
     else:
       known[stack] = _same_each_time(loop, body, value, before)
   rest = [one.replaced(known) for one in step.equations]
-  results = [eq.lookup(known, atom) for atom in step.results]
+  results = eq.resolved(known, step.results)
   return Joined([*before, *after, *rest], slices, start, final, kept, results, body.invariants, home)
 
 
@@ -120,7 +120,7 @@ def _stacked(values: list[Value], equations: list[Equation]) -> Value:
   return stack
 
 
-def _same_each_time(loop: Loop, body: Body, value: Atom, equations: list[Equation]) -> Atom:
+def _same_each_time(loop: Loop, body: Body, value: Value, equations: list[Equation]) -> Atom:
   """A result of every pass that no task computes: the batch itself, or the same each time."""
   if value in body.slices:
     return loop.batch[body.slices.index(value)]

@@ -62,7 +62,7 @@ class Step:
   arguments: list[Value]
   equations: list[Equation]
   loop: Loop
-  results: list[Atom]
+  results: list[Value]
 
 
 def read(jaxpr: Any) -> Step:
@@ -189,7 +189,7 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
   return Step(arguments, rest, loop, results)
 
 
-def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation], list[Atom]]:
+def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation], list[Value]]:
   """The equations of a pass, with calls opened that have marks in them.
 
   A stage can end inside of a jitted block; small blocks (gelu, where) are opened to be seen through.
@@ -213,7 +213,7 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation],
       again += filter(_is_end, inside)
     else:
       opened.append(one)
-  outputs = [eq.lookup(known, atom) for atom in outputs]
+  outputs = eq.resolved(known, outputs)
   _check_again(again, opened, outputs)
   return opened, outputs
 

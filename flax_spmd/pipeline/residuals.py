@@ -192,5 +192,6 @@ class _Graph:
     left = graph - maximum_flow(graph, 0, 1).flow
     left.data = np.where(left.data > 0, left.data, 0)
     left.eliminate_zeros()
-    reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-    return {node for node, number in self._numbers.items() if number in reached}
+    # of several cuts that are as small, the one that leaves the least to be done again
+    beyond = set(breadth_first_order(left.T.tocsr(), 1, return_predecessors=False).tolist())
+    return {node for node, number in self._numbers.items() if number not in beyond}

@@ -54,7 +54,7 @@ class Use(NamedTuple):
   """A register that an argument fills: how it lies there, and on which rank."""
 
   register: int
-  sharding: NamedSharding
+  sharding: Any
   rank: int
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd.compat import from_shards
 from flax_spmd.errors import PipelineError, did_you_mean
-from flax_spmd.mesh import axis_sizes, describe
+from flax_spmd.mesh import MeshLike, axis_sizes, describe
 from flax_spmd.pipeline.fitting import few
 from flax_spmd.resolution import rule_text
 from flax_spmd.rules import Rules
@@ -27,8 +27,8 @@ def submesh(mesh: Mesh, axis: str, ranks: Sequence[int]) -> Mesh:
   return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def check_axis(mesh: Any, rules: Rules, axis: str) -> None:
-  """Raises unless stages can be laid over an axis.
+def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> Mesh:
+  """The mesh, if stages can be laid over its axis.
 
   Raises:
     PipelineError: the mesh is abstract or lacks the axis, it is an Explicit one, or rules use it.
@@ -61,6 +61,7 @@ def check_axis(mesh: Any, rules: Rules, axis: str) -> None:
       + '\n'.join(found)
       + '\nFix: lay them over other axes; which stage an array is on follows from its use.'
     )
+  return mesh
 
 
 def _axes_in(clause: Any) -> set[str]:
