@@ -5,15 +5,17 @@ Supported: jax 0.10.2 and newer, flax 0.12.8 and newer. A branch says with which
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import numpy as np
+from flax.core import lift
 from jax._src import array, compiler, core, distributed
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
@@ -35,6 +37,25 @@ def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
     except ValueError:  # inside a trace
       return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
   return jax.sharding.use_abstract_mesh(mesh)
+
+
+@contextlib.contextmanager
+def lifted_results(change: Callable[[Any], Any]) -> Iterator[None]:
+  """Within it, what lifted modules and methods (`nn.remat`, `nn.jit`, `nn.scan`) return is changed.
+
+  `nn.intercept_methods` sees what is called inside of these, and not these themselves.
+  """
+  original = lift.pack
+
+  def pack(*args: Any, **kwargs: Any) -> Any:
+    lifted = original(*args, **kwargs)
+    return lambda *inner, **named: change(lifted(*inner, **named))
+
+  lift.pack = pack
+  try:
+    yield
+  finally:
+    lift.pack = original
 
 
 def current_module() -> str | None:
@@ -149,7 +170,7 @@ def bind(primitive: Any, params: Mapping[str, Any], context: Any, operands: Iter
 
 def pruned(fn: Any, avals: Iterable[Any], wanted: list[bool]) -> tuple[Any, list[bool]]:
   """The jaxpr of those results of a function that are wanted, and which of its arguments it still uses."""
-  closed = jax.make_jaxpr(fn)(*avals)
+  closed: Any = jax.make_jaxpr(fn)(*avals)
   return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), wanted)
 
 

@@ -318,6 +318,7 @@ class Layout:
     schedule: Schedule | None = None,
     in_rules: Any = None,
     out_rules: Any = None,
+    stages: int | None = None,
     threads: bool = False,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
@@ -336,6 +337,8 @@ class Layout:
       axis: the mesh axis that stages are laid over.
       schedule: used where `accumulate` is given none; where there is no loop, it says where stages are.
       in_rules, out_rules: as of `jit`.
+      stages: into how many stages a model that ends none is cut, as equal in work as its Linen modules
+        allow; the schedule has to have as many.
       threads: whether each rank's programs are dispatched by a thread of its own. That pays where a
         program runs while it is dispatched: small ones on CPUs, and those that call back into Python.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as of `jax.jit`.
@@ -368,14 +371,14 @@ class Layout:
     }
     placed = {'axis': axis, 'schedule': schedule, 'in_rules': in_rules, 'out_rules': out_rules}
     if fn is None:
-      return functools.partial(self.pipeline_jit, threads=threads, **placed, **options)
+      return functools.partial(self.pipeline_jit, stages=stages, threads=threads, **placed, **options)
     plan_inputs = None
     if in_rules is not None:
       arguments = Arguments.of(fn, options)
       plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
     plan_outputs = functools.partial(self._outputs, places=out_rules)
     return Pipelined(
-      fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, threads, options
+      fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, threads, stages, options
     )
 
   def shard(self, tree: Any, places: Any = None) -> Any:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline.equations import Atom, Equation, Value
 from flax_spmd.pipeline.fitting import few
-from flax_spmd.pipeline.marks import microbatch_p, stage_end_p
+from flax_spmd.pipeline.marks import may_end_p, microbatch_p, stage_end_p
 from flax_spmd.pipeline.tasks import Kind
 
 
@@ -127,7 +127,7 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
     PipelineError: marks are too many or too few, inside other operations, or in a wrong order.
   """
   check_outside(body.equations)
-  marks = _paired(body.equations)
+  marks = paired(body.equations, stage_end_p)
   ends = {way for way, _ in marks.values()}
   count = sum(way == 'forward' for way, _ in marks.values())
   _check_count(count, stages, title, body)
@@ -149,8 +149,8 @@ def ends_among(equations: Sequence[Equation]) -> list[Equation]:
   return [one for one in equations if one.primitive is stage_end_p and one.params['way'] == 'forward']
 
 
-def _paired(equations: Sequence[Equation]) -> dict[Equation, tuple[str, int]]:
-  """Which way each mark goes, and how many marks are before it on the way forward.
+def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tuple[str, int]]:
+  """Of the marks of a kind, which way each mark goes, and how many marks are before it on the way forward.
 
   A mark's number can occur several times, since JAX keeps the traces of jitted blocks: the last forward
   mark of a number goes with the first backward mark.
@@ -158,7 +158,7 @@ def _paired(equations: Sequence[Equation]) -> dict[Equation, tuple[str, int]]:
   forward: dict[int, list[int]] = defaultdict(list)
   found: dict[Equation, tuple[str, int]] = {}
   for equation in equations:
-    if equation.primitive is not stage_end_p:
+    if equation.primitive is not primitive:
       continue
     way, number = equation.params['way'], equation.params['number']
     if way == 'tangent':
@@ -243,6 +243,11 @@ def ends_text(count: int) -> str:
 def fitting_stages(count: int) -> str:
   """How many stages a model with some stage ends can have, as text."""
   return f'{count} or {count + 1} stages' if count else '1 stage'
+
+
+def placed_at(body: Body, line: Line, marks: Mapping[Equation, tuple[str, int]]) -> dict[Equation, int]:
+  """The position of every equation of a body that is cut at some marks."""
+  return _place(body, line, marks, {})[0]
 
 
 def _place(
@@ -351,7 +356,7 @@ def _without_marks(body: Body) -> Body:
   known: dict[Value, Atom] = {}
   equations = []
   for equation in body.equations:
-    if equation.primitive in (stage_end_p, microbatch_p):
+    if equation.primitive in (stage_end_p, may_end_p, microbatch_p):
       known.update(zip(equation.outputs, equation.inputs, strict=True))
     else:
       equation.inputs = [eq.lookup(known, atom) for atom in equation.inputs]

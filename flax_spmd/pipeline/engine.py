@@ -15,6 +15,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from flax_spmd.arguments import Arguments
 from flax_spmd.context import InForce, scope
 from flax_spmd.errors import PipelineError
 from flax_spmd.mesh import MeshLike
-from flax_spmd.pipeline import cutting, linking, outside, reading, splitting, submeshes
+from flax_spmd.pipeline import balancing, cutting, linking, outside, reading, splitting, submeshes
 from flax_spmd.pipeline.assembling import Assembler
 from flax_spmd.pipeline.birth import born
 from flax_spmd.pipeline.equations import Value
@@ -40,6 +41,7 @@ from flax_spmd.pipeline.fitting import (
 )
 from flax_spmd.pipeline.linking import Linked, Linker, Timed, Unit
 from flax_spmd.pipeline.lying import Kinds
+from flax_spmd.pipeline.marks import proposed_ends
 from flax_spmd.pipeline.outside import Joined
 from flax_spmd.pipeline.placing import placed
 from flax_spmd.pipeline.reading import Loop, Step
@@ -64,6 +66,7 @@ class Pipelined:
     plan_inputs: the same, for each leaf of the arguments that are not static, which it gets as a pair
       `(args, kwargs)`; None: as they lie.
     threads: whether each rank has a thread of its own.
+    stages: how many stages a model without stage ends is cut into; None: it has them.
     options: arguments of `jax.jit` about static and donated arguments.
   """
 
@@ -77,6 +80,7 @@ class Pipelined:
     plan_outputs: LeafPlanner,
     plan_inputs: LeafPlanner | None,
     threads: bool,
+    stages: int | None,
     options: Mapping[str, Any],
   ):
     functools.update_wrapper(self, fn)
@@ -84,7 +88,8 @@ class Pipelined:
     check_schedule(schedule, 'pipeline_jit')
     self._fn, self._axis, self._schedule = fn, axis, schedule
     self._mesh, self._rules = mesh, rules
-    self._plan_outputs, self._plan_inputs, self._threads = plan_outputs, plan_inputs, threads
+    self._plan_outputs, self._plan_inputs = plan_outputs, plan_inputs
+    self._threads, self._stages = threads, stages
     self._arguments = Arguments.of(fn, options)
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
@@ -153,7 +158,8 @@ class Pipelined:
     def function(*leaves):
       dynamic = request.treedef.unflatten(leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
-      with scope(InForce(abstract, self._rules)), compat.mesh_scope(abstract):
+      ends = nullcontext() if self._stages is None else proposed_ends()
+      with scope(InForce(abstract, self._rules)), compat.mesh_scope(abstract), ends:
         return self._fn(*args, **kwargs)
 
     shapes = [
@@ -167,7 +173,7 @@ class Pipelined:
     ]
     return Traced(
       jaxpr, request, result, planned, self._rules, self._mesh, meshes, self._axis, self._schedule,
-      self._donations(request), self._arguments, self._threads, {'trace': time.perf_counter() - begin},
+      self._donations(request), self._arguments, self._threads, self._stages, {'trace': time.perf_counter() - begin},
     )  # fmt: skip
 
   def _donations(self, request: _Request) -> list[bool]:
@@ -230,6 +236,7 @@ class Traced:
   _donations: list[bool]
   _arguments: Arguments
   _threads: bool
+  _stages: int | None
   times: dict[str, float]
 
   def lower(self) -> Lowered:
@@ -240,6 +247,8 @@ class Traced:
     """
     begin = time.perf_counter()
     step = reading.read(self.jaxpr)
+    if self._stages is not None and not cutting.stage_ends(step.loop.body.equations):
+      step.loop.body = balancing.with_ends(step.loop.body, self._stages)
     schedule = step.loop.schedule or self._schedule
     order, owners, title = self._order(step.loop, schedule)
     turn = _turns(order, len(owners) - 1)
@@ -322,11 +331,12 @@ class Lowered:
     """Compiles the programs, several at once."""
     traced, step = self._traced, self._step
     begin = time.perf_counter()
+    given, passed_on = zip(step.arguments, traced._donations, strict=True), set(self._joined.results)
     compiler = Compiler(
       self.linked,
       traced._meshes,
       self._specs(),
-      {value for value, donated in zip(step.arguments, traced._donations, strict=True) if donated},
+      {value for value, donated in given if donated and value not in passed_on},
     )
     executables = compiler.compile()
     assembler = Assembler(self.linked, compiler, executables, traced._mesh, traced._axis)

@@ -12,13 +12,18 @@ asked for it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from flax_spmd import compat
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline.fitting import few, strangers
 
@@ -57,6 +62,30 @@ def stage_end(x: Any) -> Any:
       + '\nFix: pass arrays and numbers only; the rest is known to every stage.'
     )
   return treedef.unflatten(stage_end_p.bind(*leaves, way='forward', number=next(_numbers)))
+
+
+@contextlib.contextmanager
+def proposed_ends() -> Iterator[None]:
+  """Within it, every Linen module and every lifted block that is called says that a stage may end there."""
+
+  def end(call, args, kwargs, context):
+    del context
+    return _may_end(call(*args, **kwargs))
+
+  with nn.intercept_methods(end), compat.lifted_results(_may_end):
+    yield
+
+
+def _may_end(results: Any) -> Any:
+  """The same results; those that are traced are marked."""
+  leaves, treedef = jax.tree.flatten(results)
+  traced = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
+  if traced:
+    values = [leaves[number] for number in traced]
+    marked = may_end_p.bind(*values, way='forward', number=next(_numbers))
+    for number, value in zip(traced, marked, strict=True):
+      leaves[number] = value
+  return treedef.unflatten(leaves)
 
 
 def _identity(name: str) -> Primitive:
@@ -104,5 +133,9 @@ stage_end_p = _identity('stage_end')
 microbatch_p = _identity('microbatch')
 """Stands at the beginning of a pass of the microbatch loop. `schedule` is the loop's, or None."""
 
+may_end_p = _identity('may_end')
+"""Stands where a stage could end: after a Linen module. Its parameters are those of `stage_end_p`."""
+
 _differentiable(stage_end_p)
+_differentiable(may_end_p)
 _differentiable(microbatch_p)

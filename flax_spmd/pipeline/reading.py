@@ -17,7 +17,7 @@ from flax_spmd.pipeline import residuals
 from flax_spmd.pipeline.cutting import Body, check_outside, places
 from flax_spmd.pipeline.equations import Atom, Constant, Equation, Value
 from flax_spmd.pipeline.fitting import few
-from flax_spmd.pipeline.marks import microbatch_p, stage_end_p
+from flax_spmd.pipeline.marks import may_end_p, microbatch_p, stage_end_p
 from flax_spmd.pipeline.schedules import Schedule
 
 
@@ -81,7 +81,12 @@ def read(jaxpr: Any) -> Step:
   equations, results = eq.flatten(jaxpr, arguments, opens)
   within = [one for one in equations if any(map(marked, one.jaxprs)) or any(map(passes, one.jaxprs))]
   loops = [one for one in within if one.name == 'scan']
-  ends = [one for one in equations if one.primitive is stage_end_p]
+  ends = [one for one in equations if one.primitive in (stage_end_p, may_end_p)]
+  ends = (
+    ends
+    if not any(map(_has_microbatches, loops))
+    else [one for one in ends if one.primitive is stage_end_p]
+  )
   if ends and any(map(_has_microbatches, loops)):
     loop = next(filter(_has_microbatches, loops))
     raise PipelineError(
@@ -139,7 +144,8 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
 
 def _once(arguments, equations, results) -> Step:
   """A function without a loop."""
-  back = [one for one in equations if one.primitive is stage_end_p and one.params['way'] == 'backward']
+  ends = [one for one in equations if one.primitive in (stage_end_p, may_end_p)]
+  back = [one for one in ends if one.params['way'] == 'backward']
   if back:
     raise PipelineError(
       f'Gradients are taken through stage ends outside of a microbatch loop:\n{places(back)}\n'
@@ -198,9 +204,13 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation],
   def has_marks(one: Any) -> bool:
     return any(map(marked, compat.jaxprs_in(one.params)))
 
-  equations, outputs = eq.flatten(
-    jaxpr, inputs, lambda one: (has_marks(one) and not _repeats(one)) or _is_small(one)
-  )
+  proposed = eq.finder(may_end_p)
+
+  def opens(one: Any) -> bool:
+    may = one.primitive.name in eq.JITS and any(map(proposed, compat.jaxprs_in(one.params)))
+    return may or (has_marks(one) and not _repeats(one)) or _is_small(one)
+
+  equations, outputs = eq.flatten(jaxpr, inputs, opens)
   opened: list[Equation] = []
   known: dict[Value, Atom] = {}
   again: list[Equation] = []
@@ -283,7 +293,7 @@ def _hoisted(equations: Sequence[Equation], own: set[Value]) -> tuple[list[Equat
   """
   varying = set(own)
   for one in equations:
-    fixed = one.primitive in (stage_end_p, microbatch_p) or one.has_effects
+    fixed = one.primitive in (stage_end_p, may_end_p, microbatch_p) or one.has_effects
     if fixed or not varying.isdisjoint(one.values):
       varying.update(one.outputs)
   same = [one for one in equations if not varying.intersection(one.outputs) and one.outputs]
