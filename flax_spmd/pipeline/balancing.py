@@ -33,7 +33,7 @@ def with_ends(body: Body, stages: int) -> Body:
   Raises:
     PipelineError: it has fewer places where a stage may end.
   """
-  marks = paired(body.equations, may_end_p)
+  marks = _both_ways(paired(body.equations, may_end_p))
   count = sum(way == 'forward' for way, _ in marks.values())
   if count < stages - 1:
     raise PipelineError(
@@ -57,6 +57,16 @@ def with_ends(body: Body, stages: int) -> Body:
       for one in body.equations
     ],
   )
+
+
+def _both_ways(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
+  """The marks that are passed backwards too, if any are, counted anew.
+
+  Inside of what is computed again for gradients (`nn.remat`) the way back cannot be cut.
+  """
+  back = {number for way, number in marks.values() if way == 'backward'}
+  there = sorted(back or {number for _, number in marks.values()})
+  return {one: (way, there.index(number)) for one, (way, number) in marks.items() if number in there}
 
 
 def choose(costs: Sequence[float], sent: Sequence[float], stages: int) -> set[int]:

@@ -1,0 +1,545 @@
+"""What a pipeline costs: its step, its first step, what it keeps, what it moves, and what it waits for.
+
+    step         1F1B on 4 ranks and 8 microbatches, over plain accumulation on one of these devices
+    dispatch     48 chunks and 64 microbatches on 8 ranks: thousands of small programs from one thread
+    first step   in new processes: what tracing and planning take of it, and all of it
+    plan         residuals of a stage, programs compiled, bytes moved after the loop, schedules on paper
+    sleeping     stages that sleep in place of computing, so that ranks overlap on however few cores:
+                 the wall's time over the simulated one
+    code         lines of `flax_spmd.pipeline`, without blank lines, comments and docstrings
+
+The devices are emulated, all on the same cores: a pipeline can be no faster here than one device, but
+for how well its programs use the cores. So the step shows what splitting, sending and dispatching cost,
+and only the sleeping stages show a schedule at work. Their backward sleeps twice, once for the gradient
+of the input and once for that of the weights. Each sleep has to be in its own task and done once. Two
+tasks have none of their own: where the backward is split, nobody waits for the first stage's `bwd`,
+which is part of its `wgrad`; and the last stage's `fwd` is part of its `bwd` where that comes next.
+
+Where JaxPP is compared with, its figures are constants, measured on a machine like this one with jax
+0.9.2, the last it works with. Its steps are only a remark, since no run can have both: 79 to 87 ms for
+the tiny model and 122 ms for the small one.
+"""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+
+import functools
+import io
+import json
+import subprocess
+import sys
+import time
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from harness import WALL, Figure, Target, at_most, equal, exact, measure, ratio, report, summary
+
+import flax_spmd as spmd
+from flax_spmd import pipeline
+from flax_spmd.pipeline.linking import Call, Linked, Send
+
+RANKS, MICROBATCHES = 4, 8
+CHUNKED_MS = 1742  # JaxPP's step of 48 chunks x 64 microbatches on 8 ranks: 1,742 to 1,819 (jax 0.9.2)
+FIRST_STEP_S = 12  # JaxPP's time to the first step of the small model: 12 to 16 (jax 0.9.2)
+RESIDUALS_KIB = 2063  # what JaxPP keeps of a microbatch on a middle stage, without remat (jax 0.9.2)
+PROCESSES = 3
+SLEEP = 0.01  # seconds
+SLEEPS = 'fwd', 'bwd', 'wgrad'
+PACKAGE = Path(pipeline.__file__).parent
+
+
+def figures() -> list[Figure]:
+  return [
+    *first_step_figures(),  # the others' programs and threads are not there yet
+    *step_figures('tiny', rounds=101),
+    *step_figures('small', at_most(1.1), rounds=61),
+    *step_figures('mid', at_most(0.9), rounds=31),
+    *dispatch_figures(),
+    *plan_figures(),
+    *sharing_figures(),
+    *bubble_figures(),
+    *sleeping_figures(),
+    exact('lines of code', code_lines(PACKAGE), 'lines', at_most(3000)),
+  ]
+
+
+# -- a transformer, and steps of it
+
+
+class Size(NamedTuple):
+  """Of a model and its batch: 4 examples a microbatch, and as many stages as ranks."""
+
+  layers: int
+  width: int
+  tokens: int
+  remat: bool = True
+  stages: int = RANKS
+
+
+SIZES = {'tiny': Size(4, 8, 4), 'small': Size(8, 64, 32), 'mid': Size(8, 128, 64)}
+
+
+class Block(nn.Module):
+  """Attention and MLP, normalised after each."""
+
+  width: int
+
+  @nn.compact
+  def __call__(self, x):
+    attention = nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=self.width)
+    x = nn.LayerNorm()(x + attention(x))
+    hidden = nn.gelu(nn.Dense(4 * self.width)(x))
+    return nn.LayerNorm()(x + nn.Dense(self.width)(hidden))
+
+
+class Model(nn.Module):
+  """Blocks, in stages of equally many."""
+
+  size: Size
+
+  @nn.compact
+  def __call__(self, x):
+    size = self.size
+    block = nn.remat(nn.jit(Block)) if size.remat else nn.jit(Block)
+    for layer in range(size.layers):
+      x = block(size.width, name=f'layer_{layer}')(x)
+      if (layer + 1) % (size.layers // size.stages) == 0:
+        x = pipeline.stage_end(x)
+    return x
+
+
+def batch_of(size: Size) -> tuple[jax.Array, jax.Array]:
+  """Inputs and targets, the microbatches first."""
+  x = jax.random.normal(jax.random.key(1), (MICROBATCHES, 4, size.tokens, size.width))
+  return x, jnp.sin(x)
+
+
+def state_of(size: Size) -> TrainState:
+  """A state of random weights, drawn without a compiler."""
+  random = np.random.default_rng(0)
+
+  def drawn(path, like):
+    kernel = like.ndim > 1
+    values = random.normal(0, size.width**-0.5, like.shape) if kernel else path[-1].key == 'scale'
+    return np.broadcast_to(values, like.shape).astype(like.dtype)
+
+  params = jax.tree_util.tree_map_with_path(drawn, abstract_state(size).params)
+  return jax.device_put(created(Model(size), params, optax.adamw(1e-3)))
+
+
+def abstract_state(size: Size, optimizer: optax.GradientTransformation | None = None) -> TrainState:
+  """A state's shapes."""
+  model, example = Model(size), jnp.zeros((4, size.tokens, size.width))
+
+  def create():
+    params = model.init(jax.random.key(0), example)['params']
+    return created(model, params, optimizer or optax.adamw(1e-3))
+
+  return jax.eval_shape(create)
+
+
+def created(model: Model, params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+  return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+
+def train_step(state: TrainState, batch, schedule: pipeline.Schedule | None):
+  def value_and_grad(microbatch):
+    x, wanted = microbatch
+    return jax.value_and_grad(
+      lambda params: jnp.mean((state.apply_fn({'params': params}, x) - wanted) ** 2)
+    )(state.params)
+
+  loss, grads = pipeline.accumulate(value_and_grad, batch, schedule, pipeline.Mean)
+  return state.apply_gradients(grads=grads), loss
+
+
+def layout(ranks: int = RANKS) -> spmd.Layout:
+  devices = np.array(jax.devices()[:ranks])
+  return spmd.Layout(jax.sharding.Mesh(devices, ('stage',)), ())
+
+
+def pipelined(schedule: pipeline.Schedule) -> Any:
+  """The step of a transformer as a pipeline; its first argument is donated."""
+  step = functools.partial(train_step, schedule=schedule)
+  return layout(schedule.ranks).pipeline_jit(step, donate_argnums=0)
+
+
+class Run:
+  """A step and its state, which is donated and replaced at every call."""
+
+  def __init__(self, step: Callable[..., Any], state: Any, batch: Any):
+    self.step, self.state, self.batch = step, state, batch
+    self.loss: Any = None
+
+  def once(self) -> None:
+    self.state, self.loss = self.step(self.state, self.batch)
+    jax.block_until_ready((self.state, self.loss))
+
+
+# -- the step, and dispatching
+
+
+def step_figures(name: str, target: Target | None = None, *, rounds: int) -> list[Figure]:
+  size = SIZES[name]
+  device, batch = jax.devices()[0], batch_of(size)
+  schedule = pipeline.OneFOneB(RANKS)
+  plain = jax.jit(functools.partial(train_step, schedule=None), donate_argnums=0)
+  runs = {
+    'pipeline': Run(pipelined(schedule), state_of(size), batch),
+    'one device': Run(plain, *jax.device_put((state_of(size), batch), device)),
+  }
+  times = measure({arm: run.once for arm, run in runs.items()}, rounds=rounds, warm_up=3, clock=WALL)
+  losses = [float(run.loss) for run in runs.values()]
+  if not np.isclose(*losses, rtol=1e-4):
+    raise RuntimeError(f'{name}: losses after as many steps are {losses}')
+  return [
+    _milliseconds(f'{name}: step of a pipeline', times, 'pipeline'),
+    ratio(f'{name}: over one device', times, 'pipeline', 'one device', target),
+  ]
+
+
+def dispatch_figures() -> list[Figure]:
+  """Programs so small that a step is their dispatch."""
+  schedule, microbatches, width = pipeline.Interleaved1F1B(8, 6), 64, 8
+  names = [f'stage_{stage}' for stage in range(schedule.stages)]
+  optimizer = optax.adam(1e-3)
+
+  def step(state, batch):
+    params, moments = state
+
+    def loss(params, microbatch):
+      x, wanted = microbatch
+      for name in names:
+        x = pipeline.stage_end(jnp.tanh(x @ params[name]))
+      return jnp.mean((x - wanted) ** 2)
+
+    both = lambda microbatch: jax.value_and_grad(loss)(params, microbatch)
+    value, grads = pipeline.accumulate(both, batch, schedule, pipeline.Add)
+    updates, moments = optimizer.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+  keys = jax.random.split(jax.random.key(0), len(names))
+  params = {name: jax.random.normal(key, (width, width)) / 3 for name, key in zip(names, keys)}
+  x = jax.random.normal(jax.random.key(1), (microbatches, 4, width))
+  state, batch = (params, optimizer.init(params)), (x, jnp.sin(x))
+  lowered = layout(8).pipeline_jit(step, donate_argnums=0).lower(state, batch)
+  run = Run(lowered.compile(), state, batch)
+  times = measure({'step': run.once}, rounds=21, warm_up=3, clock=WALL)
+  count = len(lowered.linked.calls)
+  each = [1e6 * one['step'] / count for one in times]
+  return [
+    _milliseconds('48 chunks x 64 microbatches', times, 'step', at_most(0.4 * CHUNKED_MS)),
+    exact('48 chunks: instructions', count, ''),
+    summary('48 chunks: of it, an instruction', each, 'us', at_most(60)),
+  ]
+
+
+def _milliseconds(name: str, rounds, arm: str, target: Target | None = None) -> Figure:
+  return summary(name, [1e3 * times[arm] for times in rounds], 'ms', target)
+
+
+# -- the first step
+
+
+def first_step_figures() -> list[Figure]:
+  """Each sample is a process of its own."""
+  told = [_first_step_told() for _ in range(PROCESSES)]
+
+  def of(name: str, what: str, unit: str, target: Target | None = None) -> Figure:
+    return summary(name, [one[what] for one in told], unit, target)
+
+  return [
+    of('small: first call', 'call', 's', at_most(0.6 * FIRST_STEP_S)),
+    of('small: of it, trace and plan', 'planned', 'x', at_most(0.1)),
+    of('small: process started to first step', 'process', 's'),
+  ]
+
+
+def _first_step_told() -> dict[str, float]:
+  command = [sys.executable, '-c', 'import pipelines; pipelines.first_step()']
+  begin = time.time()
+  said = subprocess.run(
+    command, cwd=Path(__file__).parent, check=True, stdout=subprocess.PIPE, text=True
+  ).stdout
+  told = json.loads(said.splitlines()[-1])
+  return {**told, 'process': told['ended'] - begin}
+
+
+def first_step() -> None:
+  """In a new process: says how long the small model's first call takes, and its parts."""
+  state, batch = jax.block_until_ready((state_of(SIZES['small']), batch_of(SIZES['small'])))
+  step = pipelined(pipeline.OneFOneB(RANKS))
+  abstract = jax.tree.map(_form, (state, batch))
+  begin = WALL()
+  jax.block_until_ready(step(state, batch))
+  call = WALL() - begin
+  ended = time.time()
+  times = step.compile(*abstract).times  # of the call's, which is kept
+  planned = (times['trace'] + times['plan']) / call
+  print(json.dumps({'call': call, 'planned': planned, 'ended': ended}))
+
+
+def _form(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
+
+
+# -- what is planned
+
+
+def plan_figures() -> list[Figure]:
+  """What needs no compiler."""
+  size = SIZES['small']
+  kept = _lowered(size._replace(remat=False)).programs.residuals()
+  clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+  linked = _lowered(size, clipped).linked
+  middle = max(bytes for stage, bytes in kept.items() if 0 < stage < size.stages - 1)
+  return [
+    exact('residuals of a middle stage, no remat', middle / 1024, 'KiB'),
+    exact('residuals over JaxPP', middle / 1024 / RESIDUALS_KIB, 'x', at_most(0.45)),
+    exact('moved after the loop, clip and adamw', moved_after(linked) / 1024, 'KiB', at_most(1)),
+  ]
+
+
+def _lowered(size: Size, optimizer: optax.GradientTransformation | None = None) -> Any:
+  state = abstract_state(size, optimizer)
+  return pipelined(pipeline.OneFOneB(size.stages)).lower(state, batch_of(size))
+
+
+def moved_after(linked: Linked) -> int:
+  """The bytes that ranks send each other for what comes after the loop: what none of its tasks reads."""
+  in_loop = {
+    place
+    for one in linked.calls
+    if isinstance(one, Call) and one.when is not None
+    for place in one.inputs
+  }
+  sent = [place for one in linked.calls if isinstance(one, Send) for place in one.arrived]
+  return sum(place[0].bytes for place in sent if place not in in_loop)
+
+
+def sharing_figures() -> list[Figure]:
+  """32 equal layers over 8 stages: those of the middle are one program, on several ranks."""
+  size = Size(layers=32, width=64, tokens=32, stages=8)
+  executables = _lowered(size).compile().executables.values()
+  shared = sum(one.shared for one in executables)
+  return [
+    exact('32 equal layers: programs', len(executables), ''),
+    exact('32 equal layers: compiled', len(executables) - shared, ''),
+    exact('32 equal layers: loaded for other ranks', shared, ''),
+  ]
+
+
+# -- schedules on paper
+
+
+def bubble_figures() -> list[Figure]:
+  """Idle parts for F = B = W = 1, against the formulas of their papers, as in the classes' docstrings."""
+  p, m = RANKS, MICROBATCHES
+  whole, chunked = (p - 1) / (m + p - 1), (p - 1) / (2 * m + p - 1)
+  known = {
+    pipeline.GPipe(p): whole,
+    pipeline.InterleavedGPipe(p): chunked,
+    pipeline.OneFOneB(p): whole,
+    pipeline.Eager1F1B(p): whole,
+    pipeline.Interleaved1F1B(p): chunked,
+    pipeline.KimiK2(p): None,
+    pipeline.ZeroBubbleH1(p): (p - 1) / (3 * m + p - 1),
+    pipeline.ZeroBubbleV(p): (p - 1) / (6 * m + p - 1),
+    pipeline.DualPipeV(p): None,
+    pipeline.DualPipeV(p, fuse=True): 2 * (p - 1) / (6 * m + 2 * (p - 1)),  # F&B + B - 3 W = 2
+  }
+  found = [
+    exact(f'bubble: {schedule}', 100 * schedule.simulate(m).bubble, '%', _exactly(theory))
+    for schedule, theory in known.items()
+  ]
+  # JaxPP's best, its DualPipeV
+  best = 100 * pipeline.ZeroBubbleV(p).simulate(m).bubble
+  return [*found, exact("bubble: ZeroBubbleV, below JaxPP's best", best, '%', at_most(9.4))]
+
+
+def _exactly(theory: float | None) -> Target | None:
+  return None if theory is None else equal(100 * theory, 1e-9)
+
+
+# -- schedules at work
+
+
+def sleeping_figures() -> list[Figure]:
+  schedules = (
+    pipeline.GPipe(RANKS),
+    pipeline.OneFOneB(RANKS),
+    pipeline.Interleaved1F1B(RANKS),
+    pipeline.ZeroBubbleH1(RANKS),
+    pipeline.ZeroBubbleV(RANKS),
+  )
+  sleepers = {type(schedule).__name__: Sleeper(schedule) for schedule in schedules}
+  arms = {name: sleeper.once for name, sleeper in sleepers.items()}
+  times = measure({**arms, 'a bare program': _bare()}, rounds=11, warm_up=2, clock=WALL)
+  found = [
+    summary(
+      f'sleeping: {name}, wall over simulated',
+      [one[name] / sleeper.makespan for one in times],
+      'x',
+      at_most(1.1),
+    )
+    for name, sleeper in sleepers.items()
+  ]
+  moved = sum(sleeper.moved for sleeper in sleepers.values())
+  miscounted = sum(sleeper.miscounted for sleeper in sleepers.values())
+  return [
+    *found,
+    _floor([one['a bare program'] for one in times]),
+    exact('sleeping: tasks with other sleeps than theirs', moved, 'tasks', at_most(0)),
+    exact('sleeping: sleeps done too often or too rarely', miscounted, 'sleeps', at_most(0)),
+  ]
+
+
+def _floor(seconds: Sequence[float]) -> Figure:
+  """What of the ratio is JAX's callback, and the system's oversleeping."""
+  return summary('sleeping: a bare jax.jit of one sleep', [each / SLEEP for each in seconds], 'x')
+
+
+def _bare() -> Callable[[], Any]:
+  """A program that sleeps once."""
+  slow = jax.jit(functools.partial(slowly, lambda: None))
+  x = jnp.ones((2, 4))
+  return lambda: jax.block_until_ready(slow(x))
+
+
+def slowly(note: Callable[[], Any], x: jax.Array) -> jax.Array:
+  """The same array, a while later, when `note` has been called."""
+
+  def sleep(_):
+    note()
+    time.sleep(SLEEP)
+    return np.float32(0)
+
+  return x + jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), x[0, 0])
+
+
+class Sleeper:
+  """A pipeline whose stages sleep, by callbacks to the host; they compute next to nothing."""
+
+  def __init__(self, schedule: pipeline.Schedule):
+    self._schedule, self._slept, self._steps = schedule, [], 0
+    costs = dict.fromkeys(SLEEPS, SLEEP)
+    self.makespan = schedule.simulate(MICROBATCHES, costs).makespan
+    params = {'shift': jnp.zeros(4), 'weights': [jnp.eye(4)] * schedule.stages}
+    self._arguments = params, jnp.ones((MICROBATCHES, 2, 4))
+    step = layout().pipeline_jit(self._step, schedule=schedule, threads=True)
+    lowered = step.lower(*self._arguments)
+    self._tasks, self._compiled = lowered.programs.tasks, lowered.compile()
+
+  def once(self) -> None:
+    self._steps += 1
+    jax.block_until_ready(self._compiled(*self._arguments))
+
+  @property
+  def moved(self) -> int:
+    """How many tasks have other callbacks than they should."""
+    found = {
+      key: sum(equation.name == 'pure_callback' for equation in task.equations)
+      for key, task in self._tasks.items()
+    }
+    planned = self._planned()
+    return sum(found.get(key, 0) != planned.get(key, 0) for key in {*found, *planned})
+
+  @property
+  def miscounted(self) -> int:
+    """How many of all sleeps were done more or less often than once for each microbatch of each step."""
+    slept, expected = Counter(self._slept), self._steps * MICROBATCHES
+    sleeps = {(kind, stage) for kind in SLEEPS for stage in range(self._schedule.stages)}
+    return sum(slept[key] != expected for key in sleeps | slept.keys())
+
+  def _planned(self) -> Counter[tuple[str, int]]:
+    """Per task, how often it sleeps."""
+    last, split = self._schedule.stages - 1, 'wgrad' in self._kinds()
+    planned = Counter()
+    for stage in range(last + 1):
+      planned['fwd' if stage < last or not self._turns() else 'bwd', stage] += 1
+      planned['bwd' if stage > 0 or not split else 'wgrad', stage] += 1
+      planned['wgrad' if split else 'bwd', stage] += 1
+    return planned
+
+  def _kinds(self, stage: int | None = None) -> list[str]:
+    """The kinds of tasks, of a stage or of all, in their order on a rank."""
+    steps = (step for order in self._schedule.tasks(MICROBATCHES) for step in order)
+    tasks = (task for step in steps for task in step.tasks)
+    return [task.kind for task in tasks if stage is None or task.stage == stage]
+
+  def _turns(self) -> bool:
+    """Whether the last stage goes back with each microbatch right away."""
+    kinds = [kind for kind in self._kinds(self._schedule.stages - 1) if kind != 'wgrad']
+    return kinds == ['fwd', 'bwd'] * MICROBATCHES
+
+  def _step(self, params, batch):
+    def loss(params, x):
+      x = x + params['shift']
+      for stage, weights in enumerate(params['weights']):
+        x = pipeline.stage_end(self._stage(stage)(x, weights))
+      return jnp.mean(x**2)
+
+    return pipeline.accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, op=pipeline.Mean)
+
+  def _stage(self, stage: int) -> Callable[..., Any]:
+    """A product with weights, which sleeps forward, and twice backward."""
+    slow = {
+      kind: functools.partial(slowly, functools.partial(self._slept.append, (kind, stage)))
+      for kind in SLEEPS
+    }
+
+    def forward(x, weights):
+      return slow['fwd'](x) @ weights, (x, weights)
+
+    def backward(kept, gradient):
+      x, weights = kept
+      return slow['bwd'](gradient) @ weights.T, x.T @ slow['wgrad'](gradient)
+
+    product = jax.custom_vjp(lambda x, weights: forward(x, weights)[0])
+    product.defvjp(forward, backward)
+    return product
+
+
+# -- lines of code
+
+
+def code_lines(folder: Path) -> int:
+  """Lines with code: no blank ones, comments or docstrings."""
+  return sum(len(_lines_of(path.read_text())) for path in sorted(folder.glob('**/*.py')))
+
+
+def _lines_of(source: str) -> set[int]:
+  """The numbers of the lines that have code.
+
+  A string that is a statement by itself is a docstring, of whatever it stands in or behind.
+  """
+  lines: set[int] = set()
+  statement: list[tokenize.TokenInfo] = []
+  for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    if token.type in _NO_CODE:
+      continue
+    if token.type not in (tokenize.NEWLINE, tokenize.ENDMARKER):
+      statement.append(token)
+      continue
+    if any(one.type != tokenize.STRING for one in statement):
+      lines.update(line for one in statement for line in range(one.start[0], one.end[0] + 1))
+    statement = []
+  return lines
+
+
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT}
+
+
+if __name__ == '__main__':
+  report('pipelines', figures)

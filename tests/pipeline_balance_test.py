@@ -1,0 +1,159 @@
+"""Models that end no stages: where they are cut, and that nothing changes by it."""
+
+import itertools
+
+import flax.linen as nn
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import flax_spmd as spmd
+from flax_spmd.errors import PipelineError
+from flax_spmd.pipeline import Mean, OneFOneB, accumulate, stage_end
+from flax_spmd.pipeline.balancing import FLOPS_PER_BYTE, choose, cost
+from flax_spmd.pipeline.equations import Value, traced
+
+LAYOUT = spmd.Layout({'stage': 4, 'data': 2}, (('batch', 'data'),))
+X = np.random.default_rng(0).standard_normal((4, 8, 16)).astype(np.float32)
+
+
+class Block(nn.Module):
+  width: int
+
+  @nn.compact
+  def __call__(self, x):
+    y = nn.Dense(self.width, name='up')(x)
+    return x + nn.Dense(x.shape[-1], name='down')(nn.gelu(y))
+
+
+class Model(nn.Module):
+  widths: tuple[int, ...]
+  block: type[nn.Module] = Block
+  marked: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    for number, width in enumerate(self.widths):
+      x = self.block(width, name=f'block_{number}')(x)
+      x = stage_end(x) if self.marked else x
+    return x
+
+
+def step_of(model):
+  def step(params, batch):
+    def loss(params, x):
+      return jnp.mean((model.apply({'params': params}, x) - jnp.sin(x)) ** 2)
+
+    value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, OneFOneB(4), Mean)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+  return step
+
+
+def made(model):
+  return model.init(jax.random.key(0), X[0])['params']
+
+
+def ranks_of(params):
+  """The rank of each block, or of each part of it where it is on several."""
+  ranks = {
+    jax.tree_util.keystr(path, simple=True, separator='/'): min(d.id for d in leaf.devices()) // 2
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  }
+  return [
+    sorted({rank for path, rank in ranks.items() if path.startswith(f'{name}/')}) for name in params
+  ]
+
+
+@pytest.mark.parametrize('block', [Block, nn.remat(Block), nn.jit(Block), nn.remat(nn.jit(Block))])
+def test_equal_blocks_are_shared_out_equally(block):
+  """And results are those of the model as a whole, in training and in inference."""
+  model = Model((32,) * 8, block)
+  params = made(model)
+  found, loss = LAYOUT.pipeline_jit(step_of(model), stages=4)(params, X)
+  expected, expected_loss = jax.jit(step_of(model))(params, X)
+  assert ranks_of(found) == [[0], [0], [1], [1], [2], [2], [3], [3]]
+  np.testing.assert_allclose(loss, expected_loss, atol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+
+  def apply(params, x):
+    return model.apply({'params': params}, x)
+
+  inference = LAYOUT.pipeline_jit(apply, stages=4)
+  np.testing.assert_allclose(inference(params, X[0]), jax.jit(apply)(params, X[0]), atol=1e-6)
+
+
+def test_a_stage_has_few_large_blocks_or_many_small_ones():
+  model = Model((256, 64, 64, 64, 64, 256, 256), nn.remat(Block))
+  found, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(made(model), X)
+  assert ranks_of(found) == [[0], [1], [1], [1], [1], [2], [3]]
+
+
+def test_stage_ends_of_the_model_count():
+  """Who says where stages end is not overruled."""
+  model = Model((256, 16, 16, 16), marked=True)
+  found, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(made(model), X)
+  assert ranks_of(found) == [[0], [1], [2], [3]]
+
+
+def test_more_stages_than_places():
+  model = Model((32, 32), nn.remat(Block))
+  with pytest.raises(PipelineError) as error:
+    LAYOUT.pipeline_jit(step_of(model), stages=8)(made(model), X)
+  assert str(error.value) == (
+    'stages=8, but there are 3 places in the model where a stage may end: after each Linen module that is '
+    'called outside of scans and branches.\n'
+    'Fix: use 4 stages or fewer, or end stages by flax_spmd.pipeline.stage_end.'
+  )
+
+
+def test_more_stages_than_the_schedule_has():
+  model = Model((32,) * 8)
+  with pytest.raises(PipelineError, match=r'OneFOneB\(ranks=4\) has 4 stages'):
+    LAYOUT.pipeline_jit(step_of(model), stages=8)(made(model), X)
+
+
+sizes = st.lists(st.integers(0, 20), min_size=1, max_size=9)
+
+
+@hypothesis.given(costs=sizes, sent=sizes, stages=st.integers(1, 5))
+def test_no_other_choice_is_better(costs, sent, stages):
+  """Against all choices: the largest stage is within 2 % of the smallest possible, and then least is sent."""
+  hypothesis.assume(stages <= len(costs))
+  sent = (sent * len(costs))[: len(costs)]
+
+  def largest(ends):
+    return max(
+      sum(costs[a:b]) for a, b in itertools.pairwise([0, *(end + 1 for end in ends), len(costs)])
+    )
+
+  every = list(itertools.combinations(range(len(costs) - 1), stages - 1))
+  found = sorted(choose(costs, sent, stages))
+  best = min(map(largest, every))
+  assert tuple(found) in every
+  assert largest(found) <= best * 1.02
+  allowed = [sum(sent[end] for end in ends) for ends in every if largest(ends) <= best * 1.02]
+  assert sum(sent[end] for end in found) == min(allowed)
+
+
+def test_costs_are_of_products_and_tables():
+  def of(fn, *shapes):
+    values = [Value(jax.typeof(jnp.zeros(shape))) for shape in shapes]
+    return sum(map(cost, traced(fn, *values)[0]))
+
+  large = 4096
+  product = of(lambda a, b: [a @ b], (large, large), (large, large))
+  assert product == 2 * large**3  # computing takes longer than reading
+  assert of(lambda a, b: [a @ b], (1, 8), (8, 8)) == FLOPS_PER_BYTE * 4 * (8 + 64 + 8)  # reading does
+  assert of(lambda a: [jnp.sin(a) + a], (8, 8)) == 0  # fused with what is there
+  table = of(lambda a: [a[jnp.array([0, 5])]], (large, 8))
+  assert table == FLOPS_PER_BYTE * 2 * 4 * 2 * 8  # what is read of it, and written
+  looped = of(lambda a, b: [jax.lax.scan(lambda c, _: (c @ b, None), a, length=3)[0]], (8, 8), (8, 8))
+  assert looped == 3 * of(lambda a, b: [a @ b], (8, 8), (8, 8))
+  image = of(
+    lambda x, k: [jax.lax.conv_general_dilated(x, k, (1, 1), 'SAME')], (1, 64, 99, 99), (64, 64, 9, 9)
+  )
+  assert image == 2 * 99 * 99 * 64 * 64 * 81

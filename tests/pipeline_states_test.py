@@ -1,0 +1,591 @@
+"""States of pipelines: born on their stages, trained over many numbers of them, saved, moved, measured."""
+
+import functools
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax.training.train_state import TrainState
+from orbax.checkpoint import v1
+
+import flax_spmd as spmd
+from flax_spmd.pipeline import (
+  DualPipeV,
+  Eager1F1B,
+  GPipe,
+  Interleaved1F1B,
+  InterleavedGPipe,
+  KimiK2,
+  Mean,
+  OneFOneB,
+  ZeroBubbleH1,
+  ZeroBubbleV,
+  accumulate,
+  stage_end,
+)
+from flax_spmd.pipeline.linking import Call, Send
+
+LAYERS, MICROBATCHES, ROWS, WIDTH = 8, 8, 8, 16
+NUMBERS = (4, 2, 8)
+RULES = (('batch', 'data'), spmd.fsdp('data', min_size=64))
+BATCH_NAMES = (None, 'batch', None)
+ADAM = optax.adam(1e-2, eps=1e-3)
+UNSTAGED = spmd.Layout({'data': 8}, RULES)
+
+
+class Model(nn.Module):
+  """A layer after the other; as many stages of equal length as are asked for."""
+
+  stages: int = 1
+
+  @nn.compact
+  def __call__(self, x):
+    for number in range(LAYERS):
+      x = jnp.tanh(nn.Dense(WIDTH, name=f'layer_{number}')(x))
+      if (number + 1) % (LAYERS // self.stages) == 0:
+        x = stage_end(x)
+    return x
+
+
+def create(tx=ADAM):
+  params = Model().init(jax.random.key(0), jnp.ones((1, WIDTH)))['params']
+  return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def train_step(stages=1, schedule=None):
+  def step(state, batch):
+    def loss_fn(params, x, y):
+      return jnp.mean((Model(stages).apply({'params': params}, x) - y) ** 2)
+
+    def of_one(one):
+      return jax.value_and_grad(loss_fn)(state.params, *one)
+
+    loss, grads = accumulate(of_one, batch, schedule, Mean)
+    return state.apply_gradients(grads=grads), loss
+
+  return step
+
+
+def batch():
+  x = np.asarray(jax.random.normal(jax.random.key(1), (MICROBATCHES, ROWS, WIDTH)))
+  return x, np.sin(3 * x)
+
+
+@functools.cache
+def layout_of(stages):
+  return spmd.Layout({'stage': stages, 'data': 8 // stages}, RULES)
+
+
+@functools.cache
+def pipeline(stages):
+  """The step over so many stages, its compiled form, and its batch."""
+  layout = layout_of(stages)
+  step = layout.pipeline_jit(train_step(stages, OneFOneB(stages)))
+  placed = layout.shard(batch(), BATCH_NAMES)
+  return step, step.compile(layout.abstract(create), placed), placed
+
+
+@functools.cache
+def without_stages():
+  return UNSTAGED.jit(train_step()), UNSTAGED.shard(batch(), BATCH_NAMES)
+
+
+@functools.cache
+def trained(steps):
+  """The state without stages after some steps, and the losses on the way."""
+  step, state, losses = jax.jit(train_step()), jax.jit(create)(), []
+  for _ in range(steps):
+    state, loss = step(state, batch())
+    losses.append(float(loss))
+  return jax.device_get(state), losses
+
+
+def staged(steps=2):
+  """A state over four stages after some steps."""
+  step, compiled, placed = pipeline(4)
+  state = compiled.init(create)
+  for _ in range(steps):
+    state, _ = step(state, placed)
+  return state
+
+
+def wanted(compiled, argument=0):
+  return compiled.input_shardings[0][argument]
+
+
+def assert_equal(found, expected, atol=0.0):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+  for (path, leaf), other in pairs:
+    where = jax.tree_util.keystr(path)
+    assert leaf.shape == other.shape and leaf.dtype == other.dtype, where
+    np.testing.assert_allclose(np.asarray(leaf), np.asarray(other), 0, atol, err_msg=where)
+
+
+def assert_lies(tree, shardings):
+  def check(path, leaf, sharding):
+    assert leaf.sharding == sharding, f'{jax.tree_util.keystr(path)}: {leaf.sharding}, not {sharding}'
+
+  jax.tree_util.tree_map_with_path(check, tree, shardings)
+
+
+def devices(array):
+  return sorted(device.id for device in array.devices())
+
+
+# -- one state over many numbers of stages
+
+
+def test_one_state_over_4_2_8_and_no_stages():
+  state, losses = pipeline(4)[1].init(create), []
+  for stages in NUMBERS:
+    step, compiled, placed = pipeline(stages)
+    state = jax.device_put(state, wanted(compiled))
+    for _ in range(2):
+      state, loss = step(state, placed)
+      losses.append(float(loss))
+    assert_lies(state, wanted(compiled))
+  step, placed = without_stages()
+  state = UNSTAGED.shard(state)
+  for _ in range(2):
+    state, loss = step(state, placed)
+    losses.append(float(loss))
+  expected, expected_losses = trained(8)
+  np.testing.assert_allclose(losses, expected_losses, 0, 1e-6)
+  assert_equal(state, expected, 1e-6)
+
+
+@pytest.mark.parametrize('stages', NUMBERS)
+def test_a_state_from_anywhere_is_taken(stages):
+  step, _, placed = pipeline(stages)
+  expected, [*_, expected_loss] = trained(3)
+  for state in (trained(2)[0], staged(), UNSTAGED.shard(trained(2)[0])):
+    found, loss = step(state, placed)
+    np.testing.assert_allclose(loss, expected_loss, 0, 1e-6)
+    assert_equal(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize('stages', NUMBERS)
+def test_to_one_mesh_and_back_nothing_changes(stages):
+  compiled = pipeline(stages)[1]
+  state = jax.device_put(staged(), wanted(compiled))
+  whole = UNSTAGED.shard(state)
+  assert_equal(whole, state)
+  assert devices(whole.params['layer_0']['kernel']) == list(range(8))
+  assert_lies(whole, jax.tree.map(lambda x: x.sharding, UNSTAGED.init(create)))
+  back = jax.device_put(whole, wanted(compiled))
+  assert_equal(back, state)
+  assert_lies(back, wanted(compiled))
+
+
+# -- a staged state is a tree of arrays
+
+
+def test_device_get():
+  found = jax.device_get(staged())
+  assert all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in jax.tree.leaves(found))
+  assert_equal(found, trained(2)[0], 1e-6)
+
+
+def test_printing():
+  state = staged()
+  kernel = state.params['layer_3']['kernel']
+  assert str(kernel) == str(np.asarray(kernel))
+  assert repr(kernel).startswith('Array([[')
+  assert str(state.step) == '2' and f'{state.step}' == '2'
+  assert 'layer_7' in repr(state)
+
+
+def test_tree_map_leaves_arrays_where_they_are():
+  state = staged()
+  doubled = jax.tree.map(lambda x: 2 * x, state.params)
+  summed = jax.tree.map(jnp.add, doubled, state.params)
+  shardings = wanted(pipeline(4)[1]).params
+  assert_lies(summed, shardings)
+  assert_equal(summed, jax.tree.map(lambda x: 3 * x, jax.device_get(state.params)), 1e-6)
+
+
+def test_optax_functions_leaf_by_leaf():
+  state, host = staged(), jax.device_get(staged())
+  moments = state.opt_state[0].mu
+  found = {
+    'apply_updates': optax.apply_updates(state.params, moments),
+    'incremental_update': optax.incremental_update(moments, state.params, 0.1),
+    'scale': optax.tree.scale(0.5, state.params),
+    'zeros_like': optax.tree.zeros_like(state.params),
+    'init': ADAM.init(state.params)[0].nu,
+    'get': optax.tree.get(state.opt_state, 'mu'),
+    'cast': optax.tree.cast(state.params, jnp.bfloat16),
+  }
+  params, mu = host.params, host.opt_state[0].mu
+  expected = {
+    'apply_updates': optax.apply_updates(params, mu),
+    'incremental_update': optax.incremental_update(mu, params, 0.1),
+    'scale': optax.tree.scale(0.5, params),
+    'zeros_like': optax.tree.zeros_like(params),
+    'init': ADAM.init(params)[0].nu,
+    'get': mu,
+    'cast': optax.tree.cast(params, jnp.bfloat16),
+  }
+  for name, tree in found.items():
+    assert_lies(tree, wanted(pipeline(4)[1]).params)
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(np.float32(x), np.float32(y), 0, 1e-6),
+      tree,
+      expected[name],
+    )
+
+
+def test_optax_functions_over_all_leaves():
+  """One number of arrays on several ranks is computed where they all are."""
+  state = staged()
+  expected = optax.global_norm(trained(2)[0].params)
+  np.testing.assert_allclose(jax.jit(optax.global_norm)(UNSTAGED.shard(state.params)), expected, 1e-6)
+  np.testing.assert_allclose(optax.global_norm(jax.device_get(state.params)), expected, 1e-6)
+
+
+# -- birth, and where everything lies
+
+
+@pytest.mark.parametrize('stages', NUMBERS)
+def test_init_is_that_of_the_layout_on_the_devices_of_the_stages(stages):
+  compiled = pipeline(stages)[1]
+  state = compiled.init(create)
+  assert_equal(state, layout_of(stages).init(create), 1e-7)
+  assert_lies(state, wanted(compiled))
+  for number in range(LAYERS):
+    rank, each = number * stages // LAYERS, 8 // stages
+    own = list(range(rank * each, (rank + 1) * each))
+    for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu):
+      assert devices(tree[f'layer_{number}']['kernel']) == own
+      assert devices(tree[f'layer_{number}']['bias']) == own
+
+
+def test_init_of_two_stages_per_rank():
+  layout, schedule = layout_of(4), Interleaved1F1B(4, chunks=2)
+  step = layout.pipeline_jit(train_step(8, schedule))
+  compiled = step.compile(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
+  state = compiled.init(create)
+  found = [devices(state.params[f'layer_{number}']['kernel'])[0] // 2 for number in range(LAYERS)]
+  assert tuple(found) == schedule.owners == (0, 1, 2, 3, 0, 1, 2, 3)
+  new, loss = compiled(state, layout.shard(batch(), BATCH_NAMES))
+  np.testing.assert_allclose(loss, trained(1)[1][0], 0, 1e-6)
+  assert_equal(new, trained(1)[0], 1e-6)
+
+
+def test_init_with_arguments_that_are_no_arrays():
+  compiled = pipeline(4)[1]
+
+  def create_by(key, model, tx, scale):
+    params = model.init(key, jnp.ones((1, WIDTH)))['params']
+    return TrainState.create(apply_fn=None, params=jax.tree.map(lambda x: scale * x, params), tx=tx)
+
+  state = compiled.init(create_by, jax.random.key(0), Model(2), tx=ADAM, scale=1)
+  assert_equal(state, jax.jit(create)(), 1e-7)
+
+
+def test_input_shardings():
+  _, compiled, placed = pipeline(4)
+  (state, (x, y)), named = compiled.input_shardings
+  assert named == {}
+  ids = [sorted(device.id for device in sharding.device_set) for sharding in (x, y, state.step)]
+  assert ids == [[0, 1], [6, 7], list(range(8))]
+  kernel = state.params['layer_2']['kernel']
+  assert kernel.spec == layout_of(4).abstract(create).params['layer_2']['kernel'].sharding.spec
+  assert sorted(device.id for device in kernel.device_set) == [2, 3]
+  assert kernel == state.opt_state[0].mu['layer_2']['kernel']
+  assert jax.tree.structure(state) == jax.tree.structure(create())
+
+
+def test_results_lie_as_the_next_step_takes_them():
+  step, compiled, placed = pipeline(4)
+  assert_lies(staged(1), wanted(compiled))
+  there = jax.device_put(placed, wanted(compiled, 1))
+  assert_lies(there, wanted(compiled, 1))
+  new, _ = compiled(staged(1), there)
+  assert_equal(new, staged(2))
+
+
+# -- checkpoints
+
+
+def target(stages):
+  """A state's form and places, with so many stages; None: with none."""
+  if stages is None:
+    return UNSTAGED.abstract(create)
+  return jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    layout_of(stages).abstract(create),
+    wanted(pipeline(stages)[1]),
+  )
+
+
+def save_here(path, state):
+  spmd.checkpoint.save(path, state, layout=layout_of(4))
+
+
+def orbax_load(path, abstract):
+  return v1.load(path, abstract)
+
+
+WAYS = {
+  'spmd': (save_here, spmd.checkpoint.restore),
+  'orbax': (v1.save, orbax_load),
+  'orbax, then spmd': (v1.save, spmd.checkpoint.restore),
+}
+
+
+@pytest.mark.parametrize('stages', [4, 2, 8, None], ids=str)
+@pytest.mark.parametrize('way', WAYS.values(), ids=list(WAYS))
+def test_saved_with_4_stages_and_restored(way, stages, tmp_path):
+  save, restore = way
+  state = staged()
+  save(tmp_path / 'four', state)
+  restored = restore(tmp_path / 'four', target(stages))
+  assert_equal(restored, state)
+  assert_lies(restored, jax.tree.map(lambda x: x.sharding, target(stages)))
+  step, placed = without_stages() if stages is None else pipeline(stages)[::2]
+  new, loss = step(restored, placed)
+  np.testing.assert_allclose(loss, trained(3)[1][2], 0, 1e-6)
+  assert_equal(new, trained(3)[0], 1e-6)
+
+
+def test_saved_without_stages_and_restored_with_4(tmp_path):
+  state = UNSTAGED.shard(trained(2)[0])
+  spmd.checkpoint.save(tmp_path / 'none', state, layout=UNSTAGED)
+  restored = spmd.checkpoint.restore(tmp_path / 'none', target(4))
+  assert_lies(restored, wanted(pipeline(4)[1]))
+  new, _ = pipeline(4)[0](restored, pipeline(4)[2])
+  assert_equal(new, trained(3)[0], 1e-6)
+
+
+# -- what optimizers move
+
+OPTIMIZERS = {
+  'sgd': optax.sgd(1e-2),
+  'momentum': optax.sgd(1e-2, momentum=0.9),
+  'adam': optax.adam(1e-2),
+  'adamw': optax.adamw(1e-2),
+  'clipped adam': optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+  'adafactor': optax.adafactor(1e-2, min_dim_size_to_factor=8),
+  'lamb': optax.lamb(1e-2),
+  'MultiSteps': optax.MultiSteps(optax.adam(1e-2), 2),
+  'apply_if_finite': optax.apply_if_finite(optax.adam(1e-2), 3),
+  'ema of updates': optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+
+class Averaged(TrainState):
+  """A state with an average of its parameters."""
+
+  ema: dict
+
+  def apply_gradients(self, *, grads, **kwargs):
+    new = super().apply_gradients(grads=grads, **kwargs)
+    return new.replace(ema=optax.incremental_update(new.params, self.ema, 0.1))
+
+
+def create_averaged():
+  state = create()
+  return Averaged.create(apply_fn=None, params=state.params, tx=ADAM, ema=state.params)
+
+
+STATES = {name: functools.partial(create, tx) for name, tx in OPTIMIZERS.items()}
+STATES['ema of parameters'] = create_averaged
+
+
+def moved_after_the_loop(linked):
+  """The bytes that are sent after the last task of the loop."""
+  last = max(number for number, one in enumerate(linked.calls) if isinstance(one, Call) and one.when)
+  sends = [one for one in linked.calls[last:] if isinstance(one, Send)]
+  return sum(value.bytes for one in sends for value, _, _ in one.places)
+
+
+@pytest.mark.parametrize('schedule', [OneFOneB(4), ZeroBubbleH1(4)], ids=['1f1b', 'zero_bubble'])
+@pytest.mark.parametrize('create', STATES.values(), ids=list(STATES))
+def test_an_optimizer_moves_next_to_nothing(create, schedule):
+  layout = layout_of(4)
+  step = layout.pipeline_jit(train_step(4, schedule))
+  found = step.lower(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
+  assert moved_after_the_loop(found.linked) <= 1024
+
+
+@pytest.mark.parametrize('name', ['clipped adam', 'MultiSteps', 'adafactor', 'ema of parameters'])
+def test_an_optimizer_by_stages_is_the_optimizer(name):
+  layout, make = layout_of(2), STATES[name]
+  step, placed = layout.pipeline_jit(train_step(2, OneFOneB(2))), layout.shard(batch(), BATCH_NAMES)
+  plain, expected = jax.jit(train_step()), jax.jit(make)()
+  compiled = step.compile(layout.abstract(make), placed)
+  state = compiled.init(make)
+  for _ in range(2):
+    expected, _ = plain(expected, batch())
+    state, _ = step(state, placed)
+  assert_equal(state, expected, 1e-5)
+  assert_lies(state, wanted(compiled))
+
+
+# -- what is kept
+
+
+SCHEDULES = [
+  GPipe(4),
+  OneFOneB(4),
+  Eager1F1B(4),
+  InterleavedGPipe(4),
+  Interleaved1F1B(4),
+  Interleaved1F1B(4, fuse='steady'),
+  KimiK2(4),
+  ZeroBubbleH1(4),
+  ZeroBubbleV(4),
+  DualPipeV(4),
+  DualPipeV(4, fuse=True),
+]
+
+
+def kept_at_once(linked, ranks):
+  """Per rank, the most microbatches of a stage of which something is alive for a task to come.
+
+  What the first task of a microbatch on a stage had or made is alive until the stage's last task that
+  uses it.
+  """
+  held, ends = {}, {}  # by stage and microbatch
+  calls = [one for one in linked.calls if isinstance(one, Call) and one.when]
+  for number, call in enumerate(calls):
+    for key in {(task.stage, task.microbatch) for task in call.when.step.tasks}:
+      own = {place for place in call.inputs if place[1] == key[1]}
+      if key not in held:
+        made = {place for place in call.outputs if place[1] == key[1]}
+        held[key] = number, own | made
+      if not own.isdisjoint(held[key][1]) or number == held[key][0]:
+        ends[key] = number
+  peaks = [0] * ranks
+  for number, call in enumerate(calls):
+    alive = [
+      key
+      for key, (begin, _) in held.items()
+      if begin <= number <= ends[key] and calls[begin].unit.rank == call.unit.rank
+    ]
+    peaks[call.unit.rank] = max(peaks[call.unit.rank], len(alive))
+  return tuple(peaks)
+
+
+@pytest.mark.parametrize('schedule', SCHEDULES, ids=str)
+def test_no_more_is_kept_than_the_schedule_says(schedule):
+  layout = layout_of(4)
+  step = layout.pipeline_jit(train_step(schedule.stages, schedule))
+  lowered = step.lower(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
+  assert kept_at_once(lowered.linked, 4) == schedule.validate(MICROBATCHES).peaks
+
+
+@pytest.mark.parametrize('schedule', [GPipe(4), OneFOneB(4), ZeroBubbleV(4)], ids=str)
+def test_registers_are_emptied_in_time(schedule):
+  """After a run only results are held; on the way, no more than what is alive."""
+  layout = layout_of(4)
+  step = layout.pipeline_jit(train_step(schedule.stages, schedule))
+  compiled = step.compile(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
+  machine = compiled._machine
+  filled = {use.register for uses in machine.arguments for use in uses} | set(machine.constants)
+  for one in machine.code:
+    assert filled.issuperset(one.inputs)
+    filled |= set(one.outputs)
+    filled -= set(one.dead)
+  results = {number for one in machine.results for number in one.registers}
+  arguments = {use.register for uses in machine.arguments for use in uses}
+  assert filled <= results | arguments | set(machine.constants)
+
+
+# -- programs
+
+
+def test_equal_stages_are_compiled_once():
+  layers, stages = 32, 8
+  layout = spmd.Layout({'stage': stages})
+
+  def step(params, x):
+    def loss_fn(params, x):
+      for number in range(layers):
+        x = jnp.tanh(x @ params[number])
+        x = stage_end(x) if number % 4 == 3 else x
+      return jnp.mean(x**2)
+
+    def of_one(x):
+      return jax.value_and_grad(loss_fn)(params, x)
+
+    loss, grads = accumulate(of_one, x, OneFOneB(stages), Mean)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+  params = [jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 4 for i in range(layers)]
+  compiled = layout.pipeline_jit(step).compile(params, batch()[0])
+  own = Counter(unit.name.split('_')[0] for unit, one in compiled.executables.items() if not one.shared)
+  every = Counter(unit.name.split('_')[0] for unit in compiled.executables)
+  assert every['fwd'] == 7 and every['bwd'] == 8 and every['end'] == 8
+  assert own['fwd'] <= 2  # the first and one in the middle; the last's is in its backward
+  assert max(own.values()) <= 3
+  new, loss = compiled(params, batch()[0])
+  expected, expected_loss = jax.jit(step)(params, batch()[0])
+  np.testing.assert_allclose(loss, expected_loss, 0, 1e-6)
+  assert_equal(new, expected, 1e-6)
+
+
+@pytest.fixture
+def compilations():
+  """The compilations since the test began, a list that grows."""
+  found, listening = [], True
+
+  def listener(event, seconds, **_):
+    if listening and event == '/jax/core/compile/backend_compile_duration':
+      found.append(seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(listener)
+  yield found
+  listening = False
+
+
+def test_a_second_call_compiles_nothing(compilations):
+  layout = layout_of(4)
+  step = layout.pipeline_jit(train_step(4, OneFOneB(4)))
+  placed = layout.shard(batch(), BATCH_NAMES)
+  compiled = step.compile(layout.abstract(create), placed)
+  assert compilations
+  state = compiled.init(create)
+  before = len(compilations)
+  executables = dict(compiled.executables)
+  for _ in range(3):
+    state, loss = step(state, placed)
+  jax.block_until_ready((state, loss))
+  assert len(compilations) == before
+  assert step.compile(state, placed) is compiled
+  assert all(compiled.executables[unit] is one for unit, one in executables.items())
+
+
+def test_calls_with_forms_seen_before_compile_nothing(compilations):
+  step, compiled, placed = pipeline(4)
+  shorter = jax.tree.map(lambda x: x[:4], placed)
+  state = compiled.init(create)
+  one, _ = step(state, placed)
+  other, _ = step(state, shorter)
+  before = len(compilations)
+  assert_equal(step(state, placed)[0], one)
+  assert_equal(step(state, shorter)[0], other)
+  assert len(compilations) == before
+
+
+def test_threads_change_no_result():
+  layout = layout_of(4)
+  placed = layout.shard(batch(), BATCH_NAMES)
+  results = []
+  for threads in (False, True):
+    step = layout.pipeline_jit(train_step(4, ZeroBubbleH1(4)), threads=threads, donate_argnums=0)
+    state = layout.init(create)
+    losses = []
+    for _ in range(4):
+      state, loss = step(state, placed)
+      losses.append(float(loss))
+    results.append((jax.device_get(state), np.asarray(losses)))
+  assert_equal(*results)
+  np.testing.assert_allclose(results[0][1], trained(4)[1], 0, 1e-6)
