@@ -106,7 +106,7 @@ def preflight(
   ]
   sources = {source for route in matched.routes.values() for source in route.sources}
   per_leaf = {path: _bytes_on_device(value) for path, value in target.values.items()}
-  per_device = sum(per_leaf.values())
+  per_device = _on_fullest(target.values, per_leaf)
   at_once = max((_while_converted(r, saved.leaves) for r in matched.routes.values()), default=0)
   problems += _too_large(target.values, per_leaf, per_device + at_once, limit)
   total = sum(leaf.bytes for leaf in target.side.leaves.values())
@@ -142,6 +142,22 @@ def _saved(source: Source, conversion: Conversion) -> Side:
 def _bytes_on_device(value: Any) -> int:
   sharding = getattr(value, 'sharding', None)
   return 0 if sharding is None else _piece_bytes(sharding, tuple(value.shape), value.dtype)
+
+
+def _on_fullest(values: Mapping[str, Any], per_leaf: Mapping[str, int]) -> int:
+  """The bytes on the device that gets the most: the stages of a pipeline have different devices."""
+  groups: dict[Any, list[Any]] = {}
+  for path, size in per_leaf.items():
+    sharding = getattr(values[path], 'sharding', None)
+    group = groups.setdefault(getattr(sharding, 'mesh', sharding), [sharding, 0])
+    group[1] += size
+  if len(groups) == 1:
+    return sum(per_leaf.values())
+  by_device: dict[Any, int] = {}
+  for sharding, size in groups.values():
+    for device in () if sharding is None else sharding.device_set:
+      by_device[device] = by_device.get(device, 0) + size
+  return max(by_device.values(), default=0)
 
 
 @functools.lru_cache(maxsize=1024)

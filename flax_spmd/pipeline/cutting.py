@@ -105,12 +105,14 @@ class Cut:
     line: the positions.
     position: of every equation.
     free: equations that depend on no mark, which could be anywhere before.
+    border: values that a stage hands to the next, which are not computed again there.
   """
 
   body: Body
   line: Line
   position: dict[Equation, int]
   free: set[Equation]
+  border: set[Value]
 
 
 def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
@@ -136,7 +138,8 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
   if line.backward:
     body, floors = _opened(body, _seen_through(body, line, position, split), position)
     position, free = _place(body, line, marks, floors)
-  return Cut(_without_marks(body), line, position, free)
+  border = {value for one in body.equations if one in marks for value in one.values}
+  return Cut(_without_marks(body), line, position, free, border)
 
 
 def stage_ends(equations: Sequence[Equation]) -> int:

@@ -140,7 +140,14 @@ class Compiler:
     results = [self._given.get(place[0]) for place in call.outputs]
     if not arguments:  # nothing else says on which devices it runs
       results = [spec or PartitionSpec() for spec in results]
-    donated = _matched(call, self._last.get(unit, set()), self._donatable)
+    donated = _matched(
+      [
+        (number, unit.inputs[number].aval, self.sharding(place).spec, place[0] in self._donatable)
+        for number, place in enumerate(call.inputs)
+        if number in self._last[unit]
+      ],
+      [(value.aval, spec) for value, spec in zip(unit.outputs, results, strict=True)],
+    )
     jitted = jax.jit(
       _function(unit),
       out_shardings=[None if spec is None else NamedSharding(mesh, spec) for spec in results],
@@ -225,14 +232,21 @@ def _used_last(linked: Linked, donatable: set[Value]) -> dict[Unit, set[int]]:
   return found
 
 
-def _matched(call: Call, free: set[int], given: set[Value]) -> tuple[int, ...]:
-  """Those free arguments whose memory a result can have; the caller's first, as others end anyhow."""
-  unit = call.unit
-  room = Counter((value.aval.shape, value.aval.dtype) for value in unit.outputs)
+def _matched(
+  free: Sequence[tuple[int, Any, PartitionSpec, bool]], results: Sequence[tuple[Any, Any]]
+) -> tuple[int, ...]:
+  """Those free arguments whose memory a result can have; the caller's first, as others end anyhow.
+
+  Args:
+    free: number, aval, spec, and whether it is the caller's, of each free argument.
+    results: aval and spec of each result; None where the compiler says how it lies.
+  """
+  room = Counter((aval.shape, aval.dtype, spec) for aval, spec in results)
   found = []
-  for index in sorted(free, key=lambda index: (call.inputs[index][0] not in given, index)):
-    form = unit.inputs[index].aval.shape, unit.inputs[index].aval.dtype
-    if room[form]:
-      room[form] -= 1
-      found.append(index)
+  for number, aval, spec, _ in sorted(free, key=lambda one: (not one[3], one[0])):
+    for lies in (spec, None):
+      if room[aval.shape, aval.dtype, lies]:
+        room[aval.shape, aval.dtype, lies] -= 1
+        found.append(number)
+        break
   return tuple(sorted(found))

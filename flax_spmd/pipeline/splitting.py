@@ -232,7 +232,7 @@ def _tasks(cut: Cut, members: Mapping[int, list[Equation]], again: Mapping[int, 
 
   def copied(equation: Equation, at: int) -> bool:
     home = cut.position[equation]
-    if home == at:
+    if home == at or not cut.border.isdisjoint(equation.outputs):
       return False
     if equation in again.get(at, ()):
       return True
