@@ -93,6 +93,11 @@ def program_bytes(lowered: Any) -> bytes:
   return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))
 
 
+def is_alone(compiled: Any, text: str) -> bool:
+  """Whether a program has more to it than its text: functions of the host, or arrays that it closes over."""
+  return 'callback' in text or bool(compiled._params.const_args)
+
+
 def program_text(lowered: Any, locations: bool) -> str:
   """A lowered program as text, with the places in the source that it comes from or without."""
   return lowered.compiler_ir('stablehlo').operation.get_asm(enable_debug_info=locations)

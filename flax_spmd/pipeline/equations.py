@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive
@@ -157,8 +158,10 @@ def resolved(known: Mapping[Value, Atom], values: Iterable[Value]) -> list[Value
 def _named(atom: Atom) -> Value:
   if isinstance(atom, Value):
     return atom
-  value, dtype = _number(atom), abstract(atom).dtype
-  return Constant(jax.numpy.asarray(value, None if value is not atom.val else dtype))
+  number = _number(atom)  # of weak type if it is one of Python's
+  return Constant(
+    jnp.asarray(number, None if type(number) in (bool, int, float, complex) else abstract(atom).dtype)
+  )
 
 
 def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
@@ -170,7 +173,7 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
     if not isinstance(atom, Literal):
       return known[atom]
     if np.size(atom.val) > _LARGE_LITERAL:  # an array that was closed over
-      return Constant(jax.numpy.asarray(atom.val))
+      return Constant(jnp.asarray(atom.val))
     return atom
 
   for equation in inner.equations:
@@ -280,7 +283,7 @@ def _number(literal: Literal) -> Any:
   if not abstract(literal).weak_type or value.ndim:
     return literal.val
   number = value.item()
-  return number if jax.dtypes.result_type(number) == value.dtype else literal.val
+  return number if jax.dtypes.result_type(number) == abstract(literal).dtype else literal.val
 
 
 def abstract(atom: Atom) -> jax.ShapeDtypeStruct:

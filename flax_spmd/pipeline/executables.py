@@ -164,26 +164,24 @@ class Compiler:
     """The compiled program, and whether it is another rank's that was loaded for this one's devices."""
     text = compat.program_text(lowered, locations=False)
     text = text[text.index('\n') :]  # the first line has the unit's name
+    mine: Future[tuple[Any, Mesh]] = Future()
     with self._lock:
-      other = self._shared.get(text)
-      mine: Future[tuple[Any, Mesh]] = Future()
-      if other is None:
-        self._shared[text] = mine
-    if other is not None:
-      compiled, there = other.result()
-      if there == mesh:
-        return compiled, True
-      moved = compat.moved(compiled, list(there.devices.flat), list(mesh.devices.flat))
-      if moved is not None:
-        return moved, True
+      other = self._shared.setdefault(text, mine)
+    if other is mine:
+      try:
+        compiled = lowered.compile()
+      except BaseException as error:
+        mine.set_exception(error)
+        raise
+      mine.set_result((compiled, mesh))
+      return compiled, False
+    compiled, there = other.result()
+    if compat.is_alone(compiled, text):
       return lowered.compile(), False
-    try:
-      compiled = lowered.compile()
-    except BaseException as error:
-      mine.set_exception(error)
-      raise
-    mine.set_result((compiled, mesh))
-    return compiled, False
+    if there == mesh:
+      return compiled, True
+    moved = compat.moved(compiled, list(there.devices.flat), list(mesh.devices.flat))
+    return (lowered.compile(), False) if moved is None else (moved, True)
 
 
 _numbers = itertools.count()

@@ -205,7 +205,7 @@ def _sums(cut, before, last, terms, additions, maker) -> list[tuple[Value, Value
 def _choose_residuals(cut: Cut, members: dict[int, list[Equation]]) -> dict[int, set[Equation]]:
   """Moves to each backward what only it needs; per position, what it computes again."""
   line, again = cut.line, {}
-  results = {atom for atom in cut.body.results if isinstance(atom, Value)}
+  results = {*cut.body.results, *cut.border}
   outside = {*cut.body.invariants, *cut.body.slices, *cut.body.carried}
   for stage in range(line.stages):
     back = 2 * line.stages - 1 - stage
