@@ -54,7 +54,7 @@ CHUNKED_MS = 1742  # JaxPP's step of 48 chunks x 64 microbatches on 8 ranks: 1,7
 FIRST_STEP_S = 12  # JaxPP's time to the first step of the small model: 12 to 16 (jax 0.9.2)
 RESIDUALS_KIB = 2063  # what JaxPP keeps of a microbatch on a middle stage, without remat (jax 0.9.2)
 PROCESSES = 3
-SLEEP = 0.01  # seconds
+SLEEP = 0.03  # seconds: a call back to Python takes about a millisecond by itself
 SLEEPS = 'fwd', 'bwd', 'wgrad'
 PACKAGE = Path(pipeline.__file__).parent
 

@@ -126,7 +126,7 @@ class Jitted:
       except Exception:
         if self._only is only:  # else another thread traced for these arguments: see `_checked`
           raise
-    return self._for(args, kwargs)[1](*args, **kwargs)
+    return self._apply_planned('__call__', args, kwargs)
 
   def _call_placed(self, args, kwargs) -> Any:
     """A call whose arguments have places: JAX checks them, and refuses where they lie elsewhere."""
@@ -136,13 +136,14 @@ class Jitted:
     if only is not None and not kwargs:
       try:
         return self._checked(only, only[1](*args), args, kwargs)
-      except (_Changed, ValueError, TypeError):  # refused, maybe because another function is needed
+      except _Changed:
+        pass
+      except (ValueError, TypeError):  # refused, maybe because another function is needed
         if self._for(args, kwargs)[1] is only[1]:
           self._check_placed(only[0], args)
           raise
-    plan, jitted = self._for(args, kwargs)
-    self._check_placed(plan, args)
-    return jitted(*args, **kwargs)
+    self._check_placed(self._for(args, kwargs)[0], args)
+    return self._apply_planned('__call__', args, kwargs)
 
   def _checked(self, only: tuple[_Plan, Any], result: Any, args, kwargs) -> Any:
     """A result of the one function, or where another thread found meanwhile that there are two, moved.
@@ -195,7 +196,15 @@ class Jitted:
         args, kwargs = self._arguments.by_position(args, kwargs)
         if kwargs:
           args, kwargs = self._placed(args, kwargs)
+      return self._apply_planned(method, args, kwargs)
+
+  def _apply_planned(self, method: str, args, kwargs) -> Any:
+    """Calls, lowers or traces the function for these arguments."""
+    try:
       return getattr(self._for(args, kwargs)[1], method)(*args, **kwargs)
+    except _Changed:  # the layout has met a state of the result's form since this was planned
+      _, jitted = self._planned(self._arguments.signature(args, kwargs), args, kwargs)
+      return getattr(jitted, method)(*args, **kwargs)
 
   def _for(self, args, kwargs) -> tuple[_Plan, Any]:
     """The plan for these arguments, and the `jax.jit` function for it."""

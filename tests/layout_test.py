@@ -497,3 +497,17 @@ def test_init_draws_without_communication_and_warns_where_it_cannot():
     pytest.warns(UserWarning, match='jax_threefry_partitionable is off'),
   ):
     layout.init(create, jax.random.key(0))
+
+
+def test_a_state_that_is_met_after_its_step_was_planned():
+  """The step's results were free when it was planned; then the layout plans the state, and JAX traces again."""
+
+  def create():
+    return {'w': jnp.ones((8, 4)), 'step': 0}
+
+  layout = spmd.Layout({'data': 8}, (spmd.fsdp('data', min_size=1),))
+  step = layout.jit(lambda state: {'w': state['w'] + 1, 'step': state['step'] + 1})
+  step(jax.jit(create)())
+  layout.abstract(create)
+  strong = {'w': jnp.ones((8, 4)), 'step': jnp.int32(0)}  # a trace of its own: 0 is of weak type
+  assert step(strong)['w'].sharding.spec == P('data', None)

@@ -68,7 +68,15 @@ def ranks_of(params):
   ]
 
 
-@pytest.mark.parametrize('block', [Block, nn.remat(Block), nn.jit(Block), nn.remat(nn.jit(Block))])
+@pytest.mark.parametrize(
+  'block',
+  [
+    nn.remat(nn.jit(Block)),
+    *(
+      pytest.param(one, marks=pytest.mark.exhaustive) for one in (Block, nn.remat(Block), nn.jit(Block))
+    ),
+  ],
+)
 def test_equal_blocks_are_shared_out_equally(block):
   """And results are those of the model as a whole, in training and in inference."""
   model = Model((32,) * 8, block)

@@ -50,7 +50,12 @@ Y = jnp.sin(3 * X)
 TOKENS = jax.random.randint(jax.random.key(101), (MICROBATCHES, ROWS), 0, WORDS)
 
 
-@pytest.fixture(params=[OneFOneB(STAGES), ZeroBubbleH1(STAGES)], ids=['1f1b', 'zero_bubble'])
+@pytest.fixture(
+  params=[
+    pytest.param(OneFOneB(STAGES), id='1f1b'),
+    pytest.param(ZeroBubbleH1(STAGES), id='zero_bubble', marks=pytest.mark.exhaustive),
+  ]
+)
 def schedule(request):
   return request.param
 
@@ -221,11 +226,13 @@ def test_batch_over_data(schedule):
   assert [len(leaf.devices()) for leaf in jax.tree.leaves(params)] == [2] * STAGES
 
 
+@pytest.mark.exhaustive
 def test_linen_model(schedule):
   model = Network()
   check(training(fitting(model), schedule), model.init(jax.random.key(0), X[0]), X, Y)
 
 
+@pytest.mark.exhaustive
 def test_attention(schedule):
   class Attention(nn.Module):
     @nn.compact
@@ -330,6 +337,7 @@ def test_remat_with_a_policy(schedule):
   check(training(loss, schedule), PARAMS, X, Y)
 
 
+@pytest.mark.exhaustive
 def test_jit_and_remat_inside_a_stage(schedule):
   class Both(nn.Module):
     @nn.compact
@@ -405,6 +413,7 @@ def test_scale_of_all_stages(schedule):
   check(training(loss, schedule), {**PARAMS, 'scale': jnp.float32(1.2)}, X, Y)
 
 
+@pytest.mark.exhaustive
 def test_tied_weight_by_adam(schedule):
   tx = optax.adam(1e-2, eps=1e-3)
   params = {**PARAMS, 'embedding': weight(9, 64)}
@@ -1059,6 +1068,7 @@ def test_gradient_norms_of_stages(schedule):
   check(step, PARAMS, X, Y)
 
 
+@pytest.mark.exhaustive
 def test_train_state(schedule):
   model = Network()
   state = train_state.TrainState.create(
@@ -1140,6 +1150,7 @@ def named_step(schedule):
   return step
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize('boxed', [True, False], ids=['boxed', 'unboxed'])
 @pytest.mark.parametrize('rules', RULES)
 def test_layouts(schedule, rules, boxed):
@@ -1162,6 +1173,7 @@ def test_layouts(schedule, rules, boxed):
     assert len(leaf.devices()) == 2
 
 
+@pytest.mark.exhaustive
 def test_layouts_compile_once(schedule):
   """The second call finds the state where the first has put it."""
   layout = spmd.Layout({'stage': STAGES, 'data': 2}, RULES['both over data'])
@@ -1178,6 +1190,7 @@ def test_layouts_compile_once(schedule):
   assert len(traces) == 1
 
 
+@pytest.mark.exhaustive
 def test_layouts_donated(schedule):
   layout = spmd.Layout({'stage': STAGES, 'data': 2}, RULES['both over data'])
   init, key = named_state(OPTIMIZERS['adam']), jax.random.key(0)
@@ -1301,6 +1314,7 @@ def test_concat_of_an_inner_stage(schedule, axis):
   check(training(loss, schedule, ((Mean, Concat(axis)), Mean), has_aux=True), PARAMS, X, Y)
 
 
+@pytest.mark.exhaustive
 def test_whole_batch(schedule):
   """The batch has no dimension of microbatches; the result is that of the whole."""
 
@@ -1490,6 +1504,7 @@ def test_static_arguments(schedule):
   assert_same(pipelined(PARAMS, X, Y, power=3), one_by_one(PARAMS, X, Y, power=3))
 
 
+@pytest.mark.exhaustive
 def test_keyword_arguments(schedule):
   def step(params, *, batch, rate=0.1, offset=None):
     loss, grads = accumulate(

@@ -42,8 +42,15 @@ pipelined = layout.pipeline_jit(step)
 """
 
 
-@pytest.mark.parametrize('schedule', ['OneFOneB', 'ZeroBubbleV'])
-@pytest.mark.parametrize('processes', [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  ('processes', 'schedule'),
+  [
+    (2, 'OneFOneB'),
+    pytest.param(2, 'ZeroBubbleV', marks=pytest.mark.slow),
+    pytest.param(4, 'OneFOneB', marks=pytest.mark.slow),
+    pytest.param(4, 'ZeroBubbleV', marks=pytest.mark.exhaustive),
+  ],
+)
 def test_processes_have_their_own_stages(processes, schedule):
   """Losses are told to all; parameters are equal where they lie; nobody compiles another one's programs."""
   results = run_processes(
@@ -69,6 +76,7 @@ tell([sorted(ranks), sorted(name for name, one in found[0].items() if one.addres
   assert sorted(held) == ['0', '1', '2', '3']  # by one process each
 
 
+@pytest.mark.slow
 def test_a_stage_may_span_processes():
   """Two stages, each of four devices, two of which are each process's."""
   results = run_processes(

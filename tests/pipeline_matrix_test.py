@@ -89,7 +89,7 @@ QUICK_DROPOUT = {(name, 2, 2) for name in ('OneFOneB', 'ZeroBubbleH1', 'DualPipe
 def cases(shapes, quick):
   """A case for every schedule and mesh; those that are not quick are slow."""
   return [
-    pytest.param(name, *shape, marks=[] if (name, *shape) in quick else [pytest.mark.slow])
+    pytest.param(name, *shape, marks=[] if (name, *shape) in quick else [pytest.mark.exhaustive])
     for name in SCHEDULES
     for shape in shapes
   ]

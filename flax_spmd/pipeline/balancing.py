@@ -165,7 +165,8 @@ def _bytes(aval: Any) -> float:
 
 def _shape(equation: Any, number: int) -> tuple[int, ...]:
   own = isinstance(equation, Equation)
-  return (equation.inputs if own else equation.invars)[number].aval.shape
+  operand: Any = (equation.inputs if own else equation.invars)[number]
+  return operand.aval.shape
 
 
 def _results(equation: Any) -> int:
