@@ -1332,6 +1332,33 @@ def test_whole_batch(schedule):
   check(step, PARAMS, *LAYOUT.shard((x, y), ('batch', None)))
 
 
+def test_examples_come_back_in_order():
+  """They are dealt out in turn; `Concat` undoes it, along any axis."""
+  x = jnp.arange(24.0).reshape(12, 2)
+  same, turned = accumulate(lambda x: (x, x.T), x, op=(Concat, Concat(axis=1)), microbatches=3)
+  np.testing.assert_array_equal(same, x)
+  np.testing.assert_array_equal(turned, x.T)
+
+
+def test_examples_stay_on_their_devices(schedule):
+  """A batch that is divided over the devices of a stage is not moved between them to be split."""
+
+  def step(params, x, y):
+    grad = jax.value_and_grad(squared)
+    loss, _ = accumulate(
+      lambda one: grad(params, *one), (x, y), schedule, Mean, microbatches=MICROBATCHES
+    )
+    return loss
+
+  batch = LAYOUT.shard((X.reshape(-1, WIDTH), Y.reshape(-1, WIDTH)), ('batch', None))
+  compiled = LAYOUT.pipeline_jit(step).compile(PARAMS, *batch)
+  starts = [one for unit, one in compiled.executables.items() if unit.name.startswith('start')]
+  assert any(any('data' in spec for spec in one.specs) for one in starts)
+  for one in starts:
+    text = one.compiled.as_text()
+    assert not any(kind in text for kind in ('all-gather', 'all-to-all', 'collective-permute'))
+
+
 def test_schedule_of_pipeline_jit(schedule):
   check(training(squared, None), PARAMS, X, Y, schedule=schedule)
 

@@ -73,7 +73,8 @@ def accumulate(
       result.
     op: how results are combined: `Add`, `Mean`, `Max` or `Concat` for all of them, or a tree of these
       that is a prefix of what `fn` returns.
-    microbatches: into how many the batch's first dimension is split, one after another. None: the first
+    microbatches: into how many the batch is split. Examples are dealt out in turn, so that a device which
+      holds some of them has some of every microbatch; `Concat` puts them back in order. None: the first
       dimension counts the microbatches, as in `lax.scan`.
 
   Returns:
@@ -113,7 +114,8 @@ def accumulate(
   carry, stacked = lax.scan(one_pass, start, batch)
   rows = iter(stacked)
   return treedef.unflatten(
-    _finish(each, next(rows) if old is None else old, count) for each, old in zip(ops, carry)
+    _finish(each, next(rows) if old is None else old, count, microbatches is not None)
+    for each, old in zip(ops, carry)
   )
 
 
@@ -134,7 +136,7 @@ def _split(batch: Any, microbatches: int | None, schedule: Schedule | None) -> t
       f'{schedule.objection(microbatches)}\nFix: {_way_out(size, microbatches, schedule)}'
     )
   return microbatches, jax.tree.map(
-    lambda leaf: jnp.reshape(leaf, (microbatches, size // microbatches, *leaf.shape[1:])), batch
+    lambda leaf: jnp.swapaxes(jnp.reshape(leaf, (-1, microbatches, *leaf.shape[1:])), 0, 1), batch
   )
 
 
@@ -259,10 +261,11 @@ def _combine(op: Op, old: Any, new: Any) -> Any:
   return lax.max(old, new) if isinstance(op, Max) else lax.add(old, new)
 
 
-def _finish(op: Op, combined: Any, count: int) -> Any:
+def _finish(op: Op, combined: Any, count: int, dealt: bool) -> Any:
+  """A result; `dealt` says that neighbours of the batch are in different microbatches."""
   if isinstance(op, Mean):
     return combined / count
   if isinstance(op, Concat) and combined.ndim > 1:
     axis = op.axis % (combined.ndim - 1)
-    return lax.collapse(jnp.moveaxis(combined, 0, axis), axis, axis + 2)
+    return lax.collapse(jnp.moveaxis(combined, 0, axis + dealt), axis, axis + 2)
   return combined
