@@ -26,7 +26,16 @@ from flax_spmd.arguments import Arguments
 from flax_spmd.context import InForce, scope
 from flax_spmd.errors import PipelineError
 from flax_spmd.mesh import MeshLike
-from flax_spmd.pipeline import balancing, cutting, linking, outside, reading, splitting, submeshes
+from flax_spmd.pipeline import (
+  balancing,
+  cutting,
+  footprint,
+  linking,
+  outside,
+  reading,
+  splitting,
+  submeshes,
+)
 from flax_spmd.pipeline.assembling import Assembler
 from flax_spmd.pipeline.birth import born
 from flax_spmd.pipeline.equations import Value
@@ -328,7 +337,11 @@ class Lowered:
   times: dict[str, float]
 
   def compile(self) -> Compiled:
-    """Compiles the programs, several at once."""
+    """Compiles the programs, several at once.
+
+    Raises:
+      PipelineError: a rank's devices have less memory than its stages need.
+    """
     traced, step = self._traced, self._step
     begin = time.perf_counter()
     given, passed_on = zip(step.arguments, traced._donations, strict=True), set(self._joined.results)
@@ -341,8 +354,10 @@ class Lowered:
     executables = compiler.compile()
     assembler = Assembler(self.linked, compiler, executables, traced._mesh, traced._axis)
     machine = assembler.machine(step.arguments, self._joined.results, traced._threads)
+    memory = footprint.peaks(self.linked, compiler, executables, step.arguments, len(traced._meshes))
+    footprint.check(memory, traced._meshes)
     times = {**self.times, 'compile': time.perf_counter() - begin}
-    return Compiled(self, machine, executables, times)
+    return Compiled(self, machine, executables, memory, times)
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """How values lie, as far as it is known before anything is compiled."""
@@ -369,6 +384,7 @@ class Compiled:
 
   Attributes:
     executables: per unit, its program.
+    memory: per rank, the most bytes that a device of it holds at once.
     times: how many seconds tracing, planning and compiling took.
   """
 
@@ -377,6 +393,7 @@ class Compiled:
     lowered: Lowered,
     machine: Machine,
     executables: Mapping[Unit, Executable],
+    memory: list[int],
     times: dict[str, float],
   ):
     traced = lowered._traced
@@ -385,7 +402,7 @@ class Compiled:
     self._result = jax.tree.structure(traced._result)
     self._seen: list[Any] = [None] * len(traced._request.avals)
     self._axis, self._sizes = traced._axis, dict(traced._mesh.shape)
-    self.executables, self.times = executables, times
+    self.executables, self.memory, self.times = executables, memory, times
 
   @property
   def input_shardings(self) -> tuple[tuple, dict[str, Any]]:
