@@ -199,8 +199,16 @@ class _Mover(serialize_executable._JaxPjrtUnpickler):
 def moved(compiled: Any, there: Sequence[Any], here: Sequence[Any]) -> Any:
   """A compiled program on other devices of the same kind, or None where JAX cannot do that.
 
-  `jax.experimental.serialize_executable` loads a program for its own devices only.
+  `jax.experimental.serialize_executable` loads a program for its own devices only. XLA's CPU programs that
+  came from JAX's persistent cache cannot be written a second time ("Function ... not found" when they run);
+  which ones came from there is not known.
   """
+  if (
+    here[0].platform == 'cpu'
+    and jax.config.jax_enable_compilation_cache
+    and jax.config.jax_compilation_cache_dir
+  ):
+    return None
   try:
     code, in_tree, out_tree = serialize_executable.serialize(compiled)
   except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):

@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from flax.training.train_state import TrainState
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 from orbax.checkpoint import v1
 
@@ -598,3 +599,30 @@ def test_threads_change_no_result():
     results.append((jax.device_get(state), np.asarray(losses)))
   assert_equal(*results)
   np.testing.assert_allclose(results[0][1], trained(4)[1], 0, 1e-6)
+
+
+@pytest.fixture
+def persistent_cache(tmp_path):
+  """JAX keeps every program in a folder, as it does for many users."""
+  options = {
+    'jax_compilation_cache_dir': str(tmp_path),
+    'jax_persistent_cache_min_compile_time_secs': 0,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  before = {name: getattr(jax.config, name) for name in options}
+  for name, value in options.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+
+
+def test_programs_of_the_persistent_cache(persistent_cache):
+  """Programs that come from it run, also for the ranks of equal stages."""
+  found = []
+  for _ in range(2):
+    step = layout_of(4).pipeline_jit(train_step(4, OneFOneB(4)))
+    found.append(step(create(), batch()))
+  jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, found))
