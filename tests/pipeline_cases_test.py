@@ -30,6 +30,7 @@ from flax_spmd.pipeline import (
   accumulate,
   stage_end,
 )
+from tests.versions import ON_NEW_JAX, ON_OLD_JAX
 
 STAGES = MICROBATCHES = 4
 ROWS, WIDTH, WORDS = 8, 16, 11
@@ -50,15 +51,10 @@ Y = jnp.sin(3 * X)
 TOKENS = jax.random.randint(jax.random.key(101), (MICROBATCHES, ROWS), 0, WORDS)
 
 
-# One schedule on either JAX; `nox -s exhaustive` runs the other ones.
-NEW_JAX = jax.__version_info__ >= (0, 11)
-ELSEWHERE = pytest.mark.exhaustive
-
-
 @pytest.fixture(
   params=[
-    pytest.param(OneFOneB(STAGES), id='1f1b', marks=ELSEWHERE if NEW_JAX else ()),
-    pytest.param(ZeroBubbleH1(STAGES), id='zero_bubble', marks=() if NEW_JAX else ELSEWHERE),
+    pytest.param(OneFOneB(STAGES), id='1f1b', marks=ON_OLD_JAX),
+    pytest.param(ZeroBubbleH1(STAGES), id='zero_bubble', marks=ON_NEW_JAX),
   ]
 )
 def schedule(request):

@@ -31,6 +31,7 @@ from flax_spmd.pipeline import (
   stage_end,
 )
 from flax_spmd.pipeline.linking import Call, Send
+from tests.versions import ON_NEW_JAX
 
 LAYERS, MICROBATCHES, ROWS, WIDTH = 8, 8, 8, 16
 NUMBERS = (4, 2, 8)
@@ -52,6 +53,13 @@ class Model(nn.Module):
       if (number + 1) % (LAYERS // self.stages) == 0:
         x = stage_end(x)
     return x
+
+
+def slow_on_new_jax(test):
+  """Marks a test as slow, and as one that CI runs on one JAX."""
+  for mark in (pytest.mark.slow, *ON_NEW_JAX):
+    test = mark(test)
+  return test
 
 
 def create(tx=ADAM):
@@ -143,7 +151,7 @@ def devices(array):
 # -- one state over many numbers of stages
 
 
-@pytest.mark.slow
+@slow_on_new_jax
 def test_one_state_over_4_2_8_and_no_stages():
   state, losses = pipeline(4)[1].init(create), []
   for stages in NUMBERS:
@@ -421,7 +429,7 @@ def test_an_optimizer_moves_next_to_nothing(create, schedule):
   assert moved_after_the_loop(found.linked) <= 1024
 
 
-@pytest.mark.slow
+@slow_on_new_jax
 @pytest.mark.parametrize('name', ['clipped adam', 'MultiSteps', 'adafactor', 'ema of parameters'])
 def test_an_optimizer_by_stages_is_the_optimizer(name):
   layout, make = layout_of(2), STATES[name]
@@ -584,7 +592,7 @@ def test_calls_with_forms_seen_before_compile_nothing(compilations):
   assert len(compilations) == before
 
 
-@pytest.mark.slow
+@slow_on_new_jax
 def test_threads_change_no_result():
   layout = layout_of(4)
   placed = layout.shard(batch(), BATCH_NAMES)
