@@ -23,6 +23,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat, processes
+from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline.between import processes_of
 from flax_spmd.pipeline.equations import Value
@@ -203,7 +204,10 @@ def _function(unit: Unit) -> Callable[..., list[Any]]:
 
 def _spec_of(sharding: Any) -> PartitionSpec:
   if not isinstance(sharding, NamedSharding):
-    raise NotImplementedError(f'a program of a pipeline returned {sharding}')
+    raise PipelineError(
+      f'A program of this pipeline has a result that lies as {sharding}, which names no mesh.\n'
+      'Fix: take what puts it there (device_put, jit with shardings) out of the step.'
+    )
   return sharding.spec
 
 
