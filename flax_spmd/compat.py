@@ -196,6 +196,11 @@ class _Mover(serialize_executable._JaxPjrtUnpickler):
     )
 
 
+def _has_persistent_cache() -> bool:
+  values = jax.config.values
+  return bool(values['jax_enable_compilation_cache'] and values['jax_compilation_cache_dir'])
+
+
 def moved(compiled: Any, there: Sequence[Any], here: Sequence[Any]) -> Any:
   """A compiled program on other devices of the same kind, or None where JAX cannot do that.
 
@@ -203,11 +208,7 @@ def moved(compiled: Any, there: Sequence[Any], here: Sequence[Any]) -> Any:
   came from JAX's persistent cache cannot be written a second time ("Function ... not found" when they run);
   which ones came from there is not known.
   """
-  if (
-    here[0].platform == 'cpu'
-    and jax.config.jax_enable_compilation_cache
-    and jax.config.jax_compilation_cache_dir
-  ):
+  if here[0].platform == 'cpu' and _has_persistent_cache():
     return None
   try:
     code, in_tree, out_tree = serialize_executable.serialize(compiled)
