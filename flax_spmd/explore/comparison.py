@@ -32,7 +32,12 @@ class Comparison:
   """
 
   def __init__(self, target: Target, outcomes: list[Outcome]):
-    self.target, self.outcomes = target, outcomes
+    self.target = target
+    source = f'compiled:{target.chip.name}'
+    self.outcomes = [
+      outcome._replace(source=outcome.source or source) if outcome.counts else outcome
+      for outcome in outcomes
+    ]
 
   def __getitem__(self, name: str) -> Outcome:
     names = [outcome.name for outcome in self.outcomes]
@@ -48,8 +53,9 @@ class Comparison:
 
   @property
   def source(self) -> str:
-    """Where the figures are from: `compiled:h100`."""
-    return f'compiled:{self.target.chip.name}'
+    """Where the figures are from: `compiled:h100`; of layouts that differ in it, all of them."""
+    found = dict.fromkeys(outcome.source for outcome in self.outcomes if outcome.source)
+    return ', '.join(found) or f'compiled:{self.target.chip.name}'
 
   @property
   def note(self) -> str:
@@ -114,6 +120,8 @@ class Comparison:
   def _table(self) -> RenderableType:
     from rich.table import Table
 
+    several = ['from'] if ', ' in self.source else []  # else the title says it
+
     table = Table(box=None, header_style='bold')
     for title in (
       'layout',
@@ -125,10 +133,11 @@ class Comparison:
       'on the wire',
       'time',
       'bound by',
+      *several,
     ):
       table.add_column(title, overflow='fold')
     for outcome in self.outcomes:
-      table.add_row(*self._cells(outcome))
+      table.add_row(*self._cells(outcome), *([outcome.source] if several else []))
     return table
 
   def _cells(self, outcome: Outcome) -> list[str]:
@@ -160,6 +169,7 @@ class Comparison:
       ]
       if outcome.error:
         lines += [f'  {line}' for line in outcome.error.splitlines()[:6]]
+      lines += [f'  a rough estimate: {text}' for text in outcome.doubts[:_SHOWN]]
       if outcome.compiled:
         lines += [f'  the compiler says: {text}' for text in outcome.compiled.warnings[:_SHOWN]]
       if outcome.counts and outcome.counts.opaque:

@@ -199,7 +199,8 @@ def _message(line: str) -> str:
 # -- what is kept
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
+  """Where everything is kept: `FLAX_SPMD_CACHE`, or the user's cache."""
   set_by_user = os.environ.get('FLAX_SPMD_CACHE')
   return Path(
     set_by_user or Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'flax_spmd'
@@ -222,7 +223,7 @@ def _version(name: str) -> str | None:
 def _read(key: str) -> dict[str, Any] | None:
   """What was kept; None for nothing, and for what cannot be read any more."""
   try:
-    content = json.loads((_folder() / f'{key}.json').read_text())
+    content = json.loads((cache_folder() / f'{key}.json').read_text())
     _compiled_of(content, key, cached=True)
     return content
   except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -230,11 +231,11 @@ def _read(key: str) -> dict[str, Any] | None:
 
 
 def _keep(key: str, result: dict[str, Any]) -> None:
-  _write(_folder() / f'{key}.json', json.dumps(result).encode())
+  _write(cache_folder() / f'{key}.json', json.dumps(result).encode())
 
 
 def _keep_hlo(key: str, text: str) -> None:
-  _write(_folder() / f'{key}.hlo.gz', gzip.compress(text.encode(), 5))
+  _write(cache_folder() / f'{key}.hlo.gz', gzip.compress(text.encode(), 5))
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -253,7 +254,7 @@ def _write(file: Path, content: bytes) -> None:
 
 def clear_cache() -> None:
   """Forgets everything that was compiled."""
-  shutil.rmtree(_folder(), ignore_errors=True)
+  shutil.rmtree(cache_folder(), ignore_errors=True)
 
 
 def _counts_json(counts: Counts) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def _compiled_of(content: dict[str, Any], key: str, cached: bool) -> Compiled:
     listed = tuple(Collective(**one | {'axes': tuple(one['axes'])}) for one in counts['collectives'])
     pairs = {name: tuple(map(tuple, counts[name])) for name in ('opaque', 'loops')}
     counts = Counts(**counts | pairs | {'collectives': listed})
-  hlo = _folder() / f'{key}.hlo.gz'
+  hlo = cache_folder() / f'{key}.hlo.gz'
   return Compiled(
     counts,
     content.get('memory', {}),

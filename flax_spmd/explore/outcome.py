@@ -43,6 +43,8 @@ class Outcome(NamedTuple):
     fits: whether its peak fits into the chip's memory.
     error: why it was not compiled, or None.
     program, compiled: what it was lowered and compiled to, or None.
+    source: where the figures are from: `estimated`, or `compiled:h100`.
+    doubts: why an estimate may be far off.
   """
 
   name: str
@@ -54,6 +56,8 @@ class Outcome(NamedTuple):
   error: str | None
   program: Program | None
   compiled: Compiled | None
+  source: str = ''
+  doubts: tuple[str, ...] = ()
 
   @property
   def mesh(self) -> dict[str, int]:
@@ -95,6 +99,8 @@ def record(outcome: Outcome) -> dict[str, Any]:
     'name': outcome.name,
     'mesh': outcome.mesh,
     'rules': repr(outcome.layout.rules),
+    'source': outcome.source,
+    'doubts': list(outcome.doubts),
     'fits': outcome.fits,
     'error': outcome.error,
     'memory': outcome.memory and outcome.memory._asdict(),

@@ -40,24 +40,25 @@ _LEAST = 2000  # collectives in the table at most, the largest of each layout
 _WIDE, _BAR = 720, 26
 
 
-def page(comparison: Comparison) -> str:
-  """The page as text."""
+def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) -> str:
+  """The page as text; `first` is what stands before the table of layouts."""
   style = importlib.resources.files('flax_spmd.explore').joinpath('page.css').read_text()
   script = importlib.resources.files('flax_spmd.explore').joinpath('page.js').read_text()
-  title = f'Layouts on {comparison.target.text}'
+  title = title or f'Layouts on {comparison.target.text}'
   done = [outcome for outcome in comparison if outcome.memory is not None]
   body = [
-    f'<h1>{_safe(title)}</h1>',
+    f'<h1>{safe(title)}</h1>',
     *_paragraphs(comparison),
+    *first,
     _summary(comparison),
     *_failures(comparison),
-    _section('Memory of a device', _memory_bars(comparison, done)),
-    _section('Time of a step', _time_bars([o for o in done if o.cost])),
-    _section('Roofline', _roofline(comparison, [o for o in done if o.counts])),
-    _section('What is communicated', _collectives(done)),
+    section('Memory of a device', _memory_bars(comparison, done)),
+    section('Time of a step', _time_bars([o for o in done if o.cost])),
+    section('Roofline', _roofline(comparison, [o for o in done if o.counts])),
+    section('What is communicated', _collectives(done)),
     *(_arrays(outcome) for outcome in done),
   ]
-  head = f'<meta charset="utf-8"><title>{_safe(title)}</title><style>{style}</style>'
+  head = f'<meta charset="utf-8"><title>{safe(title)}</title><style>{style}</style>'
   parts = [
     '<!doctype html>',
     f'<html lang="en"><head>{head}</head><body>',
@@ -67,34 +68,36 @@ def page(comparison: Comparison) -> str:
   return '\n'.join([*parts, '</body></html>', ''])
 
 
-def _safe(text: Any) -> str:
+def safe(text: Any) -> str:
+  """Text that stands for itself in HTML."""
   return html.escape(str(text))
 
 
-def _section(title: str, content: str) -> str:
-  return f'<section><h2>{_safe(title)}</h2>{content}</section>' if content else ''
+def section(title: str, content: str) -> str:
+  """A part of the page; nothing, if there is nothing in it."""
+  return f'<section><h2>{safe(title)}</h2>{content}</section>' if content else ''
 
 
 def _paragraphs(comparison: Comparison) -> Iterable[str]:
   chip = comparison.target.chip
   yield (
     f'<p>{comparison.target.devices} devices, {size_text(chip.memory)} each. Figures are per device and per '
-    f'step. Memory, FLOPs and bytes: <b>{_safe(comparison.source)}</b>. Times: <b>estimated</b> from these and '
-    f'from {_safe(chip.source)}; at best everything overlaps, at worst nothing does.</p>'
+    f'step. Memory, FLOPs and bytes: <b>{safe(comparison.source)}</b>. Times: <b>estimated</b> from these and '
+    f'from {safe(chip.source)}; at best everything overlaps, at worst nothing does.</p>'
   )
   if comparison.note:
-    yield f'<p class="warning">{_safe(comparison.note)}</p>'
+    yield f'<p class="warning">{safe(comparison.note)}</p>'
 
 
 # -- tables
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]], name: str) -> str:
+def table(titles: Sequence[str], rows: Iterable[Sequence[Any]], name: str) -> str:
   """A table that sorts and filters. A cell is a text, or a number and how it is shown."""
-  head = ''.join(f'<th scope="col">{_safe(title)}</th>' for title in titles)
+  head = ''.join(f'<th scope="col">{safe(title)}</th>' for title in titles)
   lines = [f'<tr>{"".join(map(_cell, row))}</tr>' for row in rows]
   search = (
-    f'<input type="search" placeholder="filter" aria-label="filter {_safe(name)}">'
+    f'<input type="search" placeholder="filter" aria-label="filter {safe(name)}">'
     if len(lines) > 5
     else ''
   )
@@ -105,8 +108,8 @@ def _cell(content: Any) -> str:
   if isinstance(content, tuple):
     value, shown = content
     number = 'Infinity' if math.isinf(value) else f'{value:.6g}'  # as JavaScript spells it
-    return f'<td class="number" data-value="{number}">{_safe(shown)}</td>'
-  return f'<td>{_safe(content)}</td>'
+    return f'<td class="number" data-value="{number}">{safe(shown)}</td>'
+  return f'<td>{safe(content)}</td>'
 
 
 def _bytes(count: float) -> tuple[float, str]:
@@ -126,8 +129,9 @@ def _summary(comparison: Comparison) -> str:
     'at best',
     'at worst',
     'bound by',
+    'from',
   )
-  return _section('Layouts', _table(titles, map(_summary_row, comparison), 'layouts'))
+  return section('Layouts', table(titles, map(_summary_row, comparison), 'layouts'))
 
 
 def _summary_row(outcome: Outcome) -> list[Any]:
@@ -135,10 +139,10 @@ def _summary_row(outcome: Outcome) -> list[Any]:
   first = [outcome.name, mesh, 'yes' if outcome.fits else 'no']
   memory, counts, cost = outcome.memory, outcome.counts, outcome.cost
   if memory is None:
-    return [*first, *[''] * 8]
+    return [*first, *[''] * 9]
   cells = [*first, _bytes(memory.peak), _bytes(memory.parameters + memory.optimizer + memory.rest)]
   if counts is None or cost is None:
-    return [*cells, *[''] * 6]
+    return [*cells, *[''] * 6, outcome.source]
   wire = sum(counts.by_axis().values())
   times = [(seconds, time_text(seconds)) for seconds in (cost.low, cost.high)]
   return [
@@ -148,12 +152,14 @@ def _summary_row(outcome: Outcome) -> list[Any]:
     _bytes(wire),
     *times,
     cost.bound,
+    outcome.source,
   ]
 
 
 def _failures(comparison: Comparison) -> Iterable[str]:
   for outcome in comparison:
     lines = [outcome.error] if outcome.error else []
+    lines += [f'A rough estimate: {text}' for text in outcome.doubts]
     lines += [
       f'The compiler says: {text}' for text in (outcome.compiled.warnings if outcome.compiled else [])
     ]
@@ -163,8 +169,8 @@ def _failures(comparison: Comparison) -> Iterable[str]:
         'Not counted: ' + ', '.join(f'{name} x {times}' for name, times in outcome.counts.opaque)
       )
     if lines:
-      items = ''.join(f'<li><pre>{_safe(line)}</pre></li>' for line in lines)
-      yield f'<section class="warning"><h3>{_safe(outcome.name)}</h3><ul>{items}</ul></section>'
+      items = ''.join(f'<li><pre>{safe(line)}</pre></li>' for line in lines)
+      yield f'<section class="warning"><h3>{safe(outcome.name)}</h3><ul>{items}</ul></section>'
 
 
 def _collectives(outcomes: Sequence[Outcome]) -> str:
@@ -184,7 +190,7 @@ def _collectives(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes
     for one in (outcome.counts.collectives if outcome.counts else ())[: _LEAST // max(1, len(outcomes))]
   ]
-  return _table(titles, rows, 'collectives') if rows else ''
+  return table(titles, rows, 'collectives') if rows else ''
 
 
 def _arrays(outcome: Outcome) -> str:
@@ -193,12 +199,12 @@ def _arrays(outcome: Outcome) -> str:
     return ''
   rows = outcome.program.rows
   titles = ('path', 'array', 'spec', 'on a device', 'copies')
-  table = _table(titles, map(_array_row, rows), f'arrays of {outcome.name}')
+  listed = table(titles, map(_array_row, rows), f'arrays of {outcome.name}')
   drawings = ''.join(_drawings(outcome, rows))
-  rules = ''.join(f'<li><code>{_safe(repr(rule))}</code></li>' for rule in outcome.layout.rules.clauses)
+  rules = ''.join(f'<li><code>{safe(repr(rule))}</code></li>' for rule in outcome.layout.rules.clauses)
   return (
-    f'<details><summary>The state under {_safe(outcome.name)}: {len(rows)} arrays</summary>'
-    f'<h3>Rules</h3><ol start="0">{rules}</ol>{table}{drawings}</details>'
+    f'<details><summary>The state under {safe(outcome.name)}: {len(rows)} arrays</summary>'
+    f'<h3>Rules</h3><ol start="0">{rules}</ol>{listed}{drawings}</details>'
   )
 
 
@@ -232,7 +238,7 @@ def _drawing(outcome: Outcome, row: Row) -> str:
   picture = draw(
     jax.ShapeDtypeStruct(row.shape, row.dtype), NamedSharding(outcome.layout.mesh, row.spec)
   )
-  return f'<figure><figcaption>{_safe(row.path)}</figcaption>{picture.svg}</figure>'
+  return f'<figure><figcaption>{safe(row.path)}</figcaption>{picture.svg}</figure>'
 
 
 # -- pictures
@@ -248,25 +254,26 @@ def _bars(
   for number, (name, parts, total) in enumerate(rows):
     x, y = 160.0, 4 + number * (_BAR + 8)
     shapes.append(
-      f'<text x="150" y="{y + _BAR / 2}" text-anchor="end" dominant-baseline="central">{_safe(name)}</text>'
+      f'<text x="150" y="{y + _BAR / 2}" text-anchor="end" dominant-baseline="central">{safe(name)}</text>'
     )
     for kind, value, text in parts:
       width = value * scale
       shapes.append(
         f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{_COLOURS[kind]}">'
-        f'<title>{_safe(text)}</title></rect>'
+        f'<title>{safe(text)}</title></rect>'
       )
       x += width
     shapes.append(
-      f'<text x="{x + 6:.1f}" y="{y + _BAR / 2}" dominant-baseline="central">{_safe(total)}</text>'
+      f'<text x="{x + 6:.1f}" y="{y + _BAR / 2}" dominant-baseline="central">{safe(total)}</text>'
     )
   if mark is not None and mark * scale <= _WIDE:
     at = 160 + mark * scale
     shapes.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" class="limit"/>')
-  return _svg(160 + _WIDE + 200, height, shapes)
+  return svg(160 + _WIDE + 200, height, shapes)
 
 
-def _svg(width: float, height: float, shapes: Iterable[str]) -> str:
+def svg(width: float, height: float, shapes: Iterable[str]) -> str:
+  """A picture of so many pixels."""
   box = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
   return f'<div class="wide"><svg xmlns="http://www.w3.org/2000/svg" role="img" {box}>{"".join(shapes)}</svg></div>'
 
@@ -330,9 +337,9 @@ def _roofline(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
   need = (
     f'{ridge / chip.bandwidth:.3g} FLOPs for a byte of HBM, {ridge / chip.link:.3g} for one on a link'
   )
-  table = _table(('layout', 'FLOPs / byte of HBM', 'FLOPs / byte on the wire'), rows, 'roofline')
+  ratios = table(('layout', 'FLOPs / byte of HBM', 'FLOPs / byte on the wire'), rows, 'roofline')
   busy = f'With {" and ".join(sorted(dtypes))}, a {chip.name} is kept busy by {need}.'
-  return f'<p>{_safe(busy)}</p>{table}{_roof(comparison, outcomes, ridge)}'
+  return f'<p>{safe(busy)}</p>{ratios}{_roof(comparison, outcomes, ridge)}'
 
 
 def _ratio(flops: float, count: float) -> tuple[float, str]:
@@ -359,9 +366,9 @@ def _roof(comparison: Comparison, outcomes: Sequence[Outcome], reachable: float)
   shapes = [f'<polyline points="{points}" class="roof"/>']
   for name, x in dots:
     left, top = at(x)
-    shapes.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5"><title>{_safe(name)}</title></circle>')
-    shapes.append(f'<text x="{left + 8:.1f}" y="{top + 14:.1f}">{_safe(name)}</text>')
+    shapes.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5"><title>{safe(name)}</title></circle>')
+    shapes.append(f'<text x="{left + 8:.1f}" y="{top + 14:.1f}">{safe(name)}</text>')
   shapes.append(
     f'<text x="60" y="{tall + 20}">FLOPs per byte of HBM, logarithmic: 10^{low:.1f} to 10^{high:.1f}</text>'
   )
-  return _svg(wide + 200, tall + 30, shapes)
+  return svg(wide + 200, tall + 30, shapes)
