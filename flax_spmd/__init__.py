@@ -60,8 +60,10 @@ from flax_spmd.trees import unbox as unbox
 
 def __getattr__(name: str):
   """What few programs use is imported when it is first asked for: Orbax alone takes 0.3 s."""
-  if name in ('checkpoint', 'explore', 'pipeline', 'testing'):
+  if name in ('checkpoint', 'explore', 'pipeline', 'testing', 'searching'):
     return importlib.import_module(f'flax_spmd.{name}')
   if name == 'compare':
     return importlib.import_module('flax_spmd.explore').compare
+  if name == 'search':
+    return importlib.import_module('flax_spmd.searching').search
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

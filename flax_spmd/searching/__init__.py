@@ -1,0 +1,9 @@
+"""Searching: the best rule table and mesh for a model, a machine and a budget of memory.
+
+found = spmd.search(train_step, create_state, batch, 'h100:64', memory='60GiB')
+print(found)
+"""
+
+from flax_spmd.searching.driver import search as search
+from flax_spmd.searching.found import Buy as Buy
+from flax_spmd.searching.found import Found as Found
