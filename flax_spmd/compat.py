@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -16,13 +17,14 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax.core import lift
-from jax._src import array, compiler, core, distributed
+from jax._src import array, compiler, core, distributed, source_info_util
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
-from jaxlib.mlir import ir
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import sdy
 
 
 def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
@@ -103,6 +105,40 @@ def program_text(lowered: Any, locations: bool) -> str:
   return lowered.compiler_ir('stablehlo').operation.get_asm(enable_debug_info=locations)
 
 
+def result_places(lowered: Any) -> list[list[tuple[str, ...]]]:
+  """Over which mesh axes each dimension of each result of a lowered program will lie: Shardy's propagation.
+
+  A part of an axis, which no `PartitionSpec` can name, is left out, with what comes after it.
+  """
+  module = lowered.compiler_ir('stablehlo')
+  with module.context:
+    copy = module.operation.clone()
+    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
+    [main] = [
+      each
+      for each in copy.regions[0].blocks[0]
+      if ir.StringAttr(each.attributes['sym_name']).value == 'main'
+    ]
+    types = ir.FunctionType(ir.TypeAttr(main.attributes['function_type']).value).results
+    said = main.attributes['res_attrs'] if 'res_attrs' in main.attributes else [{}] * len(types)
+    return [
+      _places_of(each['sdy.sharding']) if 'sdy.sharding' in each else [] for each in map(_dict, said)
+    ]
+
+
+def _dict(attribute: Any) -> Any:
+  return ir.DictAttr(attribute) if isinstance(attribute, ir.Attribute) else attribute
+
+
+def _places_of(attribute: Any) -> list[tuple[str, ...]]:
+  places = []
+  for each in sdy.TensorShardingAttr(attribute).dimension_shardings:
+    axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(each).axes]
+    whole = itertools.takewhile(lambda axis: axis.sub_axis_info is None, axes)
+    places.append(tuple(axis.name for axis in whole))
+  return places
+
+
 def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, int]]:
   """Compiles MLIR bytecode for devices, which may be those of a topology that is not here.
 
@@ -166,9 +202,17 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return constants, carried
 
 
-def bind(primitive: Any, params: Mapping[str, Any], context: Any, operands: Iterable[Any]) -> list[Any]:
-  """Runs a primitive with an equation's parameters, under the settings that it was traced under."""
-  with nullcontext() if context is None else context.manager:
+def bind(
+  primitive: Any, params: Mapping[str, Any], context: Any, operands: Iterable[Any], source: Any = None
+) -> list[Any]:
+  """Runs a primitive with an equation's parameters, under the settings that it was traced under.
+
+  `source` is where it was traced, which is what profiles and messages then say.
+  """
+  with (
+    nullcontext() if context is None else context.manager,
+    nullcontext() if source is None else source_info_util.user_context(source.traceback),
+  ):
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
   return results if primitive.multiple_results else [results]
 

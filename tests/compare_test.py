@@ -250,7 +250,7 @@ def test_a_damaged_entry_is_made_again(found, cache, monkeypatch):
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
   (tmp_path / 'file').write_text('')
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path / 'file' / 'cache'))
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: {'error': 'no', 'used': 1})
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: [{'error': 'no', 'used': 1}])
   with pytest.warns(UserWarning, match='Set FLAX_SPMD_CACHE to another folder'):
     assert compare(*setup(), {'data': layouts()['data']}, TARGET)['data'].error == 'no'
 
@@ -258,7 +258,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
 def test_what_went_wrong_is_tried_again_unless_it_did_not_fit(tmp_path, monkeypatch):
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
   results = iter([{'error': 'a crash'}, {'error': 'too large', 'used': 2**40}])
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: next(results))
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: [next(results)])
   errors = [compare(*setup(), {'data': layouts()['data']}, TARGET)['data'].error for _ in range(3)]
   assert errors == ['a crash', 'too large', 'too large']
 
@@ -353,7 +353,7 @@ def test_a_crash_of_the_compiler_is_a_result(tmp_path, monkeypatch, code, said):
 def test_what_does_not_fit_says_how_much_it_needs(tmp_path, monkeypatch, said, temporaries, peak):
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
   result = {'error': said, **worker._needed(f'RESOURCE_EXHAUSTED: {said}')}
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: dict(result))
+  monkeypatch.setattr(compiling, '_run', lambda *arguments: [dict(result)])
   found = compare(*setup(), {'data': layouts()['data']}, TARGET)
   memory = found['data'].memory
   state = memory.parameters + memory.optimizer + memory.rest + memory.batch

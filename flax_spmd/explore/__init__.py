@@ -12,3 +12,4 @@ from flax_spmd.explore.hardware import Target as Target
 from flax_spmd.explore.hardware import chips as chips
 from flax_spmd.explore.hardware import parse as parse
 from flax_spmd.explore.outcome import Outcome as Outcome
+from flax_spmd.explore.pipelines import Pipeline as Pipeline

@@ -14,13 +14,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flax_spmd.errors import FlaxSpmdError, LayoutError
+from flax_spmd.errors import FlaxSpmdError, LayoutError, PipelineError
 from flax_spmd.explore.comparison import Comparison
-from flax_spmd.explore.compiling import Compiled, compile_all
+from flax_spmd.explore.compiling import Compiled, Lot, compile_lots
 from flax_spmd.explore.costs import cost
 from flax_spmd.explore.hardware import Target, parse
 from flax_spmd.explore.outcome import Memory, Outcome
+from flax_spmd.explore.pipelines import Pipeline, Staged, lower_pipeline
 from flax_spmd.explore.programs import Program, lower
+from flax_spmd.explore.staging import outcome_of
 from flax_spmd.layout import Layout
 
 
@@ -28,7 +30,7 @@ def compare(
   step: Callable[..., Any],
   create: Callable[..., Any],
   batch: Any,
-  layouts: Mapping[str, Layout] | Sequence[Layout],
+  layouts: Mapping[str, Layout | Pipeline] | Sequence[Layout | Pipeline],
   target: str,
   *,
   args: Sequence[Any] = (),
@@ -47,8 +49,8 @@ def compare(
     step: `step(state, batch)`; anything that can be jitted.
     create: makes a state, of `args`; is traced only.
     batch: the step's second argument in full size: arrays, or `jax.ShapeDtypeStruct`s.
-    layouts: what to compare, by name. A mesh counts by its axes only; it has as many devices as the
-      target.
+    layouts: what to compare, by name: layouts, and `explore.Pipeline`s, which cut the step into stages.
+      A mesh counts by its axes only; it has as many devices as the target.
     target: `'h100:64'`, `'v5e:16x16'`, `'cpu:8'`, `'here'`; see `flax-spmd targets`.
     args: arguments of `create`.
     places: where the batch goes, as of `Layout.shard`; default: each first dimension is named `batch`.
@@ -58,8 +60,8 @@ def compare(
     show: whether progress is shown.
 
   Returns:
-    An outcome per layout. One whose names do not fit, whose program crashes the compiler, or which
-    needs more memory than there is, says so in its row.
+    An outcome per layout. One whose names do not fit, which cannot be cut into stages, whose program
+    crashes the compiler, or which needs more memory than there is, says so in its row.
 
   Raises:
     TargetDeviceError: an unknown target, one that cannot be compiled for here, or a mesh of another size.
@@ -81,46 +83,63 @@ def compare(
   """
   aim = parse(target, hardware)
   named = _named(layouts)
-  programs, failed = _lowered(named, aim, step, create, batch, args, places, donate)
-  with _progress(show, f'compiling for {aim.text}', len(programs)) as advance:
-    compiled = compile_all(
-      list(programs.values()), aim, hardware=hardware, jobs=jobs, done=lambda number, one: advance()
-    )
+  rows, failed = _lowered(named, aim, step, create, batch, args, places, donate)
+  jobs = jobs or max(1, (os.cpu_count() or 2) // 2)
+  lots = {name: _lots(row, aim, jobs) for name, row in rows.items()}
+  with _progress(show, f'compiling for {aim.text}', sum(map(len, lots.values()))) as advance:
+    every = [lot for each in lots.values() for lot in each]
+    compiled = iter(compile_lots(every, hardware=hardware, jobs=jobs, done=advance))
   outcomes = {
-    name: _outcome(name, program, one, aim)
-    for (name, program), one in zip(programs.items(), compiled, strict=True)
+    name: _outcome(name, row, [one for _ in lots[name] for one in next(compiled)], aim)
+    for name, row in rows.items()
   }
   return Comparison(aim, [outcomes.get(name) or failed[name] for name in named])
 
 
-def _named(layouts: Mapping[str, Layout] | Sequence[Layout]) -> dict[str, Layout]:
+def _lots(row: Program | Staged, target: Target, jobs: int) -> list[Lot]:
+  """What one process compiles: a program of a whole step, or a share of a pipeline's programs."""
+  if isinstance(row, Program):
+    return [Lot([row], target)]
+  size = -(-len(row.distinct) // jobs)
+  return [Lot(row.distinct[at : at + size], row.target) for at in range(0, len(row.distinct), size)]
+
+
+def _named(
+  layouts: Mapping[str, Layout | Pipeline] | Sequence[Layout | Pipeline],
+) -> dict[str, Layout | Pipeline]:
   if isinstance(layouts, Mapping):
     return dict(layouts)
   return {f'layout {number}': layout for number, layout in enumerate(layouts)}
 
 
 def _lowered(
-  named: Mapping[str, Layout], target: Target, step, create, batch, args, places, donate
-) -> tuple[dict[str, Program], dict[str, Outcome]]:
+  named: Mapping[str, Layout | Pipeline], target: Target, step, create, batch, args, places, donate
+) -> tuple[dict[str, Program | Staged], dict[str, Outcome]]:
   """The programs of the layouts that fit the model, and what is wrong with the others."""
-  programs: dict[str, Program] = {}
+  rows: dict[str, Program | Staged] = {}
   failed: dict[str, Outcome] = {}
   error: FlaxSpmdError | None = None
-  for name, layout in named.items():
+  for name, given in named.items():
+    options = {'args': args, 'places': places, 'donate': donate}
     try:
-      programs[name] = lower(
-        step, create, batch, layout, target, args=args, places=places, donate=donate
-      )
-    except LayoutError as wrong:
+      if isinstance(given, Pipeline):
+        rows[name] = lower_pipeline(step, create, batch, given, target, **options)
+      else:
+        rows[name] = lower(step, create, batch, given, target, **options)
+    except (LayoutError, PipelineError) as wrong:
       error = wrong
+      layout = given.layout if isinstance(given, Pipeline) else given
       failed[name] = Outcome.failed(name, layout, str(wrong))
-  if not programs and error is not None:
+  if not rows and error is not None:
     raise error
-  return programs, failed
+  return rows, failed
 
 
-def _outcome(name: str, program: Program, compiled: Compiled, target: Target) -> Outcome:
+def _outcome(name: str, program: Program | Staged, found: Sequence[Compiled], target: Target) -> Outcome:
   """A row of the comparison."""
+  if isinstance(program, Staged):
+    return outcome_of(name, program, found, target)
+  [compiled] = found
   by_part = {'params': 0, 'opt_state': 0, '': 0}
   for row in program.rows:
     part = next((part for part in row.path.split('/') if part in by_part), '')
@@ -151,13 +170,13 @@ def _outcome(name: str, program: Program, compiled: Compiled, target: Target) ->
 
 
 @contextlib.contextmanager
-def _progress(show: bool, title: str, total: int) -> Iterator[Callable[[], None]]:
+def _progress(show: bool, title: str, total: int) -> Iterator[Callable[..., None]]:
   if not show:
-    yield lambda: None
+    yield lambda *_: None
     return
   from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
   columns = TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
   with Progress(*columns) as bars:
     task = bars.add_task(title, total=total)
-    yield lambda: bars.update(task, advance=1)
+    yield lambda *_: bars.update(task, advance=1)

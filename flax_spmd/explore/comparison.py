@@ -169,6 +169,8 @@ class Comparison:
       ]
       if outcome.error:
         lines += [f'  {line}' for line in outcome.error.splitlines()[:6]]
+      if outcome.stages:
+        lines += [f'  {line}' for line in outcome.stages.lines(self.target.chip.memory)]
       lines += [f'  a rough estimate: {text}' for text in outcome.doubts[:_SHOWN]]
       if outcome.compiled:
         lines += [f'  the compiler says: {text}' for text in outcome.compiled.warnings[:_SHOWN]]

@@ -1,6 +1,6 @@
 """Compiling: programs sent to their targets' compilers, several at once, and what came out kept on disk.
 
-Each program is compiled in a process of its own (`worker`). What came out is kept under a digest of the
+Programs are compiled in other processes (`worker`). What came out of each is kept under a digest of the
 program, the target, and the versions of everything that had a part in it, so that asking again costs
 nothing. A crash of a compiler, and a program that does not fit, are results with a reason.
 """
@@ -30,6 +30,7 @@ from flax_spmd.errors import TargetDeviceError
 from flax_spmd.explore.counting import Collective, Counts, count
 from flax_spmd.explore.hardware import Target, compiler_environment
 from flax_spmd.explore.programs import Program
+from flax_spmd.explore.worker import BEGIN
 
 _FORMAT = 1
 _TIMEOUT = 1800  # seconds
@@ -67,6 +68,18 @@ class Compiled(NamedTuple):
   hlo: Path | None
 
 
+class Lot(NamedTuple):
+  """Programs that one process compiles one after another: its start takes longer than a small program.
+
+  Attributes:
+    programs: what `lower` made.
+    target: what for.
+  """
+
+  programs: Sequence[Program]
+  target: Target
+
+
 def compile_all(
   programs: Sequence[Program],
   target: Target,
@@ -75,27 +88,42 @@ def compile_all(
   jobs: int | None = None,
   done: Callable[[int, Compiled], None] = lambda number, compiled: None,
 ) -> list[Compiled]:
-  """Compiles programs for a target, as many at once as there are cores.
+  """Compiles programs for a target, each in a process of its own; arguments as of `compile_lots`."""
+  lots = [Lot([program], target) for program in programs]
+  found = compile_lots(
+    lots, hardware=hardware, jobs=jobs, done=lambda number, each: done(number, each[0])
+  )
+  return [compiled for [compiled] in found]
+
+
+def compile_lots(
+  lots: Sequence[Lot],
+  *,
+  hardware: str | os.PathLike[str] | None = None,
+  jobs: int | None = None,
+  done: Callable[[int, list[Compiled]], None] = lambda number, compiled: None,
+) -> list[list[Compiled]]:
+  """Compiles lots of programs, as many lots at once as there are cores.
 
   Args:
-    programs: what `lower` made.
-    target: what for.
-    hardware: the file with chips of one's own that the target is from.
+    lots: each with its target.
+    hardware: the file with chips of one's own that the targets are from.
     jobs: how many at once; default: half of the cores.
-    done: called with each result as it comes.
+    done: called with each lot's results as they come.
 
   Raises:
-    TargetDeviceError: there is no compiler for the target here, or it is too large for it.
+    TargetDeviceError: there is no compiler for a target here, or it is too large for it.
   """
-  check_compiler(target)
+  for target in {lot.target.text: lot.target for lot in lots}.values():
+    check_compiler(target)
 
-  def one(pair: tuple[int, Program]) -> Compiled:
-    compiled = _compiled(pair[1], target, hardware)
+  def one(pair: tuple[int, Lot]) -> list[Compiled]:
+    compiled = _compiled(pair[1], hardware)
     done(pair[0], compiled)
     return compiled
 
   with ThreadPoolExecutor(jobs or max(1, (os.cpu_count() or 2) // 2)) as pool:
-    return list(pool.map(one, enumerate(programs)))
+    return list(pool.map(one, enumerate(lots)))
 
 
 def check_compiler(target: Target) -> None:
@@ -143,44 +171,74 @@ def _has_ptxas() -> bool:
   )
 
 
-def _compiled(program: Program, target: Target, hardware: str | os.PathLike[str] | None) -> Compiled:
-  key = _key(program, target)
-  kept = _read(key)
-  if kept is not None:
-    return _compiled_of(kept, key, cached=True)
-  with tempfile.TemporaryDirectory(prefix='flax_spmd_') as folder:
-    result = _run(program, target, hardware, Path(folder))
-    hlo = Path(folder) / 'hlo.txt'
-    if hlo.exists():
-      text = hlo.read_text()
-      result['counts'] = _counts_json(count(text, program.mesh))
-      _keep_hlo(key, text)
+def _compiled(lot: Lot, hardware: str | os.PathLike[str] | None) -> list[Compiled]:
+  keys = [_key(program, lot.target) for program in lot.programs]
+  kept = {key: _read(key) for key in keys}
+  new = {key: program for key, program in zip(keys, lot.programs) if kept[key] is None}
+  if new:
+    with tempfile.TemporaryDirectory(prefix='flax_spmd_') as folder:
+      folders = [Path(folder) / str(number) for number in range(len(new))]
+      results = _run(list(new.values()), lot.target, hardware, folders)
+      for (key, program), result, place in zip(new.items(), results, folders, strict=True):
+        kept[key] = _counted(key, program, result, place / 'hlo.txt')
+  return [_compiled_of(kept[key] or {}, key, cached=key not in new) for key in keys]
+
+
+def _counted(key: str, program: Program, result: dict[str, Any], hlo: Path) -> dict[str, Any]:
+  """What the worker said, and what its program does; it is kept."""
+  if hlo.exists():
+    text = hlo.read_text()
+    result['counts'] = _counts_json(count(text, program.mesh))
+    _keep_hlo(key, text)
   if {'counts', 'used', 'memory'} & result.keys():  # what else went wrong may not be the program's fault
     _keep(key, result)
-  return _compiled_of(result, key, cached=False)
+  return result
 
 
 def _run(
-  program: Program, target: Target, hardware: str | os.PathLike[str] | None, folder: Path
-) -> dict[str, Any]:
-  """Runs the worker; its crash is a result."""
-  (folder / 'program.mlir').write_bytes(program.code)
+  programs: Sequence[Program],
+  target: Target,
+  hardware: str | os.PathLike[str] | None,
+  folders: Sequence[Path],
+) -> list[dict[str, Any]]:
+  """Runs a worker in folders. Its crash is a result, and another one goes on after that program."""
   own = os.path.abspath(hardware) if hardware is not None else None
-  request = {'target': target.text, 'hardware': own, 'mesh': program.mesh}
-  (folder / 'request.json').write_text(json.dumps(request))
-  command = [sys.executable, '-m', 'flax_spmd.explore.worker', str(folder)]
+  for program, folder in zip(programs, folders, strict=True):
+    folder.mkdir()
+    (folder / 'program.mlir').write_bytes(program.code)
+    request = {'target': target.text, 'hardware': own, 'mesh': program.mesh}
+    (folder / 'request.json').write_text(json.dumps(request))
+  results: list[dict[str, Any]] = []
+  while left := folders[len(results) :]:
+    said, why = _worker(left, target)
+    while left and (left[0] / 'result.json').exists():
+      found = json.loads((left[0] / 'result.json').read_text())
+      results.append(found | {'warnings': _warnings(said, left[0])})
+      left = left[1:]
+    if left:
+      results.append({'error': why})
+  return results
+
+
+def _worker(folders: Sequence[Path], target: Target) -> tuple[str, str]:
+  """What a worker says, and why it ended if it did so early."""
+  command = [sys.executable, '-m', 'flax_spmd.explore.worker', *map(str, folders)]
   environment = os.environ | compiler_environment(target)
+  time = _TIMEOUT * len(folders)
   try:
     ended = subprocess.run(
-      command, env=environment, capture_output=True, text=True, errors='replace', timeout=_TIMEOUT
+      command, env=environment, capture_output=True, text=True, errors='replace', timeout=time
     )
   except subprocess.TimeoutExpired:
-    return {'error': f'the compiler had not ended after {_TIMEOUT} s'}
-  file = folder / 'result.json'
-  if not file.exists():
-    return {'error': _crash(ended)}
-  said = [line.strip() for line in ended.stderr.splitlines() if any(word in line for word in _TELLING)]
-  return json.loads(file.read_text()) | {'warnings': list(dict.fromkeys(map(_message, said)))[:20]}
+    return '', f'the compiler had not ended after {time} s'
+  return ended.stderr, _crash(ended)
+
+
+def _warnings(said: str, folder: Path) -> list[str]:
+  """What the compiler said of one program: what comes after the line with its folder's name."""
+  own = said.partition(f'{BEGIN}{folder}\n')[2].partition(BEGIN)[0]
+  lines = [line.strip() for line in own.splitlines() if any(word in line for word in _TELLING)]
+  return list(dict.fromkeys(map(_message, lines)))[:20]
 
 
 def _crash(ended: subprocess.CompletedProcess[str]) -> str:

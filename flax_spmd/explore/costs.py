@@ -76,6 +76,29 @@ def seconds(one: Collective, target: Target, mesh: Mapping[str, int]) -> float:
   return one.wire / _speed(one, target, mesh) + one.times * rounds * target.chip.hop
 
 
+def between(target: Target, mesh: Mapping[str, int], axis: str, one: int, other: int) -> float:
+  """Bytes per second from a device at one position of a mesh axis to its counterpart at another.
+
+  Example:
+    >>> target = explore.parse('h100:16')
+    >>> mesh = {'stage': 4, 'data': 4}
+    >>> [between(target, mesh, 'stage', one, one + 1) / 1e9 for one in range(3)]
+    [450.0, 50.0, 450.0]
+  """
+  chip = target.chip
+  if chip.torus:
+    return chip.link
+  sizes = list(mesh.values())
+  inner = math.prod(sizes[list(mesh).index(axis) + 1 :])
+  outer = math.prod(sizes) // (inner * mesh[axis])
+  nodes = (
+    [(start * mesh[axis] + place) * inner + device for start in range(outer) for device in range(inner)]
+    for place in (one, other)
+  )
+  apart = any(here // target.topology[-1] != there // target.topology[-1] for here, there in zip(*nodes))
+  return min(chip.link, chip.network) if apart else chip.link
+
+
 def _speed(one: Collective, target: Target, mesh: Mapping[str, int]) -> float:
   """Bytes per second that a device of a group sends to the others."""
   chip = target.chip

@@ -164,6 +164,34 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
   return nodes, sizes[0] // nodes
 
 
+def share(target: Target, parts: int) -> Target:
+  """An equal part of a target: what one rank of a pipeline has.
+
+  Args:
+    target: the whole.
+    parts: into how many it is divided; they divide its devices.
+
+  Example:
+    >>> [share(parse(text), 4).text for text in ('h100:64', 'h100:8', 'v5e:4x4')]
+    ['h100:2x8', 'h100:1x2', 'v5e:2x2']
+  """
+  chip, devices = target.chip, target.devices // parts
+  if not chip.torus:
+    in_node = math.gcd(devices, target.topology[-1])
+    sizes = [devices // in_node, in_node]
+  else:
+    sizes = list(target.topology)
+    while (
+      math.prod(sizes) > devices
+    ):  # the longest side that can be divided, by the least that divides it
+      left = math.prod(sizes) // devices
+      sides = [(size, -place) for place, size in enumerate(sizes) if math.gcd(size, left) > 1]
+      place = -max(sides)[1]
+      common = math.gcd(sizes[place], left)
+      sizes[place] //= next(number for number in range(2, common + 1) if common % number == 0)
+  return Target(f'{chip.name}:{"x".join(map(str, sizes))}', chip, tuple(sizes))
+
+
 def _here(file: str | os.PathLike[str] | None) -> Target:
   """The devices at hand; of the chip that their name says, or the nearest that is known."""
   device, count = jax.devices()[0], jax.device_count()

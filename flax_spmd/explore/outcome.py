@@ -8,27 +8,11 @@ from flax_spmd.explore.compiling import Compiled
 from flax_spmd.explore.costs import Cost
 from flax_spmd.explore.counting import Collective, Counts
 from flax_spmd.explore.programs import Program
+from flax_spmd.explore.stages import Memory as Memory
+from flax_spmd.explore.stages import Stages
 from flax_spmd.layout import Layout
 from flax_spmd.mesh import axis_sizes
 from flax_spmd.report import size_text
-
-
-class Memory(NamedTuple):
-  """Bytes on one device.
-
-  Attributes:
-    parameters, optimizer, rest: of the state.
-    batch: of the batch.
-    temporaries: activations, gradients, gathered parameters: what a step needs besides, at its peak.
-    peak: all of it, as the compiler says.
-  """
-
-  parameters: int
-  optimizer: int
-  rest: int
-  batch: int
-  temporaries: int
-  peak: int
 
 
 class Outcome(NamedTuple):
@@ -58,6 +42,7 @@ class Outcome(NamedTuple):
   compiled: Compiled | None
   source: str = ''
   doubts: tuple[str, ...] = ()
+  stages: Stages | None = None
 
   @property
   def mesh(self) -> dict[str, int]:
@@ -110,6 +95,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
     'opaque': counts and counts.opaque,
     'cost': cost and cost._asdict() | {'links': {'+'.join(axes): s for axes, s in cost.links.items()}},
     'warnings': compiled.warnings if compiled else [],
+    'stages': outcome.stages and outcome.stages.record(),
     'findings': outcome.program.findings if outcome.program else [],
     'compile': compiled
     and {name: getattr(compiled, name) for name in ('seconds', 'cpu_seconds', 'rss', 'cached')},

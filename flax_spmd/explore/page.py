@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from flax_spmd.draw import draw
 from flax_spmd.explore.costs import peak
 from flax_spmd.explore.outcome import Memory, Outcome, time_text
+from flax_spmd.pipeline.timeline import Timeline
 from flax_spmd.plan import Row
 from flax_spmd.report import size_text
 
@@ -36,6 +37,7 @@ _COLOURS = {
 }
 _DRAWN = 12  # arrays of each layout whose pieces are drawn
 _DRAWINGS = 60_000  # characters of all drawings of a layout: those of many devices are large
+_TASKS = 2000  # of a timeline at most
 _LEAST = 2000  # collectives in the table at most, the largest of each layout
 _WIDE, _BAR = 720, 26
 
@@ -53,6 +55,7 @@ def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) 
     _summary(comparison),
     *_failures(comparison),
     section('Memory of a device', _memory_bars(comparison, done)),
+    section('Stages', ''.join(_timeline(o, comparison.target.chip.memory) for o in done)),
     section('Time of a step', _time_bars([o for o in done if o.cost])),
     section('Roofline', _roofline(comparison, [o for o in done if o.counts])),
     section('What is communicated', _collectives(done)),
@@ -235,9 +238,8 @@ def _drawings(outcome: Outcome, rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _drawing(outcome: Outcome, row: Row) -> str:
-  picture = draw(
-    jax.ShapeDtypeStruct(row.shape, row.dtype), NamedSharding(outcome.layout.mesh, row.spec)
-  )
+  mesh = outcome.program.layout.mesh if outcome.program else outcome.layout.mesh
+  picture = draw(jax.ShapeDtypeStruct(row.shape, row.dtype), NamedSharding(mesh, row.spec))
   return f'<figure><figcaption>{safe(row.path)}</figcaption>{picture.svg}</figure>'
 
 
@@ -286,18 +288,35 @@ def _legend(kinds: Iterable[str]) -> str:
 def _memory_bars(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
   kinds = Memory._fields[:-1]
   rows = []
-  for outcome in outcomes:
-    memory = outcome.memory or Memory(0, 0, 0, 0, 0, 0)
+  for name, memory in (pair for outcome in outcomes for pair in _memories(outcome)):
     parts = [
       (kind, value, f'{kind}: {size_text(value)}') for kind, value in zip(kinds, memory, strict=False)
     ]
-    rows.append((outcome.name, parts, size_text(memory.peak)))
+    rows.append((name, parts, size_text(memory.peak)))
   if not rows:
     return ''
   most = max(*(sum(part[1] for part in parts) for _, parts, _ in rows), 0.0)
   limit = comparison.target.chip.memory
   most = max(most, limit) if most > limit / 3 else most
   return _legend(kinds) + _bars(rows, most, limit)
+
+
+def _memories(outcome: Outcome) -> Iterable[tuple[str, Memory]]:
+  """What a device holds; of a pipeline, one of each rank."""
+  if outcome.stages is None:
+    return [(outcome.name, outcome.memory or Memory(0, 0, 0, 0, 0, 0))]
+  return [(f'{outcome.name}, {rank}', one.memory) for rank, one in enumerate(outcome.stages.ranks)]
+
+
+def _timeline(outcome: Outcome, limit: int) -> str:
+  """A pipeline's ranks over time, if it is not too long to be looked at."""
+  stages = outcome.stages
+  if stages is None:
+    return ''
+  words = ''.join(f'<li>{safe(line)}</li>' for line in stages.lines(limit)[1:])
+  long = sum(map(len, stages.low.runs)) > _TASKS
+  picture = '' if long else f'<p>In milliseconds, if all overlaps:</p>{Timeline(stages.low).svg}'
+  return f'<figure><figcaption>{safe(outcome.name)}</figcaption><ul>{words}</ul>{picture}</figure>'
 
 
 def _time_bars(outcomes: Sequence[Outcome]) -> str:

@@ -77,6 +77,29 @@ def lower(
     TargetDeviceError: the layout's mesh is of another size than the target.
     LayoutError: names that do not fit; or whatever the model itself raises.
   """
+  abstract, state, data = abstract_arguments(create, batch, layout, target, args, places)
+  jitted = abstract.jit(step, donate_argnums=0 if donate else None)
+  lowered = jitted.trace(state, data).lower(lowering_platforms=(target.chip.platform,))
+  text = program_text(lowered, locations=False)
+  return described(abstract, state, data)._replace(
+    code=program_bytes(lowered), identity=identity_of(lowered, text), dtype=dtype_of(text)
+  )
+
+
+def abstract_arguments(
+  create: Callable[..., Any],
+  batch: Any,
+  layout: Layout,
+  target: Target,
+  args: Sequence[Any],
+  places: Any,
+) -> tuple[Layout, Any, Any]:
+  """The layout on an abstract mesh, and the state and the batch under it; arguments as of `lower`.
+
+  Raises:
+    TargetDeviceError: the layout's mesh is of another size than the target.
+    LayoutError: names that do not fit.
+  """
   abstract = layout.replace(
     mesh=abstract_mesh(axis_sizes(layout.mesh), axis_types=axis_types(layout.mesh))
   )
@@ -85,26 +108,26 @@ def lower(
       f'The mesh {axis_sizes(layout.mesh)} has {abstract.mesh.size} devices, the target {target.text} '
       f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
     )
-  state = abstract.abstract(create, *args)
-  data = _batch(abstract, batch, places)
-  jitted = abstract.jit(step, donate_argnums=0 if donate else None)
-  lowered = jitted.trace(state, data).lower(lowering_platforms=(target.chip.platform,))
-  text = program_text(lowered, locations=False)
+  return abstract, abstract.abstract(create, *args), abstract_batch(abstract, batch, places)
+
+
+def described(layout: Layout, state: Any, data: Any) -> Program:
+  """What is known of a step by its arguments, without its code."""
   return Program(
-    program_bytes(lowered),
-    _identity(lowered, text),
-    abstract,
-    _dtype(text),
-    abstract.rows(state),
+    b'',
+    '',
+    layout,
+    'f32',
+    layout.rows(state),
     sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(data)),
-    [finding.text for finding in abstract.check(state).suspicious],
+    [finding.text for finding in layout.check(state).suspicious],
   )
 
 
 _PLACE = re.compile(r'^#loc\d* = loc\("(.*)":(\d+):\d+ to (\d*):\d+\)', re.MULTILINE)
 
 
-def _identity(lowered: Any, text: str) -> str:
+def identity_of(lowered: Any, text: str) -> str:
   """A digest of a program that does not depend on who compares it: the callers' lines are left out."""
   callers = {(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()}
   places = sorted(
@@ -122,7 +145,7 @@ _DOT = re.compile(
 )
 
 
-def _dtype(text: str) -> str:
+def dtype_of(text: str) -> str:
   """The dtype of the operands of most matrix products, by the size of their results."""
   sizes: dict[str, int] = {}
   for dtype, shape in _DOT.findall(text):
@@ -131,7 +154,7 @@ def _dtype(text: str) -> str:
   return {'i8': 'int8', 'ui8': 'int8'}.get(found, 'f8' if found.startswith('f8') else found)
 
 
-def _batch(layout: Layout, batch: Any, places: Any) -> Any:
+def abstract_batch(layout: Layout, batch: Any, places: Any) -> Any:
   """The batch as the step gets it: abstract, with shardings."""
   shapes = jax.eval_shape(lambda: batch) if not _is_abstract(batch) else batch
   if places is None:

@@ -1,8 +1,8 @@
-"""The worker: compiles one program for one target in a process of its own, and says what came out.
+"""The worker: compiles programs for one target in a process of its own, and says what came out.
 
-    python -m flax_spmd.explore.worker FOLDER
+    python -m flax_spmd.explore.worker FOLDER...
 
-`FOLDER` has `program.mlir` and `request.json`; the worker writes `result.json` and `hlo.txt`. A process
+A folder has `program.mlir` and `request.json`; the worker writes `result.json` and `hlo.txt`. A process
 has one backend, and a compiler that crashes takes its process with it: so neither is the caller's.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from flax_spmd.explore.hardware import Target, gpu_description, parse
 
+BEGIN = 'flax_spmd compiles '  # before each folder, on the stream that compilers write to
 _FULL = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
 _TEMPORARIES = re.compile(r'required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds')
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
@@ -25,6 +26,7 @@ _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 def main(folder: Path) -> None:
   """Compiles what lies in a folder."""
+  print(f'{BEGIN}{folder}', file=sys.stderr, flush=True)
   request = json.loads((folder / 'request.json').read_text())
   target = parse(request['target'], request['hardware'])
   try:
@@ -85,4 +87,5 @@ def _bytes(found: re.Match[str]) -> int:
 
 
 if __name__ == '__main__':
-  main(Path(sys.argv[1]))
+  for each in sys.argv[1:]:
+    main(Path(each))

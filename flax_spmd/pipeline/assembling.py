@@ -18,8 +18,9 @@ from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline.between import Crossing, is_here, processes_of
 from flax_spmd.pipeline.crew import Crew
 from flax_spmd.pipeline.equations import Constant, Value
-from flax_spmd.pipeline.executables import Compiler, Executable
+from flax_spmd.pipeline.executables import Executable
 from flax_spmd.pipeline.linking import Call, Linked, Place, Send, Unit
+from flax_spmd.pipeline.preparing import Preparer
 from flax_spmd.pipeline.running import Instruction, Machine, Result, Use
 from flax_spmd.pipeline.submeshes import submesh
 
@@ -29,7 +30,7 @@ class Assembler:
 
   Args:
     linked: the step.
-    compiler: knows how places lie.
+    preparer: knows how places lie.
     executables: of the units.
     mesh, axis: the whole mesh, and the axis of the stages.
   """
@@ -37,12 +38,12 @@ class Assembler:
   def __init__(
     self,
     linked: Linked,
-    compiler: Compiler,
+    preparer: Preparer,
     executables: Mapping[Unit, Executable],
     mesh: Mesh,
     axis: str,
   ):
-    self._linked, self._compiler, self._executables = linked, compiler, executables
+    self._linked, self._preparer, self._executables = linked, preparer, executables
     self._mesh, self._axis = mesh, axis
     self._ranks = [submesh(mesh, axis, [rank]) for rank in range(mesh.shape[axis])]
     self._registers: dict[Place, int] = {}
@@ -113,11 +114,11 @@ class Assembler:
     if len(processes_of(source) | processes_of(target)) > 1:
       if not is_here(source) and not is_here(target):
         return None
-      specs = [self._compiler.spec(place) or PartitionSpec() for place in send.places]
+      specs = [self._preparer.spec(place) or PartitionSpec() for place in send.places]
       return Crossing(self._mesh, self._axis, send.places[0][2], send.rank, avals, specs)
     if not is_here(source):
       return None
-    sender = compat.Sender(avals, [self._compiler.sharding(place) for place in send.arrived])
+    sender = compat.Sender(avals, [self._preparer.sharding(place) for place in send.arrived])
     return lambda *arrays: sender(list(arrays))
 
   def _outside(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
@@ -134,10 +135,10 @@ class Assembler:
     constants: dict[int, jax.Array] = {}
     for place in used:
       if isinstance(place[0], Constant) and self._here(place):
-        sharding = self._compiler.sharding(place)
+        sharding = self._preparer.sharding(place)
         constants[self._register(place)] = jax.device_put(place[0].array, sharding)
       elif place not in made:
-        use = Use(self._register(place), self._compiler.sharding(place), place[2])
+        use = Use(self._register(place), self._preparer.sharding(place), place[2])
         uses.setdefault(place[0], []).append(use)
     return uses, constants
 
@@ -147,7 +148,7 @@ class Assembler:
     if atom in given:
       return Result(argument=given[atom])
     places = self._linked.results[atom]
-    spec = self._compiler.spec(places[0]) or PartitionSpec()
+    spec = self._preparer.spec(places[0]) or PartitionSpec()
     joint = submesh(self._mesh, self._axis, [rank for _, _, rank in places])
     here = tuple(self._register(place) for place in places if self._here(place))
     return Result(here, NamedSharding(joint, spec), eq.abstract(atom))

@@ -31,12 +31,14 @@ from flax_spmd.pipeline import (
   cutting,
   footprint,
   linking,
+  offline,
   outside,
   reading,
   splitting,
   submeshes,
 )
 from flax_spmd.pipeline.assembling import Assembler
+from flax_spmd.pipeline.between import processes_of
 from flax_spmd.pipeline.birth import born
 from flax_spmd.pipeline.equations import Value
 from flax_spmd.pipeline.executables import Compiler, Executable
@@ -48,11 +50,14 @@ from flax_spmd.pipeline.fitting import (
   named_leaves,
   said_of,
 )
+from flax_spmd.pipeline.footprint import Footprint
 from flax_spmd.pipeline.linking import Linked, Linker, Timed, Unit
 from flax_spmd.pipeline.lying import Kinds
 from flax_spmd.pipeline.marks import proposed_ends
+from flax_spmd.pipeline.offline import Offline
 from flax_spmd.pipeline.outside import Joined
 from flax_spmd.pipeline.placing import placed
+from flax_spmd.pipeline.preparing import Preparer
 from flax_spmd.pipeline.reading import Loop, Step
 from flax_spmd.pipeline.running import Machine
 from flax_spmd.pipeline.schedules import Schedule, check_schedule
@@ -93,7 +98,7 @@ class Pipelined:
     options: Mapping[str, Any],
   ):
     functools.update_wrapper(self, fn)
-    mesh = submeshes.check_axis(mesh, rules, axis)
+    submeshes.check_axis(mesh, rules, axis)
     check_schedule(schedule, 'pipeline_jit')
     self._fn, self._axis, self._schedule = fn, axis, schedule
     self._mesh, self._rules = mesh, rules
@@ -238,8 +243,8 @@ class Traced:
   _result: Any
   _planned: list[PartitionSpec | None]
   _rules: Rules
-  _mesh: Mesh
-  _meshes: list[Mesh]
+  _mesh: MeshLike
+  _meshes: list[MeshLike]
   _axis: str
   _schedule: Schedule | None
   _donations: list[bool]
@@ -266,7 +271,7 @@ class Traced:
     programs = splitting.split(cut, split)
     joined = outside.join(step, programs, owners.__getitem__)
     placed_ = outside.place(joined)
-    told = len({device.process_index for device in self._mesh.devices.flat}) > 1
+    told = isinstance(self._mesh, Mesh) and len(processes_of(self._mesh)) > 1
     linked = Linker(joined, placed_, programs, order, owners, step.arguments, told).link()
     times = {**self.times, 'plan': time.perf_counter() - begin}
     return Lowered(self, step, programs, joined, linked, schedule, times)
@@ -324,7 +329,7 @@ class Lowered:
   Attributes:
     linked: the calls and sends, in order.
     programs: the tasks.
-    schedule: in whose order; None for a function without a loop.
+    schedule: in whose order; None for a function that is given none.
     times: how many seconds each phase took.
   """
 
@@ -336,28 +341,49 @@ class Lowered:
   schedule: Schedule | None
   times: dict[str, float]
 
+  @property
+  def microbatches(self) -> int | None:
+    """How many there are; None for a function without a loop."""
+    return None if self._step.loop.once else self._step.loop.count
+
   def compile(self) -> Compiled:
     """Compiles the programs, several at once.
 
     Raises:
-      PipelineError: a rank's devices have less memory than its stages need.
+      PipelineError: the mesh is abstract, or a rank's devices have less memory than its stages need.
     """
     traced, step = self._traced, self._step
     begin = time.perf_counter()
-    given, passed_on = zip(step.arguments, traced._donations, strict=True), set(self._joined.results)
-    compiler = Compiler(
-      self.linked,
-      traced._meshes,
-      self._specs(),
-      {value for value, donated in given if donated and value not in passed_on},
-    )
-    executables = compiler.compile()
-    assembler = Assembler(self.linked, compiler, executables, traced._mesh, traced._axis)
+    mesh = submeshes.check_concrete(traced._mesh)
+    meshes = [submeshes.submesh(mesh, traced._axis, [rank]) for rank in range(len(traced._meshes))]
+    preparer = self._preparer()
+    executables = Compiler(preparer, meshes).compile()
+    assembler = Assembler(self.linked, preparer, executables, mesh, traced._axis)
     machine = assembler.machine(step.arguments, self._joined.results, traced._threads)
-    memory = footprint.peaks(self.linked, compiler, executables, step.arguments, len(traced._meshes))
-    footprint.check(memory, traced._meshes)
+    memory = Footprint(self.linked, preparer.sharding, step.arguments, len(meshes)).peaks(
+      {unit: one.donated for unit, one in executables.items()},
+      {unit: footprint.working(one.compiled) for unit, one in executables.items()},
+    )
+    footprint.check(memory, meshes)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     return Compiled(self, machine, executables, memory, times)
+
+  def offline(self, platform: str) -> Offline:
+    """The programs for a platform, with nothing compiled: the mesh may be abstract.
+
+    Args:
+      platform: as JAX calls it: `'cpu'`, `'cuda'`, `'tpu'`.
+    """
+    return offline.plan(self.linked, self._preparer(), platform, self._step.arguments)
+
+  def _preparer(self) -> Preparer:
+    traced = self._traced
+    given, passed_on = (
+      zip(self._step.arguments, traced._donations, strict=True),
+      set(self._joined.results),
+    )
+    donatable = {value for value, donated in given if donated and value not in passed_on}
+    return Preparer(self.linked, traced._meshes, self._specs(), donatable)
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """How values lie, as far as it is known before anything is compiled."""

@@ -271,7 +271,7 @@ def run(equations: Sequence[Equation], known: dict[Value, Any], outputs: Sequenc
 
   for equation in equations:
     results = compat.bind(
-      equation.primitive, equation.params, equation.context, map(read, equation.inputs)
+      equation.primitive, equation.params, equation.context, map(read, equation.inputs), equation.source
     )
     known.update(zip(equation.outputs, results, strict=True))
   return [read(atom) for atom in outputs]

@@ -14,8 +14,7 @@ import json
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -24,10 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat, processes
 from flax_spmd.errors import PipelineError
-from flax_spmd.pipeline import equations as eq
 from flax_spmd.pipeline.between import processes_of
-from flax_spmd.pipeline.equations import Value
-from flax_spmd.pipeline.linking import Call, Linked, Place, Unit
+from flax_spmd.pipeline.linking import Call, Unit
+from flax_spmd.pipeline.preparing import Preparer
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,58 +50,28 @@ class Executable:
 
 
 class Compiler:
-  """Compiles the units of a linked step.
+  """Compiles the units of a linked step, for devices that are here.
 
   Args:
-    linked: the step.
+    preparer: lowers them; it is told how their results lie.
     meshes: per rank, its devices.
-    specs: how values lie, as far as it is known: arguments, sums, and what is to lie like them.
-    donatable: arguments that may be overwritten.
   """
 
-  def __init__(
-    self,
-    linked: Linked,
-    meshes: Sequence[Mesh],
-    specs: Mapping[Value, PartitionSpec],
-    donatable: set[Value],
-  ):
-    self._meshes, self._given = meshes, specs
-    self._first: dict[Unit, Call] = {}
-    self._origin: dict[Place, tuple[Unit, int]] = {}
-    for one in linked.calls:
-      if isinstance(one, Call):
-        self._first.setdefault(one.unit, one)
-        self._origin.update((place, (one.unit, number)) for number, place in enumerate(one.outputs))
-      else:
-        self._origin.update((new, self._origin[old]) for old, new in zip(one.places, one.arrived))
-    self._last, self._donatable = _used_last(linked, donatable), donatable
+  def __init__(self, preparer: Preparer, meshes: Sequence[Mesh]):
+    self._preparer, self._meshes = preparer, meshes
     self._done: dict[Unit, Executable] = {}
     self._shared: dict[str, Future[tuple[Any, Mesh]]] = {}
     self._lock = threading.Lock()
     self._several = len(set().union(*map(processes_of, meshes))) > 1
     self._number = next(_numbers)  # the same on all processes, which compile the same in the same order
 
-  def spec(self, place: Place) -> PartitionSpec | None:
-    """How a place lies; None while that is not known."""
-    if place[0] in self._given:
-      return self._given[place[0]]
-    unit, number = self._origin.get(place, (None, 0))
-    if unit is None:  # a closed-over array
-      return PartitionSpec()
-    return self._done[unit].specs[number] if unit in self._done else None
-
-  def sharding(self, place: Place) -> NamedSharding:
-    """The same, of a place that is known, on the devices of its rank."""
-    return NamedSharding(self._meshes[place[2]], self.spec(place) or PartitionSpec())
-
   def compile(self) -> dict[Unit, Executable]:
     """All units, each as soon as it can be, as many at once as there are cores."""
-    waiting = list(self._first.values())
+    waiting = list(self._preparer.first.values())
     running: dict[Future[Executable], Unit] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
       while waiting or running:
-        ready = [call for call in waiting if None not in map(self.spec, call.inputs)]
+        ready = [call for call in waiting if None not in map(self._preparer.spec, call.inputs)]
         waiting = [call for call in waiting if call not in ready]
         running.update({pool.submit(self._compile, call): call.unit for call in ready})
         if not running:
@@ -111,7 +79,9 @@ class Compiler:
           raise AssertionError(f'programs wait for each other: {names}')
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in finished:
-          self._done[running.pop(future)] = future.result()
+          unit = running.pop(future)
+          self._done[unit] = future.result()
+          self._preparer.results[unit] = self._done[unit].specs
     return self._done
 
   def _compile(self, call: Call) -> Executable:
@@ -128,38 +98,10 @@ class Compiler:
 
   def _compile_here(self, call: Call) -> Executable:
     begin = time.perf_counter()
-    unit, mesh = call.unit, self._meshes[call.unit.rank]
-    arguments = [
-      jax.ShapeDtypeStruct(
-        value.aval.shape,
-        value.aval.dtype,
-        sharding=self.sharding(place),
-        weak_type=getattr(value.aval, 'weak_type', False),
-      )
-      for value, place in zip(unit.inputs, call.inputs, strict=True)
-    ]
-    results = [self._given.get(place[0]) for place in call.outputs]
-    if not arguments:  # nothing else says on which devices it runs
-      results = [spec or PartitionSpec() for spec in results]
-    donated = _matched(
-      [
-        (number, unit.inputs[number].aval, self.sharding(place).spec, place[0] in self._donatable)
-        for number, place in enumerate(call.inputs)
-        if number in self._last[unit]
-      ],
-      [(value.aval, spec) for value, spec in zip(unit.outputs, results, strict=True)],
-    )
-    jitted = jax.jit(
-      _function(unit),
-      out_shardings=[None if spec is None else NamedSharding(mesh, spec) for spec in results],
-      donate_argnums=donated,
-      keep_unused=True,
-    )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      lowered = jitted.lower(*arguments)
-    compiled, shared = self._once(lowered, mesh)
+    lowered, donated = self._preparer.prepared(call)
+    compiled, shared = self._once(lowered, self._meshes[call.unit.rank])
     specs = [_spec_of(sharding) for sharding in compiled.output_shardings]
-    return Executable(unit, compiled, specs, donated, shared, time.perf_counter() - begin)
+    return Executable(call.unit, compiled, specs, donated, shared, time.perf_counter() - begin)
 
   def _once(self, lowered: Any, mesh: Mesh) -> tuple[Any, bool]:
     """The compiled program, and whether it is another rank's that was loaded for this one's devices."""
@@ -192,16 +134,6 @@ def _spec_from(entries: list[Any]) -> PartitionSpec:
   return PartitionSpec(*(tuple(each) if isinstance(each, list) else each for each in entries))
 
 
-def _function(unit: Unit) -> Callable[..., list[Any]]:
-  """A unit as a function of its inputs."""
-
-  def function(*arrays):
-    return eq.run(unit.equations, dict(zip(unit.inputs, arrays, strict=True)), unit.outputs)
-
-  function.__name__ = unit.name
-  return function
-
-
 def _spec_of(sharding: Any) -> PartitionSpec:
   if not isinstance(sharding, NamedSharding):
     raise PipelineError(
@@ -209,46 +141,3 @@ def _spec_of(sharding: Any) -> PartitionSpec:
       'Fix: take what puts it there (device_put, jit with shardings) out of the step.'
     )
   return sharding.spec
-
-
-def _used_last(linked: Linked, donatable: set[Value]) -> dict[Unit, set[int]]:
-  """Per unit, those of its arguments that nobody uses after any of its calls."""
-  last: dict[Place, int] = {}
-  for number, one in enumerate(linked.calls):
-    last.update(dict.fromkeys(one.inputs if isinstance(one, Call) else one.places, number))
-  made = {place for one in linked.calls if isinstance(one, Call) for place in one.outputs}
-  made.update(place for one in linked.calls if not isinstance(one, Call) for place in one.arrived)
-  results = {place for places in linked.results.values() for place in places}
-  found: dict[Unit, set[int]] = {}
-  for number, one in enumerate(linked.calls):
-    if isinstance(one, Call):
-      free = {
-        index
-        for index, place in enumerate(one.inputs)
-        if last[place] == number
-        and place not in results
-        and (place in made or place[0] in donatable)
-        and one.inputs.count(place) == 1
-      }
-      found[one.unit] = found.get(one.unit, free) & free
-  return found
-
-
-def _matched(
-  free: Sequence[tuple[int, Any, PartitionSpec, bool]], results: Sequence[tuple[Any, Any]]
-) -> tuple[int, ...]:
-  """Those free arguments whose memory a result can have; the caller's first, as others end anyhow.
-
-  Args:
-    free: number, aval, spec, and whether it is the caller's, of each free argument.
-    results: aval and spec of each result; None where the compiler says how it lies.
-  """
-  room = Counter((aval.shape, aval.dtype, spec) for aval, spec in results)
-  found = []
-  for number, aval, spec, _ in sorted(free, key=lambda one: (not one[3], one[0])):
-    for lies in (spec, None):
-      if room[aval.shape, aval.dtype, lies]:
-        room[aval.shape, aval.dtype, lies] -= 1
-        found.append(number)
-        break
-  return tuple(sorted(found))

@@ -8,59 +8,77 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from jax.sharding import NamedSharding
 
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline.equations import Value
-from flax_spmd.pipeline.executables import Compiler, Executable
 from flax_spmd.pipeline.linking import Call, Linked, Place, Unit
 from flax_spmd.report import size_text
 
 
-def peaks(
-  linked: Linked,
-  compiler: Compiler,
-  executables: Mapping[Unit, Executable],
-  arguments: Sequence[Value],
-  ranks: int,
-) -> list[int]:
-  """The most bytes that a device of each rank holds at once.
+class Footprint:
+  """The memory of a linked step.
 
   Args:
     linked: the step.
-    compiler: knows how places lie.
-    executables: of the units.
+    sharding: how a place lies.
     arguments: those of the step; they stay until the end, unless a program may overwrite them.
     ranks: how many there are.
   """
-  places = [
-    (one.inputs, one.outputs) if isinstance(one, Call) else (one.places, one.arrived)
-    for one in linked.calls
-  ]
-  last = {
-    place: number for number, (inputs, outputs) in enumerate(places) for place in (*inputs, *outputs)
-  }
-  given = set(arguments)
-  results = {place for each in linked.results.values() for place in each}
-  sizes = {place: _piece(compiler.sharding(place), place[0].aval) for place in last}
-  alive = [0] * ranks
-  for place in last:
-    if place[0] in given:
-      alive[place[2]] += sizes[place]
-  found = list(alive)
-  for number, (one, (inputs, outputs)) in enumerate(zip(linked.calls, places)):
-    donated = _donated(one, executables)
-    for place in outputs:
-      alive[place[2]] += sizes[place]
-    for place in donated:
-      alive[place[2]] -= sizes[place]
-    rank = outputs[0][2] if outputs else inputs[0][2] if inputs else 0
-    found[rank] = max(found[rank], alive[rank] + _working(one, executables))
-    for place in {*inputs, *outputs} - donated:
-      if last[place] == number and place[0] not in given and place not in results:
-        alive[place[2]] -= sizes[place]
-  return found
+
+  def __init__(
+    self,
+    linked: Linked,
+    sharding: Callable[[Place], NamedSharding],
+    arguments: Iterable[Value],
+    ranks: int,
+  ):
+    self._calls, self._ranks = linked.calls, ranks
+    self._places = [
+      (one.inputs, one.outputs) if isinstance(one, Call) else (one.places, one.arrived)
+      for one in linked.calls
+    ]
+    self._last = {
+      place: number
+      for number, (inputs, outputs) in enumerate(self._places)
+      for place in (*inputs, *outputs)
+    }
+    self._given = set(arguments)
+    self._results = {place for each in linked.results.values() for place in each}
+    self.sizes = {place: _piece(sharding(place), place[0].aval) for place in self._last}
+
+  @property
+  def held(self) -> list[Place]:
+    """Where the arguments are."""
+    return [place for place in self._last if place[0] in self._given]
+
+  def peaks(self, donated: Mapping[Unit, Sequence[int]], working: Mapping[Unit, int]) -> list[int]:
+    """The most bytes that a device of each rank holds at once.
+
+    Args:
+      donated: per unit, those of its arguments whose memory it gives to its results.
+      working: per unit, what it needs beside its arguments and results.
+    """
+    alive = [0] * self._ranks
+    for place in self.held:
+      alive[place[2]] += self.sizes[place]
+    found = list(alive)
+    for number, (one, (inputs, outputs)) in enumerate(zip(self._calls, self._places)):
+      unit = one.unit if isinstance(one, Call) else None
+      given = set() if unit is None else {inputs[index] for index in donated[unit]}
+      for place in outputs:
+        alive[place[2]] += self.sizes[place]
+      for place in given:
+        alive[place[2]] -= self.sizes[place]
+      rank = outputs[0][2] if outputs else inputs[0][2] if inputs else 0
+      found[rank] = max(found[rank], alive[rank] + (0 if unit is None else working[unit]))
+      for place in {*inputs, *outputs} - given:
+        if self._last[place] == number and place[0] not in self._given and place not in self._results:
+          alive[place[2]] -= self.sizes[place]
+    return found
 
 
 def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
@@ -92,15 +110,7 @@ def _piece(sharding: Any, aval: Any) -> int:
   return math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
 
 
-def _donated(one: Any, executables: Mapping[Unit, Executable]) -> set[Place]:
-  """The places whose memory a call gives to its results."""
-  if not isinstance(one, Call):
-    return set()
-  return {one.inputs[number] for number in executables[one.unit].donated}
-
-
-def _working(one: Any, executables: Mapping[Unit, Executable]) -> int:
-  """What a program needs beside its arguments and results."""
-  compiled = executables[one.unit].compiled if isinstance(one, Call) else None
+def working(compiled: Any) -> int:
+  """What a compiled program needs beside its arguments and results; None is another process's."""
   analysis = None if compiled is None else compiled.memory_analysis()
   return 0 if analysis is None else analysis.temp_size_in_bytes

@@ -7,31 +7,50 @@ all of them. A value of several ranks lies on their joint mesh, whole on each ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd.compat import from_shards
 from flax_spmd.errors import PipelineError, did_you_mean
-from flax_spmd.mesh import MeshLike, axis_sizes, describe
+from flax_spmd.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe
 from flax_spmd.pipeline.fitting import few
 from flax_spmd.resolution import rule_text
 from flax_spmd.rules import Rules
 
+AnyMesh = TypeVar('AnyMesh', bound=MeshLike)
 
-def submesh(mesh: Mesh, axis: str, ranks: Sequence[int]) -> Mesh:
-  """The devices of some ranks."""
+
+def submesh(mesh: AnyMesh, axis: str, ranks: Sequence[int]) -> AnyMesh:
+  """The devices of some ranks; of an abstract mesh, as many of them."""
+  if isinstance(mesh, AbstractMesh):
+    sizes = axis_sizes(mesh) | {axis: len(ranks)}
+    return cast(Any, abstract_mesh(sizes, axis_types=axis_types(mesh)))
   devices = np.take(mesh.devices, list(ranks), mesh.axis_names.index(axis))
-  return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+  return cast(Any, Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
 
-def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> Mesh:
-  """The mesh, if stages can be laid over its axis.
+def check_concrete(mesh: MeshLike) -> Mesh:
+  """The mesh, if it has devices.
 
   Raises:
-    PipelineError: the mesh is abstract or lacks the axis, it is an Explicit one, or rules use it.
+    PipelineError: it is abstract.
+  """
+  if not isinstance(mesh, Mesh):
+    raise PipelineError(
+      f'The mesh {describe(mesh)} is abstract: there are no devices to run stages on.\n'
+      'Fix: use a layout over a concrete mesh.'
+    )
+  return mesh
+
+
+def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
+  """Raises unless stages can be laid over an axis of the mesh.
+
+  Raises:
+    PipelineError: the mesh lacks the axis, it is an Explicit one, or rules use it.
   """
   sizes = axis_sizes(mesh)
   if not isinstance(axis, str) or axis not in sizes:
@@ -39,11 +58,6 @@ def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> Mesh:
       f'The mesh {describe(mesh)} has no axis {axis!r}.{did_you_mean(str(axis), sizes)}\n'
       "Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or say by "
       'axis=... which one it is.'
-    )
-  if not isinstance(mesh, Mesh):
-    raise PipelineError(
-      f'The mesh {describe(mesh)} is abstract: there are no devices to run stages on.\n'
-      'Fix: use a layout over a concrete mesh.'
     )
   if AxisType.Explicit in mesh.axis_types:
     raise PipelineError(
@@ -61,7 +75,6 @@ def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> Mesh:
       + '\n'.join(found)
       + '\nFix: lay them over other axes; which stage an array is on follows from its use.'
     )
-  return mesh
 
 
 def _axes_in(clause: Any) -> set[str]:
@@ -74,7 +87,7 @@ def _axes_in(clause: Any) -> set[str]:
 
 
 def check_places(
-  named: Sequence[tuple[str, Any]], shardings: Sequence[Any], mesh: Mesh, axis: str, what: str
+  named: Sequence[tuple[str, Any]], shardings: Sequence[Any], mesh: MeshLike, axis: str, what: str
 ) -> None:
   """Raises if arrays are to lie over the axis of the stages, or on devices that are not the mesh's.
 

@@ -1,0 +1,315 @@
+"""Pipelines among the layouts that are compared: what their stages hold, send and wait for."""
+
+import functools
+import json
+from html.parser import HTMLParser
+from textwrap import dedent
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd.errors import PipelineError, TargetDeviceError
+from flax_spmd.explore import Pipeline, compare, compiling, costs, hardware, staging
+from flax_spmd.pipeline import GPipe, Mean, OneFOneB, ZeroBubbleH1, accumulate, stage_end
+
+WIDTH, ROWS, MICROBATCHES, TARGET = 32, 64, 4, 'cpu:8'
+RULES = (('batch', 'data'), ('embed', 'data'))
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    def param(name, *names):
+      init = spmd.with_logical_partitioning(nn.initializers.normal(), names)
+      return spmd.unbox(self.param(name, init, (WIDTH, WIDTH)))
+
+    h = spmd.with_logical_constraint(nn.relu(x @ param('up', 'embed', 'mlp')), ('batch', 'mlp'))
+    return x + h @ param('down', 'mlp', 'embed')
+
+
+class Model(nn.Module):
+  marked: bool = True
+
+  @nn.compact
+  def __call__(self, x):
+    for number in range(4):
+      x = Block(name=f'block_{number}')(x)
+      x = stage_end(x) if self.marked else x
+    return x
+
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+def create():
+  params = Model().init(jax.random.key(0), jnp.ones((1, WIDTH)))['params']
+  return {'params': params, 'opt_state': OPTIMIZER.init(params)}
+
+
+def step(state, x, microbatches=MICROBATCHES, marked=True):
+  def of_microbatch(x):
+    return jax.value_and_grad(lambda p: jnp.mean(Model(marked).apply({'params': p}, x) ** 2))(
+      state['params']
+    )
+
+  loss, grads = accumulate(of_microbatch, x, op=Mean, microbatches=microbatches)
+  updates, opt_state = OPTIMIZER.update(grads, state['opt_state'], state['params'])
+  return {'params': optax.apply_updates(state['params'], updates), 'opt_state': opt_state}, loss
+
+
+BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+
+
+def staged(**axes):
+  return spmd.Layout(spmd.abstract_mesh(axes or {'stage': 4, 'data': 2}), RULES)
+
+
+PLAIN = spmd.Layout(spmd.abstract_mesh({'data': 8}), RULES)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def cache(tmp_path_factory):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('FLAX_SPMD_CACHE', str(tmp_path_factory.mktemp('cache')))
+    yield
+
+
+@pytest.fixture(scope='module')
+def found(cache):
+  rows = {
+    'one program': PLAIN,
+    '1F1B': Pipeline(staged(), OneFOneB(4)),
+    'ZB-H1': Pipeline(staged(), ZeroBubbleH1(4)),
+    'cut for us': Pipeline(
+      staged(stage=2, data=4),
+      GPipe(2),
+      stages=2,
+      step=functools.partial(step, microbatches=8, marked=False),
+    ),
+    'wrong': Pipeline(staged(), OneFOneB(2)),
+  }
+  return compare(step, create, BATCH, rows, TARGET)
+
+
+def concrete(schedule):
+  """What the engine makes of it, on emulated devices."""
+  layout = spmd.Layout({'stage': 4, 'data': 2}, RULES)
+  batch = jax.ShapeDtypeStruct(
+    BATCH.shape, BATCH.dtype, sharding=layout.sharding(BATCH, ('batch', None))
+  )
+  jitted = layout.pipeline_jit(step, schedule=schedule, donate_argnums=0)
+  return jitted.lower(layout.abstract(create), batch)
+
+
+@pytest.mark.parametrize(('name', 'schedule'), [('1F1B', OneFOneB(4)), ('ZB-H1', ZeroBubbleH1(4))])
+def test_memory_is_that_of_the_engine(found, name, schedule):
+  """Its programs are compiled as for a run, these quickly, so working memory may differ a little."""
+  lowered = concrete(schedule)
+  plan, compiled = lowered.offline('cpu'), lowered.compile()
+  for unit, executable in compiled.executables.items():
+    assert plan.results[unit] == executable.specs, unit.name
+    assert plan.programs[unit].donated == executable.donated
+  memories = [rank.memory for rank in found[name].stages.ranks]
+  assert [one.peak for one in memories] == pytest.approx(compiled.memory, rel=0.05)
+  weights = 2 * WIDTH * WIDTH * 4 // 2  # a block's, over two devices
+  assert [one.parameters for one in memories] == 4 * [weights]
+  assert [one.optimizer for one in memories] == pytest.approx(4 * [2 * weights], abs=8)
+  assert found[name].memory == max(memories, key=lambda one: one.peak)
+
+
+def test_the_bubble_is_that_of_the_schedule(found, monkeypatch):
+  """With costs that are known: 1 ms forward, 2 ms back, nothing outside of the loop."""
+  known = {'fwd': 1e-3, 'bwd': 2e-3}
+
+  class Known(staging._Staging):
+    def __init__(self, *arguments):
+      super().__init__(*arguments)
+      seconds = {unit: known.get(unit.name.split('_')[0], 0.0) for unit in self._costs}
+      self._costs = {unit: costs.Cost(one, 0.0, {}, one, one, '') for unit, one in seconds.items()}
+      self._sends = []
+
+  monkeypatch.setattr(staging, '_Staging', Known)
+  row = compare(step, create, BATCH, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
+
+  def cost(task):
+    return 0.0 if (task.kind, task.stage) == ('fwd', 3) else 1e3 * known[task.kind]
+
+  simulated = OneFOneB(4).simulate(MICROBATCHES, cost)
+  assert row.stages.bubble == pytest.approx((simulated.bubble, simulated.bubble))
+  assert row.cost.low == row.cost.high == pytest.approx(simulated.makespan / 1e3)
+  assert [rank.bubble for rank in row.stages.ranks] == pytest.approx(simulated.bubbles)
+
+
+def test_what_ranks_send(found):
+  """An activation of each microbatch to the next rank, its gradient back; two devices have half each."""
+  activation = ROWS // MICROBATCHES * WIDTH * 4 // 2
+  ranks = found['1F1B'].stages.ranks
+  assert [rank.sent // activation for rank in ranks] == [4, 8, 8, 4]
+  wires = found['1F1B'].counts.by_axis()
+  assert wires['stage',] in [rank.sent for rank in ranks]
+
+
+def test_split_backwards_wait_less(found):
+  assert found['ZB-H1'].stages.bubble[0] < found['1F1B'].stages.bubble[0]
+  for name in ('1F1B', 'ZB-H1', 'cut for us'):
+    stages, cost = found[name].stages, found[name].cost
+    assert stages.low.makespan / 1e3 < cost.low < cost.high
+
+
+def test_flops_are_those_of_a_stage(found):
+  whole = 3 * 2 * 2 * ROWS * WIDTH * WIDTH * 4
+  assert found['1F1B'].counts.flops == pytest.approx(whole / 8, rel=0.2)
+  assert found['one program'].counts.flops == pytest.approx(whole / 8, rel=0.1)
+  assert found['cut for us'].counts.flops == pytest.approx(whole / 8, rel=0.2)
+  assert [rank.stages for rank in found['cut for us'].stages.ranks] == [(0,), (1,)]
+  assert found['cut for us'].stages.low.title == 'GPipe(ranks=2) with 8 microbatches'
+
+
+def test_what_cannot_be_cut_is_a_row(found):
+  assert found['wrong'].error == dedent("""\
+    OneFOneB(ranks=2) runs on 2 ranks, but the mesh axis 'stage' has size 4.
+    Fix: use a schedule of 4 ranks, or a mesh whose axis has size 2.""")
+  assert not found['wrong'].fits
+
+
+def test_the_table(found):
+  lines = str(found).splitlines()
+  assert any(line.startswith('  OneFOneB(ranks=4) with 4 microbatches: bubble ') for line in lines)
+  ranks = [line for line in lines if line.startswith('  rank 0 (stage 0): ')]
+  assert len(ranks) == 3 and all('; idle ' in line and '; sends ' in line for line in ranks)
+  assert found.best.name in ('one program', '1F1B', 'ZB-H1', 'cut for us')
+
+
+def test_json_has_the_ranks(found):
+  rows = {one['name']: one for one in json.loads(found.to_json())['layouts']}
+  assert rows['one program']['stages'] is None
+  ranks = rows['ZB-H1']['stages']['ranks']
+  assert [one['memory']['peak'] for one in ranks] == [
+    one.memory.peak for one in found['ZB-H1'].stages.ranks
+  ]
+  assert rows['1F1B']['stages']['schedule'] == 'OneFOneB(ranks=4) with 4 microbatches'
+
+
+def test_the_page_shows_the_ranks(found, tmp_path):
+  found.to_html(tmp_path / 'report.html')
+  page = Texts()
+  page.feed((tmp_path / 'report.html').read_text())
+  assert {'1F1B, 0', '1F1B, 3', 'cut for us, 1'} <= set(page.texts)
+  assert any(
+    text.startswith('ZeroBubbleH1(ranks=4) with 4 microbatches: makespan') for text in page.texts
+  )
+
+
+class Texts(HTMLParser):
+  def __init__(self):
+    super().__init__()
+    self.texts = []
+
+  def handle_data(self, data):
+    self.texts.append(data)
+
+
+def test_a_stage_that_does_not_fit(found, tmp_path, monkeypatch):
+  """On a chip like the CPU (what was compiled for that one is taken for it), but with little memory."""
+  key, rank = compiling._key, hardware.share(hardware.parse(TARGET), 4)
+  monkeypatch.setattr(compiling, '_key', lambda program, target: key(program, rank))
+  limit = sorted(one.memory.peak for one in found['1F1B'].stages.ranks)[2]
+  chip = spmd.explore.chips()['cpu']._asdict() | {'memory': limit, 'source': 'mine'}
+  fields = {name: value for name, value in chip.items() if value and name not in ('name', 'flops')}
+  lines = [f'{name} = {json.dumps(value)}' for name, value in fields.items()]
+  (tmp_path / 'mine.toml').write_text('\n'.join(['[mine]', *lines, 'flops = {bf16 = 1e12}']))
+  rows = {'1F1B': Pipeline(staged(), OneFOneB(4))}
+  small = compare(step, create, BATCH, rows, 'mine:8', hardware=tmp_path / 'mine.toml')
+  largest = max(small['1F1B'].stages.ranks, key=lambda one: one.memory.peak)
+  assert not small['1F1B'].fits and largest.memory.peak > limit
+  [line] = [line for line in str(small).splitlines() if ' over; idle ' in line]
+  over = spmd.report.size_text(largest.memory.peak - limit)
+  assert line.startswith(f'  rank {largest.stages[0]} (stage {largest.stages[0]}): ') and over in line
+
+
+def test_a_program_that_is_not_compiled_says_which(monkeypatch):
+  monkeypatch.setattr(compiling, '_read', lambda key: None)
+  monkeypatch.setattr(compiling, '_run', lambda programs, *rest: [{'error': 'no'} for _ in programs])
+  row = compare(step, create, BATCH, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
+  assert row.error.splitlines()[:2] == ['start_0: no', 'start_1: no']
+
+
+def test_a_crash_takes_one_program_with_it(tmp_path, monkeypatch):
+  """The worker is a script that writes the results of the folders before the second one's, and dies."""
+  code = (
+    'import pathlib, sys\n'
+    'for folder in sys.argv[3:]:\n'
+    '  if folder.endswith("1"): raise SystemExit(3)\n'
+    '  pathlib.Path(folder, "result.json").write_text("{}")\n'
+  )
+  (tmp_path / 'worker.py').write_text(code)
+  python = tmp_path / 'python'
+  python.write_text(f'#!/bin/sh\nexec {compiling.sys.executable} {tmp_path}/worker.py "$@"\n')
+  python.chmod(0o755)
+  monkeypatch.setattr('sys.executable', str(python))
+  program = compiling.Program(b'', '', staged(), 'f32', [], 0, [])
+  folders = [tmp_path / str(number) for number in range(3)]
+  results = compiling._run([program] * 3, hardware.parse(TARGET), None, folders)
+  assert results[0] == results[2] == {'warnings': []}
+  assert results[1]['error'].startswith('the compiler ended with code 3')
+
+
+def test_warnings_are_those_of_a_program(tmp_path):
+  one, two = tmp_path / '1', tmp_path / '10'
+  said = f'{compiling.BEGIN}{one}\nW0 a:1] SPMD one\n{compiling.BEGIN}{two}\nW0 a:1] SPMD two\n'
+  assert compiling._warnings(said, one) == ['SPMD one']
+  assert compiling._warnings(said, two) == ['SPMD two']
+
+
+# -- what cannot be compared
+
+
+def test_a_step_without_a_loop():
+  def forward(state, x):
+    return Model().apply({'params': state['params']}, x)
+
+  with pytest.raises(PipelineError) as caught:
+    compare(forward, create, BATCH, [Pipeline(staged(), OneFOneB(4))], TARGET)
+  assert str(caught.value) == dedent("""\
+    The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.
+    Fix: let it take its gradients in flax_spmd.pipeline.accumulate.""")
+
+
+def test_a_mesh_of_another_size():
+  with pytest.raises(TargetDeviceError) as caught:
+    compare(step, create, BATCH, [Pipeline(staged(), OneFOneB(4))], 'h100:64')
+  assert str(caught.value) == dedent("""\
+    The mesh {'stage': 4, 'data': 2} has 8 devices, the target h100:64 64.
+    Fix: give the layout a mesh of 64 devices.""")
+
+
+# -- what a rank's devices are
+
+
+@pytest.mark.parametrize(
+  ('whole', 'parts', 'share'),
+  [
+    ('h100:64', 16, 'h100:1x4'),
+    ('h100:24', 2, 'h100:3x4'),
+    ('v5e:4x4', 16, 'v5e:1x1'),
+    ('v5p:4x4x8', 4, 'v5p:2x4x4'),
+    ('v5p:2x2x4', 8, 'v5p:1x1x2'),
+  ],
+)
+def test_a_share_of_a_target(whole, parts, share):
+  found = hardware.share(hardware.parse(whole), parts)
+  assert found == hardware.parse(share)
+
+
+def test_links_between_ranks():
+  h100 = hardware.parse('h100:64')
+  chip = h100.chip
+  outer, inner = {'stage': 8, 'data': 8}, {'data': 8, 'stage': 8}
+  assert costs.between(h100, outer, 'stage', 0, 1) == chip.network
+  assert costs.between(h100, inner, 'stage', 6, 7) == chip.link
+  v5e = hardware.parse('v5e:4x4')
+  assert costs.between(v5e, {'stage': 4, 'data': 4}, 'stage', 0, 1) == v5e.chip.link
