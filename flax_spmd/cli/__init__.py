@@ -1,4 +1,4 @@
-"""The command line: `flax-spmd demo | checkpoint | explain | compare | report | targets`."""
+"""The command line: `flax-spmd demo | checkpoint | explain | compare | report | search | targets`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from flax_spmd.cli import checkpoint, demo, explore
+from flax_spmd.cli import checkpoint, demo, explore, search
 from flax_spmd.errors import FlaxSpmdError
 
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   demo.add_to(commands)
   checkpoint.add_to(commands)
   explore.add_to(commands)
+  search.add_to(commands)
   options = parser.parse_args(arguments)
   try:
     return options.run(options)

@@ -52,7 +52,7 @@ def add_to(commands: Any) -> None:
 def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
   parser = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.')
   parser.add_argument(
-    'model', type=_reference, metavar='MODULE:FUNCTION', help='returns step, create, batch'
+    'model', type=reference, metavar='MODULE:FUNCTION', help='returns step, create, batch'
   )
   parser.set_defaults(run=run)
   return parser
@@ -72,7 +72,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def _reference(text: str) -> tuple[str, str]:
+def reference(text: str) -> tuple[str, str]:
+  """A model, given as `module:function`."""
   module, colon, function = text.partition(':')
   if not (module and colon and function):
     raise argparse.ArgumentTypeError(f'{text!r} is not of the form module:function')
@@ -92,7 +93,7 @@ def size(text: str) -> int:
   return int(float(found[1]) * _UNITS[found[2] or ''])
 
 
-def _model(reference: tuple[str, str]) -> dict[str, Any]:
+def model_of(reference: tuple[str, str]) -> dict[str, Any]:
   """The arguments of `compare` that a user's function gives."""
   emulate(8)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -128,7 +129,7 @@ def _layout(file: str) -> Layout:
 def _explain(options: argparse.Namespace) -> int:
   from flax_spmd.explain import explain
 
-  given, layout = _model(options.model), _layout(options.layout)
+  given, layout = model_of(options.model), _layout(options.layout)
   state = layout.abstract(given['create'], *given.get('args', ()))
   found = explain(layout, state)
   print(found.to_json() if options.json else found)
@@ -154,7 +155,7 @@ def _compared(options: argparse.Namespace) -> Any:
   from flax_spmd.explore import compare
 
   layouts = {Path(file).stem: _layout(file) for file in options.layouts}
-  given = _model(options.model)
+  given = model_of(options.model)
   return compare(
     **given, layouts=layouts, target=options.target, hardware=options.hardware, show=sys.stderr.isatty()
   )

@@ -214,8 +214,15 @@ def canonical(
   if not merged.fill and not merged.state:
     merged = merged._replace(least=MIN_SIZE)
   orders = _orders(merged.axes, per_node) if exchange else [tuple(range(len(merged.axes)))]
-  spelled = (_sorted(_reordered(merged, order), together) for order in orders)
-  return min(spelled, key=lambda one: (one.over('batch') or (len(one.axes),), repr(one)))
+  spelled = [_sorted(_merged(_reordered(merged, order)), together) for order in orders]
+  best = min(spelled, key=_rank)
+  if len(best.axes) < len(merged.axes):  # in another order, two axes are one
+    return canonical(best, together, per_node, exchange)
+  return best
+
+
+def _rank(candidate: Candidate) -> Any:
+  return len(candidate.axes), candidate.over('batch') or (len(candidate.axes),), repr(candidate)
 
 
 def _reordered(candidate: Candidate, order: Sequence[int]) -> Candidate:

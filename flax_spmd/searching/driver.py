@@ -39,10 +39,10 @@ from flax_spmd.searching.trials import (
 )
 from flax_spmd.searching.wishes import wishes_of
 
+_SEEDS = 0.4  # of the candidates, those that it begins with at most
 _FEW = 24  # candidates, where each has to be compiled
 _SLACK = 0.1  # of the budget: what an estimate says of memory may be so far off
 _PREFERRED = 0.9  # how much faster a doubtful candidate counts when it is decided what to compile
-_ROUNDS = 3  # of compiling, as long as nothing fits
 _ESTIMATING = 0.6  # of the time
 
 
@@ -197,15 +197,12 @@ class _Search:
   # -- estimating
 
   def _estimate(self) -> None:
-    begun = seeds(self.space)
+    begun = seeds(self.space, max(1, int(_SEEDS * self.limits.candidates)))
     self.presets = {one.candidate: one.preset for one in begun if one.preset}
-    if not begun:
-      begun_with = [self.space.legal(Candidate(axes)) for axes in self.space.meshes()]
-    else:
-      begun_with = [one.candidate for one in begun]
+    starts = [one.candidate for one in begun] or self._bare()
     with _progress(self.show, self.limits.candidates) as say:
       descend(
-        [one for one in begun_with if one is not None],
+        starts,
         lambda candidate: self._worth(candidate, say),
         self.space.coordinates,
         self.limits.seed,
@@ -215,6 +212,11 @@ class _Search:
         f'There is no layout that is as wished on {self.space.target.text}.\n'
         'Fix: take back a pin, a forbidden name, or a fixed mesh.'
       )
+
+  def _bare(self) -> list[Candidate]:
+    """Meshes with nothing but the pinned names on them."""
+    bare = (self.space.legal(Candidate(axes)) for axes in self.space.meshes())
+    return [one for one in bare if one is not None]
 
   def _worth(self, candidate: Candidate, say: Callable[[int, str], None]) -> float:
     tried = self.trials.estimated
@@ -243,14 +245,15 @@ class _Search:
     if self.trials.reason:
       self.compiled = dict(self.trials.estimated)
       return
-    ranked = self._ranked()
-    top = self.limits.top
-    wanted = [*ranked[:top], *(self._best_presets() if top else ())]
-    for turn in range(1, _ROUNDS + 1):
+    if not self.limits.top:
+      return
+    wanted = [*self._ranked(_SLACK), *self._ranked(0.0)[:1], *self._best_presets()]
+    for slack in (0.0, -_SLACK, None):
       self._compile_all([one for one in dict.fromkeys(wanted) if one not in self.compiled])
-      wanted = ranked[turn * top : (turn + 1) * top]
-      if any(self._fits(one) for one in self.compiled.values()) or not wanted:
+      if any(self._fits(one) for one in self.compiled.values()):
         return
+      wanted = self._smallest() if slack is None else self._ranked(slack)
+    self._compile_all([one for one in wanted if one not in self.compiled])
 
   def _compile_all(self, wanted: Sequence[Candidate]) -> None:
     """Some at a time, so that what is there is kept when it is interrupted, or late."""
@@ -263,13 +266,18 @@ class _Search:
         self.compiled |= dict(zip(group, self.trials.compiled(group), strict=True))
         say(min(len(wanted), (number + 1) * at_once), '')
 
-  def _ranked(self) -> list[Candidate]:
-    """What may fit, the best first; of candidates that come out alike, one."""
+  def _ranked(self, slack: float) -> list[Candidate]:
+    """The best of what may fit, the very best first; of candidates that come out alike, one."""
     alike: dict[Any, Candidate] = {}
     for candidate, one in self.trials.estimated.items():
-      if one.counts and one.cost and fits(one, self.trials.memory, _SLACK):
+      if one.counts and one.cost and fits(one, self.trials.memory, slack):
         alike.setdefault((one.memory, one.cost.low, one.cost.high), candidate)
-    return sorted(alike.values(), key=self._priority)
+    return sorted(alike.values(), key=self._priority)[: self.limits.top]
+
+  def _smallest(self) -> list[Candidate]:
+    """The one that needs the least memory."""
+    needs = {key: one.memory.peak for key, one in self.trials.estimated.items() if one.memory}
+    return [min(needs, key=lambda key: needs[key])] if needs else []
 
   def _priority(self, candidate: Candidate) -> float:
     one = self.trials.estimated[candidate]
@@ -316,19 +324,19 @@ class _Search:
     return sorted(outcomes.items(), key=rank)
 
   def _nearest(self) -> str:
-    known = {**self.trials.estimated, **self.compiled}
+    known = self.compiled if any(one.memory for one in self.compiled.values()) else self.trials.estimated
     needing = [one for one in known.values() if one.memory is not None]
     if not needing:
       error = next((one.error for one in known.values() if one.error), 'nothing was tried')
       return (
-        f'Of {len(known)} layouts, none can be used.\n{error.splitlines()[0]}\n'
+        f'Of {len(self.trials.estimated)} layouts, none can be used.\n{error.splitlines()[0]}\n'
         'Fix: see the error of the first one.'
       )
     nearest = min(needing, key=lambda one: one.memory.peak if one.memory else 0)
     peak = nearest.memory.peak if nearest.memory else 0
     over = peak - self.trials.memory
     return (
-      f'Of {len(known)} layouts, none fits into {size_text(self.trials.memory)} on {self.space.target.text}.\n'
+      f'Of {len(self.trials.estimated)} layouts, none fits into {size_text(self.trials.memory)} on {self.space.target.text}.\n'
       f'The nearest needs {size_text(peak)}, {size_text(over)} ({over} bytes) too much ({nearest.source}): '
       f'{nearest.name}.\n'
       'Fix: use more devices, a smaller batch, or remat (let the step take it as an argument, and pass choices).'

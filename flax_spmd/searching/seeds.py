@@ -48,16 +48,24 @@ class Seed(NamedTuple):
   preset: str = ''
 
 
-def seeds(space: Space) -> list[Seed]:
-  """What a search begins with: legal, each once; presets first."""
+def seeds(space: Space, most: int) -> list[Seed]:
+  """What a search begins with: legal, each once, presets first; at most so many.
+
+  Where nothing is legal (more devices than sequences, say), the same without what does not divide.
+  """
+  found = _all(space, space.legal) or _all(space, lambda one: space.legal(space.mended(one)))
+  return [Seed(candidate, name) for candidate, name in found.items()][:most]
+
+
+def _all(space: Space, legal: Callable[[Candidate], Candidate | None]) -> dict[Candidate, str]:
   found: dict[Candidate, str] = {}
   for table in (_usual, _by_names):
     for axes in space.meshes():
       for name, candidate in table(space, axes):
-        legal = space.legal(candidate)
-        if legal is not None:
-          found.setdefault(legal, name)
-  return [Seed(candidate, name) for candidate, name in found.items()]
+        one = legal(candidate)
+        if one is not None:
+          found.setdefault(one, name)
+  return found
 
 
 def _usual(space: Space, axes: Sequence[Axis]) -> Iterator[tuple[str, Candidate]]:
@@ -139,6 +147,6 @@ def _families(facts: Facts) -> Iterator[tuple[str, ...]]:
     same = [
       other
       for other, sizes in sorted(facts.names.items())
-      if sizes == facts.names[name] and other not in facts.parameters
+      if {*sizes} - {1} == {*facts.names[name]} and other not in facts.parameters
     ]
     yield (name, *same)

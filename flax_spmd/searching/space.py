@@ -65,6 +65,14 @@ class Space(NamedTuple):
     # in a fixed mesh the axes are who they are
     return spelled if not self.wishes.pin else self.wishes.pinned(spelled)
 
+  def mended(self, candidate: Candidate) -> Candidate:
+    """A candidate without the axes that do not divide what lies over them."""
+    for name, over in candidate.placed:
+      while over and not self.facts.divides(name, candidate.size(over)):
+        over = over[:-1]
+      candidate = candidate.place(name, over)
+    return candidate
+
   def meshes(self) -> list[tuple[Axis, ...]]:
     """The grids of the devices, those of few axes first."""
     if self.wishes.mesh is not None:

@@ -1,0 +1,62 @@
+"""`flax-spmd search`."""
+
+import json
+
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd import cli
+from flax_spmd.searching import trials
+from tests import search_test
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+  """A folder with a module that has the model."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path / 'cache'))
+  monkeypatch.setattr(trials, 'Estimator', search_test.Formula)
+  monkeypatch.setattr(trials, 'compare', search_test.compiling)
+  (tmp_path / 'a_model.py').write_text(
+    'from tests.search_test import step, create, data\ndef setup():\n  return step, create, data()\n'
+  )
+  return tmp_path
+
+
+def run(capsys, *arguments):
+  code = cli.main(['search', 'a_model:setup', '--target', 'cpu:8', '--candidates', '60', *arguments])
+  captured = capsys.readouterr()
+  return code, captured.out, captured.err
+
+
+def test_search_from_the_command_line(project, capsys):
+  code, out, err = run(capsys, '--out', 'layout.toml', '--html', 'page.html', '--memory', '1GiB')
+  assert (code, err) == (0, '') and out.endswith('written: layout.toml, page.html\n')
+  mesh = spmd.abstract_mesh(spmd.toml.read((project / 'layout.toml').read_text()).axes)
+  assert spmd.Layout.from_toml((project / 'layout.toml').read_text(), mesh=mesh).mesh.size == 8
+  assert 'Search for cpu:8' in (project / 'page.html').read_text()
+
+
+def test_wishes(capsys):
+  wishes = '--mesh', 'rows=2,model=-1', '--pin', 'mlp=model', '--pin', 'embed=', '--batch-only', 'rows'
+  code, out, _ = run(
+    capsys, *wishes, '--choice', 'remat=none,full', '--tensor', '4', '--top', '1', '--json'
+  )
+  found = json.loads(out)
+  assert code == 0 and found['choices'] == {'remat': 'none'}
+  layout = spmd.toml.read(found['layout'])
+  assert layout.axes == {'rows': 2, 'model': 4} and dict(layout.rules.pairs)['mlp'] == 'model'
+  code, out, _ = run(capsys, '--forbid', 'mlp', '--forbid', 'embed=model', '--json')
+  assert code == 0 and 'mlp' not in json.loads(out)['layout']
+
+
+def test_exit_codes(capsys):
+  code, out, err = run(capsys, '--memory', '1MiB')
+  assert (code, out) == (1, '') and err.startswith(
+    'FAILED Of 60 layouts, none fits into 1 MiB on cpu:8.'
+  )
+  code, _, err = run(capsys, '--memory', '100GiB')
+  assert code == 2 and err.startswith('The budget of 100 GiB is larger than the memory of a cpu')
+  with pytest.raises(SystemExit):
+    run(capsys, '--mesh', 'data=many')
