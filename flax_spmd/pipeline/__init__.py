@@ -22,6 +22,7 @@ from flax_spmd.pipeline.marks import stage_end as stage_end
 from flax_spmd.pipeline.schedules import Schedule as Schedule
 from flax_spmd.pipeline.simulation import Run as Run
 from flax_spmd.pipeline.simulation import Simulation as Simulation
+from flax_spmd.pipeline.stacked import stacked as stacked
 from flax_spmd.pipeline.tasks import FusedTask as FusedTask
 from flax_spmd.pipeline.tasks import Task as Task
 from flax_spmd.pipeline.timeline import Timeline as Timeline

@@ -129,11 +129,11 @@ def _split(batch: Any, microbatches: int | None, schedule: Schedule | None) -> t
   if size % at_least_one(microbatches, 'accumulate: microbatches'):
     raise PipelineError(
       f'accumulate: a batch of {size} cannot be split into {microbatches} equal microbatches.\n'
-      f'Fix: {_way_out(size, microbatches, schedule)}'
+      f'Fix: {way_out(size, microbatches, schedule)}'
     )
   if schedule is not None and not schedule.takes(microbatches):
     raise PipelineError(
-      f'{schedule.objection(microbatches)}\nFix: {_way_out(size, microbatches, schedule)}'
+      f'{schedule.objection(microbatches)}\nFix: {way_out(size, microbatches, schedule)}'
     )
   return microbatches, jax.tree.map(
     lambda leaf: jnp.swapaxes(jnp.reshape(leaf, (-1, microbatches, *leaf.shape[1:])), 0, 1), batch
@@ -174,7 +174,7 @@ def _size(batch: Any) -> int:
   return sizes.pop()
 
 
-def _way_out(size: int, microbatches: int, schedule: Schedule | None) -> str:
+def way_out(size: int, microbatches: int, schedule: Schedule | None) -> str:
   """The numbers on either side that divide a batch, and that the schedule is made for."""
   legal = [n for n in range(1, size + 1) if size % n == 0 and (schedule is None or schedule.takes(n))]
   if schedule is not None and not legal:

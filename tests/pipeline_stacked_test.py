@@ -1,0 +1,179 @@
+"""Stages that are alike as one program: the same numbers as one after another, each stage on its devices."""
+
+from textwrap import dedent
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd.errors import PipelineError
+from flax_spmd.pipeline import stacked
+
+WIDTH, ROWS = 16, 16
+X = np.asarray(jax.random.normal(jax.random.key(1), (ROWS, WIDTH)))
+OPTIMIZER = optax.adam(1e-2)
+
+
+class Block(nn.Module):
+  """A block whose gradient would be NaN where its input is zero."""
+
+  @nn.compact
+  def __call__(self, x):
+    def param(name, *names):
+      init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+      return spmd.unbox(self.param(name, init, (WIDTH, WIDTH)))
+
+    x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    h = spmd.with_logical_constraint(jnp.tanh(x @ param('up', 'embed', 'mlp')), ('batch', 'mlp'))
+    return x + h @ param('down', 'mlp', 'embed')
+
+
+class Model(nn.Module):
+  """Stages between an embedding and a head; without microbatches, one after another."""
+
+  stages: int
+  microbatches: int | None = None
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(WIDTH, name='embedding')(x)
+    if self.microbatches:
+      x = stacked(nn.remat(Block), self.stages, self.microbatches)(name='blocks')(x)
+    else:
+      x = _Sequence(self.stages, name='blocks')(x)
+    return nn.Dense(1, name='head')(x)
+
+
+class _Sequence(nn.Module):
+  """The same parameters, used in a loop of Python's."""
+
+  stages: int
+
+  @nn.compact
+  def __call__(self, x):
+    for stage in range(self.stages):
+      x = Block().apply({'params': jax.tree.map(lambda w: w[stage], self.variables['params'])}, x)  # noqa: B023
+    return x
+
+
+def step_of(model):
+  def step(state, x):
+    params, moments = state
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((model.apply({'params': p}, x) - 1) ** 2))(
+      params
+    )
+    updates, moments = OPTIMIZER.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), loss, grads
+
+  return step
+
+
+def create(model):
+  params = model.init(jax.random.key(0), X[:1])['params']
+  return params, OPTIMIZER.init(params)
+
+
+def layout(stages):
+  rules = (('stage', 'stage'), ('batch', 'data'), ('mlp', 'model'))
+  return spmd.Layout({'stage': stages, 'data': 2, 'model': 4 // stages}, rules)
+
+
+@pytest.mark.parametrize(('stages', 'microbatches'), [(2, 8), (4, 4)])
+def test_the_same_as_one_after_another(stages, microbatches):
+  """Losses, gradients and parameters of two steps; and every device has the parameters of its stage."""
+  on = layout(stages)
+  state = on.init(create, Model(stages, microbatches))
+  plain = jax.device_get(spmd.unbox(state))
+  batch = on.shard(X, ('batch', None))
+  step = on.jit(step_of(Model(stages, microbatches))).lower(state, batch).compile()
+  plain_step = jax.jit(step_of(Model(stages)))
+  for _ in range(2):
+    state, loss, grads = step(state, batch)
+    plain, plain_loss, plain_grads = plain_step(plain, X)
+    np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+    jax.tree.map(
+      lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6),
+      spmd.unbox((state, grads)),
+      (plain, plain_grads),
+    )
+  up = state[0]['blocks']['up']
+  assert up.names == ('stage', 'embed', 'mlp')
+  piece = (1, WIDTH, WIDTH * stages // 4)
+  assert up.value.addressable_shards[0].data.shape == piece
+  check_traffic(step.as_text(), (1, ROWS // microbatches // 2, WIDTH), (stages, *piece[1:]))
+
+
+def check_traffic(text, moved, gathered):
+  """Neighbours get microbatches, on the way there and back; nobody gets the parameters of other stages."""
+  permutes = [line for line in text.splitlines() if ' collective-permute(' in line]
+  assert len(permutes) >= 2
+  assert all(str(list(moved)).replace(' ', '') in line for line in permutes)
+  assert str(list(gathered)).replace(' ', '') not in text
+
+
+class Masked(nn.Module):
+  """Takes a tree, of which a part only goes along; its key is its own in every stage and microbatch."""
+
+  @nn.compact
+  def __call__(self, inputs):
+    x = nn.Dropout(0.5, deterministic=False)(inputs['x'])
+    return inputs | {'x': nn.Dense(WIDTH, use_bias=False)(x) * inputs['mask'][:, None]}
+
+
+def test_a_tree_goes_through_and_keys_are_split():
+  mask = np.arange(ROWS) % 3 > 0
+  module = stacked(Masked, 2, 4, names={'x': ('batch', None), 'mask': ('batch',)})()
+  keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
+  variables = jax.jit(module.init)(keys, {'x': X, 'mask': mask})
+  inputs = {'x': np.ones((ROWS, WIDTH), np.float32), 'mask': mask}
+  found = jax.jit(module.apply)(variables, inputs, rngs={'dropout': jax.random.key(2)})
+  np.testing.assert_array_equal(found['mask'], mask)
+  assert not np.asarray(found['x'])[~mask].any()
+  rows = np.asarray(found['x'])[mask]
+  assert len(np.unique(rows.round(6), axis=0)) == len(rows)
+
+
+# -- bad input
+
+
+def text_of(call):
+  with pytest.raises(PipelineError) as error:
+    call()
+  return str(error.value)
+
+
+def test_a_batch_that_does_not_divide():
+  variables = {'params': jax.eval_shape(lambda: create(Model(2, 8)))[0]}
+  assert text_of(lambda: jax.eval_shape(Model(2, 8).apply, variables, X[:12])) == dedent("""\
+    stacked: a batch of 12 cannot be split into 8 equal microbatches.
+    Fix: use 6 or 12 microbatches, or a batch of another size.""")
+
+
+def test_arrays_without_examples():
+  module = stacked(Masked, 2, 4)()
+  inputs = {'x': X, 'mask': np.float32(1)}
+  assert text_of(lambda: module.init(jax.random.key(0), inputs)) == dedent("""\
+    stacked: arrays that go through stages have examples in their first dimension, all as many:
+      mask: float32[]
+      x: float32[16, 16]
+    Fix: give each array a first dimension of examples; what has none, the stages close over.""")
+
+
+def test_a_stage_that_returns_something_else():
+  module = stacked(nn.Dense, 2, 4)(8)
+  assert (
+    text_of(lambda: module.init(jax.random.key(0), X))
+    == dedent("""\
+    stacked: a stage returns something else than it takes, which the next one takes too:
+      (root): float32[4, 8] in place of float32[4, 16]
+    Fix: let it return arrays like those it gets; what changes shape comes before or after the stages.""")
+  )
+
+
+def test_numbers_below_one():
+  assert text_of(lambda: stacked(Block, 0, 4)).startswith('stacked: stages')
+  assert text_of(lambda: stacked(Block, 2, 0)).startswith('stacked: microbatches')
