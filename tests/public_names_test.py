@@ -61,8 +61,10 @@ MODULES = {
   'explore',
   'pipeline',
   'presets',
+  'search',
+  'searching',
   'testing',
-}  # compare, as the first of explore
+}  # compare and search, as the first of explore and searching
 
 
 def test_the_public_names():

@@ -2,7 +2,7 @@
 
 Of each thing that can change (a name's place, the mesh, the fill, ...) all alternatives are tried, and the
 best is kept, until no single change helps. Then it begins again, from the next of the best seeds, and
-later from a good candidate with a few random changes. The order is random, by a seed; what is random
+later from a good candidate with a few random changes. What is good is made simpler in the end. The order is random, by a seed; what is random
 does not depend on time, so that the same question has the same answer.
 """
 
@@ -18,6 +18,7 @@ Worth = Callable[[Candidate], float]
 
 _STARTS = 8  # of the best seeds, how many are gone down from
 _KICKS = 3  # random changes before a new beginning
+_ALIKE = 5e-4  # by how much a simpler candidate may be worse
 _IDLE = 25  # beginnings in a row that find nothing new
 
 
@@ -87,6 +88,22 @@ def _down(
         here, improved, changes = best, True, coordinates(best)  # there may be fewer of them now
     start = here
   return here
+
+
+def simplified(
+  candidate: Candidate, worth: Worth, simpler: Callable[[Candidate], list[Candidate]]
+) -> Candidate:
+  """Without what buys nothing: the simpler one is taken as long as it is as good.
+
+  Example:
+    >>> simpler = lambda one: [one._replace(least=one.least - 1)]
+    >>> simplified(Candidate((), least=9), lambda one: 1.0 if one.least > 6 else 2.0, simpler).least
+    7
+  """
+  for one in simpler(candidate):
+    if worth(one) <= worth(candidate) * (1 + _ALIKE):
+      return simplified(one, worth, simpler)
+  return candidate
 
 
 def _kicked(

@@ -10,10 +10,9 @@ each preset are then compiled by the target's own compiler, and what that says d
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_spmd.errors import InfeasibleError, SearchError
@@ -23,8 +22,9 @@ from flax_spmd.explore.outcome import Outcome, time_text
 from flax_spmd.report import size_text
 from flax_spmd.searching.buys import buys_of
 from flax_spmd.searching.candidate import Candidate
-from flax_spmd.searching.descent import Enough, descend
+from flax_spmd.searching.descent import Enough, descend, simplified
 from flax_spmd.searching.found import Found
+from flax_spmd.searching.progress import progress
 from flax_spmd.searching.seeds import seeds
 from flax_spmd.searching.space import Space
 from flax_spmd.searching.trials import (
@@ -94,7 +94,7 @@ def search(
     forbid: names that are never split; or, per name, the axes that it must not lie over.
     batch_only: mesh axes that nothing but the batch lies over.
     tensor: over how many devices products of matrices may be cut; default: those of a node.
-    candidates: how many are estimated.
+    candidates: how many are estimated; a few more come from making the best ones simpler.
     time_limit: seconds, for all of it; then the answer depends on how fast this machine is.
     top: how many of the best are compiled, the best of each preset aside; 0 is nothing.
     seed: of what is random.
@@ -200,7 +200,7 @@ class _Search:
     begun = seeds(self.space, max(1, int(_SEEDS * self.limits.candidates)))
     self.presets = {one.candidate: one.preset for one in begun if one.preset}
     starts = [one.candidate for one in begun] or self._bare()
-    with _progress(self.show, self.limits.candidates) as say:
+    with progress(self.show, self.limits.candidates) as say:
       descend(
         starts,
         lambda candidate: self._worth(candidate, say),
@@ -258,7 +258,7 @@ class _Search:
   def _compile_all(self, wanted: Sequence[Candidate]) -> None:
     """Some at a time, so that what is there is kept when it is interrupted, or late."""
     at_once = self.trials.task.jobs or max(1, (os.cpu_count() or 2) // 2)
-    with _progress(self.show, len(wanted), 'compiling') as say:
+    with progress(self.show, len(wanted), 'compiling') as say:
       for number, group in enumerate(chunks(wanted, at_once)):
         if number and self.limits.time is not None and self._spent() > self.limits.time:
           self.notes.append('The time was up before everything was compiled that should have been.')
@@ -272,7 +272,9 @@ class _Search:
     for candidate, one in self.trials.estimated.items():
       if one.counts and one.cost and fits(one, self.trials.memory, slack):
         alike.setdefault((one.memory, one.cost.low, one.cost.high), candidate)
-    return sorted(alike.values(), key=self._priority)[: self.limits.top]
+    best = sorted(alike.values(), key=self._priority)[: self.limits.top]
+    plain = (simplified(one, self.trials.worth, self.space.simpler) for one in best)
+    return list(dict.fromkeys(plain))
 
   def _smallest(self) -> list[Candidate]:
     """The one that needs the least memory."""
@@ -341,23 +343,3 @@ class _Search:
       f'{nearest.name}.\n'
       'Fix: use more devices, a smaller batch, or remat (let the step take it as an argument, and pass choices).'
     )
-
-
-@contextlib.contextmanager
-def _progress(show: bool, total: int, title: str = 'estimating') -> Iterator[Callable[[int, str], None]]:
-  """A bar with the best so far."""
-  if not show or not total:
-    yield lambda done, text: None
-    return
-  from rich.markup import escape
-  from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-  columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn('{task.description}')
-  with Progress(*columns) as bars:
-    task = bars.add_task(title, total=total)
-
-    def say(done: int, text: str) -> None:
-      description = f'{title}: {escape(text)}' if text else None
-      bars.update(task, completed=done, **({'description': description} if description else {}))
-
-    yield say

@@ -102,6 +102,21 @@ class Space(NamedTuple):
     found = ([*dict.fromkeys(filter(None, map(self.legal, change)))] for change in changes)
     return [[one for one in many if one != candidate] for many in found if many]
 
+  def simpler(self, candidate: Candidate) -> list[Candidate]:
+    """The legal candidates that lack one of its rules, or have a usual one."""
+    less = [
+      *(candidate.place(name, ()) for name, _ in candidate.placed),
+      *(
+        candidate._replace(paths=candidate.paths[:n] + candidate.paths[n + 1 :])
+        for n in range(len(candidate.paths))
+      ),
+      candidate._replace(state=()),
+      candidate._replace(fill=()),
+      candidate._replace(least=self.facts.leasts[0]),
+    ]
+    found = dict.fromkeys(one for one in map(self.legal, less) if one is not None)
+    return [one for one in found if one != candidate]
+
   @property
   def _free(self) -> list[str]:
     """The names that may move, in alphabetical order."""

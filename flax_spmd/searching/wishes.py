@@ -172,11 +172,12 @@ def _strange(wishes: Wishes, facts: Facts) -> Iterator[Problem]:
           f'its names are {", ".join(sorted(facts.names)) or "none"}.',
           SearchError,
         )
-  for label in wishes.labels if wishes.mesh is not None else ():
-    if label not in wishes.mesh:
+  mesh = dict(wishes.mesh or {})
+  for label in wishes.labels if mesh else ():
+    if label not in mesh:
       yield Problem(
-        f'There is no axis {label!r} in the mesh {dict(wishes.mesh)}.{did_you_mean(label, wishes.mesh)}',
-        f'its axes are {", ".join(wishes.mesh)}.',
+        f'There is no axis {label!r} in the mesh {mesh}.{did_you_mean(label, mesh)}',
+        f'its axes are {", ".join(mesh)}.',
         SearchError,
       )
 
