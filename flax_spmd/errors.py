@@ -8,6 +8,8 @@
     ├── LayoutError (ValueError)           a leaf does not fit its names, or the mesh
     ├── MeshError (ValueError)             a mesh that cannot be made, or is needed and absent
     ├── TargetDeviceError (ValueError)     hardware that nobody has described, or cannot be compiled for
+    ├── SearchError (ValueError)           a search for something that cannot be
+    │   └── InfeasibleError                no layout that was tried fits into the memory
     ├── ContextError (RuntimeError)        a layout in force here is not the one JAX's caches see
     ├── PipelineError (ValueError)         a pipeline schedule that cannot be run, or not as asked
     └── CheckpointError (ValueError)       a checkpoint that cannot be written or read as asked
@@ -61,6 +63,18 @@ class MeshError(FlaxSpmdError, ValueError):
 
 class TargetDeviceError(FlaxSpmdError, ValueError):
   """Hardware to explore layouts for is unknown, or there is no compiler for it here."""
+
+
+class EstimatorError(FlaxSpmdError, NotImplementedError):
+  """A step cannot be estimated here, and has to be compiled: of an unknown jaxlib, or with `shard_map` in it."""
+
+
+class SearchError(FlaxSpmdError, ValueError):
+  """A search whose wishes cannot be met, or not together."""
+
+
+class InfeasibleError(SearchError):
+  """No layout that a search tried fits into the memory that there is."""
 
 
 class ContextError(FlaxSpmdError, RuntimeError):
