@@ -1,0 +1,284 @@
+"""Walking: what a step does on each device, from how each of its values lies.
+
+One pass over the program, in the order in which it is written. Wherever an operand does not lie as an
+operation needs it there are collectives, in loops as often as the loop runs; what is moved to the same place
+twice is moved once. Of sums that devices have parts of, several that are added are added first, and reduced
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from flax_spmd.estimate.bundling import Bundles
+from flax_spmd.estimate.graph import Block, Dims, Graph, Op, Value, pieces, tile
+from flax_spmd.estimate.moving import Move, moves, summing, tangled
+from flax_spmd.estimate.operations import Need, Seen, need
+from flax_spmd.estimate.storing import Stored, free_values, stored
+from flax_spmd.explore.counting import Counts
+
+_GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
+_CONSTRAINTS = ('sharding_constraint', 'reshard')
+_TINY = 2**16  # bytes on the wire in a step; what is tangled and smaller is not worth a doubt
+
+
+class Walked(NamedTuple):
+  """What a step does on each device.
+
+  Attributes:
+    counts: as of a compiled program.
+    temporaries: bytes of memory at the peak, besides arguments and results.
+    doubts: where XLA may do otherwise, as lines.
+  """
+
+  counts: Counts
+  temporaries: float
+  doubts: tuple[str, ...]
+
+
+class Program:
+  """A graph, with what is known of it whatever its layout."""
+
+  def __init__(self, graph: Graph):
+    self.graph = graph
+    self.free = free_values(graph)
+    self.stored = stored(graph.main, self.free)
+    self.constants: dict[int, int] = {}
+    self.narrow: dict[int, Value] = {}
+    self.uses: dict[int, int] = {}
+    products: dict[str, int] = {}
+    self._learn(graph.main, products)
+    self.dtype = _name(max(products, key=lambda dtype: products[dtype], default='f32'))
+
+  def _learn(self, block: Block, products: dict[str, int]) -> None:
+    for op in block.ops:
+      for value in op.operands:
+        self.uses[value] = self.uses.get(value, 0) + 1
+      if op.details.get('value') is not None:
+        self.constants[op.results[0]] = op.details['value']
+      if op.kind == 'convert':
+        before, after = self.graph.values[op.operands[0]], self.graph.values[op.results[0]]
+        self.narrow[op.results[0]] = min(before, after, key=lambda value: value.item)
+      if op.kind in ('dot_general', 'convolution'):
+        dtype = self.graph.values[op.operands[0]].dtype
+        products[dtype] = products.get(dtype, 0) + math.prod(self.graph.values[op.results[0]].shape)
+      for inner in op.blocks:
+        self._learn(inner, products)
+    for value in block.returned:
+      self.uses[value] = self.uses.get(value, 0) + 1
+
+  def trips(self, loop: Op) -> int:
+    """How often a loop runs: up to the constant that its condition compares with."""
+    condition = loop.blocks[0]
+    outer = dict(zip(condition.arguments, loop.operands))
+    for op in condition.ops:
+      if op.kind == 'compare':
+        start, end = (self.constants.get(outer.get(value, value)) for value in op.operands)
+        if end is not None:
+          return max(0, end - (start or 0))
+    return 1
+
+  def walk(
+    self, dims: Sequence[Dims], results: Sequence[Dims | None], sizes: Mapping[str, int]
+  ) -> Walked:
+    """What the program does if its values lie as `dims` says, and its results as `results`."""
+    walk = _Walk(self, list(dims), sizes)
+    peak = walk.block(self.graph.main, self.stored, 1, results)
+    collectives = sorted(walk.bundles.collectives(), key=lambda one: -one.wire)
+    counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
+    return Walked(counts, peak, tuple(dict.fromkeys(walk.doubts)))
+
+
+def _name(dtype: str) -> str:
+  """A dtype as the table of chips has it."""
+  return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
+
+
+class _Sum(NamedTuple):
+  """A value of which devices have parts of a sum."""
+
+  natural: Dims
+  parts: tuple[str, ...]
+  times: int
+  source: str
+
+
+class _Walk:
+  """One pass, with what it has found so far."""
+
+  def __init__(self, program: Program, dims: list[Dims], sizes: Mapping[str, int]):
+    self.program, self.dims, self.sizes = program, dims, sizes
+    self.values = program.graph.values
+    self.bundles = Bundles(sizes)
+    self.inside = 0  # the block, as the number of its loop's first result
+    self.flops = self.hbm = 0.0
+    self.opaque: dict[str, int] = {}
+    self.doubts: list[str] = []
+    self.moved: set[tuple[int, Dims]] = set()
+    self.sums: dict[int, _Sum] = {}
+    self.copies = 0.0  # bytes of what the current operation has gathered
+
+  def block(self, block: Block, stored: Stored, times: int, results: Sequence[Dims | None]) -> float:
+    """Walks a block; returns the peak of what it needs besides what it is given."""
+    alive: dict[int, float] = {}
+    now = peak = 0.0
+    for index, op in enumerate(block.ops):
+      self.copies = 0.0
+      inner = self._op(op, stored.inner[index], times)
+      self.bundles.follow(op.results, op.operands)
+      for value in stored.written[index]:
+        alive[value] = self._bytes(value)
+        now += alive[value]
+      self.hbm += times * sum(map(self._bytes, (*stored.written[index], *self._read(op, stored, index))))
+      if op.kind == 'while':  # its buffers; those that it is given may be overwritten
+        for operand, result in zip(op.operands, op.results):
+          if operand in alive and operand in stored.ending[index]:
+            now -= alive.pop(operand)
+          alive[result] = 0.0 if self._is_argument(operand, block) else self._bytes(result)
+          now += alive[result]
+      peak = max(peak, now + inner + self.copies)
+      for value in stored.ending[index]:
+        now -= alive.pop(value, 0.0)
+    for value, wanted in zip(block.returned, results):
+      self._bring(value, wanted or self.dims[value], times, '')
+    self.hbm += times * sum(map(self._bytes, stored.returned))
+    return peak
+
+  def _read(self, op: Op, stored: Stored, index: int) -> tuple[int, ...]:
+    return () if op.blocks else stored.reads[index]
+
+  def _is_argument(self, value: int, block: Block) -> bool:
+    return value in block.arguments
+
+  def _op(self, op: Op, inner: Sequence[Stored], times: int) -> float:
+    """What an operation does; returns the memory that is needed while it runs."""
+    if self._adds_sums(op) or self._constrains_sum(op):
+      return 0.0
+    if op.kind == 'while':
+      return self._loop(op, inner, times)
+    if op.blocks:
+      return self._branch(op, inner, times)
+    if not op.results:
+      return 0.0
+    if op.kind in _CONSTRAINTS:
+      self._bring(op.operands[0], self.dims[op.results[0]], times, op.source)
+      return 0.0
+    if op.results[0] in self.program.free:
+      return 0.0
+    self._compute(op, times)
+    return 0.0
+
+  def _compute(self, op: Op, times: int) -> None:
+    seen = self._seen(op)
+    found = need(op, seen)
+    for value, wanted in zip(op.operands, found.operands):
+      self._bring(value, wanted or self.dims[value], times, op.source)
+    self.flops += times * found.flops
+    if op.kind == 'custom_call':
+      name = op.details.get('call_target_name', op.kind)
+      self.opaque[name] = self.opaque.get(name, 0) + times
+    for value in op.results:
+      self._came(value, found, times, op)
+
+  def _came(self, value: int, found: Need, times: int, op: Op) -> None:
+    """A result; it lies as it does by itself until something needs it."""
+    if found.parts:
+      self.sums[value] = _Sum(found.natural, found.parts, times, op.source)
+    elif found.natural != self.dims[value] and len(found.natural) == len(self.dims[value]):
+      self._emit(
+        moves(self.values[value], found.natural, self.dims[value], self.sizes), times, value, op.source
+      )
+
+  def _seen(self, op: Op) -> Seen:
+    return Seen(
+      [self.values[value] for value in op.operands],
+      [self.dims[value] for value in op.operands],
+      [self.program.narrow.get(value, self.values[value]) for value in op.operands],
+      [value in self.program.free or value in self.sums for value in op.operands],
+      self.values[op.results[0]],
+      self.dims[op.results[0]],
+      self.sizes,
+    )
+
+  def _adds_sums(self, op: Op) -> bool:
+    """Whether an addition adds parts of two sums alike, which nothing else needs."""
+    if op.kind != 'add' or not all(value in self.sums for value in op.operands):
+      return False
+    one, other = (self.sums[value] for value in op.operands)
+    if one[:2] != other[:2] or any(self.program.uses[value] > 1 for value in op.operands):
+      return False
+    for value in op.operands:
+      del self.sums[value]
+    self.sums[op.results[0]] = one
+    return True
+
+  def _constrains_sum(self, op: Op) -> bool:
+    """Whether a sum that nothing else needs is told where to lie: it is then summed to there."""
+    if op.kind not in _CONSTRAINTS or self.program.uses[op.operands[0]] > 1:
+      return False
+    found = self.sums.pop(op.operands[0], None)
+    if found:
+      self.sums[op.results[0]] = found
+    return found is not None
+
+  def _settle(self, value: int, wanted: Dims | None = None) -> None:
+    """Adds up a sum that is needed: to where it is, if nothing else needs it."""
+    found = self.sums.pop(value, None)
+    if found is None:
+      return
+    if wanted is not None and self.program.uses[value] == 1:
+      self.dims[value] = wanted
+    made = summing(self.values[value], found.natural, found.parts, self.dims[value], self.sizes)
+    self._emit(made, found.times, value, found.source)
+
+  def _loop(self, op: Op, inner: Sequence[Stored], times: int) -> float:
+    """A loop: its body, as often as it runs."""
+    for operand, result in zip(op.operands, op.results):
+      self._bring(operand, self.dims[result], times, op.source)
+    outside = self.moved, self.inside
+    self.moved, self.inside = set(), op.results[0]
+    often = times * self.program.trips(op)
+    peak = self.block(op.blocks[1], inner[1], often, [self.dims[result] for result in op.results])
+    self.moved, self.inside = outside
+    return peak
+
+  def _branch(self, op: Op, inner: Sequence[Stored], times: int) -> float:
+    """A branch: the way that does most, as it is not known which is taken."""
+    results = [self.dims[result] for result in op.results]
+    before = self.flops, self.hbm, self.bundles
+    ways: list[tuple[float, float, Bundles, float]] = []
+    for block, kept in zip(op.blocks, inner):
+      self.flops, self.hbm, self.bundles = 0.0, 0.0, Bundles(self.sizes)
+      peak = self.block(block, kept, times, results)
+      ways.append((self.flops, self.hbm, self.bundles, peak))
+    flops, hbm, bundles, _ = max(ways, key=lambda way: (way[0], way[1]))
+    self.flops, self.hbm, self.bundles = before[0] + flops, before[1] + hbm, before[2]
+    self.bundles.take(bundles)
+    return max(way[3] for way in ways) + sum(map(self._bytes, op.results))
+
+  def _bring(self, value: int, wanted: Dims, times: int, source: str) -> None:
+    """Moves a value to where it is needed, unless it was moved there before."""
+    self._settle(value, wanted)
+    if wanted == self.dims[value] or value in self.program.free or (value, wanted) in self.moved:
+      return
+    self.moved.add((value, wanted))
+    sent = self.program.narrow.get(value, self.values[value])
+    made = moves(sent, self.dims[value], wanted, self.sizes)
+    if any(move.kind == 'all-gather' for move in made):
+      copy = tile(self.values[value].shape, wanted, self.sizes) * self.values[value].item
+      self.copies += copy
+      self.hbm += times * copy
+    self._emit(made, times, value, source)
+
+  def _emit(self, made: Sequence[Move], times: int, value: int, source: str) -> None:
+    for move in made:  # each reads its operand and writes its result
+      results = pieces(move.axes, self.sizes) ** _GROWTH.get(move.kind, 0)
+      self.hbm += times * move.bytes * (1 + results)
+    self.bundles.add(value, made, times, self.values[value].dtype, source, self.inside)
+    if tangled(made) and times * sum(move.bytes for move in made) > _TINY:
+      self.doubts.append(f'{source}: {" then ".join(move.kind for move in made)} of one array')
+
+  def _bytes(self, value: int) -> float:
+    return tile(self.values[value].shape, self.dims[value], self.sizes) * self.values[value].item

@@ -1,0 +1,265 @@
+"""The estimator against what can be worked out by hand, against compiled programs, and its parts."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flax_spmd as spmd
+from flax_spmd.errors import EstimatorError, LayoutError, TargetDeviceError
+from flax_spmd.estimate import Estimator, bindings
+from flax_spmd.estimate.graph import Value, tile
+from flax_spmd.estimate.moving import Move, moves, sent, summing, tangled
+from flax_spmd.estimate.operations import reshaped
+from flax_spmd.explore import compare, parse
+
+LAYERS, EMBED, MLP, BATCH = 4, 64, 256, 64
+TARGET = parse('h100:8')
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _=None):
+    init = nn.initializers.normal(0.02)
+    up = self.param('up', spmd.with_logical_partitioning(init, ('embed', 'mlp')), (EMBED, MLP))
+    down = self.param('down', spmd.with_logical_partitioning(init, ('mlp', 'embed')), (MLP, EMBED))
+    x = spmd.with_logical_constraint(x, ('batch', 'act_embed'))
+    y = nn.with_logical_constraint(nn.relu(x @ up), ('batch', 'act_mlp'))  # Flax's own
+    return spmd.with_logical_constraint(x + y @ down, ('batch', 'act_embed')), None
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    stack = nn.scan(
+      Block,
+      length=LAYERS,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
+    return stack(name='blocks')(x, None)[0]
+
+
+def create():
+  model = Model()
+  params = model.init(jax.random.key(0), jnp.zeros((1, EMBED)))['params']
+  return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+
+def step(state, x):
+  loss, grads = jax.value_and_grad(lambda params: jnp.sum(state.apply_fn({'params': params}, x) ** 2))(
+    state.params
+  )
+  return state.apply_gradients(grads=grads), loss
+
+
+BATCHES = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32)
+
+
+@pytest.fixture(scope='module')
+def estimator():
+  return Estimator(step, create, BATCHES)
+
+
+def layout(mesh, **rules):
+  alike = {'act_mlp': rules.get('mlp')}
+  return spmd.Layout(spmd.abstract_mesh(mesh), tuple((alike | rules).items()))
+
+
+DATA = layout({'data': 8}, batch='data')
+FSDP = layout({'data': 8}, batch='data', embed='data')
+TENSOR = layout({'model': 8}, mlp='model')
+BOTH = layout({'data': 2, 'model': 4}, batch='data', mlp='model')
+
+WEIGHTS = 2 * LAYERS * EMBED * MLP  # elements
+PRODUCTS = 3 * 2 * BATCH * WEIGHTS  # FLOPs: forward, and the gradients of inputs and weights
+
+
+def test_names_are_found_in_boxes_in_constraints_of_ours_and_of_flax_and_in_the_batch(estimator):
+  assert estimator.names == {
+    'act_embed': (EMBED,),
+    'act_mlp': (MLP,),
+    'batch': (BATCH,),
+    'embed': (EMBED,),
+    'layers': (LAYERS,),
+    'mlp': (MLP,),
+  }
+  assert estimator.parameter_names == {'embed', 'mlp', 'layers'}
+  assert frozenset(('embed', 'mlp')) in estimator.together
+  assert frozenset(('batch', 'act_mlp')) in estimator.together
+  assert frozenset(('embed', 'batch')) not in estimator.together
+
+
+@pytest.mark.parametrize('one', [DATA, FSDP, TENSOR, BOTH], ids=['data', 'fsdp', 'tensor', 'both'])
+def test_work_is_divided_over_all_devices(estimator, one):
+  counts = estimator.estimate(one, TARGET).counts
+  first_input = 2 * BATCH * EMBED * MLP  # whose gradient nobody asks for, but the loop computes it
+  assert counts.flops == pytest.approx(PRODUCTS / 8, abs=first_input / 8)
+
+
+def test_data_parallelism_adds_up_the_gradients_once(estimator):
+  counts = estimator.estimate(DATA, TARGET).counts
+  assert counts.by_kind().keys() == {'all-reduce'}
+  assert counts.by_axis()[('data',)] == pytest.approx(2 * 7 / 8 * 4 * WEIGHTS, rel=1e-3)
+
+
+def test_fsdp_gathers_weights_twice_and_scatters_gradients_once(estimator):
+  kinds = estimator.estimate(FSDP, TARGET).counts.by_kind()
+  assert kinds['all-gather'] == pytest.approx(2 * 7 / 8 * 4 * WEIGHTS, rel=1e-3)
+  assert kinds['reduce-scatter'] == pytest.approx(7 / 8 * 4 * WEIGHTS, rel=1e-3)
+
+
+def test_tensor_parallelism_adds_up_activations_in_each_layer_and_direction(estimator):
+  counts = estimator.estimate(TENSOR, TARGET).counts
+  once = 2 * 7 / 8 * 4 * BATCH * EMBED
+  assert counts.by_kind()['all-reduce'] == pytest.approx(2 * LAYERS * once, rel=1e-3)
+
+
+@pytest.mark.parametrize('one', [DATA, FSDP, TENSOR, BOTH], ids=['data', 'fsdp', 'tensor', 'both'])
+def test_a_compiled_program_does_the_same(estimator, one):
+  """The CPU's compiler reduces and slices where others reduce-scatter; its products are theirs."""
+  compiled = compare(step, create, BATCHES, {'one': one}, 'cpu:8')['one']
+  estimated = estimator.estimate(one, parse('cpu:8'))
+  assert estimated.counts.flops == compiled.counts.flops
+  state = [outcome.memory[:4] for outcome in (estimated, compiled)]
+  assert state[0] == state[1]
+  wire = [outcome.counts.by_kind().get('all-gather', 0) for outcome in (estimated, compiled)]
+  assert wire[0] == pytest.approx(wire[1], rel=0.01)
+
+
+def test_an_estimate_says_what_it_is(estimator):
+  outcome = estimator.estimate(FSDP, TARGET)
+  assert (outcome.source, outcome.fits, outcome.error) == ('estimated', True, None)
+  assert outcome.memory.peak == sum(outcome.memory[:5])
+  assert all('estimate_test.py' in one.source for one in outcome.counts.collectives[:2])
+
+
+def test_other_kinds_of_rules_place_the_state_too(estimator):
+  filled = spmd.Layout(
+    spmd.abstract_mesh({'data': 8}), spmd.Rules(('batch', 'data'), spmd.fsdp('data', min_size=1))
+  )
+  assert estimator.estimate(filled, TARGET).memory.parameters == 4 * WEIGHTS // 8
+
+
+def test_names_that_do_not_fit_are_the_layout_s_error(estimator):
+  with pytest.raises(LayoutError, match='size 4 is not divisible by'):
+    estimator.estimate(layout({'data': 8}, layers='data'), TARGET)
+
+
+def test_a_mesh_of_another_size_is_refused(estimator):
+  with pytest.raises(TargetDeviceError) as error:
+    estimator.estimate(DATA, parse('h100:16'))
+  assert str(error.value) == (
+    "The mesh {'data': 8} has 8 devices, the target h100:16 16.\n"
+    'Fix: give the layout a mesh of 16 devices.'
+  )
+
+
+def test_a_step_with_a_mesh_of_its_own_cannot_be_estimated():
+  mesh = spmd.make_mesh({'data': 8})
+
+  def mapped(state, x):
+    inner = jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=jax.P('data'), out_specs=jax.P('data'))
+    return state, jnp.sum(inner(x))
+
+  with pytest.raises(EstimatorError) as error:
+    Estimator(mapped, lambda: {'w': jnp.ones(8)}, jax.ShapeDtypeStruct((8,), jnp.float32))
+  assert str(error.value) == (
+    'The step is written for a mesh of its own (shard_map?), and cannot be laid out by names alone.\n'
+    'Fix: compare layouts that you choose, with spmd.compare; it compiles each.'
+  )
+
+
+def test_of_a_branch_the_way_with_most_work_counts():
+  def branching(state, x):
+    return state, jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sum(x @ x.T), jnp.max, x)
+
+  made = Estimator(branching, lambda: {'w': jnp.ones(8)}, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+  assert made.estimate(DATA, TARGET).counts.flops == 2 * 8 * 8 * 16 / 8
+
+
+def test_an_unknown_jaxlib_is_refused(monkeypatch):
+  monkeypatch.setattr(bindings, 'jaxlib_version', lambda: '0.99.1')
+  with pytest.raises(EstimatorError) as error:
+    Estimator(step, create, BATCHES)
+  assert str(error.value) == (
+    'The estimator knows the MLIR bindings of jaxlib 0.10 to 0.12, this is jaxlib 0.99.1.\n'
+    'Fix: use one of these, or go without estimates: every layout is then compiled, which takes seconds '
+    'for each in place of a fraction of one.'
+  )
+
+
+def test_an_error_of_the_step_is_the_users_own():
+  def wrong(state, x):
+    raise ZeroDivisionError('mine')
+
+  with pytest.raises(ZeroDivisionError, match='mine'):
+    Estimator(wrong, create, BATCHES)
+
+
+# -- moving
+
+SIZES = {'a': 2, 'b': 4, 'c': 2}
+
+
+@st.composite
+def shardings(draw):
+  axes = draw(st.permutations('abc'))
+  places = [draw(st.integers(0, 3)) for _ in axes]
+  return tuple(tuple(axis for axis, place in zip(axes, places) if place == dim) for dim in range(3))
+
+
+@given(before=shardings(), after=shardings())
+def test_what_only_gets_smaller_is_free_and_the_rest_is_not(before, after):
+  found = moves(Value((16, 16, 16), 'f32'), before, after, SIZES)
+  smaller = all(axes == wanted[: len(axes)] for axes, wanted in zip(before, after))
+  assert (not found) == smaller
+  assert sent(found, SIZES) >= 0
+  assert {axis for move in found for axis in move.axes} <= set('abc')
+
+
+@given(before=shardings())
+def test_gathering_all_leaves_the_whole(before):
+  value = Value((16, 16, 16), 'bf16')
+  found = moves(value, before, ((), (), ()), SIZES)
+  received = sum(move.bytes * (count - 1) for move, count in zip(found, [tile_count(m) for m in found]))
+  assert received == pytest.approx(2 * (16**3 - tile(value.shape, before, SIZES)))
+
+
+def tile_count(move: Move) -> int:
+  number = 1
+  for axis in move.axes:
+    number *= SIZES[axis]
+  return number
+
+
+@given(before=shardings(), after=shardings())
+def test_a_sum_over_nothing_is_a_move(before, after):
+  value = Value((16, 16, 16), 'f32')
+  assert summing(value, before, (), after, SIZES) == moves(value, before, after, SIZES)
+
+
+def test_two_changes_at_once_are_in_doubt():
+  value = Value((16, 16), 'f32')
+  assert not tangled(moves(value, (('a',), ()), ((), ('a',)), SIZES))
+  assert tangled(moves(value, (('a',), ('b',)), (('b',), ('a',)), SIZES))
+  assert tangled(moves(value, (('a', 'b'), ()), (('b', 'a'), ()), SIZES))
+
+
+@pytest.mark.parametrize(
+  ('shape', 'dims', 'into', 'result'),
+  [
+    ((8, 6), (('a',), ()), (48,), (('a',),)),
+    ((8, 6), ((), ('a',)), (48,), ((),)),
+    ((48,), (('b',),), (8, 6), (('b',), ())),
+    ((4, 12), (('b',), ('a',)), (48,), (('b', 'a'),)),
+    ((1, 8), ((), ('a',)), (8, 1), (('a',), ())),
+  ],
+)
+def test_a_reshape_keeps_what_it_can(shape, dims, into, result):
+  assert reshaped(shape, dims, into, SIZES) == result
