@@ -1,5 +1,7 @@
 """The estimator against what can be worked out by hand, against compiled programs, and its parts."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -33,10 +35,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+  again: bool = False
+
   @nn.compact
   def __call__(self, x):
     stack = nn.scan(
-      Block,
+      nn.remat(Block) if self.again else Block,
       length=LAYERS,
       variable_axes={'params': 0},
       split_rngs={'params': True},
@@ -51,10 +55,9 @@ def create():
   return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
 
 
-def step(state, x):
-  loss, grads = jax.value_and_grad(lambda params: jnp.sum(state.apply_fn({'params': params}, x) ** 2))(
-    state.params
-  )
+def step(state, x, again=False):
+  apply = Model(again).apply
+  loss, grads = jax.value_and_grad(lambda params: jnp.sum(apply({'params': params}, x) ** 2))(state.params)
   return state.apply_gradients(grads=grads), loss
 
 
@@ -263,3 +266,11 @@ def test_two_changes_at_once_are_in_doubt():
 )
 def test_a_reshape_keeps_what_it_can(shape, dims, into, result):
   assert reshaped(shape, dims, into, SIZES) == result
+
+
+def test_remat_computes_again_and_keeps_less(estimator):
+  again = Estimator(functools.partial(step, again=True), create, BATCHES)
+  plain, less = estimator.estimate(DATA, TARGET), again.estimate(DATA, TARGET)
+  assert less.counts.flops > plain.counts.flops
+  assert less.memory.temporaries < plain.memory.temporaries
+  assert less.counts.by_axis() == plain.counts.by_axis()

@@ -37,6 +37,7 @@ _READS = frozenset(
   ['dot_general', 'convolution', 'scatter', 'sort', 'custom_call', 'fft', 'cholesky', 'triangular_solve']
 )
 _IN_PLACE = ('dynamic_update_slice',)
+BARRIER = 'optimization_barrier'  # its results are its operands, one by one
 _CUTS = ('dynamic_slice', 'slice')
 # Every device can make these itself; they are in no memory and need not be moved.
 _FREE = ('constant', 'iota', 'create_token', 'partition_id')
@@ -100,6 +101,10 @@ def stored(block: Block, free: frozenset[int]) -> Stored:
       reads.append(tuple(sorted(_union(parts, outer))) if written[index] else ())
     for value in found:
       last[value] = index
+    if op.kind == BARRIER:
+      behind |= {result: _union(behind, [value]) for result, value in zip(op.results, op.operands)}
+      parts |= {result: _union(parts, [value]) for result, value in zip(op.results, op.operands)}
+      continue
     for value in op.results:
       if value not in kept:
         behind[value] = found

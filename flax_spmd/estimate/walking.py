@@ -16,7 +16,7 @@ from flax_spmd.estimate.bundling import Bundles
 from flax_spmd.estimate.graph import Block, Dims, Graph, Op, Value, pieces, tile
 from flax_spmd.estimate.moving import Move, moves, summing, tangled
 from flax_spmd.estimate.operations import Need, Seen, need
-from flax_spmd.estimate.storing import Stored, free_values, stored
+from flax_spmd.estimate.storing import BARRIER, Stored, free_values, stored
 from flax_spmd.explore.counting import Counts
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
@@ -162,8 +162,9 @@ class _Walk:
       return self._branch(op, inner, times)
     if not op.results:
       return 0.0
-    if op.kind in _CONSTRAINTS:
-      self._bring(op.operands[0], self.dims[op.results[0]], times, op.source)
+    if op.kind in (*_CONSTRAINTS, BARRIER):
+      for operand, result in zip(op.operands, op.results):
+        self._bring(operand, self.dims[result], times, op.source)
       return 0.0
     if op.results[0] in self.program.free:
       return 0.0
