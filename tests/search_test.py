@@ -225,7 +225,8 @@ def test_wishes_are_kept():
 
 def test_estimates_alone():
   found = run(top=0)
-  assert found.best.source == 'estimated' and len(found.outcomes) == 1
+  assert found.best.source == 'estimated' and {'data_parallel', 'fsdp'} <= {*found.presets.values()}
+  assert found.best.cost.high < run(top=3).outcomes[-1].cost.high
 
 
 def test_outcomes_that_do_not_fit_the_names(monkeypatch):

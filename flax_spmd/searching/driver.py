@@ -43,6 +43,7 @@ _SEEDS = 0.4  # of the candidates, those that it begins with at most
 _FEW = 24  # candidates, where each has to be compiled
 _SLACK = 0.1  # of the budget: what an estimate says of memory may be so far off
 _PREFERRED = 0.9  # how much faster a doubtful candidate counts when it is decided what to compile
+_SHOWN = 3  # estimates, where nothing is compiled
 _ESTIMATING = 0.6  # of the time
 
 
@@ -267,23 +268,23 @@ class _Search:
         say(min(len(wanted), (number + 1) * at_once), '')
 
   def _ranked(self, slack: float) -> list[Candidate]:
-    """The best of what may fit, the very best first; of candidates that come out alike, one."""
+    """The best of what may fit, made simpler."""
+    best = self._distinct(slack, _priority)[: self.limits.top]
+    plain = (simplified(one, self.trials.worth, self.space.simpler) for one in best)
+    return list(dict.fromkeys(plain))
+
+  def _distinct(self, slack: float, order: Callable[[Outcome], float]) -> list[Candidate]:
+    """What may fit, the best first; of candidates that come out alike, one."""
     alike: dict[Any, Candidate] = {}
     for candidate, one in self.trials.estimated.items():
       if one.counts and one.cost and fits(one, self.trials.memory, slack):
         alike.setdefault((one.memory, one.cost.low, one.cost.high), candidate)
-    best = sorted(alike.values(), key=self._priority)[: self.limits.top]
-    plain = (simplified(one, self.trials.worth, self.space.simpler) for one in best)
-    return list(dict.fromkeys(plain))
+    return sorted(alike.values(), key=lambda candidate: order(self.trials.estimated[candidate]))
 
   def _smallest(self) -> list[Candidate]:
     """The one that needs the least memory."""
     needs = {key: one.memory.peak for key, one in self.trials.estimated.items() if one.memory}
     return [min(needs, key=lambda key: needs[key])] if needs else []
-
-  def _priority(self, candidate: Candidate) -> float:
-    one = self.trials.estimated[candidate]
-    return seconds(one) * (_PREFERRED if one.doubts else 1.0)
 
   def _best_presets(self) -> list[Candidate]:
     """Of each preset the best mesh, if it may fit."""
@@ -304,8 +305,7 @@ class _Search:
   def _found(self) -> Found:
     outcomes = self._sorted(self.compiled)
     if not outcomes or not self._fits(outcomes[0][1]):
-      estimated = self._sorted(self.trials.estimated) if not self.compiled else []
-      outcomes = estimated[: max(self.limits.top, 1)]
+      outcomes = [] if self.compiled else self._sorted(self._shown())
     if not outcomes or not self._fits(outcomes[0][1]):
       raise InfeasibleError(self._nearest())
     candidate, _ = outcomes[0]
@@ -319,6 +319,12 @@ class _Search:
       buys_of(candidate, self.trials),
       self.notes,
     )
+
+  def _shown(self) -> dict[Candidate, Outcome]:
+    """Where nothing was compiled: the best estimates, and the best of each preset."""
+    best, *others = self._distinct(0.0, seconds)[: max(self.limits.top, _SHOWN)] or [None]
+    plain = [] if best is None else [simplified(best, self.trials.worth, self.space.simpler)]
+    return {one: self.trials.outcome(one) for one in [*plain, *others, *self._best_presets()]}
 
   def _sorted(self, outcomes: Mapping[Candidate, Outcome]) -> list[tuple[Candidate, Outcome]]:
     """Those that fit first, the fastest first."""
@@ -343,3 +349,8 @@ class _Search:
       f'{nearest.name}.\n'
       'Fix: use more devices, a smaller batch, or remat (let the step take it as an argument, and pass choices).'
     )
+
+
+def _priority(outcome: Outcome) -> float:
+  """By which it is decided what to compile: the fast ones, and those that may well be faster."""
+  return seconds(outcome) * (_PREFERRED if outcome.doubts else 1.0)
