@@ -1,60 +1,17 @@
-"""Operations: how the operands of each have to lie, given how its result does.
+"""Operations: how the operands of each kind have to lie, given how its result does.
 
-What XLA's partitioner does with an operation is told by a `Need`: how each operand has to lie, how the result
-then lies by itself, and along which axes devices have parts of a sum only. The walk brings operands there and
-results from there.
-
-A product of matrices has choices; the one with the least work is taken, and of those the one that sends least.
+What XLA's partitioner does with an operation is told by a `Need` (`needs`). Products and lookups have choices,
+and modules of their own.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
-from flax_spmd.estimate.graph import Axes, Dims, Op, Value, pieces, used, whole
-from flax_spmd.estimate.moving import moves, sent, summing
-
-_CHOICES = 4096  # ways to divide one product that are looked at
-
-
-class Seen(NamedTuple):
-  """What is known where an operation stands.
-
-  Attributes:
-    values: shapes and dtypes of operands.
-    dims: how they lie.
-    sent_as: their dtypes where they are moved: of a converted value, the narrower one's.
-    free: which of them cost nothing to move, as every device can make them.
-    result: shape and dtype of the (first) result.
-    after: how it has to lie.
-    sizes: size per mesh axis.
-  """
-
-  values: Sequence[Value]
-  dims: Sequence[Dims]
-  sent_as: Sequence[Value]
-  free: Sequence[bool]
-  result: Value
-  after: Dims
-  sizes: Mapping[str, int]
-
-
-class Need(NamedTuple):
-  """What an operation needs.
-
-  Attributes:
-    operands: how each has to lie; None as it does.
-    natural: how the result then lies.
-    parts: the axes along which devices have parts of a sum.
-    flops: work on one device, of products.
-  """
-
-  operands: tuple[Dims | None, ...]
-  natural: Dims
-  parts: Axes = ()
-  flops: float = 0.0
+from flax_spmd.estimate.graph import Axes, Dims, Op, pieces, used, whole
+from flax_spmd.estimate.lookups import gather, scatter
+from flax_spmd.estimate.needs import Need, Seen
+from flax_spmd.estimate.products import convolution, dot
 
 
 def need(op: Op, seen: Seen) -> Need:
@@ -190,184 +147,6 @@ def _replicated(op: Op, seen: Seen) -> Need:
   return Need(wanted, natural)
 
 
-# -- products
-
-
-class Factor(NamedTuple):
-  """A dimension of a product: where it is in the left, the right, and the result, and its size."""
-
-  left: int | None
-  right: int | None
-  result: int | None
-  size: int
-
-
-def _dot(op: Op, seen: Seen) -> Need:
-  return _product(dot_factors(op, seen.values[0].shape, seen.values[1].shape), seen)
-
-
-def dot_factors(op: Op, left: Sequence[int], right: Sequence[int]) -> list[Factor]:
-  """The dimensions of a `dot_general`, in the order of its result, the contracted ones at the end."""
-  batch = list(zip(*(op.details.get(f'{side}_batching_dimensions', ()) for side in ('lhs', 'rhs'))))
-  contracted = list(
-    zip(*(op.details.get(f'{side}_contracting_dimensions', ()) for side in ('lhs', 'rhs')))
-  )
-  taken_left, taken_right = ({pair[side] for pair in (*batch, *contracted)} for side in (0, 1))
-  pairs: list[tuple[int | None, int | None]] = [*batch]
-  pairs += [(dim, None) for dim in range(len(left)) if dim not in taken_left]
-  pairs += [(None, dim) for dim in range(len(right)) if dim not in taken_right]
-  found = [
-    Factor(a, b, place, left[a] if a is not None else right[b or 0])
-    for place, (a, b) in enumerate(pairs)
-  ]
-  return [*found, *(Factor(a, b, None, left[a]) for a, b in contracted)]
-
-
-def _product(factors: Sequence[Factor], seen: Seen) -> Need:
-  """The cheapest way to divide a product."""
-  best: tuple[tuple[float, float], Need] | None = None
-  summed = {axis for factor in factors if factor.result is None for axis in _contracted(factor, seen)}
-  options = [_options(factor, seen, summed) for factor in factors]
-  for choice in itertools.islice(itertools.product(*options), _CHOICES):
-    axes = [axis for chosen in choice for axis in chosen]
-    if len(set(axes)) < len(axes):
-      continue
-    found = _divided(factors, choice, seen)
-    price = round(found.flops), _wire(found, seen)
-    if best is None or price < best[0]:
-      best = price, found
-  if best is None:
-    return _divided(factors, whole(len(factors)), seen)
-  return best[1]
-
-
-def _options(factor: Factor, seen: Seen, summed: set[str]) -> list[Axes]:
-  """The axes that a dimension may be divided over: of the result's those along which nothing is summed; or none."""
-  if factor.result is None:
-    left, right = _sides(factor, seen)
-    found = [_contracted(factor, seen), *([left, right] if left and right else [])]
-  else:
-    found = [tuple(axis for axis in seen.after[factor.result] if axis not in summed)]
-  return list(dict.fromkeys([*found, ()]))
-
-
-def _contracted(factor: Factor, seen: Seen) -> Axes:
-  """The axes that a contracted dimension is divided over on both sides, and so can stay divided over."""
-  pairs = zip(*_sides(factor, seen))
-  return tuple(left for left, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _sides(factor: Factor, seen: Seen) -> tuple[Axes, Axes]:
-  """How a dimension is divided left and right; what costs nothing to divide goes along with the other."""
-  left = seen.dims[0][factor.left] if factor.left is not None else ()
-  right = seen.dims[1][factor.right] if factor.right is not None else ()
-  return (right if seen.free[0] else left), (left if seen.free[1] else right)
-
-
-def _divided(factors: Sequence[Factor], choice: Sequence[Axes], seen: Seen) -> Need:
-  """A product with its dimensions divided over some axes."""
-  left, right = (list(whole(len(value.shape))) for value in seen.values[:2])
-  result = list(whole(len(seen.result.shape)))
-  parts: Axes = ()
-  flops = 2.0
-  for factor, axes in zip(factors, choice):
-    flops *= factor.size / pieces(axes, seen.sizes)
-    if factor.left is not None:
-      left[factor.left] = axes
-    if factor.right is not None:
-      right[factor.right] = axes
-    if factor.result is None:
-      parts += axes
-    else:
-      result[factor.result] = axes
-  return Need((tuple(left), tuple(right)), tuple(result), parts, flops)
-
-
-def _wire(found: Need, seen: Seen) -> float:
-  """What it sends to bring the operands there, and the result to where it has to be."""
-  total = sent(summing(seen.result, found.natural, found.parts, seen.after, seen.sizes), seen.sizes)
-  for value, dims, wanted, free in zip(seen.sent_as, seen.dims, found.operands, seen.free):
-    if wanted is not None and not free:
-      total += sent(moves(value, dims, wanted, seen.sizes), seen.sizes)
-  return total
-
-
-def _convolution(op: Op, seen: Seen) -> Need:
-  left, right, result = op.details['dimension_numbers']
-  spots = [name for name in left if name.isdigit()]
-  factors = [
-    Factor(left.index('b'), None, result.index('b'), seen.values[0].shape[left.index('b')]),
-    Factor(None, right.index('o'), result.index('f'), seen.values[1].shape[right.index('o')]),
-    Factor(left.index('f'), right.index('i'), None, seen.values[1].shape[right.index('i')]),
-  ]
-  found = _product(factors, seen)
-  window = 1.0
-  for spot in spots:
-    window *= seen.result.shape[result.index(spot)] * seen.values[1].shape[right.index(spot)]
-  return found._replace(flops=found.flops * window)
-
-
-# -- tables
-
-
-def _gather(op: Op, seen: Seen) -> Need:
-  """Rows of a table: either it is whole along the rows, or every device adds those that it has."""
-  offsets, gone = op.details.get('offset_dims', ()), op.details.get('collapsed_slice_dims', ())
-  table = seen.dims[0]
-  kept = [dim for dim in range(len(table)) if dim not in gone]
-  rows = [dim for dim in range(len(seen.after)) if dim not in offsets]
-  found = []
-  for by_parts, as_result in itertools.product((True, False), (True, False)):
-    natural = list(seen.after)
-    operand = list(whole(len(table)))
-    for dim, place in zip(kept, offsets):
-      natural[place] = seen.after[place] if as_result else table[dim]
-      operand[dim] = natural[place]
-    if not as_result:
-      taken = {axis for place in offsets for axis in natural[place]}
-      for dim in rows:
-        natural[dim] = tuple(axis for axis in seen.after[dim] if axis not in taken)
-    parts: Axes = ()
-    if by_parts:
-      taken = used(tuple(natural))
-      for dim in gone:
-        operand[dim] = tuple(axis for axis in table[dim] if axis not in taken)
-        parts += operand[dim]
-    found.append(Need((tuple(operand), None), tuple(natural), parts))
-  return min(found, key=lambda one: _received(one, seen))
-
-
-def _scatter(op: Op, seen: Seen) -> Need:
-  """Rows added to a table: each device its own, to be summed, or every row where the table's part is."""
-  windows, gone = op.details.get('update_window_dims', ()), op.details.get('inserted_window_dims', ())
-  updates = seen.dims[2]
-  kept = [dim for dim in range(len(seen.after)) if dim not in gone]
-  rows = [dim for dim in range(len(updates)) if dim not in windows]
-  found = []
-  for as_result in (False, True):
-    natural = list(whole(len(seen.after)))
-    wanted = list(updates)
-    for dim, place in zip(kept, windows):
-      wanted[place] = seen.after[dim] if as_result else updates[place]
-      natural[dim] = wanted[place]
-    taken = used(tuple(natural))
-    for dim in rows:
-      wanted[dim] = tuple(axis for axis in updates[dim] if axis not in taken)
-    parts = tuple(axis for dim in rows for axis in wanted[dim])
-    found.append(Need((None, None, tuple(wanted)), tuple(natural), parts))
-  return min(found, key=lambda one: (_received(one, seen), _wire(one, seen)))
-
-
-def _received(found: Need, seen: Seen) -> float:
-  """The bytes that the collectives leave on a device, by which XLA chooses how to divide a lookup."""
-  made = summing(seen.result, found.natural, found.parts, seen.after, seen.sizes)
-  for value, dims, wanted, free in zip(seen.sent_as, seen.dims, found.operands, seen.free):
-    if wanted is not None and not free:
-      made += moves(value, dims, wanted, seen.sizes)
-  scale = {'all-gather': 1, 'reduce-scatter': -1}
-  return sum(move.bytes * pieces(move.axes, seen.sizes) ** scale.get(move.kind, 0) for move in made)
-
-
 _RULES: dict[str, Callable[[Op, Seen], Need]] = {
   'transpose': _transpose,
   'broadcast_in_dim': _broadcast,
@@ -379,10 +158,10 @@ _RULES: dict[str, Callable[[Op, Seen], Need]] = {
   'dynamic_update_slice': _update,
   'reduce': _reduce,
   'sort': _sort,
-  'dot_general': _dot,
-  'convolution': _convolution,
-  'gather': _gather,
-  'scatter': _scatter,
+  'dot_general': dot,
+  'convolution': convolution,
+  'gather': gather,
+  'scatter': scatter,
   'cholesky': _replicated,
   'triangular_solve': _replicated,
   'fft': _replicated,

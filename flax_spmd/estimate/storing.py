@@ -9,7 +9,7 @@ This depends on the program only, not on how it is laid out, so it is found out 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd.estimate.graph import Block, Graph, Op
@@ -82,50 +82,66 @@ def stored(block: Block, free: frozenset[int]) -> Stored:
   """What a block has in memory, and when."""
   users = _users(block.ops)
   written = tuple(tuple(_written(op, users, block, free)) for op in block.ops)
-  kept = {value for values in written for value in values}
-  kept |= {value for op in block.ops if op.blocks for value in op.results}
-  behind: dict[
-    int, frozenset[int]
-  ] = {}  # of a value that is fused, the values in memory that it is made of
-  parts: dict[int, frozenset[int]] = {}  # the same, but of a slice the slice
-  reads: list[tuple[int, ...]] = []
-  updated: set[int] = set()
-  last: dict[int, int] = {}
-  for index, op in enumerate(block.ops):
-    outer = [value for value in (*op.operands, *_captured(op)) if value not in free]
-    found = _union(behind, outer)
-    if op.kind in _IN_PLACE:  # reads an update, and writes as much
-      reads.append((*sorted(_union(parts, outer[1:2])), *outer[1:2]))
-      updated.update(op.results)
-    else:
-      reads.append(tuple(sorted(_union(parts, outer))) if written[index] else ())
-    for value in found:
-      last[value] = index
-    if op.kind == BARRIER:
-      behind |= {result: _union(behind, [value]) for result, value in zip(op.results, op.operands)}
-      parts |= {result: _union(parts, [value]) for result, value in zip(op.results, op.operands)}
-      continue
-    for value in op.results:
-      if value not in kept:
-        behind[value] = found
-        parts[value] = frozenset((value,)) if op.kind in _CUTS else _union(parts, outer)
-  returned: list[int] = []
-  for value in block.returned:
-    for source in behind.get(value, frozenset((value,))):
-      last[source] = len(block.ops)
-    if value in parts and value not in updated:
-      returned += (value, *sorted(parts[value]))
+  reading = _Reading(free, {value for values in written for value in values})
+  reads = tuple(map(reading.read, block.ops, written))
+  returned = reading.returned(block.returned)
   ending: list[list[int]] = [[] for _ in block.ops]
-  for value, index in last.items():
-    if value in kept and index < len(block.ops):
+  for value, index in reading.last.items():
+    if value in reading.kept and index < len(block.ops):
       ending[index].append(value)
   inner = tuple(tuple(stored(one, free) for one in op.blocks) for op in block.ops)
-  return Stored(written, tuple(reads), tuple(map(tuple, ending)), tuple(returned), inner)
+  return Stored(written, reads, tuple(map(tuple, ending)), returned, inner)
 
 
-def _union(made_of: Mapping[int, frozenset[int]], values: Sequence[int]) -> frozenset[int]:
-  """What some values are made of; one that is made of nothing else, of itself."""
-  return frozenset().union(*(made_of.get(value, frozenset((value,))) for value in values))
+class _Origins(dict[int, frozenset[int]]):
+  """The values in memory that values which were fused away are made of."""
+
+  def of(self, values: Iterable[int]) -> frozenset[int]:
+    """Those of several values; one that is made of nothing else is its own."""
+    return frozenset().union(*(self.get(value, frozenset((value,))) for value in values))
+
+
+class _Reading:
+  """Goes through a block, and notes what is read, and last by which operation.
+
+  `origins` are what has to stay in memory for a value, `sources` what is read for it: of a slice, the slice.
+  """
+
+  def __init__(self, free: frozenset[int], kept: set[int]):
+    self._free, self.kept = free, kept
+    self._origins, self._sources = _Origins(), _Origins()
+    self._updated: set[int] = set()
+    self._number = 0
+    self.last: dict[int, int] = {}
+
+  def read(self, op: Op, written: Sequence[int]) -> tuple[int, ...]:
+    """What an operation reads of memory, if it writes there."""
+    operands = [value for value in (*op.operands, *_captured(op)) if value not in self._free]
+    sources = self._sources.of(operands)
+    self.last |= dict.fromkeys(self._origins.of(operands), self._number)
+    self._number += 1
+    if op.blocks:
+      self.kept |= set(op.results)
+    elif op.kind == BARRIER:
+      for value, result in zip(op.operands, op.results):
+        self._add(result, [value], self._sources.of([value]))
+      return ()
+    for value in op.results:
+      if value not in self.kept:
+        self._add(value, operands, frozenset((value,)) if op.kind in _CUTS else sources)
+    if op.kind in _IN_PLACE:  # it reads an update, and writes as much
+      self._updated |= set(op.results)
+      return (*sorted(self._sources.of(operands[1:2])), *operands[1:2])
+    return tuple(sorted(sources)) if written else ()
+
+  def _add(self, value: int, operands: Sequence[int], sources: frozenset[int]) -> None:
+    self._origins[value], self._sources[value] = self._origins.of(operands), sources
+
+  def returned(self, values: Sequence[int]) -> tuple[int, ...]:
+    """What is read and written for results at the end of the block; all that they are made of stays until then."""
+    self.last |= dict.fromkeys(self._origins.of(values), self._number)
+    made = [value for value in values if value in self._sources and value not in self._updated]
+    return tuple(one for value in made for one in (value, *sorted(self._sources[value])))
 
 
 def _users(ops: Sequence[Op]) -> Mapping[int, list[Op]]:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from flax_spmd.estimate.bundling import Bundles
 from flax_spmd.estimate.graph import Block, Dims, Graph, Op, Value, pieces, tile
 from flax_spmd.estimate.moving import Move, moves, summing, tangled
-from flax_spmd.estimate.operations import Need, Seen, need
+from flax_spmd.estimate.needs import Need, Seen
+from flax_spmd.estimate.operations import need
 from flax_spmd.estimate.storing import BARRIER, Stored, free_values, stored
 from flax_spmd.explore.counting import Counts
 
