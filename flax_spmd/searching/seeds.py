@@ -64,8 +64,13 @@ def _all(space: Space, legal: Callable[[Candidate], Candidate | None]) -> dict[C
       for name, candidate in table(space, axes):
         one = legal(candidate)
         if one is not None:
-          found.setdefault(one, name)
+          found.setdefault(one, '' if _idle(one) else name)
   return found
+
+
+def _idle(candidate: Candidate) -> bool:
+  """Whether nothing lies over an axis: a preset for names that the model lacks."""
+  return len({axis for over in candidate.used for axis in over}) < len(candidate.axes)
 
 
 def _usual(space: Space, axes: Sequence[Axis]) -> Iterator[tuple[str, Candidate]]:
