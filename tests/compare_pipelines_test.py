@@ -50,13 +50,13 @@ def create():
   return {'params': params, 'opt_state': OPTIMIZER.init(params)}
 
 
-def step(state, x, microbatches=MICROBATCHES, marked=True):
+def step(state, x, microbatches=MICROBATCHES, marked=True, schedule=None):
   def of_microbatch(x):
     return jax.value_and_grad(lambda p: jnp.mean(Model(marked).apply({'params': p}, x) ** 2))(
       state['params']
     )
 
-  loss, grads = accumulate(of_microbatch, x, op=Mean, microbatches=microbatches)
+  loss, grads = accumulate(of_microbatch, x, schedule, Mean, microbatches=microbatches)
   updates, opt_state = OPTIMIZER.update(grads, state['opt_state'], state['params'])
   return {'params': optax.apply_updates(state['params'], updates), 'opt_state': opt_state}, loss
 
@@ -277,6 +277,15 @@ def test_a_step_without_a_loop():
   assert str(caught.value) == dedent("""\
     The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.
     Fix: let it take its gradients in flax_spmd.pipeline.accumulate.""")
+
+
+def test_a_step_with_a_schedule_of_its_own():
+  given = Pipeline(staged(), ZeroBubbleH1(4), step=functools.partial(step, schedule=OneFOneB(4)))
+  with pytest.raises(PipelineError) as caught:
+    compare(step, create, BATCH, [given], TARGET)
+  assert str(caught.value) == dedent("""\
+    The row asks for ZeroBubbleH1(ranks=4), but the step's accumulate is given OneFOneB(ranks=4), which it runs by.
+    Fix: give accumulate no schedule, or the row a step of its own.""")
 
 
 def test_a_mesh_of_another_size():

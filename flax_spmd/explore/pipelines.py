@@ -117,6 +117,7 @@ def lower_pipeline(
       'The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.\n'
       'Fix: let it take its gradients in flax_spmd.pipeline.accumulate.'
     )
+  _check_schedule(lowered.schedule, pipeline.schedule)
   plan = lowered.offline(target.chip.platform)
   mesh = submesh(layout.mesh, pipeline.axis, [0])
   of_rank = layout.replace(mesh=mesh)
@@ -133,6 +134,15 @@ def lower_pipeline(
     pipeline.axis,
     share(target, sizes[pipeline.axis]),
   )
+
+
+def _check_schedule(found: Schedule, wanted: Schedule | None) -> None:
+  """Raises if a row asks for another schedule than its step, whose own one counts first."""
+  if wanted not in (None, found):
+    raise PipelineError(
+      f"The row asks for {wanted}, but the step's accumulate is given {found}, which it runs by.\n"
+      'Fix: give accumulate no schedule, or the row a step of its own.'
+    )
 
 
 def _program(lowered: Any, layout: Layout) -> Program:

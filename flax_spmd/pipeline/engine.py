@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from flax_spmd import compat
 from flax_spmd.arguments import Arguments
@@ -37,21 +37,15 @@ from flax_spmd.pipeline import (
   splitting,
   submeshes,
 )
+from flax_spmd.pipeline.asked import Request, Setting, aval_of
 from flax_spmd.pipeline.assembling import Assembler
 from flax_spmd.pipeline.between import processes_of
-from flax_spmd.pipeline.birth import born
+from flax_spmd.pipeline.compiled import Compiled
 from flax_spmd.pipeline.equations import Value
-from flax_spmd.pipeline.executables import Compiler, Executable
-from flax_spmd.pipeline.fitting import (
-  check_arrays,
-  differences,
-  few,
-  named_arguments,
-  named_leaves,
-  said_of,
-)
+from flax_spmd.pipeline.executables import Compiler
+from flax_spmd.pipeline.fitting import check_arrays, named_arguments, named_leaves
 from flax_spmd.pipeline.footprint import Footprint
-from flax_spmd.pipeline.linking import Linked, Linker, Timed, Unit
+from flax_spmd.pipeline.linking import Linked, Linker, Timed
 from flax_spmd.pipeline.lying import Kinds
 from flax_spmd.pipeline.marks import proposed_ends
 from flax_spmd.pipeline.offline import Offline
@@ -59,7 +53,6 @@ from flax_spmd.pipeline.outside import Joined
 from flax_spmd.pipeline.placing import placed
 from flax_spmd.pipeline.preparing import Preparer
 from flax_spmd.pipeline.reading import Loop, Step
-from flax_spmd.pipeline.running import Machine
 from flax_spmd.pipeline.schedules import Schedule, check_schedule
 from flax_spmd.pipeline.splitting import Programs
 from flax_spmd.pipeline.tasks import Task
@@ -100,11 +93,9 @@ class Pipelined:
     functools.update_wrapper(self, fn)
     submeshes.check_axis(mesh, rules, axis)
     check_schedule(schedule, 'pipeline_jit')
-    self._fn, self._axis, self._schedule = fn, axis, schedule
-    self._mesh, self._rules = mesh, rules
+    self._fn, self._arguments = fn, Arguments.of(fn, options)
+    self._setting = Setting(mesh, rules, axis, schedule, self._arguments, threads, stages)
     self._plan_outputs, self._plan_inputs = plan_outputs, plan_inputs
-    self._threads, self._stages = threads, stages
-    self._arguments = Arguments.of(fn, options)
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
     )
@@ -142,38 +133,36 @@ class Pipelined:
   def __repr__(self) -> str:
     return f'<layout.pipeline_jit of {getattr(self, "__qualname__", self._fn)}>'
 
-  def _request(self, args, kwargs) -> _Request:
+  def _request(self, args, kwargs) -> Request:
     """What these arguments ask for."""
     dynamic = self._arguments.dynamic(args, kwargs)
     check_arrays(dynamic)
     leaves, treedef = jax.tree.flatten(dynamic)
-    sizes = dict(self._mesh.shape)
+    mesh, axis, sizes = self._setting.mesh, self._setting.axis, self._setting.sizes
     if self._plan_inputs is None:
       planned: Sequence[Any] = [None] * len(leaves)
     else:
       planned = self._plan_inputs(dynamic)
-      submeshes.check_places(named_arguments(dynamic), planned, self._mesh, self._axis, 'Arguments')
+      submeshes.check_places(named_arguments(dynamic), planned, mesh, axis, 'Arguments')
     specs = [
-      submeshes.spec_of(leaf, self._axis, sizes)
+      submeshes.spec_of(leaf, axis, sizes)
       if sharding is None
-      else submeshes.without(sharding.spec, self._axis)
+      else submeshes.without(sharding.spec, axis)
       for leaf, sharding in zip(leaves, planned, strict=True)
     ]
     static = self._arguments.statics(args, kwargs)
-    return _Request(args, kwargs, treedef, [_aval(leaf) for leaf in leaves], specs, static)
+    return Request(args, kwargs, treedef, [aval_of(leaf) for leaf in leaves], specs, static)
 
-  def _traced(self, request: _Request) -> Traced:
+  def _traced(self, request: Request) -> Traced:
     begin = time.perf_counter()
-    meshes = [
-      submeshes.submesh(self._mesh, self._axis, [rank]) for rank in range(self._mesh.shape[self._axis])
-    ]
-    abstract = meshes[0].abstract_mesh
+    setting = self._setting
+    abstract = setting.ranks[0].abstract_mesh
 
     def function(*leaves):
       dynamic = request.treedef.unflatten(leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
-      ends = nullcontext() if self._stages is None else proposed_ends()
-      with scope(InForce(abstract, self._rules)), compat.mesh_scope(abstract), ends:
+      ends = nullcontext() if setting.stages is None else proposed_ends()
+      with scope(InForce(abstract, setting.rules)), compat.mesh_scope(abstract), ends:
         return self._fn(*args, **kwargs)
 
     shapes = [
@@ -181,16 +170,14 @@ class Pipelined:
     ]
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     places = self._plan_outputs(result)
-    submeshes.check_places(named_leaves(result), places, self._mesh, self._axis, 'Results')
+    submeshes.check_places(named_leaves(result), places, setting.mesh, setting.axis, 'Results')
     planned = [
-      None if sharding is None else submeshes.without(sharding.spec, self._axis) for sharding in places
+      None if sharding is None else submeshes.without(sharding.spec, setting.axis) for sharding in places
     ]
-    return Traced(
-      jaxpr, request, result, planned, self._rules, self._mesh, meshes, self._axis, self._schedule,
-      self._donations(request), self._arguments, self._threads, self._stages, {'trace': time.perf_counter() - begin},
-    )  # fmt: skip
+    times = {'trace': time.perf_counter() - begin}
+    return Traced(jaxpr, setting, request, result, planned, self._donations(request), times)
 
-  def _donations(self, request: _Request) -> list[bool]:
+  def _donations(self, request: Request) -> list[bool]:
     """Which leaves may be overwritten."""
     args, kwargs = self._arguments.dynamic(request.args, request.kwargs)
     positions = [i for i in range(len(request.args)) if i not in self._arguments.positions]
@@ -206,30 +193,6 @@ class Pipelined:
 
 
 @dataclasses.dataclass
-class _Request:
-  """Arguments: their form, their avals, how they lie, and what is static."""
-
-  args: tuple
-  kwargs: dict[str, Any]
-  treedef: Any
-  avals: list[Any]
-  specs: list[PartitionSpec]
-  static: Any
-
-  @property
-  def key(self) -> Any:
-    """What programs depend on."""
-    return self.treedef, tuple(self.avals), tuple(self.specs), self.static
-
-
-def _aval(leaf: Any) -> Any:
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    return compat.aval_of(leaf.shape, leaf.dtype, bool(leaf.weak_type))
-  aval = jax.typeof(leaf)
-  return compat.aval_of(aval.shape, aval.dtype, aval.weak_type)
-
-
-@dataclasses.dataclass
 class Traced:
   """A traced function.
 
@@ -239,18 +202,11 @@ class Traced:
   """
 
   jaxpr: Any
-  _request: _Request
+  _setting: Setting
+  _request: Request
   _result: Any
   _planned: list[PartitionSpec | None]
-  _rules: Rules
-  _mesh: MeshLike
-  _meshes: list[MeshLike]
-  _axis: str
-  _schedule: Schedule | None
   _donations: list[bool]
-  _arguments: Arguments
-  _threads: bool
-  _stages: int | None
   times: dict[str, float]
 
   def lower(self) -> Lowered:
@@ -261,9 +217,10 @@ class Traced:
     """
     begin = time.perf_counter()
     step = reading.read(self.jaxpr)
-    if self._stages is not None and not cutting.stage_ends(step.loop.body.equations):
-      step.loop.body = balancing.with_ends(step.loop.body, self._stages)
-    schedule = step.loop.schedule or self._schedule
+    stages, mesh = self._setting.stages, self._setting.mesh
+    if stages is not None and not cutting.stage_ends(step.loop.body.equations):
+      step.loop.body = balancing.with_ends(step.loop.body, stages)
+    schedule = step.loop.schedule or self._setting.schedule
     order, owners, title = self._order(step.loop, schedule)
     turn = _turns(order, len(owners) - 1)
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
@@ -271,21 +228,21 @@ class Traced:
     programs = splitting.split(cut, split)
     joined = outside.join(step, programs, owners.__getitem__)
     placed_ = outside.place(joined)
-    told = isinstance(self._mesh, Mesh) and len(processes_of(self._mesh)) > 1
+    told = isinstance(mesh, Mesh) and len(processes_of(mesh)) > 1
     linked = Linker(joined, placed_, programs, order, owners, step.arguments, told).link()
     times = {**self.times, 'plan': time.perf_counter() - begin}
     return Lowered(self, step, programs, joined, linked, schedule, times)
 
   def _order(self, loop: Loop, schedule: Schedule | None) -> tuple[list[Timed], tuple[int, ...], str]:
     """What is run in which order, the rank of each stage, and what all that is called."""
-    ranks = len(self._meshes)
+    ranks, axis = len(self._setting.ranks), self._setting.axis
     if schedule is not None and schedule.ranks != ranks:
       raise PipelineError(
-        f'{schedule} runs on {schedule.ranks} ranks, but the mesh axis {self._axis!r} has size {ranks}.\n'
+        f'{schedule} runs on {schedule.ranks} ranks, but the mesh axis {axis!r} has size {ranks}.\n'
         f'Fix: use a schedule of {ranks} ranks, or a mesh whose axis has size {schedule.ranks}.'
       )
     if loop.once:
-      owners = schedule.owners if schedule is not None else _owners_of(loop, ranks, self._axis)
+      owners = schedule.owners if schedule is not None else _owners_of(loop, ranks, axis)
       once = [Timed(Task('fwd', stage, 0), stage, stage + 1) for stage in range(len(owners))]
       return once, owners, 'this pipeline'
     if schedule is None:
@@ -352,21 +309,22 @@ class Lowered:
     Raises:
       PipelineError: the mesh is abstract, or a rank's devices have less memory than its stages need.
     """
-    traced, step = self._traced, self._step
+    setting, step = self._traced._setting, self._step
     begin = time.perf_counter()
-    mesh = submeshes.check_concrete(traced._mesh)
-    meshes = [submeshes.submesh(mesh, traced._axis, [rank]) for rank in range(len(traced._meshes))]
+    mesh = submeshes.check_concrete(setting.mesh)
+    meshes = [submeshes.submesh(mesh, setting.axis, [rank]) for rank in range(len(setting.ranks))]
     preparer = self._preparer()
     executables = Compiler(preparer, meshes).compile()
-    assembler = Assembler(self.linked, preparer, executables, mesh, traced._axis)
-    machine = assembler.machine(step.arguments, self._joined.results, traced._threads)
+    assembler = Assembler(self.linked, preparer, executables, mesh, setting.axis)
+    machine = assembler.machine(step.arguments, self._joined.results, setting.threads)
     memory = Footprint(self.linked, preparer.sharding, step.arguments, len(meshes)).peaks(
       {unit: one.donated for unit, one in executables.items()},
       {unit: footprint.working(one.compiled) for unit, one in executables.items()},
     )
     footprint.check(memory, meshes)
     times = {**self.times, 'compile': time.perf_counter() - begin}
-    return Compiled(self, machine, executables, memory, times)
+    result = jax.tree.structure(self._traced._result)
+    return Compiled(setting, self._traced._request, result, machine, executables, memory, times)
 
   def offline(self, platform: str) -> Offline:
     """The programs for a platform, with nothing compiled: the mesh may be abstract.
@@ -383,7 +341,7 @@ class Lowered:
       set(self._joined.results),
     )
     donatable = {value for value, donated in given if donated and value not in passed_on}
-    return Preparer(self.linked, traced._meshes, self._specs(), donatable)
+    return Preparer(self.linked, traced._setting.ranks, self._specs(), donatable)
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """How values lie, as far as it is known before anything is compiled."""
@@ -403,135 +361,3 @@ class Lowered:
     by_kind = kinds.specs(specs | planned, [*wanted, *results])
     whole = {value: PartitionSpec() for value in wanted}
     return whole | by_kind | planned | specs
-
-
-class Compiled:
-  """A pipeline that can be run on arguments of one form.
-
-  Attributes:
-    executables: per unit, its program.
-    memory: per rank, the most bytes that a device of it holds at once.
-    times: how many seconds tracing, planning and compiling took.
-  """
-
-  def __init__(
-    self,
-    lowered: Lowered,
-    machine: Machine,
-    executables: Mapping[Unit, Executable],
-    memory: list[int],
-    times: dict[str, float],
-  ):
-    traced = lowered._traced
-    self._lowered, self._machine = lowered, machine
-    self._arguments, self._request = traced._arguments, traced._request
-    self._result = jax.tree.structure(traced._result)
-    self._seen: list[Any] = [None] * len(traced._request.avals)
-    self._axis, self._sizes = traced._axis, dict(traced._mesh.shape)
-    self.executables, self.memory, self.times = executables, memory, times
-
-  @property
-  def input_shardings(self) -> tuple[tuple, dict[str, Any]]:
-    """Where the arguments that are not static are used: on the ranks of the stages that use them.
-
-    Arrays that lie so are taken as they are. It is where a restored state should go, too. What nobody
-    uses may lie anywhere; it is said to be on all ranks.
-    """
-    traced = self._lowered._traced
-    joint = functools.partial(submeshes.submesh, traced._mesh, traced._axis)
-    everywhere = range(len(traced._meshes))
-    shardings = [
-      NamedSharding(joint(sorted(use.rank for use in uses) or everywhere), spec)
-      for uses, spec in zip(self._machine.arguments, self._request.specs, strict=True)
-    ]
-    return self._request.treedef.unflatten(shardings)
-
-  def init(self, create: Callable[..., Any], *args: Any, argument: int = 0, **kwargs: Any) -> Any:
-    """Makes the state that the pipeline takes, each array on the stages that use it.
-
-    Args:
-      create: makes a state; each rank runs what its arrays need of it.
-      *args, **kwargs: its arguments; what is neither array nor number is passed on as it is.
-      argument: which argument of the pipeline the state is, of those that are not static.
-
-    Returns:
-      The state; no device ever holds what it does not use.
-
-    Raises:
-      PipelineError: `create` makes something else than the pipeline was compiled for.
-    """
-    wanted = self.input_shardings[0][argument]
-    return born(create, args, kwargs, wanted, self._lowered._traced._rules)
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Runs it.
-
-    Raises:
-      PipelineError: it was compiled for arguments of another form.
-    """
-    return self.run(self._checked(args, kwargs))
-
-  def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Task, float]]:
-    """Runs it one task after another, so that each can be timed.
-
-    Returns:
-      The result, and the seconds that each task took: costs for `schedule.simulate` and `schedule.draw`.
-    """
-    results, seconds = self._machine.measured(self._checked(args, kwargs))
-    return self._result.unflatten(results), seconds
-
-  def run(self, leaves: Sequence[Any]) -> Any:
-    """Runs it on arguments' leaves that were found to fit."""
-    return self._result.unflatten(self._machine(leaves))
-
-  def leaves(self, args, kwargs) -> list[Any] | None:
-    """The leaves of arguments, if it was compiled for such."""
-    if self._arguments.statics(args, kwargs) != self._request.static:
-      return None
-    leaves, treedef = jax.tree.flatten(self._arguments.dynamic(args, kwargs))
-    if treedef != self._request.treedef:
-      return None
-    fits = all(map(self._fits, range(len(leaves)), leaves))
-    return leaves if fits else None
-
-  def _fits(self, number: int, leaf: Any) -> bool:
-    """Whether an argument has the form, and lies as it was expected."""
-    aval = self._request.avals[number]
-    if not isinstance(leaf, jax.Array):
-      return _aval(leaf) == aval and self._request.specs[number] == PartitionSpec()
-    if (
-      leaf.shape != aval.shape
-      or leaf.dtype != aval.dtype
-      or getattr(leaf, 'weak_type', False) != aval.weak_type
-    ):
-      return False
-    if self._seen[number] is leaf.sharding:
-      return True
-    same = submeshes.spec_of(leaf, self._axis, self._sizes) == self._request.specs[number]
-    if same:
-      self._seen[number] = leaf.sharding
-    return same
-
-  def _checked(self, args, kwargs) -> list[Any]:
-    args, kwargs = self._arguments.by_position(args, kwargs)
-    leaves = self.leaves(args, kwargs)
-    if leaves is None:
-      raise PipelineError(
-        f'This pipeline was compiled for other arguments:\n{self._differences(args, kwargs)}\n'
-        'Fix: call the function that pipeline_jit returned, which compiles anew.'
-      )
-    return leaves
-
-  def _differences(self, args, kwargs) -> str:
-    """How arguments differ from those that it was compiled for, a line for each leaf."""
-    request, dynamic = self._request, self._arguments.dynamic(args, kwargs)
-    old = request.treedef.unflatten(map(said_of, request.avals, request.specs))
-    new = jax.tree.map(
-      lambda leaf: said_of(_aval(leaf), submeshes.spec_of(leaf, self._axis, self._sizes)), dynamic
-    )
-    static = (
-      [(f'static {name}', repr(value)) for name, _, value in each]
-      for each in (request.static, self._arguments.statics(args, kwargs))
-    )
-    both = ([*named_arguments(each), *more] for each, more in zip((old, new), static))
-    return few(differences(*both) or ['  they are in containers of other kinds'])

@@ -72,7 +72,7 @@ def stacked(
     >>> layout = Layout({'stage': 4, 'data': 2}, (('stage', 'stage'), ('batch', 'data')))
     >>> variables = layout.init(Deep().init, jax.random.key(0), jnp.ones((4, 8)))
     >>> variables['params']['blocks']['kernel'].value.sharding.spec
-    P('stage',)
+    P('stage', None, None)
     >>> layout.jit(Deep().apply)(variables, jnp.ones((4, 8))).shape
     (4, 8)
   """
