@@ -1,5 +1,6 @@
 """The search: with an estimator that is a formula, so that what it should find is known."""
 
+import functools
 import json
 import math
 import os
@@ -75,12 +76,17 @@ class Formula:
     return outcome(layout, target, self.state, self.remat)
 
 
+@functools.cache
+def shapes_of(create):
+  return jax.eval_shape(create)
+
+
 def is_remat(step):
   return getattr(step, 'keywords', {}).get('remat') == 'full'
 
 
 def outcome(layout, target, create, remat=False, name='', source='estimated'):
-  rows = layout.rows(layout.abstract(create))
+  rows = layout.rows(shapes_of(create))
   parts = [
     sum(row.bytes_per_device for row in rows if row.path.startswith(part))
     for part in ('params', 'opt_state')

@@ -22,7 +22,8 @@ from flax_spmd.explore.outcome import Outcome, time_text
 from flax_spmd.report import size_text
 from flax_spmd.searching.buys import buys_of
 from flax_spmd.searching.candidate import Candidate
-from flax_spmd.searching.descent import Enough, descend, simplified
+from flax_spmd.searching.choosing import SLACK, Choice
+from flax_spmd.searching.descent import Enough, descend
 from flax_spmd.searching.found import Found
 from flax_spmd.searching.progress import progress
 from flax_spmd.searching.seeds import seeds
@@ -32,18 +33,13 @@ from flax_spmd.searching.trials import (
   Trials,
   as_choices,
   chunks,
-  fits,
   program_of,
   seconds,
-  worth,
 )
 from flax_spmd.searching.wishes import wishes_of
 
 _SEEDS = 0.4  # of the candidates, those that it begins with at most
 _FEW = 24  # candidates, where each has to be compiled
-_SLACK = 0.1  # of the budget: what an estimate says of memory may be so far off
-_PREFERRED = 0.9  # how much faster a doubtful candidate counts when it is decided what to compile
-_SHOWN = 3  # estimates, where nothing is compiled
 _ESTIMATING = 0.6  # of the time
 
 
@@ -164,6 +160,7 @@ class _Search:
     self.presets: dict[Candidate, str] = {}
     self.compiled: dict[Candidate, Outcome] = {}
     self.notes: list[str] = []
+    self.interrupted = False
 
   def run(self) -> Found:
     self._note()
@@ -173,6 +170,7 @@ class _Search:
     except KeyboardInterrupt:
       if not self.trials.estimated:
         raise
+      self.interrupted = True
       self.notes.append(
         f'Interrupted: the best of {len(self.trials.estimated)} candidates, of which '
         f'{len(self.compiled)} were compiled. The same call goes on from here.'
@@ -248,12 +246,13 @@ class _Search:
       return
     if not self.limits.top:
       return
-    wanted = [*self._ranked(_SLACK), *self._ranked(0.0)[:1], *self._best_presets()]
-    for slack in (0.0, -_SLACK, None):
+    choice = self._choice
+    wanted = [*choice.ranked(SLACK), *choice.ranked(0.0)[:1], *choice.best_presets()]
+    for slack in (0.0, -SLACK, None):
       self._compile_all([one for one in dict.fromkeys(wanted) if one not in self.compiled])
-      if any(self._fits(one) for one in self.compiled.values()):
+      if any(choice.fits(one) for one in self.compiled.values()):
         return
-      wanted = self._smallest() if slack is None else self._ranked(slack)
+      wanted = choice.smallest() if slack is None else choice.ranked(slack)
     self._compile_all([one for one in wanted if one not in self.compiled])
 
   def _compile_all(self, wanted: Sequence[Candidate]) -> None:
@@ -267,47 +266,20 @@ class _Search:
         self.compiled |= dict(zip(group, self.trials.compiled(group), strict=True))
         say(min(len(wanted), (number + 1) * at_once), '')
 
-  def _ranked(self, slack: float) -> list[Candidate]:
-    """The best of what may fit, made simpler."""
-    best = self._distinct(slack, _priority)[: self.limits.top]
-    plain = (simplified(one, self.trials.worth, self.space.simpler) for one in best)
-    return list(dict.fromkeys(plain))
-
-  def _distinct(self, slack: float, order: Callable[[Outcome], float]) -> list[Candidate]:
-    """What may fit, the best first; of candidates that come out alike, one."""
-    alike: dict[Any, Candidate] = {}
-    for candidate, one in self.trials.estimated.items():
-      if one.counts and one.cost and fits(one, self.trials.memory, slack):
-        alike.setdefault((one.memory, one.cost.low, one.cost.high), candidate)
-    return sorted(alike.values(), key=lambda candidate: order(self.trials.estimated[candidate]))
-
-  def _smallest(self) -> list[Candidate]:
-    """The one that needs the least memory."""
-    needs = {key: one.memory.peak for key, one in self.trials.estimated.items() if one.memory}
-    return [min(needs, key=lambda key: needs[key])] if needs else []
-
-  def _best_presets(self) -> list[Candidate]:
-    """Of each preset the best mesh, if it may fit."""
-    best: dict[str, Candidate] = {}
-    for candidate, name in self.presets.items():
-      one = self.trials.estimated.get(candidate)
-      if one is None or one.cost is None or not fits(one, self.trials.memory, _SLACK):
-        continue
-      if name not in best or seconds(one) < seconds(self.trials.estimated[best[name]]):
-        best[name] = candidate
-    return list(best.values())
-
-  def _fits(self, outcome: Outcome) -> bool:
-    return outcome.error is None and fits(outcome, self.trials.memory)
-
   # -- the answer
 
+  @property
+  def _choice(self) -> Choice:
+    return Choice(self.space, self.trials, self.presets, self.limits.top)
+
   def _found(self) -> Found:
-    outcomes = self._sorted(self.compiled)
-    if not outcomes or not self._fits(outcomes[0][1]):
-      outcomes = [] if self.compiled else self._sorted(self._shown())
-    if not outcomes or not self._fits(outcomes[0][1]):
-      raise InfeasibleError(self._nearest())
+    choice = self._choice
+    outcomes = choice.sorted(self.compiled)
+    if not outcomes or not choice.fits(outcomes[0][1]):
+      shown = {} if self.compiled and not self.interrupted else choice.shown()
+      outcomes = choice.sorted(shown)
+    if not outcomes or not choice.fits(outcomes[0][1]):
+      raise InfeasibleError(choice.nearest(self.compiled))
     candidate, _ = outcomes[0]
     return Found(
       self.space.target,
@@ -319,38 +291,3 @@ class _Search:
       buys_of(candidate, self.trials),
       self.notes,
     )
-
-  def _shown(self) -> dict[Candidate, Outcome]:
-    """Where nothing was compiled: the best estimates, and the best of each preset."""
-    best, *others = self._distinct(0.0, seconds)[: max(self.limits.top, _SHOWN)] or [None]
-    plain = [] if best is None else [simplified(best, self.trials.worth, self.space.simpler)]
-    return {one: self.trials.outcome(one) for one in [*plain, *others, *self._best_presets()]}
-
-  def _sorted(self, outcomes: Mapping[Candidate, Outcome]) -> list[tuple[Candidate, Outcome]]:
-    """Those that fit first, the fastest first."""
-    rank = lambda item: (not self._fits(item[1]), worth(item[1], self.trials.memory))
-    return sorted(outcomes.items(), key=rank)
-
-  def _nearest(self) -> str:
-    known = self.compiled if any(one.memory for one in self.compiled.values()) else self.trials.estimated
-    needing = [one for one in known.values() if one.memory is not None]
-    if not needing:
-      error = next((one.error for one in known.values() if one.error), 'nothing was tried')
-      return (
-        f'Of {len(self.trials.estimated)} layouts, none can be used.\n{error.splitlines()[0]}\n'
-        'Fix: see the error of the first one.'
-      )
-    nearest = min(needing, key=lambda one: one.memory.peak if one.memory else 0)
-    peak = nearest.memory.peak if nearest.memory else 0
-    over = peak - self.trials.memory
-    return (
-      f'Of {len(self.trials.estimated)} layouts, none fits into {size_text(self.trials.memory)} on {self.space.target.text}.\n'
-      f'The nearest needs {size_text(peak)}, {size_text(over)} ({over} bytes) too much ({nearest.source}): '
-      f'{nearest.name}.\n'
-      'Fix: use more devices, a smaller batch, or remat (let the step take it as an argument, and pass choices).'
-    )
-
-
-def _priority(outcome: Outcome) -> float:
-  """By which it is decided what to compile: the fast ones, and those that may well be faster."""
-  return seconds(outcome) * (_PREFERRED if outcome.doubts else 1.0)
