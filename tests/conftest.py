@@ -14,10 +14,19 @@ import pytest
 from hypothesis import settings
 
 import flax_spmd as spmd
+from tests.versions import is_for_another_jax
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 settings.register_profile('default', deadline=None, max_examples=200, derandomize=True)
 settings.load_profile('default')
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  """What the other JAX runs is for `nox -s exhaustive` here."""
+  for test in items:
+    if is_for_another_jax(test):
+      test.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope='session')
