@@ -233,9 +233,12 @@ def test_a_stage_that_does_not_fit(found, tmp_path, monkeypatch):
 
 def test_a_program_that_is_not_compiled_says_which(monkeypatch):
   monkeypatch.setattr(compiling, '_read', lambda key: None)
-  monkeypatch.setattr(compiling, '_run', lambda programs, *rest: [{'error': 'no'} for _ in programs])
+  large = {'error': 'Used 20.00G of 15.75G hbm', 'used': 20 * 2**30}
+  monkeypatch.setattr(compiling, '_keep', lambda key, result: None)
+  monkeypatch.setattr(compiling, '_run', lambda programs, *rest: [dict(large) for _ in programs])
   row = compare(step, create, BATCH, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
-  assert row.error.splitlines()[:2] == ['start_0: no', 'start_1: no']
+  said = [f'start_{rank} on rank {rank}: Used 20.00G of 15.75G hbm' for rank in range(2)]
+  assert row.error.splitlines()[:2] == said and row.memory.peak == 20 * 2**30 and not row.fits
 
 
 def test_a_crash_takes_one_program_with_it(tmp_path, monkeypatch):

@@ -23,6 +23,8 @@ from flax_spmd.mesh import axis_sizes
 from flax_spmd.pipeline.linking import Call, Send, Unit
 from flax_spmd.pipeline.tasks import Task
 
+_SHORT = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16', 'int32': 's32'}  # as programs have it
+
 
 def outcome_of(name: str, staged: Staged, compiled: Sequence[Compiled], target: Target) -> Outcome:
   """A row of the comparison.
@@ -36,12 +38,13 @@ def outcome_of(name: str, staged: Staged, compiled: Sequence[Compiled], target: 
   by_identity = dict(zip((one.identity for one in staged.distinct), compiled, strict=True))
   found = {unit: by_identity[program.identity] for unit, program in staged.tasks.items()}
   joined = _joined(compiled)
-  wrong = [
-    f'{unit.name}: {one.error or "not compiled"}' for unit, one in found.items() if one.counts is None
-  ]
+  wrong = {unit: one for unit, one in found.items() if one.counts is None}
   if wrong:
-    row = Outcome.failed(name, staged.layout, '\n'.join(wrong))
-    return row._replace(program=staged.whole, compiled=joined)
+    used = max(one.used or 0 for one in wrong.values())
+    texts = (f'{unit.name} on rank {unit.rank}: {one.error}' for unit, one in wrong.items())
+    return Outcome.failed(name, staged.layout, '\n'.join(texts))._replace(
+      memory=Memory(0, 0, 0, 0, used, used) if used else None, program=staged.whole, compiled=joined
+    )
   return _Staging(staged, found, target).outcome(name)._replace(compiled=joined)
 
 
@@ -232,7 +235,8 @@ class _Staging:
     source = send.places[0][2]
     sizes = Counter[str]()
     for place in send.places:
-      sizes[str(place[0].aval.dtype)] += self._footprint.sizes[place]
+      dtype: str = place[0].aval.dtype.name
+      sizes[_SHORT.get(dtype, dtype)] += self._footprint.sizes[place]
     speed = between(self._target, self._mesh, self._staged.axis, source, send.rank)
     seconds = sizes.total() / speed + self._target.chip.hop
     return _Sent(source, send.rank, sizes.total(), max(sizes, key=lambda name: sizes[name]), seconds)
