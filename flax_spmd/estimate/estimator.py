@@ -61,6 +61,7 @@ class Estimator:
     ...   return {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
     >>> def step(state, x):
     ...   return jax.tree.map(lambda w: w - 0.1, state), jnp.sum((x @ state['w'].unbox()) ** 2)
+    >>> from flax_spmd.explore import parse
     >>> estimator = Estimator(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
     >>> layout = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
     >>> estimator.estimate(layout, parse('h100:8')).counts.flops

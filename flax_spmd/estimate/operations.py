@@ -54,8 +54,8 @@ def reshaped(shape: Sequence[int], dims: Dims, into: Sequence[int], sizes: Mappi
   """How an array lies after a reshape that moves nothing.
 
   Example:
-    >>> reshaped((8, 6), (('data',), ()), (2, 4, 6), {'data': 4})
-    ((), ('data',), ())
+    >>> reshaped((8, 6), (('data',), ()), (48,), {'data': 4})
+    (('data',),)
     >>> reshaped((8, 6), (('data',), ()), (4, 2, 6), {'data': 4})
     (('data',), (), ())
   """
