@@ -7,6 +7,7 @@ made it: a file of others is begun anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -15,7 +16,9 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flax_spmd import estimate
 from flax_spmd.compat import jaxlib_version
+from flax_spmd.explore import costs
 from flax_spmd.explore.collectives import Collective
 from flax_spmd.explore.compiling import cache_folder
 from flax_spmd.explore.costs import Cost
@@ -62,7 +65,8 @@ def open_kept(identity: str, target: Target, fresh: bool = False) -> Kept:
   """
   key = hashlib.sha256(repr([identity, target]).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
-  head = {'format': FORMAT, 'jaxlib': jaxlib_version(), 'flax-spmd': _own_version()}
+  versions = {'jaxlib': jaxlib_version(), 'flax-spmd': _own_version()}
+  head = {'format': FORMAT, **versions, 'estimator': _estimator()}
   lines = [] if fresh else _lines(file)
   if lines and lines[0] == head:
     return Kept(file, {line['layout']: line for line in lines[1:] if 'layout' in line})
@@ -119,6 +123,13 @@ def _versions(head: dict[str, Any]) -> str:
   return (
     ', '.join(f'{name} {version}' for name, version in names.items() if version) or 'nobody knows what'
   )
+
+
+@functools.cache
+def _estimator() -> str:
+  """A digest of what makes the estimates: a version number says little while one works on it."""
+  files = [*Path(estimate.__path__[0]).glob('*.py'), Path(costs.__file__)]
+  return hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
 
 
 def _own_version() -> str:
