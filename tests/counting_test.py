@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_spmd.explore.counting import Counts, count
-from flax_spmd.explore.flops import Window, _meetings
+from flax_spmd.explore.flops import Window, meetings
 
 DATA = pathlib.Path(__file__).parent / 'data'
 MIB = 2**20
@@ -384,13 +384,13 @@ small = st.integers(1, 6)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), small, small, st.integers(-6, 6), small, small)
-def test_meetings_of_windows(inputs, outputs, size, stride, pad, lhs_dilate, rhs_dilate):
+def testmeetings_of_windows(inputs, outputs, size, stride, pad, lhs_dilate, rhs_dilate):
   window = Window(size, stride, pad, lhs_dilate, rhs_dilate)
   places = [o * stride + k * rhs_dilate - pad for o in range(outputs) for k in range(size)]
   expected = sum(
     place % lhs_dilate == 0 and 0 <= place < (inputs - 1) * lhs_dilate + 1 for place in places
   )
-  assert _meetings(inputs, outputs, window) == expected
+  assert meetings(inputs, outputs, window) == expected
 
 
 # --- HBM ---------------------------------------------------------------------------------------------------

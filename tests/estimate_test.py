@@ -57,7 +57,9 @@ def create():
 
 def step(state, x, again=False):
   apply = Model(again).apply
-  loss, grads = jax.value_and_grad(lambda params: jnp.sum(apply({'params': params}, x) ** 2))(state.params)
+  loss, grads = jax.value_and_grad(lambda params: jnp.sum(apply({'params': params}, x) ** 2))(
+    state.params
+  )
   return state.apply_gradients(grads=grads), loss
 
 
@@ -274,3 +276,44 @@ def test_remat_computes_again_and_keeps_less(estimator):
   assert less.counts.flops > plain.counts.flops
   assert less.memory.temporaries < plain.memory.temporaries
   assert less.counts.by_axis() == plain.counts.by_axis()
+
+
+class Pictures(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    for _ in range(2):
+      x = nn.Conv(16, (3, 3), strides=(2, 2))(x)
+      x = nn.gelu(nn.BatchNorm(use_running_average=False)(x), approximate=False)  # has CHLO operations
+      x = nn.max_pool(spmd.with_logical_constraint(x, ('batch', None, None, None)), (2, 2), (2, 2))
+    return nn.Dense(10)(x.mean((1, 2)))
+
+
+def test_convolutions_are_counted_as_in_compiled_programs():
+  model = Pictures()
+  pictures = jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32)
+
+  def see(variables, x):
+    def loss(params):
+      y, _ = model.apply(variables | {'params': params}, x, mutable=['batch_stats'])
+      return jnp.mean(y**2)
+
+    grads = jax.grad(loss)(variables['params'])
+    return variables | {'params': jax.tree.map(lambda p, g: p - g, variables['params'], grads)}
+
+  def begin():
+    return model.init(jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+
+  compiled = compare(see, begin, pictures, {'one': DATA}, 'cpu:8')['one'].counts
+  estimated = Estimator(see, begin, pictures).estimate(DATA, parse('cpu:8')).counts
+  assert estimated.flops == compiled.flops
+  assert estimated.by_kind() == pytest.approx(compiled.by_kind(), rel=0.02)
+
+
+def test_memory_that_is_about_the_limit_is_in_doubt(estimator):
+  plain = estimator.estimate(DATA, TARGET)
+  assert plain.doubts == ()
+  limit = plain.memory.peak - 1000
+  close = TARGET._replace(chip=TARGET.chip._replace(memory=limit))
+  outcome = estimator.estimate(DATA, close)
+  assert not outcome.fits
+  assert outcome.doubts[0].startswith('memory: ')

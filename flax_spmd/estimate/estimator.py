@@ -30,8 +30,10 @@ from flax_spmd.explore.programs import abstract_batch
 from flax_spmd.layout import Layout
 from flax_spmd.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd.naming import path_string
+from flax_spmd.report import size_text
 from flax_spmd.resolution import UNCONSTRAINED, axis_names
 
+_CLOSE = 0.12  # of the limit; by so much an estimate of memory may be off
 _PARTS = ('params', 'opt_state', '', 'batch')
 
 
@@ -158,7 +160,7 @@ class Estimator:
       None,
       None,
       'estimated',
-      walked.doubts,
+      (*walked.doubts, *_close(memory.peak, target.chip.memory)),
     )
 
   @property
@@ -179,6 +181,15 @@ class Estimator:
     extra = int(temporaries) + (0 if self._donate else sum(bytes_) - parts['batch'])
     parameters, optimizer, rest, batch = (parts[part] for part in _PARTS)
     return Memory(parameters, optimizer, rest, batch, extra, sum(bytes_) + extra)
+
+
+def _close(peak: int, limit: int) -> Iterator[str]:
+  """A doubt about whether it fits, where that is a matter of little."""
+  if abs(peak / limit - 1) < _CLOSE:
+    yield (
+      f'memory: {size_text(peak)} of {size_text(limit)}, too close to tell; compilers compute again what just '
+      'does not fit'
+    )
 
 
 def _dims(sharding: NamedSharding, rank: int) -> Dims:

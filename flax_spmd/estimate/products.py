@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from flax_spmd.estimate.graph import Axes, Op, pieces, whole
 from flax_spmd.estimate.needs import Need, Seen, wire
+from flax_spmd.explore.flops import Window, meetings
 
 _CHOICES = 4096  # ways to divide one product that are looked at
 
@@ -109,16 +110,32 @@ def _divided(factors: Sequence[Factor], choice: Sequence[Axes], seen: Seen) -> N
 
 
 def convolution(op: Op, seen: Seen) -> Need:
-  """A convolution: a product over features, at every place of the window."""
+  """A convolution: a product over features, at every place at which the window meets the input."""
   left, right, result = op.details['dimension_numbers']
-  spots = [name for name in left if name.isdigit()]
+  inputs, kernel, outputs = (value.shape for value in (*seen.values[:2], seen.result))
   factors = [
-    Factor(left.index('b'), None, result.index('b'), seen.values[0].shape[left.index('b')]),
-    Factor(None, right.index('o'), result.index('f'), seen.values[1].shape[right.index('o')]),
-    Factor(left.index('f'), right.index('i'), None, seen.values[1].shape[right.index('i')]),
+    Factor(left.index('b'), None, result.index('b'), inputs[left.index('b')]),
+    Factor(None, right.index('o'), result.index('f'), kernel[right.index('o')]),
+    Factor(left.index('f'), right.index('i'), None, kernel[right.index('i')]),
   ]
   found = _product(factors, seen)
-  window = 1.0
-  for spot in spots:
-    window *= seen.result.shape[result.index(spot)] * seen.values[1].shape[right.index(spot)]
-  return found._replace(flops=found.flops * window)
+  return found._replace(flops=found.flops * _places(op, inputs, kernel, outputs))
+
+
+def _places(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int]) -> float:
+  """At how many places the window meets the input; padding and holes of dilation count as nothing."""
+  left, right, result = op.details['dimension_numbers']
+  rank = len(left) - 2
+  ones = (1,) * rank
+  options = (
+    ('window_strides', ones),
+    ('padding', (0, 0) * rank),
+    ('lhs_dilation', ones),
+    ('rhs_dilation', ones),
+  )
+  strides, pads, holes, steps = (op.details.get(name) or default for name, default in options)
+  number = 1
+  for dim in range(rank):
+    window = Window(kernel[right.index(str(dim))], strides[dim], pads[2 * dim], holes[dim], steps[dim])
+    number *= meetings(inputs[left.index(str(dim))], outputs[result.index(str(dim))], window)
+  return number

@@ -101,7 +101,7 @@ def _convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, result:
     count *= 1 if label.isdigit() else size
   windows = _windows(instruction.attributes.get('window', ''), len(spatial))
   for label, window in zip(spatial, windows):
-    count *= _meetings(lhs.dims[labels[1].index(label)], result.dims[labels[3].index(label)], window)
+    count *= meetings(lhs.dims[labels[1].index(label)], result.dims[labels[3].index(label)], window)
   return count
 
 
@@ -115,13 +115,13 @@ def _windows(text: str, rank: int) -> list[Window]:
   return [Window(**window) for window in windows]
 
 
-def _meetings(inputs: int, outputs: int, window: Window) -> int:
+def meetings(inputs: int, outputs: int, window: Window) -> int:
   """How many (output, kernel) positions along one dimension lie on an input element.
 
   That is the number of (o, k) with o * stride + k * rhs_dilate - pad = i * lhs_dilate for an input i.
 
   Example:
-    >>> _meetings(8, 8, Window(size=3, pad=1))
+    >>> meetings(8, 8, Window(size=3, pad=1))
     22
   """
   kernel = (window.size, window.rhs_dilate)

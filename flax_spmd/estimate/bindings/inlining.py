@@ -1,4 +1,4 @@
-"""Inlining: what functions compute, put in where they are called."""
+"""Inlining: what functions compute, put in where they are called; and operations that Shardy does not know."""
 
 from __future__ import annotations
 
@@ -64,3 +64,24 @@ def _replace(op: Any, now: Mapping[Any, Any]) -> None:
     for index, value in enumerate(inner.operands):
       if value in now:
         inner.operands[index] = now[value]
+
+
+def make_plain(module: Any) -> None:
+  """Replaces what JAX has beside StableHLO (CHLO: `square`, `erf`, ...) by conversions, if it is done element by element.
+
+  XLA takes these operations apart before it propagates shardings, which Shardy can't do for them. How they
+  compute does not matter here, only that they do it element by element.
+  """
+  for op in list(_every(module)):
+    if op.name.startswith('chlo.') and len(op.results) == 1 and _is_elementwise(op):
+      with ir.InsertionPoint(op):
+        same = ir.Operation.create(
+          'stablehlo.convert', results=[op.results[0].type], operands=[op.operands[0]], loc=op.location
+        )
+      op.results[0].replace_all_uses_with(same.results[0])
+      op.erase()
+
+
+def _is_elementwise(op: Any) -> bool:
+  shape = list(ir.RankedTensorType(op.results[0].type).shape)
+  return all(list(ir.RankedTensorType(value.type).shape) == shape for value in op.operands)

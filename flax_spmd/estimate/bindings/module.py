@@ -16,7 +16,7 @@ from typing import Any
 from jax._src.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir, passmanager
 
-from flax_spmd.estimate.bindings.inlining import inline_all
+from flax_spmd.estimate.bindings.inlining import inline_all, make_plain
 from flax_spmd.estimate.bindings.reading import Reader, main_of, walk
 from flax_spmd.estimate.bindings.shardings import (
   Asked,
@@ -61,6 +61,7 @@ class Module:
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
       inline_all(self._module)
+      make_plain(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
       self._propagate = passmanager.PassManager.parse(_PROPAGATE)
       reader = Reader()

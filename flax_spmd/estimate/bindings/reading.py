@@ -87,6 +87,8 @@ def _details(op: Any) -> dict[str, Any]:
       found[name] = tuple(map(int, re.findall(r'-?\d+', text.partition(':')[2])))
     elif convolution := _CONVOLUTION.search(text):
       found[name] = tuple(tuple(part.split(', ')) for part in convolution.groups())
+    elif name == 'padding':
+      found[name] = _pairs(text)
     elif listed := _LISTED.findall(text):
       found |= {key: tuple(map(int, re.findall(r'\d+', many or one))) for key, many, one in listed}
     elif text[:1].isdigit():
@@ -99,6 +101,12 @@ def _details(op: Any) -> dict[str, Any]:
   if op.name == 'stablehlo.compare':
     found['direction'] = str(op.attributes['comparison_direction']).rpartition(' ')[2].rstrip('>')
   return found
+
+
+def _pairs(text: str) -> tuple[int, ...]:
+  """Numbers of a `dense<...>` of pairs; if it is one number, it is both of each pair."""
+  numbers = tuple(map(int, re.findall(r'-?\d+', text.partition('>')[0])))
+  return numbers if len(numbers) > 1 else numbers * 2 * int(re.findall(r'tensor<(\d+)', text)[0])
 
 
 def _source(op: Any) -> str:
