@@ -202,6 +202,7 @@ def searched(say: Callable[..., None]) -> tuple[list[Target], dict[str, Any]]:
   presets = [seconds(one) for one in found.outcomes if one.name in found.presets]
   made = [
     Target('candidates of the search', len(found.estimates), 1000, '', True),
+    Target('the search, by the clock', wall, 300, 's'),
     Target('the search, CPU-seconds over 2 cores', spent / CORES, 300, 's'),
     Target('the winner beside the best preset', 100 * seconds(found.best) / min(presets), 100),
   ]

@@ -14,6 +14,7 @@ from flax_spmd.searching.trials import Trials, fits, seconds, worth
 
 SLACK = 0.1  # of the budget: what an estimate says of memory may be so far off
 _PREFERRED = 0.9  # how much faster a doubtful candidate counts when it is decided what to compile
+_HOPELESS = 2.0  # how many times slower than the best a preset is that is not compiled
 _SHOWN = 3  # estimates, where nothing is compiled
 
 
@@ -43,7 +44,7 @@ class Choice(NamedTuple):
     alike: dict[Any, Candidate] = {}
     for candidate, one in self.trials.estimated.items():
       if one.counts and one.cost and fits(one, self.trials.memory, slack):
-        alike.setdefault((one.memory, one.cost.low, one.cost.high), candidate)
+        alike.setdefault(_figures(one), candidate)
     return sorted(alike.values(), key=lambda candidate: order(self.trials.estimated[candidate]))
 
   def smallest(self) -> list[Candidate]:
@@ -52,15 +53,26 @@ class Choice(NamedTuple):
     return [min(needs, key=lambda key: needs[key])] if needs else []
 
   def best_presets(self) -> list[Candidate]:
-    """Of each preset the best mesh, if it may fit."""
+    """Of each preset the best mesh, if it may fit, and may be the fastest of all."""
     best: dict[str, Candidate] = {}
+    fitting = self._fitting
+    shortest = min((seconds(one) for one in fitting.values()), default=0.0)
     for candidate, name in self.presets.items():
-      one = self.trials.estimated.get(candidate)
-      if one is None or one.cost is None or not fits(one, self.trials.memory, SLACK):
+      one = fitting.get(candidate)
+      if one is None:
         continue
-      if name not in best or seconds(one) < seconds(self.trials.estimated[best[name]]):
+      if not one.doubts and seconds(one) > _HOPELESS * shortest:
+        continue
+      if name not in best or seconds(one) < seconds(fitting[best[name]]):
         best[name] = candidate
-    return list(best.values())
+    alike = {_figures(fitting[candidate]): candidate for candidate in reversed(best.values())}
+    return list(reversed(alike.values()))
+
+  @property
+  def _fitting(self) -> dict[Candidate, Outcome]:
+    """What may fit."""
+    known = self.trials.estimated.items()
+    return {key: one for key, one in known if one.cost and fits(one, self.trials.memory, SLACK)}
 
   def fits(self, outcome: Outcome) -> bool:
     """Whether it works, and a device has room for it."""
@@ -72,12 +84,12 @@ class Choice(NamedTuple):
     plain = [] if best is None else [simplified(best, self.trials.worth, self.space.simpler)]
     return {one: self.trials.outcome(one) for one in [*plain, *others, *self.best_presets()]}
 
-  def sorted(self, outcomes: Mapping[Candidate, Outcome]) -> list[tuple[Candidate, Outcome]]:
+  def sorted(self, outcomes: Mapping[Any, Outcome]) -> list[tuple[Any, Outcome]]:
     """Those that fit first, the fastest first."""
     rank = lambda item: (not self.fits(item[1]), worth(item[1], self.trials.memory))
     return sorted(outcomes.items(), key=rank)
 
-  def nearest(self, compiled: Mapping[Candidate, Outcome]) -> str:
+  def nearest(self, compiled: Mapping[Any, Outcome]) -> str:
     """What is said where nothing fits."""
     known = compiled if any(one.memory for one in compiled.values()) else self.trials.estimated
     needing = [one for one in known.values() if one.memory is not None]
@@ -101,3 +113,8 @@ class Choice(NamedTuple):
 def _priority(outcome: Outcome) -> float:
   """By which it is decided what to compile: the fast ones, and those that may well be faster."""
   return seconds(outcome) * (_PREFERRED if outcome.doubts else 1.0)
+
+
+def _figures(outcome: Outcome) -> Any:
+  """What is the same of programs that are the same."""
+  return outcome.memory, outcome.cost and (outcome.cost.low, outcome.cost.high)

@@ -101,8 +101,9 @@ def search(
     show: whether progress is shown.
 
   Returns:
-    The best layout, what its rules buy, the runners-up. Of all that was compiled it is the best, and the
-    best layout of each preset that fits was compiled.
+    The best layout, what its rules buy, the runners-up. It is the best of all that was compiled. Of each
+    preset the best mesh was, unless it needs too much memory, or twice the time, by an estimate without
+    doubts: so the layout is no worse than the presets.
 
   Raises:
     SearchError: wishes that cannot be met; names all of them.
