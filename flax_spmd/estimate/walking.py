@@ -17,6 +17,7 @@ from flax_spmd.estimate.graph import Block, Dims, Graph, Op, Value, pieces, tile
 from flax_spmd.estimate.moving import Move, moves, summing, tangled
 from flax_spmd.estimate.needs import Need, Seen
 from flax_spmd.estimate.operations import need
+from flax_spmd.estimate.sending import sent_as
 from flax_spmd.estimate.storing import BARRIER, Stored, free_values, stored
 from flax_spmd.explore.counting import Counts
 
@@ -47,7 +48,7 @@ class Program:
     self.free = free_values(graph)
     self.stored = stored(graph.main, self.free)
     self.constants: dict[int, int] = {}
-    self.narrow: dict[int, Value] = {}
+    self.narrow = sent_as(graph)
     self.uses: dict[int, int] = {}
     products: dict[str, int] = {}
     self._learn(graph.main, products)
@@ -59,9 +60,6 @@ class Program:
         self.uses[value] = self.uses.get(value, 0) + 1
       if op.details.get('value') is not None:
         self.constants[op.results[0]] = op.details['value']
-      if op.kind == 'convert':
-        before, after = self.graph.values[op.operands[0]], self.graph.values[op.results[0]]
-        self.narrow[op.results[0]] = min(before, after, key=lambda value: value.item)
       if op.kind in ('dot_general', 'convolution'):
         dtype = self.graph.values[op.operands[0]].dtype
         products[dtype] = products.get(dtype, 0) + math.prod(self.graph.values[op.results[0]].shape)
@@ -190,14 +188,14 @@ class _Walk:
       self.sums[value] = _Sum(found.natural, found.parts, times, op.source)
     elif found.natural != self.dims[value] and len(found.natural) == len(self.dims[value]):
       self._emit(
-        moves(self.values[value], found.natural, self.dims[value], self.sizes), times, value, op.source
+        moves(self._sent(value), found.natural, self.dims[value], self.sizes), times, value, op.source
       )
 
   def _seen(self, op: Op) -> Seen:
     return Seen(
       [self.values[value] for value in op.operands],
       [self.dims[value] for value in op.operands],
-      [self.program.narrow.get(value, self.values[value]) for value in op.operands],
+      [self._sent(value) for value in op.operands],
       [value in self.program.free or value in self.sums for value in op.operands],
       self.values[op.results[0]],
       self.dims[op.results[0]],
@@ -266,7 +264,7 @@ class _Walk:
     if wanted == self.dims[value] or value in self.program.free or (value, wanted) in self.moved:
       return
     self.moved.add((value, wanted))
-    sent = self.program.narrow.get(value, self.values[value])
+    sent = self._sent(value)
     made = moves(sent, self.dims[value], wanted, self.sizes)
     if any(move.kind == 'all-gather' for move in made):
       copy = tile(self.values[value].shape, wanted, self.sizes) * self.values[value].item
@@ -278,9 +276,14 @@ class _Walk:
     for move in made:  # each reads its operand and writes its result
       results = pieces(move.axes, self.sizes) ** _GROWTH.get(move.kind, 0)
       self.hbm += times * move.bytes * (1 + results)
-    self.bundles.add(value, made, times, self.values[value].dtype, source, self.inside)
+    dtype = self._sent(value).dtype
+    self.bundles.add(value, made, times, dtype, source, self.inside)
     if tangled(made) and times * sum(move.bytes for move in made) > _TINY:
       self.doubts.append(f'{source}: {" then ".join(move.kind for move in made)} of one array')
+
+  def _sent(self, value: int) -> Value:
+    """A value as it is sent."""
+    return self.program.narrow.get(value, self.values[value])
 
   def _bytes(self, value: int) -> float:
     return tile(self.values[value].shape, self.dims[value], self.sizes) * self.values[value].item
