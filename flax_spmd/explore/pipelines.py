@@ -27,6 +27,7 @@ from flax_spmd.explore.programs import Program, abstract_arguments, described, d
 from flax_spmd.layout import Layout
 from flax_spmd.mesh import axis_sizes
 from flax_spmd.naming import path_string
+from flax_spmd.pipeline.engine import Lowered
 from flax_spmd.pipeline.linking import Unit
 from flax_spmd.pipeline.offline import Offline
 from flax_spmd.pipeline.schedules import Schedule
@@ -85,6 +86,54 @@ class Staged(NamedTuple):
     return list({program.identity: program for program in self.tasks.values()}.values())
 
 
+class Cut(NamedTuple):
+  """A step that was cut, of which nothing is lowered yet.
+
+  Attributes:
+    layout: its layout, on an abstract mesh.
+    state, data: what it is called with.
+    lowered: its parts, in order.
+    schedule, microbatches: as it runs.
+  """
+
+  layout: Layout
+  state: Any
+  data: Any
+  lowered: Lowered
+  schedule: Schedule
+  microbatches: int
+
+
+def cut_pipeline(
+  step: Callable[..., Any],
+  create: Callable[..., Any],
+  batch: Any,
+  pipeline: Pipeline,
+  target: Target,
+  *,
+  args: Sequence[Any] = (),
+  places: Any = None,
+  donate: bool = True,
+) -> Cut:
+  """Cuts `step(state, batch)` into stages; arguments and what it raises as of `lower_pipeline`."""
+  layout, state, data = abstract_arguments(create, batch, pipeline.layout, target, args, places)
+  jitted = layout.pipeline_jit(
+    pipeline.step or step,
+    axis=pipeline.axis,
+    schedule=pipeline.schedule,
+    stages=pipeline.stages,
+    donate_argnums=0 if donate else None,
+  )
+  lowered = jitted.lower(state, data)
+  if lowered.microbatches is None or lowered.schedule is None:
+    raise PipelineError(
+      'The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.\n'
+      'Fix: let it take its gradients in flax_spmd.pipeline.accumulate.'
+    )
+  _check_schedule(lowered.schedule, pipeline.schedule)
+  return Cut(layout, state, data, lowered, lowered.schedule, lowered.microbatches)
+
+
 def lower_pipeline(
   step: Callable[..., Any],
   create: Callable[..., Any],
@@ -103,21 +152,8 @@ def lower_pipeline(
     PipelineError: the step cannot be cut, or has no microbatch loop.
     LayoutError: names that do not fit; or whatever the model itself raises.
   """
-  layout, state, data = abstract_arguments(create, batch, pipeline.layout, target, args, places)
-  jitted = layout.pipeline_jit(
-    pipeline.step or step,
-    axis=pipeline.axis,
-    schedule=pipeline.schedule,
-    stages=pipeline.stages,
-    donate_argnums=0 if donate else None,
-  )
-  lowered = jitted.lower(state, data)
-  if lowered.microbatches is None or lowered.schedule is None:
-    raise PipelineError(
-      'The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.\n'
-      'Fix: let it take its gradients in flax_spmd.pipeline.accumulate.'
-    )
-  _check_schedule(lowered.schedule, pipeline.schedule)
+  cut = cut_pipeline(step, create, batch, pipeline, target, args=args, places=places, donate=donate)
+  layout, lowered = cut.layout, cut.lowered
   plan = lowered.offline(target.chip.platform)
   mesh = submesh(layout.mesh, pipeline.axis, [0])
   of_rank = layout.replace(mesh=mesh)
@@ -125,12 +161,12 @@ def lower_pipeline(
   sizes = axis_sizes(layout.mesh)
   return Staged(
     layout,
-    described(of_rank, state, data),
+    described(of_rank, cut.state, cut.data),
     tasks,
     plan,
-    _paths(state, data),
-    lowered.schedule,
-    lowered.microbatches,
+    _paths(cut.state, cut.data),
+    cut.schedule,
+    cut.microbatches,
     pipeline.axis,
     share(target, sizes[pipeline.axis]),
   )

@@ -18,6 +18,7 @@ from flax_spmd.explore.comparison import Comparison
 from flax_spmd.explore.hardware import Target
 from flax_spmd.explore.outcome import Outcome, record, time_text
 from flax_spmd.layout import Layout
+from flax_spmd.pipeline import Schedule
 from flax_spmd.report import size_text
 from flax_spmd.searching.page import page
 from flax_spmd.searching.trials import seconds
@@ -56,6 +57,7 @@ class Found:
     memory: bytes that a device may need.
     best: the outcome of the winner.
     choices: the arguments of the step that the winner goes with.
+    schedule: if the winner is a pipeline, its schedule, for `layout.pipeline_jit`; else None.
     outcomes: of everything that was compiled, the best first; if nothing was, of the best estimates.
     estimates: of everything that was estimated.
     presets: which outcomes are those of a preset: its name, by the outcome's.
@@ -74,10 +76,11 @@ class Found:
     presets: dict[str, str],
     buys: Sequence[Buy],
     notes: Sequence[str],
+    schedule: Schedule | None = None,
   ):
     self.target, self.memory, self.choices, self.presets = target, memory, choices, presets
     self.outcomes, self.estimates = list(outcomes), list(estimates)
-    self.buys, self.notes = list(buys), list(notes)
+    self.buys, self.notes, self.schedule = list(buys), list(notes), schedule
     self.best = self.outcomes[0]
     self.pareto = front([one for one in self.estimates if one.memory and one.memory.peak <= memory])
 
@@ -101,6 +104,9 @@ class Found:
       f'# {self.best.source}: {size_text(memory.peak) if memory else "?"} on a device, {times} a step',
       *(f'# the step is called with {name}={value!r}' for name, value in self.choices.items()),
     ]
+    if self.schedule is not None:
+      stages = self.schedule.stages
+      lines.append(f'# a pipeline: layout.pipeline_jit(step, schedule={self.schedule}, stages={stages})')
     return '\n'.join([*lines, self.layout.to_toml()])
 
   def to_toml(self, path: str | os.PathLike[str]) -> None:
@@ -114,6 +120,7 @@ class Found:
       'memory': self.memory,
       'layout': self.layout.to_toml(),
       'choices': self.choices,
+      'schedule': None if self.schedule is None else str(self.schedule),
       'best': self.best.name,
       'outcomes': [record(one) | {'preset': self.presets.get(one.name)} for one in self.outcomes],
       'buys': [one._asdict() | {'rule': repr(one.rule)} for one in self.buys],
@@ -150,6 +157,8 @@ class Found:
     yield from self.notes
     yield ''
     yield self.toml
+    if self.best.stages:
+      yield '\n'.join([*self.best.stages.lines(self.memory), ''])
     if self.buys:
       yield '\n'.join(['What each rule buys, estimated:', *(f'  {buy}' for buy in self.buys), ''])
     yield self._table('Layouts, the best first', self.outcomes)

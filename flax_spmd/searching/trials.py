@@ -17,9 +17,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flax_spmd.errors import EstimatorError, LayoutError
+from flax_spmd.errors import EstimatorError, LayoutError, PipelineError
 from flax_spmd.estimate import Estimator
-from flax_spmd.explore import compare
+from flax_spmd.explore import Pipeline, compare
 from flax_spmd.explore.hardware import Target
 from flax_spmd.explore.outcome import Outcome
 from flax_spmd.explore.programs import lower
@@ -74,6 +74,14 @@ class Program(NamedTuple):
   kept: Kept | None
   reason: str = ''
 
+  def on(self, target: Target) -> Program:
+    """The same step on other hardware of the same kind; it is lowered already."""
+    task = self.task._replace(target=target)
+    if self.estimator is None:
+      return self._replace(task=task)
+    kept = open_kept(_identity(task, self.facts), target, task.fresh)
+    return self._replace(task=task, kept=kept)
+
 
 def program_of(task: Task, choices: Choices) -> Program:
   """Lowers a step under a choice of its arguments."""
@@ -124,10 +132,18 @@ class Trials:
   """
 
   def __init__(self, task: Task, memory: int, first: Program, choices: Choices):
-    self.task, self.memory = task, memory
+    self.task, self.memory, self.first, self.choices = task, memory, first, choices
     self.batch = first.facts.batch
     self.estimated: dict[Candidate, Outcome] = {}
     self._programs: dict[Choices, Program] = {choices: first}
+    self._lower: Callable[[Choices], Program] = functools.partial(program_of, task)
+
+  def on(self, target: Target) -> Trials:
+    """Nothing tried yet, of the same step on other hardware of the same kind."""
+    task = self.task._replace(target=target)
+    found = Trials(task, self.memory, self.first.on(target), self.choices)
+    found._lower = lambda choices: self.program(choices).on(target)
+    return found
 
   @property
   def reason(self) -> str:
@@ -143,8 +159,8 @@ class Trials:
   def outcome(self, candidate: Candidate) -> Outcome:
     """What comes of a candidate; compiled only if it cannot be estimated."""
     if candidate not in self.estimated:
-      program = self._program(candidate.choices)
-      layout, name = layout_of(candidate, self.batch), text_of(candidate, self.batch)
+      program = self.program(candidate.choices)
+      layout, name = layout_of(candidate, self.batch), self.name(candidate)
       if program.estimator is None:
         self.estimated[candidate] = self.compiled([candidate])[0]
       else:
@@ -165,7 +181,7 @@ class Trials:
 
   def without(self, candidate: Candidate, layout: Layout) -> Outcome:
     """What is estimated of another layout for the same arguments of the step."""
-    return self.estimate(self._program(candidate.choices), '', layout)
+    return self.estimate(self.program(candidate.choices), '', layout)
 
   def compiled(self, candidates: Sequence[Candidate]) -> list[Outcome]:
     """What the target's compiler makes of candidates; names that do not fit are an outcome too."""
@@ -174,17 +190,17 @@ class Trials:
       by_choice.setdefault(candidate.choices, []).append(candidate)
     found: dict[Candidate, Outcome] = {}
     for choices, group in by_choice.items():
-      found |= dict(zip(group, self._compiled(self._program(choices).task, group), strict=True))
+      found |= dict(zip(group, self._compiled(self.program(choices).task, group), strict=True))
     return [found[candidate] for candidate in candidates]
 
   def _compiled(self, task: Task, group: Sequence[Candidate]) -> list[Outcome]:
-    layouts = {text_of(one, self.batch): layout_of(one, self.batch) for one in group}
+    rows = {self.name(one): self.row(one) for one in group}
     try:
       compared = compare(
         task.step,
         task.create,
         task.batch,
-        layouts,
+        rows,
         task.target.text,
         args=task.args,
         places=task.places,
@@ -193,12 +209,22 @@ class Trials:
         jobs=task.jobs,
       )
       return list(compared)
-    except LayoutError as error:  # of all of them
+    except (LayoutError, PipelineError) as error:  # of all of them
+      layouts = {name: row.layout if isinstance(row, Pipeline) else row for name, row in rows.items()}
       return [Outcome.failed(name, layout, str(error)) for name, layout in layouts.items()]
 
-  def _program(self, choices: Choices) -> Program:
+  def name(self, candidate: Candidate) -> str:
+    """What a candidate is called."""
+    return text_of(candidate, self.batch)
+
+  def row(self, candidate: Candidate) -> Layout | Pipeline:
+    """What is compiled."""
+    return layout_of(candidate, self.batch)
+
+  def program(self, choices: Choices) -> Program:
+    """The step under a choice of its arguments, lowered once."""
     if choices not in self._programs:
-      self._programs[choices] = program_of(self.task, choices)
+      self._programs[choices] = self._lower(choices)
     return self._programs[choices]
 
   def worth(self, candidate: Candidate) -> float:
