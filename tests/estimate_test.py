@@ -311,9 +311,15 @@ def test_convolutions_are_counted_as_in_compiled_programs():
 
 def test_memory_that_is_about_the_limit_is_in_doubt(estimator):
   plain = estimator.estimate(DATA, TARGET)
-  assert plain.doubts == ()
   limit = plain.memory.peak - 1000
   close = TARGET._replace(chip=TARGET.chip._replace(memory=limit))
   outcome = estimator.estimate(DATA, close)
   assert not outcome.fits
-  assert outcome.doubts[0].startswith('memory: ')
+  assert set(plain.doubts) == set(outcome.doubts[:-1])
+  assert outcome.doubts[-1].startswith('memory: ')
+
+
+def test_slices_of_a_divided_dimension_are_in_doubt(estimator):
+  stacked = estimator.estimate(layout({'data': 2, 'model': 4}, batch='data', layers='model'), TARGET)
+  assert any('slices along a dimension that is divided' in doubt for doubt in stacked.doubts)
+  assert estimator.estimate(BOTH, TARGET).doubts == ()

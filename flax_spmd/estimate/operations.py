@@ -21,9 +21,15 @@ def need(op: Op, seen: Seen) -> Need:
 
 
 def _alike(op: Op, seen: Seen) -> Need:
-  """Element by element: operands of the result's shape lie as it does."""
-  wanted = (seen.after if value.shape == seen.result.shape else None for value in seen.values)
-  return Need(tuple(wanted), seen.after)
+  """Element by element: operands of the result's shape lie as it does.
+
+  Where two would have to be gathered, XLA gathers what comes of them.
+  """
+  like = [value.shape == seen.result.shape for value in seen.values]
+  apart = {dims for dims, same, free in zip(seen.dims, like, seen.free) if same and not free}
+  moved = sum(same and not free for same, free in zip(like, seen.free))
+  natural = apart.pop() if moved > 1 and len(apart) == 1 else seen.after
+  return Need(tuple(natural if same else None for same in like), natural)
 
 
 def _as_they_are(op: Op, seen: Seen) -> Need:

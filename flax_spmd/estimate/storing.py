@@ -38,6 +38,16 @@ _READS = frozenset(
 )
 _IN_PLACE = ('dynamic_update_slice',)
 BARRIER = 'optimization_barrier'  # its results are its operands, one by one
+_SAME = (
+  'sharding_constraint',
+  'broadcast_in_dim',
+  'reshape',
+  'transpose',
+  'convert',
+  'dynamic_slice',
+  'slice',
+  'copy',
+)
 _CUTS = ('dynamic_slice', 'slice')
 # Every device can make these itself; they are in no memory and need not be moved.
 _FREE = ('constant', 'iota', 'create_token', 'partition_id')
@@ -76,6 +86,30 @@ def _find_free(block: Block, graph: Graph, found: set[int]) -> None:
       found.update(op.results)
     for inner in op.blocks:
       _find_free(inner, graph, found)
+
+
+def given_values(graph: Graph) -> frozenset[int]:
+  """The arguments of a step, and what is only cut out of them, converted or turned: weights, mostly."""
+  found: set[int] = set(graph.main.arguments)
+  _find_given(graph.main, found)
+  return frozenset(found)
+
+
+def _find_given(block: Block, found: set[int]) -> None:
+  for op in block.ops:
+    kept = (
+      op.operands[1:2] if op.kind in _IN_PLACE else op.operands[:1]
+    )  # a scan's stack is made of what is put in
+    if (op.kind in _SAME or op.kind in _IN_PLACE) and found.issuperset(kept):
+      found.update(op.results)
+    for inner in op.blocks:
+      if op.kind == 'while':
+        pairs = zip(inner.arguments, op.operands)
+        found.update(argument for argument, operand in pairs if operand in found)
+      _find_given(inner, found)
+      if op.kind == 'while':
+        pairs = zip(op.results, inner.returned)
+        found.update(result for result, value in pairs if value in found)
 
 
 def stored(block: Block, free: frozenset[int]) -> Stored:

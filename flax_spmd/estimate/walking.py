@@ -18,10 +18,11 @@ from flax_spmd.estimate.moving import Move, moves, summing, tangled
 from flax_spmd.estimate.needs import Need, Seen
 from flax_spmd.estimate.operations import need
 from flax_spmd.estimate.sending import sent_as
-from flax_spmd.estimate.storing import BARRIER, Stored, free_values, stored
+from flax_spmd.estimate.storing import BARRIER, Stored, free_values, given_values, stored
 from flax_spmd.explore.counting import Counts
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
+_CUTS = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _TINY = 2**16  # bytes on the wire in a step; what is tangled and smaller is not worth a doubt
 
@@ -49,6 +50,7 @@ class Program:
     self.stored = stored(graph.main, self.free)
     self.constants: dict[int, int] = {}
     self.narrow = sent_as(graph)
+    self.given = given_values(graph)
     self.uses: dict[int, int] = {}
     products: dict[str, int] = {}
     self._learn(graph.main, products)
@@ -95,6 +97,10 @@ def _name(dtype: str) -> str:
   return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
 
 
+def _only_gathers(made: Sequence[Move]) -> bool:
+  return bool(made) and all(move.kind == 'all-gather' for move in made)
+
+
 class _Sum(NamedTuple):
   """A value of which devices have parts of a sum."""
 
@@ -117,6 +123,8 @@ class _Walk:
     self.doubts: list[str] = []
     self.moved: set[tuple[int, Dims]] = set()
     self.sums: dict[int, _Sum] = {}
+    self.made: set[int] = set()  # of these, what was computed so
+    self.late: dict[int, Dims] = {}  # how values still lie that are only gathered where that is needed
     self.copies = 0.0  # bytes of what the current operation has gathered
 
   def block(self, block: Block, stored: Stored, times: int, results: Sequence[Dims | None]) -> float:
@@ -163,7 +171,7 @@ class _Walk:
       return 0.0
     if op.kind in (*_CONSTRAINTS, BARRIER):
       for operand, result in zip(op.operands, op.results):
-        self._bring(operand, self.dims[result], times, op.source)
+        self._constrain(operand, result, times, op.source)
       return 0.0
     if op.results[0] in self.program.free:
       return 0.0
@@ -174,6 +182,7 @@ class _Walk:
     seen = self._seen(op)
     found = need(op, seen)
     for value, wanted in zip(op.operands, found.operands):
+      self._doubt(op, value, wanted)
       self._bring(value, wanted or self.dims[value], times, op.source)
     self.flops += times * found.flops
     if op.kind == 'custom_call':
@@ -182,25 +191,47 @@ class _Walk:
     for value in op.results:
       self._came(value, found, times, op)
 
+  def _doubt(self, op: Op, value: int, wanted: Dims | None) -> None:
+    """Notes what XLA has several ways to do: activations moved for a product, slices along what is divided."""
+    if wanted is None or self._bytes(value) < _TINY:
+      return
+    weight = value in self.program.given or value in self.program.free
+    if op.kind == 'dot_general' and not weight and self._moves(op, value, wanted):
+      self.doubts.append(f'{op.source}: activations moved for a product')
+    if op.kind in _CUTS and wanted != self.dims[value]:
+      self.doubts.append(f'{op.source}: slices along a dimension that is divided')
+
+  def _moves(self, op: Op, value: int, wanted: Dims) -> bool:
+    return bool(moves(self.values[value], self._seen_as(value, op), wanted, self.sizes))
+
   def _came(self, value: int, found: Need, times: int, op: Op) -> None:
     """A result; it lies as it does by itself until something needs it."""
     if found.parts:
       self.sums[value] = _Sum(found.natural, found.parts, times, op.source)
     elif found.natural != self.dims[value] and len(found.natural) == len(self.dims[value]):
-      self._emit(
-        moves(self._sent(value), found.natural, self.dims[value], self.sizes), times, value, op.source
-      )
+      made = moves(self._sent(value), found.natural, self.dims[value], self.sizes)
+      if _only_gathers(made):
+        self.late[value] = found.natural
+        self.made |= {value} if len(op.operands) > 1 else set()
+      else:
+        self._emit(made, times, value, op.source)
 
   def _seen(self, op: Op) -> Seen:
     return Seen(
       [self.values[value] for value in op.operands],
-      [self.dims[value] for value in op.operands],
+      [self._seen_as(value, op) for value in op.operands],
       [self._sent(value) for value in op.operands],
       [value in self.program.free or value in self.sums for value in op.operands],
       self.values[op.results[0]],
       self.dims[op.results[0]],
       self.sizes,
     )
+
+  def _seen_as(self, value: int, op: Op) -> Dims:
+    """How a value lies; for a product, what was made there lies as before it is gathered."""
+    if op.kind == 'dot_general' and value in self.made:
+      return self.late.get(value, self.dims[value])
+    return self.dims[value]
 
   def _adds_sums(self, op: Op) -> bool:
     """Whether an addition adds parts of two sums alike, which nothing else needs."""
@@ -222,6 +253,15 @@ class _Walk:
     if found:
       self.sums[op.results[0]] = found
     return found is not None
+
+  def _constrain(self, operand: int, result: int, times: int, source: str) -> None:
+    """A value that is told where to lie; it is gathered for that only where somebody looks."""
+    lies = self.late.get(operand, self.dims[operand])
+    if _only_gathers(moves(self._sent(operand), lies, self.dims[result], self.sizes)):
+      self.late[result] = lies
+      self.made |= {result} if operand in self.made else set()
+    else:
+      self._bring(operand, self.dims[result], times, source)
 
   def _settle(self, value: int, wanted: Dims | None = None) -> None:
     """Adds up a sum that is needed: to where it is, if nothing else needs it."""
@@ -261,13 +301,19 @@ class _Walk:
   def _bring(self, value: int, wanted: Dims, times: int, source: str) -> None:
     """Moves a value to where it is needed, unless it was moved there before."""
     self._settle(value, wanted)
+    if value in self.late and value not in self.program.free:
+      if not moves(self.values[value], self.late[value], wanted, self.sizes):
+        return
+      self._move(value, self.late.pop(value), self.dims[value], times, source)
     if wanted == self.dims[value] or value in self.program.free or (value, wanted) in self.moved:
       return
     self.moved.add((value, wanted))
-    sent = self._sent(value)
-    made = moves(sent, self.dims[value], wanted, self.sizes)
+    self._move(value, self.dims[value], wanted, times, source)
+
+  def _move(self, value: int, before: Dims, after: Dims, times: int, source: str) -> None:
+    made = moves(self._sent(value), before, after, self.sizes)
     if any(move.kind == 'all-gather' for move in made):
-      copy = tile(self.values[value].shape, wanted, self.sizes) * self.values[value].item
+      copy = tile(self.values[value].shape, after, self.sizes) * self.values[value].item
       self.copies += copy
       self.hbm += times * copy
     self._emit(made, times, value, source)
