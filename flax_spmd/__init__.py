@@ -60,7 +60,7 @@ from flax_spmd.trees import unbox as unbox
 
 def __getattr__(name: str):
   """What few programs use is imported when it is first asked for: Orbax alone takes 0.3 s."""
-  if name in ('checkpoint', 'explore', 'pipeline', 'testing', 'searching'):
+  if name in ('checkpoint', 'estimate', 'explore', 'pipeline', 'searching', 'testing'):
     return importlib.import_module(f'flax_spmd.{name}')
   if name == 'compare':
     return importlib.import_module('flax_spmd.explore').compare

@@ -58,6 +58,7 @@ MODULES = {
   'checkpoint',
   'compare',
   'errors',
+  'estimate',
   'explore',
   'pipeline',
   'presets',
