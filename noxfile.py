@@ -61,7 +61,7 @@ def tests(session):
 
 @nox.session(python=['3.11', '3.12'])
 def exhaustive(session):
-  """Every schedule, layout and optimizer of a pipeline with every other; a quarter of an hour."""
+  """What there is too much of for CI: pipelines with everything, and the other JAX's share of slow tests."""
   install(session, 'test')
   say_versions(session)
   run_tests(session, '-m', 'exhaustive', *session.posargs)

@@ -1,7 +1,7 @@
 """Which tests each JAX runs: of those that take long its share, and `nox -s exhaustive` the others.
 
-A test that is marked for one JAX runs there. Other slow tests are dealt out by their names, so that about half
-of each kind runs on either; everything else runs on both.
+A test that is marked for one JAX runs there. Other slow tests, and those of files with many tests of one kind, are
+dealt out by their names, so that about half of each kind runs on either; everything else runs on both.
 """
 
 import zlib
@@ -10,6 +10,13 @@ import jax
 import pytest
 
 _NEW = jax.__version_info__ >= (0, 11)
+
+_DEALT = {
+  'compare_pipelines_test.py',
+  'pipeline_bad_input_test.py',
+  'search_pipelines_test.py',
+  'search_test.py',
+}
 
 ON_NEW_JAX = (pytest.mark.new_jax,)
 ON_OLD_JAX = (pytest.mark.old_jax,)
@@ -20,4 +27,5 @@ def is_for_another_jax(test: pytest.Item) -> bool:
   for mark, new in (('new_jax', True), ('old_jax', False)):
     if test.get_closest_marker(mark):
       return new != _NEW
-  return bool(test.get_closest_marker('slow')) and zlib.crc32(test.nodeid.encode()) % 2 != _NEW
+  dealt = test.path.name in _DEALT or bool(test.get_closest_marker('slow'))
+  return dealt and zlib.crc32(test.nodeid.encode()) % 2 != _NEW
