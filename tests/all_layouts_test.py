@@ -7,7 +7,6 @@ import pytest
 
 from flax_spmd import checkpoint
 from tests.checkpoint_states import LAYOUTS, OPTIMIZERS, assert_equal, assert_lies_as, create
-from tests.versions import ON_NEW_JAX
 
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 
@@ -45,7 +44,7 @@ def test_some_pairs(saved, one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('tx', [pytest.param(name, marks=ON_NEW_JAX) for name in OPTIMIZERS])
+@pytest.mark.parametrize('tx', OPTIMIZERS)
 @pytest.mark.parametrize('one', LAYOUTS)
 def test_all_pairs(saved, one, tx):
   for was_boxed, boxed, other in itertools.product((True, False), (True, False), LAYOUTS):
