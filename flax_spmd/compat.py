@@ -139,6 +139,11 @@ def _places_of(attribute: Any) -> list[tuple[str, ...]]:
   return places
 
 
+def mlir_context() -> Any:
+  """A context that has all the dialects that JAX lowers to."""
+  return mlir.make_ir_context()
+
+
 def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, int]]:
   """Compiles MLIR bytecode for devices, which may be those of a topology that is not here.
 
@@ -150,7 +155,7 @@ def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, in
   options = compiler.get_compile_options(
     num_replicas=1, num_partitions=devices.size, device_assignment=devices.reshape(1, -1), backend=client
   )
-  with mlir.make_ir_context():
+  with mlir_context():
     module = ir.Module.parse(code)
     compiled = compiler.backend_compile_and_load(
       client, module, _jax.DeviceList(tuple(devices.flat)), options, []

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax._src.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir, passmanager
 
+from flax_spmd.compat import mlir_context
 from flax_spmd.estimate.bindings.inlining import inline_all, make_plain
 from flax_spmd.estimate.bindings.reading import Reader, main_of, walk
 from flax_spmd.estimate.bindings.shardings import (
@@ -57,7 +57,7 @@ class Module:
 
   def __init__(self, code: bytes, parameters: frozenset[str]):
     self._parameters = parameters
-    self._context = make_ir_context()
+    self._context = mlir_context()
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
       inline_all(self._module)
