@@ -1,6 +1,8 @@
 """The estimator against what can be worked out by hand, against compiled programs, and its parts."""
 
 import functools
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -197,6 +199,15 @@ def test_an_unknown_jaxlib_is_refused(monkeypatch):
     'Fix: use one of these, or go without estimates: every layout is then compiled, which takes seconds '
     'for each in place of a fraction of one.'
   )
+
+
+def test_bindings_are_imported_after_they_are_known():
+  code = (
+    'import sys, flax_spmd.searching, flax_spmd.estimate; '
+    'print("flax_spmd.estimate.bindings.module" in sys.modules)'
+  )
+  said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
+  assert said.strip() == 'False'
 
 
 def test_an_error_of_the_step_is_the_users_own():

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd.constraints import resolve_for_constraint
 from flax_spmd.errors import TargetDeviceError, raise_problems
-from flax_spmd.estimate.bindings import Module, Named, Wanted, check
+from flax_spmd.estimate import bindings
 from flax_spmd.estimate.graph import Dims, tile
 from flax_spmd.estimate.naming import Lowered, lower_on_names
 from flax_spmd.estimate.walking import Program
@@ -32,6 +32,9 @@ from flax_spmd.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd.naming import path_string
 from flax_spmd.report import size_text
 from flax_spmd.resolution import UNCONSTRAINED, axis_names
+
+if TYPE_CHECKING:
+  from flax_spmd.estimate.bindings.shardings import Named, Wanted
 
 _CLOSE = 0.12  # of the limit; by so much an estimate of memory may be off
 _PARTS = ('params', 'opt_state', '', 'batch')
@@ -85,14 +88,14 @@ class Estimator:
     donate: bool = True,
     platform: str = 'cuda',
   ):
-    check()
+    bindings.check()
     self._batch, self._places, self._donate = batch, places, donate
     self._lowered = lower_on_names(step, create, batch, args=args, places=places, platform=platform)
     state = jax.tree_util.tree_leaves_with_path(self._lowered.state)
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._module = Module(self._lowered.code, self.parameter_names)
+    self._module = bindings.load(self._lowered.code, self.parameter_names)
     self._program = Program(self._module.graph)
     self._result_places = list(_places_of_results(self._lowered))
     batches = len(self._module.graph.main.arguments) - len(state)

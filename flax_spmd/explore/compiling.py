@@ -80,22 +80,6 @@ class Lot(NamedTuple):
   target: Target
 
 
-def compile_all(
-  programs: Sequence[Program],
-  target: Target,
-  *,
-  hardware: str | os.PathLike[str] | None = None,
-  jobs: int | None = None,
-  done: Callable[[int, Compiled], None] = lambda number, compiled: None,
-) -> list[Compiled]:
-  """Compiles programs for a target, each in a process of its own; arguments as of `compile_lots`."""
-  lots = [Lot([program], target) for program in programs]
-  found = compile_lots(
-    lots, hardware=hardware, jobs=jobs, done=lambda number, each: done(number, each[0])
-  )
-  return [compiled for [compiled] in found]
-
-
 def compile_lots(
   lots: Sequence[Lot],
   *,

@@ -1,16 +1,22 @@
 """Bindings: jaxlib's MLIR and Shardy's passes, which nothing else of this package touches.
 
-    module = Module(code, parameters)                           # a lowered step, prepared once
+    check()
+    module = load(code, parameters)                             # a lowered step, prepared once
     module.propagated(sizes, arguments, results, asked)         # how its values lie under a layout
 
-jaxlib's bindings change between versions; `check` says whether these are known.
+jaxlib's bindings change between versions; `check` says whether these are known, and nothing of them is imported
+before that.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from flax_spmd.compat import jaxlib_version
 from flax_spmd.errors import EstimatorError
-from flax_spmd.estimate.bindings.module import Module as Module
-from flax_spmd.estimate.bindings.shardings import Named as Named
-from flax_spmd.estimate.bindings.shardings import Wanted as Wanted
+
+if TYPE_CHECKING:
+  from flax_spmd.estimate.bindings.module import Module
 
 _KNOWN = (0, 10), (0, 12)  # the oldest and the newest jaxlib whose bindings were tried
 
@@ -29,3 +35,10 @@ def check() -> None:
       'Fix: use one of these, or go without estimates: every layout is then compiled, which takes seconds '
       'for each in place of a fraction of one.'
     )
+
+
+def load(code: bytes, parameters: frozenset[str]) -> Module:
+  """A lowered step, prepared; arguments and errors as of `Module`."""
+  from flax_spmd.estimate.bindings.module import Module
+
+  return Module(code, parameters)
