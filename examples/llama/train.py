@@ -1,0 +1,182 @@
+"""Trains a LLaMA-class decoder on the bytes of a text file, under a layout from a TOML file.
+
+    python train.py --layout layouts/fsdp.toml --run runs/first
+    python train.py --model 8b --batch 64 --length 4096 --compare h100:64
+
+A run that is started again goes on from its newest checkpoint, under whichever layout and on however
+many processes.
+"""
+
+import argparse
+import dataclasses
+import math
+import pydoc_data.topics
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from model import SIZES, Llama
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, explore
+
+PLACES = ('batch', None)  # of tokens: sequences are split, and each is whole
+PREEMPTED = 143  # the exit status of what SIGTERM has ended: the job is to be started again
+
+
+# -- what is trained: nothing of this knows a mesh
+
+
+def create_state(model, tx):
+  """A fresh state."""
+  params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
+  return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def train_step(state, tokens):
+  """One step on int32 (batch, length + 1); returns the state and the loss in nats per token."""
+
+  def loss_fn(params):
+    logits = state.apply_fn({'params': params}, tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+  loss, grads = jax.value_and_grad(loss_fn)(state.params)
+  return state.apply_gradients(grads=grads), loss
+
+
+def optimizer(args):
+  """AdamW, with a warm-up, a cosine and clipping."""
+  rate = optax.warmup_cosine_decay_schedule(
+    0.0, args.learning_rate, args.warmup, args.steps, args.learning_rate / 10
+  )
+  adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1)
+  return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+# -- data: each process reads the rows that its own devices hold
+
+
+def rows_here(layout, shape):
+  """The rows of a batch that this process's devices hold, under any layout and in order."""
+  sharding = layout.sharding(jax.ShapeDtypeStruct(shape, jnp.int32), PLACES)
+  held = sharding.addressable_devices_indices_map(shape).values()
+  return np.unique(np.concatenate([np.arange(shape[0])[rows] for rows, _ in held]))
+
+
+def batches(file, steps, shape, rows):
+  """Of each step's batch these rows, as int32.
+
+  A batch follows from the number of its step. So a run that goes on reads what it would have read, and
+  no iterator has to be saved.
+  """
+  text = np.memmap(file, np.uint8, 'r')
+  sequences, length = shape
+  for step in steps:
+    starts = np.random.default_rng(step).integers(0, len(text) - length + 1, sequences)[rows]
+    yield text[starts[:, None] + np.arange(length)].astype(np.int32)
+
+
+# -- running
+
+
+def train(args, model, tx, shape):
+  """Trains, from the newest checkpoint on if there is one, until the last step or SIGTERM."""
+  layout = spmd.Layout.from_toml(args.layout.read_text())
+  step = layout.jit(train_step, donate_argnums=0)
+  with checkpoint.Manager(args.run, layout, every=args.save_every) as manager:
+    done, state = manager.resume(create_state, model, tx)
+    say(spmd.explain(layout, state), f'\n{done} of {args.steps} steps are done')
+    local = batches(args.data, range(done, args.steps), shape, rows_here(layout, shape))
+    ready = spmd.prefetch(local, lambda rows: layout.local_to_global(rows, PLACES))
+    since, begin = done, time.perf_counter()
+    for number, tokens in enumerate(ready, done + 1):
+      state, loss = step(state, tokens)
+      if number % args.log_every == 0 or number == done + 1:
+        loss = float(loss)  # waits for the step
+        rate = (number - since) * args.batch * args.length / (time.perf_counter() - begin)
+        say(f'step {number}  loss {loss:.5f}  {rate:,.0f} tokens/s')
+        since, begin = number, time.perf_counter()
+      manager.save(number, state, force=number == args.steps)
+      if manager.preempted:
+        say(f'SIGTERM: saved step {number}')
+        sys.exit(PREEMPTED)
+
+
+def say(*text):
+  """Prints, in the first process only."""
+  if jax.process_index() == 0:
+    print(*text, flush=True)
+
+
+def compare(args, model, tx, shape):
+  """Tells what the step would do on a target, under each of the layouts in the folder that fit it."""
+  devices = explore.parse(args.compare).devices
+  files = sorted(args.layout.parent.glob('*.toml'))
+  layouts = {file.stem: on_devices(file.read_text(), devices) for file in files}
+  layouts = {name: layout for name, layout in layouts.items() if layout.mesh.size == devices}
+  tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+  options = {'args': (model, tx), 'places': PLACES, 'show': True}
+  print(spmd.compare(train_step, create_state, tokens, layouts, args.compare, **options))
+
+
+def on_devices(text, devices):
+  """The layout of a TOML text, for so many devices that are not here."""
+  axes = tomllib.loads(text)['mesh']
+  rest = devices // math.prod(size for size in axes.values() if size != -1)
+  axes = {name: rest if size == -1 else size for name, size in axes.items()}
+  return spmd.Layout.from_toml(text, mesh=spmd.abstract_mesh(axes))
+
+
+def search(args, model, tx, shape):
+  """Searches for the best layout for a target, and puts it beside the others."""
+  tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+  options = {'args': (model, tx), 'places': PLACES, 'show': True}
+  found = spmd.search(train_step, create_state, tokens, args.search, **options)
+  print(found)
+  found.to_toml(args.layout.with_name('found.toml'))
+
+
+def parse(arguments):
+  """The flags."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+  add = parser.add_argument
+  here = Path(__file__).parent
+  add('--layout', type=Path, default=here / 'layouts' / 'fsdp.toml', help='a TOML file')
+  add('--model', choices=SIZES, default='tiny')
+  add('--dtype', default='bfloat16', help='what is computed in; parameters are float32')
+  add('--data', type=Path, default=pydoc_data.topics.__file__, help='any file')
+  add('--run', type=Path, default=Path('runs/llama'), help='the folder of the checkpoints')
+  add('--steps', type=int, default=200)
+  add('--batch', type=int, default=32, help='sequences, over all processes')
+  add('--length', type=int, default=128, help='tokens per sequence')
+  add('--learning-rate', type=float, default=3e-3)
+  add('--warmup', type=int, default=10, help='steps')
+  add('--save-every', type=int, default=50, help='steps')
+  add('--log-every', type=int, default=10, help='steps')
+  add('--distributed', action='store_true', help='several processes; JAX finds out which')
+  add('--coordinator', help="host:port of the first process, where JAX can't find out")
+  add('--processes', type=int, help='how many there are, likewise')
+  add('--process', type=int, help='which one this is, likewise')
+  add('--compare', metavar='TARGET', help="compare the layouts in the folder for 'h100:64', say")
+  add('--search', metavar='TARGET', help='search for a layout, likewise')
+  return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+  """Trains, or tells about layouts."""
+  args = parse(arguments)
+  if args.distributed:
+    jax.distributed.initialize(args.coordinator, args.processes, args.process)
+  model = Llama(dataclasses.replace(SIZES[args.model], dtype=args.dtype))
+  run = compare if args.compare else search if args.search else train
+  run(args, model, optimizer(args), (args.batch, args.length + 1))
+
+
+if __name__ == '__main__':
+  main()
