@@ -45,6 +45,12 @@ class Leaf(NamedTuple):
     path: its place, `params/layers/wi`.
     shape, dtype: of the whole array; `dtype` is None where it is not known.
     names: one logical name (or None) per dimension, or None for an array without names.
+
+  Example:
+    >>> by_size = lambda leaf: PartitionSpec('data') if leaf.size >= 64 else None
+    >>> layout = Layout({'data': 8}, (by_size,))
+    >>> layout.spec({'w': jnp.ones((16, 8)), 'b': jnp.ones(8)})
+    {'b': P(), 'w': P('data', None)}
   """
 
   path: str

@@ -105,7 +105,15 @@ def logical_axis_rules(rules: Any) -> Iterator[None]:
 
 
 def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
-  """The rules in force, as plain pairs; `()` where there are none."""
+  """The rules in force, as plain pairs; `()` where there are none.
+
+  Example:
+    >>> get_logical_axis_rules()
+    ()
+    >>> with logical_axis_rules((('batch', 'data'),)):
+    ...   get_logical_axis_rules()
+    (('batch', 'data'),)
+  """
   return in_force().rules.pairs
 
 
@@ -117,6 +125,12 @@ def set_logical_axis_rules(rules: Any) -> None:
 
   Raises:
     RulesError: `rules` is no rule table.
+
+  Example:
+    >>> set_logical_axis_rules((('batch', 'data'), ('mlp', 'model')))
+    >>> logical_to_mesh_axes(('batch', 'mlp'))
+    P('data', 'model')
+    >>> set_logical_axis_rules(())
   """
   inner = InForce(in_force().mesh, Rules.of(rules))
   held = None if inner == _NOTHING else inner

@@ -45,6 +45,13 @@ class Drawing:
     title: the array and its sharding.
     summary: how many slices it has, of which size, and on how many devices each lies.
     notes: what a grid cannot show: padding, partial results, what is left to the compiler.
+
+  Example:
+    >>> mesh = abstract_mesh({'data': 2, 'model': 2})
+    >>> drawing = draw((8, 16), jax.sharding.NamedSharding(mesh, PartitionSpec('data')))
+    >>> drawing.slices[0]
+    Slice(ranges=((0, 4), (0, 16)), devices=(0, 1))
+    >>> _ = (tmp / 'array.svg').write_text(drawing.svg)
   """
 
   shape: tuple[int, ...]

@@ -34,7 +34,15 @@ from typing import NamedTuple
 
 
 class FlaxSpmdError(Exception):
-  """The root of everything that this package raises on purpose."""
+  """The root of everything that this package raises on purpose.
+
+  Example:
+    >>> try:
+    ...   Layout({'model': 8}, (('mlp', 'modle'),))
+    ... except errors.FlaxSpmdError as error:
+    ...   print(type(error).__name__, isinstance(error, ValueError))
+    MeshAxisError True
+  """
 
 
 class RulesError(FlaxSpmdError, ValueError):
@@ -114,7 +122,12 @@ class TargetError(CheckpointError, TypeError):
 
 
 class Problem(NamedTuple):
-  """One offender: what is wrong (a whole sentence), how to mend it, and which error it is."""
+  """One offender: what is wrong (a whole sentence), how to mend it, and which error it is.
+
+  Example:
+    >>> Problem('size 10 is not divisible by 4.', 'pad it to 12.').at('params/w').text
+    'params/w: size 10 is not divisible by 4.'
+  """
 
   text: str
   fix: str
@@ -146,6 +159,13 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
   Raises:
     FlaxSpmdError: the problems' common class, or `LayoutError` for a mixture.
+
+  Example:
+    >>> raise_problems([])
+    >>> raise_problems([Problem('a is 3.', 'use 4.', MeshError)])
+    Traceback (most recent call last):
+    flax_spmd.errors.MeshError: a is 3.
+    Fix: use 4.
   """
   if problems:
     kinds = {problem.kind for problem in problems}

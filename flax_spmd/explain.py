@@ -66,6 +66,16 @@ class Explanation(NamedTuple):
     layout: the layout.
     rows: one per array, in tree order.
     findings: what deserves a look.
+
+  Example:
+    >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
+    >>> explanation = explain(layout, {'w': LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp'))})
+    >>> explanation.bytes, explanation.bytes_per_device
+    (512, 128)
+    >>> print(explanation.why('w'))
+    w: float32[8,16] as P(None, 'model'), 128 B per device
+      dim 0, 'embed' (8): replicated, no rule decided
+      dim 1, 'mlp' (16): model, by rule 0 ('mlp', 'model')
   """
 
   layout: Layout

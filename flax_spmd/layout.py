@@ -90,6 +90,11 @@ class Layout:
     """A layout with another mesh, other rules or other policies; what is not named stays.
 
     A plain tuple of rules says nothing about policies, so it takes on this layout's.
+
+    Example:
+      >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
+      >>> layout.replace(mesh={'model': 8}, conflict='error')
+      Layout({'model': 8}, Rules(('hidden', 'model'), conflict='error'))
     """
     if rules is None:
       rules = self._rules
@@ -132,6 +137,12 @@ class Layout:
     Args:
       tree: any tree, concrete or abstract.
       places: where its arrays go, as of `shard`; None: where the rules say.
+
+    Example:
+      >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
+      >>> w = LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'hidden'))
+      >>> jax.device_put(w.value, layout.sharding({'w': w})['w']).addressable_shards[0].data.shape
+      (8, 4)
     """
     if places is not None:
       return jax.tree.structure(tree).unflatten(self._places(tree, places))
@@ -142,6 +153,12 @@ class Layout:
 
     A state that the layout planned without its boxes has the names that its boxes had. With
     `logical_only`, names of mesh axes are left out.
+
+    Example:
+      >>> layout = Layout({'model': 8}, (('hidden', 'model'),))
+      >>> w = LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'hidden'))
+      >>> layout.names({'b': jnp.ones(16), 'w': w})
+      [None, ('embed', 'hidden')]
     """
     return leaf_names(self._memory.reboxed(tree), logical_only=logical_only)
 
@@ -168,7 +185,15 @@ class Layout:
     return report.find(self._planner, self.rows(tree))
 
   def rows(self, tree: Any) -> list[Row]:
-    """One `Row` per array of a tree: path, shape, names, spec, decisions, bytes. Raises nothing."""
+    """One `Row` per array of a tree: path, shape, names, spec, decisions, bytes. Raises nothing.
+
+    Example:
+      >>> layout = Layout({'model': 8}, (('hidden', 'model'),))
+      >>> w = LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'hidden'))
+      >>> [row] = layout.rows({'w': w})
+      >>> row.path, row.spec, row.bytes, row.bytes_per_device, row.copies
+      ('w', P(None, 'model'), 512, 64, 1)
+    """
     return self._planner.rows(self._memory.reboxed(tree))
 
   def abstract(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
@@ -186,6 +211,15 @@ class Layout:
 
     Raises:
       LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+
+    Example:
+      >>> layout = Layout(abstract_mesh({'data': 64, 'model': 8}), (('hidden', 'model'),))
+      >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'hidden'))
+      >>> dense = nn.Dense(4096, kernel_init=init)
+      >>> state = layout.abstract(dense.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1024), 'float32'))
+      >>> kernel = state['params']['kernel'].value
+      >>> kernel.shape, kernel.sharding.spec
+      ((1024, 4096), P(None, 'model'))
     """
     fn, arrays = closed_over(fn, args, kwargs)
     with self:
@@ -273,8 +307,8 @@ class Layout:
         an error.
       out_rules: a place for the result, or a tree of places.
       in_constraints: as `in_rules`; arguments are taken as they lie and constrained on entry.
-      donate_argnums, donate_argnames, static_argnums, static_argnames, keep_unused, inline,
-        compiler_options: as in `jax.jit`.
+      donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
+      keep_unused, inline, compiler_options: as in `jax.jit`.
 
     Returns:
       A function with `.lower`, `.trace` and `.eval_shape`, which take abstract arguments too. It
@@ -525,6 +559,13 @@ class Layout:
     Raises:
       RulesError: the text is no layout; names the line or the entry.
       MeshError: there are not enough devices, or `mesh` has other axes.
+
+    Example:
+      >>> text = Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hidden', 'model'))).to_toml()
+      >>> Layout.from_toml(text)
+      Layout({'data': 2, 'model': 4}, Rules(('batch', 'data'), ('hidden', 'model')))
+      >>> Layout.from_toml(text, mesh=abstract_mesh({'data': 2, 'model': 4})).mesh.size
+      8
     """
     parsed = toml.read(text)
     if mesh is None:

@@ -64,6 +64,13 @@ class Decision(NamedTuple):
   `rule` is the index in the table, or None where no rule decided (then the dimension is replicated,
   or its name is an axis entry that passes through as it is). A rule of a table within the table is a
   tuple of indices, the outermost first.
+
+  Example:
+    >>> embed, mlp = Rules(('mlp', 'model'), ('embed', 'model')).resolve(('embed', 'mlp')).decisions
+    >>> mlp.axes, mlp.rule
+    ('model', 0)
+    >>> embed.axes, embed.lost
+    (None, Skipped(rule=1, reason='taken', axes=('model',)))
   """
 
   dim: int
@@ -88,6 +95,11 @@ class Resolution(NamedTuple):
     problems: what is wrong, without the array's path.
     owner: the rule that took the array as a whole (a path rule, a policy), if one did.
     skipped: the `fsdp` rules that had no dimension to fill.
+
+  Example:
+    >>> found = Rules(('mlp', 'model')).resolve(('embed', 'mlp'))
+    >>> found.spec, [decision.rule for decision in found.decisions]
+    (P(None, 'model'), [None, 0])
   """
 
   spec: PartitionSpec
@@ -136,6 +148,12 @@ class Policies:
 
   Raises:
     RulesError: a value is none of these.
+
+  Example:
+    >>> Policies(unmatched='error').changed()
+    {'unmatched': 'error'}
+    >>> Rules(('mlp', 'model'), indivisible='replicate').policies.indivisible
+    'replicate'
   """
 
   unmatched: Literal['replicate', 'error'] = 'replicate'

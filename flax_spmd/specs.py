@@ -67,6 +67,12 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
 
   Raises:
     UnmatchedNameError, ConflictError: as the policies of the rules in force say.
+
+  Example:
+    >>> mesh = abstract_mesh({'data': 2, 'model': 4})
+    >>> tree = {'w': Partitioned(jnp.ones((8, 16)), (None, 'model')), 'b': jnp.ones(16)}
+    >>> {name: sharding.spec for name, sharding in get_sharding(tree, mesh).items()}
+    {'b': P(), 'w': P(None, 'model')}
   """
 
   def one(leaf, spec):

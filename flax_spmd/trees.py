@@ -20,7 +20,14 @@ from flax_spmd.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Sta
 
 
 def is_axis_metadata(val: Any) -> bool:
-  """Whether `val` is a box: ours, Flax's, or anybody's `AxisMetadata`."""
+  """Whether `val` is a box: ours, Flax's, or anybody's `AxisMetadata`.
+
+  Example:
+    >>> is_axis_metadata(Partitioned(1.0, ('data',))), is_axis_metadata(nn.Partitioned(1.0, ('data',)))
+    (True, True)
+    >>> is_axis_metadata(1.0)
+    False
+  """
   return _is_box_type(type(val))
 
 
@@ -31,17 +38,35 @@ def _is_box_type(cls: type) -> bool:
 
 
 def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
-  """Maps over the boxes of a tree; everything else stays."""
+  """Maps over the boxes of a tree; everything else stays.
+
+  Example:
+    >>> tree = {'w': Partitioned(1.0, ('data',)), 'b': 2.0}
+    >>> map_axis_meta(lambda box: box.names, tree)
+    {'b': 2.0, 'w': ('data',)}
+  """
   return meta.map_axis_meta(fn, tree)
 
 
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-  """Adds an axis to every box of a tree, as `nn.scan` and `nn.vmap` do."""
+  """Adds an axis to every box of a tree, as `nn.scan` and `nn.vmap` do.
+
+  Example:
+    >>> tree = {'w': LogicallyPartitioned(jnp.ones((3, 8)), ('embed',))}  # three layers, stacked
+    >>> add_axis(tree, 0, {nn.PARTITION_NAME: 'layers'})['w'].names
+    ('layers', 'embed')
+  """
   return map_axis_meta(lambda box: box.add_axis(index, dict(params)), tree)
 
 
 def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-  """Removes an axis from every box of a tree, as `nn.scan` and `nn.vmap` do."""
+  """Removes an axis from every box of a tree, as `nn.scan` and `nn.vmap` do.
+
+  Example:
+    >>> tree = {'w': LogicallyPartitioned(jnp.ones(8), ('layers', 'embed'))}  # one layer of a stack
+    >>> remove_axis(tree, 0, {nn.PARTITION_NAME: 'layers'})['w'].names
+    ('embed',)
+  """
   return map_axis_meta(lambda box: box.remove_axis(index, dict(params)), tree)
 
 

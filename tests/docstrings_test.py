@@ -1,7 +1,8 @@
-"""Every example in a docstring runs, and prints what it says."""
+"""Every public function, class and method of a layout has an example; each runs, and prints what it says."""
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 
 import flax.linen as nn
@@ -15,13 +16,26 @@ import flax_spmd
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 MODULES = sorted(found.name for found in pkgutil.walk_packages(flax_spmd.__path__, 'flax_spmd.'))
+PUBLIC = (
+  'flax_spmd',
+  'flax_spmd.checkpoint',
+  'flax_spmd.cli',
+  'flax_spmd.errors',
+  'flax_spmd.estimate',
+  'flax_spmd.explore',
+  'flax_spmd.pipeline',
+  'flax_spmd.presets',
+  'flax_spmd.searching',
+  'flax_spmd.testing',
+)
 
 
 def names_for_examples(tmp_path):
   """What a docstring example may use without importing it."""
   ours = {name: getattr(flax_spmd, name) for name in dir(flax_spmd) if not name.startswith('_')}
   others = dict(nn=nn, jax=jax, jnp=jnp, np=np, PartitionSpec=PartitionSpec, tmp=tmp_path)
-  return {**ours, **others, 'checkpoint': flax_spmd.checkpoint}
+  asked_for = {name: getattr(flax_spmd, name) for name in ('checkpoint', 'compare', 'search')}
+  return {**ours, **others, **asked_for}
 
 
 @pytest.mark.parametrize('name', MODULES)
@@ -37,11 +51,30 @@ def test_examples(name, tmp_path):
     assert not runner.failures, ''.join(report)
 
 
-def test_there_are_examples():
-  found = [
-    example
-    for name in MODULES
-    for example in doctest.DocTestFinder().find(importlib.import_module(name))
-    if example.examples
+def public_things():
+  """Functions and classes by their public names, and the methods of a layout."""
+  for module_name in PUBLIC:
+    module = importlib.import_module(module_name)
+    for name, thing in vars(module).items():
+      home = getattr(thing, '__module__', '')  # packages show what their modules define
+      ours = home.startswith('flax_spmd') if hasattr(module, '__path__') else home == module_name
+      if name[0] != '_' and ours and (inspect.isfunction(thing) or is_class(thing)):
+        yield f'{module_name}.{name}', thing
+  for name in vars(flax_spmd.Layout):
+    if name[0] != '_' and inspect.isroutine(getattr(flax_spmd.Layout, name)):
+      yield f'flax_spmd.Layout.{name}', getattr(flax_spmd.Layout, name)
+
+
+def is_class(thing):
+  """Whether it is a class with something to show: errors are raised, and kinds of them do the same."""
+  return inspect.isclass(thing) and not issubclass(thing, Exception)
+
+
+def test_everything_public_has_an_example():
+  things = dict(public_things())
+  parser = doctest.DocTestParser()
+  without = [
+    name for name, thing in things.items() if not parser.get_examples(inspect.getdoc(thing) or '')
   ]
-  assert len(found) > 35
+  assert len(things) > 120  # or they were not found
+  assert not without, 'without an example:\n' + '\n'.join(without)

@@ -77,7 +77,14 @@ def convert(
 
 
 def recorded_layout(path: str | os.PathLike[str]) -> Layout:
-  """The layout that a checkpoint was saved under, on an abstract mesh; where none is recorded, without rules."""
+  """The layout that a checkpoint was saved under, on an abstract mesh; where none is recorded, without rules.
+
+  Example:
+    >>> layout = Layout({'data': 8}, (('embed', 'data'),))
+    >>> checkpoint.save(tmp / 'recorded', layout.shard({'w': np.ones(8)}), layout=layout)
+    >>> checkpoint.recorded_layout(tmp / 'recorded').rules
+    Rules(('embed', 'data'))
+  """
   text = open_source(path).record.layout
   if text is None:
     return Layout(abstract_mesh({'devices': 1}), ())

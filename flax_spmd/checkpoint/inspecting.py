@@ -116,6 +116,13 @@ def ls(root: str | os.PathLike[str]) -> list[Shown]:
 
   Raises:
     CheckpointError: there is no such folder.
+
+  Example:
+    >>> layout = Layout({'data': 8})
+    >>> for step in ('10', '9'):
+    ...   checkpoint.save(tmp / 'steps' / step, layout.shard({'w': np.ones(8)}), layout=layout)
+    >>> [shown.path.rsplit('/', 1)[1] for shown in checkpoint.ls(tmp / 'steps')]
+    ['9', '10']
   """
   folder = as_path(root)
   if not folder.is_dir():

@@ -60,7 +60,14 @@ class Data(Protocol):
 
 
 class Resumed(NamedTuple):
-  """What training goes on with: how many steps are done, and the state after them."""
+  """What training goes on with: how many steps are done, and the state after them.
+
+  Example:
+    >>> with checkpoint.Manager(tmp / 'new', Layout({'data': 8})) as manager:
+    ...   resumed = manager.resume(lambda: {'w': jnp.zeros(8)})
+    >>> resumed.step, resumed.state['w'].shape
+    (0, (8,))
+  """
 
   step: int
   state: Any

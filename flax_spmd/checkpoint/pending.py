@@ -41,6 +41,13 @@ class Saving:
 
   Attributes:
     path: where the checkpoint will be.
+
+  Example:
+    >>> layout = Layout({'data': 8})
+    >>> saving = checkpoint.save_async(tmp / 'in_background', layout.shard({'w': np.ones(8)}), layout=layout)
+    >>> saving.path.name
+    'in_background'
+    >>> saving.result(timeout=60)
   """
 
   def __init__(self, path: epath.Path, work: Any):

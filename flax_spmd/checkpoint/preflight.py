@@ -36,6 +36,14 @@ class Preflight(NamedTuple):
     bytes_per_device: what the fullest device holds at the end.
     bytes_at_once: what a device needs besides, for a while, where leaves are converted.
     replicated: whether all of it lies on every device, though it did not when it was saved.
+
+  Example:
+    >>> layout = Layout({'data': 8}, (('embed', 'data'),))
+    >>> w = layout.shard(LogicallyPartitioned(np.ones((8, 16), 'float32'), ('embed', 'mlp')))
+    >>> checkpoint.save(tmp / 'looked_at', {'w': w}, layout=layout)
+    >>> print(checkpoint.preflight(tmp / 'looked_at', {'w': w}))
+    The checkpoint ...looked_at fits: 1 leaves are read.
+    512 B are read; 64 B are needed on a device.
   """
 
   path: Any

@@ -11,7 +11,12 @@ from flax_spmd.errors import FlaxSpmdError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs a command; returns the exit code."""
+  """Runs a command; returns the exit code.
+
+  Example:
+    >>> main(['checkpoint', 'show', str(tmp / 'nothing')])
+    2
+  """
   parser = argparse.ArgumentParser(
     prog='flax-spmd', description='Logical-axis partitioning for Flax Linen.'
   )

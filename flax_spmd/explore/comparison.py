@@ -29,6 +29,24 @@ class Comparison:
   Attributes:
     target: the hardware.
     outcomes: one per layout, in the order in which they were given.
+
+  Example:
+    >>> from flax_spmd.estimate import Estimator
+    >>> from flax_spmd.explore import Comparison, parse
+    >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
+    >>> step = lambda state, x: (state, jnp.sum(x @ state['w'].unbox()))
+    >>> estimator = Estimator(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> data = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
+    >>> tensor = Layout(abstract_mesh({'model': 8}), (('mlp', 'model'),))
+    >>> target = parse('h100:8')  # of estimates here; `compare` returns one of what was compiled
+    >>> found = Comparison(target, [
+    ...   estimator.estimate(data, target)._replace(name='data'),
+    ...   estimator.estimate(tensor, target)._replace(name='tensor'),
+    ... ])
+    >>> [outcome.name for outcome in found], found.source
+    (['data', 'tensor'], 'estimated')
+    >>> found.diff('data', 'tensor')[0]
+    'tensor needs 105 KiB less: memory on a device'
   """
 
   def __init__(self, target: Target, outcomes: list[Outcome]):

@@ -295,7 +295,13 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def clear_cache() -> None:
-  """Forgets everything that was compiled."""
+  """Forgets everything that was compiled.
+
+  Example:
+    >>> import os, unittest.mock
+    >>> with unittest.mock.patch.dict(os.environ, FLAX_SPMD_CACHE=str(tmp / 'cache')):
+    ...   clear_cache()
+  """
   shutil.rmtree(cache_folder(), ignore_errors=True)
 
 

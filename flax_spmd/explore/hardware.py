@@ -24,7 +24,13 @@ from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 
 class Chip(NamedTuple):
-  """A kind of chip; `hardware.toml` says what the fields mean."""
+  """A kind of chip; `hardware.toml` says what the fields mean.
+
+  Example:
+    >>> h100 = chips()['h100']
+    >>> h100.memory // 2**30, h100.per_node  # GiB, GPUs
+    (79, 8)
+  """
 
   name: str
   platform: str
@@ -48,6 +54,11 @@ class Target(NamedTuple):
     text: as it was asked for, in full.
     chip: of which kind.
     topology: of TPUs, chips along each axis of the torus; of others, nodes and chips per node.
+
+  Example:
+    >>> target = parse('h100:16')
+    >>> target.text, target.chip.name, target.topology, target.devices
+    ('h100:16', 'h100', (2, 8), 16)
   """
 
   text: str
@@ -65,6 +76,10 @@ def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
 
   Raises:
     TargetDeviceError: the file cannot be read, or a chip in it lacks something; names the line or entry.
+
+  Example:
+    >>> 'h100' in chips(), 'v5e' in chips()
+    (True, True)
   """
   # A file of one's own is read each time: it may have been edited.
   return _known() | ({} if file is None else _read(_text(file), os.fspath(file)))

@@ -29,6 +29,17 @@ class Outcome(NamedTuple):
     program, compiled: what it was lowered and compiled to, or None.
     source: where the figures are from: `estimated`, or `compiled:h100`.
     doubts: why an estimate may be far off.
+
+  Example:
+    >>> from flax_spmd.estimate import Estimator
+    >>> from flax_spmd.explore import parse
+    >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
+    >>> step = lambda state, x: (state, jnp.sum(x @ state['w'].unbox()))
+    >>> estimator = Estimator(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> layout = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
+    >>> outcome = estimator.estimate(layout, parse('h100:8'))
+    >>> outcome.fits, outcome.mesh, outcome.source
+    (True, {'data': 8}, 'estimated')
   """
 
   name: str

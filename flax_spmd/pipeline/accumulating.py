@@ -27,17 +27,32 @@ from flax_spmd.pipeline.schedules import Schedule, check_schedule
 
 @dataclasses.dataclass(frozen=True)
 class Add:
-  """The sum over the microbatches, in the dtype that the results have."""
+  """The sum over the microbatches, in the dtype that the results have.
+
+  Example:
+    >>> float(accumulate(lambda x: x.sum(), jnp.array([[1.0], [3.0]]), op=Add))
+    4.0
+  """
 
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-  """The mean over the microbatches: their sum by their number."""
+  """The mean over the microbatches: their sum by their number.
+
+  Example:
+    >>> float(accumulate(lambda x: x.sum(), jnp.array([[1.0], [3.0]]), op=Mean))
+    2.0
+  """
 
 
 @dataclasses.dataclass(frozen=True)
 class Max:
-  """The maximum over the microbatches, element by element."""
+  """The maximum over the microbatches, element by element.
+
+  Example:
+    >>> float(accumulate(lambda x: x.sum(), jnp.array([[1.0], [3.0]]), op=Max))
+    3.0
+  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +61,10 @@ class Concat:
 
   Attributes:
     axis: along which, of those that a result has; scalars become a vector.
+
+  Example:
+    >>> accumulate(lambda x: 2 * x, jnp.array([[1.0, 2.0], [3.0, 4.0]]), op=Concat())
+    Array([2., 4., 6., 8.], dtype=float32)
   """
 
   axis: int = 0

@@ -36,6 +36,14 @@ class Schedule(abc.ABC):
 
   Attributes:
     ranks: how many there are: the size of the mesh axis over which stages are laid.
+
+  Example:
+    >>> from flax_spmd.pipeline import OneFOneB
+    >>> schedule = OneFOneB(ranks=2)
+    >>> schedule.stages, schedule.owners
+    (2, (0, 1))
+    >>> print(*schedule.tasks(2)[1])
+    fwd_1__0 bwd_1__0 fwd_1__1 bwd_1__1
   """
 
   ranks: int

@@ -29,7 +29,14 @@ _FIX = (
 
 
 class Run(NamedTuple):
-  """A task with its start and its end, in the unit of the costs; `lengths` are those of its parts."""
+  """A task with its start and its end, in the unit of the costs; `lengths` are those of its parts.
+
+  Example:
+    >>> from flax_spmd.pipeline import GPipe
+    >>> run = GPipe(ranks=2).simulate(4)['fwd_1__0']
+    >>> run.start, run.end
+    (1, 2)
+  """
 
   step: Step
   start: float
@@ -46,6 +53,12 @@ class Simulation:
     runs: per rank, its tasks with their starts and ends.
     peaks: per rank, the most activations that are alive at once, each of one stage and one microbatch.
     owners: per stage, the rank that it is on.
+
+  Example:
+    >>> from flax_spmd.pipeline import GPipe
+    >>> simulation = GPipe(ranks=2).simulate(4, {'fwd': 1, 'bwd': 2})
+    >>> simulation.makespan, simulation.peaks, round(simulation.bubble, 3)
+    (15, (4, 4), 0.2)
   """
 
   title: str

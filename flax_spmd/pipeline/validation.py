@@ -28,6 +28,11 @@ class Proof(NamedTuple):
   Attributes:
     order: every task, in one order in which all ranks together can run them.
     peaks: per rank, the most activations that are alive at once, each of one stage and one microbatch.
+
+  Example:
+    >>> from flax_spmd.pipeline import OneFOneB
+    >>> OneFOneB(ranks=4).validate(8).peaks
+    (4, 3, 2, 1)
   """
 
   order: Order

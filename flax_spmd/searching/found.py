@@ -35,6 +35,10 @@ class Buy(NamedTuple):
     memory: bytes more on a device (or fewer, if negative).
     time: the share by which a step is longer: 0.04 is 4 %.
     error: why the layout does not work without it, or None.
+
+  Example:
+    >>> print(Buy(('mlp', 'model'), 3 * 2**30, 0.04))
+    without ('mlp', 'model'): +3 GiB, +4 %
   """
 
   rule: Any
@@ -64,6 +68,18 @@ class Found:
     pareto: the estimates that fit, and are not beaten in both time and memory; the fastest first.
     buys: what each rule of the winner is good for.
     notes: what has to be said of the search: that it was interrupted, or had to do without estimates.
+
+  Example:
+    >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
+    >>> step = lambda state, x: (state, jnp.sum(x @ state['w'].unbox()))
+    >>> batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    >>> found = search(step, create, batch, 'cpu:8', candidates=20, top=0, pin={'batch': 'data'})
+
+    >>> found.layout.mesh.size, found.best.fits
+    (8, True)
+    >>> found.to_toml(tmp / 'layout.toml')
+    >>> Layout.from_toml((tmp / 'layout.toml').read_text()).rules == found.layout.rules
+    True
   """
 
   def __init__(
