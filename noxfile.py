@@ -3,6 +3,9 @@
 import json
 import os
 import pathlib
+import shutil
+import tarfile
+import tempfile
 
 import nox
 
@@ -24,6 +27,9 @@ SAME_JAX = (
   'toml',
   'typing',
 )
+# What differs once the package is a wheel: data files, the workers that it starts, entry points, metadata.
+INSTALLED = (*SAME_JAX, 'checkpoint', 'conversion', 'hardware', 'hlo', 'memory', 'release')
+QUICK = ('-m', 'not slow and not exhaustive')
 GROUPS = nox.project.load_toml('pyproject.toml')['dependency-groups']
 EMULATED = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}
 
@@ -38,9 +44,11 @@ def say_versions(session):
   session.run('python', '-c', code, env=EMULATED)
 
 
-def run_tests(session, *which):
+def run_tests(session, *which, measured=False):
+  """Runs pytest as a module: so that the working directory's `tests` are found, wherever it is."""
   workers = str(min(4, os.cpu_count() or 1))
-  session.run('pytest', '-n', workers, '--dist', 'worksteal', *which)
+  command = ['coverage', 'run', '-m', 'pytest'] if measured else ['python', '-m', 'pytest']
+  session.run(*command, '-n', workers, '--dist', 'worksteal', *which)
 
 
 @nox.session
@@ -100,12 +108,64 @@ def guides(session):
 
 @nox.session(python='3.11')
 def minimums(session):
-  """The tests, on the oldest supported versions of everything."""
+  """The tests that are quick, on the oldest supported versions of everything; `-- tests` for all."""
   requirements = nox.project.load_toml('pyproject.toml')['project']['dependencies']
   oldest = [requirement.replace('>=', '==') for requirement in requirements]
   session.install('-e', '.', *GROUPS['test'], *oldest)
   say_versions(session)
-  session.run('pytest', '-n', '2', *session.posargs)
+  run_tests(session, *(session.posargs or QUICK))
+
+
+@nox.session(python='3.12')
+def coverage(session):
+  """The tests, measured, other processes too: fails where less than 95 % of the package's lines run."""
+  install(session, 'test', 'coverage')
+  session.run('coverage', 'erase')
+  run_tests(session, *(session.posargs or ['-m', 'not exhaustive']), measured=True)
+  session.run('coverage', 'combine', '--quiet')
+  session.run('coverage', 'report')
+
+
+@nox.session
+def build(session):
+  """Makes wheel and sdist, in dist/, and tries them on every Python that is here (session `installed`)."""
+  session.install(*GROUPS['build'])
+  shutil.rmtree('dist', ignore_errors=True)
+  session.run('python', '-m', 'build')
+  session.run('twine', 'check', '--strict', *made('*'))
+  for python in PYTHONS:
+    session.notify(f'installed-{python}', session.posargs)
+
+
+@nox.session(python=PYTHONS)
+def installed(session):
+  """What `build` made, as a stranger gets it: the wheel alone, the README, the demo, then the sdist's tests."""
+  session.install(*made('*.whl'))
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    session.chdir(without_package(*made('*.tar.gz'), folder)),
+  ):
+    example = pathlib.Path('README.md').read_text().split('```python\n')[1].split('```')[0]
+    session.run('python', '-c', example, env=EMULATED)
+    session.run('flax-spmd', '--help', silent=True)
+    session.run('flax-spmd', 'demo')
+    session.install(*GROUPS['test'])
+    tests = [f'tests/{name}_test.py' for name in INSTALLED]
+    run_tests(session, *(session.posargs or [*tests, *QUICK]))
+
+
+def made(pattern):
+  """What `build` left in dist/."""
+  return [str(path.absolute()) for path in pathlib.Path('dist').glob(pattern)]
+
+
+def without_package(sdist, folder):
+  """An sdist unpacked in a folder, but the package itself: its tests find what is installed."""
+  with tarfile.open(sdist) as archive:
+    archive.extractall(folder, filter='data')
+  (top,) = pathlib.Path(folder).iterdir()
+  shutil.rmtree(top / 'flax_spmd')
+  return top
 
 
 @nox.session

@@ -57,6 +57,8 @@ from flax_spmd.trees import remove_axis as remove_axis
 from flax_spmd.trees import replace_boxed as replace_boxed
 from flax_spmd.trees import unbox as unbox
 
+__version__ = '0.1.0'
+
 
 def __getattr__(name: str):
   """What few programs use is imported when it is first asked for: Orbax alone takes 0.3 s."""

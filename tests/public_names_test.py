@@ -94,7 +94,7 @@ def test_the_drop_in_names_are_flaxs():
 def test_private_names_of_others_are_used_in_compat_only():
   package = Path(spmd.__file__).parent
   private = re.compile(
-    r'jax\._src|(from|import) jaxlib\b|flax\.core\.(lift|scope)|__version__|module\._context'
+    r'jax\._src|(from|import) jaxlib\b|flax\.core\.(lift|scope)|\.__version__|module\._context'
   )
   users = {path for path in package.rglob('*.py') if private.search(path.read_text())}
   bindings = package / 'estimate' / 'bindings'  # jaxlib's MLIR, and nothing else there
