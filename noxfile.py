@@ -9,7 +9,7 @@ import tempfile
 
 import nox
 
-nox.options.sessions = ['tests', 'lint', 'typecheck', 'layers', 'guides']
+nox.options.sessions = ['tests', 'lint', 'typecheck', 'layers', 'guides', 'docs']
 nox.options.default_venv_backend = 'venv'
 
 PYTHONS = ['3.11', '3.12', '3.13']
@@ -99,10 +99,18 @@ def layers(session):
 
 @nox.session
 def guides(session):
-  """Runs every guide as a script, on emulated devices."""
-  install(session, 'guides')
+  """Executes guides and how-tos on emulated devices, all of them; `nox -s guides -- scale_up` for one."""
+  install(session, 'docs')
+  session.run('python', 'docs/execute.py', *session.posargs, env=EMULATED)
+
+
+@nox.session
+def docs(session):
+  """The site, in docs/_build/html; what `guides` has not executed of it, with this code, is executed."""
+  install(session, 'docs')
+  session.run('python', 'docs/execute.py', '--missing', env=EMULATED)
   session.run(
-    'pytest', '-p', 'no:cacheprovider', '-s', 'guides/run_guides.py', *session.posargs, env=EMULATED
+    'sphinx-build', '-W', '--keep-going', '-E', '-c', 'docs', '.', 'docs/_build/html', env=EMULATED
   )
 
 

@@ -1,0 +1,75 @@
+"""The site's own sources: the picture is what the code draws, and the reference has every public name."""
+
+import importlib.util
+import inspect
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+import flax_spmd
+
+DOCS = Path(__file__).parent.parent / 'docs'
+MODULES = ('checkpoint', 'errors', 'estimate', 'explore', 'pipeline', 'presets', 'searching', 'testing')
+ELSEWHERE = {
+  'errors.Problem',
+  'errors.problems_text',
+  'errors.raise_problems',
+  'errors.did_you_mean',
+}  # internal
+
+
+def test_the_picture_is_of_the_readme(monkeypatch):
+  spec = importlib.util.spec_from_file_location('idea', DOCS / 'idea.py')
+  idea = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(idea)
+  drawn = idea.picture(*idea.example())
+  assert drawn == (DOCS / 'idea.svg').read_text(), 'run `python docs/idea.py`'
+  words = {element.text for element in ET.fromstring(drawn).iter() if element.text}
+  assert {'batch → data', 'hidden → model', 'embed 64', '0, 4'} <= words
+
+
+def public_names():
+  """Functions and classes as users reach them: `Layout`, `checkpoint.save`."""
+  names = {name for name, thing in vars(flax_spmd).items() if is_public(name, thing)}
+  for module in MODULES:
+    things = vars(getattr(flax_spmd, module)).items()
+    names |= {f'{module}.{name}' for name, thing in things if is_public(name, thing)}
+  fill = {'presets.fill', 'presets.Rules', 'testing.Layout', 'testing.Row'}  # what these two import
+  return names - fill - ELSEWHERE
+
+
+def is_public(name, thing):
+  ours = getattr(thing, '__module__', '').startswith('flax_spmd')
+  return name[0] != '_' and ours and (inspect.isfunction(thing) or inspect.isclass(thing))
+
+
+def documented(pages, entry):
+  """The names that pages have, after each `currentmodule` or `automodule`."""
+  found = set()
+  for page in pages:
+    module = 'flax_spmd'
+    for line in page.read_text().splitlines():
+      if named := re.match(r'\.\. (?:currentmodule|automodule):: (\S+)', line):
+        module = named[1]
+      elif named := re.match(entry, line):
+        found.add(f'{module}.{named[1]}'.removeprefix('flax_spmd.'))
+  return found
+
+
+@pytest.mark.parametrize(
+  'pages, entry',
+  [('[!i]*.rst', r'\.\. auto(?:function|class|exception):: (\w+)'), ('index.rst', r'   ([A-Za-z]\w*)$')],
+  ids=['pages', 'index'],
+)
+def test_the_reference_has_every_public_name(pages, entry):
+  found = documented((DOCS / 'api').glob(pages), entry)
+  topics = {page.stem for page in (DOCS / 'api').iterdir()}
+  assert not public_names() - found
+  assert found - topics <= public_names() | {
+    'AxisMetadata',
+    'RulesFallback',
+    'explore.compare',
+    'searching.search',
+  }
