@@ -110,6 +110,7 @@ def test_processes_read_the_rows_that_their_devices_hold(trainer):
 
 
 @pytest.mark.slow
+@pytest.mark.old_jax
 def test_layouts_are_compared_for_hardware_that_is_not_here(trainer, capsys):
   trainer.main(['--batch=8', '--length=16', '--compare=cpu:4'])
   rows = [line.split() for line in capsys.readouterr().out.splitlines()]

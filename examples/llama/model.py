@@ -93,7 +93,9 @@ class Llama(Part):
   @nn.compact
   def __call__(self, tokens):
     """The logits of every next token: int32 (batch, length) to (batch, length, vocab)."""
-    x = self.weight('embedding', 'vocab', 'embed')[tokens]
+    # A product: of a lookup in a table that is split twice, XLA would gather the whole batch's gradients.
+    x = jax.nn.one_hot(tokens, self.sizes.vocab, dtype=self.sizes.dtype)
+    x = x @ self.weight('embedding', 'vocab', 'embed')
     blocks = nn.scan(
       nn.remat(Block, prevent_cse=False),  # the scan's loop keeps recomputation apart by itself
       length=self.sizes.layers,
