@@ -2,7 +2,6 @@
 
 import io
 import math
-import time
 from textwrap import dedent
 from xml.etree import ElementTree
 
@@ -345,11 +344,8 @@ def test_text_of_a_sharding_of_another_kind(mesh):
 
 def test_65536_devices():
   sharding = abstract('data', 'model', data=256, model=256)
-  start = time.perf_counter()
   drawing = draw(struct(65536, 1024), sharding)
   text, svg, slices = str(drawing), drawing.svg, drawing.slices
-  assert time.perf_counter() - start < 5  # 0.3 s; a machine may be busy
-
   assert len(slices) == 65536
   assert slices[-1] == (((65280, 65536), (1020, 1024)), (65535,))
   assert len(ElementTree.fromstring(svg).findall('.//{*}rect')) == 8 * 6

@@ -12,10 +12,13 @@ import pytest
 from flax.training.train_state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxlib.mlir import ir
 
 import flax_spmd as spmd
+from flax_spmd.compat import mlir_context
 from flax_spmd.errors import EstimatorError, LayoutError, TargetDeviceError
 from flax_spmd.estimate import Estimator, bindings
+from flax_spmd.estimate.bindings.inlining import drop_uniform, inline_all
 from flax_spmd.estimate.graph import Value, tile
 from flax_spmd.estimate.moving import Move, moves, sent, summing, tangled
 from flax_spmd.estimate.operations import reshaped
@@ -334,3 +337,20 @@ def test_slices_of_a_divided_dimension_are_in_doubt(estimator):
   stacked = estimator.estimate(layout({'data': 2, 'model': 4}, batch='data', layers='model'), TARGET)
   assert any('slices along a dimension that is divided' in doubt for doubt in stacked.doubts)
   assert estimator.estimate(BOTH, TARGET).doubts == ()
+
+
+def test_numbers_are_taken_out_of_what_is_propagated():
+  def decayed(state, x):
+    return jax.tree.map(lambda w: 0.9 * w * 0.5 + jnp.sum(x), state), jnp.float32(0)
+
+  code = jax.jit(decayed).lower({'w': jnp.ones((64, 128))}, jnp.ones((4, 8)))
+  text = code.compiler_ir().operation.get_asm(binary=False)
+  assert text.count('stablehlo.multiply') == 2
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(text)
+    inline_all(module)
+    drop_uniform(module.operation)
+    left = str(module)
+  # the sum is of an array, and stays; so does one operation for both products
+  counts = {kind: left.count(f'stablehlo.{kind}') for kind in ('multiply', 'negate', 'broadcast', 'add')}
+  assert counts == {'multiply': 0, 'negate': 1, 'broadcast': 1, 'add': 2}

@@ -578,11 +578,11 @@ def test_processes_that_fail_or_hang_are_ended():
     raise ValueError('so')
   """)
   begin = time.monotonic()
-  results = run_processes(source, processes=2, devices=1, timeout=60, grace=0.5, check=False)
+  results = run_processes(source, processes=2, devices=1, timeout=600, grace=0.5, check=False)
   assert results[0].returncode == 1 and results[1].returncode < 0  # killed, by us or by JAX
   assert [result.told for result in results] == [[1], [1]]
   assert results[0].stderr.endswith('ValueError: so\n')
-  assert time.monotonic() - begin < 40
+  assert time.monotonic() - begin < 300
 
 
 def test_a_failure_is_shown():

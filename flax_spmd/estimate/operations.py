@@ -20,6 +20,16 @@ def need(op: Op, seen: Seen) -> Need:
   return found(op, seen) if found else _alike(op, seen)
 
 
+def is_elementwise(op: Op) -> bool:
+  """Whether an operation does the same with each element of its operands.
+
+  Example:
+    >>> is_elementwise(Op('add', (0, 1), (2,), {})), is_elementwise(Op('transpose', (0,), (1,), {}))
+    (True, False)
+  """
+  return op.kind not in _RULES and op.kind != 'custom_call'
+
+
 def _alike(op: Op, seen: Seen) -> Need:
   """Element by element: operands of the result's shape lie as it does.
 

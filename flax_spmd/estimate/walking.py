@@ -16,7 +16,7 @@ from flax_spmd.estimate.bundling import Bundles
 from flax_spmd.estimate.graph import Block, Dims, Graph, Op, Value, pieces, tile
 from flax_spmd.estimate.moving import Move, moves, summing, tangled
 from flax_spmd.estimate.needs import Need, Seen
-from flax_spmd.estimate.operations import need
+from flax_spmd.estimate.operations import is_elementwise, need
 from flax_spmd.estimate.sending import sent_as
 from flax_spmd.estimate.storing import BARRIER, Stored, free_values, given_values, stored
 from flax_spmd.explore.counting import Counts
@@ -125,6 +125,7 @@ class _Walk:
     self.sums: dict[int, _Sum] = {}
     self.made: set[int] = set()  # of these, what was computed so
     self.late: dict[int, Dims] = {}  # how values still lie that are only gathered where that is needed
+    self.sizes_known: dict[int, float] = {}  # bytes of values, as they lie
     self.copies = 0.0  # bytes of what the current operation has gathered
 
   def block(self, block: Block, stored: Stored, times: int, results: Sequence[Dims | None]) -> float:
@@ -173,10 +174,18 @@ class _Walk:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0
-    if op.results[0] in self.program.free:
-      return 0.0
-    self._compute(op, times)
+    if op.results[0] not in self.program.free and not self._is_at_home(op):
+      self._compute(op, times)
     return 0.0
+
+  def _is_at_home(self, op: Op) -> bool:
+    """Whether nothing has to be moved: it works element by element on what lies as its result does."""
+    after = self.dims[op.results[0]]
+    return is_elementwise(op) and all(
+      value in self.program.free
+      or (self.dims[value] == after and value not in self.late and value not in self.sums)
+      for value in op.operands
+    )
 
   def _compute(self, op: Op, times: int) -> None:
     seen = self._seen(op)
@@ -270,6 +279,7 @@ class _Walk:
       return
     if wanted is not None and self.program.uses[value] == 1:
       self.dims[value] = wanted
+      self.sizes_known.pop(value, None)
     made = summing(self.values[value], found.natural, found.parts, self.dims[value], self.sizes)
     self._emit(made, found.times, value, found.source)
 
@@ -332,4 +342,7 @@ class _Walk:
     return self.program.narrow.get(value, self.values[value])
 
   def _bytes(self, value: int) -> float:
-    return tile(self.values[value].shape, self.dims[value], self.sizes) * self.values[value].item
+    if value not in self.sizes_known:
+      shape, item = self.values[value].shape, self.values[value].item
+      self.sizes_known[value] = tile(shape, self.dims[value], self.sizes) * item
+    return self.sizes_known[value]

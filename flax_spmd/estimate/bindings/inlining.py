@@ -1,4 +1,7 @@
-"""Inlining: what functions compute, put in where they are called; and operations that Shardy does not know."""
+"""Inlining: what functions compute, put in where they are called; and operations that say nothing about places.
+
+Every operation costs time in each propagation, so what can't matter to it is taken out once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlib.mlir import ir
+
+# What is done element by element on two arrays, in a dtype that can be negated.
+_BINARY = frozenset(
+  f'stablehlo.{kind}'
+  for kind in ('add', 'divide', 'maximum', 'minimum', 'multiply', 'power', 'subtract')
+)
+_UNARY = 'stablehlo.negate'
+_SUMS = (
+  'stablehlo.add',
+  'stablehlo.subtract',
+)  # sums of sums that devices have parts of are another matter
 
 
 def inline_all(module: Any) -> None:
@@ -85,3 +99,58 @@ def make_plain(module: Any) -> None:
 def _is_elementwise(op: Any) -> bool:
   shape = list(ir.RankedTensorType(op.results[0].type).shape)
   return all(list(ir.RankedTensorType(value.type).shape) == shape for value in op.operands)
+
+
+def drop_uniform(module: Any) -> None:
+  """Takes out operands that are one number everywhere, as `0.9` in `0.9 * mu` and a learning rate are.
+
+  They lie on every device whatever the layout. What is left of the operation is a negation: it does as much, in
+  the same dtype, on one operand; and where another operation does such with its result, nothing is left.
+  """
+  known: dict[Any, bool] = {}
+  for op in list(_every(module)):
+    if op.name not in _BINARY or not _has_shape(op.results[0]):
+      continue
+    left = [value for value in op.operands if not _is_uniform(value, known)]
+    if len(left) == 1:
+      with ir.InsertionPoint(op):
+        same = ir.Operation.create(
+          _UNARY, results=[op.results[0].type], operands=[_before(left[0])], loc=op.location
+        )
+      op.results[0].replace_all_uses_with(same.results[0])
+      op.erase()
+    elif op.name not in _SUMS:
+      for index, value in enumerate(op.operands):
+        op.operands[index] = _before(value)
+  for op in reversed(
+    list(_every(module))
+  ):  # propagation would drop them, and be out of step with what was read
+    dead = len(op.results) == 1 and not list(op.results[0].uses)
+    if dead and (op.name == _UNARY or known.get(op.results[0])):
+      op.erase()
+
+
+def _before(value: Any) -> Any:
+  """What a negation that has no other use is made of."""
+  op = value.owner
+  alone = not isinstance(op, ir.Block) and op.name == _UNARY and len(list(value.uses)) == 1
+  return op.operands[0] if alone else value
+
+
+def _has_shape(value: Any) -> bool:
+  return bool(ir.RankedTensorType(value.type).shape)
+
+
+def _is_uniform(value: Any, known: dict[Any, bool]) -> bool:
+  """Whether a value is a number, or one number everywhere, that no array was reduced to."""
+  if value not in known:
+    op = value.owner
+    if isinstance(op, ir.Block):
+      known[value] = not _has_shape(value)
+    elif op.name == 'stablehlo.broadcast_in_dim' or not _has_shape(value):
+      op = op.operation
+      pure = not len(op.regions) and op.name.startswith('stablehlo.')
+      known[value] = pure and all(_is_uniform(operand, known) for operand in op.operands)
+    else:
+      known[value] = False
+  return known[value]
