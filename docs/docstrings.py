@@ -24,20 +24,24 @@ def translate(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: 
   if what == 'module':
     text = INDENTED.sub(lambda found: f'::\n\n{found[1]}\n', text)
   blocks = re.split(r'((?:^ *(?:>>>|\.\.\.) .*\n)+)', text, flags=re.M)
-  blocks[::2] = [_prose(block) for block in blocks[::2]]  # every other one is an example
+  blocks[::2] = [
+    _prose(block, name.rpartition('.')[0]) for block in blocks[::2]
+  ]  # every other one is an example
   lines[:] = ''.join(blocks).splitlines()
 
 
-def _prose(text: str) -> str:
+def _prose(text: str, home: str) -> str:
   text = re.sub(r'(?<=, )\*+(?=\w+[,:])', lambda stars: stars[0].replace('*', r'\*'), text)
   # Napoleon takes what is before a colon in `Returns` for a type; an empty one is none.
   text = re.sub(r'^( *(?:Returns|Yields):\n +)', r'\1: ', text, flags=re.M)
-  targets = _targets()
-  return CODE.sub(lambda found: _code(found[1], targets) + (f'\\ {found[2]}' if found[2] else ''), text)
+  return CODE.sub(lambda found: _code(found[1], home) + (f'\\ {found[2]}' if found[2] else ''), text)
 
 
-def _code(code: str, targets: dict[str, str]) -> str:
-  target = targets.get(code.removesuffix('(...)').removesuffix('()').removeprefix('spmd.'))
+def _code(code: str, home: str) -> str:
+  """Code, as a link where it is a public name; one of the same module is meant before others."""
+  name = code.removesuffix('(...)').removesuffix('()').removeprefix('spmd.')
+  neighbour = f'{home.removeprefix("flax_spmd.")}.{name}'
+  target = _targets().get(neighbour) or _targets().get(name)
   return f':py:obj:`{code} <{target}>`' if target else f'``{" ".join(code.split())}``'
 
 
@@ -50,6 +54,7 @@ def _targets() -> dict[str, str]:
   for module in MODULES:
     names = [name for name in vars(importlib.import_module(f'flax_spmd.{module}')) if name[0] != '_']
     found |= {f'{module}.{name}': f'flax_spmd.{module}.{name}' for name in names}
+  found |= {'compare': 'flax_spmd.explore.compare', 'search': 'flax_spmd.searching.search'}
   methods = [name for name in vars(package.Layout) if name[0] != '_']
   found |= {
     f'{layout}.{name}': f'flax_spmd.Layout.{name}' for layout in ('Layout', 'layout') for name in methods
