@@ -14,6 +14,7 @@ _NEW = jax.__version_info__ >= (0, 11)
 _DEALT = {
   'compare_pipelines_test.py',
   'pipeline_bad_input_test.py',
+  'pipeline_states_test.py',
   'search_pipelines_test.py',
   'search_test.py',
 }
