@@ -1,7 +1,9 @@
 """Searching: the best rule table and mesh for a model, a machine and a budget of memory.
 
-found = spmd.search(train_step, create_state, batch, 'h100:64', memory='60GiB')
-print(found)
+    found = spmd.search(train_step, create_state, batch, 'h100:64', memory='60GiB')
+    print(found)
+
+Candidates are estimated; the best of them are compiled by the target's own compiler.
 """
 
 from flax_spmd.searching.driver import search as search
