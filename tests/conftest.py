@@ -1,6 +1,7 @@
 """Devices and strictness, set once: 8 emulated devices, warnings are errors, rank promotion raises."""
 
 import os
+import sys
 import tempfile
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -27,6 +28,14 @@ def pytest_collection_modifyitems(items):
   for test in items:
     if is_for_another_jax(test):
       test.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_sessionfinish():
+  """Under `nox -s coverage`, what was measured is written now: a worker that ends slowly is killed by xdist."""
+  coverage = sys.modules.get('coverage')
+  measured = coverage and coverage.Coverage.current()
+  if measured:
+    measured.save()
 
 
 @pytest.fixture(scope='session')
