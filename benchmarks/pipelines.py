@@ -3,6 +3,7 @@
     step         1F1B on 4 ranks and 8 microbatches, over plain accumulation on one of these devices
     dispatch     48 chunks and 64 microbatches on 8 ranks: thousands of small programs from one thread
     first step   in new processes: what tracing and planning take of it, and all of it
+    minimum cut  the same step, in which stages keep what differentiation happens to use
     plan         residuals of a stage, programs compiled, bytes moved after the loop, schedules on paper
     sleeping     stages that sleep in place of computing, so that ranks overlap on however few cores:
                  the wall's time over the simulated one
@@ -36,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -47,6 +49,7 @@ from harness import WALL, Figure, Target, at_most, equal, exact, measure, ratio,
 
 import flax_spmd as spmd
 from flax_spmd import pipeline
+from flax_spmd.pipeline import residuals
 from flax_spmd.pipeline.linking import Call, Linked, Send
 
 RANKS, MICROBATCHES = 4, 8
@@ -66,6 +69,7 @@ def figures() -> list[Figure]:
     *step_figures('small', at_most(1.1), rounds=61),
     *step_figures('mid', at_most(0.9), rounds=31),
     *dispatch_figures(),
+    *minimum_cut_figures(),
     *plan_figures(),
     *sharing_figures(),
     *bubble_figures(),
@@ -206,6 +210,26 @@ def step_figures(name: str, target: Target | None = None, *, rounds: int) -> lis
   return [
     _milliseconds(f'{name}: step of a pipeline', times, 'pipeline'),
     ratio(f'{name}: over one device', times, 'pipeline', 'one device', target),
+  ]
+
+
+def minimum_cut_figures() -> list[Figure]:
+  """What keeping the fewest bytes costs, over keeping what JAX would."""
+  size = SIZES['small']._replace(remat=False)
+  state, batch = state_of(size), batch_of(size)
+
+  def lowered() -> Any:
+    return pipelined(pipeline.OneFOneB(RANKS)).lower(state, batch)
+
+  with mock.patch.object(residuals, 'choose', lambda *_: residuals.Choice(set(), set())):
+    all_kept = lowered()
+  steps = {'cut': lowered(), 'all kept': all_kept}
+  kept = {arm: sum(one.programs.residuals().values()) for arm, one in steps.items()}
+  runs = {arm: Run(one.compile(), jax.tree.map(jnp.array, state), batch) for arm, one in steps.items()}
+  times = measure({arm: run.once for arm, run in runs.items()}, rounds=61, warm_up=3, clock=WALL)
+  return [
+    exact('minimum cut: bytes kept, over all', kept['cut'] / kept['all kept'], 'x'),
+    ratio('minimum cut: its step, over all kept', times, 'cut', 'all kept', at_most(1)),
   ]
 
 

@@ -8,6 +8,7 @@
     ├── LayoutError (ValueError)           a leaf does not fit its names, or the mesh
     ├── MeshError (ValueError)             a mesh that cannot be made, or is needed and absent
     ├── TargetDeviceError (ValueError)     hardware that nobody has described, or cannot be compiled for
+    ├── EstimatorError (NotImplementedError) a step of which nothing can be estimated, or unknown bindings
     ├── SearchError (ValueError)           a search for something that cannot be
     │   └── InfeasibleError                no layout that was tried fits into the memory
     ├── ContextError (RuntimeError)        a layout in force here is not the one JAX's caches see

@@ -31,7 +31,7 @@ from flax_spmd.context import InForce, check_in_step, scope
 from flax_spmd.gathering import gather
 from flax_spmd.jit import Jitted
 from flax_spmd.memory import Memory
-from flax_spmd.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
+from flax_spmd.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe, make_mesh
 from flax_spmd.pipeline.engine import Pipelined
 from flax_spmd.pipeline.schedules import Schedule
 from flax_spmd.plan import Planner, Row, leaf_names, planner_for
@@ -548,17 +548,19 @@ class Layout:
     return toml.write(axis_sizes(self._mesh), axis_types(self._mesh), self._rules)
 
   @classmethod
-  def from_toml(cls, text: str, *, mesh: MeshLike | None = None) -> Layout:
+  def from_toml(cls, text: str, *, mesh: MeshLike | None = None, devices: int | None = None) -> Layout:
     """The layout that a TOML text describes.
 
     Args:
       text: as written by `to_toml`.
       mesh: a mesh to use in place of one made of the devices at hand (an abstract one, say); its
         axes have to be the text's.
+      devices: how many devices an abstract mesh is to have, where `mesh` is not given; an axis of size -1
+        takes what the others leave.
 
     Raises:
       RulesError: the text is no layout; names the line or the entry.
-      MeshError: there are not enough devices, or `mesh` has other axes.
+      MeshError: there are not enough devices, the sizes do not fit them, or `mesh` has other axes.
 
     Example:
       >>> text = Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hidden', 'model'))).to_toml()
@@ -566,9 +568,13 @@ class Layout:
       Layout({'data': 2, 'model': 4}, Rules(('batch', 'data'), ('hidden', 'model')))
       >>> Layout.from_toml(text, mesh=abstract_mesh({'data': 2, 'model': 4})).mesh.size
       8
+      >>> dict(Layout.from_toml(text.replace('data = 2', 'data = -1'), devices=64).mesh.shape)
+      {'data': 16, 'model': 4}
     """
     parsed = toml.read(text)
-    if mesh is None:
+    if devices is not None and mesh is None:
+      mesh = abstract_mesh(parsed.axes, devices=devices, axis_types=parsed.types)
+    elif mesh is None:
       mesh = make_mesh(parsed.axes, axis_types=parsed.types)
     toml.check_same_axes(parsed, axis_sizes(mesh))
     return cls(mesh, parsed.rules)

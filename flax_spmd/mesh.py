@@ -88,22 +88,29 @@ def make_mesh(
 
 
 def abstract_mesh(
-  axes: Mapping[str, int], *, axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto
+  axes: Mapping[str, int],
+  *,
+  devices: int | None = None,
+  axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
 ) -> AbstractMesh:
   """A mesh of names and sizes only: plan, trace and lower for devices that are not here.
 
   Args:
-    axes: size per axis name, in order; all of them positive.
+    axes: size per axis name, in order; all of them positive. With `devices`, one may be -1: it takes what
+      the others leave.
+    devices: how many devices there are to be.
     axis_types: one `AxisType` for all axes, or one per axis name (the others are Auto).
 
   Raises:
-    MeshError: a size is not a positive integer.
+    MeshError: a size is not a positive integer, or -1 cannot be filled in.
 
   Example:
     >>> abstract_mesh({'data': 64, 'model': 8}).size
     512
+    >>> dict(abstract_mesh({'data': -1, 'model': 8}, devices=256).shape)
+    {'data': 32, 'model': 8}
   """
-  sizes = dict(axes)
+  sizes = dict(axes) if devices is None else _fill_in(dict(axes), devices)
   _check_sizes(sizes, allow_fill=False)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_types(sizes, axis_types))
 

@@ -1,6 +1,5 @@
 """Checkpoints in several real processes: saved by some, restored by others, and errors that all of them get."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

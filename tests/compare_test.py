@@ -282,6 +282,17 @@ def test_a_model_that_cannot_be_traced():
     compare(broken, create, setup()[2], layouts(), TARGET)
 
 
+def test_what_a_step_raises_under_one_of_the_layouts_is_in_its_row():
+  def narrow(state, x):
+    if 'data' not in dict(spmd.get_logical_axis_rules()).values():
+      raise ZeroDivisionError('mine')
+    return step(state, x)
+
+  wide = {'data': layouts()['data'], 'none': spmd.Layout(spmd.abstract_mesh({'data': 8}), ())}
+  row = compare(narrow, *setup()[1:], wide, TARGET)['none']
+  assert row.error == 'ZeroDivisionError: mine' and not row.fits
+
+
 def test_when_no_layout_fits():
   wrong = {'odd': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('layers', 'data'),))}
   with pytest.raises(LayoutError, match='size 3 is not divisible'):
@@ -412,6 +423,20 @@ def test_explain_from_the_command_line(project, capsys):
   assert code == 0 and 'params/blocks/up' in out
   code, _, err = run(capsys, 'explain', 'my_model:setup', 'tensor.toml', '--fail-if-over', '1KiB')
   assert code == 1 and err.startswith('FAILED tensor.toml: ')
+
+
+def test_a_size_that_is_left_open(project, capsys):
+  (project / 'open.toml').write_text(layouts()['data'].to_toml().replace('data = 8', 'data = -1'))
+  code, _, err = run(capsys, 'explain', 'my_model:setup', 'open.toml')
+  assert (code, err) == (
+    2,
+    "open.toml: The size of a mesh axis is left open: {'data': -1}.\n"
+    'Fix: say how many devices there are, with --devices.\n',
+  )
+  code, out, _ = run(capsys, 'explain', 'my_model:setup', 'open.toml', '--devices', '16')
+  assert code == 0 and "{'data': 16}" in out
+  code, out, _ = run(capsys, 'compare', 'my_model:setup', 'open.toml', '--target', TARGET, '--json')
+  assert code == 0 and json.loads(out)['target'] == TARGET
 
 
 def test_targets_from_the_command_line(capsys):

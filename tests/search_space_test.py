@@ -173,6 +173,7 @@ def test_meshes():
   assert space('h100:1').meshes() == [(Axis(1),)]
   fixed = space(mesh={'data': -1, 'model': 8})
   assert fixed.meshes() == [(Axis(8, 'data'), Axis(8, 'model'))]
+  assert space(mesh=spmd.abstract_mesh({'data': 8, 'model': 8})).meshes() == fixed.meshes()
   pinned = space('h100:8', pin={'mlp': 'tensor'}).meshes()
   assert len(pinned) == 1 + 2 * 2 + 1 * 3
   assert all([axis.label for axis in axes].count('tensor') == 1 for axes in pinned)

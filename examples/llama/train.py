@@ -9,11 +9,9 @@ many processes.
 
 import argparse
 import dataclasses
-import math
 import pydoc_data.topics
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import jax
@@ -118,19 +116,11 @@ def compare(args, model, tx, shape):
   """Tells what the step would do on a target, under each of the layouts in the folder that fit it."""
   devices = explore.parse(args.compare).devices
   files = sorted(args.layout.parent.glob('*.toml'))
-  layouts = {file.stem: on_devices(file.read_text(), devices) for file in files}
+  layouts = {file.stem: spmd.Layout.from_toml(file.read_text(), devices=devices) for file in files}
   layouts = {name: layout for name, layout in layouts.items() if layout.mesh.size == devices}
   tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
   options = {'args': (model, tx), 'places': PLACES, 'show': True}
   print(spmd.compare(train_step, create_state, tokens, layouts, args.compare, **options))
-
-
-def on_devices(text, devices):
-  """The layout of a TOML text, for so many devices that are not here."""
-  axes = tomllib.loads(text)['mesh']
-  rest = devices // math.prod(size for size in axes.values() if size != -1)
-  axes = {name: rest if size == -1 else size for name, size in axes.items()}
-  return spmd.Layout.from_toml(text, mesh=spmd.abstract_mesh(axes))
 
 
 def search(args, model, tx, shape):

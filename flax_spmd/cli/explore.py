@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flax_spmd.cli.devices import emulate
-from flax_spmd.errors import FlaxSpmdError, RulesError
+from flax_spmd.errors import FlaxSpmdError, MeshError, RulesError
 
 if TYPE_CHECKING:
   from flax_spmd.layout import Layout
@@ -28,6 +28,9 @@ def add_to(commands: Any) -> None:
   explain = _add(commands, 'explain', _explain, 'why every array lies where it lies')
   explain.add_argument('layout', help='a TOML file')
   explain.add_argument('--json', action='store_true')
+  explain.add_argument(
+    '--devices', type=int, metavar='N', help='how many there are, if the file leaves a size open (-1)'
+  )
   _add_limits(explain)
   compare = _add(
     commands, 'compare', _compare, 'compile under several layouts for hardware that is not here'
@@ -110,26 +113,33 @@ def model_of(reference: tuple[str, str]) -> dict[str, Any]:
   return given if isinstance(given, dict) else dict(zip(('step', 'create', 'batch'), given, strict=True))
 
 
-def _layout(file: str) -> Layout:
+def _layout(file: str, devices: int | None) -> Layout:
+  """The layout of a file, for devices that need not be here."""
   from flax_spmd import toml
   from flax_spmd.layout import Layout
   from flax_spmd.mesh import abstract_mesh
 
   try:
     parsed = toml.read(Path(file).read_text())
+    if devices is None and -1 in parsed.axes.values():
+      raise MeshError(
+        f'The size of a mesh axis is left open: {parsed.axes}.\n'
+        'Fix: say how many devices there are, with --devices.'
+      )
+    mesh = abstract_mesh(parsed.axes, devices=devices, axis_types=parsed.types)
   except OSError as error:
     raise FlaxSpmdError(
       f'{file} cannot be read: {error.strerror}.\nFix: pass a layout as TOML.'
     ) from error
-  except RulesError as error:
-    raise RulesError(f'{file}: {error}') from error
-  return Layout(abstract_mesh(parsed.axes, axis_types=parsed.types), parsed.rules)
+  except (MeshError, RulesError) as error:
+    raise type(error)(f'{file}: {error}') from error
+  return Layout(mesh, parsed.rules)
 
 
 def _explain(options: argparse.Namespace) -> int:
   from flax_spmd.explain import explain
 
-  given, layout = model_of(options.model), _layout(options.layout)
+  given, layout = model_of(options.model), _layout(options.layout, options.devices)
   state = layout.abstract(given['create'], *given.get('args', ()))
   found = explain(layout, state)
   print(found.to_json() if options.json else found)
@@ -152,9 +162,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _compared(options: argparse.Namespace) -> Any:
-  from flax_spmd.explore import compare
+  from flax_spmd.explore import compare, parse
 
-  layouts = {Path(file).stem: _layout(file) for file in options.layouts}
+  devices = parse(options.target, options.hardware).devices
+  layouts = {Path(file).stem: _layout(file, devices) for file in options.layouts}
   given = model_of(options.model)
   return compare(
     **given, layouts=layouts, target=options.target, hardware=options.hardware, show=sys.stderr.isatty()

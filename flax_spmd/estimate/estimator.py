@@ -172,7 +172,10 @@ class Estimator:
     return self._program.dtype
 
   def _memory(self, arguments: Sequence[Dims], sizes: Mapping[str, int], temporaries: float) -> Memory:
-    """Bytes on a device: those of the arguments by part, and what a step needs besides."""
+    """Bytes on a device: those of the arguments by part, and what a step needs besides.
+
+    A state that is not donated is there twice at the end, when the memory of everything else can be had for it.
+    """
     values = self._module.graph.values
     bytes_ = [
       int(tile(values[number].shape, dims, sizes) * values[number].item)
@@ -181,7 +184,8 @@ class Estimator:
     parts: dict[str, int] = dict.fromkeys(_PARTS, 0)
     for part, size in zip(self._argument_parts, bytes_):
       parts[part] += size
-    extra = int(temporaries) + (0 if self._donate else sum(bytes_) - parts['batch'])
+    again = 0 if self._donate else sum(bytes_) - parts['batch']
+    extra = max(int(temporaries), again)
     parameters, optimizer, rest, batch = (parts[part] for part in _PARTS)
     return Memory(parameters, optimizer, rest, batch, extra, sum(bytes_) + extra)
 

@@ -162,7 +162,7 @@ class _Walk:
 
   def _op(self, op: Op, inner: Sequence[Stored], times: int) -> float:
     """What an operation does; returns the memory that is needed while it runs."""
-    if self._adds_sums(op) or self._constrains_sum(op):
+    if self._adds_sums(op) or self._hands_on_sum(op):
       return 0.0
     if op.kind == 'while':
       return self._loop(op, inner, times)
@@ -254,11 +254,14 @@ class _Walk:
     self.sums[op.results[0]] = one
     return True
 
-  def _constrains_sum(self, op: Op) -> bool:
-    """Whether a sum that nothing else needs is told where to lie: it is then summed to there."""
-    if op.kind not in _CONSTRAINTS or self.program.uses[op.operands[0]] > 1:
+  def _hands_on_sum(self, op: Op) -> bool:
+    """Whether a sum that nothing else needs is turned, or told where to lie: it is added up after that."""
+    turned = op.kind == 'transpose'
+    if not (turned or op.kind in _CONSTRAINTS) or self.program.uses[op.operands[0]] > 1:
       return False
     found = self.sums.pop(op.operands[0], None)
+    if found and turned:
+      found = found._replace(natural=tuple(found.natural[dim] for dim in op.details['permutation']))
     if found:
       self.sums[op.results[0]] = found
     return found is not None

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flax_spmd.errors import FlaxSpmdError, LayoutError, PipelineError
+from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
 from flax_spmd.explore.comparison import Comparison
 from flax_spmd.explore.compiling import Compiled, Lot, compile_lots
 from flax_spmd.explore.costs import cost
@@ -118,7 +118,7 @@ def _lowered(
   """The programs of the layouts that fit the model, and what is wrong with the others."""
   rows: dict[str, Program | Staged] = {}
   failed: dict[str, Outcome] = {}
-  error: FlaxSpmdError | None = None
+  error: Exception | None = None
   for name, given in named.items():
     options = {'args': args, 'places': places, 'donate': donate}
     try:
@@ -126,10 +126,13 @@ def _lowered(
         rows[name] = lower_pipeline(step, create, batch, given, target, **options)
       else:
         rows[name] = lower(step, create, batch, given, target, **options)
-    except (LayoutError, PipelineError) as wrong:
+    except TargetDeviceError:
+      raise
+    except Exception as wrong:  # this layout's, if others go; JAX's own too, as under explicit axes
       error = wrong
       layout = given.layout if isinstance(given, Pipeline) else given
-      failed[name] = Outcome.failed(name, layout, str(wrong))
+      kind = '' if isinstance(wrong, FlaxSpmdError) else f'{type(wrong).__name__}: '
+      failed[name] = Outcome.failed(name, layout, f'{kind}{wrong}')
   if not rows and error is not None:
     raise error
   return rows, failed

@@ -46,6 +46,7 @@ from flax_spmd.pipeline.executables import Compiler
 from flax_spmd.pipeline.fitting import check_arrays, named_arguments, named_leaves
 from flax_spmd.pipeline.footprint import Footprint
 from flax_spmd.pipeline.linking import Linked, Linker, Timed
+from flax_spmd.pipeline.listing import listing
 from flax_spmd.pipeline.lying import Kinds
 from flax_spmd.pipeline.marks import proposed_ends
 from flax_spmd.pipeline.offline import Offline
@@ -302,6 +303,20 @@ class Lowered:
   def microbatches(self) -> int | None:
     """How many there are; None for a function without a loop."""
     return None if self._step.loop.once else self._step.loop.count
+
+  def as_text(self) -> str:
+    """What is run and sent, in order: a line for each call of a program and each transfer between ranks.
+
+    Example:
+      >>> def double(w, batch):
+      ...   return pipeline.stage_end(batch * w) * w
+      >>> lowered = Layout({'stage': 2}).pipeline_jit(double).lower(jnp.float32(2), jnp.ones((8, 4)))
+      >>> print(lowered.as_text())
+      rank 0: fwd_0__0            2 arrays -> 1 array
+      rank 0 -> rank 1            float32[8,4] of microbatch 0
+      rank 1: fwd_1__0            2 arrays -> 1 array
+    """
+    return listing(self.linked)
 
   def compile(self) -> Compiled:
     """Compiles the programs, several at once.

@@ -16,6 +16,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from flax_spmd.errors import SearchError
 from flax_spmd.explore.compiling import check_compiler
 from flax_spmd.explore.hardware import parse
@@ -42,7 +44,7 @@ def search(
   donate: bool = True,
   choices: Mapping[str, Sequence[Any]] | None = None,
   pipelines: Sequence[Schedule] = (),
-  mesh: Mapping[str, int] | None = None,
+  mesh: Mapping[str, int] | Mesh | AbstractMesh | None = None,
   pin: Mapping[str, Any] | None = None,
   forbid: Mapping[str, Any] | Sequence[str] = (),
   batch_only: str | Sequence[str] = (),
@@ -76,7 +78,7 @@ def search(
     pipelines: schedules under which the step is tried as a pipeline too, such as `OneFOneB(ranks=4)`: its
       stages over a mesh axis `stage`, the other axes within a rank. The step takes its gradients in
       `pipeline.accumulate`; a model that ends no stages is cut into equal ones.
-    mesh: size per mesh axis, if that is decided; one may be -1. Of a pipeline, the axes within a rank.
+    mesh: size per mesh axis, or a mesh, if that is decided; a size may be -1. Of a pipeline, the axes within a rank.
     pin: the mesh axes that names have to lie over; None is nowhere. An axis that is named here is part of
       every mesh.
     forbid: names that are never split; or, per name, the axes that it must not lie over.

@@ -1,9 +1,10 @@
 """Found: the answer of a search, which is a layout ready to use, and why it is that one.
 
-found = spmd.search(train_step, create_state, batch, 'h100:64')
-print(found)                     # the winner, what its rules buy, runners-up, the Pareto front
-found.to_toml('layout.toml')
-found.to_html('page.html')
+    found = spmd.search(train_step, create_state, batch, 'h100:64')
+    print(found)                     # the winner, what its rules buy, runners-up, the Pareto front
+    found.to_toml('layout.toml')
+
+As JSON and as a page too.
 """
 
 from __future__ import annotations

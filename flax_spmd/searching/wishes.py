@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from flax_spmd.errors import Problem, SearchError, did_you_mean, raise_problems
 from flax_spmd.explore.hardware import Target
+from flax_spmd.mesh import axis_sizes
 from flax_spmd.report import size_text
 from flax_spmd.searching.candidate import Axis, Candidate
 from flax_spmd.searching.facts import Facts
@@ -104,7 +105,7 @@ def wishes_of(
   nodes = not target.chip.torus and target.topology[0] > 1
   found = Wishes(
     target.chip.memory if memory is None else bytes_of(memory),
-    None if mesh is None else _filled(dict(mesh), target.devices),
+    None if mesh is None else _filled(_sizes(mesh), target.devices),
     {name: _axes(axes) for name, axes in (pin or {}).items()},
     {name: axes and _axes(axes) for name, axes in forbid.items()}
     if isinstance(forbid, Mapping)
@@ -134,6 +135,10 @@ def bytes_of(memory: int | str) -> int:
 
 def _axes(axes: Any) -> tuple[str, ...]:
   return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+  return dict(mesh if isinstance(mesh, Mapping) else axis_sizes(mesh))
 
 
 def _filled(mesh: dict[str, int], devices: int) -> dict[str, int]:

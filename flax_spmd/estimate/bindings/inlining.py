@@ -122,9 +122,7 @@ def drop_uniform(module: Any) -> None:
     elif op.name not in _SUMS:
       for index, value in enumerate(op.operands):
         op.operands[index] = _before(value)
-  for op in reversed(
-    list(_every(module))
-  ):  # propagation would drop them, and be out of step with what was read
+  for op in reversed(list(_every(module))):  # or propagation drops them, out of step with what was read
     dead = len(op.results) == 1 and not list(op.results[0].uses)
     if dead and (op.name == _UNARY or known.get(op.results[0])):
       op.erase()
@@ -133,8 +131,9 @@ def drop_uniform(module: Any) -> None:
 def _before(value: Any) -> Any:
   """What a negation that has no other use is made of."""
   op = value.owner
-  alone = not isinstance(op, ir.Block) and op.name == _UNARY and len(list(value.uses)) == 1
-  return op.operands[0] if alone else value
+  if isinstance(op, ir.Block) or op.name != _UNARY or len(list(value.uses)) > 1:
+    return value
+  return op.operation.operands[0]
 
 
 def _has_shape(value: Any) -> bool:
