@@ -15,11 +15,14 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_examples_run(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
-  named, unnamed = blocks
+  monkeypatch.setenv('COLUMNS', '110')
+  text = (ROOT / 'README.md').read_text()
+  named, unnamed = re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+  (shown,) = re.findall(r'```text\n(.*?)```', text, re.DOTALL)
   names = {'__name__': 'readme'}
   exec(compile(named, 'README.md', 'exec'), names)
-  assert 'hidden → model (1)' in capsys.readouterr().out
+  printed = capsys.readouterr().out.replace('┃', '│').splitlines()
+  assert shown and not set(shown.splitlines()) - set(printed)
   assert names['state'].params['w1'].value.sharding.spec == PartitionSpec('fsdp', None)
   assert (tmp_path / 'checkpoints' / '1').is_dir()
 
