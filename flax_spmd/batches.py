@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import KeyPath
 
 from flax_spmd.errors import LayoutError, Problem, raise_problems
@@ -68,6 +68,21 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
     # and also takes meshes of which the processes have different shares.
     whole = list(map(jax.make_array_from_process_local_data, to, arrays, shapes))
   return jax.tree.structure(tree).unflatten(whole)
+
+
+def local_indices(shape: Sequence[int], sharding: Sharding) -> tuple[np.ndarray, ...]:
+  """A process's part of an array: for each dimension the indices that this process's devices hold, in order.
+
+  Example:
+    >>> sharding = NamedSharding(jax.make_mesh((8,), ('data',)), PartitionSpec('data'))
+    >>> [len(indices) for indices in local_indices((16, 4), sharding)]
+    [16, 4]
+  """
+  pieces = [index for index in sharding.addressable_devices_indices_map(tuple(shape)).values() if index]
+  return tuple(
+    np.unique(np.concatenate([np.arange(size)[piece[dim]] for piece in pieces]))
+    for dim, size in enumerate(shape)
+  )
 
 
 class _Part(NamedTuple):

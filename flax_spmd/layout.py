@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd import compat, placement, report, toml, trees
 from flax_spmd.arguments import Arguments, closed_over
-from flax_spmd.batches import Check, local_to_global
+from flax_spmd.batches import Check, local_indices, local_to_global
 from flax_spmd.context import InForce, check_in_step, scope
 from flax_spmd.gathering import gather
 from flax_spmd.jit import Jitted
@@ -490,6 +490,35 @@ class Layout:
     placement.check_concrete(self._mesh)
     shardings = placement.shardings_of_parts(tree, places, self._planner)
     return local_to_global(tree, jax.tree.structure(tree).unflatten(shardings), check=check)
+
+  def local_indices(self, tree: Any, places: Any = None) -> Any:
+    """Which part of a batch this process has to load for `local_to_global`.
+
+    It is what its devices hold, and so it follows from the mesh: processes may have other rows, the same
+    rows (where tensor parallelism goes over processes), or some of each.
+
+    Args:
+      tree: the global arrays, or `jax.ShapeDtypeStruct`s of their shapes.
+      places: as of `local_to_global`.
+
+    Returns:
+      For each array a tuple: per dimension, the indices in order, as an int64 array. `x[np.ix_(*indices)]` is
+      the part of `x`.
+
+    Raises:
+      MeshError: the mesh is abstract.
+      LayoutError: places that do not fit.
+
+    Example:
+      >>> layout = Layout({'data': 8}, (('batch', 'data'),))
+      >>> rows, columns = layout.local_indices(jax.ShapeDtypeStruct((16, 4), jnp.float32), ('batch', None))
+      >>> rows  # one process has all of them
+      array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 12, 13, 14, 15])
+    """
+    placement.check_concrete(self._mesh)
+    leaves, treedef = jax.tree.flatten(tree)
+    held = zip(leaves, self._places(tree, places), strict=True)
+    return treedef.unflatten(local_indices(leaf.shape, sharding) for leaf, sharding in held)
 
   def check_processes(self, tree: Any = None) -> None:
     """Raises on every process unless all of them have this layout, and lay out `tree` alike.

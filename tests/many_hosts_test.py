@@ -49,8 +49,10 @@ def train(rules, devices=None):
   state = layout.init(create, jax.random.key(0), BATCH)
   step = layout.jit(train_step, donate_argnums=0)
   losses = []
+  part = part_of(layout)
+  np.testing.assert_array_equal(BATCH[np.ix_(*layout.local_indices(BATCH, ('batch', None)))], part)
   for _ in range(3):
-    state, loss = step(state, layout.local_to_global(part_of(layout), ('batch', None)))
+    state, loss = step(state, layout.local_to_global(part, ('batch', None)))
     losses.append(float(loss))
   whole = layout.gather(state)
   return {

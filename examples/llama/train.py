@@ -60,13 +60,6 @@ def optimizer(args):
 # -- data: each process reads the rows that its own devices hold
 
 
-def rows_here(layout, shape):
-  """The rows of a batch that this process's devices hold, under any layout and in order."""
-  sharding = layout.sharding(jax.ShapeDtypeStruct(shape, jnp.int32), PLACES)
-  held = sharding.addressable_devices_indices_map(shape).values()
-  return np.unique(np.concatenate([np.arange(shape[0])[rows] for rows, _ in held]))
-
-
 def batches(file, steps, shape, rows):
   """Of each step's batch these rows, as int32.
 
@@ -90,7 +83,8 @@ def train(args, model, tx, shape):
   with checkpoint.Manager(args.run, layout, every=args.save_every) as manager:
     done, state = manager.resume(create_state, model, tx)
     say(spmd.explain(layout, state), f'\n{done} of {args.steps} steps are done')
-    local = batches(args.data, range(done, args.steps), shape, rows_here(layout, shape))
+    rows, _ = layout.local_indices(jax.ShapeDtypeStruct(shape, jnp.int32), PLACES)
+    local = batches(args.data, range(done, args.steps), shape, rows)
     ready = spmd.prefetch(local, lambda rows: layout.local_to_global(rows, PLACES))
     since, begin = done, time.perf_counter()
     for number, tokens in enumerate(ready, done + 1):
