@@ -97,6 +97,14 @@ def test_what_is_installed_is_typed_and_licensed():
   assert {'LICENSE', 'entry_points.txt'} <= names
 
 
+def test_the_command_says_its_version(capsys):
+  from flax_spmd import cli
+
+  with pytest.raises(SystemExit) as ended:
+    cli.main(['--version'])
+  assert (ended.value.code, capsys.readouterr().out) == (0, f'flax_spmd {spmd.__version__}\n')
+
+
 def test_the_command_is_an_entry_point():
   from flax_spmd import cli
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from flax_spmd.cli import checkpoint, demo, explore, search
 from flax_spmd.errors import FlaxSpmdError
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog='flax-spmd', description='Logical-axis partitioning for Flax Linen.'
   )
+  parser.add_argument('--version', action='version', version=f'flax_spmd {version("flax-spmd")}')
   commands = parser.add_subparsers(required=True)
   demo.add_to(commands)
   checkpoint.add_to(commands)
