@@ -377,3 +377,11 @@ def test_a_sum_that_is_turned_before_it_is_divided_is_scattered():
   counts = Estimator(descend, make, BATCHES).estimate(filled, TARGET).counts
   moved = 4 * EMBED * MLP * 7 / 8
   assert counts.by_kind() == {'all-gather': moved, 'reduce-scatter': moved}
+
+
+def test_booleans_stay_as_they_are():
+  def masked(state, x):
+    return state, jnp.sum(x * jax.lax.max(x > 0, jnp.ones(x.shape, bool)))
+
+  estimator = Estimator(masked, lambda: {'w': jnp.ones((8, 8))}, BATCHES)
+  assert estimator.estimate(DATA, TARGET).counts.flops == 0

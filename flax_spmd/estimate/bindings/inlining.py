@@ -109,7 +109,7 @@ def drop_uniform(module: Any) -> None:
   """
   known: dict[Any, bool] = {}
   for op in list(_every(module)):
-    if op.name not in _BINARY or not _has_shape(op.results[0]):
+    if op.name not in _BINARY or not _has_shape(op.results[0]) or _is_boolean(op.results[0]):
       continue
     left = [value for value in op.operands if not _is_uniform(value, known)]
     if len(left) == 1:
@@ -138,6 +138,10 @@ def _before(value: Any) -> Any:
 
 def _has_shape(value: Any) -> bool:
   return bool(ir.RankedTensorType(value.type).shape)
+
+
+def _is_boolean(value: Any) -> bool:
+  return str(ir.RankedTensorType(value.type).element_type) == 'i1'  # which can't be negated
 
 
 def _is_uniform(value: Any, known: dict[Any, bool]) -> bool:
