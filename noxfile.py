@@ -1,6 +1,5 @@
 """Every way to run this project: `nox -s demo`, `nox -s tests`, `nox -l` for the rest."""
 
-import json
 import os
 import pathlib
 import shutil
@@ -176,10 +175,14 @@ def without_package(sdist, folder):
   return top
 
 
-@nox.session
+@nox.session(python=['3.11', '3.12'])
 def bench(session):
-  """Every benchmark; `nox -s bench -- boxes` for one of them."""
+  """Benchmarks, from which the tables and plots of the pages are made; `nox -s bench-3.12 -- boxes` for one.
+
+  `layouts` and `search` compile for GPUs and TPUs with their own compilers, on the newer JAX: some 3 GB of wheels.
+  """
   install(session, 'bench')
-  names = session.posargs or json.loads(pathlib.Path('benchmarks/index.json').read_text())
-  for name in names:
-    session.run('python', f'benchmarks/{name}.py')
+  asked = {name.split()[0] for name in session.posargs}
+  if session.python == '3.12' and (not asked or asked & {'layouts', 'search'}):
+    session.install('-e', '.[cuda,tpu]')
+  session.run('python', 'benchmarks/run.py', *session.posargs)

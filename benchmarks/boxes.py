@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import states
-from harness import Figure, at_most, equal, measure, ratio, report
+from harness import Figure, at_most, equal, measure, ratio
+from reporting import report
 
 import flax_spmd as spmd
 

@@ -36,8 +36,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from harness import WALL, Figure, at_most, exact, measure, ratio, report, summary
+from harness import WALL, Figure, at_most, exact, measure, ratio, summary
 from orbax.checkpoint import v1 as ocp
+from reporting import report
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint

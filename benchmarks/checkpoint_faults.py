@@ -14,7 +14,6 @@ import os
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 
-import argparse
 import collections
 import contextlib
 import json
@@ -27,16 +26,17 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import versions
+from harness import at_most, exact
+from reporting import Report, Table, parser
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
@@ -618,43 +618,61 @@ CAMPAIGNS = {
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(prog='checkpoint_faults.py')
-  parser.add_argument('campaigns', nargs='*', choices=[[], *CAMPAIGNS], metavar='CAMPAIGN')
-  parser.add_argument('--runs', type=int, help='how often each harm is done; default: as in the figures')
-  parser.add_argument('--json', action='store_true', help='print one JSON object')
-  asked = parser.parse_args()
-  outcomes = []
-  with tempfile.TemporaryDirectory(prefix='flax_spmd_faults_') as temporary, _quiet():
+  options = parser('checkpoint_faults')
+  options.add_argument('campaigns', nargs='*', choices=[[], *CAMPAIGNS], metavar='CAMPAIGN')
+  options.add_argument(
+    '--runs', type=int, help='how often each harm is done; default: as in the figures'
+  )
+  asked = options.parse_args()
+  outcomes: list[Outcome] = []
+  with tempfile.TemporaryDirectory(prefix='flax_spmd_faults_') as temporary, _quiet() as aside:
     for name in asked.campaigns or CAMPAIGNS:
       campaign, runs = CAMPAIGNS[name]
       folder = Path(temporary) / name
       folder.mkdir()
       for outcome in campaign(asked.runs or runs, folder):
         outcomes.append(outcome)
-        if not asked.json:
-          print(_line(outcome), flush=True)
-  if asked.json:
-    found = [outcome._asdict() for outcome in outcomes]
-    print(json.dumps({'campaigns': found, 'versions': versions()}, indent=2))
-  return int(any(outcome.ok < outcome.total for outcome in outcomes))
+        print(_line(outcome), file=aside, flush=True)
+  report = reported(outcomes)
+  report.publish(asked.json)
+  return 1 if report.missed else 0
+
+
+def reported(outcomes: Sequence[Outcome]) -> Report:
+  figures = [
+    exact(
+      f'{one.campaign}: did harm, or was not clearly said',
+      one.total - one.ok,
+      f'of {one.total}',
+      at_most(0),
+    )
+    for one in outcomes
+  ]
+  rows = [[one.campaign, f'{one.ok} of {one.total}', _seen(one)] for one in outcomes]
+  details = {'failures': {one.campaign: one.failures for one in outcomes if one.failures}}
+  return Report('checkpoint_faults', figures, [Table('What was seen', ['', 'ok', ''], rows)], details)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-  """Orbax tells of each error on stderr, in some hundred lines, whoever catches it."""
+def _quiet() -> Iterator[TextIO]:
+  """Orbax tells of each error on stderr, in some hundred lines, whoever catches it: a stderr of our own."""
   stderr = os.dup(2)
   with open(os.devnull, 'w') as nowhere:
     os.dup2(nowhere.fileno(), 2)
   warnings.simplefilter('ignore')
   try:
-    yield
+    with os.fdopen(os.dup(stderr), 'w') as aside, contextlib.redirect_stderr(aside):
+      yield aside
   finally:
     os.dup2(stderr, 2)
 
 
+def _seen(outcome: Outcome) -> str:
+  return ', '.join(f'{what}: {count}' for what, count in sorted(outcome.seen.items()))
+
+
 def _line(outcome: Outcome) -> str:
-  seen = ', '.join(f'{what}: {count}' for what, count in sorted(outcome.seen.items()))
-  lines = [f'{outcome.campaign:45} {outcome.ok:4} of {outcome.total:4}   {seen}']
+  lines = [f'{outcome.campaign:45} {outcome.ok:4} of {outcome.total:4}   {_seen(outcome)}']
   return '\n'.join([*lines, *(f'    {failure}' for failure in outcome.failures)])
 
 

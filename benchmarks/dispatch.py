@@ -17,7 +17,8 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 import jax
 import jax.numpy as jnp
 import states
-from harness import WALL, Figure, added, at_most, measure, ratio, report
+from harness import WALL, Figure, added, at_most, measure, ratio
+from reporting import report
 
 import flax_spmd as spmd
 

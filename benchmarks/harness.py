@@ -9,22 +9,20 @@ collector runs between rounds, never within one, and leaves alone what was there
 which would otherwise take most of the run.
 
     rounds = measure({'ours': run_ours, 'plain': run_plain}, rounds=41)
-    report('boxes', [ratio('flatten + unflatten, ours', rounds, 'ours', 'plain', at_most(2.5))])
+    figure = ratio('flatten + unflatten, ours', rounds, 'ours', 'plain', at_most(2.5))
+    print(figure.value, figure.interval, figure.verdict)
 
 Two clocks: `THREAD` counts the CPU time of the calling thread, and so neither waiting nor JAX's own
 threads: it is for what happens before a program runs. `WALL` is for whole steps.
 """
 
-import argparse
 import gc
-import json
 import math
-import platform
 import random
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 THREAD = time.thread_time
@@ -35,29 +33,38 @@ Rounds = Sequence[Mapping[str, float]]
 
 
 class Target(NamedTuple):
-  """What a figure should be: at most `limit`, or `limit` itself, give or take `slack`."""
+  """Where a figure should be: from `low` to `high`, both included."""
 
-  limit: float
-  slack: float | None = None
+  low: float
+  high: float
 
   def verdict(self, low: float, high: float) -> str:
     """'met' or 'MISSED' if the whole interval of the median says so, else 'undecided'."""
-    lowest = -math.inf if self.slack is None else self.limit - self.slack
-    highest = self.limit + (self.slack or 0)
-    if lowest <= low and high <= highest:
+    if self.low <= low and high <= self.high:
       return 'met'
-    return 'MISSED' if high < lowest or low > highest else 'undecided'
+    return 'MISSED' if high < self.low or low > self.high else 'undecided'
 
   def __str__(self) -> str:
-    return f'<= {self.limit:g}' if self.slack is None else f'{self.limit:.2f} +- {self.slack:g}'
+    if self.low == -math.inf:
+      return f'<= {self.high:g}'
+    if self.high == math.inf:
+      return f'>= {self.low:g}'
+    middle, slack = (self.low + self.high) / 2, (self.high - self.low) / 2
+    if not slack:
+      return f'= {middle:g}'
+    return f'{middle:.2f} +- {slack:.2g}'
 
 
 def at_most(limit: float) -> Target:
-  return Target(limit)
+  return Target(-math.inf, limit)
+
+
+def at_least(limit: float) -> Target:
+  return Target(limit, math.inf)
 
 
 def equal(limit: float, slack: float = 0.05) -> Target:
-  return Target(limit, slack)
+  return Target(limit - slack, limit + slack)
 
 
 class Figure(NamedTuple):
@@ -136,8 +143,14 @@ def summary(name: str, samples: Sequence[float], unit: str, target: Target | Non
 
 
 def exact(name: str, value: float, unit: str, target: Target | None = None) -> Figure:
-  """A figure that does not vary."""
+  """A figure that was counted, or measured once."""
   return Figure(name, value, (value, value), (value, value), unit, target)
+
+
+def cpu_seconds() -> float:
+  """CPU time of this process and of those that it has waited for."""
+  usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+  return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float]:
@@ -148,59 +161,3 @@ def _interval(samples: Sequence[float]) -> tuple[float, float]:
 
 
 _PER_SECOND = {'us': 1e6, 'ms': 1e3}
-
-
-def report(benchmark: str, figures: Callable[[], Sequence[Figure]]) -> None:
-  """The script's main: measures, then prints a table or, with `--json`, one JSON object."""
-  parser = argparse.ArgumentParser(prog=f'{benchmark}.py')
-  parser.add_argument('--json', action='store_true', help='print one JSON object')
-  as_json = parser.parse_args().json
-  found = figures()
-  print(_json(benchmark, found) if as_json else _table(found))
-
-
-def versions() -> dict[str, str]:
-  return {'python': platform.python_version(), 'jax': version('jax'), 'flax': version('flax')}
-
-
-def _json(benchmark: str, figures: Sequence[Figure]) -> str:
-  rows = [
-    {
-      **figure._asdict(),
-      'target': None if figure.target is None else str(figure.target),
-      'verdict': figure.verdict or None,
-    }
-    for figure in figures
-  ]
-  return json.dumps({'benchmark': benchmark, 'versions': versions(), 'figures': rows}, indent=2)
-
-
-def _table(figures: Sequence[Figure]) -> str:
-  rows = [('', 'median', '95 % of it', '10-90 %', 'unit', 'target', '')]
-  rows += [
-    (
-      f.name,
-      f'{f.value:.2f}',
-      _span(f.interval),
-      _span(f.spread),
-      f.unit,
-      str(f.target or ''),
-      f.verdict,
-    )
-    for f in figures
-  ]
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  said = ' '.join(f'{name} {number}' for name, number in versions().items())
-  return '\n'.join([said, *(_line(row, widths) for row in rows)])
-
-
-def _span(ends: tuple[float, float]) -> str:
-  return f'{ends[0]:.2f} to {ends[1]:.2f}'
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-  cells = [
-    cell.rjust(width) if column in (1, 2, 3) else cell.ljust(width)
-    for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-  ]
-  return '  '.join(cells).rstrip()

@@ -20,7 +20,8 @@ import sys
 import time
 from typing import NamedTuple
 
-from harness import Figure, Rounds, added, at_most, report, summary
+from harness import Figure, Rounds, added, at_most, summary
+from reporting import report
 
 PAIRS = 15
 WITHOUT = 'import flax.linen, optax'

@@ -4,7 +4,7 @@ The model is `layout_model.py`'s: 4 scanned layers, 512 wide, 8 heads of 64, MLP
 16 sequences of 256, bf16 compute, f32 parameters, adamw. Each layout is compiled by the compilers of
 8 H100s, of 8 v5e chips and of the CPU; what is not installed is left out, and said. No device is needed.
 
-    python benchmarks/layouts.py                            # the table, the checks, and what comparing costs
+    python benchmarks/layouts.py                            # the tables, and what comparing costs
     python benchmarks/layouts.py --targets h100:8 v5e:2x4   # the table for some targets only
     python benchmarks/layouts.py --large                    # four layouts of a LLaMA of 70B, for 64 and 256 chips
 
@@ -17,12 +17,9 @@ import os
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-import argparse
 import functools
-import json
 import math
 import re
-import resource
 import sys
 import tempfile
 import time
@@ -32,8 +29,9 @@ from typing import Any, NamedTuple
 
 import jax
 import layout_model
-from harness import versions
+from harness import Figure, at_most, cpu_seconds, equal, exact
 from layout_model import LLAMA_70B, Config
+from reporting import Report, Table, parser
 
 import flax_spmd as spmd
 from flax_spmd.errors import TargetDeviceError
@@ -191,14 +189,7 @@ def _names(array: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
   return (*stacked, 'batch', *names)
 
 
-# -- tables and checks
-
-
-class Check(NamedTuple):
-  """What has to be so."""
-
-  text: str
-  met: bool
+# -- what was counted, beside what is known
 
 
 def compared(target: str) -> Comparison:
@@ -208,63 +199,59 @@ def compared(target: str) -> Comparison:
   return compare(layout_model.step, create, layout_model.batch(MODEL), layouts, target, jobs=1)
 
 
-def table(found: Comparison) -> str:
-  """Figures of each layout for one device: bytes in MiB, and what compiling took."""
-  head = ['layout', 'wire', *SHOWN, 'GFLOPs', 'off', 'memory', 'by hand', 'off']
-  rows = [
-    [found.target.text, 'MiB', *['MiB'] * len(SHOWN), '', '%', 'MiB', 'MiB', '%', 's', 'CPU-s', 'GiB']
+def table(found: Comparison) -> Table:
+  """Each layout, for one device and step."""
+  head = ['layout', 'on the wire, MiB', *(f'{kind}s' for kind in SHOWN), 'GFLOPs', 'by hand']
+  head += ['memory, MiB', 'by hand', 'off, %', 'wall, s', 'CPU-s', 'GiB']
+  title = f'{found.target.text}: memory, bytes on the wire and FLOPs of a device and step; what compiling it took'
+  return Table(title, head, [_row(outcome, len(head)) for outcome in found])
+
+
+def _row(outcome: Outcome, columns: int) -> list[str]:
+  if outcome.counts is None or outcome.memory is None:
+    return [outcome.name, str(outcome.error).splitlines()[0], *[''] * (columns - 2)]
+  kinds, case, one = outcome.counts.by_kind(), CASES[outcome.name], outcome.compiled
+  sent = (sum(kinds.values()), *(kinds.get(kind, 0) for kind in SHOWN))
+  peak, hand = outcome.memory.peak, expected_memory(case.layout, outcome)
+  return [
+    outcome.name,
+    *(f'{wire / MIB:.2f}' for wire in sent),
+    f'{outcome.counts.flops / 1e9:.2f}',
+    f'{case.flops / 1e9:.2f}',
+    f'{peak / MIB:.1f}',
+    f'{hand / MIB:.1f}',
+    f'{100 * (peak / hand - 1):+.1f}',
+    f'{one.seconds:.1f}',
+    f'{one.cpu_seconds:.1f}',
+    f'{one.rss / GIB:.2f}',
   ]
-  for outcome in found:
-    if outcome.counts is None:
-      rows.append([outcome.name, outcome.error.splitlines()[0]])
-      continue
-    kinds, case = outcome.counts.by_kind(), CASES[outcome.name]
-    hand = expected_memory(case.layout, outcome)
-    rows.append(
-      [
-        outcome.name,
-        *(
-          f'{wire / MIB:.2f}' for wire in (sum(kinds.values()), *(kinds.get(kind, 0) for kind in SHOWN))
-        ),
-        f'{outcome.counts.flops / 1e9:.2f}',
-        f'{100 * (outcome.counts.flops / case.flops - 1):.3g}',
-        f'{outcome.memory.peak / MIB:.1f}',
-        f'{hand / MIB:.1f}',
-        f'{100 * (outcome.memory.peak / hand - 1):.1f}',
-        *_cost(outcome),
-      ]
-    )
-  return _lines([[*head, 'wall', 'CPU', 'RSS'], *rows])
 
 
-def _cost(outcome: Outcome) -> list[str]:
-  one = outcome.compiled
-  return [f'{one.seconds:.1f}', f'{one.cpu_seconds:.1f}', f'{one.rss / GIB:.2f}']
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> str:
-  """Cells in columns, or as a table of Markdown."""
-  columns = max(map(len, rows))
-  rows = [[*row, *[''] * (columns - len(row))] for row in rows]
-  rows.insert(1, ['---'] * columns)
-  return '\n'.join(f'| {" | ".join(row)} |' for row in rows)
-
-
-def checks(found: Comparison) -> Iterator[Check]:
-  """What has to be so of the cases on a target."""
-  chip = found.target.chip.name
-  for outcome in found:
-    name, counts = f'{outcome.name}, {chip}', outcome.counts
-    if counts is None:
-      yield Check(f'{name}: compiled', False)
-      continue
-    yield Check(f'{name}: FLOPs by hand', math.isclose(counts.flops, CASES[outcome.name].flops))
-    if chip != 'h100':
-      continue
-    for kind, wire in theory().get(outcome.name, {}).items():
-      yield Check(f'{name}: {kind} by hand', counts.by_kind().get(kind) == wire)
-    off = outcome.memory.peak / expected_memory(CASES[outcome.name].layout, outcome) - 1
-    yield Check(f'{name}: memory within 8 % of what is known by hand', abs(off) <= 0.08)
+def count_figures(found: Comparison) -> list[Figure]:
+  """How many layouts are not as they have to be. Only an H100's bytes and memory are known by hand."""
+  target = found.target.text
+  usable = [one for one in found if one.counts is not None and one.memory is not None]
+  flops = [one for one in usable if not math.isclose(one.counts.flops, CASES[one.name].flops)]
+  figures = [
+    exact(f'{target}: layouts that were not compiled', len(found) - len(usable), '', at_most(0)),
+    exact(f'{target}: layouts with other FLOPs than by hand', len(flops), '', at_most(0)),
+  ]
+  if found.target.chip.name != 'h100':
+    return figures
+  sums = [
+    (one.counts.by_kind().get(kind), wire)
+    for one in usable
+    for kind, wire in theory().get(one.name, {}).items()
+  ]
+  off = [one.memory.peak / expected_memory(CASES[one.name].layout, one) - 1 for one in usable]
+  return [
+    *figures,
+    exact(f'{target}: sums of bytes known by hand', len(sums), '', equal(4, 0)),
+    exact(f'{target}: of them, others than by hand', sum(a != b for a, b in sums), '', at_most(0)),
+    exact(
+      f'{target}: memory, furthest from by hand', 100 * max(map(abs, off), default=0), '%', at_most(8)
+    ),
+  ]
 
 
 # -- what comparing costs
@@ -279,20 +266,6 @@ class Spent(NamedTuple):
   rss: int
   found: Comparison
 
-  def record(self) -> dict[str, Any]:
-    layouts = {
-      outcome.name: {
-        'fits': outcome.fits,
-        'error': outcome.error,
-        'memory': outcome.memory and outcome.memory.peak,
-        'flops': outcome.counts and outcome.counts.flops,
-        'wire': outcome.counts and sum(outcome.counts.by_axis().values()),
-        'seconds': outcome.cost and [outcome.cost.low, outcome.cost.high],
-      }
-      for outcome in self.found
-    }
-    return {'what': self.what, 'wall': self.wall, 'cpu': self.cpu, 'rss': self.rss, 'layouts': layouts}
-
   def __str__(self) -> str:
     return f'{self.what}: {self.wall:.1f} s, {self.cpu:.1f} CPU-s, at most {self.rss / GIB:.2f} GiB'
 
@@ -302,56 +275,49 @@ def spent(what: str, config: Config, cases: dict[str, Case], target: str) -> Spe
   layouts = {name: case.layout for name, case in cases.items()}
   create = functools.partial(layout_model.create, config)
   jax.clear_caches()
-  begin, cpu = time.perf_counter(), _cpu()
+  begin, cpu = time.perf_counter(), cpu_seconds()
   found = compare(layout_model.step, create, layout_model.batch(config), layouts, target, jobs=1)
   rss = max([outcome.compiled.rss for outcome in found if outcome.compiled], default=0)
-  return Spent(f'{what}, {target}', time.perf_counter() - begin, _cpu() - cpu, rss, found)
-
-
-def _cpu() -> float:
-  """CPU-seconds of this process and of those that it has waited for."""
-  return sum(
-    getattr(resource.getrusage(who), field)
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    for field in ('ru_utime', 'ru_stime')
-  )
+  return Spent(f'{what}, {target}', time.perf_counter() - begin, cpu_seconds() - cpu, rss, found)
 
 
 EIGHT_LAYERS = MODEL._replace(layers=8, batch=512)
 LIMITS = {'h100:256': 10, 'v5e:16x16': 60}  # CPU-seconds
 
 
-def speed(chips: set[str]) -> Iterator[tuple[str, Check]]:
+def speed(chips: set[str]) -> list[Figure]:
   """An 8-layer model for 256 chips, for the first time and again, and the page about 1,000 parameters."""
+  figures: list[Figure] = []
   for target, limit in LIMITS.items():
     if target.split(':')[0] not in chips:
       continue
     case = {'FSDP x TP': Case({'fsdp': 32, 'tensor': 8}, BOTH)}
     first = spent('8 layers', EIGHT_LAYERS, case, target)
-    yield str(first), Check(f'{first.what}: at most {limit} CPU-s', first.cpu <= limit)
-    yield '', Check(f'{first.what}: less than 2.5 GB', first.rss < 2.5e9)
-    times = [spent('8 layers, again', EIGHT_LAYERS, case, target) for _ in range(3)]
-    again = min(times, key=lambda one: one.wall)
-    yield str(again), Check(f'{again.what}: less than a second', again.wall < 1)
-    if target == 'h100:256':
-      yield from _page(first.found)
+    times = [spent('8 layers', EIGHT_LAYERS, case, target).wall for _ in range(3)]
+    figures += [
+      exact(f'{first.what}: wall', first.wall, 's'),
+      exact(f'{first.what}: CPU, of all processes', first.cpu, 's', at_most(limit)),
+      exact(f'{first.what}: memory of the compiler', first.rss / 1e9, 'GB', at_most(2.5)),
+      exact(f'{first.what}: again, from the cache, wall', min(times), 's', at_most(1)),
+    ]
+    if target == 'h100:256' and first.found[0].program is not None:
+      figures += _page_figures(first.found)
+  return figures
 
 
-def _page(found: Comparison) -> Iterator[tuple[str, Check]]:
+def _page_figures(found: Comparison) -> list[Figure]:
   [outcome] = found
   rows = outcome.program.rows
-  many = [row._replace(path=f'{row.path}/{n}') for n in range(-(-1000 // len(rows))) for row in rows][
-    :1000
-  ]
-  comparison = Comparison(found.target, [outcome._replace(program=outcome.program._replace(rows=many))])
+  many = [row._replace(path=f'{row.path}/{n}') for n in range(-(-1000 // len(rows))) for row in rows]
+  longer = outcome._replace(program=outcome.program._replace(rows=many[:1000]))
   with tempfile.TemporaryDirectory() as folder:
     file, begin = Path(folder) / 'page.html', time.perf_counter()
-    comparison.to_html(file)
+    Comparison(found.target, [longer]).to_html(file)
     took, size = time.perf_counter() - begin, file.stat().st_size
-  yield (
-    f'page of 1,000 parameters: {took:.2f} s, {size / 1000:.0f} kB',
-    Check('page of 1,000 parameters: less than a second, less than 300 kB', took < 1 and size < 300_000),
-  )
+  return [
+    exact('page of 1,000 parameters', took, 's', at_most(1)),
+    exact('page of 1,000 parameters: size', size / 1000, 'kB', at_most(300)),
+  ]
 
 
 def large(target: str) -> Spent:
@@ -368,61 +334,69 @@ def large(target: str) -> Spent:
   return spent('LLaMA 70B, 4 layouts', config, cases, target)
 
 
+def large_table(took: Spent) -> Table:
+  rows = [
+    [
+      outcome.name,
+      f'{outcome.memory.peak / GIB:.1f}' if outcome.memory else str(outcome.error).splitlines()[0],
+      'yes' if outcome.fits else 'no',
+      f'{sum(outcome.counts.by_axis().values()) / GIB:.0f}' if outcome.counts else '',
+      f'{outcome.cost.low:.1f} to {outcome.cost.high:.1f}' if outcome.cost else '',
+    ]
+    for outcome in took.found
+  ]
+  return Table(str(took), ['layout', 'memory, GiB', 'fits', 'on the wire, GiB', 'time, s'], rows)
+
+
 def main() -> int:
-  parser = argparse.ArgumentParser(prog='layouts.py')
-  parser.add_argument('--targets', nargs='*', default=TARGETS, help='for the table; default: all three')
-  parser.add_argument('--large', action='store_true', help='the LLaMA of 70B, on h100:64 and v5e:16x16')
-  parser.add_argument('--json', action='store_true', help='print one JSON object')
-  options = parser.parse_args()
-  say = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+  options = parser('layouts')
+  options.add_argument('--targets', nargs='*', default=TARGETS, help='for the table; default: all three')
+  options.add_argument('--large', action='store_true', help='the LLaMA of 70B, on h100:64 and v5e:16x16')
+  asked = options.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     os.environ.setdefault('FLAX_SPMD_CACHE', folder)
-    record, wrong = _large(say) if options.large else _small(options.targets, folder, say)
-  if options.json:
-    print(json.dumps({'benchmark': 'layouts', 'versions': versions(), **record}, indent=2))
-  for check in wrong:
-    say(f'WRONG {check.text}')
-  return 1 if wrong else 0
+    report = _large() if asked.large else _small(asked.targets, folder)
+  report.publish(asked.json)
+  return 1 if report.missed else 0
 
 
-def _small(targets: Sequence[str], fresh: str, say) -> tuple[dict[str, Any], list[Check]]:
-  found, made = [], []
-  for target in _here(targets, say):
-    found.append(compared(target))
-    say(table(found[-1]), end='\n\n')
-    made += checks(found[-1])
+def _small(targets: Sequence[str], fresh: str) -> Report:
+  found = [compared(target) for target in _here(targets)]
   os.environ['FLAX_SPMD_CACHE'] = fresh  # whatever was compiled before
-  for text, check in speed({one.target.chip.name for one in found}):
-    say(text, end='\n' if text else '')
-    made.append(check)
-  wrong = [check for check in made if not check.met]
-  say(f'{len(made) - len(wrong)} of {len(made)} checks are met')
-  record = {'comparisons': [one.record() for one in found], 'checks': [one._asdict() for one in made]}
-  return record, wrong
+  figures = [figure for one in found for figure in count_figures(one)]
+  figures += speed({one.target.chip.name for one in found})
+  details = {
+    'wire': {
+      one.target.text: {each.name: each.counts.by_kind() for each in one if each.counts} for one in found
+    }
+  }
+  return Report('layouts', figures, [table(one) for one in found], details)
 
 
-def _large(say) -> tuple[dict[str, Any], list[Check]]:
-  took = []
-  for target in _here(('h100:64', 'v5e:16x16'), say):
-    took.append(large(target))
-    say(f'{took[-1].found}\n\n{took[-1]}\n')
-  wrong = [
-    Check(f'{one.what}, {outcome.name}: compiled', False)
+def _large() -> Report:
+  took = [large(target) for target in _here(('h100:64', 'v5e:16x16'))]
+  figures = [
+    figure
     for one in took
-    for outcome in one.found
-    if outcome.memory is None
+    for figure in (
+      exact(f'{one.what}: wall', one.wall, 's'),
+      exact(f'{one.what}: CPU, of all processes', one.cpu, 's'),
+      exact(
+        f'{one.what}: compiled', sum(each.memory is not None for each in one.found), '', equal(4, 0)
+      ),
+    )
   ]
-  return {'large': [one.record() for one in took]}, wrong
+  return Report('layouts_large', figures, [large_table(one) for one in took])
 
 
-def _here(targets: Sequence[str], say) -> Iterator[str]:
+def _here(targets: Sequence[str]) -> Iterator[str]:
   """The targets that can be compiled for."""
   for target in targets:
     try:
       check_compiler(parse(target))
       yield target
     except TargetDeviceError as error:
-      say(f'{target} is left out: {error}')
+      print(f'{target} is left out: {error}', file=sys.stderr)
 
 
 if __name__ == '__main__':

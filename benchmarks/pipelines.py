@@ -45,7 +45,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from harness import WALL, Figure, Target, at_most, equal, exact, measure, ratio, report, summary
+from harness import WALL, Figure, Target, at_most, equal, exact, measure, ratio, summary
+from reporting import report
 
 import flax_spmd as spmd
 from flax_spmd import pipeline

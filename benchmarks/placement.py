@@ -23,7 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 import states
-from harness import WALL, Figure, at_most, measure, ratio, report, summary
+from harness import WALL, Figure, at_most, measure, ratio, summary
+from reporting import report
 
 import flax_spmd as spmd
 from flax_spmd import gather

@@ -31,8 +31,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import states
-from harness import THREAD, WALL, Figure, at_most, measure, per_item, ratio, report, summary
+from harness import THREAD, WALL, Figure, at_most, measure, per_item, ratio, summary
 from jax.sharding import PartitionSpec as P
+from reporting import report
 from specs import RULES as NAMES
 
 import flax_spmd as spmd

@@ -1,17 +1,19 @@
 """Are estimates what the compiler says, and what does a search cost?
 
-The model is `layout_model.py`'s with 8 layers, for 64 H100s. Two questions:
+The model is `layout_model.py`'s with 8 layers, for 64 H100s. Four questions:
 
 - A fresh random sample of candidates is estimated and compiled: by how much do bytes on the wire and memory
   differ, and how good are those that the estimates would have chosen? The sample is drawn as a search goes:
   from its seeds, by random changes. Its seed is printed; another one is another sample. What is
   compiled is kept where `FLAX_SPMD_CACHE` says, so that the same sample is quick the second time.
+- Whether a candidate fits into a device's memory: does an estimate say of 64 TPUs what their compiler says?
 - A search over at least 1,000 candidates, compiles included.
 - Do the time brackets of Llama 2 70B contain the two step times that others have published?
 
     python benchmarks/search.py                        # all; needs the wheels of `flax-spmd[cuda]`
     python benchmarks/search.py --sample 60 --seed 5   # another sample
     python benchmarks/search.py --only search
+    python benchmarks/search.py --only fits            # wants those of `flax-spmd[tpu]`
     python benchmarks/search.py --only published       # a second each, and no wheel
 
 No device is needed. The exit code is 1 if a target is missed.
@@ -23,19 +25,18 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import argparse
 import functools
-import json
 import random
-import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import layout_model
-from harness import versions
+from harness import Figure, at_least, at_most, cpu_seconds, exact
 from layout_model import LLAMA_70B, Config
+from reporting import Report, Table, parser
 
 import flax_spmd as spmd
 from flax_spmd.errors import LayoutError, TargetDeviceError
@@ -57,24 +58,7 @@ CREATE = functools.partial(layout_model.create, MODEL)
 BATCH = layout_model.batch(MODEL)
 CHANGES = 6  # at most, from a seed to a candidate of the sample
 CORES = 2
-
-
-class Target(NamedTuple):
-  """A figure and what it should be at most (or at least, of a rate)."""
-
-  name: str
-  value: float
-  limit: float
-  unit: str = '%'
-  least: bool = False
-
-  @property
-  def met(self) -> bool:
-    return self.value >= self.limit if self.least else self.value <= self.limit
-
-  def __str__(self) -> str:
-    sign, verdict = ('>=' if self.least else '<='), 'met' if self.met else 'MISSED'
-    return f'| {self.name} | {self.unit} | {sign} {self.limit:g} | {self.value:.3g} | {verdict} |'
+TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=512), 8  # candidates
 
 
 # -- the sample
@@ -87,7 +71,7 @@ def draw(space: Space, count: int, seed: int) -> list[Candidate]:
   while len(found) < count:
     candidate = chance.choice(begun)
     for _ in range(chance.randint(0, CHANGES)):
-      candidate = chance.choice(chance.choice(space.coordinates(candidate)))
+      candidate = chance.choice(chance.choice([*filter(None, space.coordinates(candidate))]))
     found[candidate] = None
   return list(found)
 
@@ -109,7 +93,7 @@ class Pair(NamedTuple):
     return _off(*(one.memory.peak for one in self[1:]))
 
   @property
-  def flagged(self) -> bool:
+  def doubted(self) -> bool:
     return bool(self.estimated.doubts)
 
   def record(self) -> dict[str, Any]:
@@ -130,15 +114,23 @@ def _off(estimated: float, compiled: float) -> float:
   return 100 * (estimated / compiled - 1) if max(estimated, compiled) > 2**20 and compiled else 0.0
 
 
-def sample(count: int, seed: int, say: Callable[..., None]) -> tuple[list[Pair], float]:
-  """The pairs, and how many estimates a second of one core makes."""
-  aim = parse(TARGET)
-  estimator = Estimator(layout_model.step, CREATE, BATCH)
+def drawn_for(
+  target: str, batch: Any, count: int, seed: int
+) -> tuple[Estimator, Facts, list[Candidate]]:
+  """Candidates for a target."""
+  aim = parse(target)
+  estimator = Estimator(layout_model.step, CREATE, batch, platform=aim.chip.platform)
   facts = facts_of(
-    CREATE, (), None, BATCH, estimator.names, estimator.parameter_names, estimator.together
+    CREATE, (), None, batch, estimator.names, estimator.parameter_names, estimator.together
   )
   space = Space(facts, wishes_of(aim, facts, None, None, None, (), (), None), aim)
-  drawn = draw(space, count, seed)
+  return estimator, facts, draw(space, count, seed)
+
+
+def sample(count: int, seed: int) -> tuple[list[Pair], float]:
+  """The pairs, and how many estimates a second of one core makes."""
+  aim = parse(TARGET)
+  estimator, facts, drawn = drawn_for(TARGET, BATCH, count, seed)
   begin = time.process_time()
   estimated = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
   rate = len(drawn) / (time.process_time() - begin)
@@ -167,46 +159,102 @@ def regret(pairs: Sequence[Pair], top: int) -> float:
   return 100 * (min(seconds(pair.compiled) for pair in ranked[:top]) / best - 1)
 
 
-def figures(pairs: Sequence[Pair], rate: float) -> list[Target]:
-  plain = [pair for pair in pairs if not pair.flagged]
+def sample_figures(pairs: Sequence[Pair], rate: float) -> list[Figure]:
+  plain = [pair for pair in pairs if not pair.doubted]
   wire = sorted(abs(pair.wire) for pair in plain)
   memory = sorted(abs(pair.memory) for pair in plain)
   return [
-    Target('wire bytes, median deviation, not flagged', statistics.median(wire), 5),
-    Target('memory, median deviation, not flagged', statistics.median(memory), 8),
-    Target('memory, 95th percentile, not flagged', memory[int(0.95 * (len(memory) - 1))], 15),
-    Target('top-1 regret', regret(pairs, 1), 2),
-    Target('top-3 regret', regret(pairs, 3), 1),
-    Target('estimates, per second and core', rate, 15, '1/s', True),
+    exact(
+      'sample: wire bytes, median deviation, not in doubt', statistics.median(wire), '%', at_most(5)
+    ),
+    exact('sample: memory, median deviation, not in doubt', statistics.median(memory), '%', at_most(8)),
+    exact(
+      'sample: memory, 95th percentile, not in doubt',
+      memory[int(0.95 * (len(memory) - 1))],
+      '%',
+      at_most(15),
+    ),
+    exact('sample: top-1 regret', regret(pairs, 1), '%', at_most(2)),
+    exact('sample: top-3 regret', regret(pairs, 3), '%', at_most(1)),
+    exact('sample: estimates, per second and core', rate, '1/s', at_least(15)),
   ]
 
 
-def table(pairs: Sequence[Pair]) -> str:
+def sample_table(pairs: Sequence[Pair], seed: int) -> Table:
   """The sample, the fastest first as compiled."""
-  head = '| estimated | compiled | wire off | memory off | flagged | candidate |'
-  lines = [
-    f'| {1e3 * seconds(pair.estimated):.1f} ms | {1e3 * seconds(pair.compiled):.1f} ms | {pair.wire:+.1f} % '
-    f'| {pair.memory:+.1f} % | {"yes" if pair.flagged else ""} | {pair.name} |'
+  doubted = sum(pair.doubted for pair in pairs)
+  rows = [
+    [
+      f'{1e3 * seconds(pair.estimated):.1f}',
+      f'{1e3 * seconds(pair.compiled):.1f}',
+      f'{pair.wire:+.1f}',
+      f'{pair.memory:+.1f}',
+      'yes' if pair.doubted else '',
+      pair.name,
+    ]
     for pair in sorted(pairs, key=lambda pair: seconds(pair.compiled))
   ]
-  return '\n'.join([head, '|---|---|---|---|---|---|', *lines])
+  head = ['estimated, ms', 'compiled, ms', 'wire off, %', 'memory off, %', 'in doubt', 'candidate']
+  return Table(f'{len(pairs)} candidates of seed {seed}, {doubted} in doubt', head, rows)
+
+
+# -- what fits
+
+
+def fitting(seed: int) -> tuple[list[Figure], Table]:
+  """Of candidates about half of which fit: what the estimate says, and what the TPU's own compiler does."""
+  aim, batch = parse(TPU), layout_model.batch(LARGER)
+  estimator, facts, drawn = drawn_for(TPU, batch, FITS, seed)
+  found = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
+  usable = {name: one for name, one in found.items() if one is not None}
+  layouts = {name: one.layout for name, one in usable.items()}
+  compiled = compare(layout_model.step, CREATE, batch, layouts, TPU, jobs=CORES)
+  told = {
+    one.name: one for one in compiled if one.memory is not None
+  }  # what it could not compile is no verdict
+  wrong = [name for name, one in told.items() if one.fits != usable[name].fits]
+  clear = [name for name in wrong if not usable[name].doubts]
+  rows = [
+    [
+      'yes' if usable[name].fits else 'no',
+      'yes' if one.fits else 'no',
+      f'{usable[name].memory.peak / 2**30:.1f}',
+      f'{one.memory.peak / 2**30:.1f}',
+      'yes' if usable[name].doubts else '',
+      name,
+    ]
+    for name, one in told.items()
+  ]
+  head = ['fits, estimated', 'compiled', 'GiB, estimated', 'compiled', 'in doubt', 'candidate']
+  made = [
+    exact('fits: candidates with a verdict of the compiler', len(told), '', at_least(FITS // 2)),
+    exact('fits: of them, those that fit', sum(one.fits for one in told.values()), ''),
+    exact('fits: of all, estimates that say otherwise', len(wrong), ''),
+    exact('fits: and are not in doubt', len(clear), '', at_most(0)),
+  ]
+  return made, Table(f'{TPU}, {LARGER.batch} sequences: seed {seed}', head, rows)
 
 
 # -- the search
 
 
-def searched(say: Callable[..., None]) -> tuple[list[Target], dict[str, Any]]:
+def searched() -> tuple[list[Figure], dict[str, Any]]:
   """A search over a thousand candidates, from nothing."""
-  begin, cpu = time.perf_counter(), _cpu()
+  begin, cpu = time.perf_counter(), cpu_seconds()
   found = spmd.search(layout_model.step, CREATE, BATCH, TARGET, candidates=1000, jobs=CORES)
-  wall, spent = time.perf_counter() - begin, _cpu() - cpu
+  wall, spent = time.perf_counter() - begin, cpu_seconds() - cpu
   say(f'{found}\n\n{wall:.0f} s, {spent:.0f} CPU-s')
   presets = [seconds(one) for one in found.outcomes if one.name in found.presets]
   made = [
-    Target('candidates of the search', len(found.estimates), 1000, '', True),
-    Target('the search, by the clock', wall, 300, 's'),
-    Target('the search, CPU-seconds over 2 cores', spent / CORES, 300, 's'),
-    Target('the winner beside the best preset', 100 * seconds(found.best) / min(presets), 100),
+    exact('search: candidates', len(found.estimates), '', at_least(1000)),
+    exact('search: by the clock', wall, 's', at_most(300)),
+    exact('search: CPU-seconds over 2 cores', spent / CORES, 's', at_most(300)),
+    exact(
+      'search: winner beside the best preset',
+      100 * seconds(found.best) / min(presets),
+      '%',
+      at_most(100),
+    ),
   ]
   return made, {'wall': wall, 'cpu': spent, 'best': found.best.name, 'layout': found.toml}
 
@@ -218,9 +266,9 @@ def searched(say: Callable[..., None]) -> tuple[list[Target], dict[str, Any]]:
 PUBLISHED = {('h100:64', 128): 7.908, ('v6e:16x16', 1024): 4 * 4096 / 900}
 
 
-def published(say: Callable[..., None]) -> list[Target]:
+def published() -> list[Figure]:
   """The brackets that published step times should lie in."""
-  found: list[Target] = []
+  found: list[Figure] = []
   for (text, sequences), known in PUBLISHED.items():
     aim, model = parse(text), LLAMA_70B._replace(vocab=32000, batch=sequences)
     create = functools.partial(layout_model.create, model)
@@ -229,62 +277,67 @@ def published(say: Callable[..., None]) -> list[Target]:
     )
     rules = layout_model.table({'batch': 'fsdp', 'embed': 'fsdp'})
     cost = estimator.estimate(spmd.Layout(spmd.abstract_mesh({'fsdp': aim.devices}), rules), aim).cost
-    say(f'Llama 2 70B, {text}: {known:.1f} s published, {cost.low:.1f} to {cost.high:.1f} s estimated')
+    what = f'Llama 2 70B, {text}, {known:.1f} s published'
     found += [
-      Target(f'{text}: low end of the bracket over published', cost.low / known, 1, 'x'),
-      Target(f'{text}: published over high end of the bracket', known / cost.high, 1, 'x'),
+      exact(f'{what}: low end of the bracket', cost.low, 's', at_most(known)),
+      exact(f'{what}: its high end', cost.high, 's', at_least(known)),
     ]
   return found
 
 
-def _cpu() -> float:
-  """CPU-seconds of this process and of those that it has waited for."""
-  usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-  return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def say(text: str) -> None:
+  """What is told on the way."""
+  print(text, file=sys.stderr, flush=True)
+
+
+def _is_here(target: str) -> bool:
+  """Whether its compiler is; says why not."""
+  try:
+    check_compiler(parse(target))
+  except TargetDeviceError as error:
+    say(f'{target} is left out: {error}')
+    return False
+  return True
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(prog='search.py')
-  parser.add_argument('--sample', type=int, default=48, help='candidates (default 48)')
-  parser.add_argument('--seed', type=int, default=None, help='of the sample; default: a new one')
-  parser.add_argument('--only', choices=('sample', 'search', 'published'))
-  parser.add_argument('--json', action='store_true', help='print one JSON object')
-  options = parser.parse_args()
-  say = functools.partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-  try:
-    check_compiler(parse(TARGET))
-  except TargetDeviceError as error:
-    say(f'{TARGET} is left out: {error}')
-    options.only = 'published'
+  options = parser('search')
+  options.add_argument('--sample', type=int, default=48, help='candidates (default 48)')
+  options.add_argument('--seed', type=int, default=None, help='of the sample; default: a new one')
+  options.add_argument('--only', choices=('sample', 'fits', 'search', 'published'))
+  asked = options.parse_args()
+  if asked.only != 'fits' and not _is_here(TARGET):
+    asked.only = 'published'
   with tempfile.TemporaryDirectory() as folder:
     os.environ.setdefault('FLAX_SPMD_CACHE', f'{folder}/sample')
-    made, record = _all(options, folder, say)
-  say('\n| | unit | target | | |\n|---|---|---|---|---|\n' + '\n'.join(map(str, made)))
-  if options.json:
-    targets = [one._asdict() | {'met': one.met} for one in made]
-    print(json.dumps({'benchmark': 'search', 'versions': versions(), 'targets': targets, **record}))
-  return 0 if all(one.met for one in made) else 1
+    report = _all(asked, folder)
+  report.publish(asked.json)
+  return 1 if report.missed else 0
 
 
-def _all(
-  options: argparse.Namespace, fresh: str, say: Callable[..., None]
-) -> tuple[list[Target], dict[str, Any]]:
-  made: list[Target] = []
-  record: dict[str, Any] = {}
-  if options.only in (None, 'published'):
-    made += published(say)
-  if options.only in (None, 'sample'):
-    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    pairs, rate = sample(options.sample, seed, say)
-    flagged = sum(pair.flagged for pair in pairs)
-    say(f'{table(pairs)}\n\n{flagged} of {len(pairs)} are flagged')
-    made += figures(pairs, rate)
-    record['sample'] = {'seed': seed, 'flagged': flagged, 'pairs': [pair.record() for pair in pairs]}
-  if options.only in (None, 'search'):
+def _all(asked: argparse.Namespace, fresh: str) -> Report:
+  made: list[Figure] = []
+  tables: list[Table] = []
+  details: dict[str, Any] = {}
+  if asked.only in (None, 'published'):
+    made += published()
+  if asked.only in (None, 'sample'):
+    seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
+    pairs, rate = sample(asked.sample, seed)
+    made += sample_figures(pairs, rate)
+    tables.append(sample_table(pairs, seed))
+    details['sample'] = {'seed': seed, 'pairs': [pair.record() for pair in pairs]}
+  if asked.only in (None, 'fits') and _is_here(TPU):
+    figures, table = fitting(
+      random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
+    )
+    made += figures
+    tables.append(table)
+  if asked.only in (None, 'search'):
     os.environ['FLAX_SPMD_CACHE'] = f'{fresh}/search'  # whatever was compiled before
-    targets, record['search'] = searched(say)
-    made += targets
-  return made, record
+    figures, details['search'] = searched()
+    made += figures
+  return Report(f'search_{asked.only}' if asked.only else 'search', made, tables, details)
 
 
 if __name__ == '__main__':

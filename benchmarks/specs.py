@@ -25,7 +25,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import states
-from harness import Figure, at_most, measure, per_item, ratio, report
+from harness import Figure, at_most, measure, per_item, ratio
+from reporting import report
 
 import flax_spmd as spmd
 

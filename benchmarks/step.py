@@ -31,9 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from harness import WALL, Figure, Target, at_most, equal, exact, measure, ratio, report
+from harness import WALL, Figure, Target, at_most, equal, exact, measure, ratio
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from reporting import report
 
 import flax_spmd as spmd
 

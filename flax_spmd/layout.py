@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -32,12 +32,13 @@ from flax_spmd.gathering import gather
 from flax_spmd.jit import Jitted
 from flax_spmd.memory import Memory
 from flax_spmd.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe, make_mesh
-from flax_spmd.pipeline.engine import Pipelined
-from flax_spmd.pipeline.schedules import Schedule
 from flax_spmd.plan import Planner, Row, leaf_names, planner_for
 from flax_spmd.processes import check_same_on_every_process
 from flax_spmd.resolution import rule_text
 from flax_spmd.rules import Rules
+
+if TYPE_CHECKING:
+  from flax_spmd.pipeline.schedules import Schedule
 
 _NOT_PARTITIONABLE = (
   'jax_threefry_partitionable is off: a sharded random array is drawn with communication, or drawn whole on '
@@ -411,6 +412,8 @@ class Layout:
       arguments = Arguments.of(fn, options)
       plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
     plan_outputs = functools.partial(self._outputs, places=out_rules)
+    from flax_spmd.pipeline.engine import Pipelined  # it and SciPy's graphs take 0.4 s
+
     return Pipelined(
       fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, threads, stages, options
     )
@@ -641,11 +644,10 @@ class Layout:
     )
     if self._planner.looks_at_paths:  # an array's path is the one in its own state
       return [sharding for part in each for sharding in self._state(part)]
-    states = [
-      self._memory.places_of(part) is not None or _has_names(part)
-      for part in each
-      for _ in jax.tree.leaves(part)
-    ]
+    states: list[bool] = []
+    for part in each:
+      whole = self._memory.places_of(part) is not None or _has_names(part)
+      states += [whole] * len(jax.tree.leaves(part))
     planned = self._planner.leaf_shardings(result)
     return [sharding if state else None for sharding, state in zip(planned, states, strict=True)]
 

@@ -52,7 +52,7 @@ def make_mesh(
 
   Raises:
     MeshError: the sizes are no sizes, ask for more devices than there are, or for another number of
-      slices.
+      slices; an axis type is none, or that of no axis.
 
   Example:
     >>> dict(make_mesh({'data': 2, 'model': -1}).shape)
@@ -102,7 +102,8 @@ def abstract_mesh(
     axis_types: one `AxisType` for all axes, or one per axis name (the others are Auto).
 
   Raises:
-    MeshError: a size is not a positive integer, or -1 cannot be filled in.
+    MeshError: a size is not a positive integer, or -1 cannot be filled in; an axis type is none, or that of no
+      axis.
 
   Example:
     >>> abstract_mesh({'data': 64, 'model': 8}).size
@@ -218,7 +219,16 @@ def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
 def _types(sizes: Mapping[str, int], types: AxisType | Mapping[str, AxisType]) -> tuple[AxisType, ...]:
   if isinstance(types, AxisType):
     return (types,) * len(sizes)
-  return tuple(types.get(name, AxisType.Auto) for name in sizes)
+  given = types if isinstance(types, Mapping) else {}
+  wrong = [f'{name!r} is no axis' for name in given if name not in sizes]
+  kinds = given.values() if isinstance(types, Mapping) else [types]
+  wrong += [f'{kind!r} is no AxisType' for kind in kinds if not isinstance(kind, AxisType)]
+  if wrong:
+    raise MeshError(
+      f'axis_types={types!r} for the mesh {describe(sizes)}: {", ".join(wrong)}.\n'
+      'Fix: give jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
+    )
+  return tuple(given.get(name, AxisType.Auto) for name in sizes)
 
 
 def _named(names: Iterable[str]) -> str:

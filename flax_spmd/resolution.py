@@ -228,7 +228,7 @@ class Resolver:
     twice = _repeated(names)
     if twice:
       return Resolution(PartitionSpec(), (), (_repeated_problem(names, twice),))
-    entries: list[Any] = [None if isinstance(name, str) else name for name in names]
+    entries: list[Any] = [None if isinstance(name, str) else self._known(name) for name in names]
     position = {name: dim for dim, name in enumerate(names) if isinstance(name, str)}
     taken = set(axis_names(entries))
     decided: dict[int, int] = {}
@@ -257,12 +257,18 @@ class Resolver:
   def _present(self, axes: Axes) -> tuple[Axes, tuple[str, ...], tuple[str, ...]]:
     """A rule's axes on this mesh: the entry, its axis names, and those that are all missing."""
     wanted = axis_names(axes)
-    if self.sizes is None or self.policies.missing_axis == 'error':
+    if self.policies.missing_axis == 'error':
       return axes, wanted, ()
+    known = self._known(axes)
+    return known, axis_names(known), () if known is not None else wanted
+
+  def _known(self, axes: Axes) -> Axes:
+    """An entry without the axes that the mesh lacks."""
+    wanted = axis_names(axes)
+    if self.sizes is None or all(axis in self.sizes for axis in wanted):
+      return axes
     kept = tuple(axis for axis in wanted if axis in self.sizes)
-    if kept == wanted:
-      return axes, wanted, ()
-    return (kept[0] if len(kept) == 1 else kept), kept, () if kept else wanted
+    return kept[0] if len(kept) == 1 else kept or None
 
   def _refusal(self, wanted, missing, decided, taken, size) -> Reason | None:
     """Why a rule cannot decide a dimension, or None if it can."""
@@ -281,6 +287,8 @@ class Resolver:
     return math.prod((self.sizes or {}).get(axis, 1) for axis in axes)
 
   def _objections(self, names, decisions, shape) -> Iterator[Problem]:
+    if self.sizes is not None and self.policies.missing_axis == 'error':
+      yield from self._strangers(names, self.sizes)
     for decision in decisions:
       if decision.rule is not None:
         if shape is not None and shape[decision.dim] % self._parts(axis_names(decision.axes)):
@@ -291,6 +299,16 @@ class Resolver:
             yield self._unmatched(decision, names)
         elif self.policies.conflict == 'error' and decision.lost is not None:
           yield self._conflict(decision, decision.lost, decisions)
+
+  def _strangers(self, names: Names, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """The mesh axes that stand among the names, as tuples, and are none of this mesh."""
+    for dim, name in enumerate(names):
+      for axis in () if isinstance(name, str) else axis_names(name):
+        if axis not in sizes:
+          fix = (
+            'correct the axis name, or give the dimension one logical name, and the table a rule for it.'
+          )
+          yield _missing_axis(f'dim {dim} of names {tuple(names)!r}', axis, sizes, fix)
 
   def _rule(self, index: Any) -> str:
     return '' if index is None else f'rule {index} {self.clauses[index]!r}'
@@ -325,6 +343,14 @@ class Resolver:
       f'({decision.name!r}, None), or put its rule first.',
       ConflictError,
     )
+
+
+def _missing_axis(what: str, axis: str, sizes: Mapping[str, int], fix: str) -> Problem:
+  return Problem(
+    f'{what}: {axis!r} is no axis of the mesh, which has {tuple(sizes)!r}.' + did_you_mean(axis, sizes),
+    fix,
+    MeshAxisError,
+  )
 
 
 class Source(NamedTuple):
@@ -414,12 +440,7 @@ class _AxesCheck:
       if self.source is None
       else '.'
     )
-    return Problem(
-      f'dim {dim} of {self._what()}: {axis!r} is no axis of the mesh, which has {tuple(known)!r}.'
-      + did_you_mean(axis, known),
-      fix,
-      MeshAxisError,
-    )
+    return _missing_axis(f'dim {dim} of {self._what()}', axis, known, fix)
 
   def _reused(self, dim: int, axis: str) -> Problem:
     return Problem(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 _INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|^<frozen ')
 _FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<frozen ')
+_CELL = re.compile(r'[/\\]ipykernel_\d+[/\\]\d+\.py$|^<ipython-input-')
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -32,13 +33,15 @@ def users(files: Sequence[str]) -> int:
 
 
 def line_text(file: str, line: int) -> str:
-  r"""`file.py:line`, without folders, of Windows too.
+  r"""`file.py:line`, without folders, of Windows too; `cell:line` for one of a notebook.
 
   Example:
     >>> line_text('/home/me/model.py', 31), line_text(r'C:\me\model.py', 31)
     ('model.py:31', 'model.py:31')
+    >>> line_text('/tmp/ipykernel_4711/1895.py', 7)
+    'cell:7'
   """
-  name = re.split(r'[/\\]', file)[-1]
+  name = 'cell' if _CELL.search(file) else re.split(r'[/\\]', file)[-1]
   return f'{name}:{line}'
 
 

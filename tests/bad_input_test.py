@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import flax_spmd as spmd
 from flax_spmd import errors
@@ -205,6 +206,29 @@ def test_a_batch_that_does_not_fit_its_names():
     y: 2 names ('batch', None) for an array of rank 1, shape (4,).
     Fix: pad it to 4, put the rule ('batch', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.
     Fix: give one name per dimension, None for a dimension without a name.""")
+
+
+def test_mesh_axes_among_logical_names():
+  """Flax takes a tuple among the names for mesh axes."""
+  ones = jnp.ones((8, 8))
+  tree = {
+    'a': spmd.LogicallyPartitioned(ones, (('data', 'modle'), 'mlp')),
+    'b': spmd.LogicallyPartitioned(ones, (('data', 'model'), 'mlp')),
+  }
+  assert text_of(errors.MeshAxisError, layout(('mlp', 'model')).sharding, tree) == dedent("""\
+    a, dim 0 of names (('data', 'modle'), 'mlp'): 'modle' is no axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
+    Fix: correct the axis name, or give the dimension one logical name, and the table a rule for it.""")
+  lenient = spmd.Layout({'data': 2, 'model': 4}, spmd.Rules((('mlp', 'model'),), missing_axis='drop'))
+  specs = {'a': PartitionSpec('data', 'model'), 'b': PartitionSpec(('data', 'model'), None)}
+  assert lenient.spec(tree) == specs
+
+
+def test_a_state_with_unknown_mesh_axes_among_its_names_is_saved(tmp_path):
+  tree = {'a': spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data', 'modle'), 'mlp'))}
+  spmd.checkpoint.save(tmp_path / 'state', tree, layout=layout())
+  other = spmd.Layout({'data': 2, 'modle': 4}, ())
+  restored = spmd.checkpoint.restore(tmp_path / 'state', layout=other)
+  assert restored['a'].sharding.spec == PartitionSpec(('data', 'modle'), None)
 
 
 def test_a_mesh_axis_in_the_place_of_a_name():

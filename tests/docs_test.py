@@ -20,10 +20,24 @@ ELSEWHERE = {
 }  # internal
 
 
-def test_the_picture_is_of_the_readme(monkeypatch):
-  spec = importlib.util.spec_from_file_location('idea', DOCS / 'idea.py')
-  idea = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(idea)
+def script(name):
+  """One of the scripts that draw."""
+  spec = importlib.util.spec_from_file_location(name, DOCS / f'{name}.py')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_badges_say_what_the_package_says():
+  badges = script('badges')
+  drawn = badges.picture(badges.badges())
+  assert drawn == (DOCS / 'badges.svg').read_text(), 'run `python docs/badges.py`'
+  words = {element.text for element in ET.fromstring(drawn).iter() if element.text}
+  assert {'3.11 | 3.12 | 3.13', 'Apache-2.0'} <= words
+
+
+def test_the_picture_is_of_the_readme():
+  idea = script('idea')
   drawn = idea.picture(*idea.example())
   assert drawn == (DOCS / 'idea.svg').read_text(), 'run `python docs/idea.py`'
   words = {element.text for element in ET.fromstring(drawn).iter() if element.text}

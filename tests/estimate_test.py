@@ -385,3 +385,64 @@ def test_booleans_stay_as_they_are():
 
   estimator = Estimator(masked, lambda: {'w': jnp.ones((8, 8))}, BATCHES)
   assert estimator.estimate(DATA, TARGET).counts.flops == 0
+
+
+@pytest.mark.parametrize(('uses', 'itemsize'), [(1, 2), (2, 4)])
+def test_a_gather_before_a_conversion_is_narrow_if_that_has_one_use(uses, itemsize):
+  """As XLA for GPUs does: it looks for one conversion that is used once."""
+
+  def make():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((EMBED, EMBED)), ('embed', 'embed2'))}
+
+  def multiplied(state, x):
+    w, x = state['w'].unbox().astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    for _ in range(uses):
+      x = jnp.tanh(x @ w)
+    return state, jnp.sum(x.astype(jnp.float32))
+
+  filled = spmd.Layout(
+    spmd.abstract_mesh({'data': 8}), (('batch', 'data'), spmd.fsdp('data', min_size=16))
+  )
+  gathered = Estimator(multiplied, make, BATCHES).estimate(filled, TARGET).counts.by_kind()['all-gather']
+  assert gathered == itemsize * EMBED * EMBED * 7 / 8
+
+
+def test_what_a_loop_hands_on_and_nobody_wants_is_not_kept():
+  """What every turn of a first loop reads, and no later one."""
+
+  def make():
+    return {'w': jnp.ones((EMBED, EMBED)), 'wide': jnp.ones((EMBED, 16 * EMBED))}
+
+  def looped(state, x, before):
+    if before:
+      seen = x @ state['wide']
+      narrow = lambda c, _: (jnp.tanh(c @ state['w']) + seen[:, :EMBED] * jnp.sum(c), None)
+      x = jax.lax.scan(narrow, x, length=2)[0]
+    wide = lambda c, _: (jnp.tanh(c @ state['wide']) @ state['wide'].T, None)
+    return state, jnp.sum(jax.lax.scan(wide, x, length=2)[0])
+
+  def temporaries(before):
+    one = Estimator(functools.partial(looped, before=before), make, BATCHES)
+    return one.estimate(DATA, TARGET).memory.temporaries
+
+  result = 4 * (BATCH // 8) * EMBED  # of the first loop, where the second had an argument
+  assert temporaries(before=True) == temporaries(before=False) + result
+
+
+def test_a_weight_s_gradient_comes_last_in_its_loop_and_keeps_what_it_reads():
+  """Where it is added up over devices; the input of each product is then there beside the other gradients."""
+
+  def descend(state, x):
+    def loss(state):
+      turn = jax.checkpoint(lambda c, w: (jnp.tanh(jnp.tanh(c @ w['a']) @ w['b']), None))
+      return jnp.sum(jax.lax.scan(turn, x, state)[0])
+
+    return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state)), 0.0
+
+  def make():
+    return {'a': jnp.ones((4, EMBED, 8 * EMBED)), 'b': jnp.ones((4, 8 * EMBED, EMBED))}
+
+  few = jax.ShapeDtypeStruct((BATCH // 8, EMBED), jnp.float32)  # as many on each device
+  summed = Estimator(descend, make, BATCHES).estimate(DATA, TARGET).memory.temporaries
+  alone = Estimator(descend, make, few).estimate(TENSOR, TARGET).memory.temporaries
+  assert summed - alone == 4 * (BATCH // 8) * (8 * EMBED + EMBED)  # what the two products read

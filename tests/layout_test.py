@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd import layout as layout_module
 
 RULES = (('batch', 'data'), ('hidden', 'model'))
 SWAPPED = (('batch', 'model'), ('hidden', 'data'))
@@ -511,3 +512,14 @@ def test_a_state_that_is_met_after_its_step_was_planned():
   layout.abstract(create)
   strong = {'w': jnp.ones((8, 4)), 'step': jnp.int32(0)}  # a trace of its own: 0 is of weak type
   assert step(strong)['w'].sharding.spec == P('data', None)
+
+
+def test_each_result_is_looked_through_once_for_names(monkeypatch):
+  """Not once for each of its leaves: a state without names may have thousands."""
+  looked = []
+  has_names = layout_module._has_names
+  monkeypatch.setattr(layout_module, '_has_names', lambda part: looked.append(part) or has_names(part))
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  state = {f'w{index}': jnp.ones(8) for index in range(50)}
+  layout.jit(lambda state: (state, 0.0))(state)
+  assert 2 <= len(looked) <= 4  # the state and the number, and again where JAX traces anew

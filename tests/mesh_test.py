@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import mesh_utils
+from jax.sharding import AxisType
 
 import flax_spmd as spmd
 from flax_spmd import errors, mesh
@@ -78,3 +79,23 @@ def test_hsdp_keeps_parameters_within_a_slice():
   holders = {(s.index[0].start, s.device.id) for s in kernel.addressable_shards}
   assert {device for start, device in holders if start in (0, None)} == {0, 4}
   assert layout.shard(np.ones((8, 4)), ('batch', None)).sharding.spec == jax.P(('replica', 'fsdp'), None)
+
+
+@pytest.mark.parametrize(
+  ('types', 'wrong'),
+  [
+    ('auto', "'auto' is no AxisType"),
+    (
+      {'dta': AxisType.Explicit, 'data': 'explicit'},
+      "'dta' is no axis, 'explicit' is no AxisType",
+    ),
+  ],
+)
+@pytest.mark.parametrize('make', [spmd.make_mesh, spmd.abstract_mesh])
+def test_axis_types_that_are_none(make, types, wrong):
+  with pytest.raises(errors.MeshError) as caught:
+    make({'data': 2, 'model': 4}, axis_types=types)
+  assert str(caught.value) == (
+    f"axis_types={types!r} for the mesh {{'data': 2, 'model': 4}}: {wrong}.\n"
+    'Fix: give jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
+  )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import flax_spmd as spmd
-from flax_spmd import cli
+from flax_spmd import cli, searching
 from flax_spmd.searching import trials
 from tests import search_test
 
@@ -60,3 +60,37 @@ def test_exit_codes(capsys):
   assert code == 2 and err.startswith('The budget of 100 GiB is larger than the memory of a cpu')
   with pytest.raises(SystemExit):
     run(capsys, '--mesh', 'data=many')
+
+
+def test_pipelines(capsys, monkeypatch):
+  asked = {}
+
+  def search(*args, pipelines, **rest):
+    asked['pipelines'] = pipelines
+    return real(*args, **rest)
+
+  real = searching.search
+  monkeypatch.setattr(searching, 'search', search)
+  schedules = (
+    '--pipeline',
+    'OneFOneB(4)',
+    '--pipeline',
+    "Interleaved1F1B(ranks=2, chunks=2, fuse='last')",
+  )
+  assert run(capsys, *schedules, '--top', '0')[0] == 0
+  one, two = asked['pipelines']
+  assert (one, two) == (
+    spmd.pipeline.OneFOneB(4),
+    spmd.pipeline.Interleaved1F1B(ranks=2, chunks=2, fuse='last'),
+  )
+
+
+@pytest.mark.parametrize('text', ['GPipe', 'gpipe(4)', 'GPipe(0)', 'GPipe(ranks=x)', 'print(1)', '1 +'])
+def test_what_is_no_schedule(text, capsys):
+  with pytest.raises(SystemExit):
+    run(capsys, '--pipeline', text)
+  said = capsys.readouterr().err
+  assert said.endswith(
+    f'argument --pipeline: {text!r} is no schedule such as OneFOneB(ranks=4); there are DualPipeV, '
+    'Eager1F1B, GPipe, Interleaved1F1B, InterleavedGPipe, KimiK2, OneFOneB, ZeroBubbleH1, ZeroBubbleV\n'
+  )

@@ -62,6 +62,39 @@ def _add_wishes(parser: argparse.ArgumentParser) -> None:
     help='values of an argument of the step',
     **several,
   )
+  parser.add_argument(
+    '--pipeline',
+    type=_schedule,
+    metavar='SCHEDULE',
+    help="tried too, such as 'OneFOneB(ranks=4)'; the step has a microbatch loop",
+    **several,
+  )
+
+
+def _schedule(text: str) -> Any:
+  """A schedule, as Python writes it.
+
+  Example:
+    >>> _schedule('Interleaved1F1B(ranks=4, chunks=2)').stages
+    8
+  """
+  from flax_spmd import pipeline
+  from flax_spmd.errors import PipelineError
+
+  known = [name for name, kind in vars(pipeline).items() if _is_schedule(kind, pipeline.Schedule)]
+  try:
+    call = ast.parse(text, mode='eval').body
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in known):
+      raise ValueError(text)
+    values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    return getattr(pipeline, call.func.id)(*map(ast.literal_eval, call.args), **values)
+  except (ValueError, SyntaxError, TypeError, PipelineError) as error:
+    said = f'is no schedule such as OneFOneB(ranks=4); there are {", ".join(sorted(known))}'
+    raise argparse.ArgumentTypeError(f'{text!r} {said}') from error
+
+
+def _is_schedule(kind: Any, base: type) -> bool:
+  return isinstance(kind, type) and issubclass(kind, base) and kind is not base
 
 
 def _pair(text: str) -> tuple[str, tuple[str, ...] | None]:
@@ -106,6 +139,7 @@ def _search(options: argparse.Namespace) -> int:
       forbid=forbid,
       batch_only=options.batch_only,
       tensor=options.tensor,
+      pipelines=options.pipeline,
       candidates=options.candidates,
       time_limit=options.time_limit,
       top=options.top,

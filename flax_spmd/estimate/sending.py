@@ -1,10 +1,14 @@
 """Sending: in which dtype values are moved, where that is another one than their own.
 
 Compilers move conversions to where less is sent: what was converted from fewer bytes is sent before it is, and
-what is only going to be converted to fewer bytes is sent after that.
+what is only going to be converted to fewer bytes is sent after that. The latter only if the converted value has one
+use: XLA's `collective-quantizer` looks no further. Of a layer's weight, cut out of a stack, or one that a
+product takes as a matrix first, the one use is the reshape.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from flax_spmd.estimate.graph import Block, Graph, Op, Value
 
@@ -25,8 +29,13 @@ class _Block:
     self.values, self.found = graph.values, found
     self.graph = graph
     self.needed: dict[int, set[str | None]] = {}  # in which dtypes; None is its own
+    self.uses: Counter[int] = Counter()
+    self.reshaped: set[int] = set()
 
   def look(self, block: Block) -> None:
+    for op in block.ops:
+      if op.kind == 'reshape' or (op.kind in _PASSING and op.operands[0] in self.reshaped):
+        self.reshaped.update(op.results)
     for value in block.returned:
       self._need(value, None)
     for op in reversed(block.ops):
@@ -43,14 +52,20 @@ class _Block:
 
   def _need(self, value: int, dtype: str | None) -> None:
     self.needed.setdefault(value, set()).add(dtype)
+    self.uses[value] += 1
 
   def _as(self, op: Op) -> str | None:
     """In which dtype an operation could take its operand, if it were sent so."""
     if op.kind == 'convert' and self._item(op.results[0]) < self._item(op.operands[0]):
-      return self.values[op.results[0]].dtype
+      return self.values[op.results[0]].dtype if self._has_one_use(op) else None
     if op.kind in _PASSING and op.results[0] in self.found:
       return self.found[op.results[0]].dtype
     return None
+
+  def _has_one_use(self, convert: Op) -> bool:
+    [result] = convert.results
+    matrix = len(self.values[result].shape) <= 2
+    return self.uses[result] <= 1 or not matrix or convert.operands[0] in self.reshaped
 
   def _decide(self, value: int) -> None:
     needed = self.needed.get(value, {None})

@@ -123,6 +123,8 @@ def stored(block: Block, free: frozenset[int]) -> Stored:
   for value, index in reading.last.items():
     if value in reading.kept and index < len(block.ops):
       ending[index].append(value)
+  for index, op in enumerate(block.ops):  # what a loop hands on and nobody wants
+    ending[index] += [value for value in op.results if op.blocks and value not in reading.last]
   inner = tuple(tuple(stored(one, free) for one in op.blocks) for op in block.ops)
   return Stored(written, reads, tuple(map(tuple, ending)), returned, inner)
 

@@ -24,6 +24,7 @@ from flax_spmd.explore.counting import Counts
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _CUTS = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
+_PRODUCTS = ('dot_general', 'convolution')
 _TINY = 2**16  # bytes on the wire in a step; what is tangled and smaller is not worth a doubt
 
 
@@ -62,7 +63,7 @@ class Program:
         self.uses[value] = self.uses.get(value, 0) + 1
       if op.details.get('value') is not None:
         self.constants[op.results[0]] = op.details['value']
-      if op.kind in ('dot_general', 'convolution'):
+      if op.kind in _PRODUCTS:
         dtype = self.graph.values[op.operands[0]].dtype
         products[dtype] = products.get(dtype, 0) + math.prod(self.graph.values[op.results[0]].shape)
       for inner in op.blocks:
@@ -132,12 +133,14 @@ class _Walk:
     """Walks a block; returns the peak of what it needs besides what it is given."""
     alive: dict[int, float] = {}
     now = peak = 0.0
+    held: set[int] = set()  # by what comes last
+    stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
     for index, op in enumerate(block.ops):
       self.copies = 0.0
       inner = self._op(op, stored.inner[index], times)
       self.bundles.follow(op.results, op.operands)
       for value in stored.written[index]:
-        alive[value] = self._bytes(value)
+        alive[value] = self._written(op, value)
         now += alive[value]
       self.hbm += times * sum(map(self._bytes, (*stored.written[index], *self._read(op, stored, index))))
       if op.kind == 'while':  # its buffers; those that it is given may be overwritten
@@ -147,12 +150,23 @@ class _Walk:
           alive[result] = 0.0 if self._is_argument(operand, block) else self._bytes(result)
           now += alive[result]
       peak = max(peak, now + inner + self.copies)
+      if stacks and self._comes_last(op):
+        held.update(stored.reads[index])
       for value in stored.ending[index]:
-        now -= alive.pop(value, 0.0)
+        if value not in held:
+          now -= alive.pop(value, 0.0)
     for value, wanted in zip(block.returned, results):
       self._bring(value, wanted or self.dims[value], times, '')
     self.hbm += times * sum(map(self._bytes, stored.returned))
     return peak
+
+  def _comes_last(self, op: Op) -> bool:
+    """Whether it is a product that is reduced in a loop: schedulers put those off, and keep what they read.
+
+    So they do in a loop over layers, which puts each one's gradient into a stack; a loop over microbatches
+    has whole models in its body.
+    """
+    return self.inside > 0 and op.kind == 'dot_general' and op.results[0] in self.sums
 
   def _read(self, op: Op, stored: Stored, index: int) -> tuple[int, ...]:
     return () if op.blocks else stored.reads[index]
@@ -343,6 +357,12 @@ class _Walk:
   def _sent(self, value: int) -> Value:
     """A value as it is sent."""
     return self.program.narrow.get(value, self.values[value])
+
+  def _written(self, op: Op, value: int) -> float:
+    """Bytes of a result; of a product that is added up some time later, as each device's part of it lies."""
+    if value not in self.sums or op.kind not in _PRODUCTS or self.inside:
+      return self._bytes(value)
+    return tile(self.values[value].shape, self.sums[value].natural, self.sizes) * self.values[value].item
 
   def _bytes(self, value: int) -> float:
     if value not in self.sizes_known:

@@ -195,9 +195,19 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
 _LARGE_LITERAL = 16  # elements
 
 
-def traced(fn: Callable[..., Any], *inputs: Atom) -> tuple[list[Equation], list[Value]]:
-  """The equations of a function of arrays that returns a list of arrays."""
-  return flatten(jax.make_jaxpr(fn)(*map(abstract, inputs)), inputs, lambda _: True)
+def traced(
+  fn: Callable[..., Any], *inputs: Atom, known: dict[Any, Any] | None = None
+) -> tuple[list[Equation], list[Value]]:
+  """The equations of a function of arrays that returns a list of arrays.
+
+  With `known`, which it fills, it is traced once for each kind of inputs: what it closes over has to stay the
+  same, and the settings of JAX.
+  """
+  kinds = tuple(map(abstract, inputs))
+  known = {} if known is None else known
+  if (fn, kinds) not in known:
+    known[fn, kinds] = jax.make_jaxpr(fn)(*kinds)
+  return flatten(known[fn, kinds], inputs, lambda _: True)
 
 
 def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equation], dict[Value, Atom]]:

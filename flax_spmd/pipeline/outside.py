@@ -58,6 +58,7 @@ def join(step: Step, programs: Programs, rank_of: Callable[[int], int]) -> Joine
   """Joins the rest of a step to the programs of its loop."""
   loop, body, maker = step.loop, programs.body, programs.made_by()
   before: list[Equation] = []
+  traces: dict[Any, Any] = {}
   slices = {}
   for value, whole in zip(body.slices, loop.batch, strict=True):
     cuts, slices[value] = eq.traced(lambda x: [x[i] for i in range(loop.count)], whole)
@@ -69,7 +70,7 @@ def join(step: Step, programs: Programs, rank_of: Callable[[int], int]) -> Joine
   final: dict[Accumulator, Value] = {}
   for accumulator in programs.accumulators:
     begin = _copied if accumulator.first else _zeros  # its memory is used again, so it is its own
-    made, [start[accumulator]] = eq.traced(begin, loop.starts[accumulator.origin])
+    made, [start[accumulator]] = eq.traced(begin, loop.starts[accumulator.origin], known=traces)
     before += made
     final[accumulator] = Value(accumulator.before.aval)
     home[final[accumulator]] = rank_of(accumulator.task[1])
@@ -98,11 +99,19 @@ def _zeros(x: Any) -> list[Any]:
   return [jnp.zeros_like(x)]
 
 
+def _added(a: Any, b: Any) -> list[Any]:
+  return [lax.add(a, b)]
+
+
+def _rows(*rows: Any) -> list[Any]:
+  return [jnp.stack(rows)]
+
+
 def _total(parts: list[Value], equations: list[Equation]) -> Value:
   """The sum of what stages have added up, each for itself."""
   total = parts[0]
   for part in parts[1:]:
-    added, [total] = eq.traced(lambda a, b: [lax.add(a, b)], total, part)
+    added, [total] = eq.traced(_added, total, part)
     equations += added
   return total
 
@@ -115,7 +124,7 @@ def _unchanged(loop: Loop, programs: Programs, origin: int) -> Atom:
 
 
 def _stacked(values: list[Value], equations: list[Equation]) -> Value:
-  made, [stack] = eq.traced(lambda *rows: [jnp.stack(rows)], *values)
+  made, [stack] = eq.traced(_rows, *values)
   equations += made
   return stack
 

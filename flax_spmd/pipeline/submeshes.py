@@ -17,8 +17,8 @@ from flax_spmd.compat import from_shards
 from flax_spmd.errors import PipelineError, did_you_mean
 from flax_spmd.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe
 from flax_spmd.pipeline.fitting import few
-from flax_spmd.resolution import rule_text
-from flax_spmd.rules import Rules
+from flax_spmd.resolution import axis_names, rule_text
+from flax_spmd.rules import Rules, axes_of
 
 AnyMesh = TypeVar('AnyMesh', bound=MeshLike)
 
@@ -67,7 +67,7 @@ def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
   found = [
     f'  rule {rule_text(rule)} {clause!r}'
     for rule, clause in rules.all_rules(annotations=True)
-    if axis in _axes_in(clause[1] if isinstance(clause, tuple) else clause)
+    if axis in axes_of(clause)
   ]
   if found:
     raise PipelineError(
@@ -75,15 +75,6 @@ def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
       + '\n'.join(found)
       + '\nFix: lay them over other axes; which stage an array is on follows from its use.'
     )
-
-
-def _axes_in(clause: Any) -> set[str]:
-  """The mesh axes that a rule names."""
-  if isinstance(clause, str):
-    return {clause}
-  if isinstance(clause, (tuple, list, PartitionSpec)):
-    return set().union(*map(_axes_in, clause))
-  return _axes_in(clause.axes) if hasattr(clause, 'axes') else set()
 
 
 def check_places(
@@ -106,7 +97,9 @@ def check_places(
       + few(foreign)
       + '\nFix: give a PartitionSpec, or a NamedSharding on a mesh with the same axes.'
     )
-  staged = [f'  {name}: {sharding.spec}' for name, sharding in found if axis in _axes_in(sharding.spec)]
+  staged = [
+    f'  {name}: {sharding.spec}' for name, sharding in found if axis in axis_names(tuple(sharding.spec))
+  ]
   if staged:
     raise PipelineError(
       f'{what} are laid over {axis!r}, the axis of the stages, which a stage has only 1 of:\n'

@@ -1,0 +1,142 @@
+"""Fills the tables of the pages from `results/`, and draws the plots beside them.
+
+    python benchmarks/render.py    # after a run; `run.py` does it by itself
+
+A page says where a table belongs: between `<!-- results: boxes -->` and `<!-- end -->`. `tests/benchmarks_test.py`
+holds the pages to the results.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reporting import markdown, number, span
+
+HERE = Path(__file__).parent
+RESULTS = HERE / 'results'
+PAGES = HERE / 'README.md', HERE.parent / 'README.md'
+BLOCK = re.compile(r'(<!-- results: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
+
+Record = dict[str, Any]
+
+# What the README shows: a benchmark, its figure, and what that says.
+HEADLINES = (
+  ('specs', 'layout.sharding, cold, over the pair of Flax', "shardings of 10,000 boxes, over Flax's own"),
+  ('rules', 'fsdp, cold, over Scalax', "`fsdp(...)` applied to 10,000 arrays, over Scalax's"),
+  ('rules', 'path rule 40 of 40, cold, over Scalax', "40 path rules, the same, over Scalax's"),
+  ('placement', "shard by the layout's rules", '`layout.shard` over `jax.device_put`'),
+  ('dispatch', 'tiny function, added per call', '`layout.jit`, added to a call of `jax.jit`'),
+  ('step', 'boxed state: lines that differ', 'compiled step, from the one written by hand'),
+  ('boxes', 'jitted call, boxes of flax_spmd', 'a call with 990 boxes, over one without'),
+  ('boxes', 'jitted call, boxes of Flax', "the same with Flax's boxes"),
+  ('pipelines', 'mid: over one device', 'a step in four stages, over one device'),
+  ('pipelines', 'residuals over JaxPP', "what a stage keeps for backward, over JaxPP's (its own figure, quoted)"),
+  ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates on a core'),
+)  # fmt: skip
+
+
+def records(benchmark: str) -> list[Record]:
+  """What was kept of a benchmark, the oldest JAX first."""
+  found = [json.loads(path.read_text()) for path in RESULTS.glob(f'{benchmark}-jax-*.json')]
+  return sorted(found, key=lambda record: _ordinal(record['versions']['jax']))
+
+
+def _ordinal(version: str) -> list[int]:
+  return [int(part) for part in re.findall(r'\d+', version)]
+
+
+def block(name: str) -> str:
+  """All that is shown of a benchmark: where it ran, figures, plot, tables."""
+  if name == 'headlines':
+    return headlines()
+  found = records(name)
+  if not found:
+    return 'No result is kept.\n'
+  parts = [ran(found), table(found)] if found[-1]['figures'] else [ran(found)]
+  if (RESULTS / f'{name}.svg').exists():
+    parts.append(f'![{name}: the same, drawn](results/{name}.svg)')
+  parts += [_titled(one, found[-1]) for one in found[-1]['tables']]
+  return '\n\n'.join(parts) + '\n'
+
+
+def ran(found: Sequence[Record]) -> str:
+  said = [
+    f'jax {one["versions"]["jax"]} with Python {one["versions"]["python"]} on {one["cores"]} cores'
+    for one in found
+  ]
+  return ', '.join(said) + '.'
+
+
+def table(found: Sequence[Record]) -> str:
+  """A row for each figure, two columns for each JAX."""
+  head = ['', 'unit', 'target']
+  head += [text for one in found for text in (f'jax {one["versions"]["jax"]}', '')]
+  by_name = [{figure['name']: figure for figure in one['figures']} for one in found]
+  names = dict.fromkeys(name for figures in reversed(by_name) for name in figures)
+  rows = []
+  for name in names:
+    known = [figures.get(name) for figures in by_name]
+    any_of = next(filter(None, reversed(known)))
+    cells = [cell for one in known for cell in (said(one), _verdict(one, any_of['target']))]
+    rows.append([name, any_of['unit'], any_of['target'] or '', *cells])
+  return markdown(head, rows)
+
+
+def _verdict(figure: Record | None, target: str | None) -> str:
+  """On a target that may not have been that of an older run."""
+  return figure['verdict'] or '' if figure and figure['target'] == target else ''
+
+
+def said(figure: Record | None) -> str:
+  """A figure with the interval of its median, where it has one."""
+  if figure is None:
+    return ''
+  low, high = figure['interval']
+  return number(figure['value']) + (f' ({span((low, high))})' if low != high else '')
+
+
+def _titled(one: Record, record: Record) -> str:
+  return f'**{one["title"]}**, jax {record["versions"]["jax"]}\n\n{markdown(one["head"], one["rows"])}'
+
+
+def headlines() -> str:
+  found = {name: records(name) for name, _, _ in HEADLINES}
+  jaxs = sorted({one['versions']['jax'] for each in found.values() for one in each}, key=_ordinal)
+  rows = []
+  for name, figure, text in HEADLINES:
+    by_jax = {
+      one['versions']['jax']: each
+      for one in found[name]
+      for each in one['figures']
+      if each['name'] == figure
+    }
+    cells = [_short(by_jax.get(jax)) for jax in jaxs]
+    rows.append([text, *cells])
+  return markdown(['', *(f'jax {jax}' for jax in jaxs)], rows) + '\n'
+
+
+def _short(figure: Record | None) -> str:
+  return '' if figure is None else f'{number(figure["value"])} {figure["unit"]}'
+
+
+def filled(page: str) -> str:
+  """A page with every block as the results have it."""
+  return BLOCK.sub(lambda found: f'{found[1]}\n{block(found[2])}\n{found[3]}', page)
+
+
+def main() -> None:
+  try:
+    import plots
+  except ModuleNotFoundError as error:
+    print(f'plots stay as they are: {error}', file=sys.stderr)
+  else:
+    plots.draw_all()
+  for page in PAGES:
+    page.write_text(filled(page.read_text()))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,113 @@
+"""The pages show what the benchmarks found: every table is the one that the kept results make."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / 'benchmarks'
+
+
+@pytest.fixture(scope='module')
+def scripts():
+  """The modules of the folder, which are scripts and no package."""
+  names = ('harness', 'reporting', 'render', 'run')
+  sys.path.insert(0, str(FOLDER))
+  yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+  sys.path.remove(str(FOLDER))
+  for name in names:
+    del sys.modules[name]
+
+
+@pytest.fixture
+def render(scripts):
+  return scripts.render
+
+
+@pytest.mark.parametrize('page', ['benchmarks/README.md', 'README.md'])
+def test_page_shows_kept_results(render, page):
+  text = (ROOT / page).read_text()
+  assert render.BLOCK.search(text)
+  assert render.filled(text) == text
+
+
+def test_what_is_kept_is_shown_and_can_be_run_again(render, scripts):
+  kept = {path.name.partition('-jax-')[0] for path in render.RESULTS.glob('*.json')}
+  shown = {found[2] for found in render.BLOCK.finditer((FOLDER / 'README.md').read_text())}
+  named = {re.sub(' --(only )?', '_', command) for command in scripts.run.ALL}
+  assert kept == shown <= named
+
+
+def test_headlines_are_figures_that_were_kept(render):
+  missing = [
+    figure
+    for name, figure, _ in render.HEADLINES
+    if not any(each['name'] == figure for one in render.records(name) for each in one['figures'])
+  ]
+  assert not missing
+
+
+def _record(jax: str, value: float, interval: tuple[float, float]) -> dict:
+  figure = {
+    'name': 'save',
+    'value': value,
+    'interval': interval,
+    'unit': 'x',
+    'target': '<= 1',
+    'verdict': 'met',
+  }
+  return {
+    'versions': {'jax': jax, 'python': '3.12'},
+    'cores': 2,
+    'figures': [figure],
+  }
+
+
+def test_table_has_columns_for_each_jax(render):
+  made = render.table([_record('0.10.2', 0.5, (0.4, 0.6)), _record('0.12.0', 1234.5, (1234.5, 1234.5))])
+  assert made == (
+    '|      | unit | target | jax 0.10.2       |     | jax 0.12.0 |     |\n'
+    '| ---- | ---- | ------ | ---------------- | --- | ---------- | --- |\n'
+    '| save | x    | <= 1   | 0.5 (0.4 to 0.6) | met | 1,234      | met |'
+  )
+
+
+def test_newer_jax_comes_later(render, monkeypatch, tmp_path):
+  monkeypatch.setattr(render, 'RESULTS', tmp_path)
+  for jax in ('0.12.0', '0.9.2', '0.10.2'):
+    (tmp_path / f'boxes-jax-{jax}.json').write_text(f'{{"versions": {{"jax": "{jax}"}}}}')
+  assert [one['versions']['jax'] for one in render.records('boxes')] == ['0.9.2', '0.10.2', '0.12.0']
+
+
+@pytest.mark.parametrize(
+  ('interval', 'verdict'), [((1, 2), 'met'), ((1, 4), 'undecided'), ((4, 5), 'MISSED')]
+)
+def test_a_verdict_is_about_the_whole_interval(scripts, interval, verdict):
+  target = scripts.harness.at_most(3)
+  assert (str(target), target.verdict(*interval)) == ('<= 3', verdict)
+
+
+def test_targets_as_text(scripts):
+  harness = scripts.harness
+  assert [str(harness.at_least(15)), str(harness.equal(1)), str(harness.equal(4, 0))] == [
+    '>= 15',
+    '1.00 +- 0.05',
+    '= 4',
+  ]
+  assert harness.at_least(15).verdict(14, 14) == 'MISSED'
+
+
+def test_a_report_is_kept_as_json_and_shown(scripts, capsys):
+  harness, reporting = scripts.harness, scripts.reporting
+  figure = harness.summary('save', [1.0, 1.1, 1.2, 1.3, 1.4], 's', harness.at_most(2))
+  table = reporting.Table('Two', ['a|b', 'c'], [['1', '2\n3']])
+  reporting.Report('save', [figure], [table], {'none': float('inf')}).publish(as_json=True)
+  record = json.loads(capsys.readouterr().out)
+  assert record['details'] == {'none': None} and record['benchmark'] == 'save'
+  assert '| save | s    | <= 2   | 1.2 (1 to 1.4)' in scripts.render.table([record])
+  assert str(table) == 'Two\n\n| a\\|b | c   |\n| ---- | --- |\n| 1    | 2 3 |'
