@@ -2,6 +2,7 @@
 
     python benchmarks/run.py                          # all of them
     python benchmarks/run.py boxes "layouts --large"  # some
+    python benchmarks/run.py search                   # all of one script
     python benchmarks/run.py search --sample 20       # one with arguments of its own: shown, and not kept
 
 What was kept of the same benchmark and the same JAX is replaced; what other versions of JAX gave stays.
@@ -66,13 +67,23 @@ def keep(record: dict[str, Any]) -> None:
   path.write_text(json.dumps(record, indent=1) + '\n')
 
 
+def commands_of(asked: Sequence[str]) -> tuple[list[list[str]], bool]:
+  """What to run, and whether to keep what it says; a script's name stands for all of its benchmarks.
+
+  Raises:
+    SystemExit: of a name that is no benchmark's.
+  """
+  scripts = {one.split()[0] for one in ALL}
+  if asked and asked[0].split()[0] not in scripts:
+    raise SystemExit(f'{asked[0]!r} is no benchmark; there are {", ".join(ALL)}')
+  if not all(one in ALL or one in scripts for one in asked):
+    return [list(asked)], False
+  chosen = [one for each in asked for one in ALL if each == (one if each in ALL else one.split()[0])]
+  return [shlex.split(one) for one in chosen or ALL], True
+
+
 def main() -> int:
-  asked = sys.argv[1:]
-  kept = all(one in ALL for one in asked)
-  commands = [shlex.split(one) for one in asked or ALL] if kept else [asked]
-  if commands[0][0] not in ALL:
-    print(f'{commands[0][0]!r} is no benchmark; there are {", ".join(ALL)}', file=sys.stderr)
-    return 2
+  commands, kept = commands_of(sys.argv[1:])
   found = [run(command) for command in commands]
   if kept:
     for record in found:

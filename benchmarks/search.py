@@ -58,7 +58,7 @@ CREATE = functools.partial(layout_model.create, MODEL)
 BATCH = layout_model.batch(MODEL)
 CHANGES = 6  # at most, from a seed to a candidate of the sample
 CORES = 2
-TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=512), 8  # candidates
+TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=1024), 12  # candidates
 
 
 # -- the sample

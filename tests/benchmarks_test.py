@@ -43,6 +43,19 @@ def test_what_is_kept_is_shown_and_can_be_run_again(render, scripts):
   assert kept == shown <= named
 
 
+def test_benchmarks_are_run_by_name(scripts):
+  search = [['search', '--only', one] for one in ('published', 'sample', 'fits', 'search')]
+  assert scripts.run.commands_of(['boxes', 'search']) == ([['boxes'], *search], True)
+  assert scripts.run.commands_of(['layouts --large', 'layouts']) == (
+    [['layouts', '--large'], ['layouts']],
+    True,
+  )
+  assert scripts.run.commands_of(['search', '--sample', '20']) == ([['search', '--sample', '20']], False)
+  assert len(scripts.run.commands_of([])[0]) == len(scripts.run.ALL)
+  with pytest.raises(SystemExit, match="'boxen' is no benchmark; there are boxes, "):
+    scripts.run.commands_of(['boxen'])
+
+
 def test_headlines_are_figures_that_were_kept(render):
   missing = [
     figure

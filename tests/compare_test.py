@@ -299,11 +299,11 @@ def test_when_no_layout_fits():
     compare(*setup(), wrong, TARGET)
 
 
-def test_a_missing_wheel(monkeypatch):
+def test_a_missing_wheel_is_noticed_before_anything_is_traced(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   layout = spmd.Layout(spmd.abstract_mesh({'data': 16}), (('batch', 'data'),))
   with pytest.raises(TargetDeviceError) as caught:
-    compare(*setup(), [layout], 'v5e:4x4')
+    compare(pytest.fail, *setup()[1:], [layout], 'v5e:4x4')
   assert str(caught.value) == dedent("""\
     There is no compiler for v5e:4x4 here: the wheel libtpu is not installed.
     Fix: pip install 'flax-spmd[tpu]'""")

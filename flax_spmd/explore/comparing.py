@@ -16,7 +16,7 @@ from typing import Any
 
 from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
 from flax_spmd.explore.comparison import Comparison
-from flax_spmd.explore.compiling import Compiled, Lot, compile_lots
+from flax_spmd.explore.compiling import Compiled, Lot, check_compiler, compile_lots
 from flax_spmd.explore.costs import cost
 from flax_spmd.explore.hardware import Target, parse
 from flax_spmd.explore.outcome import Memory, Outcome
@@ -83,6 +83,8 @@ def compare(
   """
   aim = parse(target, hardware)
   named = _named(layouts)
+  if any(isinstance(one, Layout) for one in named.values()):  # a pipeline's stages have targets of their own
+    check_compiler(aim)
   rows, failed = _lowered(named, aim, step, create, batch, args, places, donate)
   jobs = jobs or max(1, (os.cpu_count() or 2) // 2)
   lots = {name: _lots(row, aim, jobs) for name, row in rows.items()}
