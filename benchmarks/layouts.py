@@ -233,7 +233,7 @@ def count_figures(found: Comparison) -> list[Figure]:
   usable = [one for one in found if one.counts is not None and one.memory is not None]
   flops = [one for one in usable if not math.isclose(one.counts.flops, CASES[one.name].flops)]
   figures = [
-    exact(f'{target}: layouts that were not compiled', len(found) - len(usable), '', at_most(0)),
+    exact(f'{target}: layouts that were not compiled', len(found.outcomes) - len(usable), '', at_most(0)),
     exact(f'{target}: layouts with other FLOPs than by hand', len(flops), '', at_most(0)),
   ]
   if found.target.chip.name != 'h100':
@@ -300,7 +300,7 @@ def speed(chips: set[str]) -> list[Figure]:
       exact(f'{first.what}: memory of the compiler', first.rss / 1e9, 'GB', at_most(2.5)),
       exact(f'{first.what}: again, from the cache, wall', min(times), 's', at_most(1)),
     ]
-    if target == 'h100:256' and first.found[0].program is not None:
+    if target == 'h100:256' and first.found.outcomes[0].program is not None:
       figures += _page_figures(first.found)
   return figures
 
