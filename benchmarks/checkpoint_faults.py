@@ -661,7 +661,7 @@ def _quiet() -> Iterator[TextIO]:
     os.dup2(nowhere.fileno(), 2)
   warnings.simplefilter('ignore')
   try:
-    with os.fdopen(os.dup(stderr), 'w') as aside, contextlib.redirect_stderr(aside):
+    with os.fdopen(os.dup(stderr), 'w') as aside:
       yield aside
   finally:
     os.dup2(stderr, 2)

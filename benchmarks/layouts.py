@@ -233,7 +233,9 @@ def count_figures(found: Comparison) -> list[Figure]:
   usable = [one for one in found if one.counts is not None and one.memory is not None]
   flops = [one for one in usable if not math.isclose(one.counts.flops, CASES[one.name].flops)]
   figures = [
-    exact(f'{target}: layouts that were not compiled', len(found.outcomes) - len(usable), '', at_most(0)),
+    exact(
+      f'{target}: layouts that were not compiled', len(found.outcomes) - len(usable), '', at_most(0)
+    ),
     exact(f'{target}: layouts with other FLOPs than by hand', len(flops), '', at_most(0)),
   ]
   if found.target.chip.name != 'h100':
@@ -249,7 +251,10 @@ def count_figures(found: Comparison) -> list[Figure]:
     exact(f'{target}: sums of bytes known by hand', len(sums), '', equal(4, 0)),
     exact(f'{target}: of them, others than by hand', sum(a != b for a, b in sums), '', at_most(0)),
     exact(
-      f'{target}: memory, furthest from by hand', 100 * max(map(abs, off), default=0), '%', at_most(8)
+      f'{target}: memory, furthest from by hand',
+      100 * max(map(abs, off), default=math.inf),
+      '%',
+      at_most(8),
     ),
   ]
 

@@ -100,8 +100,10 @@ def _finite(value: Any) -> Any:
   return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def number(value: float) -> str:
-  """Three digits, and none of a large number's left out."""
+def number(value: float | None) -> str:
+  """Three digits, and none of a large number's left out; a dash for what was not finite, and so is not in the JSON."""
+  if value is None:
+    return '-'
   return f'{value:,.0f}' if abs(value) >= 100 else f'{value:.3g}'
 
 

@@ -68,29 +68,32 @@ def keep(record: dict[str, Any]) -> None:
 
 
 def commands_of(asked: Sequence[str]) -> tuple[list[list[str]], bool]:
-  """What to run, and whether to keep what it says; a script's name stands for all of its benchmarks.
+  """What to run, and whether to keep what it says; a name that is none of them stands for all of its script.
 
   Raises:
-    SystemExit: of a name that is no benchmark's.
+    SystemExit: of a name that is no script's.
   """
   scripts = {one.split()[0] for one in ALL}
-  if asked and asked[0].split()[0] not in scripts:
-    raise SystemExit(f'{asked[0]!r} is no benchmark; there are {", ".join(ALL)}')
+  words = shlex.split(' '.join(asked))
+  if asked and words[:1] not in [[one] for one in scripts]:
+    raise SystemExit(f'{" ".join(words[:1])!r} is no benchmark; there are {", ".join(ALL)}')
   if not all(one in ALL or one in scripts for one in asked):
-    return [list(asked)], False
+    return [words], False
   chosen = [one for each in asked for one in ALL if each == (one if each in ALL else one.split()[0])]
-  return [shlex.split(one) for one in chosen or ALL], True
+  return [shlex.split(one) for one in dict.fromkeys(chosen or ALL)], True
 
 
 def main() -> int:
   commands, kept = commands_of(sys.argv[1:])
-  found = [run(command) for command in commands]
+  whole = True
+  for command in commands:
+    record = run(command)
+    whole = whole and record is not None
+    if kept and record and record['figures']:
+      keep(record)
   if kept:
-    for record in found:
-      if record and record['figures']:
-        keep(record)
     render.main()
-  return 0 if all(found) else 1
+  return 0 if whole else 1
 
 
 if __name__ == '__main__':

@@ -12,6 +12,7 @@ The names of `flax.linen.spmd` are here too, with the same signatures and result
 """
 
 import importlib
+import typing
 
 from flax_spmd import errors as errors
 from flax_spmd import presets as presets
@@ -59,13 +60,24 @@ from flax_spmd.trees import unbox as unbox
 
 __version__ = '0.1.0'
 
+if typing.TYPE_CHECKING:
+  from flax_spmd import checkpoint as checkpoint
+  from flax_spmd import estimate as estimate
+  from flax_spmd import explore as explore
+  from flax_spmd import pipeline as pipeline
+  from flax_spmd import searching as searching
+  from flax_spmd import testing as testing
+  from flax_spmd.explore import compare as compare
+  from flax_spmd.searching import search as search
 
-def __getattr__(name: str):
-  """What few programs use is imported when it is first asked for: Orbax alone takes 0.3 s."""
-  if name in ('checkpoint', 'estimate', 'explore', 'pipeline', 'searching', 'testing'):
-    return importlib.import_module(f'flax_spmd.{name}')
-  if name == 'compare':
-    return importlib.import_module('flax_spmd.explore').compare
-  if name == 'search':
-    return importlib.import_module('flax_spmd.searching').search
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+else:
+
+  def __getattr__(name: str):
+    """What few programs use is imported when it is first asked for: Orbax alone takes 0.3 s."""
+    if name in ('checkpoint', 'estimate', 'explore', 'pipeline', 'searching', 'testing'):
+      return importlib.import_module(f'flax_spmd.{name}')
+    if name == 'compare':
+      return importlib.import_module('flax_spmd.explore').compare
+    if name == 'search':
+      return importlib.import_module('flax_spmd.searching').search
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

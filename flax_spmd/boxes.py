@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd import compat
 from flax_spmd.constraints import constrain, mesh_for_constraints, resolve_for_constraint
 from flax_spmd.context import in_force
-from flax_spmd.errors import LayoutError, RulesError
+from flax_spmd.errors import LayoutError, MeshAxisError, RulesError, raise_problems
 from flax_spmd.mesh import MeshLike, axis_sizes
 from flax_spmd.resolution import Names, Policies, resolve_axes
 from flax_spmd.rules import Rules
@@ -345,7 +345,9 @@ class LogicallyPartitioned(Partitioned):
     rules = in_force(tracing=True).rules if self.rules is None else self.rules
     if not rules.pairs:
       return None
-    return resolve_for_constraint(rules, self.names, self.value.shape, mesh).spec
+    found = resolve_for_constraint(rules, self.names, self.value.shape, mesh)
+    raise_problems([problem for problem in found.problems if problem.kind is MeshAxisError])
+    return found.spec
 
 
 def _of_names_only(rules: Rules) -> Rules:

@@ -14,15 +14,16 @@ layout in force would run programs under the wrong key; that is an error here, n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
-from flax_spmd.errors import ContextError
-from flax_spmd.mesh import MeshLike
+from flax_spmd.errors import ContextError, LayoutError
+from flax_spmd.mesh import MeshLike, describe
 from flax_spmd.rules import Rules
 
 
@@ -31,6 +32,12 @@ class InForce(NamedTuple):
 
   mesh: MeshLike | None
   rules: Rules
+
+
+class UnderLayout:
+  """A function that runs under a layout whatever is in force where it is called."""
+
+  in_force: InForce
 
 
 _NOTHING = InForce(None, Rules())
@@ -83,6 +90,23 @@ def check_in_step() -> None:
   key = _jit_key.value
   if key is not None and key != _in_force.get():
     raise ContextError(_OUT_OF_STEP)
+
+
+def check_not_jitted(fn: Callable[..., Any], here: InForce) -> None:
+  """Raises if a function is what some layout's `jit` made: that mesh and those rules would hold, not these.
+
+  Raises:
+    LayoutError: says which mesh, and where the function itself is.
+  """
+  while isinstance(fn, functools.partial):
+    fn = fn.func
+  held = fn.in_force if isinstance(fn, UnderLayout) else here
+  if held != here:
+    name = getattr(fn, '__name__', 'the function')
+    raise LayoutError(
+      f'{name} was jitted by a layout already, and keeps its mesh {describe(held.mesh or {})} and its rules.\n'
+      f'Fix: give the function itself, which is {name}.__wrapped__.'
+    )
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from flax_spmd import compat
 from flax_spmd.annotations import reporting
 from flax_spmd.arguments import Arguments
-from flax_spmd.context import InForce, scope
+from flax_spmd.context import InForce, UnderLayout, check_not_jitted, scope
 from flax_spmd.errors import Problem, raise_problems
 from flax_spmd.mesh import MeshLike, describe
 from flax_spmd.naming import path_string
@@ -65,7 +65,7 @@ class _Changed(Exception):
 _reading: ContextVar[list[_Placed] | None] = ContextVar('flax_spmd_reading', default=None)
 
 
-class Jitted:
+class Jitted(UnderLayout):
   """A function compiled under a layout; called, lowered and traced like a `jax.jit` function.
 
   Args:
@@ -76,6 +76,9 @@ class Jitted:
     finish: what is done to a result once its outputs are planned; it keeps the order of the leaves.
     plan_inputs: gives a sharding, or None, for each leaf of the arguments that are not static, which it
       gets as a pair `(args, kwargs)`; None: they may lie anywhere.
+
+  Raises:
+    LayoutError: the function was jitted by another layout.
   """
 
   def __init__(
@@ -88,9 +91,10 @@ class Jitted:
     finish: Callable[[Any], Any] | None = None,
     plan_inputs: LeafPlanner | None = None,
   ):
+    check_not_jitted(fn, InForce(mesh, rules))
     functools.update_wrapper(self, fn)
     self._mesh = mesh
-    self._in_force = InForce(mesh, rules)
+    self.in_force = InForce(mesh, rules)
     self._mesh_at_calls = not isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types
     self._plan_outputs = plan_outputs
     self._plan_inputs = plan_inputs
@@ -258,7 +262,7 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(fn)
   def body(*args, **kwargs):
-    with scope(jitted._in_force), compat.mesh_scope(jitted._mesh), reporting(fn, jitted.reported):
+    with scope(jitted.in_force), compat.mesh_scope(jitted._mesh), reporting(fn, jitted.reported):
       result = fn(*args, **kwargs)
     finished = result if jitted._finish is None else jitted._finish(result)
     outputs = jitted._outputs(result, finished)

@@ -217,12 +217,13 @@ def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
 
 
 def _types(sizes: Mapping[str, int], types: AxisType | Mapping[str, AxisType]) -> tuple[AxisType, ...]:
-  if isinstance(types, AxisType):
+  if isinstance(types, AxisType) and types is not AxisType.Manual:
     return (types,) * len(sizes)
   given = types if isinstance(types, Mapping) else {}
   wrong = [f'{name!r} is no axis' for name in given if name not in sizes]
   kinds = given.values() if isinstance(types, Mapping) else [types]
-  wrong += [f'{kind!r} is no AxisType' for kind in kinds if not isinstance(kind, AxisType)]
+  known = AxisType.Auto, AxisType.Explicit  # Manual is what shard_map makes of them
+  wrong += [f'{kind!r} is neither AxisType.Auto nor Explicit' for kind in kinds if kind not in known]
   if wrong:
     raise MeshError(
       f'axis_types={types!r} for the mesh {describe(sizes)}: {", ".join(wrong)}.\n'

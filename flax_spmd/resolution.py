@@ -62,7 +62,7 @@ class Decision(NamedTuple):
   """What happened to one dimension: its name, the axes it got, by which rule, and who was skipped.
 
   `rule` is the index in the table, or None where no rule decided (then the dimension is replicated,
-  or its name is an axis entry that passes through as it is). A rule of a table within the table is a
+  or its name is an entry of mesh axes already, of which those that the mesh has are taken). A rule of a table within the table is a
   tuple of indices, the outermost first.
 
   Example:
@@ -228,7 +228,13 @@ class Resolver:
     twice = _repeated(names)
     if twice:
       return Resolution(PartitionSpec(), (), (_repeated_problem(names, twice),))
-    entries: list[Any] = [None if isinstance(name, str) else self._known(name) for name in names]
+    given = _AxesCheck(tuple(names), self.sizes, self.policies, None, among_names=True)
+    entries: list[Any] = [
+      None
+      if name is None or isinstance(name, str)
+      else given.decide(dim, shape[dim] if shape else 0).axes
+      for dim, name in enumerate(names)
+    ]
     position = {name: dim for dim, name in enumerate(names) if isinstance(name, str)}
     taken = set(axis_names(entries))
     decided: dict[int, int] = {}
@@ -251,24 +257,18 @@ class Resolver:
       Decision(dim, name, entries[dim], decided.get(dim), tuple(skipped.get(dim, ())))
       for dim, name in enumerate(names)
     )
-    problems = tuple(self._objections(names, decisions, shape))
+    problems = (*given.problems, *self._objections(names, decisions, shape))
     return Resolution(PartitionSpec(*entries), decisions, problems)
 
   def _present(self, axes: Axes) -> tuple[Axes, tuple[str, ...], tuple[str, ...]]:
     """A rule's axes on this mesh: the entry, its axis names, and those that are all missing."""
     wanted = axis_names(axes)
-    if self.policies.missing_axis == 'error':
+    if self.sizes is None or self.policies.missing_axis == 'error':
       return axes, wanted, ()
-    known = self._known(axes)
-    return known, axis_names(known), () if known is not None else wanted
-
-  def _known(self, axes: Axes) -> Axes:
-    """An entry without the axes that the mesh lacks."""
-    wanted = axis_names(axes)
-    if self.sizes is None or all(axis in self.sizes for axis in wanted):
-      return axes
     kept = tuple(axis for axis in wanted if axis in self.sizes)
-    return kept[0] if len(kept) == 1 else kept or None
+    if kept == wanted:
+      return axes, wanted, ()
+    return (kept[0] if len(kept) == 1 else kept), kept, () if kept else wanted
 
   def _refusal(self, wanted, missing, decided, taken, size) -> Reason | None:
     """Why a rule cannot decide a dimension, or None if it can."""
@@ -287,8 +287,6 @@ class Resolver:
     return math.prod((self.sizes or {}).get(axis, 1) for axis in axes)
 
   def _objections(self, names, decisions, shape) -> Iterator[Problem]:
-    if self.sizes is not None and self.policies.missing_axis == 'error':
-      yield from self._strangers(names, self.sizes)
     for decision in decisions:
       if decision.rule is not None:
         if shape is not None and shape[decision.dim] % self._parts(axis_names(decision.axes)):
@@ -299,16 +297,6 @@ class Resolver:
             yield self._unmatched(decision, names)
         elif self.policies.conflict == 'error' and decision.lost is not None:
           yield self._conflict(decision, decision.lost, decisions)
-
-  def _strangers(self, names: Names, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """The mesh axes that stand among the names, as tuples, and are none of this mesh."""
-    for dim, name in enumerate(names):
-      for axis in () if isinstance(name, str) else axis_names(name):
-        if axis not in sizes:
-          fix = (
-            'correct the axis name, or give the dimension one logical name, and the table a rule for it.'
-          )
-          yield _missing_axis(f'dim {dim} of names {tuple(names)!r}', axis, sizes, fix)
 
   def _rule(self, index: Any) -> str:
     return '' if index is None else f'rule {index} {self.clauses[index]!r}'
@@ -345,14 +333,6 @@ class Resolver:
     )
 
 
-def _missing_axis(what: str, axis: str, sizes: Mapping[str, int], fix: str) -> Problem:
-  return Problem(
-    f'{what}: {axis!r} is no axis of the mesh, which has {tuple(sizes)!r}.' + did_you_mean(axis, sizes),
-    fix,
-    MeshAxisError,
-  )
-
-
 class Source(NamedTuple):
   """Where mesh axes come from, if not from a box: a rule of the table, by its index and its text."""
 
@@ -387,10 +367,15 @@ def resolve_axes(
 
 
 class _AxesCheck:
-  """Goes through entries of mesh axes, dimension by dimension, and notes what is wrong with them."""
+  """Goes through entries of mesh axes, dimension by dimension, and notes what is wrong with them.
 
-  def __init__(self, entries, sizes, policies: Policies, source: Source | None):
-    self.entries = entries
+  Among logical names they are tuples, and other dimensions are not asked about.
+  """
+
+  def __init__(
+    self, entries, sizes, policies: Policies, source: Source | None, *, among_names: bool = False
+  ):
+    self.entries, self.among_names = entries, among_names
     self.sizes = sizes
     self.policies = policies
     self.source = source
@@ -403,8 +388,16 @@ class _AxesCheck:
     if entry is UNCONSTRAINED and self.source:
       return Decision(dim, name, UNCONSTRAINED, None)
     rule = self.source.rule if self.source else None
+    if not (entry is None or entry is UNCONSTRAINED or isinstance(entry, (str, tuple, list))):
+      self.problems.append(self._strange(dim))
+      return Decision(dim, name, None, rule)
     entry, axes = self._present(dim, entry)
-    self.problems += [self._reused(dim, axis) for axis in axes if axis in self.seen]
+    self.problems += [
+      self._reused(dim, axis, 'for an earlier dimension too') for axis in axes if axis in self.seen
+    ]
+    self.problems += [
+      self._reused(dim, axis, 'twice') for axis in dict.fromkeys(axes) if axes.count(axis) > 1
+    ]
     self.seen.update(axes)
     if not size % math.prod((self.sizes or {}).get(axis, 1) for axis in axes):
       return Decision(dim, name, entry, rule)
@@ -422,9 +415,9 @@ class _AxesCheck:
     axes = axis_names(entry)
     missing = [] if self.sizes is None else [axis for axis in axes if axis not in self.sizes]
     if not missing:
-      return entry, axes
+      return axes if isinstance(entry, (tuple, list)) else entry, axes
     if self.policies.missing_axis == 'error':
-      self.problems += [self._missing(dim, axis) for axis in missing]
+      self.problems += [self._missing(dim, axis) for axis in dict.fromkeys(missing)]
     axes = tuple(axis for axis in axes if axis not in missing)
     return axes[0] if len(axes) == 1 else axes or None, axes
 
@@ -433,18 +426,30 @@ class _AxesCheck:
       return f'names {self.entries!r}'
     return f'spec {PartitionSpec(*self.entries)} of rule {self.source.rule} {self.source.text}'
 
+  def _strange(self, dim: int) -> Problem:
+    return Problem(
+      f'dim {dim} of {self._what()}: {self.entries[dim]!r} is neither a name nor mesh axes.',
+      'write a name, a tuple of mesh axes, or None.',
+    )
+
   def _missing(self, dim: int, axis: str) -> Problem:
     known = self.sizes or {}
-    fix = 'correct the axis name' + (
-      ', or use with_logical_partitioning and a rule if it is a logical name.'
-      if self.source is None
-      else '.'
-    )
-    return _missing_axis(f'dim {dim} of {self._what()}', axis, known, fix)
-
-  def _reused(self, dim: int, axis: str) -> Problem:
+    if self.among_names:
+      fix = ', or give the dimension one logical name, and the table a rule for it.'
+    elif self.source is None:
+      fix = ', or use with_logical_partitioning and a rule if it is a logical name.'
+    else:
+      fix = '.'
     return Problem(
-      f'dim {dim} of {self._what()}: mesh axis {axis!r} is used for an earlier dimension too.',
+      f'dim {dim} of {self._what()}: {axis!r} is no axis of the mesh, which has {tuple(known)!r}.'
+      + did_you_mean(axis, known),
+      f'correct the axis name{fix}',
+      MeshAxisError,
+    )
+
+  def _reused(self, dim: int, axis: str, how: str) -> Problem:
+    return Problem(
+      f'dim {dim} of {self._what()}: mesh axis {axis!r} is used {how}.',
       'use every mesh axis for one dimension only.',
     )
 

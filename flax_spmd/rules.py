@@ -198,8 +198,8 @@ class Rules:
     """Decides every dimension of an array, and says how.
 
     Args:
-      names: a logical name per dimension. What is not a string (None, UNCONSTRAINED, a tuple of
-        mesh axes) passes through as it is.
+      names: a logical name per dimension; or None, UNCONSTRAINED, or a tuple of mesh axes, which are
+        taken as they are and, with `sizes`, checked.
       shape: the array's shape, if divisibility is to be looked at (with `sizes`).
       sizes: size per mesh axis, if the mesh is known.
 

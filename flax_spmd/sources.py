@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 _INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|^<frozen ')
 _FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<frozen ')
-_CELL = re.compile(r'[/\\]ipykernel_\d+[/\\]\d+\.py$|^<ipython-input-')
+_CELL = re.compile(r'[/\\]ipykernel_\d+[/\\]\d+\.py$|(^<|[/\\])ipython-input-')
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 

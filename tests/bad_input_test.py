@@ -1,5 +1,6 @@
 """What bad input gets: an error before anything is compiled, naming every offender, with its whole text."""
 
+import functools
 from textwrap import dedent
 
 import flax.linen as nn
@@ -223,6 +224,36 @@ def test_mesh_axes_among_logical_names():
   assert lenient.spec(tree) == specs
 
 
+def test_mesh_axes_among_logical_names_that_do_not_fit():
+  ones = jnp.ones((6, 8))
+  tree = {
+    'again': spmd.LogicallyPartitioned(ones, (('data',), ('data',))),
+    'nested': spmd.LogicallyPartitioned(ones, (('data', ('data',)), None)),
+    'number': spmd.LogicallyPartitioned(ones, ('mlp', 3)),
+    'uneven': spmd.LogicallyPartitioned(ones, (('data', ('model',)), None)),
+  }
+  assert text_of(errors.LayoutError, layout().sharding, tree) == dedent("""\
+    again, dim 1 of names (('data',), ('data',)): mesh axis 'data' is used for an earlier dimension too.
+    nested, dim 0 of names (('data', ('data',)), None): mesh axis 'data' is used twice.
+    nested, dim 0: size 6 is not divisible by mesh axes 'data' (2) x 'data' (2) = 4.
+    number, dim 1 of names ('mlp', 3): 3 is neither a name nor mesh axes.
+    uneven, dim 0: size 6 is not divisible by mesh axes 'data' (2) x 'model' (4) = 8.
+    Fix: use every mesh axis for one dimension only.
+    Fix: pad it to 8, name the dimension None to replicate it, or give the table indivisible='replicate'.
+    Fix: write a name, a tuple of mesh axes, or None.""")
+  lenient = spmd.Layout({'data': 2, 'model': 4}, spmd.Rules(indivisible='replicate'))
+  assert lenient.spec(tree['uneven']) == PartitionSpec(None, None)
+  even = spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data', ('model',)), None))
+  assert lenient.spec(even) == PartitionSpec(('data', 'model'), None)
+
+
+def test_unknown_mesh_axes_among_the_names_of_a_box_that_is_unboxed():
+  made = layout(('mlp', 'model')).jit(
+    lambda: spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data', 'modle'), 'mlp')).unbox()
+  )
+  assert "'modle' is no axis of the mesh" in text_of(errors.MeshAxisError, made)
+
+
 def test_a_state_with_unknown_mesh_axes_among_its_names_is_saved(tmp_path):
   tree = {'a': spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data', 'modle'), 'mlp'))}
   spmd.checkpoint.save(tmp_path / 'state', tree, layout=layout())
@@ -319,3 +350,42 @@ def test_placing_on_an_abstract_mesh():
     Fix: use a layout over a concrete mesh, made by Layout({...}, rules) or make_mesh.""")
   assert text_of(errors.MeshError, lay.shard, np.ones(64), ('batch',)) == expected
   assert text_of(errors.MeshError, lay.init, lambda: jnp.ones(64)) == expected
+
+
+@pytest.mark.parametrize('kind', ['jit', 'pipeline_jit'])
+def test_a_step_that_was_jitted_already(kind):
+  """Its own mesh and rules would hold: a comparison would be one of the same program with itself."""
+
+  def train_step(state, x):
+    return state, spmd.with_logical_constraint(x, ('batch', None))
+
+  def create():
+    return {'w': jnp.ones((8, 8))}
+
+  staged = layout(('batch', 'data'), mesh={'data': 4, 'stage': 2})
+  step = getattr(staged, kind)(train_step)
+  expected = dedent("""\
+    train_step was jitted by a layout already, and keeps its mesh {'data': 4, 'stage': 2} and its rules.
+    Fix: give the function itself, which is train_step.__wrapped__.""")
+  other = layout(('batch', 'model'), mesh={'stage': 2, 'model': 4})
+  x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  pipelined = spmd.explore.Pipeline(other, spmd.pipeline.OneFOneB(2))
+  for ask in (
+    lambda: other.jit(step),
+    lambda: other.jit(functools.partial(step)),
+    lambda: other.pipeline_jit(step),
+    lambda: spmd.compare(step, create, x, {'other': other}, 'cpu:8'),
+    lambda: spmd.compare(step, create, x, {'staged': staged}, 'cpu:8'),
+    lambda: spmd.compare(step, create, x, {'pipelined': pipelined}, 'cpu:8'),
+    lambda: spmd.estimate.Estimator(step, create, x),
+    lambda: spmd.search(step, create, x, 'cpu:8'),
+  ):
+    assert text_of(errors.LayoutError, ask) == expected
+  assert step.__wrapped__ is train_step
+  assert repr(getattr(staged, kind)(step)) == repr(step)  # by the same layout: nothing else would hold
+
+  @functools.wraps(step)
+  def logged(state, x):
+    return step(state, x)
+
+  other.jit(logged)  # a function of one's own, whatever it calls

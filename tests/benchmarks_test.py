@@ -50,10 +50,17 @@ def test_benchmarks_are_run_by_name(scripts):
     [['layouts', '--large'], ['layouts']],
     True,
   )
-  assert scripts.run.commands_of(['search', '--sample', '20']) == ([['search', '--sample', '20']], False)
+  for asked in (['search', '--sample', '20'], ['search --sample 20'], ['search --sample', '20']):
+    assert scripts.run.commands_of(asked) == ([['search', '--sample', '20']], False)
+  assert scripts.run.commands_of(['search --only fits', 'search'])[0] == [
+    search[2],
+    *search[:2],
+    search[3],
+  ]
   assert len(scripts.run.commands_of([])[0]) == len(scripts.run.ALL)
-  with pytest.raises(SystemExit, match="'boxen' is no benchmark; there are boxes, "):
-    scripts.run.commands_of(['boxen'])
+  for asked in ('boxen', ''):
+    with pytest.raises(SystemExit, match=f"'{asked}' is no benchmark; there are boxes, "):
+      scripts.run.commands_of([asked])
 
 
 def test_headlines_are_figures_that_were_kept(render):

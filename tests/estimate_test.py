@@ -192,6 +192,22 @@ def test_a_step_with_a_mesh_of_its_own_cannot_be_estimated():
   )
 
 
+@pytest.mark.parametrize(
+  'box',
+  [
+    spmd.Partitioned(jnp.ones((8, 8)), ('data', None)),
+    spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data',), 'mlp')),
+  ],
+)
+def test_a_state_with_mesh_axes_among_its_names(box):
+  with pytest.raises(EstimatorError) as error:
+    Estimator(lambda state, x: (state, x), lambda: {'w': box}, BATCHES)
+  assert str(error.value) == (
+    'The state has mesh axes among its names, and cannot be laid out by names alone.\n'
+    'Fix: give every dimension one logical name, or compare layouts that you choose, with spmd.compare.'
+  )
+
+
 def test_of_a_branch_the_way_with_most_work_counts():
   def branching(state, x):
     return state, jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sum(x @ x.T), jnp.max, x)
@@ -387,15 +403,24 @@ def test_booleans_stay_as_they_are():
   assert estimator.estimate(DATA, TARGET).counts.flops == 0
 
 
+NOTHING_TO_XLA = {
+  'as it is': lambda w: w,
+  'transposed': lambda w: w.T,
+  'constrained': lambda w: spmd.with_logical_constraint(w, (None, None)),
+}
+
+
+@pytest.mark.parametrize('form', NOTHING_TO_XLA)
 @pytest.mark.parametrize(('uses', 'itemsize'), [(1, 2), (2, 4)])
-def test_a_gather_before_a_conversion_is_narrow_if_that_has_one_use(uses, itemsize):
+def test_a_gather_before_a_conversion_is_narrow_if_that_has_one_use(uses, itemsize, form):
   """As XLA for GPUs does: it looks for one conversion that is used once."""
 
   def make():
     return {'w': spmd.LogicallyPartitioned(jnp.ones((EMBED, EMBED)), ('embed', 'embed2'))}
 
   def multiplied(state, x):
-    w, x = state['w'].unbox().astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    w = NOTHING_TO_XLA[form](state['w'].unbox().astype(jnp.bfloat16))
+    x = x.astype(jnp.bfloat16)
     for _ in range(uses):
       x = jnp.tanh(x @ w)
     return state, jnp.sum(x.astype(jnp.float32))

@@ -84,10 +84,11 @@ def test_hsdp_keeps_parameters_within_a_slice():
 @pytest.mark.parametrize(
   ('types', 'wrong'),
   [
-    ('auto', "'auto' is no AxisType"),
+    (AxisType.Manual, f'{AxisType.Manual!r} is neither AxisType.Auto nor Explicit'),
+    ('auto', "'auto' is neither AxisType.Auto nor Explicit"),
     (
       {'dta': AxisType.Explicit, 'data': 'explicit'},
-      "'dta' is no axis, 'explicit' is no AxisType",
+      "'dta' is no axis, 'explicit' is neither AxisType.Auto nor Explicit",
     ),
   ],
 )

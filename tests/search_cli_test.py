@@ -85,7 +85,17 @@ def test_pipelines(capsys, monkeypatch):
   )
 
 
-@pytest.mark.parametrize('text', ['GPipe', 'gpipe(4)', 'GPipe(0)', 'GPipe(ranks=x)', 'print(1)', '1 +'])
+NO_SCHEDULES = ['GPipe', 'gpipe(4)', 'GPipe(ranks=x)', 'GPipe(4, ranks=4)', 'print(1)', '1 +']
+
+
+def test_what_a_schedule_says_of_its_numbers(capsys):
+  with pytest.raises(SystemExit):
+    run(capsys, '--pipeline', 'GPipe(0)')
+  said = capsys.readouterr().err
+  assert said.endswith("'GPipe(0)': GPipe.ranks is 0.\nFix: pass a whole number from 1 up.\n")
+
+
+@pytest.mark.parametrize('text', [*NO_SCHEDULES, 'GPipe(ranks=2, ranks=4)', f'GPipe({"-" * 5000}4)'])
 def test_what_is_no_schedule(text, capsys):
   with pytest.raises(SystemExit):
     run(capsys, '--pipeline', text)

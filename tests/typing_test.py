@@ -45,3 +45,10 @@ if TYPE_CHECKING:
   initializer: Any = None
   assert_type(spmd.with_partitioning(initializer, ('data',))(), spmd.Partitioned)
   assert_type(spmd.with_logical_partitioning(initializer, ('embed',))(), spmd.LogicallyPartitioned)
+
+  found = spmd.compare(initializer, initializer, 1, {'data': spmd.Layout({'data': 8}, ())}, 'cpu:8')
+  assert_type(found, spmd.explore.Comparison)
+  assert_type(spmd.search(initializer, initializer, 1, 'h100:64'), spmd.searching.Found)
+  assert_type(spmd.checkpoint.Manager, type[spmd.checkpoint.Manager])
+  assert_type(spmd.pipeline.OneFOneB(4).stages, int)
+  missing = spmd.Layot  # pyright: ignore[reportAttributeAccessIssue]

@@ -83,12 +83,16 @@ def _schedule(text: str) -> Any:
 
   known = [name for name, kind in vars(pipeline).items() if _is_schedule(kind, pipeline.Schedule)]
   try:
-    call = ast.parse(text, mode='eval').body
+    call = ast.parse(text.strip(), mode='eval').body
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in known):
       raise ValueError(text)
     values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    if len(values) < len(call.keywords):
+      raise ValueError(text)
     return getattr(pipeline, call.func.id)(*map(ast.literal_eval, call.args), **values)
-  except (ValueError, SyntaxError, TypeError, PipelineError) as error:
+  except PipelineError as error:  # what a schedule says of its own numbers; a ValueError too
+    raise argparse.ArgumentTypeError(f'{text!r}: {error}') from error
+  except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
     said = f'is no schedule such as OneFOneB(ranks=4); there are {", ".join(sorted(known))}'
     raise argparse.ArgumentTypeError(f'{text!r} {said}') from error
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd.compat import program_bytes
-from flax_spmd.errors import EstimatorError
+from flax_spmd.errors import EstimatorError, MeshAxisError
 from flax_spmd.explore.programs import abstract_batch
 from flax_spmd.layout import Layout
 from flax_spmd.mesh import abstract_mesh
@@ -23,6 +23,10 @@ from flax_spmd.rules import Rules
 _OWN_MESH = (
   'The step is written for a mesh of its own (shard_map?), and cannot be laid out by names alone.\n'
   'Fix: compare layouts that you choose, with spmd.compare; it compiles each.'
+)
+_OWN_AXES = (
+  'The state has mesh axes among its names, and cannot be laid out by names alone.\n'
+  'Fix: give every dimension one logical name, or compare layouts that you choose, with spmd.compare.'
 )
 _BESIDE = (
   '_'  # a mesh axis of size 2 that no name is laid over: with one device, JAX drops all shardings
@@ -55,17 +59,23 @@ def lower_on_names(
   """Traces a step to hear its names, and once more on a mesh of them.
 
   Raises:
+    EstimatorError: the step or the state is made for meshes of its own.
+    LayoutError: a layout has jitted the step.
     Exception: whatever the step raises when it is traced.
   """
   listening = _Listening()
   layout = Layout(abstract_mesh({_BESIDE: 2}), listening)
-  state = layout.abstract(create, *args)
+  try:
+    state = layout.abstract(create, *args)
+  except MeshAxisError as error:  # of a mesh that the user has never seen
+    raise EstimatorError(_OWN_AXES) from error
   for names in layout.names(state, logical_only=True):
     listening.hear(names or ())
   for names in jax.tree.leaves(places, is_leaf=_is_names) if places is not None else [('batch',)]:
     listening.hear(names if _is_names(names) else ())
+  jitted = layout.jit(step)
   try:
-    layout.jit(step).trace(state, abstract_batch(layout, batch, places))
+    jitted.trace(state, abstract_batch(layout, batch, places))
   except ValueError as error:  # a real mistake of the step's is told when it is compiled
     if 'mesh' in str(error):
       raise EstimatorError(_OWN_MESH) from error

@@ -12,6 +12,11 @@ from collections import Counter
 
 from flax_spmd.estimate.graph import Block, Graph, Op, Value
 
+_NOTHING = (
+  'sharding_constraint',
+  'transpose',
+  'copy',
+)  # in XLA's program: who uses the result uses the operand
 _PASSING = ('sharding_constraint', 'reshape', 'transpose', 'dynamic_slice', 'slice', 'copy')
 
 
@@ -43,16 +48,17 @@ class _Block:
         self._decide(result)
       for inner in op.blocks:
         _Block(self.graph, self.found).look(inner)
+      uses = max(1, self.uses[op.results[0]]) if op.kind in _NOTHING else 1
       for value in op.operands:
-        self._need(value, self._as(op))
+        self._need(value, self._as(op), uses)
       if op.kind == 'convert':
         self._made_of(op)
     for value in block.arguments:
       self._decide(value)
 
-  def _need(self, value: int, dtype: str | None) -> None:
+  def _need(self, value: int, dtype: str | None, uses: int = 1) -> None:
     self.needed.setdefault(value, set()).add(dtype)
-    self.uses[value] += 1
+    self.uses[value] += uses
 
   def _as(self, op: Op) -> str | None:
     """In which dtype an operation could take its operand, if it were sent so."""

@@ -163,8 +163,9 @@ class _Walk:
   def _comes_last(self, op: Op) -> bool:
     """Whether it is a product that is reduced in a loop: schedulers put those off, and keep what they read.
 
-    So they do in a loop over layers, which puts each one's gradient into a stack; a loop over microbatches
-    has whole models in its body.
+    So they do in a loop over layers, which puts each one's gradient into a stack. A loop that adds
+    gradients up (over microbatches) may have whole models in its body, and keeps less of them than that: it is
+    taken to keep nothing for its sums, which is too little for a small body.
     """
     return self.inside > 0 and op.kind == 'dot_general' and op.results[0] in self.sums
 

@@ -83,7 +83,9 @@ def compare(
   """
   aim = parse(target, hardware)
   named = _named(layouts)
-  if any(isinstance(one, Layout) for one in named.values()):  # a pipeline's stages have targets of their own
+  if any(
+    isinstance(one, Layout) for one in named.values()
+  ):  # a pipeline's stages have targets of their own
     check_compiler(aim)
   rows, failed = _lowered(named, aim, step, create, batch, args, places, donate)
   jobs = jobs or max(1, (os.cpu_count() or 2) // 2)

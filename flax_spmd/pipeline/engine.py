@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from flax_spmd import compat
 from flax_spmd.arguments import Arguments
-from flax_spmd.context import InForce, scope
+from flax_spmd.context import InForce, UnderLayout, check_not_jitted, scope
 from flax_spmd.errors import PipelineError
 from flax_spmd.mesh import MeshLike
 from flax_spmd.pipeline import (
@@ -62,7 +62,7 @@ from flax_spmd.rules import Rules
 LeafPlanner = Callable[[Any], Sequence[Any]]
 
 
-class Pipelined:
+class Pipelined(UnderLayout):
   """A function that runs as a pipeline; called, traced, lowered and compiled like a `jax.jit` function.
 
   Args:
@@ -91,6 +91,8 @@ class Pipelined:
     stages: int | None,
     options: Mapping[str, Any],
   ):
+    self.in_force = InForce(mesh, rules)
+    check_not_jitted(fn, self.in_force)
     functools.update_wrapper(self, fn)
     submeshes.check_axis(mesh, rules, axis)
     check_schedule(schedule, 'pipeline_jit')
