@@ -215,7 +215,7 @@ def rule_text(rule: RuleId) -> str:
 class Resolver:
   """Resolves names against `clauses`; `sizes` (per mesh axis) may be unknown.
 
-  Without sizes nothing is known of a mesh, so divisibility and missing axes are not looked at.
+  Without sizes nothing is known of a mesh, so divisibility and mesh axes are not looked at.
   """
 
   clauses: Sequence[Any]
@@ -229,12 +229,11 @@ class Resolver:
     if twice:
       return Resolution(PartitionSpec(), (), (_repeated_problem(names, twice),))
     given = _AxesCheck(tuple(names), self.sizes, self.policies, None, among_names=True)
-    entries: list[Any] = [
-      None
-      if name is None or isinstance(name, str)
-      else given.decide(dim, shape[dim] if shape else 0).axes
-      for dim, name in enumerate(names)
-    ]
+    entries: list[Any] = [None if isinstance(name, str) else name for name in names]
+    if self.sizes is not None:
+      for dim, entry in enumerate(entries):
+        if entry is not None:
+          entries[dim] = given.decide(dim, shape[dim] if shape else 0).axes
     position = {name: dim for dim, name in enumerate(names) if isinstance(name, str)}
     taken = set(axis_names(entries))
     decided: dict[int, int] = {}
