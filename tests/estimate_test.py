@@ -471,3 +471,37 @@ def test_a_weight_s_gradient_comes_last_in_its_loop_and_keeps_what_it_reads():
   summed = Estimator(descend, make, BATCHES).estimate(DATA, TARGET).memory.temporaries
   alone = Estimator(descend, make, few).estimate(TENSOR, TARGET).memory.temporaries
   assert summed - alone == 4 * (BATCH // 8) * (8 * EMBED + EMBED)  # what the two products read
+
+
+LOOKUPS = {
+  'batch': layout({'data': 8}, batch='data'),
+  'rows': layout({'data': 2, 'model': 4}, batch='data', vocab='model'),
+  'columns': layout({'data': 2, 'model': 4}, batch='data', embed='model', act_embed='model'),
+  'columns, gathered': layout({'data': 2, 'model': 4}, batch='data', embed='model'),
+  'columns over the batch': layout({'data': 8}, batch='data', embed='data'),
+}
+
+
+def test_lookups_are_as_in_compiled_programs():
+  """Rows of a table that is divided in each of its ways, and its gradient."""
+
+  def begin():
+    return {'table': spmd.LogicallyPartitioned(jnp.ones((512, EMBED)), ('vocab', 'embed'))}
+
+  def descend(state, tokens):
+    def loss(state):
+      rows = jnp.take(state['table'].unbox(), tokens, axis=0)
+      return jnp.sum(jnp.tanh(spmd.with_logical_constraint(rows, ('batch', None, 'act_embed'))) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda old, slope: old - 0.1 * slope, state, gradient), value
+
+  tokens = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+  compiled = compare(descend, begin, tokens, LOOKUPS, 'cpu:8')
+  estimator = Estimator(descend, begin, tokens)
+  for name, one in LOOKUPS.items():
+    estimated = estimator.estimate(one, parse('cpu:8')).counts.by_kind()
+    expected = compiled[name].counts.by_kind()
+    if name == 'columns over the batch':  # the tokens themselves are not counted
+      assert expected.pop('all-gather') == 64 * 16 * 4 * 7 / 8
+    assert estimated == pytest.approx(expected, rel=1e-3), name

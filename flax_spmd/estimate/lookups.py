@@ -53,7 +53,7 @@ def scatter(op: Op, seen: Seen) -> Need:
       wanted[dim] = tuple(axis for axis in updates[dim] if axis not in taken)
     parts = tuple(axis for dim in rows for axis in wanted[dim])
     found.append(Need((None, None, tuple(wanted)), tuple(natural), parts))
-  return min(found, key=lambda one: (_received(one, seen), wire(one, seen)))
+  return min(found, key=lambda one: (wire(one, seen), _received(one, seen)))
 
 
 def _received(found: Need, seen: Seen) -> float:
