@@ -61,9 +61,9 @@ class Skipped(NamedTuple):
 class Decision(NamedTuple):
   """What happened to one dimension: its name, the axes it got, by which rule, and who was skipped.
 
-  `rule` is the index in the table, or None where no rule decided (then the dimension is replicated,
-  or its name is an entry of mesh axes already, of which those that the mesh has are taken). A rule of a table within the table is a
-  tuple of indices, the outermost first.
+  `rule` is the index in the table, or None where no rule decided (then the dimension is replicated, or
+  its name is mesh axes already, of which those that the mesh has are taken). A rule of a table within the
+  table is a tuple of indices, the outermost first.
 
   Example:
     >>> embed, mlp = Rules(('mlp', 'model'), ('embed', 'model')).resolve(('embed', 'mlp')).decisions

@@ -12,11 +12,8 @@ from collections import Counter
 
 from flax_spmd.estimate.graph import Block, Graph, Op, Value
 
-_NOTHING = (
-  'sharding_constraint',
-  'transpose',
-  'copy',
-)  # in XLA's program: who uses the result uses the operand
+# Nothing in XLA's program: who uses the result uses the operand.
+_NOTHING = ('sharding_constraint', 'transpose', 'copy')
 _PASSING = ('sharding_constraint', 'reshape', 'transpose', 'dynamic_slice', 'slice', 'copy')
 
 

@@ -83,10 +83,10 @@ def compare(
   """
   aim = parse(target, hardware)
   named = _named(layouts)
-  if any(
-    isinstance(one, Layout) for one in named.values()
-  ):  # a pipeline's stages have targets of their own
-    check_compiler(aim)
+  if any(isinstance(one, Layout) for one in named.values()):
+    check_compiler(
+      aim
+    )  # of a pipeline's stages, which have targets of their own, it is looked for later
   rows, failed = _lowered(named, aim, step, create, batch, args, places, donate)
   jobs = jobs or max(1, (os.cpu_count() or 2) // 2)
   lots = {name: _lots(row, aim, jobs) for name, row in rows.items()}
