@@ -42,7 +42,7 @@ from reporting import report
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from flax_spmd.checkpoint.checksums import checksums
+from flax_spmd._src.checkpoint.storage.checksums import checksums
 
 LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
 ROUNDS = int(os.environ.get('ROUNDS', '5'))

@@ -34,9 +34,9 @@ from layout_model import LLAMA_70B, Config
 from reporting import Report, Table, parser
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd.errors import TargetDeviceError
 from flax_spmd.explore import Comparison, Outcome, compare, parse
-from flax_spmd.explore.compiling import check_compiler
 
 MIB, GIB = 2**20, 2**30
 TARGETS = 'h100:8', 'v5e:2x4', 'cpu:8'

@@ -50,8 +50,8 @@ from reporting import report
 
 import flax_spmd as spmd
 from flax_spmd import pipeline
-from flax_spmd.pipeline import residuals
-from flax_spmd.pipeline.linking import Call, Linked, Send
+from flax_spmd._src.pipeline.cut import residuals
+from flax_spmd._src.pipeline.run.call_list import Call, Linked, Send
 
 RANKS, MICROBATCHES = 4, 8
 CHUNKED_MS = 1742  # JaxPP's step of 48 chunks x 64 microbatches on 8 ranks: 1,742 to 1,819 (jax 0.9.2)

@@ -39,16 +39,16 @@ from layout_model import LLAMA_70B, Config
 from reporting import Report, Table, parser
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.compilation import check_compiler
+from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
+from flax_spmd._src.search.model_facts import Facts, facts_of
+from flax_spmd._src.search.space import Space
+from flax_spmd._src.search.starts import seeds
+from flax_spmd._src.search.trials import seconds
+from flax_spmd._src.search.user_constraints import wishes_of
 from flax_spmd.errors import LayoutError, TargetDeviceError
 from flax_spmd.estimate import Estimator
 from flax_spmd.explore import Outcome, compare, parse
-from flax_spmd.explore.compiling import check_compiler
-from flax_spmd.searching.candidate import Candidate, layout_of, text_of
-from flax_spmd.searching.facts import Facts, facts_of
-from flax_spmd.searching.seeds import seeds
-from flax_spmd.searching.space import Space
-from flax_spmd.searching.trials import seconds
-from flax_spmd.searching.wishes import wishes_of
 
 TARGET = 'h100:64'
 MODEL = Config(

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 import flax_spmd as spmd
-from flax_spmd.mesh import axis_sizes
-from flax_spmd.pictures import colour
-from flax_spmd.plan import Row
-from flax_spmd.resolution import axis_names
+from flax_spmd._src.draw.text_picture import colour
+from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.plan.planner import Row
+from flax_spmd._src.rules.decisions import axis_names
 
 HERE = Path(__file__).resolve().parent
 WIDTH, HEIGHT = 980, 460

@@ -16,47 +16,47 @@ import typing
 
 from flax_spmd import errors as errors
 from flax_spmd import presets as presets
-from flax_spmd.annotations import with_sharding_annotation as with_sharding_annotation
-from flax_spmd.annotations import with_sharding_constraint as with_sharding_constraint
-from flax_spmd.boxes import PARTITION_NAME as PARTITION_NAME
-from flax_spmd.boxes import AxisMetadata as AxisMetadata
-from flax_spmd.boxes import LogicallyPartitioned as LogicallyPartitioned
-from flax_spmd.boxes import Partitioned as Partitioned
-from flax_spmd.boxes import with_logical_partitioning as with_logical_partitioning
-from flax_spmd.boxes import with_partitioning as with_partitioning
-from flax_spmd.clauses import Leaf as Leaf
-from flax_spmd.clauses import fsdp as fsdp
-from flax_spmd.constraints import RulesFallback as RulesFallback
-from flax_spmd.constraints import constrain as constrain
-from flax_spmd.constraints import with_logical_constraint as with_logical_constraint
-from flax_spmd.context import get_logical_axis_rules as get_logical_axis_rules
-from flax_spmd.context import logical_axis_rules as logical_axis_rules
-from flax_spmd.context import set_logical_axis_rules as set_logical_axis_rules
-from flax_spmd.draw import Drawing as Drawing
-from flax_spmd.draw import draw as draw
-from flax_spmd.explain import Explanation as Explanation
-from flax_spmd.explain import explain as explain
-from flax_spmd.gathering import gather as gather
-from flax_spmd.layout import Layout as Layout
-from flax_spmd.mesh import abstract_mesh as abstract_mesh
-from flax_spmd.mesh import make_mesh as make_mesh
-from flax_spmd.prefetch import prefetch as prefetch
-from flax_spmd.resolution import Decision as Decision
-from flax_spmd.resolution import Policies as Policies
-from flax_spmd.resolution import Resolution as Resolution
-from flax_spmd.rules import Rules as Rules
-from flax_spmd.specs import get_partition_spec as get_partition_spec
-from flax_spmd.specs import get_sharding as get_sharding
-from flax_spmd.specs import logical_to_mesh as logical_to_mesh
-from flax_spmd.specs import logical_to_mesh_axes as logical_to_mesh_axes
-from flax_spmd.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
-from flax_spmd.transforms import remat_scan as remat_scan
-from flax_spmd.trees import add_axis as add_axis
-from flax_spmd.trees import is_axis_metadata as is_axis_metadata
-from flax_spmd.trees import map_axis_meta as map_axis_meta
-from flax_spmd.trees import remove_axis as remove_axis
-from flax_spmd.trees import replace_boxed as replace_boxed
-from flax_spmd.trees import unbox as unbox
+from flax_spmd._src.active_layout import get_logical_axis_rules as get_logical_axis_rules
+from flax_spmd._src.active_layout import logical_axis_rules as logical_axis_rules
+from flax_spmd._src.active_layout import set_logical_axis_rules as set_logical_axis_rules
+from flax_spmd._src.constraints import RulesFallback as RulesFallback
+from flax_spmd._src.constraints import constrain as constrain
+from flax_spmd._src.constraints import with_logical_constraint as with_logical_constraint
+from flax_spmd._src.data.gather import gather as gather
+from flax_spmd._src.data.prefetch import prefetch as prefetch
+from flax_spmd._src.draw.drawing import Drawing as Drawing
+from flax_spmd._src.draw.drawing import draw as draw
+from flax_spmd._src.explanation import Explanation as Explanation
+from flax_spmd._src.explanation import explain as explain
+from flax_spmd._src.jit.tree_constraints import with_sharding_annotation as with_sharding_annotation
+from flax_spmd._src.jit.tree_constraints import with_sharding_constraint as with_sharding_constraint
+from flax_spmd._src.layout import Layout as Layout
+from flax_spmd._src.mesh import abstract_mesh as abstract_mesh
+from flax_spmd._src.mesh import make_mesh as make_mesh
+from flax_spmd._src.names.box_trees import add_axis as add_axis
+from flax_spmd._src.names.box_trees import is_axis_metadata as is_axis_metadata
+from flax_spmd._src.names.box_trees import map_axis_meta as map_axis_meta
+from flax_spmd._src.names.box_trees import remove_axis as remove_axis
+from flax_spmd._src.names.box_trees import replace_boxed as replace_boxed
+from flax_spmd._src.names.box_trees import unbox as unbox
+from flax_spmd._src.names.boxes import PARTITION_NAME as PARTITION_NAME
+from flax_spmd._src.names.boxes import AxisMetadata as AxisMetadata
+from flax_spmd._src.names.boxes import LogicallyPartitioned as LogicallyPartitioned
+from flax_spmd._src.names.boxes import Partitioned as Partitioned
+from flax_spmd._src.names.boxes import with_logical_partitioning as with_logical_partitioning
+from flax_spmd._src.names.boxes import with_partitioning as with_partitioning
+from flax_spmd._src.names.remat_scan import remat_scan as remat_scan
+from flax_spmd._src.names.specs import get_partition_spec as get_partition_spec
+from flax_spmd._src.names.specs import get_sharding as get_sharding
+from flax_spmd._src.names.specs import logical_to_mesh as logical_to_mesh
+from flax_spmd._src.names.specs import logical_to_mesh_axes as logical_to_mesh_axes
+from flax_spmd._src.names.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
+from flax_spmd._src.rules.clauses import Leaf as Leaf
+from flax_spmd._src.rules.clauses import fsdp as fsdp
+from flax_spmd._src.rules.decisions import Decision as Decision
+from flax_spmd._src.rules.decisions import Policies as Policies
+from flax_spmd._src.rules.decisions import Resolution as Resolution
+from flax_spmd._src.rules.table import Rules as Rules
 
 __version__ = '0.1.0'
 
@@ -67,8 +67,8 @@ if typing.TYPE_CHECKING:
   from flax_spmd import pipeline as pipeline
   from flax_spmd import searching as searching
   from flax_spmd import testing as testing
-  from flax_spmd.explore import compare as compare
-  from flax_spmd.searching import search as search
+  from flax_spmd._src.compare.compare import compare as compare
+  from flax_spmd._src.search.search import search as search
 
 else:
 

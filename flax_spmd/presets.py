@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax_spmd.clauses import fsdp as fill
-from flax_spmd.rules import Rules
+from flax_spmd._src.rules.clauses import fsdp as fill
+from flax_spmd._src.rules.table import Rules
 
 
 def data_parallel(data: Any = 'data') -> Rules:

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flax_spmd.layout import Layout
-from flax_spmd.plan import Row
+from flax_spmd._src.layout import Layout
+from flax_spmd._src.plan.planner import Row
 
 UPDATE = 'FLAX_SPMD_UPDATE'
 

@@ -16,7 +16,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd.checkpoint import pending
+from flax_spmd._src.checkpoint.storage import async_save as pending
 
 ROOT = Path(__file__).parent.parent
 

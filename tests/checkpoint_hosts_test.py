@@ -117,14 +117,14 @@ def test_saved_and_restored_by_one_two_and_four_processes(tmp_path):
 
 
 def checkpoint_sums(path):
-  from flax_spmd.checkpoint.sources import open_source
+  from flax_spmd._src.checkpoint.storage.readers import open_source
 
   return [leaf.checksum for leaf in open_source(path).record.leaves.values()]
 
 
 def checkpoint_sums_of(number):
   """They do not depend on who computed them."""
-  from flax_spmd.checkpoint.checksums import checksums
+  from flax_spmd._src.checkpoint.storage.checksums import checksums
 
   return checksums([values(number)[name] for name in sorted(SHAPES)])
 
@@ -210,7 +210,7 @@ tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 1), layout=
 
 @pytest.mark.slow
 def test_a_path_that_is_busy_is_so_for_every_process(tmp_path):
-  from flax_spmd.checkpoint.folders import Claim, as_path
+  from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
 
   held = Claim(as_path(tmp_path / 'a'), overwrite=False)
   try:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from flax_spmd.checkpoint import record as records
-from flax_spmd.checkpoint import skeleton
+from flax_spmd._src.checkpoint.storage import record as records
+from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.names.tree_names import path_string
 from flax_spmd.errors import CheckpointError
-from flax_spmd.naming import path_string
 from tests.checkpoint_states import assert_equal
 from tests.strategies import Data, Pair, Struct, Word, trees_of_all_nodes
 

@@ -12,8 +12,11 @@ import optax
 import pytest
 
 import flax_spmd as spmd
+from flax_spmd._src.compare import compilation as compiling
+from flax_spmd._src.compare import costs, hardware
+from flax_spmd._src.compare import pipeline_outcome as staging
 from flax_spmd.errors import PipelineError, TargetDeviceError
-from flax_spmd.explore import Pipeline, compare, compiling, costs, hardware, staging
+from flax_spmd.explore import Pipeline, compare
 from flax_spmd.pipeline import GPipe, Mean, OneFOneB, ZeroBubbleH1, accumulate, stage_end
 
 WIDTH, ROWS, MICROBATCHES, TARGET = 32, 64, 4, 'cpu:8'

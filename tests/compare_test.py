@@ -14,8 +14,10 @@ from flax.training.train_state import TrainState
 
 import flax_spmd as spmd
 from flax_spmd import cli
+from flax_spmd._src.compare import compilation as compiling
+from flax_spmd._src.compare import compile_worker as worker
 from flax_spmd.errors import LayoutError, TargetDeviceError
-from flax_spmd.explore import compare, compiling, worker
+from flax_spmd.explore import compare
 
 LAYERS, BATCH, EMBED, MLP = 3, 64, 32, 128
 TARGET = 'cpu:8'

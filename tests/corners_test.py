@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors, explore
-from flax_spmd.checkpoint import verifying
-from flax_spmd.checkpoint.sources import open_source
-from flax_spmd.explore.costs import between
-from flax_spmd.report import size_text
+from flax_spmd._src.checkpoint.storage import verification as verifying
+from flax_spmd._src.checkpoint.storage.readers import open_source
+from flax_spmd._src.compare.costs import between
+from flax_spmd._src.plan.findings import size_text
 
 LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), (('embed', 'data'), ('mlp', 'model')))
 

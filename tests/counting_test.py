@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_spmd.explore.counting import Counts, count
-from flax_spmd.explore.flops import Window, meetings
+from flax_spmd._src.hlo.counts import Counts, count
+from flax_spmd._src.hlo.flops import Window, meetings
 
 DATA = pathlib.Path(__file__).parent / 'data'
 MIB = 2**20

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import flax_spmd as spmd
-from flax_spmd.draw import draw
+from flax_spmd._src.draw.drawing import draw
 from flax_spmd.errors import LayoutError
 
 AXES = ('x', 'y', 'z')

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from jaxlib.mlir import ir
 
 import flax_spmd as spmd
-from flax_spmd.compat import mlir_context
+from flax_spmd._src.compat import mlir_context
+from flax_spmd._src.estimate import mlir as bindings
+from flax_spmd._src.estimate.graph import Value, tile
+from flax_spmd._src.estimate.mlir.inline import drop_uniform, inline_all
+from flax_spmd._src.estimate.operations import reshaped
+from flax_spmd._src.estimate.resharding import Move, moves, sent, summing, tangled
 from flax_spmd.errors import EstimatorError, LayoutError, TargetDeviceError
-from flax_spmd.estimate import Estimator, bindings
-from flax_spmd.estimate.bindings.inlining import drop_uniform, inline_all
-from flax_spmd.estimate.graph import Value, tile
-from flax_spmd.estimate.moving import Move, moves, sent, summing, tangled
-from flax_spmd.estimate.operations import reshaped
+from flax_spmd.estimate import Estimator
 from flax_spmd.explore import compare, parse
 
 LAYERS, EMBED, MLP, BATCH = 4, 64, 256, 64

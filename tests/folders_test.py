@@ -2,7 +2,7 @@
 
 import pytest
 
-from flax_spmd.checkpoint.folders import Claim, as_path, existing
+from flax_spmd._src.checkpoint.storage.folders import Claim, as_path, existing
 from flax_spmd.errors import CheckpointBusyError, CheckpointExistsError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd.explore.counting import count
-from flax_spmd.explore.groups import axes_of, axes_of_pairs, connected, read_groups, read_pairs
+from flax_spmd._src.hlo.counts import count
+from flax_spmd._src.hlo.device_groups import axes_of, axes_of_pairs, connected, read_groups, read_pairs
 
 ALONG_MODEL = [[0, 1, 2, 3], [4, 5, 6, 7]]
 ALONG_DATA = [[0, 4], [1, 5], [2, 6], [3, 7]]

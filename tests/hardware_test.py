@@ -4,10 +4,10 @@ from textwrap import dedent
 
 import pytest
 
+from flax_spmd._src.compare.costs import cost, peak, seconds
+from flax_spmd._src.compare.hardware import chips, compiler_environment, gpu_description, parse
+from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd.errors import TargetDeviceError
-from flax_spmd.explore.costs import cost, peak, seconds
-from flax_spmd.explore.counting import Collective, Counts
-from flax_spmd.explore.hardware import chips, compiler_environment, gpu_description, parse
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_spmd.explore.frames import Frame, origin, read_frames
-from flax_spmd.explore.hlo import Module, parse, shapes
-from flax_spmd.explore.loops import trips
+from flax_spmd._src.hlo.parser import Module, parse, shapes
+from flax_spmd._src.hlo.source_frames import Frame, origin, read_frames
+from flax_spmd._src.hlo.trip_counts import trips
 
 
 def module(*lines: str) -> Module:

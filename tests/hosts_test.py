@@ -13,10 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd.batches import local_to_global
+from flax_spmd._src.data.gather import gather
+from flax_spmd._src.data.global_batches import local_to_global
+from flax_spmd._src.multihost import check_same_on_every_process
 from flax_spmd.errors import LayoutError
-from flax_spmd.gathering import gather
-from flax_spmd.processes import check_same_on_every_process
 from tests.processes import run_processes
 
 
@@ -295,7 +295,7 @@ def prefetched(devices):
 
 
 def spmd_prefetch(*args):
-  from flax_spmd.prefetch import prefetch
+  from flax_spmd._src.data.prefetch import prefetch
 
   return prefetch(*args)
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd import layout as layout_module
+from flax_spmd._src import layout as layout_module
 
 RULES = (('batch', 'data'), ('hidden', 'model'))
 SWAPPED = (('batch', 'model'), ('hidden', 'data'))
@@ -476,7 +476,7 @@ def test_check_reports_lost_axes():
 
 
 def _paths(tree):
-  from flax_spmd.naming import path_string
+  from flax_spmd._src.names.tree_names import path_string
 
   return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 

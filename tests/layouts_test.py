@@ -13,8 +13,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd._src.compare import compilation as compiling
 from flax_spmd.errors import TargetDeviceError
-from flax_spmd.explore import compare, compiling, parse
+from flax_spmd.explore import compare, parse
 
 LAYERS, BATCH, EMBED, MLP = 4, 1024, 32, 128
 PRODUCT = 2 * BATCH * EMBED * MLP  # FLOPs of a product of a batch and a weight

@@ -12,7 +12,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
 import flax_spmd as spmd
-from flax_spmd import errors, mesh
+from flax_spmd import errors
+from flax_spmd._src import mesh
 
 
 def ids(made):

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import flax_spmd as spmd
+from flax_spmd._src.pipeline.cut.equations import place_of
 from flax_spmd.errors import FlaxSpmdError, LayoutError, PipelineError
 from flax_spmd.pipeline import (
   Add,
@@ -25,7 +26,6 @@ from flax_spmd.pipeline import (
   accumulate,
   stage_end,
 )
-from flax_spmd.pipeline.equations import place_of
 
 FILE = Path(__file__)
 LINES = FILE.read_text().splitlines()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import strategies as st
 
 import flax_spmd as spmd
+from flax_spmd._src.pipeline.cut.auto_stages import FLOPS_PER_BYTE, choose, cost
+from flax_spmd._src.pipeline.cut.equations import Value, traced
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import Mean, OneFOneB, accumulate, stage_end
-from flax_spmd.pipeline.balancing import FLOPS_PER_BYTE, choose, cost
-from flax_spmd.pipeline.equations import Value, traced
 
 LAYOUT = spmd.Layout({'stage': 4, 'data': 2}, (('batch', 'data'),))
 X = np.random.default_rng(0).standard_normal((4, 8, 16)).astype(np.float32)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import flax_spmd as spmd
+from flax_spmd._src.pipeline.run import memory as footprint
 from flax_spmd.errors import PipelineError
-from flax_spmd.pipeline import GPipe, Mean, OneFOneB, accumulate, footprint, stage_end
+from flax_spmd.pipeline import GPipe, Mean, OneFOneB, accumulate, stage_end
 
 WIDTH, ROWS, MICROBATCHES = 64, 128, 8
 KIB = 1024

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from orbax.checkpoint import v1
 
 import flax_spmd as spmd
+from flax_spmd._src.pipeline.run.call_list import Call, Send
 from flax_spmd.pipeline import (
   DualPipeV,
   Eager1F1B,
@@ -30,7 +31,6 @@ from flax_spmd.pipeline import (
   accumulate,
   stage_end,
 )
-from flax_spmd.pipeline.linking import Call, Send
 from tests.versions import ON_NEW_JAX
 
 LAYERS, MICROBATCHES, ROWS, WIDTH = 8, 8, 8, 16

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd._src.data.prefetch import prefetch
 from flax_spmd.errors import LayoutError
-from flax_spmd.prefetch import prefetch
 
 
 class Source:

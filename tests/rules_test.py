@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd.resolution import Skipped, axis_names
+from flax_spmd._src.rules.decisions import Skipped, axis_names
 
 TABLE = (('batch', 'data'), ('heads', 'model'), ('mlp', 'model'), ('mlp', 'data'), ('embed', None))
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flax_spmd._src.pipeline.schedules.tasks import inputs, parse
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import (
   DualPipeV,
@@ -24,7 +25,6 @@ from flax_spmd.pipeline import (
   ZeroBubbleH1,
   ZeroBubbleV,
 )
-from flax_spmd.pipeline.tasks import inputs, parse
 
 RANKS = [2, 3, 4, 8]
 FEW = settings(max_examples=50)  # of what takes 20 ms each

@@ -6,7 +6,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import cli, searching
-from flax_spmd.searching import trials
+from flax_spmd._src.search import trials
 from tests import search_test
 
 

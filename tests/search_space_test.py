@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd._src.search.candidate import Axis, Candidate, canonical, layout_of, rules_of, text_of
+from flax_spmd._src.search.model_facts import Facts, PathKind, facts_of
+from flax_spmd._src.search.space import Space, factorisations
+from flax_spmd._src.search.starts import PRESETS, seeds
+from flax_spmd._src.search.user_constraints import wishes_of
 from flax_spmd.errors import SearchError
 from flax_spmd.explore import parse
-from flax_spmd.searching.candidate import Axis, Candidate, canonical, layout_of, rules_of, text_of
-from flax_spmd.searching.facts import Facts, PathKind, facts_of
-from flax_spmd.searching.seeds import PRESETS, seeds
-from flax_spmd.searching.space import Space, factorisations
-from flax_spmd.searching.wishes import wishes_of
 
 BATCH = frozenset({'batch'})
 NAMES = {

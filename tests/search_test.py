@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import pytest
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.costs import cost
+from flax_spmd._src.compare.outcome import Memory
+from flax_spmd._src.hlo.collectives import Collective
+from flax_spmd._src.hlo.counts import Counts
+from flax_spmd._src.layout import Layout
+from flax_spmd._src.search import trials
+from flax_spmd._src.search.estimate_cache import open_kept
 from flax_spmd.errors import EstimatorError, InfeasibleError, LayoutError, SearchError, TargetDeviceError
 from flax_spmd.explore import Comparison, Outcome
-from flax_spmd.explore.collectives import Collective
-from flax_spmd.explore.costs import cost
-from flax_spmd.explore.counting import Counts
-from flax_spmd.explore.outcome import Memory
-from flax_spmd.layout import Layout
-from flax_spmd.searching import search, trials
-from flax_spmd.searching.kept import open_kept
+from flax_spmd.searching import search
 
 SIZES = {'batch': 512, 'embed': 1024, 'mlp': 4096}
 

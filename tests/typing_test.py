@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
-from flax_spmd.plan import Row
+from flax_spmd._src.plan.planner import Row
 
 
 def test_types():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flax_spmd.cli.devices import emulate
 
 if TYPE_CHECKING:
-  from flax_spmd.layout import Layout
+  from flax_spmd._src.layout import Layout
 
 _EMULATED = 64  # as many devices as that are emulated to write in the pieces of the layout
 
@@ -157,9 +157,9 @@ def _stack(pair: tuple[str, str]) -> tuple[str, Any]:
 
 
 def _layout(file: Path | None) -> Layout | None:
-  from flax_spmd import toml
-  from flax_spmd.layout import Layout
-  from flax_spmd.mesh import abstract_mesh
+  from flax_spmd._src.layout import Layout
+  from flax_spmd._src.mesh import abstract_mesh
+  from flax_spmd._src.rules import toml_format as toml
 
   if file is None:
     return None

@@ -18,7 +18,7 @@ from flax_spmd.cli.devices import emulate
 from flax_spmd.errors import FlaxSpmdError, MeshError, RulesError
 
 if TYPE_CHECKING:
-  from flax_spmd.layout import Layout
+  from flax_spmd._src.layout import Layout
 
 _UNITS = {'': 1, 'B': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30, 'TiB': 2**40}
 
@@ -115,9 +115,9 @@ def model_of(reference: tuple[str, str]) -> dict[str, Any]:
 
 def _layout(file: str, devices: int | None) -> Layout:
   """The layout of a file, for devices that need not be here."""
-  from flax_spmd import toml
-  from flax_spmd.layout import Layout
-  from flax_spmd.mesh import abstract_mesh
+  from flax_spmd._src.layout import Layout
+  from flax_spmd._src.mesh import abstract_mesh
+  from flax_spmd._src.rules import toml_format as toml
 
   try:
     parsed = toml.read(Path(file).read_text())
@@ -137,7 +137,7 @@ def _layout(file: str, devices: int | None) -> Layout:
 
 
 def _explain(options: argparse.Namespace) -> int:
-  from flax_spmd.explain import explain
+  from flax_spmd._src.explanation import explain
 
   given, layout = model_of(options.model), _layout(options.layout, options.devices)
   state = layout.abstract(given['create'], *given.get('args', ()))
@@ -186,7 +186,7 @@ def _verdict(options: argparse.Namespace, found: Any) -> int:
 
 
 def _over(options: argparse.Namespace, name: str, needed: int) -> list[str]:
-  from flax_spmd.report import size_text
+  from flax_spmd._src.text import size_text
 
   limit = options.fail_if_over
   return (
@@ -197,7 +197,7 @@ def _over(options: argparse.Namespace, name: str, needed: int) -> list[str]:
 
 
 def _replicated(options: argparse.Namespace, name: str, rows: Any) -> list[str]:
-  from flax_spmd.report import size_text
+  from flax_spmd._src.text import size_text
 
   return [
     f'{name}: {row.path} ({size_text(row.bytes)}) lies whole on every device'
@@ -214,10 +214,10 @@ def _fail(wrong: list[str]) -> int:
 
 
 def _targets(options: argparse.Namespace) -> int:
+  from flax_spmd._src.compare.compilation import check_compiler
+  from flax_spmd._src.compare.hardware import Target, chips
+  from flax_spmd._src.text import size_text
   from flax_spmd.errors import TargetDeviceError
-  from flax_spmd.explore.compiling import check_compiler
-  from flax_spmd.explore.hardware import Target, chips
-  from flax_spmd.report import size_text
 
   for name, chip in chips().items():
     example = Target(f'{name}:{"x".join(["4"] * chip.torus) or 8}', chip, (4,) * chip.torus or (1, 8))

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from flax_spmd import checkpoint
+from flax_spmd._src.explanation import explain
+from flax_spmd._src.layout import Layout
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.text import corpus, decode
 from flax_spmd.demo.training import Plan, Trainer, create_state, optimizer, sample, train
-from flax_spmd.explain import explain
-from flax_spmd.layout import Layout
 
 REPLICATED = tuple(
   (name, None) for name in ('layers', 'length', 'embed', 'three', 'head', 'ngram', 'vocab')

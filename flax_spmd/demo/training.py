@@ -12,10 +12,10 @@ from flax.training.train_state import TrainState
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flax_spmd._src.layout import Layout
+from flax_spmd._src.mesh import make_mesh
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.text import batches
-from flax_spmd.layout import Layout
-from flax_spmd.mesh import make_mesh
 
 
 class Plan(NamedTuple):

@@ -1,0 +1,267 @@
+"""Checksums of arrays: of their content and shape, whichever devices hold which part of them.
+
+Each word of an array (an element's bits, 32 at a time) is mixed with its index in the whole array, and
+the mixed words are added modulo 2**32. A sum does not care about order, so each device or process adds
+up what it holds. Mixing is one-to-one for a given index, so a change of any single word is always seen;
+other changes go unseen once in 2**32, and two changed signs, the worst pair, once in 2**28. The mixer is
+the finalizer of MurmurHash3 (Austin Appleby), whole: without its first shift the highest bit, which is the
+sign of a float, would reach too few others, and one exchange of x and -x in 2,000 would go unseen.
+
+Arrays that lie in the host's memory are added up there, in threads, without compiling anything; those
+of accelerators where they lie. Both give the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
+_MIXER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift, then multiply
+_LAST = 16  # shift
+_MASK = 0xFFFFFFFF
+_BLOCK = 1 << 17  # words: fits into a cache, and leaves the interpreter to other threads for a while
+_SMALL = 1 << 14  # bytes: JAX keeps the copy on the host that is made of an array, so not too large
+_AT_ONCE = 1 << 10  # small arrays
+
+
+def checksums(leaves: Sequence[Any]) -> list[str]:
+  """A checksum per array or Python number, as eight hexadecimal digits.
+
+  In a program of several processes, every process calls this with its part of the same arrays.
+
+  Args:
+    leaves: arrays of any dtype and sharding, and numbers.
+
+  Example:
+    >>> x = np.arange(8, dtype=np.float32)
+    >>> checksums([x, jax.device_put(x, jax.devices()[1])])
+    ['c0055d19', 'c0055d19']
+  """
+  arrays = [_array(leaf) for leaf in leaves]
+  sums = [0] * len(arrays)
+  on_host = [i for i, array in enumerate(arrays) if _in_host_memory(array)]
+  for i, total in zip(on_host, _host_sums([arrays[i] for i in on_host]), strict=True):
+    sums[i] = total
+  on_device = sorted(set(range(len(arrays))) - set(on_host))
+  totals = jax.device_get([on_devices(arrays[i]) for i in on_device])
+  for i, total in zip(on_device, totals, strict=True):
+    sums[i] = int(total)
+  return [f'{total:08x}' for total in sums]
+
+
+def _array(leaf: Any) -> Any:
+  if isinstance(leaf, jax.Array):
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+  return np.asarray(leaf)
+
+
+def _in_host_memory(array: Any) -> bool:
+  return isinstance(array, np.ndarray) or all(
+    device.platform == 'cpu' for device in array.sharding.device_set
+  )
+
+
+def _over_processes(sums: list[int]) -> list[int]:
+  """The sums of all processes' parts."""
+  if jax.process_count() == 1 or not sums:
+    return sums
+  said = exchange('sums', tuple(range(jax.process_count())), json.dumps(sums), CALLS, TIMEOUT)
+  parts = [[len(processes) * part for part in json.loads(text)] for processes, text in said]
+  return [sum(column) & _MASK for column in zip(*parts, strict=True)]
+
+
+# -- in the memory of the host
+
+
+def _host_sums(arrays: Sequence[Any]) -> list[int]:
+  """The sums of arrays that lie in the host's memory: of what this process has of them, then of all."""
+  sums = [0] * len(arrays)
+  small = [i for i, array in enumerate(arrays) if _is_small(array)]
+  here = [i for i in small if _is_first(arrays[i])]
+  whole = jax.device_get([arrays[i] for i in here])  # one call for all: far cheaper than one for each
+  for i, total in zip(here, _small_sums(whole), strict=True):
+    sums[i] = total
+  pieces = [(i, piece) for i in set(range(len(arrays))) - set(small) for piece in _pieces(arrays[i])]
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    for (i, _), part in zip(pieces, pool.map(lambda pair: _sum(pair[1]), pieces), strict=True):
+      sums[i] = (sums[i] + part) & _MASK
+  return _over_processes(sums)
+
+
+def _is_small(array: Any) -> bool:
+  """Whether an array is cheaper as a whole than in the parts that it lies in, and can be had so."""
+  reached = isinstance(array, np.ndarray) or array.is_fully_addressable
+  return reached and math.prod(array.shape) * array.dtype.itemsize <= _SMALL
+
+
+def _is_first(array: Any) -> bool:
+  """Whether this process is the one that adds up an array that several may have."""
+  if isinstance(array, np.ndarray):
+    return jax.process_index() == 0
+  return jax.process_index() == min(device.process_index for device in array.sharding.device_set)
+
+
+def _small_sums(arrays: Sequence[np.ndarray]) -> list[int]:
+  """The sums of many whole arrays; those of one word size in one go, some thousand at a time."""
+  sums = [0] * len(arrays)
+  by_size: dict[str, list[tuple[int, np.ndarray]]] = {}
+  for i, array in enumerate(arrays):
+    words, _ = _host_words(array)
+    if words.size:
+      by_size.setdefault(words.dtype.str, []).append((i, words))
+  for pairs in by_size.values():
+    for begin in range(0, len(pairs), _AT_ONCE):
+      some = pairs[begin : begin + _AT_ONCE]
+      for (i, _), total in zip(some, _sums_in_a_row([words for _, words in some]), strict=True):
+        sums[i] = total
+  return sums
+
+
+def _sums_in_a_row(words: Sequence[np.ndarray]) -> list[int]:
+  """The sum of each of some vectors of words, none of them empty."""
+  sizes = np.array([vector.size for vector in words])
+  starts = np.cumsum(sizes) - sizes
+  index = (np.arange(sizes.sum()) - np.repeat(starts, sizes)).astype(np.uint32)
+  mixed = np.multiply(index, np.uint32(_GOLDEN), out=index)
+  _mix(mixed, np.concatenate(words), np.empty_like(mixed))
+  return np.add.reduceat(mixed, starts, dtype=np.uint32).tolist()
+
+
+def _mix(out: np.ndarray, words: np.ndarray, aside: np.ndarray) -> None:
+  """Mixes words into what their indices have been made to; `aside` is room to work in."""
+  np.bitwise_xor(out, words, out=out)
+  for shift, factor in _MIXER:
+    np.right_shift(out, np.uint32(shift), out=aside)
+    np.bitwise_xor(out, aside, out=out)
+    np.multiply(out, np.uint32(factor), out=out)
+  np.right_shift(out, np.uint32(_LAST), out=aside)
+  np.bitwise_xor(out, aside, out=out)
+
+
+class _Piece(NamedTuple):
+  """A part of an array: its data, where it starts, and the shape of the whole."""
+
+  data: np.ndarray
+  start: tuple[int, ...]
+  whole: tuple[int, ...]
+
+
+def _pieces(array: Any) -> Iterator[_Piece]:
+  """The parts of an array that this process adds up: each element is in one part of one process."""
+  shape = tuple(array.shape)
+  if isinstance(array, np.ndarray):
+    if _is_first(array):
+      yield _Piece(array, (0,) * array.ndim, shape)
+  elif array.is_fully_replicated:
+    if _is_first(array):
+      yield _Piece(np.asarray(array.addressable_data(0)), (0,) * array.ndim, shape)
+  else:
+    for shard in array.addressable_shards:
+      if shard.replica_id == 0:
+        start = tuple(part.indices(size)[0] for part, size in zip(shard.index, shape, strict=True))
+        yield _Piece(np.asarray(shard.data), start, shape)
+
+
+def _sum(piece: _Piece) -> int:
+  """The sum of a part's mixed words; numpy lets go of the interpreter while it works."""
+  words, start, whole = _rows(piece)
+  count, length = words.shape
+  width = max(1, min(length, _BLOCK))
+  height = max(1, min(count, _BLOCK // width))
+  steps = np.arange(width, dtype=np.uint32) * np.uint32(_GOLDEN)
+  mixed, shifted = np.empty((height, width), np.uint32), np.empty((height, width), np.uint32)
+  total = 0
+  for top in range(0, count, height):
+    first = _first_indices(top, min(top + height, count), piece, start, whole)
+    for left in range(0, length, width):
+      block = words[top : top + height, left : left + width]
+      out, aside = mixed[: block.shape[0], : block.shape[1]], shifted[: block.shape[0], : block.shape[1]]
+      np.add(
+        (first + np.uint32(left & _MASK))[:, None] * np.uint32(_GOLDEN), steps[: block.shape[1]], out=out
+      )
+      _mix(out, block, aside)
+      total += int(out.sum(dtype=np.uint32))
+  return total & _MASK
+
+
+def _rows(piece: _Piece) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
+  """A part as rows of words that follow each other in the whole array, its start, the whole's shape."""
+  words, per_element = _host_words(piece.data)
+  start, whole, shape = [*piece.start, 0], [*piece.whole, per_element], [*piece.data.shape, per_element]
+  while len(shape) > 1 and shape[-1] == whole[-1]:  # whole rows: no gap between one and the next
+    size = whole.pop()
+    shape.pop()
+    start.pop()
+    start[-1], whole[-1], shape[-1] = start[-1] * size, whole[-1] * size, shape[-1] * size
+  return words.reshape(-1, shape[-1]) if words.size else words.reshape(0, 1), tuple(start), tuple(whole)
+
+
+def _first_indices(
+  top: int, bottom: int, piece: _Piece, start: tuple[int, ...], whole: tuple[int, ...]
+) -> np.ndarray:
+  """The index in the whole array, modulo 2**32, at which each of a range of rows begins."""
+  index = np.full(bottom - top, start[-1], np.uint64)
+  leading = piece.data.shape[: len(whole) - 1]
+  places = np.unravel_index(np.arange(top, bottom), leading) if leading else ()
+  for d, place in enumerate(places):
+    stride = math.prod(whole[d + 1 :])
+    index += (place.astype(np.uint64) + np.uint64(start[d])) * np.uint64(stride)
+  return index.astype(np.uint32)
+
+
+def _host_words(data: np.ndarray) -> tuple[np.ndarray, int]:
+  """The bits of an array as unsigned words of at most 32 bits, and how many an element has."""
+  data = np.ascontiguousarray(_widened(data, np))
+  size = data.dtype.itemsize
+  words = data.reshape(-1).view(f'u{min(size, 4)}')
+  return words, max(1, size // 4)
+
+
+def _widened(data: Any, xp: Any) -> Any:
+  """Elements of less than a byte as bytes: how they are packed differs between host and device."""
+  name = str(data.dtype)
+  if name == 'bool':
+    return data.astype(xp.uint8)
+  if name.startswith(('int4', 'int2', 'uint4', 'uint2')):
+    return data.astype(xp.uint8 if name.startswith('u') else xp.int8)
+  return data.astype(xp.float32) if name.startswith('float4') else data
+
+
+# -- on accelerators
+
+
+@functools.partial(jax.jit)
+def on_devices(array: jax.Array) -> jax.Array:
+  """The checksum of an array as a uint32, computed where the array lies, by all who hold it."""
+  words = _device_words(_widened(array, jnp))
+  index = jnp.zeros(words.shape, jnp.uint32)
+  for d, size in enumerate(words.shape):
+    stride = math.prod(words.shape[d + 1 :]) & _MASK
+    index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) * jnp.uint32(stride) if size > 1 else 0
+  mixed = (index * jnp.uint32(_GOLDEN)) ^ words
+  for shift, factor in _MIXER:
+    mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+  mixed ^= mixed >> _LAST
+  return jnp.sum(mixed, dtype=jnp.uint32)
+
+
+def _device_words(data: jax.Array) -> jax.Array:
+  """The same words as `_host_words`; those of a wide element along a last dimension."""
+  if jnp.issubdtype(data.dtype, jnp.complexfloating):
+    parts = [_device_words(part) for part in (data.real, data.imag)]
+    wide = data.dtype.itemsize == 16
+    return jnp.concatenate(parts, axis=-1) if wide else jnp.stack(parts, axis=-1)
+  bits = {1: jnp.uint8, 2: jnp.uint16}.get(data.dtype.itemsize, jnp.uint32)
+  return jax.lax.bitcast_convert_type(data, bits).astype(jnp.uint32)

@@ -1,0 +1,246 @@
+"""A comparison: outcomes side by side, as a table, as JSON, as a page, and what makes the difference."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flax_spmd._src.compare.costs import Cost
+from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.html_report import page
+from flax_spmd._src.compare.outcome import Memory, Outcome, collective_text, record
+from flax_spmd._src.hlo.counts import Collective, Counts
+from flax_spmd._src.text import size_text, time_text
+from flax_spmd.errors import TargetDeviceError, did_you_mean
+
+if TYPE_CHECKING:
+  from rich.console import RenderableType
+
+_SHOWN = 3  # collectives of each layout
+_PROXY = 'The CPU compiler is a poor proxy: it has no reduce-scatter, sends bf16 as f32, and keeps memory otherwise.'
+
+
+class Comparison:
+  """Layouts compared on a target; printing it shows the table.
+
+  Attributes:
+    target: the hardware.
+    outcomes: one per layout, in the order in which they were given.
+
+  Example:
+    >>> from flax_spmd.estimate import Estimator
+    >>> from flax_spmd.explore import Comparison, parse
+    >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
+    >>> step = lambda state, x: (state, jnp.sum(x @ state['w'].unbox()))
+    >>> estimator = Estimator(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> data = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
+    >>> tensor = Layout(abstract_mesh({'model': 8}), (('mlp', 'model'),))
+    >>> target = parse('h100:8')  # of estimates here; `compare` returns one of what was compiled
+    >>> found = Comparison(target, [
+    ...   estimator.estimate(data, target)._replace(name='data'),
+    ...   estimator.estimate(tensor, target)._replace(name='tensor'),
+    ... ])
+    >>> [outcome.name for outcome in found], found.source
+    (['data', 'tensor'], 'estimated')
+    >>> found.diff('data', 'tensor')[0]
+    'tensor needs 105 KiB less: memory on a device'
+  """
+
+  def __init__(self, target: Target, outcomes: list[Outcome]):
+    self.target = target
+    source = f'compiled:{target.chip.name}'
+    self.outcomes = [
+      outcome._replace(source=outcome.source or source) if outcome.counts else outcome
+      for outcome in outcomes
+    ]
+
+  def __getitem__(self, name: str) -> Outcome:
+    names = [outcome.name for outcome in self.outcomes]
+    if name not in names:
+      raise TargetDeviceError(
+        f'There is no layout {name!r} in this comparison.{did_you_mean(name, names)}\n'
+        f'Fix: use one of {", ".join(names)}.'
+      )
+    return self.outcomes[names.index(name)]
+
+  def __iter__(self) -> Iterator[Outcome]:
+    return iter(self.outcomes)
+
+  @property
+  def source(self) -> str:
+    """Where the figures are from: `compiled:h100`; of layouts that differ in it, all of them."""
+    found = dict.fromkeys(outcome.source for outcome in self.outcomes if outcome.source)
+    return ', '.join(found) or f'compiled:{self.target.chip.name}'
+
+  @property
+  def note(self) -> str:
+    """What has to be said of figures from this target's compiler; mostly nothing."""
+    return _PROXY if self.target.chip.platform == 'cpu' else ''
+
+  @property
+  def best(self) -> Outcome | None:
+    """The layout that fits and takes least at best; None if none fits."""
+    return min(
+      (o for o in self.outcomes if o.fits and o.cost), key=lambda o: _midst(o.cost), default=None
+    )
+
+  def diff(self, one: str, other: str) -> list[str]:
+    """How one layout differs from another, the largest differences first.
+
+    Returns:
+      Lines such as `tensor moves 3.1 GiB less over data: no all-gather (model.py:31)`.
+    """
+    a, b = self[one], self[other]
+    if a.counts is None or b.counts is None or a.memory is None or b.memory is None:
+      return [f'{outcome.name}: {outcome.error}' for outcome in (a, b) if outcome.error]
+    lines = [_difference(other, a.memory.peak, b.memory.peak, 'memory on a device')]
+    lines += [
+      _difference(other, x, y, field)
+      for field, x, y in zip(Memory._fields[:-1], a.memory[:-1], b.memory[:-1], strict=True)
+    ]
+    lines += _wire_differences(other, a.counts, b.counts)
+    if a.counts.flops != b.counts.flops:
+      lines.append(f'{other} computes {b.counts.flops / max(a.counts.flops, 1):.3g} times the FLOPs')
+    return [line for line in lines if line]
+
+  def record(self) -> dict[str, Any]:
+    """All of it, as JSON has it."""
+    return {
+      'target': self.target.text,
+      'source': self.source,
+      'chip': self.target.chip._asdict(),
+      'layouts': [record(outcome) for outcome in self.outcomes],
+    }
+
+  def to_json(self) -> str:
+    """All of it as JSON: memory, counts, collectives, costs, with bytes and seconds per device and step."""
+    return json.dumps(self.record(), indent=2)
+
+  def to_html(self, path: str | os.PathLike[str]) -> None:
+    """Writes a page with tables and pictures, which needs nothing but a browser."""
+    Path(path).write_text(page(self), encoding='utf-8')
+
+  def __rich__(self) -> RenderableType:
+    from rich.console import Group
+
+    return Group(self._title(), self._table(), *self._details(), *filter(None, [self.note]))
+
+  def _title(self) -> str:
+    chip = self.target.chip
+    return (
+      f'{self.target.text}: {self.target.devices} devices with {size_text(chip.memory)} each; figures per '
+      f'device and step; memory, FLOPs and bytes {self.source}, times estimated.'
+    )
+
+  def _table(self) -> RenderableType:
+    from rich.table import Table
+
+    several = ['from'] if ', ' in self.source else []  # else the title says it
+
+    table = Table(box=None, header_style='bold')
+    for title in (
+      'layout',
+      'fits',
+      'memory',
+      'state',
+      'temporaries',
+      'FLOPs',
+      'on the wire',
+      'time',
+      'bound by',
+      *several,
+    ):
+      table.add_column(title, overflow='fold')
+    for outcome in self.outcomes:
+      table.add_row(*self._cells(outcome), *([outcome.source] if several else []))
+    return table
+
+  def _cells(self, outcome: Outcome) -> list[str]:
+    memory, counts, cost = outcome.memory, outcome.counts, outcome.cost
+    if memory is None:
+      return [outcome.name, 'no', '', '', '', '', '', '', 'not compiled, see below']
+    over = memory.peak - self.target.chip.memory
+    fits = 'yes' if outcome.fits else f'no, {size_text(over)} over' if over > 0 else 'no'
+    state = size_text(memory.parameters + memory.optimizer + memory.rest)
+    cells = [outcome.name, fits, size_text(memory.peak), state]
+    if counts is None or cost is None:
+      return [*cells, '', '', '', '', 'not compiled, see below']
+    wires = [f'{"+".join(axes) or "?"} {size_text(wire)}' for axes, wire in counts.by_axis().items()]
+    return [
+      *cells,
+      size_text(memory.temporaries),
+      f'{counts.flops:.3g}',
+      ', '.join(wires) or '-',
+      f'{time_text(cost.low)} to {time_text(cost.high)}',
+      cost.bound,
+    ]
+
+  def _details(self) -> Iterator[str]:
+    """What does not fit into a table: the largest collectives, what failed, what deserves a look."""
+    for outcome in self.outcomes:
+      lines = [
+        f'  {collective_text(one)}'
+        for one in (outcome.counts.collectives if outcome.counts else ())[:_SHOWN]
+      ]
+      if outcome.error:
+        lines += [f'  {line}' for line in outcome.error.splitlines()[:6]]
+      if outcome.stages:
+        lines += [f'  {line}' for line in outcome.stages.lines(self.target.chip.memory)]
+      lines += [f'  a rough estimate: {text}' for text in outcome.doubts[:_SHOWN]]
+      if outcome.compiled:
+        lines += [f'  the compiler says: {text}' for text in outcome.compiled.warnings[:_SHOWN]]
+      if outcome.counts and outcome.counts.opaque:
+        lines.append(
+          f'  not counted: {", ".join(f"{name} x {times}" for name, times in outcome.counts.opaque)}'
+        )
+      if outcome.program:
+        lines += [f'  {finding}' for finding in outcome.program.findings[:_SHOWN]]
+      if lines:
+        yield '\n'.join([f'{outcome.name}:', *lines])
+
+  def __str__(self) -> str:
+    from rich.console import Console
+
+    console = Console(width=180, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+      console.print(self, markup=False, highlight=False)
+    return '\n'.join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _midst(cost: Cost | None) -> float:
+  return (cost.low * cost.high) ** 0.5 if cost else float('inf')
+
+
+def _difference(name: str, one: float, other: float, what: str) -> str:
+  """`tensor needs 3 GiB less: parameters`; nothing where it is less than a hundredth."""
+  if abs(other - one) <= 0.01 * max(abs(one), abs(other)):
+    return ''
+  return f'{name} needs {size_text(abs(other - one))} {"less" if other < one else "more"}: {what}'
+
+
+def _wire_differences(name: str, one: Counts, other: Counts) -> list[str]:
+  """What is sent more or less, by kind and axes, and the line of the model from which most of it comes."""
+  groups: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+  largest: dict[tuple[str, tuple[str, ...]], Collective] = {}
+  for side, counts in enumerate((one, other)):
+    for collective in counts.collectives:
+      key = collective.kind, collective.axes
+      groups.setdefault(key, [0.0, 0.0])[side] += collective.wire
+      if key not in largest or collective.wire > largest[key].wire:
+        largest[key] = collective
+  changes = sorted(groups.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
+  return [
+    f'{name} moves {size_text(abs(after - before))} {"less" if after < before else "more"} over '
+    f'{"+".join(axes) or "?"}: {_since(kind, before, after)} ({largest[kind, axes].source or largest[kind, axes].op})'
+    for (kind, axes), (before, after) in changes
+    if abs(after - before) > 0.01 * max(before, after)
+  ]
+
+
+def _since(kind: str, before: float, after: float) -> str:
+  if not after:
+    return f'no {kind}'
+  return f'{kind}, {size_text(after)} instead of {size_text(before)}' if before else f'{kind}'

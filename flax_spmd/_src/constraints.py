@@ -1,0 +1,265 @@
+"""Constraints: telling the compiler how a value inside a program lies over the mesh.
+
+`constrain` is the one place where that is done. What it emits depends on the axes' types:
+
+* Auto axes: `with_sharding_constraint`, the partitioner is told;
+* Explicit axes: `reshard`, the value's type changes;
+* Manual axes (inside `shard_map`): nothing, the program is already written per shard.
+
+    y = with_logical_constraint(y, ('batch', 'hidden'))   # names, through the rules in force
+    y = constrain(y, PartitionSpec('data', 'model'))      # mesh axes
+
+The mesh is the argument's, else the layout's in force, else JAX's current one. Rules and no mesh
+anywhere is an error, because nothing would be constrained and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax.linen.spmd import RulesFallback as RulesFallback
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_spmd._src import compat
+from flax_spmd._src.active_layout import in_force
+from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh, describe
+from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, axis_names
+from flax_spmd._src.rules.table import Rules
+from flax_spmd.errors import (
+  LayoutError,
+  MeshAxisError,
+  MeshError,
+  UnmatchedNameError,
+  did_you_mean,
+  raise_problems,
+)
+
+
+def constrain(
+  x: jax.Array, spec: PartitionSpec | Sequence[Any], mesh: MeshLike | None = None
+) -> jax.Array:
+  """Lays `x` over the mesh as `spec` says.
+
+  Args:
+    x: an array of any shape and dtype. A traced value is constrained; a concrete one is moved.
+    spec: mesh axes per dimension (a PartitionSpec or a tuple); shorter than the rank is fine.
+      UNCONSTRAINED leaves a dimension open.
+    mesh: default: the mesh of the layout in force, else JAX's current mesh.
+
+  Returns:
+    `x`, with the same value.
+
+  Raises:
+    MeshError: there is no mesh.
+    MeshAxisError: `spec` uses an axis that the mesh lacks.
+    LayoutError: `spec` has more entries than `x` has dimensions, or an axis twice.
+
+  Example:
+    >>> x = jax.jit(lambda x: constrain(x, PartitionSpec('data'), make_mesh({'data': 8})))(jnp.ones(8))
+    >>> x.sharding.spec
+    P('data',)
+  """
+  spec = PartitionSpec(*spec)
+  found = mesh_for_constraints(mesh)
+  if found is None:
+    raise MeshError(_NO_MESH.format(what=f'the constraint {spec}'))
+  _check(x, spec, found)
+  if not isinstance(x, Tracer):
+    return _move(x, spec, found)
+  manual = _manual_axes(found)
+  if manual:
+    spec = _only(spec, lambda axis: axis not in manual)
+    found = current_mesh() or found
+  types = axis_types(found)
+  explicit = {axis for axis, type_ in types.items() if type_ is AxisType.Explicit}
+  if explicit:
+    x = _reshard(x, spec, found, explicit)
+    spec = _only(spec, lambda axis: axis not in explicit)
+  if all(axis in manual or axis in explicit for axis in types):
+    return x
+  return jax.lax.with_sharding_constraint(x, NamedSharding(found, spec))
+
+
+def with_logical_constraint(
+  x: Any,
+  logical_axis_resources: Any,
+  rules: Any = None,
+  mesh: MeshLike | None = None,
+  fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
+) -> Any:
+  """Lays arrays over the mesh by the logical names of their dimensions.
+
+  Args:
+    x: an array, or a tree of arrays.
+    logical_axis_resources: names per dimension (a tuple or a PartitionSpec; fewer than the rank is
+      fine), or a tree of them that is a prefix of `x`. None is no constraint.
+    rules: a rule table; default: the rules in force. Empty: no constraint.
+    mesh: default: the mesh of the layout in force, else JAX's current mesh.
+    fallback: what to do where no rule decides a name.
+
+  Returns:
+    `x`, with the same values.
+
+  Raises:
+    MeshError: there are rules, but no mesh.
+    UnmatchedNameError: no rule decides a name, and `fallback` (or the table's policy) objects.
+    LayoutError: more names than dimensions, or a name twice.
+
+  Example:
+    >>> layout = Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hidden', 'model')))
+    >>> y = layout.jit(lambda x: with_logical_constraint(x, ('batch', 'hidden')))(jnp.ones((8, 8)))
+    >>> y.sharding.spec
+    P('data', 'model')
+  """
+  table = in_force(tracing=_any_traced(x)).rules if rules is None else Rules.of(rules)
+  strict = fallback is RulesFallback.RAISE_ERROR
+  if logical_axis_resources is None or (not table.pairs and not strict):
+    return x
+  one = functools.partial(_constrain_by_names, rules=table, mesh=mesh, fallback=fallback)
+  return jax.tree.map(
+    lambda names, subtree: jax.tree.map(functools.partial(one, names), subtree),
+    logical_axis_resources,
+    x,
+    is_leaf=_is_names,
+  )
+
+
+def resolve_for_constraint(
+  rules: Rules, names: Sequence[Any], shape: Sequence[int], mesh: MeshLike
+) -> Resolution:
+  """Resolves the names of a value inside a program.
+
+  XLA pads uneven pieces there, so a size that does not divide is no mistake (a batch of one at
+  `init`); it is looked at only if the table says what to do then. Explicit axes can't be uneven.
+  """
+  uneven_is_fine = rules.policies.indivisible == 'error'
+  if uneven_is_fine and AxisType.Explicit in mesh.axis_types:
+    rules, uneven_is_fine = rules.replace(indivisible='replicate'), False
+  return rules.resolve(names, None if uneven_is_fine else shape, axis_sizes(mesh))
+
+
+def mesh_for_constraints(mesh: MeshLike | None = None) -> MeshLike | None:
+  """The mesh that a constraint follows: the argument, the layout's in force, or JAX's current one.
+
+  Where JAX's current mesh is another one than the layout's, it was set inside the layout: it wins.
+  """
+  if mesh is not None:
+    return mesh
+  held, current = in_force().mesh, current_mesh()
+  if held is not None and (current is None or axis_sizes(current) == axis_sizes(held)):
+    return held
+  return current
+
+
+def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallback: RulesFallback):
+  if names is None:
+    return x
+  if len(names) > len(x.shape):
+    raise LayoutError(
+      f'{_here()}: {len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '
+      f'shape {tuple(x.shape)}.\nFix: give one name per dimension, or fewer.'
+    )
+  found = mesh_for_constraints(mesh)
+  if found is None:
+    raise MeshError(_NO_MESH.format(what=f'the logical names {tuple(names)!r}'))
+  resolution = resolve_for_constraint(rules, names, x.shape, found)
+  raise_problems([problem.at(_here()) for problem in resolution.problems])
+  open_names = [d.name for d in resolution.decisions if d.rule is None and isinstance(d.name, str)]
+  if open_names and fallback is RulesFallback.NO_CONSTRAINT:
+    return x
+  if open_names and fallback is RulesFallback.RAISE_ERROR:
+    raise UnmatchedNameError(
+      f'{_here()}: logical names {tuple(names)!r}: no rule decides {", ".join(map(repr, open_names))}.'
+      + did_you_mean(open_names[0], rules.by_name)
+      + f'\nFix: correct the name, or add a rule for it; ({open_names[0]!r}, None) replicates it.'
+    )
+  return constrain(x, resolution.spec, found)
+
+
+def _here() -> str:
+  """Which constraint it is, as far as one can tell: by the module that is running."""
+  module = compat.current_module()
+  return f'constraint in {module}' if module else 'constraint'
+
+
+def _check(x: Any, spec: PartitionSpec, mesh: MeshLike) -> None:
+  if len(spec) > len(x.shape):
+    raise LayoutError(
+      f'The constraint {spec} has {len(spec)} entries for an array of rank {len(x.shape)}, shape '
+      f'{tuple(x.shape)}.\nFix: give at most one entry per dimension.'
+    )
+  axes = axis_names(tuple(spec))
+  if len(set(axes)) < len(axes):
+    raise LayoutError(
+      f'The constraint {spec} uses a mesh axis for more than one dimension.\n'
+      'Fix: use every mesh axis once.'
+    )
+  for axis in axes:
+    if axis not in mesh.axis_names:
+      raise MeshAxisError(
+        f'The constraint {spec} uses mesh axis {axis!r}, but the mesh is {describe(mesh)}.'
+        + did_you_mean(axis, mesh.axis_names)
+        + '\nFix: correct the axis name, or map a logical name to it with with_logical_constraint.'
+      )
+
+
+def _manual_axes(mesh: MeshLike) -> set[str]:
+  """Axes over which the program is already written per shard (we are inside `shard_map`)."""
+  current = current_mesh()
+  if current is None or current.axis_names != mesh.axis_names:
+    return set()
+  return {axis for axis, type_ in axis_types(current).items() if type_ is AxisType.Manual}
+
+
+def _only(spec: PartitionSpec, keep) -> PartitionSpec:
+  """`spec` with only those mesh axes that `keep` accepts."""
+
+  def entry(axes):
+    if axes is UNCONSTRAINED:
+      return axes
+    kept = tuple(axis for axis in axis_names(axes) if keep(axis))
+    return kept[0] if len(kept) == 1 else (kept or None)
+
+  return PartitionSpec(*map(entry, spec))
+
+
+def _reshard(x, spec: PartitionSpec, mesh: MeshLike, explicit: set[str]):
+  """Changes the type of `x` over its Explicit axes; axes of size 1 change nothing and are left out."""
+  sizes = axis_sizes(mesh)
+  now = tuple(jax.typeof(x).sharding.spec) + (None,) * len(x.shape)
+  filled = PartitionSpec(*(now[dim] if axes is UNCONSTRAINED else axes for dim, axes in enumerate(spec)))
+  wanted = _only(filled, lambda axis: axis in explicit and sizes[axis] > 1)
+  return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+
+
+def _move(x, spec: PartitionSpec, mesh: MeshLike):
+  """A concrete array goes to where the spec says; on an abstract mesh it has nowhere to go."""
+  if not isinstance(mesh, Mesh):
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+      return x
+  return jax.device_put(
+    x, NamedSharding(mesh, PartitionSpec(*(None if e is UNCONSTRAINED else e for e in spec)))
+  )
+
+
+def _any_traced(x: Any) -> bool:
+  return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
+
+
+def _is_names(x: Any) -> bool:
+  """One array's names; a tuple with tuples in it is a tree of names, as in Flax."""
+  if x is None or isinstance(x, PartitionSpec):
+    return True
+  return isinstance(x, tuple) and all(e is None or e is UNCONSTRAINED or isinstance(e, str) for e in x)
+
+
+_NO_MESH = (
+  'There is no mesh to lay {what} over. (A bare `with mesh:` does not count: JAX ignores it here.)\n'
+  'Fix: run it under `with layout:` or through `layout.jit`, under `with jax.set_mesh(mesh):`, or '
+  'pass mesh=.'
+)

@@ -1,0 +1,253 @@
+"""Draw: which device holds which slice of an array, for the terminal and as SVG.
+
+    print(draw(x))                                           # an array where it lies
+    print(draw((8, 16), NamedSharding(mesh, P('data'))))     # one that exists nowhere yet
+    draw(x).slices                                           # the same as data
+
+A drawing is made from a shape and a sharding alone: it has one cell per distinct slice, with all devices
+that hold it, below a title that names both. What cells cannot show is written beneath them as notes.
+
+Where the mesh is abstract there are no devices yet: they are numbered in its row-major order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from flax_spmd._src.draw.slices import Pieces, Slice, cut_by_axes, cut_by_indices
+from flax_spmd._src.draw.svg import svg_of
+from flax_spmd._src.draw.text_picture import Line, colour, picture, words
+from flax_spmd._src.mesh import axis_sizes, describe
+from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
+from flax_spmd._src.text import plural
+from flax_spmd.errors import LayoutError
+
+if TYPE_CHECKING:
+  from rich.text import Text
+
+_WIDTH = 100  # characters
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Drawing:
+  """Which device holds which slice: `str` gives text, notebooks show SVG, `rich` prints in colour.
+
+  Attributes:
+    shape: the array's shape.
+    title: the array and its sharding.
+    summary: how many slices it has, of which size, and on how many devices each lies.
+    notes: what a grid cannot show: padding, partial results, what is left to the compiler.
+
+  Example:
+    >>> mesh = abstract_mesh({'data': 2, 'model': 2})
+    >>> drawing = draw((8, 16), jax.sharding.NamedSharding(mesh, PartitionSpec('data')))
+    >>> drawing.slices[0]
+    Slice(ranges=((0, 4), (0, 16)), devices=(0, 1))
+    >>> _ = (tmp / 'array.svg').write_text(drawing.svg)
+  """
+
+  shape: tuple[int, ...]
+  title: str
+  summary: str
+  notes: tuple[str, ...]
+  _axes: tuple[tuple[str, ...], ...]
+  _pieces: Pieces
+
+  @functools.cached_property
+  def slices(self) -> tuple[Slice, ...]:
+    """Every distinct slice once, in row-major order, empty ones included."""
+    return self._pieces.slices
+
+  def text(self, width: int = _WIDTH) -> str:
+    """The drawing in box-drawing characters.
+
+    Args:
+      width: in characters. A wider grid loses its middle; its first and last column always stay.
+    """
+    return '\n'.join(''.join(part.text for part in line).rstrip() for line in self._lines(width))
+
+  @property
+  def svg(self) -> str:
+    """The drawing as a document of its own, legible on light and on dark backgrounds."""
+    return svg_of(self._lines(_WIDTH))
+
+  def __repr__(self) -> str:
+    return self.text()
+
+  def _repr_svg_(self) -> str:
+    return self.svg
+
+  def _repr_html_(self) -> str:
+    return f'<div style="overflow-x: auto">{self.svg}</div>'
+
+  def __rich_console__(self, console: Any, options: Any) -> Iterator[Text]:
+    from rich.text import Text  # only who prints pays for rich: 20 ms
+
+    for line in self._lines(options.max_width):
+      text = Text(no_wrap=True, overflow='crop')
+      for part in line:
+        text.append(part.text, f'#111111 on {colour(part.key)}' if part.role == 'cell' else '')
+      yield text
+
+  def _lines(self, width: int) -> Iterator[Line]:
+    header = f'{self.title}: {self.summary}'
+    for text in [header] if len(header) <= width else [f'{self.title}:', f'  {self.summary}']:
+      yield from words(text, width)
+    yield from picture(self._pieces, self._axes, width)
+    for note in self.notes:
+      yield from words(f'- {note}', width)
+
+
+def draw(x: Any, sharding: Sharding | None = None) -> Drawing:
+  """Which device holds which slice of an array, whether it exists or not.
+
+  Args:
+    x: an array, a `jax.ShapeDtypeStruct`, anything with a shape (also in a box), or a shape.
+    sharding: where it lies, or would; default: `x.sharding`. A `NamedSharding` over a mesh, which may
+      be abstract and of any size, or any other JAX sharding. Sizes need not be divisible: JAX rounds
+      the pieces up, so the last ones are smaller, or empty.
+
+  Returns:
+    A drawing: print it, let a notebook show it, write its `svg` to a file, or read its `slices`.
+
+  Raises:
+    LayoutError: there is no shape, no sharding, or they do not fit.
+
+  Example:
+    >>> mesh = abstract_mesh({'data': 2, 'model': 2})
+    >>> sharding = jax.sharding.NamedSharding(mesh, PartitionSpec('data'))
+    >>> drawing = draw(jax.ShapeDtypeStruct((8, 16), jnp.float32), sharding)
+    >>> print(drawing)
+    float32[8,16] over {'data': 2, 'model': 2} as P('data', None):
+      2 slices of float32[4,16], each on 2 devices
+    rows: dim 0 over 'data'; columns: dim 1 (whole)
+          0:16
+        ┌──────┐
+    0:4 │ 0, 1 │
+        ├──────┤
+    4:8 │ 2, 3 │
+        └──────┘
+    >>> drawing.slices[1]
+    Slice(ranges=((4, 8), (0, 16)), devices=(2, 3))
+  """
+  array = getattr(x, 'value', x)
+  shape = _shape(array)
+  name = functools.partial(_name, getattr(array, 'dtype', ''))
+  sharding = _known(x, name(shape), getattr(array, 'sharding', None) if sharding is None else sharding)
+  if isinstance(sharding, NamedSharding):
+    axes = _axes(sharding.spec, name(shape), len(shape))
+    pieces = cut_by_axes(sharding.mesh, axes, shape)
+    where = f'over {describe(sharding.mesh)} as {_spec(sharding.spec, len(shape))}'
+    notes = tuple(_notes(sharding, shape))
+  else:
+    axes = ((),) * len(shape)
+    pieces = cut_by_indices(_indices(sharding, name(shape), shape), shape)
+    where, notes = f'as {sharding!r}', ()
+  return Drawing(shape, f'{name(shape)} {where}', _summary(pieces, name), notes, axes, pieces)
+
+
+# What the caller passed.
+
+
+def _shape(array: Any) -> tuple[int, ...]:
+  try:
+    shape = tuple(map(operator.index, getattr(array, 'shape', array)))
+  except TypeError:
+    shape = None
+  if shape is None or min(shape, default=0) < 0:
+    raise LayoutError(
+      f'{reprlib.repr(array)} has no shape to draw.\n'
+      'Fix: pass one array, a jax.ShapeDtypeStruct, or a shape such as (8, 16).'
+    )
+  return shape
+
+
+def _known(x: Any, name: str, sharding: Any) -> Sharding:
+  # What JAX says of arrays outside of any mesh: a NamedSharding over an empty one.
+  if sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh.empty):
+    raise LayoutError(
+      f'{name} ({type(x).__name__}) has no sharding, so no device is known to hold it.\n'
+      "Fix: pass one: draw(x, NamedSharding(mesh, PartitionSpec('data'))); the mesh may be abstract."
+    )
+  if not isinstance(sharding, Sharding):
+    raise LayoutError(
+      f'{sharding!r} is no sharding: it does not say which devices hold {name}.\n'
+      "Fix: pass a jax.sharding.Sharding such as NamedSharding(mesh, PartitionSpec('data'))."
+    )
+  return sharding
+
+
+def _axes(spec: Any, name: str, rank: int) -> tuple[tuple[str, ...], ...]:
+  """The mesh axes of every dimension."""
+  if len(spec) > rank:
+    raise LayoutError(
+      f'{name} is of rank {rank}, but its spec {_spec(spec, 0)} is of length {len(spec)}.\n'
+      'Fix: give the spec at most one entry per dimension.'
+    )
+  return tuple(map(axis_names, _entries(spec, rank)))
+
+
+def _entries(spec: Any, rank: int) -> tuple[Any, ...]:
+  """A spec's entries, one per dimension."""
+  return spec.partitions + (None,) * (rank - len(spec))  # JAX forbids tuple(spec) of an unreduced one
+
+
+def _indices(sharding: Sharding, name: str, shape: tuple[int, ...]) -> Mapping[Any, Any]:
+  """The indices that a sharding of another kind names per device."""
+  try:
+    return sharding.devices_indices_map(shape)
+  except (ValueError, IndexError, AssertionError) as error:  # JAX asserts the rank
+    raise LayoutError(
+      f'{name} does not fit its sharding {sharding!r}: {error}\n'
+      'Fix: choose a shape that it divides, or pass a NamedSharding, which is drawn padded.'
+    ) from None
+
+
+# What is said of it.
+
+
+def _name(dtype: Any, shape: Sequence[int]) -> str:
+  return f'{dtype}[{",".join(map(str, shape))}]'
+
+
+def _spec(spec: Any, rank: int) -> str:
+  """`P('data', None)`, in one spelling for all versions of JAX."""
+  names = ['UNCONSTRAINED' if one is UNCONSTRAINED else repr(one) for one in _entries(spec, rank)]
+  return f'P({", ".join(names)})'
+
+
+def _summary(pieces: Pieces, name: Callable[[Sequence[int]], str]) -> str:
+  """`2 slices of float32[4,16], each on 4 devices`."""
+  devices = np.unique(pieces.keys, return_counts=True)[1]
+  least, most = int(devices.min()), int(devices.max())
+  sizes = [bound[:, 1] - bound[:, 0] for bound in pieces.bounds]
+  uneven = any(size.min() < size.max() for size in sizes)
+  of = f'of {"up to " if uneven else ""}{name([size.max() for size in sizes])}'
+  holders = plural(most, 'device') if least == most else f'{least} to {most} devices'
+  return f'{plural(len(devices), "slice")} {of}, {"each " if len(devices) > 1 else ""}on {holders}'
+
+
+def _notes(sharding: NamedSharding, shape: Sequence[int]) -> Iterator[str]:
+  sizes = axis_sizes(sharding.mesh)
+  for dim, (size, entry) in enumerate(zip(shape, _entries(sharding.spec, len(shape)))):
+    parts = math.prod(sizes[axis] for axis in axis_names(entry))
+    if entry is UNCONSTRAINED:
+      yield f'dim {dim} is UNCONSTRAINED: it is drawn whole, and the compiler may shard it'
+    elif size % parts:
+      padded = -(-size // parts) * parts
+      yield (
+        f'dim {dim}: {parts} does not divide {size}: a program pads it to {padded}, '
+        'an array cannot lie so'
+      )
+  unreduced = [repr(axis) for axis in sizes if axis in sharding.spec.unreduced]
+  if unreduced:
+    yield f'unreduced over {", ".join(unreduced)}: devices of one cell hold partial results, not copies'

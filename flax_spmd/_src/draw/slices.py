@@ -1,0 +1,156 @@
+"""Slices: which part of an array lies on which device.
+
+A sharding cuts every dimension into pieces; a *slice* is one piece per dimension, and it lies on one
+device or, replicated, on several. Its number in row-major order is its *key*: two devices are replicas
+of one another just if they hold the same key.
+
+    pieces = cut_by_axes(mesh, [('data',), ()], shape)                        # mesh axes per dimension
+    pieces = cut_by_indices(sharding.devices_indices_map(shape), shape)       # indices per device
+    pieces.slices
+
+All is kept as arrays with one number per device or piece, and no objects: a mesh may have 65,536 devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from flax_spmd._src.mesh import MeshLike, axis_sizes
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+
+
+class Slice(NamedTuple):
+  """One slice of an array: `(start, stop)` per dimension, and the ids of the devices that hold it."""
+
+  ranges: Ranges
+  devices: tuple[int, ...]
+
+
+class Pieces(NamedTuple):
+  """How an array is cut, and the key of the slice that every device holds.
+
+  `bounds` are the distinct (start, stop) per dimension. `keys` (sorted) and `devices` (their ids) have
+  one entry per device.
+  """
+
+  bounds: tuple[np.ndarray, ...]
+  keys: np.ndarray
+  devices: np.ndarray
+
+  @property
+  def counts(self) -> list[int]:
+    """How many pieces every dimension is cut into."""
+    return [len(bound) for bound in self.bounds]
+
+  @property
+  def slices(self) -> tuple[Slice, ...]:
+    """Every distinct slice once, in row-major order, empty ones included."""
+    keys, starts = np.unique(self.keys, return_index=True)
+    ids = self.devices.tolist()
+    runs = itertools.pairwise([*starts.tolist(), len(ids)])
+    return tuple(Slice(at, tuple(ids[start:stop])) for at, (start, stop) in zip(self.ranges(keys), runs))
+
+  def ranges(self, keys: np.ndarray) -> list[Ranges]:
+    """The (start, stop) per dimension of every key."""
+    positions = positions_of(keys, self.counts)
+    dims = [map(tuple, bound[at].tolist()) for bound, at in zip(self.bounds, positions)]
+    return list(zip(*dims)) if dims else [()] * len(keys)
+
+  def held_by(self, key: int) -> np.ndarray:
+    """The ids of the devices that hold one slice, in order."""
+    start, stop = np.searchsorted(self.keys, [key, key + 1])
+    return self.devices[start:stop]
+
+
+def cut_by_axes(mesh: MeshLike, axes: Sequence[tuple[str, ...]], shape: Sequence[int]) -> Pieces:
+  """The pieces of an array whose dimensions are sharded over these mesh axes.
+
+  Args:
+    mesh: concrete or abstract; an abstract one's devices are numbered in its row-major order.
+    axes: per dimension, the mesh axes that it is sharded over, outermost first.
+    shape: of the array. Sizes need not be divisible: pieces are rounded up, as JAX does it, so that the
+      last ones are smaller, or empty. All empty pieces of a dimension are one.
+
+  Example:
+    >>> cut_by_axes(abstract_mesh({'data': 2, 'model': 2}), [('data',)], (3,)).slices
+    (Slice(ranges=((0, 2),), devices=(0, 1)), Slice(ranges=((2, 3),), devices=(2, 3)))
+  """
+  sizes = axis_sizes(mesh)
+  devices = np.arange(math.prod(sizes.values()))
+  coordinates = dict(zip(sizes, positions_of(devices, list(sizes.values()))))
+  bounds, positions = [], []
+  for size, names in zip(shape, axes):
+    parts = [sizes[axis] for axis in names]
+    bounds.append(_bounds(size, math.prod(parts)))
+    part = number_of([coordinates[axis] for axis in names], parts)
+    positions.append(np.minimum(part, len(bounds[-1]) - 1))  # all empty pieces are the last
+  if not isinstance(mesh, AbstractMesh):
+    devices = np.array([device.id for device in mesh.devices.flat])
+  return _pieces(bounds, positions, devices)
+
+
+def cut_by_indices(indices: Mapping[Any, Sequence[slice]], shape: Sequence[int]) -> Pieces:
+  """The pieces that each device is said to hold.
+
+  Args:
+    indices: per device, a slice of every dimension, as `Sharding.devices_indices_map` gives them.
+    shape: of the array.
+  """
+  devices = np.array([device.id for device in indices])
+  ranges = [[at.indices(size)[:2] for at, size in zip(index, shape)] for index in indices.values()]
+  bounds, positions = [], []
+  for dim in zip(*ranges):
+    bound, position = np.unique(np.array(dim), axis=0, return_inverse=True)
+    bounds.append(bound)
+    positions.append(position.reshape(-1))  # numpy 2.0 gives it another shape
+  return _pieces(bounds, positions, devices)
+
+
+def positions_of(numbers: Any, sizes: Sequence[int]) -> list[Any]:
+  """The row-major coordinates of `numbers`: `np.unravel_index`, also for no dimensions.
+
+  Example:
+    >>> positions_of(7, (2, 4))
+    [1, 3]
+  """
+  strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+  return [numbers // stride % size for stride, size in zip(strides, sizes)]
+
+
+def number_of(positions: Sequence[Any], sizes: Sequence[int]) -> Any:
+  """The row-major number of some coordinates: `np.ravel_multi_index`, also for no dimensions.
+
+  Example:
+    >>> number_of([1, 3], (2, 4))
+    7
+  """
+  number = 0
+  for position, size in zip(positions, sizes):
+    number = number * size + position
+  return number
+
+
+def _pieces(bounds: Sequence[np.ndarray], positions: Sequence[Any], devices: np.ndarray) -> Pieces:
+  """From the piece that every device holds, per dimension."""
+  keys = np.full(len(devices), number_of(positions, [len(bound) for bound in bounds]))
+  order = np.lexsort((devices, keys))
+  return Pieces(tuple(bounds), keys[order], devices[order])
+
+
+def _bounds(size: int, parts: int) -> np.ndarray:
+  """(start, stop) of the distinct pieces of a dimension: JAX rounds their size up.
+
+  Example:
+    >>> _bounds(5, 4).tolist()
+    [[0, 2], [2, 4], [4, 5], [5, 5]]
+  """
+  starts = np.arange(parts + 1) * -(-size // parts)
+  ends = np.minimum(starts, size)
+  return np.unique(np.stack([ends[:-1], ends[1:]], axis=1), axis=0)

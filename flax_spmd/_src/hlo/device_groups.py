@@ -1,0 +1,198 @@
+"""Groups: which devices talk to each other in a collective, and over which axes of the mesh.
+
+HLO writes them in four ways, all of which are numbers of devices in the mesh's row-major order:
+
+    replica_groups={{0,1},{2,3}}                         lists
+    replica_groups=[2,4]<=[4,2]T(1,0)                    iota: 0..7 as 4x2, transposed, as 2 groups of 4
+    replica_groups=mesh['a'=2,'b'=4] {'b'}               axes of a mesh, that XLA names as it likes
+    source_target_pairs={{0,1},{1,0}}                    pairs: a group is what they connect
+
+Groups are an array with one row per group, and -1 where a group has fewer devices than others. The
+names of the axes are the mesh's own; they are read off the numbers, whatever the text calls them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from flax_spmd._src.draw.slices import positions_of
+
+_IOTA = re.compile(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?')
+_MESH = re.compile(r'mesh\[([^\]]*)\](.*?)\{([^{}]*)\}')
+_RESHAPED = re.compile(r'\[([\d,]+)\](?:T\(([\d,]+)\))?')
+_AXIS = re.compile(r"['\"]?([^'\",:=]+)['\"]?(?::\((\d+)\)(\d+)|=(\d+))?")
+_LIST = re.compile(r'\{([\d,\s]*)\}')
+
+
+@functools.lru_cache(maxsize=512)
+def read_groups(text: str, devices: int) -> np.ndarray:
+  """The groups that a `replica_groups` attribute means.
+
+  Args:
+    text: of the attribute, in any of its forms; empty (or `{}`) is one group of all.
+    devices: how many there are.
+
+  Returns:
+    Numbers of devices, [groups, size].
+
+  Example:
+    >>> read_groups('[2,4]<=[4,2]T(1,0)', 8).tolist()
+    [[0, 2, 4, 6], [1, 3, 5, 7]]
+    >>> read_groups("mesh['x'=2,'y'=4] {'x'}", 8).tolist()
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+  """
+  if found := _MESH.search(text):
+    return _by_axes(found[1], found[2], found[3])
+  if found := _IOTA.search(text):
+    return _iota(found[2], found[3]).reshape(_numbers(found[1]))
+  groups = [_numbers(group) for group in _LIST.findall(text) if group.strip()]
+  return _padded(groups) if groups else np.arange(devices)[None]
+
+
+@functools.lru_cache(maxsize=512)
+def read_pairs(text: str) -> np.ndarray:
+  """The (source, target) pairs of a `source_target_pairs` attribute, [pairs, 2]; those to oneself are left out.
+
+  Example:
+    >>> read_pairs('{{0,1},{1,0},{2,2}}').tolist()
+    [[0, 1], [1, 0]]
+  """
+  pairs = np.array([_numbers(pair) for pair in _LIST.findall(text)], int).reshape(-1, 2)
+  return pairs[pairs[:, 0] != pairs[:, 1]]
+
+
+def connected(pairs: np.ndarray) -> np.ndarray:
+  """The groups of devices that pairs connect: of a ring over an axis, all along it.
+
+  Example:
+    >>> connected(np.array([[0, 2], [2, 4], [1, 3]])).tolist()
+    [[0, 2, 4], [1, 3, -1]]
+  """
+  leader: dict[int, int] = {}
+
+  def find(device: int) -> int:
+    while leader.setdefault(device, device) != device:
+      leader[device] = leader[leader[device]]
+      device = leader[device]
+    return device
+
+  for source, target in pairs.tolist():
+    first, second = sorted((find(source), find(target)))
+    leader[second] = first
+  groups: dict[int, list[int]] = {}
+  for device in sorted(leader):
+    groups.setdefault(find(device), []).append(device)
+  return _padded(list(groups.values()))
+
+
+def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes that groups go over.
+
+  Args:
+    groups: [groups, size], as `read_groups` gives them.
+    mesh: size per axis, in order.
+
+  Returns:
+    Names of axes; `'model[2/4]'` where a group has 2 of the 4 along an axis. Empty if every group is one
+    device, or if the groups are no parts of the mesh along its axes (diagonals, or another mesh's).
+
+  Example:
+    >>> axes_of(read_groups('{{0,1},{2,3},{4,5},{6,7}}', 8), {'data': 2, 'model': 4})
+    ('model[2/4]',)
+  """
+  sizes = list(mesh.values())
+  if groups.size == 0 or int(groups.min()) < 0 or int(groups.max()) >= math.prod(sizes):
+    return ()
+  counts = []
+  for positions in positions_of(groups, sizes):
+    per_group = 1 + np.count_nonzero(np.diff(np.sort(positions, axis=1), axis=1), axis=1)
+    if (per_group != per_group[0]).any():
+      return ()
+    counts.append(int(per_group[0]))
+  if math.prod(counts) != groups.shape[1]:
+    return ()
+  return tuple(_named(axis, count, mesh[axis]) for axis, count in zip(mesh, counts) if count > 1)
+
+
+def axes_of_pairs(pairs: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes that pairs go over: those of what they connect, or else all along which some pair moves.
+
+  Example:
+    >>> axes_of_pairs(read_pairs('{{0,1},{1,2},{2,3},{3,0}}'), {'data': 2, 'model': 4})
+    ('model',)
+  """
+  if pairs.size == 0 or int(pairs.max()) >= math.prod(mesh.values()):
+    return ()
+  moved = [(at[:, 0] != at[:, 1]).any() for at in positions_of(pairs, list(mesh.values()))]
+  return axes_of(connected(pairs), mesh) or tuple(axis for axis, moves in zip(mesh, moved) if moves)
+
+
+def _named(axis: str, count: int, size: int) -> str:
+  """An axis, and how much of it if it is a part."""
+  return axis if count == size else f'{axis}[{count}/{size}]'
+
+
+def _by_axes(sizes: str, order: str, over: str) -> np.ndarray:
+  """The groups along some axes of a mesh that the text describes, or along parts of them.
+
+  `'b':(2)4` is the part of axis b that has size 4 and lies inside of a part of size 2.
+  """
+  mesh = {found[1]: int(found[4]) for found in _AXIS.finditer(sizes)}
+  devices = _device_order(order, math.prod(mesh.values()))
+  parts = [_part(found, mesh) for found in _AXIS.finditer(over)]
+  cuts = {axis: sorted({1, size, *_edges(parts, axis)}) for axis, size in mesh.items()}
+  # Every axis is cut at all edges of its parts; what is between two edges is in the group or is not.
+  pieces = [(axis, low, high) for axis, edges in cuts.items() for low, high in itertools.pairwise(edges)]
+  inside = [
+    any(axis == name and a <= low and high <= b for name, a, b in parts) for axis, low, high in pieces
+  ]
+  shaped = devices.reshape([high // low for _, low, high in pieces])
+  front = [dim for dim, chosen in enumerate(inside) if not chosen]
+  back = [dim for dim, chosen in enumerate(inside) if chosen]
+  size = math.prod(shaped.shape[dim] for dim in back)
+  return shaped.transpose(front + back).reshape(-1, size)
+
+
+def _part(found: re.Match[str], mesh: Mapping[str, int]) -> tuple[str, int, int]:
+  """An axis and the edges of its part: the sizes before and behind it, from the outside."""
+  before = int(found[2] or 1)
+  return found[1], before, before * int(found[3] or mesh[found[1]])
+
+
+def _edges(parts: Sequence[tuple[str, int, int]], axis: str) -> list[int]:
+  """Where parts of an axis begin and end."""
+  return [edge for name, low, high in parts if name == axis for edge in (low, high)]
+
+
+def _device_order(text: str, devices: int) -> np.ndarray:
+  """The devices of a described mesh, in its order: `device_ids=([2,4]T(1,0))`, a list, or just counted."""
+  if found := _RESHAPED.search(text):
+    return _iota(found[1], found[2]).reshape(-1)
+  listed = re.search(r'\(([\d,\s]+)\)', text)
+  return np.array(_numbers(listed[1])) if listed else np.arange(devices)
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+  """0, 1, 2, ... in a shape, transposed."""
+  sizes = _numbers(shape)
+  counted = np.arange(math.prod(sizes)).reshape(sizes)
+  return counted.transpose(_numbers(order)) if order else counted
+
+
+def _padded(groups: Sequence[Sequence[int]]) -> np.ndarray:
+  """Groups as one array, short ones filled up with -1."""
+  size = max(map(len, groups), default=0)
+  return np.array([[*group, *[-1] * (size - len(group))] for group in groups], int).reshape(
+    len(groups), size
+  )
+
+
+def _numbers(text: str) -> list[int]:
+  """`1,2` as numbers."""
+  return [int(number) for number in text.split(',') if number.strip()]

@@ -1,0 +1,471 @@
+"""Boxes: arrays that carry the names of their dimensions.
+
+A Linen initializer returns a box instead of a bare array; the box travels through `init`, through
+`nn.scan` and `nn.vmap` (which add and remove axes, and their names with them), through optimizers
+and checkpoints. Whoever lays the array out reads the names.
+
+    kernel = self.param('kernel', with_logical_partitioning(init, ('embed', 'mlp')), (8, 16))
+
+`Partitioned` names mesh axes, `LogicallyPartitioned` names logical axes. Both have Flax's names,
+signatures and results, and pass Flax's own `isinstance` tests. The invariant: *names are static,
+the value is the only leaf*, at the pytree path `.value`.
+
+A box is flattened and rebuilt at every step of training, so it is made for that: one interned
+metadata object (compared by identity), and a flatten function that runs in C.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import serialization
+from flax.core import meta
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_spmd._src import compat
+from flax_spmd._src.active_layout import in_force
+from flax_spmd._src.constraints import constrain, mesh_for_constraints, resolve_for_constraint
+from flax_spmd._src.mesh import MeshLike, axis_sizes
+from flax_spmd._src.rules.decisions import Names, Policies, resolve_axes
+from flax_spmd._src.rules.table import Rules
+from flax_spmd.errors import LayoutError, MeshAxisError, RulesError, raise_problems
+
+PARTITION_NAME = meta.PARTITION_NAME
+
+AxisMetadata = meta.AxisMetadata
+
+
+if TYPE_CHECKING:
+  _Base = AxisMetadata[Any]
+else:
+  _Base = object  # a box is an AxisMetadata by registration: inheriting would give each a dictionary
+
+
+class Static:
+  """A box's static part. Interned: equal ones are one object, so comparing costs nothing."""
+
+  __slots__ = ('__weakref__', 'logical', 'mesh', 'names', 'rules')
+  _interned: ClassVar[weakref.WeakValueDictionary[Any, Static]] = weakref.WeakValueDictionary()
+
+  names: Any
+  logical: bool
+  mesh: MeshLike | None
+  rules: Rules | None
+
+  def __new__(cls, names: Any, logical: bool, mesh: MeshLike | None = None, rules: Rules | None = None):
+    """The one object with this content."""
+    key = (names, logical, mesh, rules)
+    found = cls._interned.get(key)
+    if found is None:
+      found = super().__new__(cls)
+      found.names, found.logical, found.mesh, found.rules = key
+      found = cls._interned.setdefault(key, found)
+    return found
+
+  def __repr__(self) -> str:
+    return repr(self.names)
+
+
+class Partitioned(_Base):
+  """A value and the mesh axes that its dimensions lie over.
+
+  Args:
+    value: an array (or a tree, or whatever stands for one: a ShapeDtypeStruct, a sharding).
+    names: a mesh axis, a tuple of them, or None per dimension.
+    mesh: the mesh to constrain to; default: the one in force when the box is opened. Boxes with
+      different meshes are different types of pytree, so leave it out where you can.
+
+  Example:
+    >>> box = Partitioned(jnp.ones((8, 16)), ('data', None))
+    >>> box
+    Partitioned(float32[8,16], names=('data', None))
+    >>> box.get_partition_spec()
+    P('data', None)
+  """
+
+  __slots__ = ('_pair',)
+
+  def __init__(self, value: Any, names: Names, mesh: MeshLike | None = None):
+    if type(value) is Static:  # from unflattening, which happens to every box at every step
+      self._pair = (names, value)
+    else:
+      self._pair = ((value,), Static(_canonical(names), False, mesh))
+
+  if not TYPE_CHECKING:  # pyright knows `__dict__` as final
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+      """The fields, for `vars(box)`, by which `nnx.bridge` reads a box."""
+      return self._fields()
+
+  @property
+  def static(self) -> Static:
+    """Everything but the value; one object for all boxes with the same names."""
+    return self._pair[1]
+
+  @property
+  def value(self) -> Any:
+    """The boxed value."""
+    return self._pair[0][0]
+
+  @property
+  def names(self) -> Any:
+    """One name per dimension."""
+    return self.static.names
+
+  @property
+  def mesh(self) -> MeshLike | None:
+    """The box's own mesh, if it was given one."""
+    return self.static.mesh
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The value's shape."""
+    return self.value.shape
+
+  @property
+  def ndim(self) -> int:
+    """The value's rank."""
+    return len(self.value.shape)
+
+  @property
+  def dtype(self) -> Any:
+    """The value's dtype."""
+    return self.value.dtype
+
+  @property
+  def size(self) -> int:
+    """The number of the value's elements."""
+    return self.value.size
+
+  def unbox(self, apply_constraint: bool = True) -> Any:
+    """The value; inside a program, constrained to lie as its names say.
+
+    Nothing is constrained where there is no mesh, for values that are no traced arrays, and where
+    the number of names is not the value's rank (fused layers initialise their kernels flat).
+    """
+    if not apply_constraint or not isinstance(self.value, Tracer) or not self._fits():
+      return self.value
+    mesh = mesh_for_constraints(self.mesh)
+    spec = None if mesh is None else self._spec_on(mesh)
+    return self.value if spec is None else constrain(self.value, spec, mesh)
+
+  def replace_boxed(self, val: Any) -> Self:
+    """A box with the same names around another value."""
+    return type(self)(self.static, (val,))
+
+  def replace(self, **changes: Any) -> Self:
+    """A box with some of `value`, `names`, `mesh` (and `rules`) changed."""
+    return type(self)(**{**self._fields(), **changes})
+
+  def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    """The box after a transformation stacked its value along dimension `index`.
+
+    The new dimension's name is `params[PARTITION_NAME]`; without it, None, and a warning.
+    """
+    name = self._partition_name(params)
+    names = list(self.names)
+    index = self._dimension(index, len(names) + 1)
+    names += [None] * (index - len(names))
+    names.insert(index, name)
+    return self.replace(names=tuple(names))
+
+  def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    """The box before a transformation stacks its value along dimension `index`.
+
+    Raises:
+      LayoutError: there is no such dimension, or it has another name than the transformation's.
+    """
+    name = self._partition_name(params, warn=False)
+    names = list(self.names)
+    index = self._dimension(index, len(names))
+    if index >= len(names) or names[index] != name:
+      found = f'is {names[index]!r}' if index < len(names) else 'does not exist'
+      raise LayoutError(
+        f'{self!r} in {compat.current_module() or "no module"}: a transformation removes '
+        f'dimension {index}, named {name!r} by its metadata_params, but that dimension {found}.\n'
+        f'Fix: give the transformation the axis and the {PARTITION_NAME!r} that the variables were '
+        'initialised with.'
+      )
+    del names[index]
+    return self.replace(names=tuple(names))
+
+  def get_partition_spec(self) -> PartitionSpec:
+    """The names as a PartitionSpec."""
+    return PartitionSpec(*self.names)
+
+  def get_sharding(self, mesh: MeshLike) -> NamedSharding:
+    """The sharding of the value on `mesh`."""
+    return NamedSharding(mesh, self.get_partition_spec())
+
+  def to_nnx_metadata(self) -> dict[str, Any]:
+    """The fields under the names that `nnx.Variable` has for them; the box stays as it is."""
+    fields = self._fields()
+    return {'out_sharding': fields.pop('names'), **fields}
+
+  @classmethod
+  def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+    """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
+    return cls(metadata['value'], metadata['out_sharding'], metadata.get('mesh'))
+
+  def _fields(self) -> dict[str, Any]:
+    return {'value': self.value, 'names': self.names, 'mesh': self.mesh}
+
+  def _fits(self) -> bool:
+    return not isinstance(self.names, str) and len(self.names) == len(self.value.shape)
+
+  def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
+    """Where the value goes on `mesh`; None: nothing says so.
+
+    Under a layout, names that the mesh cannot follow are its plan's to report, with their path.
+    """
+    if in_force().mesh is not None:
+      lenient = Policies(indivisible='replicate')
+      if resolve_axes(self.names, self.value.shape, axis_sizes(mesh), lenient).problems:
+        return None
+    return self.get_partition_spec()
+
+  def _dimension(self, index: int, rank: int) -> int:
+    """`index` counted from the front; the value's rank decides, where it has one."""
+    if index >= 0:
+      return index
+    if hasattr(self.value, 'shape'):
+      rank = max(rank, len(self.value.shape))
+    if index + rank < 0:
+      raise LayoutError(
+        f'{self!r} in {compat.current_module() or "no module"}: axis {index} of a transformation does '
+        f'not exist, the rank is {rank}.\n'
+        f'Fix: use an axis from {-rank} to {rank - 1} in variable_axes.'
+      )
+    return index + rank
+
+  def _partition_name(self, params: Mapping[Any, Any], warn: bool = True) -> Any:
+    if warn and PARTITION_NAME not in params:
+      warnings.warn(
+        f'{self!r} in {compat.current_module() or "no module"}: a transformation adds an '
+        'axis without a name. It is None (replicated); name it with '
+        f'metadata_params={{nn.PARTITION_NAME: ...}}.',
+        stacklevel=2,
+      )
+    return params.get(PARTITION_NAME)
+
+  def __eq__(self, other: object) -> bool:
+    if self is other:
+      return True
+    if not isinstance(other, Partitioned) or type(self) is not type(other):
+      return NotImplemented
+    return self.static is other.static and _same_value(self.value, other.value)
+
+  def __hash__(self) -> int:
+    return hash((type(self), self.static))
+
+  def __repr__(self) -> str:
+    fields = {'names': self.names, 'mesh': self.mesh, 'rules': self.static.rules}
+    shown = [f'{key}={value!r}' for key, value in fields.items() if value is not None]
+    return f'{type(self).__name__}({", ".join([_short(self.value), *shown])})'
+
+  def __copy__(self) -> Self:
+    return self
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    return self.replace_boxed(copy.deepcopy(self.value, memo))
+
+  def __reduce__(self):
+    # Devices can't travel: a box that was pickled takes the mesh in force where it is opened.
+    return _unpickle, (type(self), self._fields() | {'mesh': None})
+
+
+class LogicallyPartitioned(Partitioned):
+  """A value and the logical names of its dimensions.
+
+  Args:
+    value: an array (or a tree, or whatever stands for one).
+    names: a logical name, or None, per dimension.
+    mesh: the mesh to constrain to; default: the one in force when the box is opened.
+    rules: the rules to follow; default: those in force when the box is opened.
+
+  Example:
+    >>> LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp'))
+    LogicallyPartitioned(float32[8,16], names=('embed', 'mlp'))
+  """
+
+  __slots__ = ()
+
+  def __init__(self, value: Any, names: Names, mesh: MeshLike | None = None, rules: Any = None):
+    if type(value) is Static:
+      self._pair = (names, value)
+    else:
+      own_rules = None if rules is None else _of_names_only(Rules.of(rules))
+      self._pair = ((value,), Static(_canonical(names), True, mesh, own_rules))
+
+  @property
+  def rules(self) -> Rules | None:
+    """The box's own rules, if it was given some."""
+    return self.static.rules
+
+  def get_sharding(self, mesh: MeshLike) -> NamedSharding:
+    """The sharding of the value on `mesh`, by the box's rules or those in force.
+
+    Raises:
+      UnmatchedNameError, ConflictError: as the table's policies say.
+    """
+    rules = in_force().rules if self.rules is None else self.rules
+    return NamedSharding(mesh, rules.spec(self.names) or PartitionSpec())
+
+  @classmethod
+  def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+    """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
+    return cls(
+      metadata['value'],
+      metadata['out_sharding'],
+      metadata.get('mesh'),
+      metadata.get('sharding_rules'),
+    )
+
+  def to_nnx_metadata(self) -> dict[str, Any]:
+    """The fields under the names that `nnx.Variable` has for them; the box stays as it is."""
+    described = super().to_nnx_metadata()
+    rules = described.pop('rules')
+    return {**described, 'sharding_rules': None if rules is None else rules.pairs}
+
+  def _fields(self) -> dict[str, Any]:
+    return {**super()._fields(), 'rules': self.rules}
+
+  def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
+    rules = in_force(tracing=True).rules if self.rules is None else self.rules
+    if not rules.pairs:
+      return None
+    found = resolve_for_constraint(rules, self.names, self.value.shape, mesh)
+    raise_problems([problem for problem in found.problems if problem.kind is MeshAxisError])
+    return found.spec
+
+
+def _of_names_only(rules: Rules) -> Rules:
+  if len(rules.pairs) < len(rules):
+    raise RulesError(
+      f'A box has {rules!r}, but only rules for logical names can be in a box.\n'
+      'Fix: put rules for paths, fsdp(...) and policies into the table of the layout.'
+    )
+  return rules
+
+
+def with_partitioning(
+  fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None
+) -> Callable[..., Partitioned]:
+  """An initializer that boxes what `fn` returns, naming the mesh axes of its dimensions.
+
+  Args:
+    fn: an initializer.
+    names: a mesh axis, a tuple of them, or None per dimension.
+    mesh: see `Partitioned`.
+
+  Example:
+    >>> init = with_partitioning(nn.initializers.ones, (None, 'model'))
+    >>> init(jax.random.key(0), (8, 16))
+    Partitioned(float32[8,16], names=(None, 'model'))
+  """
+
+  @functools.wraps(fn)
+  def boxed(*args, **kwargs):
+    return Partitioned(fn(*args, **kwargs), names, mesh)
+
+  return boxed
+
+
+def with_logical_partitioning(
+  fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None, rules: Any = None
+) -> Callable[..., LogicallyPartitioned]:
+  """An initializer that boxes what `fn` returns, giving its dimensions logical names.
+
+  Args:
+    fn: an initializer.
+    names: a logical name, or None, per dimension.
+    mesh, rules: see `LogicallyPartitioned`.
+
+  Example:
+    >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'mlp'))
+    >>> init(jax.random.key(0), (8, 16))
+    LogicallyPartitioned(float32[8,16], names=('embed', 'mlp'))
+  """
+
+  @functools.wraps(fn)
+  def boxed(*args, **kwargs):
+    return LogicallyPartitioned(fn(*args, **kwargs), names, mesh, rules)
+
+  return boxed
+
+
+def _unpickle(cls: type[Partitioned], fields: dict[str, Any]) -> Partitioned:
+  return cls(**fields)
+
+
+_VALUE = jax.tree_util.GetAttrKey('value')
+
+
+def _register(cls: type[Partitioned], flax_cls: type) -> None:
+  """Makes `cls` a pytree, serialisable by Flax, and an instance of Flax's own box type.
+
+  A box holds its children and its static part as the very pair that flattening returns, so taking it
+  apart runs in C, and putting it together is one call of the class.
+  """
+  jax.tree_util.register_pytree_with_keys(
+    cls,
+    lambda box: (((_VALUE, box._pair[0][0]),), box._pair[1]),
+    cast(Any, cls),
+    operator.attrgetter('_pair'),
+  )
+  serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict)
+  flax_cls.register(cls)
+
+
+def _to_state_dict(box: Partitioned) -> dict[str, Any]:
+  return {'value': serialization.to_state_dict(box.value)}
+
+
+def _from_state_dict(box: Partitioned, state: Any) -> Any:
+  """Reads what was saved boxed, and what was saved without boxes as well."""
+  value: Any = state['value'] if isinstance(state, Mapping) and set(state) == {'value'} else state
+  return box.replace_boxed(serialization.from_state_dict(box.value, value, name='value'))
+
+
+_register(Partitioned, nn.Partitioned)
+_register(LogicallyPartitioned, nn.LogicallyPartitioned)
+
+
+def _canonical(names: Any) -> Any:
+  """Names as a tuple; a bare string stays one, to be refused where the path is known."""
+  if isinstance(names, str):
+    return names
+  return tuple(tuple(n) if isinstance(n, list) else n for n in names)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+  """Equal leaves in equal trees; arrays by content, traced ones by identity."""
+  leaves_a, tree_a = jax.tree.flatten(a)
+  leaves_b, tree_b = jax.tree.flatten(b)
+  return tree_a == tree_b and all(map(_same_leaf, leaves_a, leaves_b))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+  if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
+    return a is b
+  if isinstance(a, (jax.Array, np.ndarray)) and isinstance(b, (jax.Array, np.ndarray)):
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+  return bool(a == b)
+
+
+def _short(value: Any) -> str:
+  """`float32[8,16]` for arrays and what stands for them; the repr of anything else."""
+  if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
+    return repr(value)
+  return f'{value.dtype}[{",".join(map(str, value.shape))}]'

@@ -1,0 +1,153 @@
+"""Timelines: the tasks of a schedule over time, for the terminal and as SVG.
+
+    print(schedule.draw(8))                            # rows of characters; long ones in several bands
+    Path('1f1b.svg').write_text(schedule.draw(8).svg)
+
+Every character stands for the same time. A cell begins with a stroke and has the name of its task, if
+there is room; an empty one is a bubble. Cells of one fused task have no stroke between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flax_spmd._src.pipeline.schedules.simulation import Simulation
+from flax_spmd._src.pipeline.schedules.timeline_cells import Cell, cells_of, heading, ticks
+from flax_spmd._src.pipeline.schedules.timeline_svg import svg_of
+
+if TYPE_CHECKING:
+  from rich.text import Text
+
+_WIDTH = 100  # characters
+_BANDS = 16  # of a picture whose names all fit; a longer one goes without some of them
+
+
+class Piece(NamedTuple):
+  """Some characters of a line, on a colour of their own if they are of a task."""
+
+  text: str
+  colour: str = ''
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Timeline:
+  """Tasks over time: `str` gives text, notebooks show SVG, `rich` prints in colour.
+
+  Attributes:
+    simulation: what is drawn.
+
+  Example:
+    >>> print(pipeline.GPipe(ranks=2).draw(2))
+    GPipe(ranks=2) with 2 microbatches: makespan 9, bubble 33.3%, live 2 2
+    F: forward, B: backward; F2 is of microbatch 2
+           0              5
+    rank 0 │F0│F1│     │B0   │B1   │
+    rank 1 │  │F0│F1│B0   │B1   │  │
+  """
+
+  simulation: Simulation
+
+  def text(self, width: int = _WIDTH) -> str:
+    """The timeline in characters.
+
+    Args:
+      width: in characters; what is longer goes on below.
+    """
+    return '\n'.join(''.join(piece.text for piece in line).rstrip() for line in self._lines(width))
+
+  @functools.cached_property
+  def svg(self) -> str:
+    """The timeline as a document of its own, legible on light and on dark backgrounds."""
+    return svg_of(self.simulation)
+
+  def __repr__(self) -> str:
+    return self.text()
+
+  def _repr_svg_(self) -> str:
+    return self.svg
+
+  def _repr_html_(self) -> str:
+    return f'<div style="overflow-x: auto">{self.svg}</div>'
+
+  def __rich_console__(self, console: Any, options: Any) -> Iterator[Text]:
+    from rich.text import Text  # only who prints pays for rich: 20 ms
+
+    for line in self._lines(options.max_width):
+      text = Text(no_wrap=True, overflow='crop')
+      for piece in line:
+        text.append(piece.text, f'#111111 on {piece.colour}' if piece.colour else '')
+      yield text
+
+  def _lines(self, width: int) -> Iterator[list[Piece]]:
+    for words in heading(self.simulation):
+      yield from ([Piece(line)] for line in textwrap.wrap(words, width, subsequent_indent='  '))
+    rows, makespan = cells_of(self.simulation), self.simulation.makespan
+    margin = len(f'rank {len(rows) - 1} ')
+    scale = _scale(rows, makespan, max(8, width - margin - 1))
+    for number, columns in enumerate(_bands(makespan, scale, max(8, width - margin - 1))):
+      if number:
+        yield [Piece('')]
+      yield from _band(rows, makespan, scale, columns, margin)
+
+
+def _bands(makespan: float, scale: float, columns: int) -> Iterator[range]:
+  """Bands of one length, which is of whole units where possible, so that few cells are cut."""
+  total = round(makespan * scale)
+  unit = int(scale) if 1 <= scale <= columns and scale == int(scale) else 1
+  count = max(1, math.ceil(total / (columns // unit * unit)))
+  length = max(1, math.ceil(total / count / unit) * unit)
+  yield from (range(start, min(start + length, total)) for start in range(0, max(total, 1), length))
+
+
+def _scale(rows: Sequence[Sequence[Cell]], makespan: float, columns: int) -> float:
+  """Characters per unit of time: as many as all names need, if that is not too long."""
+  cells = [cell for row in rows for cell in row if cell.end > cell.start]
+  if not cells:
+    return 0
+  fitting = max((len(cell.name) + (not cell.joined)) / (cell.end - cell.start) for cell in cells)
+  scale = min(fitting, _BANDS * columns / makespan)
+  return math.ceil(scale) if scale > 1 and math.ceil(scale) * makespan <= _BANDS * columns else scale
+
+
+def _band(
+  rows: Sequence[Sequence[Cell]], makespan: float, scale: float, columns: range, margin: int
+) -> Iterator[list[Piece]]:
+  """The times and all ranks, between two columns."""
+  yield [Piece(' ' * margin + _axis(makespan, scale, columns))]
+  for rank, row in enumerate(rows):
+    yield [Piece(f'rank {rank}'.ljust(margin)), *_row(row, scale, columns), Piece('│')]
+
+
+def _axis(makespan: float, scale: float, columns: range) -> str:
+  axis = ''
+  for time in ticks(makespan, 8 / scale if scale else 0):
+    column = round(time * scale)
+    if column in columns and column + len(f'{time:g}') <= columns.stop + 1:
+      axis = axis.ljust(column - columns.start) + f'{time:g}'
+  return axis
+
+
+def _row(row: Sequence[Cell], scale: float, columns: range) -> Iterator[Piece]:
+  """One rank between two columns: its cells, and what is empty."""
+  at = columns.start
+  for cell in row:
+    start, stop = round(cell.start * scale), min(round(cell.end * scale), columns.stop)
+    first = max(start, columns.start)
+    if stop <= first:
+      continue
+    yield from _empty(first - at)
+    at = stop
+    stroke = '' if cell.joined or stop - first == 1 else '│' if start == first else '┆'
+    room = stop - first - len(stroke)
+    name = cell.name if len(cell.name) <= room else cell.name[0]
+    yield from (Piece(stroke), Piece(name.ljust(room), cell.colour))
+  yield from _empty(columns.stop - at)
+
+
+def _empty(columns: int) -> list[Piece]:
+  return [Piece('│'.ljust(columns))] if columns else []

@@ -1,0 +1,51 @@
+"""Text: bytes, seconds, counts and lists as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def size_text(count: float) -> str:
+  """Bytes in binary units, three significant digits.
+
+  Example:
+    >>> size_text(3 * 2**20)
+    '3 MiB'
+  """
+  for unit in ('B', 'KiB', 'MiB', 'GiB'):
+    if count < 1024:
+      return f'{count:.3g} {unit}'
+    count /= 1024
+  return f'{count:.3g} TiB'
+
+
+def time_text(seconds: float) -> str:
+  """`12.3 ms`.
+
+  Example:
+    >>> time_text(0.0123), time_text(4.5e-5)
+    ('12.3 ms', '45 us')
+  """
+  for size, unit in ((1.0, 's'), (1e-3, 'ms')):
+    if seconds >= size:
+      return f'{seconds / size:.3g} {unit}'
+  return f'{seconds / 1e-6:.3g} us'
+
+
+_SHOWN = 8  # lines of one message
+
+
+def few(lines: Sequence[str]) -> str:
+  """Some of the lines, and how many more there are.
+
+  Example:
+    >>> print(few([f'  w{i}' for i in range(10)]).splitlines()[-1])
+      … and 2 more
+  """
+  more = [f'  … and {len(lines) - _SHOWN} more'] if len(lines) > _SHOWN else []
+  return '\n'.join([*lines[:_SHOWN], *more])
+
+
+def plural(count: int, noun: str) -> str:
+  """`1 device`, `2 devices`."""
+  return f'{count} {noun}{"" if count == 1 else "s"}'
