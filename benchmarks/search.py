@@ -47,8 +47,7 @@ from flax_spmd._src.search.starts import seeds
 from flax_spmd._src.search.trials import seconds
 from flax_spmd._src.search.user_constraints import wishes_of
 from flax_spmd.errors import LayoutError, TargetDeviceError
-from flax_spmd.estimate import Estimator
-from flax_spmd.explore import Outcome, compare, parse
+from flax_spmd.explore import Estimator, Outcome, compare, parse
 
 TARGET = 'h100:64'
 MODEL = Config(

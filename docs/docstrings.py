@@ -54,7 +54,7 @@ def _targets() -> dict[str, str]:
   for module in MODULES:
     names = [name for name in vars(importlib.import_module(f'flax_spmd.{module}')) if name[0] != '_']
     found |= {f'{module}.{name}': f'flax_spmd.{module}.{name}' for name in names}
-  found |= {'compare': 'flax_spmd.explore.compare', 'search': 'flax_spmd.searching.search'}
+  found |= {'compare': 'flax_spmd.explore.compare', 'search': 'flax_spmd.explore.search'}
   methods = [name for name in vars(package.Layout) if name[0] != '_']
   found |= {
     f'{layout}.{name}': f'flax_spmd.Layout.{name}' for layout in ('Layout', 'layout') for name in methods

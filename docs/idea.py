@@ -19,7 +19,7 @@ import jax
 import flax_spmd as spmd
 from flax_spmd._src.draw.text_picture import colour
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.plan.planner import Row
+from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.decisions import axis_names
 
 HERE = Path(__file__).resolve().parent

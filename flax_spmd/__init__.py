@@ -62,22 +62,31 @@ __version__ = '0.1.0'
 
 if typing.TYPE_CHECKING:
   from flax_spmd import checkpoint as checkpoint
-  from flax_spmd import estimate as estimate
   from flax_spmd import explore as explore
   from flax_spmd import pipeline as pipeline
-  from flax_spmd import searching as searching
   from flax_spmd import testing as testing
   from flax_spmd._src.compare.compare import compare as compare
   from flax_spmd._src.search.search import search as search
 
-else:
+_LAZY = {
+  'checkpoint': '',
+  'compare': 'explore',
+  'explore': '',
+  'pipeline': '',
+  'search': 'explore',
+  'testing': '',
+}  # imported at first use, from the facade: Orbax alone takes 0.3 s
 
-  def __getattr__(name: str):
-    """What few programs use is imported when it is first asked for: Orbax alone takes 0.3 s."""
-    if name in ('checkpoint', 'estimate', 'explore', 'pipeline', 'searching', 'testing'):
-      return importlib.import_module(f'flax_spmd.{name}')
-    if name == 'compare':
-      return importlib.import_module('flax_spmd.explore').compare
-    if name == 'search':
-      return importlib.import_module('flax_spmd.searching').search
+
+def __getattr__(name: str) -> object:
+  if name not in _LAZY:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  module = importlib.import_module(f'flax_spmd.{_LAZY[name] or name}')
+  return getattr(module, name) if _LAZY[name] else module
+
+
+_PUBLIC = sorted({name for name in globals() if name[0] != '_'} - {'importlib', 'typing'} | _LAZY.keys())
+
+
+def __dir__() -> list[str]:
+  return _PUBLIC

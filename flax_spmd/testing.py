@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_spmd._src.layout import Layout
-from flax_spmd._src.plan.planner import Row
+from flax_spmd._src.plan.rows import Row
 
 UPDATE = 'FLAX_SPMD_UPDATE'
 

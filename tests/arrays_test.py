@@ -20,8 +20,8 @@ import flax_spmd as spmd
 from flax_spmd import errors
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.rules.array_resolver import ArrayResolver, resolver_of
-from flax_spmd._src.rules.clauses import PathMatcher, plain_text
 from flax_spmd._src.rules.decisions import axis_names
+from flax_spmd._src.rules.path_patterns import PathMatcher, plain_text
 from tests import strategies
 
 U = P.UNCONSTRAINED

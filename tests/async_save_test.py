@@ -180,7 +180,7 @@ def test_a_timeout_hides_no_error(tmp_path, layout, monkeypatch):
 
 def test_the_path_is_busy_meanwhile(tmp_path, layout, monkeypatch):
   code = f"""
-    from flax_spmd.checkpoint.folders import Claim, as_path
+    from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
     try:
       Claim(as_path({str(tmp_path / 'a')!r}), overwrite=True)
     except Exception as error:

@@ -377,7 +377,7 @@ def test_a_step_that_was_jitted_already(kind):
     lambda: spmd.compare(step, create, x, {'other': other}, 'cpu:8'),
     lambda: spmd.compare(step, create, x, {'staged': staged}, 'cpu:8'),
     lambda: spmd.compare(step, create, x, {'pipelined': pipelined}, 'cpu:8'),
-    lambda: spmd.estimate.Estimator(step, create, x),
+    lambda: spmd.explore.Estimator(step, create, x),
     lambda: spmd.search(step, create, x, 'cpu:8'),
   ):
     assert text_of(errors.LayoutError, ask) == expected

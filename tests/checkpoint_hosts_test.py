@@ -203,7 +203,7 @@ def test_one_of_two_processes_is_killed(tmp_path, where):
 
 
 BUSY = """
-from flax_spmd.checkpoint.folders import Claim, as_path
+from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
 tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)))
 """
 

@@ -21,11 +21,11 @@ PUBLIC = (
   'flax_spmd.checkpoint',
   'flax_spmd.cli',
   'flax_spmd.errors',
-  'flax_spmd.estimate',
+  'flax_spmd.explore',
   'flax_spmd.explore',
   'flax_spmd.pipeline',
   'flax_spmd.presets',
-  'flax_spmd.searching',
+  'flax_spmd.explore',
   'flax_spmd.testing',
 )
 

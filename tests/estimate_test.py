@@ -22,8 +22,7 @@ from flax_spmd._src.estimate.mlir.inline import drop_uniform, inline_all
 from flax_spmd._src.estimate.operations import reshaped
 from flax_spmd._src.estimate.resharding import Move, moves, sent, summing, tangled
 from flax_spmd.errors import EstimatorError, LayoutError, TargetDeviceError
-from flax_spmd.estimate import Estimator
-from flax_spmd.explore import compare, parse
+from flax_spmd.explore import Estimator, compare, parse
 
 LAYERS, EMBED, MLP, BATCH = 4, 64, 256, 64
 TARGET = parse('h100:8')
@@ -230,8 +229,8 @@ def test_an_unknown_jaxlib_is_refused(monkeypatch):
 
 def test_bindings_are_imported_after_they_are_known():
   code = (
-    'import sys, flax_spmd.searching, flax_spmd.estimate; '
-    'print("flax_spmd.estimate.bindings.module" in sys.modules)'
+    'import sys, flax_spmd.explore, flax_spmd.explore; '
+    'print("flax_spmd._src.estimate.mlir.module" in sys.modules)'
   )
   said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
   assert said.strip() == 'False'

@@ -42,7 +42,7 @@ def test_a_replacement_that_was_cut_off(tmp_path, moves, monkeypatch):
   if moves:
     path.rename(claim.new.with_suffix('.old'))
   claim._lock.release()
-  monkeypatch.setattr('flax_spmd.checkpoint.folders._SWAP_SECONDS', 0.1)
+  monkeypatch.setattr('flax_spmd._src.checkpoint.storage.folders._SWAP_SECONDS', 0.1)
   wanted = 'new' if moves else 'old'  # once the old one is moved away, the new one is whole and verified
   assert (existing(path) / 'content').read_text() == wanted
   again = Claim(path, overwrite=True)

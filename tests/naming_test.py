@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd._src.names.box_trees import is_axis_metadata
 from flax_spmd._src.names.optimizer_state import below_a_field, guess
-from flax_spmd._src.names.tree_names import path_string, read, unit_places
+from flax_spmd._src.names.tree_names import path_string, read
+from flax_spmd._src.names.unit_paths import unit_places
 from tests import strategies
 
 NAMES = ('embed', 'mlp')

@@ -305,7 +305,7 @@ def run(source):
 def test_rich_is_imported_for_a_bar_only():
   done = run("""
     import sys
-    from flax_spmd.prefetch import prefetch
+    from flax_spmd import prefetch
     print(list(prefetch([1], lambda batch: batch)), 'rich.progress' in sys.modules)
     list(prefetch([1], lambda batch: batch, progress=True))
     print('rich.progress' in sys.modules)
@@ -321,7 +321,7 @@ def test_a_program_ends_that_leaves_a_generator_open(source, progress):
   done = run(f"""
     import itertools, time
     import jax
-    from flax_spmd.prefetch import prefetch
+    from flax_spmd import prefetch
     batches = prefetch({source}, lambda batch: jax.device_put(1), progress={progress})
     print(next(batches))
   """)

@@ -103,7 +103,7 @@ def test_private_names_of_others_are_used_in_compat_only():
 
 
 def test_the_core_imports_nothing_heavy():
-  heavy = {'orbax', 'libtpu', 'scipy.sparse', 'scipy.linalg', 'flax_spmd.pipeline.engine'}
+  heavy = {'orbax', 'libtpu', 'scipy.sparse', 'scipy.linalg', 'flax_spmd._src.pipeline.pipelined'}
   code = (
     'import sys, flax.linen, optax; before = set(sys.modules); import flax_spmd; '
     f'print(sorted(before & {heavy}), sorted(set(sys.modules) & {heavy}))'

@@ -53,7 +53,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
   assert set(wheel.namelist()) == expected | {f'{metadata}/licenses/LICENSE'}
   assert {
     'flax_spmd/py.typed',
-    'flax_spmd/explore/hardware.toml',
+    'flax_spmd/_src/compare/hardware.toml',
     'flax_spmd/explore/page.css',
   } <= expected
 

@@ -14,9 +14,8 @@ from flax_spmd._src.compare.outcome import Memory
 from flax_spmd._src.search import pipelines as staging
 from flax_spmd._src.search import trials
 from flax_spmd.errors import PipelineError, SearchError
-from flax_spmd.explore import Pipeline, compare
+from flax_spmd.explore import Pipeline, compare, search
 from flax_spmd.pipeline import GPipe, OneFOneB, Schedule, ZeroBubbleH1
-from flax_spmd.searching import search
 from tests.compare_pipelines_test import BATCH, OPTIMIZER, TARGET, Model, create, step
 
 UNMARKED = {'marked': (False,)}

@@ -343,7 +343,7 @@ def test_a_budget_larger_than_the_chip():
   )
   wrong(
     """
-    memory='much' is no size.
+    memory='much' is not a size.
     Fix: write bytes, or '14GiB'.
     """,
     memory='much',

@@ -23,8 +23,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.search import trials
 from flax_spmd._src.search.estimate_cache import open_kept
 from flax_spmd.errors import EstimatorError, InfeasibleError, LayoutError, SearchError, TargetDeviceError
-from flax_spmd.explore import Comparison, Outcome
-from flax_spmd.searching import search
+from flax_spmd.explore import Comparison, Outcome, search
 
 SIZES = {'batch': 512, 'embed': 1024, 'mlp': 4096}
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
-from flax_spmd._src.rules.clauses import plain_text
+from flax_spmd._src.rules.path_patterns import plain_text
 
 DATA = spmd.fsdp('data', min_size=1)
 BOTH = {'data': 2, 'model': 4}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
-from flax_spmd._src.plan.planner import Row
+from flax_spmd._src.plan.rows import Row
 
 
 def test_types():
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
   found = spmd.compare(initializer, initializer, 1, {'data': spmd.Layout({'data': 8}, ())}, 'cpu:8')
   assert_type(found, spmd.explore.Comparison)
-  assert_type(spmd.search(initializer, initializer, 1, 'h100:64'), spmd.searching.Found)
+  assert_type(spmd.search(initializer, initializer, 1, 'h100:64'), spmd.explore.Found)
   assert_type(spmd.checkpoint.Manager, type[spmd.checkpoint.Manager])
   assert_type(spmd.pipeline.OneFOneB(4).stages, int)
   missing = spmd.Layot  # pyright: ignore[reportAttributeAccessIssue]

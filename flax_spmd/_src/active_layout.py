@@ -23,6 +23,7 @@ import flax.linen as nn
 import jax
 
 from flax_spmd._src.mesh import MeshLike, describe
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import ContextError, LayoutError
 
@@ -109,6 +110,7 @@ def check_not_jitted(fn: Callable[..., Any], here: InForce) -> None:
     )
 
 
+@set_module('flax_spmd')
 @contextlib.contextmanager
 def logical_axis_rules(rules: Any) -> Iterator[None]:
   """Puts rules in force for a block; the mesh stays what it was.
@@ -128,6 +130,7 @@ def logical_axis_rules(rules: Any) -> Iterator[None]:
     yield
 
 
+@set_module('flax_spmd')
 def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
   """The rules in force, as plain pairs; `()` where there are none.
 
@@ -141,6 +144,7 @@ def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
   return in_force().rules.pairs
 
 
+@set_module('flax_spmd')
 def set_logical_axis_rules(rules: Any) -> None:
   """Puts rules in force from here on, in this thread and task. Prefer the block form.
 

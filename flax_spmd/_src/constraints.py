@@ -27,6 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force
 from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh, describe
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, axis_names
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import (
@@ -39,6 +40,7 @@ from flax_spmd.errors import (
 )
 
 
+@set_module('flax_spmd')
 def constrain(
   x: jax.Array, spec: PartitionSpec | Sequence[Any], mesh: MeshLike | None = None
 ) -> jax.Array:
@@ -84,6 +86,7 @@ def constrain(
   return jax.lax.with_sharding_constraint(x, NamedSharding(found, spec))
 
 
+@set_module('flax_spmd')
 def with_logical_constraint(
   x: Any,
   logical_axis_resources: Any,

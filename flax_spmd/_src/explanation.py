@@ -25,7 +25,9 @@ from flax_spmd._src.draw.drawing import Drawing, draw
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.plan.findings import Findings, find
-from flax_spmd._src.plan.planner import Row, planner_for
+from flax_spmd._src.plan.planner import planner_for
+from flax_spmd._src.plan.rows import Row
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped, axis_names, rule_text
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import LayoutError, did_you_mean
@@ -60,6 +62,7 @@ class Total(NamedTuple):
     )
 
 
+@set_module('flax_spmd')
 class Explanation(NamedTuple):
   """The layout of a tree: `str` gives a table, `rich` prints it in colour.
 
@@ -258,6 +261,7 @@ class Explanation(NamedTuple):
     return '\n'.join([*lines, *(f'- {finding.text}' for finding in self.findings)])
 
 
+@set_module('flax_spmd')
 def explain(layout: Layout, tree: Any) -> Explanation:
   """Where every array of `tree` lies under `layout`, and why.
 

@@ -35,8 +35,10 @@ from flax_spmd._src.multihost import check_same_on_every_process
 from flax_spmd._src.names import box_trees as trees
 from flax_spmd._src.plan import findings as report
 from flax_spmd._src.plan import placement_shardings as placement
-from flax_spmd._src.plan.planner import Planner, Row, leaf_names, planner_for
+from flax_spmd._src.plan.planner import Planner, leaf_names, planner_for
+from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.plan.unboxed_states import Memory
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules import toml_format as toml
 from flax_spmd._src.rules.decisions import rule_text
 from flax_spmd._src.rules.table import Rules
@@ -53,6 +55,7 @@ _ADDRESS = re.compile(' at 0x[0-9a-f]+')  # of a function, which differs between
 _open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blocks', default=())
 
 
+@set_module('flax_spmd')
 class Layout:
   """A mesh and a rule table.
 

@@ -23,11 +23,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import MeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
 
 
+@set_module('flax_spmd')
 def make_mesh(
   axes: Mapping[str, int],
   *,
@@ -87,6 +89,7 @@ def make_mesh(
   )
 
 
+@set_module('flax_spmd')
 def abstract_mesh(
   axes: Mapping[str, int],
   *,

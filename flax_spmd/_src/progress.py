@@ -1,14 +1,19 @@
-"""Progress: how far a search is, and the best so far, in a line of the terminal."""
+"""Progress bars: how far a long command or loop is, in a line of the terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from rich.progress import Progress
 
 
 @contextlib.contextmanager
-def progress(show: bool, total: int, title: str = 'estimating') -> Iterator[Callable[[int, str], None]]:
-  """A bar with the best so far."""
+def progress(show: bool, total: int, title: str) -> Iterator[Callable[[int, str], None]]:
+  """A bar over `total` steps; yields a function that takes the number of finished steps and a remark."""
   if not show or not total:
     yield lambda done, text: None
     return
@@ -19,7 +24,54 @@ def progress(show: bool, total: int, title: str = 'estimating') -> Iterator[Call
   with Progress(*columns) as bars:
     task = bars.add_task(title, total=total)
 
-    def say(done: int, text: str) -> None:
+    def update(done: int, text: str) -> None:
       bars.update(task, completed=done, description=f'{title}: {escape(text)}' if text else None)
 
-    yield say
+    yield update
+
+
+BatchProgress = contextlib.AbstractContextManager[Callable[[], None]]
+
+
+def batch_progress(progress: bool | str | Progress | None, total: int | None) -> BatchProgress:
+  """A context that shows a bar, and gives what moves it on by one."""
+  if progress is None or progress is False:
+    return contextlib.nullcontext(lambda: None)
+  return _shown(progress, total)
+
+
+@contextlib.contextmanager
+def _shown(progress: Any, total: int | None) -> Iterator[Callable[[], None]]:
+  if not isinstance(progress, (bool, str)):
+    yield _task(progress, 'batches', total)
+    return
+  with _own_progress() as bars:
+    yield _task(bars, progress if isinstance(progress, str) else 'batches', total)
+
+
+def _own_progress() -> Progress:
+  from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+  return Progress(
+    TextColumn('{task.description}'),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn('{task.fields[rate]:,.1f}/s'),
+    TimeRemainingColumn(),
+  )
+
+
+def _task(bars: Progress, title: str, total: int | None) -> Callable[[], None]:
+  """A new task on `bars`, and what advances it."""
+  task = bars.add_task(title, total=total, rate=0.0)
+  done, begin = 0, 0.0
+
+  def advance() -> None:
+    nonlocal done, begin
+    if not done:  # the first batch waits for the data to start, the second for compilation
+      begin = time.perf_counter()
+    passed = time.perf_counter() - begin
+    bars.update(task, advance=1, rate=done / passed if passed else 0.0)
+    done += 1
+
+  return advance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -49,3 +50,22 @@ def few(lines: Sequence[str]) -> str:
 def plural(count: int, noun: str) -> str:
   """`1 device`, `2 devices`."""
   return f'{count} {noun}{"" if count == 1 else "s"}'
+
+
+_UNITS = {'': 1, 'B': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30, 'TiB': 2**40}
+
+
+def parse_size(size: int | str) -> int:
+  """Bytes of `'14GiB'`.
+
+  Raises:
+    ValueError: the text is not a size.
+
+  Example:
+    >>> parse_size('14GiB'), parse_size(100)
+    (15032385536, 100)
+  """
+  match = re.fullmatch(r'(\d+(?:\.\d+)?) ?(B|[KMGT]iB)?', str(size))
+  if not match:
+    raise ValueError(f'{size!r} is not a size such as 14GiB')
+  return int(float(match[1]) * _UNITS[match[2] or ''])

@@ -20,8 +20,6 @@ from flax_spmd.errors import FlaxSpmdError, MeshError, RulesError
 if TYPE_CHECKING:
   from flax_spmd._src.layout import Layout
 
-_UNITS = {'': 1, 'B': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30, 'TiB': 2**40}
-
 
 def add_to(commands: Any) -> None:
   """Adds the commands to a parser."""
@@ -84,16 +82,18 @@ def reference(text: str) -> tuple[str, str]:
 
 
 def size(text: str) -> int:
-  """Bytes of `14GiB`.
+  """Bytes of `14GiB`, as an argument of a command.
 
   Example:
     >>> size('14GiB'), size('100')
     (15032385536, 100)
   """
-  found = re.fullmatch(r'([\d.]+) ?(B|[KMGT]iB)?', text)
-  if not found:
-    raise argparse.ArgumentTypeError(f'{text!r} is no size such as 14GiB')
-  return int(float(found[1]) * _UNITS[found[2] or ''])
+  from flax_spmd._src.text import parse_size
+
+  try:
+    return parse_size(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def model_of(reference: tuple[str, str]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _value(text: str) -> Any:
 
 def _search(options: argparse.Namespace) -> int:
   from flax_spmd.errors import InfeasibleError
-  from flax_spmd.searching import search
+  from flax_spmd.explore import search
 
   forbid = dict(options.forbid)
   try:

@@ -20,9 +20,11 @@ from flax_spmd._src.checkpoint.save import save
 from flax_spmd._src.checkpoint.storage.readers import open_source
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, make_mesh
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules import toml_format as toml
 
 
+@set_module('flax_spmd.checkpoint')
 def convert(
   path: str | os.PathLike[str],
   to: str | os.PathLike[str],
@@ -76,6 +78,7 @@ def convert(
   save(to, tree, layout=layout, compress=compress, pack=pack, show=show)
 
 
+@set_module('flax_spmd.checkpoint')
 def recorded_layout(path: str | os.PathLike[str]) -> Layout:
   """The layout that a checkpoint was saved under, on an abstract mesh; where none is recorded, without rules.
 

@@ -13,6 +13,7 @@ from flax_spmd._src.checkpoint.storage import verification as verifying
 from flax_spmd._src.checkpoint.storage.folders import as_path
 from flax_spmd._src.checkpoint.storage.readers import checkpoints_in, open_source, saved_at
 from flax_spmd._src.checkpoint.storage.record import Leaf, Record
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import CheckpointError
 
@@ -88,6 +89,7 @@ def _spec_text(leaf: Leaf) -> str:
   return f'({", ".join(entries)})'
 
 
+@set_module('flax_spmd.checkpoint')
 def show(path: str | os.PathLike[str]) -> Shown:
   """What a checkpoint holds: every leaf with names, shape, dtype, bytes and how it lay when it was saved.
 
@@ -109,6 +111,7 @@ def show(path: str | os.PathLike[str]) -> Shown:
   return Shown(os.fspath(as_path(path)), source.record, saved_at(source.path))
 
 
+@set_module('flax_spmd.checkpoint')
 def ls(root: str | os.PathLike[str]) -> list[Shown]:
   """The checkpoints in a folder, in the order of their names, numbers by value.
 
@@ -143,6 +146,7 @@ def _shown(path: epath.Path) -> Shown:
     return Shown(os.fspath(path), Record(None, {}, {}), None, str(error))
 
 
+@set_module('flax_spmd.checkpoint')
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
   """How two checkpoints differ, a line for each leaf that does; contents by their checksums.
 
@@ -188,6 +192,7 @@ def _changes(one: Leaf, two: Leaf) -> Iterator[str]:
     yield f'lay as {_spec_text(one) or "()"}, then as {_spec_text(two) or "()"}'
 
 
+@set_module('flax_spmd.checkpoint')
 def verify(path: str | os.PathLike[str]) -> list[str]:
   """Reads all of a checkpoint and compares it with its checksums, a gigabyte at a time.
 

@@ -37,6 +37,7 @@ from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.readers import custom_metadata
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointDamagedError,
@@ -59,6 +60,7 @@ class Data(Protocol):
     ...
 
 
+@set_module('flax_spmd.checkpoint')
 class Resumed(NamedTuple):
   """What training goes on with: how many steps are done, and the state after them.
 
@@ -73,6 +75,7 @@ class Resumed(NamedTuple):
   state: Any
 
 
+@set_module('flax_spmd.checkpoint')
 class Manager:
   """The checkpoints of one training run, in the folders `<root>/<step>`.
 

@@ -17,6 +17,7 @@ from flax_spmd._src.checkpoint.matching.routes import Route, Side
 from flax_spmd._src.checkpoint.storage.readers import Source
 from flax_spmd._src.checkpoint.storage.record import Leaf
 from flax_spmd._src.checkpoint.targets import Target
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import CheckpointMismatchError, Problem
 
@@ -24,6 +25,7 @@ _LINES = 40
 _SHOWN = 5
 
 
+@set_module('flax_spmd.checkpoint')
 class Preflight(NamedTuple):
   """What a restore would do; printing it says it.
 

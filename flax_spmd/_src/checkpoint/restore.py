@@ -16,9 +16,11 @@ from flax_spmd._src.checkpoint.storage.byte_progress import Bar
 from flax_spmd._src.checkpoint.storage.readers import Source, open_source
 from flax_spmd._src.checkpoint.targets import Target
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import TargetError
 
 
+@set_module('flax_spmd.checkpoint')
 def restore(
   path: str | os.PathLike[str],
   target: Any = None,
@@ -116,6 +118,7 @@ def restore(
   return wanted.build(leaves)
 
 
+@set_module('flax_spmd.checkpoint')
 def preflight(
   path: str | os.PathLike[str],
   target: Any = None,

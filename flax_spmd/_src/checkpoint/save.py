@@ -16,8 +16,10 @@ from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.readers import OrbaxSource
 from flax_spmd._src.checkpoint.storage.verification import check_same
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.public_module import set_module
 
 
+@set_module('flax_spmd.checkpoint')
 def save(
   path: str | os.PathLike[str],
   state: Any,
@@ -78,6 +80,7 @@ def save(
   saving.result()
 
 
+@set_module('flax_spmd.checkpoint')
 def save_async(
   path: str | os.PathLike[str],
   state: Any,

@@ -9,9 +9,9 @@ Each layout's program is compiled by the target's own compiler, in a process of 
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_spmd._src.compare.comparison import Comparison
@@ -23,9 +23,12 @@ from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.pipeline_lowering import Pipeline, Staged, lower_pipeline
 from flax_spmd._src.compare.pipeline_outcome import outcome_of
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.progress import progress
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
 
 
+@set_module('flax_spmd')
 def compare(
   step: Callable[..., Any],
   create: Callable[..., Any],
@@ -90,9 +93,12 @@ def compare(
   rows, failed = _lowered(named, aim, step, create, batch, args, places, donate)
   jobs = jobs or max(1, (os.cpu_count() or 2) // 2)
   lots = {name: _lots(row, aim, jobs) for name, row in rows.items()}
-  with _progress(show, f'compiling for {aim.text}', sum(map(len, lots.values()))) as advance:
+  total, finished = sum(map(len, lots.values())), itertools.count(1)
+  with progress(show, total, f'compiling for {aim.text}') as update:
     every = [lot for each in lots.values() for lot in each]
-    compiled = iter(compile_lots(every, hardware=hardware, jobs=jobs, done=advance))
+    compiled = iter(
+      compile_lots(every, hardware=hardware, jobs=jobs, done=lambda *_: update(next(finished), ''))
+    )
   outcomes = {
     name: _outcome(name, row, [one for _ in lots[name] for one in next(compiled)], aim)
     for name, row in rows.items()
@@ -174,16 +180,3 @@ def _outcome(name: str, program: Program | Staged, found: Sequence[Compiled], ta
     program,
     compiled,
   )
-
-
-@contextlib.contextmanager
-def _progress(show: bool, title: str, total: int) -> Iterator[Callable[..., None]]:
-  if not show:
-    yield lambda *_: None
-    return
-  from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-  columns = TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-  with Progress(*columns) as bars:
-    task = bars.add_task(title, total=total)
-    yield lambda *_: bars.update(task, advance=1)

@@ -13,6 +13,7 @@ from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.html_report import page
 from flax_spmd._src.compare.outcome import Memory, Outcome, collective_text, record
 from flax_spmd._src.hlo.counts import Collective, Counts
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text, time_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
@@ -23,6 +24,7 @@ _SHOWN = 3  # collectives of each layout
 _PROXY = 'The CPU compiler is a poor proxy: it has no reduce-scatter, sends bf16 as f32, and keeps memory otherwise.'
 
 
+@set_module('flax_spmd.explore')
 class Comparison:
   """Layouts compared on a target; printing it shows the table.
 
@@ -31,7 +33,7 @@ class Comparison:
     outcomes: one per layout, in the order in which they were given.
 
   Example:
-    >>> from flax_spmd.estimate import Estimator
+    >>> from flax_spmd.explore import Estimator
     >>> from flax_spmd.explore import Comparison, parse
     >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
     >>> step = lambda state, x: (state, jnp.sum(x @ state['w'].unbox()))

@@ -30,6 +30,7 @@ from flax_spmd._src.compare.hardware import Target, compiler_environment
 from flax_spmd._src.compare.lowering import Program
 from flax_spmd._src.compat import jaxlib_version
 from flax_spmd._src.hlo.counts import Collective, Counts, count
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import TargetDeviceError
 
 _FORMAT = 1
@@ -294,6 +295,7 @@ def _write(file: Path, content: bytes) -> None:
     )
 
 
+@set_module('flax_spmd.explore')
 def clear_cache() -> None:
   """Forgets everything that was compiled.
 

@@ -1,6 +1,6 @@
 """The worker: compiles programs for one target in a process of its own, and says what came out.
 
-    python -m flax_spmd.explore.worker FOLDER...
+    python -m flax_spmd._src.compare.compile_worker FOLDER...
 
 A folder has `program.mlir` and `request.json`; the worker writes `result.json` and `hlo.txt`. A process
 has one backend, and a compiler that crashes takes its process with it: so neither is the caller's.

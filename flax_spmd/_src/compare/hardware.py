@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 
+@set_module('flax_spmd.explore')
 class Chip(NamedTuple):
   """A kind of chip; `hardware.toml` says what the fields mean.
 
@@ -47,6 +49,7 @@ class Chip(NamedTuple):
   compiler: str | None = None
 
 
+@set_module('flax_spmd.explore')
 class Target(NamedTuple):
   """So many chips in one job.
 
@@ -71,6 +74,7 @@ class Target(NamedTuple):
     return math.prod(self.topology)
 
 
+@set_module('flax_spmd.explore')
 def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
   """The chips that are known, and those of a file of one's own, which count first.
 
@@ -119,11 +123,12 @@ def _chip(name: str, table: Any, where: str) -> Chip:
     ]
     raise TargetDeviceError(
       f'{where}, [{name}]: {", ".join(wrong)}.\n'
-      f'Fix: give a chip {", ".join(needed)}, as flax_spmd/explore/hardware.toml does.'
+      f'Fix: give a chip {", ".join(needed)}, as flax_spmd/_src/compare/hardware.toml does.'
     )
   return Chip(name=name, **table)
 
 
+@set_module('flax_spmd.explore')
 def parse(text: str, file: str | os.PathLike[str] | None = None) -> Target:
   """A target: `'cpu:8'`, `'v5e:4x4'`, `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
 

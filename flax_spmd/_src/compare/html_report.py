@@ -6,7 +6,6 @@ the model or its compiler is escaped.
 
 from __future__ import annotations
 
-import html
 import importlib.resources
 import math
 from collections.abc import Iterable, Sequence
@@ -16,36 +15,26 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import peak
+from flax_spmd._src.compare.html import _bars, _bytes, _legend, safe, section, svg, table
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.draw.drawing import draw
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
-from flax_spmd._src.plan.planner import Row
+from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.text import size_text, time_text
 
 if TYPE_CHECKING:
   from flax_spmd._src.compare.comparison import Comparison
 
-_COLOURS = {
-  'parameters': '#4477aa',
-  'optimizer': '#66ccee',
-  'rest': '#bbbbbb',
-  'batch': '#ccbb44',
-  'temporaries': '#ee6677',
-  'compute': '#4477aa',
-  'memory': '#ccbb44',
-  'links': '#ee6677',
-}
 _DRAWN = 12  # arrays of each layout whose pieces are drawn
 _DRAWINGS = 60_000  # characters of all drawings of a layout: those of many devices are large
 _TASKS = 2000  # of a timeline at most
 _LEAST = 2000  # collectives in the table at most, the largest of each layout
-_WIDE, _BAR = 720, 26
 
 
 def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) -> str:
   """The page as text; `first` is what stands before the table of layouts."""
-  style = importlib.resources.files('flax_spmd._src.compare').joinpath('page.css').read_text()
-  script = importlib.resources.files('flax_spmd._src.compare').joinpath('page.js').read_text()
+  style = importlib.resources.files('flax_spmd._src.compare').joinpath('report.css').read_text()
+  script = importlib.resources.files('flax_spmd._src.compare').joinpath('report.js').read_text()
   title = title or f'Layouts on {comparison.target.text}'
   done = [outcome for outcome in comparison if outcome.memory is not None]
   body = [
@@ -71,16 +60,6 @@ def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) 
   return '\n'.join([*parts, '</body></html>', ''])
 
 
-def safe(text: Any) -> str:
-  """Text that stands for itself in HTML."""
-  return html.escape(str(text))
-
-
-def section(title: str, content: str) -> str:
-  """A part of the page; nothing, if there is nothing in it."""
-  return f'<section><h2>{safe(title)}</h2>{content}</section>' if content else ''
-
-
 def _paragraphs(comparison: Comparison) -> Iterable[str]:
   chip = comparison.target.chip
   yield (
@@ -93,30 +72,6 @@ def _paragraphs(comparison: Comparison) -> Iterable[str]:
 
 
 # -- tables
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[Any]], name: str) -> str:
-  """A table that sorts and filters. A cell is a text, or a number and how it is shown."""
-  head = ''.join(f'<th scope="col">{safe(title)}</th>' for title in titles)
-  lines = [f'<tr>{"".join(map(_cell, row))}</tr>' for row in rows]
-  search = (
-    f'<input type="search" placeholder="filter" aria-label="filter {safe(name)}">'
-    if len(lines) > 5
-    else ''
-  )
-  return f'{search}<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def _cell(content: Any) -> str:
-  if isinstance(content, tuple):
-    value, shown = content
-    number = 'Infinity' if math.isinf(value) else f'{value:.6g}'  # as JavaScript spells it
-    return f'<td class="number" data-value="{number}">{safe(shown)}</td>'
-  return f'<td>{safe(content)}</td>'
-
-
-def _bytes(count: float) -> tuple[float, str]:
-  return count, size_text(count)
 
 
 def _summary(comparison: Comparison) -> str:
@@ -244,45 +199,6 @@ def _drawing(outcome: Outcome, row: Row) -> str:
 
 
 # -- pictures
-
-
-def _bars(
-  rows: Sequence[tuple[str, Sequence[tuple[str, float, str]], str]], most: float, mark: float | None
-) -> str:
-  """Stacked bars: name, its parts (kind, value, text), and what stands at the end."""
-  height = len(rows) * (_BAR + 8) + 8
-  scale = _WIDE / max(most, 1e-30)
-  shapes = []
-  for number, (name, parts, total) in enumerate(rows):
-    x, y = 160.0, 4 + number * (_BAR + 8)
-    shapes.append(
-      f'<text x="150" y="{y + _BAR / 2}" text-anchor="end" dominant-baseline="central">{safe(name)}</text>'
-    )
-    for kind, value, text in parts:
-      width = value * scale
-      shapes.append(
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{_COLOURS[kind]}">'
-        f'<title>{safe(text)}</title></rect>'
-      )
-      x += width
-    shapes.append(
-      f'<text x="{x + 6:.1f}" y="{y + _BAR / 2}" dominant-baseline="central">{safe(total)}</text>'
-    )
-  if mark is not None and mark * scale <= _WIDE:
-    at = 160 + mark * scale
-    shapes.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" class="limit"/>')
-  return svg(160 + _WIDE + 200, height, shapes)
-
-
-def svg(width: float, height: float, shapes: Iterable[str]) -> str:
-  """A picture of so many pixels."""
-  box = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-  return f'<div class="wide"><svg xmlns="http://www.w3.org/2000/svg" role="img" {box}>{"".join(shapes)}</svg></div>'
-
-
-def _legend(kinds: Iterable[str]) -> str:
-  items = (f'<span><i style="background:{_COLOURS[kind]}"></i>{kind}</span>' for kind in kinds)
-  return f'<p class="legend">{"".join(items)}</p>'
 
 
 def _memory_bars(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:

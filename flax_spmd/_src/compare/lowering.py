@@ -19,7 +19,7 @@ from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compat import program_bytes, program_text
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
-from flax_spmd._src.plan.planner import Row
+from flax_spmd._src.plan.rows import Row
 from flax_spmd.errors import TargetDeviceError
 
 

@@ -30,10 +30,12 @@ from flax_spmd._src.pipeline.run.call_list import Unit
 from flax_spmd._src.pipeline.run.offline import Offline
 from flax_spmd._src.pipeline.run.submeshes import submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
 
+@set_module('flax_spmd.explore')
 class Pipeline(NamedTuple):
   """A step as a pipeline, where a layout is compared with others.
 

@@ -15,9 +15,8 @@ from typing import NamedTuple
 from flax_spmd._src.compare.compilation import Compiled
 from flax_spmd._src.compare.costs import Cost, between, cost
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.compare.outcome import Memory, Outcome, Rank, Stages
 from flax_spmd._src.compare.pipeline_lowering import Staged
-from flax_spmd._src.compare.stages import Memory, Rank, Stages
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.pipeline.run.call_list import Call, Send, Unit

@@ -15,10 +15,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src.multihost import named, processes_of
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, raise_problems
 
 
+@set_module('flax_spmd')
 def gather(tree: Any) -> Any:
   """Every array of a tree as a whole numpy array, on every process.
 

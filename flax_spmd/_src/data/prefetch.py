@@ -12,16 +12,16 @@ At any time at most `size` batches lie ready on the devices, besides the one tha
 from __future__ import annotations
 
 import atexit
-import contextlib
 import contextvars
 import operator
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from flax_spmd._src.progress import BatchProgress, batch_progress
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ Batch = TypeVar('Batch')
 Placed = TypeVar('Placed')
 
 
+@set_module('flax_spmd')
 def prefetch(
   batches: Iterable[Batch],
   place: Callable[[Batch], Placed],
@@ -65,7 +66,7 @@ def prefetch(
     LayoutError: `size` is no positive integer.
 
   Example:
-    >>> from flax_spmd.prefetch import prefetch
+    >>> from flax_spmd import prefetch
     >>> layout = Layout({'data': 8}, (('batch', 'data'),))
     >>> batches = (np.full((8, 4), step) for step in range(3))
     >>> ready = prefetch(batches, lambda batch: layout.shard(batch, ('batch', None)))
@@ -80,12 +81,16 @@ def prefetch(
   if total is None:
     hint = operator.length_hint(batches, -1)
     total = None if hint < 0 else hint
-  ready = _ahead(_Worker(batches, place, size), contextvars.copy_context(), _bar(progress, total))
+  ready = _ahead(
+    _Worker(batches, place, size), contextvars.copy_context(), batch_progress(progress, total)
+  )
   _open.add(ready)
   return ready
 
 
-def _ahead(worker: _Worker, context: contextvars.Context, bar: _Bar) -> Generator[Any, None, None]:
+def _ahead(
+  worker: _Worker, context: contextvars.Context, bar: BatchProgress
+) -> Generator[Any, None, None]:
   thread = threading.Thread(
     target=context.run, args=(worker.run,), name='flax_spmd.prefetch', daemon=True
   )
@@ -180,49 +185,3 @@ class _Worker:
 
 
 # -- the bar
-
-_Bar = contextlib.AbstractContextManager[Callable[[], None]]
-
-
-def _bar(progress: bool | str | Progress | None, total: int | None) -> _Bar:
-  """A context that shows a bar, and gives what moves it on by one."""
-  if progress is None or progress is False:
-    return contextlib.nullcontext(lambda: None)
-  return _shown(progress, total)
-
-
-@contextlib.contextmanager
-def _shown(progress: Any, total: int | None) -> Iterator[Callable[[], None]]:
-  if not isinstance(progress, (bool, str)):
-    yield _task(progress, 'batches', total)
-    return
-  with _own_progress() as bars:
-    yield _task(bars, progress if isinstance(progress, str) else 'batches', total)
-
-
-def _own_progress() -> Progress:
-  from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-  return Progress(
-    TextColumn('{task.description}'),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TextColumn('{task.fields[rate]:,.1f}/s'),
-    TimeRemainingColumn(),
-  )
-
-
-def _task(bars: Progress, title: str, total: int | None) -> Callable[[], None]:
-  """A new task on `bars`, and what advances it."""
-  task = bars.add_task(title, total=total, rate=0.0)
-  done, begin = 0, 0.0
-
-  def advance() -> None:
-    nonlocal done, begin
-    if not done:  # the first batch waits for the data to start, the second for compilation
-      begin = time.perf_counter()
-    passed = time.perf_counter() - begin
-    bars.update(task, advance=1, rate=done / passed if passed else 0.0)
-    done += 1
-
-  return advance

@@ -27,6 +27,7 @@ from flax_spmd._src.draw.slices import Pieces, Slice, cut_by_axes, cut_by_indice
 from flax_spmd._src.draw.svg import svg_of
 from flax_spmd._src.draw.text_picture import Line, colour, picture, words
 from flax_spmd._src.mesh import axis_sizes, describe
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import plural
 from flax_spmd.errors import LayoutError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _WIDTH = 100  # characters
 
 
+@set_module('flax_spmd')
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Drawing:
   """Which device holds which slice: `str` gives text, notebooks show SVG, `rich` prints in colour.
@@ -107,6 +109,7 @@ class Drawing:
       yield from words(f'- {note}', width)
 
 
+@set_module('flax_spmd')
 def draw(x: Any, sharding: Sharding | None = None) -> Drawing:
   """Which device holds which slice of an array, whether it exists or not.
 

@@ -28,6 +28,7 @@ from flax_spmd._src.estimate.graph import Dims, tile
 from flax_spmd._src.estimate.name_mesh import Lowered, lower_on_names
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import size_text
 from flax_spmd._src.tree_paths import path_string
@@ -40,6 +41,7 @@ _CLOSE = 0.12  # of the limit; by so much an estimate of memory may be off
 _PARTS = ('params', 'opt_state', '', 'batch')
 
 
+@set_module('flax_spmd.explore')
 class Estimator:
   """A step, lowered once, whose work, traffic and memory can be estimated under any layout.
 

@@ -82,7 +82,7 @@ def kind_of(instruction: Instruction) -> str:
   """The kind of collective that an instruction runs or starts; '' if none.
 
   Example:
-    >>> from flax_spmd.explore.hlo import Instruction
+    >>> from flax_spmd._src.hlo.parser import Instruction
     >>> kind_of(Instruction('a', 'all-gather-start', 'f32[8]', ('x',), '%x', ''))
     'all-gather'
   """

@@ -44,7 +44,7 @@ def flops(instruction: Instruction, computation: Computation) -> float | None:
     computation: has its operands, whose shapes tell.
 
   Example:
-    >>> from flax_spmd.explore.hlo import parse
+    >>> from flax_spmd._src.hlo.parser import parse
     >>> main = parse('''
     ... ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
     ...   %x = f32[8,16]{1,0} parameter(0)

@@ -46,7 +46,7 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
   What it calls is looked into only if it is a fusion: bodies of loops move what their instructions move.
 
   Example:
-    >>> from flax_spmd.explore.hlo import parse
+    >>> from flax_spmd._src.hlo.parser import parse
     >>> module = parse('''
     ... ENTRY %main (layers: f32[32,8,4], i: s32[]) -> f32[1,8,4] {
     ...   %layers = f32[32,8,4]{2,1,0} parameter(0)

@@ -48,7 +48,7 @@ def trips(loop: Instruction, computation: Computation, module: Module, state: St
     state: what is known of the computation's own argument, if that is a loop's body itself.
 
   Example:
-    >>> from flax_spmd.explore.hlo import parse
+    >>> from flax_spmd._src.hlo.parser import parse
     >>> module = parse('''
     ... %condition (p: (s32[])) -> pred[] {
     ...   %p = (s32[]) parameter(0)

@@ -23,6 +23,7 @@ from flax_spmd._src.active_layout import in_force
 from flax_spmd._src.constraints import constrain, mesh_for_constraints, with_logical_constraint
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.names.box_trees import is_axis_metadata, static_of
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.array_resolver import resolver_of
 from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.rules.decisions import Resolution
@@ -34,6 +35,7 @@ from flax_spmd.errors import MeshError, UnmatchedNameError, did_you_mean, raise_
 _met: ContextVar[dict[str, bool] | None] = ContextVar('flax_spmd_annotations_met', default=None)
 
 
+@set_module('flax_spmd')
 def with_sharding_constraint(x: Any, places: Any) -> Any:
   """Lays the arrays of a tree over the mesh in force, inside a program.
 
@@ -59,6 +61,7 @@ def with_sharding_constraint(x: Any, places: Any) -> Any:
   return treedef.unflatten([_constrain_part(part, place) for _, place, part in described])
 
 
+@set_module('flax_spmd')
 def with_sharding_annotation(x: Any, name: str) -> Any:
   """Names a value inside a program, for the rule `('@name', ...)` of the table in force.
 

@@ -17,8 +17,10 @@ import flax.linen as nn
 from flax.core import meta
 
 from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Static
+from flax_spmd._src.public_module import set_module
 
 
+@set_module('flax_spmd')
 def is_axis_metadata(val: Any) -> bool:
   """Whether `val` is a box: ours, Flax's, or anybody's `AxisMetadata`.
 
@@ -37,6 +39,7 @@ def _is_box_type(cls: type) -> bool:
   return issubclass(cls, AxisMetadata)
 
 
+@set_module('flax_spmd')
 def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
   """Maps over the boxes of a tree; everything else stays.
 
@@ -48,6 +51,7 @@ def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
   return meta.map_axis_meta(fn, tree)
 
 
+@set_module('flax_spmd')
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   """Adds an axis to every box of a tree, as `nn.scan` and `nn.vmap` do.
 
@@ -59,6 +63,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   return map_axis_meta(lambda box: box.add_axis(index, dict(params)), tree)
 
 
+@set_module('flax_spmd')
 def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   """Removes an axis from every box of a tree, as `nn.scan` and `nn.vmap` do.
 
@@ -70,6 +75,7 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
   return map_axis_meta(lambda box: box.remove_axis(index, dict(params)), tree)
 
 
+@set_module('flax_spmd')
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   """The tree without its boxes.
 
@@ -90,6 +96,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   return map_axis_meta(open_box, tree)
 
 
+@set_module('flax_spmd')
 def replace_boxed(tree: Any, updates: Any) -> Any:
   """The boxes of `tree` around the values of `updates`, which has no boxes.
 

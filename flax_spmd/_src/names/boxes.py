@@ -36,7 +36,9 @@ from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force
 from flax_spmd._src.constraints import constrain, mesh_for_constraints, resolve_for_constraint
 from flax_spmd._src.mesh import MeshLike, axis_sizes
-from flax_spmd._src.rules.decisions import Names, Policies, resolve_axes
+from flax_spmd._src.public_module import set_module
+from flax_spmd._src.rules.decisions import Names, Policies
+from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import LayoutError, MeshAxisError, RulesError, raise_problems
 
@@ -76,6 +78,7 @@ class Static:
     return repr(self.names)
 
 
+@set_module('flax_spmd')
 class Partitioned(_Base):
   """A value and the mesh axes that its dimensions lie over.
 
@@ -285,6 +288,7 @@ class Partitioned(_Base):
     return _unpickle, (type(self), self._fields() | {'mesh': None})
 
 
+@set_module('flax_spmd')
 class LogicallyPartitioned(Partitioned):
   """A value and the logical names of its dimensions.
 
@@ -359,6 +363,7 @@ def _of_names_only(rules: Rules) -> Rules:
   return rules
 
 
+@set_module('flax_spmd')
 def with_partitioning(
   fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None
 ) -> Callable[..., Partitioned]:
@@ -382,6 +387,7 @@ def with_partitioning(
   return boxed
 
 
+@set_module('flax_spmd')
 def with_logical_partitioning(
   fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None, rules: Any = None
 ) -> Callable[..., LogicallyPartitioned]:

@@ -23,10 +23,12 @@ from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.names.box_trees import is_axis_metadata, own
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import Reading, read
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Names
 from flax_spmd._src.rules.table import Rules
 
 
+@set_module('flax_spmd')
 def get_partition_spec(tree: Any) -> Any:
   """The names of every array of a tree, as PartitionSpecs in the place of boxes and arrays.
 
@@ -52,6 +54,7 @@ def get_partition_spec(tree: Any) -> Any:
   return reading.treedef.unflatten(specs)
 
 
+@set_module('flax_spmd')
 def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   """The sharding of every array of a tree on `mesh`.
 
@@ -90,6 +93,7 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   return jax.tree.map(unit, tree, get_partition_spec(tree), is_leaf=is_axis_metadata)
 
 
+@set_module('flax_spmd')
 def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> PartitionSpec | None:
   """The PartitionSpec of an array whose dimensions have these logical names.
 
@@ -114,6 +118,7 @@ def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> Pa
   return _table(rules).spec(array_dim_names)
 
 
+@set_module('flax_spmd')
 def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
   """`logical_to_mesh_axes` for every PartitionSpec of a tree; everything else is None.
 
@@ -128,6 +133,7 @@ def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
   return _map_specs(_table(rules).spec, tree)
 
 
+@set_module('flax_spmd')
 def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> Any:
   """`logical_to_mesh`, and the specs as NamedShardings on `mesh`.
 

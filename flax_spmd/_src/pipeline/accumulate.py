@@ -21,11 +21,13 @@ from flax_spmd._src.pipeline.argument_checks import strangers
 from flax_spmd._src.pipeline.cut.stage_marks import microbatch_p
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import at_least_one
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import few
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Add:
   """The sum over the microbatches, in the dtype that the results have.
@@ -36,6 +38,7 @@ class Add:
   """
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Mean:
   """The mean over the microbatches: their sum by their number.
@@ -46,6 +49,7 @@ class Mean:
   """
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Max:
   """The maximum over the microbatches, element by element.
@@ -56,6 +60,7 @@ class Max:
   """
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Concat:
   """The microbatches' results one after another.
@@ -75,6 +80,7 @@ Op = Add | Mean | Max | Concat
 OPS = (Add, Mean, Max, Concat)
 
 
+@set_module('flax_spmd.pipeline')
 def accumulate(
   fn: Callable[[Any], Any],
   batch: Any,

@@ -30,6 +30,7 @@ from flax_spmd._src.constraints import with_logical_constraint
 from flax_spmd._src.pipeline.accumulate import way_out
 from flax_spmd._src.pipeline.argument_checks import differences, named_leaves
 from flax_spmd._src.pipeline.schedules.stage_ranks import at_least_one
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import few
 from flax_spmd.errors import PipelineError
 
@@ -37,6 +38,7 @@ _SPLIT_ALL: Mapping[Any, bool] = {True: True}
 _SPLIT_OTHERS: Mapping[Any, bool] = {'params': False, DenyList('params'): True}
 
 
+@set_module('flax_spmd.pipeline')
 def stacked(
   target: Any, stages: int, microbatches: int, *, axis: str = 'stage', names: Any = ('batch',)
 ) -> Any:

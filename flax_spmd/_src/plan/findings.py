@@ -15,7 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from flax_spmd._src.plan.planner import Planner, Row
+from flax_spmd._src.plan.planner import Planner
+from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.decisions import RuleId, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules, axes_of, is_logical, is_path
 from flax_spmd._src.text import size_text

@@ -26,64 +26,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import Guess, guess
-from flax_spmd._src.names.tree_names import (
-  Places,
-  Reading,
-  copies,
-  parameters_of,
-  read_for_layout,
-  unit_places,
-)
+from flax_spmd._src.names.tree_names import Reading, copies, parameters_of, read_for_layout
+from flax_spmd._src.names.unit_paths import Places, unit_places
+from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.array_resolver import resolver_of
 from flax_spmd._src.rules.clauses import Leaf
-from flax_spmd._src.rules.decisions import (
-  Decision,
-  Resolution,
-  RuleId,
-  Skipped,
-  axis_names,
-  resolve_axes,
-)
+from flax_spmd._src.rules.decisions import Resolution, RuleId, axis_names
+from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import Problem, raise_problems
-
-
-class Row(NamedTuple):
-  """One array of a tree and what was decided about it.
-
-  Attributes:
-    path: its place in the tree, `params/layers/wi`.
-    shape, dtype: of the whole array.
-    names: its names (None: it has none).
-    logical: whether these are logical names, rather than mesh axes.
-    spec: where it goes.
-    decisions: one per dimension that something is known about.
-    owner: the rule that took the array as a whole, by its path or by a policy, if one did.
-    skipped: the `fsdp` rules that found no dimension to fill.
-    bytes: of the whole array.
-    bytes_per_device: of the piece that one device holds.
-    copies: on how many devices each element lies.
-    guess: for optimizer state that is not shaped like its parameter, what it was taken for.
-  """
-
-  path: str
-  shape: tuple[int, ...]
-  dtype: Any
-  names: Any
-  logical: bool
-  spec: PartitionSpec
-  decisions: tuple[Decision, ...]
-  owner: RuleId | None
-  skipped: tuple[Skipped, ...]
-  bytes: int
-  bytes_per_device: int
-  copies: int
-  guess: Guess | None
-
-  @property
-  def replicated_bytes(self) -> int:
-    """Bytes, over all devices, that are there more than once."""
-    return self.bytes * (self.copies - 1)
 
 
 class _Placed(NamedTuple):

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.rules.clauses import Fsdp, Leaf, PathMatcher, by_spec, fill
-from flax_spmd._src.rules.decisions import Resolution, Source, resolve_axes
+from flax_spmd._src.rules.clauses import Fsdp, Leaf, by_spec, fill
+from flax_spmd._src.rules.decisions import Resolution
+from flax_spmd._src.rules.mesh_axes import Source, resolve_axes
+from flax_spmd._src.rules.path_patterns import PathMatcher
 from flax_spmd._src.rules.table import Rules, is_path
 from flax_spmd.errors import Problem, RulesError, UnmatchedNameError
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from jax import dtypes
 from jax.sharding import PartitionSpec
 
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import (
   Axes,
   Decision,
@@ -31,13 +31,13 @@ from flax_spmd._src.rules.decisions import (
   Reason,
   Resolution,
   Skipped,
-  Source,
   axis_names,
-  resolve_axes,
 )
+from flax_spmd._src.rules.mesh_axes import Source, resolve_axes
 from flax_spmd.errors import Problem, RulesError
 
 
+@set_module('flax_spmd')
 class Leaf(NamedTuple):
   """One array of a tree, as a policy sees it.
 
@@ -104,6 +104,7 @@ class Fsdp:
     return max(dividing, key=lambda dim: (leaf.shape[dim], -dim))
 
 
+@set_module('flax_spmd')
 def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)) -> Fsdp:
   """A clause that shards whatever is left: one open dimension of each large floating array.
 
@@ -192,58 +193,6 @@ def fill(
       ),
     )
   return found
-
-
-def compiled(index: int, pattern: str) -> re.Pattern[str] | Problem:
-  """A path rule's regular expression, or what is wrong with it."""
-  try:
-    return re.compile(pattern)
-  except re.error as error:
-    return Problem(
-      f'Rule {index}: {pattern!r} is no regular expression: {error}.',
-      'correct it; it is searched for in paths such as params/layers/wi.',
-    )
-
-
-class PathMatcher:
-  """Finds the first of many regular expressions that is found in a path.
-
-  Most expressions have a piece of plain text in them that every match contains; looking for that first
-  is much faster than searching with each.
-  """
-
-  def __init__(self, patterns: Sequence[re.Pattern[str]]):
-    self._patterns = [(plain_text(pattern), pattern.search) for pattern in patterns]
-
-  def first(self, path: str) -> int | None:
-    """The position of the first pattern that is found in `path`."""
-    for index, (plain, search) in enumerate(self._patterns):
-      if plain in path and search(path):
-        return index
-    return None
-
-
-def plain_text(pattern: re.Pattern[str]) -> str:
-  """The longest text that is in everything the pattern matches, as far as is plain to see.
-
-  Example:
-    >>> plain_text(re.compile('^attn_[0-9]+/(q|k)?/kernels*$'))
-    '/kernel'
-  """
-  text = pattern.pattern
-  if pattern.flags & (re.IGNORECASE | re.VERBOSE) or _OBSCURE.search(text):
-    return ''
-  text = _GROUP.sub('.', text)
-  if re.search('[(|]', text):
-    return ''
-  return max(_NOT_PLAIN.split(text), key=len)
-
-
-# What this simple reading of an expression could take for something else.
-_OBSCURE = re.compile(r'\(\?|\\[][()|\\xuUN0-9]|\[\^?\]|\[[^]]*[()|[]')
-_GROUP = re.compile(r'\([^()]*\)')
-# A class, a character or what stands for one, with what says how often; the rest is itself.
-_NOT_PLAIN = re.compile(r'(?:\[[^]]*\]|\\.|.)(?:[*?]|\{[^}]*\})[?+]?|\[[^]]*\]|\\.|[.^$+]', re.DOTALL)
 
 
 def _named(resolution: Resolution, names: Any) -> Resolution:

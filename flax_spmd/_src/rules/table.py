@@ -22,18 +22,20 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.rules.clauses import Fsdp, compiled
+from flax_spmd._src.public_module import set_module
+from flax_spmd._src.rules.clauses import Fsdp
 from flax_spmd._src.rules.decisions import (
   UNCONSTRAINED,
   Axes,
   Names,
   Policies,
   Resolution,
-  Resolver,
   RuleId,
   axis_names,
   rule_text,
 )
+from flax_spmd._src.rules.logical_axes import Resolver
+from flax_spmd._src.rules.path_patterns import compiled
 from flax_spmd.errors import (
   MeshAxisError,
   Problem,
@@ -47,6 +49,7 @@ Clause: TypeAlias = Any
 """`(name, axes)`, `(path, PartitionSpec)`, `(path, Rules)`, `('@name', ...)`, an `Fsdp`, or a function."""
 
 
+@set_module('flax_spmd')
 class Rules:
   """An ordered, immutable, hashable table of clauses.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from flax_spmd._src.compare import html_report as pages
-from flax_spmd._src.compare.html_report import safe, section, svg, table
+from flax_spmd._src.compare.html import safe, section, svg, table
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.search.trials import seconds
 from flax_spmd._src.text import size_text, time_text

@@ -15,7 +15,7 @@ import jax
 
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
-from flax_spmd._src.plan.planner import Row
+from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.search.candidate import MIN_SIZE
 
 _LEASTS = (MIN_SIZE, 2**14, 1)  # elements of the smallest array that `fsdp` may take

@@ -20,6 +20,7 @@ from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Outcome, record
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.search.html_report import page
 from flax_spmd._src.search.trials import seconds
 from flax_spmd._src.text import size_text, time_text
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
   from rich.console import RenderableType
 
 
+@set_module('flax_spmd.explore')
 class Buy(NamedTuple):
   """What a rule of the winner is good for: what is estimated without it.
 
@@ -54,6 +56,7 @@ class Buy(NamedTuple):
     return f'without {self.rule!r}: {sign}{size_text(abs(self.memory))}, {100 * self.time:+.3g} %'
 
 
+@set_module('flax_spmd.explore')
 class Found:
   """What a search found; printing it shows it.
 

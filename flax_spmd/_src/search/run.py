@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.progress import progress
 from flax_spmd._src.search.candidate import Candidate
-from flax_spmd._src.search.estimating import estimate
+from flax_spmd._src.search.descent import Enough, descend
 from flax_spmd._src.search.pipelines import Staged, Staging
 from flax_spmd._src.search.result import Found
 from flax_spmd._src.search.rule_effects import buys_of
 from flax_spmd._src.search.selection import SLACK, Choice
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.starts import Seed, seeds
-from flax_spmd._src.search.trials import Trials, chunks
+from flax_spmd._src.search.trials import Trials, chunks, seconds
+from flax_spmd._src.text import size_text, time_text
 from flax_spmd.errors import InfeasibleError, SearchError
 
 _SEEDS = 0.4  # of the candidates, those that it begins with at most
@@ -199,3 +200,53 @@ class Search:
     for number, one in enumerate(self.staged):
       found |= {Staged(number, candidate): outcome for candidate, outcome in one.shown().items()}
     return found
+
+
+def estimate(
+  space: Space,
+  trials: Trials,
+  starts: Sequence[Candidate],
+  most: int,
+  seed: int,
+  late: Callable[[], bool],
+  show: bool,
+  title: str = 'estimating',
+) -> None:
+  """Tries candidates, the good ones first; what came of them is in the trials.
+
+  Args:
+    space: where candidates are from.
+    trials: tries them.
+    starts: those to begin with.
+    most: how many are tried.
+    seed: of what is random.
+    late: whether the time is up.
+    show, title: whether progress is shown, and what is said to go on.
+  """
+  tried = trials.estimated
+  with progress(show, most, title) as say:
+
+    def worth(candidate: Candidate) -> float:
+      if candidate not in tried:
+        if len(tried) >= most or (late() and tried):
+          raise Enough
+        trials.outcome(candidate)
+        say(len(tried), _if_best(candidate, trials) if show else '')
+      return trials.worth(candidate)
+
+    descend(starts or bare(space), worth, space.coordinates, seed)
+
+
+def bare(space: Space) -> list[Candidate]:
+  """Meshes with nothing but the pinned names on them."""
+  found = (space.legal(Candidate(axes)) for axes in space.meshes())
+  return [one for one in found if one is not None]
+
+
+def _if_best(candidate: Candidate, trials: Trials) -> str:
+  """What there is to say of a candidate that is the best so far."""
+  if min(trials.estimated, key=trials.worth) != candidate:
+    return ''
+  outcome = trials.estimated[candidate]
+  peak = size_text(outcome.memory.peak) if outcome.memory else '?'
+  return f'{time_text(seconds(outcome))}, {peak}: {outcome.name}'

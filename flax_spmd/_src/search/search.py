@@ -3,7 +3,7 @@
     found = search(train_step, create_state, batch, target='h100:64', memory='60GiB')
     found.to_toml('layout.toml')
 
-The step is lowered once and estimated under many layouts (`flax_spmd.estimate`), from the presets on, one
+The step is lowered once and estimated under many layouts (`flax_spmd.explore`), from the presets on, one
 change at a time (`descent`). The best of them, those that are doubtful among the good ones, and the best of
 each preset are then compiled by the target's own compiler, and what that says decides. Pipelines are searched
 beside them (`staging`).
@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd._src.compare.hardware import parse
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.search.pipelines import check_pipelines, stagings
 from flax_spmd._src.search.result import Found
 from flax_spmd._src.search.run import Limits, Search
@@ -32,6 +33,7 @@ from flax_spmd.errors import SearchError
 _FEW = 24  # candidates, where each has to be compiled
 
 
+@set_module('flax_spmd')
 def search(
   step: Callable[..., Any],
   create: Callable[..., Any],

@@ -8,7 +8,6 @@ met, or not together, are found before anything is traced a second time, and all
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +15,10 @@ from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.search.candidate import Axis, Candidate
 from flax_spmd._src.search.model_facts import Facts
-from flax_spmd._src.text import size_text
+from flax_spmd._src.text import parse_size, size_text
 from flax_spmd.errors import Problem, SearchError, did_you_mean, raise_problems
 
 MOST_AXES = 3  # of a mesh that is not fixed
-_UNITS = {'': 1, 'B': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30, 'TiB': 2**40}
 
 
 class Wishes(NamedTuple):
@@ -104,7 +102,7 @@ def wishes_of(
   """
   nodes = not target.chip.torus and target.topology[0] > 1
   found = Wishes(
-    target.chip.memory if memory is None else bytes_of(memory),
+    target.chip.memory if memory is None else _bytes(memory),
     None if mesh is None else _filled(_sizes(mesh), target.devices),
     {name: _axes(axes) for name, axes in (pin or {}).items()},
     {name: axes and _axes(axes) for name, axes in forbid.items()}
@@ -117,20 +115,11 @@ def wishes_of(
   return found
 
 
-def bytes_of(memory: int | str) -> int:
-  """Bytes of `'14GiB'`.
-
-  Raises:
-    SearchError: it is no size.
-
-  Example:
-    >>> bytes_of('14GiB'), bytes_of(100)
-    (15032385536, 100)
-  """
-  found = re.fullmatch(r'(\d+(?:\.\d+)?) ?(B|[KMGT]iB)?', str(memory))
-  if not found:
-    raise SearchError(f"memory={memory!r} is no size.\nFix: write bytes, or '14GiB'.")
-  return int(float(found[1]) * _UNITS[found[2] or ''])
+def _bytes(memory: int | str) -> int:
+  try:
+    return parse_size(memory)
+  except ValueError:
+    raise SearchError(f"memory={memory!r} is not a size.\nFix: write bytes, or '14GiB'.") from None
 
 
 def _axes(axes: Any) -> tuple[str, ...]:

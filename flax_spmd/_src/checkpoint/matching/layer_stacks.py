@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import Stack
-from flax_spmd._src.checkpoint.matching.owners import Owners
+from flax_spmd._src.checkpoint.matching.optimizer_states import Owners
 from flax_spmd._src.checkpoint.matching.routes import Side, without
 from flax_spmd._src.checkpoint.storage.record import Leaf
 from flax_spmd.errors import CheckpointError

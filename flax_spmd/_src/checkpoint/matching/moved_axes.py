@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from flax_spmd._src.checkpoint.matching.owners import Owners
+from flax_spmd._src.checkpoint.matching.optimizer_states import Owners
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
 from flax_spmd.errors import Problem
 

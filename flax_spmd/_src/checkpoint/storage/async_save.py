@@ -23,6 +23,7 @@ from flax_spmd._src.checkpoint.storage.byte_progress import Bar
 from flax_spmd._src.checkpoint.storage.folders import Claim
 from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Alive, first_line
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
 
 _POLL = 0.5  # seconds
@@ -36,6 +37,7 @@ class Response(Protocol):
     ...
 
 
+@set_module('flax_spmd.checkpoint')
 class Saving:
   """A save that goes on in the background.
 

@@ -111,7 +111,7 @@ def choose(
     kept_anyway: values that are there for the backward at no cost.
 
   Example:
-    >>> from flax_spmd.pipeline.equations import Value, traced
+    >>> from flax_spmd._src.pipeline.cut.equations import Value, traced
     >>> x = Value(jax.typeof(jnp.ones((8, 8))))
     >>> (product, sine, half), [result] = traced(lambda x: [jnp.sin(x @ x) * 0.5], x)
     >>> choose([product, sine, half], set(half.outputs), set(), {x}).again == set()

@@ -25,12 +25,14 @@ from jax.interpreters import ad, batching, mlir
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.argument_checks import strangers
+from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import few
 from flax_spmd.errors import PipelineError
 
 _numbers = itertools.count()  # of marks: a backward mark has that of its forward mark
 
 
+@set_module('flax_spmd.pipeline')
 def stage_end(x: Any) -> Any:
   """Ends a stage of a pipeline here; the identity everywhere else.
 

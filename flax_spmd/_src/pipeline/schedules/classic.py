@@ -16,9 +16,11 @@ from typing import Literal
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import placed
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Kind, Step, Task
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class GPipe(Schedule):
   """All forwards, then all backwards: m activations are alive on every rank.
@@ -37,6 +39,7 @@ class GPipe(Schedule):
     return in_turn(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), microbatches)
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class InterleavedGPipe(Schedule):
   """GPipe with several stages per rank, in a loop: all microbatches through one, then the next.
@@ -66,6 +69,7 @@ class InterleavedGPipe(Schedule):
     return in_turn(forwards, backwards, len(forwards))
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class OneFOneB(Schedule):
   """One forward, one backward (1F1B; JaxPP's `Std1F1B`): p - r activations are alive on rank r.
@@ -86,6 +90,7 @@ class OneFOneB(Schedule):
     return in_turn(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Eager1F1B(Schedule):
   """1F1B with twice the warm-up, so that transfers hide: 2 (p - r) - 1 activations on rank r.
@@ -108,6 +113,7 @@ class Eager1F1B(Schedule):
     return in_turn(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Interleaved1F1B(Schedule):
   """1F1B with several stages per rank, in a loop: less bubble for more transfers.

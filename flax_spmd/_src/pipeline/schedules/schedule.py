@@ -25,11 +25,13 @@ from flax_spmd._src.pipeline.schedules.tasks import Order, Step
 from flax_spmd._src.pipeline.schedules.text_format import Read, read, steps_of, write
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
 from flax_spmd._src.pipeline.schedules.validation import Lists, Proof, validate
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError
 
 Rule: TypeAlias = Callable[[int, int], Iterable[Step | str]]
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Schedule(abc.ABC):
   """An order of tasks for every rank of a pipeline.

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Step, Task, parse
 from flax_spmd._src.pipeline.schedules.validation import Lists, outside, validate
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
 
 Costs: TypeAlias = Mapping[str, float | Sequence[float]] | Callable[[Task], float]
@@ -28,6 +29,7 @@ _FIX = (
 )
 
 
+@set_module('flax_spmd.pipeline')
 class Run(NamedTuple):
   """A task with its start and its end, in the unit of the costs; `lengths` are those of its parts.
 
@@ -44,6 +46,7 @@ class Run(NamedTuple):
   lengths: tuple[float, ...]
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Simulation:
   """What a simulation found; `str` gives a table.

@@ -19,6 +19,7 @@ import operator
 import re
 from typing import Literal, TypeAlias, cast, get_args
 
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
 
 Kind: TypeAlias = Literal['fwd', 'bwd', 'wgrad']
@@ -33,6 +34,7 @@ _HOW = (
 )
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
   """One stage's work of one kind on one microbatch.
@@ -71,6 +73,7 @@ class Task:
     return f'{self.kind}_{self.stage}__{self.microbatch}'
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedTask:
   """Several tasks of one rank as one program.

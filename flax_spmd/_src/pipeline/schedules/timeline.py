@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
 from flax_spmd._src.pipeline.schedules.timeline_cells import Cell, cells_of, heading, ticks
 from flax_spmd._src.pipeline.schedules.timeline_svg import svg_of
+from flax_spmd._src.public_module import set_module
 
 if TYPE_CHECKING:
   from rich.text import Text
@@ -34,6 +35,7 @@ class Piece(NamedTuple):
   colour: str = ''
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
   """Tasks over time: `str` gives text, notebooks show SVG, `rich` prints in colour.

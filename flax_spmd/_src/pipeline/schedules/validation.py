@@ -16,12 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.pipeline.schedules.tasks import Kind, Order, Step, Task, inputs, needs
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, Problem, problems_text
 
 _SHOWN = 4  # of problems of one kind; of more, a number
 _BESIDE = 2  # tasks shown on either side of the one that is pointed at
 
 
+@set_module('flax_spmd.pipeline')
 class Proof(NamedTuple):
   """What was proven of a schedule.
 

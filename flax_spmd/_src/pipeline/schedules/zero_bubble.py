@@ -15,8 +15,10 @@ from flax_spmd._src.pipeline.schedules.greedy import greedy
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import placed
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task
+from flax_spmd._src.public_module import set_module
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleH1(Schedule):
   """1F1B whose weight gradients are put off, by r microbatches on rank r: p activations on every rank.
@@ -44,6 +46,7 @@ class ZeroBubbleH1(Schedule):
     yield from weights[max(0, microbatches - rank) :]
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleV(Schedule):
   """Two stages per rank in a V, weights put off: no bubble but the way to the last rank and back.
@@ -73,6 +76,7 @@ class ZeroBubbleV(Schedule):
     return greedy(self.owners, microbatches, live=self.stages)[rank]
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class KimiK2(Schedule):
   """Interleaved 1F1B with one more warm-up forward, and weight gradients apart from their backward.
@@ -108,6 +112,7 @@ class KimiK2(Schedule):
     return uneven_rounds(self.ranks, microbatches)
 
 
+@set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class DualPipeV(Schedule):
   """DeepSeek's DualPipe, cut in half: a V, with backwards of one stage beside forwards of the other.

@@ -1,0 +1,174 @@
+"""Mesh axes checked against a mesh: each must exist, be used once per array, and divide its dimension.
+
+    resolve_axes(('data', None), shape, sizes, policies)    the axes of a box or a rule, as a `Resolution`
+
+An axis that does not fit is dropped or is a problem, as the policies of the table decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from flax_spmd._src.rules.decisions import (
+  UNCONSTRAINED,
+  Axes,
+  Decision,
+  Policies,
+  Resolution,
+  Skipped,
+  axis_names,
+)
+from flax_spmd.errors import (
+  MeshAxisError,
+  Problem,
+  did_you_mean,
+)
+
+
+class Source(NamedTuple):
+  """Where mesh axes come from, if not from a box: a rule of the table, by its index and its text."""
+
+  rule: int
+  text: str
+
+
+def resolve_axes(
+  entries: Sequence[Axes],
+  shape: Sequence[int],
+  sizes: Mapping[str, int] | None,
+  policies: Policies,
+  source: Source | None = None,
+) -> Resolution:
+  """The resolution of entries that are mesh axes already: they are taken as they are, and checked.
+
+  Args:
+    entries: mesh axes per dimension; UNCONSTRAINED leaves a dimension open.
+    shape: the array's shape.
+    sizes: size per mesh axis; None: nothing is known of the mesh, and nothing checked against it.
+    policies: `missing_axis` and `indivisible` apply.
+    source: the rule that the entries are from; None for those of a box.
+
+  Example:
+    >>> resolve_axes(('data', None), (6, 8), {'data': 4}, Policies(indivisible='replicate')).spec
+    P(None, None)
+  """
+  checked = _AxesCheck(tuple(entries), sizes, policies, source)
+  decisions = tuple(checked.decide(dim, shape[dim]) for dim in range(len(entries)))
+  spec = PartitionSpec(*(None if d.axes is UNCONSTRAINED else d.axes for d in decisions))
+  return Resolution(spec, decisions, tuple(checked.problems), None if source is None else source.rule)
+
+
+class _AxesCheck:
+  """Goes through entries of mesh axes, dimension by dimension, and notes what is wrong with them.
+
+  Among logical names they are tuples, and other dimensions are not asked about.
+  """
+
+  def __init__(
+    self, entries, sizes, policies: Policies, source: Source | None, *, among_names: bool = False
+  ):
+    self.entries, self.among_names = entries, among_names
+    self.sizes = sizes
+    self.policies = policies
+    self.source = source
+    self.seen: set[str] = set()
+    self.problems: list[Problem] = []
+
+  def decide(self, dim: int, size: int) -> Decision:
+    entry = self.entries[dim]
+    name = None if self.source else entry
+    if entry is UNCONSTRAINED and self.source:
+      return Decision(dim, name, UNCONSTRAINED, None)
+    rule = self.source.rule if self.source else None
+    if not (entry is None or entry is UNCONSTRAINED or isinstance(entry, (str, tuple, list))):
+      self.problems.append(self._strange(dim))
+      return Decision(dim, name, None, rule)
+    entry, axes = self._present(dim, entry)
+    self.problems += [
+      self._reused(dim, axis, 'for an earlier dimension too') for axis in axes if axis in self.seen
+    ]
+    self.problems += [
+      self._reused(dim, axis, 'twice') for axis in dict.fromkeys(axes) if axes.count(axis) > 1
+    ]
+    self.seen.update(axes)
+    if not size % math.prod((self.sizes or {}).get(axis, 1) for axis in axes):
+      return Decision(dim, name, entry, rule)
+    if self.policies.indivisible == 'error':
+      self.problems.append(self._indivisible(dim, axes, size))
+    if rule is None:
+      return Decision(dim, name, None, None)
+    skipped = (Skipped(rule, 'indivisible', axes),)
+    if self.policies.indivisible == 'next':  # what comes after may fill the dimension
+      return Decision(dim, name, UNCONSTRAINED, None, skipped)
+    return Decision(dim, name, None, rule, skipped)
+
+  def _present(self, dim: int, entry: Axes) -> tuple[Axes, tuple[str, ...]]:
+    """An entry without the axes that the mesh lacks."""
+    axes = axis_names(entry)
+    missing = [] if self.sizes is None else [axis for axis in axes if axis not in self.sizes]
+    if not missing:
+      return axes if isinstance(entry, (tuple, list)) else entry, axes
+    if self.policies.missing_axis == 'error':
+      self.problems += [self._missing(dim, axis) for axis in dict.fromkeys(missing)]
+    axes = tuple(axis for axis in axes if axis not in missing)
+    return axes[0] if len(axes) == 1 else axes or None, axes
+
+  def _what(self) -> str:
+    if self.source is None:
+      return f'names {self.entries!r}'
+    return f'spec {PartitionSpec(*self.entries)} of rule {self.source.rule} {self.source.text}'
+
+  def _strange(self, dim: int) -> Problem:
+    return Problem(
+      f'dim {dim} of {self._what()}: {self.entries[dim]!r} is neither a name nor mesh axes.',
+      'write a name, a tuple of mesh axes, or None.',
+    )
+
+  def _missing(self, dim: int, axis: str) -> Problem:
+    known = self.sizes or {}
+    if self.among_names:
+      fix = ', or give the dimension one logical name, and the table a rule for it.'
+    elif self.source is None:
+      fix = ', or use with_logical_partitioning and a rule if it is a logical name.'
+    else:
+      fix = '.'
+    return Problem(
+      f'dim {dim} of {self._what()}: {axis!r} is no axis of the mesh, which has {tuple(known)!r}.'
+      + did_you_mean(axis, known),
+      f'correct the axis name{fix}',
+      MeshAxisError,
+    )
+
+  def _reused(self, dim: int, axis: str, how: str) -> Problem:
+    return Problem(
+      f'dim {dim} of {self._what()}: mesh axis {axis!r} is used {how}.',
+      'use every mesh axis for one dimension only.',
+    )
+
+  def _indivisible(self, dim: int, axes: tuple[str, ...], size: int) -> Problem:
+    sizes = self.sizes or {}
+    parts = math.prod(sizes[axis] for axis in axes)
+    text = f'dim {dim}: size {size} is not divisible by {_cut(axes, sizes)}'
+    if self.source is None:
+      return Problem(
+        f'{text}.',
+        f'pad it to {-(-size // parts) * parts}, name the dimension None to replicate it, or give the '
+        "table indivisible='replicate'.",
+      )
+    return Problem(
+      f'{text}, asked for by rule {self.source.rule} {self.source.text}.',
+      f'pad it to {-(-size // parts) * parts}, add a rule for this path before rule {self.source.rule}, '
+      "or give the table indivisible='next' or 'replicate'.",
+    )
+
+
+def _cut(axes: Sequence[str], sizes: Mapping[str, int]) -> str:
+  """`mesh axis 'model' (4)`, or `mesh axes 'data' (2) x 'model' (4) = 8`."""
+  which = ' x '.join(f'{axis!r} ({sizes[axis]})' for axis in axes)
+  if len(axes) == 1:
+    return f'mesh axis {which}'
+  return f'mesh axes {which} = {math.prod(sizes[axis] for axis in axes)}'
