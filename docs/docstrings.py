@@ -13,7 +13,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-MODULES = ('checkpoint', 'explore', 'searching', 'estimate', 'pipeline', 'presets', 'testing', 'errors')
+MODULES = ('checkpoint', 'explore', 'pipeline', 'presets', 'testing', 'errors')
 CODE = re.compile(r'(?<![`:\w])`([^`]+)`(?!`)(\w?)')
 INDENTED = re.compile(r'(?<=\n\n)(?<!::\n\n)((?: {4}.*\n|\n)+)')  # what `::` announces is code already
 
@@ -49,7 +49,7 @@ def _code(code: str, home: str) -> str:
 def _targets() -> dict[str, str]:
   """What is linked: public names, alone where they are of the package itself, and methods of a layout."""
   package = importlib.import_module('flax_spmd')
-  own = [name for name in vars(package) if not name.startswith('_')]
+  own = [name for name in dir(package) if name not in (*MODULES, 'compare', 'search')]
   found = {name: f'flax_spmd.{name}' for name in own if callable(getattr(package, name))}
   for module in MODULES:
     names = [name for name in vars(importlib.import_module(f'flax_spmd.{module}')) if name[0] != '_']

@@ -15,6 +15,7 @@ import flax_spmd as spmd
 from flax_spmd._src.compare import compilation as compiling
 from flax_spmd._src.compare import costs, hardware
 from flax_spmd._src.compare import pipeline_outcome as staging
+from flax_spmd._src.text import size_text
 from flax_spmd.errors import PipelineError, TargetDeviceError
 from flax_spmd.explore import Pipeline, compare
 from flax_spmd.pipeline import GPipe, Mean, OneFOneB, ZeroBubbleH1, accumulate, stage_end
@@ -230,7 +231,7 @@ def test_a_stage_that_does_not_fit(found, tmp_path, monkeypatch):
   largest = max(small['1F1B'].stages.ranks, key=lambda one: one.memory.peak)
   assert not small['1F1B'].fits and largest.memory.peak > limit
   [line] = [line for line in str(small).splitlines() if ' over; idle ' in line]
-  over = spmd.report.size_text(largest.memory.peak - limit)
+  over = size_text(largest.memory.peak - limit)
   assert line.startswith(f'  rank {largest.stages[0]} (stage {largest.stages[0]}): ') and over in line
 
 

@@ -15,17 +15,15 @@ from jax.sharding import PartitionSpec
 import flax_spmd
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-MODULES = sorted(found.name for found in pkgutil.walk_packages(flax_spmd.__path__, 'flax_spmd.'))
+MODULES = ['flax_spmd', *sorted(m.name for m in pkgutil.walk_packages(flax_spmd.__path__, 'flax_spmd.'))]
 PUBLIC = (
   'flax_spmd',
   'flax_spmd.checkpoint',
   'flax_spmd.cli',
   'flax_spmd.errors',
   'flax_spmd.explore',
-  'flax_spmd.explore',
   'flax_spmd.pipeline',
   'flax_spmd.presets',
-  'flax_spmd.explore',
   'flax_spmd.testing',
 )
 

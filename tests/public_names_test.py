@@ -1,9 +1,10 @@
 """What `import flax_spmd` promises, and what it costs not to have asked for it."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import flax.linen as nn
@@ -55,26 +56,45 @@ OWN = {
   'with_sharding_annotation',
   'with_sharding_constraint',
 }
-MODULES = {
+LAZY = {
   'checkpoint',
   'compare',
   'errors',
-  'estimate',
   'explore',
   'pipeline',
   'presets',
   'search',
-  'searching',
   'testing',
-}  # compare and search, as the first of explore and searching
+}  # imported at first use; compare and search are functions of explore
 
 
 def test_the_public_names():
   """A name that appears or goes is a decision, made here."""
-  modules = {name for name, value in vars(spmd).items() if isinstance(value, types.ModuleType)}
-  public = {name for name in vars(spmd) if not name.startswith('_')} - modules - {'annotations'}
-  assert public == DROP_IN | OWN
-  assert all(hasattr(spmd, name) for name in MODULES)
+  assert set(dir(spmd)) == DROP_IN | OWN | LAZY
+  assert all(hasattr(spmd, name) for name in dir(spmd))
+
+
+def test_what_is_loaded_later_does_not_show():
+  code = (
+    'import flax_spmd, flax_spmd.cli, flax_spmd.demo.run, flax_spmd.checkpoint; print(*dir(flax_spmd))'
+  )
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert set(done.stdout.split()) == DROP_IN | OWN | LAZY
+
+
+def test_public_things_show_their_public_module():
+  for module in (spmd, spmd.checkpoint, spmd.explore, spmd.pipeline):
+    for name in set(dir(module)) - {'AxisMetadata', 'RulesFallback'}:  # Flax's own
+      thing = getattr(module, name)
+      if name[0] != '_' and (inspect.isclass(thing) or inspect.isfunction(thing)):
+        homes = {module.__name__, 'flax_spmd'} if name in ('compare', 'search') else {module.__name__}
+        assert thing.__module__ in homes, name
+
+
+def test_facades_hold_imports_only():
+  for module in (spmd.checkpoint, spmd.explore, spmd.pipeline):
+    docstring, *rest = ast.parse(Path(module.__file__).read_text()).body
+    assert isinstance(docstring, ast.Expr) and all(isinstance(node, ast.ImportFrom) for node in rest)
 
 
 def test_every_public_thing_is_documented():
@@ -98,7 +118,7 @@ def test_private_names_of_others_are_used_in_compat_only():
     r'jax\._src|(from|import) jaxlib\b|flax\.core\.(lift|scope)|\.__version__|module\._context'
   )
   users = {path for path in package.rglob('*.py') if private.search(path.read_text())}
-  bindings = package / 'estimate' / 'bindings'  # jaxlib's MLIR, and nothing else there
+  bindings = package / '_src' / 'estimate' / 'mlir'  # jaxlib's MLIR, and nothing else there
   assert {path.name for path in users if path.parent != bindings} == {'compat.py'}
 
 

@@ -54,7 +54,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
   assert {
     'flax_spmd/py.typed',
     'flax_spmd/_src/compare/hardware.toml',
-    'flax_spmd/explore/page.css',
+    'flax_spmd/_src/compare/report.css',
   } <= expected
 
 

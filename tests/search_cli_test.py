@@ -5,7 +5,8 @@ import json
 import pytest
 
 import flax_spmd as spmd
-from flax_spmd import cli, searching
+from flax_spmd import cli, explore
+from flax_spmd._src.rules import toml_format
 from flax_spmd._src.search import trials
 from tests import search_test
 
@@ -33,7 +34,7 @@ def run(capsys, *arguments):
 def test_search_from_the_command_line(project, capsys):
   code, out, err = run(capsys, '--out', 'layout.toml', '--html', 'page.html', '--memory', '1GiB')
   assert (code, err) == (0, '') and out.endswith('written: layout.toml, page.html\n')
-  mesh = spmd.abstract_mesh(spmd.toml.read((project / 'layout.toml').read_text()).axes)
+  mesh = spmd.abstract_mesh(toml_format.read((project / 'layout.toml').read_text()).axes)
   assert spmd.Layout.from_toml((project / 'layout.toml').read_text(), mesh=mesh).mesh.size == 8
   assert 'Search for cpu:8' in (project / 'page.html').read_text()
 
@@ -45,7 +46,7 @@ def test_wishes(capsys):
   )
   found = json.loads(out)
   assert code == 0 and found['choices'] == {'remat': 'none'}
-  layout = spmd.toml.read(found['layout'])
+  layout = toml_format.read(found['layout'])
   assert layout.axes == {'rows': 2, 'model': 4} and dict(layout.rules.pairs)['mlp'] == 'model'
   code, out, _ = run(capsys, '--forbid', 'mlp', '--forbid', 'embed=model', '--json')
   assert code == 0 and 'mlp' not in json.loads(out)['layout']
@@ -69,8 +70,8 @@ def test_pipelines(capsys, monkeypatch):
     asked['pipelines'] = pipelines
     return real(*args, **rest)
 
-  real = searching.search
-  monkeypatch.setattr(searching, 'search', search)
+  real = explore.search
+  monkeypatch.setattr(explore, 'search', search)
   schedules = (
     '--pipeline',
     'OneFOneB(4)',
