@@ -5,6 +5,7 @@ dealt out by their names, so that about half of each kind runs on either; everyt
 """
 
 import zlib
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,14 +13,14 @@ import pytest
 _NEW = jax.__version_info__ >= (0, 11)
 
 _DEALT = {
-  'compare_pipelines_test.py',
-  'pipeline_bad_input_test.py',
-  'pipeline_states_test.py',
-  'search_pipelines_test.py',
-  'search_test.py',
+  'compare/pipelines_test.py',
+  'pipeline/bad_input_test.py',
+  'pipeline/states_test.py',
+  'search/pipelines_test.py',
+  'search/search_test.py',
 }
 
-_CASES = {'pipeline_cases_test.py'}  # each function of these on one JAX, under one of its schedules
+_CASES = {'pipeline/cases_test.py'}  # each function of these on one JAX, under one of its schedules
 
 ON_NEW_JAX = (pytest.mark.new_jax,)
 ON_OLD_JAX = (pytest.mark.old_jax,)
@@ -32,7 +33,8 @@ def is_for_another_jax(test: pytest.Item) -> bool:
   ]
   if marked and marked[0] != _NEW:
     return True
-  if test.path.name in _CASES:
+  file = test.path.relative_to(Path(__file__).parent).as_posix()
+  if file in _CASES:
     return zlib.crc32(test.nodeid.partition('[')[0].encode()) % 2 != _NEW
-  dealt = test.path.name in _DEALT or bool(test.get_closest_marker('slow'))
+  dealt = file in _DEALT or bool(test.get_closest_marker('slow'))
   return dealt and not marked and zlib.crc32(test.nodeid.encode()) % 2 != _NEW

@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import record as records
-from tests.checkpoint_states import LAYOUTS
+from tests.checkpoint.states import LAYOUTS
 
 LAYOUT = LAYOUTS['two_by_four']()
 CHANGED = 'Fix: restore another checkpoint; this one was changed after it was written.'

@@ -17,7 +17,7 @@ from orbax.checkpoint import v1
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from tests.checkpoint_states import (
+from tests.checkpoint.states import (
   LAYOUTS,
   OPTIMIZERS,
   Model,

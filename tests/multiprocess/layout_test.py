@@ -93,7 +93,7 @@ def every_process():
 
 @functools.cache
 def run(processes):
-  source = 'from tests import many_hosts_test\ntell(many_hosts_test.every_process())'
+  source = 'from tests.multiprocess import layout_test as many_hosts_test\ntell(many_hosts_test.every_process())'
   return [result.value for result in run_processes(source, processes, 8 // processes)]
 
 

@@ -14,7 +14,7 @@ import os, resource, signal, threading, time
 import jax.numpy as jnp
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from tests.checkpoint_hosts_test import create, is_state, layout_of, state_of
+from tests.multiprocess.checkpoint_test import create, is_state, layout_of, state_of
 
 me = jax.process_index()
 layout = layout_of()

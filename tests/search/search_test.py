@@ -310,7 +310,7 @@ def test_interrupted_before_anything(monkeypatch):
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from tests import search_test as t
+from tests.search import search_test as t
 t.trials.Estimator, t.trials.compare = t.Formula, t.compiling
 plain = t.Formula.estimate
 def mortal(self, layout, target):
@@ -323,7 +323,7 @@ t.run()
 
 
 def test_killed_half_way_and_resumed_to_the_same_answer(tmp_path, monkeypatch):
-  root = str(Path(__file__).parent.parent)
+  root = str(Path(__file__).parents[2])
   ended = subprocess.run(
     [sys.executable, '-c', KILLED.format(root=root)],
     env=os.environ | {'PYTHONPATH': root},

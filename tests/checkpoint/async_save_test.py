@@ -18,7 +18,7 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import async_save as pending
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='module')

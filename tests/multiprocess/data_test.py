@@ -381,13 +381,13 @@ def four_processes():
 
 @pytest.fixture(scope='module')
 def of_two():
-  source = 'from tests import hosts_test\ntell(hosts_test.two_processes())'
+  source = 'from tests.multiprocess import data_test as hosts_test\ntell(hosts_test.two_processes())'
   return [result.value for result in run_processes(source, processes=2, devices=4)]
 
 
 @pytest.fixture(scope='module')
 def of_four():
-  source = 'from tests import hosts_test\ntell(hosts_test.four_processes())'
+  source = 'from tests.multiprocess import data_test as hosts_test\ntell(hosts_test.four_processes())'
   return [result.value for result in run_processes(source, processes=4, devices=2)]
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from tests.checkpoint_states import (
+from tests.checkpoint.states import (
   LAYOUTS,
   OPTIMIZERS,
   Model,

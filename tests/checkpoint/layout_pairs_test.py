@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from flax_spmd import checkpoint
-from tests.checkpoint_states import LAYOUTS, OPTIMIZERS, assert_equal, assert_lies_as, create
+from tests.checkpoint.states import LAYOUTS, OPTIMIZERS, assert_equal, assert_lies_as, create
 
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 

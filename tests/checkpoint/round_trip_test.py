@@ -16,7 +16,7 @@ from flax_spmd._src.checkpoint.storage import record as records
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.names.tree_names import path_string
 from flax_spmd.errors import CheckpointError
-from tests.checkpoint_states import assert_equal
+from tests.checkpoint.states import assert_equal
 from tests.strategies import Data, Pair, Struct, Word, trees_of_all_nodes
 
 DTYPES = [

@@ -8,7 +8,7 @@ import flax_spmd as spmd
 from flax_spmd import cli, explore
 from flax_spmd._src.rules import toml_format
 from flax_spmd._src.search import trials
-from tests import search_test
+from tests.search import search_test
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def project(tmp_path, monkeypatch):
   monkeypatch.setattr(trials, 'Estimator', search_test.Formula)
   monkeypatch.setattr(trials, 'compare', search_test.compiling)
   (tmp_path / 'a_model.py').write_text(
-    'from tests.search_test import step, create, data\ndef setup():\n  return step, create, data()\n'
+    'from tests.search.search_test import step, create, data\ndef setup():\n  return step, create, data()\n'
   )
   return tmp_path
 

@@ -16,7 +16,7 @@ from flax_spmd._src.search import trials
 from flax_spmd.errors import PipelineError, SearchError
 from flax_spmd.explore import Pipeline, compare, search
 from flax_spmd.pipeline import GPipe, OneFOneB, Schedule, ZeroBubbleH1
-from tests.compare_pipelines_test import BATCH, OPTIMIZER, TARGET, Model, create, step
+from tests.compare.pipelines_test import BATCH, OPTIMIZER, TARGET, Model, create, step
 
 UNMARKED = {'marked': (False,)}
 NAME = 'OneFOneB(ranks=4): stage 4, '

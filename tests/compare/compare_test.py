@@ -383,7 +383,7 @@ def project(tmp_path, monkeypatch):
   """A folder with a module that has the model, and layouts as TOML."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
-  (tmp_path / 'my_model.py').write_text('from tests.compare_test import setup\n')
+  (tmp_path / 'my_model.py').write_text('from tests.compare.compare_test import setup\n')
   for name, layout in layouts().items():
     (tmp_path / f'{name}.toml').write_text(layout.to_toml())
   return tmp_path

@@ -20,7 +20,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 VICTIM = """
   import os, pathlib, shutil, signal, sys
