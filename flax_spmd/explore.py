@@ -15,6 +15,7 @@ from flax_spmd._src.compare.hardware import chips as chips
 from flax_spmd._src.compare.hardware import parse as parse
 from flax_spmd._src.compare.outcome import Outcome as Outcome
 from flax_spmd._src.compare.pipeline_lowering import Pipeline as Pipeline
+from flax_spmd._src.compare.train_step import TrainStep as TrainStep
 from flax_spmd._src.estimate.estimator import Estimator as Estimator
 from flax_spmd._src.search.result import Buy as Buy
 from flax_spmd._src.search.result import Found as Found

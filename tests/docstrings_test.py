@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_spmd
 
@@ -31,7 +31,15 @@ PUBLIC = (
 def names_for_examples(tmp_path):
   """What a docstring example may use without importing it."""
   ours = {name: getattr(flax_spmd, name) for name in dir(flax_spmd) if not name.startswith('_')}
-  others = dict(nn=nn, jax=jax, jnp=jnp, np=np, PartitionSpec=PartitionSpec, tmp=tmp_path)
+  others = dict(
+    nn=nn,
+    jax=jax,
+    jnp=jnp,
+    np=np,
+    PartitionSpec=PartitionSpec,
+    NamedSharding=NamedSharding,
+    tmp=tmp_path,
+  )
   asked_for = {name: getattr(flax_spmd, name) for name in ('checkpoint', 'compare', 'search')}
   return {**ours, **others, **asked_for}
 

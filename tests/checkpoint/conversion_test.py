@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage import readers
 from tests.checkpoint.states import (
   LAYOUTS,
   OPTIMIZERS,
@@ -351,9 +352,9 @@ def test_only_reads_only_that(saved, monkeypatch):
     x.nbytes for x in jax.tree.leaves(state.params)
   )
   read = []
-  was = checkpoint.sources.OrbaxSource.read
+  was = readers.OrbaxSource.read
   monkeypatch.setattr(
-    checkpoint.sources.OrbaxSource,
+    readers.OrbaxSource,
     'read',
     lambda self, wanted, memory: read.extend(wanted) or was(self, wanted, memory),
   )
@@ -366,7 +367,7 @@ def test_a_subset_over_a_base(tmp_path):
   base = {'w': jnp.arange(8.0), 'lora_a': jnp.zeros((8, 2)), 'lora_b': jnp.zeros((2, 8))}
   trained = {'w': jnp.zeros(8), 'lora_a': jnp.ones((8, 2)), 'lora_b': jnp.ones((2, 8))}
   path = put(tmp_path / 'a', LAYOUT.shard({'params': trained}), where='lora')
-  assert sorted(checkpoint.sources.open_source(path).record.leaves) == ['params/lora_a', 'params/lora_b']
+  assert sorted(readers.open_source(path).record.leaves) == ['params/lora_a', 'params/lora_b']
   there = LAYOUT.shard({'params': base})
   restored = checkpoint.restore(path, there, missing='^(?!.*lora)')['params']
   assert restored['w'].tolist() == list(range(8))

@@ -28,7 +28,7 @@ VICTIM = """
   import jax.numpy as jnp
   import flax_spmd as spmd
   from flax_spmd import checkpoint
-  from flax_spmd.checkpoint import folders
+  from flax_spmd._src.checkpoint.storage import folders
   path, overwrite, moment, when = sys.argv[1], sys.argv[2] == 'True', int(sys.argv[3]), sys.argv[4]
   layout = spmd.Layout({'data': 8}, (('rows', 'data'),))
   x = np.random.default_rng(2).standard_normal((512, 512), np.float32)

@@ -17,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage import readers
 from tests.checkpoint.states import (
   LAYOUTS,
   OPTIMIZERS,
@@ -78,8 +79,8 @@ def refused(monkeypatch):
 
   def text_of(*args, kind=errors.CheckpointMismatchError, **kwargs):
     with monkeypatch.context() as patch:
-      patch.setattr(checkpoint.sources.OrbaxSource, 'read', fail)
-      patch.setattr(checkpoint.sources.FlaxSource, 'read', fail)
+      patch.setattr(readers.OrbaxSource, 'read', fail)
+      patch.setattr(readers.FlaxSource, 'read', fail)
       patch.setattr(ocp, 'load', fail)
       patch.setattr(v0.PyTreeCheckpointHandler, 'restore', fail)
       with pytest.raises(kind) as caught:
@@ -471,7 +472,7 @@ def test_row_metadata_only(adamw):
   state, path = adamw
   found = checkpoint.preflight(path, layout=OTHER)
   assert not found.problems and found.bytes_read == sum(x.nbytes for x in jax.tree.leaves(state))
-  record = checkpoint.sources.open_source(path).record
+  record = readers.open_source(path).record
   assert record.kinds['opt_state/0'] == 'ScaleByAdamState'
   assert record.leaves['opt_state/0/mu/blocks/Dense_0/kernel'].names == ('layers', 'embed', 'mlp')
   assert spmd.Layout.from_toml(record.layout) == LAYOUT

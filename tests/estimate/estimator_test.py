@@ -153,7 +153,7 @@ def test_an_estimate_says_what_it_is(estimator):
   outcome = estimator.estimate(FSDP, TARGET)
   assert (outcome.source, outcome.fits, outcome.error) == ('estimated', True, None)
   assert outcome.memory.peak == sum(outcome.memory[:5])
-  assert all('estimate_test.py' in one.source for one in outcome.counts.collectives[:2])
+  assert all('estimator_test.py' in one.source for one in outcome.counts.collectives[:2])
 
 
 def test_other_kinds_of_rules_place_the_state_too(estimator):

@@ -520,7 +520,7 @@ def test_fsdp_gathers_weights_and_sums_gradients():
   assert kinds['all-gather'] == LAYERS * 2 * 2 * WEIGHT * 7 / 8  # forward and backward
   assert kinds['all-reduce'] == LAYERS * 2 * 2 * WEIGHT * 7 / 8  # CPUs have no reduce-scatter of it
   assert set(found.by_axis()) == {('data',)}
-  assert {one.source.partition(':')[0] for one in found.collectives} == {'counting_test.py'}
+  assert {one.source.partition(':')[0] for one in found.collectives} == {'counts_test.py'}
 
 
 def test_tensor_parallel_sums_activations():

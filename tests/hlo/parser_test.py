@@ -244,6 +244,6 @@ def test_text_of_this_jax():
   assert [trips(one, found.main, found, {}).number for one in loops] == [7]
   every = [one for part in found.computations.values() for one in part.instructions.values()]
   assert any(
-    origin(one.attributes.get('metadata', ''), found.frames).source.startswith('hlo_test.py:')
+    origin(one.attributes.get('metadata', ''), found.frames).source.startswith('parser_test.py:')
     for one in every
   )

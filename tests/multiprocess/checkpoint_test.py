@@ -152,7 +152,7 @@ tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 5, 512), la
 if me == 1:
   resource.setrlimit(resource.RLIMIT_FSIZE, before)
 tell(is_state(checkpoint.restore(folder + '/a', layout=layout), 3))
-from flax_spmd.checkpoint import pending
+from flax_spmd._src.checkpoint.storage import async_save as pending
 wait = pending._wait
 pending._wait = lambda *args: (time.sleep(2), wait(*args))  # long enough to hear what was said before
 checkpoint.save(folder + '/a', state_of(layout, 6), layout=layout, overwrite=True)
@@ -182,7 +182,7 @@ def test_two_processes_overwrite_save_in_the_background_and_fail_together(tmp_pa
 KILLED = """
 checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)
 if me == 1:
-  from flax_spmd.checkpoint import pending
+  from flax_spmd._src.checkpoint.storage import async_save as pending
   pending.{where} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout, overwrite=True)))
 os._exit(0)

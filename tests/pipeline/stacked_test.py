@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import flax_spmd as spmd
-from flax_spmd._src.pipeline import stacked
 from flax_spmd.errors import PipelineError
+from flax_spmd.pipeline import stacked
 
 WIDTH, ROWS = 16, 16
 X = np.asarray(jax.random.normal(jax.random.key(1), (ROWS, WIDTH)))
