@@ -43,6 +43,7 @@ from reporting import report
 import flax_spmd as spmd
 from flax_spmd import checkpoint
 from flax_spmd._src.checkpoint.storage.checksums import checksums
+from flax_spmd.checkpoint import Changes
 
 LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
 ROUNDS = int(os.environ.get('ROUNDS', '5'))
@@ -161,12 +162,12 @@ def put_after(folder: Path) -> Callable[[], Any]:
 
 def stacked_to_single(folder: Path) -> Callable[[], Any]:
   asked = target(layout(4, 2), stacked=False)
-  return lambda: checkpoint.restore(folder / 'ours', asked, stacks={'layers': 'layers_{}'})
+  return lambda: checkpoint.restore(folder / 'ours', asked, changes=Changes(stacks={'layers': 'layers_{}'}))
 
 
 def single_to_stacked(folder: Path) -> Callable[[], Any]:
   asked = target(layout(4, 2))
-  return lambda: checkpoint.restore(folder / 'single', asked, stacks={'layers': 'layers_{}'})
+  return lambda: checkpoint.restore(folder / 'single', asked, changes=Changes(stacks={'layers': 'layers_{}'}))
 
 
 OPERATIONS = {

@@ -554,16 +554,16 @@ def state(number):
   }}
 one, two = state(1), state(2)
 checkpoint.save('{path}', one, layout=layout)
-tell('ready')
+report('ready')
 if jax.process_index() == {victim}:
   threading.Timer({seconds}, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 time.sleep(0.2)
 begin = time.monotonic()
 try:
   checkpoint.save('{path}', two, layout=layout, overwrite=True)
-  tell(['saved', time.monotonic() - begin, ''])
+  report(['saved', time.monotonic() - begin, ''])
 except Exception as error:
-  tell([type(error).__name__, time.monotonic() - begin, str(error)])
+  report([type(error).__name__, time.monotonic() - begin, str(error)])
 if jax.process_index() == {victim}:
   time.sleep(60)
 os._exit(0)

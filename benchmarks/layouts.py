@@ -1,16 +1,16 @@
-"""What `compare` says of 13 layouts of a transformer, against what can be worked out by hand.
+"""`compare` against formulas: counts and memory of 13 layouts of a transformer, and the cost of a comparison.
 
-The model is `layout_model.py`'s: 4 scanned layers, 512 wide, 8 heads of 64, MLP 2048, vocabulary 4096,
-16 sequences of 256, bf16 compute, f32 parameters, adamw. Each layout is compiled by the compilers of
-8 H100s, of 8 v5e chips and of the CPU; what is not installed is left out, and said. No device is needed.
+The model is that of `layout_model.py`: 4 scanned layers, width 512, 8 heads of 64, MLP 2048, vocabulary
+4096, 16 sequences of 256, bf16 compute, f32 parameters, adamw. Each layout is compiled for 8 H100s, for 8
+v5e chips and for the CPU; targets without an installed compiler are reported and left out. No device is
+needed.
 
-    python benchmarks/layouts.py                            # the tables, and what comparing costs
-    python benchmarks/layouts.py --targets h100:8 v5e:2x4   # the table for some targets only
-    python benchmarks/layouts.py --large                    # four layouts of a LLaMA of 70B, for 64 and 256 chips
+    python benchmarks/layouts.py                            # the tables, and the cost of a comparison python
+    benchmarks/layouts.py --targets h100:8 v5e:2x4   # the table for some targets only python
+    benchmarks/layouts.py --large                    # four layouts of a 70B LLaMA, for 64 and 256 chips
 
-Matrix products, what FSDP gathers and scatters, and what tensor parallelism adds up, have to equal what
-the formulas below say: exactly, as these are counts. The exit code is 1 if one of them does not, or if
-comparing takes longer or more memory than it may.
+FLOPs and the collectives of FSDP and tensor parallelism have to equal the formulas below exactly, since they
+are counts. The exit code is 1 if one differs, or if a comparison exceeds its limits of time or memory.
 """
 
 import os
@@ -36,7 +36,7 @@ from reporting import Report, Table, parser
 import flax_spmd as spmd
 from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd.errors import TargetDeviceError
-from flax_spmd.explore import Comparison, Outcome, compare, parse
+from flax_spmd.explore import Comparison, Outcome, TrainStep, compare, parse_target
 
 MIB, GIB = 2**20, 2**30
 TARGETS = 'h100:8', 'v5e:2x4', 'cpu:8'
@@ -45,10 +45,14 @@ DEVICES = 8
 
 
 class Case(NamedTuple):
-  """A layout; `copies` says of products, by expressions, how many devices compute the same.
+  """A layout, and the products that several devices compute redundantly.
 
-  Mostly none do. Where the rules say nothing, or two names want the same axis, that is the compiler's
-  choice, and was read off its programs: with it the counts come out right to the last FLOP.
+  Attributes:
+    mesh: size per mesh axis.
+    rules: mesh axis per logical name.
+    copies: number of devices that compute the same product, by regular expressions for products. It is 1
+      for most. Where no rule applies, or two names compete for an axis, the compiler chooses; these numbers
+      are from its programs, and with them the FLOPs match exactly.
   """
 
   mesh: dict[str, int]
@@ -61,7 +65,7 @@ class Case(NamedTuple):
 
   @property
   def flops(self) -> float:
-    """Of the matrix products of a step, on one device."""
+    """FLOPs of the matrix products of a step, on one device."""
     return sum(work * self._copies(name) for name, work in MODEL.products.items()) / DEVICES
 
   def _copies(self, product: str) -> int:
@@ -90,12 +94,14 @@ CASES = {
       'act_heads': 'y',
       'vocab': 'y',
     },
-    {'(out|down) forward|up inputs': 2},  # embed and what it meets both want y; the compiler gathers
+    {
+      '(out|down) forward|up inputs': 2
+    },  # embed and the other dimension compete for y; the compiler gathers
   ),
   'FSDP + context': Case(
     {'fsdp': 4, 'context': 2},
     {'batch': 'fsdp', 'embed': ('fsdp', 'context'), 'length': 'context', 'query': 'context'},
-    {'[kv] forward': 2},  # keys and values are whole on each device of a context
+    {'[kv] forward': 2},  # keys and values are replicated over the context
   ),
   "activations' embed sharded (bad)": Case(
     {'model': 8}, {'embed': 'model', 'act_embed': 'model'}, {'scores': 8}
@@ -107,7 +113,7 @@ CASES = {
       'scores': 8,
       'logits|.* weights|[qkv] inputs': 1,
       '.*': 8,
-    },  # but where embed is a result's dimension
+    },  # except where embed is a dimension of the result
   ),
   'vocab only (bad)': Case(
     {'data': 4, 'model': 2}, {'batch': 'data', 'vocab': 'model'}, {'logits': 1, '.*': 2}
@@ -117,37 +123,38 @@ SHOWN = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all')
 
 
 def theory() -> dict[str, dict[str, float]]:
-  """What FSDP and tensor parallelism send, in bytes for each device, by kind.
+  """Bytes that each device sends with FSDP and tensor parallelism, by kind of collective.
 
-  A ring of n sends (n - 1) / n of an array's bytes to gather or to scatter it, and twice that to add it up.
+  A ring of n devices sends (n - 1) / n of an array's bytes to gather or scatter it, and twice that to reduce
+  it.
   """
   c, share = MODEL, (DEVICES - 1) / DEVICES
   layers = c.layers * c.embed * (4 * c.heads * c.head + 2 * c.mlp)
   logits, between = c.embed * c.vocab, c.tokens * c.embed
   return {
     'FSDP': {
-      # Weights in bf16: the layers' forward and backward, the logits' once, kept until it is used again.
-      # The embedding stays where it is: tokens (int32) go to it.
+      # Weights in bf16: those of the layers forward and backward, that of the logits once.
+      # The embedding is not gathered: the tokens (int32) are.
       'all-gather': 2 * share * (2 * layers + logits) + 4 * share * c.tokens,
       'reduce-scatter': 2 * share * (layers + logits),  # gradients in bf16
-      'all-to-all': 2 * 2 * share * between / DEVICES,  # what is looked up, and its gradient
+      'all-to-all': 2 * 2 * share * between / DEVICES,  # the embeddings, and their gradient
     },
     'TP8': {
       # Activations in bf16: after attention and MLP, forward and backward; embeddings; the logits' input.
-      # And of each token in f32, over the vocabulary: the largest logit, the sum, the logit that is wanted.
+      # Per token in f32, over the vocabulary: the largest logit, the sum, the label's logit.
       'all-reduce': 2 * share * (2 * between * (4 * c.layers + 2) + 4 * c.tokens * 3),
     },
   }
 
 
-# -- memory, by what the backward pass keeps
+# -- memory, from the residuals of the backward pass
 
 
 def expected_memory(layout: spmd.Layout, outcome: Outcome) -> float:
-  """The arguments, what JAX says that the backward pass needs, and the gradients of the layers.
+  """Bytes of the arguments, the residuals of JAX's backward pass, and the gradients of the layers.
 
-  Each array is split as its names say. The gradients of all layers are there at the end of the backward
-  loop; the others come and go. It knows nothing of what a compiler computes again, or keeps for longer.
+  Each array is sharded by its names. The gradients of all layers are alive at the end of the backward loop;
+  the others are short-lived. Recomputation and longer lifetimes by the compiler are not included.
   """
   memory = outcome.memory
   kept = sum(_on_device(layout, array) for array in _residuals())
@@ -173,7 +180,7 @@ def _on_device(layout: spmd.Layout, array: jax.ShapeDtypeStruct) -> int:
 
 
 def _names(array: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
-  """The names of what the backward pass keeps, by its shape: no two dimensions of one array are alike."""
+  """The axis names of a residual, from its shape: the sizes within an array differ."""
   c, shape = MODEL, array.shape
   stacked = ('layers',) if shape[0] == c.layers else ()
   rest = shape[len(stacked) :]
@@ -181,7 +188,7 @@ def _names(array: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
     sizes = {c.embed: 'embed', c.mlp: 'mlp', c.vocab: 'vocab', c.heads: 'heads'}
     return (*stacked, *(sizes.get(size) if len(rest) > 1 else None for size in rest))
   sizes = {c.embed: 'act_embed', c.mlp: 'act_mlp', c.vocab: 'act_vocab', c.heads: 'act_heads'}
-  between = array.dtype == 'float32' and rest[-1] == c.embed  # what the norms get
+  between = array.dtype == 'float32' and rest[-1] == c.embed  # inputs of the norms
   queries = 'length' if between else 'query'
   names = [sizes.get(size) or (queries if size == c.length else None) for size in rest[1:]]
   if names.count('query') == 2:
@@ -189,22 +196,27 @@ def _names(array: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
   return (*stacked, 'batch', *names)
 
 
-# -- what was counted, beside what is known
+# -- counts beside the formulas
 
 
 def compared(target: str) -> Comparison:
   """The cases on a target."""
-  create = functools.partial(layout_model.create, MODEL)
   layouts = {name: case.layout for name, case in CASES.items()}
-  return compare(layout_model.step, create, layout_model.batch(MODEL), layouts, target, jobs=1)
+  return compare(train_step(MODEL), layouts, target, jobs=1)
 
 
-def table(found: Comparison) -> Table:
-  """Each layout, for one device and step."""
+def train_step(config: Config) -> TrainStep:
+  """The model's step at a size."""
+  create = functools.partial(layout_model.create, config)
+  return TrainStep(layout_model.step, create, layout_model.batch(config))
+
+
+def table(comparison: Comparison) -> Table:
+  """A row per layout, for one device and step."""
   head = ['layout', 'on the wire, MiB', *(f'{kind}s' for kind in SHOWN), 'GFLOPs', 'by hand']
   head += ['memory, MiB', 'by hand', 'off, %', 'wall, s', 'CPU-s', 'GiB']
-  title = f'{found.target.text}: memory, bytes on the wire and FLOPs of a device and step; what compiling it took'
-  return Table(title, head, [_row(outcome, len(head)) for outcome in found])
+  title = f'{comparison.target.text}: memory, bytes on the wire and FLOPs of a device and step; time and memory to compile'
+  return Table(title, head, [_row(outcome, len(head)) for outcome in comparison])
 
 
 def _row(outcome: Outcome, columns: int) -> list[str]:
@@ -227,18 +239,18 @@ def _row(outcome: Outcome, columns: int) -> list[str]:
   ]
 
 
-def count_figures(found: Comparison) -> list[Figure]:
-  """How many layouts are not as they have to be. Only an H100's bytes and memory are known by hand."""
-  target = found.target.text
-  usable = [one for one in found if one.counts is not None and one.memory is not None]
+def count_figures(comparison: Comparison) -> list[Figure]:
+  """The number of layouts that differ from the formulas. Those of bytes and memory are for H100s only."""
+  target = comparison.target.text
+  usable = [one for one in comparison if one.counts is not None and one.memory is not None]
   flops = [one for one in usable if not math.isclose(one.counts.flops, CASES[one.name].flops)]
   figures = [
     exact(
-      f'{target}: layouts that were not compiled', len(found.outcomes) - len(usable), '', at_most(0)
+      f'{target}: layouts that were not compiled', len(comparison.outcomes) - len(usable), '', at_most(0)
     ),
     exact(f'{target}: layouts with other FLOPs than by hand', len(flops), '', at_most(0)),
   ]
-  if found.target.chip.name != 'h100':
+  if comparison.target.chip.name != 'h100':
     return figures
   sums = [
     (one.counts.by_kind().get(kind), wire)
@@ -259,31 +271,40 @@ def count_figures(found: Comparison) -> list[Figure]:
   ]
 
 
-# -- what comparing costs
+# -- the cost of a comparison
 
 
-class Spent(NamedTuple):
-  """What a comparison took: seconds, CPU-seconds of it and its compilers, memory of the largest of them."""
+class TimedComparison(NamedTuple):
+  """The cost of a comparison.
 
-  what: str
+  Attributes:
+    title: name of the comparison.
+    wall: wall time in seconds.
+    cpu: CPU time in seconds, of all processes.
+    rss: peak memory of the largest compiler, in bytes.
+    comparison: the comparison.
+  """
+
+  title: str
   wall: float
   cpu: float
   rss: int
-  found: Comparison
+  comparison: Comparison
 
   def __str__(self) -> str:
-    return f'{self.what}: {self.wall:.1f} s, {self.cpu:.1f} CPU-s, at most {self.rss / GIB:.2f} GiB'
+    return f'{self.title}: {self.wall:.1f} s, {self.cpu:.1f} CPU-s, at most {self.rss / GIB:.2f} GiB'
 
 
-def spent(what: str, config: Config, cases: dict[str, Case], target: str) -> Spent:
-  """A comparison, timed; JAX has been started, and nothing of this model has been traced."""
+def timed(title: str, config: Config, cases: dict[str, Case], target: str) -> TimedComparison:
+  """Times a comparison, with JAX initialised and nothing of this model traced yet."""
   layouts = {name: case.layout for name, case in cases.items()}
-  create = functools.partial(layout_model.create, config)
   jax.clear_caches()
   begin, cpu = time.perf_counter(), cpu_seconds()
-  found = compare(layout_model.step, create, layout_model.batch(config), layouts, target, jobs=1)
-  rss = max([outcome.compiled.rss for outcome in found if outcome.compiled], default=0)
-  return Spent(f'{what}, {target}', time.perf_counter() - begin, cpu_seconds() - cpu, rss, found)
+  comparison = compare(train_step(config), layouts, target, jobs=1)
+  rss = max([outcome.compiled.rss for outcome in comparison if outcome.compiled], default=0)
+  return TimedComparison(
+    f'{title}, {target}', time.perf_counter() - begin, cpu_seconds() - cpu, rss, comparison
+  )
 
 
 EIGHT_LAYERS = MODEL._replace(layers=8, batch=512)
@@ -291,33 +312,33 @@ LIMITS = {'h100:256': 10, 'v5e:16x16': 60}  # CPU-seconds
 
 
 def speed(chips: set[str]) -> list[Figure]:
-  """An 8-layer model for 256 chips, for the first time and again, and the page about 1,000 parameters."""
+  """An 8-layer model for 256 chips, without and with the cache, and the report of 1,000 parameters."""
   figures: list[Figure] = []
   for target, limit in LIMITS.items():
     if target.split(':')[0] not in chips:
       continue
     case = {'FSDP x TP': Case({'fsdp': 32, 'tensor': 8}, BOTH)}
-    first = spent('8 layers', EIGHT_LAYERS, case, target)
-    times = [spent('8 layers', EIGHT_LAYERS, case, target).wall for _ in range(3)]
+    first = timed('8 layers', EIGHT_LAYERS, case, target)
+    times = [timed('8 layers', EIGHT_LAYERS, case, target).wall for _ in range(3)]
     figures += [
-      exact(f'{first.what}: wall', first.wall, 's'),
-      exact(f'{first.what}: CPU, of all processes', first.cpu, 's', at_most(limit)),
-      exact(f'{first.what}: memory of the compiler', first.rss / 1e9, 'GB', at_most(2.5)),
-      exact(f'{first.what}: again, from the cache, wall', min(times), 's', at_most(1)),
+      exact(f'{first.title}: wall', first.wall, 's'),
+      exact(f'{first.title}: CPU, of all processes', first.cpu, 's', at_most(limit)),
+      exact(f'{first.title}: memory of the compiler', first.rss / 1e9, 'GB', at_most(2.5)),
+      exact(f'{first.title}: again, from the cache, wall', min(times), 's', at_most(1)),
     ]
-    if target == 'h100:256' and first.found.outcomes[0].program is not None:
-      figures += _page_figures(first.found)
+    if target == 'h100:256' and first.comparison.outcomes[0].program is not None:
+      figures += _page_figures(first.comparison)
   return figures
 
 
-def _page_figures(found: Comparison) -> list[Figure]:
-  [outcome] = found
+def _page_figures(comparison: Comparison) -> list[Figure]:
+  [outcome] = comparison
   rows = outcome.program.rows
   many = [row._replace(path=f'{row.path}/{n}') for n in range(-(-1000 // len(rows))) for row in rows]
   longer = outcome._replace(program=outcome.program._replace(rows=many[:1000]))
   with tempfile.TemporaryDirectory() as folder:
     file, begin = Path(folder) / 'page.html', time.perf_counter()
-    Comparison(found.target, [longer]).to_html(file)
+    Comparison(comparison.target, [longer]).to_html(file)
     took, size = time.perf_counter() - begin, file.stat().st_size
   return [
     exact('page of 1,000 parameters', took, 's', at_most(1)),
@@ -325,9 +346,9 @@ def _page_figures(found: Comparison) -> list[Figure]:
   ]
 
 
-def large(target: str) -> Spent:
-  """Four layouts of a LLaMA of 70B parameters; two sequences of 4096 tokens to a GPU, one to a TPU."""
-  count = parse(target).devices
+def large(target: str) -> TimedComparison:
+  """Four layouts of a 70B LLaMA; two sequences of 4096 tokens per GPU, one per TPU."""
+  count = parse_target(target).devices
   config = LLAMA_70B._replace(batch=max(128, count))
   tensor = {'fsdp': count // 8, 'tensor': 8}
   cases = {
@@ -336,10 +357,10 @@ def large(target: str) -> Spent:
     'FSDP x TP8': Case(tensor, BOTH),
     'FSDP x TP8 + sequence': Case(tensor, {**BOTH, 'length': 'tensor'}),
   }
-  return spent('LLaMA 70B, 4 layouts', config, cases, target)
+  return timed('LLaMA 70B, 4 layouts', config, cases, target)
 
 
-def large_table(took: Spent) -> Table:
+def large_table(took: TimedComparison) -> Table:
   rows = [
     [
       outcome.name,
@@ -348,57 +369,65 @@ def large_table(took: Spent) -> Table:
       f'{sum(outcome.counts.by_axis().values()) / GIB:.0f}' if outcome.counts else '',
       f'{outcome.cost.low:.1f} to {outcome.cost.high:.1f}' if outcome.cost else '',
     ]
-    for outcome in took.found
+    for outcome in took.comparison
   ]
   return Table(str(took), ['layout', 'memory, GiB', 'fits', 'on the wire, GiB', 'time, s'], rows)
 
 
 def main() -> int:
   options = parser('layouts')
-  options.add_argument('--targets', nargs='*', default=TARGETS, help='for the table; default: all three')
-  options.add_argument('--large', action='store_true', help='the LLaMA of 70B, on h100:64 and v5e:16x16')
-  asked = options.parse_args()
+  options.add_argument(
+    '--targets', nargs='*', default=TARGETS, help='targets of the table (default: all three)'
+  )
+  options.add_argument(
+    '--large', action='store_true', help='compare layouts of a 70B LLaMA for h100:64 and v5e:16x16'
+  )
+  arguments = options.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     os.environ.setdefault('FLAX_SPMD_CACHE', folder)
-    report = _large() if asked.large else _small(asked.targets, folder)
-  report.publish(asked.json)
+    report = _large() if arguments.large else _small(arguments.targets, folder)
+  report.publish(arguments.json)
   return 1 if report.missed else 0
 
 
 def _small(targets: Sequence[str], fresh: str) -> Report:
-  found = [compared(target) for target in _here(targets)]
-  os.environ['FLAX_SPMD_CACHE'] = fresh  # whatever was compiled before
-  figures = [figure for one in found for figure in count_figures(one)]
-  figures += speed({one.target.chip.name for one in found})
+  comparison = [compared(target) for target in _available(targets)]
+  os.environ['FLAX_SPMD_CACHE'] = fresh  # an empty cache
+  figures = [figure for one in comparison for figure in count_figures(one)]
+  figures += speed({one.target.chip.name for one in comparison})
   details = {
     'wire': {
-      one.target.text: {each.name: each.counts.by_kind() for each in one if each.counts} for one in found
+      one.target.text: {each.name: each.counts.by_kind() for each in one if each.counts}
+      for one in comparison
     }
   }
-  return Report('layouts', figures, [table(one) for one in found], details)
+  return Report('layouts', figures, [table(one) for one in comparison], details)
 
 
 def _large() -> Report:
-  took = [large(target) for target in _here(('h100:64', 'v5e:16x16'))]
+  took = [large(target) for target in _available(('h100:64', 'v5e:16x16'))]
   figures = [
     figure
     for one in took
     for figure in (
-      exact(f'{one.what}: wall', one.wall, 's'),
-      exact(f'{one.what}: CPU, of all processes', one.cpu, 's'),
+      exact(f'{one.title}: wall', one.wall, 's'),
+      exact(f'{one.title}: CPU, of all processes', one.cpu, 's'),
       exact(
-        f'{one.what}: compiled', sum(each.memory is not None for each in one.found), '', equal(4, 0)
+        f'{one.title}: compiled',
+        sum(each.memory is not None for each in one.comparison),
+        '',
+        equal(4, 0),
       ),
     )
   ]
   return Report('layouts_large', figures, [large_table(one) for one in took])
 
 
-def _here(targets: Sequence[str]) -> Iterator[str]:
-  """The targets that can be compiled for."""
+def _available(targets: Sequence[str]) -> Iterator[str]:
+  """The targets whose compilers are installed."""
   for target in targets:
     try:
-      check_compiler(parse(target))
+      check_compiler(parse_target(target))
       yield target
     except TargetDeviceError as error:
       print(f'{target} is left out: {error}', file=sys.stderr)

@@ -51,7 +51,7 @@ from reporting import report
 import flax_spmd as spmd
 from flax_spmd import pipeline
 from flax_spmd._src.pipeline.cut import residuals
-from flax_spmd._src.pipeline.run.call_list import Call, Linked, Send
+from flax_spmd._src.pipeline.run.call_list import Call, CallList, Send
 
 RANKS, MICROBATCHES = 4, 8
 CHUNKED_MS = 1742  # JaxPP's step of 48 chunks x 64 microbatches on 8 ranks: 1,742 to 1,819 (jax 0.9.2)
@@ -222,7 +222,7 @@ def minimum_cut_figures() -> list[Figure]:
   def lowered() -> Any:
     return pipelined(pipeline.OneFOneB(RANKS)).lower(state, batch)
 
-  with mock.patch.object(residuals, 'choose', lambda *_: residuals.Choice(set(), set())):
+  with mock.patch.object(residuals, 'choose', lambda *_: residuals.Recomputation(set(), set())):
     all_kept = lowered()
   steps = {'cut': lowered(), 'all kept': all_kept}
   kept = {arm: sum(one.programs.residuals().values()) for arm, one in steps.items()}
@@ -261,7 +261,7 @@ def dispatch_figures() -> list[Figure]:
   lowered = layout(8).pipeline_jit(step, donate_argnums=0).lower(state, batch)
   run = Run(lowered.compile(), state, batch)
   times = measure({'step': run.once}, rounds=21, warm_up=3, clock=WALL)
-  count = len(lowered.linked.calls)
+  count = len(lowered.call_list.calls)
   each = [1e6 * one['step'] / count for one in times]
   return [
     _milliseconds('48 chunks x 64 microbatches', times, 'step', at_most(0.4 * CHUNKED_MS)),
@@ -327,12 +327,12 @@ def plan_figures() -> list[Figure]:
   size = SIZES['small']
   kept = _lowered(size._replace(remat=False)).programs.residuals()
   clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-  linked = _lowered(size, clipped).linked
+  call_list = _lowered(size, clipped).call_list
   middle = max(bytes for stage, bytes in kept.items() if 0 < stage < size.stages - 1)
   return [
     exact('residuals of a middle stage, no remat', middle / 1024, 'KiB'),
     exact('residuals over JaxPP', middle / 1024 / RESIDUALS_KIB, 'x', at_most(0.45)),
-    exact('moved after the loop, clip and adamw', moved_after(linked) / 1024, 'KiB', at_most(1)),
+    exact('moved after the loop, clip and adamw', moved_after(call_list) / 1024, 'KiB', at_most(1)),
   ]
 
 
@@ -341,16 +341,16 @@ def _lowered(size: Size, optimizer: optax.GradientTransformation | None = None) 
   return pipelined(pipeline.OneFOneB(size.stages)).lower(state, batch_of(size))
 
 
-def moved_after(linked: Linked) -> int:
+def moved_after(call_list: CallList) -> int:
   """The bytes that ranks send each other for what comes after the loop: what none of its tasks reads."""
   in_loop = {
-    place
-    for one in linked.calls
+    buffer
+    for one in call_list.calls
     if isinstance(one, Call) and one.when is not None
-    for place in one.inputs
+    for buffer in one.inputs
   }
-  sent = [place for one in linked.calls if isinstance(one, Send) for place in one.arrived]
-  return sum(place[0].bytes for place in sent if place not in in_loop)
+  sent = [buffer for one in call_list.calls if isinstance(one, Send) for buffer in one.arrived]
+  return sum(buffer.value.bytes for buffer in sent if buffer not in in_loop)
 
 
 def sharing_figures() -> list[Figure]:

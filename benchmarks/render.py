@@ -22,22 +22,22 @@ BLOCK = re.compile(r'(<!-- results: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 Record = dict[str, Any]
 
-# What the README shows: a benchmark, its figure, and what that says.
+# The table of the README: a benchmark, its figure, its text, and which figures are better.
 HEADLINES = (
-  ('specs', 'layout.sharding, cold, over the pair of Flax', "shardings of 10,000 boxes, over Flax's own"),
-  ('rules', 'fsdp, cold, over Scalax', "`fsdp(...)` applied to 10,000 arrays, over Scalax's"),
-  ('rules', 'path rule 40 of 40, cold, over Scalax', "40 path rules, the same, over Scalax's"),
-  ('placement', "shard by the layout's rules", '`layout.shard` over `jax.device_put`'),
-  ('dispatch', 'tiny function, added per call', '`layout.jit`, added to a call of `jax.jit`'),
-  ('step', 'boxed state: lines that differ', 'compiled step, from the one written by hand'),
-  ('boxes', 'jitted call, boxes of flax_spmd', 'a call with 990 boxes, over one without'),
-  ('boxes', 'jitted call, boxes of Flax', "the same with Flax's boxes"),
-  ('checkpoint', 'save over Orbax', "a state of 0.7 GB saved with checksums, over Orbax's (to disk)"),
-  ('checkpoint', '2,000 leaves, save, packed over Orbax', '2,000 small arrays saved, packed, the same'),
-  ('checkpoint', 'restore over Orbax', "the 0.7 GB restored onto another mesh and compared, over Orbax's"),
-  ('pipelines', 'mid: over one device', 'a step in four stages, over one device'),
-  ('pipelines', 'residuals over JaxPP', "what a stage keeps for backward, over JaxPP's (its own figure, quoted)"),
-  ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates on a core'),
+  ('specs', 'layout.sharding, cold, over the pair of Flax', "time to the shardings of 10,000 boxes, over Flax's own", 'smaller'),
+  ('rules', 'fsdp, cold, over Scalax', "time of `fsdp(...)` for 10,000 arrays, over Scalax's", 'smaller'),
+  ('rules', 'path rule 40 of 40, cold, over Scalax', 'the same with 40 path rules', 'smaller'),
+  ('placement', "shard by the layout's rules", 'time of `layout.shard`, over `jax.device_put`', 'near 1'),
+  ('dispatch', 'tiny function, added per call', 'time that `layout.jit` adds to a call of `jax.jit`', 'smaller'),
+  ('step', 'boxed state: lines that differ', 'lines of the compiled step that differ from one written by hand', '0'),
+  ('boxes', 'jitted call, boxes of flax_spmd', 'time of a call with 990 boxes, over one without', 'near 1'),
+  ('boxes', 'jitted call, boxes of Flax', "the same with Flax's boxes", 'near 1'),
+  ('checkpoint', 'save over Orbax', "time to save 0.7 GB to disk with checksums, over Orbax's without", 'smaller'),
+  ('checkpoint', '2,000 leaves, save, packed over Orbax', 'the same for 2,000 small arrays, packed', 'smaller'),
+  ('checkpoint', 'restore over Orbax', "time to restore and verify the 0.7 GB on another mesh, over Orbax's restore", 'smaller'),
+  ('pipelines', 'mid: over one device', 'time of a step in four stages, over one device', 'smaller'),
+  ('pipelines', 'residuals over JaxPP', "bytes that a stage keeps for its backward, over JaxPP's published figure", 'smaller'),
+  ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates, per second and core', 'larger'),
 )  # fmt: skip
 
 
@@ -106,10 +106,10 @@ def _titled(one: Record, record: Record) -> str:
 
 
 def headlines() -> str:
-  found = {name: records(name) for name, _, _ in HEADLINES}
+  found = {name: records(name) for name, *_ in HEADLINES}
   jaxs = sorted({one['versions']['jax'] for each in found.values() for one in each}, key=_ordinal)
   rows = []
-  for name, figure, text in HEADLINES:
+  for name, figure, text, better in HEADLINES:
     by_jax = {
       one['versions']['jax']: each
       for one in found[name]
@@ -117,8 +117,8 @@ def headlines() -> str:
       if each['name'] == figure
     }
     cells = [_short(by_jax.get(jax)) for jax in jaxs]
-    rows.append([text, *cells])
-  return markdown(['', *(f'jax {jax}' for jax in jaxs)], rows) + '\n'
+    rows.append([text, *cells, better])
+  return markdown(['', *(f'jax {jax}' for jax in jaxs), 'better'], rows) + '\n'
 
 
 def _short(figure: Record | None) -> str:

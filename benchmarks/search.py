@@ -4,7 +4,7 @@ The model is `layout_model.py`'s with 8 layers, for 64 H100s. Four questions:
 
 - A fresh random sample of candidates is estimated and compiled: by how much do bytes on the wire and memory
   differ, and how good are those that the estimates would have chosen? The sample is drawn as a search goes:
-  from its seeds, by random changes. Its seed is printed; another one is another sample. What is
+  from its starting points, by random changes. Its seed is printed; another one is another sample. What is
   compiled is kept where `FLAX_SPMD_CACHE` says, so that the same sample is quick the second time.
 - Whether a candidate fits into a device's memory: does an estimate say of 64 TPUs what their compiler says?
 - A search over at least 1,000 candidates, compiles included.
@@ -41,13 +41,13 @@ from reporting import Report, Table, parser
 import flax_spmd as spmd
 from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
-from flax_spmd._src.search.model_facts import Facts, facts_of
+from flax_spmd._src.search.model_facts import ModelFacts, facts_of
 from flax_spmd._src.search.space import Space
-from flax_spmd._src.search.starts import seeds
-from flax_spmd._src.search.trials import seconds
-from flax_spmd._src.search.user_constraints import wishes_of
+from flax_spmd._src.search.starts import starting_points
+from flax_spmd._src.search.trials import mean_seconds
+from flax_spmd._src.search.user_constraints import constraints_of
 from flax_spmd.errors import LayoutError, TargetDeviceError
-from flax_spmd.explore import Estimator, Outcome, compare, parse
+from flax_spmd.explore import Estimator, Outcome, TrainStep, compare, parse_target
 
 TARGET = 'h100:64'
 MODEL = Config(
@@ -55,7 +55,7 @@ MODEL = Config(
 )
 CREATE = functools.partial(layout_model.create, MODEL)
 BATCH = layout_model.batch(MODEL)
-CHANGES = 6  # at most, from a seed to a candidate of the sample
+CHANGES = 6  # at most, from a starting point to a candidate of the sample
 CORES = 2
 TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=1024), 12  # candidates
 
@@ -64,15 +64,15 @@ TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=1024), 12  # candidates
 
 
 def draw(space: Space, count: int, seed: int) -> list[Candidate]:
-  """Candidates as a search meets them: seeds, each with some random changes."""
-  chance, begun = random.Random(seed), [one.candidate for one in seeds(space, 10**6)]
-  found: dict[Candidate, None] = {}
-  while len(found) < count:
-    candidate = chance.choice(begun)
-    for _ in range(chance.randint(0, CHANGES)):
-      candidate = chance.choice(chance.choice([*filter(None, space.coordinates(candidate))]))
-    found[candidate] = None
-  return list(found)
+  """Candidates as a search meets them: starting points, each with some random changes."""
+  rng, starts = random.Random(seed), [start.candidate for start in starting_points(space, 10**6)]
+  drawn: dict[Candidate, None] = {}
+  while len(drawn) < count:
+    candidate = rng.choice(starts)
+    for _ in range(rng.randint(0, CHANGES)):
+      candidate = rng.choice(rng.choice([*filter(None, space.coordinates(candidate))]))
+    drawn[candidate] = None
+  return list(drawn)
 
 
 class Pair(NamedTuple):
@@ -101,7 +101,7 @@ class Pair(NamedTuple):
         'wire': sum(one.counts.by_axis().values()),
         'memory': one.memory.peak,
         'flops': one.counts.flops,
-        'seconds': seconds(one),
+        'seconds': mean_seconds(one),
       }
       for source, one in (('estimated', self.estimated), ('compiled', self.compiled))
     }
@@ -115,20 +115,19 @@ def _off(estimated: float, compiled: float) -> float:
 
 def drawn_for(
   target: str, batch: Any, count: int, seed: int
-) -> tuple[Estimator, Facts, list[Candidate]]:
+) -> tuple[Estimator, ModelFacts, list[Candidate]]:
   """Candidates for a target."""
-  aim = parse(target)
-  estimator = Estimator(layout_model.step, CREATE, batch, platform=aim.chip.platform)
-  facts = facts_of(
-    CREATE, (), None, batch, estimator.names, estimator.parameter_names, estimator.together
-  )
-  space = Space(facts, wishes_of(aim, facts, None, None, None, (), (), None), aim)
+  aim = parse_target(target)
+  train_step = TrainStep(layout_model.step, CREATE, batch)
+  estimator = Estimator(train_step, platform=aim.chip.platform)
+  facts = facts_of(train_step, estimator.names, estimator.parameter_names, estimator.together)
+  space = Space(facts, constraints_of(aim, facts, None, None, None, (), (), None), aim)
   return estimator, facts, draw(space, count, seed)
 
 
 def sample(count: int, seed: int) -> tuple[list[Pair], float]:
   """The pairs, and how many estimates a second of one core makes."""
-  aim = parse(TARGET)
+  aim = parse_target(TARGET)
   estimator, facts, drawn = drawn_for(TARGET, BATCH, count, seed)
   begin = time.process_time()
   estimated = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
@@ -136,7 +135,7 @@ def sample(count: int, seed: int) -> tuple[list[Pair], float]:
   say(f'{len(drawn)} candidates, seed {seed}; {rate:.1f} estimates per second and core')
   usable = {name: one for name, one in estimated.items() if one is not None}
   layouts = {name: one.layout for name, one in usable.items()}
-  compiled = compare(layout_model.step, CREATE, BATCH, layouts, TARGET, jobs=CORES)
+  compiled = compare(TrainStep(layout_model.step, CREATE, BATCH), layouts, TARGET, jobs=CORES)
   failed = [one for one in compiled if one.counts is None]
   for one in failed:
     say(f'not compiled: {one.name}: {one.error}')
@@ -144,7 +143,7 @@ def sample(count: int, seed: int) -> tuple[list[Pair], float]:
   return [pair for pair in pairs if pair.compiled.counts is not None], rate
 
 
-def _estimated(estimator: Estimator, candidate: Candidate, facts: Facts, aim) -> Outcome | None:
+def _estimated(estimator: Estimator, candidate: Candidate, facts: ModelFacts, aim) -> Outcome | None:
   try:
     return estimator.estimate(layout_of(candidate, facts.batch), aim)
   except LayoutError:
@@ -153,9 +152,9 @@ def _estimated(estimator: Estimator, candidate: Candidate, facts: Facts, aim) ->
 
 def regret(pairs: Sequence[Pair], top: int) -> float:
   """By how many percent the best of the first few, by estimate, is slower than the best of all."""
-  ranked = sorted(pairs, key=lambda pair: seconds(pair.estimated))
-  best = min(seconds(pair.compiled) for pair in pairs)
-  return 100 * (min(seconds(pair.compiled) for pair in ranked[:top]) / best - 1)
+  ranked = sorted(pairs, key=lambda pair: mean_seconds(pair.estimated))
+  best = min(mean_seconds(pair.compiled) for pair in pairs)
+  return 100 * (min(mean_seconds(pair.compiled) for pair in ranked[:top]) / best - 1)
 
 
 def sample_figures(pairs: Sequence[Pair], rate: float) -> list[Figure]:
@@ -184,14 +183,14 @@ def sample_table(pairs: Sequence[Pair], seed: int) -> Table:
   doubted = sum(pair.doubted for pair in pairs)
   rows = [
     [
-      f'{1e3 * seconds(pair.estimated):.1f}',
-      f'{1e3 * seconds(pair.compiled):.1f}',
+      f'{1e3 * mean_seconds(pair.estimated):.1f}',
+      f'{1e3 * mean_seconds(pair.compiled):.1f}',
       f'{pair.wire:+.1f}',
       f'{pair.memory:+.1f}',
       'yes' if pair.doubted else '',
       pair.name,
     ]
-    for pair in sorted(pairs, key=lambda pair: seconds(pair.compiled))
+    for pair in sorted(pairs, key=lambda pair: mean_seconds(pair.compiled))
   ]
   head = ['estimated, ms', 'compiled, ms', 'wire off, %', 'memory off, %', 'in doubt', 'candidate']
   return Table(f'{len(pairs)} candidates of seed {seed}, {doubted} in doubt', head, rows)
@@ -202,12 +201,12 @@ def sample_table(pairs: Sequence[Pair], seed: int) -> Table:
 
 def fitting(seed: int) -> tuple[list[Figure], Table]:
   """Of candidates about half of which fit: what the estimate says, and what the TPU's own compiler does."""
-  aim, batch = parse(TPU), layout_model.batch(LARGER)
+  aim, batch = parse_target(TPU), layout_model.batch(LARGER)
   estimator, facts, drawn = drawn_for(TPU, batch, FITS, seed)
   found = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
   usable = {name: one for name, one in found.items() if one is not None}
   layouts = {name: one.layout for name, one in usable.items()}
-  compiled = compare(layout_model.step, CREATE, batch, layouts, TPU, jobs=CORES)
+  compiled = compare(TrainStep(layout_model.step, CREATE, batch), layouts, TPU, jobs=CORES)
   told = {
     one.name: one for one in compiled if one.memory is not None
   }  # what it could not compile is no verdict
@@ -240,22 +239,23 @@ def fitting(seed: int) -> tuple[list[Figure], Table]:
 def searched() -> tuple[list[Figure], dict[str, Any]]:
   """A search over a thousand candidates, from nothing."""
   begin, cpu = time.perf_counter(), cpu_seconds()
-  found = spmd.search(layout_model.step, CREATE, BATCH, TARGET, candidates=1000, jobs=CORES)
+  train_step = TrainStep(layout_model.step, CREATE, BATCH)
+  result = spmd.search(train_step, TARGET, candidates=1000, jobs=CORES)
   wall, spent = time.perf_counter() - begin, cpu_seconds() - cpu
-  say(f'{found}\n\n{wall:.0f} s, {spent:.0f} CPU-s')
-  presets = [seconds(one) for one in found.outcomes if one.name in found.presets]
+  say(f'{result}\n\n{wall:.0f} s, {spent:.0f} CPU-s')
+  presets = [mean_seconds(one) for one in result.outcomes if one.name in result.presets]
   made = [
-    exact('search: candidates', len(found.estimates), '', at_least(1000)),
+    exact('search: candidates', len(result.estimates), '', at_least(1000)),
     exact('search: by the clock', wall, 's', at_most(300)),
     exact('search: CPU-seconds over 2 cores', spent / CORES, 's', at_most(300)),
     exact(
       'search: winner beside the best preset',
-      100 * seconds(found.best) / min(presets),
+      100 * mean_seconds(result.best) / min(presets),
       '%',
       at_most(100),
     ),
   ]
-  return made, {'wall': wall, 'cpu': spent, 'best': found.best.name, 'layout': found.toml}
+  return made, {'wall': wall, 'cpu': spent, 'best': result.best.name, 'layout': result.toml}
 
 
 # -- published step times
@@ -269,11 +269,10 @@ def published() -> list[Figure]:
   """The brackets that published step times should lie in."""
   found: list[Figure] = []
   for (text, sequences), known in PUBLISHED.items():
-    aim, model = parse(text), LLAMA_70B._replace(vocab=32000, batch=sequences)
+    aim, model = parse_target(text), LLAMA_70B._replace(vocab=32000, batch=sequences)
     create = functools.partial(layout_model.create, model)
-    estimator = Estimator(
-      layout_model.step, create, layout_model.batch(model), platform=aim.chip.platform
-    )
+    train_step = TrainStep(layout_model.step, create, layout_model.batch(model))
+    estimator = Estimator(train_step, platform=aim.chip.platform)
     rules = layout_model.table({'batch': 'fsdp', 'embed': 'fsdp'})
     cost = estimator.estimate(spmd.Layout(spmd.abstract_mesh({'fsdp': aim.devices}), rules), aim).cost
     what = f'Llama 2 70B, {text}, {known:.1f} s published'
@@ -292,7 +291,7 @@ def say(text: str) -> None:
 def _is_here(target: str) -> bool:
   """Whether its compiler is; says why not."""
   try:
-    check_compiler(parse(target))
+    check_compiler(parse_target(target))
   except TargetDeviceError as error:
     say(f'{target} is left out: {error}')
     return False

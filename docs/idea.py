@@ -1,8 +1,8 @@
-"""The idea in one picture: names, rules, mesh and devices of the README's example, as SVG.
+"""The idea in one picture: names, rules, mesh and devices of the example in `idea.md`, as SVG.
 
     python docs/idea.py        # writes docs/idea.svg
 
-The example runs up to its `init`; what is drawn is what the layout decided and what `draw` says of it.
+The first cell of the page runs, and the picture shows the decisions of its layout, as `draw` has them.
 `tests/docs_test.py` holds the file to that.
 """
 
@@ -33,16 +33,15 @@ GREY = '#6b7280'
 
 
 def example() -> tuple[spmd.Layout, list[Row]]:
-  """The layout of the README's example; its batch and its parameters, as rows."""
-  code = re.search(
-    r'```python\n(.*?)^state = layout\.init', (HERE.parent / 'README.md').read_text(), re.S | re.M
-  )
-  names: dict[str, Any] = {'__name__': 'readme'}
-  exec(compile(code[1], 'README.md', 'exec'), names)
-  layout, x = names['layout'], names['x']
-  state = layout.abstract(names['create_state'], names['key'], x)
-  batch = spmd.LogicallyPartitioned(jax.ShapeDtypeStruct(x.shape, x.dtype), ('batch', None))
-  return layout, layout.rows({'batch': batch, 'params': state.params})
+  """The layout of the page's example, on real devices; its batch and its parameters, as rows."""
+  cell = re.search(r'```{code-cell} ipython3\n(.*?)```', (HERE / 'idea.md').read_text(), re.S)
+  if cell is None:
+    raise ValueError('idea.md has no code cell')
+  names: dict[str, Any] = {'__name__': 'idea'}
+  exec(compile(cell[1], 'idea.md', 'exec'), names)
+  layout = spmd.Layout(axis_sizes(names['layout'].mesh), names['layout'].rules)
+  batch = spmd.LogicallyPartitioned(jax.ShapeDtypeStruct((16, 64), jax.numpy.float32), ('batch', None))
+  return layout, layout.rows({'batch': batch, 'params': names['params']})
 
 
 def picture(layout: spmd.Layout, rows: list[Row]) -> str:

@@ -44,9 +44,13 @@ def docstrings(folder: Path) -> Iterator[Prose]:
     for node in ast.walk(ast.parse(file.read_text())):
       if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-          if isinstance(first.value.value, str):
-            yield Prose(file, first.lineno, without_code(first.value.value))
+        value = (
+          first.value.value
+          if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+          else None
+        )
+        if isinstance(first, ast.Expr) and isinstance(value, str):
+          yield Prose(file, first.lineno, without_code(value))
 
 
 def page(file: Path) -> Prose:

@@ -1,29 +1,29 @@
-"""What bad input gets: one exception tree, and one way to write its texts.
+"""Exceptions: one tree for the whole package, and one format for its messages.
 
     FlaxSpmdError
-    ├── RulesError (ValueError)            a rule table that cannot be read or obeyed
-    │   ├── MeshAxisError                  a rule or a spec uses an axis that the mesh lacks
-    │   ├── UnmatchedNameError             a logical name has no rule, where one is required
-    │   └── ConflictError                  a dimension lost its mesh axis to another dimension
-    ├── LayoutError (ValueError)           a leaf does not fit its names, or the mesh
-    ├── MeshError (ValueError)             a mesh that cannot be made, or is needed and absent
-    ├── TargetDeviceError (ValueError)     hardware that nobody has described, or cannot be compiled for
-    ├── EstimatorError (NotImplementedError) a step of which nothing can be estimated, or unknown bindings
-    ├── SearchError (ValueError)           a search for something that cannot be
-    │   └── InfeasibleError                no layout that was tried fits into the memory
-    ├── ContextError (RuntimeError)        a layout in force here is not the one JAX's caches see
-    ├── PipelineError (ValueError)         a pipeline schedule that cannot be run, or not as asked
-    └── CheckpointError (ValueError)       a checkpoint that cannot be written or read as asked
+    ├── RulesError (ValueError)               an invalid rule table
+    │   ├── MeshAxisError                     a mesh axis that the mesh lacks
+    │   ├── UnmatchedNameError                a logical name without a rule, where one is required
+    │   └── ConflictError                     two dimensions of one array with the same mesh axis
+    ├── LayoutError (ValueError)              an array that does not fit its names or the mesh
+    ├── MeshError (ValueError)                an impossible or missing mesh
+    ├── TargetDeviceError (ValueError)        unknown hardware, or a missing compiler
+    ├── EstimatorError (NotImplementedError)  a step that the estimator cannot analyse
+    ├── SearchError (ValueError)              contradictory or impossible search constraints
+    │   └── InfeasibleError                   no layout within the memory limit
+    ├── ContextError (RuntimeError)           two layouts in force in one thread
+    ├── PipelineError (ValueError)            an invalid pipeline, schedule or stage boundary
+    └── CheckpointError (ValueError)          a failed save or restore
         ├── CheckpointExistsError (FileExistsError)
         ├── CheckpointNotFoundError (FileNotFoundError)
-        ├── CheckpointBusyError            somebody else is writing there
-        ├── CheckpointDamagedError         it is not as it was written
-        ├── CheckpointMismatchError        file and target differ
-        └── TargetError (TypeError)        a restore target that says too little
+        ├── CheckpointBusyError (BlockingIOError)
+        ├── CheckpointDamagedError            missing files, or a wrong checksum
+        ├── CheckpointMismatchError           a checkpoint that differs from the restore target
+        └── TargetError (TypeError)           an incomplete restore target
 
-Every text names its offenders (all of them), one a line, and ends with the fix::
+A message lists every offender on a line of its own and ends with the fix::
 
-    params/mlp/kernel, dim 1 'mlp': size 10 is not divisible by mesh axis 'model' (4), asked for by rule 1 ('mlp', 'model').
+    params/mlp/kernel, dim 1 'mlp': size 10 is not divisible by mesh axis 'model' (4), required by rule 1 ('mlp', 'model').
     Fix: pad it to 12, or replicate it with the rule ('mlp', None) before rule 1.
 """
 
@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 
 class FlaxSpmdError(Exception):
-  """The root of everything that this package raises on purpose.
+  """Base class of every exception that this package raises on purpose.
 
   Example:
     >>> try:
@@ -47,83 +47,88 @@ class FlaxSpmdError(Exception):
 
 
 class RulesError(FlaxSpmdError, ValueError):
-  """A rule table cannot be read or obeyed."""
+  """Raised when a rule table is invalid, or cannot be applied to an array."""
 
 
 class MeshAxisError(RulesError):
-  """A rule or a spec uses a mesh axis that the mesh does not have."""
+  """Raised when a rule or a spec uses a mesh axis that the mesh lacks."""
 
 
 class UnmatchedNameError(RulesError):
-  """A logical name has no rule, and the table says `unmatched='error'`."""
+  """Raised when a logical name has no rule under the policy `unmatched='error'`."""
 
 
 class ConflictError(RulesError):
-  """A dimension lost its mesh axis to another one, and the table says `conflict='error'`."""
+  """Raised when two dimensions of an array claim one mesh axis under the policy `conflict='error'`."""
 
 
 class LayoutError(FlaxSpmdError, ValueError):
-  """A leaf does not fit its names (rank, repeated names) or the mesh (divisibility)."""
+  """Raised when an array does not fit its names (rank, repeated names) or the mesh (divisibility)."""
 
 
 class MeshError(FlaxSpmdError, ValueError):
-  """A mesh cannot be made from the devices at hand, or is needed and absent."""
+  """Raised when a mesh cannot be built from the available devices, or when there is no mesh at all."""
 
 
 class TargetDeviceError(FlaxSpmdError, ValueError):
-  """Hardware to explore layouts for is unknown, or there is no compiler for it here."""
+  """Raised when target hardware is unknown, or when its compiler is not installed."""
 
 
 class EstimatorError(FlaxSpmdError, NotImplementedError):
-  """A step cannot be estimated here, and has to be compiled: of an unknown jaxlib, or with `shard_map` in it."""
+  """Raised when the estimator cannot analyse a step: it contains `shard_map`, or the jaxlib is unsupported."""
 
 
 class SearchError(FlaxSpmdError, ValueError):
-  """A search whose wishes cannot be met, or not together."""
+  """Raised when the constraints of a search are invalid or contradict each other."""
 
 
 class InfeasibleError(SearchError):
-  """No layout that a search tried fits into the memory that there is."""
+  """Raised when no layout that a search tried fits into the memory limit."""
 
 
 class ContextError(FlaxSpmdError, RuntimeError):
-  """The layout in force in this task is not the one that JAX's caches see in this thread."""
+  """Raised when the layout in force in this task differs from the one in JAX's cache key for this thread."""
 
 
 class PipelineError(FlaxSpmdError, ValueError):
-  """A pipeline schedule cannot be read or run, or not for so many microbatches."""
+  """Raised when a pipeline cannot be cut into stages, or when its schedule is invalid or does not fit."""
 
 
 class CheckpointError(FlaxSpmdError, ValueError):
-  """A checkpoint cannot be written or read as asked."""
+  """Raised when a checkpoint cannot be saved or restored as requested."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-  """Something is already at the path of a save."""
+  """Raised when the path of a save already exists."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-  """There is no checkpoint at the path of a restore."""
+  """Raised when the path of a restore holds no checkpoint."""
 
 
 class CheckpointBusyError(CheckpointError, BlockingIOError):
-  """Another process, or another save of this one, is writing to the same place."""
+  """Raised when another process, or another save of this process, is writing to the same path."""
 
 
 class CheckpointDamagedError(CheckpointError):
-  """A checkpoint is not as it was written: bits have changed, or parts of it are gone."""
+  """Raised when a stored checkpoint is damaged: files are missing, or a checksum differs."""
 
 
 class CheckpointMismatchError(CheckpointError):
-  """The checkpoint and the restore target differ in tree, shape or dtype."""
+  """Raised when a checkpoint and its restore target differ in structure, shape or dtype."""
 
 
 class TargetError(CheckpointError, TypeError):
-  """A restore target does not say where its leaves go."""
+  """Raised when a restore target is incomplete, or when it is combined with `mesh=` or `rules=`."""
 
 
 class Problem(NamedTuple):
-  """One offender: what is wrong (a whole sentence), how to mend it, and which error it is.
+  """One offender of an error message.
+
+  Attributes:
+    text: the mistake, as a whole sentence.
+    fix: the remedy, as the rest of the line "Fix: ...".
+    kind: the exception class to raise.
 
   Example:
     >>> Problem('size 10 is not divisible by 4.', 'pad it to 12.').at('params/w').text
@@ -134,14 +139,14 @@ class Problem(NamedTuple):
   fix: str
   kind: type[FlaxSpmdError] = LayoutError
 
-  def at(self, where: str, joint: str | None = None) -> Problem:
-    """The same problem with its place put before it: `params/w, dim 0 'embed': ...`."""
-    joint = joint or (', ' if self.text.startswith('dim ') else ': ')
-    return self._replace(text=f'{where}{joint}{self.text}')
+  def at(self, where: str, separator: str | None = None) -> Problem:
+    """The problem with a tree path before its text: `params/w, dim 0 'embed': ...`."""
+    separator = separator or (', ' if self.text.startswith('dim ') else ': ')
+    return self._replace(text=f'{where}{separator}{self.text}')
 
 
 def problems_text(problems: Iterable[Problem]) -> str:
-  """Every offender on a line of its own, then every distinct fix once, in order.
+  """The message of an error: every offender on its own line, then every distinct fix once, in order.
 
   Example:
     >>> print(problems_text([Problem('a is 3.', 'use 4.'), Problem('b is 5.', 'use 4.')]))
@@ -156,10 +161,10 @@ def problems_text(problems: Iterable[Problem]) -> str:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-  """Raises all problems as one error, of their kind if they share one; nothing if there are none.
+  """Raises all problems as one exception. Does nothing if there are no problems.
 
   Raises:
-    FlaxSpmdError: the problems' common class, or `LayoutError` for a mixture.
+    FlaxSpmdError: the problems' common class, or `LayoutError` if they differ in class.
 
   Example:
     >>> raise_problems([])
@@ -174,7 +179,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-  """`" Did you mean 'embed'?"` for the closest known word, or `""` when none is close.
+  """A suggestion to append to a message: the closest known word, or `''` when no word is close.
 
   Example:
     >>> did_you_mean('embd', ['embed', 'mlp'])

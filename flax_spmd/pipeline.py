@@ -1,11 +1,11 @@
-"""Pipelines: in which order the stages of a model work on the microbatches of a batch.
+"""Pipelines: stage boundaries, microbatch loops, and the schedules that order their work.
 
     schedule = spmd.pipeline.OneFOneB(ranks=4)
-    print(schedule.draw(8))                       # tasks over time
-    schedule.simulate(8, costs).bubble            # the part of the time in which ranks are idle
-    schedule.validate(8, live=4).peaks            # activations that are alive at once, per rank
+    print(schedule.draw(8))                       # a timeline
+    schedule.simulate(8, costs).bubble            # the fraction of the time in which ranks are idle
+    schedule.validate(8, live=4).peaks            # largest number of live activations, per rank
 
-A schedule is a value and runs nothing: it says which tasks there are, who runs them, and in which order.
+A schedule is a value: the tasks of every rank, in order. `layout.pipeline_jit` runs it.
 """
 
 from flax_spmd._src.pipeline.accumulate import Add as Add
@@ -20,12 +20,12 @@ from flax_spmd._src.pipeline.schedules.classic import Interleaved1F1B as Interle
 from flax_spmd._src.pipeline.schedules.classic import InterleavedGPipe as InterleavedGPipe
 from flax_spmd._src.pipeline.schedules.classic import OneFOneB as OneFOneB
 from flax_spmd._src.pipeline.schedules.schedule import Schedule as Schedule
-from flax_spmd._src.pipeline.schedules.simulation import Run as Run
 from flax_spmd._src.pipeline.schedules.simulation import Simulation as Simulation
+from flax_spmd._src.pipeline.schedules.simulation import TimedStep as TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask as FusedTask
 from flax_spmd._src.pipeline.schedules.tasks import Task as Task
 from flax_spmd._src.pipeline.schedules.timeline import Timeline as Timeline
-from flax_spmd._src.pipeline.schedules.validation import Proof as Proof
+from flax_spmd._src.pipeline.schedules.validation import ScheduleReport as ScheduleReport
 from flax_spmd._src.pipeline.schedules.zero_bubble import DualPipeV as DualPipeV
 from flax_spmd._src.pipeline.schedules.zero_bubble import KimiK2 as KimiK2
 from flax_spmd._src.pipeline.schedules.zero_bubble import ZeroBubbleH1 as ZeroBubbleH1

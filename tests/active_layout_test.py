@@ -232,8 +232,8 @@ def test_asyncio_tasks_that_take_turns():
 
 
 OUT_OF_STEP = dedent("""\
-  The layout in force in this task is not the one in JAX's cache key: another task of this thread is inside a `with layout:` block that was suspended by an `await`, or this thread was started inside such a block.
-  Fix: call functions made by `layout.jit`, which carry their layout along; or close the block before awaiting; or enter `with layout:` in the thread that runs the function.""")
+  The layout in force in this task differs from the one in JAX's cache key: another task of this thread is suspended by an `await` inside a `with layout:` block, or this thread was started inside such a block.
+  Fix: call functions from `layout.jit`, which carry their layout; or close the block before awaiting; or enter `with layout:` in the thread that runs the function.""")
 
 
 def test_a_block_that_is_suspended_cannot_hand_its_layout_to_another_task():

@@ -53,10 +53,10 @@ def test_clauses_that_are_no_clauses():
   assert (
     text
     == dedent("""\
-    Rule 1 is 3, which is no rule.
-    Rule 2 is ('embed',), which is no rule.
-    Rule 3 is ('mlp', 4), which is no rule.
-    Rule 4 is (5, 'model'), which is no rule.
+    Rule 1 is 3, which is not a rule.
+    Rule 2 is ('embed',), which is not a rule.
+    Rule 3 is ('mlp', 4), which is not a rule.
+    Rule 4 is (5, 'model'), which is not a rule.
     Fix: write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), ('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...) or a function of a leaf.""")
   )
 
@@ -69,11 +69,11 @@ def test_one_rule_in_the_place_of_a_table():
 
 def test_a_policy_that_is_none():
   assert text_of(errors.RulesError, spmd.Rules, unmatchd='error') == dedent("""\
-    'unmatchd' is no policy of a rule table. Did you mean 'unmatched'?
+    'unmatchd' is not a policy of a rule table. Did you mean 'unmatched'?
     Fix: the policies are unmatched, conflict, indivisible, missing_axis.""")
   assert text_of(errors.RulesError, spmd.Rules, unmatched='raise', conflict='drop') == dedent("""\
-    unmatched='raise' is no policy.
-    conflict='drop' is no policy.
+    unmatched='raise' is not a policy value.
+    conflict='drop' is not a policy value.
     Fix: unmatched is one of 'replicate', 'error'.
     Fix: conflict is one of 'skip', 'error'.""")
 
@@ -109,7 +109,7 @@ def test_a_bare_string_for_names():
 def test_a_repeated_name():
   tree = {'w': box((8, 8), 'embed', 'embed')}
   assert text_of(ValueError, layout(('embed', 'model')).sharding, tree) == dedent("""\
-    w: names ('embed', 'embed'): 'embed' stands for more than one dimension.
+    w: names ('embed', 'embed'): 'embed' names more than one dimension.
     Fix: give every dimension a name of its own, or None.""")
 
 
@@ -121,8 +121,8 @@ def test_an_indivisible_dimension():
   assert (
     text_of(ValueError, layout(*rules).sharding, tree)
     == dedent("""\
-    params/emb, dim 0 'vocab': size 3 is not divisible by mesh axes 'data' (2) x 'model' (4) = 8, asked for by rule 1 ('vocab', ('data', 'model')).
-    params/mlp/kernel, dim 1 'mlp': size 10 is not divisible by mesh axis 'model' (4), asked for by rule 0 ('mlp', 'model').
+    params/emb, dim 0 'vocab': size 3 is not divisible by mesh axes 'data' (2) x 'model' (4) = 8, required by rule 1 ('vocab', ('data', 'model')).
+    params/mlp/kernel, dim 1 'mlp': size 10 is not divisible by mesh axis 'model' (4), required by rule 0 ('mlp', 'model').
     Fix: pad it to 8, put the rule ('vocab', None) before rule 1 to replicate it, or give the table indivisible='next' or 'replicate'.
     Fix: pad it to 12, put the rule ('mlp', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
   )
@@ -152,7 +152,7 @@ def test_mesh_axes_as_names():
   assert (
     text_of(errors.LayoutError, layout().sharding, tree)
     == dedent("""\
-    a, dim 1 of names ('data', 'modle'): 'modle' is no axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
+    a, dim 1 of names ('data', 'modle'): 'modle' is not an axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
     b, dim 1 of names ('data', ('model', 'data')): mesh axis 'data' is used for an earlier dimension too.
     c, dim 0: size 3 is not divisible by mesh axis 'data' (2).
     Fix: correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.
@@ -203,7 +203,7 @@ def test_a_batch_that_does_not_fit_its_names():
   lay = layout(('batch', 'data'))
   batch = {'x': np.ones((3, 4)), 'y': np.ones(4)}
   assert text_of(errors.LayoutError, lay.shard, batch, ('batch', None)) == dedent("""\
-    x, dim 0 'batch': size 3 is not divisible by mesh axis 'data' (2), asked for by rule 0 ('batch', 'data').
+    x, dim 0 'batch': size 3 is not divisible by mesh axis 'data' (2), required by rule 0 ('batch', 'data').
     y: 2 names ('batch', None) for an array of rank 1, shape (4,).
     Fix: pad it to 4, put the rule ('batch', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.
     Fix: give one name per dimension, None for a dimension without a name.""")
@@ -217,7 +217,7 @@ def test_mesh_axes_among_logical_names():
     'b': spmd.LogicallyPartitioned(ones, (('data', 'model'), 'mlp')),
   }
   assert text_of(errors.MeshAxisError, layout(('mlp', 'model')).sharding, tree) == dedent("""\
-    a, dim 0 of names (('data', 'modle'), 'mlp'): 'modle' is no axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
+    a, dim 0 of names (('data', 'modle'), 'mlp'): 'modle' is not an axis of the mesh, which has ('data', 'model'). Did you mean 'model'?
     Fix: correct the axis name, or give the dimension one logical name, and the table a rule for it.""")
   lenient = spmd.Layout({'data': 2, 'model': 4}, spmd.Rules((('mlp', 'model'),), missing_axis='drop'))
   specs = {'a': PartitionSpec('data', 'model'), 'b': PartitionSpec(('data', 'model'), None)}
@@ -251,7 +251,7 @@ def test_unknown_mesh_axes_among_the_names_of_a_box_that_is_unboxed():
   made = layout(('mlp', 'model')).jit(
     lambda: spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data', 'modle'), 'mlp')).unbox()
   )
-  assert "'modle' is no axis of the mesh" in text_of(errors.MeshAxisError, made)
+  assert "'modle' is not an axis of the mesh" in text_of(errors.MeshAxisError, made)
 
 
 def test_a_state_with_unknown_mesh_axes_among_its_names_is_saved(tmp_path):
@@ -267,14 +267,14 @@ def test_a_mesh_axis_in_the_place_of_a_name():
   assert text_of(errors.LayoutError, lay.shard, {'x': np.ones((4, 4))}, ('data', None)) == dedent("""\
     x, dim 0 'data': this is a mesh axis, where logical names are expected.
     Fix: give mesh axes as a PartitionSpec, or use a logical name that has a rule.""")
-  assert "'dta' is no axis of the mesh" in text_of(
+  assert "'dta' is not an axis of the mesh" in text_of(
     errors.MeshAxisError, lay.shard, {'x': np.ones((4, 4))}, jax.P('dta', None)
   )
 
 
 def test_names_that_are_no_prefix_of_the_batch():
   text = text_of(errors.LayoutError, layout().shard, {'x': np.ones((4, 4))}, {'y': ('batch', None)})
-  assert text.startswith("The places {'y': ('batch', None)} are no prefix of the tree: ")
+  assert text.startswith("The placements {'y': ('batch', None)} are not a prefix of the tree: ")
   assert text.endswith('mesh axes go into a PartitionSpec, rules into Rules(...).')
 
 
@@ -288,7 +288,7 @@ def test_copies_in_the_optimizer_are_not_named_again():
   assert (
     text_of(errors.LayoutError, layout(('embed', 'data')).init, create)
     == dedent("""\
-    params/w, dim 0 'embed': size 3 is not divisible by mesh axis 'data' (2), asked for by rule 0 ('embed', 'data').
+    params/w, dim 0 'embed': size 3 is not divisible by mesh axis 'data' (2), required by rule 0 ('embed', 'data').
     Fix: pad it to 4, put the rule ('embed', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.""")
   )
 
@@ -308,7 +308,7 @@ def test_mesh_axes_that_a_layout_lacks_are_reported_with_their_path():
     errors.LayoutError, layout().init, Dense().init, jax.random.key(0), jnp.ones((1, 8))
   ) == dedent("""\
     params/v, dim 1 of names ('model', 'model'): mesh axis 'model' is used for an earlier dimension too.
-    params/w, dim 0 of names ('embed', 'model'): 'embed' is no axis of the mesh, which has ('data', 'model').
+    params/w, dim 0 of names ('embed', 'model'): 'embed' is not an axis of the mesh, which has ('data', 'model').
     Fix: use every mesh axis for one dimension only.
     Fix: correct the axis name, or use with_logical_partitioning and a rule if it is a logical name.""")
 
@@ -320,27 +320,27 @@ def test_a_mesh_larger_than_the_devices():
   assert (
     text_of(errors.MeshError, spmd.Layout, {'data': 4, 'model': 4})
     == dedent("""\
-    The mesh {'data': 4, 'model': 4} needs 16 devices, but 8 (cpu) are at hand.
+    The mesh {'data': 4, 'model': 4} needs 16 devices, but 8 (cpu) are available.
     Fix: choose sizes whose product is at most 8, emulate devices with jax.config.update('jax_num_cpu_devices', 16) before JAX is first used, or plan without devices: flax_spmd.abstract_mesh({'data': 4, 'model': 4}).""")
   )
 
 
-def test_a_mesh_with_a_hole_that_cannot_be_filled():
+def test_a_size_of_minus_one_that_cannot_be_computed():
   assert text_of(errors.MeshError, spmd.make_mesh, {'data': 3, 'model': -1}) == dedent("""\
-    Axis 'model' of the mesh {'data': 3, 'model': -1} cannot be filled in: 8 devices do not divide into groups of 3.
-    Fix: give 'model' a size, or choose other sizes that divide 8.""")
+    The size of axis 'model' of the mesh {'data': 3, 'model': -1} cannot be computed: 8 is not divisible by 3.
+    Fix: pass a size for 'model', or choose other sizes that divide 8.""")
   assert text_of(errors.MeshError, spmd.make_mesh, {'data': -1, 'model': -1}) == dedent("""\
-    The mesh {'data': -1, 'model': -1} leaves more than one axis to be filled in: 'data', 'model'.
-    Fix: write -1 for one axis only.""")
+    The mesh {'data': -1, 'model': -1} has more than one size of -1: 'data', 'model'.
+    Fix: pass -1 for one axis only.""")
 
 
-def test_sizes_that_are_no_sizes():
+def test_invalid_mesh_sizes():
   assert text_of(errors.MeshError, spmd.make_mesh, {'data': 0, 'model': 2.0}) == dedent("""\
-    The mesh {'data': 0, 'model': 2.0} has sizes that are no sizes: 'data', 'model'.
-    Fix: every size is a positive integer, and one may be -1.""")
+    The mesh {'data': 0, 'model': 2.0} has invalid sizes: 'data', 'model'.
+    Fix: pass positive integers; one size may be -1.""")
   assert text_of(errors.MeshError, spmd.abstract_mesh, {'data': -1}) == dedent("""\
-    The mesh {'data': -1} has sizes that are no sizes: 'data'.
-    Fix: every size is a positive integer.""")
+    The mesh {'data': -1} has invalid sizes: 'data'.
+    Fix: pass positive integers.""")
 
 
 def test_placing_on_an_abstract_mesh():
@@ -365,8 +365,8 @@ def test_a_step_that_was_jitted_already(kind):
   staged = layout(('batch', 'data'), mesh={'data': 4, 'stage': 2})
   step = getattr(staged, kind)(train_step)
   expected = dedent("""\
-    train_step was jitted by a layout already, and keeps its mesh {'data': 4, 'stage': 2} and its rules.
-    Fix: give the function itself, which is train_step.__wrapped__.""")
+    train_step is already jitted by another layout, with mesh {'data': 4, 'stage': 2}.
+    Fix: pass the function itself, train_step.__wrapped__.""")
   other = layout(('batch', 'model'), mesh={'stage': 2, 'model': 4})
   x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
   pipelined = spmd.explore.Pipeline(other, spmd.pipeline.OneFOneB(2))
@@ -377,7 +377,7 @@ def test_a_step_that_was_jitted_already(kind):
     lambda: spmd.compare(step, create, x, {'other': other}, 'cpu:8'),
     lambda: spmd.compare(step, create, x, {'staged': staged}, 'cpu:8'),
     lambda: spmd.compare(step, create, x, {'pipelined': pipelined}, 'cpu:8'),
-    lambda: spmd.explore.Estimator(step, create, x),
+    lambda: spmd.explore.Estimator(spmd.explore.TrainStep(step, create, x)),
     lambda: spmd.search(step, create, x, 'cpu:8'),
   ):
     assert text_of(errors.LayoutError, ask) == expected

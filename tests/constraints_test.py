@@ -181,17 +181,17 @@ def test_rules_without_a_mesh():
   assert (
     str(caught.value)
     == dedent("""\
-    There is no mesh to lay the logical names ('batch', 'hidden') over. (A bare `with mesh:` does not count: JAX ignores it here.)
+    There is no mesh for the logical names ('batch', 'hidden'). (A bare `with mesh:` does not set one: JAX ignores it here.)
     Fix: run it under `with layout:` or through `layout.jit`, under `with jax.set_mesh(mesh):`, or pass mesh=.""")
   )
 
 
 def test_spec_without_a_mesh():
-  with pytest.raises(MeshError, match=r'There is no mesh to lay the constraint .* over'):
+  with pytest.raises(MeshError, match='There is no mesh for the constraint P'):
     spmd.constrain(jnp.ones(8), P('data'))
 
 
-def test_no_rules_is_no_constraint():
+def test_without_rules_there_is_no_constraint():
   x = jnp.ones((8, 8))
   assert spmd.with_logical_constraint(x, ('batch', 'hidden')) is x
   assert spmd.with_logical_constraint(x, None, rules=RULES) is x
@@ -202,7 +202,7 @@ def test_more_names_than_dimensions(mesh):
     spmd.with_logical_constraint(jnp.ones(8), ('batch', 'hidden'), RULES, mesh)
   assert str(caught.value) == dedent("""\
     constraint: 2 logical names ('batch', 'hidden') for an array of rank 1, shape (8,).
-    Fix: give one name per dimension, or fewer.""")
+    Fix: pass at most one name per dimension.""")
 
 
 def test_more_entries_than_dimensions(mesh):
@@ -229,7 +229,7 @@ def test_fallback_raise_error(mesh):
       jnp.ones((8, 8)), ('bacth', 'hidden'), RULES, mesh, spmd.RulesFallback.RAISE_ERROR
     )
   assert str(caught.value) == dedent("""\
-    constraint: logical names ('bacth', 'hidden'): no rule decides 'bacth'. Did you mean 'batch'?
+    constraint: logical names ('bacth', 'hidden'): no rule for 'bacth'. Did you mean 'batch'?
     Fix: correct the name, or add a rule for it; ('bacth', None) replicates it.""")
 
 
@@ -242,7 +242,7 @@ def test_fallback_raise_error_with_no_rules_at_all():
     spmd.with_logical_constraint(x, ('batch',), fallback=strict)
 
 
-def test_errors_inside_a_model_say_which_module():
+def test_errors_inside_a_model_name_the_module():
   class Inner(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -261,7 +261,7 @@ def test_errors_inside_a_model_say_which_module():
     Fix: correct the name, or add a rule for it; ('hiden', None) replicates it.""")
 
 
-def test_an_axis_twice(mesh):
+def test_a_mesh_axis_for_two_dimensions(mesh):
   with pytest.raises(LayoutError) as caught:
     spmd.constrain(jnp.ones((8, 8)), ('data', 'data'), mesh)
   assert str(caught.value) == dedent(f"""\

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors, explore
-from flax_spmd._src.checkpoint.storage import verification as verifying
-from flax_spmd._src.checkpoint.storage.readers import open_source
+from flax_spmd._src.checkpoint.storage import verification
+from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 from flax_spmd._src.compare.costs import between
 from flax_spmd._src.plan.findings import size_text
 
@@ -146,15 +146,15 @@ def test_tables_in_a_file_that_are_none(clause, text):
 def test_a_rule_in_a_file_that_is_a_number():
   file = 'format = 1\n[mesh]\ndata = 8\n[rules]\nclauses = [["batch", "data"], 3]\n'
   assert message(errors.RulesError, spmd.Layout.from_toml, file).startswith(
-    'Rule 1 is 3, which is no rule.'
+    'Rule 1 is 3, which is not a rule.'
   )
 
 
 def test_an_annotation_by_a_function_has_no_text():
   layout = LAYOUT.replace(rules=(('@weights', by_size),))
   assert message(errors.RulesError, layout.to_toml) == dedent(f"""\
-    Rule 0 ('@weights', {by_size!r}) has no text: it is a function.
-    Fix: say it with path rules and fsdp(...) in tables that are to be saved.""")
+    Rule 0 ('@weights', {by_size!r}) has no text form: it is a function.
+    Fix: write path rules and fsdp(...) instead, in tables that are saved.""")
 
 
 def by_size(leaf):
@@ -170,7 +170,7 @@ def test_an_annotation_without_a_mesh():
 def test_a_place_that_is_none():
   layout = spmd.Layout({'data': 8})
   text = message(errors.LayoutError, layout.shard, {'x': jnp.ones(8)}, {'x': 3})
-  assert text.startswith("The places {'x': 3} are no prefix of the tree: 3 is no place.\nFix: ")
+  assert text.startswith("The placements {'x': 3} are not a prefix of the tree: 3 is not a placement.\nFix: ")
 
 
 # -- checkpoints
@@ -187,7 +187,7 @@ def test_what_cannot_be_saved(tmp_path):
     Fix: save the state that the step returned, not the one that was donated to it.""")
   assert message(errors.CheckpointError, checkpoint.save, tmp_path / '1', {}, layout=layout) == dedent("""\
     The state has no leaves.
-    Fix: save a state that has arrays in it.""")
+    Fix: save a state that contains arrays.""")
   assert not (tmp_path / '1').exists()
 
 
@@ -210,12 +210,12 @@ def test_verify_reads_a_large_checkpoint_in_groups(tmp_path, monkeypatch):
   """Damage in any group is found; a group ends when it is large enough."""
   state = {f'w{number}': np.full(64, float(number), np.float32) for number in range(5)}
   checkpoint.save(tmp_path / '1', state, layout=spmd.Layout({'data': 8}))
-  source = open_source(tmp_path / '1')
+  source = open_checkpoint(tmp_path / '1')
   for path in ('w0', 'w4'):  # what was written is not what the record says
     source.record.leaves[path] = source.record.leaves[path]._replace(checksum='crc32:00000000')
-  monkeypatch.setattr(verifying, '_AT_ONCE', 300)
-  assert [len(group) for group in verifying._groups(source.record.leaves)] == [2, 2, 1]
-  assert verifying.verify(source) == ['w0', 'w4']
+  monkeypatch.setattr(verification, 'GROUP_BYTES', 300)
+  assert [len(group) for group in verification.groups(source.record.leaves)] == [2, 2, 1]
+  assert verification.verify(source) == ['w0', 'w4']
 
 
 def test_a_preflight_that_fails_prints_what_is_wrong(tmp_path):
@@ -228,13 +228,13 @@ def test_a_preflight_that_fails_prints_what_is_wrong(tmp_path):
 
 
 def test_a_file_of_chips_that_is_not_there():
-  assert message(errors.TargetDeviceError, explore.parse, 'x:8', 'no.toml') == dedent("""\
+  assert message(errors.TargetDeviceError, explore.parse_target, 'x:8', 'no.toml') == dedent("""\
     no.toml cannot be read: No such file or directory.
     Fix: pass a TOML file.""")
 
 
 def test_neighbours_on_a_torus():
-  target = explore.parse('v5e:4x4')
+  target = explore.parse_target('v5e:4x4')
   assert between(target, {'stage': 4, 'data': 4}, 'stage', 0, 1) == target.chip.link
 
 
@@ -244,5 +244,5 @@ def test_sizes_that_are_large():
 
 def test_a_difference_to_what_failed():
   failed = [explore.Outcome.failed(name, LAYOUT, f'{name} is wrong') for name in ('one', 'other')]
-  found = explore.Comparison(explore.parse('h100:8'), failed)
+  found = explore.Comparison(explore.parse_target('h100:8'), failed)
   assert found.diff('one', 'other') == ['one: one is wrong', 'other: other is wrong']

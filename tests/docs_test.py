@@ -36,7 +36,7 @@ def test_badges_say_what_the_package_says():
   assert {'3.11 | 3.12 | 3.13', 'Apache-2.0'} <= words
 
 
-def test_the_picture_is_of_the_readme():
+def test_the_picture_is_of_the_example():
   idea = script('idea')
   drawn = idea.picture(*idea.example())
   assert drawn == (DOCS / 'idea.svg').read_text(), 'run `python docs/idea.py`'

@@ -67,8 +67,7 @@ def test_text(explanation):
     step: 1 array, 4 B in all, 4 B per device, 28 B in copies
     over 'data': 1 array, 16 KiB in all, 2 KiB per device, 0 B in copies
     over 'model': 2 arrays, 20 KiB in all, 3 KiB per device, 4 KiB in copies
-    - name 'embed' is replicated: the axes of rule 2 ('embed', 'model') went to another dimension (1 array: params/kernel).
-    - rules that decided nothing in this tree: 0 ('batch', 'data'), 2 ('embed', 'model').""")
+    - name 'embed' is replicated: the axes of rule 2 ('embed', 'model') went to another dimension (1 array: params/kernel).""")
 
 
 def test_totals(explanation):
@@ -135,7 +134,7 @@ def test_data_for_programs(explanation):
   assert kernel['decisions'][0]['skipped'] == [{'rule': '2', 'reason': 'taken', 'axes': ['model']}]
   record = explanation.records()[1]
   assert record['path'] == 'params/kernel' and record['rules'] == (None, '1') and record['copies'] == 2
-  assert [finding['kind'] for finding in described['findings']] == ['conflict', 'idle rule']
+  assert [finding['kind'] for finding in described['findings']] == ['conflict']
 
 
 def test_the_picture_of_one_array(explanation):

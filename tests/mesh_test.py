@@ -1,4 +1,4 @@
-"""Meshes: hybrid ones over slices, and what they refuse."""
+"""Meshes: hybrid ones over slices, and invalid arguments."""
 
 from textwrap import dedent
 from types import SimpleNamespace
@@ -13,43 +13,43 @@ from jax.sharding import AxisType
 
 import flax_spmd as spmd
 from flax_spmd import errors
-from flax_spmd._src import mesh
+from flax_spmd._src.mesh import hybrid_grid
 
 
-def ids(made):
-  return np.vectorize(lambda device: device.id)(made.devices)
+def ids(mesh):
+  return np.vectorize(lambda device: device.id)(mesh.devices)
 
 
 def test_slices_of_one_process_are_equal_groups():
-  made = spmd.make_mesh({'fsdp': -1}, dcn={'replica': 2})
-  assert dict(made.shape) == {'replica': 2, 'fsdp': 4}
-  assert ids(made).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  mesh = spmd.make_mesh({'fsdp': -1}, dcn={'replica': 2})
+  assert dict(mesh.shape) == {'replica': 2, 'fsdp': 4}
+  assert ids(mesh).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_an_axis_may_run_within_and_between_slices():
-  made = spmd.make_mesh({'data': 2, 'model': 2}, dcn={'data': 2})
-  assert dict(made.shape) == {'data': 4, 'model': 2}
-  assert ids(made).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-  made = spmd.make_mesh({'data': 2, 'model': 2}, dcn={'model': 2})
-  assert ids(made).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+  mesh = spmd.make_mesh({'data': 2, 'model': 2}, dcn={'data': 2})
+  assert dict(mesh.shape) == {'data': 4, 'model': 2}
+  assert ids(mesh).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  mesh = spmd.make_mesh({'data': 2, 'model': 2}, dcn={'model': 2})
+  assert ids(mesh).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 @given(st.permutations([1, 2, 2]), st.permutations([1, 1, 2]))
-def test_the_order_is_jaxs_own(inner, outer):
-  """`create_hybrid_device_mesh`, on devices that say which slice they are in."""
+def test_the_device_order_of_hybrid_meshes_is_that_of_jax(inner, outer):
+  """Compared with `create_hybrid_device_mesh`, on devices with a slice index."""
   devices = [
     SimpleNamespace(id=i, slice_index=i // 4, process_index=0, platform='cpu', device_kind='cpu')
     for i in range(8)
   ]
   grids = [np.array(devices[i : i + 4], object).reshape(inner) for i in (0, 4)]
   expected = mesh_utils.create_hybrid_device_mesh(inner, outer, devices)
-  found = mesh._side_by_side(grids, outer)
-  assert [d.id for d in found.flat] == [d.id for d in expected.flat] and found.shape == expected.shape
+  grid = hybrid_grid(grids, outer)
+  assert [d.id for d in grid.flat] == [d.id for d in expected.flat] and grid.shape == expected.shape
 
 
 def test_physical_axes_may_be_split():
-  made = spmd.make_mesh({'data': 2, 'model': 4}, split_physical_axes=True)
-  assert made == spmd.make_mesh({'data': 2, 'model': 4})
+  mesh = spmd.make_mesh({'data': 2, 'model': 4}, split_physical_axes=True)
+  assert mesh == spmd.make_mesh({'data': 2, 'model': 4})
 
 
 def text_of(*args, **kwargs):
@@ -58,14 +58,14 @@ def text_of(*args, **kwargs):
   return str(caught.value)
 
 
-def test_slices_that_are_not_there():
+def test_more_slices_than_there_are():
   assert text_of({'fsdp': -1}, dcn={'replica': 3}) == dedent("""\
-    The mesh asks for 3 slices (dcn={'replica': 3}), but the 8 (cpu) are at hand in 1 slice(s) and 1 process(es).
+    The mesh needs 3 slices (dcn={'replica': 3}), but the 8 (cpu) are in 1 slice(s) and 1 process(es).
     Fix: choose dcn sizes whose product is the number of slices, or of processes.""")
   assert (
     text_of({'fsdp': 8}, dcn={'replica': 2})
     == dedent("""\
-    The mesh {'replica': 2, 'fsdp': 8} needs 16 devices, but 8 (cpu) are at hand.
+    The mesh {'replica': 2, 'fsdp': 8} needs 16 devices, but 8 (cpu) are available.
     Fix: choose sizes whose product is at most 8, emulate devices with jax.config.update('jax_num_cpu_devices', 16) before JAX is first used, or plan without devices: flax_spmd.abstract_mesh({'replica': 2, 'fsdp': 16}).""").replace(
       "'fsdp': 16", "'fsdp': 8"
     )
@@ -89,15 +89,15 @@ def test_hsdp_keeps_parameters_within_a_slice():
     ('auto', "'auto' is neither AxisType.Auto nor Explicit"),
     (
       {'dta': AxisType.Explicit, 'data': 'explicit'},
-      "'dta' is no axis, 'explicit' is neither AxisType.Auto nor Explicit",
+      "'dta' is not an axis, 'explicit' is neither AxisType.Auto nor Explicit",
     ),
   ],
 )
 @pytest.mark.parametrize('make', [spmd.make_mesh, spmd.abstract_mesh])
-def test_axis_types_that_are_none(make, types, wrong):
+def test_invalid_axis_types(make, types, wrong):
   with pytest.raises(errors.MeshError) as caught:
     make({'data': 2, 'model': 4}, axis_types=types)
   assert str(caught.value) == (
     f"axis_types={types!r} for the mesh {{'data': 2, 'model': 4}}: {wrong}.\n"
-    'Fix: give jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
+    'Fix: pass jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
   )

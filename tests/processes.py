@@ -1,10 +1,10 @@
-"""Real processes: one text of Python run in several of them, joined by `jax.distributed`.
+"""Processes: one Python source run in several processes, joined by `jax.distributed`.
 
-results = run_processes('tell(jax.process_index())', processes=2, devices=4)
+results = run_processes('report(jax.process_index())', processes=2, devices=4)
 [result.value for result in results]   # [0, 1]
 
-The processes run on emulated CPU devices, with gloo between them. The text finds `jax`, `np` and
-`tell` in scope, and `tests` and `flax_spmd` to import; what it tells has to be JSON.
+The processes run on emulated CPU devices and communicate through gloo. The source has `jax`, `np` and
+`report` in scope, and can import `tests` and `flax_spmd`; `report` takes a JSON value.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-MARK = 'told: '
+MARK = 'reported: '
 
 MAIN = f"""
 import json, os, runpy, sys, traceback
@@ -37,35 +37,35 @@ try:
     cluster_detection_method='deactivate',
     initialization_timeout=60,
   )
-  scope = dict(jax=jax, np=np, tell=lambda value: print({MARK!r} + json.dumps(value), flush=True))
+  scope = dict(jax=jax, np=np, report=lambda value: print({MARK!r} + json.dumps(value), flush=True))
   runpy.run_path(sys.argv[1], init_globals=scope)
 except BaseException:
   traceback.print_exc()
   sys.stderr.flush()
-  os._exit(1)  # an orderly exit would wait for the others, who wait for this one
+  os._exit(1)  # an orderly exit would wait for the others, which wait for this one
 """
 
 
 class Result(NamedTuple):
-  """What one process did.
+  """The result of one process.
 
   Attributes:
-    process: its index.
-    returncode: its exit status; negative if it was killed.
-    stdout, stderr: all that it wrote.
-    told: what it gave to `tell`, in order.
+    process: index of the process.
+    returncode: exit status; negative if it was killed.
+    stdout, stderr: its whole output.
+    reported: the values that it passed to `report`, in order.
   """
 
   process: int
   returncode: int
   stdout: str
   stderr: str
-  told: list[Any]
+  reported: list[Any]
 
   @property
   def value(self) -> Any:
-    """The last that it told."""
-    return self.told[-1] if self.told else None
+    """The last value that it reported."""
+    return self.reported[-1] if self.reported else None
 
 
 def run_processes(
@@ -79,18 +79,18 @@ def run_processes(
   """Runs `source` in `processes` processes with `devices` emulated devices each.
 
   Args:
-    source: a Python text.
-    processes: how many processes.
-    devices: how many devices each of them has.
+    source: Python source code.
+    processes: number of processes.
+    devices: number of devices per process.
     timeout: seconds until all of them are killed.
-    grace: seconds for the others once one process has failed: they may wait for it in vain.
-    check: whether a process that fails, or is killed, fails the test.
+    grace: seconds until the others are killed after one process has failed; they may wait for it.
+    check: whether a process that fails or is killed fails the test.
 
   Returns:
-    A result per process, in order.
+    One result per process, in order.
 
   Raises:
-    AssertionError: with `check`, all that the processes wrote, if one of them failed.
+    AssertionError: with `check`, if a process failed; the message holds the output of all processes.
   """
   with tempfile.TemporaryDirectory() as temporary:
     folder = Path(temporary)
@@ -107,7 +107,7 @@ def run_processes(
 
 @contextmanager
 def _started(folder: Path, processes: int, devices: int) -> Iterator[list[subprocess.Popen]]:
-  """The processes while they run; none of them is left at the end."""
+  """The running processes; kills them at the end."""
   port = str(_free_port())
   with ExitStack() as stack:
     children = []
@@ -138,7 +138,7 @@ def _environment(devices: int) -> dict[str, str]:
 
 
 def _wait(children: list[subprocess.Popen], timeout: float, grace: float) -> None:
-  """Until all have ended, or time is up: little is left once one of them has failed."""
+  """Waits until all have ended or time is up; after a failure, only for the grace period."""
   deadline = time.monotonic() + timeout
   while any(child.poll() is None for child in children) and time.monotonic() < deadline:
     if any(child.returncode for child in children):
@@ -147,14 +147,14 @@ def _wait(children: list[subprocess.Popen], timeout: float, grace: float) -> Non
 
 
 def _end(child: subprocess.Popen) -> None:
-  child.kill()  # does nothing to one that has ended
+  child.kill()  # no effect on a process that has ended
   child.wait()
 
 
 def _result(folder: Path, number: int, child: subprocess.Popen) -> Result:
   stdout, stderr = ((folder / f'{number}.{end}').read_text(errors='replace') for end in ('out', 'err'))
-  told = [json.loads(line[len(MARK) :]) for line in stdout.splitlines() if line.startswith(MARK)]
-  return Result(number, child.returncode, stdout, stderr, told)
+  reported = [json.loads(line[len(MARK) :]) for line in stdout.splitlines() if line.startswith(MARK)]
+  return Result(number, child.returncode, stdout, stderr, reported)
 
 
 def _written(result: Result) -> str:

@@ -209,8 +209,8 @@ def test_what_fsdp_takes():
 def test_a_box_takes_rules_for_names_only():
   text = text_of(errors.RulesError, spmd.LogicallyPartitioned, 1, ('a',), None, spmd.Rules(DATA))
   assert text == dedent("""\
-    A box has Rules(fsdp('data', min_size=1)), but only rules for logical names can be in a box.
-    Fix: put rules for paths, fsdp(...) and policies into the table of the layout.""")
+    A box has Rules(fsdp('data', min_size=1)), but a box can only have rules for logical names.
+    Fix: put rules for paths, fsdp(...) and functions into the table of the layout.""")
   box = spmd.LogicallyPartitioned(jnp.ones((8, 8)), ('e', 'f'), None, (('x', None), ('e', 'data')))
   why = spmd.explain(on(()), {'w': box}).why('w')
   assert "dim 0, 'e' (8): data, as the box says" in why
@@ -233,7 +233,7 @@ def test_mesh_axes_of_a_box_are_no_logical_names():
 def test_a_policy_that_fails_says_where():
   with pytest.raises(TypeError) as caught:
     on(lambda leaf: P('data') if leaf.names[0] == 'a' else None).spec({'w': jnp.ones(8)})
-  assert "asked about Leaf(path='w', shape=(8,)" in caught.value.__notes__[0]
+  assert "called with Leaf(path='w', shape=(8,)" in caught.value.__notes__[0]
 
 
 def test_numbers_in_a_constrained_tree_stay():

@@ -46,9 +46,10 @@ if TYPE_CHECKING:
   assert_type(spmd.with_partitioning(initializer, ('data',))(), spmd.Partitioned)
   assert_type(spmd.with_logical_partitioning(initializer, ('embed',))(), spmd.LogicallyPartitioned)
 
-  found = spmd.compare(initializer, initializer, 1, {'data': spmd.Layout({'data': 8}, ())}, 'cpu:8')
-  assert_type(found, spmd.explore.Comparison)
-  assert_type(spmd.search(initializer, initializer, 1, 'h100:64'), spmd.explore.Found)
+  train_step = spmd.explore.TrainStep(initializer, initializer, 1)
+  layouts = {'data': spmd.Layout({'data': 8}, ())}
+  assert_type(spmd.compare(train_step, layouts, 'cpu:8'), spmd.explore.Comparison)
+  assert_type(spmd.search(train_step, 'h100:64'), spmd.explore.SearchResult)
   assert_type(spmd.checkpoint.Manager, type[spmd.checkpoint.Manager])
   assert_type(spmd.pipeline.OneFOneB(4).stages, int)
   missing = spmd.Layot  # pyright: ignore[reportAttributeAccessIssue]

@@ -20,7 +20,12 @@ _DEALT = {
   'search/search_test.py',
 }
 
-_CASES = {'pipeline/cases_test.py'}  # each function of these on one JAX, under one of its schedules
+_CASES = {  # each function of these on one JAX, under one of its schedules
+  'pipeline/arguments_test.py',
+  'pipeline/loops_test.py',
+  'pipeline/models_test.py',
+  'pipeline/optimizers_test.py',
+}
 
 ON_NEW_JAX = (pytest.mark.new_jax,)
 ON_OLD_JAX = (pytest.mark.old_jax,)

@@ -108,22 +108,22 @@ def say(*text):
 
 def compare(args, model, tx, shape):
   """Tells what the step would do on a target, under each of the layouts in the folder that fit it."""
-  devices = explore.parse(args.compare).devices
+  devices = explore.parse_target(args.compare).devices
   files = sorted(args.layout.parent.glob('*.toml'))
   layouts = {file.stem: spmd.Layout.from_toml(file.read_text(), devices=devices) for file in files}
   layouts = {name: layout for name, layout in layouts.items() if layout.mesh.size == devices}
   tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-  options = {'args': (model, tx), 'places': PLACES, 'show': True}
-  print(spmd.compare(train_step, create_state, tokens, layouts, args.compare, **options))
+  step = explore.TrainStep(train_step, create_state, tokens, args=(model, tx), placements=PLACES)
+  print(spmd.compare(step, layouts, args.compare, show=True))
 
 
 def search(args, model, tx, shape):
   """Searches for the best layout for a target, and puts it beside the others."""
   tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-  options = {'args': (model, tx), 'places': PLACES, 'show': True}
-  found = spmd.search(train_step, create_state, tokens, args.search, **options)
-  print(found)
-  found.to_toml(args.layout.with_name('found.toml'))
+  step = explore.TrainStep(train_step, create_state, tokens, args=(model, tx), placements=PLACES)
+  result = spmd.search(step, args.search, show=True)
+  print(result)
+  result.to_toml(args.layout.with_name('best.toml'))
 
 
 def parse(arguments):

@@ -1,27 +1,28 @@
-"""What is in force: the mesh and the rules that constraints follow, here and now.
+"""The active layout: the mesh and the rules in force, which constraints follow.
 
-A layout (or a bare `logical_axis_rules`) is put in force for a block. Three parties must see it:
+`with layout:` (or a bare `logical_axis_rules`) puts them in force for a block, in three places:
 
-* this code, per task: a `ContextVar`, so that threads and asyncio tasks each have their own;
-* JAX's caches, per thread: a `jax.make_user_context` value, so that the same function under other
-  rules is traced again and never silently runs the first rules' program;
-* Flax, per thread: its own rules, so that constraints inside third-party models follow suit.
+* for this package, per task: a `ContextVar`, so threads and asyncio tasks each have their own;
+* for JAX's caches, per thread: a `jax.make_user_context` value, so a function is traced again under other
+  rules instead of running the program of the first rules;
+* for Flax, per thread: its own rules, so constraints in third-party models follow them too.
 
-JAX and Flax know no tasks. A block that is suspended (`await`) while another task puts another
-layout in force would run programs under the wrong key; that is an error here, never a wrong layout.
+JAX and Flax keep their state per thread, not per task. If a block is suspended by `await` while another
+task puts another layout in force, programs would run under the wrong cache key. That raises an error here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
+from flax_spmd._src import compat
 from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.table import Rules
@@ -29,14 +30,14 @@ from flax_spmd.errors import ContextError, LayoutError
 
 
 class InForce(NamedTuple):
-  """The mesh (None: whatever JAX has in context) and the rules (possibly none)."""
+  """The mesh in force (None: JAX's current mesh) and the rules in force (possibly empty)."""
 
   mesh: MeshLike | None
   rules: Rules
 
 
 class UnderLayout:
-  """A function that runs under a layout whatever is in force where it is called."""
+  """A function bound to a layout, which it uses regardless of the layout in force at the call."""
 
   in_force: InForce
 
@@ -47,30 +48,30 @@ _jit_key = jax.make_user_context(None)
 
 
 def in_force(*, tracing: bool = False) -> InForce:
-  """The mesh and rules in force in this task; nothing is `InForce(None, Rules())`.
+  """The mesh and rules in force in this task; `InForce(None, Rules())` if there are none.
 
-  Rules that were set with Flax's own functions count too, and win if they are the inner ones.
+  Includes rules set by Flax's own functions; of nested blocks, the inner one wins.
 
   Args:
-    tracing: whether the answer goes into a program that JAX will cache.
+    tracing: whether the result becomes part of a program that JAX caches.
 
   Raises:
-    ContextError: when tracing, if JAX would cache the program under another layout.
+    ContextError: with `tracing`, JAX would cache the program under another layout.
   """
-  held = _in_force.get()
-  if _jit_key.value != held:
+  active = _in_force.get()
+  if _jit_key.value != active:
     if tracing:
       raise ContextError(_OUT_OF_STEP)
-    return held or _NOTHING
+    return active or _NOTHING
   rules = nn.get_logical_axis_rules()
-  if held is None:
+  if active is None:
     return InForce(None, Rules.of(rules)) if rules else _NOTHING
-  return held if rules == held.rules.pairs else held._replace(rules=Rules.of(rules))
+  return active if rules == active.rules.pairs else active._replace(rules=Rules.of(rules))
 
 
 @contextlib.contextmanager
 def scope(inner: InForce) -> Iterator[None]:
-  """Puts `inner` in force for a block, for this code, for JAX's caches and for Flax."""
+  """Puts `inner` in force for a block: for this package, for JAX's caches and for Flax."""
   token = _in_force.set(inner)
   flax_rules = nn.get_logical_axis_rules()
   try:
@@ -83,43 +84,75 @@ def scope(inner: InForce) -> Iterator[None]:
 
 
 def check_in_step() -> None:
-  """Raises if another task of this thread has a layout in force in a block that is still open.
+  """Checks that no other task of this thread has an open `with layout:` block.
 
   Raises:
-    ContextError: says how to keep the two apart.
+    ContextError: another task has one; the message describes how to separate the two.
   """
   key = _jit_key.value
   if key is not None and key != _in_force.get():
     raise ContextError(_OUT_OF_STEP)
 
 
-def check_not_jitted(fn: Callable[..., Any], here: InForce) -> None:
-  """Raises if a function is what some layout's `jit` made: that mesh and those rules would hold, not these.
+def check_not_jitted(fn: Callable[..., Any], active: InForce) -> None:
+  """Checks that a function is not already jitted by another layout, whose mesh and rules it would use.
 
   Raises:
-    LayoutError: says which mesh, and where the function itself is.
+    LayoutError: it is; the message names that layout's mesh and the unwrapped function.
   """
   while isinstance(fn, functools.partial):
     fn = fn.func
-  held = fn.in_force if isinstance(fn, UnderLayout) else here
-  if held != here:
+  bound = fn.in_force if isinstance(fn, UnderLayout) else active
+  if bound != active:
     name = getattr(fn, '__name__', 'the function')
     raise LayoutError(
-      f'{name} was jitted by a layout already, and keeps its mesh {describe(held.mesh or {})} and its rules.\n'
-      f'Fix: give the function itself, which is {name}.__wrapped__.'
+      f'{name} is already jitted by another layout, with mesh {describe(bound.mesh or {})}.\n'
+      f'Fix: pass the function itself, {name}.__wrapped__.'
     )
+
+
+_recorded: ContextVar[set[str] | None] = ContextVar('flax_spmd_recorded_names', default=None)
+
+
+@contextlib.contextmanager
+def record_names() -> Iterator[set[str]]:
+  """Records every logical name that this task resolves in a block, through this package or through Flax.
+
+  Two shortcuts hide names: JAX reuses a trace made under an equal layout, and Flax skips its constraints under an
+  empty rule table. So record under a new table that has a rule, for any name.
+
+  Example:
+    >>> with record_names() as names:
+    ...   spec = logical_to_mesh_axes(('batch', None), (('batch', 'data'),))
+    >>> names
+    {'batch'}
+  """
+  names: set[str] = set()
+  token = _recorded.set(names)
+  try:
+    with compat.flax_resolutions(report_names):
+      yield names
+  finally:
+    _recorded.reset(token)
+
+
+def report_names(names: Iterable[Any] | None) -> None:
+  """Adds the logical names among the names of an array to the recorder in force, if there is one."""
+  recorded = _recorded.get()
+  if recorded is not None and names is not None:
+    recorded.update(name for name in names if isinstance(name, str))
 
 
 @set_module('flax_spmd')
 @contextlib.contextmanager
 def logical_axis_rules(rules: Any) -> Iterator[None]:
-  """Puts rules in force for a block; the mesh stays what it was.
+  """Puts rules in force for a block; the mesh in force does not change.
 
   Args:
-    rules: a rule table (`Rules`, or a tuple or list of pairs).
+    rules: a rule table: `Rules`, or a sequence of pairs.
 
   Raises:
-    RulesError: `rules` is no rule table.
+    RulesError: `rules` is not a rule table.
 
   Example:
     >>> with logical_axis_rules((('batch', 'data'),)):
@@ -132,7 +165,7 @@ def logical_axis_rules(rules: Any) -> Iterator[None]:
 
 @set_module('flax_spmd')
 def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
-  """The rules in force, as plain pairs; `()` where there are none.
+  """The rules in force, as plain pairs; `()` if there are none.
 
   Example:
     >>> get_logical_axis_rules()
@@ -146,13 +179,13 @@ def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
 
 @set_module('flax_spmd')
 def set_logical_axis_rules(rules: Any) -> None:
-  """Puts rules in force from here on, in this thread and task. Prefer the block form.
+  """Puts rules in force from now on, in this thread and task. Prefer `logical_axis_rules`.
 
   Args:
-    rules: a rule table; `()` takes the rules out of force again.
+    rules: a rule table; `()` removes the rules again.
 
   Raises:
-    RulesError: `rules` is no rule table.
+    RulesError: `rules` is not a rule table.
 
   Example:
     >>> set_logical_axis_rules((('batch', 'data'), ('mlp', 'model')))
@@ -161,16 +194,16 @@ def set_logical_axis_rules(rules: Any) -> None:
     >>> set_logical_axis_rules(())
   """
   inner = InForce(in_force().mesh, Rules.of(rules))
-  held = None if inner == _NOTHING else inner
-  _in_force.set(held)
-  _jit_key(held).__enter__()
+  active = None if inner == _NOTHING else inner
+  _in_force.set(active)
+  _jit_key(active).__enter__()
   nn.set_logical_axis_rules(inner.rules.pairs)
 
 
 _OUT_OF_STEP = (
-  "The layout in force in this task is not the one in JAX's cache key: another task of this "
-  'thread is inside a `with layout:` block that was suspended by an `await`, or this thread was '
-  'started inside such a block.\n'
-  'Fix: call functions made by `layout.jit`, which carry their layout along; or close the block '
+  "The layout in force in this task differs from the one in JAX's cache key: another task of this "
+  'thread is suspended by an `await` inside a `with layout:` block, or this thread was started '
+  'inside such a block.\n'
+  'Fix: call functions from `layout.jit`, which carry their layout; or close the block '
   'before awaiting; or enter `with layout:` in the thread that runs the function.'
 )

@@ -1,6 +1,6 @@
-"""Every branch on a JAX or Flax version, and every name they do not promise to keep.
+"""Compatibility: every branch on a JAX or Flax version, and every private name of theirs.
 
-Supported: jax 0.10.2 and newer, flax 0.12.8 and newer. A branch says with which version it can go.
+Supported: jax 0.10.2 and newer, flax 0.12.8 and newer. Each branch names the version at which it can go.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax.core import lift
+from flax.linen import spmd as linen_spmd
 from jax._src import array, compiler, core, distributed, source_info_util
 from jax._src.interpreters import mlir
 from jax._src.lib import _jax, xla_client
@@ -28,10 +29,10 @@ from jaxlib.mlir.dialects import sdy
 
 
 def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
-  """Makes `mesh` JAX's current mesh, inside a trace or outside of one.
+  """A context in which `mesh` is JAX's current mesh, inside or outside a trace.
 
-  `jax.set_mesh` knows the devices, so it is preferred; it refuses abstract meshes and refuses to
-  run inside a trace, where only the abstract mesh can change.
+  `jax.set_mesh` also sets the devices, but it rejects abstract meshes, and raises inside a trace, where only
+  the abstract mesh can change.
   """
   if isinstance(mesh, Mesh):
     try:
@@ -43,9 +44,9 @@ def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def lifted_results(change: Callable[[Any], Any]) -> Iterator[None]:
-  """Within it, what lifted modules and methods (`nn.remat`, `nn.jit`, `nn.scan`) return is changed.
+  """Applies `change` to the results of lifted modules and methods (`nn.remat`, `nn.jit`, `nn.scan`) in a block.
 
-  `nn.intercept_methods` sees what is called inside of these, and not these themselves.
+  `nn.intercept_methods` intercepts calls inside lifted functions, but not the lifted functions themselves.
   """
   original = lift.pack
 
@@ -60,10 +61,30 @@ def lifted_results(change: Callable[[Any], Any]) -> Iterator[None]:
     lift.pack = original
 
 
-def current_module() -> str | None:
-  """`'module decoder/layers'` for the Linen module that is running, or None outside of any.
+@contextlib.contextmanager
+def flax_resolutions(report: Callable[[Sequence[Any] | None], None]) -> Iterator[None]:
+  """Reports the logical names of every array that Flax Linen resolves in a block.
 
-  Flax keeps its module stack private; a message without a place would send its reader searching.
+  Its constraints, its boxes and its public `logical_to_mesh_axes` all call one private function, which is
+  wrapped. True of flax 0.12.8 to 0.12.12.
+  """
+  original = linen_spmd._logical_to_mesh_axes
+
+  def resolve(names: Sequence[Any] | None, *args: Any, **kwargs: Any) -> Any:
+    report(names)
+    return original(names, *args, **kwargs)
+
+  linen_spmd._logical_to_mesh_axes = resolve
+  try:
+    yield
+  finally:
+    linen_spmd._logical_to_mesh_axes = original
+
+
+def current_module() -> str | None:
+  """The Linen module that is running, such as `'module decoder/layers'`, or None; for error messages.
+
+  Flax has no public access to its module stack.
   """
   stack = nn.module._context.module_stack
   modules = [module for module in stack if module is not None]
@@ -73,42 +94,42 @@ def current_module() -> str | None:
 
 
 def coordination_service() -> Any:
-  """JAX's coordination service, or None where it does not run; JAX has no public name for it."""
+  """The client of JAX's coordination service, or None if it is not running. JAX has no public name for it."""
   return distributed.global_state.client
 
 
-def random_numbers_divide() -> bool:
-  """Whether each device draws its own piece of a random array; JAX's stubs leave its options out."""
+def threefry_partitionable() -> bool:
+  """Whether each device can generate its own shard of a random array. JAX's type stubs omit the option."""
   return bool(getattr(jax.config, 'jax_threefry_partitionable'))  # noqa: B009
 
 
 def jaxlib_version() -> str:
-  """The version of the wheel that has the compilers' interface."""
+  """The version of jaxlib, which contains the MLIR bindings and the compilers' interface."""
   return importlib.metadata.version('jaxlib')
 
 
-# -- compiling for devices that are not here (jax.experimental.topologies makes them, but takes no module)
+# -- compiling for devices you don't have: jax.experimental.topologies creates them, but compiles no modules
 
 
 def program_bytes(lowered: Any) -> bytes:
-  """A lowered program as MLIR bytecode, with its locations."""
+  """A lowered program as MLIR bytecode, with source locations."""
   return mlir.module_to_bytecode(lowered.compiler_ir('stablehlo'))
 
 
-def is_alone(compiled: Any, text: str) -> bool:
-  """Whether a program has more to it than its text: functions of the host, or arrays that it closes over."""
+def needs_host_objects(compiled: Any, text: str) -> bool:
+  """Whether a program depends on more than its text: host callbacks, or arrays that it closes over."""
   return 'callback' in text or bool(compiled._params.const_args)
 
 
 def program_text(lowered: Any, locations: bool) -> str:
-  """A lowered program as text, with the places in the source that it comes from or without."""
+  """A lowered program as text, with or without source locations."""
   return lowered.compiler_ir('stablehlo').operation.get_asm(enable_debug_info=locations)
 
 
-def result_places(lowered: Any) -> list[list[tuple[str, ...]]]:
-  """Over which mesh axes each dimension of each result of a lowered program will lie: Shardy's propagation.
+def result_axes(lowered: Any) -> list[list[tuple[str, ...]]]:
+  """The mesh axes of each dimension of each result of a lowered program, by Shardy's propagation.
 
-  A part of an axis, which no `PartitionSpec` can name, is left out, with what comes after it.
+  No `PartitionSpec` can name a part of an axis; such a part and all axes after it are omitted.
   """
   module = lowered.compiler_ir('stablehlo')
   with module.context:
@@ -120,9 +141,9 @@ def result_places(lowered: Any) -> list[list[tuple[str, ...]]]:
       if ir.StringAttr(each.attributes['sym_name']).value == 'main'
     ]
     types = ir.FunctionType(ir.TypeAttr(main.attributes['function_type']).value).results
-    said = main.attributes['res_attrs'] if 'res_attrs' in main.attributes else [{}] * len(types)
+    attributes = main.attributes['res_attrs'] if 'res_attrs' in main.attributes else [{}] * len(types)
     return [
-      _places_of(each['sdy.sharding']) if 'sdy.sharding' in each else [] for each in map(_dict, said)
+      _axes_of(each['sdy.sharding']) if 'sdy.sharding' in each else [] for each in map(_dict, attributes)
     ]
 
 
@@ -130,26 +151,27 @@ def _dict(attribute: Any) -> Any:
   return ir.DictAttr(attribute) if isinstance(attribute, ir.Attribute) else attribute
 
 
-def _places_of(attribute: Any) -> list[tuple[str, ...]]:
-  places = []
+def _axes_of(attribute: Any) -> list[tuple[str, ...]]:
+  dimensions = []
   for each in sdy.TensorShardingAttr(attribute).dimension_shardings:
     axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(each).axes]
-    whole = itertools.takewhile(lambda axis: axis.sub_axis_info is None, axes)
-    places.append(tuple(axis.name for axis in whole))
-  return places
+    full = itertools.takewhile(lambda axis: axis.sub_axis_info is None, axes)
+    dimensions.append(tuple(axis.name for axis in full))
+  return dimensions
 
 
 def mlir_context() -> Any:
-  """A context that has all the dialects that JAX lowers to."""
+  """An MLIR context with all dialects that JAX lowers to."""
   return mlir.make_ir_context()
 
 
 def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, int]]:
-  """Compiles MLIR bytecode for devices, which may be those of a topology that is not here.
+  """Compiles MLIR bytecode for devices, possibly those of a topology you don't have.
 
   Returns:
-    The optimised HLO, and the compiler's account of memory: bytes of arguments, results, what results
-    share with arguments, temporaries, and the peak (0 where a backend does not say it).
+    The optimised HLO text, and the compiler's memory statistics in bytes: `arguments`, `results`, `shared`
+    (results in the memory of donated arguments), `temporaries`, and `peak` (0 if the backend does not
+    report it).
   """
   client = devices.flat[0].client
   options = compiler.get_compile_options(
@@ -175,7 +197,7 @@ def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, in
 
 
 class Opened(NamedTuple):
-  """The parts of a jaxpr: variables of closed-over arrays, these arrays, and what is in every jaxpr."""
+  """The parts of a jaxpr: variables and values of its constants, inputs, equations and outputs."""
 
   constants: list[Any]
   arrays: list[Any]
@@ -200,7 +222,7 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-  """How many of a scan's operands are constants of its loop, and how many are carried."""
+  """The number of a scan's operands that are loop constants, and the number that are carried."""
   if 'num_consts' in params:  # before jax 0.12
     return params['num_consts'], params['num_carry']
   constants, carried, _ = (len(group) for group in params['ft_in'].unpack())
@@ -210,9 +232,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def bind(
   primitive: Any, params: Mapping[str, Any], context: Any, operands: Iterable[Any], source: Any = None
 ) -> list[Any]:
-  """Runs a primitive with an equation's parameters, under the settings that it was traced under.
+  """Runs a primitive with an equation's parameters, under the settings of its trace.
 
-  `source` is where it was traced, which is what profiles and messages then say.
+  `source` is the source info of the equation, for profiles and error messages.
   """
   with (
     nullcontext() if context is None else context.manager,
@@ -222,20 +244,20 @@ def bind(
   return results if primitive.multiple_results else [results]
 
 
-def pruned(fn: Any, avals: Iterable[Any], wanted: list[bool]) -> tuple[Any, list[bool]]:
-  """The jaxpr of those results of a function that are wanted, and which of its arguments it still uses."""
+def pruned(fn: Any, avals: Iterable[Any], used: list[bool]) -> tuple[Any, list[bool]]:
+  """The jaxpr of the used results of a function, and a flag per argument: whether it still uses it."""
   closed: Any = jax.make_jaxpr(fn)(*avals)
-  return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), wanted)
+  return partial_eval.dce_jaxpr(getattr(closed, 'jaxpr', closed), used)
 
 
-class _Mover(serialize_executable._JaxPjrtUnpickler):
-  """Reads a compiled program for other devices than those that it was compiled for."""
+class _ExecutableLoader(serialize_executable._JaxPjrtUnpickler):
+  """Loads a compiled program on other devices than those that it was compiled for."""
 
-  def __init__(self, file: io.BytesIO, there: Sequence[Any], here: Sequence[Any]):
-    super().__init__(file, here[0].client, tuple(here))
-    self.devices_by_id = {old.id: new for old, new in zip(there, here, strict=True)}
-    assignment = np.array(here).reshape(1, -1)
-    self._options = compiler.get_compile_options(1, len(here), assignment, backend=here[0].client)
+  def __init__(self, file: io.BytesIO, old_devices: Sequence[Any], devices: Sequence[Any]):
+    super().__init__(file, devices[0].client, tuple(devices))
+    self.devices_by_id = {old.id: new for old, new in zip(old_devices, devices, strict=True)}
+    assignment = np.array(devices).reshape(1, -1)
+    self._options = compiler.get_compile_options(1, len(devices), assignment, backend=devices[0].client)
 
   def persistent_load(self, pid: Any) -> Any:
     if pid[0] != 'exec':
@@ -250,28 +272,28 @@ def _has_persistent_cache() -> bool:
   return bool(values['jax_enable_compilation_cache'] and values['jax_compilation_cache_dir'])
 
 
-def moved(compiled: Any, there: Sequence[Any], here: Sequence[Any]) -> Any:
-  """A compiled program on other devices of the same kind, or None where JAX cannot do that.
+def moved(compiled: Any, old_devices: Sequence[Any], devices: Sequence[Any]) -> Any:
+  """A compiled program on other devices of the same kind, or None if JAX does not support that.
 
-  `jax.experimental.serialize_executable` loads a program for its own devices only. XLA's CPU programs that
-  came from JAX's persistent cache cannot be written a second time ("Function ... not found" when they run);
-  which ones came from there is not known.
+  `jax.experimental.serialize_executable` loads a program on its own devices only. A CPU program from JAX's
+  persistent cache cannot be serialized again ("Function ... not found" when it runs), and nothing marks the
+  programs that came from there.
   """
-  if here[0].platform == 'cpu' and _has_persistent_cache():
+  if devices[0].platform == 'cpu' and _has_persistent_cache():
     return None
   try:
     code, in_tree, out_tree = serialize_executable.serialize(compiled)
   except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
     return None
-  unloaded, info, no_kwargs = _Mover(io.BytesIO(code), there, here).load()
+  unloaded, info, no_kwargs = _ExecutableLoader(io.BytesIO(code), old_devices, devices).load()
   return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(info), out_tree, no_kwargs=no_kwargs)
 
 
-class Sender:
-  """Copies arrays onto other devices, each to the sharding that it has there.
+class DeviceCopy:
+  """Copies arrays to other devices, in a sixth of the time per call that `jax.device_put` takes.
 
-  It is what `jax.device_put` comes to, at a sixth of its time per call: what does not change from call
-  to call is found out once. Arrays have to be divided alike here and there. Keys go by `jax.device_put`.
+  It calls the same function of XLA, but computes everything that is constant between calls once. Source and
+  target shardings have to divide an array in the same way. Key arrays are copied by `jax.device_put`.
   """
 
   def __init__(self, avals: Sequence[Any], shardings: Sequence[Any]):
@@ -281,7 +303,7 @@ class Sender:
     self._keys = any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals)
 
   def __call__(self, arrays: list[Any]) -> list[Any]:
-    """The copies; copying goes on while the caller does."""
+    """Starts the copies and returns them."""
     if self._keys:
       return jax.device_put(arrays, self._shardings)
     return xla_client.batched_copy_array_to_devices_with_sharding(
@@ -290,14 +312,14 @@ class Sender:
 
 
 def aval_of(shape: Sequence[int], dtype: Any, weak_type: bool) -> Any:
-  """What JAX knows of an array while it traces, but for its sharding."""
+  """The abstract value of an array, without its sharding."""
   return core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
 
 
 def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
-  """An array of the shape, dtype and weak type of another one, of those of its shards that are here.
+  """An array with the shape, dtype and weak type of `like`, from its shards on this process.
 
-  `jax.make_array_from_single_device_arrays` forgets the weak type.
+  `jax.make_array_from_single_device_arrays` drops the weak type.
   """
   if not getattr(like, 'weak_type', False):  # keys have none
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)

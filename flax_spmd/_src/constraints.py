@@ -1,16 +1,16 @@
-"""Constraints: telling the compiler how a value inside a program lies over the mesh.
+"""Sharding constraints on values inside a program.
 
-`constrain` is the one place where that is done. What it emits depends on the axes' types:
-
-* Auto axes: `with_sharding_constraint`, the partitioner is told;
-* Explicit axes: `reshard`, the value's type changes;
-* Manual axes (inside `shard_map`): nothing, the program is already written per shard.
-
-    y = with_logical_constraint(y, ('batch', 'hidden'))   # names, through the rules in force
+    y = with_logical_constraint(y, ('batch', 'hidden'))   # logical names, by the rules in force
     y = constrain(y, PartitionSpec('data', 'model'))      # mesh axes
 
-The mesh is the argument's, else the layout's in force, else JAX's current one. Rules and no mesh
-anywhere is an error, because nothing would be constrained and nobody would notice.
+All constraints are emitted by `constrain`, according to the types of the mesh axes:
+
+* Auto: `with_sharding_constraint`, for the compiler's partitioner;
+* Explicit: `reshard`, which changes the value's type;
+* Manual (inside `shard_map`): nothing, since the program is written per shard.
+
+The mesh is the argument, or the mesh of the layout in force, or JAX's current mesh. Rules without any mesh
+are an error: the constraint would silently have no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.active_layout import in_force
+from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh, describe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, axis_names
@@ -44,13 +44,13 @@ from flax_spmd.errors import (
 def constrain(
   x: jax.Array, spec: PartitionSpec | Sequence[Any], mesh: MeshLike | None = None
 ) -> jax.Array:
-  """Lays `x` over the mesh as `spec` says.
+  """Constrains the sharding of an array to a spec of mesh axes.
 
   Args:
-    x: an array of any shape and dtype. A traced value is constrained; a concrete one is moved.
-    spec: mesh axes per dimension (a PartitionSpec or a tuple); shorter than the rank is fine.
-      UNCONSTRAINED leaves a dimension open.
-    mesh: default: the mesh of the layout in force, else JAX's current mesh.
+    x: an array of any shape and dtype. A traced value is constrained; a concrete array is resharded.
+    spec: mesh axes per dimension (a PartitionSpec or a tuple). May have fewer entries than `x` has
+      dimensions. UNCONSTRAINED leaves a dimension to the compiler.
+    mesh: default: the mesh of the layout in force, or else JAX's current mesh.
 
   Returns:
     `x`, with the same value.
@@ -58,7 +58,7 @@ def constrain(
   Raises:
     MeshError: there is no mesh.
     MeshAxisError: `spec` uses an axis that the mesh lacks.
-    LayoutError: `spec` has more entries than `x` has dimensions, or an axis twice.
+    LayoutError: `spec` has more entries than `x` has dimensions, or uses an axis twice.
 
   Example:
     >>> x = jax.jit(lambda x: constrain(x, PartitionSpec('data'), make_mesh({'data': 8})))(jnp.ones(8))
@@ -66,24 +66,24 @@ def constrain(
     P('data',)
   """
   spec = PartitionSpec(*spec)
-  found = mesh_for_constraints(mesh)
-  if found is None:
-    raise MeshError(_NO_MESH.format(what=f'the constraint {spec}'))
-  _check(x, spec, found)
+  target = mesh_for_constraints(mesh)
+  if target is None:
+    raise MeshError(_NO_MESH.format(constraint=f'the constraint {spec}'))
+  _check(x, spec, target)
   if not isinstance(x, Tracer):
-    return _move(x, spec, found)
-  manual = _manual_axes(found)
+    return _reshard_concrete(x, spec, target)
+  manual = _manual_axes(target)
   if manual:
     spec = _only(spec, lambda axis: axis not in manual)
-    found = current_mesh() or found
-  types = axis_types(found)
+    target = current_mesh() or target
+  types = axis_types(target)
   explicit = {axis for axis, type_ in types.items() if type_ is AxisType.Explicit}
   if explicit:
-    x = _reshard(x, spec, found, explicit)
+    x = _reshard(x, spec, target, explicit)
     spec = _only(spec, lambda axis: axis not in explicit)
   if all(axis in manual or axis in explicit for axis in types):
     return x
-  return jax.lax.with_sharding_constraint(x, NamedSharding(found, spec))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(target, spec))
 
 
 @set_module('flax_spmd')
@@ -94,23 +94,24 @@ def with_logical_constraint(
   mesh: MeshLike | None = None,
   fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
 ) -> Any:
-  """Lays arrays over the mesh by the logical names of their dimensions.
+  """Constrains the shardings of arrays by the logical names of their dimensions.
 
   Args:
-    x: an array, or a tree of arrays.
-    logical_axis_resources: names per dimension (a tuple or a PartitionSpec; fewer than the rank is
-      fine), or a tree of them that is a prefix of `x`. None is no constraint.
-    rules: a rule table; default: the rules in force. Empty: no constraint.
-    mesh: default: the mesh of the layout in force, else JAX's current mesh.
-    fallback: what to do where no rule decides a name.
+    x: an array or a tree of arrays.
+    logical_axis_resources: logical names per dimension (a tuple or a PartitionSpec; may be shorter than
+      the rank), or a tree of them that is a prefix of `x`. None: no constraint.
+    rules: a rule table; default: the rules in force. An empty table: no constraint.
+    mesh: default: the mesh of the layout in force, or else JAX's current mesh.
+    fallback: behaviour for a name that no rule matches: replicate the dimension, raise, or skip the whole
+      constraint.
 
   Returns:
     `x`, with the same values.
 
   Raises:
     MeshError: there are rules, but no mesh.
-    UnmatchedNameError: no rule decides a name, and `fallback` (or the table's policy) objects.
-    LayoutError: more names than dimensions, or a name twice.
+    UnmatchedNameError: no rule matches a name, and `fallback` or the table's policy forbids that.
+    LayoutError: there are more names than dimensions, or a name is repeated.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hidden', 'model')))
@@ -134,11 +135,12 @@ def with_logical_constraint(
 def resolve_for_constraint(
   rules: Rules, names: Sequence[Any], shape: Sequence[int], mesh: MeshLike
 ) -> Resolution:
-  """Resolves the names of a value inside a program.
+  """Resolves the names of a value inside a program, to a spec.
 
-  XLA pads uneven pieces there, so a size that does not divide is no mistake (a batch of one at
-  `init`); it is looked at only if the table says what to do then. Explicit axes can't be uneven.
+  XLA pads uneven shards of such a value. So an indivisible size is not an error (a batch of one at `init`,
+  say), unless the table has its own `indivisible` policy. Explicit axes do not support uneven shards.
   """
+  report_names(names)
   uneven_is_fine = rules.policies.indivisible == 'error'
   if uneven_is_fine and AxisType.Explicit in mesh.axis_types:
     rules, uneven_is_fine = rules.replace(indivisible='replicate'), False
@@ -146,15 +148,15 @@ def resolve_for_constraint(
 
 
 def mesh_for_constraints(mesh: MeshLike | None = None) -> MeshLike | None:
-  """The mesh that a constraint follows: the argument, the layout's in force, or JAX's current one.
+  """The mesh of a constraint: the argument, the mesh of the layout in force, or JAX's current mesh.
 
-  Where JAX's current mesh is another one than the layout's, it was set inside the layout: it wins.
+  If JAX's current mesh differs from the layout's, it was set inside the layout's block, and wins.
   """
   if mesh is not None:
     return mesh
-  held, current = in_force().mesh, current_mesh()
-  if held is not None and (current is None or axis_sizes(current) == axis_sizes(held)):
-    return held
+  of_layout, current = in_force().mesh, current_mesh()
+  if of_layout is not None and (current is None or axis_sizes(current) == axis_sizes(of_layout)):
+    return of_layout
   return current
 
 
@@ -163,28 +165,28 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
     return x
   if len(names) > len(x.shape):
     raise LayoutError(
-      f'{_here()}: {len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '
-      f'shape {tuple(x.shape)}.\nFix: give one name per dimension, or fewer.'
+      f'{_location()}: {len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '
+      f'shape {tuple(x.shape)}.\nFix: pass at most one name per dimension.'
     )
-  found = mesh_for_constraints(mesh)
-  if found is None:
-    raise MeshError(_NO_MESH.format(what=f'the logical names {tuple(names)!r}'))
-  resolution = resolve_for_constraint(rules, names, x.shape, found)
-  raise_problems([problem.at(_here()) for problem in resolution.problems])
+  target = mesh_for_constraints(mesh)
+  if target is None:
+    raise MeshError(_NO_MESH.format(constraint=f'the logical names {tuple(names)!r}'))
+  resolution = resolve_for_constraint(rules, names, x.shape, target)
+  raise_problems([problem.at(_location()) for problem in resolution.problems])
   open_names = [d.name for d in resolution.decisions if d.rule is None and isinstance(d.name, str)]
   if open_names and fallback is RulesFallback.NO_CONSTRAINT:
     return x
   if open_names and fallback is RulesFallback.RAISE_ERROR:
     raise UnmatchedNameError(
-      f'{_here()}: logical names {tuple(names)!r}: no rule decides {", ".join(map(repr, open_names))}.'
+      f'{_location()}: logical names {tuple(names)!r}: no rule for {", ".join(map(repr, open_names))}.'
       + did_you_mean(open_names[0], rules.by_name)
       + f'\nFix: correct the name, or add a rule for it; ({open_names[0]!r}, None) replicates it.'
     )
-  return constrain(x, resolution.spec, found)
+  return constrain(x, resolution.spec, target)
 
 
-def _here() -> str:
-  """Which constraint it is, as far as one can tell: by the module that is running."""
+def _location() -> str:
+  """The location of a constraint, for messages: the Linen module that is running, if any."""
   module = compat.current_module()
   return f'constraint in {module}' if module else 'constraint'
 
@@ -211,7 +213,7 @@ def _check(x: Any, spec: PartitionSpec, mesh: MeshLike) -> None:
 
 
 def _manual_axes(mesh: MeshLike) -> set[str]:
-  """Axes over which the program is already written per shard (we are inside `shard_map`)."""
+  """The axes of an enclosing `shard_map`."""
   current = current_mesh()
   if current is None or current.axis_names != mesh.axis_names:
     return set()
@@ -219,7 +221,7 @@ def _manual_axes(mesh: MeshLike) -> set[str]:
 
 
 def _only(spec: PartitionSpec, keep) -> PartitionSpec:
-  """`spec` with only those mesh axes that `keep` accepts."""
+  """`spec` without the mesh axes that `keep` rejects."""
 
   def entry(axes):
     if axes is UNCONSTRAINED:
@@ -231,16 +233,16 @@ def _only(spec: PartitionSpec, keep) -> PartitionSpec:
 
 
 def _reshard(x, spec: PartitionSpec, mesh: MeshLike, explicit: set[str]):
-  """Changes the type of `x` over its Explicit axes; axes of size 1 change nothing and are left out."""
+  """Changes the type of `x` over its Explicit axes. Axes of size 1 have no effect, and are omitted."""
   sizes = axis_sizes(mesh)
   now = tuple(jax.typeof(x).sharding.spec) + (None,) * len(x.shape)
   filled = PartitionSpec(*(now[dim] if axes is UNCONSTRAINED else axes for dim, axes in enumerate(spec)))
-  wanted = _only(filled, lambda axis: axis in explicit and sizes[axis] > 1)
-  return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+  target = _only(filled, lambda axis: axis in explicit and sizes[axis] > 1)
+  return jax.sharding.reshard(x, NamedSharding(mesh, target))
 
 
-def _move(x, spec: PartitionSpec, mesh: MeshLike):
-  """A concrete array goes to where the spec says; on an abstract mesh it has nowhere to go."""
+def _reshard_concrete(x, spec: PartitionSpec, mesh: MeshLike):
+  """Transfers a concrete array to its sharding; returns it unchanged if only an abstract mesh is known."""
   if not isinstance(mesh, Mesh):
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -255,14 +257,14 @@ def _any_traced(x: Any) -> bool:
 
 
 def _is_names(x: Any) -> bool:
-  """One array's names; a tuple with tuples in it is a tree of names, as in Flax."""
+  """Whether this is one array's names. As in Flax, a tuple that contains tuples is a tree of names."""
   if x is None or isinstance(x, PartitionSpec):
     return True
   return isinstance(x, tuple) and all(e is None or e is UNCONSTRAINED or isinstance(e, str) for e in x)
 
 
 _NO_MESH = (
-  'There is no mesh to lay {what} over. (A bare `with mesh:` does not count: JAX ignores it here.)\n'
+  'There is no mesh for {constraint}. (A bare `with mesh:` does not set one: JAX ignores it here.)\n'
   'Fix: run it under `with layout:` or through `layout.jit`, under `with jax.set_mesh(mesh):`, or '
   'pass mesh=.'
 )

@@ -140,9 +140,9 @@ class Explanation(NamedTuple):
     if not row.decisions:
       lines.append('  replicated: it has no names, and no rule applies to it')
     lines += [f'  {self._skipped(skip)}' for skip in row.skipped]
-    if row.guess is not None:
+    if row.inference is not None:
       lines.append(
-        f'  read as state of {row.guess.parameter or "a parameter that is not here"}: {row.guess.how}'
+        f'  read as state of {row.inference.parameter or "a parameter that is not here"}: {row.inference.how}'
       )
     return '\n'.join(lines)
 
@@ -295,9 +295,9 @@ def _layout(row: Row) -> str:
   dimensions = ', '.join(map(_dimension, row.decisions)) or 'replicated'
   if row.skipped and not axis_names(tuple(row.spec)):
     dimensions += f' ({", ".join(f"{rule_text(skip.rule)}: {skip.reason}" for skip in row.skipped)})'
-  if row.guess is None:
+  if row.inference is None:
     return dimensions
-  return f'{dimensions} [{row.guess.how} of {row.guess.parameter or "what is not here"}]'
+  return f'{dimensions} [{row.inference.how} of {row.inference.parameter or "what is not here"}]'
 
 
 def _dimension(decision: Decision) -> str:

@@ -1,13 +1,13 @@
-"""Layout: a mesh and a rule table, and everything that follows from the pair.
+"""Layout: a mesh and a rule table, and everything derived from the pair.
 
     layout = Layout({'data': 2, 'model': 4}, rules=(('batch', 'data'), ('hidden', 'model')))
-    state  = layout.init(create_state, key, x)         # born sharded, never whole on one device
-    step   = layout.jit(train_step, donate_argnums=0)  # constraints and outputs follow the layout
+    state  = layout.init(create_state, key, x)         # sharded from the start
+    step   = layout.jit(train_step, donate_argnums=0)  # constraints and outputs follow the rules
     batch  = layout.shard(batch, ('batch', None))
-    target = layout.abstract(create_state, key, x)     # what a checkpoint is restored into
+    target = layout.abstract(create_state, key, x)     # restore target of a checkpoint
 
-A layout is a value: frozen, hashable, equal by content, written to TOML and read from it. Trying
-another one is making another one; models and training steps stay as they are.
+A layout is a value: immutable, hashable, equal by content, and stored as TOML. To try another layout,
+create one; the model and the training step do not change.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from flax_spmd._src.jit.arguments import Arguments, closed_over
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe, make_mesh
 from flax_spmd._src.multihost import check_same_on_every_process
-from flax_spmd._src.names import box_trees as trees
-from flax_spmd._src.plan import findings as report
-from flax_spmd._src.plan import placement_shardings as placement
-from flax_spmd._src.plan.planner import Planner, leaf_names, planner_for
+from flax_spmd._src.names import box_trees
+from flax_spmd._src.names.tree_names import leaf_names
+from flax_spmd._src.plan import findings, placement_shardings
+from flax_spmd._src.plan.planner import Planner, planner_for
 from flax_spmd._src.plan.rows import Row
-from flax_spmd._src.plan.unboxed_states import Memory
+from flax_spmd._src.plan.unboxed_states import UnboxedStates
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules import toml_format as toml
+from flax_spmd._src.rules import toml_format
 from flax_spmd._src.rules.decisions import rule_text
 from flax_spmd._src.rules.table import Rules
 
@@ -47,26 +47,28 @@ if TYPE_CHECKING:
   from flax_spmd._src.pipeline.schedules.schedule import Schedule
 
 _NOT_PARTITIONABLE = (
-  'jax_threefry_partitionable is off: a sharded random array is drawn with communication, or drawn whole on '
-  "every device. Turn it on with jax.config.update('jax_threefry_partitionable', True); the numbers "
-  'will be others.'
+  'jax_threefry_partitionable is off: generating a sharded random array needs communication, or generates '
+  "the whole array on every device. Turn it on with jax.config.update('jax_threefry_partitionable', True); "
+  'this changes the random numbers.'
 )
-_ADDRESS = re.compile(' at 0x[0-9a-f]+')  # of a function, which differs between processes
+_ADDRESS = re.compile(' at 0x[0-9a-f]+')  # in the repr of a function; differs between processes
 _open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blocks', default=())
 
 
 @set_module('flax_spmd')
 class Layout:
-  """A mesh and a rule table.
+  """A mesh and a rule table: they determine the sharding of every array of a model.
+
+  `with layout:` sets both for a block. `init`, `jit` and `abstract` set them on their own.
 
   Args:
-    mesh: a mesh (concrete or abstract), or size per axis name for `make_mesh`.
-    rules: a rule table: `Rules`, or a tuple or list of `(logical name, mesh axes)`.
+    mesh: a mesh (concrete or abstract), or the size of each axis, for `make_mesh`.
+    rules: a rule table: `Rules`, or a sequence of pairs `(logical name, mesh axes)`.
     **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`.
 
   Raises:
-    MeshError: the mesh cannot be made.
-    RulesError: `rules` is no rule table.
+    MeshError: the mesh cannot be created.
+    RulesError: `rules` is not a rule table.
     MeshAxisError: a rule uses an axis that the mesh lacks.
 
   Example:
@@ -82,7 +84,7 @@ class Layout:
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
     self._planner = planner_for(self._mesh, self._rules)
-    self._memory = _memory_of(self._planner)
+    self._unboxed_states = _unboxed_states_of(self._planner)
 
   @property
   def mesh(self) -> MeshLike:
@@ -95,9 +97,9 @@ class Layout:
     return self._rules
 
   def replace(self, *, mesh: Any = None, rules: Any = None, **policies: Any) -> Layout:
-    """A layout with another mesh, other rules or other policies; what is not named stays.
+    """A copy of this layout with another mesh, other rules or other policies.
 
-    A plain tuple of rules says nothing about policies, so it takes on this layout's.
+    A plain tuple of rules keeps this layout's policies; a `Rules` brings its own.
 
     Example:
       >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
@@ -121,16 +123,17 @@ class Layout:
   def __repr__(self) -> str:
     return f'Layout({describe(self._mesh)}, {self._rules!r})'
 
-  # -- planning: nothing is allocated, nothing runs
+  # -- planning: allocates nothing, runs nothing
 
   def spec(self, tree: Any) -> Any:
-    """The PartitionSpec of every array of a tree, in the place of boxes and bare leaves.
+    """The PartitionSpec of every array: a tree with one spec for each box or bare leaf of `tree`.
 
     Args:
       tree: any tree, concrete or abstract.
 
     Raises:
-      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: arrays that do not fit the rules or
+        the mesh. The message lists all of them.
 
     Example:
       >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
@@ -139,12 +142,15 @@ class Layout:
     """
     return jax.tree.map(lambda sharding: sharding.spec, self.sharding(tree))
 
-  def sharding(self, tree: Any, places: Any = None) -> Any:
-    """`spec`, as NamedShardings on the layout's mesh: what `jax.jit` takes.
+  def sharding(self, tree: Any, placements: Any = None) -> Any:
+    """The NamedSharding of every array: `spec` on the layout's mesh, as `jax.jit` accepts it.
 
     Args:
       tree: any tree, concrete or abstract.
-      places: where its arrays go, as of `shard`; None: where the rules say.
+      placements: a placement or a prefix tree of placements, as in `shard`. None: by the rules.
+
+    Raises:
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as for `spec`.
 
     Example:
       >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
@@ -152,15 +158,18 @@ class Layout:
       >>> jax.device_put(w.value, layout.sharding({'w': w})['w']).addressable_shards[0].data.shape
       (8, 4)
     """
-    if places is not None:
-      return jax.tree.structure(tree).unflatten(self._places(tree, places))
-    return self._planner.shardings(self._memory.reboxed(tree))
+    if placements is not None:
+      return jax.tree.structure(tree).unflatten(self._shardings(tree, placements))
+    return self._planner.shardings(self._unboxed_states.rebox(tree))
 
   def names(self, tree: Any, *, logical_only: bool = False) -> list[Any]:
-    """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without.
+    """The axis names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without names.
 
-    A state that the layout planned without its boxes has the names that its boxes had. With
-    `logical_only`, names of mesh axes are left out.
+    A state that this layout created with `boxed=False` keeps the names of its boxes.
+
+    Args:
+      tree: any tree, concrete or abstract.
+      logical_only: whether to omit mesh axes (the names of `Partitioned` boxes).
 
     Example:
       >>> layout = Layout({'model': 8}, (('hidden', 'model'),))
@@ -168,19 +177,19 @@ class Layout:
       >>> layout.names({'b': jnp.ones(16), 'w': w})
       [None, ('embed', 'hidden')]
     """
-    return leaf_names(self._memory.reboxed(tree), logical_only=logical_only)
+    return leaf_names(self._unboxed_states.rebox(tree), logical_only=logical_only)
 
-  def check(self, tree: Any) -> report.Findings:
-    """What deserves a look: names without a rule (and what was meant), idle rules and axes, guesses.
+  def check(self, tree: Any) -> findings.Findings:
+    """Likely mistakes: misspelt names, idle rules, idle mesh axes, large replicated arrays.
 
     Args:
       tree: any tree, concrete or abstract.
 
     Returns:
-      Findings, empty (and false) if there are none; printing them lists one a line.
+      Findings; printed one per line, and falsy if empty.
 
     Raises:
-      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as `sharding`.
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as for `spec`.
 
     Example:
       >>> layout = Layout({'model': 8}, (('embed', 'model'),))
@@ -190,10 +199,10 @@ class Layout:
       mesh axis 'model' (8) is not used by this tree.
     """
     self.sharding(tree)
-    return report.find(self._planner, self.rows(tree))
+    return findings.find(self._planner, self.rows(tree))
 
   def rows(self, tree: Any) -> list[Row]:
-    """One `Row` per array of a tree: path, shape, names, spec, decisions, bytes. Raises nothing.
+    """One `Row` per array: path, shape, names, spec, decisions and bytes. Never raises.
 
     Example:
       >>> layout = Layout({'model': 8}, (('hidden', 'model'),))
@@ -202,23 +211,22 @@ class Layout:
       >>> row.path, row.spec, row.bytes, row.bytes_per_device, row.copies
       ('w', P(None, 'model'), 512, 64, 1)
     """
-    return self._planner.rows(self._memory.reboxed(tree))
+    return self._planner.rows(self._unboxed_states.rebox(tree))
 
   def abstract(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
-    """What `init` would return, without making it: shapes, dtypes and shardings.
+    """The result of `init` as shapes, dtypes and shardings; nothing runs. Used as a restore target.
 
     Args:
-      fn: makes a state; nothing of it runs.
-      *args, **kwargs: its arguments. Arrays may be abstract; what is neither array nor number (a
-        model, an optimizer) is passed on as it is.
-      boxed: whether boxes stay; without them, the layout remembers the names.
+      fn: function that creates a state.
+      *args, **kwargs: arguments of `fn`. Arrays may be abstract. Other objects, such as a model or an
+        optimizer, are passed through.
+      boxed: whether the state keeps its boxes. Without boxes, the layout remembers the names.
 
     Returns:
-      The state, with a `jax.ShapeDtypeStruct` that has a sharding for every array: the target of a
-      restore.
+      The state, with a `jax.ShapeDtypeStruct` (shape, dtype and sharding) for every array.
 
     Raises:
-      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as for `spec`.
 
     Example:
       >>> layout = Layout(abstract_mesh({'data': 64, 'model': 8}), (('hidden', 'model'),))
@@ -233,7 +241,7 @@ class Layout:
     with self:
       state = jax.eval_shape(fn, arrays)
     shardings = self._planner.leaf_shardings(state)
-    state = self._note(state) if boxed else self._memory.unboxed(state)
+    state = self._recorded(state) if boxed else self._unboxed_states.unbox(state)
     leaves, treedef = jax.tree.flatten(state)
     return treedef.unflatten(
       jax.ShapeDtypeStruct(
@@ -245,25 +253,25 @@ class Layout:
   # -- running
 
   def init(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
-    """Runs `fn` so that its result is born sharded: no device ever holds a whole parameter.
+    """Creates a sharded state: runs `fn` such that no device ever holds a whole sharded parameter.
 
     Args:
-      fn: makes a state from keys and arrays: variables, a TrainState, any tree.
-      *args, **kwargs: its arguments; what is neither array nor number (a model, an optimizer) is
-        passed on as it is.
-      boxed: whether the state keeps its boxes. Without them steps cost nothing extra, and the
-        layout remembers where the arrays go.
+      fn: function that creates a state (variables, a TrainState, any tree) from keys and arrays.
+      *args, **kwargs: arguments of `fn`. Objects other than arrays and numbers, such as a model or an
+        optimizer, are passed through.
+      boxed: whether the state keeps its boxes. Without boxes a call has no unboxing cost; the layout
+        remembers the names.
 
     Returns:
-      The state, every array of it on the layout's mesh; what has no names is replicated.
+      The state, with every array on the layout's mesh. Arrays that no rule applies to are replicated.
 
     Warns:
-      UserWarning: random numbers are drawn in JAX's old way, which does not divide between devices.
+      UserWarning: `jax_threefry_partitionable` is off, so random arrays are not generated shard by shard.
 
     Raises:
       MeshError: the mesh is abstract.
-      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit,
-        before anything is compiled.
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as for `spec`; raised before anything
+        is compiled.
 
     Example:
       >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
@@ -272,13 +280,13 @@ class Layout:
       >>> variables['params']['kernel'].value.sharding.spec
       P(None, 'model')
     """
-    placement.check_concrete(self._mesh)
-    if self._mesh.size > 1 and not compat.random_numbers_divide():
+    placement_shardings.check_concrete(self._mesh)
+    if self._mesh.size > 1 and not compat.threefry_partitionable():
       warnings.warn(_NOT_PARTITIONABLE, stacklevel=2)
     if jax.process_count() > 1:
       self.check_processes(self.abstract(fn, *args, **kwargs))
     fn, arrays = closed_over(fn, args, kwargs)
-    finish = self._note if boxed else self._memory.unboxed
+    finish = self._recorded if boxed else self._unboxed_states.unbox
     return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {}, finish)(arrays)
 
   def jit(
@@ -296,31 +304,33 @@ class Layout:
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
   ) -> Any:
-    """`jax.jit` under the layout: constraints follow its rules, results lie as it says.
+    """`jax.jit` under this layout: constraints follow its rules, and states keep its shardings.
 
-    A result that is a state (it has names in it, or the layout's `init` or `abstract` has planned one of
-    its form before this function was first called) gets the layout's shardings; other results are the
-    compiler's choice. Of a tuple, each element is a result of its own. Arguments are taken as they lie.
+    Arguments keep the shardings they come with. A result that is a state gets the layout's shardings: it
+    contains boxes, or it has the structure and shapes of a state that `init` or `abstract` planned before
+    the first call. The compiler chooses the shardings of other results. Each element of a tuple is a
+    result of its own.
 
-    Where that is not what is wanted, arguments and results are given *places*: logical names (a
-    tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`, `fsdp(...)`, a policy) or
-    None (as above); or a tree of places that is a prefix of the argument or result. The paths that a
-    table sees are those within the part that it is given for.
+    `in_rules`, `out_rules` and `in_constraints` override this with *placements*. A placement is logical
+    names (a tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`, `fsdp(...)`, a
+    function) or None (the behaviour above). A tree of placements may be a prefix of the argument or result.
+    A rule table sees paths relative to its part of the tree.
 
     Args:
-      fn: the function; without it, a decorator is returned. Keep what you get: each call of `jit`
-        compiles anew.
-      in_rules: a place for all arguments, a tuple with one for each, or a dict by parameter; static
-        arguments are left out. Arrays of the host are put there; an array that was put elsewhere is
-        an error.
-      out_rules: a place for the result, or a tree of places.
-      in_constraints: as `in_rules`; arguments are taken as they lie and constrained on entry.
+      fn: function to compile; if omitted, `jit` returns a decorator. Keep the returned function: every
+        call of `jit` compiles again.
+      in_rules: one placement for all arguments, a tuple with one per argument, or a dict by parameter
+        name, without the static arguments. Host arrays are transferred there; arrays that are committed
+        to another sharding are an error.
+      out_rules: placement or prefix tree of placements for the result.
+      in_constraints: as `in_rules`, but arguments keep their shardings and are resharded inside the
+        program.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 
     Returns:
-      A function with `.lower`, `.trace` and `.eval_shape`, which take abstract arguments too. It
-      raises `LayoutError` for arguments that do not fit their places, before anything is compiled.
+      A function with `.lower`, `.trace` and `.eval_shape`, which accept abstract arguments too. It raises
+      `LayoutError` if arguments do not fit their placements, before anything is compiled.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -340,16 +350,16 @@ class Layout:
       'inline': inline,
       'compiler_options': compiler_options,
     }
-    placed = {'in_rules': in_rules, 'out_rules': out_rules, 'in_constraints': in_constraints}
+    placements = {'in_rules': in_rules, 'out_rules': out_rules, 'in_constraints': in_constraints}
     if fn is None:
-      return functools.partial(self.jit, **placed, **options)
+      return functools.partial(self.jit, **placements, **options)
     arguments = Arguments.of(fn, options)
     if in_constraints is not None:
       fn = arguments.constrained(fn, in_constraints)
     plan_inputs = None
     if in_rules is not None:
-      plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
-    plan_outputs = functools.partial(self._outputs, places=out_rules)
+      plan_inputs = functools.partial(self._input_shardings, arguments=arguments, placements=in_rules)
+    plan_outputs = functools.partial(self._output_shardings, placements=out_rules)
     return Jitted(fn, self._mesh, self._rules, plan_outputs, options, plan_inputs=plan_inputs)
 
   def pipeline_jit(
@@ -367,30 +377,31 @@ class Layout:
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
   ) -> Any:
-    """`jit`, with the stages of the model laid over a mesh axis: one program per stage.
+    """`jit` with pipeline parallelism: the model's stages are distributed over a mesh axis.
 
-    The model ends its stages by `pipeline.stage_end`; the function calls `pipeline.accumulate` once and
-    updates its state as ever, or has no gradients and no loop. Every stage is partitioned by the
-    layout's rules over the other axes. Arrays that a stage owns lie on its devices alone, as plain
-    `jax.Array`s; arguments are taken from wherever they are.
+    The model marks the end of each stage with `pipeline.stage_end`. The function calls
+    `pipeline.accumulate` once and updates its state as usual, or it has neither gradients nor a loop. Each
+    stage is compiled as its own program, sharded by the layout's rules over the other mesh axes. Arrays
+    that a stage owns are plain `jax.Array`s on the devices of that stage; arguments may be on any devices.
 
     Args:
-      fn: the function; without it, a decorator is returned.
-      axis: the mesh axis that stages are laid over.
-      schedule: used where `accumulate` is given none; where there is no loop, it says where stages are.
-      in_rules, out_rules: as of `jit`.
-      stages: into how many stages a model that ends none is cut, as equal in work as its Linen modules
-        allow; the schedule has to have as many.
-      threads: whether each rank's programs are dispatched by a thread of its own. That pays where a
-        program runs while it is dispatched: small ones on CPUs, and those that call back into Python.
-      donate_argnums, donate_argnames, static_argnums, static_argnames: as of `jax.jit`.
+      fn: function to compile; if omitted, `pipeline_jit` returns a decorator.
+      axis: mesh axis of the stages.
+      schedule: the schedule, if `accumulate` has none of its own. In a function without a loop, it only
+        assigns stages to ranks.
+      in_rules, out_rules: as in `jit`.
+      stages: number of stages to cut an unmarked model into, at boundaries between Linen modules, with
+        the work balanced as well as these allow. Has to equal the schedule's number of stages.
+      threads: whether each rank has its own dispatch thread. Useful if dispatch blocks: small programs on
+        CPUs, and programs that call back into Python.
+      donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
-      A function with `.trace`, `.lower` and `.compile`, which take abstract arguments too.
+      A function with `.trace`, `.lower` and `.compile`, which accept abstract arguments too.
 
     Raises:
-      PipelineError: the mesh has no such axis, or rules use it; when called, before anything is
-        compiled: stages, schedule and mesh do not fit each other, or the function cannot be cut.
+      PipelineError: the mesh lacks the axis, or a rule uses it. A call raises it too, before anything is
+        compiled: stages, schedule and mesh do not match, or the function cannot be cut.
 
     Example:
       >>> layout = Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
@@ -411,37 +422,42 @@ class Layout:
       'static_argnums': static_argnums,
       'static_argnames': static_argnames,
     }
-    placed = {'axis': axis, 'schedule': schedule, 'in_rules': in_rules, 'out_rules': out_rules}
+    placements = {'axis': axis, 'schedule': schedule, 'in_rules': in_rules, 'out_rules': out_rules}
     if fn is None:
-      return functools.partial(self.pipeline_jit, stages=stages, threads=threads, **placed, **options)
+      return functools.partial(
+        self.pipeline_jit, stages=stages, threads=threads, **placements, **options
+      )
     plan_inputs = None
     if in_rules is not None:
       arguments = Arguments.of(fn, options)
-      plan_inputs = functools.partial(self._inputs, arguments=arguments, places=in_rules)
-    plan_outputs = functools.partial(self._outputs, places=out_rules)
-    from flax_spmd._src.pipeline.pipelined import Pipelined  # it and SciPy's graphs take 0.4 s
+      plan_inputs = functools.partial(self._input_shardings, arguments=arguments, placements=in_rules)
+    plan_outputs = functools.partial(self._output_shardings, placements=out_rules)
+    from flax_spmd._src.pipeline.pipelined import Pipelined  # with SciPy's graphs, 0.4 s to import
 
     return Pipelined(
       fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, threads, stages, options
     )
 
-  def shard(self, tree: Any, places: Any = None) -> Any:
-    """Places arrays that exist, in one transfer: a batch by names, a tree of boxes by its own.
+  def shard(self, tree: Any, placements: Any = None) -> Any:
+    """Transfers existing arrays to the mesh, all in one `jax.device_put`.
 
     Args:
       tree: arrays (numpy or JAX, boxed or not) and numbers.
-      places: one array's logical names for all leaves, a PartitionSpec of mesh axes, a sharding, or a
-        rule table (`Rules`, `fsdp(...)`, a policy; it sees the paths within its part); a tree of these
-        that is a prefix of `tree`; or None for what the layout's rules say (what they say nothing of is
-        replicated).
+      placements: a placement for all leaves, or a tree of placements that is a prefix of `tree`. A
+        placement is logical names (a tuple), a PartitionSpec of mesh axes, a sharding, or a rule table
+        (`Rules`, `fsdp(...)`, a function), which sees paths relative to its part of the tree. None: by the
+        layout's rules; arrays that no rule applies to are replicated.
+
+    Returns:
+      The tree, with every leaf as a `jax.Array`.
 
     Warns:
-      UserWarning: a name has no rule, but is nearly one that has.
+      UserWarning: a name has no rule but resembles a name that has one.
 
     Raises:
       MeshError: the mesh is abstract.
-      LayoutError: places that do not fit the tree or a leaf's rank, a size that does not divide, a
-        mesh axis in the place of a name.
+      LayoutError: a placement does not fit the tree or a leaf's rank, a size is not divisible, or a mesh
+        axis is used as a logical name.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -449,12 +465,12 @@ class Layout:
       >>> batch['x'].sharding.spec
       P('data', None)
     """
-    placement.check_concrete(self._mesh)
+    placement_shardings.check_concrete(self._mesh)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(jax.device_put(leaves, self._places(tree, places)))
+    return treedef.unflatten(jax.device_put(leaves, self._shardings(tree, placements)))
 
   def replicate(self, tree: Any) -> Any:
-    """Places every array of a tree whole on every device of the mesh, in one transfer.
+    """Copies every array of a tree to every device of the mesh, all in one `jax.device_put`.
 
     Raises:
       MeshError: the mesh is abstract.
@@ -466,7 +482,7 @@ class Layout:
     return self.shard(tree, PartitionSpec())
 
   def gather(self, tree: Any) -> Any:
-    """Every array of a tree as a whole numpy array, on every process; see `flax_spmd.gather`.
+    """Every array of a tree as a full numpy array, on every process; see `flax_spmd.gather`.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -475,69 +491,79 @@ class Layout:
     """
     return gather(tree)
 
-  def local_to_global(self, tree: Any, places: Any = None, *, check: Check = 'new') -> Any:
+  def local_to_global(self, tree: Any, placements: Any = None, *, check: Check = 'new') -> Any:
     """Global arrays from the part of a batch that each process has loaded.
 
-    A process's part is what its devices hold, in the order of the global array, whatever the order of
-    the mesh; `flax_spmd.batches` says it in full.
+    A process's part is the union of the slices on its devices, in the order of the global array, whatever
+    the device order of the mesh. `local_indices` computes it.
 
     Args:
       tree: this process's part: numpy arrays, or JAX arrays of this process.
-      places: one array's logical names, a PartitionSpec of mesh axes or a sharding; None is replicated;
-        or a tree of these that is a prefix of `tree`.
-      check: when processes compare what they pass: for a 'new' form of batch, 'always', or 'never'.
+      placements: logical names, a PartitionSpec of mesh axes, a sharding, or None (replicated); or a tree
+        of these that is a prefix of `tree`.
+      check: when processes compare paths, shapes, dtypes and shardings: for a batch with a 'new'
+        structure, 'always', or 'never'.
+
+    Returns:
+      The tree, with a global `jax.Array` for every leaf.
 
     Raises:
       MeshError: the mesh is abstract.
-      LayoutError: places that do not fit; processes whose batches differ (on each of them, before
-        anything is transferred); a process that does not come.
+      LayoutError: a placement does not fit, the batches of two processes differ, or a process does not
+        arrive in time. Every process that compares raises it, before anything is transferred.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
       >>> layout.local_to_global(np.ones((16, 4)), ('batch', None)).sharding.spec
       P('data', None)
     """
-    placement.check_concrete(self._mesh)
-    shardings = placement.shardings_of_parts(tree, places, self._planner)
+    placement_shardings.check_concrete(self._mesh)
+    shardings = placement_shardings.shardings_of_parts(tree, placements, self._planner)
     return local_to_global(tree, jax.tree.structure(tree).unflatten(shardings), check=check)
 
-  def local_indices(self, tree: Any, places: Any = None) -> Any:
-    """Which part of a batch this process has to load for `local_to_global`.
+  def local_indices(self, tree: Any, placements: Any = None) -> Any:
+    """The part of a batch that this process has to load for `local_to_global`.
 
-    It is what its devices hold, and so it follows from the mesh: processes may have other rows, the same
-    rows (where tensor parallelism goes over processes), or some of each.
+    The mesh determines it: two processes may need different rows, the same rows (if a tensor-parallel
+    axis spans processes), or overlapping rows.
 
     Args:
       tree: the global arrays, or `jax.ShapeDtypeStruct`s of their shapes.
-      places: as of `local_to_global`.
+      placements: as in `local_to_global`.
 
     Returns:
-      For each array a tuple: per dimension, the indices in order, as an int64 array. `x[np.ix_(*indices)]` is
-      the part of `x`.
+      For each array, a tuple with one sorted int64 array of indices per dimension; the part of `x` is
+      `x[np.ix_(*indices)]`.
 
     Raises:
       MeshError: the mesh is abstract.
-      LayoutError: places that do not fit.
+      LayoutError: a placement does not fit.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
       >>> rows, columns = layout.local_indices(jax.ShapeDtypeStruct((16, 4), jnp.float32), ('batch', None))
-      >>> rows  # one process has all of them
+      >>> rows  # all of them, in a job of one process
       array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 12, 13, 14, 15])
     """
-    placement.check_concrete(self._mesh)
+    placement_shardings.check_concrete(self._mesh)
     leaves, treedef = jax.tree.flatten(tree)
-    held = zip(leaves, self._places(tree, places), strict=True)
-    return treedef.unflatten(local_indices(leaf.shape, sharding) for leaf, sharding in held)
+    shardings = self._shardings(tree, placements)
+    return treedef.unflatten(
+      local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
+    )
 
   def check_processes(self, tree: Any = None) -> None:
-    """Raises on every process unless all of them have this layout, and lay out `tree` alike.
+    """Checks that all processes have the same layout and shard `tree` alike.
 
-    `init` does it by itself. It asks the coordination service of `jax.distributed`, not the devices;
-    in a job of one process it does nothing.
+    `init` calls it. The processes communicate through the coordination service of `jax.distributed`, not
+    through devices. In a job of one process it does nothing.
+
+    Args:
+      tree: a tree whose shardings to compare, concrete or abstract; None: only the layout.
 
     Raises:
-      LayoutError: the first lines in which processes differ, and which do; a process that does not come.
+      LayoutError: the layouts or shardings differ (the message shows the first lines that differ, and on
+        which processes), or a process does not arrive in time. Every process raises it.
 
     Example:
       >>> Layout({'data': 8}).check_processes({'w': jnp.ones((8, 16))})
@@ -568,7 +594,10 @@ class Layout:
   # -- text
 
   def to_toml(self) -> str:
-    """The layout as a TOML text that a person can edit; `from_toml` reads it back.
+    """The layout as TOML, for people to edit and for `from_toml` to read.
+
+    Raises:
+      RulesError: the table contains a function.
 
     Example:
       >>> print(Layout({'data': 8}, (('batch', 'data'), ('embed', None))).to_toml())
@@ -584,22 +613,21 @@ class Layout:
       ]
       <BLANKLINE>
     """
-    return toml.write(axis_sizes(self._mesh), axis_types(self._mesh), self._rules)
+    return toml_format.write(axis_sizes(self._mesh), axis_types(self._mesh), self._rules)
 
   @classmethod
   def from_toml(cls, text: str, *, mesh: MeshLike | None = None, devices: int | None = None) -> Layout:
-    """The layout that a TOML text describes.
+    """A layout from the TOML that `to_toml` writes.
 
     Args:
-      text: as written by `to_toml`.
-      mesh: a mesh to use in place of one made of the devices at hand (an abstract one, say); its
-        axes have to be the text's.
-      devices: how many devices an abstract mesh is to have, where `mesh` is not given; an axis of size -1
-        takes what the others leave.
+      text: the TOML text.
+      mesh: mesh with the same axes to use instead of one over the available devices.
+      devices: number of devices of an abstract mesh to create instead. An axis of size -1 takes the
+        remaining factor.
 
     Raises:
-      RulesError: the text is no layout; names the line or the entry.
-      MeshError: there are not enough devices, the sizes do not fit them, or `mesh` has other axes.
+      RulesError: the text is not a layout. The message names the line or the entry.
+      MeshError: there are too few devices, the sizes do not fit them, or `mesh` has other axes.
 
     Example:
       >>> text = Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hidden', 'model'))).to_toml()
@@ -610,76 +638,76 @@ class Layout:
       >>> dict(Layout.from_toml(text.replace('data = 2', 'data = -1'), devices=64).mesh.shape)
       {'data': 16, 'model': 4}
     """
-    parsed = toml.read(text)
+    parsed = toml_format.read(text)
     if devices is not None and mesh is None:
       mesh = abstract_mesh(parsed.axes, devices=devices, axis_types=parsed.types)
     elif mesh is None:
       mesh = make_mesh(parsed.axes, axis_types=parsed.types)
-    toml.check_same_axes(parsed, axis_sizes(mesh))
+    toml_format.check_same_axes(parsed, axis_sizes(mesh))
     return cls(mesh, parsed.rules)
 
-  # -- inside
+  # -- internals
 
-  def _places(self, tree: Any, places: Any) -> list[Any]:
-    """A sharding for each leaf of a tree; where no place is given, what the rules say."""
-    if places is None:
-      return self._by_rules(tree)
-    return placement.shardings_by(tree, places, self._planner, self._by_rules)
+  def _shardings(self, tree: Any, placements: Any) -> list[Any]:
+    """The sharding of each leaf of a tree: by its placement or, without one, by the rules."""
+    if placements is None:
+      return self._shardings_by_rules(tree)
+    return placement_shardings.shardings_by(tree, placements, self._planner, self._shardings_by_rules)
 
-  def _by_rules(self, tree: Any) -> list[NamedSharding]:
-    return self._planner.leaf_shardings(self._memory.reboxed(tree))
+  def _shardings_by_rules(self, tree: Any) -> list[NamedSharding]:
+    return self._planner.leaf_shardings(self._unboxed_states.rebox(tree))
 
-  def _inputs(self, dynamic: Any, arguments: Arguments, places: Any) -> list[Any]:
-    """A sharding for each leaf of the arguments; None where they may lie anywhere."""
-    spread = arguments.spread(places, dynamic)
-    return placement.shardings_by(dynamic, spread, self._planner, _anywhere)
+  def _input_shardings(self, dynamic: Any, arguments: Arguments, placements: Any) -> list[Any]:
+    """The required sharding of each leaf of the arguments; None accepts any."""
+    spread = arguments.spread(placements, dynamic)
+    return placement_shardings.shardings_by(dynamic, spread, self._planner, _unspecified)
 
-  def _outputs(self, result: Any, places: Any = None) -> list[Any]:
-    """A sharding for each leaf of a jitted function's result; None where the compiler is free."""
-    if places is None:
-      return self._states(result)
-    return placement.shardings_by(result, places, self._planner, self._states)
+  def _output_shardings(self, result: Any, placements: Any = None) -> list[Any]:
+    """The sharding of each leaf of a jitted function's result; None leaves it to the compiler."""
+    if placements is None:
+      return self._result_shardings(result)
+    return placement_shardings.shardings_by(result, placements, self._planner, self._result_shardings)
 
-  def _states(self, result: Any) -> list[NamedSharding | None]:
-    """Of the results (a tuple is several) those with names in them, and those that the layout made, are
-    states, and laid out whole.
-    """
-    result = self._memory.reboxed(result)
-    each = jax.tree.leaves(
+  def _result_shardings(self, result: Any) -> list[NamedSharding | None]:
+    """Shardings for those elements of a result that are states: with boxes, or planned by this layout."""
+    result = self._unboxed_states.rebox(result)
+    elements = jax.tree.leaves(
       result,
-      is_leaf=lambda node: type(node) not in (tuple, list) or self._memory.places_of(node) is not None,
+      is_leaf=lambda node: (
+        type(node) not in (tuple, list) or self._unboxed_states.shardings_of(node) is not None
+      ),
     )
-    if self._planner.looks_at_paths:  # an array's path is the one in its own state
-      return [sharding for part in each for sharding in self._state(part)]
-    states: list[bool] = []
-    for part in each:
-      whole = self._memory.places_of(part) is not None or _has_names(part)
-      states += [whole] * len(jax.tree.leaves(part))
+    if self._planner.looks_at_paths:  # path rules match paths within each state
+      return [sharding for element in elements for sharding in self._element_shardings(element)]
+    in_state: list[bool] = []
+    for element in elements:
+      is_state = self._unboxed_states.shardings_of(element) is not None or _has_boxes(element)
+      in_state += [is_state] * len(jax.tree.leaves(element))
     planned = self._planner.leaf_shardings(result)
-    return [sharding if state else None for sharding, state in zip(planned, states, strict=True)]
+    return [sharding if pinned else None for sharding, pinned in zip(planned, in_state, strict=True)]
 
-  def _state(self, part: Any) -> Sequence[NamedSharding | None]:
-    """Where one result goes: where it was planned before, by its names, or anywhere."""
-    places = self._memory.places_of(part)
-    if places is not None:
-      return places
-    return self._planner.leaf_shardings(part) if _has_names(part) else _anywhere(part)
+  def _element_shardings(self, element: Any) -> Sequence[NamedSharding | None]:
+    """The shardings of one element: as planned before, by its names, or unspecified."""
+    recorded = self._unboxed_states.shardings_of(element)
+    if recorded is not None:
+      return recorded
+    return self._planner.leaf_shardings(element) if _has_boxes(element) else _unspecified(element)
 
-  def _note(self, state: Any) -> Any:
-    """Remembers a state, if rules for whole arrays lay it out: it may have no names to be known by."""
-    return self._memory.noted(state) if self._planner.needs_no_names else state
+  def _recorded(self, state: Any) -> Any:
+    """Records the shardings of a state if rules apply to arrays without names: it may have no boxes."""
+    return self._unboxed_states.record(state) if self._planner.places_unnamed_arrays else state
 
 
-def _anywhere(tree: Any) -> list[None]:
+def _unspecified(tree: Any) -> list[None]:
   return [None] * len(jax.tree.leaves(tree))
 
 
-def _has_names(tree: Any) -> bool:
-  is_box = trees.is_axis_metadata
+def _has_boxes(tree: Any) -> bool:
+  is_box = box_trees.is_axis_metadata
   return any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
 
 
 @functools.lru_cache(maxsize=256)
-def _memory_of(planner: Planner) -> Memory:
-  """Equal layouts remember the same states."""
-  return Memory(planner.leaf_shardings)
+def _unboxed_states_of(planner: Planner) -> UnboxedStates:
+  """Equal layouts share the states that they remember."""
+  return UnboxedStates(planner.leaf_shardings)

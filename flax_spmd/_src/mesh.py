@@ -1,15 +1,15 @@
-"""The mesh: devices in a grid whose axes have names and sizes.
+"""Meshes: devices in a grid with named axes.
 
-A mesh is either *concrete* (`jax.sharding.Mesh`: it holds devices, programs run on it) or *abstract*
-(`jax.sharding.AbstractMesh`: names and sizes only, enough to plan, trace and lower). Everything here
-that does not run anything takes both.
+A mesh is either *concrete* (`jax.sharding.Mesh`: it holds devices, and programs run on it) or *abstract*
+(`jax.sharding.AbstractMesh`: names and sizes only, enough to plan, trace and lower). Functions that run
+nothing accept both.
 
-    mesh = make_mesh({'data': 2, 'model': -1})     # 8 devices: data 2, model 4
-    mesh = make_mesh({'fsdp': -1}, dcn={'replica': 2})  # 2 slices side by side: replica 2, fsdp 4
-    mesh = abstract_mesh({'data': 64, 'model': 8})  # no device needed
+    mesh = make_mesh({'data': 2, 'model': -1})          # 8 devices: data 2, model 4
+    mesh = make_mesh({'fsdp': -1}, dcn={'replica': 2})  # 2 slices of 4 devices: replica 2, fsdp 4
+    mesh = abstract_mesh({'data': 64, 'model': 8})      # needs no devices
 
-Axis types are always passed on explicitly, because JAX's defaults differ between its versions;
-ours is `AxisType.Auto` everywhere.
+Axis types are always passed to JAX explicitly, since its defaults differ between versions. The default of
+this package is `AxisType.Auto`.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ def make_mesh(
   axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
   split_physical_axes: bool = False,
 ) -> Mesh:
-  """A concrete mesh over the first devices at hand, in an order that suits their interconnect.
+  """A concrete mesh over the first available devices, in an order that suits their interconnect.
 
   Args:
-    axes: size per axis name, in order. One size may be -1: it takes what the others leave.
-    dcn: size per axis name over the slow network between slices (or hosts), for hybrid meshes. An axis
-      that is in `axes` too gets the product, its slices outermost; one that is not comes first.
-      Devices that are all in one process and slice are cut into equal groups, to try it out.
-    devices: the devices to use; default `jax.devices()`. More devices than the mesh needs is fine.
-    axis_types: one `AxisType` for all axes, or one per axis name (the others are Auto).
-    split_physical_axes: whether a physical axis of a torus may be cut for several axes of the mesh.
+    axes: size per axis name, in order. One size may be -1: the number of devices divided by the other
+      sizes.
+    dcn: size per axis name over the slow network (DCN) between slices or hosts, for hybrid meshes. The
+      size of an axis that is also in `axes` is the product of both, with the slices outermost; other axes
+      come first. Devices of a single process and slice are split into equal groups, for experiments.
+    devices: devices to use; default `jax.devices()`. Surplus devices are ignored.
+    axis_types: one `AxisType` for all axes, or one per axis name (default Auto).
+    split_physical_axes: whether several mesh axes may share one physical axis of a torus.
 
   Returns:
     A `jax.sharding.Mesh`.
 
   Raises:
-    MeshError: the sizes are no sizes, ask for more devices than there are, or for another number of
-      slices; an axis type is none, or that of no axis.
+    MeshError: a size is invalid, there are too few devices or slices, or an axis type is invalid or names
+      an unknown axis.
 
   Example:
     >>> dict(make_mesh({'data': 2, 'model': -1}).shape)
@@ -71,7 +72,7 @@ def make_mesh(
   sizes = {name: inner.get(name, 1) * outer.get(name, 1) for name in names}
   if needed > min(map(len, slices)):
     raise MeshError(
-      f'The mesh {sizes} needs {needed * len(slices)} devices, but {_count(devices)} at hand.\n'
+      f'The mesh {sizes} needs {needed * len(slices)} devices, but {_count(devices)} available.\n'
       f'Fix: choose sizes whose product is at most {len(devices)}, emulate devices with '
       f"jax.config.update('jax_num_cpu_devices', {needed * len(slices)}) before JAX is first used, or plan "
       f'without devices: flax_spmd.abstract_mesh({sizes}).'
@@ -85,7 +86,7 @@ def make_mesh(
     for each in slices
   ]
   return Mesh(
-    _side_by_side(grids, [outer.get(name, 1) for name in names]), tuple(sizes), axis_types=types
+    hybrid_grid(grids, [outer.get(name, 1) for name in names]), tuple(sizes), axis_types=types
   )
 
 
@@ -96,16 +97,16 @@ def abstract_mesh(
   devices: int | None = None,
   axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
 ) -> AbstractMesh:
-  """A mesh of names and sizes only: plan, trace and lower for devices that are not here.
+  """A mesh without devices, for planning, tracing and lowering on hardware you don't have.
 
   Args:
-    axes: size per axis name, in order; all of them positive. With `devices`, one may be -1: it takes what
-      the others leave.
-    devices: how many devices there are to be.
-    axis_types: one `AxisType` for all axes, or one per axis name (the others are Auto).
+    axes: positive size per axis name, in order. With `devices`, one size may be -1: the number of devices
+      divided by the other sizes.
+    devices: number of devices.
+    axis_types: one `AxisType` for all axes, or one per axis name (default Auto).
 
   Raises:
-    MeshError: a size is not a positive integer, or -1 cannot be filled in; an axis type is none, or that of no
+    MeshError: a size is invalid, -1 cannot be filled in, or an axis type is invalid or names an unknown
       axis.
 
   Example:
@@ -135,24 +136,24 @@ def axis_types(mesh: MeshLike) -> dict[str, AxisType]:
 
 
 def current_mesh() -> AbstractMesh | None:
-  """The mesh that JAX has in context (`jax.set_mesh`, a layout, `shard_map`), or None.
+  """JAX's current mesh (from `jax.set_mesh`, a layout, or `shard_map`), or None.
 
-  A bare `with mesh:` is not such a context any more: JAX keeps it for its own old code only.
+  A bare `with mesh:` does not set it; JAX keeps that form for legacy code only.
   """
   mesh = jax.sharding.get_abstract_mesh()
   return None if mesh.empty else mesh
 
 
 def describe(mesh: MeshLike | Mapping[str, int]) -> str:
-  """How messages write a mesh: `{'data': 2, 'model': 4}`."""
+  """A mesh as text for messages: `{'data': 2, 'model': 4}`."""
   return repr(dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh))
 
 
 def _slices(devices: Sequence[Any], dcn: dict[str, int]) -> list[list[Any]]:
-  """The devices of each slice; without a hybrid mesh, all of them are one."""
+  """The devices of each slice; one group of all devices without a hybrid mesh."""
   _check_sizes(dcn, allow_fill=False)
-  wanted = math.prod(dcn.values())
-  if wanted == 1:
+  count = math.prod(dcn.values())
+  if count == 1:
     return [list(devices)]
   groups: dict[Any, list[Any]] = {}
   for device in devices:
@@ -160,21 +161,26 @@ def _slices(devices: Sequence[Any], dcn: dict[str, int]) -> list[list[Any]]:
   by_slice = {
     key: [d for (at, _), group in groups.items() if at == key for d in group] for key, _ in groups
   }
-  found = next((found for found in (by_slice, groups) if len(found) == wanted), None)
-  if found is not None:
-    return list(found.values())
-  if len(groups) == 1 and len(devices) % wanted == 0:
-    each = len(devices) // wanted
-    return [list(devices[i * each : (i + 1) * each]) for i in range(wanted)]
+  for slices in (by_slice, groups):
+    if len(slices) == count:
+      return list(slices.values())
+  if len(groups) == 1 and len(devices) % count == 0:
+    each = len(devices) // count
+    return [list(devices[i * each : (i + 1) * each]) for i in range(count)]
   raise MeshError(
-    f'The mesh asks for {wanted} slices (dcn={dcn}), but the {_count(devices)} at hand in '
-    f'{len(by_slice)} slice(s) and {len(groups)} process(es).\n'
+    f'The mesh needs {count} slices (dcn={dcn}), but the {_count(devices)} in {len(by_slice)} slice(s) and '
+    f'{len(groups)} process(es).\n'
     'Fix: choose dcn sizes whose product is the number of slices, or of processes.'
   )
 
 
-def _side_by_side(grids: Sequence[np.ndarray], outer: Sequence[int]) -> np.ndarray:
-  """One grid of the grids of all slices, which change slowest along every axis."""
+def hybrid_grid(grids: Sequence[np.ndarray], outer: Sequence[int]) -> np.ndarray:
+  """Joins the device grids of all slices into one grid, with the slices outermost along every axis.
+
+  Args:
+    grids: one grid of devices per slice, all of one shape.
+    outer: number of slices along each axis.
+  """
   rank = len(outer)
   stacked = np.stack([np.asarray(grid, object) for grid in grids]).reshape(*outer, *grids[0].shape)
   order = [axis for dim in range(rank) for axis in (dim, rank + dim)]
@@ -182,7 +188,7 @@ def _side_by_side(grids: Sequence[np.ndarray], outer: Sequence[int]) -> np.ndarr
 
 
 def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:
-  """`sizes` with its -1, if there is one, replaced by what `available` devices leave."""
+  """`sizes` with a -1 replaced by the number of available devices divided by the other sizes."""
   _check_sizes(sizes, allow_fill=True)
   unknown = [name for name, size in sizes.items() if size == -1]
   if not unknown:
@@ -190,9 +196,9 @@ def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:
   known = math.prod(size for size in sizes.values() if size != -1)
   if available % known or available < known:
     raise MeshError(
-      f'Axis {unknown[0]!r} of the mesh {sizes} cannot be filled in: {available} devices do not '
-      f'divide into groups of {known}.\n'
-      f'Fix: give {unknown[0]!r} a size, or choose other sizes that divide {available}.'
+      f'The size of axis {unknown[0]!r} of the mesh {sizes} cannot be computed: {available} is not '
+      f'divisible by {known}.\n'
+      f'Fix: pass a size for {unknown[0]!r}, or choose other sizes that divide {available}.'
     )
   return {name: available // known if size == -1 else size for name, size in sizes.items()}
 
@@ -208,14 +214,14 @@ def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
   ]
   if wrong:
     raise MeshError(
-      f'The mesh {sizes} has sizes that are no sizes: {_named(wrong)}.\n'
-      'Fix: every size is a positive integer' + (', and one may be -1.' if allow_fill else '.')
+      f'The mesh {sizes} has invalid sizes: {_named(wrong)}.\n'
+      'Fix: pass positive integers' + ('; one size may be -1.' if allow_fill else '.')
     )
   fills = [name for name, size in sizes.items() if size == -1]
   if len(fills) > 1:
     raise MeshError(
-      f'The mesh {sizes} leaves more than one axis to be filled in: {_named(fills)}.\n'
-      'Fix: write -1 for one axis only.'
+      f'The mesh {sizes} has more than one size of -1: {_named(fills)}.\n'
+      'Fix: pass -1 for one axis only.'
     )
 
 
@@ -223,14 +229,14 @@ def _types(sizes: Mapping[str, int], types: AxisType | Mapping[str, AxisType]) -
   if isinstance(types, AxisType) and types is not AxisType.Manual:
     return (types,) * len(sizes)
   given = types if isinstance(types, Mapping) else {}
-  wrong = [f'{name!r} is no axis' for name in given if name not in sizes]
+  wrong = [f'{name!r} is not an axis' for name in given if name not in sizes]
   kinds = given.values() if isinstance(types, Mapping) else [types]
-  known = AxisType.Auto, AxisType.Explicit  # Manual is what shard_map makes of them
+  known = AxisType.Auto, AxisType.Explicit  # only shard_map creates Manual axes
   wrong += [f'{kind!r} is neither AxisType.Auto nor Explicit' for kind in kinds if kind not in known]
   if wrong:
     raise MeshError(
       f'axis_types={types!r} for the mesh {describe(sizes)}: {", ".join(wrong)}.\n'
-      'Fix: give jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
+      'Fix: pass jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
     )
   return tuple(given.get(name, AxisType.Auto) for name in sizes)
 

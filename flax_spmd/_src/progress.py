@@ -1,4 +1,4 @@
-"""Progress bars: how far a long command or loop is, in a line of the terminal."""
+"""Progress bars for long commands and loops, on one line of the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def progress(show: bool, total: int, title: str) -> Iterator[Callable[[int, str], None]]:
-  """A bar over `total` steps; yields a function that takes the number of finished steps and a remark."""
+  """A bar of `total` steps; yields a function to call with the number of finished steps and a remark."""
   if not show or not total:
     yield lambda done, text: None
     return
@@ -34,7 +34,7 @@ BatchProgress = contextlib.AbstractContextManager[Callable[[], None]]
 
 
 def batch_progress(progress: bool | str | Progress | None, total: int | None) -> BatchProgress:
-  """A context that shows a bar, and gives what moves it on by one."""
+  """A context that shows a bar of batches; yields a function that advances it by one."""
   if progress is None or progress is False:
     return contextlib.nullcontext(lambda: None)
   return _shown(progress, total)
@@ -62,13 +62,13 @@ def _own_progress() -> Progress:
 
 
 def _task(bars: Progress, title: str, total: int | None) -> Callable[[], None]:
-  """A new task on `bars`, and what advances it."""
+  """Adds a task to `bars`; returns the function that advances it."""
   task = bars.add_task(title, total=total, rate=0.0)
   done, begin = 0, 0.0
 
   def advance() -> None:
     nonlocal done, begin
-    if not done:  # the first batch waits for the data to start, the second for compilation
+    if not done:  # the rate excludes the start of the data source
       begin = time.perf_counter()
     passed = time.perf_counter() - begin
     bars.update(task, advance=1, rate=done / passed if passed else 0.0)

@@ -1,4 +1,4 @@
-"""The public module of a public object, which `repr`, `help` and tracebacks then show."""
+"""Public module names: the module that `repr`, `help` and tracebacks show for a public object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar('T', bound=Callable[..., Any])
 
 
 def set_module(name: str) -> Callable[[T], T]:
-  """Decorates a class or a function that users import from `name`.
+  """A decorator for a class or function that users import from the module `name`.
 
   Example:
     >>> Layout.__module__, Layout.init.__qualname__

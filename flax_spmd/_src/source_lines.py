@@ -1,11 +1,11 @@
-"""Sources: which line of a call stack is the user's.
+"""Source lines: the user's own line in a call stack.
 
     /x/flax/linen/linear.py:31      Flax's matrix product
-    /x/model.py:7                   the Dense that it belongs to: this is what one wants to know
-    /x/train.py:50                  who called the model
+    /x/model.py:7                   the Dense in the model: the user's line
+    /x/train.py:50                  the call of the model
 
-It is the innermost line that is of no installed package and not of this one; in a program that is an
-installed package itself, the innermost line of no framework.
+The user's line is the innermost one outside installed packages and outside this one. If the whole program
+is installed, it is the innermost line outside the frameworks.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections.abc import Sequence
 _INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|^<frozen ')
 _FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<frozen ')
 _CELL = re.compile(r'[/\\]ipykernel_\d+[/\\]\d+\.py$|(^<|[/\\])ipython-input-')
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def users(files: Sequence[str]) -> int:
-  """Which of the files on a stack, innermost first, is the user's; 0 if none is.
+def user_frame(files: Sequence[str]) -> int:
+  """The index of the user's file on a stack, innermost first; 0 if there is no such file.
 
   Example:
-    >>> users(['/x/site-packages/flax/linen/linear.py', '/x/model.py', '/x/train.py'])
+    >>> user_frame(['/x/site-packages/flax/linen/linear.py', '/x/model.py', '/x/train.py'])
     1
   """
-  own = (i for i, file in enumerate(files) if not _INSTALLED.search(file) and not _ours(file))
+  own = (i for i, file in enumerate(files) if not _INSTALLED.search(file) and not _is_package(file))
   installed = (i for i, file in enumerate(files) if not _FRAMEWORKS.search(file))
   return next(own, next(installed, 0))
 
 
 def line_text(file: str, line: int) -> str:
-  r"""`file.py:line`, without folders, of Windows too; `cell:line` for one of a notebook.
+  r"""`file.py:line`, without folders (Windows paths included); `cell:line` for a notebook cell.
 
   Example:
     >>> line_text('/home/me/model.py', 31), line_text(r'C:\me\model.py', 31)
@@ -45,7 +45,7 @@ def line_text(file: str, line: int) -> str:
   return f'{name}:{line}'
 
 
-def _ours(file: str) -> bool:
-  """Whether it is this package's; its demo counts as somebody's model."""
-  inside = file.startswith(_HERE + os.sep)
-  return inside and not file.startswith(os.path.join(_HERE, 'demo') + os.sep)
+def _is_package(file: str) -> bool:
+  """Whether a file belongs to this package; its demo counts as user code."""
+  inside = file.startswith(_PACKAGE + os.sep)
+  return inside and not file.startswith(os.path.join(_PACKAGE, 'demo') + os.sep)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def size_text(count: float) -> str:
-  """Bytes in binary units, three significant digits.
+  """Bytes in binary units, with three significant digits.
 
   Example:
     >>> size_text(3 * 2**20)
@@ -21,7 +21,7 @@ def size_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-  """`12.3 ms`.
+  """Seconds in a suitable unit, with three significant digits.
 
   Example:
     >>> time_text(0.0123), time_text(4.5e-5)
@@ -36,11 +36,11 @@ def time_text(seconds: float) -> str:
 _SHOWN = 8  # lines of one message
 
 
-def few(lines: Sequence[str]) -> str:
-  """Some of the lines, and how many more there are.
+def first_lines(lines: Sequence[str]) -> str:
+  """The first lines, and the number of the others.
 
   Example:
-    >>> print(few([f'  w{i}' for i in range(10)]).splitlines()[-1])
+    >>> print(first_lines([f'  w{i}' for i in range(10)]).splitlines()[-1])
       … and 2 more
   """
   more = [f'  … and {len(lines) - _SHOWN} more'] if len(lines) > _SHOWN else []
@@ -56,7 +56,7 @@ _UNITS = {'': 1, 'B': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30, 'TiB': 2**40}
 
 
 def parse_size(size: int | str) -> int:
-  """Bytes of `'14GiB'`.
+  """Parses a size such as `'14GiB'` as bytes; a number passes through.
 
   Raises:
     ValueError: the text is not a size.
@@ -67,5 +67,5 @@ def parse_size(size: int | str) -> int:
   """
   match = re.fullmatch(r'(\d+(?:\.\d+)?) ?(B|[KMGT]iB)?', str(size))
   if not match:
-    raise ValueError(f'{size!r} is not a size such as 14GiB')
+    raise ValueError(f'{size!r} is not a size; write it as 14GiB')
   return int(float(match[1]) * _UNITS[match[2] or ''])

@@ -1,4 +1,4 @@
-"""Tree paths: `params/layers/wi` for a key path."""
+"""Tree paths: JAX key paths as text such as `params/layers/wi`."""
 
 from __future__ import annotations
 
@@ -8,40 +8,39 @@ from typing import Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath, SequenceKey
 
+ROOT_PATH = '(root)'
+
 
 def path_string(path: KeyPath) -> str:
-  """`params/layers/wi` for a key path.
+  """Writes a key path with slashes: `params/layers/wi`.
 
   Example:
     >>> path_string(jax.tree_util.tree_leaves_with_path({'params': {'w': 1}})[0][0])
     'params/w'
   """
-  return '/'.join([_TEXT[type(entry)](entry) for entry in path]) or _ROOT
+  return '/'.join([KEY_TEXT[type(entry)](entry) for entry in path]) or ROOT_PATH
 
 
-class _Texts(dict[type, Callable[[Any], str]]):
-  """How each kind of key is written; other libraries' kinds are learnt as they come."""
+def key_value(entry: Any) -> Any:
+  """The key, name or position in an entry of a key path; an entry of an unknown type as it is."""
+  value_of = _VALUE_OF.get(type(entry))
+  return entry if value_of is None else value_of(entry)
+
+
+_VALUE_OF: Mapping[type, Callable[[Any], Any]] = {
+  DictKey: operator.attrgetter('key'),
+  FlattenedIndexKey: operator.attrgetter('key'),
+  GetAttrKey: operator.attrgetter('name'),
+  SequenceKey: operator.attrgetter('idx'),
+}
+
+
+class _KeyText(dict[type, Callable[[Any], str]]):
+  """A function per type of path entry that writes it; other libraries' types are added on first use."""
 
   def __missing__(self, kind: type) -> Callable[[Any], str]:
     self[kind] = lambda entry: str(key_value(entry))
     return self[kind]
 
 
-_TEXT = _Texts({GetAttrKey: operator.attrgetter('name'), DictKey: lambda entry: str(entry.key)})
-
-
-_ROOT = '(root)'
-
-
-def key_value(entry: Any) -> Any:
-  """A path's entry as the plain key, name or position that it stands for."""
-  read = _READ.get(type(entry))
-  return entry if read is None else read(entry)
-
-
-_READ: Mapping[type, Callable[[Any], Any]] = {
-  DictKey: operator.attrgetter('key'),
-  FlattenedIndexKey: operator.attrgetter('key'),
-  GetAttrKey: operator.attrgetter('name'),
-  SequenceKey: operator.attrgetter('idx'),
-}
+KEY_TEXT = _KeyText({GetAttrKey: operator.attrgetter('name'), DictKey: lambda entry: str(entry.key)})

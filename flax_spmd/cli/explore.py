@@ -1,7 +1,7 @@
 """`flax-spmd explain | compare | report | targets`: layouts of a model, from files, without hardware.
 
 A model is given as `module:function`; the function takes nothing and returns what is compared: the
-training step, the function that makes a state, and a batch, or a dict of the arguments of `compare`.
+training step, the function that makes a state, and a batch, or an `explore.TrainStep`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flax_spmd.cli.devices import emulate
 from flax_spmd.errors import FlaxSpmdError, MeshError, RulesError
 
 if TYPE_CHECKING:
+  from flax_spmd._src.compare.train_step import TrainStep
   from flax_spmd._src.layout import Layout
 
 
@@ -96,8 +97,8 @@ def size(text: str) -> int:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def model_of(reference: tuple[str, str]) -> dict[str, Any]:
-  """The arguments of `compare` that a user's function gives."""
+def model_of(reference: tuple[str, str]) -> TrainStep:
+  """The training step that a user's function returns."""
   emulate(8)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   sys.path.insert(0, os.getcwd())
@@ -109,8 +110,15 @@ def model_of(reference: tuple[str, str]) -> dict[str, Any]:
     raise FlaxSpmdError(
       f'There is no {":".join(reference)}: {error}.\nFix: run this where the module can be imported from.'
     ) from error
-  given = function()
-  return given if isinstance(given, dict) else dict(zip(('step', 'create', 'batch'), given, strict=True))
+  from flax_spmd._src.compare.train_step import TrainStep
+
+  result = function()
+  if not (isinstance(result, tuple) and 3 <= len(result) <= len(TrainStep._fields)):
+    raise FlaxSpmdError(
+      f'{":".join(reference)} returned {type(result).__name__}, not a training step.\n'
+      'Fix: return (step, create, batch), or an explore.TrainStep.'
+    )
+  return TrainStep(*result)
 
 
 def _layout(file: str, devices: int | None) -> Layout:
@@ -139,8 +147,8 @@ def _layout(file: str, devices: int | None) -> Layout:
 def _explain(options: argparse.Namespace) -> int:
   from flax_spmd._src.explanation import explain
 
-  given, layout = model_of(options.model), _layout(options.layout, options.devices)
-  state = layout.abstract(given['create'], *given.get('args', ()))
+  train_step, layout = model_of(options.model), _layout(options.layout, options.devices)
+  state = layout.abstract(train_step.create, *train_step.args)
   found = explain(layout, state)
   print(found.to_json() if options.json else found)
   rows = layout.rows(state)
@@ -162,13 +170,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _compared(options: argparse.Namespace) -> Any:
-  from flax_spmd.explore import compare, parse
+  from flax_spmd.explore import compare, parse_target
 
-  devices = parse(options.target, options.hardware).devices
+  devices = parse_target(options.target, options.hardware).devices
   layouts = {Path(file).stem: _layout(file, devices) for file in options.layouts}
-  given = model_of(options.model)
+  train_step = model_of(options.model)
   return compare(
-    **given, layouts=layouts, target=options.target, hardware=options.hardware, show=sys.stderr.isatty()
+    train_step, layouts, options.target, hardware=options.hardware, show=sys.stderr.isatty()
   )
 
 

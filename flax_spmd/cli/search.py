@@ -1,4 +1,4 @@
-"""`flax-spmd search`: the best layout for a model, a machine and a budget of memory, as TOML."""
+"""`flax-spmd search`: search for the best layout of a model, and write it as TOML."""
 
 from __future__ import annotations
 
@@ -6,73 +6,106 @@ import argparse
 import ast
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax_spmd.cli.explore import model_of, reference
+
+if TYPE_CHECKING:
+  from flax_spmd.explore import SearchResult
 
 
 def add_to(commands: Any) -> None:
   """Adds the command to a parser."""
-  text = 'search for the best layout for hardware that is not here'
+  text = "search for the best layout on hardware you don't have"
   parser = commands.add_parser('search', help=text, description=f'{text[0].upper()}{text[1:]}.')
   parser.add_argument(
-    'model', type=reference, metavar='MODULE:FUNCTION', help='returns step, create, batch'
+    'model',
+    type=reference,
+    metavar='MODULE:FUNCTION',
+    help='function that returns step, create and batch',
   )
   parser.set_defaults(run=_search)
-  parser.add_argument('--target', required=True, help="'h100:64', 'v5e:16x16', 'cpu:8'; see targets")
-  parser.add_argument('--memory', metavar='SIZE', help='what a device may need, such as 60GiB')
-  parser.add_argument('--hardware', metavar='TOML', help='a file with chips of your own')
-  _add_wishes(parser)
+  parser.add_argument(
+    '--target',
+    required=True,
+    metavar='CHIP:COUNT',
+    help="hardware, such as 'h100:64', 'v5e:16x16' or 'cpu:8' (see flax-spmd targets)",
+  )
+  parser.add_argument(
+    '--memory', metavar='SIZE', help='memory budget of a device, such as 60GiB (default: all of it)'
+  )
+  parser.add_argument('--hardware', metavar='TOML', help='file with descriptions of further chips')
+  _add_constraints(parser)
   for name, default, text in (
-    ('candidates', 1000, 'how many are estimated'),
-    ('top', 8, 'how many of the best are compiled; 0 is none'),
-    ('seed', 0, 'of what is random'),
+    ('candidates', 1000, 'number of layouts to estimate'),
+    ('top', 8, 'number of the best layouts to compile; 0 compiles nothing'),
+    ('seed', 0, 'random seed'),
   ):
-    parser.add_argument(f'--{name}', type=int, default=default, help=f'{text} (default {default})')
-  parser.add_argument('--time-limit', type=float, metavar='SECONDS', help='for all of it')
-  parser.add_argument('--fresh', action='store_true', help='throw away what was estimated before')
-  parser.add_argument('--out', metavar='TOML', help='write the layout there')
-  parser.add_argument('--html', metavar='HTML', help='write a page about it there')
-  parser.add_argument('--json', action='store_true')
+    parser.add_argument(
+      f'--{name}', type=int, metavar='N', default=default, help=f'{text} (default {default})'
+    )
+  parser.add_argument(
+    '--time-limit', type=float, metavar='SECONDS', help='time limit of the whole search'
+  )
+  parser.add_argument('--fresh', action='store_true', help='discard cached estimates')
+  parser.add_argument('--out', metavar='TOML', help='write the best layout to this file')
+  parser.add_argument('--html', metavar='HTML', help='write a report to this file')
+  parser.add_argument('--json', action='store_true', help='print the result as JSON')
 
 
-def _add_wishes(parser: argparse.ArgumentParser) -> None:
-  several: dict[str, Any] = {'action': 'append', 'default': []}
-  parser.add_argument('--mesh', type=_mesh, metavar='AXIS=SIZE,...', help='if that is decided')
+def _add_constraints(parser: argparse.ArgumentParser) -> None:
+  repeated: dict[str, Any] = {'action': 'append', 'default': []}
+  parser.add_argument(
+    '--mesh',
+    type=_mesh,
+    metavar='AXIS=SIZE,...',
+    help='fixed mesh; one size may be -1 (default: search every mesh)',
+  )
   parser.add_argument(
     '--pin',
     type=_pair,
     metavar='NAME=AXIS,...',
-    help='where a name has to lie; nothing is nowhere',
-    **several,
+    help='shard this logical name over these mesh axes; NAME= replicates it; may be repeated',
+    **repeated,
   )
   parser.add_argument(
     '--forbid',
     type=_pair,
     metavar='NAME[=AXIS,...]',
-    help='where it must not; alone: anywhere',
-    **several,
+    help='never shard this logical name, or never over these mesh axes; may be repeated',
+    **repeated,
   )
-  parser.add_argument('--batch-only', metavar='AXIS', help='for nothing but the batch', **several)
-  parser.add_argument('--tensor', type=int, metavar='DEVICES', help='that a product is cut over at most')
+  parser.add_argument(
+    '--batch-only',
+    metavar='AXIS',
+    help='reserve this mesh axis for the batch; may be repeated',
+    **repeated,
+  )
+  parser.add_argument(
+    '--tensor',
+    type=int,
+    metavar='DEVICES',
+    help='largest number of devices for tensor parallelism (default: the devices of one node)',
+  )
   parser.add_argument(
     '--choice',
     type=_pair,
     metavar='ARGUMENT=VALUE,...',
-    help='values of an argument of the step',
-    **several,
+    help='values to try for an argument of the step; may be repeated',
+    **repeated,
   )
   parser.add_argument(
     '--pipeline',
     type=_schedule,
     metavar='SCHEDULE',
-    help="tried too, such as 'OneFOneB(ranks=4)'; the step has a microbatch loop",
-    **several,
+    help="pipeline schedule to try, such as 'OneFOneB(ranks=4)', for a step that uses "
+    'pipeline.accumulate; may be repeated',
+    **repeated,
   )
 
 
 def _schedule(text: str) -> Any:
-  """A schedule, as Python writes it.
+  """A schedule, written as a Python call.
 
   Example:
     >>> _schedule('Interleaved1F1B(ranks=4, chunks=2)').stages
@@ -90,11 +123,13 @@ def _schedule(text: str) -> Any:
     if len(values) < len(call.keywords):
       raise ValueError(text)
     return getattr(pipeline, call.func.id)(*map(ast.literal_eval, call.args), **values)
-  except PipelineError as error:  # what a schedule says of its own numbers; a ValueError too
+  except PipelineError as error:  # an invalid number of ranks or chunks; also a ValueError
     raise argparse.ArgumentTypeError(f'{text!r}: {error}') from error
   except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-    said = f'is no schedule such as OneFOneB(ranks=4); there are {", ".join(sorted(known))}'
-    raise argparse.ArgumentTypeError(f'{text!r} {said}') from error
+    raise argparse.ArgumentTypeError(
+      f'{text!r} is not a schedule such as OneFOneB(ranks=4); known schedules: '
+      f'{", ".join(sorted(known))}'
+    ) from error
 
 
 def _is_schedule(kind: Any, base: type) -> bool:
@@ -102,7 +137,7 @@ def _is_schedule(kind: Any, base: type) -> bool:
 
 
 def _pair(text: str) -> tuple[str, tuple[str, ...] | None]:
-  """`name=a,b`; None where nothing is said of it.
+  """`name=a,b`; None for a name alone.
 
   Example:
     >>> _pair('batch=data,model'), _pair('norm')
@@ -116,11 +151,11 @@ def _mesh(text: str) -> dict[str, int]:
   try:
     return {name: int(size) for name, _, size in (part.partition('=') for part in text.split(','))}
   except ValueError as error:
-    raise argparse.ArgumentTypeError(f'{text!r} is no mesh such as data=8,model=8') from error
+    raise argparse.ArgumentTypeError(f'{text!r} is not a mesh such as data=8,model=8') from error
 
 
 def _value(text: str) -> Any:
-  """A number, True, None, or the text itself."""
+  """A number, True, False, None, or the text itself."""
   try:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError):
@@ -131,16 +166,15 @@ def _search(options: argparse.Namespace) -> int:
   from flax_spmd.errors import InfeasibleError
   from flax_spmd.explore import search
 
-  forbid = dict(options.forbid)
   try:
-    found = search(
-      **model_of(options.model),
-      target=options.target,
+    result = search(
+      model_of(options.model),
+      options.target,
       memory=options.memory,
       choices={name: [*map(_value, values or ())] for name, values in options.choice},
       mesh=options.mesh,
       pin=dict(options.pin),
-      forbid=forbid,
+      forbid=dict(options.forbid),
       batch_only=options.batch_only,
       tensor=options.tensor,
       pipelines=options.pipeline,
@@ -155,17 +189,17 @@ def _search(options: argparse.Namespace) -> int:
   except InfeasibleError as error:
     print(f'FAILED {error}', file=sys.stderr)
     return 1
-  print(found.to_json() if options.json else found)
-  _write(options, found)
+  print(result.to_json() if options.json else result)
+  _write(options, result)
   return 0
 
 
-def _write(options: argparse.Namespace, found: Any) -> None:
-  """The files that were asked for."""
+def _write(options: argparse.Namespace, result: SearchResult) -> None:
+  """Writes the files of `--out` and `--html`."""
   if options.out:
-    found.to_toml(Path(options.out))
+    result.to_toml(Path(options.out))
   if options.html:
-    found.to_html(Path(options.html))
+    result.to_html(Path(options.html))
   written = [file for file in (options.out, options.html) if file]
   if written and not options.json:
-    print(f'written: {", ".join(written)}')
+    print(f'Wrote {", ".join(written)}.')

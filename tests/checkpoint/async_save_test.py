@@ -1,10 +1,11 @@
-"""Saves in the background: their errors, what may happen to the state meanwhile, and who waits for whom."""
+"""Saves in the background: their errors, changes of the state meanwhile, and the order of saves and restores."""
 
 import os
 import resource
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import dedent
@@ -16,7 +17,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd._src.checkpoint.storage import async_save as pending
+from flax_spmd._src.checkpoint.storage import async_save
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def layout():
 def nothing_under_way():
   yield
   with suppress(errors.CheckpointError):
-    pending.finish()
+    async_save.finish()
 
 
 def state_of(layout, number, side=256):
@@ -41,7 +42,7 @@ def state_of(layout, number, side=256):
 
 
 def number_of(path, layout, side=256):
-  """The number of the state that is there, after all of it was compared."""
+  """The number of the state at a path, after comparing all of it."""
   restored = checkpoint.restore(path, layout=layout)
   number = int(restored['step'])
   np.testing.assert_array_equal(restored['w'], spmd.unbox(state_of(layout, number, side))['w'])
@@ -50,7 +51,7 @@ def number_of(path, layout, side=256):
 
 @contextmanager
 def no_room():
-  """No file may be larger than 64 KiB."""
+  """Limits files to 64 KiB."""
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
   try:
@@ -59,11 +60,19 @@ def no_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def wait_until_done(saving):
+  """Waits without asking for the result, which would raise the error."""
+  end = time.monotonic() + 60
+  while not saving.done():
+    assert time.monotonic() < end
+    time.sleep(0.01)
+
+
 def failed_save(path, layout, **how):
-  """A save in the background that has failed, and nobody has been told."""
+  """A save in the background that has failed, with an error that was not raised yet."""
   with no_room():
     saving = checkpoint.save_async(path, state_of(layout, 2), layout=layout, **how)
-    assert saving._ended.wait(60)
+    wait_until_done(saving)
   return saving
 
 
@@ -71,19 +80,17 @@ def names_in(folder):
   return {child.name for child in folder.iterdir() if not child.name.endswith('.lock')}
 
 
-FAILED = (
-  'The save to .* failed: .*\nFix: see the error above; what was at the path before is there still.'
-)
+FAILED = 'The save to .* failed: .*\nFix: see the error above; the path keeps its previous contents.'
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
 
 
-def test_an_error_is_raised_by_result_and_once_only(tmp_path, layout):
+def test_an_error_raised_by_result_is_not_raised_again(tmp_path, layout):
   saving = failed_save(tmp_path / 'a', layout)
   assert saving.done()
-  for _ in range(2):  # whoever asks for it gets it
+  for _ in range(2):  # by every call of result
     with pytest.raises(errors.CheckpointError, match=FAILED):
       saving.result()
-  checkpoint.save(tmp_path / 'b', state_of(layout, 1), layout=layout)  # and nobody else
+  checkpoint.save(tmp_path / 'b', state_of(layout, 1), layout=layout)  # and by nothing else
   assert names_in(tmp_path) == {'b'}
 
 
@@ -103,7 +110,7 @@ def test_an_error_is_raised_by_the_next_call(tmp_path, layout, call):
   calls[call]()
 
 
-def test_what_was_there_stays_when_an_overwrite_fails(tmp_path, layout):
+def test_a_failed_overwrite_keeps_the_old_checkpoint(tmp_path, layout):
   checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
   with pytest.raises(errors.CheckpointError, match=FAILED):
     failed_save(tmp_path / 'a', layout, overwrite=True).result()
@@ -132,15 +139,15 @@ def test_an_error_before_anything_is_written_frees_the_lock(tmp_path, layout, mo
 
 @contextmanager
 def held_up(monkeypatch):
-  """Saves that go on until they are let go."""
-  go_on, wait = threading.Event(), pending._wait
+  """Saves that do not end before the event is set."""
+  go_on, wait_for = threading.Event(), async_save.wait_for
 
-  def waits(*args):
+  def delayed(*args):
     assert go_on.wait(60)
-    wait(*args)
+    wait_for(*args)
 
   with monkeypatch.context() as patched:
-    patched.setattr(pending, '_wait', waits)
+    patched.setattr(async_save, 'wait_for', delayed)
     try:
       yield go_on
     finally:
@@ -150,7 +157,7 @@ def held_up(monkeypatch):
 def test_a_second_save_waits_for_the_first(tmp_path, layout, monkeypatch):
   with held_up(monkeypatch) as go_on:
     first = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
-    with pytest.raises(TimeoutError, match=f'The save to {tmp_path / "a"} goes on still'):
+    with pytest.raises(TimeoutError, match=f'The save to {tmp_path / "a"} is still in progress'):
       first.result(timeout=0.01)
     assert not first.done() and not (tmp_path / 'a').exists()
     threading.Timer(0.3, go_on.set).start()
@@ -167,18 +174,18 @@ def test_a_restore_waits_for_the_save(tmp_path, layout, monkeypatch):
     assert number_of(tmp_path / 'a', layout) == 1
 
 
-def test_a_timeout_hides_no_error(tmp_path, layout, monkeypatch):
+def test_an_error_after_a_timeout_is_still_raised(tmp_path, layout, monkeypatch):
   with held_up(monkeypatch) as go_on, no_room():
     saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
     with pytest.raises(TimeoutError):
       saving.result(timeout=0.01)
     go_on.set()
-    assert saving._ended.wait(60)
+    wait_until_done(saving)
   with pytest.raises(errors.CheckpointError, match=FAILED):
     checkpoint.save(tmp_path / 'b', state_of(layout, 2), layout=layout)
 
 
-def test_the_path_is_busy_meanwhile(tmp_path, layout, monkeypatch):
+def test_a_path_is_busy_during_a_save(tmp_path, layout, monkeypatch):
   code = f"""
     from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
     try:
@@ -188,15 +195,15 @@ def test_the_path_is_busy_meanwhile(tmp_path, layout, monkeypatch):
   """
   with held_up(monkeypatch):
     saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
-    said = run(code).stdout
+    output = run(code).stdout
   saving.result()
-  assert said.startswith(f'CheckpointBusyError The checkpoint {tmp_path / "a"} is being written')
-  assert f'process {os.getpid()} on ' in said
+  assert output.startswith(f'CheckpointBusyError Checkpoint {tmp_path / "a"} is being written')
+  assert f'process {os.getpid()} on ' in output
   assert number_of(tmp_path / 'a', layout) == 1
 
 
 @pytest.mark.parametrize('pack', [0, 1 << 20])
-def test_the_state_may_be_donated_at_once(tmp_path, layout, pack):
+def test_the_state_may_be_donated_during_the_save(tmp_path, layout, pack):
   state = state_of(layout, 1, side=1024)
   step = layout.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
   step(state_of(layout, 2, side=1024))  # compiled before
@@ -208,18 +215,18 @@ def test_the_state_may_be_donated_at_once(tmp_path, layout, pack):
   assert number_of(tmp_path / 'a', layout, side=1024) == 1
 
 
-def test_the_state_may_be_deleted_at_once(tmp_path, layout):
+def test_the_state_may_be_deleted_during_the_save(tmp_path, layout):
   state = state_of(layout, 1, side=1024)
   saving = checkpoint.save_async(tmp_path / 'a', state, layout=layout)
   for leaf in jax.tree.leaves(state):
     leaf.delete()
-  junk = [jnp.full((1024, 1024), i) for i in range(8)]  # takes the memory, if it is free
+  junk = [jnp.full((1024, 1024), i) for i in range(8)]  # reuses the memory if it was freed
   saving.result()
   del junk
   assert number_of(tmp_path / 'a', layout, side=1024) == 1
 
 
-def test_leaves_of_numpy_may_be_changed_at_once(tmp_path, layout):
+def test_numpy_leaves_may_be_changed_during_the_save(tmp_path, layout):
   x = np.arange(1 << 20, dtype=np.float32)
   saving = checkpoint.save_async(tmp_path / 'a', {'x': x}, layout=layout)
   x[:] = -1
@@ -244,7 +251,7 @@ def run(code, *args):
 
 
 PROGRAM = """
-  import resource, sys
+  import resource, sys, time
   import jax.numpy as jnp
   import flax_spmd as spmd
   from flax_spmd import checkpoint, errors
@@ -257,7 +264,7 @@ def test_a_program_whose_save_failed_ends_with_1(tmp_path):
   code = f"""{PROGRAM}
   resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
   saving = checkpoint.save_async(sys.argv[1], state, layout=layout)
-  saving._ended.wait()
+  while not saving.done(): time.sleep(0.01)
   print('the program goes on')
   """
   done = run(code, tmp_path / 'a')
@@ -266,21 +273,21 @@ def test_a_program_whose_save_failed_ends_with_1(tmp_path):
   assert f'CheckpointError: The save to {tmp_path / "a"} failed: ' in done.stderr
 
 
-def test_a_program_that_was_told_ends_as_it_likes(tmp_path):
+def test_a_program_that_caught_the_error_ends_with_0(tmp_path):
   code = f"""{PROGRAM}
   resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
   saving = checkpoint.save_async(sys.argv[1], state, layout=layout)
   try:
     saving.result()
   except errors.CheckpointError:
-    print('told')
+    print('caught')
   """
   done = run(code, tmp_path / 'a')
-  assert (done.returncode, done.stdout) == (0, 'told\n'), done.stderr
+  assert (done.returncode, done.stdout) == (0, 'caught\n'), done.stderr
 
 
-def test_a_program_that_ends_at_once_has_saved_or_says_that_it_has_not(tmp_path):
-  """From Python 3.12 on, Orbax can start no threads at the end of a program."""
+def test_a_program_that_ends_during_a_save_completes_it_or_reports_the_error(tmp_path):
+  """Since Python 3.12, Orbax cannot start threads while a program ends."""
   code = f"""{PROGRAM}
   checkpoint.save_async(sys.argv[1], state, layout=layout)
   """

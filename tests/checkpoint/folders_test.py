@@ -1,4 +1,4 @@
-"""Where checkpoints lie: leftovers belong to one path, and a replacement that was cut off is ended."""
+"""Folders of checkpoints: leftovers belong to one path, and an interrupted replacement is completed."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def write(folder, content):
   (folder / 'content').write_text(content)
 
 
-def test_a_name_that_begins_like_another_is_another(tmp_path):
+def test_leftovers_of_a_longer_name_are_kept(tmp_path):
   longer = Claim(as_path(tmp_path / 'step.1'), overwrite=False)
   write(longer.new, 'of step.1')
   shorter = Claim(as_path(tmp_path / 'step'), overwrite=False)
@@ -24,33 +24,33 @@ def test_a_name_that_begins_like_another_is_another(tmp_path):
   assert (tmp_path / 'step' / 'content').read_text() == 'of step'
 
 
-def test_leftovers_go_with_the_next_claim(tmp_path):
+def test_the_next_claim_removes_leftovers(tmp_path):
   left = Claim(as_path(tmp_path / 'a'), overwrite=False)
   write(left.new, 'half')
-  left._lock.release()  # as when its process is killed
+  left.lock.release()  # as when its process is killed
   claim = Claim(as_path(tmp_path / 'a'), overwrite=False)
   assert not left.new.exists()
   claim.release()
 
 
 @pytest.mark.parametrize('moves', [0, 1])
-def test_a_replacement_that_was_cut_off(tmp_path, moves, monkeypatch):
+def test_an_interrupted_replacement_is_completed(tmp_path, moves, monkeypatch):
   path = as_path(tmp_path / 'a')
   write(path, 'old')
   claim = Claim(path, overwrite=True)
   write(claim.new, 'new')
   if moves:
     path.rename(claim.new.with_suffix('.old'))
-  claim._lock.release()
-  monkeypatch.setattr('flax_spmd._src.checkpoint.storage.folders._SWAP_SECONDS', 0.1)
-  wanted = 'new' if moves else 'old'  # once the old one is moved away, the new one is whole and verified
-  assert (existing(path) / 'content').read_text() == wanted
+  claim.lock.release()
+  monkeypatch.setattr('flax_spmd._src.checkpoint.storage.folders.SWAP_SECONDS', 0.1)
+  expected = 'new' if moves else 'old'  # the old one is moved away only after the new one was verified
+  assert (existing(path) / 'content').read_text() == expected
   again = Claim(path, overwrite=True)
-  assert (path / 'content').read_text() == wanted
+  assert (path / 'content').read_text() == expected
   again.release()
 
 
-def test_taken_and_busy(tmp_path):
+def test_a_claimed_path_is_busy_and_then_exists(tmp_path):
   path = as_path(tmp_path / 'a')
   claim = Claim(path, overwrite=False)
   with pytest.raises(CheckpointBusyError):

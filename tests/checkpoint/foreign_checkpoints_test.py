@@ -17,6 +17,7 @@ from orbax.checkpoint import v1
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from flax_spmd.checkpoint import Changes
 from tests.checkpoint.states import (
   LAYOUTS,
   OPTIMIZERS,
@@ -153,7 +154,7 @@ def test_without_a_target_by_rules_for_paths(written):
   for tree in (restored['params'], moments['mu']):
     assert tree['blocks']['Dense_0']['kernel'].sharding.spec == P(None, 'data', 'model')
     assert tree['blocks']['Dense_1']['kernel'].sharding.spec == P()
-  part = checkpoint.restore(path, layout=BY_PATH, only='params/blocks')
+  part = checkpoint.restore(path, layout=BY_PATH, changes=Changes(only='params/blocks'))
   assert_equal(state.params['blocks'], part)
 
 
@@ -167,9 +168,9 @@ def test_differences_are_said_before(written, monkeypatch):
   assert (
     str(caught.value)
     == dedent(f"""\
-    The checkpoint {path if path.name in ('a', 'checkpoint_2') or path.name.isdecimal() else path.parent} does not fit the target:
+    Checkpoint {path if path.name in ('a', 'checkpoint_2') or path.name.isdecimal() else path.parent} does not match the target:
     params/head/bias: in the checkpoint (float32[4]), not in the target.
-    Fix: restore into a state of the model and optimizer that was saved; to leave saved leaves out, unused='regex'.""")
+    Fix: restore into a state of the model and optimizer that was saved; to leave saved leaves out, pass Changes(unused='regex').""")
   )
 
 
@@ -204,7 +205,7 @@ def test_several_parts(tmp_path):
   with pytest.raises(errors.CheckpointError) as caught:
     checkpoint.restore(path, state)
   assert str(caught.value) == dedent(f"""\
-    The checkpoint {path} has 2 parts with arrays: extra, model.
+    Checkpoint {path} has 2 parts with arrays: extra, model.
     Fix: pass the path of one of them, such as {path / 'extra'}.""")
   assert checkpoint.restore(path / 'extra', {'x': np.zeros(2, np.float32)})['x'].tolist() == [1, 1]
 
@@ -223,7 +224,7 @@ def test_no_layout_for_what_has_none(tmp_path):
   with pytest.raises(errors.CheckpointError) as caught:
     checkpoint.restore(path)
   assert str(caught.value) == dedent("""\
-    The checkpoint says nothing of its layout.
+    The checkpoint has no recorded layout.
     Fix: pass a target, layout.abstract(...), or layout=, or both mesh= and rules=.""")
 
 
@@ -233,7 +234,9 @@ def test_layers_and_optimizers_of_foreign_checkpoints(tmp_path):
   path = by_v1(tmp_path, state)
   single = Model(axis=None)
   make = lambda: (s := create(TX, single)).replace(rng=jax.random.key_data(s.rng))
-  restored = checkpoint.restore(path, OTHER.abstract(make), stacks={'blocks': 'blocks_{}'})
+  restored = checkpoint.restore(
+    path, OTHER.abstract(make), changes=Changes(stacks={'blocks': 'blocks_{}'})
+  )
   assert_equal(one_by_one(state), restored)
 
 

@@ -59,12 +59,10 @@ def test_ls(folder, capsys):
 
 
 def test_ls_of_nothing(tmp_path, capsys):
-  assert run(capsys, 'ls', tmp_path) == (0, [f'no checkpoints in {tmp_path}'], '')
+  assert run(capsys, 'ls', tmp_path) == (0, [f'There are no checkpoints in {tmp_path}.'], '')
   code, _, err = run(capsys, 'ls', tmp_path / 'no')
   assert code == 2
-  assert (
-    err == f'There is no folder {tmp_path / "no"}.\nFix: pass the folder in which checkpoints are.\n'
-  )
+  assert err == f'There is no folder {tmp_path / "no"}.\nFix: pass a folder that contains checkpoints.\n'
 
 
 def test_ls_with_one_that_cannot_be_read(layout, tmp_path, capsys):
@@ -73,8 +71,8 @@ def test_ls_with_one_that_cannot_be_read(layout, tmp_path, capsys):
   (tmp_path / '1' / '_CHECKPOINT_METADATA').write_text('{"cut')
   code, out, _ = run(capsys, 'ls', tmp_path)
   assert code == 0 and len(out) == 2
-  assert out[0].startswith(f'{tmp_path}/1: cannot be read. The checkpoint {tmp_path}/1 cannot be read')
-  assert out[1].startswith(f'{tmp_path}/2: 1 leaves')
+  assert out[0].startswith(f'{tmp_path}/1: cannot be read. Checkpoint {tmp_path}/1 cannot be read')
+  assert out[1].startswith(f'{tmp_path}/2: 1 leaf,')
 
 
 def test_show(folder, layout, capsys):
@@ -99,8 +97,12 @@ def test_show_as_json(folder, layout, capsys):
 
 
 def test_diff(folder, capsys):
-  assert run(capsys, 'diff', folder / '9', folder / '9') == (0, ['the same'], '')
-  assert run(capsys, 'diff', folder / '9', folder / '10') == (1, ['params/blocks/b: other content'], '')
+  assert run(capsys, 'diff', folder / '9', folder / '9') == (0, ['The checkpoints are equal.'], '')
+  assert run(capsys, 'diff', folder / '9', folder / '10') == (
+    1,
+    ['params/blocks/b: contents differ'],
+    '',
+  )
 
 
 def test_diff_of_everything(folder, tmp_path):
@@ -124,7 +126,7 @@ def test_diff_of_everything(folder, tmp_path):
 
 def test_verify(folder, layout, tmp_path, capsys):
   code, out, _ = run(capsys, 'verify', folder / '10')
-  assert code == 0 and out[0].endswith(': whole')
+  assert code == 0 and out[0].endswith(': undamaged')
   state = {
     'w': layout.shard(np.random.default_rng(0).normal(size=(64, 64)).astype('float32')),
     'v': jnp.ones(3),
@@ -135,7 +137,7 @@ def test_verify(folder, layout, tmp_path, capsys):
   content[len(content) // 2] ^= 1
   largest.write_bytes(content)
   code, out, _ = run(capsys, 'verify', tmp_path / 'a')
-  assert (code, out) == (1, [f'{tmp_path / "a"} is damaged, in 1 of its leaves:', 'w'])
+  assert (code, out) == (1, [f'{tmp_path / "a"} is damaged in 1 leaf:', 'w'])
 
 
 def test_verify_without_checksums(tmp_path):
@@ -143,7 +145,7 @@ def test_verify_without_checksums(tmp_path):
   with pytest.raises(errors.CheckpointError) as caught:
     checkpoint.verify(tmp_path / 'plain')
   assert str(caught.value) == dedent(f"""\
-    The checkpoint {tmp_path / 'plain'} has no checksums: orbax wrote it.
+    Checkpoint {tmp_path / 'plain'} has no checksums: orbax wrote it.
     Fix: convert it with flax-spmd checkpoint convert, which adds them.""")
 
 
@@ -196,8 +198,8 @@ def test_convert_what_plain_orbax_wrote(tmp_path):
 def test_bad_arguments(folder, tmp_path, capsys):
   with pytest.raises(SystemExit):
     cli.main(['checkpoint', 'convert', 'a', 'b', '--stack', 'blocks'])
-  assert "'blocks' is not of the form OLD=NEW" in capsys.readouterr().err
+  assert "'blocks' does not have the form OLD=NEW" in capsys.readouterr().err
   code, _, err = run(capsys, 'convert', folder / '10', folder / '9')
-  assert code == 2 and err.startswith(f'There is something at {folder / "9"} already.')
+  assert code == 2 and err.startswith(f'{folder / "9"} exists already.')
   code, _, err = run(capsys, 'show', tmp_path / 'none')
   assert code == 2 and err.startswith(f'There is no checkpoint at {tmp_path / "none"}')

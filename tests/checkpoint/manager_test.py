@@ -181,7 +181,7 @@ def test_the_newest_that_is_whole(layout, tmp_path):
   damage(tmp_path / 'run' / '3')
   data = Batches()
   with checkpoint.Manager(tmp_path / 'run', layout) as manager:
-    with pytest.warns(UserWarning, match='kept as .3.damaged, and the checkpoint before it is tried'):
+    with pytest.warns(UserWarning, match='kept as .3.damaged; restoring the checkpoint before it'):
       step, state = manager.resume(create, data=data)
     assert (step, data.number, float(state['w'].value[0])) == (2, 2, 2.0)
     assert manager.steps == [1, 2]
@@ -210,7 +210,7 @@ def test_two_managers(layout, tmp_path):
     with pytest.raises(errors.CheckpointBusyError) as caught:
       checkpoint.Manager(tmp_path / 'run', layout)
   assert str(caught.value) == dedent(f"""\
-    Another manager has {tmp_path / 'run'}.
+    Another manager has {tmp_path / 'run'} open.
     Fix: close it, wait for the other job, or use another folder.""")
   checkpoint.Manager(tmp_path / 'run', layout).close()
 
@@ -218,9 +218,9 @@ def test_two_managers(layout, tmp_path):
 @pytest.mark.parametrize(
   ('arguments', 'text'),
   [
-    ({'every': 0}, 'every=0 is no number of steps.\nFix: pass 1 or more, or a policy.'),
-    ({'keep': -1}, 'keep=-1 is no number of steps.\nFix: pass 1 or more, or a policy.'),
-    ({'layout': 3}, '3 is no Layout.\nFix: pass the layout that the states live under.'),
+    ({'every': 0}, 'every=0 is not positive.\nFix: pass 1 or more, or a policy of Orbax.'),
+    ({'keep': -1}, 'keep=-1 is not positive.\nFix: pass 1 or more, or a policy of Orbax.'),
+    ({'layout': 3}, '3 is not a Layout.\nFix: pass the layout of the states.'),
   ],
 )
 def test_bad_arguments(layout, tmp_path, arguments, text):
@@ -232,7 +232,7 @@ def test_bad_arguments(layout, tmp_path, arguments, text):
 def test_a_closed_manager(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout) as manager:
     _, state = manager.resume(create)
-  with pytest.raises(errors.CheckpointError, match='has been closed'):
+  with pytest.raises(errors.CheckpointError, match='is closed'):
     manager.save(1, state)
 
 
@@ -242,7 +242,7 @@ def test_nothing_to_restore(layout, tmp_path):
       manager.restore()
   assert str(caught.value) == dedent(f"""\
     There are no checkpoints in {tmp_path / 'run'} yet.
-    Fix: call resume, which begins without one.""")
+    Fix: call resume, which creates a state if there are none.""")
 
 
 def test_data_that_was_not_saved_or_cannot_be(layout, tmp_path):
@@ -256,13 +256,13 @@ def test_data_that_was_not_saved_or_cannot_be(layout, tmp_path):
       manager.save(1, state, data=Odd())
     assert str(caught.value) == dedent("""\
       The state of the data iterator cannot be saved: Object of type object is not JSON serializable.
-      Fix: let get_state return bytes, or what JSON can hold.""")
+      Fix: let get_state return bytes or a JSON value.""")
     manager.save(1, state)
     with pytest.raises(errors.CheckpointError) as caught:
       manager.resume(create, data=Batches())
   assert str(caught.value) == dedent(f"""\
-    The checkpoint {tmp_path / 'run' / '1'} does not say where the data iterator was.
-    Fix: pass data= to every save; or go on without, and set the iterator yourself.""")
+    Checkpoint {tmp_path / 'run' / '1'} has no position of a data iterator.
+    Fix: pass data= to every save; or leave it out here, and set the iterator yourself.""")
 
 
 def test_data_of_another_number_of_processes(layout, tmp_path):
@@ -276,8 +276,8 @@ def test_data_of_another_number_of_processes(layout, tmp_path):
     with pytest.raises(errors.CheckpointError) as caught:
       manager.resume(create, data=Batches())
   assert str(caught.value) == dedent(f"""\
-    The checkpoint {tmp_path / 'run' / '1'} says where the iterators of 2 processes were; this job has 1.
-    Fix: leave data= out, and set the iterators yourself: each would read another part of the data.""")
+    The number of processes differs: checkpoint {tmp_path / 'run' / '1'} has data iterator positions for 2, this job has 1.
+    Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.""")
 
 
 def test_a_folder_that_cannot_be_written(layout, tmp_path):

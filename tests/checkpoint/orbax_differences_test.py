@@ -18,6 +18,7 @@ from orbax.checkpoint import v1 as ocp
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import readers
+from flax_spmd.checkpoint import Changes
 from tests.checkpoint.states import (
   LAYOUTS,
   OPTIMIZERS,
@@ -34,9 +35,9 @@ ADAMW = OPTIMIZERS['adamw']
 LAYOUT, OTHER = LAYOUTS['two_by_four'](), LAYOUTS['eight']()
 TREE_FIX = (
   'Fix: restore into a state of the model and optimizer that was saved; '
-  "for leaves that were renamed, pass renames={'old': 'new'}; "
-  "to keep the target's own values for what is not saved, missing='regex'; "
-  "to leave saved leaves out, unused='regex'."
+  "for renamed leaves, pass Changes(renames={'old': 'new'}); "
+  "to keep the target's values of leaves that were not saved, pass Changes(missing='regex'); "
+  "to leave saved leaves out, pass Changes(unused='regex')."
 )
 
 
@@ -79,8 +80,8 @@ def refused(monkeypatch):
 
   def text_of(*args, kind=errors.CheckpointMismatchError, **kwargs):
     with monkeypatch.context() as patch:
-      patch.setattr(readers.OrbaxSource, 'read', fail)
-      patch.setattr(readers.FlaxSource, 'read', fail)
+      patch.setattr(readers.OrbaxReader, 'read', fail)
+      patch.setattr(readers.FlaxReader, 'read', fail)
       patch.setattr(ocp, 'load', fail)
       patch.setattr(v0.PyTreeCheckpointHandler, 'restore', fail)
       with pytest.raises(kind) as caught:
@@ -127,8 +128,8 @@ def test_row_no_target_on_other_numbers_of_devices(saved, refused):
   layout = LAYOUTS['four_devices']()
   state, path = saved('four', lambda: layout.init(create, SGD), layout)
   assert refused(path, kind=errors.MeshError) == dedent("""\
-    The checkpoint was saved on a mesh of 4 devices, {'data': 2, 'model': 2}; there are 8.
-    Fix: pass mesh=, make_mesh(...) of the devices to use, and rules= if they are others.""")
+    The checkpoint was saved on a mesh of 4 devices, {'data': 2, 'model': 2}; this job has 8.
+    Fix: pass mesh=make_mesh(...) over the devices to use, and rules= for other mesh axes.""")
   restored = checkpoint.restore(path, mesh=spmd.make_mesh({'data': 4, 'model': 2}))
   assert_equal(state.params, restored['params'])
   kernel = restored['params']['blocks']['Dense_0']['kernel']
@@ -137,13 +138,10 @@ def test_row_no_target_on_other_numbers_of_devices(saved, refused):
 
 def test_row_a_target_without_shardings(small, refused):
   target = jax.eval_shape(lambda: spmd.unbox(boxes()))
-  assert (
-    refused(small[1], target, kind=errors.TargetError)
-    == dedent("""\
+  assert refused(small[1], target, kind=errors.TargetError) == dedent("""\
     b (float32[4]) has no sharding.
     w (float32[8,4]) has no sharding.
-    Fix: build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.""")
-  )
+    Fix: build the target with layout.abstract(...), which sets shapes, dtypes and shardings.""")
 
 
 def test_row_adafactor_boxed(saved):
@@ -168,7 +166,7 @@ def test_row_scan_to_unrolled(saved, refused):
     ('scale', '16'),
   ]
   assert refused(path, target) == lines(
-    f'The checkpoint {path} does not fit the target:',
+    f'Checkpoint {path} does not match the target:',
     *(
       f'params/blocks_{n}/{leaf}: in the target (float32[{shape}]), not in the checkpoint. '
       f"Did you mean 'params/blocks/{leaf}'?"
@@ -179,9 +177,9 @@ def test_row_scan_to_unrolled(saved, refused):
       f'params/blocks/{leaf}: in the checkpoint (float32[3,{shape}]), not in the target.'
       for leaf, shape in leaves
     ),
-    "Fix: one side has stacked layers, the other single ones: pass stacks={'blocks': 'blocks_{}'}.",
+    "Fix: layers are stacked on one side, single on the other: pass Changes(stacks={'blocks': 'blocks_{}'}).",
   )
-  restored = checkpoint.restore(path, target, stacks={'blocks': 'blocks_{}'})
+  restored = checkpoint.restore(path, target, changes=Changes(stacks={'blocks': 'blocks_{}'}))
   assert_equal(one_by_one(state), restored)
   assert_lies_as(restored, target)
 
@@ -190,8 +188,8 @@ def test_row_unrolled_to_scan(saved, refused):
   state, path = saved('unrolled', lambda: LAYOUT.init(create, SGD, Model(axis=None)))
   target = OTHER.abstract(create, SGD)
   text = refused(path, target)
-  assert "pass stacks={'blocks': 'blocks_{}'}." in text.splitlines()[-1]
-  restored = checkpoint.restore(path, target, stacks={'blocks': 'blocks_{}'})
+  assert "pass Changes(stacks={'blocks': 'blocks_{}'})." in text.splitlines()[-1]
+  restored = checkpoint.restore(path, target, changes=Changes(stacks={'blocks': 'blocks_{}'}))
   assert_equal(state, one_by_one(restored))
   assert_lies_as(restored, target)
 
@@ -202,15 +200,15 @@ def test_row_scan_axis_0_to_1(saved, refused):
   assert (
     refused(path, target)
     == dedent(f"""\
-    The checkpoint {path} does not fit the target:
+    Checkpoint {path} does not match the target:
     params/blocks/Dense_0/bias: float32[3,32] in the checkpoint, float32[32,3] in the target.
     params/blocks/Dense_0/kernel: float32[layers=3, embed=16, mlp=32] in the checkpoint, float32[embed=16, layers=3, mlp=32] in the target.
     params/blocks/Dense_1/kernel: float32[layers=3, mlp=32, embed=16] in the checkpoint, float32[mlp=32, layers=3, embed=16] in the target.
     params/blocks/scale: float32[3,16] in the checkpoint, float32[16,3] in the target.
     Fix: give the model the sizes and dtypes that it was saved with.
-    Fix: to move the dimension to where the target has it, pass moved='layers'; if a name was wrong, pass axes={{old: new}}.""")
+    Fix: to move the dimension to the target's position, pass Changes(moved='layers'); if a name was wrong, pass Changes(axes={{old: new}}).""")
   )
-  restored = checkpoint.restore(path, target, moved='layers')
+  restored = checkpoint.restore(path, target, changes=Changes(moved='layers'))
   assert_equal(one_by_one(state), one_by_one(restored))
   assert_lies_as(restored, target)
 
@@ -225,24 +223,24 @@ def test_row_scan_axis_0_to_1_of_square_arrays(saved, refused):
   assert (
     refused(path, target)
     == dedent(f"""\
-    The checkpoint {path} does not fit the target:
+    Checkpoint {path} does not match the target:
     params/blocks/Dense_0/kernel: float32[layers=16, embed=16, mlp=16] in the checkpoint, float32[embed=16, layers=16, mlp=16] in the target.
     params/blocks/Dense_1/kernel: float32[layers=16, mlp=16, embed=16] in the checkpoint, float32[mlp=16, layers=16, embed=16] in the target.
-    Fix: to move the dimension to where the target has it, pass moved='layers'; if a name was wrong, pass axes={{old: new}}.""")
+    Fix: to move the dimension to the target's position, pass Changes(moved='layers'); if a name was wrong, pass Changes(axes={{old: new}}).""")
   )
   assert (
-    refused(path, target, moved='layers')
+    refused(path, target, changes=Changes(moved='layers'))
     == dedent(f"""\
-    The checkpoint {path} does not fit the target:
-    params/blocks/scale: float32[16,16] has no names, so it may have moved or not.
-    Fix: give it names in the model before it is saved; or keep the old axis, and transpose it after the restore.""")
+    Checkpoint {path} does not match the target:
+    params/blocks/scale: float32[16,16] is unnamed, and its shape does not show whether it has moved.
+    Fix: name it in the model before saving; or keep the old axis, and transpose the leaf after the restore.""")
   )
 
 
 def test_row_a_square_scan_moves_what_lies_beside_named_leaves(saved):
   state, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
   target = OTHER.abstract(create, SGD, Model(axis=1, **SQUARE)).params['blocks']['Dense_0']
-  part = checkpoint.restore(path, target, only='params/blocks/Dense_0', moved='layers')
+  part = checkpoint.restore(path, target, changes=Changes(only='params/blocks/Dense_0', moved='layers'))
   saved_part = spmd.unbox(state.params['blocks']['Dense_0'])
   np.testing.assert_array_equal(part['kernel'].value, np.moveaxis(saved_part['kernel'], 0, 1))
   np.testing.assert_array_equal(part['bias'], np.asarray(saved_part['bias']).T)
@@ -251,11 +249,11 @@ def test_row_a_square_scan_moves_what_lies_beside_named_leaves(saved):
 def test_row_a_square_scan_to_unrolled(saved, refused):
   state, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
   target = OTHER.abstract(create, SGD, Model(axis=None, **SQUARE))
-  text = refused(path, target, stacks={'blocks': 'blocks_{}'})
-  said = 'dimensions 0 and 1 of float32[16,16] could each be that of the layers.'
+  text = refused(path, target, changes=Changes(stacks={'blocks': 'blocks_{}'}))
+  said = 'dimensions 0 and 1 of float32[16,16] could each be the stacked one.'
   assert f'params/blocks_3/scale: {said}' in text.splitlines()
-  assert text.splitlines()[-1] == "Fix: say which one: stacks={'blocks': ('blocks_{}', 0)}."
-  restored = checkpoint.restore(path, target, stacks={'blocks': ('blocks_{}', 0)})
+  assert text.splitlines()[-1] == "Fix: choose one: pass Changes(stacks={'blocks': ('blocks_{}', 0)})."
+  restored = checkpoint.restore(path, target, changes=Changes(stacks={'blocks': ('blocks_{}', 0)}))
   for number in (0, 7, 15):
     one = jax.tree.map(lambda x, n=number: np.asarray(x)[n], spmd.unbox(state.params['blocks']))
     assert_equal(one, restored.params[f'blocks_{number}'])
@@ -268,7 +266,7 @@ def test_row_parameters_only(adamw):
   state, path = adamw
   target = OTHER.abstract(create, ADAMW)
   for wanted in (target, target.params):  # the whole, or the part itself
-    restored = checkpoint.restore(path, wanted, only='params')
+    restored = checkpoint.restore(path, wanted, changes=Changes(only='params'))
     assert_equal(state.params, restored)
     assert_lies_as(restored, target.params)
 
@@ -289,7 +287,7 @@ def test_row_parameters_only_from_the_wrong_root(saved, refused):
     f'params/{leaf}: in the checkpoint (float32[{shape}]), not in the target.' for leaf, shape in leaves
   ]
   assert refused(path, target.params) == lines(
-    f'The checkpoint {path} does not fit the target:',
+    f'Checkpoint {path} does not match the target:',
     *(
       f"{leaf}: in the target (float32[{shape}]), not in the checkpoint. Did you mean 'params/{leaf}'?"
       for leaf, shape in leaves
@@ -297,11 +295,11 @@ def test_row_parameters_only_from_the_wrong_root(saved, refused):
     'step: in the checkpoint (int32[]), not in the target.',
     *inside,
     'rng: in the checkpoint (key<fry>[]), not in the target.',
-    "Fix: the target is a part of what was saved: pass only='params'.",
+    "Fix: the target is a part of the saved state: pass Changes(only='params').",
   )
-  assert refused(path, target, kind=errors.CheckpointError, only='param') == dedent("""\
-    The checkpoint has no part 'param'; it has step, params, rng. Did you mean 'params'?
-    Fix: pass only= one of them, or the path of a part of one.""")
+  assert refused(path, target, kind=errors.CheckpointError, changes=Changes(only='param')) == dedent("""\
+    The checkpoint has no part 'param'; its parts are step, params, rng. Did you mean 'params'?
+    Fix: pass Changes(only=...) with one of these parts, or a path inside one.""")
 
 
 def test_row_missing_leaves(small, refused):
@@ -311,16 +309,16 @@ def test_row_missing_leaves(small, refused):
   assert (
     refused(path, target)
     == dedent(f"""\
-    The checkpoint {path} does not fit the target:
+    Checkpoint {path} does not match the target:
     new: in the target (float32[3]), not in the checkpoint.
-    Fix: restore into a state of the model and optimizer that was saved; to keep the target's own values for what is not saved, missing='regex'.""")
+    Fix: restore into a state of the model and optimizer that was saved; to keep the target's values of leaves that were not saved, pass Changes(missing='regex').""")
   )
-  assert refused(path, target, missing='^new$') == dedent(f"""\
-    The checkpoint {path} does not fit the target:
-    new: its own value is to stay, but the target has only its shape, float32[3].
-    Fix: pass a state with values as the target, as layout.init makes.""")
+  assert refused(path, target, changes=Changes(missing='^new$')) == dedent(f"""\
+    Checkpoint {path} does not match the target:
+    new: missing= keeps its value, but the target is abstract: float32[3].
+    Fix: pass a target with values, such as the result of layout.init.""")
   there = {**OTHER.shard(jax.tree.map(jnp.zeros_like, boxes())), 'new': jnp.full(3, 7.0)}
-  restored = checkpoint.restore(path, there, missing='^new$')
+  restored = checkpoint.restore(path, there, changes=Changes(missing='^new$'))
   assert_equal(state, {k: restored[k] for k in 'bw'})
   assert restored['new'].tolist() == [7, 7, 7]
 
@@ -331,7 +329,7 @@ def test_row_optimizer_changed(saved, refused):
   make = lambda tx: {'w': jnp.ones(8), 'opt': tx.init({'w': jnp.ones(8)})}
   _, path = saved('adam', lambda: layout.init(make, optax.adam(1e-3)), layout)
   assert refused(path, layout.abstract(make, optax.lion(1e-3))) == lines(
-    f'The checkpoint {path} does not fit the target:',
+    f'Checkpoint {path} does not match the target:',
     'opt/0/count: in the target (int32[] of ScaleByLionState), not in the checkpoint.',
     'opt/0/mu/w: in the target (float32[8] of ScaleByLionState), not in the checkpoint.',
     'opt/0/count: in the checkpoint (int32[] of ScaleByAdamState), not in the target.',
@@ -354,7 +352,7 @@ def test_row_shape_mismatch(small, refused, kind):
     'numpy': lambda: {'w': np.ones((8, 6), np.float32), 'b': np.ones(8, np.float32)},
   }[kind]()
   assert refused(path, target) == dedent(f"""\
-    The checkpoint {path} does not fit the target:
+    Checkpoint {path} does not match the target:
     b: float32[4] in the checkpoint, float32[8] in the target.
     w: float32[8,4] in the checkpoint, float32[8,6] in the target.
     Fix: give the model the sizes and dtypes that it was saved with.""")
@@ -366,11 +364,11 @@ def test_row_float32_to_less(small, refused, dtype, dtypes):
   """Silent in plain Orbax; NaN for float8."""
   _, path = small
   target = OTHER.abstract(lambda: {**boxes(), 'b': jnp.ones(4, dtype)})
-  assert refused(path, target, dtypes=dtypes) == dedent(f"""\
-    The checkpoint {path} does not fit the target:
+  assert refused(path, target, changes=Changes(dtypes=dtypes)) == dedent(f"""\
+    Checkpoint {path} does not match the target:
     b: float32[4] in the checkpoint, {dtype}[4] in the target.
-    Fix: digits are lost on the way; if that is meant, pass dtypes={{'float32': '{dtype}'}}.""")
-  restored = checkpoint.restore(path, target['b'], only='b', dtypes={'float32': dtype})
+    Fix: this cast can lose digits; to allow it, pass Changes(dtypes={{'float32': '{dtype}'}}).""")
+  restored = checkpoint.restore(path, target['b'], changes=Changes(only='b', dtypes={'float32': dtype}))
   assert restored.dtype == dtype and restored.tolist() == [1] * 4
 
 
@@ -380,7 +378,7 @@ def test_row_indivisible_dimension(small, refused):
   assert (
     refused(path, mesh=mesh, kind=errors.LayoutError)
     == dedent("""\
-    w, dim 1 'mlp': size 4 is not divisible by mesh axis 'model' (3), asked for by rule 1 ('mlp', 'model').
+    w, dim 1 'mlp': size 4 is not divisible by mesh axis 'model' (3), required by rule 1 ('mlp', 'model').
     Fix: pad it to 6, put the rule ('mlp', None) before rule 1 to replicate it, or give the table indivisible='next' or 'replicate'.""")
   )
   with pytest.raises(errors.LayoutError, match="w, dim 1 'mlp': size 4 is not divisible"):
@@ -391,20 +389,23 @@ def test_row_logical_names_changed_at_the_same_shapes(saved, refused):
   """Silent in plain Orbax."""
   state, path = saved('names', lambda: LAYOUT.shard(boxes((8, 8))))
   other = LAYOUT.abstract(lambda: boxes((8, 8), ('embed', 'heads')))
-  assert refused(path, other) == dedent(f"""\
-    The checkpoint {path} does not fit the target:
+  assert (
+    refused(path, other)
+    == dedent(f"""\
+    Checkpoint {path} does not match the target:
     w: float32[embed=8, mlp=8] in the checkpoint, float32[embed=8, heads=8] in the target.
-    Fix: if the names mean the same, pass axes={{'mlp': 'heads'}}; if not, mend the model.""")
-  assert_equal(state, checkpoint.restore(path, other, axes={'mlp': 'heads'}))
+    Fix: if the names mean the same, pass Changes(axes={{'mlp': 'heads'}}); if not, correct the model.""")
+  )
+  assert_equal(state, checkpoint.restore(path, other, changes=Changes(axes={'mlp': 'heads'})))
   swapped = LAYOUT.abstract(lambda: boxes((8, 8), ('mlp', 'embed')))
   assert (
     refused(path, swapped)
     == dedent(f"""\
-    The checkpoint {path} does not fit the target:
+    Checkpoint {path} does not match the target:
     w: float32[embed=8, mlp=8] in the checkpoint, float32[mlp=8, embed=8] in the target.
-    Fix: to move the dimension to where the target has it, pass moved='embed'; if a name was wrong, pass axes={{old: new}}.""")
+    Fix: to move the dimension to the target's position, pass Changes(moved='embed'); if a name was wrong, pass Changes(axes={{old: new}}).""")
   )
-  moved = checkpoint.restore(path, swapped, moved='embed')
+  moved = checkpoint.restore(path, swapped, changes=Changes(moved='embed'))
   np.testing.assert_array_equal(moved['w'].value, np.asarray(state['w'].value).T)
 
 
@@ -415,7 +416,7 @@ def test_row_logical_names_changed_in_a_target_without_boxes(saved, refused, onl
   _, path = saved('part', lambda: LAYOUT.shard(make('embed', 'mlp')))
   layout = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('heads', 'model')))
   target = layout.abstract(make, 'embed', 'heads', boxed=False)
-  text = refused(path, target, layout=layout, only=only)
+  text = refused(path, target, layout=layout, changes=Changes(only=only))
   assert (
     'params/w: float32[embed=8, mlp=8] in the checkpoint, float32[embed=8, heads=8] in the target.'
     in text
@@ -443,7 +444,7 @@ def test_row_rule_typo(adamw):
 
 ALL_OF_IT = (
   'Every device will hold all {size} of {path}, which was sharded when it was saved: the target shards nothing. '
-  'If that is not meant, look at its rules with layout.check(...).'
+  'If this is not intended, check the rules with layout.check(...).'
 )
 
 
@@ -472,7 +473,7 @@ def test_row_metadata_only(adamw):
   state, path = adamw
   found = checkpoint.preflight(path, layout=OTHER)
   assert not found.problems and found.bytes_read == sum(x.nbytes for x in jax.tree.leaves(state))
-  record = readers.open_source(path).record
+  record = readers.open_checkpoint(path).record
   assert record.kinds['opt_state/0'] == 'ScaleByAdamState'
   assert record.leaves['opt_state/0/mu/blocks/Dense_0/kernel'].names == ('layers', 'embed', 'mlp')
   assert spmd.Layout.from_toml(record.layout) == LAYOUT
@@ -523,8 +524,8 @@ def test_row_int_step_and_key_into_odd_targets(numbers, refused, path, value, te
     if 'Fix' in text
     else f'{text}\nFix: give the model the sizes and dtypes that it was saved with.'
   )
-  found = refused(numbers[1], {path: value}, unused=f'^(?!{path}$)')
-  assert found == f'The checkpoint {numbers[1]} does not fit the target:\n{path}: {text}'
+  found = refused(numbers[1], {path: value}, changes=Changes(unused=f'^(?!{path}$)'))
+  assert found == f'Checkpoint {numbers[1]} does not match the target:\n{path}: {text}'
 
 
 @pytest.mark.parametrize(
@@ -532,7 +533,7 @@ def test_row_int_step_and_key_into_odd_targets(numbers, refused, path, value, te
 )
 def test_row_a_number_into_an_array_that_holds_it(numbers, path, dtype):
   target = OTHER.abstract(lambda: {path: jnp.zeros((), dtype)})
-  restored = checkpoint.restore(numbers[1], target, unused=f'^(?!{path}$)')[path]
+  restored = checkpoint.restore(numbers[1], target, changes=Changes(unused=f'^(?!{path}$)'))[path]
   assert_lies_as(restored, target[path])
   assert restored == np.asarray(numbers[0][path], dtype)
 
@@ -568,10 +569,10 @@ def test_row_flax_shapes_and_absent_leaves(by_flax, refused):
   _, folder = by_flax
   target = OTHER.abstract(lambda: {'w': jnp.ones(64), 'n': {'b': jnp.ones(3)}, 'more': jnp.ones(2)})
   assert refused(folder / 'checkpoint_3', target) == dedent(f"""\
-    The checkpoint {folder / 'checkpoint_3'} does not fit the target:
+    Checkpoint {folder / 'checkpoint_3'} does not match the target:
     more: in the target (float32[2]), not in the checkpoint.
     w: float32[48] in the checkpoint, float32[64] in the target.
-    Fix: restore into a state of the model and optimizer that was saved; to keep the target's own values for what is not saved, missing='regex'.
+    Fix: restore into a state of the model and optimizer that was saved; to keep the target's values of leaves that were not saved, pass Changes(missing='regex').
     Fix: give the model the sizes and dtypes that it was saved with.""")
 
 

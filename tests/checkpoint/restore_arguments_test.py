@@ -1,4 +1,4 @@
-"""Arguments of restore that are about nothing, or say things twice, are told; and keys that plain Orbax wrote."""
+"""Arguments of restore that apply to nothing, or contradict each other; and random keys saved by plain Orbax."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from flax_spmd.checkpoint import Changes
 
 
 @pytest.fixture(scope='module')
@@ -33,38 +34,40 @@ def refused(path, *arguments, **how):
   return str(caught.value).splitlines()
 
 
-def test_arguments_that_are_about_nothing(layout, path):
-  how = {'stacks': {'blocks': 'blocks_{}'}, 'moved': 'layer', 'axes': {'embd': 'embed'}}
-  checkpoint.restore(path, layout.abstract(create), **how)  # where all fits, nothing was meant
+def test_changes_that_apply_to_nothing_are_reported_with_other_differences(layout, path):
+  changes = Changes(stacks={'blocks': 'blocks_{}'}, moved='layer', axes={'embd': 'embed'})
+  checkpoint.restore(path, layout.abstract(create), changes=changes)  # no difference, so no error
 
   def other():
     return {'layers': {'v': create()['layers']['w']}}
 
-  assert refused(path, layout.abstract(other), **how)[3:6] == [
-    "stacks: no path has 'blocks' in it, nor 'blocks_{}'.",
-    "moved: no dimension is called 'layer'. Did you mean 'layers'?",
-    "axes: no dimension is called 'embd'. Did you mean 'embed'?",
+  assert refused(path, layout.abstract(other), changes=changes)[3:6] == [
+    "stacks: no path contains 'blocks' or 'blocks_{}'.",
+    "moved: no dimension is named 'layer'. Did you mean 'layers'?",
+    "axes: no dimension is named 'embd'. Did you mean 'embed'?",
   ]
 
 
-def test_a_mesh_beside_a_target(layout, path):
+def test_a_mesh_and_a_target_are_refused(layout, path):
   assert refused(path, layout.abstract(create), mesh=spmd.make_mesh({'data': 8})) == [
-    'mesh= and rules= say where everything goes without a target; here the target says it.',
-    'Fix: leave them out, or leave the target out, or plan the target by that mesh and those rules.',
+    'mesh= and rules= are for a restore without a target; a target has its own shardings.',
+    'Fix: leave them out, leave the target out, or plan the target with that mesh and those rules.',
   ]
 
 
-def test_boxes_that_others_saved(layout, tmp_path):
+def test_boxes_saved_by_plain_orbax(layout, tmp_path):
   ocp.save(tmp_path / 'plain', {'layers': {'w': {'value': jnp.ones((2, 8))}}})
   lines = refused(tmp_path / 'plain', layout.abstract(create))
   assert lines[-1] == (
-    "Fix: the checkpoint was saved with its boxes; to look into them, pass renames={'/value$': ''}."
+    "Fix: the checkpoint was saved with its boxes: pass Changes(renames={'/value$': ''})."
   )
-  restored = checkpoint.restore(tmp_path / 'plain', layout.abstract(create), renames={'/value$': ''})
+  restored = checkpoint.restore(
+    tmp_path / 'plain', layout.abstract(create), changes=Changes(renames={'/value$': ''})
+  )
   np.testing.assert_array_equal(restored['layers']['w'].value, np.ones((2, 8)))
 
 
-def test_names_of_a_state_without_boxes_are_known_from_its_layout(layout, path):
+def test_a_layout_knows_the_names_of_a_target_without_boxes(layout, path):
   def other():
     return {'layers': {'w': spmd.LogicallyPartitioned(jnp.ones((2, 8)), ('layers', 'mlp'))}}
 
@@ -77,7 +80,7 @@ def test_names_of_a_state_without_boxes_are_known_from_its_layout(layout, path):
 
 
 @pytest.mark.parametrize('implementation', ['threefry2x32', 'rbg'])
-def test_keys_that_plain_orbax_wrote(layout, tmp_path, implementation):
+def test_random_keys_saved_by_plain_orbax(layout, tmp_path, implementation):
   def make():
     return {'w': jnp.ones(8), 'rng': jax.random.split(jax.random.key(3, impl=implementation), 2)}
 
@@ -88,7 +91,7 @@ def test_keys_that_plain_orbax_wrote(layout, tmp_path, implementation):
     np.testing.assert_array_equal(*(jax.random.key_data(tree['rng']) for tree in (restored, make())))
 
 
-def test_logical_names_and_those_of_mesh_axes_are_not_compared(layout, path, tmp_path):
+def test_logical_names_are_not_compared_with_mesh_axes(layout, path, tmp_path):
   def by_axes():
     return {'layers': {'w': spmd.Partitioned(jnp.ones((2, 8)), (None, 'data'))}}
 

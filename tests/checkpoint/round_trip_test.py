@@ -1,4 +1,4 @@
-"""Any tree of arrays survives, saved and restored under any layout; and is taken apart as JAX does it."""
+"""Any tree of arrays survives a save and a restore under any layouts; and is flattened as by JAX."""
 
 import shutil
 import tempfile
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from flax_spmd._src.checkpoint.storage import record as records
 from flax_spmd._src.checkpoint.storage import skeleton
-from flax_spmd._src.names.tree_names import path_string
+from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import CheckpointError
 from tests.checkpoint.states import assert_equal
 from tests.strategies import Data, Pair, Struct, Word, trees_of_all_nodes
@@ -112,8 +111,8 @@ def check(state, saved_by, restored_by, pack, with_target, boxed):
 
 
 def by_path(tree):
-  apart = skeleton.take_apart(spmd.unbox(tree, apply_constraint=False))
-  return records.by_path(skeleton.paths(apart.skeleton), apart.leaves)
+  flat = skeleton.flatten(spmd.unbox(tree, apply_constraint=False))
+  return dict(zip(skeleton.paths(flat.skeleton), flat.leaves, strict=True))
 
 
 def sharding(layout, state):
@@ -157,12 +156,18 @@ def test_any_tree_survives_long(case):
 @pytest.mark.parametrize(
   ('tree', 'text'),
   [
-    ({Word('ab'): 1, 'b': 2}, 'Two keys at (root) are written alike.\nFix: give them other names.'),
-    ({'x': {Word('ab'): 1, 'b': 2}}, 'Two keys at x are written alike.\nFix: give them other names.'),
+    (
+      {Word('ab'): 1, 'b': 2},
+      'Two keys at (root) are equal as text.\nFix: give them names that differ as text.',
+    ),
+    (
+      {'x': {Word('ab'): 1, 'b': 2}},
+      'Two keys at x are equal as text.\nFix: give them names that differ as text.',
+    ),
     (
       {'': Pair(1, 2)},
-      "'/first' could lead out of the checkpoint, or nowhere.\n"
-      "'/second' could lead out of the checkpoint, or nowhere.\n"
+      "'/first' is not safe as a file path.\n"
+      "'/second' is not safe as a file path.\n"
       'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.',
     ),
     (
@@ -172,8 +177,8 @@ def test_any_tree_survives_long(case):
     ),
     (
       {'w': np.ones((3, 0))},
-      'w has no elements: its shape is (3, 0).\n'
-      'Fix: keep arrays without elements out of the state; Orbax cannot store them.',
+      'w is empty: its shape is (3, 0).\n'
+      'Fix: keep empty arrays out of the state; Orbax cannot store them.',
     ),
   ],
 )
@@ -184,20 +189,20 @@ def test_states_that_cannot_be_saved(tmp_path, tree, text):
 
 
 @given(trees_of_all_nodes())
-def test_trees_are_taken_apart_as_jax_does(tree):
+def test_trees_are_flattened_as_by_jax(tree):
   tree = spmd.unbox(tree, apply_constraint=False)
   try:
-    apart = skeleton.take_apart(tree)
+    flat = skeleton.flatten(tree)
   except CheckpointError:  # as test_states_that_cannot_be_saved has it
     assume(False)
     return
   with_paths = jax.tree_util.tree_leaves_with_path(tree)
-  assert len(apart.leaves) == len(with_paths)
-  assert all(ours is theirs for ours, (_, theirs) in zip(apart.leaves, with_paths, strict=True))
-  assert [path or skeleton.ROOT for path in skeleton.paths(apart.skeleton)] == [
+  assert len(flat.leaves) == len(with_paths)
+  assert all(ours is theirs for ours, (_, theirs) in zip(flat.leaves, with_paths, strict=True))
+  assert [path or skeleton.ROOT for path in skeleton.paths(flat.skeleton)] == [
     path_string(path) for path, _ in with_paths
   ]
-  again = skeleton.put_together(apart.skeleton, lambda number: number)
-  assert again == apart.skeleton
-  pruned = skeleton.pruned(apart.skeleton, {n: n // 2 for n in range(0, len(with_paths), 2)})
-  assert skeleton.paths(pruned) == skeleton.paths(apart.skeleton)[::2]
+  again = skeleton.unflatten(flat.skeleton, lambda number: number)
+  assert again == flat.skeleton
+  pruned = skeleton.pruned(flat.skeleton, {n: n // 2 for n in range(0, len(with_paths), 2)})
+  assert skeleton.paths(pruned) == skeleton.paths(flat.skeleton)[::2]

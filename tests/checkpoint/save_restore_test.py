@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd._src.checkpoint.storage.readers import open_source
+from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 
 RULES = (('embed', 'data'), ('mlp', 'model'))
 
@@ -152,7 +152,7 @@ def test_a_state_that_exists_is_a_target_too(saved):
 
 def test_names_and_layout_are_in_the_checkpoint(saved):
   tx, _, path = saved
-  found = open_source(path).record
+  found = open_checkpoint(path).record
   assert found.leaves['params/blocks/Dense_0/kernel'].names == ('layers', 'embed', 'mlp')
   assert found.leaves['params/blocks/Dense_0/bias'].names is None
   assert spmd.Layout.from_toml(found.layout) == LAYOUTS['two_by_four']()
@@ -198,8 +198,8 @@ def test_little_memory_has_room_for_the_largest_array(tmp_path):
     with pytest.raises(errors.CheckpointError) as caught:
       manager.save(1, state)
   assert str(caught.value) == dedent("""\
-    memory=1000 has no room for the largest array, of 262144 bytes.
-    Fix: give the manager more, or leave memory= out.""")
+    memory=1000 is too small for the largest array, which has 262144 bytes.
+    Fix: pass a larger memory=, or leave it out.""")
 
 
 # -- bad input
@@ -250,13 +250,13 @@ def test_every_difference_at_once(small):
   different = target(layout, w=jnp.ones((8, 6)), b=None, n=jnp.float32(1), bias=jnp.ones(4))
   text = text_of(errors.CheckpointMismatchError, checkpoint.restore, folder / 'one', different)
   assert text == dedent(f"""\
-    The checkpoint {folder / 'one'} does not fit the target:
+    Checkpoint {folder / 'one'} does not match the target:
     bias: in the target (float32[4]), not in the checkpoint.
     b: in the checkpoint (float32[4]), not in the target.
     n: int32[] in the checkpoint, float32[] in the target.
     w: float32[8,4] in the checkpoint, float32[8,6] in the target.
-    Fix: restore into a state of the model and optimizer that was saved; for leaves that were renamed, pass renames={{'old': 'new'}}; to keep the target's own values for what is not saved, missing='regex'; to leave saved leaves out, unused='regex'.
-    Fix: digits are lost on the way; if that is meant, pass dtypes={{'int32': 'float32'}}.
+    Fix: restore into a state of the model and optimizer that was saved; for renamed leaves, pass Changes(renames={{'old': 'new'}}); to keep the target's values of leaves that were not saved, pass Changes(missing='regex'); to leave saved leaves out, pass Changes(unused='regex').
+    Fix: this cast can lose digits; to allow it, pass Changes(dtypes={{'int32': 'float32'}}).
     Fix: give the model the sizes and dtypes that it was saved with.""")
 
 
@@ -273,23 +273,20 @@ def test_a_renamed_leaf_is_guessed(small):
   assert (
     text
     == dedent(f"""\
-    The checkpoint {folder / 'renamed'} does not fit the target:
+    Checkpoint {folder / 'renamed'} does not match the target:
     kernel_0: in the target (float32[8,4]), not in the checkpoint. Did you mean 'kernel'?
     kernel: in the checkpoint (float32[8,4]), not in the target.
-    Fix: restore into a state of the model and optimizer that was saved; for leaves that were renamed, pass renames={{'old': 'new'}}; to keep the target's own values for what is not saved, missing='regex'; to leave saved leaves out, unused='regex'.""")
+    Fix: restore into a state of the model and optimizer that was saved; for renamed leaves, pass Changes(renames={{'old': 'new'}}); to keep the target's values of leaves that were not saved, pass Changes(missing='regex'); to leave saved leaves out, pass Changes(unused='regex').""")
   )
 
 
 def test_a_target_without_shardings(small):
   layout, state, folder = small
-  assert (
-    text_of(TypeError, checkpoint.restore, folder / 'one', jax.eval_shape(lambda: state))
-    == dedent("""\
+  assert text_of(TypeError, checkpoint.restore, folder / 'one', jax.eval_shape(lambda: state)) == dedent("""\
     b (float32[4]) has no sharding.
     n (int32[]) has no sharding.
     w (float32[8,4]) has no sharding.
-    Fix: build the target with layout.abstract(...), which knows shapes, dtypes and where everything goes.""")
-  )
+    Fix: build the target with layout.abstract(...), which sets shapes, dtypes and shardings.""")
 
 
 def test_a_target_of_numpy_arrays(small):
@@ -310,7 +307,7 @@ def test_a_path_that_is_taken(small):
   layout, state, folder = small
   before = sorted(path.name for path in (folder / 'one').rglob('*'))
   assert text_of(FileExistsError, checkpoint.save, folder / 'one', state, layout=layout) == dedent(f"""\
-    There is something at {folder / 'one'} already.
+    {folder / 'one'} exists already.
     Fix: save to another path, remove it first, or pass overwrite=True.""")
   assert sorted(path.name for path in (folder / 'one').rglob('*')) == before
 
@@ -320,9 +317,9 @@ def test_what_cannot_be_saved(small):
   tree = {'w': jax.ShapeDtypeStruct((8,), jnp.float32), 's': 'text', 'ok': jnp.ones(3)}
   assert text_of(ValueError, checkpoint.save, folder / 'new', tree, layout=layout) == dedent("""\
     s is a str.
-    w is abstract: it has a shape, (8,), and no values.
-    Fix: keep only arrays and numbers in the state.
-    Fix: save a state that was made by layout.init, not one that was only planned.""")
+    w is abstract: it has the shape (8,) but no values.
+    Fix: keep only numbers, numeric arrays and random keys in the state.
+    Fix: save a state with values, as layout.init returns; layout.abstract only plans one.""")
   assert not (folder / 'new').exists()
 
 
@@ -343,5 +340,5 @@ def test_a_checkpoint_of_a_newer_version(small):
   content['custom_metadata']['flax_spmd']['format'] = 2
   metadata.write_text(json.dumps(content))
   assert text_of(ValueError, checkpoint.restore, path, target(layout)) == dedent(f"""\
-    The checkpoint {path} has format 2, this version reads up to 1.
+    Checkpoint {path} has format 2; this version reads formats up to 1.
     Fix: upgrade flax_spmd.""")

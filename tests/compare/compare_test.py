@@ -1,4 +1,4 @@
-"""Comparing layouts: with the CPU's compiler, which is always here."""
+"""Comparisons of layouts with the CPU's compiler, which every machine has."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from flax.training.train_state import TrainState
 
 import flax_spmd as spmd
 from flax_spmd import cli
-from flax_spmd._src.compare import compilation as compiling
-from flax_spmd._src.compare import compile_worker as worker
+from flax_spmd._src.compare import compilation
+from flax_spmd._src.compare.compile_worker import memory_needed
 from flax_spmd.errors import LayoutError, TargetDeviceError
-from flax_spmd.explore import compare
+from flax_spmd.explore import TrainStep, compare
 
 LAYERS, BATCH, EMBED, MLP = 3, 64, 32, 128
 TARGET = 'cpu:8'
@@ -61,7 +61,7 @@ def step(state, x):
 
 
 def setup():
-  return step, create, jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32)
+  return TrainStep(step, create, jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32))
 
 
 def layouts():
@@ -83,21 +83,21 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def found(cache):
-  given, (make_step, make_state, batch) = layouts(), setup()
+def comparison(cache):
+  given = layouts()
   given['odd'] = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('layers', 'data'),))
-  return compare(make_step, make_state, batch, given, TARGET)
+  return compare(setup(), given, TARGET)
 
 
-def test_flops_are_those_of_the_model(found):
+def test_flops_match_the_model(comparison):
   whole = 3 * 2 * 2 * BATCH * EMBED * MLP * LAYERS  # forward, and twice that backward
   for name in layouts():
-    assert found[name].counts.flops == pytest.approx(whole / 8, rel=0.06), name
+    assert comparison[name].counts.flops == pytest.approx(whole / 8, rel=0.06), name
 
 
-def test_memory_is_that_of_the_layout(found):
+def test_memory_matches_the_layout(comparison):
   weights = 4 * 2 * EMBED * MLP * LAYERS
-  memory = {name: found[name].memory for name in layouts()}
+  memory = {name: comparison[name].memory for name in layouts()}
   assert memory['data'].parameters == weights
   assert memory['fsdp'].parameters == weights // 8 and memory['tensor'].parameters == weights // 4
   assert memory['fsdp'].optimizer == 2 * weights // 8 + 4
@@ -107,48 +107,50 @@ def test_memory_is_that_of_the_layout(found):
     assert one.peak == pytest.approx(state + one.temporaries, rel=0.01)
 
 
-def test_what_is_communicated(found):
+def test_collectives_follow_the_layout(comparison):
   weights = 4 * 2 * EMBED * MLP * LAYERS
-  (data,) = found['data'].counts.by_axis()
+  (data,) = comparison['data'].counts.by_axis()
   assert data == ('data',)
-  assert found['data'].counts.by_kind()['all-reduce'] == pytest.approx(2 * weights * 7 / 8, rel=0.01)
-  assert 'all-gather' in found['fsdp'].counts.by_kind()
-  assert ('model',) in found['tensor'].counts.by_axis()
-  assert any('compare_test.py' in one.source for one in found['tensor'].counts.collectives)
+  assert comparison['data'].counts.by_kind()['all-reduce'] == pytest.approx(
+    2 * weights * 7 / 8, rel=0.01
+  )
+  assert 'all-gather' in comparison['fsdp'].counts.by_kind()
+  assert ('model',) in comparison['tensor'].counts.by_axis()
+  assert any('compare_test.py' in one.source for one in comparison['tensor'].counts.collectives)
 
 
-def test_a_layout_that_does_not_fit_is_a_row(found):
-  odd = found['odd']
+def test_a_layout_that_does_not_divide_is_a_failed_row(comparison):
+  odd = comparison['odd']
   assert not odd.fits and odd.memory is None
   assert odd.error.startswith("params/blocks/down, dim 0 'layers': size 3 is not divisible by")
 
 
-def test_the_table(found):
-  text = str(found)
+def test_the_table(comparison):
+  text = str(comparison)
   lines = text.splitlines()
   assert lines[0].startswith('cpu:8: 8 devices with 16 GiB each')
   assert [line.split()[0] for line in lines[2:6]] == ['data', 'fsdp', 'tensor', 'odd']
   assert 'poor proxy' in lines[-1]
-  assert found.best.name in layouts()
+  assert comparison.best.name in layouts()
 
 
-def test_the_difference(found):
-  lines = found.diff('data', 'fsdp')
+def test_the_difference(comparison):
+  lines = comparison.diff('data', 'fsdp')
   assert any(line.startswith('fsdp needs') and line.endswith('less: parameters') for line in lines)
   assert any('all-gather' in line for line in lines)
-  assert found.diff('data', 'data') == []
+  assert comparison.diff('data', 'data') == []
   with pytest.raises(TargetDeviceError) as caught:
-    found.diff('data', 'fdsp')
+    comparison.diff('data', 'fdsp')
   assert str(caught.value) == dedent("""\
-    There is no layout 'fdsp' in this comparison. Did you mean 'fsdp'?
+    The comparison has no layout 'fdsp'. Did you mean 'fsdp'?
     Fix: use one of data, fsdp, tensor, odd.""")
 
 
-def test_json(found):
-  content = json.loads(found.to_json())
+def test_json(comparison):
+  content = json.loads(comparison.to_json())
   assert [one['name'] for one in content['layouts']] == ['data', 'fsdp', 'tensor', 'odd']
   assert content['source'] == 'compiled:cpu'
-  assert content['layouts'][0]['memory']['parameters'] == found['data'].memory.parameters
+  assert content['layouts'][0]['memory']['parameters'] == comparison['data'].memory.parameters
   assert content['layouts'][2]['mesh'] == {'data': 2, 'model': 4}
 
 
@@ -182,8 +184,8 @@ def read(file):
   return page
 
 
-def test_the_page(found, tmp_path):
-  found.to_html(tmp_path / 'report.html')
+def test_the_page(comparison, tmp_path):
+  comparison.to_html(tmp_path / 'report.html')
   page = read(tmp_path / 'report.html')
   assert {'table', 'svg', 'details', 'script'} <= set(page.tags)
   for name in layouts():
@@ -193,11 +195,11 @@ def test_the_page(found, tmp_path):
   assert 'http://' not in text.replace('http://www.w3.org/2000/svg', '') and 'src=' not in text
 
 
-def test_what_a_chip_can_do_is_that_of_the_dtype(found, tmp_path):
-  found.to_html(tmp_path / 'report.html')
-  chip = found.target.chip
+def test_the_roofline_depends_on_the_dtype(comparison, tmp_path):
+  comparison.to_html(tmp_path / 'report.html')
+  chip = comparison.target.chip
   flops = chip.flops['f32'] * chip.efficiency / chip.bandwidth
-  assert f'With f32, a cpu is kept busy by {flops:.3g} FLOPs for a byte of HBM' in str(
+  assert f'In f32, a step on cpu is compute-bound above {flops:.3g} FLOPs per byte of HBM' in str(
     read(tmp_path / 'report.html').texts
   )
 
@@ -209,9 +211,8 @@ def test_names_are_escaped(tmp_path):
   def make():
     return {bad: spmd.LogicallyPartitioned(jnp.ones((8, 8)), (bad, None))}
 
-  one = compare(
-    lambda s, x: (s, jnp.sum(x @ s[bad].unbox())), make, jnp.ones((8, 8)), {bad: layout}, TARGET
-  )
+  train_step = TrainStep(lambda s, x: (s, jnp.sum(x @ s[bad].unbox())), make, jnp.ones((8, 8)))
+  one = compare(train_step, {bad: layout}, TARGET)
   one.to_html(tmp_path / 'report.html')
   page = read(tmp_path / 'report.html')
   assert page.tags.count('script') == 1
@@ -219,10 +220,12 @@ def test_names_are_escaped(tmp_path):
   assert 'data-value="inf' not in (tmp_path / 'report.html').read_text()  # JavaScript reads Infinity
 
 
-def test_a_thousand_parameters_make_a_small_page(found, tmp_path):
-  outcome = found['fsdp']
+def test_a_thousand_parameters_make_a_small_page(comparison, tmp_path):
+  outcome = comparison['fsdp']
   rows = [row._replace(path=f'{row.path}/{i}') for i in range(143) for row in outcome.program.rows]
-  many = type(found)(found.target, [outcome._replace(program=outcome.program._replace(rows=rows))])
+  many = type(comparison)(
+    comparison.target, [outcome._replace(program=outcome.program._replace(rows=rows))]
+  )
   many.to_html(tmp_path / 'report.html')
   assert '<figure>' in (tmp_path / 'report.html').read_text()
   assert len(rows) > 1000 and (tmp_path / 'report.html').stat().st_size < 300_000
@@ -231,46 +234,54 @@ def test_a_thousand_parameters_make_a_small_page(found, tmp_path):
 # -- the cache
 
 
-def test_the_second_time_nothing_is_compiled(found, monkeypatch):
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: pytest.fail('compiled again'))
-  again = compare(*setup(), layouts(), TARGET)
+def test_a_repeated_comparison_compiles_nothing(comparison, monkeypatch):
+  monkeypatch.setattr(compilation, 'run_workers', lambda *arguments: pytest.fail('compiled again'))
+  again = compare(setup(), layouts(), TARGET)
   assert all(outcome.compiled.cached for outcome in again)
-  assert [outcome.counts for outcome in again] == [found[name].counts for name in layouts()]
-  assert [outcome.cost for outcome in again] == [found[name].cost for name in layouts()]
+  assert [outcome.counts for outcome in again] == [comparison[name].counts for name in layouts()]
+  assert [outcome.cost for outcome in again] == [comparison[name].cost for name in layouts()]
 
 
-def test_a_damaged_entry_is_made_again(found, cache, monkeypatch):
+def test_a_damaged_cache_entry_is_compiled_again(comparison, cache, monkeypatch):
   runs = []
-  run = compiling._run
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: runs.append(1) or run(*arguments))
+  run = compilation.run_workers
+  monkeypatch.setattr(compilation, 'run_workers', lambda *arguments: runs.append(1) or run(*arguments))
   for file in cache.glob('*.json'):
     file.write_text('{"counts": {"flops"')
-  again = compare(*setup(), {'data': layouts()['data']}, TARGET)
-  assert runs == [1] and again['data'].counts == found['data'].counts
+  again = compare(setup(), {'data': layouts()['data']}, TARGET)
+  assert runs == [1] and again['data'].counts == comparison['data'].counts
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
   (tmp_path / 'file').write_text('')
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path / 'file' / 'cache'))
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: [{'error': 'no', 'used': 1}])
+  monkeypatch.setattr(compilation, 'run_workers', lambda *arguments: [{'error': 'no', 'used': 1}])
   with pytest.warns(UserWarning, match='Set FLAX_SPMD_CACHE to another folder'):
-    assert compare(*setup(), {'data': layouts()['data']}, TARGET)['data'].error == 'no'
+    assert compare(setup(), {'data': layouts()['data']}, TARGET)['data'].error == 'no'
 
 
-def test_what_went_wrong_is_tried_again_unless_it_did_not_fit(tmp_path, monkeypatch):
+def test_failures_are_retried_unless_out_of_memory(tmp_path, monkeypatch):
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
   results = iter([{'error': 'a crash'}, {'error': 'too large', 'used': 2**40}])
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: [next(results)])
-  errors = [compare(*setup(), {'data': layouts()['data']}, TARGET)['data'].error for _ in range(3)]
+  monkeypatch.setattr(compilation, 'run_workers', lambda *arguments: [next(results)])
+  errors = [compare(setup(), {'data': layouts()['data']}, TARGET)['data'].error for _ in range(3)]
   assert errors == ['a crash', 'too large', 'too large']
 
 
-# -- what goes wrong
+# -- errors
+
+
+def test_a_bare_function_is_not_a_train_step():
+  with pytest.raises(TypeError) as caught:
+    compare(step, layouts(), TARGET)
+  assert str(caught.value) == dedent("""\
+    The first argument of compare is of type function, not a TrainStep.
+    Fix: write compare(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore.""")
 
 
 def test_a_mesh_of_another_size():
   with pytest.raises(TargetDeviceError) as caught:
-    compare(*setup(), layouts(), 'cpu:16')
+    compare(setup(), layouts(), 'cpu:16')
   assert str(caught.value) == dedent("""\
     The mesh {'data': 8} has 8 devices, the target cpu:16 16.
     Fix: give the layout a mesh of 16 devices.""")
@@ -281,33 +292,33 @@ def test_a_model_that_cannot_be_traced():
     raise ZeroDivisionError('mine')
 
   with pytest.raises(ZeroDivisionError, match='mine'):
-    compare(broken, create, setup()[2], layouts(), TARGET)
+    compare(setup()._replace(step=broken), layouts(), TARGET)
 
 
-def test_what_a_step_raises_under_one_of_the_layouts_is_in_its_row():
+def test_an_error_under_one_layout_is_in_its_row():
   def narrow(state, x):
     if 'data' not in dict(spmd.get_logical_axis_rules()).values():
       raise ZeroDivisionError('mine')
     return step(state, x)
 
   wide = {'data': layouts()['data'], 'none': spmd.Layout(spmd.abstract_mesh({'data': 8}), ())}
-  row = compare(narrow, *setup()[1:], wide, TARGET)['none']
+  row = compare(setup()._replace(step=narrow), wide, TARGET)['none']
   assert row.error == 'ZeroDivisionError: mine' and not row.fits
 
 
 def test_when_no_layout_fits():
   wrong = {'odd': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('layers', 'data'),))}
   with pytest.raises(LayoutError, match='size 3 is not divisible'):
-    compare(*setup(), wrong, TARGET)
+    compare(setup(), wrong, TARGET)
 
 
 def test_a_missing_wheel_is_noticed_before_anything_is_traced(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   layout = spmd.Layout(spmd.abstract_mesh({'data': 16}), (('batch', 'data'),))
   with pytest.raises(TargetDeviceError) as caught:
-    compare(pytest.fail, *setup()[1:], [layout], 'v5e:4x4')
+    compare(setup()._replace(step=pytest.fail), [layout], 'v5e:4x4')
   assert str(caught.value) == dedent("""\
-    There is no compiler for v5e:4x4 here: the wheel libtpu is not installed.
+    There is no compiler for v5e:4x4 on this machine: the wheel libtpu is not installed.
     Fix: pip install 'flax-spmd[tpu]'""")
 
 
@@ -316,63 +327,63 @@ def test_a_wheel_for_another_jax(monkeypatch):
   versions = {'jaxlib': '0.12.0.1', 'jax-cuda12-plugin': '0.10.2', 'jax-cuda12-pjrt': '0.10.2'}
   monkeypatch.setattr('importlib.metadata.version', versions.__getitem__)
   with pytest.raises(TargetDeviceError) as caught:
-    compiling.check_compiler(compiling.Target('h100:8', spmd.explore.chips()['h100'], (1, 8)))
+    compilation.check_compiler(compilation.Target('h100:8', spmd.explore.chips()['h100'], (1, 8)))
   assert str(caught.value) == dedent("""\
-    The compiler for h100:8, jax-cuda12-plugin 0.10.2, is made for another jax than jax 0.12.0.1.
+    The compiler for h100:8, jax-cuda12-plugin 0.10.2, does not match jax 0.12.0.1.
     Fix: pip install 'jax-cuda12-plugin==0.12.0'""")
 
 
 def test_a_missing_assembler(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: object())
-  version = compiling.jaxlib_version()
+  version = compilation.jaxlib_version()
   monkeypatch.setattr('importlib.metadata.version', lambda name: version)
-  target = compiling.Target('h100:8', spmd.explore.chips()['h100'], (1, 8))
-  monkeypatch.setattr(compiling, '_has_ptxas', lambda: True)
-  compiling.check_compiler(target)
-  monkeypatch.setattr(compiling, '_has_ptxas', lambda: False)
+  target = compilation.Target('h100:8', spmd.explore.chips()['h100'], (1, 8))
+  monkeypatch.setattr(compilation, 'has_ptxas', lambda: True)
+  compilation.check_compiler(target)
+  monkeypatch.setattr(compilation, 'has_ptxas', lambda: False)
   with pytest.raises(TargetDeviceError) as caught:
-    compiling.check_compiler(target)
+    compilation.check_compiler(target)
   assert str(caught.value) == dedent("""\
-    There is no compiler for h100:8 here: ptxas, which jax-cuda12-plugin calls, is not installed.
+    There is no compiler for h100:8 on this machine: ptxas, which jax-cuda12-plugin calls, is not installed.
     Fix: pip install nvidia-cuda-nvcc-cu12""")
 
 
 def test_too_many_devices_for_the_cpu():
   with pytest.raises(TargetDeviceError, match="Fix: compare on a target such as 'h100:1024'"):
-    compiling.check_compiler(compiling.Target('cpu:4096', spmd.explore.chips()['cpu'], (1, 4096)))
+    compilation.check_compiler(compilation.Target('cpu:4096', spmd.explore.chips()['cpu'], (1, 4096)))
 
 
 @pytest.mark.parametrize(
-  ('code', 'said'),
+  ('code', 'ending'),
   [('import os; os.kill(os.getpid(), 9)', 'SIGKILL'), ('raise SystemExit(3)', 'code 3')],
 )
-def test_a_crash_of_the_compiler_is_a_result(tmp_path, monkeypatch, code, said):
+def test_a_crash_of_the_compiler_is_a_result(tmp_path, monkeypatch, code, ending):
   worker = tmp_path / 'python'
   worker.write_text(f'#!/bin/sh\nexec {os.sys.executable} -c "{code}"\n')
   worker.chmod(0o755)
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path / 'cache'))
   monkeypatch.setattr('sys.executable', str(worker))
-  outcome = compare(*setup(), {'data': layouts()['data']}, TARGET)['data']
-  assert outcome.error.startswith(f'the compiler ended with {said}') and not outcome.fits
+  outcome = compare(setup(), {'data': layouts()['data']}, TARGET)['data']
+  assert outcome.error.startswith(f'the compiler ended with {ending}') and not outcome.fits
 
 
 @pytest.mark.parametrize(
-  ('said', 'temporaries', 'peak'),
+  ('error', 'temporaries', 'peak'),
   [
     ('Used 20.00G of 15.75G hbm. Exceeded', 0, 20 * 2**30),
     ('the total memory required for HLO temporaries (17.00G) exceeds available HBM', 17 * 2**30, None),
   ],
 )
-def test_what_does_not_fit_says_how_much_it_needs(tmp_path, monkeypatch, said, temporaries, peak):
+def test_out_of_memory_reports_the_memory_needed(tmp_path, monkeypatch, error, temporaries, peak):
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
-  result = {'error': said, **worker._needed(f'RESOURCE_EXHAUSTED: {said}')}
-  monkeypatch.setattr(compiling, '_run', lambda *arguments: [dict(result)])
-  found = compare(*setup(), {'data': layouts()['data']}, TARGET)
-  memory = found['data'].memory
+  result = {'error': error, **memory_needed(f'RESOURCE_EXHAUSTED: {error}')}
+  monkeypatch.setattr(compilation, 'run_workers', lambda *arguments: [dict(result)])
+  comparison = compare(setup(), {'data': layouts()['data']}, TARGET)
+  memory = comparison['data'].memory
   state = memory.parameters + memory.optimizer + memory.rest + memory.batch
   assert memory.temporaries == temporaries and memory.peak == (peak or state + temporaries)
-  assert 'no, ' in str(found).splitlines()[2] and not found['data'].fits
-  assert worker._needed('something else') == {}
+  assert 'no, ' in str(comparison).splitlines()[2] and not comparison['data'].fits
+  assert memory_needed('something else') == {}
 
 
 # -- the command line
@@ -412,6 +423,26 @@ def test_compare_from_the_command_line(project, capsys):
   ]
 
 
+def test_a_function_that_returns_no_train_step(project, capsys):
+  (project / 'their_model.py').write_text(
+    'def tuple_():\n  return 1, 2\ndef dict_():\n  return {"step": 1}\n'
+  )
+  for name, kind in (('tuple_', 'tuple'), ('dict_', 'dict')):
+    code, _, err = run(capsys, 'explain', f'their_model:{name}', 'data.toml')
+    assert code == 2 and err == dedent(f"""\
+      their_model:{name} returned {kind}, not a training step.
+      Fix: return (step, create, batch), or an explore.TrainStep.
+      """)
+
+
+def test_a_function_that_returns_a_tuple(project, capsys):
+  (project / 'tuples.py').write_text(
+    'from tests.compare.compare_test import setup\ndef parts():\n  return tuple(setup())[:3]\n'
+  )
+  code, out, _ = run(capsys, 'explain', 'tuples:parts', 'tensor.toml')
+  assert code == 0 and 'params/blocks/up' in out
+
+
 def test_report_from_the_command_line(project, capsys):
   code, out, _ = run(
     capsys, 'report', 'my_model:setup', 'data.toml', '--target', TARGET, '--to', 'a.html'
@@ -427,7 +458,7 @@ def test_explain_from_the_command_line(project, capsys):
   assert code == 1 and err.startswith('FAILED tensor.toml: ')
 
 
-def test_a_size_that_is_left_open(project, capsys):
+def test_an_open_mesh_size_needs_the_number_of_devices(project, capsys):
   (project / 'open.toml').write_text(layouts()['data'].to_toml().replace('data = 8', 'data = -1'))
   code, _, err = run(capsys, 'explain', 'my_model:setup', 'open.toml')
   assert (code, err) == (
@@ -488,11 +519,11 @@ def test_golden_layouts(tmp_path, monkeypatch):
   spmd.testing.assert_layout(other, other.abstract(create), file)
 
 
-def test_chips_of_ones_own_from_a_path(tmp_path):
+def test_user_chips_from_a_path(tmp_path):
   chip = spmd.explore.chips()['cpu']._asdict() | {'memory': 2**20, 'source': 'mine'}
   fields = {name: value for name, value in chip.items() if value and name not in ('name', 'flops')}
   lines = [f'{name} = {json.dumps(value)}' for name, value in fields.items()]
   (tmp_path / 'mine.toml').write_text('\n'.join(['[mine]', *lines, 'flops = {bf16 = 1e12}']))
   given = {'data': layouts()['data']}
-  outcome = compare(*setup(), given, 'mine:8', hardware=tmp_path / 'mine.toml')['data']
+  outcome = compare(setup(), given, 'mine:8', hardware=tmp_path / 'mine.toml')['data']
   assert outcome.error is None and outcome.cost.compute > 0

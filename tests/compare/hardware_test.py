@@ -1,11 +1,11 @@
-"""Targets, chips, and how long a step would take on them."""
+"""Targets, chips, and the time of a step on them."""
 
 from textwrap import dedent
 
 import pytest
 
 from flax_spmd._src.compare.costs import cost, peak, seconds
-from flax_spmd._src.compare.hardware import chips, compiler_environment, gpu_description, parse
+from flax_spmd._src.compare.hardware import chips, compiler_environment, gpu_description, parse_target
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd.errors import TargetDeviceError
 
@@ -22,12 +22,12 @@ from flax_spmd.errors import TargetDeviceError
   ],
 )
 def test_targets(text, devices, topology):
-  target = parse(text)
+  target = parse_target(text)
   assert (target.devices, target.topology) == (devices, topology)
 
 
-def test_the_devices_at_hand():
-  assert parse('here').devices == 8 and parse('here').chip.name == 'cpu'
+def test_available_devices():
+  assert parse_target('here').devices == 8 and parse_target('here').chip.name == 'cpu'
 
 
 @pytest.mark.parametrize(
@@ -37,24 +37,24 @@ def test_the_devices_at_hand():
       'h1000:8',
       """\
       There is no target 'h1000:8'. Did you mean 'h100'?
-      Fix: use one of v4, v5e, v5p, v6e, a100, h100, h200, b200, cpu, as in 'h100:8', or describe it in a TOML file.""",
+      Fix: use one of v4, v5e, v5p, v6e, a100, h100, h200, b200, cpu, as in 'h100:8', or describe the chip in a TOML file.""",
     ),
-    ('v5e', "The target 'v5e' does not say how many chips there are.\nFix: write 'v5e:4x4'."),
+    ('v5e', "The target 'v5e' has no number of chips.\nFix: write, for example, 'v5e:4x4'."),
     (
       'v5e:16',
-      "'v5e:16': v5e has a torus of 2 axes.\nFix: give the chips along each, such as v5e:4x4.",
+      "'v5e:16': the torus of v5e has 2 axes.\nFix: give the number of chips along each axis, such as v5e:4x4.",
     ),
     (
       'h100:12',
-      "'h100:12': h100 has 8 chips to a node.\n"
-      'Fix: give a multiple of that, or nodes and chips to a node, such as h100:2x8.',
+      "'h100:12': h100 has 8 chips per node.\n"
+      'Fix: give a multiple of that, or nodes and chips per node, such as h100:2x8.',
     ),
-    ('h100:0', "The target 'h100:0' does not say how many chips there are.\nFix: write 'h100:8'."),
+    ('h100:0', "The target 'h100:0' has no number of chips.\nFix: write, for example, 'h100:8'."),
   ],
 )
-def test_what_is_no_target(text, message):
+def test_invalid_targets(text, message):
   with pytest.raises(TargetDeviceError) as caught:
-    parse(text)
+    parse_target(text)
   assert str(caught.value) == dedent(message)
 
 
@@ -66,7 +66,7 @@ def test_every_chip_has_its_figures_and_sources():
       assert f'device_memory_size: {chip.memory}' in gpu_description(chip)
 
 
-def test_chips_of_ones_own(tmp_path):
+def test_user_chips(tmp_path):
   file = tmp_path / 'mine.toml'
   file.write_text(
     dedent("""\
@@ -83,7 +83,7 @@ def test_chips_of_ones_own(tmp_path):
       source = "made up"
     """)
   )
-  assert parse('x1:4', str(file)).topology == (2, 2)
+  assert parse_target('x1:4', str(file)).topology == (2, 2)
   assert 'h100' in chips(str(file)) and chips(file) == chips(str(file))
   file.write_text(file.read_text().replace('1e12', '2e12'))
   assert chips(file)['x1'].flops == {'bf16': 2e12}
@@ -94,7 +94,7 @@ def test_chips_of_ones_own(tmp_path):
   [
     (
       '[x\n',
-      "mine.toml is no TOML: Expected ']' at the end of a table declaration (at line 1, column 3).",
+      "mine.toml is not valid TOML: Expected ']' at the end of a table declaration (at line 1, column 3).",
     ),
     (
       '[x]\nplatform = "cpu"\nspeed = 3\n',
@@ -104,25 +104,25 @@ def test_chips_of_ones_own(tmp_path):
     ),
   ],
 )
-def test_mistakes_in_ones_own_file(tmp_path, monkeypatch, content, message):
+def test_mistakes_in_a_user_file(tmp_path, monkeypatch, content, message):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'mine.toml').write_text(content)
   with pytest.raises(TargetDeviceError) as caught:
-    parse('x:4', 'mine.toml')
+    parse_target('x:4', 'mine.toml')
   assert str(caught.value).splitlines()[0] == message
 
 
-def test_what_a_compiler_finds_in_its_environment(monkeypatch):
+def test_environment_of_a_compiler(monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '--xla_force_host_platform_device_count=8 --xla_dump_to=x')
-  assert compiler_environment(parse('cpu:64'))['XLA_FLAGS'].split() == [
+  assert compiler_environment(parse_target('cpu:64'))['XLA_FLAGS'].split() == [
     '--xla_dump_to=x',
     '--xla_force_host_platform_device_count=64',
     '--xla_backend_optimization_level=0',
     '--xla_llvm_disable_expensive_passes=true',
   ]
-  assert compiler_environment(parse('v5e:4x4'))['TPU_ACCELERATOR_TYPE'] == 'v5litepod-16'
-  assert compiler_environment(parse('v5p:2x2x4'))['TPU_ACCELERATOR_TYPE'] == 'v5p-32'
-  assert compiler_environment(parse('v5e:4x4'))['ALLOW_MULTIPLE_LIBTPU_LOAD'] == '1'
+  assert compiler_environment(parse_target('v5e:4x4'))['TPU_ACCELERATOR_TYPE'] == 'v5litepod-16'
+  assert compiler_environment(parse_target('v5p:2x2x4'))['TPU_ACCELERATOR_TYPE'] == 'v5p-32'
+  assert compiler_environment(parse_target('v5e:4x4'))['ALLOW_MULTIPLE_LIBTPU_LOAD'] == '1'
 
 
 def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):
@@ -142,19 +142,19 @@ def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):
     ('v5p:2x2x4', {'data': 4, 'model': 4}, ('data',), 4, 3.6e11),
   ],
 )
-def test_how_fast_a_group_is(target, mesh, axes, group, speed):
-  aim = parse(target)
+def test_bandwidth_of_a_group(target, mesh, axes, group, speed):
+  parsed = parse_target(target)
   one = collective(axes=axes, group=group)
-  assert seconds(one, aim, mesh) == pytest.approx(1e9 / speed + (group - 1) * aim.chip.hop)
+  assert seconds(one, parsed, mesh) == pytest.approx(1e9 / speed + (group - 1) * parsed.chip.hop)
 
 
-def test_latency_counts_for_small_transfers():
-  aim = parse('h100:8')
+def test_latency_dominates_small_transfers():
+  parsed = parse_target('h100:8')
   often = collective('all-reduce', wire=8.0, times=1000)
-  assert seconds(often, aim, {'data': 8}) == pytest.approx(1000 * 14 * aim.chip.hop, rel=1e-3)
+  assert seconds(often, parsed, {'data': 8}) == pytest.approx(1000 * 14 * parsed.chip.hop, rel=1e-3)
 
 
-def test_a_dtype_that_a_chip_has_no_figure_for():
+def test_a_dtype_without_a_peak():
   h100 = chips()['h100']
   assert peak(h100, 'f8') > peak(h100, 'bf16') == peak(h100, 'f16')
   only = h100._replace(flops={'bf16': 1e12})
@@ -163,12 +163,12 @@ def test_a_dtype_that_a_chip_has_no_figure_for():
 
 
 def test_the_bracket():
-  aim = parse('h100:8')
+  parsed = parse_target('h100:8')
   counts = Counts(989e12 * 0.6, 3.35e12 / 2, (collective(wire=4.5e11 / 4),), (), ())
-  found = cost(counts, aim, {'data': 8})
-  assert found.compute == pytest.approx(1.0) and found.memory == pytest.approx(0.5)
-  assert found.links[('data',)] == pytest.approx(0.25, rel=1e-3)
-  assert found.low == pytest.approx(1.0) and found.high == pytest.approx(1.75, rel=1e-3)
-  assert found.bound == 'compute'
-  slow = cost(counts._replace(collectives=(collective(wire=4.5e12),)), aim, {'data': 8})
+  bracket = cost(counts, parsed, {'data': 8})
+  assert bracket.compute == pytest.approx(1.0) and bracket.memory == pytest.approx(0.5)
+  assert bracket.links[('data',)] == pytest.approx(0.25, rel=1e-3)
+  assert bracket.low == pytest.approx(1.0) and bracket.high == pytest.approx(1.75, rel=1e-3)
+  assert bracket.bound == 'compute'
+  slow = cost(counts._replace(collectives=(collective(wire=4.5e12),)), parsed, {'data': 8})
   assert slow.bound == 'data'

@@ -1,7 +1,8 @@
-"""Pipelines among the layouts that are compared: what their stages hold, send and wait for."""
+"""Pipelines in a comparison: memory, transfers and bubbles of their ranks."""
 
 import functools
 import json
+import sys
 from html.parser import HTMLParser
 from textwrap import dedent
 
@@ -12,12 +13,11 @@ import optax
 import pytest
 
 import flax_spmd as spmd
-from flax_spmd._src.compare import compilation as compiling
-from flax_spmd._src.compare import costs, hardware
-from flax_spmd._src.compare import pipeline_outcome as staging
+from flax_spmd._src.compare import compilation, costs, hardware, pipeline_outcome
+from flax_spmd._src.compare.lowering import LoweredStep
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import PipelineError, TargetDeviceError
-from flax_spmd.explore import Pipeline, compare
+from flax_spmd.explore import Pipeline, TrainStep, compare
 from flax_spmd.pipeline import GPipe, Mean, OneFOneB, ZeroBubbleH1, accumulate, stage_end
 
 WIDTH, ROWS, MICROBATCHES, TARGET = 32, 64, 4, 'cpu:8'
@@ -66,6 +66,7 @@ def step(state, x, microbatches=MICROBATCHES, marked=True, schedule=None):
 
 
 BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+TRAIN_STEP = TrainStep(step, create, BATCH)
 
 
 def staged(**axes):
@@ -83,7 +84,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def found(cache):
+def comparison(cache):
   rows = {
     'one program': PLAIN,
     '1F1B': Pipeline(staged(), OneFOneB(4)),
@@ -96,11 +97,11 @@ def found(cache):
     ),
     'wrong': Pipeline(staged(), OneFOneB(2)),
   }
-  return compare(step, create, BATCH, rows, TARGET)
+  return compare(TRAIN_STEP, rows, TARGET)
 
 
 def concrete(schedule):
-  """What the engine makes of it, on emulated devices."""
+  """The same pipeline lowered for emulated devices."""
   layout = spmd.Layout({'stage': 4, 'data': 2}, RULES)
   batch = jax.ShapeDtypeStruct(
     BATCH.shape, BATCH.dtype, sharding=layout.sharding(BATCH, ('batch', None))
@@ -110,96 +111,94 @@ def concrete(schedule):
 
 
 @pytest.mark.parametrize(('name', 'schedule'), [('1F1B', OneFOneB(4)), ('ZB-H1', ZeroBubbleH1(4))])
-def test_memory_is_that_of_the_engine(found, name, schedule):
-  """Its programs are compiled as for a run, these quickly, so working memory may differ a little."""
+def test_memory_matches_a_pipeline_compiled_to_run(comparison, name, schedule):
+  """`compare` compiles with fewer optimizations, so temporaries can differ a little."""
   lowered = concrete(schedule)
   plan, compiled = lowered.offline('cpu'), lowered.compile()
   for unit, executable in compiled.executables.items():
     assert plan.results[unit] == executable.specs, unit.name
     assert plan.programs[unit].donated == executable.donated
-  memories = [rank.memory for rank in found[name].stages.ranks]
+  memories = [rank.memory for rank in comparison[name].pipeline.ranks]
   assert [one.peak for one in memories] == pytest.approx(compiled.memory, rel=0.05)
   weights = 2 * WIDTH * WIDTH * 4 // 2  # a block's, over two devices
   assert [one.parameters for one in memories] == 4 * [weights]
   assert [one.optimizer for one in memories] == pytest.approx(4 * [2 * weights], abs=8)
-  assert found[name].memory == max(memories, key=lambda one: one.peak)
+  assert comparison[name].memory == max(memories, key=lambda one: one.peak)
 
 
-def test_the_bubble_is_that_of_the_schedule(found, monkeypatch):
-  """With costs that are known: 1 ms forward, 2 ms back, nothing outside of the loop."""
+def test_the_bubble_matches_the_schedule(comparison, monkeypatch):
+  """With known costs: 1 ms forward, 2 ms backward, nothing outside the loop, and instant transfers."""
   known = {'fwd': 1e-3, 'bwd': 2e-3}
 
-  class Known(staging._Staging):
-    def __init__(self, *arguments):
-      super().__init__(*arguments)
-      seconds = {unit: known.get(unit.name.split('_')[0], 0.0) for unit in self._costs}
-      self._costs = {unit: costs.Cost(one, 0.0, {}, one, one, '') for unit, one in seconds.items()}
-      self._sends = []
+  def program_costs(lowered, results, target):
+    seconds = {program: known.get(program.name.split('_')[0], 0.0) for program in results}
+    return {program: costs.Cost(one, 0.0, {}, one, one, '') for program, one in seconds.items()}
 
-  monkeypatch.setattr(staging, '_Staging', Known)
-  row = compare(step, create, BATCH, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
+  monkeypatch.setattr(pipeline_outcome, 'program_costs', program_costs)
+  monkeypatch.setattr(pipeline_outcome, 'transfers', lambda lowered, target: [])
+  row = compare(TRAIN_STEP, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
 
   def cost(task):
     return 0.0 if (task.kind, task.stage) == ('fwd', 3) else 1e3 * known[task.kind]
 
   simulated = OneFOneB(4).simulate(MICROBATCHES, cost)
-  assert row.stages.bubble == pytest.approx((simulated.bubble, simulated.bubble))
+  assert row.pipeline.bubble == pytest.approx((simulated.bubble, simulated.bubble))
   assert row.cost.low == row.cost.high == pytest.approx(simulated.makespan / 1e3)
-  assert [rank.bubble for rank in row.stages.ranks] == pytest.approx(simulated.bubbles)
+  assert [rank.bubble for rank in row.pipeline.ranks] == pytest.approx(simulated.bubbles)
 
 
-def test_what_ranks_send(found):
-  """An activation of each microbatch to the next rank, its gradient back; two devices have half each."""
+def test_transfers_between_ranks(comparison):
+  """Per microbatch, an activation to the next rank and its gradient back; each of two devices sends half."""
   activation = ROWS // MICROBATCHES * WIDTH * 4 // 2
-  ranks = found['1F1B'].stages.ranks
+  ranks = comparison['1F1B'].pipeline.ranks
   assert [rank.sent // activation for rank in ranks] == [4, 8, 8, 4]
-  wires = found['1F1B'].counts.by_axis()
+  wires = comparison['1F1B'].counts.by_axis()
   assert wires['stage',] in [rank.sent for rank in ranks]
 
 
-def test_split_backwards_wait_less(found):
-  assert found['ZB-H1'].stages.bubble[0] < found['1F1B'].stages.bubble[0]
+def test_split_backwards_have_smaller_bubbles(comparison):
+  assert comparison['ZB-H1'].pipeline.bubble[0] < comparison['1F1B'].pipeline.bubble[0]
   for name in ('1F1B', 'ZB-H1', 'cut for us'):
-    stages, cost = found[name].stages, found[name].cost
-    assert stages.low.makespan / 1e3 < cost.low < cost.high
+    pipeline, cost = comparison[name].pipeline, comparison[name].cost
+    assert pipeline.low.makespan / 1e3 < cost.low < cost.high
 
 
-def test_flops_are_those_of_a_stage(found):
+def test_flops_match_a_stage(comparison):
   whole = 3 * 2 * 2 * ROWS * WIDTH * WIDTH * 4
-  assert found['1F1B'].counts.flops == pytest.approx(whole / 8, rel=0.2)
-  assert found['one program'].counts.flops == pytest.approx(whole / 8, rel=0.1)
-  assert found['cut for us'].counts.flops == pytest.approx(whole / 8, rel=0.2)
-  assert [rank.stages for rank in found['cut for us'].stages.ranks] == [(0,), (1,)]
-  assert found['cut for us'].stages.low.title == 'GPipe(ranks=2) with 8 microbatches'
+  assert comparison['1F1B'].counts.flops == pytest.approx(whole / 8, rel=0.2)
+  assert comparison['one program'].counts.flops == pytest.approx(whole / 8, rel=0.1)
+  assert comparison['cut for us'].counts.flops == pytest.approx(whole / 8, rel=0.2)
+  assert [rank.stages for rank in comparison['cut for us'].pipeline.ranks] == [(0,), (1,)]
+  assert comparison['cut for us'].pipeline.low.title == 'GPipe(ranks=2) with 8 microbatches'
 
 
-def test_what_cannot_be_cut_is_a_row(found):
-  assert found['wrong'].error == dedent("""\
+def test_a_pipeline_that_cannot_be_cut_is_a_failed_row(comparison):
+  assert comparison['wrong'].error == dedent("""\
     OneFOneB(ranks=2) runs on 2 ranks, but the mesh axis 'stage' has size 4.
     Fix: use a schedule of 4 ranks, or a mesh whose axis has size 2.""")
-  assert not found['wrong'].fits
+  assert not comparison['wrong'].fits
 
 
-def test_the_table(found):
-  lines = str(found).splitlines()
+def test_the_table(comparison):
+  lines = str(comparison).splitlines()
   assert any(line.startswith('  OneFOneB(ranks=4) with 4 microbatches: bubble ') for line in lines)
   ranks = [line for line in lines if line.startswith('  rank 0 (stage 0): ')]
   assert len(ranks) == 3 and all('; idle ' in line and '; sends ' in line for line in ranks)
-  assert found.best.name in ('one program', '1F1B', 'ZB-H1', 'cut for us')
+  assert comparison.best.name in ('one program', '1F1B', 'ZB-H1', 'cut for us')
 
 
-def test_json_has_the_ranks(found):
-  rows = {one['name']: one for one in json.loads(found.to_json())['layouts']}
-  assert rows['one program']['stages'] is None
-  ranks = rows['ZB-H1']['stages']['ranks']
+def test_json_has_the_ranks(comparison):
+  rows = {one['name']: one for one in json.loads(comparison.to_json())['layouts']}
+  assert rows['one program']['pipeline'] is None
+  ranks = rows['ZB-H1']['pipeline']['ranks']
   assert [one['memory']['peak'] for one in ranks] == [
-    one.memory.peak for one in found['ZB-H1'].stages.ranks
+    one.memory.peak for one in comparison['ZB-H1'].pipeline.ranks
   ]
-  assert rows['1F1B']['stages']['schedule'] == 'OneFOneB(ranks=4) with 4 microbatches'
+  assert rows['1F1B']['pipeline']['schedule'] == 'OneFOneB(ranks=4) with 4 microbatches'
 
 
-def test_the_page_shows_the_ranks(found, tmp_path):
-  found.to_html(tmp_path / 'report.html')
+def test_the_page_shows_the_ranks(comparison, tmp_path):
+  comparison.to_html(tmp_path / 'report.html')
   page = Texts()
   page.feed((tmp_path / 'report.html').read_text())
   assert {'1F1B, 0', '1F1B, 3', 'cut for us, 1'} <= set(page.texts)
@@ -217,36 +216,37 @@ class Texts(HTMLParser):
     self.texts.append(data)
 
 
-def test_a_stage_that_does_not_fit(found, tmp_path, monkeypatch):
-  """On a chip like the CPU (what was compiled for that one is taken for it), but with little memory."""
-  key, rank = compiling._key, hardware.share(hardware.parse(TARGET), 4)
-  monkeypatch.setattr(compiling, '_key', lambda program, target: key(program, rank))
-  limit = sorted(one.memory.peak for one in found['1F1B'].stages.ranks)[2]
+def test_a_stage_that_does_not_fit(comparison, tmp_path, monkeypatch):
+  """On a chip like the CPU but with little memory; it reuses the results that were cached for the CPU."""
+  key, rank = compilation.cache_key, hardware.share(hardware.parse_target(TARGET), 4)
+  monkeypatch.setattr(compilation, 'cache_key', lambda program, target: key(program, rank))
+  limit = sorted(one.memory.peak for one in comparison['1F1B'].pipeline.ranks)[2]
   chip = spmd.explore.chips()['cpu']._asdict() | {'memory': limit, 'source': 'mine'}
   fields = {name: value for name, value in chip.items() if value and name not in ('name', 'flops')}
   lines = [f'{name} = {json.dumps(value)}' for name, value in fields.items()]
   (tmp_path / 'mine.toml').write_text('\n'.join(['[mine]', *lines, 'flops = {bf16 = 1e12}']))
   rows = {'1F1B': Pipeline(staged(), OneFOneB(4))}
-  small = compare(step, create, BATCH, rows, 'mine:8', hardware=tmp_path / 'mine.toml')
-  largest = max(small['1F1B'].stages.ranks, key=lambda one: one.memory.peak)
+  small = compare(TRAIN_STEP, rows, 'mine:8', hardware=tmp_path / 'mine.toml')
+  largest = max(small['1F1B'].pipeline.ranks, key=lambda one: one.memory.peak)
   assert not small['1F1B'].fits and largest.memory.peak > limit
   [line] = [line for line in str(small).splitlines() if ' over; idle ' in line]
   over = size_text(largest.memory.peak - limit)
   assert line.startswith(f'  rank {largest.stages[0]} (stage {largest.stages[0]}): ') and over in line
 
 
-def test_a_program_that_is_not_compiled_says_which(monkeypatch):
-  monkeypatch.setattr(compiling, '_read', lambda key: None)
+def test_the_error_names_the_program_that_is_not_compiled(tmp_path, monkeypatch):
+  monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
   large = {'error': 'Used 20.00G of 15.75G hbm', 'used': 20 * 2**30}
-  monkeypatch.setattr(compiling, '_keep', lambda key, result: None)
-  monkeypatch.setattr(compiling, '_run', lambda programs, *rest: [dict(large) for _ in programs])
-  row = compare(step, create, BATCH, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
-  said = [f'start_{rank} on rank {rank}: Used 20.00G of 15.75G hbm' for rank in range(2)]
-  assert row.error.splitlines()[:2] == said and row.memory.peak == 20 * 2**30 and not row.fits
+  monkeypatch.setattr(
+    compilation, 'run_workers', lambda programs, *rest: [dict(large) for _ in programs]
+  )
+  row = compare(TRAIN_STEP, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
+  lines = [f'start_{rank} on rank {rank}: Used 20.00G of 15.75G hbm' for rank in range(2)]
+  assert row.error.splitlines()[:2] == lines and row.memory.peak == 20 * 2**30 and not row.fits
 
 
 def test_a_crash_takes_one_program_with_it(tmp_path, monkeypatch):
-  """The worker is a script that writes the results of the folders before the second one's, and dies."""
+  """The worker is a script that crashes at the second folder."""
   code = (
     'import pathlib, sys\n'
     'for folder in sys.argv[3:]:\n'
@@ -255,55 +255,56 @@ def test_a_crash_takes_one_program_with_it(tmp_path, monkeypatch):
   )
   (tmp_path / 'worker.py').write_text(code)
   python = tmp_path / 'python'
-  python.write_text(f'#!/bin/sh\nexec {compiling.sys.executable} {tmp_path}/worker.py "$@"\n')
+  python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/worker.py "$@"\n')
   python.chmod(0o755)
   monkeypatch.setattr('sys.executable', str(python))
-  program = compiling.Program(b'', '', staged(), 'f32', [], 0, [])
+  program = LoweredStep(b'', '', staged(), 'f32', [], 0, [])
   folders = [tmp_path / str(number) for number in range(3)]
-  results = compiling._run([program] * 3, hardware.parse(TARGET), None, folders)
+  results = compilation.run_workers([program] * 3, hardware.parse_target(TARGET), None, folders)
   assert results[0] == results[2] == {'warnings': []}
   assert results[1]['error'].startswith('the compiler ended with code 3')
 
 
-def test_warnings_are_those_of_a_program(tmp_path):
+def test_warnings_belong_to_a_program(tmp_path):
   one, two = tmp_path / '1', tmp_path / '10'
-  said = f'{compiling.BEGIN}{one}\nW0 a:1] SPMD one\n{compiling.BEGIN}{two}\nW0 a:1] SPMD two\n'
-  assert compiling._warnings(said, one) == ['SPMD one']
-  assert compiling._warnings(said, two) == ['SPMD two']
+  begin = compilation.BEGIN
+  log = f'{begin}{one}\nW0 a:1] SPMD one\n{begin}{two}\nW0 a:1] SPMD two\n'
+  assert compilation.warnings_in(log, one) == ['SPMD one']
+  assert compilation.warnings_in(log, two) == ['SPMD two']
 
 
-# -- what cannot be compared
+# -- errors
 
 
-def test_a_step_without_a_loop():
+def test_a_step_without_a_microbatch_loop():
   def forward(state, x):
     return Model().apply({'params': state['params']}, x)
 
   with pytest.raises(PipelineError) as caught:
-    compare(forward, create, BATCH, [Pipeline(staged(), OneFOneB(4))], TARGET)
+    compare(TrainStep(forward, create, BATCH), [Pipeline(staged(), OneFOneB(4))], TARGET)
   assert str(caught.value) == dedent("""\
-    The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.
-    Fix: let it take its gradients in flax_spmd.pipeline.accumulate.""")
+    The step has no microbatch loop, so there is no schedule to compare.
+    Fix: compute its gradients in flax_spmd.pipeline.accumulate.""")
 
 
-def test_a_step_with_a_schedule_of_its_own():
+def test_a_row_and_a_step_with_different_schedules():
   given = Pipeline(staged(), ZeroBubbleH1(4), step=functools.partial(step, schedule=OneFOneB(4)))
   with pytest.raises(PipelineError) as caught:
-    compare(step, create, BATCH, [given], TARGET)
+    compare(TRAIN_STEP, [given], TARGET)
   assert str(caught.value) == dedent("""\
-    The row asks for ZeroBubbleH1(ranks=4), but the step's accumulate is given OneFOneB(ranks=4), which it runs by.
-    Fix: give accumulate no schedule, or the row a step of its own.""")
+    The row has the schedule ZeroBubbleH1(ranks=4), but the step's accumulate is given OneFOneB(ranks=4), which takes precedence.
+    Fix: pass no schedule to accumulate, or give the row a step of its own.""")
 
 
 def test_a_mesh_of_another_size():
   with pytest.raises(TargetDeviceError) as caught:
-    compare(step, create, BATCH, [Pipeline(staged(), OneFOneB(4))], 'h100:64')
+    compare(TRAIN_STEP, [Pipeline(staged(), OneFOneB(4))], 'h100:64')
   assert str(caught.value) == dedent("""\
     The mesh {'stage': 4, 'data': 2} has 8 devices, the target h100:64 64.
     Fix: give the layout a mesh of 64 devices.""")
 
 
-# -- what a rank's devices are
+# -- the devices of a rank
 
 
 @pytest.mark.parametrize(
@@ -317,15 +318,14 @@ def test_a_mesh_of_another_size():
   ],
 )
 def test_a_share_of_a_target(whole, parts, share):
-  found = hardware.share(hardware.parse(whole), parts)
-  assert found == hardware.parse(share)
+  assert hardware.share(hardware.parse_target(whole), parts) == hardware.parse_target(share)
 
 
 def test_links_between_ranks():
-  h100 = hardware.parse('h100:64')
+  h100 = hardware.parse_target('h100:64')
   chip = h100.chip
   outer, inner = {'stage': 8, 'data': 8}, {'data': 8, 'stage': 8}
   assert costs.between(h100, outer, 'stage', 0, 1) == chip.network
   assert costs.between(h100, inner, 'stage', 6, 7) == chip.link
-  v5e = hardware.parse('v5e:4x4')
+  v5e = hardware.parse_target('v5e:4x4')
   assert costs.between(v5e, {'stage': 4, 'data': 4}, 'stage', 0, 1) == v5e.chip.link

@@ -1,4 +1,4 @@
-"""Comparing layouts of training steps as people write them; and, where their compilers are, for a GPU and a TPU."""
+"""Comparisons of training steps as people write them; for a GPU and a TPU too, if their compilers are installed."""
 
 import functools
 import math
@@ -13,9 +13,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd._src.compare import compilation as compiling
+from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd.errors import TargetDeviceError
-from flax_spmd.explore import compare, parse
+from flax_spmd.explore import TrainStep, compare, parse_target
 
 LAYERS, BATCH, EMBED, MLP = 4, 1024, 32, 128
 PRODUCT = 2 * BATCH * EMBED * MLP  # FLOPs of a product of a batch and a weight
@@ -28,10 +28,10 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x, _=None):
-    h = self._laid(nn.relu(x @ self._weight('up', 'embed', 'mlp')), 'mlp')
-    return self._laid(x + h @ self._weight('down', 'mlp', 'embed'), None), None
+    h = self._constrain(nn.relu(x @ self._weight('up', 'embed', 'mlp')), 'mlp')
+    return self._constrain(x + h @ self._weight('down', 'mlp', 'embed'), None), None
 
-  def _laid(self, x, name):
+  def _constrain(self, x, name):
     return spmd.with_logical_constraint(x, ('batch', name))
 
   def _weight(self, name, *names):
@@ -90,9 +90,9 @@ def layouts(devices=8):
 X = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32)
 
 
-def on_cpu(names, a_step=step, make=create, batch=X, **kwargs):
+def on_cpu(names, a_step=step, make=create, batch=X, placements=None):
   given = {name: layout for name, layout in layouts().items() if name in names.split()}
-  return compare(a_step, make, batch, given, 'cpu:8', **kwargs)
+  return compare(TrainStep(a_step, make, batch, placements=placements), given, 'cpu:8')
 
 
 @functools.cache
@@ -101,9 +101,11 @@ def plain():
 
 
 def flops(model):
-  """Of a step of a model, on each of 8 devices."""
-  once_more = FORWARD / 2 if model.remat else 0  # a layer's second product is not needed backward
-  return (3 * FORWARD + once_more) / 8
+  """The FLOPs of a step of a model on each of 8 devices."""
+  recomputed = (
+    FORWARD / 2 if model.remat else 0
+  )  # the backward pass does not need a layer's second product
+  return (3 * FORWARD + recomputed) / 8
 
 
 def kinds(outcome):
@@ -111,10 +113,10 @@ def kinds(outcome):
   return {kind: wire for kind, wire in outcome.counts.by_kind().items() if wire > 1000}
 
 
-# -- the forms of a model
+# -- forms of a model
 
 
-def test_scanned_layers_count_as_often_as_they_run():
+def test_scanned_layers_count_once_per_trip():
   for outcome in plain():
     assert outcome.counts.flops == flops(Model())
     assert any(trips == LAYERS for _, trips, _ in outcome.counts.loops)
@@ -122,17 +124,17 @@ def test_scanned_layers_count_as_often_as_they_run():
 
 
 def test_unrolled_layers_count_as_scanned_ones():
-  found = on_cpu('data tensor', make=lambda: create(Model(scan=False)))
+  result = on_cpu('data tensor', make=lambda: create(Model(scan=False)))
   for name in ('data', 'tensor'):
-    one, other = found[name], plain()[name]
-    # What nothing depends on, the gradient of the first layer's input, is left out where it can be seen.
+    one, other = result[name], plain()[name]
+    # Without a loop the compiler can remove the unused gradient of the first layer's input.
     assert one.counts.flops in (flops(Model()), flops(Model()) - PRODUCT / 8)
     assert one.counts.loops == ()
     assert one.memory.parameters == other.memory.parameters
     assert sum(kinds(one).values()) == pytest.approx(sum(kinds(other).values()), rel=0.25)
 
 
-def test_remat_computes_again_and_keeps_less():
+def test_remat_recomputes_and_saves_memory():
   model = Model(remat=True)
   remat, kept = on_cpu('data', make=lambda: create(model))['data'], plain()['data']
   assert kept.counts.flops < remat.counts.flops == flops(model)
@@ -141,7 +143,7 @@ def test_remat_computes_again_and_keeps_less():
 
 def test_remat_of_unrolled_layers_may_be_undone():
   remat = on_cpu('data', make=lambda: create(Model(scan=False, remat=True)))['data']
-  # The CPU's compiler of some versions sees that it is the same, and counts are of what it makes.
+  # Some versions of the CPU's compiler undo the rematerialisation, and the counts are of the compiled program.
   assert flops(Model()) - PRODUCT / 8 <= remat.counts.flops <= flops(Model(remat=True))
   assert remat.memory.temporaries <= plain()['data'].memory.temporaries
 
@@ -155,24 +157,24 @@ def test_a_state_without_boxes():
     'fsdp': (('batch', 'data'), spmd.fsdp('data', min_size=256)),
   }
   given = {name: spmd.Layout(spmd.abstract_mesh({'data': 8}), table) for name, table in rules.items()}
-  found = compare(step, make, X, given, 'cpu:8')
-  for outcome in found:
+  result = compare(TrainStep(step, make, X), given, 'cpu:8')
+  for outcome in result:
     assert outcome.memory.parameters == plain()['fsdp'].memory.parameters
     assert outcome.memory.optimizer == plain()['fsdp'].memory.optimizer
     assert outcome.counts.flops == flops(Model())
-  assert found['paths'].counts.by_kind() == plain()['fsdp'].counts.by_kind()
+  assert result['paths'].counts.by_kind() == plain()['fsdp'].counts.by_kind()
 
 
-# -- the forms of a step
+# -- forms of a step
 
 
 def accumulated(state, x, parts=4):
-  """Gradients of parts of the batch, one after the other, added up."""
+  """A step that sums the gradients of parts of the batch."""
 
   def add(sums, part):
     part = spmd.with_logical_constraint(part, ('batch', None))
-    found = jax.value_and_grad(loss_of)(state.params, state.apply_fn, part)
-    return jax.tree.map(jnp.add, sums, found), None
+    result = jax.value_and_grad(loss_of)(state.params, state.apply_fn, part)
+    return jax.tree.map(jnp.add, sums, result), None
 
   zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
   (loss, grads), _ = jax.lax.scan(add, zeros, x.reshape(parts, -1, x.shape[1]))
@@ -180,15 +182,15 @@ def accumulated(state, x, parts=4):
 
 
 def test_gradient_accumulation():
-  found = on_cpu('data tensor', accumulated)
-  for outcome in found:
+  result = on_cpu('data tensor', accumulated)
+  for outcome in result:
     assert outcome.counts.flops == flops(Model())
     assert sorted(trips for _, trips, _ in outcome.counts.loops)[-1] == LAYERS
   once = plain()['data'].counts.by_kind()['all-reduce']
-  assert kinds(found['data'])['all-reduce'] == pytest.approx(4 * once, rel=0.01)  # each part's, here
+  assert kinds(result['data'])['all-reduce'] == pytest.approx(4 * once, rel=0.01)  # once per part
 
 
-def test_several_arrays_in_a_batch_and_their_places():
+def test_placements_of_several_arrays_in_a_batch():
   def weighted(state, batch):
     def loss(params):
       y = state.apply_fn({'params': params}, batch['x'])
@@ -198,12 +200,12 @@ def test_several_arrays_in_a_batch_and_their_places():
     return state.apply_gradients(grads=grads), value
 
   batch = {'x': jnp.ones((BATCH, EMBED)), 'weight': jnp.ones(BATCH)}
-  places = {'x': ('batch', None), 'weight': ('batch',)}
+  placements = {'x': ('batch', None), 'weight': ('batch',)}
   by_default = on_cpu('data', weighted, batch=batch)['data']
-  given = on_cpu('data', weighted, batch=batch, places=places)['data']
+  given = on_cpu('data', weighted, batch=batch, placements=placements)['data']
   assert by_default.memory == given.memory
   assert given.memory.batch == 4 * (BATCH * EMBED + BATCH) // 8
-  replicated = on_cpu('data', weighted, batch=batch, places=P())['data']
+  replicated = on_cpu('data', weighted, batch=batch, placements=P())['data']
   assert replicated.memory.batch == 8 * given.memory.batch
 
 
@@ -211,10 +213,10 @@ def test_several_arrays_in_a_batch_and_their_places():
 
 
 def test_mixed_precision():
-  found = on_cpu('data', make=lambda: create(Model(dtype=jnp.bfloat16)))['data']
-  assert found.program.dtype == 'bf16' and plain()['data'].program.dtype == 'f32'
-  assert found.memory.parameters == plain()['data'].memory.parameters  # which stay float32
-  assert found.counts.flops == flops(Model())
+  result = on_cpu('data', make=lambda: create(Model(dtype=jnp.bfloat16)))['data']
+  assert result.program.dtype == 'bf16' and plain()['data'].program.dtype == 'f32'
+  assert result.memory.parameters == plain()['data'].memory.parameters  # they stay float32
+  assert result.counts.flops == flops(Model())
 
 
 def test_parameters_and_moments_in_bf16():
@@ -222,10 +224,10 @@ def test_parameters_and_moments_in_bf16():
     floating = lambda leaf: jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if floating(leaf) else leaf, create())
 
-  found = on_cpu('fsdp', make=make)['fsdp']
+  result = on_cpu('fsdp', make=make)['fsdp']
   whole = plain()['fsdp'].memory
-  assert 2 * found.memory.parameters == whole.parameters
-  assert found.memory.optimizer == 4 + (whole.optimizer - 4) // 2  # and a count
+  assert 2 * result.memory.parameters == whole.parameters
+  assert result.memory.optimizer == 4 + (whole.optimizer - 4) // 2  # and a count
 
 
 def test_int8_leaves():
@@ -238,11 +240,11 @@ def test_int8_leaves():
     )
     return state, jnp.sum(spmd.with_logical_constraint(y, ('batch', 'mlp')))
 
-  found = on_cpu('tensor', quantised, make, jax.ShapeDtypeStruct((BATCH, EMBED), jnp.int8))['tensor']
-  assert found.program.dtype == 'int8'
-  assert found.memory.rest == EMBED * MLP // 4
-  assert found.counts.flops == PRODUCT / 8
-  assert found.cost.compute > 0
+  result = on_cpu('tensor', quantised, make, jax.ShapeDtypeStruct((BATCH, EMBED), jnp.int8))['tensor']
+  assert result.program.dtype == 'int8'
+  assert result.memory.rest == EMBED * MLP // 4
+  assert result.counts.flops == PRODUCT / 8
+  assert result.cost.compute > 0
 
 
 # -- optimizers
@@ -264,9 +266,9 @@ MOMENTS = {'clipped': 2, 'momentum': 1, 'masked': 1.5, 'several steps': 3}
 
 @pytest.mark.parametrize('name', CHAINS)
 def test_chains_of_optax(name):
-  found = on_cpu('fsdp', make=lambda: create(tx=CHAINS[name]()))['fsdp']
-  assert found.error is None and found.counts.flops == flops(Model())
-  parameters, optimizer = found.memory.parameters, found.memory.optimizer
+  result = on_cpu('fsdp', make=lambda: create(tx=CHAINS[name]()))['fsdp']
+  assert result.error is None and result.counts.flops == flops(Model())
+  parameters, optimizer = result.memory.parameters, result.memory.optimizer
   assert parameters == 4 * WEIGHTS // 8
   if name in MOMENTS:
     assert optimizer == pytest.approx(MOMENTS[name] * parameters, abs=64)
@@ -274,7 +276,7 @@ def test_chains_of_optax(name):
     assert 0 < optimizer < parameters
 
 
-# -- what is opaque, and what only looks like it
+# -- opaque calls
 
 
 def test_a_block_in_shard_map_is_counted():
@@ -294,9 +296,10 @@ def test_a_block_in_shard_map_is_counted():
 
   x = jax.ShapeDtypeStruct((BATCH, MLP), jnp.float32)
   layout = spmd.Layout(mesh, (('batch', 'data'), ('mlp', 'model')))
-  found = compare(by_hand, make, x, {'by hand': layout}, 'cpu:8', places=('batch', 'mlp'))['by hand']
-  assert found.counts.flops == PRODUCT / 8 and found.counts.opaque == ()
-  [largest] = [one for one in found.counts.collectives if one.axes == ('model',)]
+  train_step = TrainStep(by_hand, make, x, placements=('batch', 'mlp'))
+  result = compare(train_step, {'by hand': layout}, 'cpu:8')['by hand']
+  assert result.counts.flops == PRODUCT / 8 and result.counts.opaque == ()
+  [largest] = [one for one in result.counts.collectives if one.axes == ('model',)]
   assert (largest.kind, largest.group, largest.bytes) == ('all-reduce', 4, 4 * BATCH * EMBED // 2)
 
 
@@ -307,21 +310,21 @@ def test_a_custom_call_is_flagged(tmp_path):
   def make():
     return {'w': spmd.LogicallyPartitioned(jnp.ones((EMBED, MLP)), ('embed', 'mlp'))}
 
-  found = on_cpu('data', factorised, make)
-  opaque = dict(found['data'].counts.opaque)
+  result = on_cpu('data', factorised, make)
+  opaque = dict(result['data'].counts.opaque)
   assert opaque and all('lapack' in name for name in opaque)
-  [line] = [line for line in str(found).splitlines() if line.startswith('  not counted: ')]
+  [line] = [line for line in str(result).splitlines() if line.startswith('  not counted: ')]
   assert next(iter(opaque)) in line
-  found.to_html(tmp_path / 'report.html')
+  result.to_html(tmp_path / 'report.html')
   assert f'Not counted: {next(iter(opaque))} x 1' in (tmp_path / 'report.html').read_text()
 
 
-# -- the compilers of what is not here
+# -- compilers for other targets
 
 
 def unless_missing(target):
   try:
-    compiling.check_compiler(parse(target))
+    check_compiler(parse_target(target))
     return ()
   except TargetDeviceError as error:
     return pytest.mark.skip(reason=str(error).splitlines()[0])
@@ -330,25 +333,25 @@ def unless_missing(target):
 @pytest.mark.parametrize(
   'target', [pytest.param(name, marks=unless_missing(name)) for name in ('h100:8', 'v5e:2x4')]
 )
-def test_a_target_that_is_not_here(target, tmp_path):
+def test_other_targets(target, tmp_path):
   model = Model(dtype=jnp.bfloat16)
   given = {name: layout for name, layout in layouts().items() if name != 'data'}
-  found = compare(step, lambda: create(model), X, given, target, jobs=1)
-  for outcome in found:
+  result = compare(TrainStep(step, lambda: create(model), X), given, target, jobs=1)
+  for outcome in result:
     assert outcome.error is None and outcome.fits
     assert outcome.memory.parameters == plain()[outcome.name].memory.parameters
     assert math.isclose(outcome.counts.flops, flops(model), rel_tol=0.05)
     assert outcome.cost.low <= outcome.cost.high
-  assert 'all-gather' in found['fsdp'].counts.by_kind()
-  assert ('model',) in found['tensor'].counts.by_axis()
-  assert any('layouts_test.py' in one.source for one in found['tensor'].counts.collectives)
-  found.to_html(tmp_path / 'report.html')
+  assert 'all-gather' in result['fsdp'].counts.by_kind()
+  assert ('model',) in result['tensor'].counts.by_axis()
+  assert any('training_steps_test.py' in one.source for one in result['tensor'].counts.collectives)
+  result.to_html(tmp_path / 'report.html')
 
 
-def test_without_its_compiler_a_target_says_what_to_install(monkeypatch):
+def test_a_missing_compiler_names_the_wheel_to_install(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(TargetDeviceError) as caught:
-    compare(step, create, X, layouts(), 'h100:8')
+    compare(TrainStep(step, create, X), layouts(), 'h100:8')
   assert str(caught.value) == dedent("""\
-    There is no compiler for h100:8 here: the wheel jax-cuda12-plugin is not installed.
+    There is no compiler for h100:8 on this machine: the wheel jax-cuda12-plugin is not installed.
     Fix: pip install 'flax-spmd[cuda]'""")

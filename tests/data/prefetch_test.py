@@ -224,7 +224,7 @@ def test_a_size_that_is_none(size):
     prefetch([1], same, size=size)
   assert str(error.value) == (
     f'prefetch cannot keep {size!r} batches ready.\n'
-    'Fix: give a size of 1 or more; 2 lets one be made while another one waits.'
+    'Fix: pass a size of 1 or more; with 2, one batch is ready while the next one loads.'
   )
 
 

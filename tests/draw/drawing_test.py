@@ -308,8 +308,8 @@ def test_every_svg_has_one_rectangle_per_shown_cell(case):
           ├─────────────┤
       5:5 │ 5-7 (empty) │
           └─────────────┘
-      - dim 0: 8 does not divide 5: a program pads it to 8, an array cannot lie so
-      - dim 1 is UNCONSTRAINED: it is drawn whole, and the compiler may shard it""",
+      - dim 0: 5 is not divisible by 8: a program pads it to 8, a concrete array cannot have this sharding
+      - dim 1 is UNCONSTRAINED: drawn as replicated, but the compiler may shard it""",
     ),
     (
       struct(4, 4),
@@ -462,28 +462,28 @@ def test_rich_prints_the_text_as_wide_as_the_console():
       (8, 16),
       None,
       """\
-      [8,16] (tuple) has no sharding, so no device is known to hold it.
+      [8,16] (tuple) has no sharding, so its devices are unknown.
       Fix: pass one: draw(x, NamedSharding(mesh, PartitionSpec('data'))); the mesh may be abstract.""",
     ),
     (
       struct(8),
       None,
       """\
-      float32[8] (ShapeDtypeStruct) has no sharding, so no device is known to hold it.
+      float32[8] (ShapeDtypeStruct) has no sharding, so its devices are unknown.
       Fix: pass one: draw(x, NamedSharding(mesh, PartitionSpec('data'))); the mesh may be abstract.""",
     ),
     (
       jax.core.ShapedArray((8,), jnp.float32),  # its sharding is one over an empty mesh
       None,
       """\
-      float32[8] (ShapedArray) has no sharding, so no device is known to hold it.
+      float32[8] (ShapedArray) has no sharding, so its devices are unknown.
       Fix: pass one: draw(x, NamedSharding(mesh, PartitionSpec('data'))); the mesh may be abstract.""",
     ),
     (
       struct(8),
       'data',
       """\
-      'data' is no sharding: it does not say which devices hold float32[8].
+      'data' is not a sharding of float32[8].
       Fix: pass a jax.sharding.Sharding such as NamedSharding(mesh, PartitionSpec('data')).""",
     ),
     (
@@ -523,5 +523,5 @@ def test_a_shape_that_another_sharding_refuses(mesh):
     draw(struct(7), OtherSharding(named))
   assert str(error.value) == (
     f'float32[7] does not fit its sharding OtherSharding(): {refusal.value}\n'
-    'Fix: choose a shape that it divides, or pass a NamedSharding, which is drawn padded.'
+    'Fix: choose a divisible shape, or pass a NamedSharding, which is drawn with padding.'
   )

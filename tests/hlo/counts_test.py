@@ -1,4 +1,4 @@
-"""Counts of compiled steps against theory, on texts of three backends' compilers and on what is compiled here."""
+"""Counts of compiled steps against theory, for texts of three backends' compilers and for steps compiled by the test."""
 
 import math
 import pathlib
@@ -81,15 +81,15 @@ def test_wrapped_in_an_asynchronous_computation():
   wrapped += (
     ' channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}, use_global_device_ids=true\n}'
   )
-  found = counted(
+  counts = counted(
     '%x = f32[8]{0} parameter(0)',
     '%s = ((f32[8]{0}), f32[16]{0}, u32[]) async-start(%x), calls=%wrapped',
     '%u = ((f32[8]{0}), f32[16]{0}, u32[]) async-update(%s), calls=%wrapped',
     'ROOT %d = f32[16]{0} async-done(%u), calls=%wrapped',
     before=wrapped,
   )
-  assert found.by_axis() == {('data',): 32}
-  assert found.hbm_bytes == 32 + 64
+  assert counts.by_axis() == {('data',): 32}
+  assert counts.hbm_bytes == 32 + 64
 
 
 def test_combined_and_sub_byte():
@@ -102,7 +102,7 @@ def test_combined_and_sub_byte():
   assert (one.bytes, one.wire, one.dtype, one.axes) == (48, 48 * 7, 's4', ('data', 'model'))
 
 
-def test_one_device_is_not_counted():
+def test_groups_of_one_device_are_not_counted():
   line = '%x = f32[8]{0} parameter(0)'
   for groups in ('{{0},{1},{2},{3},{4},{5},{6},{7}}', '[8,1]<=[8]', "mesh['a'=1,'b'=8] {'a'}"):
     reduced = f'ROOT %r = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}'
@@ -132,8 +132,8 @@ def test_a_permute_as_send_and_receive():
 
 
 def test_tpu_asynchronous_fusions_count_once_and_slices_of_sums_are_reduce_scatters():
-  found = count((DATA / 'tpu_async.hlo').read_text(), {'data': 2, 'model': 4})
-  gather, scatter = sorted(found.collectives, key=lambda one: one.kind)
+  counts = count((DATA / 'tpu_async.hlo').read_text(), {'data': 2, 'model': 4})
+  gather, scatter = sorted(counts.collectives, key=lambda one: one.kind)
   assert (gather.kind, gather.axes, gather.group, gather.wire) == (
     'all-gather',
     ('data',),
@@ -144,8 +144,8 @@ def test_tpu_asynchronous_fusions_count_once_and_slices_of_sums_are_reduce_scatt
   assert (scatter.kind, scatter.axes, scatter.bytes, scatter.wire) == (
     *('reduce-scatter', ('data',), operands, operands / 2),
   )
-  assert found.opaque == ()
-  assert found.hbm_bytes < 100  # all of it lies on the chip
+  assert counts.opaque == ()
+  assert counts.hbm_bytes < 100  # everything stays on the chip
 
 
 # --- Loops and branches ------------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ ENTRY %main (x: bf16[1,64,2048]) -> (s32[], bf16[1,64,2048], u32[]) {
 
 def test_tpu_loops_within_loops_by_their_conditions():
   """The inner counter goes in twos, and starts at what the outer loop hands on."""
-  found = count(TPU_LOOPS, {'data': 8})
-  assert found.loops == (('while.54', 4, 'condition'), ('while.60', 2, 'condition'))
-  (one,) = found.collectives
+  counts = count(TPU_LOOPS, {'data': 8})
+  assert counts.loops == (('while.54', 4, 'condition'), ('while.60', 2, 'condition'))
+  (one,) = counts.collectives
   assert (one.times, one.wire, one.axes, one.group) == (8, 8 * 64 * 2048 * 2, ('data',), 8)
   assert one.op == 'jit(step)/jvp()/while/body/dot_general'
 
@@ -240,7 +240,7 @@ H100_LOOP = """
 
 def test_h100_fsdp_bytes_and_flops_equal_theory():
   """Two weights of 512 x 2048 in bf16 are gathered and their gradients scattered, in 4 layers over 8 devices."""
-  found = counted(
+  counts = counted(
     '%s = (s32[], bf16[64,2048]{1,0}, bf16[1024,512]{1,0}) parameter(0)',
     'ROOT %while.30 = (s32[], bf16[64,2048]{1,0}, bf16[1024,512]{1,0}) while(%s), condition=%c, body=%body,'
     ' metadata={op_name="w"}, backend_config={"known_trip_count":{"n":"4"},"known_init_step":{"init":"0"}}',
@@ -248,33 +248,33 @@ def test_h100_fsdp_bytes_and_flops_equal_theory():
     mesh={'data': 8},
   )
   weight = 512 * 2048 * 2
-  assert found.by_kind() == {
+  assert counts.by_kind() == {
     'all-gather': 4 * 2 * weight * 7 / 8,
     'reduce-scatter': 4 * 2 * weight * 7 / 8,
   }
-  assert {one.source for one in found.collectives} == {'model.py:31', ''}
-  assert found.flops == 4 * 2 * (2 * 1024 * 512 * 2048)
-  assert found.loops == (('while.30', 4, 'known'),)
+  assert {one.source for one in counts.collectives} == {'model.py:31', ''}
+  assert counts.flops == 4 * 2 * (2 * 1024 * 512 * 2048)
+  assert counts.loops == (('while.30', 4, 'known'),)
   moved = {  # the same array given twice is read once
     'gather': weight / 8 + 2 * weight,
     'scatter': weight + 2 * weight / 8,
     'products': 2 * (2**20 + weight + 2**22),
   }
-  assert found.hbm_bytes == 4 * sum(moved.values())
-  assert found.opaque == ()
+  assert counts.hbm_bytes == 4 * sum(moved.values())
+  assert counts.opaque == ()
 
 
 def test_a_loop_of_unknown_length_counts_once():
   before = '%b (p: (f32[4])) -> (f32[4]) {\n  %p = (f32[4]{0}) parameter(0)\n  %x = f32[4]{0} get-tuple-element(%p),'
   before += ' index=0\n  %y = f32[4]{0} negate(%x)\n  ROOT %t = (f32[4]{0}) tuple(%y)\n}\n\n%c (q: (f32[4])) -> pred[]'
   before += ' {\n  %q = (f32[4]{0}) parameter(0)\n  ROOT %no = pred[] constant(false)\n}'
-  found = counted(
+  counts = counted(
     '%s = (f32[4]{0}) parameter(0)',
     'ROOT %w = (f32[4]{0}) while(%s), condition=%c, body=%b',
     before=before,
   )
-  assert found.loops == (('w', 1, 'unknown'),)
-  assert found.hbm_bytes == 32
+  assert counts.loops == (('w', 1, 'unknown'),)
+  assert counts.hbm_bytes == 32
 
 
 @pytest.mark.parametrize(
@@ -287,13 +287,13 @@ def test_the_larger_branch_counts(branches):
     '%large (y: f32[4,4]) -> f32[4,4] {\n  %y = f32[4,4]{1,0} parameter(0)\n  ROOT %d = f32[4,4]{1,0}'
   )
   before += ' dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}'
-  found = counted(
+  counts = counted(
     '%i = s32[] parameter(0)',
     '%a = f32[4,4]{1,0} parameter(1)',
     f'ROOT %c = f32[4,4]{{1,0}} conditional(%i, %a, %a), {branches}',
     before=before,
   )
-  assert (found.flops, found.hbm_bytes) == (128, 128)
+  assert (counts.flops, counts.hbm_bytes) == (128, 128)
 
 
 # --- FLOPs -------------------------------------------------------------------------------------------------
@@ -311,12 +311,12 @@ def test_library_products(target, operands, result, attributes, expected):
   config = (
     f', backend_config={{"dot":{{"lhs_contracting_dimensions":{attributes}}}}}' if attributes else ''
   )
-  found = counted(
+  counts = counted(
     f'%a = f32[{operands[0]}] parameter(0)',
     f'%b = f32[{operands[1]}] parameter(1)',
     f'ROOT %c = (f32[{result}], s8[64]{{0}}) custom-call(%a, %b), custom_call_target="{target}"{config}',
   )
-  assert (found.flops, found.opaque) == (expected, ())
+  assert (counts.flops, counts.opaque) == (expected, ())
 
 
 @pytest.mark.parametrize(
@@ -328,36 +328,36 @@ def test_library_products(target, operands, result, attributes, expected):
   ],
 )
 def test_cudnn_convolutions(target, operands, result):
-  found = counted(
+  counts = counted(
     f'%a = f32[{operands[0]}] parameter(0)',
     f'%b = f32[{operands[1]}] parameter(1)',
     f'ROOT %c = (f32[{result}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), window={{size=7x7 stride=2x2}},'
     f' dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"',
   )
-  assert found.flops == 2 * (2 * 32 * 32 * 64) * (7 * 7 * 3)
+  assert counts.flops == 2 * (2 * 32 * 32 * 64) * (7 * 7 * 3)
 
 
 @pytest.mark.parametrize('target, products', [('fmhaSoftmax', 2), ('fmhaScaleBiasSoftmaxBackward', 5)])
 def test_cudnn_attention(target, products):
-  found = counted(
+  counts = counted(
     '%q = bf16[2,256,8,64]{3,2,1,0} parameter(0)',
     '%k = bf16[2,512,4,64]{3,2,1,0} parameter(1)',
     f'ROOT %o = (bf16[2,256,8,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn${target}",'
     ' backend_config={"cudnn_fmha_backend_config":{"algorithm":{"algo_id":"0"},"intermediate_tensor_shape":'
     '{"element_type":"BF16","dimensions":["2","8","256","512"],"tuple_shapes":[]}}}',
   )
-  assert found.flops == products * 2 * 2 * 8 * 256 * 512 * 64
+  assert counts.flops == products * 2 * 2 * 8 * 256 * 512 * 64
 
 
-def test_unknown_calls_are_named():
-  found = counted(
+def test_unknown_calls_are_listed():
+  counts = counted(
     '%x = f32[8]{0:T(128)} parameter(0)',
     '%a = f32[8]{0:T(128)} custom-call(), custom_call_target="AllocateBuffer"',
     '%y = f32[8]{0:T(128)} custom-call(%x), custom_call_target="tpu_custom_call"',
     'ROOT %z = f32[8]{0:T(128)} custom-call(%y), custom_call_target="tpu_custom_call"',
   )
-  assert found.opaque == (('tpu_custom_call', 2),)
-  assert (found.flops, found.hbm_bytes) == (0, 128)
+  assert counts.opaque == (('tpu_custom_call', 2),)
+  assert (counts.flops, counts.hbm_bytes) == (0, 128)
 
 
 @pytest.mark.parametrize(
@@ -372,23 +372,24 @@ def test_unknown_calls_are_named():
   ],
 )  # fmt: skip
 def test_products_as_tpus_write_them(lhs, rhs, result, window, labels, expected):
-  found = counted(
+  counts = counted(
     f'%a = bf16[{lhs}] parameter(0)',
     f'%b = bf16[{rhs}] parameter(1)',
     f'ROOT %c = bf16[{result}] convolution(%a, %b), window={{{window}}}, dim_labels={labels}',
   )
-  assert found.flops == 2 * expected
+  assert counts.flops == 2 * expected
 
 
 small = st.integers(1, 6)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), small, small, st.integers(-6, 6), small, small)
-def testmeetings_of_windows(inputs, outputs, size, stride, pad, lhs_dilate, rhs_dilate):
+def test_meetings_of_windows(inputs, outputs, size, stride, pad, lhs_dilate, rhs_dilate):
   window = Window(size, stride, pad, lhs_dilate, rhs_dilate)
-  places = [o * stride + k * rhs_dilate - pad for o in range(outputs) for k in range(size)]
+  positions = [o * stride + k * rhs_dilate - pad for o in range(outputs) for k in range(size)]
   expected = sum(
-    place % lhs_dilate == 0 and 0 <= place < (inputs - 1) * lhs_dilate + 1 for place in places
+    position % lhs_dilate == 0 and 0 <= position < (inputs - 1) * lhs_dilate + 1
+    for position in positions
   )
   assert meetings(inputs, outputs, window) == expected
 
@@ -409,7 +410,7 @@ FUSED = """
 
 
 @pytest.mark.parametrize('op', ['fusion', 'fusion-start'])
-def test_a_layer_is_read_and_written_in_place(op):
+def test_a_fusion_reads_one_layer_and_writes_in_place(op):
   lines = [
     '%layers = f32[32,8,4]{2,1,0} parameter(0)',
     '%i = s32[] parameter(1)',
@@ -435,16 +436,16 @@ def test_a_layer_is_read_and_written_in_place(op):
   ],
 )
 def test_traffic(line, expected):
-  found = counted(
+  counts = counted(
     '%x = f32[4]{0:T(128)} parameter(0)',
     '%small = f32[1]{0} parameter(1)',
     '%i = s32[] parameter(2)',
     line,
   )
-  assert found.hbm_bytes == expected
+  assert counts.hbm_bytes == expected
 
 
-# --- Compiled here -----------------------------------------------------------------------------------------
+# --- Compiled by the test ----------------------------------------------------------------------------------
 
 LAYERS, WIDTH, HIDDEN, BATCH, LENGTH = 4, 64, 256, 16, 32
 
@@ -499,38 +500,38 @@ LAYOUTS = {
 @pytest.mark.parametrize('remat', [False, True], ids=['saved', 'remat'])
 def test_flops_of_a_step_equal_theory(layout, remat):
   axes, *places = LAYOUTS[layout]
-  found = count(*train_step(mesh_of(**axes), *places, remat=remat))
+  counts = count(*train_step(mesh_of(**axes), *places, remat=remat))
   # Forward 2 products per layer, backward 4; with remat the first one again.
-  assert found.flops == LAYERS * (7 if remat else 6) * PRODUCT / 8
-  assert [(trips, how) for _, trips, how in found.loops] == [(LAYERS, 'known')] * 2
-  assert found.opaque == ()
+  assert counts.flops == LAYERS * (7 if remat else 6) * PRODUCT / 8
+  assert [(trips, how) for _, trips, how in counts.loops] == [(LAYERS, 'known')] * 2
+  assert counts.opaque == ()
 
 
-def test_unrolled_is_the_same_without_the_first_gradient():
+def test_unrolled_layers_omit_the_first_gradient():
   axes, *places = LAYOUTS['fsdp']
-  found = count(*train_step(mesh_of(**axes), *places, scanned=False))
-  assert found.flops == (LAYERS * 6 - 1) * PRODUCT / 8  # nobody needs the gradient to the input
-  assert found.loops == ()
+  counts = count(*train_step(mesh_of(**axes), *places, scanned=False))
+  assert counts.flops == (LAYERS * 6 - 1) * PRODUCT / 8  # the gradient of the input is unused
+  assert counts.loops == ()
 
 
 def test_fsdp_gathers_weights_and_sums_gradients():
   axes, *places = LAYOUTS['fsdp']
-  found = count(*train_step(mesh_of(**axes), *places))
-  kinds = found.by_kind()
+  counts = count(*train_step(mesh_of(**axes), *places))
+  kinds = counts.by_kind()
   assert kinds['all-gather'] == LAYERS * 2 * 2 * WEIGHT * 7 / 8  # forward and backward
   assert kinds['all-reduce'] == LAYERS * 2 * 2 * WEIGHT * 7 / 8  # CPUs have no reduce-scatter of it
-  assert set(found.by_axis()) == {('data',)}
-  assert {one.source.partition(':')[0] for one in found.collectives} == {'counts_test.py'}
+  assert set(counts.by_axis()) == {('data',)}
+  assert {one.source.partition(':')[0] for one in counts.collectives} == {'counts_test.py'}
 
 
 def test_tensor_parallel_sums_activations():
   axes, *places = LAYOUTS['tensor']
-  found = count(*train_step(mesh_of(**axes), *places))
+  counts = count(*train_step(mesh_of(**axes), *places))
   activations = BATCH * LENGTH * WIDTH * 4
-  assert found.by_axis() == {('model',): LAYERS * 2 * 2 * activations * 7 / 8}
+  assert counts.by_axis() == {('model',): LAYERS * 2 * 2 * activations * 7 / 8}
 
 
-def test_two_axes_are_told_apart():
+def test_two_axes_are_distinguished():
   axes, *places = LAYOUTS['both']
   by_axis = count(*train_step(mesh_of(**axes), *places)).by_axis()
   activations = BATCH // 2 * LENGTH * WIDTH * 4
@@ -558,16 +559,16 @@ def test_everything_in_a_shard_map():
     inside, mesh=mesh, in_specs=both, out_specs=(PartitionSpec(), both), check_vma=False
   )
   x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, both))
-  found = count(jax.jit(mapped).lower(x).compile().as_text(), dict(mesh.shape))
+  counts = count(jax.jit(mapped).lower(x).compile().as_text(), dict(mesh.shape))
   shard = 8 * 32 * 4
-  assert found.by_kind() == {
+  assert counts.by_kind() == {
     'collective-permute': 5 * shard,
     'all-gather': 3 * shard,
     'reduce-scatter': 4 * shard * 3 / 4,
     'all-reduce': 2 * shard * 7 / 8,
     'all-to-all': shard / 2,
   }
-  assert {one.kind: one.axes for one in found.collectives}['all-to-all'] == ('data',)
+  assert {one.kind: one.axes for one in counts.collectives}['all-to-all'] == ('data',)
 
 
 @pytest.mark.parametrize('groups, dilation, stride', [(1, 1, 1), (1, 1, 2), (1, 2, 1), (4, 1, 1)])
@@ -583,14 +584,14 @@ def test_convolutions(groups, dilation, stride):
       feature_group_count=groups,
     )
 
-  found = count(jax.jit(convolve).lower(x, kernel).compile().as_text(), {})
+  counts = count(jax.jit(convolve).lower(x, kernel).compile().as_text(), {})
   ones = np.asarray(
     convolve(jnp.ones(x.shape), jnp.ones(kernel.shape))
   )  # each element counts its products
-  assert found.flops == 2 * ones.sum()
+  assert counts.flops == 2 * ones.sum()
 
 
-def test_a_loop_that_may_end_early_counts_with_its_most():
+def test_a_loop_that_can_end_early_counts_its_largest_number_of_trips():
   def step(x):
     return jax.lax.while_loop(
       lambda state: (state[0] < 7) & (state[1][0, 0] < 9),
@@ -598,9 +599,9 @@ def test_a_loop_that_may_end_early_counts_with_its_most():
       (0, x),
     )
 
-  found = count(jax.jit(step).lower(jnp.ones((8, 8))).compile().as_text(), {})
-  assert found.flops == 7 * 2 * 8**3
-  assert [loop[1:] for loop in found.loops] == [(7, 'condition')]
+  counts = count(jax.jit(step).lower(jnp.ones((8, 8))).compile().as_text(), {})
+  assert counts.flops == 7 * 2 * 8**3
+  assert [loop[1:] for loop in counts.loops] == [(7, 'condition')]
 
 
 # --- As a whole --------------------------------------------------------------------------------------------
@@ -612,13 +613,13 @@ def test_largest_first_and_sums():
     '%r{0} = f32[8]{{0}} all-reduce({2}), channel_id=1, replica_groups={1}, use_global_device_ids=true'
   )
   small, large = '[4,2]<=[2,4]T(1,0)', '[1,8]<=[8]'
-  found = counted(
+  counts = counted(
     x, *(line.format(n, at, '%x, %x' if n else '%x') for n, at in enumerate((small, large, large)))
   )
-  wires = [one.wire for one in found.collectives]
+  wires = [one.wire for one in counts.collectives]
   assert wires == sorted(wires, reverse=True)
-  assert found.by_axis() == {('data', 'model'): 2 * 2 * 64 * 7 / 8, ('data',): 32}
-  assert sum(found.by_kind().values()) == sum(wires)
+  assert counts.by_axis() == {('data', 'model'): 2 * 2 * 64 * 7 / 8, ('data',): 32}
+  assert sum(counts.by_kind().values()) == sum(wires)
 
 
 def test_a_megabyte_takes_less_than_a_second():
@@ -628,8 +629,8 @@ def test_a_megabyte_takes_less_than_a_second():
   unused = ''.join(head.replace('%', f'%n{number}_') for number in range(math.ceil(MIB / len(head))))
   computations = '\n'.join(line for line in unused.splitlines() if not line.startswith('HloModule'))
   start = time.process_time()
-  found = count(
+  counts = count(
     f'{text[: text.index(chr(10))]}\n{computations}\n{head.partition(chr(10))[2]}ENTRY{body}', mesh
   )
   assert time.process_time() - start < 1
-  assert found == count(text, mesh)
+  assert counts == count(text, mesh)

@@ -1,4 +1,4 @@
-"""Replica groups in all forms, and the axes of the mesh that they go over."""
+"""Replica groups in all notations, and the mesh axes that they span."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ MESH = {'data': 2, 'model': 4}
     ("mesh['a'=2,'b'=4], device_ids=(0,4,1,5,2,6,3,7) {'b'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
   ],
 )
-def test_forms(text, expected):
+def test_notations(text, expected):
   assert sorted(map(sorted, read_groups(text, 8).tolist())) == expected
 
 
@@ -88,7 +88,7 @@ def test_pairs(text, group, expected):
 
 @st.composite
 def meshes(draw):
-  """A mesh, and some of its axes, one at least."""
+  """A mesh, and at least one of its axes."""
   sizes = draw(st.lists(st.integers(2, 4), min_size=1, max_size=4))
   chosen = draw(st.sets(st.sampled_from(range(len(sizes))), min_size=1))
   return {f'axis{number}': size for number, size in enumerate(sizes)}, [
@@ -97,14 +97,14 @@ def meshes(draw):
 
 
 @given(meshes())
-def test_all_forms_say_the_same(case):
+def test_all_notations_agree(case):
   mesh, axes = case
   total = math.prod(mesh.values())
-  places = np.arange(total).reshape(list(mesh.values()))
+  devices = np.arange(total).reshape(list(mesh.values()))
   back = [dim for dim, axis in enumerate(mesh) if axis in axes]
   order = [dim for dim in range(len(mesh)) if dim not in back] + back
   size = math.prod(mesh[axis] for axis in axes)
-  groups = places.transpose(order).reshape(-1, size)
+  groups = devices.transpose(order).reshape(-1, size)
   lists = '{' + ','.join('{' + ','.join(map(str, group)) + '}' for group in groups.tolist()) + '}'
   iota = f'{list(groups.shape)}<={list(mesh.values())}T({",".join(map(str, order))})'.replace(' ', '')
   sizes = ','.join(f"'{axis}'={size}" for axis, size in mesh.items())
@@ -117,7 +117,7 @@ def test_all_forms_say_the_same(case):
 @pytest.mark.parametrize(
   'axes', [axes for number in (1, 2, 3) for axes in itertools.combinations('abc', number)], ids='+'.join
 )
-def test_of_this_jax(axes):
+def test_groups_of_the_installed_jax(axes):
   mesh = jax.make_mesh((2, 2, 2), ('a', 'b', 'c'), axis_types=(jax.sharding.AxisType.Auto,) * 3)
   placed = NamedSharding(mesh, PartitionSpec(axes))
   whole = NamedSharding(mesh, PartitionSpec())

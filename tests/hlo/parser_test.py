@@ -1,4 +1,4 @@
-"""Reading HLO text: instructions, types, attributes, and the lines of Python that they come from."""
+"""Parsing HLO text: instructions, types, attributes, and source lines."""
 
 from textwrap import dedent
 
@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_spmd._src.hlo.parser import Module, parse, shapes
+from flax_spmd._src.hlo.parser import HloModule, parse, shapes
 from flax_spmd._src.hlo.source_frames import Frame, origin, read_frames
 from flax_spmd._src.hlo.trip_counts import trips
 
 
-def module(*lines: str) -> Module:
+def module(*lines: str) -> HloModule:
   """A module of one computation."""
   return parse(
     '\n'.join(['HloModule m', '', 'ENTRY %main () -> f32[] {', *(f'  {line}' for line in lines), '}'])
@@ -91,7 +91,7 @@ def test_names_without_percent_and_operands_with_types():
   assert main.result is not None and main.result.operands == ('p.0', 'constant.1')
 
 
-def test_names_from_a_model_are_no_syntax():
+def test_names_from_a_model_are_not_parsed():
   name = r'ROOT %evil = f32[9] dot(%a), channel_id=7, calls=%b }\"'
   found = only(
     f'ROOT %x = f32[4] copy(%y), metadata={{op_name="{name}" source_file="/a b/\\"m\\".py" source_line=3}}'
@@ -100,13 +100,13 @@ def test_names_from_a_model_are_no_syntax():
   assert origin(found.attributes['metadata'], {}) == (name.replace('\\"', '"'), '"m".py:3')
 
 
-def test_branches_and_what_is_called():
+def test_called_computations():
   found = only('ROOT %c = f32[] conditional(%i, %a, %b), branch_computations={%one, %two}')
   assert found.called('branch_computations', 'true_computation') == ['one', 'two']
   assert found.computation('body') == ''
 
 
-def test_computations_end_where_they_end():
+def test_ends_of_computations():
   text = dedent("""
     HloModule m, num_partitions=4, replica_count=2
 
@@ -124,8 +124,8 @@ def test_computations_end_where_they_end():
 
 
 @pytest.mark.parametrize('text', ['', 'no module', 'HloModule m\n\n%f (x: f32[]) -> f32[] {\n}'])
-def test_what_is_no_module(text):
-  with pytest.raises(ValueError, match=r'^This is no HLO module: it has no ENTRY computation\.$'):
+def test_text_without_an_entry_computation(text):
+  with pytest.raises(ValueError, match=r'^This is not an HLO module: it has no ENTRY computation\.$'):
     parse(text)
 
 
@@ -153,7 +153,7 @@ StackFrames
 
 
 @pytest.mark.parametrize('numbers', [(1, 2, 3), (0, 1, 2)], ids=['from one', 'from zero'])
-def test_the_line_of_the_model_and_not_of_its_libraries(numbers):
+def test_source_is_the_line_of_the_model(numbers):
   frames = read_frames((TABLES % numbers).splitlines())
   assert frames[3] == Frame('/venv/lib/python3.12/site-packages/flax/linen/linear.py', 271, 2)
   assert origin('{op_name="dot" stack_frame_id=3}', frames) == ('dot', 'model.py:31')
@@ -162,7 +162,7 @@ def test_the_line_of_the_model_and_not_of_its_libraries(numbers):
   assert origin('{op_name="dot" stack_frame_id=9}', frames).source == ''
 
 
-def test_a_library_where_there_is_nothing_else():
+def test_source_is_a_library_if_the_model_has_no_line():
   frames = {
     1: Frame('/x/site-packages/flax/linear.py', 2, 0),
     2: Frame('/x/site-packages/their_model/a.py', 3, 0),
@@ -222,7 +222,7 @@ ENTRY %%main () -> (s32[], s32[]) {
     ('EQ', '%i, %n', 'add', 0, 1, 10, None),
   ],
 )
-def test_trips_are_read_from_conditions(direction, order, op, start, step, limit, expected):
+def test_trips_from_conditions(direction, order, op, start, step, limit, expected):
   found = parse(
     LOOP % dict(direction=direction, order=order, op=op, start=start, step=step, limit=limit)
   )
@@ -230,7 +230,7 @@ def test_trips_are_read_from_conditions(direction, order, op, start, step, limit
   assert loop == ((1, 'unknown') if expected is None else (expected, 'condition'))
 
 
-def test_text_of_this_jax():
+def test_text_of_the_installed_jax():
   compiled = jax.jit(lambda x: jax.lax.fori_loop(0, 7, lambda _, y: jnp.tanh(y @ y), x)).lower(
     jnp.ones((4, 4))
   )

@@ -1,4 +1,4 @@
-"""layout.jit with places for arguments and results, and annotations inside."""
+"""`layout.jit` with placements of arguments and results, and with annotations inside the function."""
 
 import functools
 import warnings
@@ -24,7 +24,7 @@ def spec(x):
   return x.sharding.spec
 
 
-def test_places_of_every_kind():
+def test_placements_of_every_kind():
   sharding = NamedSharding(layout.mesh, P(None, 'model'))
   kinds = [FSDP, ('batch', 'embed'), P('model'), sharding, None, lambda leaf: P(None, 'data')]
 
@@ -129,13 +129,13 @@ def test_donation_lowering_and_methods():
   assert add.trace(abstract).out_info.shape == add.eval_shape(w=abstract).shape == (8, 16)
 
 
-def test_an_argument_that_lies_elsewhere():
+def test_an_argument_with_another_sharding():
   fn = layout.jit(lambda w, x: w + x, in_rules=(FSDP, None))
   placed = layout.shard(np.ones((8, 16), np.float32), P('model'))
   expected = dedent("""\
-    argument 0 lies as P('model',) on {'data': 2, 'model': 4}, but in_rules ask for P(None, 'data') on {'data': 2, 'model': 4}.
-    Fix: place it by layout.shard before the call, or give the rules as in_constraints, which take arguments as they lie.""")
-  for _ in range(2):  # the first call plans, the second one finds it planned
+    argument 0 is sharded as P('model',) on {'data': 2, 'model': 4}, but in_rules require P(None, 'data') on {'data': 2, 'model': 4}.
+    Fix: reshard it with layout.shard before the call, or pass the rules as in_constraints, which accept any sharding.""")
+  for _ in range(2):  # the first call plans; the second reuses the plan
     with pytest.raises(errors.LayoutError) as caught:
       fn(placed, 1.0)
     assert str(caught.value).replace("P('model', None)", "P('model',)") == expected
@@ -144,7 +144,7 @@ def test_an_argument_that_lies_elsewhere():
   assert spec(moved) == P(None, 'data')
 
 
-def test_an_error_of_the_function_stays_its_own():
+def test_an_error_in_the_function_is_not_replaced():
   def fn(x):
     raise ValueError('mine')
 
@@ -153,18 +153,18 @@ def test_an_error_of_the_function_stays_its_own():
     jitted(np.ones(8))
 
 
-def test_places_that_do_not_fit():
+def test_placements_that_do_not_fit_the_arguments():
   fn = layout.jit(lambda x, y: x, in_rules=(None, None, None))
   with pytest.raises(errors.LayoutError) as caught:
     fn(1, 2)
   assert str(caught.value) == dedent("""\
-    There are 3 places for 2 arguments that are not static.
-    Fix: give one place per argument, None for one that may lie anywhere.""")
+    There are 3 placements for 2 dynamic arguments.
+    Fix: pass one placement per argument; None keeps the sharding that an argument has.""")
   with pytest.raises(errors.LayoutError) as caught:
     layout.jit(lambda x, y: x, in_rules={'z': None})(1, 2)
   assert str(caught.value) == dedent("""\
-    There are places for 'z', but the parameters that are not static are 'x', 'y'.
-    Fix: correct the name; a tree of places for one argument stands in a tuple, ({...},).""")
+    There are placements for 'z', but the dynamic parameters are 'x', 'y'.
+    Fix: correct the name; to pass a tree of placements for one argument, put it into a tuple, ({...},).""")
 
 
 def test_annotations_follow_the_rules_in_force():
@@ -172,8 +172,8 @@ def test_annotations_follow_the_rules_in_force():
     return x.sum(), spmd.with_sharding_annotation({'a': x, 'b': x.T}, 'weights')
 
   def specs(table):
-    _, laid = layout.replace(rules=table).jit(step)(jnp.ones((4, 16)))
-    return [spec(x) for x in laid.values()]
+    _, weights = layout.replace(rules=table).jit(step)(jnp.ones((4, 16)))
+    return [spec(x) for x in weights.values()]
 
   assert specs((('@weights', P('model')),)) == [
     P(
@@ -191,7 +191,7 @@ def test_annotations_follow_the_rules_in_force():
       'data',
     ),
   ]
-  layout.jit(step)(jnp.ones((4, 16)))  # no rules for annotations: nothing to say
+  layout.jit(step)(jnp.ones((4, 16)))  # without rules for annotations: no warning
 
 
 def test_unknown_and_unused_annotations_are_reported():
@@ -204,27 +204,27 @@ def test_unknown_and_unused_annotations_are_reported():
     layout.replace(rules=rules).jit(step)(jnp.ones(8))
   texts = [str(warning.message) for warning in caught]
   assert texts == [
-    "annotation 'weigths': no rule for it in the table. Did you mean 'weights'? The value is left to the compiler.",
+    "annotation 'weigths': the table has no rule for it. Did you mean 'weights'? The value is not constrained.",
     'test_unknown_and_unused_annotations_are_reported.<locals>.step: rules for annotations that it does not '
     "make: 0 ('@weights', P('model',)), 1 ('@activations', P('data',)). It makes 'weigths'.",
   ]
   with pytest.raises(errors.UnmatchedNameError) as error:
     layout.replace(rules=rules.replace(unmatched='error')).jit(step)(jnp.ones(8))
   assert str(error.value) == dedent("""\
-    annotation 'weigths': no rule for it in the table. Did you mean 'weights'?
+    annotation 'weigths': the table has no rule for it. Did you mean 'weights'?
     Fix: correct the name, or add a rule ('@weigths', PartitionSpec()).""")
   with warnings.catch_warnings():
     warnings.simplefilter('error')
     layout.replace(rules=rules).jit(lambda x: x)(jnp.ones(8))
 
 
-def test_constraints_by_every_kind_of_place():
+def test_constraints_by_every_kind_of_placement():
   sharding = NamedSharding(layout.mesh, P('model'))
 
   @layout.jit
   def fn(x):
-    places = (FSDP, ('batch', 'embed'), P(None, 'model'), sharding, None)
-    return spmd.with_sharding_constraint((x,) * 5, places)
+    placements = (FSDP, ('batch', 'embed'), P(None, 'model'), sharding, None)
+    return spmd.with_sharding_constraint((x,) * 5, placements)
 
   out = fn(jnp.ones((8, 16)))
   assert [spec(x) for x in out[:4]] == [
@@ -251,7 +251,7 @@ def test_a_constraint_that_does_not_fit_names_every_array():
 
 
 def test_a_constraint_without_a_mesh():
-  with pytest.raises(errors.MeshError, match='There is no mesh to lay the constraint'):
+  with pytest.raises(errors.MeshError, match='There is no mesh for the constraint'):
     jax.jit(lambda x: spmd.with_sharding_constraint(x, FSDP))(jnp.ones(8))
 
 
@@ -261,15 +261,15 @@ def test_an_argument_on_the_same_devices_in_another_order():
     layout.jit(lambda x: x, in_rules=P('data'))(other.shard(np.ones(8, np.float32), P('data')))
   first, _ = str(caught.value).splitlines()
   assert first == (
-    "argument 0 lies as P('data',) on {'data': 2, 'model': 4} with devices [7, 6, 5, 4, 3, 2, 1, 0], but "
-    "in_rules ask for P('data',) on {'data': 2, 'model': 4} with devices [0, 1, 2, 3, 4, 5, 6, 7]."
+    "argument 0 is sharded as P('data',) on {'data': 2, 'model': 4} with devices [7, 6, 5, 4, 3, 2, 1, 0], but "
+    "in_rules require P('data',) on {'data': 2, 'model': 4} with devices [0, 1, 2, 3, 4, 5, 6, 7]."
   )
 
 
-def test_mistakes_in_places_are_errors_too():
-  def text_of(kind, place, x):
+def test_mistakes_in_placements_are_errors():
+  def text_of(kind, placement, x):
     with pytest.raises(kind) as caught:
-      layout.shard(x, place)
+      layout.shard(x, placement)
     return str(caught.value)
 
   assert text_of(errors.MeshAxisError, spmd.fsdp('dta', min_size=1), np.ones((8, 8))) == dedent("""\

@@ -96,7 +96,7 @@ for by in (1, 2, 4):
     with_target = is_state(checkpoint.restore(path, layout.abstract(create)), by)
     by_record = is_state(checkpoint.restore(path, mesh=layout.mesh), by)
     restored[by] = [with_target, by_record]
-tell(restored)
+report(restored)
 """
 
 
@@ -117,9 +117,9 @@ def test_saved_and_restored_by_one_two_and_four_processes(tmp_path):
 
 
 def checkpoint_sums(path):
-  from flax_spmd._src.checkpoint.storage.readers import open_source
+  from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 
-  return [leaf.checksum for leaf in open_source(path).record.leaves.values()]
+  return [leaf.checksum for leaf in open_checkpoint(path).record.leaves.values()]
 
 
 def checkpoint_sums_of(number):
@@ -131,32 +131,32 @@ def checkpoint_sums_of(number):
 
 TWO = """
 checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)
-tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout)))
-tell(is_state(checkpoint.restore(folder + '/a', layout=layout), 1))
+report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout)))
+report(is_state(checkpoint.restore(folder + '/a', layout=layout), 1))
 checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout, overwrite=True)
-tell(is_state(checkpoint.restore(folder + '/a', layout=layout), 2))
+report(is_state(checkpoint.restore(folder + '/a', layout=layout), 2))
 
 state = state_of(layout, 3)
 saving = checkpoint.save_async(folder + '/a', state, layout=layout, overwrite=True)
 state = layout.jit(lambda s: jax.tree.map(lambda x: 0 * x, s), donate_argnums=0)(state)
 second = checkpoint.save_async(folder + '/b', state_of(layout, 4), layout=layout, pack=1000)
-tell(saving.done())
+report(saving.done())
 second.result()
-tell([is_state(checkpoint.restore(folder + '/' + name, layout=layout), number) for name, number in (('a', 3), ('b', 4))])
+report([is_state(checkpoint.restore(folder + '/' + name, layout=layout), number) for name, number in (('a', 3), ('b', 4))])
 
 # a disk that is full for one process only
 if me == 1:
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
-tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 5, 512), layout=layout, overwrite=True)))
+report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 5, 512), layout=layout, overwrite=True)))
 if me == 1:
   resource.setrlimit(resource.RLIMIT_FSIZE, before)
-tell(is_state(checkpoint.restore(folder + '/a', layout=layout), 3))
-from flax_spmd._src.checkpoint.storage import async_save as pending
-wait = pending._wait
-pending._wait = lambda *args: (time.sleep(2), wait(*args))  # long enough to hear what was said before
+report(is_state(checkpoint.restore(folder + '/a', layout=layout), 3))
+from flax_spmd._src.checkpoint.storage import async_save
+wait_for = async_save.wait_for
+async_save.wait_for = lambda *args: (time.sleep(2), wait_for(*args))  # long enough to read old heartbeats
 checkpoint.save(folder + '/a', state_of(layout, 6), layout=layout, overwrite=True)
-tell(is_state(checkpoint.restore(folder + '/a', layout=layout), 6))
+report(is_state(checkpoint.restore(folder + '/a', layout=layout), 6))
 time.sleep(0 if me else 3)  # JAX ends who has lost the first process
 os._exit(0)  # a thread of Orbax's waits for the part of the failed save that does not come
 """
@@ -164,10 +164,11 @@ os._exit(0)  # a thread of Orbax's waits for the part of the failed save that do
 
 @pytest.mark.slow
 def test_two_processes_overwrite_save_in_the_background_and_fail_together(tmp_path):
-  one, two = (result.told for result in run(TWO, tmp_path, timeout=180))
-  exists = f'There is something at {tmp_path / "a"} already.\n'
+  one, two = (result.reported for result in run(TWO, tmp_path, timeout=180))
+  exists = f'{tmp_path / "a"} exists already.\n'
   assert all(
-    told[0][:1] == ['CheckpointExistsError'] and told[0][1].startswith(exists) for told in (one, two)
+    reported[0][:1] == ['CheckpointExistsError'] and reported[0][1].startswith(exists)
+    for reported in (one, two)
   )
   assert one[1:5] == two[1:5] == [True, True, True, [True, True]]
   for kind, _, seconds in (one[5], two[5]):
@@ -182,29 +183,31 @@ def test_two_processes_overwrite_save_in_the_background_and_fail_together(tmp_pa
 KILLED = """
 checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)
 if me == 1:
-  from flax_spmd._src.checkpoint.storage import async_save as pending
-  pending.{where} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout, overwrite=True)))
+  from flax_spmd._src.checkpoint.storage import async_save
+  async_save.{where} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout=layout, overwrite=True)))
 os._exit(0)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('where', ['_wait', '_commit'])
+@pytest.mark.parametrize('where', ['wait_for', 'commit'])
 def test_one_of_two_processes_is_killed(tmp_path, where):
   survivor, _ = run(KILLED.replace('{where}', where), tmp_path, check=False, grace=60)
   kind, text, seconds = survivor.value
   assert kind == 'CheckpointError' and seconds < 30
   assert text == (
-    f'Process 1 has not been heard of for 15 s while {tmp_path / "a"} was being saved. What is there '
-    'is whole: what was saved before, or this.\nFix: start the job again from the last checkpoint.'
+    f'Process 1 sent no heartbeat for 15 s while {tmp_path / "a"} was being saved. A checkpoint at the '
+    'path is complete: it is the previous one or this one.\nFix: start the job again from the last checkpoint.'
   )
-  assert is_state(checkpoint.restore(tmp_path / 'a', layout=layout_of()), 1 if where == '_wait' else 2)
+  assert is_state(
+    checkpoint.restore(tmp_path / 'a', layout=layout_of()), 1 if where == 'wait_for' else 2
+  )
 
 
 BUSY = """
 from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
-tell(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)))
+report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)))
 """
 
 

@@ -21,7 +21,7 @@ from tests.processes import run_processes
 
 
 def text_of(error) -> str:
-  """What a function's error says, or None."""
+  """The message of the error that a function raises, or None."""
   try:
     error()
   except LayoutError as raised:
@@ -29,14 +29,14 @@ def text_of(error) -> str:
   return None
 
 
-def text(what: str) -> str:
-  return dedent(what).strip()
+def text(indented: str) -> str:
+  return dedent(indented).strip()
 
 
 # -- one process
 
 
-def test_gather_gives_numpy_arrays_and_leaves_the_rest(mesh):
+def test_gather_returns_numpy_arrays_and_keeps_other_leaves(mesh):
   x = np.arange(32, dtype=np.float32).reshape(8, 4)
   one, scalar = np.ones(3), np.float32(3)
   tree = {
@@ -102,7 +102,7 @@ def test_local_to_global_of_keys(mesh):
   np.testing.assert_array_equal(jax.random.key_data(there), jax.random.key_data(keys))
 
 
-def test_a_batch_that_does_not_fit_is_reported_whole(mesh):
+def test_every_leaf_of_a_batch_that_does_not_fit_is_reported(mesh):
   by_data, by_model = NamedSharding(mesh, P('data')), NamedSharding(mesh, P(None, 'model'))
   batch = {
     'long': np.ones((7, 6)),
@@ -127,19 +127,19 @@ def test_a_batch_that_does_not_fit_is_reported_whole(mesh):
   on = "that the devices of this process hold under {} over {{'data': 2, 'model': 4}}."
   expected = f"""
     alone: it has no sharding.
-    id: <U1 is no dtype of arrays on devices.
-    long, dim 0: size 7 does not divide into the 2 pieces {on.format(P('data', 'model'))}
-    long, dim 1: size 6 does not divide into the 4 pieces {on.format(P('data', 'model'))}
-    short, dim 0: size 1 does not divide into the 2 pieces {on.format(P('data'))}
-    spec: {P('data')!r} is no NamedSharding.
+    id: devices cannot hold arrays of dtype <U1.
+    long, dim 0: size 7 is not divisible into the 2 pieces {on.format(P('data', 'model'))}
+    long, dim 1: size 6 is not divisible into the 4 pieces {on.format(P('data', 'model'))}
+    short, dim 0: size 1 is not divisible into the 2 pieces {on.format(P('data'))}
+    spec: {P('data')!r} is not a NamedSharding.
     thin: its spec {P(None, 'model')} has 2 entries, its shape is (4,).
     more: it has a sharding, but is not in the batch.
-    Fix: give a sharding for each leaf of the batch, in a tree of the same form.
+    Fix: pass one sharding for each leaf of the batch, in a tree of the same structure.
     Fix: leave it out, or encode it as numbers.
     Fix: pad it to 8, or cut it to 6.
     Fix: pad it to 8, or cut it to 4.
     Fix: pad it to 2.
-    Fix: give a spec with at most one entry per dimension.
+    Fix: pass a spec with at most one entry per dimension.
   """
   assert str(error.value) == text(expected)
 
@@ -148,8 +148,8 @@ def test_an_unknown_check(mesh):
   with pytest.raises(LayoutError) as error:
     local_to_global(np.ones(4), NamedSharding(mesh, P()), check=False)
   assert str(error.value) == text("""
-    check=False is no such choice.
-    Fix: 'new', 'always' or 'never'.
+    check=False is not a choice.
+    Fix: pass 'new', 'always' or 'never'.
   """)
 
 
@@ -157,7 +157,7 @@ def test_empty_trees(mesh):
   assert gather({}) == {} and local_to_global({}, {}) == {}
 
 
-def test_one_process_is_the_same_as_itself():
+def test_a_single_process_has_nothing_to_compare():
   check_same_on_every_process('the layout', 'text')
 
 
@@ -168,7 +168,7 @@ HELD = f"that the devices of this process hold under {P('data')} over {{'data': 
 
 
 def part_of(whole, sharding):
-  """A process's part as the module defines it, from where JAX says that its devices' pieces are."""
+  """A process's part: the union of the slices that JAX assigns to its devices."""
   pieces = sharding.addressable_devices_indices_map(whole.shape).values()
   chosen = [
     sorted({at for piece in pieces for at in range(*piece[dim].indices(size))})
@@ -178,7 +178,7 @@ def part_of(whole, sharding):
 
 
 def orders(count, rng):
-  """Orders of devices: JAX's, the reverse, every other one, and at random."""
+  """Device orders: JAX's, reversed, interleaved, and random."""
   yield np.arange(count)
   yield np.arange(count)[::-1]
   yield np.arange(count).reshape(2, -1).T.ravel()
@@ -186,7 +186,7 @@ def orders(count, rng):
 
 
 def rows_by_any_order():
-  """The cases in which a global array, or a gathered one, is not what it should be; and how many."""
+  """Global and gathered arrays under every device order: the wrong cases, and the number of all cases."""
   wrong, tried = [], 0
   rng, whole = np.random.default_rng(0), np.arange(16 * 8).reshape(16, 8)
   specs = [P('a'), P('a', 'b'), P('b', 'a'), P(('a', 'b')), P(('b', 'a')), P(None, 'a'), P()]
@@ -212,44 +212,44 @@ def by_rows(mesh, *names):
 
 
 def two_processes():
-  """Everything that two processes of four devices can show; returned as JSON."""
+  """The results of two processes of four devices each, as JSON."""
   me, devices = jax.process_index(), np.array(jax.devices())
-  told = {'orders': rows_by_any_order()}
+  reported = {'orders': rows_by_any_order()}
 
-  # Rows 0, 1, 4, 5 are process 0's, and it gives them in this order.
+  # Process 0 owns rows 0, 1, 4, 5, and passes them in this order.
   apart = Mesh(devices[[1, 0, 4, 6, 3, 2, 7, 5]], ('data',))
   mine = [[0, 1, 4, 5], [2, 3, 6, 7]][me]
   there = local_to_global(np.array(mine), NamedSharding(apart, P('data')))
-  told['apart'] = gather(there).tolist()
+  reported['apart'] = gather(there).tolist()
 
-  # JAX arrays of the process itself, keys among them.
+  # JAX arrays of this process, key arrays included.
   sharding = NamedSharding(Mesh(devices.reshape(4, 2), ('data', 'model')), P('data'))
   keys = jax.random.split(jax.random.key(5), 8)
   given = {'x': jnp.arange(4) + 4 * me, 'keys': keys[4 * me : 4 * me + 4]}
   there = gather(local_to_global(given, {'x': sharding, 'keys': sharding}))
-  told['jax'] = [there['x'].tolist(), bool((there['keys'] == keys).all())]
+  reported['jax'] = [there['x'].tolist(), bool((there['keys'] == keys).all())]
 
   # Six devices, four of them process 0's.
   uneven = NamedSharding(Mesh(devices[:6], ('data',)), P('data'))
   there = local_to_global(np.arange(8) if me == 0 else np.arange(8, 12), uneven)
-  told['uneven'] = gather(there).tolist()
+  reported['uneven'] = gather(there).tolist()
 
   # A mesh of this process only, and one of another process only.
   own = NamedSharding(Mesh(np.array(jax.local_devices()), ('data',)), P('data'))
-  told['own'] = gather(local_to_global(np.arange(4) + me, own)).tolist()
+  reported['own'] = gather(local_to_global(np.arange(4) + me, own)).tolist()
   other = NamedSharding(Mesh(devices[:4], ('data',)), P('data'))
-  told['no devices'] = text_of(lambda: local_to_global(np.arange(4), other))
+  reported['no devices'] = text_of(lambda: local_to_global(np.arange(4), other))
   there = jax.make_array_from_callback(
     (4,), other, lambda at: np.arange(4, dtype=np.int32)[at], dtype=np.int32
   )
-  told['out of reach'] = text_of(lambda: gather({'a': [there]}))
+  reported['out of reach'] = text_of(lambda: gather({'a': [there]}))
 
-  told['gather'] = gathered(devices, own)
-  told['prefetch'] = prefetched(devices)
-  told['known'] = known_forms(Mesh(devices, ('data',)))
-  told['service'] = without_a_service(Mesh(devices, ('data',)))
-  told['ask alone'] = asked_alone(Mesh(devices, ('data',)))
-  return told
+  reported['gather'] = gathered(devices, own)
+  reported['prefetch'] = prefetched(devices)
+  reported['known'] = known_structures(Mesh(devices, ('data',)))
+  reported['service'] = without_a_service(Mesh(devices, ('data',)))
+  reported['waiting alone'] = waiting_alone(Mesh(devices, ('data',)))
+  return reported
 
 
 def gathered(devices, own):
@@ -284,11 +284,11 @@ def gathered(devices, own):
 
 
 def prefetched(devices):
-  """Batches made global in a thread, beside steps that talk across the processes."""
+  """Global batches from a thread, while steps communicate across processes."""
   mesh = Mesh(devices, ('data',))
   sharding = NamedSharding(mesh, P('data'))
   batches = [np.arange(4) + 8 * step + 4 * jax.process_index() for step in range(20)]
-  batches.append(np.arange(8))  # a new form, asked about while steps run
+  batches.append(np.arange(8))  # a new structure, compared while steps run
   step = jax.jit(jnp.sum)
   ready = spmd_prefetch(batches, lambda part: local_to_global(part, sharding))
   return [int(step(batch)) for batch in ready]
@@ -300,31 +300,31 @@ def spmd_prefetch(*args):
   return prefetch(*args)
 
 
-def known_forms(mesh):
-  """Of a known form nothing is asked, so that one process may pass it alone; 'always' asks again."""
+def known_structures(mesh):
+  """A process may pass a known structure alone, without a comparison; 'always' compares again."""
   me = jax.process_index()
   for _ in range(1 + 3 * me):
     local_to_global(one_batch(), by_rows(mesh, 'x'))
   begin = time.monotonic()
   for _ in range(20):
     local_to_global(one_batch(), by_rows(mesh, 'x'), check='always')
-  told = {'always_ms': 50 * (time.monotonic() - begin)}
+  reported = {'always_ms': 50 * (time.monotonic() - begin)}
   begin = time.monotonic()
   for _ in range(20):
     local_to_global(one_batch(), by_rows(mesh, 'x'))
-  told['known_ms'] = 50 * (time.monotonic() - begin)
+  reported['known_ms'] = 50 * (time.monotonic() - begin)
   begin = time.monotonic()
   for _ in range(20):
     jax.make_array_from_process_local_data(by_rows(mesh, 'x')['x'], one_batch()['x'])
-  told['jax_ms'] = 50 * (time.monotonic() - begin)
+  reported['jax_ms'] = 50 * (time.monotonic() - begin)
   local_to_global(one_batch(4), by_rows(mesh, 'x'))
-  told['two known forms'] = text_of(
+  reported['two known structures'] = text_of(
     lambda: local_to_global(one_batch(4 + 4 * me), by_rows(mesh, 'x'), check='always')
   )
   if me:
     local_to_global(one_batch(16), by_rows(mesh, 'x'), check='never')
-    told['never'] = text_of(lambda: local_to_global(one_batch(6), by_rows(mesh, 'x'), check='never'))
-  return told
+    reported['never'] = text_of(lambda: local_to_global(one_batch(6), by_rows(mesh, 'x'), check='never'))
+  return reported
 
 
 def without_a_service(mesh):
@@ -338,153 +338,153 @@ def without_a_service(mesh):
     distributed.global_state.client = client
 
 
-def asked_alone(mesh):
-  """One process asks and the other does not come; then the other way round."""
+def waiting_alone(mesh):
+  """Each process waits once for the other, which does not arrive."""
   if jax.process_index():
     return text_of(lambda: check_same_on_every_process('it', 'a', timeout=0.5))
   return text_of(lambda: local_to_global(one_batch(24), by_rows(mesh, 'x'), timeout=0.5))
 
 
 def four_processes():
-  """What differs between four processes of two devices."""
+  """The differences between four processes of two devices each."""
   me, devices = jax.process_index(), np.array(jax.devices())
   mesh = Mesh(devices, ('data',))
-  told = {'orders': rows_by_any_order()}
+  reported = {'orders': rows_by_any_order()}
 
   def differing(batch, shardings=None, **options):
     return text_of(lambda: local_to_global(batch, shardings or by_rows(mesh, *batch), **options))
 
-  told['sizes'] = differing(one_batch(4 if me else 2, 4 + (me == 2)))
-  told['dtypes'] = differing(one_batch(dtype=np.int32 if me in (1, 3) else np.float32, y=np.ones(4)))
-  told['trees'] = differing(one_batch(**({} if me == 2 else {'y': np.ones(4)})))
+  reported['sizes'] = differing(one_batch(4 if me else 2, 4 + (me == 2)))
+  reported['dtypes'] = differing(one_batch(dtype=np.int32 if me in (1, 3) else np.float32, y=np.ones(4)))
+  reported['trees'] = differing(one_batch(**({} if me == 2 else {'y': np.ones(4)})))
   pair = [('x', np.ones(4)), ('y', np.ones(4))]
-  told['order'] = differing(OrderedDict(pair[::-1] if me == 1 else pair))
-  told['ranks'] = differing({'x': np.ones((4, 1) if me == 3 else 4)})
-  told['problems'] = differing(one_batch(4 - (me != 1), y=np.array(['a'] if me == 2 else [1, 2])))
+  reported['order'] = differing(OrderedDict(pair[::-1] if me == 1 else pair))
+  reported['ranks'] = differing({'x': np.ones((4, 1) if me == 3 else 4)})
+  reported['problems'] = differing(one_batch(4 - (me != 1), y=np.array(['a'] if me == 2 else [1, 2])))
   other = Mesh(devices[::-1], ('data',)) if me == 3 else mesh
-  told['meshes'] = differing(one_batch(), by_rows(other, 'x'))
-  told['same after all'] = differing(one_batch())
+  reported['meshes'] = differing(one_batch(), by_rows(other, 'x'))
+  reported['same after all'] = differing(one_batch())
 
   layout = spmd.Layout(mesh, (('batch', 'data'), ('embed', None)))
   rules = (('batch', None),) if me == 2 else layout.rules
   check_same_on_every_process('the layout', layout.to_toml())
-  told['layouts'] = text_of(
+  reported['layouts'] = text_of(
     lambda: check_same_on_every_process('the layout', layout.replace(rules=rules).to_toml())
   )
-  told['topics'] = text_of(lambda: check_same_on_every_process(f'number {me % 2}', 'a'))
+  reported['topics'] = text_of(lambda: check_same_on_every_process(f'number {me % 2}', 'a'))
   long = '\n'.join(f'{number} {me // 3}' for number in range(100))
-  told['long'] = text_of(lambda: check_same_on_every_process('a list', long))
+  reported['long'] = text_of(lambda: check_same_on_every_process('a list', long))
   if me in (0, 2):
-    told['two late'] = text_of(lambda: check_same_on_every_process('it', 'a', timeout=8))
-  return told
+    reported['two late'] = text_of(lambda: check_same_on_every_process('it', 'a', timeout=8))
+  return reported
 
 
 @pytest.fixture(scope='module')
 def of_two():
-  source = 'from tests.multiprocess import data_test as hosts_test\ntell(hosts_test.two_processes())'
+  source = 'from tests.multiprocess import data_test\nreport(data_test.two_processes())'
   return [result.value for result in run_processes(source, processes=2, devices=4)]
 
 
 @pytest.fixture(scope='module')
 def of_four():
-  source = 'from tests.multiprocess import data_test as hosts_test\ntell(hosts_test.four_processes())'
+  source = 'from tests.multiprocess import data_test\nreport(data_test.four_processes())'
   return [result.value for result in run_processes(source, processes=4, devices=2)]
 
 
 @pytest.mark.slow
-def test_rows_are_in_order_whatever_the_devices_order_is(of_two, of_four):
-  for told in of_two + of_four:
-    assert told['orders'] == {'wrong': [], 'tried': 4 * 2 * 7}
+def test_rows_are_in_order_for_every_device_order(of_two, of_four):
+  for reported in of_two + of_four:
+    assert reported['orders'] == {'wrong': [], 'tried': 4 * 2 * 7}
 
 
 @pytest.mark.slow
 def test_a_part_is_in_the_global_order(of_two):
-  assert [told['apart'] for told in of_two] == [[*range(8)]] * 2
+  assert [reported['apart'] for reported in of_two] == [[*range(8)]] * 2
 
 
 @pytest.mark.slow
 def test_parts_may_be_jax_arrays_and_keys(of_two):
-  assert [told['jax'] for told in of_two] == [[[*range(8)], True]] * 2
+  assert [reported['jax'] for reported in of_two] == [[[*range(8)], True]] * 2
 
 
 @pytest.mark.slow
 def test_processes_may_have_different_shares_of_a_mesh(of_two):
-  assert [told['uneven'] for told in of_two] == [[*range(12)]] * 2
+  assert [reported['uneven'] for reported in of_two] == [[*range(12)]] * 2
 
 
 @pytest.mark.slow
 def test_a_mesh_of_one_process(of_two):
-  assert [told['own'] for told in of_two] == [[0, 1, 2, 3], [1, 2, 3, 4]]
-  assert [told['no devices'] for told in of_two] == [
+  assert [reported['own'] for reported in of_two] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+  assert [reported['no devices'] for reported in of_two] == [
     None,
     text("""
       Process 1 has no device of the mesh, only process 0 has.
       Fix: call local_to_global on process 0 only, or use a mesh with devices of all processes.
     """),
   ]
-  assert [told['out of reach'] for told in of_two] == [
+  assert [reported['out of reach'] for reported in of_two] == [
     None,
     text("""
-      a/0: it lies on devices of process 0 only, process 1 has none of it.
-      Fix: call gather on process 0 only, or place the array on a mesh with devices of all processes.
+      a/0: it is only on devices of process 0; process 1 holds no part of it.
+      Fix: call gather on process 0 only, or reshard it over a mesh with devices of all processes.
     """),
   ]
 
 
 @pytest.mark.slow
-def test_gather_is_whole_on_every_process(of_two):
-  for process, told in enumerate(of_two):
-    assert told['gather'] == {'equal': [True] * 7, 'keys': True, 'own': [process] * 4, 'number': 3}
+def test_gather_returns_full_arrays_on_every_process(of_two):
+  for process, reported in enumerate(of_two):
+    assert reported['gather'] == {'equal': [True] * 7, 'keys': True, 'own': [process] * 4, 'number': 3}
 
 
 @pytest.mark.slow
 def test_prefetching_beside_steps(of_two):
   sums = [sum(range(8 * step, 8 * step + 8)) for step in range(20)] + [56]
-  assert [told['prefetch'] for told in of_two] == [sums] * 2
+  assert [reported['prefetch'] for reported in of_two] == [sums] * 2
 
 
 @pytest.mark.slow
-def test_known_forms_are_not_asked_about(of_two):
+def test_known_structures_are_not_compared_again(of_two):
   sizes = text("""
     x, dim 0: 4 of 8 in process 0, 8 of 16 in process 1.
-    Fix: give every process as much as its devices hold: pad or drop what is left over at the end.
+    Fix: pass on every process as much as its devices hold: pad or drop the remainder at the end.
   """)
-  assert [told['known']['two known forms'] for told in of_two] == [sizes] * 2
+  assert [reported['known']['two known structures'] for reported in of_two] == [sizes] * 2
   assert of_two[1]['known']['never'] == text(f"""
-    x, dim 0: size 6 does not divide into the 4 pieces {HELD}
+    x, dim 0: size 6 is not divisible into the 4 pieces {HELD}
     Fix: pad it to 8, or cut it to 4.
   """)
 
 
 @pytest.mark.slow
-def test_no_service(of_two):
-  assert [told['service'] for told in of_two] == [
+def test_without_a_coordination_service(of_two):
+  assert [reported['service'] for reported in of_two] == [
     text("""
-      The 2 processes of this job cannot ask each other: the coordination service of JAX is not running.
+      The 2 processes of this job cannot communicate: the coordination service of JAX is not running.
       Fix: call jax.distributed.initialize() before JAX is first used.
     """)
   ] * 2
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_come(of_two, of_four):
+def test_a_process_that_does_not_arrive(of_two, of_four):
   call = 'call it on every process, equally often and in the same order'
-  stuck = 'see which of them is stuck or has ended.'
+  stuck = 'check which of them is stuck or has exited.'
   known = (
-    "With check='new' a process does not come that has seen such a batch before "
-    "(its data end early, say): check='always' makes it come"
+    "With check='new', a process that has compared such a batch before does not compare again "
+    "(if its data end early, say): pass check='always'"
   )
-  assert of_two[0]['ask alone'] == text(f"""
-    Process 1 did not come within 0.5 s, while process 0 waited to compare with it.
-    Fix: {call}. {known}; else {stuck}
+  assert of_two[0]['waiting alone'] == text(f"""
+    Process 1 did not arrive within 0.5 s; process 0 was waiting to compare with it.
+    Fix: {call}. {known}. Otherwise {stuck}
   """)
-  assert of_two[1]['ask alone'] == text(f"""
-    Process 0 did not come within 0.5 s, while process 1 waited to compare with it.
+  assert of_two[1]['waiting alone'] == text(f"""
+    Process 0 did not arrive within 0.5 s; process 1 was waiting to compare with it.
     Fix: {call}, and {stuck}
   """)
   assert [of_four[process]['two late'] for process in (0, 2)] == [
     text(f"""
-      Processes 1 and 3 did not come within 8 s, while process {process} waited to compare with them.
+      Processes 1 and 3 did not arrive within 8 s; process {process} was waiting to compare with them.
       Fix: {call}, and {stuck}
     """)
     for process in (0, 2)
@@ -498,55 +498,55 @@ DIFFERENT = {
   'sizes': """
     x, dim 0: 2 of 8 in process 0, 4 of 16 in processes 1-3.
     x, dim 1: 4 of 4 in processes 0-1 and 3, 5 of 5 in process 2.
-    Fix: give every process as much as its devices hold: pad or drop what is left over at the end.
+    Fix: pass on every process as much as its devices hold: pad or drop the remainder at the end.
   """,
   'dtypes': """
     x: float32 in processes 0 and 2, int32 in processes 1 and 3.
-    Fix: give every process arrays of the same dtypes.
+    Fix: pass arrays of the same dtype on every process.
   """,
   'trees': """
     y: present in processes 0-1 and 3, missing in process 2.
-    Fix: give every process a batch of the same form.
+    Fix: pass a batch of the same structure on every process.
   """,
   'order': """
     the order of the arrays: x, y in processes 0 and 2-3, y, x in process 1.
-    Fix: give every process a batch of the same form.
+    Fix: pass a batch of the same structure on every process.
   """,
   'ranks': """
     x: rank 1 in processes 0-2, rank 2 in process 3.
-    Fix: give every process arrays of the same rank.
+    Fix: pass arrays of the same rank on every process.
   """,
   'problems': f"""
-    processes 0 and 2-3: x, dim 0: size 3 does not divide into the 2 pieces {HELD}
-    process 2: y: <U1 is no dtype of arrays on devices.
+    processes 0 and 2-3: x, dim 0: size 3 is not divisible into the 2 pieces {HELD}
+    process 2: y: devices cannot hold arrays of dtype <U1.
     Fix: pad it to 4, or cut it to 2.
     Fix: leave it out, or encode it as numbers.
   """,
   'meshes': f"""
     x: {WHERE} (devices {IDS}) in processes 0-2, {WHERE} (devices {REVERSED}) in process 3.
-    Fix: make the mesh and the shardings in the same way on every process.
+    Fix: create the mesh and the shardings in the same way on every process.
   """,
   'layouts': """
     the layout, line 8: '  ["batch", "data"],' in processes 0-1 and 3, '  ["batch", []],' in process 2.
     the layout, line 9: '  ["embed", []],' in processes 0-1 and 3, no line in process 2.
-    Fix: make it from the same code, arguments and files, and as many devices, on every process.
+    Fix: create it from the same code, arguments, files and number of devices on every process.
   """,
   'topics': """
     number 0, line 0: 'number 0' in processes 0 and 2, 'number 1' in processes 1 and 3.
-    Fix: make it from the same code, arguments and files, and as many devices, on every process.
+    Fix: create it from the same code, arguments, files and number of devices on every process.
   """,
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('what', DIFFERENT)
-def test_what_differs_is_said_on_every_process(of_four, what):
-  assert [told[what] for told in of_four] == [text(DIFFERENT[what])] * 4
+@pytest.mark.parametrize('difference', DIFFERENT)
+def test_differences_are_reported_on_every_process(of_four, difference):
+  assert [results[difference] for results in of_four] == [text(DIFFERENT[difference])] * 4
 
 
 @pytest.mark.slow
 def test_long_differences_are_cut(of_four):
-  assert [told['long'] for told in of_four] == [
+  assert [reported['long'] for reported in of_four] == [
     text("""
       a list, line 1: '0 0' in processes 0-2, '0 1' in process 3.
       a list, line 2: '1 0' in processes 0-2, '1 1' in process 3.
@@ -554,14 +554,14 @@ def test_long_differences_are_cut(of_four):
       a list, line 4: '3 0' in processes 0-2, '3 1' in process 3.
       a list, line 5: '4 0' in processes 0-2, '4 1' in process 3.
       a list: 95 more lines differ between processes 0-2 and process 3.
-      Fix: make it from the same code, arguments and files, and as many devices, on every process.
+      Fix: create it from the same code, arguments, files and number of devices on every process.
     """)
   ] * 4
 
 
 @pytest.mark.slow
 def test_after_an_error_the_processes_are_still_in_step(of_four):
-  assert [told['same after all'] for told in of_four] == [None] * 4
+  assert [reported['same after all'] for reported in of_four] == [None] * 4
 
 
 # -- the helper
@@ -571,16 +571,16 @@ def test_processes_that_fail_or_hang_are_ended():
   source = dedent("""
     import time
     from jax.experimental.multihost_utils import sync_global_devices
-    tell(1)
-    sync_global_devices('told')
+    report(1)
+    sync_global_devices('reported')
     if jax.process_index():
       time.sleep(1000)
     raise ValueError('so')
   """)
   begin = time.monotonic()
   results = run_processes(source, processes=2, devices=1, timeout=600, grace=0.5, check=False)
-  assert results[0].returncode == 1 and results[1].returncode < 0  # killed, by us or by JAX
-  assert [result.told for result in results] == [[1], [1]]
+  assert results[0].returncode == 1 and results[1].returncode < 0  # killed by this test or by JAX
+  assert [result.reported for result in results] == [[1], [1]]
   assert results[0].stderr.endswith('ValueError: so\n')
   assert time.monotonic() - begin < 300
 

@@ -76,35 +76,35 @@ TABLES = {'names': NAMES, 'fsdp': (('batch', 'data'), spmd.fsdp('data', min_size
 
 def every_process():
   """What a process tells; run in each of them."""
-  told = {name: train(rules) for name, rules in TABLES.items()}
+  reported = {name: train(rules) for name, rules in TABLES.items()}
   shuffled = [jax.devices()[i] for i in np.random.default_rng(1).permutation(8)]
-  told['shuffled'] = train(NAMES, shuffled)
+  reported['shuffled'] = train(NAMES, shuffled)
   me = jax.process_index()
   differing = (('batch', 'data'), ('hidden', 'model' if me else None))
   layout = spmd.Layout({'data': 4, 'model': 2}, differing)
   with pytest.raises(LayoutError) as caught:
     layout.init(create, jax.random.key(0), BATCH)
-  told['error'] = str(caught.value)
+  reported['error'] = str(caught.value)
   with pytest.raises(LayoutError) as caught:
     spmd.Layout({'data': 8}, NAMES[:1]).local_to_global(BATCH[: 4 + 4 * me], ('batch', None))
-  told['batch'] = str(caught.value)
-  return told
+  reported['batch'] = str(caught.value)
+  return reported
 
 
 @functools.cache
 def run(processes):
-  source = 'from tests.multiprocess import layout_test as many_hosts_test\ntell(many_hosts_test.every_process())'
+  source = 'from tests.multiprocess import layout_test\nreport(layout_test.every_process())'
   return [result.value for result in run_processes(source, processes, 8 // processes)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('processes', [2, 4])
 def test_every_process_trains_alike_and_as_one_process_does(processes):
-  told = run(processes)
+  reported = run(processes)
   for name in ('names', 'fsdp', 'shuffled'):
     alone = train(TABLES.get(name, NAMES))
-    for one in told:
-      assert one[name]['table'] == told[0][name]['table']
+    for one in reported:
+      assert one[name]['table'] == reported[0][name]['table']
       np.testing.assert_allclose(one[name]['losses'], alone['losses'], rtol=1e-5)
       np.testing.assert_allclose(one[name]['sum'], alone['sum'], rtol=1e-5)
       assert one[name]['spec'] == alone['spec']
@@ -114,15 +114,15 @@ def test_every_process_trains_alike_and_as_one_process_does(processes):
 @pytest.mark.parametrize('processes', [2, 4])
 def test_processes_with_other_rules_or_batches_are_told_so(processes):
   others = 'process 1' if processes == 2 else 'processes 1-3'
-  told = run(processes)
-  assert len({one['error'] for one in told}) == 1
-  first, *_, fix = told[0]['error'].splitlines()
+  reported = run(processes)
+  assert len({one['error'] for one in reported}) == 1
+  first, *_, fix = reported[0]['error'].splitlines()
   assert first == (
     f"the layout, line 3: \"rule 1 ('hidden', None)\" in process 0, \"rule 1 ('hidden', 'model')\" in {others}."
   )
   assert fix.startswith('Fix: make it from the same code')
   if processes == 2:
-    assert {one['batch'] for one in told} == {
+    assert {one['batch'] for one in reported} == {
       '(root), dim 0: 4 of 8 in process 0, 8 of 16 in process 1.\n'
       'Fix: give every process as much as its devices hold: pad or drop what is left over at the end.'
     }

@@ -29,7 +29,7 @@ with checkpoint.Manager({root!r}, layout, every=2, keep=2) as manager:
     state = add(state)
     manager.save(step + 1, state, data=data)
   manager.wait()
-  tell([start, begin, data.number, manager.steps, float(layout.gather(state)['w'].value[0])])
+  report([start, begin, data.number, manager.steps, float(layout.gather(state)['w'].value[0])])
 """
 
 
@@ -52,7 +52,7 @@ def test_a_run_of_two_processes_in_two_goes(tmp_path):
   )
   assert one[0].value == [6, 0, 0, [4, 6], 6.0]
   with pytest.raises(
-    AssertionError, match='says where the iterators of 2 processes were; this job has 1'
+    AssertionError, match='has data iterator positions for 2, this job has 1'
   ):
     run_processes(RUN.format(root=root, steps=6), processes=1, devices=4)
 
@@ -69,8 +69,8 @@ from flax_spmd import checkpoint, errors
 try:
   checkpoint.Manager(ROOT, spmd.Layout({'data': 4}))
 except errors.CheckpointBusyError as error:
-  tell(str(error).splitlines()[0])
+  report(str(error).splitlines()[0])
 """.replace('ROOT', repr(str(tmp_path / 'run')))
-    told = [result.value for result in run_processes(source, processes=2, devices=2)]
-  assert told == [f'Another manager has {tmp_path / "run"}.'] * 2
+    reported = [result.value for result in run_processes(source, processes=2, devices=2)]
+  assert reported == [f'Another manager has {tmp_path / "run"} open.'] * 2
   assert issubclass(errors.CheckpointBusyError, errors.CheckpointError)

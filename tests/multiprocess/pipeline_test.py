@@ -1,4 +1,4 @@
-"""Pipelines over several real processes: each compiles and runs the stages of its own devices."""
+"""Pipelines over several processes: each compiles and runs the stages of its own devices."""
 
 import pytest
 
@@ -52,18 +52,18 @@ pipelined = layout.pipeline_jit(step)
   ],
 )
 def test_processes_have_their_own_stages(processes, schedule):
-  """Losses are told to all; parameters are equal where they lie; nobody compiles another one's programs."""
+  """All ranks receive the losses; parameters are equal on their ranks; no process compiles another one's programs."""
   results = run_processes(
     STEP.replace('@schedule@', repr(schedule))
     + """
-found, losses = run(pipelined)
+state, losses = run(pipelined)
 expected, expected_losses = run(jax.jit(step))
 np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
-for found_one, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-  for shard in found_one.addressable_shards:
+for actual, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+  for shard in actual.addressable_shards:
     np.testing.assert_allclose(shard.data, one[shard.index], atol=1e-5)
-ranks = {unit.rank for unit, one in pipelined._latest.executables.items() if one.compiled is not None}
-tell([sorted(ranks), sorted(name for name, one in found[0].items() if one.addressable_shards)])
+ranks = {program.rank for program, one in pipelined.compile(state, batch).executables.items() if one.compiled is not None}
+report([sorted(ranks), sorted(name for name, one in state[0].items() if one.addressable_shards)])
 """,
     processes=processes,
     devices=8 // processes,
@@ -78,14 +78,14 @@ tell([sorted(ranks), sorted(name for name, one in found[0].items() if one.addres
 
 @pytest.mark.slow
 def test_a_stage_may_span_processes():
-  """Two stages, each of four devices, two of which are each process's."""
+  """Two stages of four devices each; every stage has two devices of each process."""
   results = run_processes(
     STEP.replace('@schedule@', "'OneFOneB'").replace('ranks=4', 'ranks=2')
     + """
 devices = np.array(jax.devices()).reshape(2, 2, 2).swapaxes(0, 1).reshape(2, 4)  # by stage, then by process
 layout = spmd.Layout(jax.sharding.Mesh(devices, ('stage', 'data')), (('batch', 'data'),))
-found, losses = run(layout.pipeline_jit(step))
-tell([losses, run(jax.jit(step))[1]])
+state, losses = run(layout.pipeline_jit(step))
+report([losses, run(jax.jit(step))[1]])
 """,
     processes=2,
     devices=4,
@@ -96,7 +96,7 @@ tell([losses, run(jax.jit(step))[1]])
 
 
 def test_keys_do_not_cross_processes():
-  """A typed key that one stage makes for another one's process is refused before anything runs."""
+  """A typed key sent to a stage of another process is an error before anything runs."""
   results = run_processes(
     STEP.replace('@schedule@', "'OneFOneB'")
     + """
@@ -111,7 +111,7 @@ def loss(params, x):
 try:
   pipelined.compile((params, optimizer.init(params)), batch)
 except Exception as error:
-  tell([type(error).__name__, str(error)])
+  report([type(error).__name__, str(error)])
 """,
     processes=2,
     devices=4,
@@ -119,7 +119,7 @@ except Exception as error:
   assert [result.value for result in results] == [
     [
       'PipelineError',
-      'A typed PRNG key goes from rank 1 to rank 2, which is another process.\n'
+      'A typed PRNG key is sent from rank 1 to rank 2, which belongs to another process.\n'
       'Fix: let every stage derive its key from the batch or an argument, or use raw keys '
       '(jax.random.key_data).',
     ]

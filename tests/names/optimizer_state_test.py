@@ -1,4 +1,4 @@
-"""Which names the leaves of optimizer state have, by shape and place."""
+"""Optimizer state: the names inferred for its arrays from their shapes and paths."""
 
 from collections import namedtuple
 
@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.names.box_trees import is_axis_metadata
-from flax_spmd._src.names.optimizer_state import below_a_field, guess
-from flax_spmd._src.names.tree_names import path_string, read
-from flax_spmd._src.names.unit_paths import unit_places
+from flax_spmd._src.names.optimizer_state import below_a_field, infer
+from flax_spmd._src.names.tree_names import TreeNames
+from flax_spmd._src.names.unit_paths import UnitPaths
+from flax_spmd._src.tree_paths import path_string
 from tests import strategies
 
 NAMES = ('embed', 'mlp')
@@ -38,9 +39,9 @@ NAMES = ('embed', 'mlp')
     ((16, 32), (16, 32, 8), None, 'unrelated'),
   ],
 )
-def test_guess(full, shape, names, how):
-  found = guess(NAMES, full, shape, 'anything', 'params/w')
-  assert (found.names, found.how) == (names, how)
+def test_names_follow_from_the_shapes(full, shape, names, how):
+  inference = infer(NAMES, full, shape, 'anything', 'params/w')
+  assert (inference.names, inference.how) == (names, how)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,11 @@ def test_guess(full, shape, names, how):
     ((16, 16, 16), 'v_row', ('n', 'a')),
   ],
 )
-def test_adafactors_fields_say_which_of_two_equal_dimensions_they_keep(full, field, names):
-  """Checked against optax: rows are what is left when the largest dimension is averaged away."""
+def test_adafactors_fields_decide_between_two_equal_dimensions(full, field, names):
+  """Checked against Optax: it averages the largest dimension away for the rows."""
   own = ('a', 'b') if len(full) == 2 else ('n', 'a', 'b')
   shape = tuple(16 if name != 'n' or full[0] == 16 else full[0] for name in names)
-  assert guess(own, full, shape, field, 'w').names == names
+  assert infer(own, full, shape, field, 'w').names == names
 
 
 def test_adafactor_square_kernels_against_optax():
@@ -72,7 +73,7 @@ def test_adafactor_square_kernels_against_optax():
     field: bool(jnp.ptp(getattr(state[0], field)['w']) > 1e-6 * jnp.max(getattr(state[0], field)['w']))
     for field in ('v_row', 'v_col')
   }
-  kept = {field: guess(('rows', 'columns'), (4, 4), (4,), field, 'w').names[0] for field in varies}
+  kept = {field: infer(('rows', 'columns'), (4, 4), (4,), field, 'w').names[0] for field in varies}
   assert {kept[field] for field, does in varies.items() if does} == {'rows'}
   assert {kept[field] for field, does in varies.items() if not does} == {'columns'}
 
@@ -84,7 +85,7 @@ def box(shape, names=NAMES):
   return spmd.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
 
 
-def test_a_state_leaf_is_recognised_by_the_end_of_its_path():
+def test_state_is_matched_to_its_parameter_by_the_end_of_its_path():
   tree = {
     'params': {'a': {'w': box((16, 32))}, 'b': {'w': box((8, 4))}},
     'opt_state': (Moments({'a': {'w': box((16,))}, 'b': {'w': box((4,))}}, None),),
@@ -93,23 +94,23 @@ def test_a_state_leaf_is_recognised_by_the_end_of_its_path():
   specs = layout.spec(tree)
   assert specs['opt_state'][0].mu == {'a': {'w': P('data')}, 'b': {'w': P('model')}}
   row = next(row for row in layout.rows(tree) if row.path == 'opt_state/0/mu/b/w')
-  assert (row.guess.how, row.guess.parameter, row.names) == ('subset', 'params/b/w', ('mlp',))
+  assert (row.inference.how, row.inference.parameter, row.names) == ('subset', 'params/b/w', ('mlp',))
 
 
 def test_parameters_of_other_depth_are_not_taken_for_state():
   """Same names, same last key, other shape: both are parameters."""
   tree = {'params': {'w': box((16, 32)), 'deep': {'w': box((8, 8))}}}
-  assert not read(tree).guesses
+  assert not TreeNames(tree).inferred
   assert spmd.get_partition_spec(tree)['params']['deep']['w'] == P(*NAMES)
 
 
-def test_what_follows_in_two_ways_is_replicated_and_reported():
+def test_state_of_ambiguous_or_unrelated_shape_is_replicated_and_reported():
   tree = {'params': {'w': box((16, 16))}, 'opt_state': (Moments({'w': box((16,))}, {'w': box((3, 5))}),)}
   layout = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
   assert layout.spec(tree)['opt_state'][0] == Moments({'w': P()}, {'w': P()})
-  assert [finding.text for finding in layout.check(tree).of('guessed')] == [
+  assert [finding.text for finding in layout.check(tree).of('not inferred')] == [
     'opt_state/0/mu/w: shape (16,) follows from the shape of params/w in more than one way; it is replicated.',
-    'opt_state/0/rest/w: shape (3, 5) follows from the shape of params/w in no way; it is replicated.',
+    'opt_state/0/rest/w: shape (3, 5) does not follow from the shape of params/w; it is replicated.',
   ]
 
 
@@ -138,8 +139,9 @@ def test_paths():
 
 @given(strategies.trees_of_all_nodes())
 @example({'a': 1, strategies.Word('b'): 2, strategies.Word('cd'): 3})
-def test_places_are_those_of_jax(tree):
+def test_unit_paths_are_those_of_jax(tree):
   with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)
   keys = [path for path, _ in with_paths]
-  assert unit_places(tree).paths == list(map(path_string, keys))
-  assert unit_places(tree).below_a_field == list(map(below_a_field, keys))
+  units = UnitPaths(tree)
+  assert units.paths == list(map(path_string, keys))
+  assert units.below_a_field == list(map(below_a_field, keys))

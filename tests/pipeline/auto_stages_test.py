@@ -1,4 +1,4 @@
-"""Models that end no stages: where they are cut, and that nothing changes by it."""
+"""Automatic stages: models without stage ends are cut into balanced stages, with unchanged results."""
 
 import itertools
 
@@ -53,12 +53,12 @@ def step_of(model):
   return step
 
 
-def made(model):
+def params_of(model):
   return model.init(jax.random.key(0), X[0])['params']
 
 
 def ranks_of(params):
-  """The rank of each block, or of each part of it where it is on several."""
+  """The ranks of each block."""
   ranks = {
     jax.tree_util.keystr(path, simple=True, separator='/'): min(d.id for d in leaf.devices()) // 2
     for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -77,15 +77,15 @@ def ranks_of(params):
     ),
   ],
 )
-def test_equal_blocks_are_shared_out_equally(block):
-  """And results are those of the model as a whole, in training and in inference."""
+def test_equal_blocks_are_divided_equally(block):
+  """Results equal those of the uncut model, in training and in inference."""
   model = Model((32,) * 8, block)
-  params = made(model)
-  found, loss = LAYOUT.pipeline_jit(step_of(model), stages=4)(params, X)
+  params = params_of(model)
+  trained, loss = LAYOUT.pipeline_jit(step_of(model), stages=4)(params, X)
   expected, expected_loss = jax.jit(step_of(model))(params, X)
-  assert ranks_of(found) == [[0], [0], [1], [1], [2], [2], [3], [3]]
+  assert ranks_of(trained) == [[0], [0], [1], [1], [2], [2], [3], [3]]
   np.testing.assert_allclose(loss, expected_loss, atol=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), trained, expected)
 
   def apply(params, x):
     return model.apply({'params': params}, x)
@@ -96,24 +96,23 @@ def test_equal_blocks_are_shared_out_equally(block):
 
 def test_a_stage_has_few_large_blocks_or_many_small_ones():
   model = Model((256, 64, 64, 64, 64, 256, 256), nn.remat(Block))
-  found, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(made(model), X)
-  assert ranks_of(found) == [[0], [1], [1], [1], [1], [2], [3]]
+  trained, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(params_of(model), X)
+  assert ranks_of(trained) == [[0], [1], [1], [1], [1], [2], [3]]
 
 
-def test_stage_ends_of_the_model_count():
-  """Who says where stages end is not overruled."""
+def test_explicit_stage_ends_take_precedence():
   model = Model((256, 16, 16, 16), marked=True)
-  found, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(made(model), X)
-  assert ranks_of(found) == [[0], [1], [2], [3]]
+  trained, _ = LAYOUT.pipeline_jit(step_of(model), stages=4)(params_of(model), X)
+  assert ranks_of(trained) == [[0], [1], [2], [3]]
 
 
-def test_more_stages_than_places():
+def test_more_stages_than_possible_ends():
   model = Model((32, 32), nn.remat(Block))
   with pytest.raises(PipelineError) as error:
-    LAYOUT.pipeline_jit(step_of(model), stages=8)(made(model), X)
+    LAYOUT.pipeline_jit(step_of(model), stages=8)(params_of(model), X)
   assert str(error.value) == (
-    'stages=8, but there are 3 places in the model where a stage may end: after each Linen module that is '
-    'called outside of scans and branches.\n'
+    'stages=8, but the model has 3 points where a stage may end: after each Linen module that is called '
+    'outside scans and branches.\n'
     'Fix: use 4 stages or fewer, or end stages by flax_spmd.pipeline.stage_end.'
   )
 
@@ -121,15 +120,15 @@ def test_more_stages_than_places():
 def test_more_stages_than_the_schedule_has():
   model = Model((32,) * 8)
   with pytest.raises(PipelineError, match=r'OneFOneB\(ranks=4\) has 4 stages'):
-    LAYOUT.pipeline_jit(step_of(model), stages=8)(made(model), X)
+    LAYOUT.pipeline_jit(step_of(model), stages=8)(params_of(model), X)
 
 
 sizes = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
 
 @hypothesis.given(costs=sizes, sent=sizes, stages=st.integers(1, 5))
-def test_no_other_choice_is_better(costs, sent, stages):
-  """Against all choices: the largest stage is within 2 % of the smallest possible, and then least is sent."""
+def test_chosen_stages_are_optimal(costs, sent, stages):
+  """Against all choices: the largest stage is within 2 % of the smallest possible, with the least data sent."""
   hypothesis.assume(stages <= len(costs))
   sent = (sent * len(costs))[: len(costs)]
 
@@ -139,26 +138,26 @@ def test_no_other_choice_is_better(costs, sent, stages):
     )
 
   every = list(itertools.combinations(range(len(costs) - 1), stages - 1))
-  found = sorted(choose(costs, sent, stages))
+  chosen = sorted(choose(costs, sent, stages))
   best = min(map(largest, every))
-  assert tuple(found) in every
-  assert largest(found) <= best * 1.02
+  assert tuple(chosen) in every
+  assert largest(chosen) <= best * 1.02
   allowed = [sum(sent[end] for end in ends) for ends in every if largest(ends) <= best * 1.02]
-  assert sum(sent[end] for end in found) == min(allowed)
+  assert sum(sent[end] for end in chosen) == min(allowed)
 
 
-def test_costs_are_of_products_and_tables():
+def test_costs_of_matrix_products_and_lookups():
   def of(fn, *shapes):
     values = [Value(jax.typeof(jnp.zeros(shape))) for shape in shapes]
     return sum(map(cost, traced(fn, *values)[0]))
 
   large = 4096
   product = of(lambda a, b: [a @ b], (large, large), (large, large))
-  assert product == 2 * large**3  # computing takes longer than reading
-  assert of(lambda a, b: [a @ b], (1, 8), (8, 8)) == FLOPS_PER_BYTE * 4 * (8 + 64 + 8)  # reading does
-  assert of(lambda a: [jnp.sin(a) + a], (8, 8)) == 0  # fused with what is there
+  assert product == 2 * large**3  # compute-bound
+  assert of(lambda a, b: [a @ b], (1, 8), (8, 8)) == FLOPS_PER_BYTE * 4 * (8 + 64 + 8)  # memory-bound
+  assert of(lambda a: [jnp.sin(a) + a], (8, 8)) == 0  # fused into a neighbour
   table = of(lambda a: [a[jnp.array([0, 5])]], (large, 8))
-  assert table == FLOPS_PER_BYTE * 2 * 4 * 2 * 8  # what is read of it, and written
+  assert table == FLOPS_PER_BYTE * 2 * 4 * 2 * 8  # the rows read and written
   looped = of(lambda a, b: [jax.lax.scan(lambda c, _: (c @ b, None), a, length=3)[0]], (8, 8), (8, 8))
   assert looped == 3 * of(lambda a, b: [a @ b], (8, 8), (8, 8))
   image = of(

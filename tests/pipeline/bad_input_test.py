@@ -1,4 +1,4 @@
-"""What bad input of a pipeline gets: an error before anything is compiled, with its whole text."""
+"""Bad input to pipelines: an error before anything is compiled, compared as a whole text."""
 
 from pathlib import Path
 from textwrap import dedent
@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import flax_spmd as spmd
-from flax_spmd._src.pipeline.cut.equations import place_of
+from flax_spmd._src.pipeline.cut.equations import source_line
 from flax_spmd.errors import FlaxSpmdError, LayoutError, PipelineError
 from flax_spmd.pipeline import (
   Add,
@@ -45,7 +45,7 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilations)
 
 
 def text_of(call, kind=PipelineError):
-  """The text of the error that a call raises before it has compiled anything."""
+  """The text of the error that a call raises before compiling anything."""
   before = len(compilations)
   with pytest.raises(FlaxSpmdError) as error:
     call()
@@ -66,7 +66,7 @@ def layout(*rules, mesh=None):
 
 
 def lower(step, *args, on=None, **options):
-  """What a call that is to fail does: it gets as far as a list of programs, none of them compiled."""
+  """Traces and cuts a step, without compiling it."""
   args = args or (W, X)
   (on or layout(('batch', 'data'))).pipeline_jit(step, **options).lower(*args)
 
@@ -78,7 +78,7 @@ def model(w, x):
 
 
 def step_of(model, schedule=FOUR, op=Add, **options):
-  """A step that sums the gradients of a model."""
+  """A step that accumulates the gradients of a model."""
 
   def loss(w, x):
     return jnp.sum(model(w, x))
@@ -91,7 +91,7 @@ def step_of(model, schedule=FOUR, op=Add, **options):
 
 
 def refused(model):
-  """The text that a model gets whose stages end in a wrong way."""
+  """The error for a model with wrong stage ends."""
   return text_of(lambda: lower(step_of(model)))
 
 
@@ -148,7 +148,7 @@ def test_stage_ends_whose_results_are_dropped():
     The model has no stage ends, and OneFOneB(ranks=4) has 4 stages.
     Stage ends whose results are not used:
       {at('dropped')}, 4 times
-    Fix: write x = stage_end(x), and go on with x.
+    Fix: write x = stage_end(x), and use the new x.
     Fix: end 3 stages by stage_end (between stages) or 4 (after each), or use a schedule of 1 stage.""")
 
 
@@ -172,7 +172,7 @@ def test_stage_ends_of_a_function_without_a_loop():
   )
 
 
-def test_ranks_that_do_not_fit_the_mesh():
+def test_ranks_that_differ_from_the_mesh_axis():
   assert text_of(lambda: lower(step_of(model, OneFOneB(2)))) == dedent("""\
     OneFOneB(ranks=2) runs on 2 ranks, but the mesh axis 'stage' has size 4.
     Fix: use a schedule of 4 ranks, or a mesh whose axis has size 2.""")
@@ -184,16 +184,18 @@ def test_no_schedule():
     Fix: pass one to accumulate, such as schedule=OneFOneB(ranks=4), or to pipeline_jit.""")
 
 
-@pytest.mark.parametrize(('thing', 'said'), [('1F1B', "'1F1B'"), (OneFOneB, 'OneFOneB'), (Mean, 'Mean')])
-def test_a_schedule_that_is_none(thing, said):
-  fix = 'Fix: pass one, such as schedule=OneFOneB(ranks=4); how results are combined is op=...'
+@pytest.mark.parametrize(('thing', 'text'), [('1F1B', "'1F1B'"), (OneFOneB, 'OneFOneB'), (Mean, 'Mean')])
+def test_a_schedule_of_another_type(thing, text):
+  fix = (
+    'Fix: pass an instance, such as schedule=OneFOneB(ranks=4); op=... sets how results are combined.'
+  )
   assert (
     text_of(lambda: accumulate(jnp.sum, X, thing))
-    == f'accumulate: schedule={said} is no schedule.\n{fix}'
+    == f'accumulate: schedule={text} is not a schedule.\n{fix}'
   )
   assert (
     text_of(lambda: layout().pipeline_jit(model, schedule=thing))
-    == f'pipeline_jit: schedule={said} is no schedule.\n{fix}'
+    == f'pipeline_jit: schedule={text} is not a schedule.\n{fix}'
   )
 
 
@@ -210,8 +212,8 @@ def test_a_schedule_that_deadlocks():
     rank 0: fwd_0__0 bwd_0__0 fwd_0__1 bwd_0__1
     rank 1: fwd_1__0 fwd_1__1 bwd_1__0 bwd_1__1"""
   assert two_ranks(written) == dedent("""\
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
-    It deadlocks; waiting:
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
+    It deadlocks. Blocked ranks:
     rank 0, task 1: bwd_0__0 waits for bwd_1__0 of rank 1:
       rank 0: fwd_0__0 bwd_0__0 fwd_0__1 bwd_0__1
                        ^^^^^^^^
@@ -221,18 +223,18 @@ def test_a_schedule_that_deadlocks():
     Fix: on rank 1, put bwd_1__0 before fwd_1__1.""")
 
 
-def test_a_schedule_that_forgets_and_repeats():
+def test_a_schedule_with_missing_and_duplicate_tasks():
   written = """\
     rank 0: fwd_0__0 bwd_0__0 fwd_0__1
     rank 1: fwd_1__0 bwd_1__0 fwd_1__1 bwd_1__0 bwd_1__1"""
   assert two_ranks(written) == dedent("""\
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
     rank 1, task 3: bwd_1__0 is a duplicate of task 1.
       rank 1: … bwd_1__0 fwd_1__1 bwd_1__0 bwd_1__1
                                   ^^^^^^^^
-    rank 0 misses bwd_0__1.
+    rank 0 is missing bwd_0__1.
     Fix: list every task once.
-    Fix: run fwd and bwd of every stage for each of the 2 microbatches, once.""")
+    Fix: run fwd and bwd of every stage once for each of the 2 microbatches.""")
 
 
 def test_a_schedule_for_another_number_of_microbatches():
@@ -240,7 +242,7 @@ def test_a_schedule_for_another_number_of_microbatches():
     rank 0: fwd_0__0 bwd_0__0
     rank 1: fwd_1__0 bwd_1__0"""
   assert two_ranks(written) == dedent("""\
-    Written(ranks=2): it is written for 1 microbatch, not for 2.
+    TextSchedule(ranks=2): the text has 1 microbatch, not 2.
     Fix: use 1 microbatch.""")
 
 
@@ -252,7 +254,7 @@ def test_a_mesh_without_the_axis():
     text_of(lambda: layout(mesh={'stages': 4, 'data': 2}).pipeline_jit(model))
     == dedent("""\
     The mesh {'stages': 4, 'data': 2} has no axis 'stage'. Did you mean 'stages'?
-    Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or say by axis=... which one it is.""")
+    Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or pass the name of that axis as axis=.""")
   )
   assert text_of(lambda: layout().pipeline_jit(model, axis=0)).startswith(
     "The mesh {'stage': 4, 'data': 2} has no axis 0.\n"
@@ -270,33 +272,33 @@ def test_an_abstract_mesh():
 def test_explicit_axes():
   mesh = spmd.make_mesh({'stage': 4, 'data': 2}, axis_types={'data': AxisType.Explicit})
   assert text_of(lambda: layout(mesh=mesh).pipeline_jit(model)) == dedent("""\
-    The mesh {'stage': 4, 'data': 2} has Explicit axes, and stages are cut from programs that have none.
-    Fix: make the mesh with axis_types=AxisType.Auto, which is what make_mesh does.""")
+    The mesh {'stage': 4, 'data': 2} has Explicit axes, and a pipeline needs Auto axes.
+    Fix: make the mesh with axis_types=AxisType.Auto, the default of make_mesh.""")
 
 
-def test_rules_that_use_the_axis():
+def test_rules_that_use_the_stage_axis():
   rules = (
     ('embed', 'stage'),
     ('mlp', ('data', 'stage')),
-    ('stage', 'data'),  # a name that is called so does no harm
+    ('stage', 'data'),  # a logical name, not the mesh axis
     ('kernel$', PartitionSpec(None, 'stage')),
     ('^opt_state/', spmd.Rules(('embed', ('stage',)), ('mlp', 'data'))),
     ('@weights', PartitionSpec('stage')),
     spmd.fsdp(('data', 'stage')),
   )
   assert text_of(lambda: layout(*rules).pipeline_jit(model)) == dedent(f"""\
-    Rules lay dimensions over 'stage', the axis of the stages, which a stage has only 1 of:
+    Rules shard dimensions over 'stage', the axis of the stages, which has size 1 within a stage:
       rule 0 ('embed', 'stage')
       rule 1 ('mlp', ('data', 'stage'))
       rule 3 ('kernel$', {PartitionSpec(None, 'stage')})
       rule 4.0 ('embed', ('stage',))
       rule 5 ('@weights', {PartitionSpec('stage')})
       rule 6 fsdp(('data', 'stage'))
-    Fix: lay them over other axes; which stage an array is on follows from its use.""")
+    Fix: shard them over other axes; the stage of an array follows from its use.""")
 
 
 def over_the_axis(mesh):
-  """Ways to lay an array's first dimension over the axis of the stages."""
+  """Ways to shard an array's first dimension over the stage axis."""
   return [
     PartitionSpec('stage'),
     NamedSharding(mesh, PartitionSpec('stage')),
@@ -307,29 +309,32 @@ def over_the_axis(mesh):
 
 
 @pytest.mark.parametrize('way', range(5))
-def test_places_that_use_the_axis(way):
+def test_shardings_that_use_the_stage_axis(way):
   on = layout(('batch', 'data'))
-  place = over_the_axis(on.mesh)[way]
-  few = {'w0': W['w0'], 'w1': W['w1']}
-  fix = 'Fix: lay them over other axes; which stage an array is on follows from its use.'
-  inputs = text_of(lambda: lower(lambda w, x: w, few, X, on=on, in_rules=(place, None)))
-  outputs = text_of(lambda: lower(lambda w, x: w, few, X, on=on, out_rules=place))
-  for text, what, names in ((inputs, 'Arguments', ('0/w0', '0/w1')), (outputs, 'Results', ('w0', 'w1'))):
+  placement = over_the_axis(on.mesh)[way]
+  params = {'w0': W['w0'], 'w1': W['w1']}
+  fix = 'Fix: shard them over other axes; the stage of an array follows from its use.'
+  inputs = text_of(lambda: lower(lambda w, x: w, params, X, on=on, in_rules=(placement, None)))
+  outputs = text_of(lambda: lower(lambda w, x: w, params, X, on=on, out_rules=placement))
+  for text, noun, names in ((inputs, 'Arguments', ('0/w0', '0/w1')), (outputs, 'Results', ('w0', 'w1'))):
     first, *lines, last = text.splitlines()
-    assert first == f"{what} are laid over 'stage', the axis of the stages, which a stage has only 1 of:"
+    assert (
+      first
+      == f"{noun} are sharded over 'stage', the axis of the stages, which has size 1 within a stage:"
+    )
     assert [line.split(': ')[0].strip() for line in lines] == list(names)
     assert all("'stage'" in line for line in lines) and last == fix
 
 
-def test_places_elsewhere():
-  place = SingleDeviceSharding(jax.devices()[0])
-  assert text_of(lambda: lower(model, in_rules=(None, place))) == dedent(f"""\
-    Arguments are given places that are not on the mesh {{'stage': 4, 'data': 2}}:
-      1: {place}
+def test_shardings_on_another_mesh():
+  sharding = SingleDeviceSharding(jax.devices()[0])
+  assert text_of(lambda: lower(model, in_rules=(None, sharding))) == dedent(f"""\
+    Arguments are given shardings that are not on the mesh {{'stage': 4, 'data': 2}}:
+      1: {sharding}
     Fix: give a PartitionSpec, or a NamedSharding on a mesh with the same axes.""")
 
 
-def test_names_that_do_not_fit_an_argument():
+def test_names_of_another_rank_than_the_argument():
   assert text_of(lambda: lower(model, in_rules=(None, ('batch',))), LayoutError) == dedent("""\
     0/1: 1 name ('batch',) for an array of rank 3, shape (4, 2, 4).
     Fix: give one name per dimension, None for a dimension without a name.""")
@@ -341,34 +346,34 @@ def test_names_that_do_not_fit_an_argument():
 def test_microbatches_that_do_not_divide_the_batch():
   assert text_of(lambda: accumulate(jnp.sum, np.ones((12, 4)), microbatches=5)) == dedent("""\
     accumulate: a batch of 12 cannot be split into 5 equal microbatches.
-    Fix: use 4 or 6 microbatches, or a batch of another size.""")
+    Fix: use 4 or 6 microbatches, or another batch size.""")
   assert text_of(lambda: accumulate(jnp.sum, np.ones((12, 4)), microbatches=20)) == dedent("""\
     accumulate: a batch of 12 cannot be split into 20 equal microbatches.
-    Fix: use 12 microbatches, or a batch of another size.""")
+    Fix: use 12 microbatches, or another batch size.""")
 
 
 @pytest.mark.parametrize('count', [0, -1, 2.0, '2', True])
-def test_microbatches_that_are_no_number(count):
+def test_microbatches_that_are_not_a_positive_integer(count):
   assert text_of(lambda: accumulate(jnp.sum, X, microbatches=count)) == dedent(f"""\
     accumulate: microbatches is {count!r}.
-    Fix: pass a whole number from 1 up.""")
+    Fix: pass a positive integer.""")
 
 
-def test_microbatches_that_the_schedule_is_not_made_for():
+def test_microbatches_that_the_schedule_does_not_support():
   schedule = Interleaved1F1B(4)
   assert text_of(lambda: accumulate(jnp.sum, np.ones((9, 2, 4)), schedule)) == dedent("""\
     Interleaved1F1B(ranks=4, chunks=2, fuse='last'): 9 microbatches cannot be split into 2 equal rounds.
     Fix: use 8 or 10 microbatches.""")
-  # those that divide the batch too
+  # the suggestion also divides the batch
   assert text_of(lambda: accumulate(jnp.sum, np.ones((36, 4)), schedule, microbatches=9)) == dedent("""\
     Interleaved1F1B(ranks=4, chunks=2, fuse='last'): 9 microbatches cannot be split into 2 equal rounds.
-    Fix: use 6 or 12 microbatches, or a batch of another size.""")
+    Fix: use 6 or 12 microbatches, or another batch size.""")
   assert text_of(lambda: accumulate(jnp.sum, X, DualPipeV(4), microbatches=2)) == dedent("""\
-    DualPipeV(ranks=4, fuse=False): 2 microbatches do not fill it: it needs 8, two per rank.
-    Fix: use 8 microbatches, and a batch that can be split into these.""")
+    DualPipeV(ranks=4, fuse=False): 2 microbatches are too few: it needs 8, two per rank.
+    Fix: use 8 microbatches, and a batch that divides into as many.""")
 
 
-def test_a_schedule_of_pipeline_jit_that_is_not_made_for_so_many():
+def test_microbatches_that_the_default_schedule_does_not_support():
   def eight(w, x):
     for _ in range(8):
       x = stage_end(x @ w['w0'])
@@ -386,44 +391,44 @@ def test_batches_of_different_first_dimensions():
   assert (
     text_of(lambda: accumulate(lambda x: 0.0, batch))
     == dedent("""\
-    accumulate: the arrays of a batch have to have one first dimension, of 1 or more:
+    accumulate: the arrays of a batch need the same first dimension, of size 1 or more:
       x: float32[4, 2, 4]
       y/label: int32[3]
-    Fix: give every array the same number of microbatches, or of examples; close over what is not divided.""")
+    Fix: give every array the same number of microbatches or examples; close over values that are not split.""")
   )
 
 
 @pytest.mark.parametrize('batch', [{}, None, []])
 def test_empty_batches(batch):
   assert text_of(lambda: accumulate(lambda x: 0.0, batch)) == dedent(f"""\
-    accumulate: the batch {batch!r} has no array.
-    Fix: pass the arrays that are divided into microbatches.""")
+    accumulate: the batch {batch!r} has no arrays.
+    Fix: pass the arrays to split into microbatches.""")
 
 
-def test_batches_without_microbatches():
+def test_batches_of_size_zero():
   assert (
     text_of(lambda: accumulate(lambda x: 0.0, {'x': X[:0]}))
     == dedent("""\
-    accumulate: the arrays of a batch have to have one first dimension, of 1 or more:
+    accumulate: the arrays of a batch need the same first dimension, of size 1 or more:
       x: float32[0, 2, 4]
-    Fix: give every array the same number of microbatches, or of examples; close over what is not divided.""")
+    Fix: give every array the same number of microbatches or examples; close over values that are not split.""")
   )
 
 
 def test_scalars_in_a_batch():
   batch = {'x': X, 'scale': 2.0, 'step': np.int32(3)}
   assert text_of(lambda: accumulate(lambda x: 0.0, batch)) == dedent("""\
-    accumulate: a batch is divided along its first dimension, but of it are scalars: scale, step.
-    Fix: close over what is not divided.""")
+    accumulate: a batch is split along its first dimension, but these leaves are scalars: scale, step.
+    Fix: close over values that are not split into microbatches.""")
 
 
-def test_things_in_a_batch():
+def test_objects_in_a_batch():
   batch = {'x': X, 'name': 'train', 'model': nn.Dense}
   assert text_of(lambda: accumulate(lambda x: 0.0, batch)) == dedent("""\
-    accumulate: what is no array cannot be divided into microbatches:
+    accumulate: a batch is a tree of arrays, but these leaves are not:
       model: <class 'flax.linen.linear.Dense'> is a type
       name: 'train' is a str
-    Fix: close over what is not divided.""")
+    Fix: close over values that are not split into microbatches.""")
 
 
 # -- results
@@ -437,7 +442,7 @@ def test_results_that_an_op_cannot_combine():
   def results(x):
     return {'key': KEY, 'mask': x > 0, 'n': np.int32(1), 'x': x, 'z': x.astype(complex)}
 
-  fix = 'Fix: give each result an op that fits, or cast it inside the function.'
+  fix = 'Fix: choose an op that supports each result, or cast the result inside the function.'
   assert combined(Add, results) == dedent(f"""\
     accumulate: results that cannot be combined:
       result key: Add combines numbers, not key<fry>[].
@@ -445,68 +450,68 @@ def test_results_that_an_op_cannot_combine():
     {fix}""")
   assert combined(Mean, results) == dedent(f"""\
     accumulate: results that cannot be combined:
-      result key: Mean combines floating and complex numbers, not key<fry>[].
-      result mask: Mean combines floating and complex numbers, not bool[2, 4].
-      result n: Mean combines floating and complex numbers, not int32[].
+      result key: Mean combines floating-point and complex numbers, not key<fry>[].
+      result mask: Mean combines floating-point and complex numbers, not bool[2, 4].
+      result n: Mean combines floating-point and complex numbers, not int32[].
     {fix}""")
   assert combined(Max, results) == dedent(f"""\
     accumulate: results that cannot be combined:
-      result key: Max combines integers and floating numbers, not key<fry>[].
-      result mask: Max combines integers and floating numbers, not bool[2, 4].
-      result z: Max combines integers and floating numbers, not complex64[2, 4].
+      result key: Max combines integers and floating-point numbers, not key<fry>[].
+      result mask: Max combines integers and floating-point numbers, not bool[2, 4].
+      result z: Max combines integers and floating-point numbers, not complex64[2, 4].
     {fix}""")
   assert combined(Mean, lambda x: np.int32(1)) == dedent(f"""\
     accumulate: results that cannot be combined:
-      the result: Mean combines floating and complex numbers, not int32[].
+      the result: Mean combines floating-point and complex numbers, not int32[].
     {fix}""")
 
 
-def test_concat_along_an_axis_that_is_not_there():
+def test_concat_along_a_missing_axis():
   ops = {'a': Concat(2), 'b': Concat(-3), 'c': Concat('x'), 'd': Concat(1)}
   assert combined(ops, lambda x: {'a': x, 'b': x, 'c': x, 'd': jnp.sum(x)}) == dedent("""\
     accumulate: results that cannot be combined:
       result a: float32[2, 4] has no axis 2 to Concat along.
       result b: float32[2, 4] has no axis -3 to Concat along.
-      result c: the axis of Concat(axis='x') is no whole number.
+      result c: the axis of Concat(axis='x') is not an integer.
       result d: float32[] has no axis 1 to Concat along.
-    Fix: give each result an op that fits, or cast it inside the function.""")
+    Fix: choose an op that supports each result, or cast the result inside the function.""")
 
 
-def test_things_that_are_no_op():
+def test_objects_that_are_not_ops():
   ops = {'a': 'sum', 'b': jnp.add, 'c': None, 'd': np.ones(2), 'e': Mean}
   assert combined(ops, lambda x: dict.fromkeys('abcde', x)) == dedent("""\
     accumulate: results that cannot be combined:
-      result a: 'sum' is no op; there are Add, Mean, Max and Concat.
-      result b: add is no op; there are Add, Mean, Max and Concat.
-      result c: None is no op; there are Add, Mean, Max and Concat.
-      result d: array([1., 1.]) is no op; there are Add, Mean, Max and Concat.
-    Fix: give each result an op that fits, or cast it inside the function.""")
+      result a: 'sum' is not an op; the ops are Add, Mean, Max and Concat.
+      result b: add is not an op; the ops are Add, Mean, Max and Concat.
+      result c: None is not an op; the ops are Add, Mean, Max and Concat.
+      result d: array([1., 1.]) is not an op; the ops are Add, Mean, Max and Concat.
+    Fix: choose an op that supports each result, or cast the result inside the function.""")
 
 
-def test_ops_of_another_form():
+def test_ops_of_another_tree_structure():
   assert combined({'y': Add}, lambda x: {'x': x}) == dedent("""\
-    accumulate: op is no prefix of what the function returns. Dict key mismatch; expected keys: ['y']; present keys: ['x'].
-    Fix: give one op for all results, or a tree of ops of the same form.""")
+    accumulate: op is not a prefix of the tree of results. Dict key mismatch; expected keys: ['y']; present keys: ['x'].
+    Fix: pass one op for all results, or a tree of ops with the same structure.""")
   assert combined((Add, Mean), lambda x: {'x': x}).startswith(
-    'accumulate: op is no prefix of what the function returns. Expected tuple, got '
+    'accumulate: op is not a prefix of the tree of results. Expected tuple, got '
   )
 
 
-# -- marks that cannot be cut at
+# -- stage ends that cannot be cut at
 
 
-@pytest.mark.parametrize(('tree', 'said'), [({}, '{}'), (None, 'None'), (((), []), '((), [])')])
-def test_the_end_of_a_stage_without_arrays(tree, said):
+@pytest.mark.parametrize(('tree', 'text'), [({}, '{}'), (None, 'None'), (((), []), '((), [])')])
+def test_a_stage_end_without_arrays(tree, text):
   assert text_of(lambda: stage_end(tree)) == dedent(f"""\
-    stage_end({said}): there is no array to cut at.
-    Fix: pass what the next stage gets.""")
+    stage_end({text}): there is no array to cut at.
+    Fix: pass the arrays that the next stage uses.""")
 
 
-def test_the_end_of_a_stage_with_things():
+def test_a_stage_end_with_objects():
   assert text_of(lambda: stage_end({'x': X, 'name': 'first', 'mode': None, 'n': 3})) == dedent("""\
-    stage_end: what is no array cannot go from stage to stage:
+    stage_end: only arrays and numbers can be sent from stage to stage, and these leaves are neither:
       name: 'first' is a str
-    Fix: pass arrays and numbers only; the rest is known to every stage.""")
+    Fix: pass arrays and numbers only; every stage can use the rest as it is.""")
 
 
 def test_a_stage_end_in_a_scan():
@@ -517,9 +522,9 @@ def test_a_stage_end_in_a_scan():
     return lax.scan(block, x, jnp.stack(list(w.values())))[0]  # scan
 
   assert refused(scanned) == dedent(f"""\
-    A stage ends inside of an operation that cannot be cut:
+    A stage ends inside an operation that cannot be cut:
       scan at {at('scan')}, stage end at {at('in a scan')}
-    Fix: loop over the stages in Python, each with a scan of its own, and end the stages between.""")
+    Fix: loop over the stages in Python, with one scan for each, and end stages between the scans.""")
 
 
 def test_a_stage_end_in_a_while():
@@ -531,9 +536,9 @@ def test_a_stage_end_in_a_while():
 
   step = lambda w, batch: accumulate(lambda x: repeated(w, x), batch, FOUR)
   assert text_of(lambda: lower(step)) == dedent(f"""\
-    A stage ends inside of an operation that cannot be cut:
+    A stage ends inside an operation that cannot be cut:
       while at {at('while')}, stage end at {at('in a while')}
-    Fix: loop over the stages in Python, and end the stages between.""")
+    Fix: loop over the stages in Python, and end stages between iterations.""")
 
 
 def test_stage_ends_in_the_branches_of_a_cond():
@@ -543,22 +548,22 @@ def test_stage_ends_in_the_branches_of_a_cond():
     return lax.cond(jnp.sum(x) > 0, one, other, x)  # cond
 
   text = dedent(f"""\
-    A stage ends inside of an operation that cannot be cut:
+    A stage ends inside an operation that cannot be cut:
       cond at {at('cond')}, stage end at {at('other')}, {at('one')}
-    Fix: end the stage outside of the branches.""")
+    Fix: end the stage outside the branches.""")
   assert refused(branched) == text
   assert text_of(lambda: lower(branched, W, X[0])) == text
 
 
 def test_remat_around_a_stage_end():
   assert refused(jax.checkpoint(model)) == dedent(f"""\
-    Stages end inside of nn.remat (jax.checkpoint), which computes them again for gradients:
+    Stages end inside nn.remat (jax.checkpoint), which recomputes them for gradients:
       {at('end')}, 3 times
-    Fix: put nn.remat inside of a stage, not around its end.""")
+    Fix: put nn.remat inside a stage, not around its end.""")
 
 
 def test_remat_around_one_stage_end_of_two_stages():
-  """Computed again, one mark counts twice, which would be as many as there may be."""
+  """A recomputed mark counts twice, and two marks would be legal."""
 
   @jax.checkpoint
   def half(w, x):
@@ -566,9 +571,9 @@ def test_remat_around_one_stage_end_of_two_stages():
 
   two = layout(mesh={'stage': 2, 'data': 4})
   assert text_of(lambda: lower(step_of(half, OneFOneB(2)), on=two)) == dedent(f"""\
-    Stages end inside of nn.remat (jax.checkpoint), which computes them again for gradients:
+    Stages end inside nn.remat (jax.checkpoint), which recomputes them for gradients:
       {at('again')}
-    Fix: put nn.remat inside of a stage, not around its end.""")
+    Fix: put nn.remat inside a stage, not around its end.""")
 
 
 class Block(nn.Module):
@@ -592,14 +597,14 @@ class Rematerialised(nn.Module):
     return x
 
 
-def test_a_stage_end_in_layers_that_are_scanned():
-  """The lines are the user's, not Flax's."""
+def test_a_stage_end_in_scanned_layers():
+  """The error shows the user's lines, not Flax's."""
   variables = jax.eval_shape(Layers().init, jax.random.key(0), X[0])
   step = step_of(lambda w, x: Layers().apply(w, x))
   assert text_of(lambda: lower(step, variables, X)) == dedent(f"""\
-    A stage ends inside of an operation that cannot be cut:
+    A stage ends inside an operation that cannot be cut:
       scan at {at('layers')}, stage end at {at('block')}
-    Fix: loop over the stages in Python, each with a scan of its own, and end the stages between.""")
+    Fix: loop over the stages in Python, with one scan for each, and end stages between the scans.""")
 
 
 def test_remat_up_to_a_stage_end_is_fine():
@@ -607,8 +612,8 @@ def test_remat_up_to_a_stage_end_is_fine():
   lower(step_of(lambda w, x: Rematerialised().apply(w, x)), variables, X)
 
 
-def test_the_end_of_a_stage_on_gradients():
-  """A mark before which something of a later stage is used: an edge back."""
+def test_a_stage_end_on_gradients():
+  """A dependency of an earlier stage on a later one."""
 
   def step(w, batch):
     def gradients(x):
@@ -621,14 +626,14 @@ def test_the_end_of_a_stage_on_gradients():
   assert (
     text_of(lambda: lower(step))
     == dedent(f"""\
-    The stage end at {at('of gradients')} gets what is computed after it, in a later stage or with gradients:
+    The stage end at {at('of gradients')} uses values computed after it, in a later stage or with gradients:
       {at('doubled')}, 4 times
-    Fix: end stages in the order in which the model computes them, and not on gradients; a value may go on to any later stage, and to none before.""")
+    Fix: end stages in the order in which the model computes them, and not on gradients; any later stage may use a value, but no earlier one.""")
   )
 
 
-def test_a_later_value_that_comes_back_by_the_loop():
-  """The only other edge back: what one microbatch leaves for the next."""
+def test_a_later_value_that_the_loop_carries_back():
+  """The same dependency through the loop's carry."""
 
   def step(w, batch):
     def one(total, x):
@@ -644,17 +649,17 @@ def test_a_later_value_that_comes_back_by_the_loop():
 def carries(*lines):
   return '\n'.join(
     [
-      'The microbatch loop carries values from one microbatch to the next that no single task has to '
-      'itself, and a pipeline runs tasks of several microbatches at once:',
+      'The microbatch loop carries values from one microbatch to the next that are not private to '
+      'one task, and a pipeline runs tasks of several microbatches in parallel:',
       *(f'  {line}' for line in lines),
-      'Fix: carry sums, maxima and what one stage has for itself; pass what each microbatch needs with the '
+      'Fix: carry only sums, maxima and values of a single stage; pass the inputs of each microbatch with the '
       'batch, and update parameters after the loop.',
     ]
   )
 
 
-def test_a_forward_derivative():
-  """In the loop, of the loop, and without one."""
+def test_forward_mode_derivatives():
+  """Inside the loop, of the loop, and without a loop."""
   derivative = lambda f, w: jax.jvp(f, (w,), (w,))
   inside = lambda w, batch: accumulate(
     lambda x: derivative(lambda w: jnp.sum(model(w, x)), w), batch, FOUR
@@ -665,7 +670,7 @@ def test_a_forward_derivative():
   without = lambda w, batch: derivative(lambda w: model(w, batch[0]), w)
   for step in (inside, around, without):
     assert text_of(lambda step=step: lower(step)) == dedent(f"""\
-      The stage end at {at('end')} is differentiated forwards (jax.jvp), and a pipeline runs gradients only.
+      The stage end at {at('end')} is differentiated in forward mode (jax.jvp), and a pipeline runs reverse mode only.
       Fix: take gradients by jax.grad or jax.value_and_grad.""")
 
 
@@ -675,7 +680,7 @@ def test_gradients_of_gradients():
     return jnp.sum(slope**2)
 
   assert refused(penalised) == dedent(f"""\
-    The stage end at {at('end')} is passed backwards more often than forwards: gradients are taken of gradients.
+    The stage end at {at('end')} has more backward passes than forward passes: gradients are taken of gradients.
     Fix: take gradients once, by jax.grad or jax.value_and_grad of the loss.""")
 
 
@@ -692,7 +697,7 @@ def test_two_loops():
     A pipeline has one microbatch loop, and this function has 2:
       {at('first loop')}
       {at('second loop')}
-    Fix: call accumulate once, or make a pipeline_jit of each part that has a loop of its own.""")
+    Fix: call accumulate once, or make a separate pipeline_jit for each loop.""")
 
 
 def test_a_loop_in_a_loop():
@@ -700,8 +705,8 @@ def test_a_loop_in_a_loop():
     return lax.map(lambda batch: step_of(model)(w, batch), batches)  # outer
 
   assert text_of(lambda: lower(step, W, X[None])) == dedent(f"""\
-    The microbatch loop at {at('loop')} is inside of another loop, at {at('outer')}.
-    Fix: call accumulate at the top of the step, and loop over steps in Python.""")
+    The microbatch loop at {at('loop')} is inside another loop, at {at('outer')}.
+    Fix: call accumulate at the top level of the step, and loop over steps in Python.""")
 
 
 def test_a_loop_in_another_operation():
@@ -710,14 +715,14 @@ def test_a_loop_in_another_operation():
     return lax.cond(jnp.sum(batch) > 0, run, lambda: 0.0)  # around
 
   assert text_of(lambda: lower(step)) == dedent(f"""\
-    The microbatch loop is inside of another operation, where it cannot be run as a pipeline:
+    The microbatch loop is inside another operation, where it cannot be run as a pipeline:
       cond at {at('around')}
-    Fix: call accumulate at the top of the step, outside of branches, loops and remat.""")
+    Fix: call accumulate at the top level of the step, outside branches, loops and remat.""")
   again = jax.checkpoint(step_of(model))
   assert text_of(lambda: lower(lambda w, batch: again(w, batch))) == dedent(f"""\
-    The microbatch loop is inside of another operation, where it cannot be run as a pipeline:
+    The microbatch loop is inside another operation, where it cannot be run as a pipeline:
       remat at {at_call('again(w, batch)')}
-    Fix: call accumulate at the top of the step, outside of branches, loops and remat.""")
+    Fix: call accumulate at the top level of the step, outside branches, loops and remat.""")
 
 
 def at_call(call):
@@ -729,13 +734,10 @@ def test_gradients_without_a_loop():
   def step(w, batch):
     return jax.grad(lambda w: jnp.sum(model(w, batch)))(w)
 
-  assert (
-    text_of(lambda: lower(step, W, X[0]))
-    == dedent(f"""\
-    Gradients are taken through stage ends outside of a microbatch loop:
+  assert text_of(lambda: lower(step, W, X[0])) == dedent(f"""\
+    Gradients are taken through stage ends outside a microbatch loop:
       {at('end')}, 3 times
-    Fix: take them by flax_spmd.pipeline.accumulate, with microbatches=1 if the batch is to stay whole.""")
-  )
+    Fix: take them inside flax_spmd.pipeline.accumulate, with microbatches=1 to keep the batch whole.""")
 
 
 def test_gradients_of_the_loop():
@@ -746,18 +748,18 @@ def test_gradients_of_the_loop():
     return jax.grad(total)(w)
 
   assert text_of(lambda: lower(step)) == dedent(f"""\
-    Gradients are taken of the microbatch loop at {at('of which gradients are taken')}, and a pipeline takes them in it.
-    Fix: give accumulate the function with its gradients, jax.value_and_grad(loss).""")
+    Gradients are taken of the microbatch loop at {at('of which gradients are taken')}, and a pipeline takes them inside the loop.
+    Fix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).""")
 
 
-def test_stage_ends_beside_the_loop():
+def test_stage_ends_outside_the_loop():
   def step(w, batch):
     return step_of(model)(w, batch), model(w, batch[0])
 
   assert text_of(lambda: lower(step)) == dedent(f"""\
-    Stages end outside of the microbatch loop, which is at {at('loop')}:
+    Stages end outside the microbatch loop, which is at {at('loop')}:
       {at('end')}, 3 times
-    Fix: compute what needs the model inside of the function that accumulate gets.""")
+    Fix: call the model only inside the function that is passed to accumulate.""")
 
 
 def scan_step(one, start, **options):
@@ -786,27 +788,30 @@ def test_parameters_that_every_microbatch_updates():
 def test_a_microbatch_that_is_carried():
   step = scan_step(lambda before, x, w: (x, jnp.sum(model(w, x))), X[0])
   assert text_of(lambda: lower(step, schedule=FOUR)) == carries(
-    'float32[2,4]: set by the batch, read by nobody'
+    'float32[2,4]: set by the batch, read by no task'
   )
 
 
-def test_a_carried_value_of_every_pass():
+def test_a_carried_value_returned_from_every_pass():
   step = scan_step(lambda total, x, w: (total + jnp.sum(model(w, x)), total), np.float32(0))
   assert text_of(lambda: lower(step, schedule=FOUR)) == dedent(f"""\
-    The microbatch loop at {at('by hand')} returns a value of every pass that it carries: float32[].
+    The microbatch loop at {at('by hand')} carries a value and also returns it from every pass: float32[].
     Fix: return it after the last pass only.""")
 
 
 # -- calls
 
 
-def test_arguments_that_are_no_arrays():
+def test_arguments_that_are_not_arrays():
   step = step_of(model)
-  assert text_of(lambda: lower(lambda w, x, mode: step(w, x), {**W, 'name': 'a'}, X, 'train')) == dedent("""\
-    Arguments are no arrays:
+  assert (
+    text_of(lambda: lower(lambda w, x, mode: step(w, x), {**W, 'name': 'a'}, X, 'train'))
+    == dedent("""\
+    Arguments are not arrays:
       0/name: 'a' is a str
       2: 'train' is a str
-    Fix: pass arrays and numbers, or say by static_argnums or static_argnames what is static.""")
+    Fix: pass arrays and numbers, or make these arguments static by static_argnums or static_argnames.""")
+  )
 
 
 def test_a_compiled_pipeline_with_other_arguments():
@@ -819,20 +824,20 @@ def test_a_compiled_pipeline_with_other_arguments():
   batch = on.shard(X, (None, 'batch', None))
   assert text_of(lambda: compiled(others, batch, scale, mode='eval')) == dedent(f"""\
     This pipeline was compiled for other arguments:
-      0/w0: float32[4, 2] in place of float32[4, 4]
-      0/w1: float16[4, 4] in place of float32[4, 4]
-      1: float32[4, 2, 4] over {PartitionSpec(None, 'data')} in place of float32[4, 2, 4]
-      2: float32[] in place of float32[] of weak type
-      static 3: 'eval' in place of 'train'
-      0/w3: is not there
-      0/extra: is new
+      0/w0: float32[4, 2] instead of float32[4, 4]
+      0/w1: float16[4, 4] instead of float32[4, 4]
+      1: float32[4, 2, 4] over {PartitionSpec(None, 'data')} instead of float32[4, 2, 4]
+      2: float32[] instead of float32[] of weak type
+      static 3: 'eval' instead of 'train'
+      0/w3: missing
+      0/extra: unexpected
     Fix: call the function that pipeline_jit returned, which compiles anew.""")
   assert text_of(lambda: compiled(list(W.values()), X, 2.0, mode='train')).count('\n') == 9
   assert compiled(W, X, 2.0, mode='train')[0].shape == ()
 
 
-def test_a_line_that_nobody_knows():
-  assert place_of(None) == 'an unknown place'
+def test_an_unknown_source_line():
+  assert source_line(None) == 'an unknown line'
 
 
 def test_many_offenders_are_counted():
@@ -841,25 +846,25 @@ def test_many_offenders_are_counted():
   assert text.splitlines()[-2] == '  … and 4 more'
 
 
-# -- what looks bad and is not
+# -- unusual but legal input
 
 
 def test_results_that_are_constants():
-  """The number of a microbatch's sequences, or a zero in the place of a metric."""
+  """For example the number of sequences in a microbatch, or a zero as a metric."""
 
   def step(w, batch):
     results = accumulate(lambda x: (jnp.sum(model(w, x)), 1, 0.5), batch, FOUR, (Add, Add, Concat))
     return *results, 3, w['w0']
 
   expected = jax.jit(step)(W, X)
-  found = layout().pipeline_jit(step)(W, X)
-  assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, expected)
-  for one, other in zip(found, expected, strict=True):
+  actual = layout().pipeline_jit(step)(W, X)
+  assert jax.tree.map(np.shape, actual) == jax.tree.map(np.shape, expected)
+  for one, other in zip(actual, expected, strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_gradients_that_do_not_need_the_last_forward():
-  """Of a linear loss: the mark after the last stage is passed backwards only."""
+  """The loss is linear: only the backward passes the mark after the last stage."""
 
   def step(w, batch):
     def loss(w, x):
@@ -870,5 +875,5 @@ def test_gradients_that_do_not_need_the_last_forward():
     return accumulate(lambda x: jax.grad(loss)(w, x), batch, FOUR)
 
   expected = jax.jit(step)(W, X)
-  found = layout().pipeline_jit(step)(W, X)
-  jax.tree.map(np.testing.assert_allclose, found, expected)
+  actual = layout().pipeline_jit(step)(W, X)
+  jax.tree.map(np.testing.assert_allclose, actual, expected)

@@ -1,4 +1,4 @@
-"""What ranks need in memory, and what is said if they have less."""
+"""Peak memory per rank, and the error if a rank has less."""
 
 from types import SimpleNamespace
 
@@ -34,32 +34,32 @@ def compiled(schedule, **options):
   return LAYOUT.pipeline_jit(step, **options).compile(PARAMS, X)
 
 
-def test_a_schedule_that_keeps_fewer_microbatches_needs_less():
-  """What a rank holds is its weight, the sum of its gradients, and what it keeps of each microbatch."""
-  all_of_them, few = compiled(GPipe(4)).memory, compiled(OneFOneB(4)).memory
+def test_fewer_live_activations_need_less_memory():
+  """A rank holds its weight, the sum of its gradients, and its live activations."""
+  gpipe, one_f_one_b = compiled(GPipe(4)).memory, compiled(OneFOneB(4)).memory
   activation, weight = ROWS * WIDTH * 4, WIDTH * WIDTH * 4
-  each = 2 * activation  # what comes in, and the product
-  kept = [each * (MICROBATCHES - peak) for peak in OneFOneB(4).validate(MICROBATCHES).peaks]
+  each = 2 * activation  # the input and the product
+  saved = [each * (MICROBATCHES - peak) for peak in OneFOneB(4).validate(MICROBATCHES).peaks]
   for rank in (1, 2):  # the first rank has the batch, the last one the loss
-    assert all_of_them[rank] >= MICROBATCHES * each + 2 * weight
-    assert all_of_them[rank] - few[rank] == pytest.approx(kept[rank], abs=activation)
-  assert few[1] > few[2]
+    assert gpipe[rank] >= MICROBATCHES * each + 2 * weight
+    assert gpipe[rank] - one_f_one_b[rank] == pytest.approx(saved[rank], abs=activation)
+  assert one_f_one_b[1] > one_f_one_b[2]
 
 
-def test_what_is_donated_is_not_counted_twice():
-  kept, given = compiled(OneFOneB(4)).memory, compiled(OneFOneB(4), donate_argnums=0).memory
-  assert all(less <= more for less, more in zip(given, kept, strict=True))
+def test_donated_arguments_are_not_counted_twice():
+  plain, donated = compiled(OneFOneB(4)).memory, compiled(OneFOneB(4), donate_argnums=0).memory
+  assert all(less <= more for less, more in zip(donated, plain, strict=True))
 
 
 def rank_of(limit):
-  """A rank of two devices, one of which tells less than the other; None: they tell nothing."""
+  """A rank of two devices with different memory limits; None: devices without memory statistics."""
   stats = [None, None] if limit is None else [{'bytes_limit': limit}, {'bytes_limit': 2 * limit}]
   return SimpleNamespace(
     local_devices=[SimpleNamespace(memory_stats=lambda one=one: one) for one in stats]
   )
 
 
-def test_stages_that_do_not_fit():
+def test_stages_larger_than_device_memory():
   ranks = [rank_of(80 * KIB * KIB), rank_of(None), rank_of(10 * KIB), rank_of(20 * KIB)]
   footprint.check([KIB, KIB, KIB, KIB], ranks)
   with pytest.raises(PipelineError) as error:

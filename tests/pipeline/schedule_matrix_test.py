@@ -1,4 +1,4 @@
-"""Every schedule, on every number of ranks, alone and with SPMD inside, trains as plain accumulation does."""
+"""Every schedule trains like plain accumulation, for every number of ranks, with and without data parallelism."""
 
 import functools
 
@@ -29,12 +29,12 @@ ROWS, WIDTH, STEPS = 4, 16, 3
 
 
 def microbatches(ranks):
-  """As many as every schedule is made for."""
+  """A number that every schedule supports."""
   return 2 * ranks
 
 
 def written(ranks):
-  """Forwards first; then the microbatches that came last go back first, and weights wait for the end."""
+  """All forwards, then backwards in reverse order of microbatches, then weight gradients."""
   numbers = range(microbatches(ranks))
   lines = []
   for rank in range(ranks):
@@ -46,7 +46,7 @@ def written(ranks):
 
 
 def by_rule(ranks):
-  """Two stages per rank, in a V; each microbatch goes back before the next but one comes in."""
+  """Two stages per rank, in a V; microbatches run in pairs, forward and backward."""
 
   def two_at_a_time(rank, count):
     first, second = rank, 2 * ranks - 1 - rank
@@ -87,7 +87,7 @@ QUICK_DROPOUT = {(name, 2, 2) for name in ('OneFOneB', 'ZeroBubbleH1', 'DualPipe
 
 
 def cases(shapes, quick):
-  """A case for every schedule and mesh; those that are not quick are slow."""
+  """A case for every schedule and mesh; those not in `quick` are exhaustive."""
   return [
     pytest.param(name, *shape, marks=[] if (name, *shape) in quick else [pytest.mark.exhaustive])
     for name in SCHEDULES
@@ -106,22 +106,22 @@ def batch_of(ranks):
   return x, jnp.sin(3 * x)
 
 
-def assert_same(found, expected):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
-    np.testing.assert_allclose(np.asarray(leaf), np.asarray(wanted), 1e-5, 1e-5)
+def assert_same(actual, expected):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
+    np.testing.assert_allclose(np.asarray(leaf), np.asarray(other), 1e-5, 1e-5)
 
 
 def check(step, state, layout, batch):
-  """Losses and states are those of plain accumulation, step by step."""
-  one_by_one, pipelined = jax.jit(step), layout.pipeline_jit(step)
-  placed = layout.shard(batch, (None, 'batch', None))
-  expected = found = state
+  """Losses and states equal those of plain accumulation at every step."""
+  plain, pipelined = jax.jit(step), layout.pipeline_jit(step)
+  sharded = layout.shard(batch, (None, 'batch', None))
+  expected = actual = state
   for _ in range(STEPS):
-    expected, wanted = one_by_one(expected, batch)
-    found, loss = pipelined(found, placed)
-    assert_same((found, loss), (expected, wanted))
+    expected, expected_loss = plain(expected, batch)
+    actual, loss = pipelined(actual, sharded)
+    assert_same((actual, loss), (expected, expected_loss))
 
 
 @pytest.mark.parametrize(('name', 'ranks', 'inside'), cases(SHAPES, QUICK))
@@ -143,7 +143,7 @@ def test_perceptron(name, ranks, inside):
 
 
 class Dropping(nn.Module):
-  """A residual block with dropout for each stage."""
+  """One residual block with dropout per stage."""
 
   stages: int
 

@@ -1,4 +1,4 @@
-"""Schedules: bubbles and activations are those of theory, and what is wrong is said in place."""
+"""Schedules: bubbles and live activations match theory, and errors underline the tasks at fault."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ from flax_spmd.pipeline import (
 )
 
 RANKS = [2, 3, 4, 8]
-FEW = settings(max_examples=50)  # of what takes 20 ms each
+FEW = settings(max_examples=50)  # 20 ms each
 KINDS = [
   GPipe,
   InterleavedGPipe,
@@ -44,15 +44,15 @@ KINDS = [
 ]
 
 
-def legal(schedule, microbatches):
-  """The nearest number that it is made for: at least as many, if there is one soon."""
-  return next(n for n in range(microbatches, microbatches + 100) if not schedule._objection(n))
+def supported(schedule, microbatches):
+  """The smallest supported number of microbatches from `microbatches` on."""
+  return next(n for n in range(microbatches, microbatches + 100) if schedule.supports(n))
 
 
 @st.composite
 def schedules(pick, ranks=(1, *RANKS)):
   schedule = pick(st.sampled_from(KINDS))(pick(st.sampled_from(ranks)))
-  return schedule, legal(schedule, pick(st.integers(1, 24)))
+  return schedule, supported(schedule, pick(st.integers(1, 24)))
 
 
 def message(call):
@@ -73,35 +73,35 @@ def text(schedule):
 @pytest.mark.parametrize('kind', KINDS)
 def test_every_schedule_validates(kind, ranks):
   schedule = kind(ranks)
-  counts = {legal(schedule, n) for n in [*range(1, 2 * ranks + 2), 3 * ranks, 32, 37]}
+  counts = {supported(schedule, n) for n in [*range(1, 2 * ranks + 2), 3 * ranks, 32, 37]}
   for microbatches in counts:
-    proof = schedule.validate(microbatches)
-    assert len(proof.order) == sum(map(len, schedule.tasks(microbatches)))
-    assert max(proof.peaks) <= microbatches * schedule.stages // ranks
+    report = schedule.validate(microbatches)
+    assert len(report.order) == sum(map(len, schedule.tasks(microbatches)))
+    assert max(report.peaks) <= microbatches * schedule.stages // ranks
 
 
 @FEW
 @given(schedules())
-def test_every_task_is_run_once_and_after_what_it_needs(case):
-  """By its definition, beside what `validate` says."""
+def test_every_task_runs_once_and_after_its_inputs(case):
+  """By definition, independently of `validate`."""
   schedule, microbatches = case
-  found = schedule.simulate(microbatches)
-  kinds = {task.kind for runs in found.runs for run in runs for task in run.step.tasks}
-  ran = [task for runs in found.runs for run in runs for task in run.step.tasks]
+  simulation = schedule.simulate(microbatches)
+  kinds = {task.kind for steps in simulation.steps for timed in steps for task in timed.step.tasks}
+  ran = [task for steps in simulation.steps for timed in steps for task in timed.step.tasks]
   expected = {Task(k, s, i) for k in kinds for s in range(schedule.stages) for i in range(microbatches)}
   assert len(ran) == len(set(ran)) and set(ran) == expected
-  for rank, runs in enumerate(found.runs):
-    for before, after in itertools.pairwise(runs):
+  for rank, steps in enumerate(simulation.steps):
+    for before, after in itertools.pairwise(steps):
       assert before.end <= after.start
-    for run in runs:
-      assert {schedule.rank_of(task.stage) for task in run.step.tasks} == {rank}
-      for task in run.step.tasks:
+    for timed in steps:
+      assert {schedule.rank_of(task.stage) for task in timed.step.tasks} == {rank}
+      for task in timed.step.tasks:
         for needed in inputs(task, schedule.stages):
-          assert found[needed].end <= run.start or needed in run.step.tasks
+          assert simulation[needed].end <= timed.start or needed in timed.step.tasks
 
 
 def test_interleaved_gpipe_repeats_no_task():
-  """JaxPP's runs some tasks twice and others never."""
+  """JaxPP's steps some tasks twice and others never."""
   for rank, order in enumerate(InterleavedGPipe(ranks=4, chunks=2).tasks(8)):
     stages = [rank, rank + 4]
     forwards = [f'fwd_{stage}__{i}' for stage in stages for i in range(8)]
@@ -109,8 +109,7 @@ def test_interleaved_gpipe_repeats_no_task():
     assert [str(task) for task in order] == forwards + backwards
 
 
-def test_what_users_of_jaxpp_see():
-  """The lists of its tutorial."""
+def test_task_lists_of_the_jaxpp_tutorial():
   four, eight = Interleaved1F1B(ranks=4, chunks=1), Interleaved1F1B(ranks=4, chunks=2)
 
   def names(schedule, rank):
@@ -125,9 +124,9 @@ def test_what_users_of_jaxpp_see():
   assert names(eight, 3) == ' '.join([*rounds[0], *last, *rounds[1]])
 
 
-def test_which_rank_a_stage_is_on():
-  assert Interleaved1F1B(ranks=3, chunks=2).owners == (0, 1, 2, 0, 1, 2)
-  assert ZeroBubbleV(ranks=3).owners == DualPipeV(ranks=3).owners == (0, 1, 2, 2, 1, 0)
+def test_stage_ranks():
+  assert Interleaved1F1B(ranks=3, chunks=2).stage_ranks == (0, 1, 2, 0, 1, 2)
+  assert ZeroBubbleV(ranks=3).stage_ranks == DualPipeV(ranks=3).stage_ranks == (0, 1, 2, 2, 1, 0)
   assert ZeroBubbleV(ranks=3).stages_of(1) == (1, 4)
   assert (KimiK2(ranks=4, chunks=3).stages, KimiK2(ranks=4, chunks=3).rank_of(6)) == (12, 2)
 
@@ -145,7 +144,7 @@ def test_a_schedule_is_a_value():
 
 @FEW
 @given(st.sampled_from(RANKS), st.integers(1, 40))
-def test_bubbles_of_whole_backwards_are_those_of_theory(p, m):
+def test_bubbles_of_unsplit_backwards_match_theory(p, m):
   for schedule in (GPipe(p), OneFOneB(p), Eager1F1B(p)):
     assert math.isclose(schedule.simulate(m).bubble, (p - 1) / (m + p - 1))
 
@@ -165,9 +164,9 @@ def test_interleaving_divides_the_bubble(p, v, rounds):
 def test_zero_bubble_h1(p, more, forward, equal):
   """(p - 1) (F + B - W) of 1F1B's (p - 1) (F + B + W), for the paper's case of B = W."""
   m = p + more
-  found = ZeroBubbleH1(p).simulate(m)
-  assert found.makespan == 3 * m + p - 1
-  assert math.isclose(found.bubble, (p - 1) / (3 * m + p - 1))
+  simulation = ZeroBubbleH1(p).simulate(m)
+  assert simulation.makespan == 3 * m + p - 1
+  assert math.isclose(simulation.bubble, (p - 1) / (3 * m + p - 1))
   costs = {'fwd': forward, 'bwd': equal, 'wgrad': equal}
   assert ZeroBubbleH1(p).simulate(m, costs).makespan <= OneFOneB(p).simulate(m, costs).makespan
 
@@ -175,7 +174,7 @@ def test_zero_bubble_h1(p, more, forward, equal):
 @FEW
 @given(st.sampled_from(RANKS), st.integers(0, 24))
 def test_v_shapes(p, more):
-  """No rank can end before the last one has begun, (p - 1), and worked, 6 m: that is what they take."""
+  """The makespan is optimal: the last rank starts after p - 1 and works for 6 m."""
   m = 2 * p + more
   assert ZeroBubbleV(p).simulate(m).makespan == DualPipeV(p).simulate(m).makespan == 6 * m + p - 1
   whole, fused, weights = 2, 3, 1  # DeepSeek's B, F&B and W, in our unit
@@ -198,8 +197,8 @@ def test_v_shapes(p, more):
     (ZeroBubbleV(4), 0.059),
   ],
 )
-def test_the_table_of_bubbles(schedule, bubble):
-  """At 4 ranks, 8 microbatches, F = B = W, a whole backward taking B + W."""
+def test_bubbles_of_4_ranks_and_8_microbatches(schedule, bubble):
+  """With F = B = W; an unsplit backward takes B + W."""
   assert round(schedule.simulate(8).bubble, 3) == bubble
 
 
@@ -236,21 +235,21 @@ def test_activations_of_v_shapes(p, m):
 
 @FEW
 @given(schedules(), st.data())
-def test_peaks_are_those_of_the_simulation(case, data):
-  """Counted over time, whatever the tasks take."""
+def test_peaks_match_a_count_over_time(case, data):
+  """For any task times."""
   schedule, microbatches = case
   costs = data.draw(st.fixed_dictionaries({kind: st.integers(1, 9) for kind in ('fwd', 'bwd', 'wgrad')}))
-  found = schedule.simulate(microbatches, costs, transfer=data.draw(st.integers(0, 3)))
+  simulation = schedule.simulate(microbatches, costs, transfer=data.draw(st.integers(0, 3)))
   last = (
     'wgrad'
     if any(task.kind == 'wgrad' for task in schedule.validate(microbatches).order[-1].tasks)
     else 'bwd'
   )
-  for rank, peak in enumerate(found.peaks):
+  for rank, peak in enumerate(simulation.peaks):
     changes = []
-    for run in found.runs[rank]:
-      start = run.start
-      for task, length in zip(run.step.tasks, run.lengths):
+    for timed in simulation.steps[rank]:
+      start = timed.start
+      for task, length in zip(timed.step.tasks, timed.lengths):
         changes += [(start, 1)] * (task.kind == 'fwd') + [(start + length, -1)] * (task.kind == last)
         start += length
     alive, most = 0, 0
@@ -265,7 +264,7 @@ def test_peaks_are_those_of_the_simulation(case, data):
 
 @FEW
 @given(schedules(), st.integers(1, 9), st.integers(0, 4))
-def test_a_simulation_scales_and_waits(case, unit, transfer):
+def test_makespan_scales_with_costs_and_grows_with_transfers(case, unit, transfer):
   schedule, microbatches = case
   once, more = schedule.simulate(microbatches), dict.fromkeys(('fwd', 'bwd', 'wgrad'), unit)
   assert schedule.simulate(microbatches, more).makespan == unit * once.makespan
@@ -282,18 +281,18 @@ def test_costs_per_stage_and_per_task():
   assert measured['fwd_1__0'].start == measured[Task('fwd', 1, 0)].start == 0.75
 
 
-def test_a_fused_task_starts_when_all_is_there_and_hands_on_at_its_end():
+def test_a_fused_task_starts_after_all_its_inputs_and_releases_results_at_its_end():
   schedule = Schedule.from_text("""
     rank 0: fwd_0__0 fwd_0__1 bwd_0__0 bwd_0__1
     rank 1: FusedTask(fwd_1__0, bwd_1__0, fwd_1__1) bwd_1__1
   """)
-  found = schedule.simulate(2)
-  assert [(run.start, run.end) for run in found.runs[1]] == [(2, 6), (6, 8)]
-  assert found['bwd_1__0'] == found['fwd_1__1'] == found.runs[1][0]
-  assert found['bwd_0__0'].start == 6
+  simulation = schedule.simulate(2)
+  assert [(timed.start, timed.end) for timed in simulation.steps[1]] == [(2, 6), (6, 8)]
+  assert simulation['bwd_1__0'] == simulation['fwd_1__1'] == simulation.steps[1][0]
+  assert simulation['bwd_0__0'].start == 6
 
 
-def test_the_table_of_a_simulation():
+def test_a_simulation_prints_as_a_table():
   assert str(OneFOneB(2).simulate(2)) == text("""
     OneFOneB(ranks=2) with 2 microbatches: makespan 9, bubble 33.3%
     rank      busy   bubble  live
@@ -302,8 +301,7 @@ def test_the_table_of_a_simulation():
   """)
 
 
-def test_transfers_beside_tasks():
-  """What the eager warm-up is for, and Kimi K2's weight gradients after their backwards."""
+def test_eager_1f1b_and_kimi_k2_hide_transfers():
   assert [kind(4).simulate(8, transfer=0.5).makespan for kind in (OneFOneB, Eager1F1B)] == [41, 36]
   assert [kind(4).simulate(8, transfer=0.5).makespan for kind in (Interleaved1F1B, KimiK2)] == [64, 59]
 
@@ -318,7 +316,7 @@ def test_text_round_trips(case):
   written = schedule.to_text(microbatches)
   again = Schedule.from_text(written)
   assert again.tasks(microbatches) == schedule.tasks(microbatches)
-  assert again.owners == schedule.owners
+  assert again.stage_ranks == schedule.stage_ranks
   assert again.to_text(microbatches) == written
 
 
@@ -332,7 +330,7 @@ def test_tasks_round_trip(kind, stage, microbatch):
   assert hash(parse(str(fused))) == hash(fused)
 
 
-def test_people_may_write_freely():
+def test_text_allows_comments_commas_and_spaces():
   schedule = Schedule.from_text("""
     # one stage on each rank
 
@@ -342,7 +340,7 @@ def test_people_may_write_freely():
   assert schedule.to_text(1) == 'rank 0: fwd_0__0 bwd_0__0\nrank 1: FusedTask(fwd_1__0, bwd_1__0)'
 
 
-# What is wrong with a schedule.
+# Illegal schedules.
 
 GOOD = """
 rank 0: fwd_0__0 fwd_0__1 bwd_0__0 bwd_0__1
@@ -350,8 +348,8 @@ rank 1: fwd_1__0 bwd_1__0 fwd_1__1 bwd_1__1
 """
 
 
-def complaint(*changes, microbatches=2):
-  """What is said of the good schedule with some of its text replaced."""
+def error_of(*changes, microbatches=2):
+  """The error for the good schedule with some of its text replaced."""
   written = GOOD
   for old, new in changes:
     assert old in written
@@ -360,13 +358,13 @@ def complaint(*changes, microbatches=2):
 
 
 def test_deadlock():
-  found = complaint(
+  error = error_of(
     ('fwd_0__1 bwd_0__0', 'bwd_0__0 fwd_0__1'),
     ('bwd_1__0 fwd_1__1', 'fwd_1__1 bwd_1__0'),
   )
-  assert found == text("""
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
-    It deadlocks; waiting:
+  assert error == text("""
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
+    It deadlocks. Blocked ranks:
     rank 0, task 1: bwd_0__0 waits for bwd_1__0 of rank 1:
       rank 0: fwd_0__0 bwd_0__0 fwd_0__1 bwd_0__1
                        ^^^^^^^^
@@ -384,7 +382,7 @@ def test_deadlock_over_several_ranks():
 
   assert message(lambda: Schedule.of(against_each_other, ranks=3).validate(2)) == text("""
     against_each_other(ranks=3) with 2 microbatches is not a legal schedule.
-    It deadlocks; waiting:
+    It deadlocks. Blocked ranks:
     rank 0, task 1: bwd_0__1 waits for bwd_1__1 of rank 1:
       rank 0: fwd_0__1 bwd_0__1 fwd_0__0 bwd_0__0
                        ^^^^^^^^
@@ -394,58 +392,55 @@ def test_deadlock_over_several_ranks():
     rank 2, task 0: fwd_2__1 waits for fwd_1__1 of rank 1:
       rank 2: fwd_2__1 bwd_2__1 fwd_2__0 …
               ^^^^^^^^
-    Fix: on rank 1, put bwd_1__1 and what it needs before fwd_1__0.
+    Fix: on rank 1, put bwd_1__1 and its inputs before fwd_1__0.
   """)
 
 
 def test_deadlock_by_fusing():
-  found = message(
+  error = message(
     lambda: Schedule.from_text("""
       rank 0: FusedTask(fwd_0__0, bwd_0__0)
       rank 1: fwd_1__0 bwd_1__0
     """).validate(1)
   )
-  assert found == text("""
-    Written(ranks=2) with 1 microbatch is not a legal schedule.
-    It deadlocks; waiting:
+  assert error == text("""
+    TextSchedule(ranks=2) with 1 microbatch is not a legal schedule.
+    It deadlocks. Blocked ranks:
     rank 0, task 0: FusedTask(fwd_0__0, bwd_0__0) waits for bwd_1__0 of rank 1:
       rank 0: FusedTask(fwd_0__0, bwd_0__0)
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
     rank 1, task 0: fwd_1__0 waits for fwd_0__0 of rank 0:
       rank 1: fwd_1__0 bwd_1__0
               ^^^^^^^^
-    Fix: take the fused tasks apart: their tasks wait for one another through other ranks.
+    Fix: split the fused tasks: their parts wait for one another through other ranks.
   """)
 
 
 @FEW
 @given(schedules(ranks=(3,)), st.randoms())
-def test_the_fix_of_a_deadlock_leads_on(case, random):
-  """Lists in any order that each rank by itself allows: following the fixes ends in a legal schedule."""
+def test_following_the_fixes_of_deadlocks_ends_in_a_legal_schedule(case, random):
+  """From lists in any order that is legal for each rank on its own."""
   schedule, microbatches = case
   microbatches = min(microbatches, 3)
-  if schedule._objection(microbatches):
+  if not schedule.supports(microbatches):
     return
-  owners = schedule.owners
   lists = [
     _shuffled([t for s in order for t in s.tasks], schedule.stages, random)
     for order in schedule.tasks(microbatches)
   ]
   for _ in range(500):
-    mine = Schedule.of(lambda rank, _: lists[rank], ranks=3, placement=owners)
+    mine = Schedule.of(lambda rank, _: lists[rank], ranks=3, placement=schedule.stage_ranks)
     try:
       mine.validate(microbatches)
       return
     except PipelineError as error:
-      found = re.search(
-        r'Fix: on rank (\d+), put (\S+)( and what it needs)? before (\S+)\.$', str(error)
-      )
-      rank, moved, more, before = int(found[1]), parse(found[2]), found[3], parse(found[4])
+      fix = re.search(r'Fix: on rank (\d+), put (\S+)( and its inputs)? before (\S+)\.$', str(error))
+      rank, moved, more, before = int(fix[1]), parse(fix[2]), fix[3], parse(fix[4])
       order = lists[rank]
       at, to = order.index(moved), order.index(before)
       group = [t for t in order[to:at] if more and _above(t, moved, schedule.stages)] + [moved]
       lists[rank] = [*order[:to], *group, *[t for t in order[to:] if t not in group]]
-  raise AssertionError('the fixes go round in circles')
+  raise AssertionError('the fixes lead in a cycle')
 
 
 def _above(task, of, stages):
@@ -453,7 +448,7 @@ def _above(task, of, stages):
 
 
 def _shuffled(order, stages, random):
-  """In any order that has every task after those of the same rank that it needs, directly or not."""
+  """A random order in which every task comes after its inputs on the same rank, transitively."""
   left, done = list(order), []
   while left:
     ready = [t for t in left if not any(_above(other, t, stages) for other in left)]
@@ -462,38 +457,38 @@ def _shuffled(order, stages, random):
   return done
 
 
-def test_missing():
-  assert complaint((' bwd_0__1', ''), ('fwd_1__1 bwd_1__1', '')) == text("""
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
-    rank 0 misses bwd_0__1.
-    rank 1 misses fwd_1__1, bwd_1__1.
-    Fix: run fwd and bwd of every stage for each of the 2 microbatches, once.
+def test_missing_tasks():
+  assert error_of((' bwd_0__1', ''), ('fwd_1__1 bwd_1__1', '')) == text("""
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
+    rank 0 is missing bwd_0__1.
+    rank 1 is missing fwd_1__1, bwd_1__1.
+    Fix: run fwd and bwd of every stage once for each of the 2 microbatches.
   """)
 
 
-def test_missing_weights():
-  found = complaint(('bwd_0__1', 'bwd_0__1 wgrad_0__0 wgrad_0__1'), ('bwd_1__1', 'bwd_1__1 wgrad_1__1'))
-  assert found == text("""
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
-    rank 1 misses wgrad_1__0.
-    Fix: run fwd and bwd and wgrad of every stage for each of the 2 microbatches, once.
+def test_missing_weight_gradient():
+  error = error_of(('bwd_0__1', 'bwd_0__1 wgrad_0__0 wgrad_0__1'), ('bwd_1__1', 'bwd_1__1 wgrad_1__1'))
+  assert error == text("""
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
+    rank 1 is missing wgrad_1__0.
+    Fix: run fwd, bwd and wgrad of every stage once for each of the 2 microbatches.
   """)
 
 
-def test_many_missing():
+def test_many_missing_tasks_are_counted():
   def half(rank, microbatches):
     yield from (f'fwd_{rank}__{i}' for i in range(microbatches))
 
   assert message(lambda: Schedule.of(half, ranks=1).validate(20)) == text("""
     half(ranks=1) with 20 microbatches is not a legal schedule.
-    rank 0 misses bwd_0__0, bwd_0__1, bwd_0__2, bwd_0__3, bwd_0__4, bwd_0__5, bwd_0__6, bwd_0__7, … 12 more.
-    Fix: run fwd and bwd of every stage for each of the 20 microbatches, once.
+    rank 0 is missing bwd_0__0, bwd_0__1, bwd_0__2, bwd_0__3, bwd_0__4, bwd_0__5, bwd_0__6, bwd_0__7, … 12 more.
+    Fix: run fwd and bwd of every stage once for each of the 20 microbatches.
   """)
 
 
-def test_duplicated():
-  assert complaint(('bwd_0__1', 'bwd_0__0 bwd_0__1')) == text("""
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
+def test_duplicate_task():
+  assert error_of(('bwd_0__1', 'bwd_0__0 bwd_0__1')) == text("""
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
     rank 0, task 3: bwd_0__0 is a duplicate of task 2.
       rank 0: … fwd_0__1 bwd_0__0 bwd_0__0 bwd_0__1
                                   ^^^^^^^^
@@ -501,20 +496,20 @@ def test_duplicated():
   """)
 
 
-def test_on_the_wrong_rank():
-  found = complaint(('bwd_0__1', 'bwd_0__1 fwd_1__1'), ('bwd_1__0 fwd_1__1', 'bwd_1__0'))
-  assert found == text("""
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
+def test_task_on_the_wrong_rank():
+  error = error_of(('bwd_0__1', 'bwd_0__1 fwd_1__1'), ('bwd_1__0 fwd_1__1', 'bwd_1__0'))
+  assert error == text("""
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
     rank 0, task 4: fwd_1__1 is on the wrong rank: stage 1 is on rank 1.
       rank 0: … bwd_0__0 bwd_0__1 fwd_1__1
                                   ^^^^^^^^
-    Fix: list a task on the rank that its stage is on.
+    Fix: list each task on the rank of its stage.
   """)
 
 
 def test_backward_before_forward():
-  assert complaint(('fwd_1__0 bwd_1__0', 'bwd_1__0 fwd_1__0')) == text("""
-    Written(ranks=2) with 2 microbatches is not a legal schedule.
+  assert error_of(('fwd_1__0 bwd_1__0', 'bwd_1__0 fwd_1__0')) == text("""
+    TextSchedule(ranks=2) with 2 microbatches is not a legal schedule.
     rank 1, task 0: bwd_1__0 comes before fwd_1__0 (task 1), whose result it needs.
       rank 1: bwd_1__0 fwd_1__0 fwd_1__1 …
               ^^^^^^^^
@@ -522,10 +517,10 @@ def test_backward_before_forward():
   """)
 
 
-def test_weights_before_backward_in_one_program():
+def test_weight_gradient_before_backward_in_a_fused_task():
   written = 'rank 0: FusedTask(fwd_0__0, wgrad_0__0, bwd_0__0)'
   assert message(lambda: Schedule.from_text(written).validate(1)) == text("""
-    Written(ranks=1) with 1 microbatch is not a legal schedule.
+    TextSchedule(ranks=1) with 1 microbatch is not a legal schedule.
     rank 0, task 0: wgrad_0__0 comes before bwd_0__0 (task 0), whose result it needs.
       rank 0: FusedTask(fwd_0__0, wgrad_0__0, bwd_0__0)
               ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
@@ -533,28 +528,28 @@ def test_weights_before_backward_in_one_program():
   """)
 
 
-def test_strangers_and_how_many_more_there_are():
-  def stranger(rank, microbatches):
+def test_tasks_out_of_range_are_listed_and_counted():
+  def too_many(rank, microbatches):
     for i in range(microbatches):
       yield from (f'fwd_{rank}__{i}', f'bwd_{rank}__{i}', f'fwd_{rank}__{i + microbatches}')
     yield f'fwd_{rank + 1}__0'
 
-  assert message(lambda: Schedule.of(stranger, ranks=1).validate(6)) == text("""
-    stranger(ranks=1) with 6 microbatches is not a legal schedule.
-    rank 0, task 2: fwd_0__6 is of a microbatch that is not there: there are 6.
+  assert message(lambda: Schedule.of(too_many, ranks=1).validate(6)) == text("""
+    too_many(ranks=1) with 6 microbatches is not a legal schedule.
+    rank 0, task 2: fwd_0__6 is out of range: there are 6 microbatches.
       rank 0: fwd_0__0 bwd_0__0 fwd_0__6 fwd_0__1 bwd_0__1 …
                                 ^^^^^^^^
-    rank 0, task 5: fwd_0__7 is of a microbatch that is not there: there are 6.
+    rank 0, task 5: fwd_0__7 is out of range: there are 6 microbatches.
       rank 0: … fwd_0__1 bwd_0__1 fwd_0__7 fwd_0__2 bwd_0__2 …
                                   ^^^^^^^^
-    rank 0, task 8: fwd_0__8 is of a microbatch that is not there: there are 6.
+    rank 0, task 8: fwd_0__8 is out of range: there are 6 microbatches.
       rank 0: … fwd_0__2 bwd_0__2 fwd_0__8 fwd_0__3 bwd_0__3 …
                                   ^^^^^^^^
-    rank 0, task 11: fwd_0__9 is of a microbatch that is not there: there are 6.
+    rank 0, task 11: fwd_0__9 is out of range: there are 6 microbatches.
       rank 0: … fwd_0__3 bwd_0__3 fwd_0__9 fwd_0__4 bwd_0__4 …
                                   ^^^^^^^^
     … and 2 more of these.
-    rank 0, task 18: fwd_1__0 is of a stage that is not there: there are 1.
+    rank 0, task 18: fwd_1__0 is out of range: the schedule has 1 stage.
       rank 0: … bwd_0__5 fwd_0__11 fwd_1__0
                                    ^^^^^^^^
     Fix: count microbatches from 0.
@@ -565,21 +560,21 @@ def test_strangers_and_how_many_more_there_are():
 def test_too_many_activations():
   assert OneFOneB(4).validate(8, live=4).peaks == (4, 3, 2, 1)
   assert message(lambda: ZeroBubbleH1(3).validate(8, live=2)) == text("""
-    ZeroBubbleH1(ranks=3) with 8 microbatches keeps too much.
-    rank 0, task 2: fwd_0__2 makes 3 activations live where 2 may be; the most on this rank is 3.
+    ZeroBubbleH1(ranks=3) with 8 microbatches keeps more than 2 activations live.
+    rank 0, task 2: fwd_0__2 makes 3 activations live; the peak of this rank is 3.
       rank 0: fwd_0__0 fwd_0__1 fwd_0__2 bwd_0__0 wgrad_0__0 …
                                 ^^^^^^^^
-    rank 1, task 3: fwd_1__2 makes 3 activations live where 2 may be; the most on this rank is 3.
+    rank 1, task 3: fwd_1__2 makes 3 activations live; the peak of this rank is 3.
       rank 1: … fwd_1__1 bwd_1__0 fwd_1__2 bwd_1__1 wgrad_1__0 …
                                   ^^^^^^^^
-    rank 2, task 4: fwd_2__2 makes 3 activations live where 2 may be; the most on this rank is 3.
+    rank 2, task 4: fwd_2__2 makes 3 activations live; the peak of this rank is 3.
       rank 2: … fwd_2__1 bwd_2__1 fwd_2__2 bwd_2__2 wgrad_2__0 …
                                   ^^^^^^^^
-    Fix: put a wgrad before it, or allow 3.
+    Fix: put a wgrad before it, or pass live=3.
   """)
 
 
-def test_nothing_wrong_is_simulated_or_drawn():
+def test_an_illegal_schedule_is_neither_simulated_nor_drawn():
   with pytest.raises(PipelineError):
     Schedule.from_text(GOOD.replace('bwd_0__1', '')).simulate(2)
   with pytest.raises(PipelineError):
@@ -588,7 +583,7 @@ def test_nothing_wrong_is_simulated_or_drawn():
 
 # Other bad input.
 
-HOW = 'Fix: write fwd_2__0 for the forward of stage 2 and microbatch 0; bwd_2__0; wgrad_2__0; FusedTask(fwd_2__0, bwd_2__0).'
+SYNTAX = 'Fix: write fwd_2__0 for the forward of stage 2 and microbatch 0; bwd_2__0; wgrad_2__0; FusedTask(fwd_2__0, bwd_2__0).'
 COSTS = "Fix: pass {'fwd': 1, 'bwd': 1, 'wgrad': 1}, with a number or one number per stage, or a function of a task."
 LINES = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bwd_0__0".'
 
@@ -608,16 +603,16 @@ LINES = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bw
     ),
     (
       lambda: DualPipeV(4).draw(5),
-      'DualPipeV(ranks=4, fuse=False): 5 microbatches do not fill it: it needs 8, two per rank.\n'
+      'DualPipeV(ranks=4, fuse=False): 5 microbatches are too few: it needs 8, two per rank.\n'
       'Fix: use 8 microbatches.',
     ),
     (
       lambda: Schedule.from_text(GOOD).simulate(3),
-      'Written(ranks=2): it is written for 2 microbatches, not for 3.\nFix: use 2 microbatches.',
+      'TextSchedule(ranks=2): the text has 2 microbatches, not 3.\nFix: use 2 microbatches.',
     ),
-    (lambda: OneFOneB(0), 'OneFOneB.ranks is 0.\nFix: pass a whole number from 1 up.'),
-    (lambda: KimiK2(4, chunks=1.5), 'KimiK2.chunks is 1.5.\nFix: pass a whole number from 1 up.'),
-    (lambda: GPipe(4).tasks(True), 'microbatches is True.\nFix: pass a whole number from 1 up.'),
+    (lambda: OneFOneB(0), 'OneFOneB.ranks is 0.\nFix: pass a positive integer.'),
+    (lambda: KimiK2(4, chunks=1.5), 'KimiK2.chunks is 1.5.\nFix: pass a positive integer.'),
+    (lambda: GPipe(4).tasks(True), 'microbatches is True.\nFix: pass a positive integer.'),
     (
       lambda: Interleaved1F1B(4, fuse='stedy'),
       "fuse='stedy' is unknown. Did you mean 'steady'?\nFix: use 'last', 'steady' or None.",
@@ -636,32 +631,32 @@ LINES = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bw
     ),
     (
       lambda: Schedule.of(lambda rank, n: [Task('fwd', rank, 0), 7], ranks=2).tasks(1),
-      f"rank 0, task 1: '7' is no task.\n  rank 0: fwd_0__0 7\n                   ^\n{HOW}",
+      f"rank 0, task 1: '7' is not a task.\n  rank 0: fwd_0__0 7\n                   ^\n{SYNTAX}",
     ),
     (
       lambda: Schedule.from_text(GOOD.replace('fwd_1__1', 'fdw_1__1')),
-      "rank 1, task 2: 'fdw_1__1' is no task. Did you mean 'fwd'?\n"
+      "rank 1, task 2: 'fdw_1__1' is not a task. Did you mean 'fwd'?\n"
       '  rank 1: fwd_1__0 bwd_1__0 fdw_1__1 bwd_1__1\n'
-      f'                            ^^^^^^^^\n{HOW}',
+      f'                            ^^^^^^^^\n{SYNTAX}',
     ),
-    (lambda: Schedule.from_text('  \n# nothing'), f'The text has no task.\n{LINES}'),
+    (lambda: Schedule.from_text('  \n# nothing'), f'The text has no tasks.\n{LINES}'),
     (
       lambda: Schedule.from_text('rank 1: fwd_0__0'),
       f'Line \'rank 1: fwd_0__0\' does not begin with "rank 0:".\n{LINES}',
     ),
     (
       lambda: Schedule.from_text('rank 0: fwd_1__0 bwd_1__0'),
-      'The text has no task of stage 0, but one of stage 1.\n'
-      'Fix: write the tasks of every stage; they are counted from 0.',
+      'The text has tasks of stage 1, but none of stage 0.\n'
+      'Fix: write the tasks of every stage; stages count from 0.',
     ),
-    (lambda: Task('wgard', 0, 0), f"'wgard' is no kind of task. Did you mean 'wgrad'?\n{HOW}"),
+    (lambda: Task('wgard', 0, 0), f"'wgard' is not a kind of task. Did you mean 'wgrad'?\n{SYNTAX}"),
     (
       lambda: Task('fwd', -1, 0),
-      'fwd_-1__0 has a negative number.\nFix: count stages and microbatches from 0.',
+      'fwd_-1__0 has a negative index.\nFix: count stages and microbatches from 0.',
     ),
     (
       lambda: FusedTask((Task('fwd', 0, 0),)),
-      f'FusedTask(fwd_0__0) fuses nothing.\nFix: fuse two tasks or more: {HOW.removeprefix("Fix: ")}',
+      f'FusedTask(fwd_0__0) has fewer than two tasks.\nFix: fuse two or more, or use the task itself: {SYNTAX.removeprefix("Fix: ")}',
     ),
     (
       lambda: OneFOneB(4).simulate(8, {'fwd': [1, 2]}),
@@ -669,23 +664,23 @@ LINES = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bw
     ),
     (
       lambda: OneFOneB(4).simulate(8, {'forward': 1}),
-      f"costs['forward']: there is no such kind of task. Did you mean 'fwd'?\n{COSTS}",
+      f"costs['forward']: 'forward' is not a kind of task. Did you mean 'fwd'?\n{COSTS}",
     ),
     (
       lambda: OneFOneB(4).simulate(8, {'fwd': math.nan}),
-      "costs['fwd'] takes nan: that is no time.\nFix: pass a number from 0 up.",
+      "The time of costs['fwd'] is nan.\nFix: pass a finite number that is not negative.",
     ),
     (
       lambda: OneFOneB(4).simulate(8, lambda task: None),
-      'fwd_0__0 takes None: that is no time.\nFix: pass a number from 0 up.',
+      'The time of fwd_0__0 is None.\nFix: pass a finite number that is not negative.',
     ),
     (
       lambda: OneFOneB(4).simulate(8, transfer=-1),
-      'transfer takes -1: that is no time.\nFix: pass a number from 0 up.',
+      'The time of transfer is -1.\nFix: pass a finite number that is not negative.',
     ),
     (
       lambda: OneFOneB(4).simulate(8)['fwd_0__9'],
-      'OneFOneB(ranks=4) with 8 microbatches has no task fwd_0__9.\nFix: see .runs for those that it has.',
+      'OneFOneB(ranks=4) with 8 microbatches has no task fwd_0__9.\nFix: choose one of the tasks in .steps.',
     ),
   ],
 )

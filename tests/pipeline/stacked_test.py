@@ -1,4 +1,4 @@
-"""Stages that are alike as one program: the same numbers as one after another, each stage on its devices."""
+"""Stacked stages: results equal those of the stages in sequence, and each stage is on its own devices."""
 
 from textwrap import dedent
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-  """Stages between an embedding and a head; without microbatches, one after another."""
+  """Stages between an embedding and a head; in sequence if `microbatches` is None."""
 
   stages: int
   microbatches: int | None = None
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 class _Sequence(nn.Module):
-  """The same parameters, used in a loop of Python's."""
+  """The same parameters, applied in a Python loop."""
 
   stages: int
 
@@ -83,8 +83,8 @@ def layout(stages):
 
 
 @pytest.mark.parametrize(('stages', 'microbatches'), [(2, 8), (4, 4)])
-def test_the_same_as_one_after_another(stages, microbatches):
-  """Losses, gradients and parameters of two steps; and every device has the parameters of its stage."""
+def test_equals_the_stages_in_sequence(stages, microbatches):
+  """Losses, gradients and parameters for two steps; every device has its stage's parameters only."""
   on = layout(stages)
   state = on.init(create, Model(stages, microbatches))
   plain = jax.device_get(spmd.unbox(state))
@@ -108,7 +108,7 @@ def test_the_same_as_one_after_another(stages, microbatches):
 
 
 def check_traffic(text, moved, gathered):
-  """Neighbours get microbatches, on the way there and back; nobody gets the parameters of other stages."""
+  """Microbatches move between neighbours, forward and backward; parameters are never gathered."""
   permutes = [line for line in text.splitlines() if ' collective-permute(' in line]
   assert len(permutes) >= 2
   assert all(str(list(moved)).replace(' ', '') in line for line in permutes)
@@ -116,7 +116,7 @@ def check_traffic(text, moved, gathered):
 
 
 class Masked(nn.Module):
-  """Takes a tree, of which a part only goes along; its key is its own in every stage and microbatch."""
+  """A stage on a tree, with a mask that is passed along, and a random key per stage and microbatch."""
 
   @nn.compact
   def __call__(self, inputs):
@@ -124,16 +124,16 @@ class Masked(nn.Module):
     return inputs | {'x': nn.Dense(WIDTH, use_bias=False)(x) * inputs['mask'][:, None]}
 
 
-def test_a_tree_goes_through_and_keys_are_split():
+def test_stages_pass_a_tree_along_and_split_random_keys():
   mask = np.arange(ROWS) % 3 > 0
   module = stacked(Masked, 2, 4, names={'x': ('batch', None), 'mask': ('batch',)})()
   keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
   variables = jax.jit(module.init)(keys, {'x': X, 'mask': mask})
   inputs = {'x': np.ones((ROWS, WIDTH), np.float32), 'mask': mask}
-  found = jax.jit(module.apply)(variables, inputs, rngs={'dropout': jax.random.key(2)})
-  np.testing.assert_array_equal(found['mask'], mask)
-  assert not np.asarray(found['x'])[~mask].any()
-  rows = np.asarray(found['x'])[mask]
+  results = jax.jit(module.apply)(variables, inputs, rngs={'dropout': jax.random.key(2)})
+  np.testing.assert_array_equal(results['mask'], mask)
+  assert not np.asarray(results['x'])[~mask].any()
+  rows = np.asarray(results['x'])[mask]
   assert len(np.unique(rows.round(6), axis=0)) == len(rows)
 
 
@@ -150,30 +150,27 @@ def test_a_batch_that_does_not_divide():
   variables = {'params': jax.eval_shape(lambda: create(Model(2, 8)))[0]}
   assert text_of(lambda: jax.eval_shape(Model(2, 8).apply, variables, X[:12])) == dedent("""\
     stacked: a batch of 12 cannot be split into 8 equal microbatches.
-    Fix: use 6 or 12 microbatches, or a batch of another size.""")
+    Fix: use 6 or 12 microbatches, or another batch size.""")
 
 
-def test_arrays_without_examples():
+def test_scalar_input():
   module = stacked(Masked, 2, 4)()
   inputs = {'x': X, 'mask': np.float32(1)}
   assert text_of(lambda: module.init(jax.random.key(0), inputs)) == dedent("""\
-    stacked: arrays that go through stages have examples in their first dimension, all as many:
+    stacked: the inputs of a stage need the same number of examples in their first dimension:
       mask: float32[]
       x: float32[16, 16]
-    Fix: give each array a first dimension of examples; what has none, the stages close over.""")
+    Fix: give each array a first dimension of examples, or close over it in the stage.""")
 
 
-def test_a_stage_that_returns_something_else():
+def test_a_stage_that_changes_the_shape():
   module = stacked(nn.Dense, 2, 4)(8)
-  assert (
-    text_of(lambda: module.init(jax.random.key(0), X))
-    == dedent("""\
-    stacked: a stage returns something else than it takes, which the next one takes too:
-      (root): float32[4, 8] in place of float32[4, 16]
-    Fix: let it return arrays like those it gets; what changes shape comes before or after the stages.""")
-  )
+  assert text_of(lambda: module.init(jax.random.key(0), X)) == dedent("""\
+    stacked: the result of a stage differs from its input, so the next stage cannot take it:
+      (root): float32[4, 8] instead of float32[4, 16]
+    Fix: return arrays of the same shapes and dtypes; change shapes before or after the stages.""")
 
 
-def test_numbers_below_one():
+def test_zero_stages_or_microbatches():
   assert text_of(lambda: stacked(Block, 0, 4)).startswith('stacked: stages')
   assert text_of(lambda: stacked(Block, 2, 0)).startswith('stacked: microbatches')

@@ -1,4 +1,4 @@
-"""States of pipelines: born on their stages, trained over many numbers of them, saved, moved, measured."""
+"""States of pipelines: created on their stages, trained with different numbers of stages, saved and moved."""
 
 import functools
 from collections import Counter
@@ -42,7 +42,7 @@ UNSTAGED = spmd.Layout({'data': 8}, RULES)
 
 
 class Model(nn.Module):
-  """A layer after the other; as many stages of equal length as are asked for."""
+  """A stack of layers, in stages of equal length."""
 
   stages: int = 1
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def slow_on_new_jax(test):
-  """Marks a test as slow, and as one that CI runs on one JAX."""
+  """Marks a test as slow, and for the new JAX only."""
   for mark in (pytest.mark.slow, *ON_NEW_JAX):
     test = mark(test)
   return test
@@ -93,7 +93,7 @@ def layout_of(stages):
 
 @functools.cache
 def pipeline(stages):
-  """The step over so many stages, its compiled form, and its batch."""
+  """The step over a number of stages, its compiled pipeline, and its batch."""
   layout = layout_of(stages)
   step = layout.pipeline_jit(train_step(stages, OneFOneB(stages)))
   placed = layout.shard(batch(), BATCH_NAMES)
@@ -107,7 +107,7 @@ def without_stages():
 
 @functools.cache
 def trained(steps):
-  """The state without stages after some steps, and the losses on the way."""
+  """The state after some steps without stages, and the loss of each step."""
   step, state, losses = jax.jit(train_step()), jax.jit(create)(), []
   for _ in range(steps):
     state, loss = step(state, batch())
@@ -116,7 +116,7 @@ def trained(steps):
 
 
 def staged(steps=2):
-  """A state over four stages after some steps."""
+  """A state over four stages, after some steps."""
   step, compiled, placed = pipeline(4)
   state = compiled.init(create)
   for _ in range(steps):
@@ -124,20 +124,20 @@ def staged(steps=2):
   return state
 
 
-def wanted(compiled, argument=0):
+def state_shardings(compiled, argument=0):
   return compiled.input_shardings[0][argument]
 
 
-def assert_equal(found, expected, atol=0.0):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+def assert_equal(result, expected, atol=0.0):
+  assert jax.tree.structure(result) == jax.tree.structure(expected)
+  pairs = zip(jax.tree_util.tree_leaves_with_path(result), jax.tree.leaves(expected), strict=True)
   for (path, leaf), other in pairs:
     where = jax.tree_util.keystr(path)
     assert leaf.shape == other.shape and leaf.dtype == other.dtype, where
     np.testing.assert_allclose(np.asarray(leaf), np.asarray(other), 0, atol, err_msg=where)
 
 
-def assert_lies(tree, shardings):
+def assert_shardings(tree, shardings):
   def check(path, leaf, sharding):
     assert leaf.sharding == sharding, f'{jax.tree_util.keystr(path)}: {leaf.sharding}, not {sharding}'
 
@@ -148,19 +148,19 @@ def devices(array):
   return sorted(device.id for device in array.devices())
 
 
-# -- one state over many numbers of stages
+# -- different numbers of stages
 
 
 @slow_on_new_jax
-def test_one_state_over_4_2_8_and_no_stages():
+def test_one_state_on_4_2_8_and_no_stages():
   state, losses = pipeline(4)[1].init(create), []
   for stages in NUMBERS:
     step, compiled, placed = pipeline(stages)
-    state = jax.device_put(state, wanted(compiled))
+    state = jax.device_put(state, state_shardings(compiled))
     for _ in range(2):
       state, loss = step(state, placed)
       losses.append(float(loss))
-    assert_lies(state, wanted(compiled))
+    assert_shardings(state, state_shardings(compiled))
   step, placed = without_stages()
   state = UNSTAGED.shard(state)
   for _ in range(2):
@@ -172,35 +172,35 @@ def test_one_state_over_4_2_8_and_no_stages():
 
 
 @pytest.mark.parametrize('stages', NUMBERS)
-def test_a_state_from_anywhere_is_taken(stages):
+def test_a_step_accepts_states_of_other_layouts(stages):
   step, _, placed = pipeline(stages)
   expected, [*_, expected_loss] = trained(3)
   for state in (trained(2)[0], staged(), UNSTAGED.shard(trained(2)[0])):
-    found, loss = step(state, placed)
+    result, loss = step(state, placed)
     np.testing.assert_allclose(loss, expected_loss, 0, 1e-6)
-    assert_equal(found, expected, 1e-6)
+    assert_equal(result, expected, 1e-6)
 
 
 @pytest.mark.parametrize('stages', NUMBERS)
-def test_to_one_mesh_and_back_nothing_changes(stages):
+def test_a_round_trip_to_one_mesh_changes_nothing(stages):
   compiled = pipeline(stages)[1]
-  state = jax.device_put(staged(), wanted(compiled))
+  state = jax.device_put(staged(), state_shardings(compiled))
   whole = UNSTAGED.shard(state)
   assert_equal(whole, state)
   assert devices(whole.params['layer_0']['kernel']) == list(range(8))
-  assert_lies(whole, jax.tree.map(lambda x: x.sharding, UNSTAGED.init(create)))
-  back = jax.device_put(whole, wanted(compiled))
+  assert_shardings(whole, jax.tree.map(lambda x: x.sharding, UNSTAGED.init(create)))
+  back = jax.device_put(whole, state_shardings(compiled))
   assert_equal(back, state)
-  assert_lies(back, wanted(compiled))
+  assert_shardings(back, state_shardings(compiled))
 
 
 # -- a staged state is a tree of arrays
 
 
 def test_device_get():
-  found = jax.device_get(staged())
-  assert all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in jax.tree.leaves(found))
-  assert_equal(found, trained(2)[0], 1e-6)
+  result = jax.device_get(staged())
+  assert all(isinstance(leaf, (np.ndarray, np.generic)) for leaf in jax.tree.leaves(result))
+  assert_equal(result, trained(2)[0], 1e-6)
 
 
 def test_printing():
@@ -216,15 +216,15 @@ def test_tree_map_leaves_arrays_where_they_are():
   state = staged()
   doubled = jax.tree.map(lambda x: 2 * x, state.params)
   summed = jax.tree.map(jnp.add, doubled, state.params)
-  shardings = wanted(pipeline(4)[1]).params
-  assert_lies(summed, shardings)
+  shardings = state_shardings(pipeline(4)[1]).params
+  assert_shardings(summed, shardings)
   assert_equal(summed, jax.tree.map(lambda x: 3 * x, jax.device_get(state.params)), 1e-6)
 
 
 def test_optax_functions_leaf_by_leaf():
   state, host = staged(), jax.device_get(staged())
   moments = state.opt_state[0].mu
-  found = {
+  result = {
     'apply_updates': optax.apply_updates(state.params, moments),
     'incremental_update': optax.incremental_update(moments, state.params, 0.1),
     'scale': optax.tree.scale(0.5, state.params),
@@ -243,8 +243,8 @@ def test_optax_functions_leaf_by_leaf():
     'get': mu,
     'cast': optax.tree.cast(params, jnp.bfloat16),
   }
-  for name, tree in found.items():
-    assert_lies(tree, wanted(pipeline(4)[1]).params)
+  for name, tree in result.items():
+    assert_shardings(tree, state_shardings(pipeline(4)[1]).params)
     jax.tree.map(
       lambda x, y: np.testing.assert_allclose(np.float32(x), np.float32(y), 0, 1e-6),
       tree,
@@ -253,21 +253,21 @@ def test_optax_functions_leaf_by_leaf():
 
 
 def test_a_norm_over_all_leaves():
-  """One number of arrays on several ranks is computed where they all are."""
+  """A reduction over arrays of several ranks needs them on one mesh."""
   state, expected = staged(), optax.tree.norm(trained(2)[0].params)
   np.testing.assert_allclose(jax.jit(optax.tree.norm)(UNSTAGED.shard(state.params)), expected, 1e-6)
   np.testing.assert_allclose(optax.tree.norm(jax.device_get(state.params)), expected, 1e-6)
 
 
-# -- birth, and where everything lies
+# -- initialization and shardings
 
 
 @pytest.mark.parametrize('stages', NUMBERS)
-def test_init_is_that_of_the_layout_on_the_devices_of_the_stages(stages):
+def test_init_equals_that_of_the_layout_on_the_devices_of_the_stages(stages):
   compiled = pipeline(stages)[1]
   state = compiled.init(create)
   assert_equal(state, layout_of(stages).init(create), 1e-7)
-  assert_lies(state, wanted(compiled))
+  assert_shardings(state, state_shardings(compiled))
   for number in range(LAYERS):
     rank, each = number * stages // LAYERS, 8 // stages
     own = list(range(rank * each, (rank + 1) * each))
@@ -281,14 +281,14 @@ def test_init_of_two_stages_per_rank():
   step = layout.pipeline_jit(train_step(8, schedule))
   compiled = step.compile(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
   state = compiled.init(create)
-  found = [devices(state.params[f'layer_{number}']['kernel'])[0] // 2 for number in range(LAYERS)]
-  assert tuple(found) == schedule.owners == (0, 1, 2, 3, 0, 1, 2, 3)
+  result = [devices(state.params[f'layer_{number}']['kernel'])[0] // 2 for number in range(LAYERS)]
+  assert tuple(result) == schedule.stage_ranks == (0, 1, 2, 3, 0, 1, 2, 3)
   new, loss = compiled(state, layout.shard(batch(), BATCH_NAMES))
   np.testing.assert_allclose(loss, trained(1)[1][0], 0, 1e-6)
   assert_equal(new, trained(1)[0], 1e-6)
 
 
-def test_init_with_arguments_that_are_no_arrays():
+def test_init_with_arguments_other_than_arrays():
   compiled = pipeline(4)[1]
 
   def create_by(key, model, tx, scale):
@@ -312,11 +312,11 @@ def test_input_shardings():
   assert jax.tree.structure(state) == jax.tree.structure(create())
 
 
-def test_results_lie_as_the_next_step_takes_them():
+def test_results_have_the_shardings_of_the_next_step():
   step, compiled, placed = pipeline(4)
-  assert_lies(staged(1), wanted(compiled))
-  there = jax.device_put(placed, wanted(compiled, 1))
-  assert_lies(there, wanted(compiled, 1))
+  assert_shardings(staged(1), state_shardings(compiled))
+  there = jax.device_put(placed, state_shardings(compiled, 1))
+  assert_shardings(there, state_shardings(compiled, 1))
   new, _ = compiled(staged(1), there)
   assert_equal(new, staged(2))
 
@@ -325,13 +325,13 @@ def test_results_lie_as_the_next_step_takes_them():
 
 
 def target(stages):
-  """A state's form and places, with so many stages; None: with none."""
+  """The restore target for a number of stages; None: without stages."""
   if stages is None:
     return UNSTAGED.abstract(create)
   return jax.tree.map(
     lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
     layout_of(stages).abstract(create),
-    wanted(pipeline(stages)[1]),
+    state_shardings(pipeline(stages)[1]),
   )
 
 
@@ -358,7 +358,7 @@ def test_saved_with_4_stages_and_restored(way, stages, tmp_path):
   save(tmp_path / 'four', state)
   restored = restore(tmp_path / 'four', target(stages))
   assert_equal(restored, state)
-  assert_lies(restored, jax.tree.map(lambda x: x.sharding, target(stages)))
+  assert_shardings(restored, jax.tree.map(lambda x: x.sharding, target(stages)))
   step, placed = without_stages() if stages is None else pipeline(stages)[::2]
   new, loss = step(restored, placed)
   np.testing.assert_allclose(loss, trained(3)[1][2], 0, 1e-6)
@@ -369,12 +369,12 @@ def test_saved_without_stages_and_restored_with_4(tmp_path):
   state = UNSTAGED.shard(trained(2)[0])
   spmd.checkpoint.save(tmp_path / 'none', state, layout=UNSTAGED)
   restored = spmd.checkpoint.restore(tmp_path / 'none', target(4))
-  assert_lies(restored, wanted(pipeline(4)[1]))
+  assert_shardings(restored, state_shardings(pipeline(4)[1]))
   new, _ = pipeline(4)[0](restored, pipeline(4)[2])
   assert_equal(new, trained(3)[0], 1e-6)
 
 
-# -- what optimizers move
+# -- transfers of optimizers
 
 OPTIMIZERS = {
   'sgd': optax.sgd(1e-2),
@@ -409,11 +409,11 @@ STATES = {name: functools.partial(create, tx) for name, tx in OPTIMIZERS.items()
 STATES['ema of parameters'] = create_averaged
 
 
-def moved_after_the_loop(linked):
-  """The bytes that are sent after the last task of the loop."""
-  last = max(number for number, one in enumerate(linked.calls) if isinstance(one, Call) and one.when)
-  sends = [one for one in linked.calls[last:] if isinstance(one, Send)]
-  return sum(value.bytes for one in sends for value, _, _ in one.places)
+def moved_after_the_loop(call_list):
+  """The bytes sent after the last task of the loop."""
+  last = max(number for number, one in enumerate(call_list.calls) if isinstance(one, Call) and one.when)
+  sends = [one for one in call_list.calls[last:] if isinstance(one, Send)]
+  return sum(value.bytes for one in sends for value, _, _ in one.buffers)
 
 
 @pytest.mark.parametrize(
@@ -422,16 +422,16 @@ def moved_after_the_loop(linked):
   ids=['1f1b', 'zero_bubble'],
 )
 @pytest.mark.parametrize('create', STATES.values(), ids=list(STATES))
-def test_an_optimizer_moves_next_to_nothing(create, schedule):
+def test_an_optimizer_sends_at_most_1_kib(create, schedule):
   layout = layout_of(4)
   step = layout.pipeline_jit(train_step(4, schedule))
-  found = step.lower(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
-  assert moved_after_the_loop(found.linked) <= 1024
+  result = step.lower(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
+  assert moved_after_the_loop(result.call_list) <= 1024
 
 
 @slow_on_new_jax
 @pytest.mark.parametrize('name', ['clipped adam', 'MultiSteps', 'adafactor', 'ema of parameters'])
-def test_an_optimizer_by_stages_is_the_optimizer(name):
+def test_an_optimizer_on_stages_equals_the_optimizer(name):
   layout, make = layout_of(2), STATES[name]
   step, placed = layout.pipeline_jit(train_step(2, OneFOneB(2))), layout.shard(batch(), BATCH_NAMES)
   plain, expected = jax.jit(train_step()), jax.jit(make)()
@@ -441,10 +441,10 @@ def test_an_optimizer_by_stages_is_the_optimizer(name):
     expected, _ = plain(expected, batch())
     state, _ = step(state, placed)
   assert_equal(state, expected, 1e-5)
-  assert_lies(state, wanted(compiled))
+  assert_shardings(state, state_shardings(compiled))
 
 
-# -- what is kept
+# -- lifetimes
 
 
 SCHEDULES = [
@@ -462,28 +462,30 @@ SCHEDULES = [
 ]
 
 
-def kept_at_once(linked, schedule):
-  """Per rank, the most microbatches of a stage of which something is alive for a task to come.
+def microbatches_alive(call_list, schedule):
+  """The peak number of microbatches that each rank keeps buffers of.
 
-  What the first task of a microbatch on a stage has and makes is alive until the stage's last task that
-  uses any of it. A forward that is in its backward's program has the inputs that this one waits for.
+  The buffers of a microbatch on a stage live from the stage's first task to its last task that reads them. A
+  forward that is merged into its backward has the inputs of that program.
   """
   calls = {
     task: one
-    for one in linked.calls
+    for one in call_list.calls
     if isinstance(one, Call) and one.when
     for task in one.when.step.tasks
   }
   peaks = []
   for order in schedule.tasks(MICROBATCHES):
-    spans, alive = {}, {}  # by stage and microbatch: from which step to which, and the places
+    spans, alive = {}, {}  # by stage and microbatch: first and last step, and the buffers
     for number, task in ((number, task) for number, step in enumerate(order) for task in step.tasks):
       key, call = (task.stage, task.microbatch), calls.get(task)
-      used = {place for place in call.inputs if place[1] == task.microbatch} if call else set()
+      used = (
+        {buffer for buffer in call.inputs if buffer.microbatch == task.microbatch} if call else set()
+      )
       if key not in spans:
         spans[key] = number, number
       if call and key not in alive:
-        alive[key] = used | {place for place in call.outputs if place[1] == task.microbatch}
+        alive[key] = used | {buffer for buffer in call.outputs if buffer.microbatch == task.microbatch}
       if not used.isdisjoint(alive.get(key, ())):
         spans[key] = spans[key][0], number
     live = (sum(start <= at <= end for start, end in spans.values()) for at in range(len(order)))
@@ -492,20 +494,20 @@ def kept_at_once(linked, schedule):
 
 
 @pytest.mark.parametrize('schedule', SCHEDULES, ids=str)
-def test_no_more_is_kept_than_the_schedule_says(schedule):
+def test_residuals_live_as_long_as_in_the_schedule(schedule):
   layout = layout_of(4)
   step = layout.pipeline_jit(train_step(schedule.stages, schedule))
   lowered = step.lower(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
-  assert kept_at_once(lowered.linked, schedule) == schedule.validate(MICROBATCHES).peaks
+  assert microbatches_alive(lowered.call_list, schedule) == schedule.validate(MICROBATCHES).peaks
 
 
 @pytest.mark.parametrize('schedule', [GPipe(4), OneFOneB(4), ZeroBubbleV(4)], ids=str)
-def test_registers_are_emptied_in_time(schedule):
-  """After a run only results are held; on the way, no more than what is alive."""
+def test_registers_are_emptied(schedule):
+  """Each instruction reads filled registers; at the end only results and arguments are left."""
   layout = layout_of(4)
   step = layout.pipeline_jit(train_step(schedule.stages, schedule))
   compiled = step.compile(layout.abstract(create), layout.shard(batch(), BATCH_NAMES))
-  machine = compiled._machine
+  machine = compiled.machine
   filled = {use.register for uses in machine.arguments for use in uses} | set(machine.constants)
   for one in machine.code:
     assert filled.issuperset(one.inputs)
@@ -551,15 +553,15 @@ def test_equal_stages_are_compiled_once():
 
 @pytest.fixture
 def compilations():
-  """The compilations since the test began, a list that grows."""
-  found, listening = [], True
+  """The compilations since the test began, as a growing list."""
+  result, listening = [], True
 
   def listener(event, seconds, **_):
     if listening and event == '/jax/core/compile/backend_compile_duration':
-      found.append(seconds)
+      result.append(seconds)
 
   jax.monitoring.register_event_duration_secs_listener(listener)
-  yield found
+  yield result
   listening = False
 
 
@@ -580,7 +582,7 @@ def test_a_second_call_compiles_nothing(compilations):
   assert all(compiled.executables[unit] is one for unit, one in executables.items())
 
 
-def test_calls_with_forms_seen_before_compile_nothing(compilations):
+def test_calls_with_known_shapes_compile_nothing(compilations):
   step, compiled, placed = pipeline(4)
   shorter = jax.tree.map(lambda x: x[:4], placed)
   state = compiled.init(create)
@@ -593,7 +595,7 @@ def test_calls_with_forms_seen_before_compile_nothing(compilations):
 
 
 @slow_on_new_jax
-def test_threads_change_no_result():
+def test_results_are_the_same_with_threads():
   layout = layout_of(4)
   placed = layout.shard(batch(), BATCH_NAMES)
   results = []
@@ -611,7 +613,7 @@ def test_threads_change_no_result():
 
 @pytest.fixture
 def persistent_cache(tmp_path):
-  """JAX keeps every program in a folder, as it does for many users."""
+  """JAX caches every program in a folder."""
   options = {
     'jax_compilation_cache_dir': str(tmp_path),
     'jax_persistent_cache_min_compile_time_secs': 0,
@@ -628,9 +630,9 @@ def persistent_cache(tmp_path):
 
 
 def test_programs_of_the_persistent_cache(persistent_cache):
-  """Programs that come from it run, also for the ranks of equal stages."""
-  found = []
+  """Cached programs run, also on the ranks of equal stages."""
+  result = []
   for _ in range(2):
     step = layout_of(4).pipeline_jit(train_step(4, OneFOneB(4)))
-    found.append(step(create(), batch()))
-  jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, found))
+    result.append(step(create(), batch()))
+  jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, result))

@@ -1,4 +1,4 @@
-"""Timelines: their text and SVG show every task where it runs, and stay legible when they are long."""
+"""Timelines: text and SVG show every task at its time, and stay legible when long."""
 
 import io
 import re
@@ -17,7 +17,7 @@ SVG = '{http://www.w3.org/2000/svg}'
 
 
 def rows_of(text):
-  """Per rank, its characters from all bands."""
+  """Per rank, its characters in all bands."""
   rows = {}
   for line in text.splitlines():
     if line.startswith('rank '):
@@ -30,13 +30,12 @@ def names_of(row):
   return re.findall(r'[FBW][₀-₉]*\d+', row)
 
 
-def test_text():
+def test_text_wraps_into_bands():
   assert (
     str(DualPipeV(ranks=2, fuse=True).draw(4))
     == dedent("""
     DualPipeV(ranks=2, fuse=True) with 4 microbatches: makespan 26, bubble 7.7%, live 5 5
-    F: forward, B: backward, W: gradient of weights; F₁2 is of stage 1 and microbatch 2; no gap: one
-      program
+    F: forward, B: backward, W: weight gradient; F₁2 is of stage 1 and microbatch 2; no gap: one program
            0       2       4       6       8       10      12
     rank 0 │F₀0│F₀1│F₀2│F₃0│B₃0│W₃0│F₃1│F₀3B₃1 W₃1 │   │F₃2B₀0 │
     rank 1 │   │F₁0│F₂0│F₁1│F₂1│F₁2B₂0 W₂0 │F₂2B₁0 W₁0 │F₁3B₂1 │
@@ -69,7 +68,7 @@ def test_a_wide_terminal_needs_one_band():
   st.sampled_from([4, 8, 16, 32]),
   st.integers(40, 200),
 )
-def test_every_task_is_named_and_no_line_is_too_long(schedule, microbatches, width):
+def test_every_task_is_named_and_lines_keep_to_the_width(schedule, microbatches, width):
   timeline = schedule.draw(microbatches)
   text = timeline.text(width)
   assert max(map(len, text.splitlines())) <= width
@@ -77,14 +76,14 @@ def test_every_task_is_named_and_no_line_is_too_long(schedule, microbatches, wid
   assert len(rows) == schedule.ranks
   assert len({len(row) for row in rows.values()}) == 1
   if len(text.splitlines()) > 15 * (schedule.ranks + 2):
-    return  # so narrow that some names have to go
-  for rank, runs in enumerate(timeline.simulation.runs):
-    assert len(set(names_of(rows[rank]))) == sum(len(run.step.tasks) for run in runs)
+    return  # too narrow for all names
+  for rank, steps in enumerate(timeline.simulation.steps):
+    assert len(set(names_of(rows[rank]))) == sum(len(timed.step.tasks) for timed in steps)
 
 
 @pytest.mark.parametrize('schedule', [GPipe(8), OneFOneB(8), Interleaved1F1B(8), ZeroBubbleV(8)])
-def test_8_ranks_and_32_microbatches(schedule):
-  """All names, in at most 16 bands of 100 characters."""
+def test_8_ranks_and_32_microbatches_fit_16_bands(schedule):
+  """With all names, in bands of 100 characters."""
   text = schedule.draw(32).text()
   assert len(text.splitlines()) <= 16 * 10 + 3
   for rank, row in rows_of(text).items():
@@ -92,8 +91,8 @@ def test_8_ranks_and_32_microbatches(schedule):
     assert len(set(names_of(row))) == tasks
 
 
-def test_what_is_too_short_for_its_name_keeps_its_letter():
-  """A first stage that takes a thousandth of the time of the others."""
+def test_a_cell_too_short_for_its_name_shows_its_letter():
+  """The first stage takes a thousandth of the others' time."""
   timeline = OneFOneB(2).draw(32, {'fwd': [0.001, 1], 'bwd': [0.001, 2]})
   lines = timeline.text(80).splitlines()
   assert len(lines) <= 2 + 16 * 4
@@ -146,7 +145,7 @@ def test_svg_of_8_ranks_and_32_microbatches():
   assert {f'F₁₅{i}' for i in range(32)} <= names
 
 
-def test_svg_escapes():
+def test_svg_escapes_html():
   def rule(rank, microbatches):
     yield from ('fwd_0__0', 'bwd_0__0')
 
@@ -154,7 +153,7 @@ def test_svg_escapes():
   ElementTree.fromstring(Schedule.of(rule, ranks=1).draw(1).svg)
 
 
-def test_notebooks_and_rich():
+def test_notebooks_show_svg_and_rich_prints_in_colour():
   timeline = OneFOneB(2).draw(2)
   assert timeline._repr_svg_() == timeline.svg
   assert timeline.svg in timeline._repr_html_()
@@ -166,7 +165,7 @@ def test_notebooks_and_rich():
   assert '\x1b[38;2;17;17;17;48;2;' in coloured.getvalue()
 
 
-def test_colours_tell_kinds_and_stages_apart():
+def test_colours_differ_by_kind_and_stage():
   rectangles = re.findall(r'fill="(#\w{6})"><title>(\w+?)_(\d+)__', ZeroBubbleV(2).draw(4).svg)
   colours = {(kind, stage): colour for colour, kind, stage in rectangles}
   assert len(set(colours.values())) == 6  # three kinds, and a rank's first and second stage
@@ -175,6 +174,6 @@ def test_colours_tell_kinds_and_stages_apart():
 
 @given(st.floats(1e-9, 1e9), st.floats(0.001, 0.9))
 def test_ticks_are_round_and_apart(makespan, part):
-  found = ticks(makespan, makespan * part)
-  assert found[0] == 0 and found[-1] <= makespan * (1 + 1e-6)
-  assert len(found) <= 1 / part + 1
+  times = ticks(makespan, makespan * part)
+  assert times[0] == 0 and times[-1] <= makespan * (1 + 1e-6)
+  assert len(times) <= 1 / part + 1

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from flax_spmd._src.checkpoint.storage.readers import open_source
+from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 
 RULES = (('batch', 'data'), ('hidden', 'model'))
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_a_state_without_boxes_has_its_names(tmp_path):
   lay = layout('t8')
   state = lay.init(make('embed', 'hidden'), boxed=False)
   checkpoint.save(tmp_path / 'a', state, layout=layout('t8'))
-  leaves = open_source(tmp_path / 'a').record.leaves
+  leaves = open_checkpoint(tmp_path / 'a').record.leaves
   assert {path: leaf.names for path, leaf in leaves.items()} == {'b': None, 'w': ('embed', 'hidden')}
 
 

@@ -442,8 +442,8 @@ def test_an_invalid_regular_expression():
   assert text_of(
     errors.RulesError, spmd.Rules, ('batch', 'data'), ('attn/(q', P()), ('*', P())
   ) == dedent("""\
-    Rule 1: 'attn/(q' is no regular expression: missing ), unterminated subpattern at position 5.
-    Rule 2: '*' is no regular expression: nothing to repeat at position 0.
+    Rule 1: 'attn/(q' is not a regular expression: missing ), unterminated subpattern at position 5.
+    Rule 2: '*' is not a regular expression: nothing to repeat at position 0.
     Fix: correct it; it is searched for in paths such as params/layers/wi.""")
 
 
@@ -454,7 +454,7 @@ def test_specs_that_do_not_fit_are_listed():
     text_of(errors.LayoutError, layout.sharding, tree)
     == dedent("""\
     a/bias: rule 0 ('bias$', P('data', 'model')) has 2 entries for an array of rank 1, shape (8,).
-    a/kernel, dim 1: size 6 is not divisible by mesh axis 'model' (4), asked for by rule 1 ('kernel$', P('data', 'model')).
+    a/kernel, dim 1: size 6 is not divisible by mesh axis 'model' (4), required by rule 1 ('kernel$', P('data', 'model')).
     b/bias: rule 0 ('bias$', P('data', 'model')) has 2 entries for an array of rank 1, shape (8,).
     Fix: give at most one entry per dimension, or add a rule for this path before rule 0.
     Fix: pad it to 8, add a rule for this path before rule 1, or give the table indivisible='next' or 'replicate'.""")
@@ -497,10 +497,10 @@ def test_what_a_policy_may_return():
 
   tree = {'a': jnp.ones((8, 16)), 'b': jnp.ones(8)}
   assert text_of(errors.LayoutError, spmd.Layout(MESH, policy).sharding, tree) == dedent(f"""\
-    a, dim 1 of spec P('data', 'pod') of rule 0 {policy!r}: 'pod' is no axis of the mesh, which has ('data', 'model').
-    b: the policy of rule 0 {policy!r} returned 'data'.
+    a, dim 1 of spec P('data', 'pod') of rule 0 {policy!r}: 'pod' is not an axis of the mesh, which has ('data', 'model').
+    b: rule 0 {policy!r} returned 'data'.
     Fix: correct the axis name.
-    Fix: return a PartitionSpec, or None where the policy does not apply.""")
+    Fix: return a PartitionSpec, or None where the rule does not apply.""")
 
 
 def test_a_mistake_in_a_table_within_the_table():
@@ -508,14 +508,14 @@ def test_a_mistake_in_a_table_within_the_table():
   assert (
     text_of(errors.LayoutError, layout.sharding, {'opt': {'mu': jnp.ones(6)}})
     == dedent("""\
-    opt/mu: in the table of rule 0 '^opt': dim 0: size 6 is not divisible by mesh axis 'model' (4), asked for by rule 0 ('mu', P('model',)).
+    opt/mu: in the table of rule 0 '^opt': dim 0: size 6 is not divisible by mesh axis 'model' (4), required by rule 0 ('mu', P('model',)).
     Fix: pad it to 8, add a rule for this path before rule 0, or give the table indivisible='next' or 'replicate'.""")
   )
 
 
 def test_an_annotation_needs_a_place():
   assert text_of(errors.RulesError, spmd.Rules, ('@weights', 'data')) == dedent("""\
-    Rule 0 is ('@weights', 'data'), but mesh axes alone are no place for an annotated value.
+    Rule 0 is ('@weights', 'data'), but mesh axes alone do not shard an annotated value.
     Fix: give an annotation a PartitionSpec, Rules, fsdp(...) or a function.""")
 
 

@@ -173,4 +173,4 @@ def test_every_rule_has_an_id():
   rules = spmd.Rules(*EVERY_KIND)
   ids = [rule for rule, _ in rules.all_rules(annotations=True)]
   assert ids == [0, 1, (2, 0), (2, 1), 3, 4]
-  assert all(rules.at(rule) == clause for rule, clause in rules.all_rules())
+  assert all(rules.at(rule) == clause.written for rule, clause in rules.all_rules())

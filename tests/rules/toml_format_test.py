@@ -132,8 +132,8 @@ def test_a_function_has_no_text():
   with pytest.raises(errors.RulesError) as caught:
     spmd.Layout({'data': 8}, (('batch', 'data'), by_rank)).to_toml()
   assert str(caught.value) == dedent(f"""\
-    Rule 1 {by_rank!r} has no text: it is a function.
-    Fix: say it with path rules and fsdp(...) in tables that are to be saved.""")
+    Rule 1 {by_rank!r} has no text form: it is a function.
+    Fix: write path rules and fsdp(...) instead, in tables that are saved.""")
 
 
 def test_a_clause_that_means_nothing():
@@ -168,7 +168,7 @@ def text_of(kind, *args, **kwargs):
 
 def test_no_toml():
   text = text_of(errors.RulesError, 'format = 1\n[mesh\n')
-  assert text.startswith('The layout file is no TOML: ') and 'line 2' in text
+  assert text.startswith('The layout file is not TOML: ') and 'line 2' in text
   assert text.endswith('Fix: correct the file there.')
 
 
@@ -192,7 +192,7 @@ def test_a_missing_section():
 
 
 def test_mistakes_in_the_rules_are_the_tables_own():
-  assert "'unmatchd' is no policy" in text_of(errors.RulesError, TEXT.replace('unmatched', 'unmatchd'))
+  assert "'unmatchd' is not a policy" in text_of(errors.RulesError, TEXT.replace('unmatched', 'unmatchd'))
   assert 'Rule 0 is' in text_of(errors.RulesError, TEXT.replace('"batch", "data"', '"batch", 3'))
   assert "mesh axis 'dat'" in text_of(
     errors.MeshAxisError, TEXT.replace('"batch", "data"', '"batch", "dat"')
@@ -208,7 +208,7 @@ def test_an_axis_type_that_is_none():
 
 def test_a_mesh_with_other_axes():
   assert text_of(errors.MeshError, TEXT, mesh=spmd.abstract_mesh({'data': 2, 'model': 8})) == dedent("""\
-    The layout file asks for the mesh {'data': 2, 'model': 4}, got {'data': 2, 'model': 8}.
+    The layout file requires the mesh {'data': 2, 'model': 4}, got {'data': 2, 'model': 8}.
     Fix: pass a mesh with these axes and sizes, or edit the file.""")
 
 
@@ -235,5 +235,5 @@ def test_other_values_of_the_wrong_kind():
   assert text == 'The layout file has 3 for rules.clauses.\nFix: write a list of rules.'
   text = text_of(errors.RulesError, TEXT + '[mesh_axis_types]\ndta = "explicit"\n')
   assert text == dedent("""\
-    The layout file has 'dta' in [mesh_axis_types], which is no axis of its mesh. Did you mean 'data'?
+    The layout file has 'dta' in [mesh_axis_types], which is not an axis of its mesh. Did you mean 'data'?
     Fix: the axes are data, model.""")

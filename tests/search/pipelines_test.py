@@ -1,4 +1,4 @@
-"""Pipelines among what a search tries: what is estimated of them, compiled, and said."""
+"""Pipelines in a search: their estimates, compiled outcomes and texts."""
 
 import functools
 import json
@@ -11,10 +11,10 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.outcome import Memory
-from flax_spmd._src.search import pipelines as staging
 from flax_spmd._src.search import trials
+from flax_spmd._src.search.pipelines import AXIS, DOUBT, rank_cost, rank_memory
 from flax_spmd.errors import PipelineError, SearchError
-from flax_spmd.explore import Pipeline, compare, search
+from flax_spmd.explore import Pipeline, TrainStep, compare, search
 from flax_spmd.pipeline import GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from tests.compare.pipelines_test import BATCH, OPTIMIZER, TARGET, Model, create, step
 
@@ -37,45 +37,46 @@ def run(*pipelines, target=TARGET, **options):
     'mesh': {'data': -1},
     'forbid': ['mlp'],
   } | options
-  return search(step, create, BATCH, target, pipelines=pipelines, **given)
+  return search(TrainStep(step, create, BATCH), target, pipelines=pipelines, **given)
 
 
 @pytest.fixture(scope='module')
-def found(cache):
+def result(cache):
   return run(OneFOneB(4))
 
 
 def pipelines_of(outcomes):
-  return [one for one in outcomes if one.layout.mesh.axis_names[0] == staging.AXIS]
+  return [one for one in outcomes if one.layout.mesh.axis_names[0] == AXIS]
 
 
-# -- what it finds
+# -- the result
 
 
-def test_a_pipeline_is_compiled_beside_the_others(found):
-  [staged] = pipelines_of(found.outcomes)
-  assert staged.name.startswith(NAME) and staged.source == 'compiled:cpu'
-  assert staged.stages.low.title == 'OneFOneB(ranks=4) with 4 microbatches'
-  row = Pipeline(staged.layout, OneFOneB(4), stages=4)
-  own = compare(functools.partial(step, marked=False), create, BATCH, [row], TARGET)['layout 0']
-  assert (own.memory, own.cost) == (staged.memory, staged.cost)
+def test_a_pipeline_is_compiled_beside_the_others(result):
+  [pipelined] = pipelines_of(result.outcomes)
+  assert pipelined.name.startswith(NAME) and pipelined.source == 'compiled:cpu'
+  assert pipelined.pipeline.low.title == 'OneFOneB(ranks=4) with 4 microbatches'
+  row = Pipeline(pipelined.layout, OneFOneB(4), stages=4)
+  train_step = TrainStep(functools.partial(step, marked=False), create, BATCH)
+  own = compare(train_step, [row], TARGET)['layout 0']
+  assert (own.memory, own.cost) == (pipelined.memory, pipelined.cost)
 
 
-def test_all_are_ranked_alike(found):
-  assert len(found.outcomes) > len(pipelines_of(found.outcomes))
-  times = [one.cost.low * one.cost.high for one in found.outcomes]
-  assert times == sorted(times) and not any(one.error for one in found.outcomes)
+def test_pipelines_and_others_are_ranked_together(result):
+  assert len(result.outcomes) > len(pipelines_of(result.outcomes))
+  times = [one.cost.low * one.cost.high for one in result.outcomes]
+  assert times == sorted(times) and not any(one.error for one in result.outcomes)
 
 
-def test_a_winner_that_is_a_pipeline(found):
-  assert found.schedule == OneFOneB(4) and found.best is pipelines_of(found.outcomes)[0]
-  assert [buy.rule for buy in found.buys] == [*found.layout.rules]
-  assert all(buy.time > 0 or buy.memory > 0 for buy in found.buys)
+def test_a_winner_that_is_a_pipeline(result):
+  assert result.schedule == OneFOneB(4) and result.best is pipelines_of(result.outcomes)[0]
+  assert [effect.rule for effect in result.effects] == [*result.layout.rules]
+  assert all(effect.time > 0 or effect.memory > 0 for effect in result.effects)
 
 
-def test_the_winner_can_be_run(found):
-  layout = spmd.Layout.from_toml(found.toml)
-  schedule = found.schedule
+def test_the_winner_can_be_run(result):
+  layout = spmd.Layout.from_toml(result.toml)
+  schedule = result.schedule
   jitted = layout.pipeline_jit(
     functools.partial(step, marked=False), schedule=schedule, stages=schedule.stages
   )
@@ -85,79 +86,78 @@ def test_the_winner_can_be_run(found):
   assert jitted.lower(layout.abstract(create), batch).schedule == schedule
 
 
-def test_as_text(found, tmp_path):
-  line = '# a pipeline: layout.pipeline_jit(step, schedule=OneFOneB(ranks=4), stages=4)'
-  assert line in found.toml.splitlines() and line in str(found).splitlines()
-  assert any(text.startswith('rank 3 (stage 3): ') for text in str(found).splitlines())
-  assert json.loads(found.to_json())['schedule'] == 'OneFOneB(ranks=4)'
-  found.to_html(tmp_path / 'page.html')
+def test_as_text(result, tmp_path):
+  line = '# pipeline: layout.pipeline_jit(step, schedule=OneFOneB(ranks=4), stages=4)'
+  assert line in result.toml.splitlines() and line in str(result).splitlines()
+  assert any(text.startswith('rank 3 (stage 3): ') for text in str(result).splitlines())
+  assert json.loads(result.to_json())['schedule'] == 'OneFOneB(ranks=4)'
+  result.to_html(tmp_path / 'page.html')
   assert line in (tmp_path / 'page.html').read_text()
 
 
-def test_the_same_question_has_the_same_answer(found, monkeypatch):
-  monkeypatch.setattr(trials.Estimator, 'estimate', None)  # all of it was kept
-  assert run(OneFOneB(4)).record()['estimates'] == found.record()['estimates']
+def test_equal_searches_have_equal_results(result, monkeypatch):
+  monkeypatch.setattr(trials.Estimator, 'estimate', None)  # every estimate is cached
+  assert run(OneFOneB(4)).record()['estimates'] == result.record()['estimates']
 
 
-def test_interrupted_while_pipelines_are_compiled(found, monkeypatch):
-  def interrupted(step, create, batch, rows, *arguments, **options):
+def test_an_interruption_of_the_compilation_of_pipelines(result, monkeypatch):
+  def interrupted(train_step, rows, *arguments, **options):
     if any(isinstance(row, Pipeline) for row in rows.values()):
       raise KeyboardInterrupt
-    return compare(step, create, batch, rows, *arguments, **options)
+    return compare(train_step, rows, *arguments, **options)
 
   monkeypatch.setattr(trials, 'compare', interrupted)
   part = run(OneFOneB(4))
-  assert part.schedule is None and part.best.name == found.outcomes[1].name
-  assert part.notes[0].startswith(f'Interrupted: the best of {len(found.estimates)} candidates')
+  assert part.schedule is None and part.best.name == result.outcomes[1].name
+  assert part.notes[0].startswith(f'Interrupted after {len(result.estimates)} candidates')
 
 
-# -- what is estimated
+# -- estimates
 
 
-def test_an_estimate_is_near_what_is_compiled(found):
-  [staged] = pipelines_of(found.outcomes)
-  [rough] = [one for one in found.estimates if one.name == staged.name]
-  assert rough.source == 'estimated' and rough.doubts[-1] == staging._DOUBT
-  assert rough.memory[:4] == pytest.approx(staged.memory[:4], abs=8)
-  assert rough.memory.peak == pytest.approx(staged.memory.peak, rel=0.5)
-  assert rough.cost.low < staged.cost.high
+def test_an_estimate_is_near_the_compiled_outcome(result):
+  [pipelined] = pipelines_of(result.outcomes)
+  [rough] = [one for one in result.estimates if one.name == pipelined.name]
+  assert rough.source == 'estimated' and rough.doubts[-1] == DOUBT
+  assert rough.memory[:4] == pytest.approx(pipelined.memory[:4], abs=8)
+  assert rough.memory.peak == pytest.approx(pipelined.memory.peak, rel=0.5)
+  assert rough.cost.low < pipelined.cost.high
 
 
-def test_estimates_alone():
-  """A schedule that keeps more needs more."""
-  found = run(OneFOneB(4), GPipe(4), top=0, choices=UNMARKED | {'microbatches': (8,)})
-  staged = {one.name: one for one in pipelines_of(found.estimates)}
-  pairs = [(one, staged.get(name.replace('OneFOneB', 'GPipe'))) for name, one in staged.items()]
+def test_a_schedule_that_keeps_more_activations_needs_more_memory():
+  result = run(OneFOneB(4), GPipe(4), top=0, choices=UNMARKED | {'microbatches': (8,)})
+  pipelined = {one.name: one for one in pipelines_of(result.estimates)}
+  pairs = [(one, pipelined.get(name.replace('OneFOneB', 'GPipe'))) for name, one in pipelined.items()]
   pairs = [(one, other) for one, other in pairs if other is not None and one is not other]
   assert pairs and all(one.memory.peak < other.memory.peak for one, other in pairs)
-  assert all(one.source == 'estimated' for one in found.outcomes) and pipelines_of(found.outcomes)
+  assert all(one.source == 'estimated' for one in result.outcomes) and pipelines_of(result.outcomes)
 
 
 def test_memory_of_a_rank():
   plain = Memory(400, 800, 8, 16, 1200, 2424)
-  held = staging._memory(plain, OneFOneB(4).simulate(8))
-  assert held == (100, 200, 2, 16, 100 + 800, 1218)  # gradients; four of four stages' activations
-  assert staging._memory(plain, GPipe(4).simulate(8)).temporaries == 100 + 1600
+  memory = rank_memory(plain, OneFOneB(4).simulate(8))
+  assert memory == (100, 200, 2, 16, 100 + 800, 1218)  # gradients, and activations of four microbatches
+  assert rank_memory(plain, GPipe(4).simulate(8)).temporaries == 100 + 1600
 
 
 def test_time_of_a_rank():
   plain = Cost(4.0, 2.0, {('data',): 1.0}, 4.0, 8.0, 'compute')
-  assert staging._cost(plain, 4, 0.5) == (1.0, 0.5, {('data',): 0.25}, 2.0, 4.0, 'compute')
+  assert rank_cost(plain, 4, 0.5) == (1.0, 0.5, {('data',): 0.25}, 2.0, 4.0, 'compute')
 
 
-def test_choices_that_a_schedule_is_not_made_for():
-  """The others are tried all the same."""
+def test_choices_that_a_schedule_does_not_support():
+  """The other choices are still tried."""
   written = Schedule.from_text(OneFOneB(2).to_text(4))
-  found = run(written, top=0, choices=UNMARKED | {'microbatches': (8, 4)})
-  staged = pipelines_of(found.estimates)
-  wrong = [one for one in staged if 'microbatches=8' in one.name]
+  result = run(written, top=0, choices=UNMARKED | {'microbatches': (8, 4)})
+  pipelined = pipelines_of(result.estimates)
+  wrong = [one for one in pipelined if 'microbatches=8' in one.name]
   assert wrong and all(one.error for one in wrong)
-  assert any(one.error is None for one in staged)
+  assert any(one.error is None for one in pipelined)
 
 
 def test_models_that_end_their_stages():
-  found = run(OneFOneB(4), top=0, choices={})
-  assert pipelines_of(found.estimates)
+  result = run(OneFOneB(4), top=0, choices={})
+  assert pipelines_of(result.estimates)
   with pytest.raises(PipelineError) as caught:
     run(ZeroBubbleH1(2), choices={})
   lines = str(caught.value).splitlines()
@@ -167,7 +167,7 @@ def test_models_that_end_their_stages():
   )
 
 
-# -- what cannot be searched
+# -- errors
 
 
 def test_ranks_that_cannot_share_the_devices():
@@ -178,11 +178,11 @@ def test_ranks_that_cannot_share_the_devices():
     Fix: use one of 2, 4, 8 ranks.""")
 
 
-def test_what_is_no_schedule():
+def test_text_in_place_of_a_schedule():
   with pytest.raises(SearchError) as caught:
     run('1f1b')
   assert str(caught.value) == dedent("""\
-    pipelines: '1f1b' is no schedule.
+    pipelines: '1f1b' is not a schedule.
     Fix: pass schedules, such as OneFOneB(ranks=4).""")
 
 
@@ -193,9 +193,9 @@ def test_a_step_without_a_loop():
     return updates
 
   with pytest.raises(PipelineError) as caught:
-    search(whole, create, BATCH, TARGET, pipelines=[OneFOneB(4)], donate=False)
+    search(TrainStep(whole, create, BATCH, donate=False), TARGET, pipelines=[OneFOneB(4)])
   lines = str(caught.value).splitlines()
-  assert lines[0] == 'Gradients are taken through stage ends outside of a microbatch loop:'
+  assert lines[0] == 'Gradients are taken through stage ends outside a microbatch loop:'
   assert lines[-1] == (
     'Fix: take them by flax_spmd.pipeline.accumulate, with microbatches=1 if the batch is to stay whole.'
   )
@@ -206,15 +206,15 @@ def test_a_step_without_gradients():
     return Model().apply({'params': state['params']}, x)
 
   with pytest.raises(PipelineError) as caught:
-    search(forward, create, BATCH, TARGET, pipelines=[OneFOneB(4)], donate=False)
+    search(TrainStep(forward, create, BATCH, donate=False), TARGET, pipelines=[OneFOneB(4)])
   assert str(caught.value) == dedent("""\
-    The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.
-    Fix: let it take its gradients in flax_spmd.pipeline.accumulate.""")
+    The step has no microbatch loop, so there is no schedule to compare.
+    Fix: compute its gradients in flax_spmd.pipeline.accumulate.""")
 
 
-def test_an_axis_that_is_taken():
+def test_the_reserved_axis():
   with pytest.raises(SearchError) as caught:
     run(OneFOneB(4), mesh=None, pin={'batch': 'stage'})
   assert str(caught.value) == dedent("""\
-    The mesh axis 'stage' is the one that stages of pipelines are laid over.
-    Fix: call the axis of your wishes something else.""")
+    The mesh axis 'stage' is reserved for the stages of pipelines.
+    Fix: rename this axis in mesh, pin, forbid or batch_only.""")

@@ -1,27 +1,26 @@
-"""Converting: a checkpoint made into another one, without the code of the model.
+"""Conversion: rewrites a checkpoint as another one, without the model's code.
 
-Data lie on disk as whole arrays, whatever layout they were saved under, so that a checkpoint need not be
-converted to be restored under another one. What is converted is the rest: stacked layers and single
-ones, dtypes, names of leaves, what is in it, and the layout that it is restored under by default.
+Arrays are stored whole, independent of the layout, so a checkpoint needs no conversion to be restored under
+another layout. `convert` changes the rest: layers stacked or single, dtypes, paths, the part that is kept, and
+the recorded layout.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 
-from flax_spmd._src.checkpoint.matching.allowed_changes import Dtypes
+from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
 from flax_spmd._src.checkpoint.restore import restore
 from flax_spmd._src.checkpoint.save import save
-from flax_spmd._src.checkpoint.storage.readers import open_source
+from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, make_mesh
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules import toml_format as toml
+from flax_spmd._src.rules import toml_format
+from flax_spmd.errors import CheckpointError
 
 
 @set_module('flax_spmd.checkpoint')
@@ -29,58 +28,59 @@ def convert(
   path: str | os.PathLike[str],
   to: str | os.PathLike[str],
   *,
+  changes: Changes = NO_CHANGES,
   layout: Layout | None = None,
-  only: str | None = None,
-  renames: Mapping[str, str] | None = None,
-  stacks: Mapping[str, Any] | None = None,
-  dtypes: Dtypes = 'keep',
   compress: bool = False,
   pack: int = 0,
   show: bool = False,
 ) -> None:
-  """Restores a checkpoint as its record says, and saves it as something else.
+  """Restores a checkpoint by its own record, and saves the result with changes.
 
-  Runs on the devices at hand, which hold all of it at once. Its result has checksums, also if what it
-  was made of had none.
+  It runs on the available devices, which hold the whole state. The new checkpoint has checksums, even if
+  the old one has none.
 
   Args:
-    path, to: from where to where.
-    layout: the layout of the result; its mesh may be abstract. Default: the recorded one, or where
-      nothing is recorded, that everything is replicated.
-    only, renames, stacks, dtypes: as of `restore`; a stack without a dimension is along the first.
-    compress, pack, show: as of `save`.
+    path: checkpoint to convert.
+    to: path of the new checkpoint.
+    changes: `renames`, `stacks`, `dtypes` and `only` to apply. Layers are stacked along the first dimension,
+      unless `stacks` gives another one.
+    layout: layout to record in the new checkpoint; its mesh may be abstract. Default: the recorded layout,
+      or everything replicated if there is none.
+    compress, pack, show: see `save`.
 
   Raises:
-    CheckpointError: as `restore` and `save`.
+    CheckpointError: see `restore` and `save`; or `changes` has entries that need a target.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
     >>> w = layout.shard(LogicallyPartitioned(np.ones((2, 8), 'float32'), ('layers', 'embed')))
     >>> checkpoint.save(tmp / 'scanned', {'blocks': {'w': w}}, layout=layout)
-    >>> checkpoint.convert(tmp / 'scanned', tmp / 'single', stacks={'blocks': 'blocks_{}'})
+    >>> single = checkpoint.Changes(stacks={'blocks': 'blocks_{}'})
+    >>> checkpoint.convert(tmp / 'scanned', tmp / 'single', changes=single)
     >>> list(checkpoint.show(tmp / 'single').record.leaves)
     ['blocks_0/w', 'blocks_1/w']
   """
+  needs_target = [name for name in ('axes', 'moved', 'missing', 'unused') if getattr(changes, name)]
+  if needs_target:
+    raise CheckpointError(
+      f'convert has no target, so Changes({"=..., ".join(needs_target)}=...) cannot apply.\n'
+      'Fix: pass only renames, stacks, dtypes and only.'
+    )
   layout = layout or recorded_layout(path)
-  state = restore(
-    path,
-    layout=_here(layout),
-    only=only,
-    renames=renames,
-    stacks=stacks,
-    dtypes=dtypes,
-    boxed=True,
-    show=show,
-  )
-  tree = state
-  for name in reversed(only.strip('/').split('/') if only else ()):
-    tree = {name: tree}  # a part keeps its place
+  tree = restore(path, changes=changes, layout=_on_available_devices(layout), boxed=True, show=show)
+  for name in reversed(changes.only.split('/') if changes.only else ()):
+    tree = {name: tree}  # a part keeps its path
   save(to, tree, layout=layout, compress=compress, pack=pack, show=show)
 
 
 @set_module('flax_spmd.checkpoint')
 def recorded_layout(path: str | os.PathLike[str]) -> Layout:
-  """The layout that a checkpoint was saved under, on an abstract mesh; where none is recorded, without rules.
+  """The layout that a checkpoint was saved under, on an abstract mesh.
+
+  A checkpoint without a recorded layout gets one without rules, on one device.
+
+  Args:
+    path: checkpoint to read.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
@@ -88,15 +88,15 @@ def recorded_layout(path: str | os.PathLike[str]) -> Layout:
     >>> checkpoint.recorded_layout(tmp / 'recorded').rules
     Rules(('embed', 'data'))
   """
-  text = open_source(path).record.layout
+  text = open_checkpoint(path).record.layout
   if text is None:
     return Layout(abstract_mesh({'devices': 1}), ())
-  parsed = toml.read(text)
+  parsed = toml_format.read(text)
   return Layout(abstract_mesh(parsed.axes, axis_types=parsed.types), parsed.rules)
 
 
-def _here(layout: Layout) -> Layout:
-  """The layout on the devices at hand: as it is if there are enough, else with all on one device."""
+def _on_available_devices(layout: Layout) -> Layout:
+  """The layout on this job's devices; on a single one if it needs more than there are."""
   sizes = axis_sizes(layout.mesh)
   if layout.mesh.size > jax.device_count():
     sizes = dict.fromkeys(sizes, 1)

@@ -1,4 +1,4 @@
-"""Inspecting: what a checkpoint is, and how two of them differ, without reading an array."""
+"""Inspection: lists, shows, compares and verifies checkpoints. Only `verify` reads arrays."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage import verification as verifying
+from flax_spmd._src.checkpoint.storage import verification
 from flax_spmd._src.checkpoint.storage.folders import as_path
-from flax_spmd._src.checkpoint.storage.readers import checkpoints_in, open_source, saved_at
-from flax_spmd._src.checkpoint.storage.record import Leaf, Record
+from flax_spmd._src.checkpoint.storage.readers import checkpoints_in, open_checkpoint, saved_at
+from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import CheckpointError
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
   from rich.console import RenderableType
 
 
-class Shown(NamedTuple):
-  """A checkpoint; printing it lists its leaves.
+class CheckpointSummary(NamedTuple):
+  """A summary of a checkpoint; print it for a table of its leaves.
 
   Attributes:
-    path: where it is.
-    record: what it says of itself.
-    saved: when it was, or None.
-    error: why it cannot be read, if it cannot; then its record is empty.
+    path: path of the checkpoint.
+    record: description of its arrays; empty if it cannot be read.
+    saved: time of the save; None if it is not recorded.
+    error: error text if the checkpoint cannot be read.
   """
 
   path: str
@@ -37,7 +37,7 @@ class Shown(NamedTuple):
   error: str | None = None
 
   def records(self) -> list[dict[str, Any]]:
-    """A row per leaf, for a data frame or JSON: path, dtype, shape, names, spec, bytes, checksum, value."""
+    """One row per leaf, for a data frame or JSON: its path, its size in bytes and the fields of its record."""
     return [
       {'path': path, **leaf._asdict(), 'bytes': leaf.bytes} for path, leaf in self.record.leaves.items()
     ]
@@ -47,7 +47,7 @@ class Shown(NamedTuple):
     """`run/100: 12 leaves, 3 MiB, saved 2026-05-01 10:00:00 by flax_spmd`."""
     if self.error:
       return f'{self.path}: cannot be read. {self.error.splitlines()[0]}'
-    content = f'{len(self.record.leaves)} leaves, {size_text(self.record.bytes)}'
+    content = f'{leaf_count(len(self.record.leaves))}, {size_text(self.record.bytes)}'
     when = f', saved {self.saved:%Y-%m-%d %H:%M:%S}' if self.saved else ''
     return f'{self.path}: {content}{when} by {self.record.written_by}'
 
@@ -56,11 +56,11 @@ class Shown(NamedTuple):
     from rich.table import Table
 
     table = Table(box=None, header_style='bold')
-    for title in ('path', 'array', 'lay as', 'bytes', 'checksum'):
+    for title in ('path', 'array', 'saved spec', 'bytes', 'checksum'):
       table.add_column(title, overflow='fold')
     for path, leaf in self.record.leaves.items():
-      what = str(leaf.value) if leaf.value is not None else named(leaf)
-      table.add_row(path, what, _spec_text(leaf), size_text(leaf.bytes), leaf.checksum or '')
+      array = str(leaf.value) if leaf.value is not None else named(leaf)
+      table.add_row(path, array, _spec_text(leaf), size_text(leaf.bytes), leaf.checksum or '')
     kinds = [f'{path}: {kind}' for path, kind in self.record.kinds.items()]
     return Group(self.title, table, *kinds, (self.record.layout or '').rstrip())
 
@@ -73,7 +73,7 @@ class Shown(NamedTuple):
     return '\n'.join(line.rstrip() for line in captured.get().splitlines())
 
 
-def named(leaf: Leaf) -> str:
+def named(leaf: LeafRecord) -> str:
   """`float32[embed=8, mlp=16]`."""
   if leaf.names is None:
     return str(leaf)
@@ -82,7 +82,7 @@ def named(leaf: Leaf) -> str:
   return f'{leaf.dtype}[{", ".join(sizes)}]'
 
 
-def _spec_text(leaf: Leaf) -> str:
+def _spec_text(leaf: LeafRecord) -> str:
   if leaf.spec is None:
     return ''
   entries = ('+'.join(axis) if isinstance(axis, tuple) else axis or '-' for axis in leaf.spec)
@@ -90,80 +90,84 @@ def _spec_text(leaf: Leaf) -> str:
 
 
 @set_module('flax_spmd.checkpoint')
-def show(path: str | os.PathLike[str]) -> Shown:
-  """What a checkpoint holds: every leaf with names, shape, dtype, bytes and how it lay when it was saved.
+def show(path: str | os.PathLike[str]) -> CheckpointSummary:
+  """Summarizes a checkpoint: names, shape, dtype, bytes and saved spec of every leaf. Reads no arrays.
 
   Args:
-    path: a checkpoint, of this package, plain Orbax, or `flax.training.checkpoints`.
+    path: checkpoint of this package, plain Orbax, or `flax.training.checkpoints`.
 
   Raises:
-    CheckpointError: there is none, or its record is damaged.
+    CheckpointError: there is no checkpoint at `path`, or its record is damaged.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
     >>> w = layout.shard(LogicallyPartitioned(np.ones((8, 16), 'float32'), ('embed', 'mlp')))
     >>> checkpoint.save(tmp / 'step_5', {'w': w}, layout=layout)
-    >>> shown = checkpoint.show(tmp / 'step_5')
-    >>> shown.record.leaves['w'].names, shown.record.bytes
+    >>> summary = checkpoint.show(tmp / 'step_5')
+    >>> summary.record.leaves['w'].names, summary.record.bytes
     (('embed', 'mlp'), 512)
   """
-  source = open_source(path)
-  return Shown(os.fspath(as_path(path)), source.record, saved_at(source.path))
+  reader = open_checkpoint(path)
+  return CheckpointSummary(os.fspath(as_path(path)), reader.record, saved_at(reader.path))
 
 
 @set_module('flax_spmd.checkpoint')
-def ls(root: str | os.PathLike[str]) -> list[Shown]:
-  """The checkpoints in a folder, in the order of their names, numbers by value.
+def ls(root: str | os.PathLike[str]) -> list[CheckpointSummary]:
+  """Summarizes the checkpoints in a folder, sorted by name, numeric names by value.
 
-  One that cannot be read is listed with its error.
+  A checkpoint that cannot be read is listed with its error.
+
+  Args:
+    root: folder to search.
 
   Raises:
-    CheckpointError: there is no such folder.
+    CheckpointError: the folder does not exist.
 
   Example:
     >>> layout = Layout({'data': 8})
     >>> for step in ('10', '9'):
     ...   checkpoint.save(tmp / 'steps' / step, layout.shard({'w': np.ones(8)}), layout=layout)
-    >>> [shown.path.rsplit('/', 1)[1] for shown in checkpoint.ls(tmp / 'steps')]
+    >>> [summary.path.rsplit('/', 1)[1] for summary in checkpoint.ls(tmp / 'steps')]
     ['9', '10']
   """
   folder = as_path(root)
   if not folder.is_dir():
-    raise CheckpointError(
-      f'There is no folder {folder}.\nFix: pass the folder in which checkpoints are.'
-    )
+    raise CheckpointError(f'There is no folder {folder}.\nFix: pass a folder that contains checkpoints.')
   names = sorted(
     checkpoints_in(folder),
     key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name),
   )
-  return [_shown(folder / name) for name in names]
+  return [_summary(folder / name) for name in names]
 
 
-def _shown(path: epath.Path) -> Shown:
+def _summary(path: epath.Path) -> CheckpointSummary:
   try:
     return show(path)
   except CheckpointError as error:
-    return Shown(os.fspath(path), Record(None, {}, {}), None, str(error))
+    return CheckpointSummary(os.fspath(path), Record(None, {}, {}), None, str(error))
 
 
 @set_module('flax_spmd.checkpoint')
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
-  """How two checkpoints differ, a line for each leaf that does; contents by their checksums.
+  """Compares two checkpoints by their records, contents by their checksums. Reads no arrays.
 
   Args:
-    one, other: two checkpoints.
+    one, other: checkpoints to compare.
+
+  Returns:
+    A line per difference; empty for equal checkpoints.
 
   Raises:
-    CheckpointError: one of them is not there, or its record is damaged.
+    CheckpointError: one of them does not exist, or its record is damaged.
 
   Example:
     >>> layout = Layout({'data': 8})
     >>> for name, value in (('a', 1), ('b', 2)):
     ...   checkpoint.save(tmp / name, layout.shard({'w': np.full(8, value), 'v': np.ones(8)}), layout=layout)
     >>> checkpoint.diff(tmp / 'a', tmp / 'b')
-    ['w: other content']
+    ['w: contents differ']
   """
-  a, b = open_source(one).record, open_source(other).record
+  a, b = open_checkpoint(one).record, open_checkpoint(other).record
   lines = [
     f'{path}: only in {one}, {named(leaf)}' for path, leaf in a.leaves.items() if path not in b.leaves
   ]
@@ -172,9 +176,9 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str
   ]
   for path, leaf in a.leaves.items():
     if path in b.leaves:
-      lines += (f'{path}: {text}' for text in _changes(leaf, b.leaves[path]))
+      lines += (f'{path}: {text}' for text in _leaf_differences(leaf, b.leaves[path]))
   lines += [
-    f'{path}: {a.kinds.get(path, "no state")}, then {b.kinds.get(path, "no state")}'
+    f'{path}: {a.kinds.get(path, "no optimizer state")}, then {b.kinds.get(path, "no optimizer state")}'
     for path in dict.fromkeys((*a.kinds, *b.kinds))
     if a.kinds.get(path) != b.kinds.get(path)
   ]
@@ -183,28 +187,28 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str
   return lines
 
 
-def _changes(one: Leaf, two: Leaf) -> Iterator[str]:
+def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
   if (one.shape, one.dtype, one.names) != (two.shape, two.dtype, two.names):
     yield f'{named(one)}, then {named(two)}'
   elif one.checksum != two.checksum and None not in (one.checksum, two.checksum):
-    yield 'other content' if one.value == two.value else f'{one.value}, then {two.value}'
+    yield 'contents differ' if one.value == two.value else f'{one.value}, then {two.value}'
   if one.spec != two.spec:
-    yield f'lay as {_spec_text(one) or "()"}, then as {_spec_text(two) or "()"}'
+    yield f'saved as {_spec_text(one) or "()"}, then as {_spec_text(two) or "()"}'
 
 
 @set_module('flax_spmd.checkpoint')
 def verify(path: str | os.PathLike[str]) -> list[str]:
-  """Reads all of a checkpoint and compares it with its checksums, a gigabyte at a time.
+  """Reads a whole checkpoint and compares it with its checksums, about 1 GiB at a time.
 
   Args:
-    path: a checkpoint that `save` wrote.
+    path: checkpoint that `save` wrote.
 
   Returns:
-    The paths of the leaves that are damaged; empty if it is whole.
+    The paths of the damaged leaves; empty for an undamaged checkpoint.
 
   Raises:
-    CheckpointDamagedError: it cannot be read at all.
-    CheckpointError: there is none, or it has no checksums.
+    CheckpointDamagedError: the checkpoint cannot be read at all.
+    CheckpointError: there is no checkpoint at `path`, or it has no checksums.
 
   Example:
     >>> layout = Layout({'data': 8})
@@ -212,10 +216,10 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     >>> checkpoint.verify(tmp / 'step_6')
     []
   """
-  source = open_source(path)
-  if not any(leaf.checksum for leaf in source.record.leaves.values()):
+  reader = open_checkpoint(path)
+  if not any(leaf.checksum for leaf in reader.record.leaves.values()):
     raise CheckpointError(
-      f'The checkpoint {source.path} has no checksums: {source.record.written_by} wrote it.\n'
+      f'Checkpoint {reader.path} has no checksums: {reader.record.written_by} wrote it.\n'
       'Fix: convert it with flax-spmd checkpoint convert, which adds them.'
     )
-  return verifying.verify(source)
+  return verification.verify(reader)

@@ -1,4 +1,4 @@
-"""The manager: checkpoints of a training run, taken as it goes and found again when it is started anew.
+"""The manager: saves a training run's checkpoints at intervals, and resumes the run from the newest one.
 
     with checkpoint.Manager(root, layout, every=500, keep=3) as manager:
       start, state = manager.resume(create_state, key, x, data=batches)
@@ -8,7 +8,7 @@
         if manager.preempted:
           break
 
-Orbax's Checkpointer writes, names, keeps and removes them, under Orbax's policies.
+Orbax's Checkpointer writes, names, keeps and removes the checkpoints, following Orbax's policies.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
 from flax_spmd._src.checkpoint.restore import restore
-from flax_spmd._src.checkpoint.storage import async_save as pending
-from flax_spmd._src.checkpoint.storage.byte_progress import Bar
+from flax_spmd._src.checkpoint.storage import async_save
+from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.contents import contents_of
 from flax_spmd._src.checkpoint.storage.folders import as_path, is_remote, locked
 from flax_spmd._src.checkpoint.storage.orbax_context import context
@@ -48,21 +49,25 @@ from flax_spmd.errors import (
 _DATA = 'flax_spmd_data'
 
 
-class Data(Protocol):
-  """An iterator over data that can go on where it was, as those of Grain."""
+class DataIterator(Protocol):
+  """An iterator over data whose position can be saved, as those of Grain."""
 
   def get_state(self) -> Any:
-    """Where it is: bytes, or what JSON can hold."""
+    """Returns the iterator's position, as bytes or a JSON value."""
     ...
 
   def set_state(self, state: Any) -> None:
-    """Goes to where it was."""
+    """Moves the iterator to a position."""
     ...
 
 
 @set_module('flax_spmd.checkpoint')
-class Resumed(NamedTuple):
-  """What training goes on with: how many steps are done, and the state after them.
+class ResumedState(NamedTuple):
+  """The state to continue training from.
+
+  Attributes:
+    step: number of completed steps.
+    state: state after them.
 
   Example:
     >>> with checkpoint.Manager(tmp / 'new', Layout({'data': 8})) as manager:
@@ -77,22 +82,26 @@ class Resumed(NamedTuple):
 
 @set_module('flax_spmd.checkpoint')
 class Manager:
-  """The checkpoints of one training run, in the folders `<root>/<step>`.
+  """Manages the checkpoints of one training run, in the folders `<root>/<step>`.
 
-  In a program of several processes, every process makes one and calls it alike.
+  In a job of several processes, every process makes a manager, and calls it in the same way.
 
   Args:
-    root: a folder of its own; is made if it is not there. While a manager is open, no other one can
-      write there.
-    layout: the layout that the states live under.
-    every: a checkpoint is taken of steps that are divisible by this, or as a policy of
-      `orbax.checkpoint.v1.training.save_decision_policies` says.
-    keep: how many are kept, the newest ones, or a policy of `...training.preservation_policies`.
-    compress, memory, show: as of `save`.
+    root: folder for this run alone; created if needed. Only one manager at a time can have it open.
+    layout: layout of the states.
+    every: number of steps between checkpoints: steps divisible by it are saved. Or a policy of
+      `orbax.checkpoint.v1.training.save_decision_policies`.
+    keep: number of checkpoints to keep, the newest ones. Or a policy of
+      `orbax.checkpoint.v1.training.preservation_policies`.
+    compress, memory, show: see `save`.
+
+  Attributes:
+    root: folder of the run.
+    layout: layout of the states.
 
   Raises:
-    CheckpointBusyError: another manager has the folder.
-    CheckpointError: an argument is not what it should be.
+    CheckpointBusyError: another manager has the folder open.
+    CheckpointError: an argument is invalid.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
@@ -123,13 +132,11 @@ class Manager:
     self.layout = layout
     self._show, self._memory, self._closed = show, memory, False
     if not isinstance(layout, Layout):
-      raise CheckpointError(
-        f'{layout!r} is no Layout.\nFix: pass the layout that the states live under.'
-      )
+      raise CheckpointError(f'{layout!r} is not a Layout.\nFix: pass the layout of the states.')
     for name, number in (('every', every), ('keep', keep)):
       if isinstance(number, int) and number < 1:
         raise CheckpointError(
-          f'{name}={number} is no number of steps.\nFix: pass 1 or more, or a policy.'
+          f'{name}={number} is not positive.\nFix: pass 1 or more, or a policy of Orbax.'
         )
     self._lock = _hold(self.root)
     self._preemption = _Preemption()
@@ -143,12 +150,12 @@ class Manager:
 
   @property
   def steps(self) -> list[int]:
-    """The steps of which there are checkpoints, the oldest first."""
+    """The saved steps, oldest first."""
     return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
   @property
   def preempted(self) -> bool:
-    """Whether the machine is to be taken away (SIGTERM); the last `save` has saved, then."""
+    """Whether the job was preempted (SIGTERM). The state of the last `save` has then been saved."""
     return self._preemption.saved
 
   def save(
@@ -156,30 +163,30 @@ class Manager:
     step: int,
     state: Any,
     *,
-    data: Data | None = None,
+    data: DataIterator | None = None,
     metrics: Mapping[str, float] | None = None,
     force: bool = False,
   ) -> bool:
-    """Takes a checkpoint if it is time to, in the background; call it after every step.
+    """Saves a checkpoint in the background if the step is due. Call it after every step.
 
-    When the machine is to be taken away (SIGTERM), it takes one at once and waits for it.
+    After a preemption (SIGTERM), it saves the current step and waits until the checkpoint is complete.
 
     Args:
-      step: how many steps are done.
-      state: the state after them.
-      data: the iterator that the next batch comes from; where it is is saved too.
-      metrics: what a policy such as `BestN` decides by.
-      force: takes one whatever the policy says.
+      step: number of completed steps.
+      state: state after them.
+      data: iterator that the next batch comes from; its position is saved too.
+      metrics: metrics for a policy such as `BestN`.
+      force: whether to save a step that is not due.
 
     Returns:
-      Whether it takes one.
+      Whether a checkpoint is saved.
 
     Raises:
-      CheckpointError: as `save`; or an earlier one has failed.
+      CheckpointError: see `save`; or an earlier save has failed.
     """
     if self._closed:
       raise CheckpointError(
-        f'The manager of {self.root} has been closed.\nFix: save before its with-block ends.'
+        f'The manager of {self.root} is closed.\nFix: save before its with-block ends.'
       )
     preempted = self._preemption.reached(step)
     if step in self.steps:
@@ -187,14 +194,14 @@ class Manager:
       return False
     if not (force or preempted or self._checkpointer.should_save(step)):
       return False
-    pending.finish()
-    contents = contents_of(state, self.layout).summed()
+    async_save.finish()
+    contents = contents_of(state, self.layout).with_checksums()
     if self._memory is not None and self._memory <= contents.record.largest:
       raise CheckpointError(
-        f'memory={self._memory} has no room for the largest array, of {contents.record.largest} bytes.\n'
-        'Fix: give the manager more, or leave memory= out.'
+        f'memory={self._memory} is too small for the largest array, which has {contents.record.largest} bytes.\n'
+        'Fix: pass a larger memory=, or leave it out.'
       )
-    bar = Bar(self._show, f'save step {step}', contents.record.bytes, 'written')
+    progress = ByteProgress(self._show, f'save step {step}', contents.record.bytes, 'written')
     try:
       response = self._checkpointer.save_async(
         step,
@@ -204,79 +211,88 @@ class Manager:
         custom_metadata=contents.metadata | _data_metadata(data),
       )
     except BaseException:
-      bar.close()
+      progress.close()
       raise
     if response is None:
-      bar.close()
+      progress.close()
       return False
-    saving = pending.start(response, pending.Follower(self.root / str(step), self.root), bar, _nothing)
+    claim = async_save.NonWriter(self.root / str(step), self.root)  # Orbax moves the folder itself
+    saving = async_save.start(response, claim, progress, _no_check)
     if preempted:
       saving.result()
       self._preemption.saved = True
     return True
 
   def resume(
-    self, fn: Any, *args: Any, data: Data | None = None, boxed: bool = True, **kwargs: Any
-  ) -> Resumed:
-    """Goes on from the newest checkpoint that is whole, or begins with a state of its own.
+    self, fn: Any, *args: Any, data: DataIterator | None = None, boxed: bool = True, **kwargs: Any
+  ) -> ResumedState:
+    """Restores the newest undamaged checkpoint, or creates a new state if there are no checkpoints.
 
     Args:
-      fn, *args, **kwargs, boxed: what makes a state, as of `layout.init`.
-      data: an iterator, which is set to where it was.
+      fn: function that creates a state; see `layout.init`.
+      *args, **kwargs, boxed: see `layout.init`.
+      data: iterator to move to its saved position.
 
     Returns:
-      How many steps are done (0: it begins), and the state.
+      The number of completed steps, 0 for a new state, and the state.
 
     Raises:
-      CheckpointError: as `restore`; and if there are checkpoints and all of them are damaged.
+      CheckpointError: see `restore`; or all checkpoints are damaged.
     """
     if not self.steps:
-      return Resumed(0, self.layout.init(fn, *args, boxed=boxed, **kwargs))
+      return ResumedState(0, self.layout.init(fn, *args, boxed=boxed, **kwargs))
     target = self.layout.abstract(fn, *args, boxed=boxed, **kwargs)
     return self.restore(target, data=data)
 
   def restore(
-    self, target: Any = None, *, step: int | None = None, data: Data | None = None, **how: Any
-  ) -> Resumed:
-    """A checkpoint of this run: that of a step, or the newest that is whole.
+    self,
+    target: Any = None,
+    *,
+    step: int | None = None,
+    data: DataIterator | None = None,
+    changes: Changes = NO_CHANGES,
+    **options: Any,
+  ) -> ResumedState:
+    """Restores a checkpoint of this run.
 
     Args:
-      target: as of `restore`; None: what the record says, under the manager's layout.
-      step: which one. None: the newest; if it is damaged, it is renamed, and the one before it is
-        taken, with a warning.
-      data: an iterator, which is set to where it was.
-      **how: the other arguments of `restore`.
+      target: state to restore into, see `restore`; default: from the record, under the manager's layout.
+      step: step to restore; default: the newest. If that is damaged, it is renamed with a warning, and
+        the checkpoint before it is restored.
+      data: iterator to move to its saved position.
+      changes: differences between checkpoint and target to allow.
+      **options: other arguments of `restore`.
 
     Raises:
-      CheckpointNotFoundError: there is none.
-      CheckpointError: as `restore`.
+      CheckpointNotFoundError: there are no checkpoints, or none of this step.
+      CheckpointError: see `restore`.
     """
     self.wait()
     steps = self.steps if step is None else [step]
     if not steps:
       raise CheckpointNotFoundError(
-        f'There are no checkpoints in {self.root} yet.\nFix: call resume, which begins without one.'
+        f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
       )
-    how = {'layout': self.layout, 'memory': self._memory, 'show': self._show} | how
+    options = {'layout': self.layout, 'memory': self._memory, 'show': self._show} | options
     for number in reversed(steps):
       path = self.root / str(number)
       try:
-        state = restore(path, target, **how)
+        state = restore(path, target, changes=changes, **options)
       except (CheckpointDamagedError, CheckpointNotFoundError) as error:
         if number == steps[0]:
           raise
         aside = self._set_aside(number)
         warnings.warn(
-          f'{error}\nIt is kept as {aside.name}, and the checkpoint before it is tried.', stacklevel=2
+          f'{error}\nIt is kept as {aside.name}; restoring the checkpoint before it.', stacklevel=2
         )
         continue
       if data is not None:
         _set_data(path, data)
-      return Resumed(number, state)
+      return ResumedState(number, state)
     raise AssertionError  # the last step returns or raises
 
   def _set_aside(self, step: int) -> epath.Path:
-    """Renames a damaged step, so that training can come to it again."""
+    """Renames a damaged step, so that training can save it again."""
     path = self.root / str(step)
     aside = self.root / f'.{step}.damaged'
     if jax.process_index() == 0:
@@ -284,16 +300,16 @@ class Manager:
         aside.rmtree()
       path.rename(aside)
     if jax.process_count() > 1:
-      pending.from_first({})
+      async_save.from_first({})
     self._checkpointer.reload()
     return aside
 
   def wait(self) -> None:
-    """Waits for the checkpoint that is being taken; raises its error."""
-    pending.finish()
+    """Waits for the save in progress; raises its error."""
+    async_save.finish()
 
   def close(self) -> None:
-    """Waits for what is under way, and lets go of the folder."""
+    """Waits for the save in progress, and releases the folder."""
     self._closed = True
     try:
       self.wait()
@@ -320,71 +336,75 @@ def _keep(keep: Any) -> Any:
   return ocp.training.preservation_policies.LatestN(keep) if isinstance(keep, int) else keep
 
 
-def _nothing() -> None:
+def _no_check() -> None:
   pass
 
 
 def _hold(root: epath.Path) -> filelock.BaseFileLock | None:
-  """The folder, held by the first process."""
-  held, said = None, {}
+  """Takes the lock of the folder, in the first process; None in the others."""
+  lock, message = None, {}
   if jax.process_index() == 0 and not is_remote(root):
     root.mkdir(parents=True, exist_ok=True)
     try:
-      held = locked(root / 'steps')
+      lock = locked(root / 'steps')
     except CheckpointBusyError:
-      said = {'busy': True}
-  if (pending.from_first(said) if jax.process_count() > 1 else said).get('busy'):
+      message = {'busy': True}
+  received = async_save.from_first(message) if jax.process_count() > 1 else message
+  if received.get('busy'):
     raise CheckpointBusyError(
-      f'Another manager has {root}.\nFix: close it, wait for the other job, or use another folder.'
+      f'Another manager has {root} open.\nFix: close it, wait for the other job, or use another folder.'
     )
-  return held
+  return lock
 
 
 class _Preemption:
-  """Whether the machine is to be taken away.
+  """Detects preemption.
 
-  One process hears of it by SIGTERM. In a job of several, JAX hears of it and lets all of them know
-  at the same step.
+  A single process catches SIGTERM. In a job of several processes, JAX does, and makes all of them agree
+  on the step.
+
+  Attributes:
+    saved: whether a state was saved after the signal.
   """
 
   def __init__(self) -> None:
     self.saved = False
-    self._heard = False
+    self._signalled = False
     self._before: Any = None
     if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-      self._before = signal.signal(signal.SIGTERM, self._hear)
+      self._before = signal.signal(signal.SIGTERM, self._on_signal)
 
-  def _hear(self, number: int, frame: Any) -> None:
-    self._heard = True
+  def _on_signal(self, number: int, frame: Any) -> None:
+    self._signalled = True
 
   def reached(self, step: int) -> bool:
-    """Whether it is time to save for the last time; every process asks at every step."""
+    """Whether to save this step and stop. Every process calls this at every step."""
     if jax.process_count() == 1:
-      return self._heard
+      return self._signalled
     try:
       return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:  # the service is switched off
       return False
 
   def close(self) -> None:
-    """Does as before when SIGTERM comes."""
+    """Restores the previous handler of SIGTERM."""
     if self._before is not None:
       signal.signal(signal.SIGTERM, self._before)
       self._before = None
 
 
-# -- the iterator over data
+# -- data iterators
 
 
-def _data_metadata(data: Data | None) -> dict[str, Any]:
-  """Where each process's iterator is, as custom metadata."""
+def _data_metadata(data: DataIterator | None) -> dict[str, Any]:
+  """The position of each process's iterator, as custom metadata."""
   if data is None:
     return {}
   text = _to_text(data.get_state())
   if jax.process_count() == 1:
     return {_DATA: [text]}
   groups = exchange('data', tuple(range(jax.process_count())), text, CALLS, TIMEOUT)
-  by_process = {process: said for processes, said in groups for process in processes}
+  by_process = {process: text for processes, text in groups for process in processes}
   return {_DATA: [by_process[process] for process in sorted(by_process)]}
 
 
@@ -396,22 +416,22 @@ def _to_text(state: Any) -> str:
   except TypeError as error:
     raise CheckpointError(
       f'The state of the data iterator cannot be saved: {error}.\n'
-      'Fix: let get_state return bytes, or what JSON can hold.'
+      'Fix: let get_state return bytes or a JSON value.'
     ) from error
 
 
-def _set_data(path: epath.Path, data: Data) -> None:
+def _set_data(path: epath.Path, data: DataIterator) -> None:
   saved = custom_metadata(path).get(_DATA)
   if saved is None:
     raise CheckpointError(
-      f'The checkpoint {path} does not say where the data iterator was.\n'
-      'Fix: pass data= to every save; or go on without, and set the iterator yourself.'
+      f'Checkpoint {path} has no position of a data iterator.\n'
+      'Fix: pass data= to every save; or leave it out here, and set the iterator yourself.'
     )
   if len(saved) != jax.process_count():
     raise CheckpointError(
-      f'The checkpoint {path} says where the iterators of {len(saved)} processes were; this job has '
-      f'{jax.process_count()}.\n'
-      'Fix: leave data= out, and set the iterators yourself: each would read another part of the data.'
+      f'The number of processes differs: checkpoint {path} has data iterator positions for {len(saved)}, '
+      f'this job has {jax.process_count()}.\n'
+      'Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.'
     )
   state = json.loads(saved[jax.process_index()])
   data.set_state(base64.b64decode(state['bytes']) if 'bytes' in state else state['json'])

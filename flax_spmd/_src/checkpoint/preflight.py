@@ -1,4 +1,4 @@
-"""Preflight: what a restore would do, and everything that stands in its way, before a byte is read."""
+"""Preflight: plans a restore, and reports everything that prevents it, before any array is read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_spmd._src.checkpoint.matching.allowed_changes import Conversion
+from flax_spmd._src.checkpoint.matching.allowed_changes import (
+  Changes,
+  check_selection,
+  is_selected,
+  may_be_missing,
+  renamed,
+)
 from flax_spmd._src.checkpoint.matching.differences import differences
 from flax_spmd._src.checkpoint.matching.matcher import match
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
-from flax_spmd._src.checkpoint.storage.readers import Source
-from flax_spmd._src.checkpoint.storage.record import Leaf
-from flax_spmd._src.checkpoint.targets import Target
+from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
+from flax_spmd._src.checkpoint.storage.record import LeafRecord, leaf_count
+from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import size_text
+from flax_spmd._src.text import plural, size_text
 from flax_spmd.errors import CheckpointMismatchError, Problem
 
 _LINES = 40
@@ -27,25 +33,24 @@ _SHOWN = 5
 
 @set_module('flax_spmd.checkpoint')
 class Preflight(NamedTuple):
-  """What a restore would do; printing it says it.
+  """The plan of a restore; print it for a summary, or for the problems.
 
   Attributes:
-    path: of the checkpoint.
-    routes: where each wanted leaf comes from.
-    problems: what stands in the way.
-    notes: what is done that was not asked for, because it is clear what is meant.
-    bytes_read: what is read from storage, by all processes together.
-    bytes_per_device: what the fullest device holds at the end.
-    bytes_at_once: what a device needs besides, for a while, where leaves are converted.
-    replicated: whether all of it lies on every device, though it did not when it was saved.
+    path: path of the checkpoint.
+    routes: for each target leaf, the saved leaves it is restored from and their conversion.
+    problems: differences and shortages that prevent the restore.
+    notes: optimizer states restored from another path, and leaves or names that are no longer sharded.
+    bytes_read: bytes to read from storage, by all processes together.
+    bytes_per_device: bytes of the restored state on the fullest device.
+    temporary_bytes: further bytes per device during conversions, at most.
+    replicated: whether a state that was sharded when saved will be replicated on every device.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
     >>> w = layout.shard(LogicallyPartitioned(np.ones((8, 16), 'float32'), ('embed', 'mlp')))
-    >>> checkpoint.save(tmp / 'looked_at', {'w': w}, layout=layout)
-    >>> print(checkpoint.preflight(tmp / 'looked_at', {'w': w}))
-    The checkpoint ...looked_at fits: 1 leaves are read.
-    512 B are read; 64 B are needed on a device.
+    >>> checkpoint.save(tmp / 'step_7', {'w': w}, layout=layout)
+    >>> print(checkpoint.preflight(tmp / 'step_7', {'w': w}))
+    Checkpoint ...step_7 matches: reads 1 leaf (512 B); needs 64 B per device.
   """
 
   path: Any
@@ -54,62 +59,60 @@ class Preflight(NamedTuple):
   notes: list[str]
   bytes_read: int
   bytes_per_device: int
-  bytes_at_once: int
+  temporary_bytes: int
   replicated: bool
 
   def __str__(self) -> str:
     if self.problems:
       return mismatch_text(self.path, self.problems)
-    own = sum(route.step == 'keep' for route in self.routes.values())
-    changed = sum(route.step not in ('same', 'keep') for route in self.routes.values())
-    parts = [f'{len(self.routes) - own} leaves are read']
-    parts += [f'{changed} of them converted'] if changed else []
-    parts += [f'{own} keep their values'] if own else []
-    lines = [
-      f'The checkpoint {self.path} fits: {", ".join(parts)}.',
-      f'{size_text(self.bytes_read)} are read; {size_text(self.bytes_per_device)} are needed on a device'
-      + (f', and {size_text(self.bytes_at_once)} more for a while.' if self.bytes_at_once else '.'),
-    ]
-    return '\n'.join(lines + self.notes)
+    kept = sum(route.step == 'keep' for route in self.routes.values())
+    converted = sum(route.step not in ('same', 'keep') for route in self.routes.values())
+    parts = [f'reads {leaf_count(len(self.routes) - kept)} ({size_text(self.bytes_read)})']
+    parts += [f'converts {converted} of them'] if converted else []
+    parts += [f'keeps {plural(kept, "value")} of the target'] if kept else []
+    needs = f'needs {size_text(self.bytes_per_device)} per device'
+    if self.temporary_bytes:
+      needs += f', and {size_text(self.temporary_bytes)} more during conversion'
+    return '\n'.join([f'Checkpoint {self.path} matches: {", ".join(parts)}; {needs}.', *self.notes])
 
   def check(self) -> None:
-    """Raises if anything stands in the way; warns if everything would be replicated.
+    """Raises if there are problems; warns if a sharded state would be replicated.
 
     Raises:
-      CheckpointMismatchError: lists every difference, on at most 40 lines.
+      CheckpointMismatchError: lists every problem, on at most 40 lines.
     """
     if self.problems:
       raise CheckpointMismatchError(mismatch_text(self.path, self.problems))
     if self.replicated:
       warnings.warn(
         f'Every device will hold all {size_text(self.bytes_per_device)} of {self.path}, which was sharded '
-        'when it was saved: the target shards nothing. If that is not meant, look at its rules with '
+        'when it was saved: the target shards nothing. If this is not intended, check the rules with '
         'layout.check(...).',
         stacklevel=3,
       )
 
 
-def preflight(
-  source: Source, target: Target, conversion: Conversion, limit: int | None = None
+def plan_restore(
+  reader: CheckpointReader, target: RestoreTarget, changes: Changes, limit: int | None = None
 ) -> Preflight:
-  """Compares a checkpoint with what is wanted; reads none of its arrays.
+  """Compares a checkpoint's record with a target; reads no arrays.
 
   Args:
-    source: the checkpoint.
-    target: what is wanted.
-    conversion: what may differ.
-    limit: bytes that a device may hold; default: what is free, where the device tells.
+    reader: checkpoint to restore.
+    target: leaves to restore.
+    changes: differences that are allowed.
+    limit: bytes that one device may hold; default: its free memory, where the device reports it.
   """
-  saved = _saved(source, conversion)
-  matched = match(saved, target.side, conversion)
+  saved = _saved(reader, changes)
+  matched = match(saved, target.side, changes)
   routes = dict(matched.routes)
-  problems = differences(saved, target.side, matched, conversion)
-  kept = [path for path in matched.lacking if conversion.keeps(path)]
+  problems = differences(saved, target.side, matched, changes)
+  kept = [path for path in matched.missing if may_be_missing(changes, path)]
   routes.update((path, Route((), 'keep')) for path in kept)
   problems += [
     Problem(
-      f'{path}: its own value is to stay, but the target has only its shape, {target.side.leaves[path]}.',
-      'pass a state with values as the target, as layout.init makes.',
+      f'{path}: missing= keeps its value, but the target is abstract: {target.side.leaves[path]}.',
+      'pass a target with values, such as the result of layout.init.',
     )
     for path in kept
     if isinstance(target.values[path], jax.ShapeDtypeStruct)
@@ -117,45 +120,47 @@ def preflight(
   sources = {source for route in matched.routes.values() for source in route.sources}
   per_leaf = {path: _bytes_on_device(value) for path, value in target.values.items()}
   per_device = _on_fullest(target.values, per_leaf)
-  at_once = max((_while_converted(r, saved.leaves) for r in matched.routes.values()), default=0)
-  problems += _too_large(target.values, per_leaf, per_device + at_once, limit)
+  temporary = max((_temporary_bytes(r, saved.leaves) for r in matched.routes.values()), default=0)
+  problems += _too_large(target.values, per_leaf, per_device + temporary, limit)
   total = sum(leaf.bytes for leaf in target.side.leaves.values())
   return Preflight(
-    source.path,
+    reader.path,
     {path: routes[path] for path in target.values if path in routes},
     problems,
-    [f'{to}: taken from {at}, the same kind of state.' for to, at in matched.moved.items()]
+    [f'{to}: restored from {at}, a state of the same kind.' for to, at in matched.moved.items()]
     + _replicated(saved, target, matched.routes)
     + _no_longer_sharded(saved, target),
     sum(saved.leaves[path].bytes for path in sources),
     per_device,
-    at_once,
+    temporary,
     per_device >= total > 0
     and any(map(_was_sharded, saved.leaves.values()))
     and _could_shard(target.values),
   )
 
 
-def _saved(source: Source, conversion: Conversion) -> Side:
-  """What of a checkpoint is to be matched: all of it, or the part that is wanted."""
-  kinds = source.record.kinds
+def _saved(reader: CheckpointReader, changes: Changes) -> Side:
+  """The checkpoint's side of the match: all of its leaves, or the part to restore."""
+  kinds = reader.record.kinds
   leaves = {
     path: leaf._replace(names=None) if leaf.on_mesh else leaf
-    for path, leaf in source.record.leaves.items()
+    for path, leaf in reader.record.leaves.items()
   }
-  if conversion.only is not None:
-    conversion.check_part(leaves)
-    leaves = {path: leaf for path, leaf in leaves.items() if conversion.wants(conversion.renamed(path))}
+  if changes.only is not None:
+    check_selection(changes, leaves)
+    leaves = {
+      path: leaf for path, leaf in leaves.items() if is_selected(changes, renamed(changes, path))
+    }
   return Side(leaves, kinds)
 
 
 def _bytes_on_device(value: Any) -> int:
   sharding = getattr(value, 'sharding', None)
-  return 0 if sharding is None else _piece_bytes(sharding, tuple(value.shape), value.dtype)
+  return 0 if sharding is None else _shard_bytes(sharding, tuple(value.shape), value.dtype)
 
 
 def _on_fullest(values: Mapping[str, Any], per_leaf: Mapping[str, int]) -> int:
-  """The bytes on the device that gets the most: the stages of a pipeline have different devices."""
+  """Bytes on the fullest device. The stages of a pipeline are on different devices."""
   groups: dict[Any, list[Any]] = {}
   for path, size in per_leaf.items():
     sharding = getattr(values[path], 'sharding', None)
@@ -171,12 +176,12 @@ def _on_fullest(values: Mapping[str, Any], per_leaf: Mapping[str, int]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _piece_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:
+def _shard_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:
   return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
 
 
-def _while_converted(route: Route, saved: Mapping[str, Leaf]) -> int:
-  """A bound for what lies on a device besides the result: the leaves as they were saved."""
+def _temporary_bytes(route: Route, saved: Mapping[str, LeafRecord]) -> int:
+  """An upper bound of a conversion's bytes per device besides its result: its sources, unsharded."""
   return 0 if route.step == 'same' else sum(saved[source].bytes for source in route.sources)
 
 
@@ -188,12 +193,15 @@ def _too_large(
     return []
   largest = sorted(per_leaf, key=lambda path: per_leaf[path], reverse=True)[:_SHOWN]
   listed = ', '.join(f'{path} {size_text(per_leaf[path])}' for path in largest)
-  text = f'The restore needs {size_text(needed)} on a device, {size_text(free)} are free there; the largest: {listed}.'
-  return [Problem(text, 'use a mesh of more devices, or rules that shard more of these.')]
+  text = (
+    f'The restore needs {size_text(needed)} per device, but only {size_text(free)} is free. '
+    f'Largest leaves: {listed}.'
+  )
+  return [Problem(text, 'use a mesh of more devices, or rules that shard more of these leaves.')]
 
 
 def _free_bytes(values: Mapping[str, Any]) -> int | None:
-  """What is free on the fullest device; None where devices do not say it, as those of the host."""
+  """Free bytes on the fullest device; None if no device reports them, as on CPUs."""
   devices = {
     device
     for value in values.values()
@@ -204,25 +212,25 @@ def _free_bytes(values: Mapping[str, Any]) -> int | None:
   return min(free, default=None)
 
 
-def _was_sharded(leaf: Leaf) -> bool:
+def _was_sharded(leaf: LeafRecord) -> bool:
   return leaf.spec is not None and any(axis is not None for axis in leaf.spec)
 
 
-def _replicated(saved: Side, target: Target, routes: Mapping[str, Route]) -> list[str]:
-  """What lies whole on each of several devices, though parts of it did when it was saved."""
+def _replicated(saved: Side, target: RestoreTarget, routes: Mapping[str, Route]) -> list[str]:
+  """A note on leaves that were sharded when saved, and are now replicated."""
   paths = [
     path
     for path, route in routes.items()
-    if any(_was_sharded(saved.leaves[at]) for at in route.sources) and _is_whole(target.values[path])
+    if any(_was_sharded(saved.leaves[at]) for at in route.sources)
+    and _is_replicated(target.values[path])
   ]
   more = f' and {len(paths) - _SHOWN} more' if len(paths) > _SHOWN else ''
-  return [f'Sharded when saved, now whole on every device: {", ".join(paths[:_SHOWN])}{more}.'] * bool(
-    paths
-  )
+  text = f'Sharded when saved, now replicated: {", ".join(paths[:_SHOWN])}{more}.'
+  return [text] if paths else []
 
 
-def _no_longer_sharded(saved: Side, target: Target) -> list[str]:
-  """Names that were sharded in some leaf when it was saved, and are in none now, as by a rule that is mistyped."""
+def _no_longer_sharded(saved: Side, target: RestoreTarget) -> list[str]:
+  """Notes on names that were sharded when saved and now are nowhere, as after a typo in a rule."""
   before = {
     name
     for leaf in saved.leaves.values()
@@ -230,41 +238,42 @@ def _no_longer_sharded(saved: Side, target: Target) -> list[str]:
     if name is not None and axis is not None
   }
   now: set[Any] = set()
-  there: set[Any] = set()
+  present: set[Any] = set()
   for leaf in target.side.leaves.values() if before else ():
-    there.update(leaf.names or ())
+    present.update(leaf.names or ())
     now.update(
       name for name, axis in zip(leaf.names or (), leaf.spec or (), strict=False) if axis is not None
     )
-  lost = sorted(str(name) for name in before & there - now)
+  lost = sorted(str(name) for name in before & present - now)
   return [f'Sharded when saved, now in no leaf: the name {name!r}.' for name in lost]
 
 
-def _is_whole(value: Any) -> bool:
+def _is_replicated(value: Any) -> bool:
   sharding = getattr(value, 'sharding', None)
-  return sharding is not None and _has_whole(sharding, tuple(value.shape))
+  return sharding is not None and _holds_whole(sharding, tuple(value.shape))
 
 
 @functools.lru_cache(maxsize=1024)
-def _has_whole(sharding: Any, shape: tuple[int, ...]) -> bool:
-  """Whether each of several devices has all of an array."""
+def _holds_whole(sharding: Any, shape: tuple[int, ...]) -> bool:
+  """Whether each of several devices holds the whole array."""
   return len(sharding.device_set) > 1 and sharding.shard_shape(shape) == shape
 
 
 def _could_shard(values: Mapping[str, Any]) -> bool:
-  """Whether the target has several devices, or took the first one because nobody said which."""
-  found = [sharding for value in values.values() if (sharding := getattr(value, 'sharding', None))]
-  named = [sharding for sharding in found if isinstance(sharding, jax.sharding.NamedSharding)]
+  """Whether the target has several devices, or is on the default device by omission."""
+  shardings = [sharding for value in values.values() if (sharding := getattr(value, 'sharding', None))]
+  named = [sharding for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)]
   if named:
     return any(sharding.mesh.size > 1 for sharding in named)
-  return bool(found) and jax.device_count() > 1
+  return bool(shardings) and jax.device_count() > 1
 
 
 def mismatch_text(path: Any, problems: Sequence[Problem]) -> str:
-  """All differences, or the first ones and how many more there are; the fixes at the end."""
+  """The error text of a mismatch: the problems, as many as fit on 40 lines, and the fixes at the end."""
   fixes = list(dict.fromkeys(f'Fix: {problem.fix}' for problem in problems))
   texts = [problem.text for problem in problems]
   room = max(_LINES - 1 - len(fixes), 10)
   if len(texts) > room:
-    texts = [*texts[: room - 1], f'and {len(texts) - room + 1} more differences.']
-  return '\n'.join([f'The checkpoint {path} does not fit the target:', *texts, *fixes][:_LINES])
+    more = len(texts) - room + 1
+    texts = [*texts[: room - 1], f'and {plural(more, "more difference")}.']
+  return '\n'.join([f'Checkpoint {path} does not match the target:', *texts, *fixes][:_LINES])

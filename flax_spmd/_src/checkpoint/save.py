@@ -1,4 +1,4 @@
-"""Saving: a state, sharded as it is, and the record of what it is, at a path or not at all."""
+"""Saving: writes the shards of a state with a record of their names, all at once or not at all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from flax_spmd._src.checkpoint.storage import async_save as pending
-from flax_spmd._src.checkpoint.storage.async_save import Saving
-from flax_spmd._src.checkpoint.storage.byte_progress import Bar
+from flax_spmd._src.checkpoint.storage import async_save
+from flax_spmd._src.checkpoint.storage.async_save import AsyncSave
+from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of
 from flax_spmd._src.checkpoint.storage.folders import as_path
 from flax_spmd._src.checkpoint.storage.orbax_context import context
-from flax_spmd._src.checkpoint.storage.readers import OrbaxSource
-from flax_spmd._src.checkpoint.storage.verification import check_same
+from flax_spmd._src.checkpoint.storage.readers import OrbaxReader
+from flax_spmd._src.checkpoint.storage.verification import require_undamaged
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
 
@@ -32,30 +32,30 @@ def save(
   memory: int | None = None,
   show: bool = False,
 ) -> None:
-  """Writes a state, sharded as it is, together with its names and its layout.
+  """Writes a state, with its logical names and its layout.
 
-  In a program of several processes, every process calls this.
+  Each device writes its own shards. In a job of several processes, every process calls this.
 
   Args:
-    path: a folder that does not exist yet.
-    state: any tree of arrays and numbers, boxed or not. The names of a state without boxes are
-      those that `layout` planned it by.
-    layout: the layout that the state lives under.
-    overwrite: whether a checkpoint at `path` is replaced. It stays until the new one is whole and
-      has been read back and verified.
-    where: a regular expression; only leaves whose path it is found in are saved.
-    compress: whether data are compressed (zstd). Trained parameters hardly shrink, and it takes
-      longer than writing them; worth it for storage that is slow or charged for.
-    pack: arrays of up to this many bytes are stored together, which is much faster where there are
-      thousands of them. Plain Orbax then does not see the state's structure.
-    memory: bytes that may be on their way to storage at once; default: no limit.
-    show: whether a progress bar is shown, on the first process.
+    path: folder to create.
+    state: tree of arrays and numbers, with or without boxes. A state without boxes has the names that
+      `layout` knows from planning it.
+    layout: layout of the state.
+    overwrite: whether to replace a checkpoint at `path`. It stays in place until the new one is complete,
+      and has been read back and verified.
+    where: regular expression; only leaves whose paths it matches are saved.
+    compress: whether to compress the data (zstd). It is slower than writing, and trained parameters hardly
+      shrink; worthwhile for slow or metered storage.
+    pack: largest size, in bytes, of arrays to store together. Much faster for thousands of small arrays;
+      plain Orbax then cannot read the state's structure.
+    memory: most bytes in flight to storage; default: no limit.
+    show: whether to show a progress bar, on the first process.
 
   Raises:
-    CheckpointExistsError: there is something at `path`; it is left alone.
-    CheckpointBusyError: somebody else is writing there.
-    CheckpointError: the state has abstract leaves, or leaves that are neither array nor number; or
-      an earlier `save_async` has failed; or what was written could not be verified.
+    CheckpointExistsError: `path` exists. It is left unchanged.
+    CheckpointBusyError: another process is writing to `path`.
+    CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
+      `save_async` has failed; or the written data could not be verified.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
@@ -92,16 +92,18 @@ def save_async(
   pack: int = 0,
   memory: int | None = None,
   show: bool = False,
-) -> Saving:
-  """`save`, in the background: returns as soon as the state may change.
+) -> AsyncSave:
+  """Writes a state like `save`, in the background: returns as soon as the state may be changed or donated.
 
-  One save runs at a time; a second one waits for the first. If a save fails, its error is raised by
-  `result`, or else by the next call of `save`, `save_async` or `restore`, or else at the end of the
-  program, which then exits with 1. Call `result` of the last save before the program ends: from Python
-  3.12 on, what is not written by then cannot be.
+  One save runs at a time; the next one waits for it. If a save fails, `result` raises the error; otherwise
+  the next call of `save`, `save_async` or `restore` does, or the program exits with code 1. Call `result`
+  of the last save before the program ends: since Python 3.12, a save cannot be completed during exit.
+
+  Args:
+    path, state, layout, overwrite, where, compress, pack, memory, show: see `save`.
 
   Returns:
-    What is under way; its `result()` waits for it.
+    The save in progress; its `result()` waits for it.
 
   Example:
     >>> layout = Layout({'data': 8})
@@ -110,26 +112,27 @@ def save_async(
     >>> saving.done()
     True
   """
-  pending.finish()
+  async_save.finish()
   contents = contents_of(state, layout, where, pack)
-  held = pending.claim(as_path(path), overwrite)
-  bar = Bar(show, f'save {held.path.name}', contents.record.bytes, 'written')
+  claim = async_save.claim(as_path(path), overwrite)
+  progress = ByteProgress(show, f'save {claim.path.name}', contents.record.bytes, 'written')
   try:
-    contents = contents.summed()
+    contents = contents.with_checksums()
     with context(compress=compress, memory=memory, largest=contents.record.largest):
-      response = ocp.save_async(held.new, contents.tree, custom_metadata=contents.metadata)
+      response = ocp.save_async(claim.new, contents.tree, custom_metadata=contents.metadata)
   except BaseException:
-    bar.close()
-    held.release()
+    progress.close()
+    claim.release()
     raise
-  return pending.start(response, held, bar, _check(held.new, contents) if overwrite else _no_check)
+  check = _read_back(claim.new, contents) if overwrite else _no_check
+  return async_save.start(response, claim, progress, check)
 
 
-def _check(new: Any, contents: Contents) -> Any:
-  """Reads back what was written, with the shardings that it has; what else it holds is let go of."""
+def _read_back(folder: Any, contents: Contents) -> Any:
+  """A function that reads a written checkpoint back and verifies it. It holds shardings, but no arrays."""
   record = contents.record
-  places = {path: getattr(leaf, 'sharding', None) for path, leaf in contents.leaves.items()}
-  return lambda: check_same(OrbaxSource(new, record), places)
+  shardings = {path: getattr(leaf, 'sharding', None) for path, leaf in contents.leaves.items()}
+  return lambda: require_undamaged(OrbaxReader(folder, record), shardings)
 
 
 def _no_check() -> None:

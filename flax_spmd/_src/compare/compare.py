@@ -1,27 +1,27 @@
-"""Comparing: the same step under several layouts, on hardware that need not be here.
+"""Comparison of layouts: the same step compiled under each, for hardware you need not have.
 
-    found = compare(train_step, create_state, batch, {'fsdp': a, 'tensor': b}, target='h100:64')
-    print(found)                          # a row per layout, and what each communicates
-    found.to_html('report.html')
+    comparison = compare(TrainStep(train_step, create_state, batch), {'fsdp': a, 'tensor': b}, 'h100:64')
+    print(comparison)                     # one row per layout, and its largest collectives
+    comparison.to_html('report.html')
 
-Each layout's program is compiled by the target's own compiler, in a process of its own.
+The target's own compiler compiles each layout's program, in a separate process.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from flax_spmd._src.compare.comparison import Comparison
-from flax_spmd._src.compare.compilation import Compiled, Lot, check_compiler, compile_lots
+from flax_spmd._src.compare.compilation import CompileJob, CompileResult, check_compiler, compile_jobs
 from flax_spmd._src.compare.costs import cost
-from flax_spmd._src.compare.hardware import Target, parse
-from flax_spmd._src.compare.lowering import Program, lower
+from flax_spmd._src.compare.hardware import Target, parse_target
+from flax_spmd._src.compare.lowering import LoweredStep, lower
 from flax_spmd._src.compare.outcome import Memory, Outcome
-from flax_spmd._src.compare.pipeline_lowering import Pipeline, Staged, lower_pipeline
-from flax_spmd._src.compare.pipeline_outcome import outcome_of
+from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline, Pipeline, lower_pipeline
+from flax_spmd._src.compare.pipeline_outcome import pipeline_outcome
+from flax_spmd._src.compare.train_step import TrainStep, check_train_step
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.progress import progress
 from flax_spmd._src.public_module import set_module
@@ -30,88 +30,71 @@ from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
 
 @set_module('flax_spmd')
 def compare(
-  step: Callable[..., Any],
-  create: Callable[..., Any],
-  batch: Any,
+  train_step: TrainStep,
   layouts: Mapping[str, Layout | Pipeline] | Sequence[Layout | Pipeline],
   target: str,
   *,
-  args: Sequence[Any] = (),
-  places: Any = None,
-  donate: bool = True,
   hardware: str | os.PathLike[str] | None = None,
   jobs: int | None = None,
   show: bool = False,
 ) -> Comparison:
-  """Compiles a training step under each layout for a target, and tells what comes out.
+  """Compiles a training step for a target under each layout, and compares memory, traffic and time.
 
-  The target's own compiler does it, on this machine; nothing is allocated, nothing runs. What was
-  compiled is kept (`FLAX_SPMD_CACHE`, by default in `~/.cache/flax_spmd`), so asking again is quick.
+  The target's own compiler runs on this machine; nothing is allocated, and nothing runs. Results are cached
+  (in `FLAX_SPMD_CACHE`, by default `~/.cache/flax_spmd`), so a repeated comparison is quick.
 
   Args:
-    step: `step(state, batch)`; anything that can be jitted.
-    create: makes a state, of `args`; is traced only.
-    batch: the step's second argument in full size: arrays, or `jax.ShapeDtypeStruct`s.
-    layouts: what to compare, by name: layouts, and `explore.Pipeline`s, which cut the step into stages.
-      A mesh counts by its axes only; it has as many devices as the target.
-    target: `'h100:64'`, `'v5e:16x16'`, `'cpu:8'`, `'here'`; see `flax-spmd targets`.
-    args: arguments of `create`.
-    places: where the batch goes, as of `Layout.shard`; default: each first dimension is named `batch`.
-    donate: whether the state is donated.
-    hardware: a TOML file with chips of one's own.
-    jobs: how many compilers run at once; default: one for two cores.
-    show: whether progress is shown.
+    train_step: the step and its arguments.
+    layouts: layouts by name, or a sequence of them. An `explore.Pipeline` cuts the step into stages. Of a
+      mesh only the axes count, and it must have as many devices as the target.
+    target: hardware such as `'h100:64'`, `'v5e:16x16'`, `'cpu:8'` or `'here'`; see `flax-spmd targets`.
+    hardware: TOML file with descriptions of further chips.
+    jobs: number of compilers that run in parallel. Default: half of the CPU's cores.
+    show: whether to show a progress bar.
 
   Returns:
-    An outcome per layout. One whose names do not fit, which cannot be cut into stages, whose program
-    crashes the compiler, or which needs more memory than there is, says so in its row.
+    One outcome per layout. Its row shows an error if names do not fit the arrays, the step cannot be cut
+    into stages, or the compiler crashes. For a program that needs too much memory it shows the excess.
 
   Raises:
-    TargetDeviceError: an unknown target, one that cannot be compiled for here, or a mesh of another size.
-    Exception: whatever the step raises when it is traced, if it does so under every layout.
+    TypeError: the first argument is not a `TrainStep`.
+    TargetDeviceError: the target is unknown, cannot be compiled for on this machine, or differs from a mesh
+      in its number of devices.
+    Exception: any error that the step raises while it is traced, if no layout can be lowered.
 
   Example:
     >>> def create():
     ...   return {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
     >>> def step(state, x):
     ...   return jax.tree.map(lambda w: w - 0.1, state), jnp.sum((x @ state['w'].unbox()) ** 2)
-    >>> batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
     >>> layouts = {
     ...   'data': Layout(abstract_mesh({'data': 8}), (('batch', 'data'),)),
     ...   'tensor': Layout(abstract_mesh({'model': 8}), (('mlp', 'model'),)),
     ... }
-    >>> found = compare(step, create, batch, layouts, 'cpu:8')
-    >>> found['data'].memory.rest, found['tensor'].memory.rest
+    >>> comparison = compare(train_step, layouts, 'cpu:8')
+    >>> comparison['data'].memory.rest, comparison['tensor'].memory.rest
     (65536, 8192)
   """
-  aim = parse(target, hardware)
-  named = _named(layouts)
-  if any(isinstance(one, Layout) for one in named.values()):
-    check_compiler(
-      aim
-    )  # of a pipeline's stages, which have targets of their own, it is looked for later
-  rows, failed = _lowered(named, aim, step, create, batch, args, places, donate)
-  jobs = jobs or max(1, (os.cpu_count() or 2) // 2)
-  lots = {name: _lots(row, aim, jobs) for name, row in rows.items()}
-  total, finished = sum(map(len, lots.values())), itertools.count(1)
-  with progress(show, total, f'compiling for {aim.text}') as update:
-    every = [lot for each in lots.values() for lot in each]
-    compiled = iter(
-      compile_lots(every, hardware=hardware, jobs=jobs, done=lambda *_: update(next(finished), ''))
+  check_train_step(train_step, 'compare')
+  parsed, rows = parse_target(target, hardware), _named(layouts)
+  if any(isinstance(row, Layout) for row in rows.values()):
+    check_compiler(parsed)  # before tracing; a pipeline's target, a rank's share, is checked after it
+  lowered, failed = _lower_rows(train_step, rows, parsed)
+  parallel = jobs or max(1, (os.cpu_count() or 2) // 2)
+  work = {name: _compile_jobs(one, parsed, parallel) for name, one in lowered.items()}
+  every, finished = [job for each in work.values() for job in each], itertools.count(1)
+  with progress(show, len(every), f'compiling for {parsed.text}') as update:
+    results = iter(
+      compile_jobs(
+        every, hardware=hardware, parallel=parallel, done=lambda *_: update(next(finished), '')
+      )
     )
   outcomes = {
-    name: _outcome(name, row, [one for _ in lots[name] for one in next(compiled)], aim)
-    for name, row in rows.items()
+    name: _outcome(name, one, [result for _ in work[name] for result in next(results)], parsed)
+    for name, one in lowered.items()
   }
-  return Comparison(aim, [outcomes.get(name) or failed[name] for name in named])
-
-
-def _lots(row: Program | Staged, target: Target, jobs: int) -> list[Lot]:
-  """What one process compiles: a program of a whole step, or a share of a pipeline's programs."""
-  if isinstance(row, Program):
-    return [Lot([row], target)]
-  size = -(-len(row.distinct) // jobs)
-  return [Lot(row.distinct[at : at + size], row.target) for at in range(0, len(row.distinct), size)]
+  return Comparison(parsed, [outcomes.get(name) or failed[name] for name in rows])
 
 
 def _named(
@@ -122,61 +105,86 @@ def _named(
   return {f'layout {number}': layout for number, layout in enumerate(layouts)}
 
 
-def _lowered(
-  named: Mapping[str, Layout | Pipeline], target: Target, step, create, batch, args, places, donate
-) -> tuple[dict[str, Program | Staged], dict[str, Outcome]]:
-  """The programs of the layouts that fit the model, and what is wrong with the others."""
-  rows: dict[str, Program | Staged] = {}
+def _lower_rows(
+  train_step: TrainStep, rows: Mapping[str, Layout | Pipeline], target: Target
+) -> tuple[dict[str, LoweredStep | LoweredPipeline], dict[str, Outcome]]:
+  """The lowered programs of the rows that fit the model, and the failed outcomes of the others."""
+  lowered: dict[str, LoweredStep | LoweredPipeline] = {}
   failed: dict[str, Outcome] = {}
-  error: Exception | None = None
-  for name, given in named.items():
-    options = {'args': args, 'places': places, 'donate': donate}
+  last_error: Exception | None = None
+  for name, row in rows.items():
     try:
-      if isinstance(given, Pipeline):
-        rows[name] = lower_pipeline(step, create, batch, given, target, **options)
+      if isinstance(row, Pipeline):
+        lowered[name] = lower_pipeline(train_step, row, target)
       else:
-        rows[name] = lower(step, create, batch, given, target, **options)
+        lowered[name] = lower(train_step, row, target)
     except TargetDeviceError:
       raise
-    except Exception as wrong:  # this layout's, if others go; JAX's own too, as under explicit axes
-      error = wrong
-      layout = given.layout if isinstance(given, Pipeline) else given
-      kind = '' if isinstance(wrong, FlaxSpmdError) else f'{type(wrong).__name__}: '
-      failed[name] = Outcome.failed(name, layout, f'{kind}{wrong}')
-  if not rows and error is not None:
-    raise error
-  return rows, failed
+    except Exception as error:  # of one layout, if others succeed; JAX raises its own with explicit axes
+      last_error = error
+      layout = row.layout if isinstance(row, Pipeline) else row
+      kind = '' if isinstance(error, FlaxSpmdError) else f'{type(error).__name__}: '
+      failed[name] = Outcome.failed(name, layout, f'{kind}{error}')
+  if not lowered and last_error is not None:
+    raise last_error
+  return lowered, failed
 
 
-def _outcome(name: str, program: Program | Staged, found: Sequence[Compiled], target: Target) -> Outcome:
-  """A row of the comparison."""
-  if isinstance(program, Staged):
-    return outcome_of(name, program, found, target)
-  [compiled] = found
-  by_part = {'params': 0, 'opt_state': 0, '': 0}
-  for row in program.rows:
-    part = next((part for part in row.path.split('/') if part in by_part), '')
-    by_part[part] += row.bytes_per_device
-  parts = by_part['params'], by_part['opt_state'], by_part[''], program.batch_bytes
-  if compiled.counts is None:
-    temporaries = compiled.memory.get('temporaries', 0)
-    peak = compiled.used or (sum(parts) + temporaries if temporaries else 0)
-    return Outcome.failed(name, program.layout, compiled.error or 'not compiled')._replace(
-      memory=Memory(*parts, temporaries, peak) if peak else None, program=program, compiled=compiled
+def _compile_jobs(
+  lowered: LoweredStep | LoweredPipeline, target: Target, parallel: int
+) -> list[CompileJob]:
+  """One job for a whole step; one per parallel compiler for the programs of a pipeline."""
+  if isinstance(lowered, LoweredStep):
+    return [CompileJob([lowered], target)]
+  programs = lowered.distinct
+  size = -(-len(programs) // parallel)
+  return [
+    CompileJob(programs[start : start + size], lowered.target) for start in range(0, len(programs), size)
+  ]
+
+
+def _outcome(
+  name: str,
+  lowered: LoweredStep | LoweredPipeline,
+  results: Sequence[CompileResult],
+  target: Target,
+) -> Outcome:
+  if isinstance(lowered, LoweredPipeline):
+    return pipeline_outcome(name, lowered, results, target)
+  [result] = results
+  return _step_outcome(name, lowered, result, target)
+
+
+def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target: Target) -> Outcome:
+  parts = _argument_bytes(lowered)
+  if result.counts is None:
+    temporaries = result.memory.get('temporaries', 0)
+    peak = result.used or (sum(parts) + temporaries if temporaries else 0)
+    return Outcome.failed(name, lowered.layout, result.error or 'not compiled')._replace(
+      memory=Memory(*parts, temporaries, peak) if peak else None, program=lowered, compiled=result
     )
-  memory = compiled.memory
+  memory = result.memory
   arguments = memory['arguments']
   peak = arguments + memory['results'] - memory['shared'] + memory['temporaries']
   if target.chip.platform == 'tpu' and memory['peak']:
-    peak = memory['peak']  # there, arguments and temporaries do not add up
+    peak = memory['peak']  # on TPU, arguments and temporaries do not add up to it
   return Outcome(
     name,
-    program.layout,
+    lowered.layout,
     Memory(*parts, max(0, peak - arguments), peak),
-    compiled.counts,
-    cost(compiled.counts, target, program.mesh, program.dtype),
+    result.counts,
+    cost(result.counts, target, lowered.mesh, lowered.dtype),
     peak <= target.chip.memory,
     None,
-    program,
-    compiled,
+    lowered,
+    result,
   )
+
+
+def _argument_bytes(lowered: LoweredStep) -> tuple[int, int, int, int]:
+  """Bytes on a device of the parameters, the optimizer state, the rest of the state, and the batch."""
+  parts = {'params': 0, 'opt_state': 0, '': 0}
+  for row in lowered.rows:
+    part = next((part for part in row.path.split('/') if part in parts), '')
+    parts[part] += row.bytes_per_device
+  return parts['params'], parts['opt_state'], parts[''], lowered.batch_bytes

@@ -1,4 +1,4 @@
-"""A comparison: outcomes side by side, as a table, as JSON, as a page, and what makes the difference."""
+"""Comparison: the outcomes of several layouts as a table, JSON or HTML, and their differences."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from flax_spmd.errors import TargetDeviceError, did_you_mean
 if TYPE_CHECKING:
   from rich.console import RenderableType
 
-_SHOWN = 3  # collectives of each layout
-_PROXY = 'The CPU compiler is a poor proxy: it has no reduce-scatter, sends bf16 as f32, and keeps memory otherwise.'
+_SHOWN = 3  # lines of each kind per layout
+_PROXY = 'The CPU compiler is a poor proxy: it has no reduce-scatter, sends bf16 as f32, and allocates memory differently.'
 
 
 @set_module('flax_spmd.explore')
 class Comparison:
-  """Layouts compared on a target; printing it shows the table.
+  """The outcomes of several layouts on a target; printing it shows a table.
 
   Attributes:
     target: the hardware.
-    outcomes: one per layout, in the order in which they were given.
+    outcomes: outcome of each layout, in the order of the call.
 
   Example:
     >>> from flax_spmd.explore import Estimator
-    >>> from flax_spmd.explore import Comparison, parse
+    >>> from flax_spmd.explore import Comparison, parse_target
     >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
     >>> step = lambda state, x: (state, jnp.sum(x @ state['w'].unbox()))
-    >>> estimator = Estimator(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> estimator = Estimator(train_step)
     >>> data = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
     >>> tensor = Layout(abstract_mesh({'model': 8}), (('mlp', 'model'),))
-    >>> target = parse('h100:8')  # of estimates here; `compare` returns one of what was compiled
-    >>> found = Comparison(target, [
+    >>> target = parse_target('h100:8')
+    >>> comparison = Comparison(target, [  # of estimates; `compare` returns a comparison of compiled steps
     ...   estimator.estimate(data, target)._replace(name='data'),
     ...   estimator.estimate(tensor, target)._replace(name='tensor'),
     ... ])
-    >>> [outcome.name for outcome in found], found.source
+    >>> [outcome.name for outcome in comparison], comparison.source
     (['data', 'tensor'], 'estimated')
-    >>> found.diff('data', 'tensor')[0]
+    >>> comparison.diff('data', 'tensor')[0]
     'tensor needs 105 KiB less: memory on a device'
   """
 
@@ -63,7 +64,7 @@ class Comparison:
     names = [outcome.name for outcome in self.outcomes]
     if name not in names:
       raise TargetDeviceError(
-        f'There is no layout {name!r} in this comparison.{did_you_mean(name, names)}\n'
+        f'The comparison has no layout {name!r}.{did_you_mean(name, names)}\n'
         f'Fix: use one of {", ".join(names)}.'
       )
     return self.outcomes[names.index(name)]
@@ -73,24 +74,28 @@ class Comparison:
 
   @property
   def source(self) -> str:
-    """Where the figures are from: `compiled:h100`; of layouts that differ in it, all of them."""
-    found = dict.fromkeys(outcome.source for outcome in self.outcomes if outcome.source)
-    return ', '.join(found) or f'compiled:{self.target.chip.name}'
+    """The origin of the figures, such as `compiled:h100`; all origins if layouts differ."""
+    sources = dict.fromkeys(outcome.source for outcome in self.outcomes if outcome.source)
+    return ', '.join(sources) or f'compiled:{self.target.chip.name}'
 
   @property
   def note(self) -> str:
-    """What has to be said of figures from this target's compiler; mostly nothing."""
+    """A caveat about the figures of this target's compiler, or ''."""
     return _PROXY if self.target.chip.platform == 'cpu' else ''
 
   @property
   def best(self) -> Outcome | None:
-    """The layout that fits and takes least at best; None if none fits."""
+    """The fastest layout that fits, by the geometric mean of its time bracket; None if none fits."""
     return min(
-      (o for o in self.outcomes if o.fits and o.cost), key=lambda o: _midst(o.cost), default=None
+      (o for o in self.outcomes if o.fits and o.cost), key=lambda o: _mean(o.cost), default=None
     )
 
   def diff(self, one: str, other: str) -> list[str]:
-    """How one layout differs from another, the largest differences first.
+    """The differences of a layout from another one: memory, bytes on the wire in descending order, FLOPs.
+
+    Args:
+      one: name of the layout to start from.
+      other: name of the layout whose differences are listed.
 
     Returns:
       Lines such as `tensor moves 3.1 GiB less over data: no all-gather (model.py:31)`.
@@ -109,7 +114,7 @@ class Comparison:
     return [line for line in lines if line]
 
   def record(self) -> dict[str, Any]:
-    """All of it, as JSON has it."""
+    """The comparison as JSON values."""
     return {
       'target': self.target.text,
       'source': self.source,
@@ -118,11 +123,11 @@ class Comparison:
     }
 
   def to_json(self) -> str:
-    """All of it as JSON: memory, counts, collectives, costs, with bytes and seconds per device and step."""
+    """The comparison as JSON text, with bytes and seconds per device and step."""
     return json.dumps(self.record(), indent=2)
 
   def to_html(self, path: str | os.PathLike[str]) -> None:
-    """Writes a page with tables and pictures, which needs nothing but a browser."""
+    """Writes a self-contained HTML report with tables and charts."""
     Path(path).write_text(page(self), encoding='utf-8')
 
   def __rich__(self) -> RenderableType:
@@ -140,8 +145,7 @@ class Comparison:
   def _table(self) -> RenderableType:
     from rich.table import Table
 
-    several = ['from'] if ', ' in self.source else []  # else the title says it
-
+    several = ['from'] if ', ' in self.source else []  # a single source is in the title
     table = Table(box=None, header_style='bold')
     for title in (
       'layout',
@@ -181,7 +185,7 @@ class Comparison:
     ]
 
   def _details(self) -> Iterator[str]:
-    """What does not fit into a table: the largest collectives, what failed, what deserves a look."""
+    """Below the table: the largest collectives, errors, warnings and findings of each layout."""
     for outcome in self.outcomes:
       lines = [
         f'  {collective_text(one)}'
@@ -189,11 +193,11 @@ class Comparison:
       ]
       if outcome.error:
         lines += [f'  {line}' for line in outcome.error.splitlines()[:6]]
-      if outcome.stages:
-        lines += [f'  {line}' for line in outcome.stages.lines(self.target.chip.memory)]
+      if outcome.pipeline:
+        lines += [f'  {line}' for line in outcome.pipeline.lines(self.target.chip.memory)]
       lines += [f'  a rough estimate: {text}' for text in outcome.doubts[:_SHOWN]]
       if outcome.compiled:
-        lines += [f'  the compiler says: {text}' for text in outcome.compiled.warnings[:_SHOWN]]
+        lines += [f'  compiler warning: {text}' for text in outcome.compiled.warnings[:_SHOWN]]
       if outcome.counts and outcome.counts.opaque:
         lines.append(
           f'  not counted: {", ".join(f"{name} x {times}" for name, times in outcome.counts.opaque)}'
@@ -212,19 +216,19 @@ class Comparison:
     return '\n'.join(line.rstrip() for line in captured.get().splitlines())
 
 
-def _midst(cost: Cost | None) -> float:
+def _mean(cost: Cost | None) -> float:
   return (cost.low * cost.high) ** 0.5 if cost else float('inf')
 
 
-def _difference(name: str, one: float, other: float, what: str) -> str:
-  """`tensor needs 3 GiB less: parameters`; nothing where it is less than a hundredth."""
+def _difference(name: str, one: float, other: float, part: str) -> str:
+  """`tensor needs 3 GiB less: parameters`, or '' if it is at most 1%."""
   if abs(other - one) <= 0.01 * max(abs(one), abs(other)):
     return ''
-  return f'{name} needs {size_text(abs(other - one))} {"less" if other < one else "more"}: {what}'
+  return f'{name} needs {size_text(abs(other - one))} {"less" if other < one else "more"}: {part}'
 
 
 def _wire_differences(name: str, one: Counts, other: Counts) -> list[str]:
-  """What is sent more or less, by kind and axes, and the line of the model from which most of it comes."""
+  """The differences in bytes on the wire by kind and axes, with the line of the largest collective."""
   groups: dict[tuple[str, tuple[str, ...]], list[float]] = {}
   largest: dict[tuple[str, tuple[str, ...]], Collective] = {}
   for side, counts in enumerate((one, other)):
@@ -236,13 +240,13 @@ def _wire_differences(name: str, one: Counts, other: Counts) -> list[str]:
   changes = sorted(groups.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
   return [
     f'{name} moves {size_text(abs(after - before))} {"less" if after < before else "more"} over '
-    f'{"+".join(axes) or "?"}: {_since(kind, before, after)} ({largest[kind, axes].source or largest[kind, axes].op})'
+    f'{"+".join(axes) or "?"}: {_change(kind, before, after)} ({largest[kind, axes].source or largest[kind, axes].op})'
     for (kind, axes), (before, after) in changes
     if abs(after - before) > 0.01 * max(before, after)
   ]
 
 
-def _since(kind: str, before: float, after: float) -> str:
+def _change(kind: str, before: float, after: float) -> str:
   if not after:
     return f'no {kind}'
   return f'{kind}, {size_text(after)} instead of {size_text(before)}' if before else f'{kind}'

@@ -1,8 +1,8 @@
-"""Compiling: programs sent to their targets' compilers, several at once, and what came out kept on disk.
+"""Compilation: programs compiled in worker processes, with results cached on disk.
 
-Programs are compiled in other processes (`worker`). What came out of each is kept under a digest of the
-program, the target, and the versions of everything that had a part in it, so that asking again costs
-nothing. A crash of a compiler, and a program that does not fit, are results with a reason.
+Each worker (`compile_worker`) runs the target's own compiler. A result is cached under a digest of the
+program, the target and all versions involved, so a repeated compilation is free. A compiler crash and a
+program that does not fit are results with an error text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.compile_worker import BEGIN
 from flax_spmd._src.compare.hardware import Target, compiler_environment
-from flax_spmd._src.compare.lowering import Program
+from flax_spmd._src.compare.lowering import LoweredStep
 from flax_spmd._src.compat import jaxlib_version
 from flax_spmd._src.hlo.counts import Collective, Counts, count
 from flax_spmd._src.public_module import set_module
@@ -35,26 +35,34 @@ from flax_spmd.errors import TargetDeviceError
 
 _FORMAT = 1
 _TIMEOUT = 1800  # seconds
-_LARGEST_CPU = 512  # devices that the CPU's compiler can be asked for
-_TELLING = ('Involuntary full rematerialization', 'rematerializ', 'SPMD', 'spmd_partitioner', 'fallback')
+_LARGEST_CPU = 512  # devices; the CPU's compiler supports no more
+_WARNING_WORDS = (
+  'Involuntary full rematerialization',
+  'rematerializ',
+  'SPMD',
+  'spmd_partitioner',
+  'fallback',
+)
 _WHEELS = {
   'tpu': ('libtpu', 'tpu', ('libtpu',)),
   'cuda': ('jax_cuda12_plugin', 'cuda', ('jax-cuda12-plugin', 'jax-cuda12-pjrt')),
 }
 
 
-class Compiled(NamedTuple):
-  """What a compiler made of a program.
+class CompileResult(NamedTuple):
+  """The result of compiling one program.
 
   Attributes:
-    counts: what the program does; None if it was not compiled.
-    memory: the compiler's account: bytes of arguments, results, shared, temporaries, peak.
-    error: why it was not compiled, or None.
-    used: bytes of memory that it would have needed, where the compiler said so.
-    warnings: what the compiler said that deserves a look.
-    seconds, cpu_seconds, rss: what compiling took.
-    cached: whether it was kept from an earlier time.
-    hlo: the file with the optimised program, compressed; None if it could not be kept.
+    counts: work of the program; None if it was not compiled.
+    memory: the compiler's memory analysis: bytes of arguments, results, shared, temporaries, peak.
+    error: reason why it was not compiled, or None.
+    used: bytes of memory that a program needs that did not fit, if reported by the compiler.
+    warnings: relevant warnings of the compiler.
+    seconds: wall time of the compilation.
+    cpu_seconds: CPU time of the compilation.
+    rss: peak memory of the worker process, in bytes.
+    cached: whether the result comes from the cache.
+    hlo: path of the compressed optimised HLO; None if it could not be cached.
   """
 
   counts: Counts | None
@@ -69,58 +77,59 @@ class Compiled(NamedTuple):
   hlo: Path | None
 
 
-class Lot(NamedTuple):
-  """Programs that one process compiles one after another: its start takes longer than a small program.
+class CompileJob(NamedTuple):
+  """Programs that one worker process compiles in turn, since its start takes longer than a small program.
 
   Attributes:
-    programs: what `lower` made.
-    target: what for.
+    programs: lowered programs.
+    target: hardware to compile for.
   """
 
-  programs: Sequence[Program]
+  programs: Sequence[LoweredStep]
   target: Target
 
 
-def compile_lots(
-  lots: Sequence[Lot],
+def compile_jobs(
+  jobs: Sequence[CompileJob],
   *,
   hardware: str | os.PathLike[str] | None = None,
-  jobs: int | None = None,
-  done: Callable[[int, list[Compiled]], None] = lambda number, compiled: None,
-) -> list[list[Compiled]]:
-  """Compiles lots of programs, as many lots at once as there are cores.
+  parallel: int | None = None,
+  done: Callable[[int, list[CompileResult]], None] = lambda number, results: None,
+) -> list[list[CompileResult]]:
+  """Runs compile jobs in parallel.
 
   Args:
-    lots: each with its target.
-    hardware: the file with chips of one's own that the targets are from.
-    jobs: how many at once; default: half of the cores.
-    done: called with each lot's results as they come.
+    jobs: the jobs, each with its target.
+    hardware: TOML file that describes the targets' chips, if they are not built in.
+    parallel: number of jobs that run in parallel. Default: half of the CPU's cores.
+    done: callback with the index and the results of each finished job.
 
   Raises:
-    TargetDeviceError: there is no compiler for a target here, or it is too large for it.
+    TargetDeviceError: a target's compiler is not installed, or does not support that many devices.
   """
-  for target in {lot.target.text: lot.target for lot in lots}.values():
+  for target in {job.target.text: job.target for job in jobs}.values():
     check_compiler(target)
 
-  def one(pair: tuple[int, Lot]) -> list[Compiled]:
-    compiled = _compiled(pair[1], hardware)
-    done(pair[0], compiled)
-    return compiled
+  def run(numbered: tuple[int, CompileJob]) -> list[CompileResult]:
+    results = _compile(numbered[1], hardware)
+    done(numbered[0], results)
+    return results
 
-  with ThreadPoolExecutor(jobs or max(1, (os.cpu_count() or 2) // 2)) as pool:
-    return list(pool.map(one, enumerate(lots)))
+  with ThreadPoolExecutor(parallel or max(1, (os.cpu_count() or 2) // 2)) as pool:
+    return list(pool.map(run, enumerate(jobs)))
 
 
 def check_compiler(target: Target) -> None:
-  """Raises unless a program can be compiled for a target here.
+  """Raises unless this machine can compile for a target.
 
   Raises:
-    TargetDeviceError: a wheel is missing, or is made for another jax, or the target is too large.
+    TargetDeviceError: a wheel is missing or belongs to another jax version, or the target has too many
+      devices.
   """
   platform = target.chip.platform
   if platform == 'cpu' and target.devices > _LARGEST_CPU:
     raise TargetDeviceError(
-      f"The CPU's compiler takes up to {_LARGEST_CPU} devices, {target.text} has {target.devices}.\n"
+      f"The CPU's compiler supports up to {_LARGEST_CPU} devices, but {target.text} has {target.devices}.\n"
       "Fix: compare on a target such as 'h100:1024', which needs no GPU."
     )
   if platform not in _WHEELS:
@@ -128,85 +137,94 @@ def check_compiler(target: Target) -> None:
   module, extra, wheels = _WHEELS[platform]
   if importlib.util.find_spec(module) is None:
     raise TargetDeviceError(
-      f'There is no compiler for {target.text} here: the wheel {wheels[0]} is not installed.\n'
+      f'There is no compiler for {target.text} on this machine: the wheel {wheels[0]} is not installed.\n'
       f"Fix: pip install 'flax-spmd[{extra}]'"
     )
   jax_version = jaxlib_version()
   for wheel in wheels if platform == 'cuda' else ():
-    found = importlib.metadata.version(wheel)
-    if found.split('.')[:2] != jax_version.split('.')[:2]:
+    version = importlib.metadata.version(wheel)
+    if version.split('.')[:2] != jax_version.split('.')[:2]:
       raise TargetDeviceError(
-        f'The compiler for {target.text}, {wheel} {found}, is made for another jax than jax {jax_version}.\n'
+        f'The compiler for {target.text}, {wheel} {version}, does not match jax {jax_version}.\n'
         f"Fix: pip install '{wheel}=={'.'.join(jax_version.split('.')[:3])}'"
       )
-  if platform == 'cuda' and not _has_ptxas():
+  if platform == 'cuda' and not has_ptxas():
     raise TargetDeviceError(
-      f'There is no compiler for {target.text} here: ptxas, which {wheels[0]} calls, is not installed.\n'
+      f'There is no compiler for {target.text} on this machine: ptxas, which {wheels[0]} calls, is not installed.\n'
       'Fix: pip install nvidia-cuda-nvcc-cu12'
     )
 
 
-def _has_ptxas() -> bool:
-  """Whether XLA will find NVIDIA's assembler, without which it compiles nothing for a GPU."""
+def has_ptxas() -> bool:
+  """Whether XLA can find NVIDIA's assembler, which it needs to compile for a GPU."""
   if shutil.which('ptxas') or _version('nvidia-cuda-nvcc-cu12'):
     return True
-  told = re.findall(r'--xla_gpu_cuda_data_dir=(\S+)', os.environ.get('XLA_FLAGS', ''))
+  folders = re.findall(r'--xla_gpu_cuda_data_dir=(\S+)', os.environ.get('XLA_FLAGS', ''))
   return any(
-    (Path(folder) / 'bin' / 'ptxas').exists() for folder in (*told, '/usr/local/cuda', '/opt/cuda')
+    (Path(folder) / 'bin' / 'ptxas').exists() for folder in (*folders, '/usr/local/cuda', '/opt/cuda')
   )
 
 
-def _compiled(lot: Lot, hardware: str | os.PathLike[str] | None) -> list[Compiled]:
-  keys = [_key(program, lot.target) for program in lot.programs]
-  kept = {key: _read(key) for key in keys}
-  new = {key: program for key, program in zip(keys, lot.programs) if kept[key] is None}
+def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[CompileResult]:
+  keys = [cache_key(program, job.target) for program in job.programs]
+  contents = {key: _read(key) for key in keys}
+  new = {key: program for key, program in zip(keys, job.programs) if contents[key] is None}
   if new:
-    with tempfile.TemporaryDirectory(prefix='flax_spmd_') as folder:
-      folders = [Path(folder) / str(number) for number in range(len(new))]
-      results = _run(list(new.values()), lot.target, hardware, folders)
-      for (key, program), result, place in zip(new.items(), results, folders, strict=True):
-        kept[key] = _counted(key, program, result, place / 'hlo.txt')
-  return [_compiled_of(kept[key] or {}, key, cached=key not in new) for key in keys]
+    with tempfile.TemporaryDirectory(prefix='flax_spmd_') as root:
+      folders = [Path(root) / str(number) for number in range(len(new))]
+      reports = run_workers(list(new.values()), job.target, hardware, folders)
+      for (key, program), report, folder in zip(new.items(), reports, folders, strict=True):
+        contents[key] = _counted(key, program, report, folder / 'hlo.txt')
+  return [_compile_result(contents[key] or {}, key, cached=key not in new) for key in keys]
 
 
-def _counted(key: str, program: Program, result: dict[str, Any], hlo: Path) -> dict[str, Any]:
-  """What the worker said, and what its program does; it is kept."""
+def _counted(key: str, program: LoweredStep, report: dict[str, Any], hlo: Path) -> dict[str, Any]:
+  """A worker's report with the counts of its program; both are cached."""
   if hlo.exists():
     text = hlo.read_text()
-    result['counts'] = _counts_json(count(text, program.mesh))
-    _keep_hlo(key, text)
-  if {'counts', 'used', 'memory'} & result.keys():  # what else went wrong may not be the program's fault
-    _keep(key, result)
-  return result
+    report['counts'] = _counts_json(count(text, program.mesh))
+    _cache_hlo(key, text)
+  if {'counts', 'used', 'memory'} & report.keys():  # other errors may not be the program's fault
+    _cache(key, report)
+  return report
 
 
-def _run(
-  programs: Sequence[Program],
+def run_workers(
+  programs: Sequence[LoweredStep],
   target: Target,
   hardware: str | os.PathLike[str] | None,
   folders: Sequence[Path],
 ) -> list[dict[str, Any]]:
-  """Runs a worker in folders. Its crash is a result, and another one goes on after that program."""
-  own = os.path.abspath(hardware) if hardware is not None else None
+  """Compiles programs in worker processes and returns their reports.
+
+  If a worker crashes, the crash is the report of its current program, and a new worker compiles the rest.
+
+  Args:
+    programs: lowered programs.
+    target: hardware to compile for.
+    hardware: TOML file that describes the target's chip, if it is not built in.
+    folders: folder to create for each program.
+  """
+  absolute = os.path.abspath(hardware) if hardware is not None else None
   for program, folder in zip(programs, folders, strict=True):
     folder.mkdir()
     (folder / 'program.mlir').write_bytes(program.code)
-    request = {'target': target.text, 'hardware': own, 'mesh': program.mesh}
+    request = {'target': target.text, 'hardware': absolute, 'mesh': program.mesh}
     (folder / 'request.json').write_text(json.dumps(request))
-  results: list[dict[str, Any]] = []
-  while left := folders[len(results) :]:
-    said, why = _worker(left, target)
+  reports: list[dict[str, Any]] = []
+  while left := folders[len(reports) :]:
+    log, crash = _run_worker(left, target)
     while left and (left[0] / 'result.json').exists():
-      found = json.loads((left[0] / 'result.json').read_text())
-      results.append(found | {'warnings': _warnings(said, left[0])})
+      report = json.loads((left[0] / 'result.json').read_text())
+      reports.append(report | {'warnings': warnings_in(log, left[0])})
       left = left[1:]
     if left:
-      results.append({'error': why})
-  return results
+      reports.append({'error': crash})
+  return reports
 
 
-def _worker(folders: Sequence[Path], target: Target) -> tuple[str, str]:
-  """What a worker says, and why it ended if it did so early."""
+def _run_worker(folders: Sequence[Path], target: Target) -> tuple[str, str]:
+  """A worker's log, and the reason why it ended in case it did so early."""
   command = [sys.executable, '-m', 'flax_spmd._src.compare.compile_worker', *map(str, folders)]
   environment = os.environ | compiler_environment(target)
   time = _TIMEOUT * len(folders)
@@ -215,42 +233,43 @@ def _worker(folders: Sequence[Path], target: Target) -> tuple[str, str]:
       command, env=environment, capture_output=True, text=True, errors='replace', timeout=time
     )
   except subprocess.TimeoutExpired:
-    return '', f'the compiler had not ended after {time} s'
+    return '', f'the compiler did not finish within {time} s'
   return ended.stderr, _crash(ended)
 
 
-def _warnings(said: str, folder: Path) -> list[str]:
-  """What the compiler said of one program: what comes after the line with its folder's name."""
-  own = said.partition(f'{BEGIN}{folder}\n')[2].partition(BEGIN)[0]
-  lines = [line.strip() for line in own.splitlines() if any(word in line for word in _TELLING)]
+def warnings_in(log: str, folder: Path) -> list[str]:
+  """The relevant warnings about one program: those after the log's line with its folder."""
+  section = log.partition(f'{BEGIN}{folder}\n')[2].partition(BEGIN)[0]
+  lines = [line.strip() for line in section.splitlines() if any(word in line for word in _WARNING_WORDS)]
   return list(dict.fromkeys(map(_message, lines)))[:20]
 
 
 def _crash(ended: subprocess.CompletedProcess[str]) -> str:
   number = -ended.returncode
   name = signal.Signals(number).name if 0 < number < 65 else f'code {ended.returncode}'
-  why = ' (out of the memory of this machine?)' if name == 'SIGKILL' else ''
+  why = ' (is this machine out of memory?)' if name == 'SIGKILL' else ''
   last = ended.stderr.strip().splitlines()[-3:]
   return f'the compiler ended with {name}{why}: ' + ' | '.join(last)[-600:]
 
 
 def _message(line: str) -> str:
-  """A line of the log, without its time and place."""
+  """A line of the log without its timestamp and source location."""
   return line.partition('] ')[2] or line
 
 
-# -- what is kept
+# -- cache
 
 
 def cache_folder() -> Path:
-  """Where everything is kept: `FLAX_SPMD_CACHE`, or the user's cache."""
+  """The cache folder: `FLAX_SPMD_CACHE`, or `flax_spmd` in the user's cache."""
   set_by_user = os.environ.get('FLAX_SPMD_CACHE')
   return Path(
     set_by_user or Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'flax_spmd'
   )
 
 
-def _key(program: Program, target: Target) -> str:
+def cache_key(program: LoweredStep, target: Target) -> str:
+  """A digest of a program, its target and all versions involved."""
   versions = [jaxlib_version(), *map(_version, ('libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
   about = [_FORMAT, program.identity, target, list(program.mesh.items()), versions]
   return hashlib.sha256(repr(about).encode()).hexdigest()[:40]
@@ -264,25 +283,25 @@ def _version(name: str) -> str | None:
 
 
 def _read(key: str) -> dict[str, Any] | None:
-  """What was kept; None for nothing, and for what cannot be read any more."""
+  """A cached report; None if there is no readable one."""
   try:
     content = json.loads((cache_folder() / f'{key}.json').read_text())
-    _compiled_of(content, key, cached=True)
+    _compile_result(content, key, cached=True)
     return content
   except (OSError, ValueError, KeyError, TypeError, AttributeError):
     return None
 
 
-def _keep(key: str, result: dict[str, Any]) -> None:
-  _write(cache_folder() / f'{key}.json', json.dumps(result).encode())
+def _cache(key: str, report: dict[str, Any]) -> None:
+  _write(cache_folder() / f'{key}.json', json.dumps(report).encode())
 
 
-def _keep_hlo(key: str, text: str) -> None:
+def _cache_hlo(key: str, text: str) -> None:
   _write(cache_folder() / f'{key}.hlo.gz', gzip.compress(text.encode(), 5))
 
 
 def _write(file: Path, content: bytes) -> None:
-  """Writes a file whole or not at all; without room for it, says so and goes on."""
+  """Writes a file atomically. If that fails, warns and continues."""
   try:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
@@ -290,14 +309,15 @@ def _write(file: Path, content: bytes) -> None:
     os.replace(temporary.name, file)
   except OSError as error:
     warnings.warn(
-      f'What was compiled cannot be kept in {file.parent}: {error.strerror}. Set FLAX_SPMD_CACHE to another folder.',
+      f'The compiled result cannot be cached in {file.parent}: {error.strerror}. '
+      'Set FLAX_SPMD_CACHE to another folder.',
       stacklevel=2,
     )
 
 
 @set_module('flax_spmd.explore')
 def clear_cache() -> None:
-  """Forgets everything that was compiled.
+  """Deletes all cached compilation results.
 
   Example:
     >>> import os, unittest.mock
@@ -311,14 +331,14 @@ def _counts_json(counts: Counts) -> dict[str, Any]:
   return counts._asdict() | {'collectives': [one._asdict() for one in counts.collectives]}
 
 
-def _compiled_of(content: dict[str, Any], key: str, cached: bool) -> Compiled:
+def _compile_result(content: dict[str, Any], key: str, cached: bool) -> CompileResult:
   counts = content.get('counts')
   if counts is not None:
     listed = tuple(Collective(**one | {'axes': tuple(one['axes'])}) for one in counts['collectives'])
     pairs = {name: tuple(map(tuple, counts[name])) for name in ('opaque', 'loops')}
     counts = Counts(**counts | pairs | {'collectives': listed})
   hlo = cache_folder() / f'{key}.hlo.gz'
-  return Compiled(
+  return CompileResult(
     counts,
     content.get('memory', {}),
     content.get('error'),

@@ -1,10 +1,11 @@
-"""Costs: how long a step would take, from what it does and what its target can do.
+"""Costs: a bracket for the time of a step, from its counts and the target's figures (roofline).
 
-A bracket, not a prediction. At best everything overlaps, and the slowest of three things is what a step
-takes: products (FLOPs over the reachable part of the peak), memory (bytes over the bandwidth of HBM),
-links. At worst nothing does, and they add up. The formulas are those of "How to Scale Your Model"
-(https://jax-ml.github.io/scaling-book/roofline/ and /sharding/); what a collective sends is counted by
-`counting`, where its formulas stand.
+It is a bracket, not a prediction. A step has three parts: matrix products (FLOPs over the reachable share of
+the peak), memory (bytes over the bandwidth of HBM) and communication (bytes over the bandwidth of the
+links). The low end assumes that they overlap fully, so it is the slowest part; the high end assumes no
+overlap, so it is their sum. The formulas are from "How to Scale Your Model"
+(https://jax-ml.github.io/scaling-book/roofline/ and /sharding/); the bytes that a collective sends are
+computed by `hlo.collectives.wire`.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import NamedTuple
 from flax_spmd._src.compare.hardware import Chip, Target
 from flax_spmd._src.hlo.counts import Collective, Counts
 
-_NEXT = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # where a chip has no faster way
+_FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips without the faster one
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
 
 
 class Cost(NamedTuple):
-  """Seconds a step takes; `source` says where the figures are from.
+  """The time of a step, in seconds.
 
   Attributes:
-    compute: the matrix products, at the share of the peak that is reached.
-    memory: reading and writing HBM.
-    links: seconds of communication by mesh axes.
-    low: if everything overlaps.
-    high: if nothing does.
-    bound: what is slowest: `compute`, `memory`, or the mesh axes of the slowest communication.
+    compute: time of the matrix products, at the reachable share of the peak.
+    memory: time to read and write HBM.
+    links: time of communication per tuple of mesh axes.
+    low: time of the step if everything overlaps.
+    high: time of the step if nothing overlaps.
+    bound: slowest part: `compute`, `memory`, or the mesh axes of the slowest communication.
   """
 
   compute: float
@@ -45,10 +46,10 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
   """The time bracket of a step.
 
   Args:
-    counts: what a step does on one device.
+    counts: work of the step on one device.
     target: the hardware.
-    mesh: size per mesh axis, in order; the last one's devices are next to each other.
-    dtype: of the operands of the matrix products.
+    mesh: size per mesh axis, in order; devices along the last axis are adjacent.
+    dtype: dtype of the operands of the matrix products.
   """
   chip = target.chip
   compute = counts.flops / (peak(chip, dtype) * chip.efficiency)
@@ -65,13 +66,13 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
 
 
 def peak(chip: Chip, dtype: str) -> float:
-  """FLOP/s for operands of a dtype; of one that the chip's entry lacks, those of the next that it has."""
-  wanted = (dtype, _NEXT.get(dtype, 'f32'), 'f32', 'bf16')
-  return next((chip.flops[one] for one in wanted if one in chip.flops), min(chip.flops.values()))
+  """Peak FLOP/s for operands of a dtype, or of a fallback dtype if the chip has no entry for it."""
+  candidates = (dtype, _FALLBACK.get(dtype, 'f32'), 'f32', 'bf16')
+  return next((chip.flops[one] for one in candidates if one in chip.flops), min(chip.flops.values()))
 
 
 def seconds(one: Collective, target: Target, mesh: Mapping[str, int]) -> float:
-  """How long a collective takes in a step: what it sends over the links, and a ring's latency."""
+  """The time of a collective in a step: bytes over bandwidth, plus the latency of a ring."""
   rounds = {'all-reduce': 2 * (one.group - 1), 'collective-permute': 1}.get(one.kind, one.group - 1)
   return one.wire / _speed(one, target, mesh) + one.times * rounds * target.chip.hop
 
@@ -80,7 +81,7 @@ def between(target: Target, mesh: Mapping[str, int], axis: str, one: int, other:
   """Bytes per second from a device at one position of a mesh axis to its counterpart at another.
 
   Example:
-    >>> target = explore.parse('h100:16')
+    >>> target = explore.parse_target('h100:16')
     >>> mesh = {'stage': 4, 'data': 4}
     >>> [between(target, mesh, 'stage', one, one + 1) / 1e9 for one in range(3)]
     [450.0, 50.0, 450.0]
@@ -91,47 +92,45 @@ def between(target: Target, mesh: Mapping[str, int], axis: str, one: int, other:
   sizes = list(mesh.values())
   inner = math.prod(sizes[list(mesh).index(axis) + 1 :])
   outer = math.prod(sizes) // (inner * mesh[axis])
-  nodes = (
-    [(start * mesh[axis] + place) * inner + device for start in range(outer) for device in range(inner)]
-    for place in (one, other)
+  senders, receivers = (
+    [(start * mesh[axis] + index) * inner + device for start in range(outer) for device in range(inner)]
+    for index in (one, other)
   )
-  apart = any(here // target.topology[-1] != there // target.topology[-1] for here, there in zip(*nodes))
+  per_node = target.topology[-1]
+  apart = any(a // per_node != b // per_node for a, b in zip(senders, receivers))
   return min(chip.link, chip.network) if apart else chip.link
 
 
 def _speed(one: Collective, target: Target, mesh: Mapping[str, int]) -> float:
-  """Bytes per second that a device of a group sends to the others."""
+  """Bytes per second that a device of a group can send to the others."""
   chip = target.chip
   if chip.torus:
     return chip.link * _torus_axes(one, target, mesh)
-  places = _places(one, mesh)
-  together = sum(place // target.topology[-1] == places[0] // target.topology[-1] for place in places)
-  # A ring that leaves the node: each of its chips there has a port, and the ring is split between them.
-  return chip.link if together == len(places) else min(chip.link, together * chip.network)
+  devices, per_node = _first_group(one, mesh), target.topology[-1]
+  together = sum(device // per_node == devices[0] // per_node for device in devices)
+  # A ring that leaves the node is split over the network ports of the group's chips in that node.
+  return chip.link if together == len(devices) else min(chip.link, together * chip.network)
 
 
-def _places(one: Collective, mesh: Mapping[str, int]) -> Sequence[int]:
-  """The positions of a group's devices among all; of an unknown group, the first ones."""
-  sizes = dict(mesh)
-  found = [0]
-  stride = 1
-  wanted = dict(map(_part, one.axes))
-  for name in reversed(list(sizes)):
-    if name in wanted:
-      count = wanted[name] or sizes[name]
-      found = [place + step * stride for step in range(count) for place in found]
-    stride *= sizes[name]
-  return sorted(found) if one.axes else range(one.group)
+def _first_group(one: Collective, mesh: Mapping[str, int]) -> Sequence[int]:
+  """The device numbers of a collective's first group; consecutive devices if its axes are unknown."""
+  devices, stride, parts = [0], 1, dict(map(_part, one.axes))
+  for name, size in reversed(list(mesh.items())):
+    if name in parts:
+      count = parts[name] or size
+      devices = [device + step * stride for step in range(count) for device in devices]
+    stride *= size
+  return sorted(devices) if one.axes else range(one.group)
 
 
 def _part(axis: str) -> tuple[str, int]:
-  """Name and number of devices of `model[2/4]`; 0 for all of an axis."""
-  found = _PART.match(axis)
-  return (found[1], int(found[2])) if found else (axis, 0)
+  """Name and number of devices of `model[2/4]`; 0 for a whole axis."""
+  match = _PART.match(axis)
+  return (match[1], int(match[2])) if match else (axis, 0)
 
 
 def _torus_axes(one: Collective, target: Target, mesh: Mapping[str, int]) -> int:
-  """Over how many axes of the torus a group extends, if mesh axes follow them in order."""
+  """The number of torus axes that a group spans, if the mesh axes are assigned to them in order."""
   covered, torus = 0, list(target.topology)
   for name, size in mesh.items():
     extent, taken = 1, 0

@@ -1,9 +1,9 @@
-"""Hardware: what chips can do, and targets, which are so many of them in one job.
+"""Hardware: chips, and targets that consist of a number of them.
 
-    parse('h100:64')      # 64 GPUs, 8 to a node
-    parse('v5e:16x16')    # 256 chips of a torus
+    parse_target('h100:64')      # 64 GPUs, 8 per node
+    parse_target('v5e:16x16')    # a torus of 256 chips
 
-The figures stand in `hardware.toml` beside this file, each chip with its sources.
+`hardware.toml` has the figures of each chip, with their sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,23 @@ from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 @set_module('flax_spmd.explore')
 class Chip(NamedTuple):
-  """A kind of chip; `hardware.toml` says what the fields mean.
+  """A kind of chip.
+
+  Attributes:
+    name: name in targets, such as `h100`.
+    platform: `tpu`, `cuda` or `cpu`.
+    memory: bytes that a program can use.
+    bandwidth: bytes per second to and from the memory.
+    link: bytes per second that a chip sends: on a TPU along one axis of its torus (both ways around the
+      ring), on a GPU to the others of its node.
+    network: bytes per second that a chip sends to other nodes (GPU) or slices (TPU).
+    per_node: number of chips in a node.
+    efficiency: share of the peak that large matrix products reach.
+    hop: seconds until the first byte of a transfer arrives.
+    flops: dense peak FLOP/s per dtype of the operands.
+    source: sources of the figures.
+    torus: number of axes of a TPU's torus; 0 for other chips.
+    compiler: entry of `gpus.toml` that describes a GPU to XLA. Default: `name`.
 
   Example:
     >>> h100 = chips()['h100']
@@ -51,15 +67,15 @@ class Chip(NamedTuple):
 
 @set_module('flax_spmd.explore')
 class Target(NamedTuple):
-  """So many chips in one job.
+  """A number of chips that run one job.
 
   Attributes:
-    text: as it was asked for, in full.
-    chip: of which kind.
-    topology: of TPUs, chips along each axis of the torus; of others, nodes and chips per node.
+    text: text that the target was parsed from.
+    chip: kind of chip.
+    topology: for TPUs, chips along each axis of the torus; otherwise (nodes, chips per node).
 
   Example:
-    >>> target = parse('h100:16')
+    >>> target = parse_target('h100:16')
     >>> target.text, target.chip.name, target.topology, target.devices
     ('h100:16', 'h100', (2, 8), 16)
   """
@@ -70,22 +86,26 @@ class Target(NamedTuple):
 
   @property
   def devices(self) -> int:
-    """How many chips there are."""
+    """Number of chips."""
     return math.prod(self.topology)
 
 
 @set_module('flax_spmd.explore')
 def chips(file: str | os.PathLike[str] | None = None) -> dict[str, Chip]:
-  """The chips that are known, and those of a file of one's own, which count first.
+  """The built-in chips by name, and those in a file, which take precedence.
+
+  Args:
+    file: TOML file with further chips, of the same form as `hardware.toml`.
 
   Raises:
-    TargetDeviceError: the file cannot be read, or a chip in it lacks something; names the line or entry.
+    TargetDeviceError: the file cannot be read, or an entry has missing or unknown fields; names the line or
+      entry.
 
   Example:
     >>> 'h100' in chips(), 'v5e' in chips()
     (True, True)
   """
-  # A file of one's own is read each time: it may have been edited.
+  # The user's file is read each time, since it can change.
   return _known() | ({} if file is None else _read(_text(file), os.fspath(file)))
 
 
@@ -108,54 +128,54 @@ def _read(text: str, where: str) -> dict[str, Chip]:
   try:
     tables = tomllib.loads(text)
   except tomllib.TOMLDecodeError as error:
-    raise TargetDeviceError(f'{where} is no TOML: {error}.\nFix: mend that line.') from error
+    raise TargetDeviceError(f'{where} is not valid TOML: {error}.\nFix: correct that line.') from error
   return {name: _chip(name, table, where) for name, table in tables.items()}
 
 
 def _chip(name: str, table: Any, where: str) -> Chip:
-  needed = [field for field in Chip._fields if field not in ('name', *Chip._field_defaults)]
-  lacking = [field for field in needed if field not in table] if isinstance(table, dict) else needed
+  required = [field for field in Chip._fields if field not in ('name', *Chip._field_defaults)]
+  missing = [field for field in required if field not in table] if isinstance(table, dict) else required
   unknown = [field for field in table if field not in Chip._fields] if isinstance(table, dict) else []
-  if lacking or unknown:
-    wrong = [
-      *(f'{field} is missing' for field in lacking),
+  if missing or unknown:
+    problems = [
+      *(f'{field} is missing' for field in missing),
       *(f'{field} is unknown' for field in unknown),
     ]
     raise TargetDeviceError(
-      f'{where}, [{name}]: {", ".join(wrong)}.\n'
-      f'Fix: give a chip {", ".join(needed)}, as flax_spmd/_src/compare/hardware.toml does.'
+      f'{where}, [{name}]: {", ".join(problems)}.\n'
+      f'Fix: give each chip {", ".join(required)}, as flax_spmd/_src/compare/hardware.toml does.'
     )
   return Chip(name=name, **table)
 
 
 @set_module('flax_spmd.explore')
-def parse(text: str, file: str | os.PathLike[str] | None = None) -> Target:
-  """A target: `'cpu:8'`, `'v5e:4x4'`, `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
+def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Target:
+  """Parses a target: `'cpu:8'`, `'v5e:4x4'`, `'h100:8'`, `'h100:8x8'` (nodes x GPUs), or `'here'`.
 
   Args:
-    text: kind and number of chips.
-    file: a TOML file with chips of one's own.
+    text: kind and number of chips; `'here'` means the available devices.
+    file: TOML file with further chips.
 
   Raises:
-    TargetDeviceError: no such chip (close ones are named), or no such number of them.
+    TargetDeviceError: the chip is unknown (a similar name is suggested), or has no such topology.
 
   Example:
-    >>> parse('h100:64').topology, parse('v5e:4x4').devices
+    >>> parse_target('h100:64').topology, parse_target('v5e:4x4').devices
     ((8, 8), 16)
   """
   if text == 'here':
-    return _here(file)
+    return _available(file)
   name, _, size = text.partition(':')
   known = chips(file)
   if name not in known:
     raise TargetDeviceError(
       f'There is no target {text!r}.{did_you_mean(name, known)}\n'
-      f'Fix: use one of {", ".join(known)}, as in {_example(known, name)!r}, or describe it in a TOML file.'
+      f'Fix: use one of {", ".join(known)}, as in {_example(known, name)!r}, or describe the chip in a TOML file.'
     )
   chip = known[name]
   if not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)*', size):
     raise TargetDeviceError(
-      f'The target {text!r} does not say how many chips there are.\nFix: write {_example(known, name)!r}.'
+      f'The target {text!r} has no number of chips.\nFix: write, for example, {_example(known, name)!r}.'
     )
   return Target(text, chip, _topology(chip, [int(part) for part in size.split('x')], text))
 
@@ -169,30 +189,30 @@ def _topology(chip: Chip, sizes: list[int], text: str) -> tuple[int, ...]:
   if chip.torus:
     if len(sizes) != chip.torus:
       raise TargetDeviceError(
-        f'{text!r}: {chip.name} has a torus of {chip.torus} axes.\n'
-        f'Fix: give the chips along each, such as {chip.name}:{"x".join(["4"] * chip.torus)}.'
+        f'{text!r}: the torus of {chip.name} has {chip.torus} axes.\n'
+        f'Fix: give the number of chips along each axis, such as {chip.name}:{"x".join(["4"] * chip.torus)}.'
       )
     return tuple(sizes)
   if len(sizes) == 2:
     return sizes[0], sizes[1]
   if len(sizes) > 2 or (sizes[0] > chip.per_node and sizes[0] % chip.per_node):
     raise TargetDeviceError(
-      f'{text!r}: {chip.name} has {chip.per_node} chips to a node.\n'
-      f'Fix: give a multiple of that, or nodes and chips to a node, such as {chip.name}:2x{chip.per_node}.'
+      f'{text!r}: {chip.name} has {chip.per_node} chips per node.\n'
+      f'Fix: give a multiple of that, or nodes and chips per node, such as {chip.name}:2x{chip.per_node}.'
     )
   nodes = max(1, sizes[0] // chip.per_node)
   return nodes, sizes[0] // nodes
 
 
 def share(target: Target, parts: int) -> Target:
-  """An equal part of a target: what one rank of a pipeline has.
+  """An equal share of a target, such as the devices of one rank of a pipeline.
 
   Args:
-    target: the whole.
-    parts: into how many it is divided; they divide its devices.
+    target: the whole target.
+    parts: number of shares; divides the number of devices.
 
   Example:
-    >>> [share(parse(text), 4).text for text in ('h100:64', 'h100:8', 'v5e:4x4')]
+    >>> [share(parse_target(text), 4).text for text in ('h100:64', 'h100:8', 'v5e:4x4')]
     ['h100:2x8', 'h100:1x2', 'v5e:2x2']
   """
   chip, devices = target.chip, target.devices // parts
@@ -201,19 +221,17 @@ def share(target: Target, parts: int) -> Target:
     sizes = [devices // in_node, in_node]
   else:
     sizes = list(target.topology)
-    while (
-      math.prod(sizes) > devices
-    ):  # the longest side that can be divided, by the least that divides it
-      left = math.prod(sizes) // devices
-      sides = [(size, -place) for place, size in enumerate(sizes) if math.gcd(size, left) > 1]
-      place = -max(sides)[1]
-      common = math.gcd(sizes[place], left)
-      sizes[place] //= next(number for number in range(2, common + 1) if common % number == 0)
+    while (excess := math.prod(sizes) // devices) > 1:
+      # Shares stay compact: the longest divisible side is divided by its smallest common factor.
+      sides = [(size, -side) for side, size in enumerate(sizes) if math.gcd(size, excess) > 1]
+      side = -max(sides)[1]
+      common = math.gcd(sizes[side], excess)
+      sizes[side] //= next(number for number in range(2, common + 1) if common % number == 0)
   return Target(f'{chip.name}:{"x".join(map(str, sizes))}', chip, tuple(sizes))
 
 
-def _here(file: str | os.PathLike[str] | None) -> Target:
-  """The devices at hand; of the chip that their name says, or the nearest that is known."""
+def _available(file: str | os.PathLike[str] | None) -> Target:
+  """The available devices, with the chip that matches their device kind, or else `cpu`."""
   device, count = jax.devices()[0], jax.device_count()
   kind = device.device_kind.lower().replace(' ', '')
   names = {'v5lite': 'v5e', 'v5e': 'v5e', 'v6lite': 'v6e', 'v5': 'v5p', 'v4': 'v4'}
@@ -221,14 +239,14 @@ def _here(file: str | os.PathLike[str] | None) -> Target:
   matched = next((known[name] for name in known if name in kind and name != 'cpu'), None)
   matched = matched or next((known[names[text]] for text in names if text in kind), known['cpu'])
   sizes = 'x'.join(['1'] * (matched.torus - 1) + [str(count)])
-  return parse(f'{matched.name}:{sizes}', file)
+  return parse_target(f'{matched.name}:{sizes}', file)
 
 
-# -- what XLA wants to know of a GPU
+# -- compilers
 
 
 def gpu_description(chip: Chip) -> str:
-  """XLA's description of a GPU, as the text of its GpuTargetConfigProto."""
+  """The text of XLA's GpuTargetConfigProto for a GPU."""
   text = importlib.resources.files('flax_spmd._src.compare').joinpath('gpus.toml').read_text()
   gpu = tomllib.loads(text)[chip.compiler or chip.name]
   major, minor = gpu['capability']
@@ -261,13 +279,13 @@ def gpu_description(chip: Chip) -> str:
   )
 
 
-# The machine code is thrown away, so it need not be good. No kernels are tried, as there is no GPU.
+# The machine code is discarded, so it need not be fast. Kernels cannot be autotuned without a GPU.
 _QUICKLY = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 _QUICKLY_GPU = f'{_QUICKLY} --xla_gpu_disable_gpuasm_optimizations=true --xla_gpu_autotune_level=0'
 
 
 def compiler_environment(target: Target) -> dict[str, str]:
-  """What a process that compiles for a target has in its environment."""
+  """The environment variables of a process that compiles for a target."""
   environment = {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '1'}
   flags = os.environ.get('XLA_FLAGS', '')
   if target.chip.platform == 'cpu':
@@ -280,7 +298,7 @@ def compiler_environment(target: Target) -> dict[str, str]:
       'TPU_SKIP_MDS_QUERY': '1',
       'TPU_WORKER_HOSTNAMES': 'localhost',
       'TPU_ACCELERATOR_TYPE': _accelerator_type(target),
-      'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # it only compiles here, and may do so twice at once
+      'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # it only compiles, and several processes do so in parallel
     }
   return environment | {'XLA_FLAGS': flags.strip()}
 
@@ -290,6 +308,6 @@ def _without_device_count(flags: str) -> str:
 
 
 def _accelerator_type(target: Target) -> str:
-  """`v5litepod-16`, `v5p-32`: the newer ones count chips, v4 and v5p count cores."""
+  """The accelerator type, such as `v5litepod-16` or `v5p-32`: v4 and v5p count cores, the others chips."""
   name, count = target.chip.name, target.devices
   return {'v5e': f'v5litepod-{count}', 'v6e': f'v6e-{count}'}.get(name, f'{name}-{2 * count}')

@@ -1,7 +1,6 @@
-"""The page of a comparison: one HTML file that needs no server, no network and no device.
+"""HTML report of a comparison: a self-contained file without external resources.
 
-Tables sort by a click on a heading and filter by typing; pictures are SVG. Everything that comes from
-the model or its compiler is escaped.
+Tables can be sorted and filtered; charts are SVG. All text from the model or its compiler is escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import peak
-from flax_spmd._src.compare.html import _bars, _bytes, _legend, safe, section, svg, table
+from flax_spmd._src.compare.html import bars, byte_cell, legend, safe, section, svg, table
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.draw.drawing import draw
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
@@ -25,14 +24,20 @@ from flax_spmd._src.text import size_text, time_text
 if TYPE_CHECKING:
   from flax_spmd._src.compare.comparison import Comparison
 
-_DRAWN = 12  # arrays of each layout whose pieces are drawn
-_DRAWINGS = 60_000  # characters of all drawings of a layout: those of many devices are large
-_TASKS = 2000  # of a timeline at most
-_LEAST = 2000  # collectives in the table at most, the largest of each layout
+_MAX_DRAWINGS = 12  # arrays of each layout whose shards are drawn
+_MAX_DRAWING_SIZE = 60_000  # characters of SVG per layout; drawings of many devices are large
+_MAX_TASKS = 2000  # tasks in a timeline
+_MAX_COLLECTIVES = 2000  # rows in the table of collectives, the largest of each layout
 
 
 def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) -> str:
-  """The page as text; `first` is what stands before the table of layouts."""
+  """The report as HTML text.
+
+  Args:
+    comparison: the comparison.
+    title: heading of the page.
+    first: HTML elements before the table of layouts.
+  """
   style = importlib.resources.files('flax_spmd._src.compare').joinpath('report.css').read_text()
   script = importlib.resources.files('flax_spmd._src.compare').joinpath('report.js').read_text()
   title = title or f'Layouts on {comparison.target.text}'
@@ -47,7 +52,7 @@ def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) 
     section('Stages', ''.join(_timeline(o, comparison.target.chip.memory) for o in done)),
     section('Time of a step', _time_bars([o for o in done if o.cost])),
     section('Roofline', _roofline(comparison, [o for o in done if o.counts])),
-    section('What is communicated', _collectives(done)),
+    section('Collectives', _collectives(done)),
     *(_arrays(outcome) for outcome in done),
   ]
   head = f'<meta charset="utf-8"><title>{safe(title)}</title><style>{style}</style>'
@@ -98,16 +103,16 @@ def _summary_row(outcome: Outcome) -> list[Any]:
   memory, counts, cost = outcome.memory, outcome.counts, outcome.cost
   if memory is None:
     return [*first, *[''] * 9]
-  cells = [*first, _bytes(memory.peak), _bytes(memory.parameters + memory.optimizer + memory.rest)]
+  cells = [*first, byte_cell(memory.peak), byte_cell(memory.parameters + memory.optimizer + memory.rest)]
   if counts is None or cost is None:
     return [*cells, *[''] * 6, outcome.source]
   wire = sum(counts.by_axis().values())
   times = [(seconds, time_text(seconds)) for seconds in (cost.low, cost.high)]
   return [
     *cells,
-    _bytes(memory.temporaries),
+    byte_cell(memory.temporaries),
     (counts.flops, f'{counts.flops:.3g}'),
-    _bytes(wire),
+    byte_cell(wire),
     *times,
     cost.bound,
     outcome.source,
@@ -119,7 +124,7 @@ def _failures(comparison: Comparison) -> Iterable[str]:
     lines = [outcome.error] if outcome.error else []
     lines += [f'A rough estimate: {text}' for text in outcome.doubts]
     lines += [
-      f'The compiler says: {text}' for text in (outcome.compiled.warnings if outcome.compiled else [])
+      f'Compiler warning: {text}' for text in (outcome.compiled.warnings if outcome.compiled else [])
     ]
     lines += outcome.program.findings if outcome.program else []
     if outcome.counts and outcome.counts.opaque:
@@ -140,19 +145,21 @@ def _collectives(outcomes: Sequence[Outcome]) -> str:
       '+'.join(one.axes) or '?',
       (one.group, str(one.group)),
       (one.times, str(one.times)),
-      _bytes(one.bytes),
-      _bytes(one.wire),
+      byte_cell(one.bytes),
+      byte_cell(one.wire),
       one.dtype,
       one.source or one.op,
     ]
     for outcome in outcomes
-    for one in (outcome.counts.collectives if outcome.counts else ())[: _LEAST // max(1, len(outcomes))]
+    for one in (outcome.counts.collectives if outcome.counts else ())[
+      : _MAX_COLLECTIVES // max(1, len(outcomes))
+    ]
   ]
   return table(titles, rows, 'collectives') if rows else ''
 
 
 def _arrays(outcome: Outcome) -> str:
-  """The arrays of a layout's state, with drawings of the largest of each kind."""
+  """The arrays of a layout's state, with drawings of the largest ones."""
   if outcome.program is None:
     return ''
   rows = outcome.program.rows
@@ -170,7 +177,7 @@ def _array_row(row: Row) -> list[Any]:
   names = row.names or (None,) * len(row.shape)
   sizes = (f'{name}={size}' if name else str(size) for name, size in zip(names, row.shape, strict=False))
   array = f'{row.dtype}[{", ".join(sizes)}]'
-  return [row.path, array, str(row.spec), _bytes(row.bytes_per_device), (row.copies, str(row.copies))]
+  return [row.path, array, str(row.spec), byte_cell(row.bytes_per_device), (row.copies, str(row.copies))]
 
 
 def _to_draw(rows: Sequence[Row]) -> list[Row]:
@@ -178,12 +185,12 @@ def _to_draw(rows: Sequence[Row]) -> list[Row]:
   largest: dict[Any, Row] = {}
   for row in sorted(rows, key=lambda row: -row.bytes):
     largest.setdefault((row.shape, tuple(row.spec)), row)
-  return [row for row in largest.values() if row.shape][:_DRAWN]
+  return [row for row in largest.values() if row.shape][:_MAX_DRAWINGS]
 
 
 def _drawings(outcome: Outcome, rows: Sequence[Row]) -> Iterable[str]:
-  """The first always, and others as long as there is room for them."""
-  room = _DRAWINGS
+  """Drawings up to the size limit, but at least one."""
+  room = _MAX_DRAWING_SIZE
   for number, row in enumerate(_to_draw(rows)):
     drawing = _drawing(outcome, row)
     room -= len(drawing)
@@ -214,25 +221,27 @@ def _memory_bars(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
   most = max(*(sum(part[1] for part in parts) for _, parts, _ in rows), 0.0)
   limit = comparison.target.chip.memory
   most = max(most, limit) if most > limit / 3 else most
-  return _legend(kinds) + _bars(rows, most, limit)
+  return legend(kinds) + bars(rows, most, limit)
 
 
 def _memories(outcome: Outcome) -> Iterable[tuple[str, Memory]]:
-  """What a device holds; of a pipeline, one of each rank."""
-  if outcome.stages is None:
+  """Name and memory of each bar: one per layout, or one per rank of a pipeline."""
+  if outcome.pipeline is None:
     return [(outcome.name, outcome.memory or Memory(0, 0, 0, 0, 0, 0))]
-  return [(f'{outcome.name}, {rank}', one.memory) for rank, one in enumerate(outcome.stages.ranks)]
+  return [(f'{outcome.name}, {rank}', one.memory) for rank, one in enumerate(outcome.pipeline.ranks)]
 
 
 def _timeline(outcome: Outcome, limit: int) -> str:
-  """A pipeline's ranks over time, if it is not too long to be looked at."""
-  stages = outcome.stages
-  if stages is None:
+  """The ranks of a pipeline, with a timeline unless it has too many tasks."""
+  pipeline = outcome.pipeline
+  if pipeline is None:
     return ''
-  words = ''.join(f'<li>{safe(line)}</li>' for line in stages.lines(limit)[1:])
-  long = sum(map(len, stages.low.runs)) > _TASKS
-  picture = '' if long else f'<p>In milliseconds, if all overlaps:</p>{Timeline(stages.low).svg}'
-  return f'<figure><figcaption>{safe(outcome.name)}</figcaption><ul>{words}</ul>{picture}</figure>'
+  items = ''.join(f'<li>{safe(line)}</li>' for line in pipeline.lines(limit)[1:])
+  long = sum(map(len, pipeline.low.steps)) > _MAX_TASKS
+  picture = (
+    '' if long else f'<p>In milliseconds, if everything overlaps:</p>{Timeline(pipeline.low).svg}'
+  )
+  return f'<figure><figcaption>{safe(outcome.name)}</figcaption><ul>{items}</ul>{picture}</figure>'
 
 
 def _time_bars(outcomes: Sequence[Outcome]) -> str:
@@ -250,11 +259,11 @@ def _time_bars(outcomes: Sequence[Outcome]) -> str:
   if not rows:
     return ''
   most = max(sum(part[1] for part in parts) for _, parts, _ in rows)
-  return _legend(('compute', 'memory', 'links')) + _bars(rows, most, None)
+  return legend(('compute', 'memory', 'links')) + bars(rows, most, None)
 
 
 def _roofline(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
-  """FLOPs for each byte of HBM and for each byte on the wire, and what the chip can keep up with."""
+  """FLOPs per byte of HBM traffic and per byte on the wire, compared with the chip's ratios."""
   chip = comparison.target.chip
   dtypes = {outcome.program.dtype for outcome in outcomes if outcome.program} or {'bf16'}
   ridge = max(peak(chip, dtype) for dtype in dtypes) * chip.efficiency
@@ -270,11 +279,11 @@ def _roofline(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
   if not rows:
     return ''
   need = (
-    f'{ridge / chip.bandwidth:.3g} FLOPs for a byte of HBM, {ridge / chip.link:.3g} for one on a link'
+    f'{ridge / chip.bandwidth:.3g} FLOPs per byte of HBM and {ridge / chip.link:.3g} per byte on a link'
   )
   ratios = table(('layout', 'FLOPs / byte of HBM', 'FLOPs / byte on the wire'), rows, 'roofline')
-  busy = f'With {" and ".join(sorted(dtypes))}, a {chip.name} is kept busy by {need}.'
-  return f'<p>{safe(busy)}</p>{ratios}{_roof(comparison, outcomes, ridge)}'
+  bound = f'In {" and ".join(sorted(dtypes))}, a step on {chip.name} is compute-bound above {need}.'
+  return f'<p>{safe(bound)}</p>{ratios}{_roof(comparison, outcomes, ridge)}'
 
 
 def _ratio(flops: float, count: float) -> tuple[float, str]:
@@ -282,7 +291,7 @@ def _ratio(flops: float, count: float) -> tuple[float, str]:
 
 
 def _roof(comparison: Comparison, outcomes: Sequence[Outcome], reachable: float) -> str:
-  """Reachable FLOP/s over FLOPs per byte of HBM, both logarithmic, with a dot for each layout."""
+  """Reachable FLOP/s over FLOPs per byte of HBM, both logarithmic, with a dot per layout."""
   bandwidth = comparison.target.chip.bandwidth
   dots = [
     (outcome.name, math.log10(max(outcome.counts.flops / max(outcome.counts.hbm_bytes, 1), 1e-3)))

@@ -1,7 +1,7 @@
-"""Programs: a training step lowered under a layout, for a target, with nothing allocated.
+"""Lowering: a training step lowered under a layout for a target, with nothing allocated.
 
-The mesh is abstract, so that neither the target's devices nor their number have to be here. What is
-lowered is the step as it is: with its layout's constraints, shardings and donation.
+The mesh is abstract, so the target's devices can be absent. The step is lowered as it would run: with the
+layout's constraints, shardings and donation.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import hashlib
 import math
 import re
 import traceback
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.train_step import TrainStep
 from flax_spmd._src.compat import program_bytes, program_text
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
@@ -23,17 +23,17 @@ from flax_spmd._src.plan.rows import Row
 from flax_spmd.errors import TargetDeviceError
 
 
-class Program(NamedTuple):
-  """A lowered step.
+class LoweredStep(NamedTuple):
+  """A step as StableHLO, and the arrays it is called with.
 
   Attributes:
-    code: the module, with locations.
-    identity: a digest of what it does and of the lines of the model that it comes from.
-    layout: the layout, on an abstract mesh.
-    dtype: of the operands of most of its matrix products, `bf16` or `f32`.
-    rows: the arrays of the state, and what was decided about each.
-    batch_bytes: of the batch, on one device.
-    findings: what deserves a look, one a line.
+    code: serialized module, with source locations.
+    identity: digest of the module and of the model's source lines in it.
+    layout: layout on an abstract mesh.
+    dtype: dtype of the operands of most matrix products, such as `bf16` or `f32`.
+    rows: the arrays of the state, with the decisions behind each sharding.
+    batch_bytes: bytes of the batch on one device.
+    findings: suspicious things about the layout, one line each.
   """
 
   code: bytes
@@ -50,55 +50,34 @@ class Program(NamedTuple):
     return axis_sizes(self.layout.mesh)
 
 
-def lower(
-  step: Callable[..., Any],
-  create: Callable[..., Any],
-  batch: Any,
-  layout: Layout,
-  target: Target,
-  *,
-  args: Sequence[Any] = (),
-  places: Any = None,
-  donate: bool = True,
-) -> Program:
-  """Lowers `step(state, batch)` for a target.
+def lower(train_step: TrainStep, layout: Layout, target: Target) -> LoweredStep:
+  """Lowers a step for a target.
 
   Args:
-    step: a training step; its first argument is the state.
-    create: makes a state, of `args`; nothing of it runs.
-    batch: the step's second argument: arrays, abstract or not, in full size.
-    layout: the layout to try; its mesh counts by its axes only.
-    target: what to lower for.
-    args: arguments of `create`.
-    places: where the batch goes, as of `layout.shard`; default: its first dimension is named `batch`.
-    donate: whether the state is donated.
+    train_step: the step and its arguments.
+    layout: layout of the state and the batch. Of its mesh only the axes count; the devices are the target's.
+    target: hardware to lower for.
 
   Raises:
-    TargetDeviceError: the layout's mesh is of another size than the target.
-    LayoutError: names that do not fit; or whatever the model itself raises.
+    TargetDeviceError: the mesh and the target differ in their number of devices.
+    LayoutError: logical names do not fit the arrays.
+    Exception: any error that the model raises while it is traced.
   """
-  abstract, state, data = abstract_arguments(create, batch, layout, target, args, places)
-  jitted = abstract.jit(step, donate_argnums=0 if donate else None)
-  lowered = jitted.trace(state, data).lower(lowering_platforms=(target.chip.platform,))
+  abstract, state, batch = abstract_arguments(train_step, layout, target)
+  jitted = abstract.jit(train_step.step, donate_argnums=0 if train_step.donate else None)
+  lowered = jitted.trace(state, batch).lower(lowering_platforms=(target.chip.platform,))
   text = program_text(lowered, locations=False)
-  return described(abstract, state, data)._replace(
+  return describe_arguments(abstract, state, batch)._replace(
     code=program_bytes(lowered), identity=identity_of(lowered, text), dtype=dtype_of(text)
   )
 
 
-def abstract_arguments(
-  create: Callable[..., Any],
-  batch: Any,
-  layout: Layout,
-  target: Target,
-  args: Sequence[Any],
-  places: Any,
-) -> tuple[Layout, Any, Any]:
-  """The layout on an abstract mesh, and the state and the batch under it; arguments as of `lower`.
+def abstract_arguments(train_step: TrainStep, layout: Layout, target: Target) -> tuple[Layout, Any, Any]:
+  """The layout on an abstract mesh, and the abstract state and batch with its shardings.
 
   Raises:
-    TargetDeviceError: the layout's mesh is of another size than the target.
-    LayoutError: names that do not fit.
+    TargetDeviceError: the mesh and the target differ in their number of devices.
+    LayoutError: logical names do not fit the arrays.
   """
   abstract = layout.replace(
     mesh=abstract_mesh(axis_sizes(layout.mesh), axis_types=axis_types(layout.mesh))
@@ -108,36 +87,62 @@ def abstract_arguments(
       f'The mesh {axis_sizes(layout.mesh)} has {abstract.mesh.size} devices, the target {target.text} '
       f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
     )
-  return abstract, abstract.abstract(create, *args), abstract_batch(abstract, batch, places)
+  state = abstract.abstract(train_step.create, *train_step.args)
+  return abstract, state, abstract_batch(train_step, abstract)
 
 
-def described(layout: Layout, state: Any, data: Any) -> Program:
-  """What is known of a step by its arguments, without its code."""
-  return Program(
+def abstract_batch(train_step: TrainStep, layout: Layout) -> Any:
+  """The batch of a step as `jax.ShapeDtypeStruct`s with the layout's shardings."""
+  batch, placements = train_step.batch, train_step.placements
+  shapes = batch if _is_abstract(batch) else jax.eval_shape(lambda: batch)
+  if placements is None:
+    placements = jax.tree.map(
+      lambda leaf: ('batch', *[None] * (len(leaf.shape) - 1)) if leaf.shape else (), shapes
+    )
+  return jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    shapes,
+    layout.sharding(shapes, placements),
+  )
+
+
+def _is_abstract(batch: Any) -> bool:
+  return all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
+
+
+def describe_arguments(layout: Layout, state: Any, batch: Any) -> LoweredStep:
+  """A `LoweredStep` of the arguments alone, with empty code."""
+  return LoweredStep(
     b'',
     '',
     layout,
     'f32',
     layout.rows(state),
-    sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(data)),
+    sum(_bytes_on_device(leaf) for leaf in jax.tree.leaves(batch)),
     [finding.text for finding in layout.check(state).suspicious],
   )
 
 
-_PLACE = re.compile(r'^#loc\d* = loc\("(.*)":(\d+):\d+ to (\d*):\d+\)', re.MULTILINE)
+def _bytes_on_device(leaf: Any) -> int:
+  return (
+    jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype).size * leaf.dtype.itemsize
+  )
+
+
+_LOCATION = re.compile(r'^#loc\d* = loc\("(.*)":(\d+):\d+ to (\d*):\d+\)', re.MULTILINE)
 
 
 def identity_of(lowered: Any, text: str) -> str:
-  """A digest of a program that does not depend on who compares it: the callers' lines are left out."""
+  """A digest of a program and its source lines, without the lines of the callers on the stack."""
   callers = {(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()}
-  places = sorted(
+  locations = sorted(
     {
       (file, int(first), int(last or first))
-      for file, first, last in _PLACE.findall(program_text(lowered, locations=True))
+      for file, first, last in _LOCATION.findall(program_text(lowered, locations=True))
       if not any(file == caller and int(first) <= line <= int(last or first) for caller, line in callers)
     }
   )
-  return hashlib.sha256((text + repr(places)).encode()).hexdigest()
+  return hashlib.sha256((text + repr(locations)).encode()).hexdigest()
 
 
 _DOT = re.compile(
@@ -146,33 +151,9 @@ _DOT = re.compile(
 
 
 def dtype_of(text: str) -> str:
-  """The dtype of the operands of most matrix products, by the size of their results."""
+  """The operands' dtype of most matrix products, weighted by the size of their results."""
   sizes: dict[str, int] = {}
   for dtype, shape in _DOT.findall(text):
     sizes[dtype] = sizes.get(dtype, 0) + math.prod(int(size) for size in shape.split('x') if size)
-  found = max(sizes, key=lambda dtype: sizes[dtype], default='f32')
-  return {'i8': 'int8', 'ui8': 'int8'}.get(found, 'f8' if found.startswith('f8') else found)
-
-
-def abstract_batch(layout: Layout, batch: Any, places: Any) -> Any:
-  """The batch as the step gets it: abstract, with shardings."""
-  shapes = jax.eval_shape(lambda: batch) if not _is_abstract(batch) else batch
-  if places is None:
-    places = jax.tree.map(
-      lambda leaf: ('batch', *[None] * (len(leaf.shape) - 1)) if leaf.shape else (), shapes
-    )
-  return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-    shapes,
-    layout.sharding(shapes, places),
-  )
-
-
-def _is_abstract(batch: Any) -> bool:
-  return all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
-
-
-def _bytes_on_device(leaf: Any) -> int:
-  return (
-    jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype).size * leaf.dtype.itemsize
-  )
+  dtype = max(sizes, key=lambda dtype: sizes[dtype], default='f32')
+  return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)

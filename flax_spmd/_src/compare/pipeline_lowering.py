@@ -1,4 +1,4 @@
-"""Pipelines: a row of a comparison whose step is cut into stages, a program for each task.
+"""Pipelines in a comparison: a step cut into stages, and one lowered program per task.
 
     staged = Layout(abstract_mesh({'stage': 4, 'data': 16}), rules)
     rows = {
@@ -7,10 +7,10 @@
       'ZB-H1': Pipeline(staged, ZeroBubbleH1(ranks=4)),
       '32 microbatches': Pipeline(staged, OneFOneB(4), step=functools.partial(step, microbatches=32)),
     }
-    print(compare(step, create, batch, rows, target='h100:64'))
+    print(compare(TrainStep(step, create, batch), rows, target='h100:64'))
 
-What is lowered is what `layout.pipeline_jit` would run: each program for the devices of its rank. Programs
-that are equal, of middle stages mostly, are compiled once.
+The programs are those that `layout.pipeline_jit` would run, each lowered for the devices of its rank. Equal
+programs, usually those of the middle stages, are compiled once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.compare.hardware import Target, share
-from flax_spmd._src.compare.lowering import Program, abstract_arguments, described, dtype_of, identity_of
+from flax_spmd._src.compare.lowering import (
+  LoweredStep,
+  abstract_arguments,
+  describe_arguments,
+  dtype_of,
+  identity_of,
+)
+from flax_spmd._src.compare.train_step import TrainStep
 from flax_spmd._src.compat import program_bytes, program_text
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.pipeline.pipelined import Lowered
-from flax_spmd._src.pipeline.run.call_list import Unit
+from flax_spmd._src.pipeline.pipelined import LoweredPipelineStep
+from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.offline import Offline
 from flax_spmd._src.pipeline.run.submeshes import submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
@@ -37,14 +44,14 @@ from flax_spmd.errors import PipelineError
 
 @set_module('flax_spmd.explore')
 class Pipeline(NamedTuple):
-  """A step as a pipeline, where a layout is compared with others.
+  """A pipeline as one row of a comparison.
 
   Attributes:
-    layout: its mesh has an axis for the stages.
-    schedule: for an `accumulate` that is given none.
-    axis: the mesh axis that stages are laid over.
-    stages: into how many stages a model that ends none is cut, as of `layout.pipeline_jit`.
-    step: a step of its own (other microbatches, other ends of stages) in place of the one that is compared.
+    layout: layout whose mesh has an axis for the stages.
+    schedule: schedule of a step whose `accumulate` is given none.
+    axis: mesh axis of the stages.
+    stages: number of stages for a model that marks no stage ends, as for `layout.pipeline_jit`.
+    step: step function of this row, with other microbatches or stage ends. Default: the compared one.
 
   Example:
     >>> staged = Layout(abstract_mesh({'stage': 4, 'data': 2}), (('batch', 'data'),))
@@ -59,138 +66,128 @@ class Pipeline(NamedTuple):
   step: Callable[..., Any] | None = None
 
 
-class Staged(NamedTuple):
-  """A step that was cut and lowered.
+class LoweredPipeline(NamedTuple):
+  """A step cut into stages, with its programs lowered.
 
   Attributes:
-    layout: its layout, on an abstract mesh.
-    whole: the state and the batch on one rank's devices; its code is none.
-    tasks: per unit, its program.
-    plan: what runs in which order, and how everything lies.
-    names: the paths of the arguments, the state's under `0/`.
-    schedule, microbatches, axis: as it runs.
-    target: the devices of a rank.
+    layout: layout on an abstract mesh.
+    on_rank: the state and the batch on the devices of one rank, with empty code.
+    programs: lowered program of each unit.
+    plan: calls and transfers in order, with the sharding of every value.
+    paths: paths of the step's arguments; those of the state begin with `0/`.
+    schedule: schedule of the microbatch loop.
+    microbatches: number of microbatches.
+    axis: mesh axis of the stages.
+    target: the devices of one rank.
   """
 
   layout: Layout
-  whole: Program
-  tasks: Mapping[Unit, Program]
+  on_rank: LoweredStep
+  programs: Mapping[StageProgram, LoweredStep]
   plan: Offline
-  names: Sequence[str]
+  paths: Sequence[str]
   schedule: Schedule
   microbatches: int
   axis: str
   target: Target
 
   @property
-  def distinct(self) -> list[Program]:
-    """The programs to be compiled, each once."""
-    return list({program.identity: program for program in self.tasks.values()}.values())
+  def distinct(self) -> list[LoweredStep]:
+    """The programs to compile, without duplicates."""
+    return list({program.identity: program for program in self.programs.values()}.values())
 
 
-class Cut(NamedTuple):
-  """A step that was cut, of which nothing is lowered yet.
+class CutStep(NamedTuple):
+  """A step cut into stages, before its programs are lowered.
 
   Attributes:
-    layout: its layout, on an abstract mesh.
-    state, data: what it is called with.
-    lowered: its parts, in order.
-    schedule, microbatches: as it runs.
+    layout: layout on an abstract mesh.
+    state: abstract state.
+    batch: abstract batch.
+    lowered: the calls and transfers of the step, in order.
+    schedule: schedule of the microbatch loop.
+    microbatches: number of microbatches.
   """
 
   layout: Layout
   state: Any
-  data: Any
-  lowered: Lowered
+  batch: Any
+  lowered: LoweredPipelineStep
   schedule: Schedule
   microbatches: int
 
 
-def cut_pipeline(
-  step: Callable[..., Any],
-  create: Callable[..., Any],
-  batch: Any,
-  pipeline: Pipeline,
-  target: Target,
-  *,
-  args: Sequence[Any] = (),
-  places: Any = None,
-  donate: bool = True,
-) -> Cut:
-  """Cuts `step(state, batch)` into stages; arguments and what it raises as of `lower_pipeline`."""
-  layout, state, data = abstract_arguments(create, batch, pipeline.layout, target, args, places)
+def cut_pipeline(train_step: TrainStep, pipeline: Pipeline, target: Target) -> CutStep:
+  """Cuts a step into stages; arguments and errors as for `lower_pipeline`."""
+  layout, state, batch = abstract_arguments(train_step, pipeline.layout, target)
   jitted = layout.pipeline_jit(
-    pipeline.step or step,
+    pipeline.step or train_step.step,
     axis=pipeline.axis,
     schedule=pipeline.schedule,
     stages=pipeline.stages,
-    donate_argnums=0 if donate else None,
+    donate_argnums=0 if train_step.donate else None,
   )
-  lowered = jitted.lower(state, data)
+  lowered = jitted.lower(state, batch)
   if lowered.microbatches is None or lowered.schedule is None:
     raise PipelineError(
-      'The step has no microbatch loop, whose schedule is what a comparison of pipelines is about.\n'
-      'Fix: let it take its gradients in flax_spmd.pipeline.accumulate.'
+      'The step has no microbatch loop, so there is no schedule to compare.\n'
+      'Fix: compute its gradients in flax_spmd.pipeline.accumulate.'
     )
   _check_schedule(lowered.schedule, pipeline.schedule)
-  return Cut(layout, state, data, lowered, lowered.schedule, lowered.microbatches)
+  return CutStep(layout, state, batch, lowered, lowered.schedule, lowered.microbatches)
 
 
-def lower_pipeline(
-  step: Callable[..., Any],
-  create: Callable[..., Any],
-  batch: Any,
-  pipeline: Pipeline,
-  target: Target,
-  *,
-  args: Sequence[Any] = (),
-  places: Any = None,
-  donate: bool = True,
-) -> Staged:
-  """Cuts `step(state, batch)` into stages, and lowers their programs for a target; arguments as of `lower`.
+def lower_pipeline(train_step: TrainStep, pipeline: Pipeline, target: Target) -> LoweredPipeline:
+  """Cuts a step into stages and lowers their programs.
+
+  Args:
+    train_step: the step and its arguments.
+    pipeline: how to cut it; `pipeline.step` takes precedence over the step function in `train_step`.
+    target: hardware to lower for.
 
   Raises:
-    TargetDeviceError: the layout's mesh is of another size than the target.
+    TargetDeviceError: the mesh and the target differ in their number of devices.
     PipelineError: the step cannot be cut, or has no microbatch loop.
-    LayoutError: names that do not fit; or whatever the model itself raises.
+    LayoutError: logical names do not fit the arrays.
+    Exception: any error that the model raises while it is traced.
   """
-  cut = cut_pipeline(step, create, batch, pipeline, target, args=args, places=places, donate=donate)
-  layout, lowered = cut.layout, cut.lowered
-  plan = lowered.offline(target.chip.platform)
-  mesh = submesh(layout.mesh, pipeline.axis, [0])
-  of_rank = layout.replace(mesh=mesh)
-  tasks = {unit: _program(one.lowered, of_rank) for unit, one in plan.programs.items()}
-  sizes = axis_sizes(layout.mesh)
-  return Staged(
+  cut = cut_pipeline(train_step, pipeline, target)
+  layout = cut.layout
+  plan = cut.lowered.offline(target.chip.platform)
+  rank_layout = layout.replace(mesh=submesh(layout.mesh, pipeline.axis, [0]))
+  programs = {unit: _program(one.lowered, rank_layout) for unit, one in plan.programs.items()}
+  return LoweredPipeline(
     layout,
-    described(of_rank, cut.state, cut.data),
-    tasks,
+    describe_arguments(rank_layout, cut.state, cut.batch),
+    programs,
     plan,
-    _paths(cut.state, cut.data),
+    _paths(cut.state, cut.batch),
     cut.schedule,
     cut.microbatches,
     pipeline.axis,
-    share(target, sizes[pipeline.axis]),
+    share(target, axis_sizes(layout.mesh)[pipeline.axis]),
   )
 
 
-def _check_schedule(found: Schedule, wanted: Schedule | None) -> None:
-  """Raises if a row asks for another schedule than its step, whose own one counts first."""
-  if wanted not in (None, found):
+def _check_schedule(actual: Schedule, requested: Schedule | None) -> None:
+  """Raises if the step's own schedule, which takes precedence, differs from the row's."""
+  if requested not in (None, actual):
     raise PipelineError(
-      f"The row asks for {wanted}, but the step's accumulate is given {found}, which it runs by.\n"
-      'Fix: give accumulate no schedule, or the row a step of its own.'
+      f"The row has the schedule {requested}, but the step's accumulate is given {actual}, which takes precedence.\n"
+      'Fix: pass no schedule to accumulate, or give the row a step of its own.'
     )
 
 
-def _program(lowered: Any, layout: Layout) -> Program:
-  """A task's program; its name, in the first line, does not make it another one."""
+def _program(lowered: Any, layout: Layout) -> LoweredStep:
+  """The program of a task. Its identity leaves out its name, which is in the first line."""
   text = program_text(lowered, locations=False)
   text = text[text.index('\n') :]
-  return Program(program_bytes(lowered), identity_of(lowered, text), layout, dtype_of(text), [], 0, [])
+  return LoweredStep(
+    program_bytes(lowered), identity_of(lowered, text), layout, dtype_of(text), [], 0, []
+  )
 
 
-def _paths(state: Any, data: Any) -> list[str]:
+def _paths(state: Any, batch: Any) -> list[str]:
   """`0/params/w` for an array of the state, `1/x` for one of the batch."""
-  paths = jax.tree_util.tree_leaves_with_path((state, data))
+  paths = jax.tree_util.tree_leaves_with_path((state, batch))
   return [path_string(path) for path, _ in paths]

@@ -1,9 +1,9 @@
-"""Staging: what comes of a pipeline, from what comes of the programs of its tasks.
+"""Pipeline outcome: memory, bubble and time of a pipeline, from its compiled programs.
 
-Memory is that of `pipeline.footprint`: what is alive on a rank at each of its calls, and what the program
-that runs there needs besides. The time of a program is bracketed as that of a step is (`costs`); with these
-times the schedule is simulated, and what ranks do before and after the loop is added. A result goes to
-another rank beside the tasks; each takes as long as the slowest of the loop.
+The memory of a rank is the peak over its calls: the live buffers plus the temporaries of the running
+program. The time of each program is a bracket, as that of a whole step (`costs`). The schedule is simulated
+with these times, and the time of the programs outside the loop is added. Transfers overlap with tasks; each
+takes as long as the slowest one in the loop.
 """
 
 from __future__ import annotations
@@ -12,59 +12,69 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.compare.compilation import Compiled
+from flax_spmd._src.compare.compilation import CompileResult
 from flax_spmd._src.compare.costs import Cost, between, cost
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.outcome import Memory, Outcome, Rank, Stages
-from flax_spmd._src.compare.pipeline_lowering import Staged
+from flax_spmd._src.compare.outcome import Memory, Outcome, PipelineRanks, RankOutcome
+from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.pipeline.run.call_list import Call, Send, Unit
+from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
 from flax_spmd._src.pipeline.schedules.tasks import Task
 
-_SHORT = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16', 'int32': 's32'}  # as programs have it
+_HLO_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16', 'int32': 's32'}
 
 
-def outcome_of(name: str, staged: Staged, compiled: Sequence[Compiled], target: Target) -> Outcome:
-  """A row of the comparison.
+def pipeline_outcome(
+  name: str, lowered: LoweredPipeline, results: Sequence[CompileResult], target: Target
+) -> Outcome:
+  """The outcome of a pipeline.
 
   Args:
-    name: its name.
-    staged: the pipeline.
-    compiled: of each of `staged.distinct`, what its compiler made of it.
-    target: all devices.
+    name: name of the row.
+    lowered: the pipeline.
+    results: result for each of `lowered.distinct`.
+    target: the devices of all ranks.
   """
-  by_identity = dict(zip((one.identity for one in staged.distinct), compiled, strict=True))
-  found = {unit: by_identity[program.identity] for unit, program in staged.tasks.items()}
-  joined = _joined(compiled)
-  wrong = {unit: one for unit, one in found.items() if one.counts is None}
-  if wrong:
-    used = max(one.used or 0 for one in wrong.values())
-    texts = (f'{unit.name} on rank {unit.rank}: {one.error}' for unit, one in wrong.items())
-    return Outcome.failed(name, staged.layout, '\n'.join(texts))._replace(
-      memory=Memory(0, 0, 0, 0, used, used) if used else None, program=staged.whole, compiled=joined
+  by_identity = dict(zip((one.identity for one in lowered.distinct), results, strict=True))
+  by_program = {program: by_identity[one.identity] for program, one in lowered.programs.items()}
+  combined = _combined(results)
+  failed = {program: one for program, one in by_program.items() if one.counts is None}
+  if failed:
+    used = max(one.used or 0 for one in failed.values())
+    texts = (f'{program.name} on rank {program.rank}: {one.error}' for program, one in failed.items())
+    return Outcome.failed(name, lowered.layout, '\n'.join(texts))._replace(
+      memory=Memory(0, 0, 0, 0, used, used) if used else None, program=lowered.on_rank, compiled=combined
     )
-  return _Staging(staged, found, target).outcome(name)._replace(compiled=joined)
+  return _PipelineAnalysis(lowered, by_program, target).outcome(name)._replace(compiled=combined)
 
 
-def _joined(compiled: Sequence[Compiled]) -> Compiled:
-  """What compiling took in all, and what the compiler said."""
-  return Compiled(
+def _combined(results: Sequence[CompileResult]) -> CompileResult:
+  """The total time, largest memory and all warnings of several compilations."""
+  return CompileResult(
     None,
     {},
     None,
     None,
-    list(dict.fromkeys(text for one in compiled for text in one.warnings)),
-    sum(one.seconds for one in compiled),
-    sum(one.cpu_seconds for one in compiled),
-    max(one.rss for one in compiled),
-    all(one.cached for one in compiled),
+    list(dict.fromkeys(text for one in results for text in one.warnings)),
+    sum(one.seconds for one in results),
+    sum(one.cpu_seconds for one in results),
+    max(one.rss for one in results),
+    all(one.cached for one in results),
     None,
   )
 
 
-class _Sent(NamedTuple):
-  """A transfer: from a rank to another, of so many bytes of each device, in so many seconds."""
+class Transfer(NamedTuple):
+  """A transfer from one rank to another.
+
+  Attributes:
+    source: rank that sends.
+    to: rank that receives.
+    bytes: bytes that each device sends.
+    dtype: HLO's name of the dtype; the one with the most bytes if there are several.
+    seconds: duration.
+  """
 
   source: int
   to: int
@@ -73,53 +83,85 @@ class _Sent(NamedTuple):
   seconds: float
 
 
-class _Staging:
-  """What is known of a pipeline whose programs are compiled."""
+def program_costs(
+  lowered: LoweredPipeline, results: Mapping[StageProgram, CompileResult], target: Target
+) -> dict[StageProgram, Cost]:
+  """The time bracket of each program of a pipeline."""
+  mesh = axis_sizes(lowered.layout.mesh)
+  return {
+    program: cost(_counts(result), target, mesh, lowered.programs[program].dtype)
+    for program, result in results.items()
+  }
 
-  def __init__(self, staged: Staged, compiled: Mapping[Unit, Compiled], target: Target):
-    self._staged, self._compiled, self._target = staged, compiled, target
-    self._mesh = axis_sizes(staged.layout.mesh)
-    self._ranks = range(staged.plan.ranks)
-    self._footprint = staged.plan.footprint
-    self._costs = {
-      unit: cost(_counts(one), target, self._mesh, staged.tasks[unit].dtype)
-      for unit, one in compiled.items()
-    }
-    calls = staged.plan.linked.calls
-    self._calls = [one for one in calls if isinstance(one, Call)]
-    self._sends = [(one, self._sent(one)) for one in calls if isinstance(one, Send)]
+
+def transfers(lowered: LoweredPipeline, target: Target) -> list[tuple[Send, Transfer]]:
+  """The transfers of a step, in order."""
+  mesh, sizes = axis_sizes(lowered.layout.mesh), lowered.plan.footprint.sizes
+  sends = (one for one in lowered.plan.call_list.calls if isinstance(one, Send))
+  return [(send, _transfer(send, sizes, lowered.axis, mesh, target)) for send in sends]
+
+
+def _transfer(
+  send: Send, sizes: Mapping[Buffer, int], axis: str, mesh: Mapping[str, int], target: Target
+) -> Transfer:
+  source = send.buffers[0].rank
+  by_dtype = Counter[str]()
+  for buffer in send.buffers:
+    dtype: str = buffer.value.aval.dtype.name
+    by_dtype[_HLO_DTYPES.get(dtype, dtype)] += sizes[buffer]
+  total = by_dtype.total()
+  seconds = total / between(target, mesh, axis, source, send.rank) + target.chip.hop
+  return Transfer(source, send.rank, total, max(by_dtype, key=lambda name: by_dtype[name]), seconds)
+
+
+class _PipelineAnalysis:
+  """Memory, time and work of each rank of a compiled pipeline.
+
+  Args:
+    lowered: the pipeline.
+    results: compiled result of each program.
+    target: the devices of all ranks.
+  """
+
+  def __init__(
+    self, lowered: LoweredPipeline, results: Mapping[StageProgram, CompileResult], target: Target
+  ):
+    self._lowered, self._results, self._target = lowered, results, target
+    self._mesh = axis_sizes(lowered.layout.mesh)
+    self._ranks = range(lowered.plan.ranks)
+    self._costs = program_costs(lowered, results, target)
+    self._calls = [one for one in lowered.plan.call_list.calls if isinstance(one, Call)]
+    self._transfers = transfers(lowered, target)
 
   def outcome(self, name: str) -> Outcome:
-    """The row: memory of the rank that needs most, work of the one that takes longest."""
-    stages = self._stages()
-    memory = max((rank.memory for rank in stages.ranks), key=lambda one: one.peak)
-    counts = [self._counts_of(rank) for rank in self._ranks]
-    costs = [self._cost_of(rank, stages) for rank in self._ranks]
-    busiest = max(self._ranks, key=lambda rank: sum(self._time(rank, 'low')))
+    """The outcome: memory of the rank that needs most, work and time of the busiest one."""
+    pipeline = self._pipeline_ranks()
+    memory = max((rank.memory for rank in pipeline.ranks), key=lambda one: one.peak)
+    busiest = max(self._ranks, key=lambda rank: sum(self._seconds(rank, 'low')))
     return Outcome(
       name,
-      self._staged.layout,
+      self._lowered.layout,
       memory,
-      counts[busiest],
-      costs[busiest],
+      self._rank_counts(busiest),
+      self._rank_cost(busiest, pipeline),
       memory.peak <= self._target.chip.memory,
       None,
-      self._staged.whole,
+      self._lowered.on_rank,
       None,
-      stages=stages,
+      pipeline=pipeline,
     )
 
   # -- memory
 
   def _memory(self) -> list[Memory]:
-    staged, footprint = self._staged, self._footprint
-    parts = dict(zip(staged.plan.arguments, map(_part, staged.names), strict=True))
+    plan, footprint = self._lowered.plan, self._lowered.plan.footprint
+    parts = dict(zip(plan.arguments, map(_part, self._lowered.paths), strict=True))
     held = [Counter[str]() for _ in self._ranks]
-    for place in footprint.held:
-      held[place[2]][parts[place[0]]] += footprint.sizes[place]
+    for buffer in footprint.held:
+      held[buffer.rank][parts[buffer.value]] += footprint.sizes[buffer]
     peaks = footprint.peaks(
-      {unit: one.donated for unit, one in staged.plan.programs.items()},
-      {unit: one.memory['temporaries'] for unit, one in self._compiled.items()},
+      {program: one.donated for program, one in plan.programs.items()},
+      {program: one.memory['temporaries'] for program, one in self._results.items()},
     )
     return [
       Memory(each['params'], each['opt_state'], each[''], each['batch'], peak - each.total(), peak)
@@ -128,76 +170,76 @@ class _Staging:
 
   # -- time
 
-  def _stages(self) -> Stages:
-    staged, owners = self._staged, self._staged.schedule.owners
-    within = [sent.seconds for send, sent in self._sends if _of_loop(send)]
+  def _pipeline_ranks(self) -> PipelineRanks:
+    schedule = self._lowered.schedule
+    slowest = max((one.seconds for send, one in self._transfers if _in_loop(send)), default=0.0)
     low, high = (
-      staged.schedule.simulate(
-        staged.microbatches, self._seconds(which).__getitem__, 1e3 * max(within, default=0.0)
+      schedule.simulate(
+        self._lowered.microbatches, self._task_milliseconds(end).__getitem__, 1e3 * slowest
       )
-      for which in ('low', 'high')
+      for end in ('low', 'high')
     )
     sent = Counter[int]()
-    for _, one in self._sends:
+    for _, one in self._transfers:
       sent[one.source] += one.bytes
     ranks = [
-      Rank(
-        tuple(stage for stage, owner in enumerate(owners) if owner == rank),
+      RankOutcome(
+        tuple(stage for stage, of in enumerate(schedule.stage_ranks) if of == rank),
         memory,
         sent[rank],
         low.bubbles[rank],
       )
       for rank, memory in enumerate(self._memory())
     ]
-    return Stages(tuple(ranks), low, high)
+    return PipelineRanks(tuple(ranks), low, high)
 
-  def _seconds(self, which: str) -> Mapping[Task, float]:
-    """Milliseconds of each task; of those that are a part of another one, none."""
-    found: dict[Task, float] = defaultdict(float)
+  def _task_milliseconds(self, end: str) -> Mapping[Task, float]:
+    """The milliseconds of each task at the `low` or `high` end; 0 for one without its own program."""
+    milliseconds: dict[Task, float] = defaultdict(float)
     for call in self._calls:
       if call.when is not None:
         tasks = call.when.step.tasks
-        seconds: float = getattr(self._costs[call.unit], which)
-        found.update((task, 1e3 * seconds / len(tasks)) for task in tasks)
-    return found
+        seconds: float = getattr(self._costs[call.program], end)
+        milliseconds.update((task, 1e3 * seconds / len(tasks)) for task in tasks)
+    return milliseconds
 
-  def _time(self, rank: int, which: str) -> tuple[float, float]:
-    """How many seconds a rank's programs take in the loop, and outside of it."""
+  def _seconds(self, rank: int, end: str) -> tuple[float, float]:
+    """The seconds of a rank's programs inside and outside the loop, at the `low` or `high` end."""
     times = [0.0, 0.0]
     for call in self._calls:
-      if call.unit.rank == rank:
-        times[call.when is None] += getattr(self._costs[call.unit], which)
+      if call.program.rank == rank:
+        times[call.when is None] += getattr(self._costs[call.program], end)
     return times[0], times[1]
 
-  def _cost_of(self, rank: int, stages: Stages) -> Cost:
-    """What a rank's programs take, and how long the step takes from its first program to its last."""
-    costs = [self._costs[call.unit] for call in self._calls if call.unit.rank == rank]
+  def _rank_cost(self, rank: int, pipeline: PipelineRanks) -> Cost:
+    """The cost of a rank's programs; its bracket is that of the whole step."""
+    costs = [self._costs[call.program] for call in self._calls if call.program.rank == rank]
     links: dict[tuple[str, ...], float] = defaultdict(float)
     for axes, seconds in (pair for one in costs for pair in one.links.items()):
       links[axes] += seconds
-    moved = sum(sent.seconds for _, sent in self._sends if sent.source == rank)
+    moved = sum(one.seconds for _, one in self._transfers if one.source == rank)
     if moved:
-      links[self._staged.axis,] += moved
-    outside = sum(sent.seconds for send, sent in self._sends if not _of_loop(send))
+      links[self._lowered.axis,] += moved
+    outside = sum(one.seconds for send, one in self._transfers if not _in_loop(send))
     low, high = (
-      simulation.makespan / 1e3 + outside + max(self._time(each, which)[1] for each in self._ranks)
-      for which, simulation in (('low', stages.low), ('high', stages.high))
+      simulation.makespan / 1e3 + outside + max(self._seconds(each, end)[1] for each in self._ranks)
+      for end, simulation in (('low', pipeline.low), ('high', pipeline.high))
     )
     parts = {
       'compute': sum(one.compute for one in costs),
       'memory': sum(one.memory for one in costs),
       **{'+'.join(axes) or 'communication': seconds for axes, seconds in links.items()},
-      'bubble': stages.low.makespan / 1e3 * stages.low.bubbles[rank],
+      'bubble': pipeline.low.makespan / 1e3 * pipeline.low.bubbles[rank],
     }
     bound = max(parts, key=lambda part: parts[part])
     return Cost(parts['compute'], parts['memory'], dict(links), low, high, bound)
 
   # -- work
 
-  def _counts_of(self, rank: int) -> Counts:
-    """What a device of a rank does in a step."""
-    runs = Counter(call.unit for call in self._calls if call.unit.rank == rank)
-    each = [(_counts(self._compiled[unit]), times) for unit, times in runs.items()]
+  def _rank_counts(self, rank: int) -> Counts:
+    """The work of a rank's device in a step."""
+    runs = Counter(call.program for call in self._calls if call.program.rank == rank)
+    each = [(_counts(self._results[program]), times) for program, times in runs.items()]
     collectives = [
       one._replace(times=one.times * times, wire=one.wire * times)
       for counts, times in each
@@ -215,13 +257,14 @@ class _Staging:
     )
 
   def _permutes(self, rank: int) -> Iterable[Collective]:
-    """What a rank sends to others, as if these were collectives."""
-    alike = Counter((one.to, one.bytes, one.dtype) for _, one in self._sends if one.source == rank)
+    """A rank's transfers to other ranks, as collectives."""
+    axis = self._lowered.axis
+    alike = Counter((one.to, one.bytes, one.dtype) for _, one in self._transfers if one.source == rank)
     for (to, size, dtype), times in alike.items():
       yield Collective(
         'collective-permute',
-        (self._staged.axis,),
-        self._mesh[self._staged.axis],
+        (axis,),
+        self._mesh[axis],
         size,
         times,
         size * times,
@@ -230,27 +273,17 @@ class _Staging:
         '',
       )
 
-  def _sent(self, send: Send) -> _Sent:
-    source = send.places[0][2]
-    sizes = Counter[str]()
-    for place in send.places:
-      dtype: str = place[0].aval.dtype.name
-      sizes[_SHORT.get(dtype, dtype)] += self._footprint.sizes[place]
-    speed = between(self._target, self._mesh, self._staged.axis, source, send.rank)
-    seconds = sizes.total() / speed + self._target.chip.hop
-    return _Sent(source, send.rank, sizes.total(), max(sizes, key=lambda name: sizes[name]), seconds)
 
-
-def _part(name: str) -> str:
-  """Which part of memory an argument is: the state is the first one."""
-  if not name.startswith('0/') and name != '0':
+def _part(path: str) -> str:
+  """The part of memory that an argument of the step belongs to; the state is the first argument."""
+  if not path.startswith('0/') and path != '0':
     return 'batch'
-  return next((key for key in name.split('/') if key in ('params', 'opt_state')), '')
+  return next((key for key in path.split('/') if key in ('params', 'opt_state')), '')
 
 
-def _of_loop(send: Send) -> bool:
-  return any(microbatch is not None for _, microbatch, _ in send.places)
+def _in_loop(send: Send) -> bool:
+  return any(buffer.microbatch is not None for buffer in send.buffers)
 
 
-def _counts(compiled: Compiled) -> Counts:
-  return compiled.counts or Counts(0, 0, (), (), ())
+def _counts(result: CompileResult) -> Counts:
+  return result.counts or Counts(0, 0, (), (), ())

@@ -1,4 +1,4 @@
-// Tables sort by a click on a heading, numbers by value, and filter by what is typed above them.
+// A click on a heading sorts a table, numbers by value; the field above it filters its rows.
 for (const table of document.querySelectorAll('table')) {
   const body = table.tBodies[0];
   const key = (row, column) => {

@@ -1,4 +1,4 @@
-"""Gathering: whole arrays on the host, from wherever they lie.
+"""Gather: full numpy arrays on the host from arrays with any sharding.
 
 state = gather(state)    # numpy arrays, on every process, in one transfer
 """
@@ -22,22 +22,22 @@ from flax_spmd.errors import Problem, raise_problems
 
 @set_module('flax_spmd')
 def gather(tree: Any) -> Any:
-  """Every array of a tree as a whole numpy array, on every process.
+  """Every array of a tree as a full numpy array, on every process.
 
-  All copies from the devices are started before the first is waited for. Where processes hold parts
-  only, one program makes all arrays of a mesh whole first: for that moment each device holds all of
-  them, so this is for what fits on one device; save a checkpoint of what does not.
+  All device-to-host copies start before the first is awaited. If an array is sharded across processes, one
+  program per mesh replicates such arrays first. Each device then holds all of them for a moment, so they
+  have to fit on one device; save a checkpoint if they do not.
 
   Args:
-    tree: any tree. Leaves that are no JAX arrays (numpy arrays, numbers) stay as they are, and so do
-      nodes, boxes among them.
+    tree: any tree. Other leaves (numpy arrays, numbers) and all nodes, boxes included, are unchanged.
 
   Returns:
-    The tree with numpy arrays of the same shapes and dtypes, read-only. PRNG key arrays stay key
-    arrays, on this process's default device.
+    The tree with read-only numpy arrays of the same shapes and dtypes. PRNG key arrays remain key arrays,
+    on the default device of this process.
 
   Raises:
-    LayoutError: an array is traced, or lies on other processes' devices only; names all of them.
+    LayoutError: an array is being traced, or is only on devices of other processes. The message lists all
+      such arrays.
 
   Example:
     >>> sharding = NamedSharding(jax.make_mesh((8,), ('data',)), PartitionSpec('data'))
@@ -45,20 +45,20 @@ def gather(tree: Any) -> Any:
     {'step': 3, 'w': array([0, 1, 2, 3, 4, 5, 6, 7]...)}
   """
   leaves, treedef = jax.tree.flatten(tree)
-  places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-  found = [leaves[place] for place in places]
-  if jax.process_count() > 1 or any(isinstance(array, Tracer) for array in found):
-    raise_problems(_out_of_reach(tree))
-  arrays = [jax.random.key_data(array) if _is_key(array) else array for array in found]
+  indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+  originals = [leaves[index] for index in indices]
+  if jax.process_count() > 1 or any(isinstance(array, Tracer) for array in originals):
+    raise_problems(_unavailable(tree))
+  arrays = [jax.random.key_data(array) if _is_key(array) else array for array in originals]
   if jax.process_count() > 1:
-    arrays = _made_whole(arrays)
-  for place, array, value in zip(places, found, jax.device_get(arrays), strict=True):
-    leaves[place] = _key_again(value, array) if _is_key(array) else value
+    arrays = _replicated(arrays)
+  for index, original, value in zip(indices, originals, jax.device_get(arrays), strict=True):
+    leaves[index] = _as_key(value, original) if _is_key(original) else value
   return treedef.unflatten(leaves)
 
 
-def _out_of_reach(tree: Any) -> list[Problem]:
-  """Arrays that have no value here."""
+def _unavailable(tree: Any) -> list[Problem]:
+  """The arrays without a value on this process."""
   problems = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     if isinstance(leaf, Tracer):
@@ -66,28 +66,28 @@ def _out_of_reach(tree: Any) -> list[Problem]:
       problems.append(Problem(text, fix).at(path_string(path)))
     elif isinstance(leaf, jax.Array) and not leaf.sharding.addressable_devices:
       owners = named(processes_of([leaf.sharding]))
-      text = f'it lies on devices of {owners} only, process {jax.process_index()} has none of it.'
-      fix = f'call gather on {owners} only, or place the array on a mesh with devices of all processes.'
+      text = f'it is only on devices of {owners}; process {jax.process_index()} holds no part of it.'
+      fix = f'call gather on {owners} only, or reshard it over a mesh with devices of all processes.'
       problems.append(Problem(text, fix).at(path_string(path)))
   return problems
 
 
-def _made_whole(arrays: list[Any]) -> list[Any]:
-  """The arrays, with those replicated of which a process holds parts only."""
+def _replicated(arrays: list[Any]) -> list[Any]:
+  """The arrays, with those that are sharded across processes replicated."""
   arrays = list(arrays)
   by_mesh: dict[Any, list[int]] = {}
-  for place, array in enumerate(arrays):
+  for index, array in enumerate(arrays):
     if array.is_fully_addressable or array.is_fully_replicated:
       continue
     if isinstance(array.sharding, NamedSharding):
-      by_mesh.setdefault(array.sharding.mesh, []).append(place)
-    else:  # a sharding that the compiler made: its devices' order is known to JAX only
-      arrays[place] = multihost_utils.process_allgather(array, tiled=True)
-  for mesh, places in by_mesh.items():
+      by_mesh.setdefault(array.sharding.mesh, []).append(index)
+    else:  # such as a GSPMDSharding from the compiler: only JAX knows its device order
+      arrays[index] = multihost_utils.process_allgather(array, tiled=True)
+  for mesh, indices in by_mesh.items():
     with jax.set_mesh(mesh):  # another mesh may be in force
-      whole = _replicate(mesh)([arrays[place] for place in places])
-    for place, array in zip(places, whole, strict=True):
-      arrays[place] = array
+      results = _replicate(mesh)([arrays[index] for index in indices])
+    for index, array in zip(indices, results, strict=True):
+      arrays[index] = array
   return arrays
 
 
@@ -102,5 +102,5 @@ def _is_key(array: jax.Array) -> bool:
   )
 
 
-def _key_again(data: Any, key: jax.Array) -> jax.Array:
+def _as_key(data: Any, key: jax.Array) -> jax.Array:
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))

@@ -1,12 +1,12 @@
-"""Batches: global arrays from the part that each process of a job has loaded.
+"""Global batches: global arrays from the part of a batch that each process has loaded.
 
     batch = local_to_global(batch, shardings)
 
-**A process's part** of an array is what its devices hold: along each dimension the pieces that its
-devices have, each once, in the order of the *global* array. If the devices of process 0 hold rows
-4-5 and 0-1, in whatever order the mesh has them, its part is rows 0, 1, 4, 5. A dimension that every
-process holds all of (it is not sharded, or sharded within processes only) is whole in every part;
-there the processes must pass equal values, which is not checked.
+**A process's part** of an array is the union of the slices on its devices: along each dimension every
+piece once, in the order of the *global* array. If the devices of process 0 hold rows 4-5 and 0-1, its part
+is rows 0, 1, 4, 5, whatever the device order of the mesh. A dimension that is replicated, or sharded only
+within processes, is complete in every part; processes have to pass equal values there, which is not
+checked.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ Check: TypeAlias = Literal['new', 'always', 'never']
 
 
 def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout: float = TIMEOUT) -> Any:
-  """Global arrays from the part that each process has; the module says what a part is.
+  """Global arrays from the part of a batch that each process has loaded.
 
   Args:
     tree: this process's part of a batch: numpy arrays, or JAX arrays of this process.
-    shardings: a `NamedSharding` for each leaf, in a tree of the same form.
-    check: when the processes compare what they pass, which costs some milliseconds on the host.
-      'new': when the form of a batch (paths, shapes, dtypes, shardings) is new. Where one process
-      has a new form and another a known one (its data end early), only the first asks, and fails
-      once `timeout` has passed. 'always': for every batch; all processes fail at once. 'never':
-      a process sees its own mistakes only.
-    timeout: seconds to wait for the other processes when they compare.
+    shardings: a `NamedSharding` for each leaf, in a tree of the same structure.
+    check: when the processes compare their batches, which takes a few milliseconds on the host.
+      'new': for a structure (paths, shapes, dtypes, shardings) that this process has not compared yet. If
+      only some processes have a new structure (because their data end early, say), those wait in vain and
+      raise after `timeout`.
+      'always': for every batch; all processes raise together.
+      'never': each process checks its own batch only.
+    timeout: seconds to wait for the other processes.
 
   Returns:
-    The tree with global arrays, each sharded as asked. One process: as `jax.device_put`.
+    The tree with global arrays, each with its sharding. In a single process: the result of
+    `jax.device_put`.
 
   Raises:
-    LayoutError: a leaf without a sharding, or one that it does not fit; processes whose batches
-      differ in paths, dtypes, sizes or shardings; a process that does not come. On every process
-      that compares, with all offenders, before anything is transferred.
+    LayoutError: a leaf has no sharding or does not fit it, the batches of two processes differ in paths,
+      dtypes, sizes or shardings, or a process does not arrive in time. Every process that compares raises
+      it, with all offenders, before anything is transferred.
 
   Example:
     >>> sharding = NamedSharding(jax.make_mesh((8,), ('data',)), PartitionSpec('data'))
@@ -56,22 +58,22 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
     P('data',)
   """
   if check not in ('new', 'always', 'never'):
-    raise LayoutError(f"check={check!r} is no such choice.\nFix: 'new', 'always' or 'never'.")
+    raise LayoutError(f"check={check!r} is not a choice.\nFix: pass 'new', 'always' or 'never'.")
   batch, arrays = _read(tree, shardings)
-  agree = _agree if check == 'always' else _agree_once
-  shapes = agree(batch, check != 'never', timeout)
-  to = [part.sharding for part in batch.parts]
+  global_shapes = _global_shapes if check == 'always' else _global_shapes_once
+  shapes = global_shapes(batch, check != 'never', timeout)
+  targets = [array.sharding for array in batch.arrays]
   if jax.process_count() == 1:
-    whole = jax.device_put(arrays, to)
+    results = jax.device_put(arrays, targets)
   else:
-    # With the global shape given, JAX finds each device's piece by its place in the global array,
-    # and also takes meshes of which the processes have different shares.
-    whole = list(map(jax.make_array_from_process_local_data, to, arrays, shapes))
-  return jax.tree.structure(tree).unflatten(whole)
+    # With the global shape, JAX finds each device's slice by its position in the global array, and
+    # supports meshes with unequal numbers of devices per process.
+    results = list(map(jax.make_array_from_process_local_data, targets, arrays, shapes))
+  return jax.tree.structure(tree).unflatten(results)
 
 
 def local_indices(shape: Sequence[int], sharding: Sharding) -> tuple[np.ndarray, ...]:
-  """A process's part of an array: for each dimension the indices that this process's devices hold, in order.
+  """A process's part of an array: per dimension, the sorted indices on the devices of this process.
 
   Example:
     >>> sharding = NamedSharding(jax.make_mesh((8,), ('data',)), PartitionSpec('data'))
@@ -85,8 +87,8 @@ def local_indices(shape: Sequence[int], sharding: Sharding) -> tuple[np.ndarray,
   )
 
 
-class _Part(NamedTuple):
-  """One leaf of a batch on this process; the shape is the part's, the dtype the global array's."""
+class _LocalArray(NamedTuple):
+  """This process's part of one array: shape of the part, dtype and sharding of the global array."""
 
   path: KeyPath
   shape: tuple[int, ...]
@@ -94,55 +96,55 @@ class _Part(NamedTuple):
   sharding: NamedSharding
 
 
-class _Batch(NamedTuple):
-  """All that can be said of a batch without its values: what is asked about once, and remembered."""
+class _BatchStructure(NamedTuple):
+  """The structure of a batch on this process: everything but the values. Cache key of a comparison."""
 
-  parts: tuple[_Part, ...]
+  arrays: tuple[_LocalArray, ...]
   shardings: tuple[NamedSharding, ...]
   problems: tuple[Problem, ...]
 
 
-def _read(tree: Any, shardings: Any) -> tuple[_Batch, list[Any]]:
-  """A batch and its arrays. Raises nothing: the other processes wait to hear of problems."""
+def _read(tree: Any, shardings: Any) -> tuple[_BatchStructure, list[Any]]:
+  """The structure of a batch, and its arrays. Never raises: the other processes wait for the problems."""
   by_path = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
-  given = tuple(one for one in by_path.values() if isinstance(one, NamedSharding))
-  parts, arrays, problems = [], [], []
+  named_shardings = tuple(one for one in by_path.values() if isinstance(one, NamedSharding))
+  described, arrays, problems = [], [], []
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
     sharding = by_path.pop(path, None)
-    found = _wrong_leaf(array, sharding)
-    problems += [problem.at(path_string(path)) for problem in found]
-    if not found:
-      parts.append(_Part(path, array.shape, _dtype_on_device(array), sharding))
+    mismatches = _mismatches(array, sharding)
+    problems += [problem.at(path_string(path)) for problem in mismatches]
+    if not mismatches:
+      described.append(_LocalArray(path, array.shape, _dtype_on_device(array), sharding))
       arrays.append(array)
   problems += [
-    Problem('it has a sharding, but is not in the batch.', _SAME_FORM).at(path_string(path))
+    Problem('it has a sharding, but is not in the batch.', _SAME_STRUCTURE).at(path_string(path))
     for path in by_path
   ]
-  return _Batch(tuple(parts), given, tuple(problems)), arrays
+  return _BatchStructure(tuple(described), named_shardings, tuple(problems)), arrays
 
 
-_SAME_FORM = 'give a sharding for each leaf of the batch, in a tree of the same form.'
+_SAME_STRUCTURE = 'pass one sharding for each leaf of the batch, in a tree of the same structure.'
 
 
-def _wrong_leaf(array: Any, sharding: Any) -> list[Problem]:
+def _mismatches(array: Any, sharding: Any) -> list[Problem]:
   if not isinstance(sharding, NamedSharding):
-    missing = 'it has no sharding.' if sharding is None else f'{sharding!r} is no NamedSharding.'
-    return [Problem(missing, _SAME_FORM)]
+    text = 'it has no sharding.' if sharding is None else f'{sharding!r} is not a NamedSharding.'
+    return [Problem(text, _SAME_STRUCTURE)]
   if isinstance(array, jax.Array) and not array.is_fully_addressable:
     text = 'it is a global array already.'
     return [Problem(text, "leave it out, or pass this process's part of it.")]
   if _dtype_on_device(array) is None:
-    text = f'{array.dtype} is no dtype of arrays on devices.'
+    text = f'devices cannot hold arrays of dtype {array.dtype}.'
     return [Problem(text, 'leave it out, or encode it as numbers.')]
   if len(sharding.spec) > array.ndim:
     text = f'its spec {sharding.spec} has {len(sharding.spec)} entries, its shape is {array.shape}.'
-    return [Problem(text, 'give a spec with at most one entry per dimension.')]
+    return [Problem(text, 'pass a spec with at most one entry per dimension.')]
   return _indivisible(array.shape, sharding)
 
 
 def _dtype_on_device(array: Any) -> Any:
-  """The dtype that JAX gives an array (float32 for float64), or None if it cannot take it."""
+  """The dtype of an array in JAX (float32 for float64), or None if JAX has no such dtype."""
   if isinstance(array, jax.Array):
     return array.dtype
   kinds = np.number, np.bool_
@@ -154,10 +156,10 @@ def _dtype_on_device(array: Any) -> Any:
 def _indivisible(shape: tuple[int, ...], sharding: NamedSharding) -> list[Problem]:
   problems = []
   for dim, (size, pieces) in enumerate(zip(shape, _pieces(sharding, len(shape)), strict=True)):
-    mine = pieces.of_process.get(jax.process_index(), 1)  # having none is another problem
+    mine = pieces.of_process.get(jax.process_index(), 1)  # none is an error of its own
     if size % mine:
       text = (
-        f'dim {dim}: size {size} does not divide into the {mine} pieces that the devices of this '
+        f'dim {dim}: size {size} is not divisible into the {mine} pieces that the devices of this '
         f'process hold under {sharding.spec} over {describe(sharding.mesh)}.'
       )
       cut = f', or cut it to {size - size % mine}' if size > mine else ''
@@ -165,34 +167,36 @@ def _indivisible(shape: tuple[int, ...], sharding: NamedSharding) -> list[Proble
   return problems
 
 
-class _Pieces(NamedTuple):
-  """How many different pieces a dimension has, in all and on each process's devices."""
+class _PieceCounts(NamedTuple):
+  """The number of distinct pieces of a dimension, in total and on each process."""
 
   total: int
   of_process: Mapping[int, int]
 
 
 @functools.lru_cache(maxsize=4096)
-def _pieces(sharding: NamedSharding, rank: int) -> tuple[_Pieces, ...]:
-  """The pieces of each dimension of an array of this rank."""
-  size = sharding.num_devices  # divides into any number of pieces that these devices can make
+def _pieces(sharding: NamedSharding, rank: int) -> tuple[_PieceCounts, ...]:
+  """The piece counts of each dimension of an array of this rank."""
+  size = sharding.num_devices  # divisible into any number of pieces on these devices
   indices = sharding.devices_indices_map((size,) * rank)
   return tuple(_pieces_of(dim, indices) for dim in range(rank))
 
 
-def _pieces_of(dim: int, indices: Mapping[Any, Any]) -> _Pieces:
+def _pieces_of(dim: int, indices: Mapping[Any, Any]) -> _PieceCounts:
   starts: dict[int, set[int]] = {}
   for device, index in indices.items():
     starts.setdefault(device.process_index, set()).add(index[dim].start or 0)
-  counts = {process: len(found) for process, found in starts.items()}
-  return _Pieces(len(set().union(*starts.values())), counts)
+  counts = {process: len(distinct) for process, distinct in starts.items()}
+  return _PieceCounts(len(set().union(*starts.values())), counts)
 
 
-def _agree(batch: _Batch, ask: bool, timeout: float) -> tuple[tuple[int, ...], ...]:
-  """The shapes of a batch's global arrays, once all processes are known to mean the same.
+def _global_shapes(
+  batch: _BatchStructure, compare: bool, timeout: float
+) -> tuple[tuple[int, ...], ...]:
+  """The shapes of a batch's global arrays, after a comparison with the other processes.
 
   Raises:
-    LayoutError: what is wrong on any process, or differs between them.
+    LayoutError: the problems of any process, or the differences between processes.
   """
   me, members = jax.process_index(), processes_of(batch.shardings)
   if batch.shardings and me not in members:
@@ -201,108 +205,119 @@ def _agree(batch: _Batch, ask: bool, timeout: float) -> tuple[tuple[int, ...], .
       f'Fix: call local_to_global on {named(members)} only, or use a mesh with devices of all '
       'processes.'
     )
-  if not ask or members in ((), (me,)):
+  if not compare or members in ((), (me,)):
     raise_problems(batch.problems)
   else:
     _compare(batch, members, timeout)
-  return tuple(_global_shape(part) for part in batch.parts)
+  return tuple(map(_global_shape, batch.arrays))
 
 
-# No limit: what one process had forgotten, and another had not, only one of them would ask about.
-_agree_once = functools.cache(_agree)
+# Unbounded: after an eviction on one process, that process would compare alone.
+_global_shapes_once = functools.cache(_global_shapes)
 
 
-def _global_shape(part: _Part) -> tuple[int, ...]:
-  """The part's shape, with each dimension as long as all of its pieces."""
+def _global_shape(array: _LocalArray) -> tuple[int, ...]:
+  """The part's shape, with each dimension scaled to the total number of its pieces.
+
+  JAX has no public function for it: https://github.com/jax-ml/jax/issues/38889.
+  """
   me = jax.process_index()
-  pieces = _pieces(part.sharding, len(part.shape))
-  return tuple(size // of.of_process[me] * of.total for size, of in zip(part.shape, pieces, strict=True))
+  pieces = _pieces(array.sharding, len(array.shape))
+  return tuple(
+    size // count.of_process[me] * count.total for size, count in zip(array.shape, pieces, strict=True)
+  )
 
 
-def _compare(batch: _Batch, members: tuple[int, ...], timeout: float) -> None:
-  """Raises what is wrong on any process, or else what differs between them."""
+def _compare(batch: _BatchStructure, members: tuple[int, ...], timeout: float) -> None:
+  """Raises the problems of any process or, if there are none, the differences between processes."""
   text = json.dumps(
     {
       'problems': [(problem.text, problem.fix) for problem in batch.problems],
-      'arrays': {path_string(part.path): _said_of(part) for part in batch.parts},
+      'arrays': {path_string(array.path): _record(array) for array in batch.arrays},
     }
   )
   fix = (
-    f"{CALLS}. With check='new' a process does not come that has seen such a batch before (its data "
-    "end early, say): check='always' makes it come; else see which of them is stuck or has ended."
+    f"{CALLS}. With check='new', a process that has compared such a batch before does not compare again "
+    "(if its data end early, say): pass check='always'. Otherwise check which of them is stuck or has exited."
   )
-  said = exchange('local_to_global', members, text, fix, timeout)
-  if len(said) > 1 or batch.problems:
-    spoken = [(processes, json.loads(text)) for processes, text in said]
-    raise_problems(_elsewhere(spoken) or _differences(spoken, batch.parts))
+  texts = exchange('local_to_global', members, text, fix, timeout)
+  if len(texts) > 1 or batch.problems:
+    reports = [(processes, json.loads(text)) for processes, text in texts]
+    raise_problems(_reported_problems(reports) or _differences(reports, batch.arrays))
 
 
-def _said_of(part: _Part) -> dict[str, Any]:
+def _record(array: _LocalArray) -> dict[str, Any]:
   return {
-    'sharding': _where(part.sharding),
-    'dtype': str(part.dtype),
-    'shape': _global_shape(part),
+    'sharding': _sharding_text(array.sharding),
+    'dtype': str(array.dtype),
+    'shape': _global_shape(array),
   }
 
 
-def _where(sharding: NamedSharding) -> str:
+def _sharding_text(sharding: NamedSharding) -> str:
   mesh: Any = sharding.mesh
   ids = [device.id for device in mesh.devices.flat]
   return f'{sharding.spec} over {describe(sharding.mesh)} (devices {ranges(ids)})'
 
 
-_Said: TypeAlias = list[tuple[list[int], dict[str, Any]]]
+_Reports: TypeAlias = list[tuple[list[int], dict[str, Any]]]
 
 
-def _elsewhere(said: _Said) -> list[Problem]:
-  """The problems that single processes have."""
+def _reported_problems(reports: _Reports) -> list[Problem]:
+  """The problems of single processes."""
   by_problem: dict[tuple[str, str], list[int]] = {}
-  for processes, one in said:
+  for processes, one in reports:
     for text, fix in one['problems']:
       by_problem.setdefault((text, fix), []).extend(processes)
   return [Problem(f'{named(processes)}: {text}', fix) for (text, fix), processes in by_problem.items()]
 
 
-def _differences(said: _Said, parts: Sequence[_Part]) -> list[Problem]:
-  """Where the processes' batches are not alike."""
-  mine = {path_string(part.path): part for part in parts}
-  arrays = {process: one['arrays'] for processes, one in said for process in processes}
+def _differences(reports: _Reports, local: Sequence[_LocalArray]) -> list[Problem]:
+  """The differences between the processes' batches."""
+  mine = {path_string(array.path): array for array in local}
+  arrays = {process: one['arrays'] for processes, one in reports for process in processes}
   problems = [
     problem
     for path in dict.fromkeys(path for one in arrays.values() for path in one)
     for problem in _differences_at(path, mine.get(path), {p: arrays[p].get(path) for p in arrays})
   ]
   orders = {process: ', '.join(one) for process, one in arrays.items()}
-  fix = 'give every process a batch of the same form.'
-  return problems or differ('the order of the arrays', orders, fix)
+  return problems or differ('the order of the arrays', orders, _EQUAL_STRUCTURE)
 
 
-def _differences_at(path: str, part: _Part | None, said: Mapping[int, Any]) -> list[Problem]:
-  """Where the processes differ on one array: the first of its properties, but every dimension."""
-  there = {process: 'missing' if one is None else 'present' for process, one in said.items()}
-  problems = differ(path, there, 'give every process a batch of the same form.')
-  if problems or part is None:
+_EQUAL_STRUCTURE = 'pass a batch of the same structure on every process.'
+
+
+def _differences_at(
+  path: str, array: _LocalArray | None, reports: Mapping[int, Any]
+) -> list[Problem]:
+  """The differences at one array: in the first property that differs, but in every dimension."""
+  presence = {process: 'missing' if one is None else 'present' for process, one in reports.items()}
+  problems = differ(path, presence, _EQUAL_STRUCTURE)
+  if problems or array is None:
     return problems
-  where = {process: one['sharding'] for process, one in said.items()}
-  ranks = {process: f'rank {len(one["shape"])}' for process, one in said.items()}
-  dtypes = {process: one['dtype'] for process, one in said.items()}
+  shardings = {process: one['sharding'] for process, one in reports.items()}
+  ranks = {process: f'rank {len(one["shape"])}' for process, one in reports.items()}
+  dtypes = {process: one['dtype'] for process, one in reports.items()}
   problems = (
-    differ(path, where, 'make the mesh and the shardings in the same way on every process.')
-    or differ(path, ranks, 'give every process arrays of the same rank.')
-    or differ(path, dtypes, 'give every process arrays of the same dtypes.')
+    differ(path, shardings, 'create the mesh and the shardings in the same way on every process.')
+    or differ(path, ranks, 'pass arrays of the same rank on every process.')
+    or differ(path, dtypes, 'pass arrays of the same dtype on every process.')
   )
-  return problems or _sizes_differ(path, part, {p: one['shape'] for p, one in said.items()})
+  return problems or _sizes_differ(path, array, {p: one['shape'] for p, one in reports.items()})
 
 
-def _sizes_differ(path: str, part: _Part, shapes: Mapping[int, Sequence[int]]) -> list[Problem]:
+def _sizes_differ(
+  path: str, array: _LocalArray, shapes: Mapping[int, Sequence[int]]
+) -> list[Problem]:
   problems = []
-  for dim, pieces in enumerate(_pieces(part.sharding, len(part.shape))):
+  for dim, pieces in enumerate(_pieces(array.sharding, len(array.shape))):
     sizes = {
       process: f'{shape[dim] // pieces.total * pieces.of_process[process]} of {shape[dim]}'
       for process, shape in shapes.items()
     }
     if len({shape[dim] for shape in shapes.values()}) > 1:
-      fix = 'give every process as much as its devices hold: pad or drop what is left over at the end.'
+      fix = 'pass on every process as much as its devices hold: pad or drop the remainder at the end.'
       problems += differ(f'{path}, dim {dim}', sizes, fix)
   return problems
 

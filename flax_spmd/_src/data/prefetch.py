@@ -1,12 +1,12 @@
-"""Prefetch: the next batches are loaded and placed while the devices are at work on this one.
+"""Prefetch: load and transfer the next batches while the devices compute.
 
-A step is dispatched and returns at once; what makes devices wait is the host, which loads, converts
-and transfers a batch only when it is asked for. Here one thread does that ahead of time.
+JAX dispatches steps asynchronously, so devices are idle only while the host loads, converts and transfers
+the next batch. `prefetch` does that ahead of time in one thread.
 
     for batch in prefetch(batches, lambda batch: layout.shard(batch, ('batch', None))):
       state = step(state, batch)
 
-At any time at most `size` batches lie ready on the devices, besides the one that was handed out.
+At most `size` batches are on the devices at any time, besides the one in use.
 """
 
 from __future__ import annotations
@@ -39,31 +39,30 @@ def prefetch(
   progress: bool | str | Progress | None = None,
   total: int | None = None,
 ) -> Generator[Placed, None, None]:
-  """Yields `place(batch)` for each batch, and prepares the next ones in a thread meanwhile.
+  """Yields `place(batch)` for each batch, while a thread prepares the next ones.
 
-  Both `batches` and `place` run in that thread, in a copy of the caller's context: values of
-  `contextvars` are as they were at the call. What JAX keeps per thread is not: `jax.set_mesh`,
-  `with layout:`, `jax.default_device`. `layout.shard` and functions made by `layout.jit` need none
-  of it.
+  Both `batches` and `place` run in that thread, with a copy of the caller's `contextvars`. Settings that
+  JAX stores per thread do not carry over: `jax.set_mesh`, `with layout:`, `jax.default_device`.
+  `layout.shard` and functions from `layout.jit` do not depend on them.
 
-  An exception reaches the caller in the place of the batch that it prevented, with its traceback.
-  Leaving early (`break`, `close()`, garbage collection) waits for the batch that is being made,
-  ends the thread, and closes the iterator over `batches` if it can be closed.
+  An exception in the thread is raised at the batch that it prevented, with its traceback. Early exit
+  (`break`, `close()`, garbage collection) waits for the batch in progress, ends the thread, and closes the
+  iterator over `batches` if it has a `close` method.
 
   Args:
-    batches: any iterable, finite or not.
-    place: makes of a batch what is yielded, and starts its transfer.
-    size: how many batches to keep ready.
-    progress: shows a bar with the batches handed out, their rate since the first, and the total if
-      it is known. True, or a title; or a `rich.progress.Progress` of your own that gets a task (its
-      columns may show `task.fields[rate]`), as only one of these can be live on a terminal.
-    total: the number of batches, for the bar; default: `len(batches)`, if it has one.
+    batches: iterable of batches, finite or infinite.
+    place: function from a batch to the yielded value; starts the transfer to the devices.
+    size: number of batches to keep ready.
+    progress: progress bar with the batches yielded, their rate, and the total if known. True, a title, or
+      a `rich.progress.Progress` to add a task to (its columns may show `task.fields[rate]`), since a
+      terminal can show only one live display.
+    total: number of batches, for the bar; default: `len(batches)`, if defined.
 
   Returns:
-    A generator. Nothing is loaded before its first batch is asked for.
+    A generator. It loads nothing before the first `next`.
 
   Raises:
-    LayoutError: `size` is no positive integer.
+    LayoutError: `size` is not a positive integer.
 
   Example:
     >>> from flax_spmd import prefetch
@@ -76,7 +75,7 @@ def prefetch(
   if not isinstance(size, int) or isinstance(size, bool) or size < 1:
     raise LayoutError(
       f'prefetch cannot keep {size!r} batches ready.\n'
-      'Fix: give a size of 1 or more; 2 lets one be made while another one waits.'
+      'Fix: pass a size of 1 or more; with 2, one batch is ready while the next one loads.'
     )
   if total is None:
     hint = operator.length_hint(batches, -1)
@@ -100,10 +99,10 @@ def _ahead(
       for placed in worker.results():
         advance()
         yield placed
-        del placed  # or it would be kept while the next one is waited for
+        del placed  # else it would stay alive while waiting for the next one
   finally:
     worker.stop()
-    # At the program's end a source that never comes back must not keep it from ending.
+    # A source that blocks forever must not keep the program from exiting.
     thread.join(None if threading.main_thread().is_alive() else 1.0)
 
 
@@ -112,13 +111,13 @@ _open: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-  """Ends what a program left open while JAX and the interpreter still work: later is too late."""
+  """Closes the generators that a program left open, before JAX and the interpreter shut down."""
   for ready in list(_open):
     ready.close()
 
 
-class _Made(NamedTuple):
-  """What the thread hands over: a batch, or at the end nothing or an error."""
+class _QueueItem(NamedTuple):
+  """An item of the queue between the threads: a batch, or the end, possibly with an error."""
 
   placed: Any = None
   ended: bool = False
@@ -129,59 +128,56 @@ _NO_BATCH = object()
 
 
 class _Worker:
-  """Makes batches in one thread (`run`) that are used in another one (`results`, `stop`)."""
+  """Prepares batches in one thread (`run`) for another one (`results`, `stop`)."""
 
   def __init__(self, batches: Iterable[Any], place: Callable[[Any], Any], size: int):
     self._batches = batches
     self._place = place
-    self._made: queue.SimpleQueue[_Made] = queue.SimpleQueue()
-    # Taken before a batch is made and given back when it is handed out. A bounded queue would let
-    # one more be made, and held, while the thread waits to put it there.
+    self._queue: queue.SimpleQueue[_QueueItem] = queue.SimpleQueue()
+    # Acquired before a batch is prepared, released when it is handed over. A bounded queue would let the
+    # thread prepare, and hold, one more batch while it waits to put it there.
     self._free = threading.Semaphore(size)
     self._stopped = False
 
   def run(self) -> None:
-    """Makes batches until there are no more, something fails, or `stop` is called."""
+    """Prepares batches until the source ends, an exception is raised, or `stop` is called."""
     try:
-      self._make_all()
+      self._prepare_all()
     except BaseException as error:  # the other thread raises it
-      self._made.put(_Made(ended=True, error=error))
+      self._queue.put(_QueueItem(ended=True, error=error))
     else:
-      self._made.put(_Made(ended=True))
+      self._queue.put(_QueueItem(ended=True))
 
-  def _make_all(self) -> None:
+  def _prepare_all(self) -> None:
     iterator = iter(self._batches)
     try:
-      while self._wanted():
+      while self._may_continue():
         batch = next(iterator, _NO_BATCH)
         if batch is _NO_BATCH:
           return
-        self._made.put(_Made(self._place(batch)))
+        self._queue.put(_QueueItem(self._place(batch)))
     finally:
       close = getattr(iterator, 'close', None)
       if callable(close):
         close()
 
-  def _wanted(self) -> bool:
+  def _may_continue(self) -> bool:
     self._free.acquire()
     return not self._stopped
 
   def results(self) -> Iterator[Any]:
-    """The batches in order, then the end: an exception, if there was one."""
-    while not (made := self._made.get()).ended:
+    """The batches in order; raises the thread's exception at the end, if there was one."""
+    while not (item := self._queue.get()).ended:
       self._free.release()
-      yield made.placed
-      del made
-    if made.error is not None:
+      yield item.placed
+      del item
+    if item.error is not None:
       try:
-        raise made.error
+        raise item.error
       finally:
-        del made  # its traceback has this frame in it: a cycle would keep the batches
+        del item  # its traceback refers to this frame; the cycle would keep the batches alive
 
   def stop(self) -> None:
-    """Makes no more batches; may be called again."""
+    """Ends the preparation of batches; may be called again."""
     self._stopped = True
     self._free.release()
-
-
-# -- the bar

@@ -1,13 +1,12 @@
-"""Draw: which device holds which slice of an array, for the terminal and as SVG.
+"""Drawings: the slice of an array on each device, for the terminal and as SVG.
 
-    print(draw(x))                                           # an array where it lies
-    print(draw((8, 16), NamedSharding(mesh, P('data'))))     # one that exists nowhere yet
+    print(draw(x))                                           # an array with its sharding
+    print(draw((8, 16), NamedSharding(mesh, P('data'))))     # a shape with a sharding
     draw(x).slices                                           # the same as data
 
-A drawing is made from a shape and a sharding alone: it has one cell per distinct slice, with all devices
-that hold it, below a title that names both. What cells cannot show is written beneath them as notes.
-
-Where the mesh is abstract there are no devices yet: they are numbered in its row-major order.
+A drawing needs only a shape and a sharding. It has one cell per distinct slice, with the ids of all devices
+that hold it, and notes for facts that cells cannot show. Devices of an abstract mesh are numbered in
+row-major order.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _WIDTH = 100  # characters
 @set_module('flax_spmd')
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Drawing:
-  """Which device holds which slice: `str` gives text, notebooks show SVG, `rich` prints in colour.
+  """The slice of an array on each device: `str` returns text, notebooks show SVG, `rich` prints in colour.
 
   Attributes:
-    shape: the array's shape.
-    title: the array and its sharding.
-    summary: how many slices it has, of which size, and on how many devices each lies.
-    notes: what a grid cannot show: padding, partial results, what is left to the compiler.
+    shape: shape of the array.
+    title: dtype and shape of the array, and its sharding.
+    summary: number and shape of its slices, and the number of devices that hold each.
+    notes: padding, partial results, and dimensions that the compiler may shard.
 
   Example:
     >>> mesh = abstract_mesh({'data': 2, 'model': 2})
@@ -70,16 +69,16 @@ class Drawing:
     return self._pieces.slices
 
   def text(self, width: int = _WIDTH) -> str:
-    """The drawing in box-drawing characters.
+    """The drawing as box-drawing characters.
 
     Args:
-      width: in characters. A wider grid loses its middle; its first and last column always stay.
+      width: width in characters. A wider grid is shortened in the middle.
     """
     return '\n'.join(''.join(part.text for part in line).rstrip() for line in self._lines(width))
 
   @property
   def svg(self) -> str:
-    """The drawing as a document of its own, legible on light and on dark backgrounds."""
+    """The drawing as an SVG document, legible on light and dark backgrounds."""
     return svg_of(self._lines(_WIDTH))
 
   def __repr__(self) -> str:
@@ -92,7 +91,7 @@ class Drawing:
     return f'<div style="overflow-x: auto">{self.svg}</div>'
 
   def __rich_console__(self, console: Any, options: Any) -> Iterator[Text]:
-    from rich.text import Text  # only who prints pays for rich: 20 ms
+    from rich.text import Text  # 20 ms to import
 
     for line in self._lines(options.max_width):
       text = Text(no_wrap=True, overflow='crop')
@@ -111,19 +110,19 @@ class Drawing:
 
 @set_module('flax_spmd')
 def draw(x: Any, sharding: Sharding | None = None) -> Drawing:
-  """Which device holds which slice of an array, whether it exists or not.
+  """Draws the slice of an array on each device; the array need not exist.
 
   Args:
-    x: an array, a `jax.ShapeDtypeStruct`, anything with a shape (also in a box), or a shape.
-    sharding: where it lies, or would; default: `x.sharding`. A `NamedSharding` over a mesh, which may
-      be abstract and of any size, or any other JAX sharding. Sizes need not be divisible: JAX rounds
-      the pieces up, so the last ones are smaller, or empty.
+    x: an array, a `jax.ShapeDtypeStruct`, another object with a shape (boxed or not), or a shape.
+    sharding: any JAX sharding, such as a `NamedSharding` over a concrete or abstract mesh; default:
+      `x.sharding`. Sizes need not be divisible: JAX rounds the size of shards up, so the last ones are
+      smaller or empty.
 
   Returns:
-    A drawing: print it, let a notebook show it, write its `svg` to a file, or read its `slices`.
+    A drawing: print it, display it in a notebook, write its `svg` to a file, or read its `slices`.
 
   Raises:
-    LayoutError: there is no shape, no sharding, or they do not fit.
+    LayoutError: there is no shape or no sharding, or the two do not fit.
 
   Example:
     >>> mesh = abstract_mesh({'data': 2, 'model': 2})
@@ -145,7 +144,7 @@ def draw(x: Any, sharding: Sharding | None = None) -> Drawing:
   array = getattr(x, 'value', x)
   shape = _shape(array)
   name = functools.partial(_name, getattr(array, 'dtype', ''))
-  sharding = _known(x, name(shape), getattr(array, 'sharding', None) if sharding is None else sharding)
+  sharding = _checked(x, name(shape), getattr(array, 'sharding', None) if sharding is None else sharding)
   if isinstance(sharding, NamedSharding):
     axes = _axes(sharding.spec, name(shape), len(shape))
     pieces = cut_by_axes(sharding.mesh, axes, shape)
@@ -158,7 +157,7 @@ def draw(x: Any, sharding: Sharding | None = None) -> Drawing:
   return Drawing(shape, f'{name(shape)} {where}', _summary(pieces, name), notes, axes, pieces)
 
 
-# What the caller passed.
+# -- the arguments
 
 
 def _shape(array: Any) -> tuple[int, ...]:
@@ -174,16 +173,16 @@ def _shape(array: Any) -> tuple[int, ...]:
   return shape
 
 
-def _known(x: Any, name: str, sharding: Any) -> Sharding:
-  # What JAX says of arrays outside of any mesh: a NamedSharding over an empty one.
+def _checked(x: Any, name: str, sharding: Any) -> Sharding:
+  # Abstract values outside any mesh have a NamedSharding over an empty mesh.
   if sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh.empty):
     raise LayoutError(
-      f'{name} ({type(x).__name__}) has no sharding, so no device is known to hold it.\n'
+      f'{name} ({type(x).__name__}) has no sharding, so its devices are unknown.\n'
       "Fix: pass one: draw(x, NamedSharding(mesh, PartitionSpec('data'))); the mesh may be abstract."
     )
   if not isinstance(sharding, Sharding):
     raise LayoutError(
-      f'{sharding!r} is no sharding: it does not say which devices hold {name}.\n'
+      f'{sharding!r} is not a sharding of {name}.\n'
       "Fix: pass a jax.sharding.Sharding such as NamedSharding(mesh, PartitionSpec('data'))."
     )
   return sharding
@@ -205,17 +204,17 @@ def _entries(spec: Any, rank: int) -> tuple[Any, ...]:
 
 
 def _indices(sharding: Sharding, name: str, shape: tuple[int, ...]) -> Mapping[Any, Any]:
-  """The indices that a sharding of another kind names per device."""
+  """The indices per device of a sharding other than NamedSharding."""
   try:
     return sharding.devices_indices_map(shape)
   except (ValueError, IndexError, AssertionError) as error:  # JAX asserts the rank
     raise LayoutError(
       f'{name} does not fit its sharding {sharding!r}: {error}\n'
-      'Fix: choose a shape that it divides, or pass a NamedSharding, which is drawn padded.'
+      'Fix: choose a divisible shape, or pass a NamedSharding, which is drawn with padding.'
     ) from None
 
 
-# What is said of it.
+# -- the text
 
 
 def _name(dtype: Any, shape: Sequence[int]) -> str:
@@ -223,7 +222,7 @@ def _name(dtype: Any, shape: Sequence[int]) -> str:
 
 
 def _spec(spec: Any, rank: int) -> str:
-  """`P('data', None)`, in one spelling for all versions of JAX."""
+  """`P('data', None)`, spelled the same under all versions of JAX."""
   names = ['UNCONSTRAINED' if one is UNCONSTRAINED else repr(one) for one in _entries(spec, rank)]
   return f'P({", ".join(names)})'
 
@@ -244,12 +243,12 @@ def _notes(sharding: NamedSharding, shape: Sequence[int]) -> Iterator[str]:
   for dim, (size, entry) in enumerate(zip(shape, _entries(sharding.spec, len(shape)))):
     parts = math.prod(sizes[axis] for axis in axis_names(entry))
     if entry is UNCONSTRAINED:
-      yield f'dim {dim} is UNCONSTRAINED: it is drawn whole, and the compiler may shard it'
+      yield f'dim {dim} is UNCONSTRAINED: drawn as replicated, but the compiler may shard it'
     elif size % parts:
       padded = -(-size // parts) * parts
       yield (
-        f'dim {dim}: {parts} does not divide {size}: a program pads it to {padded}, '
-        'an array cannot lie so'
+        f'dim {dim}: {size} is not divisible by {parts}: a program pads it to {padded}, '
+        'a concrete array cannot have this sharding'
       )
   unreduced = [repr(axis) for axis in sizes if axis in sharding.spec.unreduced]
   if unreduced:

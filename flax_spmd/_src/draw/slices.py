@@ -1,14 +1,14 @@
-"""Slices: which part of an array lies on which device.
+"""Slices: the part of an array on each device.
 
-A sharding cuts every dimension into pieces; a *slice* is one piece per dimension, and it lies on one
-device or, replicated, on several. Its number in row-major order is its *key*: two devices are replicas
-of one another just if they hold the same key.
+A sharding cuts every dimension into pieces. A *slice* is one piece per dimension; one device holds it or,
+if it is replicated, several do. The *key* of a slice is its row-major number: two devices hold replicas if
+and only if they have the same key.
 
     pieces = cut_by_axes(mesh, [('data',), ()], shape)                        # mesh axes per dimension
     pieces = cut_by_indices(sharding.devices_indices_map(shape), shape)       # indices per device
     pieces.slices
 
-All is kept as arrays with one number per device or piece, and no objects: a mesh may have 65,536 devices.
+The data are numpy arrays with one number per device or piece, since a mesh may have 65,536 devices.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class Slice(NamedTuple):
 
 
 class Pieces(NamedTuple):
-  """How an array is cut, and the key of the slice that every device holds.
+  """The pieces of every dimension of an array, and the key of the slice on every device.
 
-  `bounds` are the distinct (start, stop) per dimension. `keys` (sorted) and `devices` (their ids) have
-  one entry per device.
+  Attributes:
+    bounds: per dimension, an array with the (start, stop) of each distinct piece.
+    keys: the key of the slice on each device, sorted.
+    devices: the ids of the devices, in the same order.
   """
 
   bounds: tuple[np.ndarray, ...]
@@ -46,7 +48,7 @@ class Pieces(NamedTuple):
 
   @property
   def counts(self) -> list[int]:
-    """How many pieces every dimension is cut into."""
+    """The number of pieces of every dimension."""
     return [len(bound) for bound in self.bounds]
 
   @property
@@ -73,10 +75,10 @@ def cut_by_axes(mesh: MeshLike, axes: Sequence[tuple[str, ...]], shape: Sequence
   """The pieces of an array whose dimensions are sharded over these mesh axes.
 
   Args:
-    mesh: concrete or abstract; an abstract one's devices are numbered in its row-major order.
+    mesh: concrete or abstract mesh; devices of an abstract mesh are numbered in row-major order.
     axes: per dimension, the mesh axes that it is sharded over, outermost first.
-    shape: of the array. Sizes need not be divisible: pieces are rounded up, as JAX does it, so that the
-      last ones are smaller, or empty. All empty pieces of a dimension are one.
+    shape: shape of the array. If a size is not divisible, pieces are rounded up as in JAX, so the last ones
+      are smaller or empty. All empty pieces of a dimension count as one.
 
   Example:
     >>> cut_by_axes(abstract_mesh({'data': 2, 'model': 2}), [('data',)], (3,)).slices
@@ -97,11 +99,11 @@ def cut_by_axes(mesh: MeshLike, axes: Sequence[tuple[str, ...]], shape: Sequence
 
 
 def cut_by_indices(indices: Mapping[Any, Sequence[slice]], shape: Sequence[int]) -> Pieces:
-  """The pieces that each device is said to hold.
+  """The pieces of an array with the given indices per device.
 
   Args:
-    indices: per device, a slice of every dimension, as `Sharding.devices_indices_map` gives them.
-    shape: of the array.
+    indices: per device, a slice of every dimension, as `Sharding.devices_indices_map` returns them.
+    shape: shape of the array.
   """
   devices = np.array([device.id for device in indices])
   ranges = [[at.indices(size)[:2] for at, size in zip(index, shape)] for index in indices.values()]
@@ -109,7 +111,7 @@ def cut_by_indices(indices: Mapping[Any, Sequence[slice]], shape: Sequence[int])
   for dim in zip(*ranges):
     bound, position = np.unique(np.array(dim), axis=0, return_inverse=True)
     bounds.append(bound)
-    positions.append(position.reshape(-1))  # numpy 2.0 gives it another shape
+    positions.append(position.reshape(-1))  # numpy 2.0 returns it with another shape
   return _pieces(bounds, positions, devices)
 
 
@@ -138,14 +140,14 @@ def number_of(positions: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _pieces(bounds: Sequence[np.ndarray], positions: Sequence[Any], devices: np.ndarray) -> Pieces:
-  """From the piece that every device holds, per dimension."""
+  """The pieces, from the position of the piece that every device holds, per dimension."""
   keys = np.full(len(devices), number_of(positions, [len(bound) for bound in bounds]))
   order = np.lexsort((devices, keys))
   return Pieces(tuple(bounds), keys[order], devices[order])
 
 
 def _bounds(size: int, parts: int) -> np.ndarray:
-  """(start, stop) of the distinct pieces of a dimension: JAX rounds their size up.
+  """(start, stop) of the distinct pieces of a dimension, with sizes rounded up as in JAX.
 
   Example:
     >>> _bounds(5, 4).tolist()

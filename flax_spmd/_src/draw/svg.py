@@ -1,9 +1,9 @@
-"""SVG: the lines of a picture as an image, for notebooks and web pages.
+"""SVG: a text picture as an image, for notebooks and web pages.
 
     path.write_text(svg_of(picture(pieces, axes, width=100)))
 
-Every character has its place in a grid of pixels, so an image is laid out as its text is. Cells become
-coloured rectangles, which need no frame; one says its slice's ranges when it is pointed at.
+Characters map to a fixed grid of pixels, so the image has the layout of the text. Cells become coloured
+rectangles without frames, with the ranges of their slices as tooltips.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHARACTER, _LINE, _ROW = 7.8, 20, 28  # in pixels: monospace at 13 px; a line; 
 
 
 def svg_of(lines: Iterable[Line]) -> str:
-  """A document of its own, as large as its lines."""
+  """An SVG document, as large as its lines."""
   y, right, elements = 0, 0.0, []
   for line in lines:
     if _is_rule(line):
@@ -30,19 +30,19 @@ def svg_of(lines: Iterable[Line]) -> str:
     y, right = y + height, max(right, x)
   size = f'width="{right + 8:.0f}" height="{y + 8}" viewBox="-4 -4 {right + 8:.0f} {y + 8}"'
   font = 'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="13"'
-  # Words stand on whatever background there is: a grey that both black and white set off.
+  # A grey that is legible on both white and black backgrounds.
   head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} fill="#7a7a7a">'
   return '\n'.join([head, *elements, '</svg>'])
 
 
 def _is_rule(line: Line) -> bool:
-  """Whether a line is nothing but frame; an empty one is a space between panels."""
+  """Whether a line contains only frame characters; an empty line is the space between panels."""
   return bool(line) and not any(part.text.strip() for part in line if part.role != 'frame')
 
 
 def _elements(part: Segment, x: float, y: float, height: float) -> Iterator[str]:
   width, text = len(part.text) * _CHARACTER, html.escape(part.text.strip())
-  ink, place = '', f'x="{x + width / 2:.1f}" text-anchor="middle"'
+  ink, position = '', f'x="{x + width / 2:.1f}" text-anchor="middle"'
   if part.role == 'cell':
     ranges = ', '.join(f'{start}:{stop}' for start, stop in part.ranges)
     yield (
@@ -52,6 +52,6 @@ def _elements(part: Segment, x: float, y: float, height: float) -> Iterator[str]
     ink = 'fill="#111" '
   if part.role == 'words':
     indent = len(part.text) - len(part.text.lstrip())
-    place = f'x="{indent * _CHARACTER:.1f}"'
+    position = f'x="{indent * _CHARACTER:.1f}"'
   if text and part.role != 'frame':
-    yield f'<text {ink}{place} y="{y + height / 2:.1f}" dominant-baseline="central">{text}</text>'
+    yield f'<text {ink}{position} y="{y + height / 2:.1f}" dominant-baseline="central">{text}</text>'

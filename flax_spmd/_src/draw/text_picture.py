@@ -1,14 +1,13 @@
-"""Pictures: the slices of an array as lines of characters.
+"""Text pictures: the slices of an array as lines of characters.
 
 A picture has one cell per distinct slice, with the ids of all devices that hold it. The last two sharded
-dimensions are the rows and columns of a grid; any sharded before them make a *panel*, a grid of its own,
-of each of their positions. What is too much to show is a gap: `…`.
+dimensions are the rows and columns of a grid. Each position of the sharded dimensions before them has a grid
+of its own, a *panel*. Omitted rows, columns and panels are a gap: `…`.
 
     for line in picture(pieces, axes, width=100):
       print(''.join(part.text for part in line))
 
-A line is made of segments, and a segment knows what it is: whoever prints in colour, or makes rectangles
-of the cells, needs nothing but the lines.
+A line is a list of segments with roles, so colours and SVG rectangles can be derived from the lines alone.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ import numpy as np
 from flax_spmd._src.draw.slices import Pieces, Ranges, number_of, positions_of
 from flax_spmd._src.text import plural
 
-_ROWS, _ROWS_OF_MORE, _PANELS = 16, 8, 4  # a grid's rows are all shown up to 16, else 8 of them
-_RUNS = 8  # of device ids in one cell: more are never shown
+_ROWS, _ROWS_OF_MORE, _PANELS = 16, 8, 4  # up to 16 rows are all shown; of more, 8
+_RUNS = 8  # largest number of runs of device ids in one cell
 _GAP = '…'
 
 
 class Segment(NamedTuple):
-  """Some characters of a line: words, a label, the frame, or a cell with its slice's key and ranges."""
+  """Characters of a line: words, a label, a part of the frame, or a cell with its slice's key and ranges."""
 
   text: str
   role: Literal['words', 'label', 'frame', 'cell']
@@ -43,15 +42,15 @@ Line: TypeAlias = list[Segment]
 
 
 def picture(pieces: Pieces, axes: Sequence[Sequence[str]], width: int) -> Iterator[Line]:
-  """The lines of a legend and of the grids that it explains.
+  """The lines of a legend and of its grids.
 
   Args:
-    pieces: what lies where.
+    pieces: pieces of the array, and their devices.
     axes: per dimension, the mesh axes that it is sharded over, as far as they are known.
-    width: in characters. A wider grid loses its middle; its first and last column always stay.
+    width: width in characters. A wider grid is shortened in the middle.
   """
   counts = pieces.counts
-  # Whole dimensions stand in where fewer than two are sharded.
+  # With fewer than two sharded dimensions, others fill the grid.
   grid = sorted(sorted(range(len(counts)), key=lambda dim: (counts[dim] > 1, dim))[-2:])
   panels = [dim for dim, count in enumerate(counts) if count > 1 and dim not in grid]
   yield from words(_legend(counts, axes, grid, panels), width)
@@ -59,16 +58,16 @@ def picture(pieces: Pieces, axes: Sequence[Sequence[str]], width: int) -> Iterat
 
 
 def words(text: str, width: int) -> list[Line]:
-  """A sentence, wrapped."""
+  """A sentence, wrapped to a width in characters."""
   wrapped = textwrap.wrap(text, width, subsequent_indent='  ', break_on_hyphens=False)
   return [[Segment(line, 'words')] for line in wrapped]
 
 
 def colour(key: int) -> str:
-  """A light colour that dark words stand on, and unlike its neighbours' in row and column.
+  """A light background colour for dark text, distinct from those of neighbours in the same row and column.
 
-  Hue and lightness are Roberts' R2 sequence (powers of 1 / plastic number): in a sequence of hues
-  alone, some widths of a grid put nearly equal ones below one another.
+  Hue and lightness are Roberts' R2 sequence (powers of 1 / plastic number). With a sequence of hues alone,
+  grids of some widths would have nearly equal colours in one column.
   """
   hue, lightness = (0.58 + key * 0.7548777) % 1, 0.7 + 0.16 * (key * 0.5698403 % 1)
   red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.65)
@@ -92,7 +91,7 @@ def _legend(
 
 
 def _panels(pieces: Pieces, grid: Sequence[int], panels: Sequence[int], width: int) -> Iterator[Line]:
-  """A grid per position of these dimensions; just one if there are none."""
+  """One grid per position of the panel dimensions; a single grid if there are none."""
   sizes = [pieces.counts[dim] for dim in panels]
   count = math.prod(sizes)
   for number in _some(count, _PANELS):
@@ -101,13 +100,13 @@ def _panels(pieces: Pieces, grid: Sequence[int], panels: Sequence[int], width: i
       continue
     at = dict(zip(panels, positions_of(number, sizes)))
     if at:
-      places = (f'dim {dim} at {_range(pieces, dim, position)}' for dim, position in at.items())
-      yield from [[], *words(', '.join(places), width)]
+      positions = (f'dim {dim} at {_range(pieces, dim, position)}' for dim, position in at.items())
+      yield from [[], *words(', '.join(positions), width)]
     yield from _grid(pieces, grid, at, width)
 
 
 def _grid(pieces: Pieces, grid: Sequence[int], at: Mapping[int, int], width: int) -> list[Line]:
-  """One grid, with as many columns as fit."""
+  """One grid, with as many columns as fit into the width."""
   row, column = [None, None, *grid][-2:]
   counts = {None: 1, **dict(enumerate(pieces.counts))}
   rows = _some(counts[row], _ROWS if counts[row] <= _ROWS else _ROWS_OF_MORE)
@@ -125,7 +124,7 @@ def _grid(pieces: Pieces, grid: Sequence[int], at: Mapping[int, int], width: int
 
 
 def _some(count: int, most: int) -> list[int | None]:
-  """All of `range(count)`, or its first and last ones around a gap.
+  """All of `range(count)`, or its first and last entries around a gap (None).
 
   Example:
     >>> _some(9, 4)
@@ -153,7 +152,7 @@ def _cell(pieces: Pieces, at: Mapping[int | None, int | None]) -> Segment:
 
 
 def _ids(devices: np.ndarray) -> str:
-  """Device ids, in runs; many runs end in their number.
+  """Device ids as runs; many runs are shortened, with the number of devices.
 
   Example:
     >>> _ids(np.array([0, 1, 4, 8, 9, 10])), _ids(np.arange(0, 64, 2))
@@ -173,7 +172,7 @@ def _run(first: int, last: int) -> str:
 
 
 def _framed(labels: Sequence[str], headings: Sequence[str], cells: list[list[Segment]]) -> list[Line]:
-  """A table: its cells, centred in columns of one width (but for a gap), and its frame."""
+  """A framed table with cells centred in columns of equal width, except for gaps."""
   widest = max(len(text) for text in [*headings, *(cell.text for row in cells for cell in row)])
   widths = [(1 if heading == _GAP else widest) + 2 for heading in headings]
   margin = max(map(len, labels))

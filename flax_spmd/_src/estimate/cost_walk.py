@@ -1,9 +1,11 @@
-"""Walking: what a step does on each device, from how each of its values lies.
+"""Cost walk: FLOPs, memory traffic, collectives and peak memory of a step, from the shardings of its values.
 
-One pass over the program, in the order in which it is written. Wherever an operand does not lie as an
-operation needs it there are collectives, in loops as often as the loop runs; what is moved to the same place
-twice is moved once. Of sums that devices have parts of, several that are added are added first, and reduced
-once.
+One pass over the program in order. Wherever an operand is not sharded as its operation requires, collectives are
+added, once per run of the enclosing loops. Three rules keep XLA's economy:
+
+* A value is resharded to one sharding once, however many operations need it.
+* A gather is deferred until an operation needs its result; an elementwise operation often does not.
+* Partial sums that are added to each other are added first, and reduced once.
 """
 
 from __future__ import annotations
@@ -12,29 +14,35 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.collective_combiner import Bundles
-from flax_spmd._src.estimate.graph import Block, Dims, Graph, Op, Value, pieces, tile
-from flax_spmd._src.estimate.live_buffers import BARRIER, Stored, free_values, given_values, stored
-from flax_spmd._src.estimate.operations import is_elementwise, need
-from flax_spmd._src.estimate.requirements import Need, Seen
-from flax_spmd._src.estimate.resharding import Move, moves, summing, tangled
-from flax_spmd._src.estimate.wire_dtypes import sent_as
+from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
+from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op, Spec, shard_count, shard_size
+from flax_spmd._src.estimate.live_buffers import (
+  BARRIER,
+  BlockLiveness,
+  argument_derived_values,
+  liveness,
+  rematerialisable_values,
+)
+from flax_spmd._src.estimate.operations import is_elementwise, requirement
+from flax_spmd._src.estimate.requirements import Context, Requirement
+from flax_spmd._src.estimate.resharding import CollectiveOp, is_ambiguous, reduce_partial_sum, reshard
+from flax_spmd._src.estimate.wire_dtypes import wire_values
 from flax_spmd._src.hlo.counts import Counts
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
-_CUTS = ('dynamic_slice', 'dynamic_update_slice')
+_SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _PRODUCTS = ('dot_general', 'convolution')
-_TINY = 2**16  # bytes on the wire in a step; what is tangled and smaller is not worth a doubt
+_NEGLIGIBLE = 2**16  # bytes on the wire in a step, below which an ambiguous resharding is no doubt
 
 
-class Walked(NamedTuple):
-  """What a step does on each device.
+class WalkResult(NamedTuple):
+  """The costs of a step on each device.
 
   Attributes:
-    counts: as of a compiled program.
-    temporaries: bytes of memory at the peak, besides arguments and results.
-    doubts: where XLA may do otherwise, as lines.
+    counts: FLOPs, memory traffic and collectives, as of a compiled program.
+    temporaries: peak memory in bytes besides arguments and results.
+    doubts: places where XLA could choose otherwise, one line each.
   """
 
   counts: Counts
@@ -42,37 +50,52 @@ class Walked(NamedTuple):
   doubts: tuple[str, ...]
 
 
-class Program:
-  """A graph, with what is known of it whatever its layout."""
+class AnalyzedGraph:
+  """A graph with everything that follows from it whatever the layout.
+
+  Args:
+    graph: the program.
+
+  Attributes:
+    graph: the program.
+    rematerialisable: values that every device can compute by itself.
+    argument_derived: arguments of the step, and views of them.
+    liveness: liveness of the main block.
+    wire_values: values that are sent in a narrower dtype.
+    constants: scalar integer constants.
+    uses: number of uses per value.
+    dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
+  """
 
   def __init__(self, graph: Graph):
     self.graph = graph
-    self.free = free_values(graph)
-    self.stored = stored(graph.main, self.free)
+    self.rematerialisable = rematerialisable_values(graph)
+    self.argument_derived = argument_derived_values(graph)
+    self.liveness = liveness(graph.main, self.rematerialisable)
+    self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
-    self.narrow = sent_as(graph)
-    self.given = given_values(graph)
     self.uses: dict[int, int] = {}
-    products: dict[str, int] = {}
-    self._learn(graph.main, products)
-    self.dtype = _name(max(products, key=lambda dtype: products[dtype], default='f32'))
+    product_sizes: dict[str, int] = {}
+    self._scan(graph.main, product_sizes)
+    self.dtype = _chip_dtype(max(product_sizes, key=lambda dtype: product_sizes[dtype], default='f32'))
 
-  def _learn(self, block: Block, products: dict[str, int]) -> None:
+  def _scan(self, block: Block, product_sizes: dict[str, int]) -> None:
     for op in block.ops:
       for value in op.operands:
         self.uses[value] = self.uses.get(value, 0) + 1
-      if op.details.get('value') is not None:
-        self.constants[op.results[0]] = op.details['value']
+      if op.attributes.get('value') is not None:
+        self.constants[op.results[0]] = op.attributes['value']
       if op.kind in _PRODUCTS:
         dtype = self.graph.values[op.operands[0]].dtype
-        products[dtype] = products.get(dtype, 0) + math.prod(self.graph.values[op.results[0]].shape)
+        size = math.prod(self.graph.values[op.results[0]].shape)
+        product_sizes[dtype] = product_sizes.get(dtype, 0) + size
       for inner in op.blocks:
-        self._learn(inner, products)
+        self._scan(inner, product_sizes)
     for value in block.returned:
       self.uses[value] = self.uses.get(value, 0) + 1
 
-  def trips(self, loop: Op) -> int:
-    """How often a loop runs: up to the constant that its condition compares with."""
+  def trip_count(self, loop: Op) -> int:
+    """The number of iterations of a loop: up to the constant in its condition; 1 without a constant."""
     condition = loop.blocks[0]
     outer = dict(zip(condition.arguments, loop.operands))
     for op in condition.ops:
@@ -83,101 +106,104 @@ class Program:
     return 1
 
   def walk(
-    self, dims: Sequence[Dims], results: Sequence[Dims | None], sizes: Mapping[str, int]
-  ) -> Walked:
-    """What the program does if its values lie as `dims` says, and its results as `results`."""
-    walk = _Walk(self, list(dims), sizes)
-    peak = walk.block(self.graph.main, self.stored, 1, results)
-    collectives = sorted(walk.bundles.collectives(), key=lambda one: -one.wire)
+    self, specs: Sequence[Spec], results: Sequence[Spec | None], sizes: Mapping[str, int]
+  ) -> WalkResult:
+    """The costs under a layout.
+
+    Args:
+      specs: sharding of each value.
+      results: sharding that each result of the step needs; None accepts any.
+      sizes: size per mesh axis.
+    """
+    walk = _CostWalk(self, list(specs), sizes)
+    peak = walk.block(self.graph.main, self.liveness, 1, results)
+    collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
-    return Walked(counts, peak, tuple(dict.fromkeys(walk.doubts)))
+    return WalkResult(counts, peak, tuple(dict.fromkeys(walk.doubts)))
 
 
-def _name(dtype: str) -> str:
-  """A dtype as the table of chips has it."""
+def _chip_dtype(dtype: str) -> str:
+  """A dtype in the spelling of the table of chips."""
   return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
 
 
-def _only_gathers(made: Sequence[Move]) -> bool:
-  return bool(made) and all(move.kind == 'all-gather' for move in made)
+def _are_gathers(ops: Sequence[CollectiveOp]) -> bool:
+  return bool(ops) and all(op.kind == 'all-gather' for op in ops)
 
 
-class _Sum(NamedTuple):
-  """A value of which devices have parts of a sum."""
+class _PartialSum(NamedTuple):
+  """A value of which devices hold partial sums, not yet reduced."""
 
-  natural: Dims
-  parts: tuple[str, ...]
+  natural_sharding: Spec
+  partial_axes: tuple[str, ...]
   times: int
   source: str
 
 
-class _Walk:
-  """One pass, with what it has found so far."""
+class _CostWalk:
+  """One pass, with its running totals."""
 
-  def __init__(self, program: Program, dims: list[Dims], sizes: Mapping[str, int]):
-    self.program, self.dims, self.sizes = program, dims, sizes
-    self.values = program.graph.values
-    self.bundles = Bundles(sizes)
-    self.inside = 0  # the block, as the number of its loop's first result
+  def __init__(self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int]):
+    self.analyzed, self.specs, self.sizes = analyzed, specs, sizes
+    self.values = analyzed.graph.values
+    self.combiner = CollectiveCombiner(sizes)
+    self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
     self.doubts: list[str] = []
-    self.moved: set[tuple[int, Dims]] = set()
-    self.sums: dict[int, _Sum] = {}
-    self.made: set[int] = set()  # of these, what was computed so
-    self.late: dict[int, Dims] = {}  # how values still lie that are only gathered where that is needed
-    self.sizes_known: dict[int, float] = {}  # bytes of values, as they lie
-    self.copies = 0.0  # bytes of what the current operation has gathered
+    self.resharded: set[tuple[int, Spec]] = set()
+    self.partial_sums: dict[int, _PartialSum] = {}
+    self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
+    self.deferred_computed: set[int] = set()  # those among them that were computed from several operands
+    self.known_bytes: dict[int, float] = {}
+    self.gathered_bytes = 0.0  # by the current operation
 
-  def block(self, block: Block, stored: Stored, times: int, results: Sequence[Dims | None]) -> float:
-    """Walks a block; returns the peak of what it needs besides what it is given."""
+  def block(
+    self, block: Block, live: BlockLiveness, times: int, results: Sequence[Spec | None]
+  ) -> float:
+    """Walks a block, and returns its peak memory besides its arguments."""
     alive: dict[int, float] = {}
     now = peak = 0.0
-    held: set[int] = set()  # by what comes last
-    stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
+    held: set[int] = set()  # by operations that run last
+    fills_stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
     for index, op in enumerate(block.ops):
-      self.copies = 0.0
-      inner = self._op(op, stored.inner[index], times)
-      self.bundles.follow(op.results, op.operands)
-      for value in stored.written[index]:
-        alive[value] = self._written(op, value)
+      self.gathered_bytes = 0.0
+      inner_peak = self._op(op, live.inner[index], times)
+      self.combiner.add_dependences(op.results, op.operands)
+      for value in live.written[index]:
+        alive[value] = self._written_bytes(op, value)
         now += alive[value]
-      self.hbm += times * sum(map(self._bytes, (*stored.written[index], *self._read(op, stored, index))))
-      if op.kind == 'while':  # its buffers; those that it is given may be overwritten
+      reads = () if op.blocks else live.reads[index]
+      self.hbm += times * sum(map(self._bytes, (*live.written[index], *reads)))
+      if op.kind == 'while':  # its buffers reuse those of operands that end here
         for operand, result in zip(op.operands, op.results):
-          if operand in alive and operand in stored.ending[index]:
+          if operand in alive and operand in live.ending[index]:
             now -= alive.pop(operand)
-          alive[result] = 0.0 if self._is_argument(operand, block) else self._bytes(result)
+          alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
           now += alive[result]
-      peak = max(peak, now + inner + self.copies)
-      if stacks and self._comes_last(op):
-        held.update(stored.reads[index])
-      for value in stored.ending[index]:
+      peak = max(peak, now + inner_peak + self.gathered_bytes)
+      if fills_stacks and self._runs_last(op):
+        held.update(live.reads[index])
+      for value in live.ending[index]:
         if value not in held:
           now -= alive.pop(value, 0.0)
-    for value, wanted in zip(block.returned, results):
-      self._bring(value, wanted or self.dims[value], times, '')
-    self.hbm += times * sum(map(self._bytes, stored.returned))
+    for value, required in zip(block.returned, results):
+      self._bring(value, required or self.specs[value], times, '')
+    self.hbm += times * sum(map(self._bytes, live.returned))
     return peak
 
-  def _comes_last(self, op: Op) -> bool:
-    """Whether it is a product that is reduced in a loop: schedulers put those off, and keep what they read.
+  def _runs_last(self, op: Op) -> bool:
+    """Whether an operation is a product in a loop whose result is reduced over devices.
 
-    So they do in a loop over layers, which puts each one's gradient into a stack. A loop that adds
-    gradients up (over microbatches) may have whole models in its body, and keeps less of them than that: it is
-    taken to keep nothing for its sums, which is too little for a small body.
+    Schedulers delay such a product, which keeps its operands live, in a loop over layers that stacks their
+    gradients. A loop over microbatches, which adds gradients up, can have a whole model as its body, and keeps
+    far less of it; it is taken to keep nothing, which is too little for a small body.
     """
-    return self.inside > 0 and op.kind == 'dot_general' and op.results[0] in self.sums
+    return self.loop > 0 and op.kind == 'dot_general' and op.results[0] in self.partial_sums
 
-  def _read(self, op: Op, stored: Stored, index: int) -> tuple[int, ...]:
-    return () if op.blocks else stored.reads[index]
-
-  def _is_argument(self, value: int, block: Block) -> bool:
-    return value in block.arguments
-
-  def _op(self, op: Op, inner: Sequence[Stored], times: int) -> float:
-    """What an operation does; returns the memory that is needed while it runs."""
-    if self._adds_sums(op) or self._hands_on_sum(op):
+  def _op(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
+    """Adds the costs of an operation, and returns the peak memory of its blocks."""
+    if self._merge_partial_sums(op) or self._forward_partial_sum(op):
       return 0.0
     if op.kind == 'while':
       return self._loop(op, inner, times)
@@ -189,184 +215,199 @@ class _Walk:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0
-    if op.results[0] not in self.program.free and not self._is_at_home(op):
+    if op.results[0] not in self.analyzed.rematerialisable and not self._is_local(op):
       self._compute(op, times)
     return 0.0
 
-  def _is_at_home(self, op: Op) -> bool:
-    """Whether nothing has to be moved: it works element by element on what lies as its result does."""
-    after = self.dims[op.results[0]]
+  def _is_local(self, op: Op) -> bool:
+    """Whether an operation is elementwise, and its operands have the sharding of its result."""
+    result_spec = self.specs[op.results[0]]
     return is_elementwise(op) and all(
-      value in self.program.free
-      or (self.dims[value] == after and value not in self.late and value not in self.sums)
+      value in self.analyzed.rematerialisable
+      or (
+        self.specs[value] == result_spec
+        and value not in self.deferred_gathers
+        and value not in self.partial_sums
+      )
       for value in op.operands
     )
 
   def _compute(self, op: Op, times: int) -> None:
-    seen = self._seen(op)
-    found = need(op, seen)
-    for value, wanted in zip(op.operands, found.operands):
-      self._doubt(op, value, wanted)
-      self._bring(value, wanted or self.dims[value], times, op.source)
-    self.flops += times * found.flops
+    required = requirement(op, self._context(op))
+    for value, spec in zip(op.operands, required.operands):
+      self._add_doubts(op, value, spec)
+      self._bring(value, spec or self.specs[value], times, op.source)
+    self.flops += times * required.flops
     if op.kind == 'custom_call':
-      name = op.details.get('call_target_name', op.kind)
+      name = op.attributes.get('call_target_name', op.kind)
       self.opaque[name] = self.opaque.get(name, 0) + times
     for value in op.results:
-      self._came(value, found, times, op)
+      self._add_result(value, required, times, op)
 
-  def _doubt(self, op: Op, value: int, wanted: Dims | None) -> None:
-    """Notes what XLA has several ways to do: activations moved for a product, slices along what is divided."""
-    if wanted is None or self._bytes(value) < _TINY:
+  def _add_doubts(self, op: Op, value: int, required: Spec | None) -> None:
+    """Notes two cases for which XLA has several ways: activations resharded for a product, sharded slices."""
+    if required is None or self._bytes(value) < _NEGLIGIBLE:
       return
-    weight = value in self.program.given or value in self.program.free
-    if op.kind == 'dot_general' and not weight and self._moves(op, value, wanted):
-      self.doubts.append(f'{op.source}: activations moved for a product')
-    if op.kind in _CUTS and wanted != self.dims[value]:
-      self.doubts.append(f'{op.source}: slices along a dimension that is divided')
+    is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
+    if op.kind == 'dot_general' and not is_weight and self._differs(op, value, required):
+      self.doubts.append(f'{op.source}: activations resharded for a matrix product')
+    if op.kind in _SLICES and required != self.specs[value]:
+      self.doubts.append(f'{op.source}: slice along a sharded dimension')
 
-  def _moves(self, op: Op, value: int, wanted: Dims) -> bool:
-    return bool(moves(self.values[value], self._seen_as(value, op), wanted, self.sizes))
+  def _differs(self, op: Op, value: int, required: Spec) -> bool:
+    return bool(reshard(self.values[value], self._operand_spec(value, op), required, self.sizes))
 
-  def _came(self, value: int, found: Need, times: int, op: Op) -> None:
-    """A result; it lies as it does by itself until something needs it."""
-    if found.parts:
-      self.sums[value] = _Sum(found.natural, found.parts, times, op.source)
-    elif found.natural != self.dims[value] and len(found.natural) == len(self.dims[value]):
-      made = moves(self._sent(value), found.natural, self.dims[value], self.sizes)
-      if _only_gathers(made):
-        self.late[value] = found.natural
-        self.made |= {value} if len(op.operands) > 1 else set()
+  def _add_result(self, value: int, required: Requirement, times: int, op: Op) -> None:
+    """Records a result in its natural sharding, until an operation needs it otherwise."""
+    natural, spec = required.natural_sharding, self.specs[value]
+    if required.partial_axes:
+      self.partial_sums[value] = _PartialSum(natural, required.partial_axes, times, op.source)
+    elif natural != spec and len(natural) == len(spec):
+      ops = reshard(self._wire_value(value), natural, spec, self.sizes)
+      if _are_gathers(ops):
+        self.deferred_gathers[value] = natural
+        self.deferred_computed |= {value} if len(op.operands) > 1 else set()
       else:
-        self._emit(made, times, value, op.source)
+        self._add_collectives(ops, times, value, op.source)
 
-  def _seen(self, op: Op) -> Seen:
-    return Seen(
+  def _context(self, op: Op) -> Context:
+    return Context(
       [self.values[value] for value in op.operands],
-      [self._seen_as(value, op) for value in op.operands],
-      [self._sent(value) for value in op.operands],
-      [value in self.program.free or value in self.sums for value in op.operands],
+      [self._operand_spec(value, op) for value in op.operands],
+      [self._wire_value(value) for value in op.operands],
+      [value in self.analyzed.rematerialisable or value in self.partial_sums for value in op.operands],
       self.values[op.results[0]],
-      self.dims[op.results[0]],
+      self.specs[op.results[0]],
       self.sizes,
     )
 
-  def _seen_as(self, value: int, op: Op) -> Dims:
-    """How a value lies; for a product, what was made there lies as before it is gathered."""
-    if op.kind == 'dot_general' and value in self.made:
-      return self.late.get(value, self.dims[value])
-    return self.dims[value]
+  def _operand_spec(self, value: int, op: Op) -> Spec:
+    """The sharding of an operand; for a product, that of a computed operand before its deferred gather."""
+    if op.kind == 'dot_general' and value in self.deferred_computed:
+      return self.deferred_gathers.get(value, self.specs[value])
+    return self.specs[value]
 
-  def _adds_sums(self, op: Op) -> bool:
-    """Whether an addition adds parts of two sums alike, which nothing else needs."""
-    if op.kind != 'add' or not all(value in self.sums for value in op.operands):
+  def _merge_partial_sums(self, op: Op) -> bool:
+    """Adds two partial sums before either is reduced, if that is their only use; returns whether it did."""
+    if op.kind != 'add' or not all(value in self.partial_sums for value in op.operands):
       return False
-    one, other = (self.sums[value] for value in op.operands)
-    if one[:2] != other[:2] or any(self.program.uses[value] > 1 for value in op.operands):
+    one, other = (self.partial_sums[value] for value in op.operands)
+    if one[:2] != other[:2] or any(self.analyzed.uses[value] > 1 for value in op.operands):
       return False
     for value in op.operands:
-      del self.sums[value]
-    self.sums[op.results[0]] = one
+      del self.partial_sums[value]
+    self.partial_sums[op.results[0]] = one
     return True
 
-  def _hands_on_sum(self, op: Op) -> bool:
-    """Whether a sum that nothing else needs is turned, or told where to lie: it is added up after that."""
-    turned = op.kind == 'transpose'
-    if not (turned or op.kind in _CONSTRAINTS) or self.program.uses[op.operands[0]] > 1:
+  def _forward_partial_sum(self, op: Op) -> bool:
+    """Transposes or constrains a partial sum before it is reduced, if that is its only use; returns whether it did."""
+    transposed = op.kind == 'transpose'
+    if not (transposed or op.kind in _CONSTRAINTS) or self.analyzed.uses[op.operands[0]] > 1:
       return False
-    found = self.sums.pop(op.operands[0], None)
-    if found and turned:
-      found = found._replace(natural=tuple(found.natural[dim] for dim in op.details['permutation']))
-    if found:
-      self.sums[op.results[0]] = found
-    return found is not None
+    partial = self.partial_sums.pop(op.operands[0], None)
+    if partial and transposed:
+      natural = tuple(partial.natural_sharding[dim] for dim in op.attributes['permutation'])
+      partial = partial._replace(natural_sharding=natural)
+    if partial:
+      self.partial_sums[op.results[0]] = partial
+    return partial is not None
 
   def _constrain(self, operand: int, result: int, times: int, source: str) -> None:
-    """A value that is told where to lie; it is gathered for that only where somebody looks."""
-    lies = self.late.get(operand, self.dims[operand])
-    if _only_gathers(moves(self._sent(operand), lies, self.dims[result], self.sizes)):
-      self.late[result] = lies
-      self.made |= {result} if operand in self.made else set()
+    """Reshards a value as a constraint demands; a gather is deferred until an operation needs it."""
+    present = self.deferred_gathers.get(operand, self.specs[operand])
+    ops = reshard(self._wire_value(operand), present, self.specs[result], self.sizes)
+    if _are_gathers(ops):
+      self.deferred_gathers[result] = present
+      self.deferred_computed |= {result} if operand in self.deferred_computed else set()
     else:
-      self._bring(operand, self.dims[result], times, source)
+      self._bring(operand, self.specs[result], times, source)
 
-  def _settle(self, value: int, wanted: Dims | None = None) -> None:
-    """Adds up a sum that is needed: to where it is, if nothing else needs it."""
-    found = self.sums.pop(value, None)
-    if found is None:
+  def _reduce(self, value: int, required: Spec | None = None) -> None:
+    """Reduces a partial sum that is needed now, straight to the required sharding if that is its only use."""
+    partial = self.partial_sums.pop(value, None)
+    if partial is None:
       return
-    if wanted is not None and self.program.uses[value] == 1:
-      self.dims[value] = wanted
-      self.sizes_known.pop(value, None)
-    made = summing(self.values[value], found.natural, found.parts, self.dims[value], self.sizes)
-    self._emit(made, found.times, value, found.source)
+    if required is not None and self.analyzed.uses[value] == 1:
+      self.specs[value] = required
+      self.known_bytes.pop(value, None)
+    ops = reduce_partial_sum(
+      self.values[value],
+      partial.natural_sharding,
+      partial.partial_axes,
+      self.specs[value],
+      self.sizes,
+    )
+    self._add_collectives(ops, partial.times, value, partial.source)
 
-  def _loop(self, op: Op, inner: Sequence[Stored], times: int) -> float:
-    """A loop: its body, as often as it runs."""
+  def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
+    """Adds the costs of all iterations of a loop."""
     for operand, result in zip(op.operands, op.results):
-      self._bring(operand, self.dims[result], times, op.source)
-    outside = self.moved, self.inside
-    self.moved, self.inside = set(), op.results[0]
-    often = times * self.program.trips(op)
-    peak = self.block(op.blocks[1], inner[1], often, [self.dims[result] for result in op.results])
-    self.moved, self.inside = outside
+      self._bring(operand, self.specs[result], times, op.source)
+    outside = self.resharded, self.loop
+    self.resharded, self.loop = set(), op.results[0]
+    iterations = times * self.analyzed.trip_count(op)
+    carried = [self.specs[result] for result in op.results]
+    peak = self.block(op.blocks[1], inner[1], iterations, carried)
+    self.resharded, self.loop = outside
     return peak
 
-  def _branch(self, op: Op, inner: Sequence[Stored], times: int) -> float:
-    """A branch: the way that does most, as it is not known which is taken."""
-    results = [self.dims[result] for result in op.results]
-    before = self.flops, self.hbm, self.bundles
-    ways: list[tuple[float, float, Bundles, float]] = []
-    for block, kept in zip(op.blocks, inner):
-      self.flops, self.hbm, self.bundles = 0.0, 0.0, Bundles(self.sizes)
-      peak = self.block(block, kept, times, results)
-      ways.append((self.flops, self.hbm, self.bundles, peak))
-    flops, hbm, bundles, _ = max(ways, key=lambda way: (way[0], way[1]))
-    self.flops, self.hbm, self.bundles = before[0] + flops, before[1] + hbm, before[2]
-    self.bundles.take(bundles)
-    return max(way[3] for way in ways) + sum(map(self._bytes, op.results))
+  def _branch(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
+    """Adds the costs of the most expensive branch, as the one taken is unknown."""
+    results = [self.specs[result] for result in op.results]
+    before = self.flops, self.hbm, self.combiner
+    branches: list[tuple[float, float, CollectiveCombiner, float]] = []
+    for block, live in zip(op.blocks, inner):
+      self.flops, self.hbm, self.combiner = 0.0, 0.0, CollectiveCombiner(self.sizes)
+      peak = self.block(block, live, times, results)
+      branches.append((self.flops, self.hbm, self.combiner, peak))
+    flops, hbm, combiner, _ = max(branches, key=lambda branch: branch[:2])
+    self.flops, self.hbm, self.combiner = before[0] + flops, before[1] + hbm, before[2]
+    self.combiner.extend(combiner)
+    return max(branch[3] for branch in branches) + sum(map(self._bytes, op.results))
 
-  def _bring(self, value: int, wanted: Dims, times: int, source: str) -> None:
-    """Moves a value to where it is needed, unless it was moved there before."""
-    self._settle(value, wanted)
-    if value in self.late and value not in self.program.free:
-      if not moves(self.values[value], self.late[value], wanted, self.sizes):
+  def _bring(self, value: int, required: Spec, times: int, source: str) -> None:
+    """Reshards a value as required, unless that was done before."""
+    self._reduce(value, required)
+    if value in self.deferred_gathers and value not in self.analyzed.rematerialisable:
+      if not reshard(self.values[value], self.deferred_gathers[value], required, self.sizes):
         return
-      self._move(value, self.late.pop(value), self.dims[value], times, source)
-    if wanted == self.dims[value] or value in self.program.free or (value, wanted) in self.moved:
+      self._reshard(value, self.deferred_gathers.pop(value), self.specs[value], times, source)
+    if required == self.specs[value] or value in self.analyzed.rematerialisable:
       return
-    self.moved.add((value, wanted))
-    self._move(value, self.dims[value], wanted, times, source)
+    if (value, required) not in self.resharded:
+      self.resharded.add((value, required))
+      self._reshard(value, self.specs[value], required, times, source)
 
-  def _move(self, value: int, before: Dims, after: Dims, times: int, source: str) -> None:
-    made = moves(self._sent(value), before, after, self.sizes)
-    if any(move.kind == 'all-gather' for move in made):
-      copy = tile(self.values[value].shape, after, self.sizes) * self.values[value].item
-      self.copies += copy
+  def _reshard(self, value: int, before: Spec, after: Spec, times: int, source: str) -> None:
+    ops = reshard(self._wire_value(value), before, after, self.sizes)
+    if any(op.kind == 'all-gather' for op in ops):
+      copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
+      self.gathered_bytes += copy
       self.hbm += times * copy
-    self._emit(made, times, value, source)
+    self._add_collectives(ops, times, value, source)
 
-  def _emit(self, made: Sequence[Move], times: int, value: int, source: str) -> None:
-    for move in made:  # each reads its operand and writes its result
-      results = pieces(move.axes, self.sizes) ** _GROWTH.get(move.kind, 0)
-      self.hbm += times * move.bytes * (1 + results)
-    dtype = self._sent(value).dtype
-    self.bundles.add(value, made, times, dtype, source, self.inside)
-    if tangled(made) and times * sum(move.bytes for move in made) > _TINY:
-      self.doubts.append(f'{source}: {" then ".join(move.kind for move in made)} of one array')
+  def _add_collectives(self, ops: Sequence[CollectiveOp], times: int, value: int, source: str) -> None:
+    for op in ops:  # each reads its operand and writes its result
+      growth = shard_count(op.axes, self.sizes) ** _GROWTH.get(op.kind, 0)
+      self.hbm += times * op.bytes * (1 + growth)
+    dtype = self._wire_value(value).dtype
+    self.combiner.add(value, ops, times, dtype, source, self.loop)
+    if is_ambiguous(ops) and times * sum(op.bytes for op in ops) > _NEGLIGIBLE:
+      self.doubts.append(f'{source}: {" then ".join(op.kind for op in ops)} of one array')
 
-  def _sent(self, value: int) -> Value:
-    """A value as it is sent."""
-    return self.program.narrow.get(value, self.values[value])
+  def _wire_value(self, value: int) -> GraphValue:
+    """A value with the dtype in which it is sent."""
+    return self.analyzed.wire_values.get(value, self.values[value])
 
-  def _written(self, op: Op, value: int) -> float:
-    """Bytes of a result; of a product that is added up some time later, as each device's part of it lies."""
-    if value not in self.sums or op.kind not in _PRODUCTS or self.inside:
+  def _written_bytes(self, op: Op, value: int) -> float:
+    """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
+    if value not in self.partial_sums or op.kind not in _PRODUCTS or self.loop:
       return self._bytes(value)
-    return tile(self.values[value].shape, self.sums[value].natural, self.sizes) * self.values[value].item
+    natural = self.partial_sums[value].natural_sharding
+    return shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
 
   def _bytes(self, value: int) -> float:
-    if value not in self.sizes_known:
-      shape, item = self.values[value].shape, self.values[value].item
-      self.sizes_known[value] = tile(shape, self.dims[value], self.sizes) * item
-    return self.sizes_known[value]
+    if value not in self.known_bytes:
+      shape, itemsize = self.values[value].shape, self.values[value].itemsize
+      self.known_bytes[value] = shard_size(shape, self.specs[value], self.sizes) * itemsize
+    return self.known_bytes[value]

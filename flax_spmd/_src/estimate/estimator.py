@@ -1,17 +1,24 @@
-"""The estimator: what a step would do under a layout, in a small part of a second and without a compiler.
+"""Estimator: the costs and memory of a step under any layout, without a compiler.
 
-    estimator = Estimator(train_step, create_state, batch)      # traced and lowered once
-    estimator.estimate(layout, parse('h100:64')).cost            # per layout: propagated, and counted
+    estimator = Estimator(TrainStep(step, create_state, batch))             # traced and lowered once
+    outcome = estimator.estimate(layout, parse_target('h100:64'))           # hundredths of a second per layout
 
-How it is done: the step is lowered on a mesh whose axes are its logical names (`naming`); per layout the names
-are replaced by mesh axes and Shardy's own propagation says how every value lies (`bindings`); then one walk
-counts what that needs (`walking`, `operations`, `moving`), and what is in memory at once (`storing`).
+The step is lowered on a mesh whose axes are its logical names (`name_mesh`). For a layout, mesh axes replace the
+names, and Shardy's own propagation assigns a sharding to every value (`mlir`). One walk over the program then
+counts FLOPs, memory traffic and collectives, and finds the peak memory (`cost_walk`):
+
+* each operation requires shardings of its operands (`requirements`, `operations`, `matmuls`, `gather_scatter`);
+* a value with another sharding is resharded (`resharding`), in the dtype that is cheapest to send (`wire_dtypes`);
+* independent collectives are combined into one (`collective_combiner`);
+* a value occupies memory from its definition to its last use, unless it is fused (`live_buffers`).
+
+Where XLA could choose otherwise, the estimate carries a doubt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,11 +28,12 @@ from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
+from flax_spmd._src.compare.train_step import TrainStep, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
-from flax_spmd._src.estimate import mlir as bindings
-from flax_spmd._src.estimate.cost_walk import Program
-from flax_spmd._src.estimate.graph import Dims, tile
-from flax_spmd._src.estimate.name_mesh import Lowered, lower_on_names
+from flax_spmd._src.estimate import mlir
+from flax_spmd._src.estimate.cost_walk import AnalyzedGraph
+from flax_spmd._src.estimate.graph import Spec, shard_size
+from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.public_module import set_module
@@ -35,43 +43,39 @@ from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import TargetDeviceError, raise_problems
 
 if TYPE_CHECKING:
-  from flax_spmd._src.estimate.mlir.shardings import Named, Wanted
+  from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
 
-_CLOSE = 0.12  # of the limit; by so much an estimate of memory may be off
-_PARTS = ('params', 'opt_state', '', 'batch')
+_MEMORY_ERROR = 0.12  # relative error of the estimated peak
+_PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
 
 
 @set_module('flax_spmd.explore')
 class Estimator:
-  """A step, lowered once, whose work, traffic and memory can be estimated under any layout.
+  """A step, lowered once, whose costs and memory can be estimated under any layout.
 
   Args:
-    step: `step(state, batch)`; anything that can be jitted.
-    create: makes a state, of `args`; is traced only.
-    batch: the step's second argument in full size: arrays, or `jax.ShapeDtypeStruct`s.
-    args: arguments of `create`.
-    places: where the batch goes, as of `Layout.shard`; default: each first dimension is named `batch`.
-    donate: whether the state is donated.
-    platform: what the step is lowered for: 'cuda', 'tpu' or 'cpu'.
+    train_step: the step and its arguments.
+    platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
 
   Attributes:
-    names: the sizes of the dimensions that each logical name stands for.
-    parameter_names: those that stand for dimensions of the state.
-    together: pairs of names that stand on one array.
+    names: sizes of the dimensions with each logical name.
+    parameter_names: logical names of dimensions of the state.
+    together: pairs of logical names that occur on one array.
 
   Raises:
-    EstimatorError: jaxlib's bindings are not known, or the step has parts of which nothing can be estimated.
-    Exception: whatever the step raises when it is traced.
+    TypeError: the first argument is not a `TrainStep`.
+    EstimatorError: the installed jaxlib is not supported, or parts of the step cannot be estimated.
+    Exception: any error that the step raises while it is traced.
 
   Example:
     >>> def create():
     ...   return {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
     >>> def step(state, x):
     ...   return jax.tree.map(lambda w: w - 0.1, state), jnp.sum((x @ state['w'].unbox()) ** 2)
-    >>> from flax_spmd.explore import parse
-    >>> estimator = Estimator(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> estimator = explore.Estimator(train_step)
     >>> layout = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
-    >>> estimator.estimate(layout, parse('h100:8')).counts.flops
+    >>> estimator.estimate(layout, explore.parse_target('h100:8')).counts.flops
     131072.0
   """
 
@@ -79,63 +83,51 @@ class Estimator:
   parameter_names: frozenset[str]
   together: frozenset[frozenset[str]]
 
-  def __init__(
-    self,
-    step: Callable[..., Any],
-    create: Callable[..., Any],
-    batch: Any,
-    *,
-    args: Sequence[Any] = (),
-    places: Any = None,
-    donate: bool = True,
-    platform: str = 'cuda',
-  ):
-    bindings.check()
-    self._batch, self._places, self._donate = batch, places, donate
-    self._lowered = lower_on_names(step, create, batch, args=args, places=places, platform=platform)
-    state = jax.tree_util.tree_leaves_with_path(self._lowered.state)
+  def __init__(self, train_step: TrainStep, *, platform: str = 'cuda'):
+    check_train_step(train_step, 'Estimator')
+    mlir.check_jaxlib()
+    self._train_step = train_step
+    self._lowering = lower_on_names(train_step, platform)
+    state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._module = bindings.load(self._lowered.code, self.parameter_names)
-    self._program = Program(self._module.graph)
-    self._result_places = list(_places_of_results(self._lowered))
-    batches = len(self._module.graph.main.arguments) - len(state)
-    self._argument_parts = [*(_part(path) for path, _ in state), *['batch'] * batches]
-    self._learn_names()
+    self._module = mlir.prepare(self._lowering.code, self.parameter_names)
+    self._analyzed = AnalyzedGraph(self._module.graph)
+    self._replaced_arguments = list(_replaced_arguments(self._lowering))
+    batch_arrays = len(self._module.graph.main.arguments) - len(state)
+    self._argument_parts = [*(_part(path) for path, _ in state), *['batch'] * batch_arrays]
+    self._collect_names()
 
-  def _learn_names(self) -> None:
+  def _collect_names(self) -> None:
     sizes: dict[str, set[int]] = {}
     together: set[frozenset[str]] = set()
-    leaves = jax.tree.leaves((self._lowered.state, self._data(self._named_layout())))
-    asked = [(leaf.sharding.spec, leaf.shape) for leaf in leaves]
-    asked += [(named.names, shape) for named, shape in self._module.names]
-    for names, shape in asked:
-      found = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
-      for name, size in found.items():
+    batch = abstract_batch(self._train_step, self._name_layout())
+    named = [(leaf.sharding.spec, leaf.shape) for leaf in jax.tree.leaves((self._lowering.state, batch))]
+    named += [(logical.names, shape) for logical, shape in self._module.constraints]
+    for names, shape in named:
+      dims = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
+      for name, size in dims.items():
         sizes.setdefault(name, set()).add(size)
-      together |= {frozenset((one, other)) for one in found for other in found if one != other}
-    self.names = {name: tuple(sorted(found)) for name, found in sorted(sizes.items())}
+      together |= {frozenset((one, other)) for one in dims for other in dims if one != other}
+    self.names = {name: tuple(sorted(values)) for name, values in sorted(sizes.items())}
     self.together = frozenset(together)
 
-  def _named_layout(self) -> Layout:
+  def _name_layout(self) -> Layout:
     """The layout that the step was lowered under."""
-    mesh = next(iter(jax.tree.leaves(self._lowered.state))).sharding.mesh
+    mesh = next(iter(jax.tree.leaves(self._lowering.state))).sharding.mesh
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
-  def _data(self, layout: Layout) -> Any:
-    return abstract_batch(layout, self._batch, self._places)
-
   def estimate(self, layout: Layout, target: Target) -> Outcome:
-    """What the step does under a layout, on a target; nothing is compiled.
+    """Estimates the costs and memory of the step under a layout; nothing is compiled.
 
     Args:
-      layout: its mesh counts by its axes only; it has as many devices as the target.
-      target: the hardware.
+      layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
+      target: hardware to estimate for.
 
     Raises:
-      TargetDeviceError: the mesh is of another size than the target.
-      LayoutError: names that do not fit the mesh.
+      TargetDeviceError: the mesh and the target differ in their number of devices.
+      LayoutError: logical names do not fit the arrays or the mesh.
     """
     sizes = axis_sizes(layout.mesh)
     if math.prod(sizes.values()) != target.devices:
@@ -144,101 +136,103 @@ class Estimator:
         f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
       )
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
-    state = jax.tree.leaves(layout.sharding(self._lowered.state))
-    data = [leaf.sharding for leaf in jax.tree.leaves(self._data(layout))]
+    state = jax.tree.leaves(layout.sharding(self._lowering.state))
+    batch = [leaf.sharding for leaf in jax.tree.leaves(abstract_batch(self._train_step, layout))]
     arguments = [
-      _dims(sharding, len(self._module.graph.values[number].shape))
-      for sharding, number in zip([*state, *data], self._module.graph.main.arguments, strict=True)
+      _spec(sharding, len(self._module.graph.values[value].shape))
+      for sharding, value in zip([*state, *batch], self._module.graph.main.arguments, strict=True)
     ]
-    results = [None if place is None else arguments[place] for place in self._result_places]
-    dims = self._module.propagated(sizes, arguments, results, lambda *one: _wanted(layout, *one))
-    walked = self._program.walk(dims, results, sizes)
-    memory = self._memory(arguments, sizes, walked.temporaries)
+    results = [None if index is None else arguments[index] for index in self._replaced_arguments]
+    specs = self._module.propagate(sizes, arguments, results, lambda *one: _resolve(layout, *one))
+    costs = self._analyzed.walk(specs, results, sizes)
+    memory = self._memory(arguments, sizes, costs.temporaries)
     return Outcome(
       '',
       layout,
       memory,
-      walked.counts,
-      cost(walked.counts, target, sizes, self.dtype),
+      costs.counts,
+      cost(costs.counts, target, sizes, self.dtype),
       memory.peak <= target.chip.memory,
       None,
       None,
       None,
       'estimated',
-      (*walked.doubts, *_close(memory.peak, target.chip.memory)),
+      (*costs.doubts, *_memory_doubts(memory.peak, target.chip.memory)),
     )
 
   @property
   def dtype(self) -> str:
-    """Of the operands of most of the step's matrix products, `bf16` or `f32`."""
-    return self._program.dtype
+    """The operands' dtype of most of the step's matrix products, such as `bf16` or `f32`."""
+    return self._analyzed.dtype
 
-  def _memory(self, arguments: Sequence[Dims], sizes: Mapping[str, int], temporaries: float) -> Memory:
-    """Bytes on a device: those of the arguments by part, and what a step needs besides.
+  def _memory(self, arguments: Sequence[Spec], sizes: Mapping[str, int], temporaries: float) -> Memory:
+    """Bytes on one device.
 
-    A state that is not donated is there twice at the end, when the memory of everything else can be had for it.
+    If the state is not donated, the old and the new one are both live at the end of the step, when the memory of
+    the temporaries is free again.
     """
     values = self._module.graph.values
-    bytes_ = [
-      int(tile(values[number].shape, dims, sizes) * values[number].item)
-      for number, dims in zip(self._module.graph.main.arguments, arguments)
+    argument_bytes = [
+      int(shard_size(values[value].shape, spec, sizes) * values[value].itemsize)
+      for value, spec in zip(self._module.graph.main.arguments, arguments)
     ]
-    parts: dict[str, int] = dict.fromkeys(_PARTS, 0)
-    for part, size in zip(self._argument_parts, bytes_):
-      parts[part] += size
-    again = 0 if self._donate else sum(bytes_) - parts['batch']
-    extra = max(int(temporaries), again)
-    parameters, optimizer, rest, batch = (parts[part] for part in _PARTS)
-    return Memory(parameters, optimizer, rest, batch, extra, sum(bytes_) + extra)
+    by_part: dict[str, int] = dict.fromkeys(_PARTS, 0)
+    for part, size in zip(self._argument_parts, argument_bytes):
+      by_part[part] += size
+    total = sum(argument_bytes)
+    new_state = 0 if self._train_step.donate else total - by_part['batch']
+    extra = max(int(temporaries), new_state)
+    parameters, optimizer, rest, batch = (by_part[part] for part in _PARTS)
+    return Memory(parameters, optimizer, rest, batch, extra, total + extra)
 
 
-def _close(peak: int, limit: int) -> Iterator[str]:
-  """A doubt about whether it fits, where that is a matter of little."""
-  if abs(peak / limit - 1) < _CLOSE:
+def _memory_doubts(peak: int, limit: int) -> Iterator[str]:
+  """A doubt if the peak is close to the limit."""
+  if abs(peak / limit - 1) < _MEMORY_ERROR:
     yield (
-      f'memory: {size_text(peak)} of {size_text(limit)}, too close to tell; compilers compute again what just '
-      'does not fit'
+      f'memory: {size_text(peak)} of {size_text(limit)}, too close to call: a compiler rematerialises values '
+      'that would just not fit'
     )
 
 
-def _dims(sharding: NamedSharding, rank: int) -> Dims:
+def _spec(sharding: NamedSharding, rank: int) -> Spec:
   entries = [axis_names(entry) for entry in sharding.spec]
   return tuple(entries + [()] * (rank - len(entries)))
 
 
-def _wanted(layout: Layout, named: Named, shape: tuple[int, ...]) -> Wanted | None:
-  """What a constraint by names means under a layout; None if it means nothing."""
+def _resolve(layout: Layout, logical: LogicalSharding, shape: tuple[int, ...]) -> ConstraintSpec | None:
+  """The mesh axes of a constraint under a layout; None if the layout has no rules for names."""
   rules = layout.rules
   if not rules.pairs:
     return None
-  found = resolve_for_constraint(rules, named.names, shape, layout.mesh)
-  raise_problems([problem.at('constraint') for problem in found.problems])
-  entries = [*found.spec, *[None] * (len(shape) - len(found.spec))]
+  resolution = resolve_for_constraint(rules, logical.names, shape, layout.mesh)
+  raise_problems([problem.at('constraint') for problem in resolution.problems])
+  entries = [*resolution.spec, *[None] * (len(shape) - len(resolution.spec))]
   return [None if entry is UNCONSTRAINED else axis_names(entry) for entry in entries]
 
 
 def _part(path: Any) -> str:
-  """Which part of the state an array belongs to, by its path."""
+  """The part of the state that an array belongs to, by its path."""
   names = path_string(path).split('/')
   return next((name for name in names if name in ('params', 'opt_state')), '')
 
 
-def _places_of_results(lowered: Lowered) -> Iterator[int | None]:
-  """For each result, which argument it takes the place of: the state's, or a part of it; None for others."""
-  state, result = lowered.state, lowered.result
-  known: list[tuple[Any, int]] = [(state, 0)]
-  begin = 0
+def _replaced_arguments(lowering: NamedLowering) -> Iterator[int | None]:
+  """Per result of the step, the index of the argument that it replaces: the state's, or None for other results."""
+  state, result = lowering.state, lowering.result
+  starts: list[tuple[Any, int]] = [(state, 0)]
+  start = 0
   for child in jax.tree.leaves(state, is_leaf=lambda node: node is not state):
-    known.append((child, begin))
-    begin += len(jax.tree.leaves(child))
+    starts.append((child, start))
+    start += len(jax.tree.leaves(child))
   for part in result if type(result) in (tuple, list) else [result]:
     leaves = jax.tree.leaves(part)
-    place = next((start for tree, start in known if leaves and _alike(tree, part)), None)
-    yield from (None if place is None else place + number for number in range(len(leaves)))
+    first = next((first for tree, first in starts if leaves and _is_alike(tree, part)), None)
+    yield from (None if first is None else first + index for index in range(len(leaves)))
 
 
-def _alike(tree: Any, other: Any) -> bool:
-  """Whether two trees have the same structure and arrays of the same shapes."""
+def _is_alike(tree: Any, other: Any) -> bool:
+  """Whether two trees have the same structure, and their arrays the same shapes."""
   return jax.tree.structure(tree) == jax.tree.structure(other) and all(
     one.shape == two.shape for one, two in zip(jax.tree.leaves(tree), jax.tree.leaves(other))
   )

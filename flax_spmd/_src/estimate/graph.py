@@ -1,11 +1,11 @@
-"""Graphs: what a lowered step computes, as plain values, read once and estimated under many layouts.
+"""Graphs: a lowered step as plain values, read once and estimated under many layouts.
 
-A value is a number; `Graph.values` says its shape and dtype. How a value lies over the mesh is a `Dims`: the
-mesh axes of each of its dimensions, the major one first. `('model[2/4]',)` is a part of an axis, as in
-`explore.groups`: 2 of its 4 positions, the inner ones.
+A value is an integer, an index into `Graph.values`, which holds its shape and dtype. The sharding of a value is
+a `Spec`: like a `PartitionSpec`, but with one tuple of mesh axes for every dimension, major axis first. The
+entry `'model[2/4]'` is a part of an axis, as in `hlo.device_groups`: 2 of its 4 positions, the inner ones.
 
-    dims = ('data',), (), ('model',)         # a (batch, length, embed) array
-    tile(values[number].shape, dims, sizes)  # its shape on one device
+    spec = ('data',), (), ('model',)                        # a (batch, length, embed) array
+    shard_size(graph.values[number].shape, spec, sizes)     # its number of elements on one device
 """
 
 from __future__ import annotations
@@ -16,51 +16,56 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Axes: TypeAlias = tuple[str, ...]
-Dims: TypeAlias = tuple[Axes, ...]
+Spec: TypeAlias = tuple[Axes, ...]
 
 _BITS = re.compile(r'[a-z]+(\d+)')
 
 
 @functools.cache
-def _item(dtype: str) -> float:
-  found = _BITS.match(dtype.removeprefix('complex<'))
-  bits = int(found[1]) if found else 0
+def _itemsize(dtype: str) -> float:
+  match = _BITS.match(dtype.removeprefix('complex<'))
+  bits = int(match[1]) if match else 0
   return 1.0 if dtype == 'i1' else bits / 8 * (2 if dtype.startswith('complex') else 1)
 
 
-class Value(NamedTuple):
-  """An array: its shape, and its dtype as StableHLO writes it (`bf16`, `i32`)."""
+class GraphValue(NamedTuple):
+  """An array of the program.
+
+  Attributes:
+    shape: global shape.
+    dtype: element type in StableHLO's spelling, such as `bf16` or `i32`.
+  """
 
   shape: tuple[int, ...]
   dtype: str
 
   @property
-  def item(self) -> float:
-    """Bytes of an element; a boolean takes one, of 4 bits two share one."""
-    return _item(self.dtype)
+  def itemsize(self) -> float:
+    """Bytes per element: 1 for a boolean, 0.5 for a 4-bit integer."""
+    return _itemsize(self.dtype)
 
 
 class Op(NamedTuple):
   """An operation.
 
   Attributes:
-    kind: its name without the dialect, such as `dot_general`.
-    operands, results: numbers of values.
-    details: its attributes that matter, as numbers or tuples of them.
-    blocks: of a loop, condition and body; of a branch, each of the ways; of others nothing.
-    source: the line of the model that it comes from, `model.py:31`, or ''.
+    kind: name without the dialect, such as `dot_general`.
+    operands, results: values.
+    attributes: the attributes that costs depend on, as numbers or tuples of numbers.
+    blocks: condition and body of a loop, the branches of a conditional; empty for other kinds.
+    source: line of the model that it was traced from, such as `model.py:31`, or ''.
   """
 
   kind: str
   operands: tuple[int, ...]
   results: tuple[int, ...]
-  details: Mapping[str, Any]
+  attributes: Mapping[str, Any]
   blocks: tuple[Block, ...] = ()
   source: str = ''
 
 
 class Block(NamedTuple):
-  """Operations in order, on arguments, and what is returned."""
+  """A sequence of operations, with the values that it takes and returns."""
 
   arguments: tuple[int, ...]
   ops: tuple[Op, ...]
@@ -68,48 +73,48 @@ class Block(NamedTuple):
 
 
 class Graph(NamedTuple):
-  """A program: its values and its main block."""
+  """A program: all of its values, and its main block."""
 
-  values: tuple[Value, ...]
+  values: tuple[GraphValue, ...]
   main: Block
 
 
-def size_of(axis: str, sizes: Mapping[str, int]) -> int:
-  """The number of devices along an axis, or along a part of one.
+def axis_size(axis: str, sizes: Mapping[str, int]) -> int:
+  """The number of devices along a mesh axis or a part of one.
 
   Example:
-    >>> size_of('model', {'model': 4}), size_of('model[2/4]', {'model': 4})
+    >>> axis_size('model', {'model': 4}), axis_size('model[2/4]', {'model': 4})
     (4, 2)
   """
   return sizes[axis] if axis in sizes else int(axis.rpartition('[')[2].partition('/')[0])
 
 
-def pieces(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-  """Into how many pieces axes cut a dimension."""
-  number = 1
+def shard_count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+  """The number of shards of a dimension that is sharded over some axes."""
+  count = 1
   for axis in axes:
-    number *= size_of(axis, sizes)
-  return number
+    count *= axis_size(axis, sizes)
+  return count
 
 
-def tile(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> int:
-  """The number of elements that one device holds; uneven pieces are padded, as XLA does.
+def shard_size(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> int:
+  """The number of elements on one device. Uneven shards are padded, as in XLA.
 
   Example:
-    >>> tile((10, 6), (('data',), ()), {'data': 4})
+    >>> shard_size((10, 6), (('data',), ()), {'data': 4})
     18
   """
-  number = 1
-  for size, axes in zip(shape, dims, strict=True):
-    number *= -(-size // pieces(axes, sizes)) if axes else size
-  return number
+  count = 1
+  for size, axes in zip(shape, spec, strict=True):
+    count *= -(-size // shard_count(axes, sizes)) if axes else size
+  return count
 
 
-def whole(rank: int) -> Dims:
-  """Replicated."""
+def replicated(rank: int) -> Spec:
+  """The sharding of a replicated array."""
   return ((),) * rank
 
 
-def used(dims: Dims) -> set[str]:
-  """The axes that an array is divided over."""
-  return {axis for axes in dims for axis in axes}
+def used_axes(spec: Spec) -> set[str]:
+  """The mesh axes that an array is sharded over."""
+  return {axis for axes in spec for axis in axes}

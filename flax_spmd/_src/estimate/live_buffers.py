@@ -1,20 +1,20 @@
-"""Storing: which values of a program are in memory, and from when to when.
+"""Liveness: which values of a program occupy memory, and when.
 
-A compiler fuses what is done element by element into whatever needs it; those values never exist as a whole.
-Products, sums, lookups and loops' buffers do, and so does what a product reads. A value in memory stays until
-the last operation that reads it, be it through others that were fused.
+A compiler fuses elementwise operations into their users, and a fused value is never stored as a whole. Stored are
+the results of products, reductions, lookups and loops, and the operands of products. A stored value is live until
+the last operation that reads it, directly or through fused values.
 
-This depends on the program only, not on how it is laid out, so it is found out once.
+All of this follows from the program, whatever its layout, so it is computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import Block, Graph, Op
 
-# What writes its result to memory; what needs its operands there.
+# Operations that store their results.
 _WRITES = frozenset(
   [
     'dot_general',
@@ -33,12 +33,14 @@ _WRITES = frozenset(
     'select_and_scatter',
   ]
 )
+# Operations whose operands are stored.
 _READS = frozenset(
   ['dot_general', 'convolution', 'scatter', 'sort', 'custom_call', 'fft', 'cholesky', 'triangular_solve']
 )
 _IN_PLACE = ('dynamic_update_slice',)
 BARRIER = 'optimization_barrier'  # its results are its operands, one by one
-_SAME = (
+# Operations that only rearrange, convert or slice their first operand.
+_VIEWS = (
   'sharding_constraint',
   'broadcast_in_dim',
   'reshape',
@@ -48,165 +50,166 @@ _SAME = (
   'slice',
   'copy',
 )
-_CUTS = ('dynamic_slice', 'slice')
-# Every device can make these itself; they are in no memory and need not be moved.
-_FREE = ('constant', 'iota', 'create_token', 'partition_id')
+_SLICES = ('dynamic_slice', 'slice')
+# Operations that every device can run by itself: their results are neither stored nor moved.
+_REMATERIALISABLE = ('constant', 'iota', 'create_token', 'partition_id')
 
 
-class Stored(NamedTuple):
-  """Of a block.
+class BlockLiveness(NamedTuple):
+  """Liveness of the values of one block.
 
   Attributes:
-    written: by operation, the values that it writes to new memory.
-    reads: by operation, what it reads of memory, if it writes anything: values there, or slices of them.
-    ending: by operation, the values that nothing reads after it.
-    returned: what is read and written at the end, for results that are made of other values then.
-    inner: by operation, that of the blocks in it.
+    written: per operation, the values that it writes to new memory.
+    reads: per operation, the stored values, or slices of them, that it reads. Empty for an operation that
+      writes nothing.
+    ending: per operation, the stored values that it is the last to read.
+    returned: values read and written once more when results are copied out.
+    inner: per operation, the liveness of its blocks.
   """
 
   written: tuple[tuple[int, ...], ...]
   reads: tuple[tuple[int, ...], ...]
   ending: tuple[tuple[int, ...], ...]
   returned: tuple[int, ...]
-  inner: tuple[tuple[Stored, ...], ...]
+  inner: tuple[tuple[BlockLiveness, ...], ...]
 
 
-def free_values(graph: Graph) -> frozenset[int]:
-  """The values that every device can make by itself, whatever part of them it needs."""
-  found: set[int] = set()
-  _find_free(graph.main, graph, found)
-  return frozenset(found)
+def rematerialisable_values(graph: Graph) -> frozenset[int]:
+  """The values of which every device can compute any shard by itself."""
+  result: set[int] = set()
+  _add_rematerialisable(graph.main, graph, result)
+  return frozenset(result)
 
 
-def _find_free(block: Block, graph: Graph, found: set[int]) -> None:
+def _add_rematerialisable(block: Block, graph: Graph, result: set[int]) -> None:
   for op in block.ops:
     scalar = op.kind == 'broadcast_in_dim' and not graph.values[op.operands[0]].shape
-    made = op.kind not in _WRITES and not op.blocks and op.operands
-    if op.kind in _FREE or scalar or (made and all(value in found for value in op.operands)):
-      found.update(op.results)
+    fused = op.kind not in _WRITES and not op.blocks and op.operands
+    if op.kind in _REMATERIALISABLE or scalar or (fused and result.issuperset(op.operands)):
+      result.update(op.results)
     for inner in op.blocks:
-      _find_free(inner, graph, found)
+      _add_rematerialisable(inner, graph, result)
 
 
-def given_values(graph: Graph) -> frozenset[int]:
-  """The arguments of a step, and what is only cut out of them, converted or turned: weights, mostly."""
-  found: set[int] = set(graph.main.arguments)
-  _find_given(graph.main, found)
-  return frozenset(found)
+def argument_derived_values(graph: Graph) -> frozenset[int]:
+  """The arguments of a step, and their slices, conversions and transposes: mostly weights."""
+  result: set[int] = set(graph.main.arguments)
+  _add_argument_derived(graph.main, result)
+  return frozenset(result)
 
 
-def _find_given(block: Block, found: set[int]) -> None:
+def _add_argument_derived(block: Block, result: set[int]) -> None:
   for op in block.ops:
-    kept = (
-      op.operands[1:2] if op.kind in _IN_PLACE else op.operands[:1]
-    )  # a scan's stack is made of what is put in
-    if (op.kind in _SAME or op.kind in _IN_PLACE) and found.issuperset(kept):
-      found.update(op.results)
+    # a stack that a scan fills in place holds the updates, whatever array it began as
+    sources = op.operands[1:2] if op.kind in _IN_PLACE else op.operands[:1]
+    if (op.kind in _VIEWS or op.kind in _IN_PLACE) and result.issuperset(sources):
+      result.update(op.results)
     for inner in op.blocks:
       if op.kind == 'while':
         pairs = zip(inner.arguments, op.operands)
-        found.update(argument for argument, operand in pairs if operand in found)
-      _find_given(inner, found)
+        result.update(argument for argument, operand in pairs if operand in result)
+      _add_argument_derived(inner, result)
       if op.kind == 'while':
         pairs = zip(op.results, inner.returned)
-        found.update(result for result, value in pairs if value in found)
+        result.update(loop_result for loop_result, value in pairs if value in result)
 
 
-def stored(block: Block, free: frozenset[int]) -> Stored:
-  """What a block has in memory, and when."""
+def liveness(block: Block, rematerialisable: frozenset[int]) -> BlockLiveness:
+  """The liveness of a block and of the blocks in it."""
   users = _users(block.ops)
-  written = tuple(tuple(_written(op, users, block, free)) for op in block.ops)
-  reading = _Reading(free, {value for values in written for value in values})
-  reads = tuple(map(reading.read, block.ops, written))
-  returned = reading.returned(block.returned)
+  written = tuple(tuple(_written(op, users, rematerialisable)) for op in block.ops)
+  scan = _ReadScan(rematerialisable, {value for values in written for value in values})
+  reads = tuple(map(scan.visit, block.ops, written))
+  returned = scan.copied_out(block.returned)
   ending: list[list[int]] = [[] for _ in block.ops]
-  for value, index in reading.last.items():
-    if value in reading.kept and index < len(block.ops):
+  for value, index in scan.last_reads.items():
+    if value in scan.stored and index < len(block.ops):
       ending[index].append(value)
-  for index, op in enumerate(block.ops):  # what a loop hands on and nobody wants
-    ending[index] += [value for value in op.results if op.blocks and value not in reading.last]
-  inner = tuple(tuple(stored(one, free) for one in op.blocks) for op in block.ops)
-  return Stored(written, reads, tuple(map(tuple, ending)), returned, inner)
+  for index, op in enumerate(block.ops):  # results of a loop that are never read
+    ending[index] += [value for value in op.results if op.blocks and value not in scan.last_reads]
+  inner = tuple(tuple(liveness(one, rematerialisable) for one in op.blocks) for op in block.ops)
+  return BlockLiveness(written, reads, tuple(map(tuple, ending)), returned, inner)
 
 
-class _Origins(dict[int, frozenset[int]]):
-  """The values in memory that values which were fused away are made of."""
+class _Sources(dict[int, frozenset[int]]):
+  """The stored values that each fused value is computed from."""
 
   def of(self, values: Iterable[int]) -> frozenset[int]:
-    """Those of several values; one that is made of nothing else is its own."""
+    """The union of the sources of several values; a stored value is its own source."""
     return frozenset().union(*(self.get(value, frozenset((value,))) for value in values))
 
 
-class _Reading:
-  """Goes through a block, and notes what is read, and last by which operation.
+class _ReadScan:
+  """One pass over a block that records the reads of each operation, and the last read of each value.
 
-  `origins` are what has to stay in memory for a value, `sources` what is read for it: of a slice, the slice.
+  A slice of a stored value is two things: it keeps the whole value live (`_kept`), but only the slice itself is
+  read (`_read`).
   """
 
-  def __init__(self, free: frozenset[int], kept: set[int]):
-    self._free, self.kept = free, kept
-    self._origins, self._sources = _Origins(), _Origins()
+  def __init__(self, rematerialisable: frozenset[int], stored: set[int]):
+    self._rematerialisable, self.stored = rematerialisable, stored
+    self._kept, self._read = _Sources(), _Sources()
     self._updated: set[int] = set()
-    self._number = 0
-    self.last: dict[int, int] = {}
+    self._index = 0
+    self.last_reads: dict[int, int] = {}
 
-  def read(self, op: Op, written: Sequence[int]) -> tuple[int, ...]:
-    """What an operation reads of memory, if it writes there."""
-    operands = [value for value in (*op.operands, *_captured(op)) if value not in self._free]
-    sources = self._sources.of(operands)
-    self.last |= dict.fromkeys(self._origins.of(operands), self._number)
-    self._number += 1
+  def visit(self, op: Op, written: Sequence[int]) -> tuple[int, ...]:
+    """The stored values that an operation reads, if it writes to memory."""
+    operands = [value for value in (*op.operands, *_captured(op)) if value not in self._rematerialisable]
+    sources = self._read.of(operands)
+    self.last_reads |= dict.fromkeys(self._kept.of(operands), self._index)
+    self._index += 1
     if op.blocks:
-      self.kept |= set(op.results)
+      self.stored |= set(op.results)
     elif op.kind == BARRIER:
       for value, result in zip(op.operands, op.results):
-        self._add(result, [value], self._sources.of([value]))
+        self._add(result, [value], self._read.of([value]))
       return ()
     for value in op.results:
-      if value not in self.kept:
-        self._add(value, operands, frozenset((value,)) if op.kind in _CUTS else sources)
-    if op.kind in _IN_PLACE:  # it reads an update, and writes as much
+      if value not in self.stored:
+        self._add(value, operands, frozenset((value,)) if op.kind in _SLICES else sources)
+    if op.kind in _IN_PLACE:  # reads the update, and writes as many bytes
       self._updated |= set(op.results)
-      return (*sorted(self._sources.of(operands[1:2])), *operands[1:2])
+      return (*sorted(self._read.of(operands[1:2])), *operands[1:2])
     return tuple(sorted(sources)) if written else ()
 
   def _add(self, value: int, operands: Sequence[int], sources: frozenset[int]) -> None:
-    self._origins[value], self._sources[value] = self._origins.of(operands), sources
+    self._kept[value], self._read[value] = self._kept.of(operands), sources
 
-  def returned(self, values: Sequence[int]) -> tuple[int, ...]:
-    """What is read and written for results at the end of the block; all that they are made of stays until then."""
-    self.last |= dict.fromkeys(self._origins.of(values), self._number)
-    made = [value for value in values if value in self._sources and value not in self._updated]
-    return tuple(one for value in made for one in (value, *sorted(self._sources[value])))
+  def copied_out(self, values: Sequence[int]) -> tuple[int, ...]:
+    """The reads and writes of fused results at the end of the block; their sources are live until then."""
+    self.last_reads |= dict.fromkeys(self._kept.of(values), self._index)
+    fused = [value for value in values if value in self._read and value not in self._updated]
+    return tuple(one for value in fused for one in (value, *sorted(self._read[value])))
 
 
 def _users(ops: Sequence[Op]) -> Mapping[int, list[Op]]:
-  found: dict[int, list[Op]] = {}
+  result: dict[int, list[Op]] = {}
   for op in ops:
     for value in (*op.operands, *_captured(op)):
-      found.setdefault(value, []).append(op)
-  return found
+      result.setdefault(value, []).append(op)
+  return result
 
 
 def _captured(op: Op) -> tuple[int, ...]:
-  """The values that what is in an operation takes from outside."""
-  found: dict[int, None] = {}
+  """The outer values that the blocks of an operation use."""
+  result: dict[int, None] = {}
   for block in op.blocks:
-    made = set(block.arguments)
+    local = set(block.arguments)
     for inner in block.ops:
       for value in (*inner.operands, *_captured(inner)):
-        if value not in made:
-          found[value] = None
-      made.update(inner.results)
-    found |= {value: None for value in block.returned if value not in made}
-  return tuple(found)
+        if value not in local:
+          result[value] = None
+      local.update(inner.results)
+    result |= {value: None for value in block.returned if value not in local}
+  return tuple(result)
 
 
-def _written(op: Op, users: Mapping[int, list[Op]], block: Block, free: frozenset[int]):
-  """The results of an operation that are put into new memory."""
+def _written(op: Op, users: Mapping[int, list[Op]], rematerialisable: frozenset[int]) -> Iterator[int]:
+  """The results of an operation that occupy new memory."""
   for value in op.results:
-    if value in free or op.blocks or op.kind in _IN_PLACE:
+    if value in rematerialisable or op.blocks or op.kind in _IN_PLACE:
       continue
-    needed = (user for user in users.get(value, ()) if user.kind in _READS or user.blocks)
-    if op.kind in _WRITES or any(value in user.operands for user in needed):
+    readers = (user for user in users.get(value, ()) if user.kind in _READS or user.blocks)
+    if op.kind in _WRITES or any(value in user.operands for user in readers):
       yield value

@@ -1,8 +1,9 @@
-"""Products: how products of matrices and convolutions are divided.
+"""Matrix products and convolutions: their requirements.
 
-A dimension of the result is divided as the result has to be, a contracted one as both sides are, which leaves
-sums to be added up; where both want an axis, XLA sums. Of what is left to choose, the least work is taken, and
-of that what sends least.
+A dimension of the result is sharded as the result is. A contracted dimension is sharded over the axes that both
+operands have there, and the result is then a partial sum along these axes. If both want an axis, XLA prefers the
+partial sum. Where choices remain, the product with the fewest FLOPs per device wins, then the one that sends the
+fewest bytes.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Axes, Op, pieces, whole
-from flax_spmd._src.estimate.requirements import Need, Seen, wire
+from flax_spmd._src.estimate.graph import Axes, Op, replicated, shard_count
+from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
 from flax_spmd._src.hlo.flops import Window, meetings
 
-_CHOICES = 4096  # ways to divide one product that are looked at
+_MAX_CHOICES = 4096  # shardings of one product to consider
 
 
 class Factor(NamedTuple):
-  """A dimension of a product: where it is in the left, the right, and the result, and its size."""
+  """A dimension of a product.
+
+  Attributes:
+    left, right, result: index of the dimension in each array; None where the array lacks it.
+    size: global size.
+  """
 
   left: int | None
   right: int | None
@@ -27,104 +33,108 @@ class Factor(NamedTuple):
   size: int
 
 
-def dot(op: Op, seen: Seen) -> Need:
+def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
-  return _product(dot_factors(op, seen.values[0].shape, seen.values[1].shape), seen)
+  factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
+  return _cheapest(factors, context)
 
 
 def dot_factors(op: Op, left: Sequence[int], right: Sequence[int]) -> list[Factor]:
-  """The dimensions of a `dot_general`, in the order of its result, the contracted ones at the end."""
-  batch = list(zip(*(op.details.get(f'{side}_batching_dimensions', ()) for side in ('lhs', 'rhs'))))
+  """The dimensions of a `dot_general`: those of its result in order, then the contracted ones."""
+  batch = list(zip(*(op.attributes.get(f'{side}_batching_dimensions', ()) for side in ('lhs', 'rhs'))))
   contracted = list(
-    zip(*(op.details.get(f'{side}_contracting_dimensions', ()) for side in ('lhs', 'rhs')))
+    zip(*(op.attributes.get(f'{side}_contracting_dimensions', ()) for side in ('lhs', 'rhs')))
   )
-  taken_left, taken_right = ({pair[side] for pair in (*batch, *contracted)} for side in (0, 1))
+  paired_left, paired_right = ({pair[side] for pair in (*batch, *contracted)} for side in (0, 1))
   pairs: list[tuple[int | None, int | None]] = [*batch]
-  pairs += [(dim, None) for dim in range(len(left)) if dim not in taken_left]
-  pairs += [(None, dim) for dim in range(len(right)) if dim not in taken_right]
-  found = [
-    Factor(a, b, place, left[a] if a is not None else right[b or 0])
-    for place, (a, b) in enumerate(pairs)
+  pairs += [(dim, None) for dim in range(len(left)) if dim not in paired_left]
+  pairs += [(None, dim) for dim in range(len(right)) if dim not in paired_right]
+  factors = [
+    Factor(a, b, result, left[a] if a is not None else right[b or 0])
+    for result, (a, b) in enumerate(pairs)
   ]
-  return [*found, *(Factor(a, b, None, left[a]) for a, b in contracted)]
+  return [*factors, *(Factor(a, b, None, left[a]) for a, b in contracted)]
 
 
-def _product(factors: Sequence[Factor], seen: Seen) -> Need:
-  """The cheapest way to divide a product."""
-  best: tuple[tuple[float, float], Need] | None = None
-  summed = {axis for factor in factors if factor.result is None for axis in _contracted(factor, seen)}
-  options = [_options(factor, seen, summed) for factor in factors]
-  for choice in itertools.islice(itertools.product(*options), _CHOICES):
+def _cheapest(factors: Sequence[Factor], context: Context) -> Requirement:
+  """The cheapest sharding of a product."""
+  best: tuple[tuple[float, float], Requirement] | None = None
+  partial = {
+    axis for factor in factors if factor.result is None for axis in _contracted_axes(factor, context)
+  }
+  options = [_options(factor, context, partial) for factor in factors]
+  for choice in itertools.islice(itertools.product(*options), _MAX_CHOICES):
     axes = [axis for chosen in choice for axis in chosen]
     if len(set(axes)) < len(axes):
       continue
-    found = _divided(factors, choice, seen)
-    price = round(found.flops), wire(found, seen)
-    if best is None or price < best[0]:
-      best = price, found
+    requirement = _sharded(factors, choice, context)
+    cost = round(requirement.flops), sent_bytes(requirement, context)
+    if best is None or cost < best[0]:
+      best = cost, requirement
   if best is None:
-    return _divided(factors, whole(len(factors)), seen)
+    return _sharded(factors, replicated(len(factors)), context)
   return best[1]
 
 
-def _options(factor: Factor, seen: Seen, summed: set[str]) -> list[Axes]:
-  """The axes that a dimension may be divided over: of the result's those along which nothing is summed; or none."""
+def _options(factor: Factor, context: Context, partial: set[str]) -> list[Axes]:
+  """The axes that a dimension may be sharded over; always with the option of none."""
   if factor.result is None:
-    left, right = _sides(factor, seen)
-    found = [_contracted(factor, seen), *([left, right] if left and right else [])]
+    left, right = _operand_axes(factor, context)
+    options = [_contracted_axes(factor, context), *([left, right] if left and right else [])]
   else:
-    found = [tuple(axis for axis in seen.after[factor.result] if axis not in summed)]
-  return list(dict.fromkeys([*found, ()]))
+    options = [tuple(axis for axis in context.result_spec[factor.result] if axis not in partial)]
+  return list(dict.fromkeys([*options, ()]))
 
 
-def _contracted(factor: Factor, seen: Seen) -> Axes:
-  """The axes that a contracted dimension is divided over on both sides, and so can stay divided over."""
-  pairs = zip(*_sides(factor, seen))
+def _contracted_axes(factor: Factor, context: Context) -> Axes:
+  """The axes that both operands of a contracted dimension are sharded over."""
+  pairs = zip(*_operand_axes(factor, context))
   return tuple(left for left, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _sides(factor: Factor, seen: Seen) -> tuple[Axes, Axes]:
-  """How a dimension is divided left and right; what costs nothing to divide goes along with the other."""
-  left = seen.dims[0][factor.left] if factor.left is not None else ()
-  right = seen.dims[1][factor.right] if factor.right is not None else ()
-  return (right if seen.free[0] else left), (left if seen.free[1] else right)
+def _operand_axes(factor: Factor, context: Context) -> tuple[Axes, Axes]:
+  """The axes of a dimension in both operands; a rematerialisable operand follows the other."""
+  left = context.specs[0][factor.left] if factor.left is not None else ()
+  right = context.specs[1][factor.right] if factor.right is not None else ()
+  left_free, right_free = context.rematerialisable[:2]
+  return (right if left_free else left), (left if right_free else right)
 
 
-def _divided(factors: Sequence[Factor], choice: Sequence[Axes], seen: Seen) -> Need:
-  """A product with its dimensions divided over some axes."""
-  left, right = (list(whole(len(value.shape))) for value in seen.values[:2])
-  result = list(whole(len(seen.result.shape)))
-  parts: Axes = ()
+def _sharded(factors: Sequence[Factor], choice: Sequence[Axes], context: Context) -> Requirement:
+  """A product whose dimensions are sharded over the chosen axes."""
+  left, right = (list(replicated(len(value.shape))) for value in context.values[:2])
+  result = list(replicated(len(context.result.shape)))
+  partial_axes: Axes = ()
   flops = 2.0
   for factor, axes in zip(factors, choice):
-    flops *= factor.size / pieces(axes, seen.sizes)
+    flops *= factor.size / shard_count(axes, context.sizes)
     if factor.left is not None:
       left[factor.left] = axes
     if factor.right is not None:
       right[factor.right] = axes
     if factor.result is None:
-      parts += axes
+      partial_axes += axes
     else:
       result[factor.result] = axes
-  return Need((tuple(left), tuple(right)), tuple(result), parts, flops)
+  return Requirement((tuple(left), tuple(right)), tuple(result), partial_axes, flops)
 
 
-def convolution(op: Op, seen: Seen) -> Need:
-  """A convolution: a product over features, at every place at which the window meets the input."""
-  left, right, result = op.details['dimension_numbers']
-  inputs, kernel, outputs = (value.shape for value in (*seen.values[:2], seen.result))
+def convolution(op: Op, context: Context) -> Requirement:
+  """A convolution: a product over features at each position of the window, with only batch and features sharded."""
+  left, right, result = op.attributes['dimension_numbers']
+  inputs, kernel, outputs = (value.shape for value in (*context.values[:2], context.result))
   factors = [
     Factor(left.index('b'), None, result.index('b'), inputs[left.index('b')]),
     Factor(None, right.index('o'), result.index('f'), kernel[right.index('o')]),
     Factor(left.index('f'), right.index('i'), None, kernel[right.index('i')]),
   ]
-  found = _product(factors, seen)
-  return found._replace(flops=found.flops * _places(op, inputs, kernel, outputs))
+  requirement = _cheapest(factors, context)
+  return requirement._replace(flops=requirement.flops * _positions(op, inputs, kernel, outputs))
 
 
-def _places(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int]) -> float:
-  """At how many places the window meets the input; padding and holes of dilation count as nothing."""
-  left, right, result = op.details['dimension_numbers']
+def _positions(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int]) -> float:
+  """The number of (output, kernel) positions over an input element: neither over padding nor over a dilation hole."""
+  left, right, result = op.attributes['dimension_numbers']
   rank = len(left) - 2
   ones = (1,) * rank
   options = (
@@ -133,9 +143,9 @@ def _places(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Seque
     ('lhs_dilation', ones),
     ('rhs_dilation', ones),
   )
-  strides, pads, holes, steps = (op.details.get(name) or default for name, default in options)
-  number = 1
+  strides, pads, holes, steps = (op.attributes.get(name) or default for name, default in options)
+  count = 1
   for dim in range(rank):
     window = Window(kernel[right.index(str(dim))], strides[dim], pads[2 * dim], holes[dim], steps[dim])
-    number *= meetings(inputs[left.index(str(dim))], outputs[result.index(str(dim))], window)
-  return number
+    count *= meetings(inputs[left.index(str(dim))], outputs[result.index(str(dim))], window)
+  return count

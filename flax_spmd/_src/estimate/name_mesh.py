@@ -1,45 +1,44 @@
-"""Naming: which logical names a step uses, and the step lowered on a mesh whose axes are these names.
+"""Name meshes: a step lowered on a mesh that has one axis of size 1 for each of its logical names.
 
-Every dimension that has a name is then divided over the axis of that name, of size 1, which every size can be
-divided by. What a layout's table says of a name can be filled in afterwards, so that the step is traced and
-lowered once for all layouts.
+    lowered = lower_on_names(train_step, 'cuda')
+
+Every named dimension is then sharded over the axis of its name, whatever its size: 1 divides them all. The
+names stand in the lowered program like mesh axes, where an estimate replaces them by the axes that a layout's
+rules give them. So one trace and one lowering serve all layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
 from typing import Any, NamedTuple
 
-import jax
-
+from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.compare.lowering import abstract_batch
+from flax_spmd._src.compare.train_step import TrainStep
 from flax_spmd._src.compat import program_bytes
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
-from flax_spmd._src.rules.decisions import Resolution
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import EstimatorError, MeshAxisError
 
 _OWN_MESH = (
-  'The step is written for a mesh of its own (shard_map?), and cannot be laid out by names alone.\n'
-  'Fix: compare layouts that you choose, with spmd.compare; it compiles each.'
+  'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
+  'Fix: choose the layouts, and compile them with spmd.compare.'
 )
 _OWN_AXES = (
-  'The state has mesh axes among its names, and cannot be laid out by names alone.\n'
-  'Fix: give every dimension one logical name, or compare layouts that you choose, with spmd.compare.'
+  'The state has mesh axes among its names, so its logical names alone do not decide its layout.\n'
+  'Fix: give each dimension one logical name, or choose the layouts, and compile them with spmd.compare.'
 )
-_BESIDE = (
-  '_'  # a mesh axis of size 2 that no name is laid over: with one device, JAX drops all shardings
-)
+_SPARE_AXIS = '_'  # of size 2, and without rules: JAX drops all shardings on a mesh of one device
 
 
-class Lowered(NamedTuple):
-  """A step on a mesh of names.
+class NamedLowering(NamedTuple):
+  """A step lowered on the mesh of its names.
 
   Attributes:
-    code: as MLIR bytecode.
-    state: what the step takes first: shapes, with boxes.
-    result: what it returns: shapes.
+    code: MLIR bytecode of the step.
+    state: tree of the step's first argument: shapes with shardings, in boxes.
+    result: tree of the step's results: shapes.
   """
 
   code: bytes
@@ -47,90 +46,42 @@ class Lowered(NamedTuple):
   result: Any
 
 
-def lower_on_names(
-  step: Callable[..., Any],
-  create: Callable[..., Any],
-  batch: Any,
-  *,
-  args: Sequence[Any],
-  places: Any,
-  platform: str,
-) -> Lowered:
-  """Traces a step to hear its names, and once more on a mesh of them.
+def lower_on_names(train_step: TrainStep, platform: str) -> NamedLowering:
+  """Records the logical names of a step in one trace, and lowers it on a mesh of them in a second.
+
+  Args:
+    train_step: the step and its arguments.
+    platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
 
   Raises:
-    EstimatorError: the step or the state is made for meshes of its own.
-    LayoutError: a layout has jitted the step.
-    Exception: whatever the step raises when it is traced.
+    EstimatorError: the step or the state uses mesh axes.
+    LayoutError: the step was already jitted by a layout.
+    Exception: any error that the step raises while it is traced.
   """
-  listening = _Listening()
-  layout = Layout(abstract_mesh({_BESIDE: 2}), listening)
-  try:
-    state = layout.abstract(create, *args)
-  except MeshAxisError as error:  # of a mesh that the user has never seen
-    raise EstimatorError(_OWN_AXES) from error
-  for names in layout.names(state, logical_only=True):
-    listening.hear(names or ())
-  for names in jax.tree.leaves(places, is_leaf=_is_names) if places is not None else [('batch',)]:
-    listening.hear(names if _is_names(names) else ())
-  jitted = layout.jit(step)
-  try:
-    jitted.trace(state, abstract_batch(layout, batch, places))
-  except ValueError as error:  # a real mistake of the step's is told when it is compiled
-    if 'mesh' in str(error):
-      raise EstimatorError(_OWN_MESH) from error
-    raise
-
+  names = sorted(_names_of(train_step))
   layout = Layout(
-    abstract_mesh(dict.fromkeys(sorted(listening.heard), 1) | {_BESIDE: 2}),
-    Rules(*((name, name) for name in sorted(listening.heard))),
+    abstract_mesh(dict.fromkeys(names, 1) | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in names))
   )
-  state = layout.abstract(create, *args)
-  data = abstract_batch(layout, batch, places)
-  lowered = layout.jit(step).trace(state, data).lower(lowering_platforms=(platform,))
-  return Lowered(program_bytes(lowered), state, lowered.out_info)
+  state = layout.abstract(train_step.create, *train_step.args)
+  batch = abstract_batch(train_step, layout)
+  lowered = layout.jit(train_step.step).trace(state, batch).lower(lowering_platforms=(platform,))
+  return NamedLowering(program_bytes(lowered), state, lowered.out_info)
 
 
-def _is_names(place: Any) -> bool:
-  return type(place) is tuple and all(name is None or isinstance(name, str) for name in place)
-
-
-class _Listening(Rules):
-  """A table that decides nothing, and hears which names it is asked about."""
-
-  def __init__(self):
-    self.heard: set[str] = set()
-    super().__init__((_Ear(self.heard), None))
-
-  def hear(self, names: Iterable[Any]) -> None:
-    """Takes note of names."""
-    self.heard.update(name for name in names if isinstance(name, str))
-
-  def resolve(
-    self,
-    names: Sequence[Any],
-    shape: Sequence[int] | None = None,
-    sizes: Mapping[str, int] | None = None,
-  ) -> Resolution:
-    """Hears names; as no rule is for them, nothing is divided."""
-    self.hear(names)
-    return super().resolve(names, shape, sizes)
-
-
-class _Ear(str):
-  """A rule's name that hears those of arrays: Flax compares each rule's name with them."""
-
-  heard: set[str]
-
-  def __new__(cls, heard: set[str]):
-    """An ear; its text is no name of anything."""
-    made = super().__new__(cls, '(any)')
-    made.heard = heard
-    return made
-
-  def __eq__(self, other: object) -> bool:
-    if type(other) is str:
-      self.heard.add(other)
-    return self is other
-
-  __hash__ = str.__hash__
+def _names_of(train_step: TrainStep) -> set[str]:
+  """The logical names of a step's state, batch and constraints."""
+  # a rule unlike all others, as `record_names` requires
+  layout = Layout(abstract_mesh({_SPARE_AXIS: 2}), Rules((uuid.uuid4().hex, None)))
+  jitted = layout.jit(train_step.step)
+  with record_names() as names:
+    try:
+      state = layout.abstract(train_step.create, *train_step.args)
+    except MeshAxisError as error:  # about a mesh that the user has never seen
+      raise EstimatorError(_OWN_AXES) from error
+    try:
+      jitted.trace(state, abstract_batch(train_step, layout))
+    except ValueError as error:  # a true error of the step is raised again when it is compiled
+      if 'mesh' in str(error):
+        raise EstimatorError(_OWN_MESH) from error
+      raise
+  return names

@@ -1,7 +1,8 @@
-"""Operations: how the operands of each kind have to lie, given how its result does.
+"""Operations: the sharding requirement of each kind of operation, as XLA's partitioner treats it.
 
-What XLA's partitioner does with an operation is told by a `Need` (`needs`). Products and lookups have choices,
-and modules of their own.
+Most follow from the result's sharding alone: dimensions that the operation keeps are sharded alike, dimensions
+that it slices, sorts or factorises are replicated. Products and lookups weigh several options, in `matmuls` and
+`gather_scatter`.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from flax_spmd._src.estimate.gather_scatter import gather, scatter
-from flax_spmd._src.estimate.graph import Axes, Dims, Op, pieces, used, whole
+from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
 from flax_spmd._src.estimate.matmuls import convolution, dot
-from flax_spmd._src.estimate.requirements import Need, Seen
+from flax_spmd._src.estimate.requirements import Context, Requirement
 
 
-def need(op: Op, seen: Seen) -> Need:
-  """What an operation needs, and what comes of it."""
-  found = _RULES.get(op.kind)
-  return found(op, seen) if found else _alike(op, seen)
+def requirement(op: Op, context: Context) -> Requirement:
+  """The sharding requirement of an operation."""
+  rule = _RULES.get(op.kind)
+  return rule(op, context) if rule else _elementwise(op, context)
 
 
 def is_elementwise(op: Op) -> bool:
-  """Whether an operation does the same with each element of its operands.
+  """Whether an operation treats each element of its operands alike.
 
   Example:
     >>> is_elementwise(Op('add', (0, 1), (2,), {})), is_elementwise(Op('transpose', (0,), (1,), {}))
@@ -30,44 +31,51 @@ def is_elementwise(op: Op) -> bool:
   return op.kind not in _RULES and op.kind != 'custom_call'
 
 
-def _alike(op: Op, seen: Seen) -> Need:
-  """Element by element: operands of the result's shape lie as it does.
+def _elementwise(op: Op, context: Context) -> Requirement:
+  """Operands of the result's shape are sharded as the result.
 
-  Where two would have to be gathered, XLA gathers what comes of them.
+  If several operands would have to be gathered alike, XLA gathers the result instead.
   """
-  like = [value.shape == seen.result.shape for value in seen.values]
-  apart = {dims for dims, same, free in zip(seen.dims, like, seen.free) if same and not free}
-  moved = sum(same and not free for same, free in zip(like, seen.free))
-  natural = apart.pop() if moved > 1 and len(apart) == 1 else seen.after
-  return Need(tuple(natural if same else None for same in like), natural)
+  same_shape = [value.shape == context.result.shape for value in context.values]
+  moving = [
+    spec
+    for spec, same, free in zip(context.specs, same_shape, context.rematerialisable)
+    if same and not free
+  ]
+  natural = moving[0] if len(moving) > 1 and len(set(moving)) == 1 else context.result_spec
+  return Requirement(tuple(natural if same else None for same in same_shape), natural)
 
 
-def _as_they_are(op: Op, seen: Seen) -> Need:
-  return Need((None,) * len(seen.values), seen.after)
+def _any_sharding(op: Op, context: Context) -> Requirement:
+  return Requirement((None,) * len(context.values), context.result_spec)
 
 
-def _transpose(op: Op, seen: Seen) -> Need:
-  operand = list(whole(len(seen.after)))
-  for dim, source in enumerate(op.details['permutation']):
-    operand[source] = seen.after[dim]
-  return Need((tuple(operand),), seen.after)
+def _transpose(op: Op, context: Context) -> Requirement:
+  operand = list(replicated(len(context.result_spec)))
+  for dim, source in enumerate(op.attributes['permutation']):
+    operand[source] = context.result_spec[dim]
+  return Requirement((tuple(operand),), context.result_spec)
 
 
-def _broadcast(op: Op, seen: Seen) -> Need:
-  places = op.details['broadcast_dimensions']
-  shape = seen.values[0].shape
-  return Need(
-    (tuple(seen.after[place] if shape[dim] != 1 else () for dim, place in enumerate(places)),),
-    seen.after,
+def _broadcast(op: Op, context: Context) -> Requirement:
+  result_dims = op.attributes['broadcast_dimensions']
+  shape = context.values[0].shape
+  operand = tuple(
+    context.result_spec[result_dim] if shape[dim] != 1 else ()
+    for dim, result_dim in enumerate(result_dims)
   )
+  return Requirement((operand,), context.result_spec)
 
 
-def _reshape(op: Op, seen: Seen) -> Need:
-  return Need((None,), reshaped(seen.values[0].shape, seen.dims[0], seen.result.shape, seen.sizes))
+def _reshape(op: Op, context: Context) -> Requirement:
+  natural = reshaped(context.values[0].shape, context.specs[0], context.result.shape, context.sizes)
+  return Requirement((None,), natural)
 
 
-def reshaped(shape: Sequence[int], dims: Dims, into: Sequence[int], sizes: Mapping[str, int]) -> Dims:
-  """How an array lies after a reshape that moves nothing.
+def reshaped(
+  shape: Sequence[int], spec: Spec, new_shape: Sequence[int], sizes: Mapping[str, int]
+) -> Spec:
+  """The sharding of an array after a local reshape.
 
   Example:
     >>> reshaped((8, 6), (('data',), ()), (48,), {'data': 4})
@@ -75,102 +83,106 @@ def reshaped(shape: Sequence[int], dims: Dims, into: Sequence[int], sizes: Mappi
     >>> reshaped((8, 6), (('data',), ()), (4, 2, 6), {'data': 4})
     (('data',), (), ())
   """
-  found: list[Axes] = [()] * len(into)
+  result: list[Axes] = [()] * len(new_shape)
   old = new = 0
-  while old < len(shape) and new < len(into):
+  while old < len(shape) and new < len(new_shape):
     first_old, first_new = old, new
-    left, right = shape[old], into[new]
+    left, right = shape[old], new_shape[new]
     while left != right:
       if left < right:
         old += 1
         left *= shape[old]
       else:
         new += 1
-        right *= into[new]
-    _spread(shape, dims, range(first_old, old + 1), into, range(first_new, new + 1), found, sizes)
+        right *= new_shape[new]
+    _assign_axes(
+      shape, spec, range(first_old, old + 1), new_shape, range(first_new, new + 1), result, sizes
+    )
     old, new = old + 1, new + 1
-  return tuple(found)
+  return tuple(result)
 
 
-def _spread(shape, dims, olds, into, news, found: list[Axes], sizes) -> None:
-  """Axes of some dimensions, given to those that these become: from the outside, as far as they fit."""
+def _assign_axes(shape, spec, old_dims, new_shape, new_dims, result: list[Axes], sizes) -> None:
+  """Moves the axes of some dimensions to the dimensions that replace them, outermost first, while they divide."""
   axes: list[str] = []
-  for dim in olds:
-    axes += dims[dim]
-    if shape[dim] not in (1, pieces(dims[dim], sizes)):
+  for dim in old_dims:
+    axes += spec[dim]
+    if shape[dim] not in (1, shard_count(spec[dim], sizes)):
       break
-  for dim in news:
-    taken: list[str] = []
-    while axes and into[dim] % pieces([*taken, axes[0]], sizes) == 0:
-      taken.append(axes.pop(0))
-    found[dim] = tuple(taken)
-    if into[dim] not in (1, pieces(taken, sizes)):
+  for dim in new_dims:
+    assigned: list[str] = []
+    while axes and new_shape[dim] % shard_count([*assigned, axes[0]], sizes) == 0:
+      assigned.append(axes.pop(0))
+    result[dim] = tuple(assigned)
+    if new_shape[dim] not in (1, shard_count(assigned, sizes)):
       break
 
 
-def _slice(op: Op, seen: Seen) -> Need:
-  """Along dimensions that are cut, the operand has to be whole."""
-  operand = _kept(seen.values[0].shape, seen.result.shape, seen.dims[0])
-  return Need((operand, *[None] * (len(seen.values) - 1)), operand)
+def _slice(op: Op, context: Context) -> Requirement:
+  """Sliced dimensions of the operand are replicated."""
+  operand = _keep_equal_dims(context.values[0].shape, context.result.shape, context.specs[0])
+  return Requirement((operand, *[None] * (len(context.values) - 1)), operand)
 
 
-def _pieces(op: Op, seen: Seen) -> Need:
-  """Of padded or joined arrays."""
-  wanted = (
-    _kept(value.shape, seen.result.shape, seen.after) if value.shape else None for value in seen.values
+def _pad_or_concatenate(op: Op, context: Context) -> Requirement:
+  """Dimensions that grow are replicated in the operands."""
+  operands = (
+    _keep_equal_dims(value.shape, context.result.shape, context.result_spec) if value.shape else None
+    for value in context.values
   )
-  return Need(tuple(wanted), seen.after)
+  return Requirement(tuple(operands), context.result_spec)
 
 
-def _update(op: Op, seen: Seen) -> Need:
-  """A part of an array written in place."""
-  update = _kept(seen.values[1].shape, seen.result.shape, seen.after)
-  return Need((seen.after, update, *[None] * (len(seen.values) - 2)), seen.after)
+def _update(op: Op, context: Context) -> Requirement:
+  """An update in place is sharded as the array, except along updated dimensions."""
+  update = _keep_equal_dims(context.values[1].shape, context.result.shape, context.result_spec)
+  others = [None] * (len(context.values) - 2)
+  return Requirement((context.result_spec, update, *others), context.result_spec)
 
 
-def _kept(shape: Sequence[int], other: Sequence[int], dims: Dims) -> Dims:
-  return tuple(axes if a == b else () for a, b, axes in zip(shape, other, dims))
+def _keep_equal_dims(shape: Sequence[int], other: Sequence[int], spec: Spec) -> Spec:
+  return tuple(axes if a == b else () for a, b, axes in zip(shape, other, spec))
 
 
-def _reduce(op: Op, seen: Seen) -> Need:
-  gone = op.details['dimensions']
-  values = len(seen.values) // 2
-  taken = used(seen.after)
-  kept = iter(seen.after)
-  dims = seen.dims[0]
+def _reduce(op: Op, context: Context) -> Requirement:
+  """Kept dimensions are sharded as in the result; reduced dimensions keep the other axes, for a partial sum."""
+  reduced = op.attributes['dimensions']
+  values = len(context.values) // 2
+  used = used_axes(context.result_spec)
+  kept = iter(context.result_spec)
   operand = tuple(
-    tuple(axis for axis in axes if axis not in taken) if dim in gone else next(kept)
-    for dim, axes in enumerate(dims)
+    tuple(axis for axis in axes if axis not in used) if dim in reduced else next(kept)
+    for dim, axes in enumerate(context.specs[0])
   )
-  parts = tuple(axis for dim in gone for axis in operand[dim])
-  return Need((*[operand] * values, *[None] * values), seen.after, parts)
+  partial_axes = tuple(axis for dim in reduced for axis in operand[dim])
+  return Requirement((*[operand] * values, *[None] * values), context.result_spec, partial_axes)
 
 
-def _sort(op: Op, seen: Seen) -> Need:
-  """The dimension that is sorted has to be whole."""
-  dim = op.details.get('dimension', len(seen.after) - 1)
-  wanted = tuple(() if place == dim else axes for place, axes in enumerate(seen.after))
-  return Need((wanted,) * len(seen.values), wanted)
+def _sort(op: Op, context: Context) -> Requirement:
+  """The sorted dimension is replicated."""
+  sorted_dim = op.attributes.get('dimension', len(context.result_spec) - 1)
+  spec = tuple(() if dim == sorted_dim else axes for dim, axes in enumerate(context.result_spec))
+  return Requirement((spec,) * len(context.values), spec)
 
 
-def _replicated(op: Op, seen: Seen) -> Need:
-  """Of what XLA does not divide: along the last two dimensions (factorisations, FFT)."""
-  wanted = tuple(
-    whole(len(value.shape)) if len(value.shape) < 3 else (*dims[:-2], (), ())
-    for value, dims in zip(seen.values, seen.dims)
+def _replicate_matrix(op: Op, context: Context) -> Requirement:
+  """The last two dimensions are replicated: XLA partitions neither factorisations nor FFTs."""
+  operands = tuple(
+    replicated(len(value.shape)) if len(value.shape) < 3 else (*spec[:-2], (), ())
+    for value, spec in zip(context.values, context.specs)
   )
-  natural = wanted[0] if wanted and len(wanted[0]) == len(seen.after) else seen.after
-  return Need(wanted, natural)
+  same_rank = operands and len(operands[0]) == len(context.result_spec)
+  return Requirement(operands, operands[0] if same_rank else context.result_spec)
 
 
-_RULES: dict[str, Callable[[Op, Seen], Need]] = {
+_RULES: dict[str, Callable[[Op, Context], Requirement]] = {
   'transpose': _transpose,
   'broadcast_in_dim': _broadcast,
   'reshape': _reshape,
   'slice': _slice,
   'dynamic_slice': _slice,
-  'pad': _pieces,
-  'concatenate': _pieces,
+  'pad': _pad_or_concatenate,
+  'concatenate': _pad_or_concatenate,
   'dynamic_update_slice': _update,
   'reduce': _reduce,
   'sort': _sort,
@@ -178,9 +190,9 @@ _RULES: dict[str, Callable[[Op, Seen], Need]] = {
   'convolution': convolution,
   'gather': gather,
   'scatter': scatter,
-  'cholesky': _replicated,
-  'triangular_solve': _replicated,
-  'fft': _replicated,
-  'custom_call': _as_they_are,
-  'rng_bit_generator': _as_they_are,
+  'cholesky': _replicate_matrix,
+  'triangular_solve': _replicate_matrix,
+  'fft': _replicate_matrix,
+  'custom_call': _any_sharding,
+  'rng_bit_generator': _any_sharding,
 }

@@ -1,8 +1,8 @@
-"""Needs: what an operation is told of where it stands, and what it says that it needs.
+"""Sharding requirements: how an operation needs its operands sharded, given the sharding of its result.
 
-An operation is told how its operands lie and how its result has to; it says how each operand has to lie for
-that, how the result then lies by itself, and along which axes devices have parts of a sum only. The walk brings
-operands there, and results from there.
+Propagation assigns a sharding to every value, but not all of them fit together: an operation often needs its
+operands sharded otherwise, or computes its result in another sharding or as a partial sum. From the `Context`
+of an operation follows its `Requirement`, and from the difference between the two follow the collectives.
 """
 
 from __future__ import annotations
@@ -10,57 +10,65 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Axes, Dims, Value
-from flax_spmd._src.estimate.resharding import Move, moves, sent, summing
+from flax_spmd._src.estimate.graph import Axes, GraphValue, Spec
+from flax_spmd._src.estimate.resharding import CollectiveOp, reduce_partial_sum, reshard, wire_bytes
 
 
-class Seen(NamedTuple):
-  """What is known where an operation stands.
+class Context(NamedTuple):
+  """The operands and the result of an operation, with the shardings that propagation assigned.
 
   Attributes:
-    values: shapes and dtypes of operands.
-    dims: how they lie.
-    sent_as: their dtypes where they are moved: of a converted value, the narrower one's.
-    free: which of them cost nothing to move, as every device can make them.
-    result: shape and dtype of the (first) result.
-    after: how it has to lie.
+    values: shapes and dtypes of the operands.
+    specs: shardings of the operands.
+    wire_values: the operands with their wire dtypes.
+    rematerialisable: whether each operand is free to reshard, since every device can compute it.
+    result: shape and dtype of the first result.
+    result_spec: sharding of the first result.
     sizes: size per mesh axis.
   """
 
-  values: Sequence[Value]
-  dims: Sequence[Dims]
-  sent_as: Sequence[Value]
-  free: Sequence[bool]
-  result: Value
-  after: Dims
+  values: Sequence[GraphValue]
+  specs: Sequence[Spec]
+  wire_values: Sequence[GraphValue]
+  rematerialisable: Sequence[bool]
+  result: GraphValue
+  result_spec: Spec
   sizes: Mapping[str, int]
 
 
-class Need(NamedTuple):
-  """What an operation needs.
+class Requirement(NamedTuple):
+  """The shardings that an operation computes with.
 
   Attributes:
-    operands: how each has to lie; None as it does.
-    natural: how the result then lies.
-    parts: the axes along which devices have parts of a sum.
-    flops: work on one device, of products.
+    operands: sharding that each operand needs; None accepts the present one.
+    natural_sharding: sharding in which the result is computed.
+    partial_axes: axes along which the result is a partial sum.
+    flops: FLOPs on one device, for products.
   """
 
-  operands: tuple[Dims | None, ...]
-  natural: Dims
-  parts: Axes = ()
+  operands: tuple[Spec | None, ...]
+  natural_sharding: Spec
+  partial_axes: Axes = ()
   flops: float = 0.0
 
 
-def collectives(found: Need, seen: Seen) -> list[Move]:
-  """What brings the operands to where they are needed, and the result to where it has to be."""
-  made = summing(seen.result, found.natural, found.parts, seen.after, seen.sizes)
-  for value, dims, wanted, free in zip(seen.sent_as, seen.dims, found.operands, seen.free):
-    if wanted is not None and not free:
-      made += moves(value, dims, wanted, seen.sizes)
-  return made
+def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp]:
+  """The collectives that reshard the operands as required, and the result to its sharding."""
+  ops = reduce_partial_sum(
+    context.result,
+    requirement.natural_sharding,
+    requirement.partial_axes,
+    context.result_spec,
+    context.sizes,
+  )
+  for value, spec, required, rematerialisable in zip(
+    context.wire_values, context.specs, requirement.operands, context.rematerialisable
+  ):
+    if required is not None and not rematerialisable:
+      ops += reshard(value, spec, required, context.sizes)
+  return ops
 
 
-def wire(found: Need, seen: Seen) -> float:
-  """The bytes that a device sends for it."""
-  return sent(collectives(found, seen), seen.sizes)
+def sent_bytes(requirement: Requirement, context: Context) -> float:
+  """Bytes that each device sends in these collectives."""
+  return wire_bytes(collectives(requirement, context), context.sizes)

@@ -1,85 +1,85 @@
-"""Sending: in which dtype values are moved, where that is another one than their own.
+"""Wire dtypes: the dtype in which XLA moves a value that is converted nearby.
 
-Compilers move conversions to where less is sent: what was converted from fewer bytes is sent before it is, and
-what is only going to be converted to fewer bytes is sent after that. The latter only if the converted value has one
-use: XLA's `collective-quantizer` looks no further. Of a layer's weight, cut out of a stack, or one that a
-product takes as a matrix first, the one use is the reshape.
+XLA converts on the side that sends fewer bytes: a widened value is moved before it is widened, and a value whose
+every use narrows it is moved after it is narrowed. XLA's `collective-quantizer` does the latter only if the
+narrowed value has one use. That use can be a reshape: of a layer's weight sliced out of a stack, or of a weight
+with more than two dimensions that a product takes as a matrix.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from flax_spmd._src.estimate.graph import Block, Graph, Op, Value
+from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op
 
-# Nothing in XLA's program: who uses the result uses the operand.
-_NOTHING = ('sharding_constraint', 'transpose', 'copy')
-_PASSING = ('sharding_constraint', 'reshape', 'transpose', 'dynamic_slice', 'slice', 'copy')
-
-
-def sent_as(graph: Graph) -> dict[int, Value]:
-  """The values that are sent in a narrower dtype than theirs, and as what."""
-  found: dict[int, Value] = {}
-  _Block(graph, found).look(graph.main)
-  return found
+# No operations in XLA's program: users of the result are users of the operand.
+_ALIASES = ('sharding_constraint', 'transpose', 'copy')
+_DTYPE_PRESERVING = ('sharding_constraint', 'reshape', 'transpose', 'dynamic_slice', 'slice', 'copy')
 
 
-class _Block:
-  """Looks at a block from its end: by then, what is made of a value is known."""
+def wire_values(graph: Graph) -> dict[int, GraphValue]:
+  """The values that are sent in a narrower dtype than their own, with that dtype."""
+  result: dict[int, GraphValue] = {}
+  _BlockDtypes(graph, result).visit(graph.main)
+  return result
 
-  def __init__(self, graph: Graph, found: dict[int, Value]):
-    self.values, self.found = graph.values, found
-    self.graph = graph
-    self.needed: dict[int, set[str | None]] = {}  # in which dtypes; None is its own
-    self.uses: Counter[int] = Counter()
+
+class _BlockDtypes:
+  """The wire dtypes of one block, visited from its end, so that the uses of a value are known before it."""
+
+  def __init__(self, graph: Graph, result: dict[int, GraphValue]):
+    self.graph, self.result = graph, result
+    self.values = graph.values
+    self.use_dtypes: dict[int, set[str | None]] = {}  # None: the value's own dtype
+    self.use_counts: Counter[int] = Counter()
     self.reshaped: set[int] = set()
 
-  def look(self, block: Block) -> None:
+  def visit(self, block: Block) -> None:
     for op in block.ops:
-      if op.kind == 'reshape' or (op.kind in _PASSING and op.operands[0] in self.reshaped):
+      if op.kind == 'reshape' or (op.kind in _DTYPE_PRESERVING and op.operands[0] in self.reshaped):
         self.reshaped.update(op.results)
     for value in block.returned:
-      self._need(value, None)
+      self._add_use(value, None)
     for op in reversed(block.ops):
       for result in op.results:
-        self._decide(result)
+        self._narrow_if_all_uses_do(result)
       for inner in op.blocks:
-        _Block(self.graph, self.found).look(inner)
-      uses = max(1, self.uses[op.results[0]]) if op.kind in _NOTHING else 1
+        _BlockDtypes(self.graph, self.result).visit(inner)
+      count = max(1, self.use_counts[op.results[0]]) if op.kind in _ALIASES else 1
       for value in op.operands:
-        self._need(value, self._as(op), uses)
+        self._add_use(value, self._operand_dtype(op), count)
       if op.kind == 'convert':
-        self._made_of(op)
+        self._keep_narrow_source(op)
     for value in block.arguments:
-      self._decide(value)
+      self._narrow_if_all_uses_do(value)
 
-  def _need(self, value: int, dtype: str | None, uses: int = 1) -> None:
-    self.needed.setdefault(value, set()).add(dtype)
-    self.uses[value] += uses
+  def _add_use(self, value: int, dtype: str | None, count: int = 1) -> None:
+    self.use_dtypes.setdefault(value, set()).add(dtype)
+    self.use_counts[value] += count
 
-  def _as(self, op: Op) -> str | None:
-    """In which dtype an operation could take its operand, if it were sent so."""
-    if op.kind == 'convert' and self._item(op.results[0]) < self._item(op.operands[0]):
+  def _operand_dtype(self, op: Op) -> str | None:
+    """The narrower dtype in which an operation could receive its operand; None if there is none."""
+    if op.kind == 'convert' and self._itemsize(op.results[0]) < self._itemsize(op.operands[0]):
       return self.values[op.results[0]].dtype if self._has_one_use(op) else None
-    if op.kind in _PASSING and op.results[0] in self.found:
-      return self.found[op.results[0]].dtype
+    if op.kind in _DTYPE_PRESERVING and op.results[0] in self.result:
+      return self.result[op.results[0]].dtype
     return None
 
   def _has_one_use(self, convert: Op) -> bool:
     [result] = convert.results
-    matrix = len(self.values[result].shape) <= 2
-    return self.uses[result] <= 1 or not matrix or convert.operands[0] in self.reshaped
+    is_matrix = len(self.values[result].shape) <= 2
+    return self.use_counts[result] <= 1 or not is_matrix or convert.operands[0] in self.reshaped
 
-  def _decide(self, value: int) -> None:
-    needed = self.needed.get(value, {None})
-    if len(needed) == 1 and None not in needed:
-      self.found[value] = self.values[value]._replace(dtype=str(*needed))
+  def _narrow_if_all_uses_do(self, value: int) -> None:
+    dtypes = self.use_dtypes.get(value, {None})
+    if len(dtypes) == 1 and None not in dtypes:
+      self.result[value] = self.values[value]._replace(dtype=str(*dtypes))
 
-  def _made_of(self, op: Op) -> None:
-    """What was converted from fewer bytes."""
-    before, after = self.values[op.operands[0]], self.values[op.results[0]]
-    if before.item < after.item:
-      self.found[op.results[0]] = before
+  def _keep_narrow_source(self, convert: Op) -> None:
+    """A widened value is sent in the dtype of its source."""
+    before, after = self.values[convert.operands[0]], self.values[convert.results[0]]
+    if before.itemsize < after.itemsize:
+      self.result[convert.results[0]] = before
 
-  def _item(self, value: int) -> float:
-    return self.values[value].item
+  def _itemsize(self, value: int) -> float:
+    return self.values[value].itemsize

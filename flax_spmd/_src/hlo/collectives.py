@@ -1,8 +1,7 @@
-"""Collectives: what devices send each other in a step.
+"""Collectives: kind, bytes and device groups of each, and the bytes that a device sends for it.
 
-Of an instruction come the kind, the bytes and the groups; `wire` says what a device then sends. One thing
-is not what it looks like: where a TPU's program needs only a device's part of a sum, it has a fusion of an
-all-reduce and a slice, which runs as a reduce-scatter.
+Kind, bytes and groups come from the instruction; `wire` computes the bytes sent. One form is misleading: TPU
+programs contain reduce-scatters as a fusion of an all-reduce and a slice.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flax_spmd._src.hlo.device_groups import axes_of, axes_of_pairs, connected, read_groups, read_pairs
-from flax_spmd._src.hlo.flops import target
-from flax_spmd._src.hlo.parser import Computation, Instruction, Module
+from flax_spmd._src.hlo.flops import custom_call_target
+from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction
 from flax_spmd._src.hlo.source_frames import origin
 
 KINDS = (
@@ -24,7 +23,7 @@ KINDS = (
   'ragged-all-to-all',
   'collective-broadcast',
 )
-_SENT = '_xla_send_recv_source_target_pairs'  # a GPU's permute may be split into sends and receives
+_SENT = '_xla_send_recv_source_target_pairs'  # GPU compilers can split a permute into send and receive
 
 
 class Collective(NamedTuple):
@@ -32,14 +31,14 @@ class Collective(NamedTuple):
 
   Attributes:
     kind: one of `KINDS`.
-    axes: the mesh axes that it goes over; `'model[2/4]'` for a part of one; () if unknown.
-    group: devices in one group; of a permute, those that it connects.
-    bytes: of its operands on one device, once.
-    times: how often it runs in a step.
+    axes: mesh axes that a group spans; `'model[2/4]'` for a part of one; () if unknown.
+    group: number of devices in one group; for a permute, the number of devices that it connects.
+    bytes: bytes of the operands on one device, for one run.
+    times: number of runs in a step.
     wire: bytes that a device sends over its links in a step.
-    dtype: of what is sent; of several, the one with the most bytes.
-    op: the name of the operation that it comes from.
-    source: the line that it comes from, as `model.py:31`; '' if unknown.
+    dtype: dtype of the operands; the one with the most bytes if they differ.
+    op: name of the JAX operation.
+    source: line of the model, such as `model.py:31`, or '' if unknown.
   """
 
   kind: str
@@ -54,16 +53,17 @@ class Collective(NamedTuple):
 
 
 def wire(kind: str, size: float, group: int) -> float:
-  """The bytes that a device sends in one collective, by ring algorithms.
+  """The bytes that a device sends in one collective, with ring algorithms.
 
-  With n devices, a gather sends what a device has n - 1 times; a reduce-scatter all but its own part; an
-  all-reduce is a reduce-scatter and the gather of what that leaves; an all-to-all keeps its own part. From
-  "How to Scale Your Model", https://jax-ml.github.io/scaling-book/sharding/.
+  For operands of `size` bytes per device and groups of n devices: an all-gather sends `size * (n - 1)`; a
+  reduce-scatter and an all-to-all send `size * (n - 1) / n`; an all-reduce is a reduce-scatter followed by
+  an all-gather and sends twice that. From "How to Scale Your Model",
+  https://jax-ml.github.io/scaling-book/sharding/.
 
   Args:
     kind: one of `KINDS`.
-    size: bytes of its operands on one device.
-    group: devices in one group, n.
+    size: bytes of the operands on one device.
+    group: number of devices in one group, n.
 
   Example:
     >>> wire('all-gather', 100, 4), wire('all-reduce', 100, 4), wire('collective-permute', 100, 4)
@@ -75,11 +75,11 @@ def wire(kind: str, size: float, group: int) -> float:
     return 2 * size * (group - 1) / group
   if kind in ('reduce-scatter', 'all-to-all', 'ragged-all-to-all'):
     return size * (group - 1) / group
-  return size  # a permute sends what a device has; a broadcast hands it on
+  return size  # a permute or a broadcast
 
 
 def kind_of(instruction: Instruction) -> str:
-  """The kind of collective that an instruction runs or starts; '' if none.
+  """The kind of collective that an instruction runs or starts, or ''.
 
   Example:
     >>> from flax_spmd._src.hlo.parser import Instruction
@@ -93,16 +93,16 @@ def kind_of(instruction: Instruction) -> str:
 
 
 def collective(
-  instruction: Instruction, inside: Computation, module: Module, mesh: Mapping[str, int], fused: bool
+  instruction: Instruction, inside: Computation, module: HloModule, mesh: Mapping[str, int], fused: bool
 ) -> Collective | None:
-  """What a collective instruction is, run once; None if it goes over one device, and so moves nothing.
+  """One run of a collective instruction, or None for groups of a single device, which send nothing.
 
   Args:
-    instruction: `kind_of` says that it is one.
-    inside: the computation that it is in.
-    module: has the frames that it comes from.
-    mesh: size per axis, in order.
-    fused: whether the computation is a fusion's.
+    instruction: instruction with a `kind_of`.
+    inside: computation that contains it.
+    module: module with its stack frames.
+    mesh: size per mesh axis, in order.
+    fused: whether the computation is the body of a fusion.
   """
   kind = kind_of(instruction)
   if kind == 'all-reduce' and fused and _keeps_part(instruction, inside):
@@ -111,7 +111,7 @@ def collective(
   if group < 2:
     return None
   arrays = [shape for operand in inside.operands(instruction) for shape in operand.shapes]
-  if kind == 'ragged-all-to-all':  # operand, output, and where what goes
+  if kind == 'ragged-all-to-all':  # the others are the output, offsets and sizes
     arrays = arrays[:1]
   size = sum(shape.bytes for shape in arrays)
   dtype = max(arrays, key=lambda shape: shape.bytes).dtype if arrays else ''
@@ -119,11 +119,11 @@ def collective(
   return Collective(kind, axes, group, size, 1, wire(kind, size, group), dtype, op, source)
 
 
-def started(module: Module) -> frozenset[tuple[str, str]]:
-  """The collectives that fusions start, by kind and channel.
+def started(module: HloModule) -> frozenset[tuple[str, str]]:
+  """The collectives that are started by fusions, as (kind, channel).
 
-  TPUs spread one collective over several fusions, between the steps of which other work runs: one that
-  starts it, others that go on with it, one that ends it. Each has a copy of the instruction.
+  TPUs spread one collective over several fusions, so that other work can run in between: the first starts
+  it, others continue it, and the last completes it. Each contains a copy of the instruction.
   """
   return frozenset(
     _key(instruction)
@@ -135,25 +135,27 @@ def started(module: Module) -> frozenset[tuple[str, str]]:
 
 
 def continues(instruction: Instruction, inside: Computation, begun: frozenset[tuple[str, str]]) -> bool:
-  """Whether a collective in a fusion is a copy of one of those in `begun`."""
+  """Whether a collective in a fusion is a copy of one in `begun`."""
   if _key(instruction) not in begun or _starts(inside):
     return False
   return 'async_collective_fusion_config' in instruction.attributes.get('backend_config', '')
 
 
 def _key(instruction: Instruction) -> tuple[str, str]:
-  """What the copies of one collective have in common."""
+  """Kind and channel, which are equal for all copies of a collective."""
   return kind_of(instruction), instruction.attributes.get('channel_id', '')
 
 
 def _starts(computation: Computation) -> bool:
-  """Whether a fusion starts a collective that other fusions go on with."""
+  """Whether a fusion starts a collective that other fusions continue."""
   last = computation.result
-  return last is not None and last.op == 'custom-call' and target(last) == 'AsyncCollectiveStart'
+  return (
+    last is not None and last.op == 'custom-call' and custom_call_target(last) == 'AsyncCollectiveStart'
+  )
 
 
 def _keeps_part(instruction: Instruction, inside: Computation) -> bool:
-  """Whether a fusion goes on only with slices of a result."""
+  """Whether every user of a result takes only slices of it."""
   users = inside.users.get(instruction.name, [])
   return bool(users) and all(
     user.op == 'dynamic-slice'
@@ -163,23 +165,23 @@ def _keeps_part(instruction: Instruction, inside: Computation) -> bool:
 
 
 def _group(
-  kind: str, instruction: Instruction, module: Module, mesh: Mapping[str, int]
+  kind: str, instruction: Instruction, module: HloModule, mesh: Mapping[str, int]
 ) -> tuple[int, tuple[str, ...]]:
-  """How many devices are in one group, and the axes that they are along."""
+  """Number of devices in one group, and the mesh axes that it spans."""
   attributes = instruction.attributes
   if kind == 'collective-permute':
     pairs = read_pairs(attributes.get('source_target_pairs', '') or _sent_pairs(attributes))
     return connected(pairs).shape[1], axes_of_pairs(pairs, mesh)
-  # The comma before device_ids makes it look like an attribute of its own.
+  # HLO separates device_ids with a comma, so it is parsed as a separate attribute.
   text = ' '.join(attributes.get(key, '') for key in ('replica_groups', 'device_ids'))
   groups = read_groups(text, max(module.devices, 1))
   if (
     'channel_id' in attributes and 'use_global_device_ids' not in attributes and groups.tolist() == [[0]]
   ):
-    groups = read_groups('', max(module.devices, 1))  # the one replica, over all of its partitions
+    groups = read_groups('', max(module.devices, 1))  # one replica: all partitions
   return groups.shape[1], axes_of(groups, mesh)
 
 
 def _sent_pairs(attributes: Mapping[str, str]) -> str:
-  """The pairs of a permute that is split into sends and receives."""
+  """The source-target pairs of a permute that is split into send and receive."""
   return attributes.get('frontend_attributes', '').partition(_SENT + '=')[2].partition('}}')[0] + '}'

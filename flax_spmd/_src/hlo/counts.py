@@ -1,14 +1,12 @@
-"""Counting: what one training step computes, moves and communicates, per device.
+"""Counts: FLOPs, HBM traffic and collectives of a compiled training step, per device.
 
-`count` walks the compiled program in the order in which it runs. What a loop's body does counts as often
-as the loop runs, of a conditional the larger branch counts, and what is split into a start and a done
-counts once.
+`count` walks the compiled program in execution order. A loop's body counts once per trip, a conditional
+counts as its larger branch, and an operation split into start and done counts once.
 
     counts = count(compiled.as_text(), {'data': 8, 'model': 4})
     counts.flops, counts.by_axis()
 
-Everything is read off the text, nothing is measured; that the program does this work is certain, how
-long it takes is not.
+All figures are derived from the text; nothing is measured. The work is certain, the time it takes is not.
 """
 
 from __future__ import annotations
@@ -18,21 +16,21 @@ from typing import NamedTuple
 
 from flax_spmd._src.hlo.collectives import Collective as Collective
 from flax_spmd._src.hlo.collectives import collective, continues, kind_of, started
-from flax_spmd._src.hlo.flops import flops, target
+from flax_spmd._src.hlo.flops import custom_call_target, flops
 from flax_spmd._src.hlo.hbm_traffic import traffic
-from flax_spmd._src.hlo.parser import Computation, Instruction, Module, parse
+from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, parse
 from flax_spmd._src.hlo.trip_counts import State, entering, trips, unchanging
 
 
 class Counts(NamedTuple):
-  """What a step does on each device.
+  """The work of one step on each device.
 
   Attributes:
-    flops: of matrix products and convolutions.
-    hbm_bytes: read from and written to the device's main memory.
-    collectives: the largest wire first.
-    opaque: the custom calls whose work is not in here, and how often they run.
-    loops: name, trips, and how these are known, as in `loops.Trips`.
+    flops: FLOPs of matrix products and convolutions.
+    hbm_bytes: bytes read from and written to the device's main memory.
+    collectives: collectives, those with the most bytes on the wire first.
+    opaque: name and number of runs of each custom call whose work is not counted.
+    loops: name, number of trips, and `trip_counts.Trips.how` of each loop.
   """
 
   flops: float
@@ -42,26 +40,26 @@ class Counts(NamedTuple):
   loops: tuple[tuple[str, int, str], ...]
 
   def by_axis(self) -> dict[tuple[str, ...], float]:
-    """Wire bytes per mesh axes, the most first."""
+    """Bytes on the wire per tuple of mesh axes, in descending order."""
     return _summed((one.axes, one.wire) for one in self.collectives)
 
   def by_kind(self) -> dict[str, float]:
-    """Wire bytes per kind of collective, the most first."""
+    """Bytes on the wire per kind of collective, in descending order."""
     return _summed((one.kind, one.wire) for one in self.collectives)
 
 
 def count(text: str, mesh: Mapping[str, int]) -> Counts:
-  """Counts what a compiled program does.
+  """Counts the work of a compiled program.
 
   Args:
-    text: of the optimised HLO module, as `jax.stages.Compiled.as_text` gives it.
-    mesh: size per axis, in order. Device i is at the i-th position in row-major order.
+    text: text of the optimised HLO module, as from `jax.stages.Compiled.as_text`.
+    mesh: size per mesh axis, in order. Device i is at the i-th position in row-major order.
 
   Returns:
-    Per device and step. Collectives among one device are left out: they move nothing.
+    The work per device and step. Collectives within a single device are left out: they send nothing.
 
   Raises:
-    ValueError: the text is no HLO module.
+    ValueError: the text is not an HLO module.
 
   Example:
     >>> counts = count('''
@@ -79,7 +77,7 @@ def count(text: str, mesh: Mapping[str, int]) -> Counts:
 
 
 class _Tally(NamedTuple):
-  """What a part of a program does, run once."""
+  """The work of one run of a part of a program."""
 
   flops: float = 0
   hbm: float = 0
@@ -88,7 +86,7 @@ class _Tally(NamedTuple):
   loops: tuple[tuple[str, int, str], ...] = ()
 
   def times(self, number: int) -> _Tally:
-    """The same, run several times."""
+    """The work of several runs."""
     collectives = [
       one._replace(times=one.times * number, wire=one.wire * number) for one in self.collectives
     ]
@@ -97,18 +95,18 @@ class _Tally(NamedTuple):
 
   @property
   def size(self) -> tuple[float, float, float]:
-    """What makes one branch larger than another."""
+    """Sort key for the branches of a conditional."""
     return self.flops, sum(one.wire for one in self.collectives), self.hbm
 
   def counts(self) -> Counts:
-    """As the result, with what never runs left out."""
+    """The final counts, without operations that never run."""
     collectives = sorted((one for one in self.collectives if one.times), key=lambda one: -one.wire)
     opaque = {name: int(runs) for name, runs in _summed(self.opaque).items() if runs}
     return Counts(self.flops, self.hbm, tuple(collectives), tuple(opaque.items()), self.loops)
 
 
 def _total(tallies: Iterable[_Tally]) -> _Tally:
-  """Several parts, one after the other."""
+  """The sum of several parts."""
   flops, hbm, collectives, opaque, loops = 0.0, 0.0, [], [], []
   for tally in tallies:
     flops += tally.flops
@@ -120,18 +118,24 @@ def _total(tallies: Iterable[_Tally]) -> _Tally:
 
 
 class _Counter(NamedTuple):
-  """Walks a module; `begun` are the collectives that fusions start, of which there are copies in others."""
+  """Counts the computations of a module.
 
-  module: Module
+  Attributes:
+    module: the module.
+    mesh: size per mesh axis, in order.
+    begun: collectives that fusions start; other fusions contain copies of them.
+  """
+
+  module: HloModule
   mesh: Mapping[str, int]
   begun: frozenset[tuple[str, str]]
 
   def computation(self, running: Computation, state: State, fused: bool = False) -> _Tally:
-    """What a computation does; `state` is what is known of its argument, if it is a loop's body."""
+    """The work of a computation; `state` has the known elements of a loop body's parameter."""
     return _total(self._instruction(one, running, state, fused) for one in running.instructions.values())
 
   def _instruction(self, one: Instruction, inside: Computation, state: State, fused: bool) -> _Tally:
-    """What an instruction does, with all that it calls."""
+    """The work of an instruction, including the computations that it calls."""
     op = one.op.removesuffix('-start')
     if op == 'while':
       return self._loop(one, inside, state)
@@ -144,37 +148,37 @@ class _Counter(NamedTuple):
     if op in ('fusion', 'call', 'async'):
       called = one.called('calls', 'to_apply')[:1]
       return _total([moved, *self._called(called, fused or op == 'fusion')])
-    return _total([moved, _worked(one, inside)])
+    return _total([moved, _computed(one, inside)])
 
   def _called(self, names: Iterable[str], fused: bool) -> list[_Tally]:
-    """What each of some computations does."""
-    found = (self.module.computations.get(name) for name in names)
-    return [self.computation(called, {}, fused) for called in found if called]
+    """The work of each of some computations."""
+    computations = (self.module.computations.get(name) for name in names)
+    return [self.computation(called, {}, fused) for called in computations if called]
 
   def _loop(self, loop: Instruction, inside: Computation, state: State) -> _Tally:
-    """What a loop does: its body, as often as it runs."""
-    found = trips(loop, inside, self.module, state)
+    """The work of a loop: its body, once per trip."""
+    count = trips(loop, inside, self.module, state)
     kept = unchanging(loop, self.module, entering(loop, inside, self.module, state))
     body = self.module.computations.get(loop.computation('body'))
     inner = self.computation(body, kept) if body else _Tally()
-    return _total([_Tally(loops=((loop.name, found.number, found.how),)), inner.times(found.number)])
+    return _total([_Tally(loops=((loop.name, count.number, count.how),)), inner.times(count.number)])
 
   def _collective(self, one: Instruction, inside: Computation, fused: bool) -> _Tally:
-    """A collective; nothing if it is the copy of another, or goes over one device."""
+    """A collective, or nothing if it is a copy of another one or stays within one device."""
     if fused and continues(one, inside, self.begun):
       return _Tally()
-    found = collective(one, inside, self.module, self.mesh, fused)
-    return _Tally(collectives=(found,)) if found else _Tally()
+    counted = collective(one, inside, self.module, self.mesh, fused)
+    return _Tally(collectives=(counted,)) if counted else _Tally()
 
 
-def _worked(one: Instruction, inside: Computation) -> _Tally:
-  """What an instruction computes that calls nothing."""
+def _computed(one: Instruction, inside: Computation) -> _Tally:
+  """The FLOPs of an instruction that calls no computation."""
   work = flops(one, inside)
-  return _Tally(work) if work is not None else _Tally(opaque=((target(one) or one.op, 1),))
+  return _Tally(work) if work is not None else _Tally(opaque=((custom_call_target(one) or one.op, 1),))
 
 
 def _summed(pairs: Iterable[tuple]) -> dict:
-  """The sum per key, the largest first."""
+  """The sum per key, in descending order."""
   sums: dict = {}
   for key, number in pairs:
     sums[key] = sums.get(key, 0) + number

@@ -1,14 +1,14 @@
-"""Groups: which devices talk to each other in a collective, and over which axes of the mesh.
+"""Device groups: the devices that take part in a collective together, and the mesh axes that they span.
 
-HLO writes them in four ways, all of which are numbers of devices in the mesh's row-major order:
+HLO has four notations. All number the devices in the mesh's row-major order:
 
     replica_groups={{0,1},{2,3}}                         lists
     replica_groups=[2,4]<=[4,2]T(1,0)                    iota: 0..7 as 4x2, transposed, as 2 groups of 4
-    replica_groups=mesh['a'=2,'b'=4] {'b'}               axes of a mesh, that XLA names as it likes
-    source_target_pairs={{0,1},{1,0}}                    pairs: a group is what they connect
+    replica_groups=mesh['a'=2,'b'=4] {'b'}               axes of a mesh, with XLA's own axis names
+    source_target_pairs={{0,1},{1,0}}                    pairs: a group is a connected component
 
-Groups are an array with one row per group, and -1 where a group has fewer devices than others. The
-names of the axes are the mesh's own; they are read off the numbers, whatever the text calls them.
+Groups are an array with one row per group, padded with -1 if their sizes differ. Axis names come from the
+mesh: they follow from the device numbers, not from the names in the text.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LIST = re.compile(r'\{([\d,\s]*)\}')
 
 @functools.lru_cache(maxsize=512)
 def read_groups(text: str, devices: int) -> np.ndarray:
-  """The groups that a `replica_groups` attribute means.
+  """The groups in a `replica_groups` attribute.
 
   Args:
-    text: of the attribute, in any of its forms; empty (or `{}`) is one group of all.
-    devices: how many there are.
+    text: text of the attribute, in any notation; empty (or `{}`) means one group of all devices.
+    devices: number of devices.
 
   Returns:
-    Numbers of devices, [groups, size].
+    Device numbers of shape [groups, size].
 
   Example:
     >>> read_groups('[2,4]<=[4,2]T(1,0)', 8).tolist()
@@ -47,17 +47,19 @@ def read_groups(text: str, devices: int) -> np.ndarray:
     >>> read_groups("mesh['x'=2,'y'=4] {'x'}", 8).tolist()
     [[0, 4], [1, 5], [2, 6], [3, 7]]
   """
-  if found := _MESH.search(text):
-    return _by_axes(found[1], found[2], found[3])
-  if found := _IOTA.search(text):
-    return _iota(found[2], found[3]).reshape(_numbers(found[1]))
+  if match := _MESH.search(text):
+    return _by_axes(match[1], match[2], match[3])
+  if match := _IOTA.search(text):
+    return _iota(match[2], match[3]).reshape(_numbers(match[1]))
   groups = [_numbers(group) for group in _LIST.findall(text) if group.strip()]
   return _padded(groups) if groups else np.arange(devices)[None]
 
 
 @functools.lru_cache(maxsize=512)
 def read_pairs(text: str) -> np.ndarray:
-  """The (source, target) pairs of a `source_target_pairs` attribute, [pairs, 2]; those to oneself are left out.
+  """The (source, target) pairs in a `source_target_pairs` attribute, of shape [pairs, 2].
+
+  Pairs from a device to itself are left out.
 
   Example:
     >>> read_pairs('{{0,1},{1,0},{2,2}}').tolist()
@@ -68,7 +70,7 @@ def read_pairs(text: str) -> np.ndarray:
 
 
 def connected(pairs: np.ndarray) -> np.ndarray:
-  """The groups of devices that pairs connect: of a ring over an axis, all along it.
+  """The groups of devices that are connected by pairs, such as all devices of a ring.
 
   Example:
     >>> connected(np.array([[0, 2], [2, 4], [1, 3]])).tolist()
@@ -92,15 +94,16 @@ def connected(pairs: np.ndarray) -> np.ndarray:
 
 
 def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """The mesh axes that groups go over.
+  """The mesh axes that groups span.
 
   Args:
-    groups: [groups, size], as `read_groups` gives them.
-    mesh: size per axis, in order.
+    groups: device numbers of shape [groups, size], as from `read_groups`.
+    mesh: size per mesh axis, in order.
 
   Returns:
-    Names of axes; `'model[2/4]'` where a group has 2 of the 4 along an axis. Empty if every group is one
-    device, or if the groups are no parts of the mesh along its axes (diagonals, or another mesh's).
+    Names of axes; `'model[2/4]'` if a group has 2 of the 4 devices along an axis. Empty if every group is a
+    single device, or if the groups do not follow the axes of the mesh (diagonals, or groups of another
+    mesh).
 
   Example:
     >>> axes_of(read_groups('{{0,1},{2,3},{4,5},{6,7}}', 8), {'data': 2, 'model': 4})
@@ -121,7 +124,7 @@ def axes_of(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def axes_of_pairs(pairs: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """The mesh axes that pairs go over: those of what they connect, or else all along which some pair moves.
+  """The mesh axes that pairs span: those of the connected groups, or else all along which a pair moves.
 
   Example:
     >>> axes_of_pairs(read_pairs('{{0,1},{1,2},{2,3},{3,0}}'), {'data': 2, 'model': 4})
@@ -134,20 +137,20 @@ def axes_of_pairs(pairs: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]
 
 
 def _named(axis: str, count: int, size: int) -> str:
-  """An axis, and how much of it if it is a part."""
+  """The name of an axis, with `[count/size]` for a part of it."""
   return axis if count == size else f'{axis}[{count}/{size}]'
 
 
 def _by_axes(sizes: str, order: str, over: str) -> np.ndarray:
-  """The groups along some axes of a mesh that the text describes, or along parts of them.
+  """The groups along axes, or parts of axes, of the mesh that is described in the text.
 
-  `'b':(2)4` is the part of axis b that has size 4 and lies inside of a part of size 2.
+  `'b':(2)4` is the part of axis b with size 4, inside a part of size 2.
   """
-  mesh = {found[1]: int(found[4]) for found in _AXIS.finditer(sizes)}
+  mesh = {axis[1]: int(axis[4]) for axis in _AXIS.finditer(sizes)}
   devices = _device_order(order, math.prod(mesh.values()))
-  parts = [_part(found, mesh) for found in _AXIS.finditer(over)]
+  parts = [_part(axis, mesh) for axis in _AXIS.finditer(over)]
   cuts = {axis: sorted({1, size, *_edges(parts, axis)}) for axis, size in mesh.items()}
-  # Every axis is cut at all edges of its parts; what is between two edges is in the group or is not.
+  # Each axis is split at the edges of its parts, so every piece is either in the group or outside it.
   pieces = [(axis, low, high) for axis, edges in cuts.items() for low, high in itertools.pairwise(edges)]
   inside = [
     any(axis == name and a <= low and high <= b for name, a, b in parts) for axis, low, high in pieces
@@ -159,34 +162,34 @@ def _by_axes(sizes: str, order: str, over: str) -> np.ndarray:
   return shaped.transpose(front + back).reshape(-1, size)
 
 
-def _part(found: re.Match[str], mesh: Mapping[str, int]) -> tuple[str, int, int]:
-  """An axis and the edges of its part: the sizes before and behind it, from the outside."""
-  before = int(found[2] or 1)
-  return found[1], before, before * int(found[3] or mesh[found[1]])
+def _part(axis: re.Match[str], mesh: Mapping[str, int]) -> tuple[str, int, int]:
+  """An axis, and the products of the sizes before and up to the end of its part."""
+  before = int(axis[2] or 1)
+  return axis[1], before, before * int(axis[3] or mesh[axis[1]])
 
 
 def _edges(parts: Sequence[tuple[str, int, int]], axis: str) -> list[int]:
-  """Where parts of an axis begin and end."""
+  """The edges of all parts of an axis."""
   return [edge for name, low, high in parts if name == axis for edge in (low, high)]
 
 
 def _device_order(text: str, devices: int) -> np.ndarray:
-  """The devices of a described mesh, in its order: `device_ids=([2,4]T(1,0))`, a list, or just counted."""
-  if found := _RESHAPED.search(text):
-    return _iota(found[1], found[2]).reshape(-1)
+  """The device order of a mesh in the text: `device_ids=([2,4]T(1,0))`, a list, or ascending."""
+  if match := _RESHAPED.search(text):
+    return _iota(match[1], match[2]).reshape(-1)
   listed = re.search(r'\(([\d,\s]+)\)', text)
   return np.array(_numbers(listed[1])) if listed else np.arange(devices)
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-  """0, 1, 2, ... in a shape, transposed."""
+  """0, 1, 2, ... reshaped and transposed."""
   sizes = _numbers(shape)
   counted = np.arange(math.prod(sizes)).reshape(sizes)
   return counted.transpose(_numbers(order)) if order else counted
 
 
 def _padded(groups: Sequence[Sequence[int]]) -> np.ndarray:
-  """Groups as one array, short ones filled up with -1."""
+  """Groups as one array, padded with -1."""
   size = max(map(len, groups), default=0)
   return np.array([[*group, *[-1] * (size - len(group))] for group in groups], int).reshape(
     len(groups), size
@@ -194,5 +197,5 @@ def _padded(groups: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _numbers(text: str) -> list[int]:
-  """`1,2` as numbers."""
+  """The numbers in `1,2`."""
   return [int(number) for number in text.split(',') if number.strip()]

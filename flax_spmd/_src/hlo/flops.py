@@ -1,8 +1,8 @@
 """FLOPs: the multiplications and additions of matrix products and convolutions.
 
-A multiply-add counts as two, padding and holes of dilation count as nothing, and everything else that a
-step computes counts as nothing either: beside the products it is limited by memory, not by arithmetic.
-Of a compiler's library calls (cuBLAS, cuDNN) the work follows from shapes, as far as it is known here.
+A multiply-add counts as two FLOPs. Padding and dilation holes do not count, and neither do other operations,
+which are limited by memory rather than arithmetic. The FLOPs of known library calls (cuBLAS, cuDNN, oneDNN)
+follow from their shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONVOLUTION = re.compile(r'__(?:cudnn|onednn)\$conv')
 _ATTENTION = re.compile(r'__cudnn\$fmha')
 _CONTRACTING = re.compile(r'lhs_contracting_dimensions\\?":\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'intermediate_tensor_shape\\?":\s*\{.*?dimensions\\?":\s*\[([^\]]*)\]')
-_MARKS = re.compile(
+_ANNOTATIONS = re.compile(
   r'AllocateBuffer|ConcatBitcast|AsyncCollective(?:Start|Done)|CreateBuffer|Pin|Unpin'
   r'|Sharding|SPMD(?:FullToShard|ShardToFull)Shape|xla\.sdy\..*|LayoutConstraint'
   r'|annotate_device_placement|MoveToHost|MoveToDevice|AssumeGatherIndicesInBound'
@@ -27,7 +27,7 @@ _MARKS = re.compile(
 
 
 class Window(NamedTuple):
-  """How a convolution goes along one dimension: as in HLO, `size=3 stride=2 pad=1_1 lhs_dilate=1 ...`."""
+  """A convolution window along one dimension, as in HLO: `size=3 stride=2 pad=1_1 lhs_dilate=1 ...`."""
 
   size: int = 1
   stride: int = 1
@@ -37,11 +37,11 @@ class Window(NamedTuple):
 
 
 def flops(instruction: Instruction, computation: Computation) -> float | None:
-  """The FLOPs of one instruction, run once; None if it is a call whose work nobody knows.
+  """The FLOPs of one run of an instruction, without called computations; None for an unknown custom call.
 
   Args:
-    instruction: in `computation`. What it calls is not looked into.
-    computation: has its operands, whose shapes tell.
+    instruction: the instruction.
+    computation: computation that contains it and its operands.
 
   Example:
     >>> from flax_spmd._src.hlo.parser import parse
@@ -58,9 +58,9 @@ def flops(instruction: Instruction, computation: Computation) -> float | None:
   if op not in ('dot', 'ragged-dot', 'convolution', 'custom-call'):
     return 0
   arrays = [operand.shapes[0] for operand in computation.operands(instruction) if operand.shapes]
-  if only_marks(instruction):
+  if is_annotation(instruction):
     return 0
-  # What starts something has (operands, result, ...) as its own result.
+  # The result of a start is a tuple (operands, result, ...).
   results = instruction.shapes[len(arrays) :] if op != instruction.op else instruction.shapes
   if len(arrays) < 2 or not results:
     return None
@@ -71,26 +71,29 @@ def flops(instruction: Instruction, computation: Computation) -> float | None:
   return _dot_flops(arrays[0], instruction.attributes.get('lhs_contracting_dims', ''), results[0])
 
 
-def target(instruction: Instruction) -> str:
-  """What a custom call calls."""
+def custom_call_target(instruction: Instruction) -> str:
+  """Name of the function that a custom call calls, or ''."""
   return instruction.attributes.get('custom_call_target', '').strip('"')
 
 
-def only_marks(instruction: Instruction) -> bool:
-  """Whether a custom call only says something to the compiler, and runs nothing."""
-  return instruction.op.startswith('custom-call') and bool(_MARKS.fullmatch(target(instruction)))
+def is_annotation(instruction: Instruction) -> bool:
+  """Whether a custom call is an annotation for the compiler, without any work."""
+  if not instruction.op.startswith('custom-call'):
+    return False
+  return bool(_ANNOTATIONS.fullmatch(custom_call_target(instruction)))
 
 
 def _dot_flops(lhs: Shape, contracting: str, result: Shape) -> float:
-  """Twice the result's elements, times what is contracted; batch dimensions are in the result."""
+  """Twice the size of the result times the contracted sizes; batch dimensions are part of the result."""
   dims = [int(dim) for dim in re.findall(r'\d+', contracting)]
   return 2 * result.size * math.prod(lhs.dims[dim] for dim in dims)
 
 
 def _convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, result: Shape) -> float | None:
-  """By the places at which the window meets the input, per dimension.
+  """The FLOPs of a convolution, from the number of positions per dimension where the window meets the input.
 
-  Of grouped convolutions the kernel has only a group's input features, so that no group has to be known.
+  The kernel of a grouped convolution has the input features of one group only, so the number of groups is
+  not needed.
   """
   labels = re.match(r'(\w+)_(\w+)->(\w+)', instruction.attributes.get('dim_labels', ''))
   if not labels:
@@ -106,7 +109,7 @@ def _convolution_flops(instruction: Instruction, lhs: Shape, rhs: Shape, result:
 
 
 def _windows(text: str, rank: int) -> list[Window]:
-  """The window per spatial dimension, from `{size=3x3 pad=1_1x0_0}`."""
+  """The window of each spatial dimension, from `{size=3x3 pad=1_1x0_0}`."""
   windows: list[dict[str, int]] = [{} for _ in range(rank)]
   for key, values in re.findall(r'(\w+)=([\w\-]+)', text):
     if key in Window._fields:
@@ -116,9 +119,9 @@ def _windows(text: str, rank: int) -> list[Window]:
 
 
 def meetings(inputs: int, outputs: int, window: Window) -> int:
-  """How many (output, kernel) positions along one dimension lie on an input element.
+  """The number of (output, kernel) positions along one dimension that meet an input element.
 
-  That is the number of (o, k) with o * stride + k * rhs_dilate - pad = i * lhs_dilate for an input i.
+  That is the number of pairs (o, k) with o * stride + k * rhs_dilate - pad = i * lhs_dilate for an input i.
 
   Example:
     >>> meetings(8, 8, Window(size=3, pad=1))
@@ -135,7 +138,7 @@ def meetings(inputs: int, outputs: int, window: Window) -> int:
 
 
 def _multiples(count: int, step: int, start: int, last: int, of: int) -> int:
-  """How many of `start + n * step`, n < count, are multiples of `of` within 0..last."""
+  """The number of n < count for which `start + n * step` is a multiple of `of` within 0..last."""
   low = max(0, -(start // step))  # the first n whose value is not negative
   high = min(count - 1, (last - start) // step)
   common = math.gcd(step, of)
@@ -147,8 +150,8 @@ def _multiples(count: int, step: int, start: int, last: int, of: int) -> int:
 
 
 def _call_flops(call: Instruction, arrays: Sequence[Shape], result: Shape) -> float | None:
-  """Of a library call."""
-  name = target(call)
+  """The FLOPs of a library call, or None if it is unknown."""
+  name = custom_call_target(call)
   if _CONVOLUTION.match(name):
     return _convolution_call_flops(name, call, arrays, result)
   if _ATTENTION.match(name):
@@ -157,17 +160,18 @@ def _call_flops(call: Instruction, arrays: Sequence[Shape], result: Shape) -> fl
 
 
 def _gemm_flops(call: Instruction, lhs: Shape, result: Shape) -> float:
-  """Of a matrix product by a library; its configuration says what is contracted."""
-  found = _CONTRACTING.search(call.attributes.get('backend_config', ''))
-  return _dot_flops(lhs, found[1] if found else str(len(lhs.dims) - 1), result)
+  """The FLOPs of a library's matrix product, with the contracted dimensions from its configuration."""
+  match = _CONTRACTING.search(call.attributes.get('backend_config', ''))
+  return _dot_flops(lhs, match[1] if match else str(len(lhs.dims) - 1), result)
 
 
 def _convolution_call_flops(
   name: str, call: Instruction, arrays: Sequence[Shape], result: Shape
 ) -> float | None:
-  """Of a convolution by a library: the gradients cost what the forward pass costs, whose labels they carry.
+  """The FLOPs of a library's convolution.
 
-  The gradient to the input has the input as its result, that to the kernel has the kernel.
+  A gradient costs as much as the forward pass, and has its labels. The result of the gradient with respect
+  to the input has the input's shape; the same holds for the kernel.
   """
   lhs, rhs = arrays[:2]
   if 'BackwardInput' in name:
@@ -178,13 +182,13 @@ def _convolution_call_flops(
 
 
 def _attention_flops(name: str, call: Instruction, query: Shape) -> float | None:
-  """Of attention by cuDNN: 2 products forward and 5 backward, where the scores are computed again.
+  """The FLOPs of cuDNN's attention: 2 products forward, and 5 backward, which recomputes the scores.
 
-  The configuration has the scores' shape [batch, heads, length, length]; that a mask makes some of
-  them superfluous is not taken off, as nowhere else.
+  The configuration has the scores' shape [batch, heads, length, length]. Masked scores count too, as
+  everywhere.
   """
-  found = _SCORES.search(call.attributes.get('backend_config', ''))
-  if not found:
+  match = _SCORES.search(call.attributes.get('backend_config', ''))
+  if not match:
     return None
-  scores = math.prod(int(size) for size in re.findall(r'\d+', found[1]))
+  scores = math.prod(int(size) for size in re.findall(r'\d+', match[1]))
   return (5 if 'Backward' in name else 2) * 2 * scores * query.dims[-1]

@@ -1,17 +1,17 @@
-"""Traffic: the bytes that an instruction moves from and to a device's main memory (HBM).
+"""HBM traffic: the bytes that an instruction reads from and writes to a device's main memory.
 
-What runs reads its operands and writes its result. Three things are less than that: a slice reads what it
-takes (a scan's body takes one layer of the stacked parameters), an update of a part writes the part in
-place, and inside a fusion nothing is written at all. What lies on the chip (a TPU's VMEM) moves nothing.
-The same rules as XLA's own cost analysis has, so the figure is what a compiler would assume, not a measurement.
+An instruction reads its operands and writes its result, with three exceptions: a slice reads only its part
+(a scan's body reads one layer of the stacked parameters), an in-place update writes only the updated part,
+and values inside a fusion are not written. Arrays in on-chip memory (a TPU's VMEM) cause no traffic. XLA's
+own cost analysis has the same rules, so the figure is the compiler's assumption and not a measurement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flax_spmd._src.hlo.flops import only_marks
-from flax_spmd._src.hlo.parser import Computation, Instruction, Module, Shape
+from flax_spmd._src.hlo.flops import is_annotation
+from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, Shape
 
 _FREE = {
   *(
@@ -40,10 +40,10 @@ _BESIDE = (
 )
 
 
-def traffic(instruction: Instruction, computation: Computation, module: Module) -> float:
-  """The bytes that one instruction reads and writes, run once.
+def traffic(instruction: Instruction, computation: Computation, module: HloModule) -> float:
+  """The bytes that one run of an instruction reads and writes.
 
-  What it calls is looked into only if it is a fusion: bodies of loops move what their instructions move.
+  Of the called computations only fusions are included; the instructions of a loop's body count separately.
 
   Example:
     >>> from flax_spmd._src.hlo.parser import parse
@@ -58,7 +58,7 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
     264.0
   """
   op = instruction.op
-  if op in _FREE or op.endswith('-update') or only_marks(instruction):
+  if op in _FREE or op.endswith('-update') or is_annotation(instruction):
     return 0
   if called := _called(instruction, module):
     return _fusion(called, module)
@@ -70,15 +70,15 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
   return reads if op.endswith('-start') else reads + _writes(instruction, operands)
 
 
-def _called(instruction: Instruction, module: Module) -> Computation | None:
-  """The fused computation of a fusion, asynchronous or not."""
+def _called(instruction: Instruction, module: HloModule) -> Computation | None:
+  """The computation of a fusion, synchronous or asynchronous; None for other instructions."""
   if instruction.op not in ('fusion', 'fusion-start'):
     return None
   return module.computations.get(instruction.computation('calls'))
 
 
 def _reads(op: str, instruction: Instruction, operands: Sequence[Instruction]) -> float:
-  """What an instruction reads of its operands."""
+  """The bytes that an instruction reads of its operands."""
   if op in _SLICES and operands:
     return _part(operands[0], instruction) + sum(_held(operand.shapes) for operand in operands[1:])
   if op in ('dynamic-update-slice', 'scatter'):
@@ -87,7 +87,7 @@ def _reads(op: str, instruction: Instruction, operands: Sequence[Instruction]) -
 
 
 def _writes(instruction: Instruction, operands: Sequence[Instruction]) -> float:
-  """What an instruction writes: its result, or of an update in place the part."""
+  """The bytes that an instruction writes: its result, or the updated part."""
   if instruction.op == 'dynamic-update-slice' and len(operands) > 1:
     return _updated(instruction, operands[1])
   if instruction.op == 'scatter' and len(operands) > 2:
@@ -96,48 +96,48 @@ def _writes(instruction: Instruction, operands: Sequence[Instruction]) -> float:
 
 
 def _without_workspace(instruction: Instruction) -> Sequence[Shape]:
-  """The results, without the bytes of scratch memory that a library call (cuBLAS, cuDNN) has as its last."""
+  """The results without the scratch memory that is the last result of a library call (cuBLAS, cuDNN)."""
   shapes = instruction.shapes
   scratch = len(shapes) > 1 and shapes[-1].dtype in ('s8', 'u8') and len(shapes[-1].dims) == 1
   return shapes[:-1] if scratch and instruction.op == 'custom-call' else shapes
 
 
 def _updated(instruction: Instruction, update: Instruction) -> float:
-  """The bytes of an update, if what it updates is in main memory."""
+  """The bytes of an update to an array in main memory; 0 for an array elsewhere."""
   return update.bytes if _held(instruction.shapes) else 0
 
 
 def _part(whole: Instruction, part: Instruction) -> float:
-  """The bytes that a slice reads of what is in main memory; the result may lie elsewhere."""
+  """The bytes that a slice reads from main memory; its result can be in another memory."""
   sizes = [shape for shape in part.shapes if shape.dims] or part.shapes
   held = _held(whole.shapes)
   return min(held, sizes[-1].bytes) if sizes else held
 
 
 def _held(shapes: Sequence[Shape]) -> float:
-  """The bytes of the arrays that are in main memory."""
+  """The bytes of those arrays that are in main memory."""
   return sum(shape.bytes for shape in shapes if shape.in_main_memory)
 
 
-def _fusion(fused: Computation, module: Module) -> float:
-  """What a fusion reads of its parameters and writes of its results."""
+def _fusion(fused: Computation, module: HloModule) -> float:
+  """The bytes that a fusion reads of its parameters and writes of its results."""
   reads = sum(_used(parameter, fused, module) for parameter in fused.parameters)
   return reads + (_written(fused.result, fused, module) if fused.result else 0)
 
 
-def _used(parameter: Instruction, fused: Computation, module: Module) -> float:
-  """The bytes that a fusion reads of one parameter: all of it, unless all who use it take parts."""
+def _used(parameter: Instruction, fused: Computation, module: HloModule) -> float:
+  """The bytes that a fusion reads of one parameter: less than the whole if every user reads a part."""
   whole = _held(parameter.shapes)
   return min(whole, _taken(parameter, fused, module)) if whole else 0
 
 
-def _taken(source: Instruction, fused: Computation, module: Module) -> float:
-  """The bytes that all users of a value take together."""
+def _taken(source: Instruction, fused: Computation, module: HloModule) -> float:
+  """The bytes of a value that its users read, in total."""
   return sum(_taken_by(user, source, fused, module) for user in fused.users.get(source.name, ()))
 
 
-def _taken_by(user: Instruction, source: Instruction, fused: Computation, module: Module) -> float:
-  """The bytes that one user takes of a value."""
+def _taken_by(user: Instruction, source: Instruction, fused: Computation, module: HloModule) -> float:
+  """The bytes of a value that one user reads."""
   first = user.operands[0] == source.name
   if user.op in _VIEWS:
     return _taken(user, fused, module)
@@ -147,13 +147,13 @@ def _taken_by(user: Instruction, source: Instruction, fused: Computation, module
     return 0
   if inner := _called(user, module):
     parameters = inner.parameters
-    places = [place for place, name in enumerate(user.operands) if name == source.name]
-    return sum(_taken(parameters[place], inner, module) for place in places if place < len(parameters))
+    numbers = [number for number, name in enumerate(user.operands) if name == source.name]
+    return sum(_taken(parameters[n], inner, module) for n in numbers if n < len(parameters))
   return source.bytes
 
 
-def _written(result: Instruction, fused: Computation, module: Module) -> float:
-  """The bytes that a fusion writes for a result; what it hands on as it came is not written."""
+def _written(result: Instruction, fused: Computation, module: HloModule) -> float:
+  """The bytes that a fusion writes for a result; a parameter that is passed through is not written."""
   operands = fused.operands(result)
   if result.op == 'tuple':
     return sum(_written(operand, fused, module) for operand in operands)

@@ -1,16 +1,16 @@
-"""HLO text: what a compiler made of a step, as computations of instructions.
+"""HLO parser: the text of a compiled step as computations of instructions.
 
-Compilers hand their optimised program out as text, the same form from all backends:
+All backends print their optimised program in the same form:
 
     %body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
       ROOT %dot.1 = f32[8,4]{1,0} dot(%x, %y), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot"}
     }
 
-`parse` reads it in one pass. Of an instruction only its name, type, op and operands are taken apart; its
-types and attributes stay text until they are asked for, since most never are. Names that come from the
-model (`op_name`, file names) stand in quotes and are never taken for syntax.
+`parse` reads it in one pass. It splits an instruction into name, type, op and operands; shapes and
+attributes are parsed on first use, since most are never needed. Names from the model (`op_name`, file names)
+are quoted, and quoted text is never parsed as syntax.
 
-An XLA module is one program for every device: shapes are those of one device's part.
+An XLA module is one program for all devices: shapes are those of one device's shard.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ _BITS = re.compile(r'[a-z]+(\d+)')
 
 
 class Shape(NamedTuple):
-  """An array's type: `bits` per element as it is stored, and the memory that it lies in (0 is the main one)."""
+  """An array's type.
+
+  Attributes:
+    dtype: HLO's name of the dtype, such as `bf16` or `pred`.
+    dims: size of each dimension.
+    bits: bits per stored element.
+    space: memory space; 0 is main memory.
+    tiled: whether the array's memory layout has tiles, as on TPUs.
+  """
 
   dtype: str
   dims: tuple[int, ...]
@@ -44,25 +52,35 @@ class Shape(NamedTuple):
 
   @property
   def size(self) -> int:
-    """The number of elements."""
+    """Number of elements."""
     return math.prod(self.dims)
 
   @property
   def bytes(self) -> float:
-    """The bytes of all elements; of eight int4s, 4."""
+    """Bytes of all elements: 4 for eight int4s."""
     return self.size * self.bits / 8
 
   @property
   def in_main_memory(self) -> bool:
-    """Whether it lies in HBM.
+    """Whether the array is in HBM.
 
-    On TPUs (whose layouts have tiles) space 1 is on the chip; on GPUs it is memory for collectives, in HBM.
+    Space 1 is on-chip memory on TPUs, whose memory layouts have tiles. On GPUs it is the collectives' part
+    of HBM.
     """
     return self.space == 0 or (self.space == 1 and not self.tiled)
 
 
 class Instruction(NamedTuple):
-  """One line of a computation. `type` and `rest` are text; `inner` is what stands between the parentheses."""
+  """One line of a computation.
+
+  Attributes:
+    name: name without `%`.
+    op: opcode, such as `dot` or `all-gather-start`.
+    type: text of the result's type.
+    operands: names of the operands.
+    inner: text between the parentheses.
+    rest: text after the parentheses: the attributes.
+  """
 
   name: str
   op: str
@@ -73,32 +91,38 @@ class Instruction(NamedTuple):
 
   @property
   def shapes(self) -> tuple[Shape, ...]:
-    """The arrays of its result, of nested tuples one after the other."""
+    """The arrays of the result, with nested tuples flattened."""
     return shapes(self.type)
 
   @property
   def bytes(self) -> float:
-    """The bytes of its result."""
+    """Bytes of the result."""
     return sum(shape.bytes for shape in self.shapes)
 
   @property
   def attributes(self) -> Mapping[str, str]:
-    """Its attributes, each as text: `{'dimensions': '{0}', ...}`."""
+    """Text of each attribute: `{'dimensions': '{0}', ...}`."""
     return _attributes(self.rest)
 
   def computation(self, *keys: str) -> str:
-    """The one computation that these attributes name; '' if none does."""
+    """Name of the first computation in these attributes, or ''."""
     return next(iter(self.called(*keys)), '')
 
   def called(self, *keys: str) -> list[str]:
-    """The computations that these attributes name."""
-    found = [self.attributes.get(key, '') for key in keys]
-    return [name.strip(' %') for text in found for name in text.strip('{}').split(',') if name]
+    """Names of the computations in these attributes."""
+    texts = [self.attributes.get(key, '') for key in keys]
+    return [name.strip(' %') for text in texts for name in text.strip('{}').split(',') if name]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-  """Instructions by name, in the order in which they run, and the name of the last one, whose result counts."""
+  """A sequence of instructions.
+
+  Attributes:
+    name: name without `%`.
+    instructions: instructions by name, in execution order.
+    root: name of the instruction that computes the result.
+  """
 
   name: str
   instructions: Mapping[str, Instruction]
@@ -106,18 +130,18 @@ class Computation:
 
   @property
   def result(self) -> Instruction | None:
-    """The instruction whose result is the computation's."""
+    """The root instruction."""
     return self.instructions.get(self.root)
 
   @functools.cached_property
   def parameters(self) -> list[Instruction]:
-    """Its parameters, by number."""
-    found = [instruction for instruction in self.instructions.values() if instruction.op == 'parameter']
-    return sorted(found, key=lambda parameter: int(parameter.inner))
+    """The parameters, by number."""
+    parameters = [one for one in self.instructions.values() if one.op == 'parameter']
+    return sorted(parameters, key=lambda parameter: int(parameter.inner))
 
   @functools.cached_property
   def users(self) -> Mapping[str, list[Instruction]]:
-    """The instructions that take a result, by its name."""
+    """The users of each instruction, by its name."""
     users: dict[str, list[Instruction]] = {}
     for instruction in self.instructions.values():
       for name in dict.fromkeys(instruction.operands):
@@ -125,13 +149,20 @@ class Computation:
     return users
 
   def operands(self, instruction: Instruction) -> list[Instruction]:
-    """The instructions whose results it takes."""
+    """The operands of an instruction that are in this computation."""
     known = self.instructions
     return [known[name] for name in instruction.operands if name in known]
 
 
-class Module(NamedTuple):
-  """A program: its computations by name, the one that runs, and where its instructions come from."""
+class HloModule(NamedTuple):
+  """A compiled program.
+
+  Attributes:
+    computations: computations by name.
+    entry: name of the entry computation.
+    devices: number of devices that the program runs on.
+    frames: Python stack frames of the instructions.
+  """
 
   computations: Mapping[str, Computation]
   entry: str
@@ -140,15 +171,15 @@ class Module(NamedTuple):
 
   @property
   def main(self) -> Computation:
-    """The computation that runs."""
+    """The entry computation."""
     return self.computations[self.entry]
 
 
-def parse(text: str) -> Module:
-  """Reads the text of an HLO module.
+def parse(text: str) -> HloModule:
+  """Parses the text of an HLO module.
 
   Raises:
-    ValueError: there is no entry computation in it.
+    ValueError: the text has no entry computation.
 
   Example:
     >>> module = parse('''
@@ -177,9 +208,9 @@ def parse(text: str) -> Module:
     else:
       body.append(line)
   if entry not in computations:
-    raise ValueError('This is no HLO module: it has no ENTRY computation.')
+    raise ValueError('This is not an HLO module: it has no ENTRY computation.')
   header = lines[:first]
-  return Module(computations, entry, _devices(header), read_frames(header))
+  return HloModule(computations, entry, _devices(header), read_frames(header))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,11 +221,11 @@ def shapes(text: str) -> tuple[Shape, ...]:
     >>> [shape.bytes for shape in shapes('(bf16[8,4]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/s4[6]{0:E(4)})')]
     [64.0, 3.0]
   """
-  return tuple(_shape(*found) for found in _LEAF.findall(text))
+  return tuple(_shape(*leaf) for leaf in _LEAF.findall(text))
 
 
 def _shape(dtype: str, dims: str, layout: str) -> Shape:
-  """One array; sizes that may vary (`<=8`) count as their bound."""
+  """One array; a dynamic size (`<=8`) counts as its bound."""
   sizes = tuple(int(size.strip('<= ')) for size in dims.split(',') if size.strip('<= ').isdigit())
   space = re.search(r'S\((\d+)\)', layout)
   stored = re.search(r'E\((\d+)\)', layout)
@@ -203,22 +234,22 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
 
 
 def _bits(dtype: str) -> int:
-  """The bits of one element: the number in the type's name, as in `f8e4m3fn`."""
+  """Bits of one element: the first number in the dtype's name, as in `f8e4m3fn`."""
   if dtype == 'pred':
     return 8
-  found = _BITS.match(dtype)
-  return int(found[1]) if found else 0
+  match = _BITS.match(dtype)
+  return int(match[1]) if match else 0
 
 
 def _head(line: str) -> re.Match[str] | None:
-  """The first line of a computation."""
+  """The match of a computation's first line, or None."""
   if not line.endswith('{') or line[:1].isspace() or line.startswith('HloModule'):
     return None
   return _HEAD.match(line)
 
 
 def _computation(name: str, lines: list[str]) -> Computation:
-  """The instructions of a computation's lines."""
+  """A computation from the lines of its body."""
   instructions, root = {}, ''
   for line in lines:
     start = _START.match(line)
@@ -229,7 +260,7 @@ def _computation(name: str, lines: list[str]) -> Computation:
 
 
 def _instruction(name: str, line: str, start: int) -> Instruction | None:
-  """What stands behind `name = `."""
+  """An instruction from the text after `name = `."""
   end = _closing(line, start) if line[start] == '(' else line.find(' ', start)
   opening = line.find('(', end)
   if end < 0 or opening < 0:
@@ -241,7 +272,7 @@ def _instruction(name: str, line: str, start: int) -> Instruction | None:
 
 
 def _operands(inner: str) -> tuple[str, ...]:
-  """The names between the parentheses; shapes may stand before them, and % may be missing."""
+  """Names of the operands. Each may follow its type, and may lack the `%`."""
   if '%' in inner:
     return tuple(_OPERAND.findall(inner))
   words = re.sub(r'/\*.*?\*/', '', inner).split(', ')
@@ -249,35 +280,35 @@ def _operands(inner: str) -> tuple[str, ...]:
 
 
 def _closing(line: str, opening: int) -> int:
-  """The place behind the parenthesis that closes the one at `opening`."""
+  """The index after the parenthesis that closes the one at `opening`."""
   depth = 0
-  for found in _PARENS.finditer(line, opening):
-    depth += 1 if found[0] == '(' else -1
+  for parenthesis in _PARENS.finditer(line, opening):
+    depth += 1 if parenthesis[0] == '(' else -1
     if not depth:
-      return found.end()
+      return parenthesis.end()
   return len(line)
 
 
 @functools.lru_cache(maxsize=256)
 def _attributes(rest: str) -> Mapping[str, str]:
-  """`, a={1,2}, b="x"` as a dictionary, by the commas that are in no bracket and no quotes."""
+  """`, a={1,2}, b="x"` as a dictionary, split at the commas outside brackets and quotes."""
   depth, start, parts = 0, 0, []
-  for found in _TOKENS.finditer(rest):
-    token = found[0]
+  for match in _TOKENS.finditer(rest):
+    token = match[0]
     if token in '{([':
       depth += 1
     elif token in '})]':
       depth -= 1
     elif token == ',' and not depth:
-      parts.append(rest[start : found.start()])
-      start = found.end()
+      parts.append(rest[start : match.start()])
+      start = match.end()
   parts.append(rest[start:])
   pairs = (part.strip().partition('=') for part in parts)
   return {key: value for key, equals, value in pairs if equals}
 
 
 def _devices(header: list[str]) -> int:
-  """How many devices the program is for."""
+  """Number of devices that the program runs on: partitions times replicas."""
   first = next((line for line in header if line.startswith('HloModule')), '')
   counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', first)
   return math.prod(map(int, counts))

@@ -1,10 +1,9 @@
-"""Frames: the line of Python that an instruction comes from.
+"""Source frames: the line of Python that an instruction comes from.
 
-HLO names it in one of two ways. Older texts carry it with the instruction,
-`metadata={op_name="jit(step)/dot" source_file="/x/model.py" source_line=31}`; newer ones a number,
-`stack_frame_id=19`, into tables at the top of the module that hold whole call stacks. Of a stack the
-innermost line of the user's own counts: a matrix product of `nn.Dense` is in Flax's `linear.py`, and what
-one wants to know is which Dense.
+HLO has two notations. Older modules store the line with the instruction, `metadata={op_name="jit(step)/dot"
+source_file="/x/model.py" source_line=31}`. Newer ones store a number, `stack_frame_id=19`, which refers to
+tables of call stacks at the top of the module. The innermost line of the user's own code is reported: a
+matrix product of `nn.Dense` is in Flax's `linear.py`, but the useful line is the one that calls the Dense.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.source_lines import line_text, users
+from flax_spmd._src.source_lines import line_text, user_frame
 
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
 _SECTIONS = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
@@ -24,7 +23,13 @@ _FRAME = re.compile(r'\bstack_frame_id=(\d+)')
 
 
 class Frame(NamedTuple):
-  """A line of Python, and the number of the frame that called it (0: none)."""
+  """A line of Python.
+
+  Attributes:
+    file: path of the file.
+    line: line number.
+    caller: number of the calling frame; 0 for the outermost frame.
+  """
 
   file: str
   line: int
@@ -35,14 +40,22 @@ Frames = Mapping[int, Frame]
 
 
 class Origin(NamedTuple):
-  """What an instruction says of itself: the name of its operation, and `file.py:line` ('' if it has none)."""
+  """The origin of an instruction.
+
+  Attributes:
+    op: name of the JAX operation.
+    source: `file.py:line`, or '' if unknown.
+  """
 
   op: str
   source: str
 
 
 def read_frames(header: Sequence[str]) -> Frames:
-  """The frames in the tables before a module's first computation.
+  """The frames in a module's header, by number.
+
+  Args:
+    header: lines before the first computation.
 
   Example:
     >>> read_frames(['FileNames', '1 "a.py"', '', 'FileLocations', '1 {file_name_id=1 line=7}', '',
@@ -51,24 +64,25 @@ def read_frames(header: Sequence[str]) -> Frames:
   """
   tables = _tables(header)
   files = {number: text for number, (text, _) in tables['FileNames'].items()}
-  places = {number: _fields(row) for number, (_, row) in tables['FileLocations'].items()}
+  locations = {number: _fields(row) for number, (_, row) in tables['FileLocations'].items()}
   stack = {number: _fields(row) for number, (_, row) in tables['StackFrames'].items()}
-  # Written with the caller's number plus one: the first frame, which has none, then names itself.
+  # Some XLA versions write the caller's number plus one: then the outermost frame refers to itself.
   shift = int(any(row.get('parent_frame_id') == number for number, row in stack.items()))
   frames = {}
   for number, row in stack.items():
-    place = places.get(row.get('file_location_id', 0), {})
+    location = locations.get(row.get('file_location_id', 0), {})
     caller = max(row.get('parent_frame_id', 0) - shift, 0)
-    frames[number] = Frame(files.get(place.get('file_name_id', 0), ''), place.get('line', 0), caller)
+    file, line = files.get(location.get('file_name_id', 0), ''), location.get('line', 0)
+    frames[number] = Frame(file, line, caller)
   return frames
 
 
 def origin(metadata: str, frames: Frames) -> Origin:
-  r"""What an instruction's metadata says.
+  r"""The origin in an instruction's metadata.
 
   Args:
-    metadata: the attribute's text.
-    frames: of the module.
+    metadata: text of the attribute.
+    frames: frames of the module.
 
   Example:
     >>> origin(r'{op_name="jit(f)/a[\"x\"]" source_file="/home/me/model.py" source_line=31}', {})
@@ -79,10 +93,10 @@ def origin(metadata: str, frames: Frames) -> Origin:
 
 
 def _source(metadata: str, bare: str, frames: Frames) -> str:
-  """Where it comes from, from the tables or from the metadata itself."""
+  """The source line, from the module's frames or from the metadata itself."""
   number = _FRAME.search(bare)
   if number and (stack := _stack(int(number[1]), frames)):
-    frame = stack[users([frame.file for frame in stack])]
+    frame = stack[user_frame([frame.file for frame in stack])]
     return line_text(frame.file, frame.line)
   line = _LINE.search(bare)
   file = _quoted(_FILE, metadata)
@@ -100,31 +114,31 @@ def _stack(number: int, frames: Frames) -> list[Frame]:
 
 
 def _tables(header: Sequence[str]) -> dict[str, dict[int, tuple[str, str]]]:
-  """The rows of every table by number, as the text in quotes or in braces."""
+  """The rows of each table by number, as (text in quotes, text in braces)."""
   tables = {section: {} for section in _SECTIONS}
   rows = {}
   for line in header:
     if line in tables:
       rows = tables[line]
-    elif found := _ROW.match(line):
-      rows[int(found[1])] = (_unescaped(found[2] or ''), found[3] or '')
+    elif match := _ROW.match(line):
+      rows[int(match[1])] = (_unescaped(match[2] or ''), match[3] or '')
   return tables
 
 
 def _fields(row: str) -> dict[str, int]:
-  """`a=1 b=2` as numbers."""
+  """The fields of `a=1 b=2`."""
   return {key: int(value) for key, value in re.findall(r'(\w+)=(\d+)', row)}
 
 
 def _without_names(metadata: str) -> str:
-  """The metadata with its strings emptied: a model's name may read `source_line=1`."""
+  """The metadata with empty strings, since a name in the model can contain `source_line=1`."""
   return re.sub(r'"(?:[^"\\]|\\.)*"', '""', metadata)
 
 
 def _quoted(pattern: re.Pattern[str], metadata: str) -> str:
-  """The string that a pattern finds, its backslashes resolved."""
-  found = pattern.search(metadata)
-  return _unescaped(found[1]) if found else ''
+  """The unescaped string that matches a pattern, or ''."""
+  match = pattern.search(metadata)
+  return _unescaped(match[1]) if match else ''
 
 
 def _unescaped(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Loops: how often the body of a `while` runs.
+"""Trip counts: how often the body of a `while` runs.
 
-A scan is a `while` in HLO, and what its body does counts as often as it runs. Some backends note the
-number of trips; on others (TPUs) it has to be read: the condition compares a counter, an element of the
-loop's state, with a limit, the counter starts at a constant, and the body adds a constant to it.
+A scan is a `while` in HLO, and its body counts once per trip. Some backends annotate the trip count. On
+others (TPUs) it follows from three constants: the condition compares a counter, an element of the loop's
+state, with a limit; the counter starts at a constant; and the body adds a constant to it.
 """
 
 from __future__ import annotations
@@ -11,41 +11,42 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flax_spmd._src.hlo.parser import Computation, Instruction, Module
+from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction
 
 _KNOWN = re.compile(r'known_trip_count\\?"?:\s*\{\\?"?n\\?"?:\s*\\?"?(\d+)')
 _THROUGH = ('copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start', 'opt-barrier')
 _SWAPPED = {'LT': 'GT', 'LE': 'GE', 'GT': 'LT', 'GE': 'LE', 'NE': 'NE', 'EQ': 'EQ'}
 
-State = Mapping[int, int]  # what is known of a loop's state: the value of an element, by its place
+State = Mapping[int, int]  # constant elements of a loop's state: value by index
 
 
 class Trips(NamedTuple):
-  """How often a loop runs, and how that is known: 'known' (noted), 'condition' (read), or 'unknown'.
+  """The trip count of a loop.
 
-  A loop that may also end early ('condition') counts with the most trips that it can make; one of which
-  nothing is known counts once.
+  Attributes:
+    number: number of trips. If the loop can end early, the largest possible number; 1 if unknown.
+    how: `'known'` (annotated by the compiler), `'condition'` (derived from the condition) or `'unknown'`.
   """
 
   number: int
   how: str
 
 
-class Value(NamedTuple):
-  """What a number is: a constant, or an element of the loop's state plus a constant."""
+class AffineValue(NamedTuple):
+  """An integer: a constant, or an element of the loop's state plus a constant."""
 
   constant: int
   element: int | None = None
 
 
-def trips(loop: Instruction, computation: Computation, module: Module, state: State) -> Trips:
-  """How often a `while` instruction's body runs.
+def trips(loop: Instruction, computation: Computation, module: HloModule, state: State) -> Trips:
+  """The trip count of a `while` instruction.
 
   Args:
-    loop: the instruction.
-    computation: it is in.
-    module: has its condition and its body.
-    state: what is known of the computation's own argument, if that is a loop's body itself.
+    loop: the `while` instruction.
+    computation: computation that contains it.
+    module: module that contains its condition and its body.
+    state: constant elements of the computation's parameter, if the computation is the body of an outer loop.
 
   Example:
     >>> from flax_spmd._src.hlo.parser import parse
@@ -78,50 +79,54 @@ def trips(loop: Instruction, computation: Computation, module: Module, state: St
   if condition is None or body is None:
     return Trips(1, 'unknown')
   start = entering(loop, computation, module, state)
-  found = _Reader(module, body, start).read(condition)
-  return Trips(1, 'unknown') if found is None else Trips(found, 'condition')
+  number = _ConditionAnalysis(module, body, start).largest_trips(condition)
+  return Trips(1, 'unknown') if number is None else Trips(number, 'condition')
 
 
-def entering(loop: Instruction, computation: Computation, module: Module, state: State) -> State:
-  """The elements of a loop's state that are constants when it begins, by their places."""
-  given = next(iter(computation.operands(loop)), None)
-  while given is not None and given.op in _THROUGH:
-    given = next(iter(computation.operands(given)), None)
-  if given is None or given.op != 'tuple':
+def entering(loop: Instruction, computation: Computation, module: HloModule, state: State) -> State:
+  """The constant elements of a loop's initial state, by index."""
+  initial = next(iter(computation.operands(loop)), None)
+  while initial is not None and initial.op in _THROUGH:
+    initial = next(iter(computation.operands(initial)), None)
+  if initial is None or initial.op != 'tuple':
     return {}
-  values = (_value(operand, computation, module) for operand in computation.operands(given))
-  numbers = ((place, _known(value, state)) for place, value in enumerate(values))
-  return {place: number for place, number in numbers if number is not None}
+  values = (_value(operand, computation, module) for operand in computation.operands(initial))
+  numbers = ((index, _evaluate(value, state)) for index, value in enumerate(values))
+  return {index: number for index, number in numbers if number is not None}
 
 
-def unchanging(loop: Instruction, module: Module, start: State) -> State:
-  """Of the elements in `start` those that the loop's body hands on as they are."""
+def unchanging(loop: Instruction, module: HloModule, start: State) -> State:
+  """The elements of `start` that the loop's body passes on unchanged."""
   body = module.computations.get(loop.computation('body'))
   if body is None:
     return {}
   return {
-    place: number for place, number in start.items() if _next(place, body, module) == Value(0, place)
+    index: number
+    for index, number in start.items()
+    if _next(index, body, module) == AffineValue(0, index)
   }
 
 
-class _Reader(NamedTuple):
-  """Reads a loop's condition, given its body and what its state begins with."""
+class _ConditionAnalysis(NamedTuple):
+  """Derives a trip count from a loop's condition, its body, and the constants in its initial state."""
 
-  module: Module
+  module: HloModule
   body: Computation
   start: State
 
-  def read(self, condition: Computation) -> int | None:
-    """The most trips that the condition allows; None if it says nothing."""
+  def largest_trips(self, condition: Computation) -> int | None:
+    """The largest number of trips that the condition allows, or None if unknown."""
     return self._allowed(condition.result, condition, None)
 
-  def _allowed(self, test: Instruction | None, inside: Computation, given: list[Value | None] | None):
-    """The trips until a test fails: a comparison, several that all must hold, or a fusion of these."""
+  def _allowed(
+    self, test: Instruction | None, inside: Computation, given: list[AffineValue | None] | None
+  ):
+    """The trips until a test fails: a comparison, a conjunction of comparisons, or a fusion of these."""
     if test is None:
       return None
     if test.op == 'and':
-      found = [self._allowed(part, inside, given) for part in inside.operands(test)]
-      return min((count for count in found if count is not None), default=None)
+      counts = [self._allowed(part, inside, given) for part in inside.operands(test)]
+      return min((count for count in counts if count is not None), default=None)
     if test.op in ('fusion', 'call'):
       called = self.module.computations.get(test.computation('calls', 'to_apply'))
       values = [_value(operand, inside, self.module, given) for operand in inside.operands(test)]
@@ -131,9 +136,9 @@ class _Reader(NamedTuple):
     return self._compared(test, inside, given) if test.op == 'compare' else None
 
   def _compared(
-    self, test: Instruction, inside: Computation, given: list[Value | None] | None
+    self, test: Instruction, inside: Computation, given: list[AffineValue | None] | None
   ) -> int | None:
-    """The trips that a comparison of a counter with a limit allows."""
+    """The trips until the comparison of a counter with a limit fails."""
     sides = [_value(operand, inside, self.module, given) for operand in inside.operands(test)]
     if len(sides) != 2:
       return None
@@ -145,26 +150,26 @@ class _Reader(NamedTuple):
         return self._count(counter, last, way)
     return None
 
-  def _limit(self, value: Value | None) -> int | None:
-    """A constant, or an element of the state that never changes."""
+  def _limit(self, value: AffineValue | None) -> int | None:
+    """The number behind a constant or an unchanging element of the state."""
     if value is None or value.element is None:
       return value and value.constant
-    changes = _next(value.element, self.body, self.module) != Value(0, value.element)
-    return None if changes else _known(value, self.start)
+    changes = _next(value.element, self.body, self.module) != AffineValue(0, value.element)
+    return None if changes else _evaluate(value, self.start)
 
-  def _count(self, counter: Value, limit: int, direction: str) -> int | None:
-    """The trips of a counter that starts at a constant and goes in steps."""
-    place = counter.element
-    if place is None or place not in self.start:
+  def _count(self, counter: AffineValue, limit: int, direction: str) -> int | None:
+    """The trips of a counter with a constant start and a constant step."""
+    index = counter.element
+    if index is None or index not in self.start:
       return None
-    following = _next(place, self.body, self.module)
-    if following is None or following.element != place or not following.constant:
+    following = _next(index, self.body, self.module)
+    if following is None or following.element != index or not following.constant:
       return None
-    return _steps(self.start[place] + counter.constant, following.constant, limit, direction)
+    return _steps(self.start[index] + counter.constant, following.constant, limit, direction)
 
 
 def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
-  """How often `start`, `start + step`, ... passes a comparison with the limit.
+  """How many of `start`, `start + step`, ... pass a comparison with the limit before the first that fails.
 
   Example:
     >>> _steps(0, 2, 5, 'LT'), _steps(3, -1, 0, 'GE'), _steps(0, 1, 4, 'NE')
@@ -178,34 +183,37 @@ def _steps(start: int, step: int, limit: int, direction: str) -> int | None:
   return max(0, -((start - limit) // step))
 
 
-def _next(place: int, body: Computation, module: Module) -> Value | None:
-  """An element of the state after one trip, by what it was before."""
+def _next(index: int, body: Computation, module: HloModule) -> AffineValue | None:
+  """An element of the state after one trip, in terms of the state before it."""
   root = body.result
-  if root is None or root.op != 'tuple' or place >= len(root.operands):
+  if root is None or root.op != 'tuple' or index >= len(root.operands):
     return None
-  operand = body.instructions.get(root.operands[place])
+  operand = body.instructions.get(root.operands[index])
   return operand and _value(operand, body, module)
 
 
 def _value(
-  instruction: Instruction, inside: Computation, module: Module, given: list[Value | None] | None = None
-) -> Value | None:
-  """What an integer is, if that can be read.
+  instruction: Instruction,
+  inside: Computation,
+  module: HloModule,
+  given: list[AffineValue | None] | None = None,
+) -> AffineValue | None:
+  """The integer that an instruction computes, or None if unknown.
 
   Args:
-    instruction: its result.
-    inside: the computation it is in.
-    module: has what it calls.
-    given: of a called computation, the arguments; else its one argument is a loop's state.
+    instruction: the instruction.
+    inside: computation that contains it.
+    module: module that contains the computations it calls.
+    given: arguments of a called computation; None if the computation's parameter is a loop's state.
   """
   if instruction.op in _THROUGH:
     operands = inside.operands(instruction)
     return _value(operands[0], inside, module, given) if operands else None
   if instruction.op == 'constant':
-    return Value(int(instruction.inner)) if re.fullmatch(r'-?\d+', instruction.inner) else None
+    return AffineValue(int(instruction.inner)) if re.fullmatch(r'-?\d+', instruction.inner) else None
   if instruction.op == 'parameter' and given is not None:
-    place = int(instruction.inner)
-    return given[place] if place < len(given) else None
+    number = int(instruction.inner)
+    return given[number] if number < len(given) else None
   if instruction.op == 'get-tuple-element':
     return _element(instruction, inside, given)
   if instruction.op in ('fusion', 'call'):
@@ -216,19 +224,22 @@ def _value(
 
 
 def _element(
-  instruction: Instruction, inside: Computation, given: list[Value | None] | None
-) -> Value | None:
+  instruction: Instruction, inside: Computation, given: list[AffineValue | None] | None
+) -> AffineValue | None:
   """An element of the loop's state."""
   source = next(iter(inside.operands(instruction)), None)
   if given is not None or source is None or source.op != 'parameter':
     return None
-  return Value(0, int(instruction.attributes['index']))
+  return AffineValue(0, int(instruction.attributes['index']))
 
 
 def _sum(
-  instruction: Instruction, inside: Computation, module: Module, given: list[Value | None] | None
-) -> Value | None:
-  """Of two numbers, at most one of which is an element of the state."""
+  instruction: Instruction,
+  inside: Computation,
+  module: HloModule,
+  given: list[AffineValue | None] | None,
+) -> AffineValue | None:
+  """The sum or difference of two values, of which at most one depends on the state."""
   if instruction.op not in ('add', 'subtract') or len(instruction.operands) != 2:
     return None
   first, second = (_value(operand, inside, module, given) for operand in inside.operands(instruction))
@@ -236,12 +247,14 @@ def _sum(
     return None
   if instruction.op == 'add':
     element = second.element if first.element is None else first.element
-    return Value(first.constant + second.constant, element)
-  return None if second.element is not None else Value(first.constant - second.constant, first.element)
+    return AffineValue(first.constant + second.constant, element)
+  return (
+    None if second.element is not None else AffineValue(first.constant - second.constant, first.element)
+  )
 
 
-def _known(value: Value | None, state: State) -> int | None:
-  """The number that a value is, given what is known of the state."""
+def _evaluate(value: AffineValue | None, state: State) -> int | None:
+  """The number of a value, given the constant elements of the state; None if unknown."""
   if value is None or (value.element is not None and value.element not in state):
     return None
   return value.constant + (0 if value.element is None else state[value.element])

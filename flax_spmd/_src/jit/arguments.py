@@ -1,8 +1,8 @@
-"""Arguments of a function under jit: which are static, and which place is meant for which.
+"""Arguments of a jitted function: static and dynamic ones, and the placement of each dynamic one.
 
 arguments = Arguments.of(fn, {'static_argnums': 2})
-arguments.dynamic(args, kwargs)           # those that are traced
-arguments.spread(in_rules, dynamic)       # a place for each of them
+arguments.dynamic(args, kwargs)           # the traced arguments
+arguments.spread(in_rules, dynamic)       # one placement for each of them
 """
 
 from __future__ import annotations
@@ -15,123 +15,137 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.jit.tree_constraints import with_sharding_constraint
-from flax_spmd._src.rules.placements import is_place
+from flax_spmd._src.rules.placements import is_placement
 from flax_spmd.errors import LayoutError, did_you_mean
 
 
 class Arguments(NamedTuple):
-  """Which arguments are static, by position and by name, however they were declared and passed."""
+  """The static arguments of a function, by position and by name.
+
+  Attributes:
+    positions: positions of the static arguments.
+    names: their names, for calls with keyword arguments.
+    function_signature: the function's signature; None for a builtin without one.
+  """
 
   positions: frozenset[int]
   names: frozenset[str]
-  described: inspect.Signature | None
+  function_signature: inspect.Signature | None
 
   @classmethod
   def of(cls, fn: Callable[..., Any], options: Mapping[str, Any]) -> Arguments:
-    """Those of `fn` under these options of `jax.jit`."""
+    """The arguments of `fn` under options of `jax.jit` (`static_argnums`, `static_argnames`)."""
     numbers = options.get('static_argnums')
     names = options.get('static_argnames')
     numbers = {numbers} if isinstance(numbers, int) else set(numbers or ())
     names = {names} if isinstance(names, str) else set(names or ())
     try:
-      described = inspect.signature(fn)
-      parameters = [p.name for p in described.parameters.values() if p.kind in _BY_POSITION]
+      signature = inspect.signature(fn)
+      parameters = [p.name for p in signature.parameters.values() if p.kind in _BY_POSITION]
     except (TypeError, ValueError):  # builtins without a signature
-      described, parameters = None, []
+      signature, parameters = None, []
     numbers = {number % len(parameters) if parameters and number < 0 else number for number in numbers}
     numbers |= {parameters.index(name) for name in names if name in parameters}
     names |= {parameters[number] for number in numbers if number < len(parameters)}
-    return cls(frozenset(numbers), frozenset(names), described)
+    return cls(frozenset(numbers), frozenset(names), signature)
 
   def dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments that are not static."""
+    """The dynamic arguments: those that JAX traces."""
     by_position = tuple(value for i, value in enumerate(args) if i not in self.positions)
     return by_position, {name: value for name, value in kwargs.items() if name not in self.names}
 
   def filled(
     self, dynamic, args: Sequence[Any], kwargs: Mapping[str, Any]
   ) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with those that are not static replaced by `dynamic`."""
+    """The arguments, with the dynamic ones replaced by `dynamic`."""
     values, named = iter(dynamic[0]), dynamic[1]
     args = tuple(value if i in self.positions else next(values) for i, value in enumerate(args))
     return args, {**kwargs, **named}
 
   def by_position(self, args, kwargs) -> tuple[tuple, dict[str, Any]]:
-    """The same arguments, by position as far as the function allows."""
-    if not kwargs or self.described is None:
+    """The same arguments, passed by position as far as the function allows."""
+    if not kwargs or self.function_signature is None:
       return args, kwargs
-    bound = self.described.bind(*args, **kwargs)
+    bound = self.function_signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs
 
-  def _parameters(self) -> list[str]:
-    """The names of the parameters that are not static, in order."""
-    known = {} if self.described is None else self.described.parameters
-    return [name for i, name in enumerate(known) if i not in self.positions and name not in self.names]
+  def _dynamic_names(self) -> list[str]:
+    """The names of the dynamic parameters, in order."""
+    return [
+      name
+      for i, name in enumerate(self._parameters())
+      if i not in self.positions and name not in self.names
+    ]
 
-  def spread(self, places: Any, dynamic: tuple[tuple, dict[str, Any]]) -> tuple[tuple, dict[str, Any]]:
-    """A place for each argument that is not static, from one for all, a tuple or a dict by parameter.
+  def _parameters(self) -> Mapping[str, inspect.Parameter]:
+    return {} if self.function_signature is None else self.function_signature.parameters
+
+  def spread(
+    self, placements: Any, dynamic: tuple[tuple, dict[str, Any]]
+  ) -> tuple[tuple, dict[str, Any]]:
+    """One placement per dynamic argument, from one for all, a tuple, or a dict by parameter name.
 
     Raises:
-      LayoutError: places for more arguments than there are, or for parameters that do not exist.
+      LayoutError: there are more placements than arguments, or placements for unknown parameters.
     """
     args, kwargs = dynamic
-    if is_place(places) and not _is_for_each(places):
-      return (places,) * len(args), dict.fromkeys(kwargs, places)
-    names = self._parameters()
-    if isinstance(places, Mapping):
-      self._check_names(places, names)
-      by_name, by_position = places, [places.get(name) for name in names]
+    if is_placement(placements) and not _is_one_per_argument(placements):
+      return (placements,) * len(args), dict.fromkeys(kwargs, placements)
+    names = self._dynamic_names()
+    if isinstance(placements, Mapping):
+      self._check_names(placements, names)
+      by_name, by_position = placements, [placements.get(name) for name in names]
     else:
-      self._check_count(places, max(len(names), len(args)))
-      by_name, by_position = dict(zip(names, places, strict=False)), list(places)
-    rest = by_position[-1] if by_position and self._takes_any_number(len(names)) else None
+      self._check_count(placements, max(len(names), len(args)))
+      by_name, by_position = dict(zip(names, placements, strict=False)), list(placements)
+    rest = by_position[-1] if by_position and self._is_variadic(len(names)) else None
     filled = (*by_position, *(rest,) * len(args))
     return filled[: len(args)], {name: by_name.get(name) for name in kwargs}
 
-  def _takes_any_number(self, count: int) -> bool:
-    """Whether the last of this many parameters is `*args`, each of which has its place."""
-    known = [] if self.described is None else list(self.described.parameters.values())
+  def _is_variadic(self, count: int) -> bool:
+    """Whether the last of `count` parameters is `*args`; its placement then applies to each argument."""
+    known = list(self._parameters().values())
     return bool(known) and len(known) == count and known[-1].kind is inspect.Parameter.VAR_POSITIONAL
 
-  def _check_names(self, places: Mapping[str, Any], names: Sequence[str]) -> None:
-    unknown = [name for name in places if name not in names]
+  def _check_names(self, placements: Mapping[str, Any], names: Sequence[str]) -> None:
+    unknown = [name for name in placements if name not in names]
     if unknown:
       raise LayoutError(
-        f'There are places for {_named(unknown)}, but the parameters that are not static are '
-        f'{_named(names)}.{did_you_mean(str(unknown[0]), names)}\nFix: correct the name; a tree of places '
-        'for one argument stands in a tuple, ({...},).'
+        f'There are placements for {_listed(unknown)}, but the dynamic parameters are '
+        f'{_listed(names)}.{did_you_mean(str(unknown[0]), names)}\n'
+        'Fix: correct the name; to pass a tree of placements for one argument, put it into a tuple, '
+        '({...},).'
       )
 
-  def _check_count(self, places: Sequence[Any], count: int) -> None:
-    if len(places) > count:
+  def _check_count(self, placements: Sequence[Any], count: int) -> None:
+    if len(placements) > count:
       raise LayoutError(
-        f'There are {len(places)} places for {count} argument{"" if count == 1 else "s"} that '
-        f'{"is" if count == 1 else "are"} not static.\n'
-        'Fix: give one place per argument, None for one that may lie anywhere.'
+        f'There are {len(placements)} placements for {count} dynamic argument{"" if count == 1 else "s"}.\n'
+        'Fix: pass one placement per argument; None keeps the sharding that an argument has.'
       )
 
-  def constrained(self, fn: Callable[..., Any], places: Any) -> Callable[..., Any]:
-    """`fn` with its arguments constrained on entry."""
+  def constrained(self, fn: Callable[..., Any], placements: Any) -> Callable[..., Any]:
+    """`fn` with sharding constraints on its dynamic arguments."""
 
     @functools.wraps(fn)
     def on_entry(*args, **kwargs):
       dynamic = self.dynamic(args, kwargs)
-      dynamic = with_sharding_constraint(dynamic, self.spread(places, dynamic))
+      dynamic = with_sharding_constraint(dynamic, self.spread(placements, dynamic))
       args, kwargs = self.filled(dynamic, args, kwargs)
       return fn(*args, **kwargs)
 
     return on_entry
 
   def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the structure and the shardings of a result can depend on."""
+    """A cache key with everything that the structure and shardings of a result can depend on."""
     leaves, treedef = jax.tree.flatten(self.dynamic(args, kwargs))
     return treedef, tuple(map(_leaf_signature, leaves)), len(args), self.statics(args, kwargs)
 
   def statics(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
-    """The static arguments, with their places and types.
+    """The static arguments: position or name, type, and value.
 
     Raises:
-      TypeError: one has no hash.
+      TypeError: an argument is not hashable.
     """
     static = tuple((i, type(value), value) for i, value in enumerate(args) if i in self.positions)
     static += tuple(
@@ -150,38 +164,40 @@ def _leaf_signature(leaf: Any) -> Any:
 
 
 def _check_hashable(static: Sequence[tuple[int | str, type, Any]]) -> None:
-  """Raises a TypeError that names the static argument which has no hash."""
+  """Raises a TypeError that names the static argument that is not hashable."""
   for where, kind, value in static:
     try:
       hash(value)
     except TypeError:
       raise TypeError(
-        f'Static argument {where!r} is a {kind.__name__}, which has no hash: {value!r}.\n'
+        f'Static argument {where!r} is a {kind.__name__}, which is not hashable: {value!r}.\n'
         'Fix: pass a tuple, a frozen dataclass or another hashable value.'
       ) from None
 
 
-def _is_for_each(places: Any) -> bool:
-  """A tuple of nothing but Nones is one for each argument, and no array's names."""
-  return isinstance(places, (tuple, list)) and not any(isinstance(entry, str) for entry in places)
+def _is_one_per_argument(placements: Any) -> bool:
+  """A tuple of Nones means one placement per argument; it could also be the names of one array."""
+  return isinstance(placements, (tuple, list)) and not any(
+    isinstance(entry, str) for entry in placements
+  )
 
 
-def _named(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
   return ', '.join(map(repr, names))
 
 
 def closed_over(
   fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-  """`fn` as a function of its arrays and numbers only; everything else is closed over."""
+  """`fn` as a function of its arrays and numbers, closed over all other arguments."""
   leaves, treedef = jax.tree.flatten((args, kwargs))
   is_array = [hasattr(leaf, 'dtype') or isinstance(leaf, (bool, int, float, complex)) for leaf in leaves]
   arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
 
   @functools.wraps(fn)
   def of_arrays(arrays):
-    given = iter(arrays)
-    filled = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    remaining = iter(arrays)
+    filled = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
     args, kwargs = treedef.unflatten(filled)
     return fn(*args, **kwargs)
 

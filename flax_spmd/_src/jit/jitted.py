@@ -1,18 +1,20 @@
-"""jit under a layout: outputs get the layout's shardings, and constraints follow its rules.
+"""Jitted: `jax.jit` under a layout; its output shardings come from the layout, its constraints from the rules.
 
     step = layout.jit(train_step, donate_argnums=0)
     state, loss = step(state, batch)
 
-Arguments are taken as they lie, unless `in_rules` say where they have to. Outputs that carry names
-(boxes), or that are a state which the layout has planned before (by `layout.init`, without boxes), are
-pinned to the very shardings that the layout planned, so that the next call finds its arguments just as
-they were compiled for; the rest is the compiler's choice, unless `out_rules` say otherwise.
+Arguments keep their shardings unless `in_rules` require others. Outputs with boxes, and unboxed states
+that the layout planned before, are pinned to the planned shardings, so the next call finds its arguments
+sharded as compiled. The compiler chooses the rest, unless `out_rules` specify it.
 
-Three facts about JAX make this cost next to nothing per call. Mesh and rules matter only while a
-function is traced, so a call sets neither (but for Explicit axes, which are part of the types). All
-`jax.jit` objects of one function share its traces, so the outputs' shardings can be read off a first
-trace and given to the real one. And as long as every signature seen has the same shardings, JAX's own
-dispatch does all the work; a new signature is noticed because it is traced, or refused.
+Three facts about JAX keep the cost per call near zero:
+
+* Mesh and rules matter only during tracing, so a call sets neither (except for Explicit axes, which are
+  part of the types).
+* All `jax.jit` objects of one function share its traces, so a first trace yields the output shardings
+  for the real one.
+* While all signatures seen have the same shardings, JAX's own dispatch does all the work. A new
+  signature is noticed, because JAX traces or rejects it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted, scope
 from flax_spmd._src.jit.arguments import Arguments
-from flax_spmd._src.jit.tree_constraints import reporting
+from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import path_string
@@ -41,8 +43,8 @@ from flax_spmd.errors import Problem, raise_problems
 LeafPlanner = Callable[[Any], Sequence[Sharding | None]]
 
 
-class _Placed(NamedTuple):
-  """The structure of a tree and a sharding (or None: free) for each of its leaves."""
+class _LeafShardings(NamedTuple):
+  """The structure of a tree, and the sharding of each leaf (None: unspecified)."""
 
   treedef: Any
   shardings: tuple[Sharding | None, ...]
@@ -51,34 +53,36 @@ class _Placed(NamedTuple):
     return self.treedef.unflatten(self.shardings)
 
 
-class _Plan(NamedTuple):
-  """What one compiled function is for: where its arguments have to lie (None: anywhere), and its results."""
+class _CallShardings(NamedTuple):
+  """The shardings that one `jax.jit` function is compiled for; `inputs` is None if it accepts any."""
 
-  inputs: _Placed | None
-  outputs: _Placed
-
-
-class _Changed(Exception):
-  """Raised by a trace whose plan is another than the one that it is being traced for."""
+  inputs: _LeafShardings | None
+  outputs: _LeafShardings
 
 
-_reading: ContextVar[list[_Placed] | None] = ContextVar('flax_spmd_reading', default=None)
+class _ShardingsChanged(Exception):
+  """Raised in a trace whose shardings differ from those of the function being compiled."""
+
+
+_recorded_outputs: ContextVar[list[_LeafShardings] | None] = ContextVar(
+  'flax_spmd_recorded_outputs', default=None
+)
 
 
 class Jitted(UnderLayout):
   """A function compiled under a layout; called, lowered and traced like a `jax.jit` function.
 
   Args:
-    fn: the function.
-    mesh, rules: the layout.
-    plan_outputs: gives a sharding, or None, for each leaf of a result.
+    fn: function to compile.
+    mesh, rules: mesh and rule table of the layout.
+    plan_outputs: function from a result to the sharding (or None) of each leaf.
     options: arguments of `jax.jit`, without shardings.
-    finish: what is done to a result once its outputs are planned; it keeps the order of the leaves.
-    plan_inputs: gives a sharding, or None, for each leaf of the arguments that are not static, which it
-      gets as a pair `(args, kwargs)`; None: they may lie anywhere.
+    finish: function applied to a result after its outputs are planned; keeps the order of the leaves.
+    plan_inputs: function from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding (or
+      None) of each leaf. None: arguments keep their shardings.
 
   Raises:
-    LayoutError: the function was jitted by another layout.
+    LayoutError: `fn` was jitted by another layout.
   """
 
   def __init__(
@@ -103,13 +107,13 @@ class Jitted(UnderLayout):
     self._body = _traced_body(self, fn)
     self._arguments = Arguments.of(fn, options)
     self.reported: set[str] = set()
-    self._only: tuple[_Plan, Any] | None = None
+    self._single: tuple[_CallShardings, Any] | None = None  # the only entry of _functions, if it has one
     self._planning = threading.RLock()
-    self._by_plan: dict[_Plan, Any] = {}
-    self._by_signature: dict[Any, tuple[_Plan, Any]] = {}
+    self._functions: dict[_CallShardings, Any] = {}
+    self._by_signature: dict[Any, tuple[_CallShardings, Any]] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Runs the function; compiles it first where these arguments are new."""
+    """Runs the function; compiles it first if these arguments have a new signature."""
     if self._mesh_at_calls:
       with self._scope():
         return self._call(args, kwargs)
@@ -120,61 +124,61 @@ class Jitted(UnderLayout):
 
   def _call(self, args, kwargs) -> Any:
     if self._plan_inputs is not None:
-      return self._call_placed(*self._arguments.by_position(args, kwargs))
-    only = self._only
-    if only is not None:
+      return self._call_with_placements(*self._arguments.by_position(args, kwargs))
+    single = self._single
+    if single is not None:
       try:
-        return self._checked(only, only[1](*args, **kwargs), args, kwargs)
-      except _Changed:
+        return self._resharded_if_stale(single, single[1](*args, **kwargs), args, kwargs)
+      except _ShardingsChanged:
         pass
       except Exception:
-        if self._only is only:  # else another thread traced for these arguments: see `_checked`
+        if self._single is single:  # else another thread traced for these arguments
           raise
     return self._apply_planned('__call__', args, kwargs)
 
-  def _call_placed(self, args, kwargs) -> Any:
-    """A call whose arguments have places: JAX checks them, and refuses where they lie elsewhere."""
-    if kwargs:  # JAX takes no keyword arguments together with shardings
-      args, kwargs = self._placed(args, kwargs)
-    only = self._only
-    if only is not None and not kwargs:
+  def _call_with_placements(self, args, kwargs) -> Any:
+    """A call with `in_rules`: JAX compares the arguments' shardings, and rejects those that differ."""
+    if kwargs:  # jax.jit rejects them with in_shardings: https://github.com/jax-ml/jax/issues/17400
+      args, kwargs = self._transferred(args, kwargs)
+    single = self._single
+    if single is not None and not kwargs:
       try:
-        return self._checked(only, only[1](*args), args, kwargs)
-      except _Changed:
+        return self._resharded_if_stale(single, single[1](*args), args, kwargs)
+      except _ShardingsChanged:
         pass
-      except (ValueError, TypeError):  # refused, maybe because another function is needed
-        if self._for(args, kwargs)[1] is only[1]:
-          self._check_placed(only[0], args)
+      except (ValueError, TypeError):  # rejected, maybe because another function is needed
+        if self._planned_for(args, kwargs)[1] is single[1]:
+          self._check_inputs(single[0], args)
           raise
-    self._check_placed(self._for(args, kwargs)[0], args)
+    self._check_inputs(self._planned_for(args, kwargs)[0], args)
     return self._apply_planned('__call__', args, kwargs)
 
-  def _checked(self, only: tuple[_Plan, Any], result: Any, args, kwargs) -> Any:
-    """A result of the one function, or where another thread found meanwhile that there are two, moved.
+  def _resharded_if_stale(self, single: tuple[_CallShardings, Any], result: Any, args, kwargs) -> Any:
+    """A result of the single function, resharded if another thread planned a second function meanwhile.
 
-    Traces are shared, so that thread may have traced for these very arguments, and this one called the
-    wrong function without a trace that would have noticed. Its arguments may be donated by now.
+    Threads share traces. The other thread may have traced for these very arguments, so that this one
+    called the wrong function without a trace to notice it. Its arguments may be donated by now.
     """
-    if self._only is only:
+    if self._single is single:
       return result
-    plan, jitted = self._for(args, kwargs)
-    if jitted is only[1]:
+    planned, function = self._planned_for(args, kwargs)
+    if function is single[1]:
       return result
     leaves, treedef = jax.tree.flatten(result)
-    return treedef.unflatten(map(_put, leaves, plan.outputs.shardings))
+    return treedef.unflatten(map(_put, leaves, planned.outputs.shardings))
 
-  def _placed(self, args, kwargs) -> Any:
-    """The arguments, put where they have to lie; abstract ones say so."""
+  def _transferred(self, args, kwargs) -> Any:
+    """The arguments with their required shardings; abstract ones only record them."""
     dynamic = self._arguments.dynamic(args, kwargs)
     leaves, treedef = jax.tree.flatten(dynamic)
-    shardings = self._inputs(dynamic).shardings
-    check_as_planned(dynamic, shardings)
-    placed = map(_put, leaves, shardings)
-    return self._arguments.filled(treedef.unflatten(placed), args, kwargs)
+    shardings = self._input_shardings(dynamic).shardings
+    check_shardings(dynamic, shardings)
+    transferred = map(_put, leaves, shardings)
+    return self._arguments.filled(treedef.unflatten(transferred), args, kwargs)
 
-  def _check_placed(self, plan: _Plan, args) -> None:
-    if plan.inputs is not None:
-      check_as_planned(self._arguments.dynamic(args, {})[0], plan.inputs.shardings)
+  def _check_inputs(self, planned: _CallShardings, args) -> None:
+    if planned.inputs is not None:
+      check_shardings(self._arguments.dynamic(args, {})[0], planned.inputs.shardings)
 
   def __get__(self, instance: Any, owner: type | None = None) -> Any:
     return self if instance is None else types.MethodType(self, instance)
@@ -199,78 +203,82 @@ class Jitted(UnderLayout):
       if self._plan_inputs is not None:
         args, kwargs = self._arguments.by_position(args, kwargs)
         if kwargs:
-          args, kwargs = self._placed(args, kwargs)
+          args, kwargs = self._transferred(args, kwargs)
       return self._apply_planned(method, args, kwargs)
 
   def _apply_planned(self, method: str, args, kwargs) -> Any:
     """Calls, lowers or traces the function for these arguments."""
     try:
-      return getattr(self._for(args, kwargs)[1], method)(*args, **kwargs)
-    except _Changed:  # the layout has met a state of the result's form since this was planned
-      _, jitted = self._planned(self._arguments.signature(args, kwargs), args, kwargs)
-      return getattr(jitted, method)(*args, **kwargs)
+      return getattr(self._planned_for(args, kwargs)[1], method)(*args, **kwargs)
+    except _ShardingsChanged:  # the layout has planned a state with the result's structure since then
+      _, function = self._plan(self._arguments.signature(args, kwargs), args, kwargs)
+      return getattr(function, method)(*args, **kwargs)
 
-  def _for(self, args, kwargs) -> tuple[_Plan, Any]:
-    """The plan for these arguments, and the `jax.jit` function for it."""
+  def _planned_for(self, args, kwargs) -> tuple[_CallShardings, Any]:
+    """The shardings for these arguments, and the `jax.jit` function compiled for them."""
     signature = self._arguments.signature(args, kwargs)
-    found = self._by_signature.get(signature)
-    return self._planned(signature, args, kwargs) if found is None else found
+    planned = self._by_signature.get(signature)
+    return self._plan(signature, args, kwargs) if planned is None else planned
 
-  def _planned(self, signature: Any, args, kwargs) -> tuple[_Plan, Any]:
-    """Plans for a new signature; one thread at a time, or `_only` could outlive a second plan."""
+  def _plan(self, signature: Any, args, kwargs) -> tuple[_CallShardings, Any]:
+    """Plans a new signature. One thread at a time, or `_single` could outlive a second function."""
     with self._planning:
-      self._only = None  # a trace for the outputs must not be run by another thread's fast call
-      plan = _Plan(self._inputs_of_call(args, kwargs), self._read_outputs(args, kwargs))
-      jitted = self._by_plan.get(plan)
-      if jitted is None:
-        jitted = self._by_plan[plan] = self._compiled(plan)
-      found = self._by_signature[signature] = plan, jitted
-      self._only = found if len(self._by_plan) == 1 else None
-      return found
+      self._single = None  # another thread's fast call must not run a trace for output shardings
+      shardings = _CallShardings(self._inputs_of_call(args, kwargs), self._traced_outputs(args, kwargs))
+      function = self._functions.get(shardings)
+      if function is None:
+        function = self._functions[shardings] = self._jit(shardings)
+      planned = self._by_signature[signature] = shardings, function
+      self._single = planned if len(self._functions) == 1 else None
+      return planned
 
-  def _compiled(self, plan: _Plan) -> Any:
-    inputs = {} if plan.inputs is None else {'in_shardings': plan.inputs.tree()}
-    return jax.jit(self._body, out_shardings=plan.outputs.tree(), **inputs, **self._options)
+  def _jit(self, shardings: _CallShardings) -> Any:
+    inputs = {} if shardings.inputs is None else {'in_shardings': shardings.inputs.tree()}
+    return jax.jit(self._body, out_shardings=shardings.outputs.tree(), **inputs, **self._options)
 
-  def _inputs_of_call(self, args, kwargs) -> _Placed | None:
-    """Where the arguments have to lie; with keyword arguments they have been placed already."""
+  def _inputs_of_call(self, args, kwargs) -> _LeafShardings | None:
+    """The required shardings of the arguments; None with keyword arguments, already transferred."""
     if self._plan_inputs is None or kwargs:
       return None
     args, _ = self._arguments.dynamic(args, kwargs)
-    return _Placed(jax.tree.structure(args), self._inputs((args, {})).shardings)
+    return _LeafShardings(jax.tree.structure(args), self._input_shardings((args, {})).shardings)
 
-  def _inputs(self, dynamic) -> _Placed:
+  def _input_shardings(self, dynamic) -> _LeafShardings:
     planned = () if self._plan_inputs is None else tuple(self._plan_inputs(dynamic))
-    return _Placed(jax.tree.structure(dynamic), planned)
+    return _LeafShardings(jax.tree.structure(dynamic), planned)
 
-  def _read_outputs(self, args, kwargs) -> _Placed:
-    """Traces the function for these arguments; the trace is used again by the real call."""
-    read: list[_Placed] = []
-    token = _reading.set(read)
+  def _traced_outputs(self, args, kwargs) -> _LeafShardings:
+    """Traces the function for its output shardings; the real call reuses the trace."""
+    recorded: list[_LeafShardings] = []
+    token = _recorded_outputs.set(recorded)
     try:
       result = jax.jit(self._body, **self._options).eval_shape(*args, **kwargs)
     finally:
-      _reading.reset(token)
-    return read[-1] if read else self._outputs(result, result)  # JAX had the trace already
+      _recorded_outputs.reset(token)
+    return recorded[-1] if recorded else self._output_shardings(result, result)  # JAX had cached it
 
-  def _outputs(self, result: Any, finished: Any) -> _Placed:
-    return _Placed(jax.tree.structure(finished), tuple(self._plan_outputs(result)))
+  def _output_shardings(self, result: Any, finished: Any) -> _LeafShardings:
+    return _LeafShardings(jax.tree.structure(finished), tuple(self._plan_outputs(result)))
 
 
 def _traced_body(jitted: Jitted, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """`fn` under the layout; each trace of it says, or checks, what its outputs need."""
+  """`fn` under the layout; each trace records its output shardings, or compares them."""
 
   @functools.wraps(fn)
   def body(*args, **kwargs):
-    with scope(jitted.in_force), compat.mesh_scope(jitted._mesh), reporting(fn, jitted.reported):
+    with (
+      scope(jitted.in_force),
+      compat.mesh_scope(jitted._mesh),
+      warn_of_unused_annotations(fn, jitted.reported),
+    ):
       result = fn(*args, **kwargs)
     finished = result if jitted._finish is None else jitted._finish(result)
-    outputs = jitted._outputs(result, finished)
-    reading, only = _reading.get(), jitted._only
-    if reading is not None:
-      reading.append(outputs)
-    elif only is not None and only[0] != _Plan(jitted._inputs_of_call(args, kwargs), outputs):
-      raise _Changed
+    outputs = jitted._output_shardings(result, finished)
+    recorded, single = _recorded_outputs.get(), jitted._single
+    if recorded is not None:
+      recorded.append(outputs)
+    elif single and single[0] != _CallShardings(jitted._inputs_of_call(args, kwargs), outputs):
+      raise _ShardingsChanged
     return finished if any(outputs.shardings) else _on_all_devices(finished, jitted._mesh)
 
   return body
@@ -284,19 +292,19 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
   return jax.device_put(leaf, sharding)
 
 
-def check_as_planned(args: Any, shardings: Sequence[Sharding | None]) -> None:
-  """Raises if an array was put elsewhere than where it has to lie.
+def check_shardings(args: Any, shardings: Sequence[Sharding | None]) -> None:
+  """Checks that every committed array has its required sharding.
 
   Raises:
-    LayoutError: names every such argument, where it lies and where it should.
+    LayoutError: names every array that has another, with both shardings.
   """
   problems = [
     Problem(
-      'argument {} lies as {}, but in_rules ask for {}.'.format(
-        path_string(path), *_lie(leaf.sharding, sharding)
+      'argument {} is sharded as {}, but in_rules require {}.'.format(
+        path_string(path), *_sharding_texts(leaf.sharding, sharding)
       ),
-      'place it by layout.shard before the call, or give the rules as in_constraints, which take '
-      'arguments as they lie.',
+      'reshard it with layout.shard before the call, or pass the rules as in_constraints, which accept '
+      'any sharding.',
     )
     for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(args), shardings, strict=True)
     if sharding is not None
@@ -308,28 +316,29 @@ def check_as_planned(args: Any, shardings: Sequence[Sharding | None]) -> None:
   raise_problems(problems)
 
 
-def _lie(one: Any, other: Any) -> tuple[str, str]:
-  """How two shardings differ: specs and meshes, and the order of the devices where only that does."""
-  said = _lies(one), _lies(other)
-  if said[0] != said[1]:
-    return said
+def _sharding_texts(one: Any, other: Any) -> tuple[str, str]:
+  """Two shardings as text: specs and meshes, and the device order if only that differs."""
+  texts = _sharding_text(one), _sharding_text(other)
+  if texts[0] != texts[1]:
+    return texts
   ids = ([device.id for device in each.mesh.devices.flat] for each in (one, other))
-  first, second = (f'{text} with devices {order}' for text, order in zip(said, ids, strict=True))
+  first, second = (f'{text} with devices {order}' for text, order in zip(texts, ids, strict=True))
   return first, second
 
 
-def _lies(sharding: Any) -> str:
-  """`P('data',) on {'data': 8}`, or whatever another kind of sharding says of itself."""
+def _sharding_text(sharding: Any) -> str:
+  """`P('data',) on {'data': 8}`, or the `repr` of another kind of sharding."""
   if not isinstance(sharding, NamedSharding):
     return repr(sharding)
   return f'{sharding.spec} on {describe(sharding.mesh)}'
 
 
 def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
-  """The same result, from a program that surely runs on the mesh.
+  """The same result, from a program that is certain to run on the whole mesh.
 
-  Where neither arguments nor results say on which devices, JAX would compile for one of them, and
-  constraints that know the mesh's axes only (Flax's) would mean nothing.
+  If neither arguments nor results have shardings, JAX compiles for a single device, where constraints
+  without devices (Flax's) have no effect (https://github.com/jax-ml/jax/issues/23634). One open constraint
+  on the concrete mesh prevents that.
   """
   leaves, treedef = jax.tree.flatten(result)
   if isinstance(mesh, Mesh) and leaves and isinstance(leaves[0], Tracer):

@@ -1,10 +1,10 @@
-"""Trees of boxes: the functions that find boxes in a tree, whoever made them, and open or change them.
+"""Box trees: functions that find, open and change the boxes in a tree.
 
-    unbox(state)                  # the values, as they are without names
+    unbox(state)                  # the values without their boxes
     replace_boxed(state, values)  # the same boxes around other values
 
-Flax's boxes, and other libraries' `AxisMetadata`, are boxes like ours here: a model that was annotated
-by Flax's own functions works everywhere.
+They treat Flax's boxes, and `AxisMetadata` of other libraries, like ours. A model annotated with Flax's own
+functions therefore works everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flax_spmd._src.public_module import set_module
 
 @set_module('flax_spmd')
 def is_axis_metadata(val: Any) -> bool:
-  """Whether `val` is a box: ours, Flax's, or anybody's `AxisMetadata`.
+  """Whether `val` is a box: ours, Flax's, or another library's `AxisMetadata`.
 
   Example:
     >>> is_axis_metadata(Partitioned(1.0, ('data',))), is_axis_metadata(nn.Partitioned(1.0, ('data',)))
@@ -35,13 +35,13 @@ def is_axis_metadata(val: Any) -> bool:
 
 @functools.cache
 def _is_box_type(cls: type) -> bool:
-  """Asked of every node of every tree, and slow for abstract base classes."""
+  """Cached: this is called for every node of every tree, and abstract base classes are slow."""
   return issubclass(cls, AxisMetadata)
 
 
 @set_module('flax_spmd')
 def map_axis_meta(fn: Callable[[AxisMetadata[Any]], Any], tree: Any) -> Any:
-  """Maps over the boxes of a tree; everything else stays.
+  """Applies a function to every box of a tree; other leaves stay.
 
   Example:
     >>> tree = {'w': Partitioned(1.0, ('data',)), 'b': 2.0}
@@ -80,8 +80,8 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   """The tree without its boxes.
 
   Args:
-    tree: any tree; boxes in boxes are opened too. Abstract values are fine.
-    apply_constraint: whether traced values are constrained to lie as their names say.
+    tree: any tree, concrete or abstract; nested boxes are opened too.
+    apply_constraint: whether traced values get the sharding constraint of their names.
 
   Example:
     >>> unbox({'w': Partitioned(1.0, ('data',))})
@@ -89,8 +89,8 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   """
 
   def open_box(box):
-    ours = own(box)
-    inner = box.unbox() if ours is None else ours.unbox(apply_constraint)
+    own_box = as_own_box(box)
+    inner = box.unbox() if own_box is None else own_box.unbox(apply_constraint)
     return unbox(inner, apply_constraint)
 
   return map_axis_meta(open_box, tree)
@@ -98,7 +98,11 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
 
 @set_module('flax_spmd')
 def replace_boxed(tree: Any, updates: Any) -> Any:
-  """The boxes of `tree` around the values of `updates`, which has no boxes.
+  """The tree with the values of its boxes replaced.
+
+  Args:
+    tree: a tree with boxes.
+    updates: a tree of the same structure without boxes.
 
   Example:
     >>> replace_boxed({'w': Partitioned(1.0, ('data',))}, {'w': 2.0})
@@ -107,8 +111,8 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
   return meta.replace_boxed(tree, updates)
 
 
-def own(box: AxisMetadata[Any]) -> Partitioned | None:
-  """Ours for a box of Flax's, with the same content; None for a kind of box that has no names."""
+def as_own_box(box: AxisMetadata[Any]) -> Partitioned | None:
+  """Our box with the content of any other; None for a type of box without names."""
   if isinstance(box, Partitioned):
     return box
   if isinstance(box, nn.LogicallyPartitioned):
@@ -118,11 +122,11 @@ def own(box: AxisMetadata[Any]) -> Partitioned | None:
   spec = getattr(box, 'get_partition_spec', None)
   if spec is None or not hasattr(box, 'value'):
     return None
-  return Partitioned(getattr(box, 'value'), spec())  # noqa: B009 (a box of some other library)
+  return Partitioned(getattr(box, 'value'), spec())  # noqa: B009 (a box of another library)
 
 
 def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:
-  """`static_of` of boxes and leaves: the names of each, and the value of each."""
+  """The static part (None for a bare leaf) and the value of each unit, as two lists."""
   if not any(map(_is_box_type, set(map(type, units)))):
     return [None] * len(units), list(units)
   pairs = [static_of(unit) for unit in units]
@@ -130,17 +134,17 @@ def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:
 
 
 def static_of(leaf: Any) -> tuple[Static | None, Any]:
-  """What a leaf of a tree is to a layout: its names (None: it has none) and its value.
+  """The static part of a box and its value; None and the leaf itself for a bare leaf.
 
-  Boxes are opened whoever made them; of nested boxes, the outer one's names count.
+  All types of boxes are opened; the names of nested boxes are those of the outermost.
   """
   cls = type(leaf)
-  if cls is LogicallyPartitioned or cls is Partitioned:  # asked of every leaf of every tree
+  if cls is LogicallyPartitioned or cls is Partitioned:  # the fast path of every leaf of every tree
     (value,), static = leaf._pair
     return static, value
   if not _is_box_type(cls):
     return None, leaf
-  box = own(leaf)
+  box = as_own_box(leaf)
   if box is None:
     return None, unbox(leaf, apply_constraint=False)
   return box.static, unbox(box.value, apply_constraint=False)

@@ -1,17 +1,17 @@
 """Boxes: arrays that carry the names of their dimensions.
 
-A Linen initializer returns a box instead of a bare array; the box travels through `init`, through
-`nn.scan` and `nn.vmap` (which add and remove axes, and their names with them), through optimizers
-and checkpoints. Whoever lays the array out reads the names.
-
     kernel = self.param('kernel', with_logical_partitioning(init, ('embed', 'mlp')), (8, 16))
 
-`Partitioned` names mesh axes, `LogicallyPartitioned` names logical axes. Both have Flax's names,
-signatures and results, and pass Flax's own `isinstance` tests. The invariant: *names are static,
-the value is the only leaf*, at the pytree path `.value`.
+A Linen initializer returns a box instead of a bare array. The box passes through `init`, optimizers and
+checkpoints, and through `nn.scan` and `nn.vmap`, which add and remove axes and their names. A layout derives
+the array's sharding from the names.
 
-A box is flattened and rebuilt at every step of training, so it is made for that: one interned
-metadata object (compared by identity), and a flatten function that runs in C.
+`Partitioned` names mesh axes, `LogicallyPartitioned` names logical axes. Both have the names, signatures and
+results of Flax's classes, and pass Flax's own `isinstance` tests. The invariant: *names are static, the value
+is the only leaf*, at the pytree path `.value`.
+
+Every training step flattens and rebuilds all boxes. Two things make that cheap: the static part is one
+interned object, compared by identity, and the flatten function runs in C.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.active_layout import in_force
+from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.constraints import constrain, mesh_for_constraints, resolve_for_constraint
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.public_module import set_module
@@ -50,11 +50,11 @@ AxisMetadata = meta.AxisMetadata
 if TYPE_CHECKING:
   _Base = AxisMetadata[Any]
 else:
-  _Base = object  # a box is an AxisMetadata by registration: inheriting would give each a dictionary
+  _Base = object  # registered as AxisMetadata instead: inheriting would add a `__dict__` to every box
 
 
 class Static:
-  """A box's static part. Interned: equal ones are one object, so comparing costs nothing."""
+  """The static part of a box: names, mesh and rules. Interned, so that equal ones compare by identity."""
 
   __slots__ = ('__weakref__', 'logical', 'mesh', 'names', 'rules')
   _interned: ClassVar[weakref.WeakValueDictionary[Any, Static]] = weakref.WeakValueDictionary()
@@ -65,14 +65,14 @@ class Static:
   rules: Rules | None
 
   def __new__(cls, names: Any, logical: bool, mesh: MeshLike | None = None, rules: Rules | None = None):
-    """The one object with this content."""
+    """The interned object with this content."""
     key = (names, logical, mesh, rules)
-    found = cls._interned.get(key)
-    if found is None:
-      found = super().__new__(cls)
-      found.names, found.logical, found.mesh, found.rules = key
-      found = cls._interned.setdefault(key, found)
-    return found
+    static = cls._interned.get(key)
+    if static is None:
+      static = super().__new__(cls)
+      static.names, static.logical, static.mesh, static.rules = key
+      static = cls._interned.setdefault(key, static)
+    return static
 
   def __repr__(self) -> str:
     return repr(self.names)
@@ -80,13 +80,13 @@ class Static:
 
 @set_module('flax_spmd')
 class Partitioned(_Base):
-  """A value and the mesh axes that its dimensions lie over.
+  """A value and the mesh axes that its dimensions are sharded over.
 
   Args:
-    value: an array (or a tree, or whatever stands for one: a ShapeDtypeStruct, a sharding).
-    names: a mesh axis, a tuple of them, or None per dimension.
-    mesh: the mesh to constrain to; default: the one in force when the box is opened. Boxes with
-      different meshes are different types of pytree, so leave it out where you can.
+    value: an array, a tree, or a stand-in such as a ShapeDtypeStruct or a sharding.
+    names: per dimension a mesh axis, a tuple of them, or None.
+    mesh: mesh of the sharding constraint; by default the one in force when the box is opened. Boxes with
+      different meshes differ in pytree structure, so leave it out if possible.
 
   Example:
     >>> box = Partitioned(jnp.ones((8, 16)), ('data', None))
@@ -99,7 +99,7 @@ class Partitioned(_Base):
   __slots__ = ('_pair',)
 
   def __init__(self, value: Any, names: Names, mesh: MeshLike | None = None):
-    if type(value) is Static:  # from unflattening, which happens to every box at every step
+    if type(value) is Static:  # unflattened: a training step does this to every box
       self._pair = (names, value)
     else:
       self._pair = ((value,), Static(_canonical(names), False, mesh))
@@ -108,12 +108,12 @@ class Partitioned(_Base):
 
     @property
     def __dict__(self) -> dict[str, Any]:
-      """The fields, for `vars(box)`, by which `nnx.bridge` reads a box."""
+      """The fields, for `nnx.bridge`, which reads a box by `vars(box)`."""
       return self._fields()
 
   @property
   def static(self) -> Static:
-    """Everything but the value; one object for all boxes with the same names."""
+    """Everything but the value; one object shared by all boxes with the same names."""
     return self._pair[1]
 
   @property
@@ -128,7 +128,7 @@ class Partitioned(_Base):
 
   @property
   def mesh(self) -> MeshLike | None:
-    """The box's own mesh, if it was given one."""
+    """The box's own mesh, if any."""
     return self.static.mesh
 
   @property
@@ -152,10 +152,13 @@ class Partitioned(_Base):
     return self.value.size
 
   def unbox(self, apply_constraint: bool = True) -> Any:
-    """The value; inside a program, constrained to lie as its names say.
+    """The value; a traced array gets the sharding constraint of its names.
 
-    Nothing is constrained where there is no mesh, for values that are no traced arrays, and where
-    the number of names is not the value's rank (fused layers initialise their kernels flat).
+    There is no constraint without a mesh, for a value that is not traced, or if the number of names differs
+    from the rank: fused layers initialise their kernels flat.
+
+    Args:
+      apply_constraint: whether to apply the constraint.
     """
     if not apply_constraint or not isinstance(self.value, Tracer) or not self._fits():
       return self.value
@@ -172,9 +175,10 @@ class Partitioned(_Base):
     return type(self)(**{**self._fields(), **changes})
 
   def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-    """The box after a transformation stacked its value along dimension `index`.
+    """The box after a transformation has stacked its value along dimension `index`.
 
-    The new dimension's name is `params[PARTITION_NAME]`; without it, None, and a warning.
+    The new dimension is named `params[PARTITION_NAME]`. If that is missing, its name is None and a warning is
+    issued.
     """
     name = self._partition_name(params)
     names = list(self.names)
@@ -187,16 +191,16 @@ class Partitioned(_Base):
     """The box before a transformation stacks its value along dimension `index`.
 
     Raises:
-      LayoutError: there is no such dimension, or it has another name than the transformation's.
+      LayoutError: the dimension does not exist, or its name differs from `params[PARTITION_NAME]`.
     """
     name = self._partition_name(params, warn=False)
     names = list(self.names)
     index = self._dimension(index, len(names))
     if index >= len(names) or names[index] != name:
-      found = f'is {names[index]!r}' if index < len(names) else 'does not exist'
+      actual = f'is {names[index]!r}' if index < len(names) else 'does not exist'
       raise LayoutError(
         f'{self!r} in {compat.current_module() or "no module"}: a transformation removes '
-        f'dimension {index}, named {name!r} by its metadata_params, but that dimension {found}.\n'
+        f'dimension {index}, named {name!r} by its metadata_params, but that dimension {actual}.\n'
         f'Fix: give the transformation the axis and the {PARTITION_NAME!r} that the variables were '
         'initialised with.'
       )
@@ -212,13 +216,13 @@ class Partitioned(_Base):
     return NamedSharding(mesh, self.get_partition_spec())
 
   def to_nnx_metadata(self) -> dict[str, Any]:
-    """The fields under the names that `nnx.Variable` has for them; the box stays as it is."""
+    """The fields under the names that `nnx.Variable` uses; the box itself does not change."""
     fields = self._fields()
     return {'out_sharding': fields.pop('names'), **fields}
 
   @classmethod
   def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
-    """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
+    """The box with the fields from `to_nnx_metadata`; entries added by `nnx` are ignored."""
     return cls(metadata['value'], metadata['out_sharding'], metadata.get('mesh'))
 
   def _fields(self) -> dict[str, Any]:
@@ -228,9 +232,10 @@ class Partitioned(_Base):
     return not isinstance(self.names, str) and len(self.names) == len(self.value.shape)
 
   def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
-    """Where the value goes on `mesh`; None: nothing says so.
+    """The value's spec on `mesh`; None for no constraint.
 
-    Under a layout, names that the mesh cannot follow are its plan's to report, with their path.
+    Under a layout there is no constraint for names that do not fit the mesh: its planner reports them, with
+    their path.
     """
     if in_force().mesh is not None:
       lenient = Policies(indivisible='replicate')
@@ -239,7 +244,7 @@ class Partitioned(_Base):
     return self.get_partition_spec()
 
   def _dimension(self, index: int, rank: int) -> int:
-    """`index` counted from the front; the value's rank decides, where it has one."""
+    """`index` counted from the front, by the larger of `rank` and the value's rank."""
     if index >= 0:
       return index
     if hasattr(self.value, 'shape'):
@@ -284,7 +289,7 @@ class Partitioned(_Base):
     return self.replace_boxed(copy.deepcopy(self.value, memo))
 
   def __reduce__(self):
-    # Devices can't travel: a box that was pickled takes the mesh in force where it is opened.
+    # Devices cannot be pickled; an unpickled box uses the mesh in force when it is opened.
     return _unpickle, (type(self), self._fields() | {'mesh': None})
 
 
@@ -293,10 +298,10 @@ class LogicallyPartitioned(Partitioned):
   """A value and the logical names of its dimensions.
 
   Args:
-    value: an array (or a tree, or whatever stands for one).
-    names: a logical name, or None, per dimension.
-    mesh: the mesh to constrain to; default: the one in force when the box is opened.
-    rules: the rules to follow; default: those in force when the box is opened.
+    value: an array, a tree, or a stand-in such as a ShapeDtypeStruct or a sharding.
+    names: per dimension a logical name, or None.
+    mesh: mesh of the sharding constraint; by default the one in force when the box is opened.
+    rules: rules for the names; by default those in force when the box is opened.
 
   Example:
     >>> LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp'))
@@ -314,21 +319,22 @@ class LogicallyPartitioned(Partitioned):
 
   @property
   def rules(self) -> Rules | None:
-    """The box's own rules, if it was given some."""
+    """The box's own rules, if any."""
     return self.static.rules
 
   def get_sharding(self, mesh: MeshLike) -> NamedSharding:
     """The sharding of the value on `mesh`, by the box's rules or those in force.
 
     Raises:
-      UnmatchedNameError, ConflictError: as the table's policies say.
+      UnmatchedNameError, ConflictError: as the table's policies demand.
     """
     rules = in_force().rules if self.rules is None else self.rules
+    report_names(self.names)
     return NamedSharding(mesh, rules.spec(self.names) or PartitionSpec())
 
   @classmethod
   def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
-    """The box that `to_nnx_metadata` described; what `nnx` added to it is left out."""
+    """The box with the fields from `to_nnx_metadata`; entries added by `nnx` are ignored."""
     return cls(
       metadata['value'],
       metadata['out_sharding'],
@@ -337,7 +343,7 @@ class LogicallyPartitioned(Partitioned):
     )
 
   def to_nnx_metadata(self) -> dict[str, Any]:
-    """The fields under the names that `nnx.Variable` has for them; the box stays as it is."""
+    """The fields under the names that `nnx.Variable` uses; the box itself does not change."""
     described = super().to_nnx_metadata()
     rules = described.pop('rules')
     return {**described, 'sharding_rules': None if rules is None else rules.pairs}
@@ -349,16 +355,16 @@ class LogicallyPartitioned(Partitioned):
     rules = in_force(tracing=True).rules if self.rules is None else self.rules
     if not rules.pairs:
       return None
-    found = resolve_for_constraint(rules, self.names, self.value.shape, mesh)
-    raise_problems([problem for problem in found.problems if problem.kind is MeshAxisError])
-    return found.spec
+    resolution = resolve_for_constraint(rules, self.names, self.value.shape, mesh)
+    raise_problems([problem for problem in resolution.problems if problem.kind is MeshAxisError])
+    return resolution.spec
 
 
 def _of_names_only(rules: Rules) -> Rules:
   if len(rules.pairs) < len(rules):
     raise RulesError(
-      f'A box has {rules!r}, but only rules for logical names can be in a box.\n'
-      'Fix: put rules for paths, fsdp(...) and policies into the table of the layout.'
+      f'A box has {rules!r}, but a box can only have rules for logical names.\n'
+      'Fix: put rules for paths, fsdp(...) and functions into the table of the layout.'
     )
   return rules
 
@@ -367,11 +373,11 @@ def _of_names_only(rules: Rules) -> Rules:
 def with_partitioning(
   fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None
 ) -> Callable[..., Partitioned]:
-  """An initializer that boxes what `fn` returns, naming the mesh axes of its dimensions.
+  """Wraps an initializer so that it returns boxes with mesh axes.
 
   Args:
     fn: an initializer.
-    names: a mesh axis, a tuple of them, or None per dimension.
+    names: per dimension a mesh axis, a tuple of them, or None.
     mesh: see `Partitioned`.
 
   Example:
@@ -391,11 +397,11 @@ def with_partitioning(
 def with_logical_partitioning(
   fn: Callable[..., Any], names: Names, mesh: MeshLike | None = None, rules: Any = None
 ) -> Callable[..., LogicallyPartitioned]:
-  """An initializer that boxes what `fn` returns, giving its dimensions logical names.
+  """Wraps an initializer so that it returns boxes with logical names.
 
   Args:
     fn: an initializer.
-    names: a logical name, or None, per dimension.
+    names: per dimension a logical name, or None.
     mesh, rules: see `LogicallyPartitioned`.
 
   Example:
@@ -419,10 +425,10 @@ _VALUE = jax.tree_util.GetAttrKey('value')
 
 
 def _register(cls: type[Partitioned], flax_cls: type) -> None:
-  """Makes `cls` a pytree, serialisable by Flax, and an instance of Flax's own box type.
+  """Registers `cls` as a pytree, for Flax's serialization, and as a subclass of Flax's own box class.
 
-  A box holds its children and its static part as the very pair that flattening returns, so taking it
-  apart runs in C, and putting it together is one call of the class.
+  A box stores its children and its static part as the pair that flattening returns. Flattening therefore
+  runs in C, and unflattening is one call of the class.
   """
   jax.tree_util.register_pytree_with_keys(
     cls,
@@ -439,7 +445,7 @@ def _to_state_dict(box: Partitioned) -> dict[str, Any]:
 
 
 def _from_state_dict(box: Partitioned, state: Any) -> Any:
-  """Reads what was saved boxed, and what was saved without boxes as well."""
+  """Restores a box from a state that was saved with or without boxes."""
   value: Any = state['value'] if isinstance(state, Mapping) and set(state) == {'value'} else state
   return box.replace_boxed(serialization.from_state_dict(box.value, value, name='value'))
 
@@ -449,14 +455,14 @@ _register(LogicallyPartitioned, nn.LogicallyPartitioned)
 
 
 def _canonical(names: Any) -> Any:
-  """Names as a tuple; a bare string stays one, to be refused where the path is known."""
+  """Names as a tuple. A bare string stays: the planner reports it together with the path."""
   if isinstance(names, str):
     return names
   return tuple(tuple(n) if isinstance(n, list) else n for n in names)
 
 
 def _same_value(a: Any, b: Any) -> bool:
-  """Equal leaves in equal trees; arrays by content, traced ones by identity."""
+  """Whether two trees are equal; arrays compare by content, traced arrays by identity."""
   leaves_a, tree_a = jax.tree.flatten(a)
   leaves_b, tree_b = jax.tree.flatten(b)
   return tree_a == tree_b and all(map(_same_leaf, leaves_a, leaves_b))
@@ -471,7 +477,7 @@ def _same_leaf(a: Any, b: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-  """`float32[8,16]` for arrays and what stands for them; the repr of anything else."""
+  """`float32[8,16]` for an array or its stand-in; the repr of any other value."""
   if not hasattr(value, 'shape') or not hasattr(value, 'dtype'):
     return repr(value)
   return f'{value.dtype}[{",".join(map(str, value.shape))}]'

@@ -1,19 +1,20 @@
-"""Optimizer state: what an array is that carries its parameter's names and another shape.
+"""Optimizer state: the axis names of arrays that an optimizer derives from parameters.
 
-Optax maps over parameters inside their boxes, so whatever an optimizer keeps (Adafactor's factored
-moments, L-BFGS's history, SM3's lists) ends up under the parameter's names. Two questions are answered
-here, both from what is certain and no more:
+Optax maps over parameters inside their boxes. Its state arrays (Adafactor's factored moments, L-BFGS's
+history, SM3's lists) therefore carry the names of their parameter, even where their shape differs. This
+module infers the names that fit, in two steps, and only where they are certain.
 
-*Which parameter is it?* The one with the same names whose path the array's path repeats, below a field
-of some optimizer: `params/layers/wi` for `opt_state/0/v_row/layers/wi`.
+*The parameter* has the same names, and its path is repeated below a field of the optimizer's state:
+`params/layers/wi` for `opt_state/0/v_row/layers/wi`.
 
-*Which of its dimensions are left?*
+*The dimensions* follow from the two shapes:
 
-    the parameter's shape                      the parameter's names
-    a scalar, or one element                   no names: replicated
-    the shape with dimensions left out or 1    the names of those that remain
-    the shape with dimensions before it        None for those, then the names
-    anything else, or two readings             no names: replicated, and reported
+    shape of the state array                          inferred names
+    the parameter's                                   the parameter's
+    one element                                       none: replicated
+    the parameter's, with dimensions dropped or 1     those of the dimensions that are left
+    the parameter's after additional dimensions       None for each of these, then the parameter's
+    any other, or one with two readings               none: replicated, and reported by `Layout.check`
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ Shape: TypeAlias = tuple[int, ...]
 How: TypeAlias = Literal['same', 'single', 'subset', 'stacked', 'ambiguous', 'unrelated']
 
 
-class Guess(NamedTuple):
-  """What an array of optimizer state was taken for.
+class Inference(NamedTuple):
+  """The names inferred for an array of optimizer state, and how.
 
-  `names` are its names, or None where nothing is certain; `parameter` is the parameter's path, or None
-  if the parameter is not in the tree.
+  Attributes:
+    names: one name per dimension; None if they are uncertain.
+    how: how the array's shape follows from its parameter's.
+    parameter: the parameter's path; None if the parameter is not in the tree.
   """
 
   names: tuple[Any, ...] | None
@@ -46,9 +49,13 @@ class Guess(NamedTuple):
 
 
 class Unit(NamedTuple):
-  """A box or bare leaf of a tree: its place, what its names are equal by, and its array's shape.
+  """A box or bare leaf of a tree.
 
-  `fits` says whether there is one name per dimension; `shape` is None for a box around several arrays.
+  Attributes:
+    path: its key path.
+    names: its names, in a form that compares fast.
+    shape: shape of its array; None for a box around several arrays.
+    fits: whether it has one name per dimension.
   """
 
   path: KeyPath
@@ -57,74 +64,80 @@ class Unit(NamedTuple):
   fits: bool
 
 
-def guess(names: Sequence[Any], full: Shape | None, shape: Shape, field: str, parameter: str) -> Guess:
-  """What a state array of `shape` is to its parameter of shape `full` with these names.
+def infer(
+  names: Sequence[Any], full: Shape | None, shape: Shape, field: str, parameter: str
+) -> Inference:
+  """Infers the names of a state array from its parameter.
 
   Args:
     names: the parameter's names.
-    full: the parameter's shape; None if it is no array, of which nothing follows.
+    full: the parameter's shape; None for a box around several arrays.
     shape: the state array's shape.
-    field: the field of the optimizer's state that holds the array; some say which of two equal
-      dimensions they keep.
+    field: the field of the optimizer's state that holds the array. Adafactor's fields imply which of
+      two equal dimensions the array keeps.
     parameter: the parameter's path, for reports.
 
   Example:
-    >>> guess(('embed', 'mlp'), (16, 32), (32,), 'v_col', 'params/wi').names
+    >>> infer(('embed', 'mlp'), (16, 32), (32,), 'v_col', 'params/wi').names
     ('mlp',)
-    >>> guess(('embed', 'mlp'), (16, 32), (8, 16, 32), 'updates_memory', 'params/wi').names
+    >>> infer(('embed', 'mlp'), (16, 32), (8, 16, 32), 'updates_memory', 'params/wi').names
     (None, 'embed', 'mlp')
   """
   if shape == full:
-    return Guess(tuple(names), 'same', parameter)
+    return Inference(tuple(names), 'same', parameter)
   if math.prod(shape) == 1:
-    return Guess((None,) * len(shape), 'single', parameter)
-  readings = set() if full is None else set(_reshaped(tuple(names), full, shape, field))
+    return Inference((None,) * len(shape), 'single', parameter)
+  readings = set() if full is None else set(_readings(tuple(names), full, shape, field))
   if len(readings) == 1:
-    left, how = readings.pop()
-    return Guess(left, how, parameter)
-  return Guess(None, 'ambiguous' if readings else 'unrelated', parameter)
+    inferred, how = readings.pop()
+    return Inference(inferred, how, parameter)
+  return Inference(None, 'ambiguous' if readings else 'unrelated', parameter)
 
 
-def guess_alone(shape: Shape) -> Guess:
-  """What a state array is whose parameter is not in the tree: one element, or nothing certain."""
+def infer_without_parameter(shape: Shape) -> Inference:
+  """Infers the names of a state array whose parameter is not in the tree: certain for one element only."""
   if math.prod(shape) == 1:
-    return Guess((None,) * len(shape), 'single', None)
-  return Guess(None, 'unrelated', None)
+    return Inference((None,) * len(shape), 'single', None)
+  return Inference(None, 'unrelated', None)
 
 
-def owners(units: Mapping[int, Unit]) -> dict[int, int]:
-  """The parameter that each unit of optimizer state belongs to; other units are left out.
+def find_parameters(units: Mapping[int, Unit]) -> dict[int, int]:
+  """Finds the parameter of every unit of optimizer state.
 
   Args:
-    units: by index in the tree.
+    units: units of a tree, by their index in it.
+
+  Returns:
+    The index of the parameter, by index of the state. Parameters are left out, and so is state whose
+    parameter is not among the units.
   """
   keys = {i: tuple(map(key_value, unit.path)) for i, unit in units.items()}
-  by_end: dict[Any, list[int]] = defaultdict(list)
+  by_tail: dict[Any, list[int]] = defaultdict(list)
   for i, unit in units.items():
     if unit.fits:
       for length in _tail_lengths(keys[i]):
-        by_end[unit.names, keys[i][-length:]].append(i)
-  found = {}
+        by_tail[unit.names, keys[i][-length:]].append(i)
+  parameter_of = {}
   for i, unit in units.items():
     if not unit.fits or below_a_field(unit.path):
-      owner = _owner(i, units, keys, by_end)
-      if owner is not None:
-        found[i] = owner
-  return found
+      parameter = _find_parameter(i, units, keys, by_tail)
+      if parameter is not None:
+        parameter_of[i] = parameter
+  return parameter_of
 
 
 def field_of(path: KeyPath) -> str:
-  """The innermost field of the optimizer's state on a path: `v_row`."""
+  """The innermost field on a path: `v_row` in `opt_state/0/v_row/wi`."""
   return next((entry.name for entry in reversed(path) if isinstance(entry, GetAttrKey)), '')
 
 
 def below_a_field(path: KeyPath) -> bool:
-  """Whether there is a field below the tree's top, as in `opt_state/0/mu/...`."""
+  """Whether a path goes through a field after its first key, as `opt_state/0/mu/wi` does."""
   return GetAttrKey in map(type, path[1:])
 
 
 def inside_optax(tree: Any, path: KeyPath) -> bool:
-  """Whether a path goes through the state of an optimizer of Optax."""
+  """Whether a path goes through the state of an Optax optimizer."""
   node = tree
   for entry in path:
     if isinstance(node, tuple) and type(node).__module__.split('.')[0] == 'optax':
@@ -134,49 +147,49 @@ def inside_optax(tree: Any, path: KeyPath) -> bool:
 
 
 def _tail_lengths(keys: Sequence[Any]) -> Sequence[int]:
-  """How much of a parameter's path its state can repeat: all but its root, or a collection more."""
+  """How many of a parameter's last keys its state may repeat: all, all but the root, or all below `params`."""
   shortest = len(keys) - (2 if 'params' in keys[:2] else 1)
   return range(len(keys), max(shortest, 1) - 1, -1)
 
 
-def _owner(i: int, units: Mapping[int, Unit], keys, by_end) -> int | None:
-  """The unit whose path the path of unit `i` repeats the most of, the nearest in the tree first."""
+def _find_parameter(i: int, units: Mapping[int, Unit], keys, by_tail) -> int | None:
+  """The unit with the longest tail that unit `i` repeats; of several, the nearest in the tree."""
   path = keys[i]
   for length in range(len(path), 0, -1):
     candidates = [
       other
-      for other in by_end.get((units[i].names, path[-length:]), ())
+      for other in by_tail.get((units[i].names, path[-length:]), ())
       if other != i and _is_state_of(units[i], path, keys[other], length)
     ]
     if candidates:
-      return max(candidates, key=lambda other: (_common(path, keys[other]), -len(keys[other])))
+      return max(candidates, key=lambda other: (_shared_keys(path, keys[other]), -len(keys[other])))
   return None
 
 
 def _is_state_of(unit: Unit, path, parameter, length: int) -> bool:
-  """Whether a unit can be state of the parameter whose last `length` keys its path repeats.
+  """Whether a unit can be state of the parameter whose last `length` keys it repeats.
 
-  Where the two paths part there has to be an optimizer: a field that is not the first key, or, for
-  custom optimizers that keep plain dictionaries, names that do not fit.
+  The paths have to part at an optimizer: at a field that is not the first key. Custom optimizers may keep
+  plain dictionaries; there, names that do not fit are enough.
   """
-  common = _common(path, parameter)
-  if path[-length - 1 : -length] == parameter[-length - 1 : -length]:  # they repeat more than that
+  shared = _shared_keys(path, parameter)
+  if path[-length - 1 : -length] == parameter[-length - 1 : -length]:  # the tail is longer
     return False
-  if len(parameter) - common - length < (1 if common else 0):
+  if len(parameter) - shared - length < (1 if shared else 0):
     return False
-  between = unit.path[common : len(path) - length]
+  between = unit.path[shared : len(path) - length]
   return not unit.fits or any(isinstance(entry, GetAttrKey) for entry in between[1:])
 
 
-def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
-  """How many keys two paths begin with alike."""
+def _shared_keys(a: Sequence[Any], b: Sequence[Any]) -> int:
+  """How many keys two paths share at the start."""
   return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _reshaped(
+def _readings(
   names: tuple[Any, ...], full: Shape, shape: Shape, field: str
 ) -> Iterator[tuple[tuple[Any, ...], How]]:
-  """The names under every way to read `shape` as a reshaped `full`."""
+  """The names of `shape`, for every way in which it can follow from `full`."""
   if len(shape) == len(full):
     if all(size in (whole, 1) for size, whole in zip(shape, full, strict=True)):
       triples = zip(names, shape, full, strict=True)
@@ -189,30 +202,30 @@ def _reshaped(
 
 
 def _kept_dimensions(full: Shape, shape: Shape, field: str) -> list[tuple[int, ...]]:
-  """The ways to get `shape` by leaving dimensions out; the field's own way if it has one."""
-  ways = [
+  """The dimensions of `full` that `shape` may have kept; a field with a rule of its own decides a tie."""
+  choices = [
     kept
     for kept in itertools.combinations(range(len(full)), len(shape))
     if tuple(full[dim] for dim in kept) == shape
   ]
-  own = _OWN_WAY.get(field)
-  if own is not None and len(ways) > 1 and own(full) in ways:
-    return [own(full)]
-  return ways
+  kept_by_field = _KEPT_BY_FIELD.get(field)
+  if kept_by_field is not None and len(choices) > 1 and kept_by_field(full) in choices:
+    return [kept_by_field(full)]
+  return choices
 
 
-def _without(rank_from_largest: int) -> Callable[[Shape], tuple[int, ...]]:
-  """Adafactor factors the two largest dimensions: rows lose the largest, columns the second.
+def _all_but(rank_from_largest: int) -> Callable[[Shape], tuple[int, ...]]:
+  """The dimensions that Adafactor keeps: rows drop the largest one, columns the second largest.
 
-  Source: `optax.scale_by_factored_rms`, after arXiv:1804.04235, section 4. Its sort is numpy's, which
-  does not keep equal sizes in order, so it has to be numpy's here.
+  Source: `optax.scale_by_factored_rms`, after arXiv:1804.04235, section 4. It sorts with numpy's unstable
+  sort, so equal sizes need the same sort here.
   """
 
   def kept(full: Shape) -> tuple[int, ...]:
-    left_out = int(np.argsort(full)[-1 - rank_from_largest])
-    return tuple(dim for dim in range(len(full)) if dim != left_out)
+    dropped = int(np.argsort(full)[-1 - rank_from_largest])
+    return tuple(dim for dim in range(len(full)) if dim != dropped)
 
   return kept
 
 
-_OWN_WAY = {'v_row': _without(0), 'v_col': _without(1)}
+_KEPT_BY_FIELD = {'v_row': _all_but(0), 'v_col': _all_but(1)}

@@ -1,7 +1,7 @@
-"""Linen transformations that lack something in Flax: `remat_scan`, with names for its axes.
+"""Remat scan: `nn.remat_scan` for models whose parameters have names.
 
-`nn.scan` and `nn.vmap` take `metadata_params` and work with boxes as they are. `nn.remat_scan` does
-not take it, so a boxed model cannot be used in it; ours does.
+`nn.scan` and `nn.vmap` accept `metadata_params`, so they work with boxes. `nn.remat_scan` lacks that
+argument and fails on a boxed model; this `remat_scan` accepts it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def remat_scan(
 ) -> Any:
   """`nn.remat_scan` for models whose parameters have names.
 
-  Repeats `target` `prod(lengths)` times in nested loops, each of which is rematerialised, so that
-  memory grows with the `len(lengths)`-th root of the depth.
+  Repeats `target` `prod(lengths)` times in nested, rematerialised loops, so that memory grows with the
+  `len(lengths)`-th root of the depth.
 
   Args:
-    target: a Module class, or a function of a Module and a value. What it returns it must accept.
-    lengths: iterations per level, the outermost first.
+    target: a Module class, or a function of a Module and a value. It must accept its own result.
+    lengths: number of iterations per level, the outermost first.
     policy, variable_broadcast, variable_carry, variable_axes, split_rngs: as in `nn.remat_scan`.
-    metadata_params: what boxes are told about the axis that a level adds, such as
-      `{nn.PARTITION_NAME: 'layers'}`; one for all levels, or one per level.
+    metadata_params: metadata of the axis that a level adds, such as `{nn.PARTITION_NAME: 'layers'}`; one
+      for all levels, or one per level.
 
   Returns:
     `target`, transformed.
 
   Raises:
-    ValueError: there are no `lengths`, or `metadata_params` is a sequence of another length.
+    ValueError: `lengths` is empty, or `metadata_params` is a sequence of a different length.
 
   Example:
     >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'mlp'))
@@ -86,7 +86,7 @@ def _per_level(params: Mapping[Any, Any] | Sequence[Mapping[Any, Any]], levels: 
 
 
 def _level(body, levels, policy, scan_options) -> Callable[[Scope, Any], Any]:
-  """One loop over everything below it; only what is below the innermost is not rematerialised."""
+  """One loop over all inner levels; only the body of the innermost is not rematerialised."""
   (length, params), *inner = levels
   step = body
   if inner:

@@ -1,13 +1,13 @@
-"""Specs: from a tree of boxes to trees of PartitionSpecs and shardings, with Flax's functions.
+"""Specs: Flax's functions that turn a tree of boxes into PartitionSpecs and shardings.
 
-    abstract = jax.eval_shape(create_state, key, x)
-    logical  = get_partition_spec(abstract)                   # P('embed', 'hidden'), ...
-    specs    = logical_to_mesh(logical, rules)                # P(None, 'model'), ...
-    places   = logical_to_mesh_sharding(logical, mesh, rules) # NamedSharding(mesh, P(None, 'model')), ...
+    abstract  = jax.eval_shape(create_state, key, x)
+    logical   = get_partition_spec(abstract)                    # P('embed', 'hidden'), ...
+    specs     = logical_to_mesh(logical, rules)                 # P(None, 'model'), ...
+    shardings = logical_to_mesh_sharding(logical, mesh, rules)  # NamedSharding(mesh, P(None, 'model')), ...
 
-Same results as Flax's on well-formed trees; optimizer state that is not shaped like its parameter
-gets the spec that its own shape allows (see `flax_spmd.optimizer_state`). A `Layout` does all of this in one
-go, checks it against shapes and mesh, and explains it.
+The results equal Flax's on well-formed trees. Optimizer state whose shape differs from its parameter's gets
+the spec that its own shape allows (see `flax_spmd._src.names.optimizer_state`). A `Layout` does all of this
+in one call, checks it against shapes and mesh, and explains it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd._src.active_layout import in_force
+from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.mesh import MeshLike
-from flax_spmd._src.names.box_trees import is_axis_metadata, own
+from flax_spmd._src.names.box_trees import as_own_box, is_axis_metadata
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.tree_names import Reading, read
+from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Names
 from flax_spmd._src.rules.table import Rules
@@ -30,46 +30,47 @@ from flax_spmd._src.rules.table import Rules
 
 @set_module('flax_spmd')
 def get_partition_spec(tree: Any) -> Any:
-  """The names of every array of a tree, as PartitionSpecs in the place of boxes and arrays.
+  """The names of every array of a tree, as PartitionSpecs.
 
   Args:
     tree: any tree, concrete or abstract.
 
   Returns:
-    A tree in which a box is its spec (of names: logical ones stay logical), an array without a box
-    is `P()`, and a Python scalar is None. A box whose arrays go different ways stays a box, of specs.
+    A tree with a spec of names in the place of each box (logical names stay logical), `P()` for an array
+    without a box, and None for a Python scalar. A box whose arrays have different names becomes a box of
+    specs.
 
   Example:
     >>> get_partition_spec({'w': LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp')), 'n': jnp.ones(3)})
     {'n': P(), 'w': P('embed', 'mlp')}
   """
-  reading = read(tree)
+  names = TreeNames(tree)
   by_static: dict[Static | None, Any] = {
     static: PartitionSpec(*(static.names if static is not None else ()))
-    for static in set(reading.statics)
+    for static in set(names.box_statics)
   }
-  specs = [by_static[static] for static in reading.statics]
-  if None in reading.shapes or reading.guesses:  # Python scalars, boxes around several arrays
-    specs = [_spec(reading, index, spec) for index, spec in enumerate(specs)]
-  return reading.treedef.unflatten(specs)
+  specs = [by_static[static] for static in names.box_statics]
+  if None in names.shapes or names.inferred:  # Python scalars, boxes around several arrays
+    specs = [_unit_spec(names, index, spec) for index, spec in enumerate(specs)]
+  return names.treedef.unflatten(specs)
 
 
 @set_module('flax_spmd')
 def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   """The sharding of every array of a tree on `mesh`.
 
-  Logical names are resolved through the box's rules or those in force, mesh axes taken as they are.
+  Logical names are resolved by the box's own rules, or else by those in force. Mesh axes stay.
 
   Args:
     tree: any tree, concrete or abstract.
     mesh: a mesh, concrete or abstract.
 
   Returns:
-    A tree in which a box is its NamedSharding, an array without a box is replicated, and a Python
-    scalar is None.
+    A tree with a NamedSharding in the place of each box, the replicated sharding for an array without a
+    box, and None for a Python scalar.
 
   Raises:
-    UnmatchedNameError, ConflictError: as the policies of the rules in force say.
+    UnmatchedNameError, ConflictError: as the policies of the rules demand.
 
   Example:
     >>> mesh = abstract_mesh({'data': 2, 'model': 4})
@@ -78,19 +79,20 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
     {'b': P(), 'w': P(None, 'model')}
   """
 
-  def one(leaf, spec):
+  def resolved(unit, spec):
     if spec is None:
       return None
-    box = own(leaf) if is_axis_metadata(leaf) else None
-    where = spec if box is None else box.replace(names=spec).get_sharding(mesh).spec
-    return NamedSharding(mesh, where)
+    box = as_own_box(unit) if is_axis_metadata(unit) else None
+    return NamedSharding(mesh, spec if box is None else box.replace(names=spec).get_sharding(mesh).spec)
 
-  def unit(leaf, spec):
+  def sharding(unit, spec):
     if not is_axis_metadata(spec):
-      return one(leaf, spec)
-    return leaf.replace_boxed(jax.tree.map(lambda each: one(leaf, each), spec.value, is_leaf=_is_spec))
+      return resolved(unit, spec)
+    return unit.replace_boxed(
+      jax.tree.map(lambda each: resolved(unit, each), spec.value, is_leaf=_is_spec)
+    )
 
-  return jax.tree.map(unit, tree, get_partition_spec(tree), is_leaf=is_axis_metadata)
+  return jax.tree.map(sharding, tree, get_partition_spec(tree), is_leaf=is_axis_metadata)
 
 
 @set_module('flax_spmd')
@@ -99,14 +101,14 @@ def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> Pa
 
   Args:
     array_dim_names: a name per dimension; None, UNCONSTRAINED and tuples of mesh axes pass through.
-    rules: a rule table; default: the rules in force.
+    rules: a rule table; by default the rules in force.
 
   Returns:
     Mesh axes per dimension; None for None.
 
   Raises:
     LayoutError: a name occurs twice.
-    RulesError: `rules` is no table.
+    RulesError: `rules` is not a rule table.
 
   Example:
     >>> rules = (('batch', 'X'), ('features', 'X'), ('heads', 'Y'), ('batch', 'Z'))
@@ -115,22 +117,23 @@ def logical_to_mesh_axes(array_dim_names: Names | None, rules: Any = None) -> Pa
   """
   if array_dim_names is None:
     return None
-  return _table(rules).spec(array_dim_names)
+  return _resolve(array_dim_names, _table(rules))
 
 
 @set_module('flax_spmd')
 def logical_to_mesh(tree: Any, rules: Any = None) -> Any:
-  """`logical_to_mesh_axes` for every PartitionSpec of a tree; everything else is None.
+  """`logical_to_mesh_axes` for every PartitionSpec of a tree; None stays None.
 
   Args:
     tree: a tree of logical PartitionSpecs, as `get_partition_spec` returns it.
-    rules: a rule table; default: the rules in force.
+    rules: a rule table; by default the rules in force.
 
   Example:
     >>> logical_to_mesh({'w': PartitionSpec('embed', 'mlp')}, (('mlp', 'model'),))
     {'w': P(None, 'model')}
   """
-  return _map_specs(_table(rules).spec, tree)
+  table = _table(rules)
+  return _map_specs(lambda spec: _resolve(spec, table), tree)
 
 
 @set_module('flax_spmd')
@@ -140,7 +143,7 @@ def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> An
   Args:
     tree: a tree of logical PartitionSpecs, as `get_partition_spec` returns it.
     mesh: a mesh, concrete or abstract.
-    rules: a rule table; default: the rules in force.
+    rules: a rule table; by default the rules in force.
 
   Example:
     >>> mesh = abstract_mesh({'data': 2, 'model': 4})
@@ -148,27 +151,32 @@ def logical_to_mesh_sharding(tree: Any, mesh: MeshLike, rules: Any = None) -> An
     P(None, 'model')
   """
   table = _table(rules)
-  return _map_specs(lambda spec: NamedSharding(mesh, table.spec(spec) or PartitionSpec()), tree)
+  return _map_specs(lambda spec: NamedSharding(mesh, _resolve(spec, table) or PartitionSpec()), tree)
 
 
-def _spec(reading: Reading, index: int, spec: PartitionSpec) -> Any:
-  """A unit's spec: None for what is no array, one for all the arrays of a box, or a box of specs."""
-  if reading.statics[index] is None and reading.shapes[index] is None:
+def _resolve(names: Names | None, table: Rules) -> PartitionSpec | None:
+  report_names(names)
+  return table.spec(names)
+
+
+def _unit_spec(names: TreeNames, index: int, spec: PartitionSpec) -> Any:
+  """A unit's spec: None for a Python scalar, one for all arrays of a box, or a box of specs."""
+  if names.box_statics[index] is None and names.shapes[index] is None:
     return None
-  if index not in reading.guesses:
+  if index not in names.inferred:
     return spec
-  specs = [PartitionSpec(*(guess.names or ())) for guess in reading.guesses[index]]
+  specs = [PartitionSpec(*(inference.names or ())) for inference in names.inferred[index]]
   if len(set(specs)) <= 1:
     return specs[0] if specs else PartitionSpec()
-  return jax.tree.structure(reading.units[index]).unflatten(specs)
+  return jax.tree.structure(names.units[index]).unflatten(specs)
 
 
 def _map_specs(fn: Callable[[Any], Any], tree: Any) -> Any:
-  """`fn` of every spec of a tree; called once for each object, since few specs stand in many places."""
+  """Applies `fn` to every spec of a tree, once per object: many leaves share a few specs."""
   specs, treedef = jax.tree.flatten(tree, is_leaf=_is_spec)
   by_id = {id(spec): spec for spec in specs}
-  found = {key: fn(spec) for key, spec in by_id.items()}
-  return treedef.unflatten([found[id(spec)] for spec in specs])
+  results = {key: fn(spec) for key, spec in by_id.items()}
+  return treedef.unflatten([results[id(spec)] for spec in specs])
 
 
 def _table(rules: Any) -> Rules:

@@ -1,213 +1,264 @@
-"""Which names each array of a tree has, optimizer state included.
+"""Tree names: the axis names of every array of a tree, optimizer state included.
 
-A box's names are its value's names, as long as the two fit. Where an optimizer left arrays of other
-shapes under its parameters' names, `flax_spmd.optimizer_state` says what they are.
+    names = TreeNames(state)
+    names.paths      # per box or bare leaf: params/layers/wi
+    names.statics    # per box or bare leaf: its names, or None
+    names.inferred   # by index: names inferred for optimizer state
 
-    reading = read(state)
-    reading.statics   # per box or bare leaf: its names, or None
-    reading.guesses   # per index: what the arrays under it were taken for
+A box's names are its array's names if there is one per dimension. Optimizers also leave arrays of other
+shapes in their parameters' boxes; `flax_spmd._src.names.optimizer_state` infers the names of these.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 from flax.linen.partitioning import AxisMetadata as LegacyAxisMetadata
 from jax.tree_util import GetAttrKey, KeyPath
 
 from flax_spmd._src.names.box_trees import is_axis_metadata, statics_of
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import (
-  Guess,
+  Inference,
+  Shape,
   Unit,
   field_of,
-  guess,
-  guess_alone,
+  find_parameters,
+  infer,
+  infer_without_parameter,
   inside_optax,
-  owners,
 )
-from flax_spmd._src.names.unit_paths import unit_places
+from flax_spmd._src.names.unit_paths import UnitPaths
 from flax_spmd._src.tree_paths import path_string
 
 
-class Reading(NamedTuple):
-  """The units of a tree (boxes, and leaves without a box) and what is known of their names.
+class TreeNames:
+  """The names in one tree, read once.
 
-  Per unit: its names, its value, and the value's shape (a tuple; None: it is no array). `guesses` holds, per
-  index of a unit whose names do not apply as they are, one guess for each array in it.
+  A *unit* is a box, or a leaf outside of any box. Each list has one entry per unit, in tree order; each
+  dictionary is keyed by the unit's index. Properties are computed on first use. Reading raises nothing:
+  the planner reports names that do not fit.
+
+  Args:
+    tree: any tree, concrete or abstract.
+
+  Attributes:
+    tree: the tree.
+    units: its boxes and bare leaves.
+    treedef: its structure, with units as leaves.
+    box_statics: the static part of each box; None for a bare leaf.
+    values: the value of each box; a bare leaf itself.
+    shapes: shape of each value; None if the value is not a single array.
+
+  Example:
+    >>> w = LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp'))
+    >>> names = TreeNames({'params': {'w': w, 'b': jnp.ones(16)}})
+    >>> names.paths, names.statics
+    (['params/b', 'params/w'], [None, ('embed', 'mlp')])
   """
 
-  units: list[Any]
-  treedef: Any
-  statics: list[Static | None]
-  values: list[Any]
-  shapes: list[Any]
-  guesses: dict[int, list[Guess]]
+  def __init__(self, tree: Any):
+    self.tree = tree
+    self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_axis_metadata)
+    self.box_statics, self.values = statics_of(self.units)
+    self.shapes = [getattr(value, 'shape', None) for value in self.values]
+
+  @functools.cached_property
+  def statics(self) -> list[Static | None]:
+    """Per unit, its box's names; else its names in a `*_axes` collection of `flax.linen.partitioning`."""
+    legacy = _legacy_names(self.tree)
+    if not legacy:
+      return self.box_statics
+    named = zip(self.box_statics, self.paths, strict=True)
+    return [static or legacy.get(path) for static, path in named]
+
+  @property
+  def paths(self) -> list[str]:
+    """The path of each unit: `params/layers/wi`."""
+    return self._unit_paths.paths
+
+  @property
+  def below_a_field(self) -> list[bool]:
+    """Whether each unit is below a field, as optimizer state is."""
+    return self._unit_paths.below_a_field
+
+  @functools.cached_property
+  def dtypes(self) -> list[Any]:
+    """The dtype of each value; None if it has none."""
+    return [getattr(value, 'dtype', None) for value in self.values]
+
+  @functools.cached_property
+  def inferred(self) -> dict[int, list[Inference]]:
+    """The names inferred for each array of a unit whose own names do not apply to it."""
+    doubtful = self._doubtful_statics()
+    return self._infer(doubtful) if doubtful else {}
+
+  @functools.cached_property
+  def copies(self) -> dict[int, int]:
+    """The parameter of every unit that repeats it in another place, such as an optimizer's moments.
+
+    A problem of a parameter is a problem of its copies too, and is reported once.
+    """
+    units = self._array_units(self.box_statics)
+    return {
+      i: parameter
+      for i, parameter in find_parameters(units).items()
+      if units[i].shape == units[parameter].shape
+    }
+
+  def reshaped_states(self, candidates: Sequence[int]) -> dict[int, tuple[int, str]]:
+    """Finds optimizer state whose shape differs from its parameter's.
+
+    Args:
+      candidates: indices of units below a field.
+
+    Returns:
+      By index of such a unit, the index of its parameter and the optimizer's field that holds it.
+    """
+    odd = self._of_no_parameters_shape(candidates)
+    if not odd:
+      return {}
+    units = self._array_units(self.statics)
+    parameter_of = find_parameters(units)
+    return {
+      i: (parameter_of[i], field_of(units[i].path))
+      for i in odd
+      if i in parameter_of and units[i].shape != units[parameter_of[i]].shape
+    }
+
+  def arrays(self, index: int) -> list[tuple[Any, Shape, Inference | None]]:
+    """The arrays of one unit, each with its shape and the inference of its names, if any."""
+    value = self.values[index]
+    leaves = [value] if hasattr(value, 'shape') else jax.tree.leaves(value)
+    inferred = self.inferred.get(index) or [None] * len(leaves)
+    return [(leaf, tuple(np.shape(leaf)), each) for leaf, each in zip(leaves, inferred, strict=True)]
+
+  @functools.cached_property
+  def _unit_paths(self) -> UnitPaths:
+    return UnitPaths(self.tree)
+
+  @functools.cached_property
+  def _key_paths(self) -> list[KeyPath]:
+    """JAX's key path of each unit; slower than `paths`, and needed only to look for parameters."""
+    return [
+      path for path, _ in jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_axis_metadata)[0]
+    ]
+
+  def _doubtful_statics(self) -> set[Static]:
+    """The names that arrays of several shapes share, or whose number differs from an array's rank."""
+    seen: set[Static] = set()
+    doubtful: set[Static] = set()
+    for static, shape in set(zip(self.box_statics, self.shapes, strict=True)):
+      if static is not None:
+        if static in seen or shape is None or len(shape) != len(static.names):
+          doubtful.add(static)
+        seen.add(static)
+    return doubtful
+
+  def _infer(self, doubtful: set[Static]) -> dict[int, list[Inference]]:
+    """Infers names for the units with doubtful ones that turn out to be optimizer state."""
+    units = self._units_named(doubtful)
+    parameter_of = find_parameters(units)
+    inferred = {}
+    for i, unit in units.items():
+      shapes = [tuple(getattr(leaf, 'shape', ())) for leaf in jax.tree.leaves(self.values[i])]
+      if i not in parameter_of:
+        if _is_misnamed(unit) and inside_optax(self.tree, unit.path):
+          inferred[i] = [infer_without_parameter(shape) for shape in shapes]
+        continue
+      parameter = units[parameter_of[i]]
+      if unit.shape != parameter.shape:
+        names, field, path = self.box_statics[i].names, field_of(unit.path), path_string(parameter.path)
+        inferred[i] = [infer(names, parameter.shape, shape, field, path) for shape in shapes]
+    return inferred
+
+  def _units_named(self, statics: set[Static]) -> dict[int, Unit]:
+    """The boxes with one of these names."""
+    units = {}
+    for i, (path, static) in enumerate(zip(self._key_paths, self.box_statics, strict=True)):
+      if static in statics:
+        shape, names = self.shapes[i], static.names
+        fits = shape is not None and not isinstance(names, str) and len(names) == len(shape)
+        units[i] = Unit(path, static, shape, fits)
+    return units
+
+  def _array_units(self, statics: Sequence[Static | None]) -> dict[int, Unit]:
+    """The units that are a single array, named or not."""
+    described = zip(self._key_paths, statics, self.shapes, strict=True)
+    return {
+      i: Unit(path, static, shape, fits=True)
+      for i, (path, static, shape) in enumerate(described)
+      if shape is not None
+    }
+
+  def _of_no_parameters_shape(self, candidates: Sequence[int]) -> list[int]:
+    """The candidates that may differ in shape from their parameter, found without comparing names."""
+    if not candidates:
+      return []
+    by_tail = {
+      path[first:]: i
+      for i, (path, below) in enumerate(zip(self._key_paths, self.below_a_field, strict=True))
+      if not below
+      for first in (2, 1, 0)
+    }
+    return [i for i in candidates if not self._is_shaped_as(i, by_tail.get(_tail(self._key_paths[i])))]
+
+  def _is_shaped_as(self, index: int, parameter: int | None) -> bool:
+    """Whether an array has one element, or the shape of the parameter."""
+    shape = self.shapes[index]
+    if not shape or math.prod(shape) <= 1:
+      return True
+    return parameter is not None and self.shapes[parameter] == shape
 
 
-def read(tree: Any) -> Reading:
-  """Reads the names of every unit of `tree`. Never raises: what does not fit is left to the plan."""
-  units, treedef = jax.tree.flatten(tree, is_leaf=is_axis_metadata)
-  statics, values = statics_of(units)
-  shapes = [getattr(value, 'shape', None) for value in values]
-  odd = _odd(set(zip(statics, shapes, strict=True)))
-  guesses = _guess_all(tree, statics, values, odd) if odd else {}
-  return Reading(units, treedef, statics, values, shapes, guesses)
-
-
-def _odd(found: set[tuple[Static | None, Any]]) -> set[Static]:
-  """The names that values of several shapes share, or whose number is not a value's rank."""
-  once: set[Static] = set()
-  odd: set[Static] = set()
-  for static, shape in found:
-    if static is not None:
-      if static in once or shape is None or len(shape) != len(static.names):
-        odd.add(static)
-      once.add(static)
-  return odd
-
-
-def read_for_layout(tree: Any) -> Reading:
-  """`read`, and names from the `*_axes` collections of `flax.linen.partitioning` (T5X's older API)."""
-  reading = read(tree)
-  legacy = _legacy_names(tree)
-  if not legacy:
-    return reading
-  statics = [
-    static or legacy.get(path)
-    for static, path in zip(reading.statics, unit_places(tree).paths, strict=True)
-  ]
-  return reading._replace(statics=statics)
-
-
-def _legacy_names(tree: Any) -> dict[str, Static]:
-  """Names by path, from collections such as `params_axes` beside `params`."""
-  if not isinstance(tree, Mapping):
-    return {}
-  names = {}
-  for collection in tree:
-    of = str(collection).removesuffix('_axes')
-    if of != collection and of in tree:
-      found = jax.tree_util.tree_leaves_with_path(
-        tree[collection], is_leaf=lambda x: isinstance(x, LegacyAxisMetadata)
-      )
-      for path, leaf in found:
-        if isinstance(leaf, LegacyAxisMetadata) and isinstance(leaf.names, tuple):
-          names[f'{of}/{path_string(path).removesuffix("_axes")}'] = Static(tuple(leaf.names), True)
-  return names
-
-
-def copies(tree: Any) -> dict[int, int]:
-  """Units that are only a parameter once more (moments in optimizer state), and that parameter.
-
-  Whatever is wrong with a parameter is wrong with its copies too, and is said once.
-  """
-  units = _all_units(tree, read(tree))
-  return {i: owner for i, owner in owners(units).items() if units[i].shape == units[owner].shape}
-
-
-def parameters_of(
-  tree: Any, reading: Reading, is_state: Sequence[bool], routes: Sequence[Any]
-) -> dict[int, tuple[int, str]]:
-  """Optimizer state that path rules reach and that is not shaped like its parameter.
+def leaf_names(tree: Any, *, logical_only: bool = False) -> list[Any]:
+  """The names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without names.
 
   Args:
     tree: any tree.
-    reading: what `read_for_layout` says of it.
-    is_state: per unit, whether it is below a field (`Places.below_a_field`).
-    routes: per unit, which path rule reaches it (None: none does).
-
-  Returns:
-    Per index of such a unit, its parameter's index, and the field of the optimizer that holds it.
+    logical_only: whether names of mesh axes are left out.
   """
-  if not any(state and _names_a_spec(route) for state, route in set(zip(is_state, routes, strict=True))):
-    return {}
-  keys = [path for path, _ in _with_paths(tree)]
-  by_tail = {
-    path[first:]: i
-    for i, (path, state) in enumerate(zip(keys, is_state, strict=True))
-    if not state
-    for first in (2, 1, 0)
-  }
-  odd = [
-    i
-    for i, (path, state) in enumerate(zip(keys, is_state, strict=True))
-    if state and _names_a_spec(routes[i]) and not _has_the_shape(reading, i, by_tail.get(_tail(path)))
+  names = TreeNames(tree)
+  return [
+    None
+    if static is None or (logical_only and not static.logical)
+    else static.names
+    if inference is None
+    else inference.names
+    for index, static in enumerate(names.statics)
+    for _, _, inference in names.arrays(index)
   ]
-  if not odd:
+
+
+def _legacy_names(tree: Any) -> dict[str, Static]:
+  """Names by path, from collections such as `params_axes` beside `params` (T5X's older API)."""
+  if not isinstance(tree, Mapping):
     return {}
-  units = _all_units(tree, reading)
-  owned = owners(units)
-  return {
-    i: (owned[i], field_of(units[i].path))
-    for i in odd
-    if i in owned and units[i].shape != units[owned[i]].shape
-  }
+  names = {}
+  for key in tree:
+    collection = str(key).removesuffix('_axes')
+    if collection != key and collection in tree:
+      flat = jax.tree_util.tree_leaves_with_path(
+        tree[key], is_leaf=lambda x: isinstance(x, LegacyAxisMetadata)
+      )
+      for path, leaf in flat:
+        if isinstance(leaf, LegacyAxisMetadata) and isinstance(leaf.names, tuple):
+          named = f'{collection}/{path_string(path).removesuffix("_axes")}'
+          names[named] = Static(tuple(leaf.names), True)
+  return names
 
 
 def _tail(path: KeyPath) -> KeyPath:
-  """What of a state's path repeats its parameter's: all after the optimizer's last field."""
+  """The end of a state's path that repeats its parameter's: everything below the last field."""
   last = max(i for i, entry in enumerate(path) if type(entry) is GetAttrKey)
   return path[last + 1 :]
 
 
-def _has_the_shape(reading: Reading, index: int, parameter: int | None) -> bool:
-  """Whether an array surely is what a path rule means: one element, or shaped as its parameter."""
-  shape = reading.shapes[index]
-  if not shape or math.prod(shape) <= 1:
-    return True
-  return parameter is not None and reading.shapes[parameter] == shape
-
-
-def _names_a_spec(route: Any) -> bool:
-  """Whether a route ends at a rule with a spec, in whatever table within the table."""
-  return isinstance(route[-1] if isinstance(route, tuple) else route, int)
-
-
-def _all_units(tree: Any, reading: Reading) -> dict[int, Unit]:
-  """Every unit that is one array, with names or without."""
-  described = zip(_with_paths(tree), reading.statics, reading.shapes, strict=True)
-  return {
-    i: Unit(path, static, shape, fits=True)
-    for i, ((path, _), static, shape) in enumerate(described)
-    if shape is not None
-  }
-
-
-def _guess_all(tree, statics, values, odd) -> dict[int, list[Guess]]:
-  """Guesses for the units under odd names: values of several shapes share them, or they do not fit."""
-  units = {i: unit for i, unit in _units(tree, statics, values).items() if statics[i] in odd}
-  owned = owners(units)
-  guesses = {}
-  for i, unit in units.items():
-    arrays = [tuple(getattr(leaf, 'shape', ())) for leaf in jax.tree.leaves(values[i])]
-    if i in owned and unit.shape != units[owned[i]].shape:
-      owner = units[owned[i]]
-      field, parameter = field_of(unit.path), path_string(owner.path)
-      guesses[i] = [guess(statics[i].names, owner.shape, shape, field, parameter) for shape in arrays]
-    elif i not in owned and _says_little(unit) and inside_optax(tree, unit.path):
-      guesses[i] = [guess_alone(shape) for shape in arrays]
-  return guesses
-
-
-def _says_little(unit: Unit) -> bool:
-  """Whether a unit's shape alone shows that its names are not its own."""
+def _is_misnamed(unit: Unit) -> bool:
+  """Whether a unit's shape alone shows that its names are another array's."""
   return not unit.fits or unit.shape is None or math.prod(unit.shape) == 1
-
-
-def _units(tree, statics, values) -> dict[int, Unit]:
-  """The units that have names, as `owners` takes them."""
-  units = {}
-  for i, (path, _) in enumerate(_with_paths(tree)):
-    if statics[i] is not None:
-      shape, names = getattr(values[i], 'shape', None), statics[i].names
-      fits = shape is not None and not isinstance(names, str) and len(names) == len(shape)
-      units[i] = Unit(path, statics[i], shape, fits)
-  return units
-
-
-def _with_paths(tree):
-  return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)[0]

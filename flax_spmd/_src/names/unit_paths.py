@@ -1,50 +1,52 @@
-"""Unit paths: the path of every box or bare leaf of a tree, much faster than by JAX's own key paths."""
+"""Unit paths: the path of every box or bare leaf of a tree, much faster than through JAX's key paths."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.tree_util import GetAttrKey
 
 from flax_spmd._src.names.box_trees import is_axis_metadata
-from flax_spmd._src.tree_paths import _ROOT, _TEXT
+from flax_spmd._src.tree_paths import KEY_TEXT, ROOT_PATH
 
 
-class Places(NamedTuple):
-  """Per unit of a tree, in the order of `Reading.units`: its path, and whether it is `below_a_field`."""
+class UnitPaths:
+  """The path of every unit of a tree, in tree order; a unit is a box, or a leaf outside of any box.
 
-  paths: list[str]
-  below_a_field: list[bool]
+  Paths equal `path_string` of JAX's key paths. They are found faster because units below one node share
+  a prefix that is written once. The children of dicts, lists and tuples are read directly, those of any
+  other node through JAX.
 
+  Args:
+    tree: any tree.
 
-def unit_places(tree: Any) -> Places:
-  """The place of every unit.
+  Attributes:
+    paths: one path per unit, such as `params/layers/wi`.
 
-  The same as `path_string` of JAX's own paths, and much faster: what units share of a path is written once.
-  """
-  walk = _Walk()
-  walk.visit(tree, '', '')
-  below = [False] * len(walk.paths)
-  for first, end in walk.fields:
-    below[first:end] = [True] * (end - first)
-  return Places(walk.paths, below)
-
-
-class _Walk:
-  """A walk through a tree that writes paths as it goes, and notes which of them lie in a field.
-
-  It knows dicts, lists, tuples and None itself, and asks JAX for the children of any other node.
+  Example:
+    >>> UnitPaths({'params': {'w': Partitioned(1.0, ('data',)), 'b': 2.0}}).paths
+    ['params/b', 'params/w']
   """
 
-  def __init__(self):
+  def __init__(self, tree: Any):
     self.paths: list[str] = []
-    self.fields: list[tuple[int, int]] = []  # first and end among the paths; not those of the root
-    self._units: set[type] = set()  # the kinds of units that were met
+    self._fields: list[tuple[int, int]] = []  # ranges of `paths` that are below a field
+    self._unit_types: set[type] = set()
+    self._visit(tree, '', '')
 
-  def visit(self, node: Any, path: str, prefix: str) -> None:
-    """Notes the units of what is at `path`; paths of what is below begin with `prefix`."""
+  @functools.cached_property
+  def below_a_field(self) -> list[bool]:
+    """Whether each unit is below a field other than one of the root: `opt_state/0/mu/w` is below `mu`."""
+    below = [False] * len(self.paths)
+    for first, end in self._fields:
+      below[first:end] = [True] * (end - first)
+    return below
+
+  def _visit(self, node: Any, path: str, prefix: str) -> None:
+    """Writes the paths of a node's units; those of its children begin with `prefix`."""
     kind = type(node)
     if kind is dict:
       self._visit_children(node, sorted(node), prefix)
@@ -54,30 +56,30 @@ class _Walk:
       self._visit_other(node, path, prefix)
 
   def _visit_children(self, node: Any, keys: Iterable[Any], prefix: str) -> None:
-    units, add = self._units, self.paths.append
+    unit_types, add = self._unit_types, self.paths.append
     for key in keys:
       child, path = node[key], f'{prefix}{key!s}'
-      if type(child) in units:
-        add(path or _ROOT)
+      if type(child) in unit_types:
+        add(path or ROOT_PATH)
       else:
-        self.visit(child, path, f'{path}/')
+        self._visit(child, path, f'{path}/')
 
   def _visit_other(self, node: Any, path: str, prefix: str) -> None:
     children = None if is_axis_metadata(node) else _children(node)
     if children is None:
-      self._units.add(type(node))
-      self.paths.append(path or _ROOT)
+      self._unit_types.add(type(node))
+      self.paths.append(path or ROOT_PATH)
       return
     for entry, child in children:
-      first, key = len(self.paths), _TEXT[type(entry)](entry)
+      first, key = len(self.paths), KEY_TEXT[type(entry)](entry)
       self._visit_children({key: child}, [key], prefix)
       if prefix and type(entry) is GetAttrKey:
-        self.fields.append((first, len(self.paths)))
+        self._fields.append((first, len(self.paths)))
 
 
 def _children(node: Any) -> list[tuple[Any, Any]] | None:
   """The children of a node, each with JAX's key; None for a leaf."""
-  found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
-  if found and not found[0][0]:  # itself
+  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
+  if flat and not flat[0][0]:  # an empty path: the node is a leaf
     return None
-  return [(path[0], child) for path, child in found]
+  return [(path[0], child) for path, child in flat]

@@ -1,6 +1,6 @@
-"""Fitting: whether the leaves of a tree are arrays, and whether arguments are like others.
+"""Argument checks: finds leaves that are not arrays, and differences between two calls' arguments.
 
-What does not fit is told a line for each leaf, by its path.
+Each offending leaf is reported on one line, by its path.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.text import few
+from flax_spmd._src.text import first_lines
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import PipelineError
 
-_LONG = 60  # characters of one thing
+_MAX_REPR = 60  # characters of a value in a message
 
 
-def strangers(tree: Any) -> list[str]:
-  """A line for each leaf that is neither an array nor a number.
+def unexpected_leaves(tree: Any) -> list[str]:
+  """One line per leaf that is neither an array nor a number.
 
   Example:
-    >>> strangers({'x': 1.0, 'name': 'a'})
+    >>> unexpected_leaves({'x': 1.0, 'name': 'a'})
     ["  name: 'a' is a str"]
   """
   return [
-    f'  {path_string(path)}: {_shown(leaf)}'
+    f'  {path_string(path)}: {_leaf_text(leaf)}'
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     if not _is_array(leaf)
   ]
 
 
-def _shown(leaf: Any) -> str:
-  said = repr(leaf)
-  return f'{said if len(said) <= _LONG else f"{said[:_LONG]}…"} is a {type(leaf).__name__}'
+def _leaf_text(leaf: Any) -> str:
+  text = repr(leaf)
+  return f'{text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}…"} is a {type(leaf).__name__}'
 
 
 def _is_array(leaf: Any) -> bool:
@@ -48,7 +48,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def named_arguments(dynamic: tuple[tuple, dict[str, Any]]) -> list[tuple[str, Any]]:
-  """The leaves of arguments, each with its name: `0/params/w` by position, `batch/x` by keyword."""
+  """The leaves of arguments, each with its path: `0/params/w` by position, `batch/x` by keyword."""
   paths = jax.tree_util.tree_leaves_with_path(dynamic)
   return [(path_string(path[1:]), leaf) for path, leaf in paths]
 
@@ -59,39 +59,40 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def check_arrays(dynamic: tuple[tuple, dict[str, Any]]) -> None:
-  """Raises unless arguments are arrays.
+  """Raises unless all arguments are arrays or numbers.
 
   Raises:
-    PipelineError: names those that are not.
+    PipelineError: the paths of those that are not.
   """
-  strange = [
-    f'  {name}: {_shown(leaf)}' for name, leaf in named_arguments(dynamic) if not _is_array(leaf)
+  unexpected = [
+    f'  {name}: {_leaf_text(leaf)}' for name, leaf in named_arguments(dynamic) if not _is_array(leaf)
   ]
-  if strange:
+  if unexpected:
     raise PipelineError(
-      'Arguments are no arrays:\n'
-      + few(strange)
-      + '\nFix: pass arrays and numbers, or say by static_argnums or static_argnames what is static.'
+      'Arguments are not arrays:\n'
+      + first_lines(unexpected)
+      + '\nFix: pass arrays and numbers, or make these arguments static by static_argnums or '
+      'static_argnames.'
     )
 
 
 def differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
-  """A line for each leaf that is not as it was; leaves are given by their names and what is said of them.
+  """One line per leaf that differs, for leaves given as pairs of a path and a description.
 
   Example:
     >>> differences([('0/w', 'float32[4]'), ('1', 'int32[]')], [('0/w', 'float32[8]'), ('2', 'int32[]')])
-    ['  0/w: float32[8] in place of float32[4]', '  1: is not there', '  2: is new']
+    ['  0/w: float32[8] instead of float32[4]', '  1: missing', '  2: unexpected']
   """
-  was, now = dict(old), dict(new)
+  expected, actual = dict(old), dict(new)
   lines = [
-    f'  {name}: {now[name]} in place of {said}' for name, said in old if now.get(name, said) != said
+    f'  {name}: {actual[name]} instead of {text}' for name, text in old if actual.get(name, text) != text
   ]
-  lines += [f'  {name}: is not there' for name in was if name not in now]
-  lines += [f'  {name}: is new' for name in now if name not in was]
+  lines += [f'  {name}: missing' for name in expected if name not in actual]
+  lines += [f'  {name}: unexpected' for name in actual if name not in expected]
   return lines
 
 
-def said_of(aval: Any, spec: PartitionSpec) -> str:
-  """What is said of an argument: `float32[8, 4] over P('data',)`."""
+def argument_text(aval: Any, spec: PartitionSpec) -> str:
+  """An argument's shape, dtype and spec: `float32[8, 4] over P('data',)`."""
   weak = ' of weak type' if aval.weak_type else ''
   return f'{aval.dtype}{list(aval.shape)}{weak}{f" over {spec}" if len(spec) else ""}'

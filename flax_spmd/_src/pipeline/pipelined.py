@@ -1,11 +1,11 @@
-"""The engine: a step, traced once, cut by its stages, compiled a program per stage, and run.
+"""Pipelined functions: a step is traced once, cut into a program per stage, compiled, and run by a schedule.
 
     step = layout.pipeline_jit(train_step, axis='stage', donate_argnums=0)
     state, loss = step(state, batch)
 
-The way of a step: `reading` finds the microbatch loop; `cutting` and `splitting` make programs of its
-tasks; `outside` places the rest; `linking` orders all of it by the schedule; `executables` compiles;
-`running` runs.
+The phases, by module: `microbatch_loop` finds the loop; `stage_assignment` and `task_programs` cut it
+into programs; `outside_loop` assigns the other equations to ranks; `call_list` orders all calls by the
+schedule; `stage_compilation` compiles the programs; `machine` runs them.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted,
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.pipeline.argument_checks import check_arrays, named_arguments, named_leaves
-from flax_spmd._src.pipeline.cut import auto_stages as balancing
-from flax_spmd._src.pipeline.cut import microbatch_loop as reading
-from flax_spmd._src.pipeline.cut import outside_loop as outside
-from flax_spmd._src.pipeline.cut import stage_assignment as cutting
-from flax_spmd._src.pipeline.cut import task_programs as splitting
+from flax_spmd._src.pipeline.cut import (
+  auto_stages,
+  microbatch_loop,
+  outside_loop,
+  stage_assignment,
+  task_programs,
+)
 from flax_spmd._src.pipeline.cut.equations import Value
-from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, Step
-from flax_spmd._src.pipeline.cut.outside_loop import Joined
+from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
+from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
-from flax_spmd._src.pipeline.cut.task_programs import Programs
-from flax_spmd._src.pipeline.run import call_list as linking
-from flax_spmd._src.pipeline.run import memory as footprint
-from flax_spmd._src.pipeline.run import offline, submeshes
+from flax_spmd._src.pipeline.cut.task_programs import TaskPrograms
+from flax_spmd._src.pipeline.run import memory, offline, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
-from flax_spmd._src.pipeline.run.call_list import Linked, Linker, Timed
+from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder, ScheduledStep, timeline
 from flax_spmd._src.pipeline.run.call_text import listing
-from flax_spmd._src.pipeline.run.compilation import Compiler
-from flax_spmd._src.pipeline.run.compiled import Compiled
-from flax_spmd._src.pipeline.run.elementwise_specs import Kinds
-from flax_spmd._src.pipeline.run.lowering import Preparer
+from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
+from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
 from flax_spmd._src.pipeline.run.memory import Footprint
 from flax_spmd._src.pipeline.run.offline import Offline
 from flax_spmd._src.pipeline.run.process_transfer import processes_of
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
+from flax_spmd._src.pipeline.run.stage_compilation import StageCompiler
+from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
-from flax_spmd._src.pipeline.schedules.stage_ranks import placed
+from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
@@ -62,17 +62,13 @@ LeafPlanner = Callable[[Any], Sequence[Any]]
 class Pipelined(UnderLayout):
   """A function that runs as a pipeline; called, traced, lowered and compiled like a `jax.jit` function.
 
-  Args:
-    fn: the function.
-    mesh, rules: the layout.
-    axis: the mesh axis that stages are laid over.
-    schedule: used where `accumulate` is given none.
-    plan_outputs: gives a sharding, or None, for each leaf of a result.
-    plan_inputs: the same, for each leaf of the arguments that are not static, which it gets as a pair
-      `(args, kwargs)`; None: as they lie.
-    threads: whether each rank has a thread of its own.
-    stages: how many stages a model without stage ends is cut into; None: it has them.
-    options: arguments of `jax.jit` about static and donated arguments.
+  Args: fn: function to run. mesh, rules: mesh and rule table of the layout. axis: mesh axis that the
+    stages are partitioned over. schedule: default schedule, for an `accumulate` without one.
+    plan_outputs: function from a result to the sharding (or None) of each leaf. plan_inputs: function
+    from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding (or None) of each leaf.
+    None: arguments keep their shardings. threads: whether each rank is dispatched by its own thread.
+    stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
+    options: arguments of `jax.jit` for static and donated arguments.
   """
 
   def __init__(
@@ -99,12 +95,12 @@ class Pipelined(UnderLayout):
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
     )
-    self._compiled: dict[Any, Compiled] = {}
-    self._latest: Compiled | None = None
+    self._compiled: dict[Any, CompiledPipeline] = {}
+    self._latest: CompiledPipeline | None = None
     self._lock = threading.RLock()
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Runs the function; traces and compiles it first where these arguments are new."""
+    """Runs the function; first traces and compiles it if the structure of the arguments is new."""
     args, kwargs = self._arguments.by_position(args, kwargs)
     latest = self._latest
     leaves = None if latest is None else latest.leaves(args, kwargs)
@@ -113,8 +109,8 @@ class Pipelined(UnderLayout):
       leaves = jax.tree.leaves(self._arguments.dynamic(args, kwargs))
     return latest.run(leaves)
 
-  def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-    """The programs for these arguments, which may be abstract."""
+  def compile(self, *args: Any, **kwargs: Any) -> CompiledPipeline:
+    """The compiled pipeline for these arguments, which may be abstract."""
     args, kwargs = self._arguments.by_position(args, kwargs)
     with self._lock:
       request = self._request(args, kwargs)
@@ -122,38 +118,38 @@ class Pipelined(UnderLayout):
         self._compiled[request.key] = self._traced(request).lower().compile()
       return self._compiled[request.key]
 
-  def trace(self, *args: Any, **kwargs: Any) -> Traced:
-    """The function's jaxpr for these arguments, which may be abstract; `.lower()` goes on."""
+  def trace(self, *args: Any, **kwargs: Any) -> TracedPipelineStep:
+    """The traced step for these arguments, which may be abstract; `.lower()` is the next phase."""
     return self._traced(self._request(*self._arguments.by_position(args, kwargs)))
 
-  def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-    """The function cut into programs, linked to a list of calls and sends; `.compile()` goes on."""
+  def lower(self, *args: Any, **kwargs: Any) -> LoweredPipelineStep:
+    """The programs of the stages, as a list of calls and sends; `.compile()` is the next phase."""
     return self.trace(*args, **kwargs).lower()
 
   def __repr__(self) -> str:
     return f'<layout.pipeline_jit of {getattr(self, "__qualname__", self._fn)}>'
 
   def _request(self, args, kwargs) -> Request:
-    """What these arguments ask for."""
+    """The request for these arguments: structure, shapes, dtypes and specs."""
     dynamic = self._arguments.dynamic(args, kwargs)
     check_arrays(dynamic)
     leaves, treedef = jax.tree.flatten(dynamic)
     mesh, axis, sizes = self._setting.mesh, self._setting.axis, self._setting.sizes
     if self._plan_inputs is None:
-      planned: Sequence[Any] = [None] * len(leaves)
+      shardings: Sequence[Any] = [None] * len(leaves)
     else:
-      planned = self._plan_inputs(dynamic)
-      submeshes.check_places(named_arguments(dynamic), planned, mesh, axis, 'Arguments')
+      shardings = self._plan_inputs(dynamic)
+      submeshes.check_shardings(named_arguments(dynamic), shardings, mesh, axis, 'Arguments')
     specs = [
       submeshes.spec_of(leaf, axis, sizes)
       if sharding is None
       else submeshes.without(sharding.spec, axis)
-      for leaf, sharding in zip(leaves, planned, strict=True)
+      for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     static = self._arguments.statics(args, kwargs)
     return Request(args, kwargs, treedef, [aval_of(leaf) for leaf in leaves], specs, static)
 
-  def _traced(self, request: Request) -> Traced:
+  def _traced(self, request: Request) -> TracedPipelineStep:
     begin = time.perf_counter()
     setting = self._setting
     abstract = setting.ranks[0].abstract_mesh
@@ -169,16 +165,17 @@ class Pipelined(UnderLayout):
       jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in request.avals
     ]
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    places = self._plan_outputs(result)
-    submeshes.check_places(named_leaves(result), places, setting.mesh, setting.axis, 'Results')
+    shardings = self._plan_outputs(result)
+    submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
     planned = [
-      None if sharding is None else submeshes.without(sharding.spec, setting.axis) for sharding in places
+      None if sharding is None else submeshes.without(sharding.spec, setting.axis)
+      for sharding in shardings
     ]
     times = {'trace': time.perf_counter() - begin}
-    return Traced(jaxpr, setting, request, result, planned, self._donations(request), times)
+    return TracedPipelineStep(jaxpr, setting, request, result, planned, self._donations(request), times)
 
   def _donations(self, request: Request) -> list[bool]:
-    """Which leaves may be overwritten."""
+    """Per leaf, whether it is donated."""
     args, kwargs = self._arguments.dynamic(request.args, request.kwargs)
     positions = [i for i in range(len(request.args)) if i not in self._arguments.positions]
     marks = tuple(
@@ -193,12 +190,12 @@ class Pipelined(UnderLayout):
 
 
 @dataclasses.dataclass
-class Traced:
-  """A traced function.
+class TracedPipelineStep:
+  """A traced step.
 
   Attributes:
-    jaxpr: its program, whole.
-    times: how many seconds each phase took.
+    jaxpr: the whole step as one program.
+    times: seconds that each phase took.
   """
 
   jaxpr: Any
@@ -209,32 +206,35 @@ class Traced:
   _donations: list[bool]
   times: dict[str, float]
 
-  def lower(self) -> Lowered:
-    """Cuts it into programs for the stages, and orders these.
+  def lower(self) -> LoweredPipelineStep:
+    """Cuts the step into programs for its stages, and orders them by the schedule.
 
     Raises:
-      PipelineError: it cannot be cut, or the schedule does not fit it or the mesh.
+      PipelineError: the step cannot be cut, or the schedule does not match its stages or the mesh.
     """
     begin = time.perf_counter()
-    step = reading.read(self.jaxpr)
+    step = microbatch_loop.read_step(self.jaxpr)
     stages, mesh = self._setting.stages, self._setting.mesh
-    if stages is not None and not cutting.stage_ends(step.loop.body.equations):
-      step.loop.body = balancing.with_ends(step.loop.body, stages)
+    if stages is not None and not stage_assignment.stage_ends(step.loop.body.equations):
+      step.loop.body = auto_stages.with_ends(step.loop.body, stages)
     schedule = step.loop.schedule or self._setting.schedule
-    order, owners, title = self._order(step.loop, schedule)
-    turn = _turns(order, len(owners) - 1)
+    order, ranks, title = self._order(step.loop, schedule)
+    turn = _turns(order, len(ranks) - 1)
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
-    cut = cutting.cut(step.loop.body, len(owners), title, turn, split)
-    programs = splitting.split(cut, split)
-    joined = outside.join(step, programs, owners.__getitem__)
-    placed_ = outside.place(joined)
-    told = isinstance(mesh, Mesh) and len(processes_of(mesh)) > 1
-    linked = Linker(joined, placed_, programs, order, owners, step.arguments, told).link()
+    cut = stage_assignment.cut(step.loop.body, len(ranks), title, turn, split)
+    programs = task_programs.split(cut, split)
+    joined = outside_loop.join(step, programs, ranks)
+    assignment = outside_loop.assign_ranks(joined)
+    several = isinstance(mesh, Mesh) and len(processes_of(mesh)) > 1
+    builder = CallListBuilder(joined, assignment, programs, order, ranks, step.arguments, several)
+    call_list = builder.build()
     times = {**self.times, 'plan': time.perf_counter() - begin}
-    return Lowered(self, step, programs, joined, linked, schedule, times)
+    return LoweredPipelineStep(self, step, programs, joined, call_list, schedule, times)
 
-  def _order(self, loop: Loop, schedule: Schedule | None) -> tuple[list[Timed], tuple[int, ...], str]:
-    """What is run in which order, the rank of each stage, and what all that is called."""
+  def _order(
+    self, loop: Loop, schedule: Schedule | None
+  ) -> tuple[list[ScheduledStep], tuple[int, ...], str]:
+    """The scheduled steps in order, the rank of each stage, and the schedule's name for errors."""
     ranks, axis = len(self._setting.ranks), self._setting.axis
     if schedule is not None and schedule.ranks != ranks:
       raise PipelineError(
@@ -242,34 +242,36 @@ class Traced:
         f'Fix: use a schedule of {ranks} ranks, or a mesh whose axis has size {schedule.ranks}.'
       )
     if loop.once:
-      owners = schedule.owners if schedule is not None else _owners_of(loop, ranks, axis)
-      once = [Timed(Task('fwd', stage, 0), stage, stage + 1) for stage in range(len(owners))]
-      return once, owners, 'this pipeline'
+      stage_ranks = _default_ranks(loop, ranks, axis) if schedule is None else schedule.stage_ranks
+      once = [
+        ScheduledStep(Task('fwd', stage, 0), stage, stage + 1) for stage in range(len(stage_ranks))
+      ]
+      return once, stage_ranks, 'this pipeline'
     if schedule is None:
       raise PipelineError(
-        f'The microbatch loop at {loop.place} has no schedule.\n'
+        f'The microbatch loop at {loop.source_line} has no schedule.\n'
         f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
       )
-    runs = schedule.simulate(loop.count).runs
-    return linking.timeline(runs), schedule.owners, str(schedule)
+    steps = schedule.simulate(loop.count).steps
+    return timeline(steps), schedule.stage_ranks, str(schedule)
 
 
-def _owners_of(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
-  """The ranks of the stages of a function that has no schedule."""
-  ends = cutting.stage_ends(loop.body.equations)
+def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
+  """Per stage, its rank, for a function without a loop and a schedule."""
+  ends = stage_assignment.stage_ends(loop.body.equations)
   stages = next((n for n in (ends + 1, ends) if n % ranks == 0), None)
   if not stages:
     raise PipelineError(
-      f'The model has {cutting.ends_text(ends)}, and the mesh axis {axis!r} has size {ranks}.\n'
-      f'{cutting.places(cutting.ends_among(loop.body.equations))}\n'
+      f'The model has {stage_assignment.ends_text(ends)}, and the mesh axis {axis!r} has size {ranks}.\n'
+      f'{stage_assignment.source_lines(stage_assignment.ends_among(loop.body.equations))}\n'
       f'Fix: end {ranks - 1} stages by stage_end (between stages) or {ranks} (after each); or '
       f'{2 * ranks - 1} or {2 * ranks} for two stages on each rank, and so on.'
     )
-  return placed(ranks, stages // ranks, 'loop')
+  return assign_ranks(ranks, stages // ranks, 'loop')
 
 
-def _turns(order: Sequence[Timed], last: int) -> bool:
-  """Whether the rank of the last stage goes back with each microbatch right away."""
+def _turns(order: Sequence[ScheduledStep], last: int) -> bool:
+  """Whether the last stage runs each microbatch's backward right after its forward."""
   tasks = [task for one in order for task in one.step.tasks]
   tasks = [task for task in tasks if task.stage == last and task.kind != 'wgrad']
   pairs = zip(tasks[::2], tasks[1::2])
@@ -280,31 +282,31 @@ def _turns(order: Sequence[Timed], last: int) -> bool:
 
 
 @dataclasses.dataclass
-class Lowered:
-  """A function cut into programs for stages.
+class LoweredPipelineStep:
+  """A step cut into programs for its stages.
 
   Attributes:
-    linked: the calls and sends, in order.
-    programs: the tasks.
-    schedule: in whose order; None for a function that is given none.
-    times: how many seconds each phase took.
+    programs: the programs of the tasks.
+    call_list: the calls and sends, in order.
+    schedule: the schedule, or None for a function without a loop and a schedule.
+    times: seconds that each phase took.
   """
 
-  _traced: Traced
-  _step: Step
-  programs: Programs
-  _joined: Joined
-  linked: Linked
+  _traced: TracedPipelineStep
+  _step: StepParts
+  programs: TaskPrograms
+  _joined: JoinedStep
+  call_list: CallList
   schedule: Schedule | None
   times: dict[str, float]
 
   @property
   def microbatches(self) -> int | None:
-    """How many there are; None for a function without a loop."""
+    """The number of microbatches; None for a function without a loop."""
     return None if self._step.loop.once else self._step.loop.count
 
   def as_text(self) -> str:
-    """What is run and sent, in order: a line for each call of a program and each transfer between ranks.
+    """The calls and sends in order: one line per call of a program and per transfer between ranks.
 
     Example:
       >>> def double(w, batch):
@@ -315,9 +317,9 @@ class Lowered:
       rank 0 -> rank 1            float32[8,4] of microbatch 0
       rank 1: fwd_1__0            2 arrays -> 1 array
     """
-    return listing(self.linked)
+    return listing(self.call_list)
 
-  def compile(self) -> Compiled:
+  def compile(self) -> CompiledPipeline:
     """Compiles the programs, several at once.
 
     Raises:
@@ -327,38 +329,39 @@ class Lowered:
     begin = time.perf_counter()
     mesh = submeshes.check_concrete(setting.mesh)
     meshes = [submeshes.submesh(mesh, setting.axis, [rank]) for rank in range(len(setting.ranks))]
-    preparer = self._preparer()
-    executables = Compiler(preparer, meshes).compile()
-    assembler = Assembler(self.linked, preparer, executables, mesh, setting.axis)
+    lowerer = self._lowerer()
+    executables = StageCompiler(lowerer, meshes).compile()
+    assembler = Assembler(self.call_list, lowerer, executables, mesh, setting.axis)
     machine = assembler.machine(step.arguments, self._joined.results, setting.threads)
-    memory = Footprint(self.linked, preparer.sharding, step.arguments, len(meshes)).peaks(
-      {unit: one.donated for unit, one in executables.items()},
-      {unit: footprint.working(one.compiled) for unit, one in executables.items()},
+    peaks = Footprint(self.call_list, lowerer.sharding, step.arguments, len(meshes)).peaks(
+      {program: one.donated for program, one in executables.items()},
+      {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
     )
-    footprint.check(memory, meshes)
+    memory.check(peaks, meshes)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     result = jax.tree.structure(self._traced._result)
-    return Compiled(setting, self._traced._request, result, machine, executables, memory, times)
+    return CompiledPipeline(setting, self._traced._request, result, machine, executables, peaks, times)
 
   def offline(self, platform: str) -> Offline:
-    """The programs for a platform, with nothing compiled: the mesh may be abstract.
+    """The programs lowered for a platform, without compiling them. The mesh may be abstract.
 
     Args:
-      platform: as JAX calls it: `'cpu'`, `'cuda'`, `'tpu'`.
+      platform: a JAX platform: `'cpu'`, `'cuda'`, `'tpu'`.
     """
-    return offline.plan(self.linked, self._preparer(), platform, self._step.arguments)
+    return offline.plan(self.call_list, self._lowerer(), platform, self._step.arguments)
 
-  def _preparer(self) -> Preparer:
+  def _lowerer(self) -> StageLowerer:
     traced = self._traced
-    given, passed_on = (
-      zip(self._step.arguments, traced._donations, strict=True),
-      set(self._joined.results),
-    )
-    donatable = {value for value, donated in given if donated and value not in passed_on}
-    return Preparer(self.linked, traced._setting.ranks, self._specs(), donatable)
+    returned = set(self._joined.results)
+    donatable = {
+      value
+      for value, donated in zip(self._step.arguments, traced._donations, strict=True)
+      if donated and value not in returned
+    }
+    return StageLowerer(self.call_list, traced._setting.ranks, self._specs(), donatable)
 
   def _specs(self) -> dict[Value, PartitionSpec]:
-    """How values lie, as far as it is known before anything is compiled."""
+    """The specs that are known before compilation."""
     step, joined, traced = self._step, self._joined, self._traced
     specs = dict(zip(step.arguments, traced._request.specs, strict=True))
     planned = {
@@ -366,12 +369,13 @@ class Lowered:
       for atom, spec in zip(joined.results, traced._planned, strict=True)
       if spec is not None and isinstance(atom, Value)
     }
-    kinds = Kinds(joined.equations)
-    sums = self.programs.accumulators
-    for one in sums:
-      kinds.join(joined.final[one], joined.start[one], one.before)
-    wanted = [value for one in sums for value in (joined.final[one], joined.start[one], one.before)]
+    groups = ElementwiseGroups(joined.equations)
+    sums = []
+    for one in self.programs.accumulators:
+      versions = joined.final[one], joined.start[one], one.before
+      groups.merge(*versions)
+      sums += versions
     results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]
-    by_kind = kinds.specs(specs | planned, [*wanted, *results])
-    whole = {value: PartitionSpec() for value in wanted}
-    return whole | by_kind | planned | specs
+    by_group = groups.specs(specs | planned, [*sums, *results])
+    replicated = {value: PartitionSpec() for value in sums}
+    return replicated | by_group | planned | specs

@@ -1,18 +1,19 @@
-"""Stacked stages: a pipeline within one program, of stages that are all alike.
+"""Stacked stages: a pipeline of identical stages within one program.
 
     blocks = spmd.pipeline.stacked(Block, stages=4, microbatches=8)(width, name='blocks')
     x = blocks(x)                                   # in a Linen module, under any `layout.jit`
 
-`layout.pipeline_jit` makes a program for each stage, and an array of a stage lies on the devices of that
-stage. One program cannot do this with arrays of their own: each of them lies on the whole mesh. So the
-stages' parameters are one array with a first dimension for the stage, which a rule lays over a mesh axis,
-`('stage', 'stage')`. All stages work at once, each on another microbatch. At every tick what they made
-moves on by one stage: a `collective-permute` between neighbours.
+`layout.pipeline_jit` compiles one program per stage, and keeps a stage's arrays on that stage's devices.
+Within one program every array spans the whole mesh. So the parameters of all stages are one array with a
+leading stage dimension, which a rule such as `('stage', 'stage')` shards over a mesh axis. All stages
+run in parallel, each on a different microbatch. After every tick their outputs move to the next stage: a
+`collective-permute` between neighbours.
 
-Of m microbatches and p stages that takes m + p - 1 ticks, and so do gradients, which are those of the loop:
-forwards come first, then all backwards. That is GPipe's order (https://arxiv.org/abs/1811.06965), with its
-bubble of (p - 1) / (m + p - 1) and its memory: activations of all microbatches, unless `nn.remat` is around
-a stage. What is outside of the stages (embedding, head) every stage's devices compute.
+With m microbatches and p stages the forward takes m + p - 1 ticks, and the backward as many again: it is
+the gradient of the loop, so all forwards come first. That is GPipe's order
+(https://arxiv.org/abs/1811.06965), with its bubble of (p - 1) / (m + p - 1) and its memory: activations
+of all microbatches, unless a stage is wrapped in `nn.remat`. Layers outside the stages (embedding, head)
+are computed on every stage's devices.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import jax.numpy as jnp
 from flax.core import DenyList
 
 from flax_spmd._src.constraints import with_logical_constraint
-from flax_spmd._src.pipeline.accumulate import way_out
+from flax_spmd._src.pipeline.accumulate import suggestion
 from flax_spmd._src.pipeline.argument_checks import differences, named_leaves
-from flax_spmd._src.pipeline.schedules.stage_ranks import at_least_one
+from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import few
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 _SPLIT_ALL: Mapping[Any, bool] = {True: True}
@@ -42,28 +43,25 @@ _SPLIT_OTHERS: Mapping[Any, bool] = {'params': False, DenyList('params'): True}
 def stacked(
   target: Any, stages: int, microbatches: int, *, axis: str = 'stage', names: Any = ('batch',)
 ) -> Any:
-  """A Linen module, several times one after another, as the stages of a pipeline within one program.
+  """Repeats a Linen module as the stages of a pipeline within one program.
 
-  Values and gradients are those of the modules one after another (`nn.scan` with `variable_axes={'params': 0}`
-  has the same parameters). Random keys (dropout) differ between stages and microbatches.
+  Values and gradients equal those of the modules in sequence; parameters have the structure of `nn.scan`
+  with `variable_axes={'params': 0}`. Random keys (dropout) differ between stages and microbatches.
 
-  Args:
-    target: a Module class, or a function of a Module and a value: one stage. It takes a tree of arrays with
-      examples in their first dimension, and returns one like it; what every stage needs (a mask) goes along
-      in the tree. It has parameters only, no batch statistics.
-    stages: how many times.
-    microbatches: into how many the examples are divided; dealt out in turn, as by `accumulate`.
-    axis: the logical name of the dimension that parameters get, their first one; a rule lays it over a
-      mesh axis.
-    names: logical names of the dimensions of what goes from stage to stage (fewer are fine), or a tree of
-      them that is a prefix of it.
+  Args: target: one stage: a Module class, or a function of a Module and a value. It maps a tree of
+    arrays with examples in the first dimension to a tree of the same shapes and dtypes; inputs of every
+    stage (a mask) are passed along in the tree. It has parameters only, no batch statistics. stages:
+    number of stages. microbatches: number of microbatches to split the examples into, as in
+    `accumulate`. axis: logical name of the leading dimension of the parameters; a rule shards it over a
+    mesh axis. names: logical names of the leading dimensions of the values between stages, or a tree of
+    such names that is a prefix of them.
 
   Returns:
     `target`, transformed.
 
   Raises:
-    PipelineError: a number is below 1; when called, a batch that does not divide, or a stage that returns
-      something else than it takes.
+    PipelineError: a number below 1; when called, a batch that does not divide, or a stage whose result
+      differs in shape or dtype from its input.
 
   Example:
     >>> init = with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp'))
@@ -79,24 +77,26 @@ def stacked(
     >>> layout.jit(Deep().apply)(variables, jnp.ones((4, 8))).shape
     (4, 8)
   """
-  at_least_one(stages, 'stacked: stages')
-  at_least_one(microbatches, 'stacked: microbatches')
+  check_positive(stages, 'stacked: stages')
+  check_positive(microbatches, 'stacked: microbatches')
 
   def lifted(body: Callable[..., Any], **_: Any) -> Callable[[Any, Any], Any]:
-    all_at_once = flax.core.vmap(
+    all_stages = flax.core.vmap(
       body,
       variable_axes={'params': 0},
       split_rngs=_SPLIT_ALL,
       axis_size=stages,
       metadata_params={nn.PARTITION_NAME: axis},
     )
-    return lambda scope, x: _run(all_at_once, scope, x, stages, microbatches, _Places(axis, names))
+    return lambda scope, x: _run(
+      all_stages, scope, x, stages, microbatches, _StageConstraint(axis, names)
+    )
 
   return nn.transforms.lift_transform(lifted, target)
 
 
-class _Places:
-  """Where what the stages work on lies: a stage's on its devices."""
+class _StageConstraint:
+  """The sharding constraint on values between stages: leading dimension over the stage axis."""
 
   def __init__(self, axis: str, names: Any):
     self._names = jax.tree.map(
@@ -107,53 +107,56 @@ class _Places:
     return with_logical_constraint(x, self._names)
 
 
-def _run(all_at_once, scope: Any, x: Any, stages: int, microbatches: int, place: _Places) -> Any:
-  """All microbatches through all stages."""
+def _run(
+  all_stages, scope: Any, x: Any, stages: int, microbatches: int, constrain: _StageConstraint
+) -> Any:
+  """Runs all microbatches through all stages."""
   initializing = any(one.is_mutable_collection('params') for one in jax.tree.leaves(scope))
   count = _count(x, microbatches, initializing)
-  entering = jax.tree.map(lambda leaf: _dealt(leaf, count, stages - 1), x)
-  # Before the first microbatch comes, a stage has something like it: zeros could make its gradient NaN.
+  entering = jax.tree.map(lambda leaf: _split(leaf, count, stages - 1), x)
+  # Until its first microbatch arrives, a stage runs on a copy of it: zeros could give NaN gradients.
   start = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[0], (stages, *leaf.shape[1:])), entering)
 
   def tick(scope: Any, before: Any, new: Any) -> tuple[Any, Any]:
-    working = place(jax.tree.map(_moved_on, before, new))
-    done = all_at_once(scope, working)
-    _check_alike(working, done)
-    return place(done), jax.tree.map(lambda leaf: leaf[-1], done)
+    given = constrain(jax.tree.map(_shift, before, new))
+    results = all_stages(scope, given)
+    _check_structure(given, results)
+    return constrain(results), jax.tree.map(lambda leaf: leaf[-1], results)
 
   loop = flax.core.scan(tick, variable_broadcast='params', split_rngs=_SPLIT_OTHERS)
-  _, left = loop(scope, place(start), entering)
-  return jax.tree.map(lambda leaf: _gathered(leaf[stages - 1 :]), left)
+  _, leaving = loop(scope, constrain(start), entering)
+  return jax.tree.map(lambda leaf: _merge(leaf[stages - 1 :]), leaving)
 
 
-def _moved_on(before: Any, new: Any) -> Any:
-  """What each stage made, at the stage after it, and a microbatch that comes in at the first one."""
+def _shift(before: Any, new: Any) -> Any:
+  """The result of each stage at the next stage, and a new microbatch at the first stage."""
   first = jnp.arange(len(before)).reshape(-1, *[1] * (before.ndim - 1)) == 0
   return jnp.where(first, new[None], jnp.roll(before, 1, axis=0))
 
 
-def _dealt(leaf: Any, count: int, more: int) -> Any:
-  """Microbatches in the first dimension; after the last one it comes again, and nobody looks at that."""
+def _split(leaf: Any, count: int, padding: int) -> Any:
+  """Microbatches in the first dimension, padded with copies of the last one."""
   rows = jnp.swapaxes(jnp.reshape(leaf, (-1, count, *leaf.shape[1:])), 0, 1)
-  return jnp.concatenate([rows, jnp.broadcast_to(rows[-1:], (more, *rows.shape[1:]))])
+  return jnp.concatenate([rows, jnp.broadcast_to(rows[-1:], (padding, *rows.shape[1:]))])
 
 
-def _gathered(rows: Any) -> Any:
-  """Examples in their order."""
+def _merge(rows: Any) -> Any:
+  """The inverse of `_split`: examples in their original order."""
   return jnp.reshape(jnp.swapaxes(rows, 0, 1), (-1, *rows.shape[2:]))
 
 
 def _count(x: Any, microbatches: int, initializing: bool) -> int:
-  """Into how many microbatches a batch is divided; one for `init` need not be large enough."""
+  """The number of microbatches; 1 in `init`, whose batch may be too small to divide."""
   named = named_leaves(x)
   sizes = {leaf.shape[0] if leaf.ndim else 0 for _, leaf in named}
   if len(sizes) != 1 or 0 in sizes:
     raise PipelineError(
-      'stacked: arrays that go through stages have examples in their first dimension, all as many:\n'
+      'stacked: the inputs of a stage need the same number of examples in their first dimension:\n'
       + (
-        few([f'  {name}: {leaf.dtype}{list(leaf.shape)}' for name, leaf in named]) or '  there are none'
+        first_lines([f'  {name}: {leaf.dtype}{list(leaf.shape)}' for name, leaf in named])
+        or '  no arrays'
       )
-      + '\nFix: give each array a first dimension of examples; what has none, the stages close over.'
+      + '\nFix: give each array a first dimension of examples, or close over it in the stage.'
     )
   [size] = sizes
   if size % microbatches == 0:
@@ -162,19 +165,19 @@ def _count(x: Any, microbatches: int, initializing: bool) -> int:
     return 1
   raise PipelineError(
     f'stacked: a batch of {size} cannot be split into {microbatches} equal microbatches.\n'
-    f'Fix: {way_out(size, microbatches, None)}'
+    f'Fix: {suggestion(size, microbatches, None)}'
   )
 
 
-def _check_alike(given: Any, made: Any) -> None:
-  """Raises unless a stage returns what the next one takes."""
-  was, now = (
+def _check_structure(given: Any, results: Any) -> None:
+  """Raises unless a stage's results have the paths, shapes and dtypes of its inputs."""
+  before, after = (
     [(name, f'{leaf.dtype}{list(leaf.shape[1:])}') for name, leaf in named_leaves(tree)]
-    for tree in (given, made)
+    for tree in (given, results)
   )
-  if was != now:
+  if before != after:
     raise PipelineError(
-      'stacked: a stage returns something else than it takes, which the next one takes too:\n'
-      f'{few(differences(was, now) or ["  it is in containers of other kinds"])}\n'
-      'Fix: let it return arrays like those it gets; what changes shape comes before or after the stages.'
+      'stacked: the result of a stage differs from its input, so the next stage cannot take it:\n'
+      f'{first_lines(differences(before, after) or ["  the order of the leaves differs"])}\n'
+      'Fix: return arrays of the same shapes and dtypes; change shapes before or after the stages.'
     )

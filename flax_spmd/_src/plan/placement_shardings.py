@@ -1,16 +1,16 @@
-"""Placement: where the arrays of a tree go, by the places that the caller gives them.
+"""Placement shardings: the shardings of a tree by the placements that a caller gives for it.
 
     shardings_by(batch, ('batch', None), planner, default)                    # logical names
     shardings_by(batch, {'x': PartitionSpec('data'), 'y': None}, planner, default)
     shardings_by(grads, Rules(fsdp('data')), planner, default)                # a table of its own
 
-What a place is: `flax_spmd.places`.
+The forms of a placement are listed in `flax_spmd._src.rules.placements`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.tree_util import KeyPath
 from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.plan.planner import Planner, planner_for
+from flax_spmd._src.rules.array_resolver import resolver_of
 from flax_spmd._src.rules.placements import is_table, parts
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import path_string
@@ -30,7 +31,7 @@ Default = Callable[[Any], Sequence[Sharding | None]]
 
 
 def check_concrete(mesh: MeshLike) -> None:
-  """Raises `MeshError` if the mesh is abstract: nothing can be placed on it."""
+  """Raises `MeshError` if the mesh is abstract, because arrays cannot be placed on it."""
   if not isinstance(mesh, Mesh):
     raise MeshError(
       f'The mesh {describe(mesh)} is abstract: there are no devices to place arrays on.\n'
@@ -38,125 +39,132 @@ def check_concrete(mesh: MeshLike) -> None:
     )
 
 
-def shardings_by(tree: Any, places: Any, planner: Planner, default: Default) -> list[Sharding | None]:
-  """Where the arrays of a tree go.
+def shardings_by(
+  tree: Any, placements: Any, planner: Planner, default: Default
+) -> list[Sharding | None]:
+  """The sharding of each leaf of a tree, by its placement.
 
   Args:
     tree: arrays (numpy, JAX or abstract), boxes and numbers.
-    places: a place, or a tree of places that is a prefix of `tree`.
-    planner: the layout's; it resolves logical names and mesh axes.
-    default: gives a sharding (or None) per leaf of a part whose place is None.
+    placements: a placement, or a tree of placements that is a prefix of `tree`.
+    planner: the planner of the layout, for logical names and mesh axes.
+    default: function that returns a sharding (or None) per leaf of a part with placement None.
 
   Returns:
-    A sharding, or None if the default says so, per leaf in the order of `jax.tree.leaves(tree)`.
+    A sharding, or None from `default`, per leaf in the order of `jax.tree.leaves(tree)`.
 
   Warns:
-    UserWarning: a name has no rule, but is nearly one that has.
+    UserWarning: a name has no rule, but resembles one that has.
 
   Raises:
-    LayoutError: places that do not fit the tree or a leaf's rank, a size that does not divide, a mesh
-      axis in the place of a name.
+    LayoutError: placements that do not fit the tree or a leaf's rank, a size that is not divisible, a mesh
+      axis among logical names.
     MeshAxisError: a rule uses an axis that the mesh lacks.
   """
-  found: list[Sharding | None] = []
+  shardings: list[Sharding | None] = []
   problems: list[Problem] = []
-  right: dict[Any, NamedSharding] = {}
-  for path, place, part in parts(tree, places)[0]:
-    if place is None:
-      found += default(part)
-    elif isinstance(place, Sharding):
-      found += [place] * len(jax.tree.leaves(part))
-    elif is_table(place):
-      rules = Rules.of(place)
+  named = _NamedArrays(planner, problems)
+  for path, placement, part in parts(tree, placements)[0]:
+    if placement is None:
+      shardings += default(part)
+    elif isinstance(placement, Sharding):
+      shardings += [placement] * len(jax.tree.leaves(part))
+    elif is_table(placement):
+      rules = Rules.of(placement)
       rules.check_axes(planner.sizes)
-      found += _by_table(path, rules, part, planner, problems)
+      shardings += _by_table(path, rules, part, planner, problems)
     else:
-      described = jax.tree_util.tree_leaves_with_path(part)
-      shapes = [((*path, *inner), np.shape(leaf)) for inner, leaf in described]
-      found += _all_by_names(shapes, place, planner, problems, right)
+      leaves = jax.tree_util.tree_leaves_with_path(part)
+      shapes = (((*path, *inner), np.shape(leaf)) for inner, leaf in leaves)
+      shardings += named.shardings(placement, shapes)
   raise_problems(problems)
-  return found
+  return shardings
+
+
+def shardings_of_parts(tree: Any, placements: Any, planner: Planner) -> list[Sharding]:
+  """The shardings of global arrays whose local parts are in `tree`; sizes are not checked.
+
+  Raises:
+    LayoutError: placements that do not fit the tree or a leaf's rank, a rule table (its rules depend on the
+      global shape), a mesh axis among logical names.
+  """
+  shardings: list[Sharding] = []
+  problems: list[Problem] = []
+  named = _NamedArrays(planner, problems)
+  for path, placement, part in parts(tree, placements)[0]:
+    leaves = jax.tree_util.tree_leaves_with_path(part)
+    if placement is None or isinstance(placement, Sharding):
+      shardings += [placement or planner.replicated] * len(leaves)
+    elif is_table(placement):
+      problems.append(
+        Problem(
+          f'{path_string(path)}: {placement!r} cannot place the local part of an array.',
+          'give the logical names of its dimensions, a PartitionSpec or a sharding.',
+        )
+      )
+    else:
+      shapes = (((*path, *inner), (0,) * np.ndim(leaf)) for inner, leaf in leaves)
+      shardings += named.shardings(placement, shapes)
+  raise_problems(problems)
+  return shardings
 
 
 def _by_table(path, rules: Rules, part: Any, planner: Planner, problems: list[Problem]) -> list[Any]:
-  """Where the arrays of a part go by a table of their own; their paths are those within the part."""
-  # functions are often written on the spot, and what is new every time is not worth remembering
-  remember = not any(callable(clause) for _, clause in rules.all_rules())
-  own = planner_for(planner.mesh, rules) if remember else Planner(planner.mesh, rules)
+  """The shardings of a part by a table of its own; path rules match paths within the part."""
+  # functions are often lambdas, which differ on every call: their planners would only fill the cache
+  cached = not resolver_of(rules).asks_functions
+  own_planner = planner_for(planner.mesh, rules) if cached else Planner(planner.mesh, rules)
   try:
-    return list(own.leaf_shardings(part))
+    return list(own_planner.leaf_shardings(part))
   except FlaxSpmdError:
-    wrong = own.problems(part)
-    problems += [problem.at(path_string(path)) for problem in wrong] if path else wrong
-    return [own.replicated] * len(jax.tree.leaves(part))
+    in_part = own_planner.problems(part)
+    problems += [problem.at(path_string(path)) for problem in in_part] if path else in_part
+    return [own_planner.replicated] * len(jax.tree.leaves(part))
 
 
-def shardings_of_parts(tree: Any, places: Any, planner: Planner) -> list[Sharding]:
-  """Where global arrays go of which `tree` is only this process's part: sizes are not looked at.
+class _NamedArrays:
+  """Shardings of arrays by logical names or a spec, resolved once per shape.
 
-  Raises:
-    LayoutError: places that do not fit the tree or a leaf's rank, a rule table (whose rules would have to
-      know the whole array), a mesh axis in the place of a name.
+  Args:
+    planner: the planner of the layout.
+    problems: list to which problems are added.
   """
-  found: list[Sharding] = []
-  problems: list[Problem] = []
-  right: dict[Any, NamedSharding] = {}
-  for path, place, part in parts(tree, places)[0]:
-    described = jax.tree_util.tree_leaves_with_path(part)
-    if place is None or isinstance(place, Sharding):
-      found += [place or planner.replicated] * len(described)
-    elif is_table(place):
-      problems.append(
-        Problem(f'{path_string(path)}: {place!r} is no place for a part.', _PLACES_OF_PARTS)
-      )
+
+  def __init__(self, planner: Planner, problems: list[Problem]):
+    self._planner, self._problems = planner, problems
+    self._cache: dict[Any, NamedSharding] = {}
+
+  def shardings(
+    self, placement: Any, shapes: Iterable[tuple[KeyPath, tuple[int, ...]]]
+  ) -> list[NamedSharding]:
+    """The shardings of several arrays, given by path and shape, with one placement."""
+    shardings = []
+    for path, shape in shapes:
+      key = (type(placement), placement, shape)
+      sharding = self._cache.get(key)
+      if sharding is None:
+        before = len(self._problems)
+        sharding = self._sharding(path_string(path), shape, placement)
+        if len(self._problems) == before:
+          self._cache[key] = sharding
+      shardings.append(sharding)
+    return shardings
+
+  def _sharding(self, path: str, shape: tuple[int, ...], placement: Any) -> NamedSharding:
+    planner, problems = self._planner, self._problems
+    if isinstance(placement, PartitionSpec) and len(placement) > len(shape):
+      if shape:
+        problems.append(_too_long(placement, shape).at(path))
+      return planner.replicated  # a number among the arrays of a batch
+    if isinstance(placement, PartitionSpec):  # may be shorter than the rank, as everywhere in JAX
+      static = Static((*placement, *(None,) * (len(shape) - len(placement))), False)
     else:
-      shapes = [((*path, *inner), (0,) * np.ndim(leaf)) for inner, leaf in described]
-      found += _all_by_names(shapes, place, planner, problems, right)
-  raise_problems(problems)
-  return found
-
-
-_PLACES_OF_PARTS = 'give the logical names of its dimensions, a PartitionSpec or a sharding.'
-
-
-def _all_by_names(
-  shapes: Sequence[tuple[KeyPath, tuple[int, ...]]],
-  place: Any,
-  planner: Planner,
-  problems: list[Problem],
-  right: dict[Any, NamedSharding],
-) -> list[NamedSharding]:
-  """The shardings of arrays that have one place, by path and shape; `right` keeps what was found."""
-  found = []
-  for path, shape in shapes:
-    key = (type(place), place, shape)
-    sharding = right.get(key)
-    if sharding is None:
-      before = len(problems)
-      sharding = _by_names(path_string(path), shape, place, planner, problems)
-      if len(problems) == before:
-        right[key] = sharding
-    found.append(sharding)
-  return found
-
-
-def _by_names(
-  where: str, shape: tuple[int, ...], place: Any, planner: Planner, problems: list[Problem]
-) -> NamedSharding:
-  """One array's sharding by names or a spec; what is wrong is added to `problems`."""
-  if isinstance(place, PartitionSpec) and len(place) > len(shape):
-    if shape:
-      problems.append(_too_long(place, shape).at(where))
-    return planner.replicated  # a number among the arrays of a batch
-  if isinstance(place, PartitionSpec):  # may be shorter than the rank, as everywhere in JAX
-    static = Static((*place, *(None,) * (len(shape) - len(place))), False)
-  else:
-    static = Static(place, True)
-    problems += [problem.at(where) for problem in _axes_for_names(place, planner)]
-    _warn_of_typos(where, place, planner)
-  resolution = planner.resolve_names(static, shape)
-  problems += [problem.at(where) for problem in resolution.problems]
-  return NamedSharding(planner.mesh, PartitionSpec(*tuple(resolution.spec)[: len(place)]))
+      static = Static(placement, True)
+      problems += [problem.at(path) for problem in _axes_for_names(placement, planner)]
+      _warn_of_typos(path, placement, planner)
+    resolution = planner.resolve_names(static, shape)
+    problems += [problem.at(path) for problem in resolution.problems]
+    return NamedSharding(planner.mesh, PartitionSpec(*tuple(resolution.spec)[: len(placement)]))
 
 
 def _too_long(spec: PartitionSpec, shape: tuple[int, ...]) -> Problem:
@@ -168,7 +176,7 @@ def _too_long(spec: PartitionSpec, shape: tuple[int, ...]) -> Problem:
 
 
 def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:
-  """A mesh axis among logical names would silently mean nothing."""
+  """The mesh axes among logical names, which would be ignored silently."""
   return [
     Problem(
       f'dim {dim} {name!r}: this is a mesh axis, where logical names are expected.',
@@ -179,13 +187,13 @@ def _axes_for_names(names: Any, planner: Planner) -> list[Problem]:
   ]
 
 
-def _warn_of_typos(where: str, names: Any, planner: Planner) -> None:
-  """A batch is in no tree that `Layout.check` sees, so a name that is nearly known is reported here."""
+def _warn_of_typos(path: str, names: Any, planner: Planner) -> None:
+  """Warns of names that resemble one with a rule: `Layout.check` never sees the tree of a batch."""
   for dim, name in enumerate(names):
     if isinstance(name, str) and name not in planner.rules.by_name:
-      meant = did_you_mean(name, planner.rules.by_name)
-      if meant:
+      suggestion = did_you_mean(name, planner.rules.by_name)
+      if suggestion:
         warnings.warn(
-          f'{where}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{meant}',
+          f'{path}, dim {dim} {name!r}: no rule for this logical name; it is replicated.{suggestion}',
           stacklevel=2,
         )

@@ -6,26 +6,27 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.names.optimizer_state import Guess
+from flax_spmd._src.names.optimizer_state import Inference
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped
 
 
 class Row(NamedTuple):
-  """One array of a tree and what was decided about it.
+  """One array of a tree, and the decisions about it.
 
   Attributes:
-    path: its place in the tree, `params/layers/wi`.
-    shape, dtype: of the whole array.
-    names: its names (None: it has none).
+    path: its tree path, `params/layers/wi`.
+    shape: global shape.
+    dtype: dtype.
+    names: one name per dimension; None if it has no names.
     logical: whether these are logical names, rather than mesh axes.
-    spec: where it goes.
-    decisions: one per dimension that something is known about.
-    owner: the rule that took the array as a whole, by its path or by a policy, if one did.
-    skipped: the `fsdp` rules that found no dimension to fill.
-    bytes: of the whole array.
-    bytes_per_device: of the piece that one device holds.
-    copies: on how many devices each element lies.
-    guess: for optimizer state that is not shaped like its parameter, what it was taken for.
+    spec: its PartitionSpec.
+    decisions: one per dimension with a name or a rule.
+    owner: the rule that decided the whole array by its path or by a function, if any.
+    skipped: the `fsdp` rules that found no dimension to shard.
+    bytes: size of the whole array.
+    bytes_per_device: size of the largest shard.
+    copies: number of devices that hold each element.
+    inference: how its names were inferred, for optimizer state whose shape differs from its parameter's.
   """
 
   path: str
@@ -40,9 +41,9 @@ class Row(NamedTuple):
   bytes: int
   bytes_per_device: int
   copies: int
-  guess: Guess | None
+  inference: Inference | None
 
   @property
   def replicated_bytes(self) -> int:
-    """Bytes, over all devices, that are there more than once."""
+    """Bytes of all copies but the first, over all devices."""
     return self.bytes * (self.copies - 1)

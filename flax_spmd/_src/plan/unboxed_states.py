@@ -1,17 +1,17 @@
-"""Memory: which names a state had before its boxes were taken off.
+"""Unboxed states: the axis names of states whose boxes were removed.
 
-A state without boxes costs nothing extra per step, but says nothing about its axes. The layout that
-planned it remembers it by its *form* (tree structure and shapes) and puts the boxes back whenever it
-has to know. Equal layouts share one memory, so it does not matter which of them planned the state.
+A state without boxes costs nothing extra per step, but its arrays have no names. The layout that planned it
+records its boxes under its *structure* (treedef and shapes), and puts them back where names are needed.
+Equal layouts share their records, so either of them may have planned the state.
 
-    plain = memory.unboxed(state)   # remembered
-    memory.reboxed(result)          # boxes back on, wherever a remembered form occurs in the tree
+    plain = states.unbox(state)     # recorded
+    states.rebox(result)            # boxes back on every part of the result with a recorded structure
 
-Two states of one form and other names cannot be told apart by form; then their arrays' shardings
-decide, and where there are none yet, nothing is put back.
+Two states of one structure may have different names. The shardings of their arrays then decide between
+them; arrays without shardings stay unboxed.
 
-A state that never had boxes, of a model without names, is remembered by its form as well: the rules for
-paths and for what is left say where it goes, and whoever meets it again knows that they apply.
+A state of a model without names is recorded by its structure as well. Rules for paths and `fsdp` apply to
+it, and the record shows that they do when it is a result of a jitted function.
 """
 
 from __future__ import annotations
@@ -23,98 +23,107 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from flax_spmd._src.names import box_trees as trees
+from flax_spmd._src.names import box_trees
 
-_all: weakref.WeakSet[Memory] = weakref.WeakSet()
+_instances: weakref.WeakSet[UnboxedStates] = weakref.WeakSet()
 
 
-def recalled(state: Any) -> Any:
-  """A state without boxes with those that it had when some layout planned it; itself if none did.
+def rebox_by_shardings(state: Any) -> Any:
+  """Puts back the boxes that any layout removed from a state.
 
-  The shardings of its arrays have to be those that were planned: that is how it is known. Where they
-  were planned so for states of other names too, nothing is known.
+  Args:
+    state: a state without boxes, concrete or abstract.
+
+  Returns:
+    The state with its boxes, or unchanged if no layout has planned it with the shardings of its arrays, or
+    if states with different names were planned so.
   """
-  found = tuple(getattr(leaf, 'sharding', None) for leaf in jax.tree.leaves(state))
-  form = _form(state)
-  known = [one for memory in list(_all) for one in memory.known(form)] if form is not None else []
-  boxed = {one.boxed for one in known if one.shardings == found}
+  shardings, structure = _shardings(state), _structure(state)
+  if structure is None:
+    return state
+  candidates = [one for states in list(_instances) for one in states.with_structure(structure)]
+  boxed = {one.boxed for one in candidates if one.shardings == shardings}
   return boxed.pop().unflatten(jax.tree.leaves(state)) if len(boxed) == 1 else state
 
 
-class _Known(NamedTuple):
-  """A remembered state: its structure with boxes, and where its leaves go."""
+class _UnboxedState(NamedTuple):
+  """A recorded state: its structure with boxes, and the sharding of each leaf."""
 
   boxed: Any
   shardings: tuple[NamedSharding, ...]
 
 
-class Memory:
-  """What has been planned under one mesh and one rule table, without its boxes.
+class UnboxedStates:
+  """The states that were planned under one mesh and one rule table, by their structure.
 
   Args:
-    leaf_shardings: gives a sharding per leaf of a boxed tree.
+    leaf_shardings: function that returns a sharding per leaf of a boxed tree.
   """
 
   def __init__(self, leaf_shardings: Callable[[Any], list[NamedSharding]]):
     self._leaf_shardings = leaf_shardings
-    self._known: dict[Any, list[_Known]] = {}
-    self._noted: dict[Any, tuple[NamedSharding, ...] | None] = {}
-    _all.add(self)
+    self._boxed: dict[Any, list[_UnboxedState]] = {}
+    self._unnamed: dict[Any, tuple[NamedSharding, ...] | None] = {}
+    _instances.add(self)
 
-  def known(self, form: Any) -> list[_Known]:
-    """The states of a form that are remembered."""
-    return self._known.get(form, [])
+  def with_structure(self, structure: Any) -> list[_UnboxedState]:
+    """The states of a structure that were unboxed here."""
+    return self._boxed.get(structure, [])
 
-  def unboxed(self, state: Any) -> Any:
-    """The state without its boxes, remembered. A lone array has no form to be known by."""
-    plain = trees.unbox(state, apply_constraint=False)
-    form = _form(plain)
-    if form is not None:
-      known = _Known(jax.tree.structure(state), tuple(self._leaf_shardings(state)))
-      if known not in self._known.setdefault(form, []):
-        self._known[form].append(known)
+  def unbox(self, state: Any) -> Any:
+    """Removes the boxes of a state and records them, unless it is a lone array."""
+    plain = box_trees.unbox(state, apply_constraint=False)
+    structure = _structure(plain)
+    if structure is not None:
+      unboxed = _UnboxedState(jax.tree.structure(state), tuple(self._leaf_shardings(state)))
+      if unboxed not in self._boxed.setdefault(structure, []):
+        self._boxed[structure].append(unboxed)
     return plain
 
-  def noted(self, state: Any) -> Any:
-    """The state, remembered with its places, as a whole and, if it is a tuple or a list, in its parts."""
+  def record(self, state: Any) -> Any:
+    """Records the shardings of a state; of a tuple or list also those of each element. Returns the state."""
     leaves, treedef = jax.tree.flatten(state)
-    placed = treedef.unflatten(self._leaf_shardings(state)) if leaves else state
-    parts = zip(state, placed, strict=True) if type(state) in (tuple, list) else ()
-    for part, where in ((state, placed), *parts):
-      form = _form(part)
-      if form is not None:
-        shardings = tuple(jax.tree.leaves(where))
-        # two parts of one form that lie differently cannot be told apart
-        self._noted[form] = shardings if self._noted.get(form, shardings) == shardings else None
+    shardings = treedef.unflatten(self._leaf_shardings(state)) if leaves else state
+    parts = zip(state, shardings, strict=True) if type(state) in (tuple, list) else ()
+    for part, part_shardings in ((state, shardings), *parts):
+      structure = _structure(part)
+      if structure is not None:
+        planned = tuple(jax.tree.leaves(part_shardings))
+        # parts of one structure that are sharded differently cannot be told apart
+        same = self._unnamed.get(structure, planned) == planned
+        self._unnamed[structure] = planned if same else None
     return state
 
-  def places_of(self, tree: Any) -> tuple[NamedSharding, ...] | None:
-    """Where the leaves of a state that was noted go; None if it was not."""
-    return self._noted.get(_form(tree)) if self._noted else None
+  def shardings_of(self, tree: Any) -> tuple[NamedSharding, ...] | None:
+    """The shardings recorded for the structure of a tree; None if there are none."""
+    return self._unnamed.get(_structure(tree)) if self._unnamed else None
 
-  def reboxed(self, tree: Any) -> Any:
-    """The tree with the boxes back on every part of it that is remembered."""
-    if not self._known:
+  def rebox(self, tree: Any) -> Any:
+    """Puts the boxes back on every part of a tree that was unboxed here."""
+    if not self._boxed:
       return tree
-    parts, treedef = jax.tree.flatten(tree, is_leaf=lambda node: _form(node) in self._known)
-    return treedef.unflatten(map(self._rebox, parts))
+    parts, treedef = jax.tree.flatten(tree, is_leaf=lambda node: _structure(node) in self._boxed)
+    return treedef.unflatten(map(self._rebox_part, parts))
 
-  def _rebox(self, part: Any) -> Any:
-    candidates = self._known.get(_form(part), [])
-    leaves = jax.tree.leaves(part)
+  def _rebox_part(self, part: Any) -> Any:
+    candidates = self.with_structure(_structure(part))
     if len(candidates) > 1:
-      found = tuple(getattr(leaf, 'sharding', None) for leaf in leaves)
-      candidates = [known for known in candidates if known.shardings == found]
-    return candidates[0].boxed.unflatten(leaves) if len(candidates) == 1 else part
+      shardings = _shardings(part)
+      candidates = [one for one in candidates if one.shardings == shardings]
+    return candidates[0].boxed.unflatten(jax.tree.leaves(part)) if len(candidates) == 1 else part
 
 
-def _form(tree: Any) -> Any:
-  """What a state without boxes is known by; None for a single leaf, and where that has no hash."""
+def _shardings(tree: Any) -> tuple[Any, ...]:
+  return tuple(getattr(leaf, 'sharding', None) for leaf in jax.tree.leaves(tree))
+
+
+def _structure(tree: Any) -> Any:
+  """Treedef and shapes of a state; None for a lone array, and for a treedef without a hash."""
   leaves, treedef = jax.tree.flatten(tree)
   if jax.tree_util.treedef_is_leaf(treedef):
     return None
   try:
     hash(treedef)
-  except TypeError:  # something static in the tree is not hashable
+  except TypeError:  # it holds static data without a hash
     return None
   return treedef, tuple(getattr(leaf, 'shape', ()) for leaf in leaves)

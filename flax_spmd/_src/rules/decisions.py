@@ -36,11 +36,14 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 
 class Skipped(NamedTuple):
-  """A rule that was asked about a dimension (or, by `fsdp`, about a whole array) and did not decide it.
+  """A rule that applied to a dimension (an `fsdp`: to an array) and did not decide it.
 
-  `reason` is 'decided' (by an earlier rule), 'taken' (its mesh axes belong to another dimension),
-  'indivisible', or 'missing' (the mesh has none of its axes); of `fsdp` also 'small', 'not floating'
-  and 'no open dimension'. `axes` are the axes in question.
+  Attributes:
+    rule: id of the rule.
+    reason: 'decided' (by an earlier rule), 'taken' (another dimension uses its mesh axes), 'indivisible', or
+      'missing' (the mesh has none of its axes); for `fsdp` also 'small', 'not floating' and 'no open
+      dimension'.
+    axes: the mesh axes of the rule.
   """
 
   rule: RuleId
@@ -50,11 +53,15 @@ class Skipped(NamedTuple):
 
 @set_module('flax_spmd')
 class Decision(NamedTuple):
-  """What happened to one dimension: its name, the axes it got, by which rule, and who was skipped.
+  """The resolution of one dimension: its name, its mesh axes, the rule that decided, the rules skipped.
 
-  `rule` is the index in the table, or None where no rule decided (then the dimension is replicated, or
-  its name is mesh axes already, of which those that the mesh has are taken). A rule of a table within the
-  table is a tuple of indices, the outermost first.
+  Attributes:
+    dim: index of the dimension.
+    name: its logical name, or mesh axes, or None.
+    axes: its mesh axes; None: it is replicated.
+    rule: index of the rule in the table, as a tuple of indices (outermost first) for a table within the table.
+      None: no rule decided. The dimension is then replicated, or has the mesh axes among its names.
+    skipped: the rules that applied and did not decide.
 
   Example:
     >>> embed, mlp = Rules(('mlp', 'model'), ('embed', 'model')).resolve(('embed', 'mlp')).decisions
@@ -72,21 +79,21 @@ class Decision(NamedTuple):
 
   @property
   def lost(self) -> Skipped | None:
-    """The first rule that would have decided, had its axes not gone to another dimension."""
+    """The first rule that was skipped because another dimension uses its axes, if no rule decided."""
     taken = (skip for skip in self.skipped if skip.reason == 'taken')
     return next(taken, None) if self.rule is None else None
 
 
 @set_module('flax_spmd')
 class Resolution(NamedTuple):
-  """A PartitionSpec, the decisions that led to it, and what the policies object to.
+  """A PartitionSpec, the decisions that led to it, and the problems that the policies report.
 
   Attributes:
     spec: mesh axes per dimension.
-    decisions: one per dimension that something is known about.
-    problems: what is wrong, without the array's path.
-    owner: the rule that took the array as a whole (a path rule, a policy), if one did.
-    skipped: the `fsdp` rules that had no dimension to fill.
+    decisions: one `Decision` per dimension with a name or a rule.
+    problems: every problem, without the array's path.
+    owner: id of the rule that owns the whole array (a path rule, a function); None: its names decided.
+    skipped: the `fsdp` rules that found no dimension to shard.
 
   Example:
     >>> found = Rules(('mlp', 'model')).resolve(('embed', 'mlp'))
@@ -101,14 +108,14 @@ class Resolution(NamedTuple):
   skipped: tuple[Skipped, ...] = ()
 
   def within(self, rule: int, where: str) -> Resolution:
-    """The same resolution, seen from the table that has this one's table as its rule `rule`."""
+    """The same resolution with the rule ids of the outer table, in which this table is rule `rule`."""
     return Resolution(
       self.spec,
       tuple(
         decision._replace(rule=_within(rule, decision.rule), skipped=_all_within(rule, decision.skipped))
         for decision in self.decisions
       ),
-      tuple(problem.at(f'in the table of {where}', joint=': ') for problem in self.problems),
+      tuple(problem.at(f'in the table of {where}', separator=': ') for problem in self.problems),
       rule if self.owner is None else _within(rule, self.owner),
       _all_within(rule, self.skipped),
     )
@@ -127,20 +134,20 @@ def _all_within(rule: int, skipped: tuple[Skipped, ...]) -> tuple[Skipped, ...]:
 @set_module('flax_spmd')
 @dataclasses.dataclass(frozen=True)
 class Policies:
-  """What a rule table does where Flax is silent.
+  """The behaviour of a rule table in cases in which Flax is silent.
 
   Attributes:
-    unmatched: a name without any rule: 'replicate' its dimension, or 'error'. In a table with path
-      rules or policies also an array that no rule applies to.
-    conflict: a dimension whose every rule lost its axes to other dimensions: 'skip' (replicated),
+    unmatched: for a name without a rule: 'replicate' its dimension, or 'error'. In a table with path
+      rules or functions, also for an array that no rule applies to.
+    conflict: for a dimension whose rules all lost their axes to other dimensions: 'skip' (replicate it),
       or 'error'.
-    indivisible: a size that the mesh axes do not divide: 'error', look for the 'next' rule of that
-      name, or 'replicate' the dimension.
-    missing_axis: a mesh axis that the mesh lacks: 'error', or 'drop' it from the rule (a rule that
-      is left with no axis is skipped), so that one table serves several meshes.
+    indivisible: for a size that the mesh axes do not divide: 'error', try the 'next' rule for that name,
+      or 'replicate' the dimension.
+    missing_axis: for a mesh axis that the mesh lacks: 'error', or 'drop' it from the rule, so that one
+      table serves several meshes. A rule without any axis left is skipped.
 
   Raises:
-    RulesError: a value is none of these.
+    RulesError: a value is not one of these.
 
   Example:
     >>> Policies(unmatched='error').changed()
@@ -157,7 +164,7 @@ class Policies:
   def __post_init__(self):
     problems = [
       Problem(
-        f'{name}={getattr(self, name)!r} is no policy.',
+        f'{name}={getattr(self, name)!r} is not a policy value.',
         f'{name} is one of {", ".join(map(repr, values))}.',
       )
       for name, values in _POLICY_VALUES.items()
@@ -200,5 +207,5 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
 
 
 def rule_text(rule: RuleId) -> str:
-  """A rule's index; `2.0` for the first rule of the table that is rule 2."""
+  """The text of a rule's id: `2`, or `2.0` for the first rule of the table that is rule 2."""
   return '.'.join(map(str, rule)) if isinstance(rule, tuple) else str(rule)

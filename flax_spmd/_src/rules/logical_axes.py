@@ -38,9 +38,9 @@ from flax_spmd.errors import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resolver:
-  """Resolves names against `clauses`; `sizes` (per mesh axis) may be unknown.
+  """Resolves names against `clauses`.
 
-  Without sizes nothing is known of a mesh, so divisibility and mesh axes are not looked at.
+  Without `sizes` (per mesh axis), divisibility and the existence of mesh axes are not checked.
   """
 
   clauses: Sequence[Any]
@@ -49,7 +49,7 @@ class Resolver:
   sizes: Mapping[str, int] | None = None
 
   def resolve(self, names: Names, shape: Sequence[int] | None = None) -> Resolution:
-    """Decides every dimension of an array with these names (and this shape, if it is known)."""
+    """Decides every dimension of an array with these names, and this shape if it is known."""
     twice = _repeated(names)
     if twice:
       return Resolution(PartitionSpec(), (), (_repeated_problem(names, twice),))
@@ -67,13 +67,13 @@ class Resolver:
     for index in sorted(i for name in position for i in self.by_name.get(name, ())):
       name, axes = self.clauses[index]
       dim = position[name]
-      axes, wanted, missing = self._present(axes)
-      refusal = self._refusal(wanted, missing, dim in decided, taken, shape and shape[dim])
+      axes, present, missing = self._present(axes)
+      refusal = self._refusal(present, missing, dim in decided, taken, shape and shape[dim])
       if refusal is None:
         entries[dim] = axes
-        taken.update(wanted)
+        taken.update(present)
       else:
-        skipped.setdefault(dim, []).append(Skipped(index, refusal, wanted or missing))
+        skipped.setdefault(dim, []).append(Skipped(index, refusal, present or missing))
       if refusal is None or (refusal == 'indivisible' and self.policies.indivisible == 'replicate'):
         decided[dim] = index
 
@@ -85,29 +85,29 @@ class Resolver:
     return Resolution(PartitionSpec(*entries), decisions, problems)
 
   def _present(self, axes: Axes) -> tuple[Axes, tuple[str, ...], tuple[str, ...]]:
-    """A rule's axes on this mesh: the entry, its axis names, and those that are all missing."""
-    wanted = axis_names(axes)
+    """A rule's axes on this mesh: the entry, its axis names, and the names if the mesh lacks all of them."""
+    present = axis_names(axes)
     if self.sizes is None or self.policies.missing_axis == 'error':
-      return axes, wanted, ()
-    kept = tuple(axis for axis in wanted if axis in self.sizes)
-    if kept == wanted:
-      return axes, wanted, ()
-    return (kept[0] if len(kept) == 1 else kept), kept, () if kept else wanted
+      return axes, present, ()
+    kept = tuple(axis for axis in present if axis in self.sizes)
+    if kept == present:
+      return axes, present, ()
+    return (kept[0] if len(kept) == 1 else kept), kept, () if kept else present
 
-  def _refusal(self, wanted, missing, decided, taken, size) -> Reason | None:
-    """Why a rule cannot decide a dimension, or None if it can."""
+  def _refusal(self, present, missing, decided, taken, size) -> Reason | None:
+    """The reason for which a rule cannot decide a dimension; None: it can."""
     if decided:
       return 'decided'
     if missing:
       return 'missing'
-    if not taken.isdisjoint(wanted):
+    if not taken.isdisjoint(present):
       return 'taken'
-    if size is not None and self.policies.indivisible != 'error' and size % self._parts(wanted):
+    if size is not None and self.policies.indivisible != 'error' and size % self._parts(present):
       return 'indivisible'
     return None
 
   def _parts(self, axes: Sequence[str]) -> int:
-    """Into how many pieces these axes cut a dimension."""
+    """The number of pieces into which these axes split a dimension."""
     return math.prod((self.sizes or {}).get(axis, 1) for axis in axes)
 
   def _objections(self, names, decisions, shape) -> Iterator[Problem]:
@@ -138,7 +138,7 @@ class Resolver:
     parts = self._parts(axes)
     return Problem(
       f'{_dimension(decision)}: size {size} is not divisible by {_cut(axes, self.sizes or {})}, '
-      f'asked for by {self._rule(rule)}.',
+      f'required by {self._rule(rule)}.',
       f'pad it to {-(-size // parts) * parts}, put the rule ({decision.name!r}, None) before rule '
       f"{rule} to replicate it, or give the table indivisible='next' or 'replicate'.",
     )
@@ -169,6 +169,6 @@ def _repeated(names: Names) -> tuple[str, ...]:
 
 def _repeated_problem(names: Names, twice: Sequence[str]) -> Problem:
   return Problem(
-    f'names {tuple(names)!r}: {", ".join(map(repr, twice))} stands for more than one dimension.',
+    f'names {tuple(names)!r}: {", ".join(map(repr, twice))} names more than one dimension.',
     'give every dimension a name of its own, or None.',
   )

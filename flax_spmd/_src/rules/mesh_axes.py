@@ -29,8 +29,8 @@ from flax_spmd.errors import (
 )
 
 
-class Source(NamedTuple):
-  """Where mesh axes come from, if not from a box: a rule of the table, by its index and its text."""
+class RuleSource(NamedTuple):
+  """The rule of a table that mesh axes come from: its index and its text."""
 
   rule: int
   text: str
@@ -41,16 +41,16 @@ def resolve_axes(
   shape: Sequence[int],
   sizes: Mapping[str, int] | None,
   policies: Policies,
-  source: Source | None = None,
+  source: RuleSource | None = None,
 ) -> Resolution:
-  """The resolution of entries that are mesh axes already: they are taken as they are, and checked.
+  """The resolution of entries that are mesh axes already: used unchanged, and checked.
 
   Args:
     entries: mesh axes per dimension; UNCONSTRAINED leaves a dimension open.
     shape: the array's shape.
-    sizes: size per mesh axis; None: nothing is known of the mesh, and nothing checked against it.
+    sizes: size per mesh axis; None: the mesh is unknown, and nothing is checked against it.
     policies: `missing_axis` and `indivisible` apply.
-    source: the rule that the entries are from; None for those of a box.
+    source: the rule that has the entries; None: they are names of a box.
 
   Example:
     >>> resolve_axes(('data', None), (6, 8), {'data': 4}, Policies(indivisible='replicate')).spec
@@ -63,13 +63,13 @@ def resolve_axes(
 
 
 class _AxesCheck:
-  """Goes through entries of mesh axes, dimension by dimension, and notes what is wrong with them.
+  """Checks entries of mesh axes, dimension by dimension, and collects the problems.
 
-  Among logical names they are tuples, and other dimensions are not asked about.
+  `among_names`: the entries stand among logical names, as tuples; only these are checked.
   """
 
   def __init__(
-    self, entries, sizes, policies: Policies, source: Source | None, *, among_names: bool = False
+    self, entries, sizes, policies: Policies, source: RuleSource | None, *, among_names: bool = False
   ):
     self.entries, self.among_names = entries, among_names
     self.sizes = sizes
@@ -102,7 +102,7 @@ class _AxesCheck:
     if rule is None:
       return Decision(dim, name, None, None)
     skipped = (Skipped(rule, 'indivisible', axes),)
-    if self.policies.indivisible == 'next':  # what comes after may fill the dimension
+    if self.policies.indivisible == 'next':  # a later rule may fill the dimension
       return Decision(dim, name, UNCONSTRAINED, None, skipped)
     return Decision(dim, name, None, rule, skipped)
 
@@ -117,14 +117,14 @@ class _AxesCheck:
     axes = tuple(axis for axis in axes if axis not in missing)
     return axes[0] if len(axes) == 1 else axes or None, axes
 
-  def _what(self) -> str:
+  def _source_text(self) -> str:
     if self.source is None:
       return f'names {self.entries!r}'
     return f'spec {PartitionSpec(*self.entries)} of rule {self.source.rule} {self.source.text}'
 
   def _strange(self, dim: int) -> Problem:
     return Problem(
-      f'dim {dim} of {self._what()}: {self.entries[dim]!r} is neither a name nor mesh axes.',
+      f'dim {dim} of {self._source_text()}: {self.entries[dim]!r} is neither a name nor mesh axes.',
       'write a name, a tuple of mesh axes, or None.',
     )
 
@@ -137,7 +137,7 @@ class _AxesCheck:
     else:
       fix = '.'
     return Problem(
-      f'dim {dim} of {self._what()}: {axis!r} is no axis of the mesh, which has {tuple(known)!r}.'
+      f'dim {dim} of {self._source_text()}: {axis!r} is not an axis of the mesh, which has {tuple(known)!r}.'
       + did_you_mean(axis, known),
       f'correct the axis name{fix}',
       MeshAxisError,
@@ -145,7 +145,7 @@ class _AxesCheck:
 
   def _reused(self, dim: int, axis: str, how: str) -> Problem:
     return Problem(
-      f'dim {dim} of {self._what()}: mesh axis {axis!r} is used {how}.',
+      f'dim {dim} of {self._source_text()}: mesh axis {axis!r} is used {how}.',
       'use every mesh axis for one dimension only.',
     )
 
@@ -160,7 +160,7 @@ class _AxesCheck:
         "table indivisible='replicate'.",
       )
     return Problem(
-      f'{text}, asked for by rule {self.source.rule} {self.source.text}.',
+      f'{text}, required by rule {self.source.rule} {self.source.text}.',
       f'pad it to {-(-size // parts) * parts}, add a rule for this path before rule {self.source.rule}, '
       "or give the table indivisible='next' or 'replicate'.",
     )

@@ -9,28 +9,28 @@ from flax_spmd.errors import Problem
 
 
 def compiled(index: int, pattern: str) -> re.Pattern[str] | Problem:
-  """A path rule's regular expression, or what is wrong with it."""
+  """The compiled regular expression of a path rule, or the problem with it."""
   try:
     return re.compile(pattern)
   except re.error as error:
     return Problem(
-      f'Rule {index}: {pattern!r} is no regular expression: {error}.',
+      f'Rule {index}: {pattern!r} is not a regular expression: {error}.',
       'correct it; it is searched for in paths such as params/layers/wi.',
     )
 
 
 class PathMatcher:
-  """Finds the first of many regular expressions that is found in a path.
+  """Finds the first of many regular expressions that matches a path.
 
-  Most expressions have a piece of plain text in them that every match contains; looking for that first
-  is much faster than searching with each.
+  Most expressions contain a piece of plain text that is part of every match. Looking for that text first is
+  much faster than a search with every expression.
   """
 
   def __init__(self, patterns: Sequence[re.Pattern[str]]):
     self._patterns = [(plain_text(pattern), pattern.search) for pattern in patterns]
 
   def first(self, path: str) -> int | None:
-    """The position of the first pattern that is found in `path`."""
+    """The position of the first pattern that matches `path`."""
     for index, (plain, search) in enumerate(self._patterns):
       if plain in path and search(path):
         return index
@@ -38,7 +38,7 @@ class PathMatcher:
 
 
 def plain_text(pattern: re.Pattern[str]) -> str:
-  """The longest text that is in everything the pattern matches, as far as is plain to see.
+  """The longest text that every match of the pattern contains, as far as a simple reading shows.
 
   Example:
     >>> plain_text(re.compile('^attn_[0-9]+/(q|k)?/kernels*$'))
@@ -53,12 +53,12 @@ def plain_text(pattern: re.Pattern[str]) -> str:
   return max(_NOT_PLAIN.split(text), key=len)
 
 
-# What this simple reading of an expression could take for something else.
+# Parts of an expression that the simple reading could misread.
 _OBSCURE = re.compile(r'\(\?|\\[][()|\\xuUN0-9]|\[\^?\]|\[[^]]*[()|[]')
 
 
 _GROUP = re.compile(r'\([^()]*\)')
 
 
-# A class, a character or what stands for one, with what says how often; the rest is itself.
+# A class or a character with its quantifier; the rest of an expression matches itself.
 _NOT_PLAIN = re.compile(r'(?:\[[^]]*\]|\\.|.)(?:[*?]|\{[^}]*\})[?+]?|\[[^]]*\]|\\.|[.^$+]', re.DOTALL)

@@ -1,7 +1,7 @@
-"""Places: the ways in which a caller may say where the arrays of a tree go.
+"""Placements: the ways in which a caller determines the sharding of the arrays of a tree.
 
-A place is logical names (a tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`,
-`fsdp(...)`, a policy), or None. A tree of places that is a prefix of the arrays' tree gives each part
+A placement is logical names (a tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`,
+`fsdp(...)`, a function), or None. A tree of placements that is a prefix of the arrays' tree gives each part
 its own:
 
     ('batch', None)                                # every array by these names
@@ -17,48 +17,49 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 
-from flax_spmd._src.rules.clauses import Fsdp
-from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.rules.table import is_whole_table
 from flax_spmd.errors import LayoutError
 
 
-class Part(NamedTuple):
-  """A part of a tree, where it is in the tree, and its place."""
+class PlacedPart(NamedTuple):
+  """A part of a tree, its path in the tree, and its placement."""
 
   path: KeyPath
-  place: Any
+  placement: Any
   tree: Any
 
 
-def parts(tree: Any, places: Any) -> tuple[list[Part], Any]:
-  """The parts of a tree that places are given for, and the structure that they are the leaves of.
+def parts(tree: Any, placements: Any) -> tuple[list[PlacedPart], Any]:
+  """The parts of a tree that placements are given for, and the structure whose leaves they are.
 
   Raises:
-    LayoutError: something is no place, or the places are no prefix of the tree.
+    LayoutError: something is not a placement, or the placements are not a prefix of the tree.
   """
-  described, treedef = jax.tree_util.tree_flatten_with_path(places, is_leaf=is_place)
-  wrong = [place for _, place in described if not is_place(place)]
+  described, treedef = jax.tree_util.tree_flatten_with_path(placements, is_leaf=is_placement)
+  wrong = [placement for _, placement in described if not is_placement(placement)]
   try:
     if wrong:
-      raise ValueError(f'{wrong[0]!r} is no place.')
-    found = treedef.flatten_up_to(tree)
+      raise ValueError(f'{wrong[0]!r} is not a placement.')
+    trees = treedef.flatten_up_to(tree)
   except (ValueError, TypeError) as error:
     raise LayoutError(
-      f'The places {places!r} are no prefix of the tree: {error}\n'
-      "Fix: give one array's names, such as ('batch', None), for all leaves, or a tree of places shaped "
+      f'The placements {placements!r} are not a prefix of the tree: {error}\n'
+      "Fix: give one array's names, such as ('batch', None), for all leaves, or a tree of placements shaped "
       'like the arrays; mesh axes go into a PartitionSpec, rules into Rules(...).'
     ) from None
-  return [Part(path, place, part) for (path, place), part in zip(described, found, strict=True)], treedef
+  return [
+    PlacedPart(path, one, part) for (path, one), part in zip(described, trees, strict=True)
+  ], treedef
 
 
-def is_place(x: Any) -> bool:
-  """Whether this says where arrays go, rather than being a tree of such."""
+def is_placement(x: Any) -> bool:
+  """Whether this is one placement, rather than a tree of them."""
   return x is None or is_names(x) or isinstance(x, (PartitionSpec, Sharding)) or is_table(x)
 
 
 def is_table(x: Any) -> bool:
   """Whether this is a rule table, or a clause that is one on its own."""
-  return isinstance(x, (Rules, Fsdp)) or (callable(x) and not isinstance(x, (type, Sharding)))
+  return not isinstance(x, Sharding) and is_whole_table(x)
 
 
 def is_names(x: Any) -> bool:

@@ -1,16 +1,15 @@
-"""Rules: one ordered table that says over which mesh axes each dimension of each array is laid.
+"""Rules: the ordered table of rules that determines the mesh axes of every dimension of every array.
 
     rules = Rules(('batch', 'data'), ('hidden', 'model'), ('vocab', ('data', 'model')), ('embed', None))
     rules = Rules(('attn/.*kernel$', PartitionSpec(None, 'model')), fsdp('data'))
 
-A table is a value: immutable, hashable, equal by content. It adds with `+`, and swapping it for
-another one is how layouts are tried. The kinds of clauses: `flax_spmd.clauses`; how names are
-resolved: `flax_spmd.resolution`.
+A table is a value: immutable, hashable, equal by content. Tables add with `+`, and trying another layout
+means swapping the table. The kinds of rules are in `rules/clauses`, name resolution in `logical_axes`.
 
-Two steps decide an array. The first rule that applies to it *owns* it: a path rule whose expression is
-found in its path, a policy that returns a spec, or a logical rule for one of its names (then all its names
-are resolved). Then each `fsdp` fills a dimension that is still open. So a rule for a part of the tree goes
-before the rules for names that occur in that part.
+An array is decided in two steps. First, one rule *owns* it: the first in order that applies, whether a path
+rule whose expression matches its path, a function that returns a spec, or a name rule for one of its names
+(then all its names are resolved together). Then each `fsdp` shards one dimension that is still open. So a
+rule for one part of the tree stands before the rules for names that occur in that part.
 """
 
 from __future__ import annotations
@@ -18,24 +17,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules.clauses import Fsdp
-from flax_spmd._src.rules.decisions import (
-  UNCONSTRAINED,
-  Axes,
-  Names,
-  Policies,
-  Resolution,
-  RuleId,
-  axis_names,
-  rule_text,
+from flax_spmd._src.rules.clauses import (
+  AnnotationRule,
+  Clause,
+  Fsdp,
+  FunctionRule,
+  NameRule,
+  PathRule,
+  RuleTable,
 )
+from flax_spmd._src.rules.decisions import Axes, Names, Policies, Resolution, RuleId, rule_text
 from flax_spmd._src.rules.logical_axes import Resolver
-from flax_spmd._src.rules.path_patterns import compiled
+from flax_spmd._src.rules.toml_values import quoted
 from flax_spmd.errors import (
   MeshAxisError,
   Problem,
@@ -45,24 +43,23 @@ from flax_spmd.errors import (
   raise_problems,
 )
 
-Clause: TypeAlias = Any
-"""`(name, axes)`, `(path, PartitionSpec)`, `(path, Rules)`, `('@name', ...)`, an `Fsdp`, or a function."""
+KINDS: tuple[type[Clause], ...] = (NameRule, PathRule, AnnotationRule, Fsdp, FunctionRule)
+"""The kinds of rules, in the order in which they are tried on a clause that a user wrote."""
 
 
 @set_module('flax_spmd')
-class Rules:
+class Rules(RuleTable):
   """An ordered, immutable, hashable table of clauses.
 
   Args:
     *clauses: `(logical name, mesh axes)`, `(path regex, PartitionSpec)`, `(path regex, Rules)`,
-      `fsdp(...)`, `('@annotation', PartitionSpec | Rules | fsdp(...) | policy)`, a policy
-      `(leaf) -> PartitionSpec | None`; or whole tables (tuples, lists, `Rules`), which are put in at
-      that place.
-    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`. They are the
-      table's: those of tables that are put in, or added on the right, are not taken over.
+      `fsdp(...)`, `('@annotation', PartitionSpec | Rules | fsdp(...) | function)`, or a function
+      `(leaf) -> PartitionSpec | None`. Whole tables (tuples, lists, `Rules`) are inserted clause by clause.
+    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`. Policies of
+      inserted tables, and of tables added on the right, are dropped.
 
   Raises:
-    RulesError: a clause is no clause, a path is no regular expression, or a policy is no policy.
+    RulesError: a clause or a policy is invalid, or a path is not a regular expression.
 
   Example:
     >>> rules = Rules(('batch', 'data'), ('hidden', 'model'))
@@ -73,28 +70,29 @@ class Rules:
   """
 
   def __init__(self, *clauses: Any, **policies: Any):
-    self._clauses = _read(clauses)
+    self._parsed = _parsed(clauses)
+    self._clauses = tuple(clause.written for clause in self._parsed)
     self._policies = _read_policies(policies)
     self._hash = hash((self._clauses, self._policies))
 
   @classmethod
   def of(cls, rules: Any, **policies: Any) -> Rules:
-    """`rules` as a table: a `Rules` (with these policies changed), the tuple or list of one, or a
-    single `fsdp(...)` or policy.
+    """A table from a `Rules` (with these policies changed), a tuple or list of clauses, or a single
+    `fsdp(...)` or function.
 
     Raises:
-      RulesError: `rules` is neither, or a clause in it is no clause.
+      RulesError: `rules` is none of these, or a clause in it is invalid.
     """
     if isinstance(rules, Rules):
       return rules.replace(**policies) if policies else rules
-    if isinstance(rules, Fsdp) or (callable(rules) and not isinstance(rules, type)):
+    if is_whole_table(rules):
       return cls(rules, **policies)
     if not isinstance(rules, (tuple, list)):
       raise RulesError(
         f'A rule table is a tuple or a list of rules, got {rules!r}.\n'
         "Fix: write it as (('batch', 'data'), ('hidden', 'model'))."
       )
-    if is_logical(rules) or is_path(rules) or is_annotation(rules):
+    if _parse(rules) is not None:
       raise RulesError(
         f'{rules!r} is one rule, where a table of rules is expected.\n'
         f'Fix: write a table of one rule with a comma, ({rules!r},).'
@@ -102,18 +100,23 @@ class Rules:
     return cls(*rules, **policies)
 
   @property
-  def clauses(self) -> tuple[Clause, ...]:
-    """The clauses, in order."""
+  def clauses(self) -> tuple[Any, ...]:
+    """The clauses as users write them, in order."""
     return self._clauses
+
+  @property
+  def parsed(self) -> tuple[Clause, ...]:
+    """The clauses as objects, in order."""
+    return self._parsed
 
   @cached_property
   def pairs(self) -> tuple[tuple[str, Axes], ...]:
-    """The logical rules as plain pairs, which is what Flax takes."""
-    return tuple(clause for clause in self._clauses if is_logical(clause))
+    """The name rules as plain pairs, the form that Flax takes."""
+    return tuple(clause.written for clause in self._parsed if isinstance(clause, NameRule))
 
   @property
   def policies(self) -> Policies:
-    """What the table does where Flax is silent."""
+    """The policies for cases in which Flax is silent."""
     return self._policies
 
   def replace(self, **policies: Any) -> Rules:
@@ -126,7 +129,7 @@ class Rules:
   def __radd__(self, other: Any) -> Rules:
     return Rules(*Rules.of(other), *self._clauses, **dataclasses.asdict(self._policies))
 
-  def __iter__(self) -> Iterator[Clause]:
+  def __iter__(self) -> Iterator[Any]:
     return iter(self._clauses)
 
   def __len__(self) -> int:
@@ -150,47 +153,53 @@ class Rules:
     policies = [f'{name}={value!r}' for name, value in self._policies.changed().items()]
     return f'Rules({", ".join([*map(repr, self._clauses), *policies])})'
 
-  def at(self, rule: RuleId) -> Clause:
-    """The clause that a decision's `rule` names; in a table within the table, the inner one."""
+  def at(self, rule: RuleId) -> Any:
+    """The clause that a decision's `rule` identifies, as users write it; in a table within the table,
+    the inner one.
+    """
+    return self.parsed_at(rule).written
+
+  def parsed_at(self, rule: RuleId) -> Clause:
+    """The clause that a decision's `rule` identifies, as an object."""
     first, *rest = rule if isinstance(rule, tuple) else (rule,)
-    clause = self._clauses[first]
-    inner = clause[1] if rest and isinstance(clause, tuple) else None
-    return inner.at(tuple(rest)) if isinstance(inner, Rules) else clause
+    clause = self._parsed[first]
+    inner = clause.table if rest else None
+    return inner.parsed_at(tuple(rest)) if isinstance(inner, Rules) else clause
 
   def all_rules(self, *, annotations: bool = False) -> list[tuple[RuleId, Clause]]:
-    """Every rule with its id; those of tables within the table stand for these tables.
+    """Every rule with its id; a table within the table contributes its own rules instead of itself.
 
     Args:
-      annotations: whether rules for annotations are in it, which decide nothing about a tree.
+      annotations: whether to include rules for annotations, which decide nothing about a tree.
     """
-    found: list[tuple[RuleId, Clause]] = []
-    for index, clause in enumerate(self._clauses):
-      if is_annotation(clause) and not annotations:
+    result: list[tuple[RuleId, Clause]] = []
+    for index, clause in enumerate(self._parsed):
+      if isinstance(clause, AnnotationRule) and not annotations:
         continue
-      if isinstance(clause, tuple) and isinstance(clause[1], Rules):
-        inner = clause[1].all_rules(annotations=annotations)
-        found += [((index, *_as_tuple(rule)), nested) for rule, nested in inner]
+      if isinstance(clause.table, Rules):
+        inner = clause.table.all_rules(annotations=annotations)
+        result += [((index, *_as_tuple(rule)), nested) for rule, nested in inner]
       else:
-        found.append((index, clause))
-    return found
+        result.append((index, clause))
+    return result
 
   @cached_property
   def by_name(self) -> Mapping[str, tuple[int, ...]]:
-    """Indices of each name's rules: a long table costs nothing per array."""
-    found: dict[str, list[int]] = {}
-    for index, clause in enumerate(self._clauses):
-      if is_logical(clause):
-        found.setdefault(clause[0], []).append(index)
-    return {name: tuple(indices) for name, indices in found.items()}
+    """Indices of the rules for each name, so that a long table costs nothing per array."""
+    indices: dict[str, list[int]] = {}
+    for index, clause in enumerate(self._parsed):
+      if isinstance(clause, NameRule):
+        indices.setdefault(clause.name, []).append(index)
+    return {name: tuple(each) for name, each in indices.items()}
 
   @cached_property
   def annotations(self) -> Mapping[str, int]:
-    """The index of the rule for each annotation, by its name without the `@`."""
-    found: dict[str, int] = {}
-    for index, clause in enumerate(self._clauses):
-      if is_annotation(clause):
-        found.setdefault(clause[0][1:], index)
-    return found
+    """Index of the first rule for each annotation, by name without its `@`."""
+    indices: dict[str, int] = {}
+    for index, clause in enumerate(self._parsed):
+      if isinstance(clause, AnnotationRule):
+        indices.setdefault(clause.name[1:], index)
+    return indices
 
   def resolve(
     self,
@@ -198,16 +207,16 @@ class Rules:
     shape: Sequence[int] | None = None,
     sizes: Mapping[str, int] | None = None,
   ) -> Resolution:
-    """Decides every dimension of an array, and says how.
+    """Decides every dimension of an array, and records the reasons.
 
     Args:
-      names: a logical name per dimension; or None, UNCONSTRAINED, or a tuple of mesh axes, which are
-        taken as they are and, with `sizes`, checked.
-      shape: the array's shape, if divisibility is to be looked at (with `sizes`).
+      names: per dimension a logical name; or None, UNCONSTRAINED, or a tuple of mesh axes, which is
+        used unchanged and, with `sizes`, checked.
+      shape: shape of the array, to check divisibility (with `sizes`).
       sizes: size per mesh axis, if the mesh is known.
 
     Returns:
-      The spec, one decision per dimension, and what the policies object to; nothing is raised.
+      The spec, one decision per dimension, and the problems that the policies report. Nothing is raised.
 
     Example:
       >>> rules = Rules(('heads', 'model'), ('mlp', 'model'), ('mlp', 'data'))
@@ -221,7 +230,7 @@ class Rules:
 
     Raises:
       LayoutError: a name occurs twice.
-      UnmatchedNameError, ConflictError: as the policies say.
+      UnmatchedNameError, ConflictError: a policy is `error`.
     """
     if names is None:
       return None
@@ -237,11 +246,40 @@ class Rules:
     """
     raise_problems(self._axis_problems(sizes, ()))
 
+  def toml(self, indent: str) -> str:
+    """The table as a TOML inline table, `{clauses = [...]}`, one clause a line.
+
+    Raises:
+      RulesError: a clause has no text form.
+    """
+    policies = ''.join(f', {line}' for line in self.toml_policies())
+    return '\n'.join(['{clauses = [', *self.toml_clauses(indent + '  '), f'{indent}]{policies}}}'])
+
+  def toml_clauses(self, indent: str) -> list[str]:
+    """The clauses as elements of a TOML list, each with a comma."""
+    return [f'{indent}{self._entry(index, indent)},' for index in range(len(self))]
+
+  def _entry(self, index: int, indent: str) -> str:
+    clause = self._parsed[index]
+    try:
+      return clause.toml_entry(indent)
+    except RulesError:
+      raise
+    except ValueError as error:
+      raise RulesError(
+        f'Rule {index} {clause!r} has no text form: {error}.\n'
+        'Fix: write path rules and fsdp(...) instead, in tables that are saved.'
+      ) from None
+
+  def toml_policies(self) -> list[str]:
+    """The policies that differ from the defaults, as TOML assignments."""
+    return [f'{name} = {quoted(value)}' for name, value in self._policies.changed().items()]
+
   def _axis_problems(self, sizes: Mapping[str, int], within: tuple[int, ...]) -> list[Problem]:
-    """The axes that the mesh lacks; a table within the table has its own policy about them."""
+    """The axes that the mesh lacks; a table within the table applies its own policy."""
     problems: list[Problem] = []
-    for index, clause in enumerate(self._clauses):
-      missing = [] if self._policies.missing_axis == 'drop' else axes_of(clause)
+    for index, clause in enumerate(self._parsed):
+      missing = [] if self._policies.missing_axis == 'drop' else clause.mesh_axes
       problems += [
         Problem(
           f'Rule {rule_text((*within, index))} {clause!r} uses mesh axis {axis!r}, but the mesh has axes '
@@ -252,75 +290,55 @@ class Rules:
         for axis in missing
         if axis not in sizes
       ]
-      if isinstance(clause, tuple) and isinstance(clause[1], Rules):
-        problems += clause[1]._axis_problems(sizes, (*within, index))
+      if isinstance(clause.table, Rules):
+        problems += clause.table._axis_problems(sizes, (*within, index))
     return problems
 
 
-def _unpickled(clauses: tuple[Clause, ...], policies: dict[str, Any]) -> Rules:
+def is_whole_table(x: Any) -> bool:
+  """Whether this is a rule table, or a clause that shards arrays on its own: `fsdp(...)`, a function."""
+  return isinstance(x, (Rules, Clause)) or FunctionRule.parse(x) is not None
+
+
+def _unpickled(clauses: tuple[Any, ...], policies: dict[str, Any]) -> Rules:
   return Rules(*clauses, **policies)
 
 
-def is_logical(clause: Clause) -> bool:
-  """Whether a clause is `(logical name, mesh axes)`."""
-  return _is_pair(clause) and _is_axes(clause[1]) and not is_annotation(clause)
-
-
-def is_path(clause: Clause) -> bool:
-  """Whether a clause is `(path regex, PartitionSpec | Rules)`."""
-  return _is_pair(clause) and isinstance(clause[1], (PartitionSpec, Rules)) and not is_annotation(clause)
-
-
-def is_annotation(clause: Clause) -> bool:
-  """Whether a clause is `('@annotation', where)`."""
-  return _is_pair(clause) and clause[0].startswith('@')
-
-
-def axes_of(clause: Clause) -> tuple[str, ...]:
-  """The mesh axes that a clause names itself; those of a table in it are that table's."""
-  target = clause[1] if isinstance(clause, tuple) else clause
-  if isinstance(target, Fsdp):
-    return axis_names(target.axes)
-  return () if isinstance(target, Rules) or callable(target) else axis_names(_plain(target))
-
-
-def _read(clauses: Sequence[Any]) -> tuple[Clause, ...]:
-  """Checks and canonicalises clauses: whole tables are put in flat, lists become tuples."""
+def _parsed(clauses: Sequence[Any]) -> tuple[Clause, ...]:
+  """Clauses as objects, inserted tables flattened; raises one error with every invalid one."""
   flat: list[Any] = []
   for clause in clauses:
     flat.extend(clause if isinstance(clause, Rules) or _is_table(clause) else [clause])
-  problems = [problem for i, clause in enumerate(flat) for problem in _wrong(i, clause)]
+  parsed = [(clause, _parse(clause)) for clause in flat]
+  problems = [
+    problem
+    for index, (written, clause) in enumerate(parsed)
+    for problem in ([_invalid(index, written)] if clause is None else clause.problems(index))
+  ]
   if problems:
     raise RulesError(problems_text(problems))
-  return tuple(
-    (clause[0], _frozen(clause[1])) if isinstance(clause, (tuple, list)) else clause for clause in flat
+  return tuple(clause for _, clause in parsed if clause is not None)
+
+
+def _parse(written: Any) -> Clause | None:
+  if isinstance(written, Clause):
+    return written
+  return next((clause for kind in KINDS if (clause := kind.parse(written)) is not None), None)
+
+
+def _invalid(index: int, clause: Any) -> Problem:
+  forms = [kind.form for kind in KINDS]
+  return Problem(
+    f'Rule {index} is {clause!r}, which is not a rule.',
+    f'write every rule as {", ".join(forms[:-1])} or {forms[-1]}.',
   )
-
-
-def _wrong(index: int, clause: Any) -> Iterator[Problem]:
-  if is_annotation(clause):
-    if not _is_place(clause[1]):
-      yield Problem(
-        f'Rule {index} is {clause!r}, but mesh axes alone are no place for an annotated value.',
-        'give an annotation a PartitionSpec, Rules, fsdp(...) or a function.',
-      )
-  elif is_path(clause):
-    found = compiled(index, clause[0])
-    if isinstance(found, Problem):
-      yield found
-  elif not is_logical(clause) and (not _is_place(clause) or isinstance(clause, PartitionSpec)):
-    yield Problem(
-      f'Rule {index} is {clause!r}, which is no rule.',
-      "write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), "
-      "('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...) or a function of a leaf.",
-    )
 
 
 def _read_policies(policies: Mapping[str, Any]) -> Policies:
   known = [field.name for field in dataclasses.fields(Policies)]
   problems = [
     Problem(
-      f'{name!r} is no policy of a rule table.' + did_you_mean(name, known),
+      f'{name!r} is not a policy of a rule table.' + did_you_mean(name, known),
       f'the policies are {", ".join(known)}.',
     )
     for name in policies
@@ -336,33 +354,5 @@ def _is_table(clause: Any) -> bool:
   return isinstance(clause, (tuple, list)) and not any(isinstance(c, str) for c in clause)
 
 
-def _is_pair(clause: Any) -> bool:
-  return isinstance(clause, (tuple, list)) and len(clause) == 2 and isinstance(clause[0], str)
-
-
-def _is_place(target: Any) -> bool:
-  """Whether this says on its own where an array goes."""
-  return isinstance(target, (PartitionSpec, Rules, Fsdp)) or (
-    callable(target) and not isinstance(target, type)
-  )
-
-
-def _is_axes(axes: Any) -> bool:
-  if isinstance(axes, (tuple, list)):
-    return all(_is_axes(axis) for axis in axes)
-  return axes is None or axes is UNCONSTRAINED or isinstance(axes, str)
-
-
-def _frozen(target: Any) -> Any:
-  """Axes as a hashable value with one spelling: lists are tuples, and no axes are None."""
-  if isinstance(target, (tuple, list)):
-    return tuple(_frozen(axis) for axis in target) or None
-  return target
-
-
 def _as_tuple(rule: RuleId) -> tuple[int, ...]:
   return rule if isinstance(rule, tuple) else (rule,)
-
-
-def _plain(target: Any) -> Any:
-  return tuple(target) if isinstance(target, PartitionSpec) else target

@@ -1,4 +1,4 @@
-"""The text form of a layout: TOML that a person can read, edit and keep in version control.
+"""Layouts as TOML: text that a person can read, edit and keep in version control.
 
     format = 1
 
@@ -20,23 +20,23 @@
     ]
     unmatched = "error"
 
-Order counts, `[]` is "replicated" (TOML has no null), and "?" is UNCONSTRAINED. Axes that are not Auto
-stand in `[mesh_axis_types]`. Parse → print → parse is the identity. Functions have no text.
+The order of clauses is their priority, `[]` is "replicated" (TOML has no null), and "?" is UNCONSTRAINED.
+Axes other than Auto are listed in `[mesh_axis_types]`. Parse → print → parse is the identity. Functions have
+no text form.
 """
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
-from flax_spmd._src.rules.clauses import Fsdp, fsdp
-from flax_spmd._src.rules.decisions import UNCONSTRAINED
-from flax_spmd._src.rules.table import Rules, is_annotation, is_logical
+from flax_spmd._src.rules.clauses import AnnotationRule, Fsdp, PathRule
+from flax_spmd._src.rules.clauses.base import kind_of_toml, toml_kinds
+from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.rules.toml_values import quoted, read_axes
 from flax_spmd.errors import MeshError, RulesError, did_you_mean
 
 FORMAT = 1
@@ -44,7 +44,7 @@ _SECTIONS = {'format', 'mesh', 'mesh_axis_types', 'rules'}
 
 
 class Parsed(NamedTuple):
-  """What a text says: size and type per axis, and the rules."""
+  """A layout file: size and type per mesh axis, and the rules."""
 
   axes: dict[str, int]
   types: dict[str, AxisType]
@@ -55,7 +55,7 @@ def write(axes: Mapping[str, int], types: Mapping[str, AxisType], rules: Rules) 
   """The text of a layout.
 
   Raises:
-    RulesError: a rule is a function, or has one.
+    RulesError: a rule has no text form, such as a function.
   """
   lines = [f'format = {FORMAT}', '', '[mesh]']
   lines += [f'{_key(name)} = {size}' for name, size in axes.items()]
@@ -63,21 +63,21 @@ def write(axes: Mapping[str, int], types: Mapping[str, AxisType], rules: Rules) 
   if special:
     lines += ['', '[mesh_axis_types]']
     lines += [f'{_key(name)} = "{type_.name.lower()}"' for name, type_ in special.items()]
-  lines += ['', '[rules]', 'clauses = [', *_clauses_text(rules, '  '), ']', *_policies_text(rules)]
+  lines += ['', '[rules]', 'clauses = [', *rules.toml_clauses('  '), ']', *rules.toml_policies()]
   return '\n'.join(lines) + '\n'
 
 
 def read(text: str) -> Parsed:
-  """Reads a text that `write` wrote, or that a person did.
+  """Reads a layout file.
 
   Raises:
-    RulesError: it does not parse (names the line), an entry is missing or unknown, or it was
-      written by a newer version.
+    RulesError: the text is not TOML (with the line), an entry is missing or unknown, or a newer version
+      wrote the file.
   """
   try:
     table = tomllib.loads(text)
   except tomllib.TOMLDecodeError as error:
-    raise RulesError(f'The layout file is no TOML: {error}.\nFix: correct the file there.') from None
+    raise RulesError(f'The layout file is not TOML: {error}.\nFix: correct the file there.') from None
   _check_sections(table)
   rules = _rules(table['rules'], 'rules')
   types = {name: _axis_type(name, value) for name, value in table.get('mesh_axis_types', {}).items()}
@@ -85,14 +85,14 @@ def read(text: str) -> Parsed:
 
 
 def check_same_axes(parsed: Parsed, axes: Mapping[str, int]) -> None:
-  """Raises `MeshError` unless a mesh has the axes that the text asks for; a size of -1 is any."""
+  """Raises `MeshError` unless a mesh has the axes of the file; a size of -1 matches any."""
   sizes = [
-    size if wanted == -1 else wanted
-    for wanted, size in zip(parsed.axes.values(), axes.values(), strict=False)
+    size if required == -1 else required
+    for required, size in zip(parsed.axes.values(), axes.values(), strict=False)
   ]
   if list(parsed.axes) != list(axes) or sizes != list(axes.values()):
     raise MeshError(
-      f'The layout file asks for the mesh {parsed.axes}, got {dict(axes)}.\n'
+      f'The layout file requires the mesh {parsed.axes}, got {dict(axes)}.\n'
       'Fix: pass a mesh with these axes and sizes, or edit the file.'
     )
 
@@ -114,13 +114,11 @@ def _check_sections(table: Mapping[str, Any]) -> None:
     if not isinstance(table.get(name), dict):
       raise RulesError(f'The layout file has no section [{name}].\nFix: add it.')
   types = table.get('mesh_axis_types', {})
-  strangers = (
-    [name for name in types if name not in table['mesh']] if isinstance(types, dict) else [types]
-  )
-  if strangers:
+  unknown = [name for name in types if name not in table['mesh']] if isinstance(types, dict) else [types]
+  if unknown:
     raise RulesError(
-      f'The layout file has {strangers[0]!r} in [mesh_axis_types], which is no axis of its mesh.'
-      f'{did_you_mean(str(strangers[0]), table["mesh"])}\nFix: the axes are {", ".join(table["mesh"])}.'
+      f'The layout file has {unknown[0]!r} in [mesh_axis_types], which is not an axis of its mesh.'
+      f'{did_you_mean(str(unknown[0]), table["mesh"])}\nFix: the axes are {", ".join(table["mesh"])}.'
     )
 
 
@@ -135,7 +133,7 @@ def _axis_type(name: str, value: Any) -> AxisType:
 
 
 def _rules(table: Any, where: str) -> Rules:
-  """A table, `[rules]` or the `rules` of a clause."""
+  """A rule table: `[rules]`, or `rules` within a clause."""
   if not isinstance(table, dict):
     raise RulesError(f'The layout file has {table!r} for {where}.\nFix: write {{clauses = [...]}}.')
   policies = {name: value for name, value in table.items() if name != 'clauses'}
@@ -150,117 +148,30 @@ def _rules(table: Any, where: str) -> Rules:
 
 
 def _clause(entry: Any, where: str) -> Any:
-  """A clause: a pair stands for itself, everything else is a small table."""
+  """A clause: a pair is a name rule, a small table any other kind."""
   if isinstance(entry, list) and len(entry) == 2:
-    return (entry[0], _open(entry[1]))
+    return (entry[0], read_axes(entry[1]))
   if not isinstance(entry, dict):
-    return entry  # no rule, as `Rules` will say
-  known = {'path', 'annotation', *_PLACES, *_FSDP_OPTIONS}
+    return entry  # not a rule, as `Rules` will report
+  try:
+    return kind_of_toml(entry).from_toml(entry, lambda table: _rules(table, f'{where}.rules'))
+  except RulesError:
+    raise
+  except ValueError:
+    raise _meaningless(entry, where) from None
+
+
+def _meaningless(entry: dict[str, Any], where: str) -> RulesError:
+  kinds = toml_kinds()
+  known = {'spec', 'rules', *kinds, *(key for kind in kinds.values() for key in kind.toml_keys)}
   unknown = [key for key in entry if key not in known]
-  places = [key for key in _PLACES if key in entry]
-  misplaced = [key for key in _FSDP_OPTIONS if key in entry and 'fsdp' not in entry]
-  both = 'path' in entry and ('fsdp' in entry or 'annotation' in entry)
-  if unknown or misplaced or both or len(places) != 1 or not _is_spec(entry.get('spec', [])):
-    raise RulesError(
-      f'The layout file has a rule {where} that means nothing: {entry!r}.'
-      + (did_you_mean(unknown[0], known) if unknown else '')
-      + '\nFix: write {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"} or '
-      '{annotation = "name", ...} with one of spec, rules and fsdp.'
-    )
-  target = _PLACES[places[0]](entry, where)
-  if 'annotation' in entry:
-    return (f'@{entry["annotation"]}', target)
-  return (entry['path'], target) if 'path' in entry else target
-
-
-def _is_spec(value: Any) -> bool:
-  """Whether this is a list with mesh axes for each dimension: a string, or a list of them."""
-  of_strings = lambda axes: isinstance(axes, list) and all(isinstance(axis, str) for axis in axes)
-  return isinstance(value, list) and all(isinstance(axes, str) or of_strings(axes) for axes in value)
-
-
-def _spec(entry: dict[str, Any], where: str) -> PartitionSpec:
-  return PartitionSpec(*(_open(tuple(e) if isinstance(e, list) else e) or None for e in entry['spec']))
-
-
-def _fsdp(entry: dict[str, Any], where: str) -> Fsdp:
-  return fsdp(entry['fsdp'], **{name: entry[name] for name in _FSDP_OPTIONS if name in entry})
-
-
-_PLACES = {
-  'spec': _spec,
-  'rules': lambda entry, where: _rules(entry['rules'], f'{where}.rules'),
-  'fsdp': _fsdp,
-}
-_FSDP_OPTIONS = ('min_size', 'skip')
-
-
-def _open(value: Any) -> Any:
-  """What a text says, with UNCONSTRAINED for "?"."""
-  if isinstance(value, (list, tuple)):
-    return type(value)(map(_open, value))
-  return UNCONSTRAINED if value == '?' else value
-
-
-def _clauses_text(rules: Rules, indent: str) -> list[str]:
-  return [line for i, clause in enumerate(rules) for line in _clause_text(i, clause, indent)]
-
-
-def _clause_text(index: int, clause: Any, indent: str) -> list[str]:
-  if isinstance(clause, Fsdp):
-    return [f'{indent}{{{_fsdp_text(clause)}}},']
-  if callable(clause):
-    raise _no_text(index, clause)
-  name, target = clause
-  if is_logical(clause):
-    return [f'{indent}[{_quoted(name)}, {_axes_text(target)}],']
-  head = f'annotation = {_quoted(name[1:])}' if is_annotation(clause) else f'path = {_quoted(name)}'
-  if isinstance(target, PartitionSpec):
-    return [f'{indent}{{{head}, spec = [{", ".join(map(_axes_text, target))}]}},']
-  if isinstance(target, Fsdp):
-    return [f'{indent}{{{head}, {_fsdp_text(target)}}},']
-  if not isinstance(target, Rules):
-    raise _no_text(index, clause)
-  policies = ''.join(f', {line}' for line in _policies_text(target))
-  inner = _clauses_text(target, indent + '  ')
-  return [f'{indent}{{{head}, rules = {{clauses = [', *inner, f'{indent}]{policies}}}}},']
-
-
-def _fsdp_text(clause: Fsdp) -> str:
-  changed = {
-    name: getattr(clause, name)
-    for name in _FSDP_OPTIONS
-    if getattr(clause, name) != getattr(Fsdp(''), name)
-  }
-  return ', '.join(
-    [
-      f'fsdp = {_axes_text(clause.axes)}',
-      *(f'{name} = {_quoted(value)}' for name, value in changed.items()),
-    ]
-  )
-
-
-def _policies_text(rules: Rules) -> list[str]:
-  return [f'{name} = {_quoted(value)}' for name, value in rules.policies.changed().items()]
-
-
-def _axes_text(axes: Any) -> str:
-  if axes is None:
-    return '[]'
-  return _quoted(jax.tree.map(lambda axis: '?' if axis is UNCONSTRAINED else axis, axes))
-
-
-def _no_text(index: int, clause: Any) -> RulesError:
+  forms = [kind.toml_form for kind in (PathRule, Fsdp, AnnotationRule)]
   return RulesError(
-    f'Rule {index} {clause!r} has no text: it is a function.\n'
-    'Fix: say it with path rules and fsdp(...) in tables that are to be saved.'
+    f'The layout file has a rule {where} that means nothing: {entry!r}.'
+    + (did_you_mean(unknown[0], known) if unknown else '')
+    + f'\nFix: write {", ".join(forms[:-1])} or {forms[-1]}.'
   )
 
 
 def _key(name: str) -> str:
-  return name if name.isidentifier() and name.isascii() else _quoted(name)
-
-
-def _quoted(value: Any) -> str:
-  """Strings and lists of strings: JSON's text is TOML's, but for two kinds of characters."""
-  return json.dumps(value, ensure_ascii=False).replace('\x7f', '\\u007f')
+  return name if name.isidentifier() and name.isascii() else quoted(name)

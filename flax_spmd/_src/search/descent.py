@@ -1,9 +1,9 @@
-"""Descent: from candidate to candidate, one change at a time, as long as it gets better.
+"""Coordinate descent over candidates, with random restarts.
 
-Of each thing that can change (a name's place, the mesh, the fill, ...) all alternatives are tried, and the
-best is kept, until no single change helps. Then it begins again, from the next of the best seeds, and
-later from a good candidate with a few random changes. What is good is made simpler in the end. The order is random, by a seed; what is random
-does not depend on time, so that the same question has the same answer.
+For each thing that can change (the axes of a name, the mesh, `fsdp`, ...) all alternatives are tried and the best is
+taken, until no single change lowers the cost. The search then restarts from the next of the best starting points,
+and later from a good candidate with a few random changes. The order is random but depends on the seed alone, never
+on time, so equal searches return equal results.
 """
 
 from __future__ import annotations
@@ -13,105 +13,107 @@ from collections.abc import Callable, Sequence
 
 from flax_spmd._src.search.candidate import Candidate
 
-Worth = Callable[[Candidate], float]
-"""What a candidate costs, the less the better; raises `Enough` where no more may be tried."""
+CandidateCost = Callable[[Candidate], float]
+"""Cost of a candidate; lower is better. Raises `BudgetSpent` once no more candidates may be tried."""
 
-_STARTS = 8  # of the best seeds, how many are gone down from
-_KICKS = 3  # random changes before a new beginning
-_ALIKE = 5e-4  # by how much a simpler candidate may be worse
-_IDLE = 25  # beginnings in a row that find nothing new
+_MAX_STARTS = 8  # starting points to descend from
+_PERTURBATIONS = 3  # random changes before a restart
+_TOLERANCE = 5e-4  # relative cost that a simpler candidate may add
+_MAX_IDLE = 25  # restarts in a row without a new candidate
 
 
-class Enough(Exception):
-  """As many candidates have been tried as were asked for, or for as long."""
+class BudgetSpent(Exception):
+  """Raised when the limit of candidates or of time is reached."""
 
 
 def descend(
-  seeds: Sequence[Candidate],
-  worth: Worth,
+  starts: Sequence[Candidate],
+  cost: CandidateCost,
   coordinates: Callable[[Candidate], list[list[Candidate]]],
   seed: int = 0,
 ) -> None:
-  """Tries candidates until `worth` has enough, or nothing new is found.
+  """Tries candidates until `cost` raises `BudgetSpent`, or restarts find nothing new.
 
   Args:
-    seeds: where to begin.
-    worth: tries a candidate; it is asked again for those that it knows.
-    coordinates: for each thing that can change in a candidate, what becomes of it.
-    seed: of what is random.
+    starts: candidates to start from.
+    cost: cost of a candidate; called again for known candidates.
+    coordinates: for each thing that can change, the changed candidates.
+    seed: seed of the random number generator.
 
   Example:
     >>> tried = {}
-    >>> def worth(candidate):
-    ...   return tried.setdefault(candidate, abs(candidate.least - 7))
+    >>> def cost(candidate):
+    ...   return tried.setdefault(candidate, abs(candidate.min_size - 7))
     >>> def coordinates(candidate):
-    ...   return [[candidate._replace(least=candidate.least + step) for step in (-1, 1)]]
-    >>> descend([Candidate((), least=3)], worth, coordinates)
-    >>> min(tried, key=worth).least
+    ...   return [[candidate._replace(min_size=candidate.min_size + step) for step in (-1, 1)]]
+    >>> descend([Candidate((), min_size=3)], cost, coordinates)
+    >>> min(tried, key=cost).min_size
     7
   """
-  chance = random.Random(seed)
+  rng = random.Random(seed)
   known: dict[Candidate, float] = {}
 
-  def asked(candidate: Candidate) -> float:
-    known[candidate] = worth(candidate)
+  def recorded(candidate: Candidate) -> float:
+    known[candidate] = cost(candidate)
     return known[candidate]
 
   try:
-    starts = sorted(seeds, key=asked)[:_STARTS]
-    bottoms = [_down(start, asked, coordinates, chance) for start in starts]
+    best_starts = sorted(starts, key=recorded)[:_MAX_STARTS]
+    minima = [_minimum(start, recorded, coordinates, rng) for start in best_starts]
     idle = 0
-    while bottoms and idle < _IDLE:
+    while minima and idle < _MAX_IDLE:
       before = len(known)
-      best = sorted(dict.fromkeys(bottoms), key=asked)[:_STARTS]
-      bottoms.append(
-        _down(_kicked(chance.choice(best), coordinates, chance), asked, coordinates, chance)
-      )
+      best = sorted(dict.fromkeys(minima), key=recorded)[:_MAX_STARTS]
+      restart = _perturbed(rng.choice(best), coordinates, rng)
+      minima.append(_minimum(restart, recorded, coordinates, rng))
       idle = idle + 1 if len(known) == before else 0
-  except Enough:
+  except BudgetSpent:
     return
 
 
-def _down(
+def _minimum(
   start: Candidate,
-  worth: Worth,
+  cost: CandidateCost,
   coordinates: Callable[[Candidate], list[list[Candidate]]],
-  chance: random.Random,
+  rng: random.Random,
 ) -> Candidate:
-  """The candidate that no single change improves."""
-  here, improved = start, True
+  """A candidate that no single change improves."""
+  current, improved = start, True
   while improved:
     improved, changes = False, coordinates(start)
-    for number in chance.sample(range(len(changes)), len(changes)):
-      best = min(changes[number], key=worth, default=here) if number < len(changes) else here
-      if worth(best) < worth(here):
-        here, improved, changes = best, True, coordinates(best)  # there may be fewer of them now
-    start = here
-  return here
+    for number in rng.sample(range(len(changes)), len(changes)):
+      best = min(changes[number], key=cost, default=current) if number < len(changes) else current
+      if cost(best) < cost(current):
+        # The new candidate may have fewer coordinates.
+        current, improved, changes = best, True, coordinates(best)
+    start = current
+  return current
 
 
 def simplified(
-  candidate: Candidate, worth: Worth, simpler: Callable[[Candidate], list[Candidate]]
+  candidate: Candidate, cost: CandidateCost, simpler: Callable[[Candidate], list[Candidate]]
 ) -> Candidate:
-  """Without what buys nothing: the simpler one is taken as long as it is as good.
+  """The candidate without rules that do not lower its cost.
 
   Example:
-    >>> simpler = lambda one: [one._replace(least=one.least - 1)]
-    >>> simplified(Candidate((), least=9), lambda one: 1.0 if one.least > 6 else 2.0, simpler).least
+    >>> simpler = lambda one: [one._replace(min_size=one.min_size - 1)]
+    >>> cost = lambda one: 1.0 if one.min_size > 6 else 2.0
+    >>> simplified(Candidate((), min_size=9), cost, simpler).min_size
     7
   """
   for one in simpler(candidate):
-    if worth(one) <= worth(candidate) * (1 + _ALIKE):
-      return simplified(one, worth, simpler)
+    if cost(one) <= cost(candidate) * (1 + _TOLERANCE):
+      return simplified(one, cost, simpler)
   return candidate
 
 
-def _kicked(
+def _perturbed(
   candidate: Candidate,
   coordinates: Callable[[Candidate], list[list[Candidate]]],
-  chance: random.Random,
+  rng: random.Random,
 ) -> Candidate:
-  for _ in range(_KICKS):
+  """The candidate after a few random changes."""
+  for _ in range(_PERTURBATIONS):
     changes = [change for change in coordinates(candidate) if change]
-    candidate = chance.choice(chance.choice(changes)) if changes else candidate
+    candidate = rng.choice(rng.choice(changes)) if changes else candidate
   return candidate

@@ -1,8 +1,8 @@
-"""Kept: what was estimated, in a file, so that a search that is killed goes on where it was.
+"""Estimate cache: the estimates of a search in a file, so that a killed search resumes.
 
-One line of JSON for each estimate, added as it is made; a line that was cut off is left out. The file is
-found by what the program does (`explore.programs`) and by its target. Its first line says which versions
-made it: a file of others is begun anew.
+The file has one line of JSON per estimate, appended as soon as it is made; an incomplete last line is ignored. The file
+name is a digest of the program and the target. The first line records the versions and a digest of the package's
+source that made the estimates; a file of another version is discarded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flax_spmd._src import estimate
-from flax_spmd._src.compare import costs
 from flax_spmd._src.compare.compilation import cache_folder
 from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.hardware import Target
@@ -28,65 +26,87 @@ from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
 
 FORMAT = 1
+PACKAGE = Path(__file__).parents[2]  # flax_spmd
 
 
-class Kept(NamedTuple):
-  """The estimates of a program on a target.
+class EstimateCache(NamedTuple):
+  """The cached estimates of a program on a target.
 
   Attributes:
-    file: where they are.
-    known: by the layouts' digests.
-    rebuilt: the versions that made a file which was thrown away, or ''.
+    file: file of the estimates.
+    lines: content of the estimates by digest of the layout.
+    outdated: versions that made a discarded file, or ''.
   """
 
   file: Path
-  known: dict[str, dict[str, Any]]
-  rebuilt: str = ''
+  lines: dict[str, dict[str, Any]]
+  outdated: str = ''
 
   def get(self, name: str, layout: Layout) -> Outcome | None:
-    """What was estimated of a layout, if it was."""
-    content = self.known.get(_digest(layout))
+    """The cached estimate of a layout under a new name, or None."""
+    content = self.lines.get(_digest(layout))
     return None if content is None else _outcome(name, layout, content)
 
   def add(self, outcome: Outcome) -> None:
-    """Adds a line; without room for it, says so once and goes on."""
+    """Appends an estimate to the file. Warns if the file cannot be written."""
     key = _digest(outcome.layout)
-    self.known[key] = _content(outcome)
-    _append(self.file, {'layout': key, **self.known[key]})
+    self.lines[key] = _content(outcome)
+    _append(self.file, {'layout': key, **self.lines[key]})
 
 
-def open_kept(identity: str, target: Target, fresh: bool = False) -> Kept:
-  """What was kept of a program on a target; an empty file, if nothing was.
+def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCache:
+  """Opens the cache of a program on a target.
 
   Args:
-    identity: a digest of the program.
+    identity: digest of the program.
     target: the hardware.
-    fresh: whether what is there is thrown away.
+    fresh: whether to discard cached estimates.
   """
   key = hashlib.sha256(repr([identity, target]).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
   versions = {'jaxlib': jaxlib_version(), 'flax-spmd': _own_version()}
-  head = {'format': FORMAT, **versions, 'estimator': _estimator()}
+  head = {'format': FORMAT, **versions, 'source': package_digest()}
   lines = [] if fresh else _lines(file)
   if lines and lines[0] == head:
-    return Kept(file, {line['layout']: line for line in lines[1:] if 'layout' in line})
+    return EstimateCache(file, {line['layout']: line for line in lines[1:] if 'layout' in line})
   _begin(file, head)
-  return Kept(file, {}, _versions(lines[0]) if lines else '')
+  return EstimateCache(file, {}, _versions(lines[0]) if lines else '')
+
+
+@functools.cache
+def package_digest() -> str:
+  """The source digest of this package, computed once per process."""
+  return source_digest(PACKAGE)
+
+
+def source_digest(package: Path) -> str:
+  """A digest of the paths and contents of all `.py` and `.toml` files below a folder.
+
+  Nearly every part of the package contributes to an estimate: reading names, rules, planning, lowering,
+  propagation, hardware data. A digest of all parts cannot miss one that is added later.
+  """
+  digest = hashlib.sha256()
+  files = {file.relative_to(package).as_posix(): file for file in package.rglob('*.*')}
+  for path, file in sorted(files.items()):
+    if file.suffix in ('.py', '.toml'):
+      content = hashlib.sha256(file.read_bytes()).hexdigest()
+      digest.update(f'{path} {content}\n'.encode())
+  return digest.hexdigest()[:16]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-  """The lines that can be read; the last one may have been cut off."""
+  """The lines of a file; an empty dict for an incomplete or damaged line."""
   try:
     text = file.read_text(errors='replace')
   except OSError:
     return []
-  found = []
+  lines = []
   for line in text.splitlines():
     try:
-      found.append(json.loads(line))
+      lines.append(json.loads(line))
     except ValueError:
-      found.append({})
-  return [line if isinstance(line, dict) else {} for line in found]
+      lines.append({})
+  return [line if isinstance(line, dict) else {} for line in lines]
 
 
 def _begin(file: Path, head: dict[str, Any]) -> None:
@@ -94,11 +114,11 @@ def _begin(file: Path, head: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(head) + '\n')
   except OSError as error:
-    _complain(file, error)
+    _warn(file, error)
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:
-  """A line of its own, even after one that was cut off."""
+  """Appends a line, on a new line even if the last one is incomplete."""
   try:
     with open(file, 'a+b') as stream:
       stream.seek(0, os.SEEK_END)
@@ -108,28 +128,20 @@ def _append(file: Path, line: dict[str, Any]) -> None:
         stream.write(b'' if whole else b'\n')
       stream.write(json.dumps(line).encode() + b'\n')
   except OSError as error:
-    _complain(file, error)
+    _warn(file, error)
 
 
-def _complain(file: Path, error: OSError) -> None:
+def _warn(file: Path, error: OSError) -> None:
   warnings.warn(
-    f'Estimates cannot be kept in {file.parent}: {error.strerror}. Set FLAX_SPMD_CACHE to another folder.',
+    f'Estimates cannot be cached in {file.parent}: {error.strerror}. '
+    'Set FLAX_SPMD_CACHE to another folder.',
     stacklevel=4,
   )
 
 
 def _versions(head: dict[str, Any]) -> str:
   names = {'jaxlib': head.get('jaxlib'), 'flax-spmd': head.get('flax-spmd')}
-  return (
-    ', '.join(f'{name} {version}' for name, version in names.items() if version) or 'nobody knows what'
-  )
-
-
-@functools.cache
-def _estimator() -> str:
-  """A digest of what makes the estimates: a version number says little while one works on it."""
-  files = [*Path(estimate.__path__[0]).rglob('*.py'), Path(costs.__file__)]
-  return hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
+  return ', '.join(f'{name} {version}' for name, version in names.items() if version) or 'unknown'
 
 
 def _own_version() -> str:
@@ -159,23 +171,23 @@ def _content(outcome: Outcome) -> dict[str, Any]:
 
 
 def _outcome(name: str, layout: Layout, content: dict[str, Any]) -> Outcome | None:
-  """As it was; None for a line that is none."""
+  """The outcome of a line; None for a damaged line."""
   try:
     memory, counts, cost = content['memory'], content['counts'], content['cost']
     links = {tuple(axes): seconds for axes, seconds in content['links'] or ()}
-    listed = tuple(_collective(one) for one in content['collectives'] or ())
+    collectives = tuple(_collective(fields) for fields in content['collectives'] or ())
     return Outcome(
-      name,
-      layout,
-      memory and Memory(*memory),
-      counts and Counts(*map(_tuples, counts))._replace(collectives=listed),
-      cost and Cost(*cost)._replace(links=links),
-      content['fits'],
-      content['error'],
-      None,
-      None,
-      content['source'],
-      tuple(content['doubts']),
+      name=name,
+      layout=layout,
+      memory=memory and Memory(*memory),
+      counts=counts and Counts(*map(_tuples, counts))._replace(collectives=collectives),
+      cost=cost and Cost(*cost)._replace(links=links),
+      fits=content['fits'],
+      error=content['error'],
+      program=None,
+      compiled=None,
+      source=content['source'],
+      doubts=tuple(content['doubts']),
     )
   except (KeyError, TypeError, ValueError):
     return None

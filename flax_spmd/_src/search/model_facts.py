@@ -1,94 +1,99 @@
-"""Facts: what a search knows of a model before it tries anything.
+"""Model facts: the logical names of a model and the sizes of their dimensions, known before the search.
 
-Which names there are, what sizes their dimensions have, which of them meet on one array. A model whose
-parameters have no names is searched by the paths of its arrays: each kind of path stands for a name.
+The parameters of a model without names are grouped by path instead; each group is searched like a name.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.compare.train_step import TrainStep
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.search.candidate import MIN_SIZE
 
-_LEASTS = (MIN_SIZE, 2**14, 1)  # elements of the smallest array that `fsdp` may take
-_MANY = 12  # paths, before those that differ in numbers are taken together
+_MIN_SIZES = (MIN_SIZE, 2**14, 1)  # elements of the smallest array that `fsdp` shards
+_MANY = 12  # paths; with more, paths that differ in numbers only form one group
 
 
 class PathKind(NamedTuple):
-  """Arrays of parameters without names that are laid alike: their paths, and the shapes that they have."""
+  """Unnamed parameters that share a path pattern and are sharded alike.
+
+  Attributes:
+    pattern: regular expression of their paths.
+    shapes: their distinct shapes.
+  """
 
   pattern: str
   shapes: tuple[tuple[int, ...], ...]
 
 
-class Facts(NamedTuple):
-  """A model, as far as its names go.
+class ModelFacts(NamedTuple):
+  """Logical names of a model.
 
   Attributes:
-    names: each name, and the sizes of its dimensions.
-    parameters: the names that dimensions of the state have.
-    together: pairs of names that stand on one array.
-    batch: the names of the batch.
-    leasts: the sizes from which `fsdp` may take arrays, that make a difference here.
-    paths: of a model whose state has no names, its kinds of arrays.
+    names: sizes of the dimensions of each logical name.
+    parameters: names on dimensions of the state.
+    together: pairs of names that occur on one array.
+    batch: names of the batch dimension.
+    min_sizes: values of `min_size` for `fsdp` that make a difference for this model.
+    paths: for a model without names, its kinds of parameters.
   """
 
   names: Mapping[str, tuple[int, ...]]
   parameters: frozenset[str]
   together: frozenset[frozenset[str]]
   batch: frozenset[str]
-  leasts: tuple[int, ...]
+  min_sizes: tuple[int, ...]
   paths: tuple[PathKind, ...] = ()
 
-  def divides(self, name: str, pieces: int) -> bool:
-    """Whether all dimensions of a name can be cut into so many pieces."""
+  def divides(self, name: str, shards: int) -> bool:
+    """Whether every dimension with a name is divisible into this number of shards."""
     sizes = [size for size in self.names[name] if size > 1 or name in self.parameters]
-    return all(size % pieces == 0 for size in sizes)
+    return all(size % shards == 0 for size in sizes)
 
-  def path_divides(self, pattern: str, dim: int, pieces: int) -> bool:
-    """The same of a dimension of a kind of arrays."""
+  def path_divides(self, pattern: str, dim: int, shards: int) -> bool:
+    """Whether a dimension of a kind of parameters is divisible into this number of shards."""
     kind = next(kind for kind in self.paths if kind.pattern == pattern)
-    return all(shape[dim] % pieces == 0 for shape in kind.shapes)
+    return all(shape[dim] % shards == 0 for shape in kind.shapes)
 
 
 def facts_of(
-  create: Callable[..., Any],
-  args: Sequence[Any],
-  places: Any,
-  batch: Any,
+  train_step: TrainStep,
   names: Mapping[str, tuple[int, ...]] | None = None,
   parameters: frozenset[str] = frozenset(),
   together: frozenset[frozenset[str]] = frozenset(),
-) -> Facts:
-  """What is known of a model.
+) -> ModelFacts:
+  """Collects the facts of a model.
 
   Args:
-    create, args: make its state.
-    places: where the batch goes, as of `search`.
-    batch: the batch.
-    names, parameters, together: as an estimator knows them; without one, they are read off the state.
+    train_step: the step, whose state is traced.
+    names, parameters, together: attributes of an `Estimator`. Without an estimator they are read off the
+      state, which leaves out names of activations.
   """
   layout = Layout(abstract_mesh({'all': 1}))
-  rows = layout.rows(layout.abstract(create, *args))
+  rows = layout.rows(layout.abstract(train_step.create, *train_step.args))
   if names is None:
-    names, parameters, together = _read(rows)
-  first = _batch_names(places)
-  sizes = tuple(sorted({leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, 'shape', ())}))
+    names, parameters, together = _names_of_state(rows)
+  first = _batch_names(train_step.placements)
+  leaves = jax.tree.leaves(train_step.batch)
+  sizes = tuple(sorted({leaf.shape[0] for leaf in leaves if getattr(leaf, 'shape', ())}))
   known = {**names, **{name: sizes for name in first if name not in names}}
-  paths = () if parameters else _kinds(rows)
-  return Facts(known, parameters, together, first & known.keys(), _leasts(rows), paths)
+  paths = () if parameters else _path_kinds(rows)
+  return ModelFacts(known, parameters, together, first & known.keys(), _min_sizes(rows), paths)
 
 
-def _read(rows: Sequence[Row]) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset]:
-  """The names of a state; those of activations only are not known here."""
+def _names_of_state(
+  rows: Sequence[Row],
+) -> tuple[dict[str, tuple[int, ...]], frozenset[str], frozenset[frozenset[str]]]:
+  """`names`, `parameters` and `together` of a state."""
   sizes: dict[str, set[int]] = {}
   pairs: set[frozenset[str]] = set()
   for row in rows:
@@ -100,32 +105,32 @@ def _read(rows: Sequence[Row]) -> tuple[dict[str, tuple[int, ...]], frozenset[st
     for name, size in logical:
       sizes.setdefault(name, set()).add(size)
     pairs |= {frozenset(pair) for pair in itertools.combinations([name for name, _ in logical], 2)}
-  names = {name: tuple(sorted(found)) for name, found in sorted(sizes.items())}
+  names = {name: tuple(sorted(known)) for name, known in sorted(sizes.items())}
   return names, frozenset(names), frozenset(pairs)
 
 
-def _batch_names(places: Any) -> frozenset[str]:
-  """The names of first dimensions of the batch."""
-  if places is None:
+def _batch_names(placements: Any) -> frozenset[str]:
+  """Logical names of the first dimensions of the batch."""
+  if placements is None:
     return frozenset({'batch'})
   is_names = lambda node: isinstance(node, tuple) and all(isinstance(n, str | None) for n in node)
-  leaves = jax.tree.leaves(places, is_leaf=is_names)
+  leaves = jax.tree.leaves(placements, is_leaf=is_names)
   return frozenset(leaf[0] for leaf in leaves if is_names(leaf) and leaf and isinstance(leaf[0], str))
 
 
-def _leasts(rows: Iterable[Row]) -> tuple[int, ...]:
-  """Of the sizes to begin with, those that take other arrays than the ones before, at most two."""
-  elements = [_count(row.shape) for row in rows if not row.path.startswith('opt_state/')]
-  found: dict[int, int] = {}
-  for least in _LEASTS:
-    taken = sum(count >= least for count in elements)
-    if taken:
-      found.setdefault(taken, least)
-  return tuple(found.values())[:2] or (MIN_SIZE,)
+def _min_sizes(rows: Iterable[Row]) -> tuple[int, ...]:
+  """Up to two values of `min_size`, each of which shards another set of arrays."""
+  elements = [math.prod(row.shape) for row in rows if not row.path.startswith('opt_state/')]
+  by_count: dict[int, int] = {}
+  for min_size in _MIN_SIZES:
+    count = sum(size >= min_size for size in elements)
+    if count:
+      by_count.setdefault(count, min_size)
+  return tuple(by_count.values())[:2] or (MIN_SIZE,)
 
 
-def _kinds(rows: Iterable[Row]) -> tuple[PathKind, ...]:
-  """Kinds of matrices (and what has more dimensions) of the parameters."""
+def _path_kinds(rows: Iterable[Row]) -> tuple[PathKind, ...]:
+  """Kinds of parameters with two or more dimensions."""
   paths = {
     row.path.partition('params/')[2]: row.shape
     for row in rows
@@ -137,16 +142,9 @@ def _kinds(rows: Iterable[Row]) -> tuple[PathKind, ...]:
     text = re.escape(path).replace(r'\-', '-')
     text = re.sub(r'\d+', r'\\d+', text) if loose else text
     kinds.setdefault((text, len(shape)), set()).add(tuple(shape))
-  many = [text for text, _ in kinds]
+  patterns = [text for text, _ in kinds]
   return tuple(
     PathKind(f'(^|/){text}$', tuple(sorted(shapes)))
     for (text, _), shapes in sorted(kinds.items())
-    if many.count(text) == 1
+    if patterns.count(text) == 1
   )
-
-
-def _count(shape: Sequence[int]) -> int:
-  found = 1
-  for size in shape:
-    found *= size
-  return found

@@ -1,12 +1,11 @@
-"""Staging: pipelines among what a search tries.
+"""Pipelines in a search: estimates and compiled outcomes of a step cut into stages.
 
-    search(step, create, batch, 'h100:64', pipelines=[OneFOneB(ranks=4), ZeroBubbleH1(ranks=4)])
+    search(train_step, 'h100:64', pipelines=[OneFOneB(ranks=4), ZeroBubbleH1(ranks=4)])
 
-A pipeline is searched on the devices of one of its ranks: there, the step without a pipeline (whose
-`accumulate` is a loop) is estimated under many layouts. A rank has about an equal part of that: of the state
-and of the work as many parts as there are ranks, and of the activations what its schedule keeps; ranks that
-wait take longer. That is rough, and only says which few are compiled: as pipelines on all devices, their
-stages over a mesh axis before the others.
+A pipeline is searched on the devices of one rank: there, the step without a pipeline (its `accumulate` is a loop) is
+estimated under many layouts. A rank has a share of 1 / ranks of the state and of the work, and the activations that its
+schedule keeps alive; idle ranks make the step longer. These estimates are rough and only select the candidates to
+compile, as pipelines on all devices with the mesh axis of the stages first.
 """
 
 from __future__ import annotations
@@ -24,211 +23,220 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
+from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
-from flax_spmd._src.search.selection import SLACK, Choice
+from flax_spmd._src.search.selection import SLACK, Selection
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.trials import Choices, Trials
-from flax_spmd._src.search.user_constraints import Wishes
+from flax_spmd._src.search.user_constraints import UserConstraints
 from flax_spmd.errors import PipelineError, Problem, SearchError, raise_problems
 
 AXIS = 'stage'
-_DOUBT = 'a pipeline, from what the step does without one on the devices of a rank'
+DOUBT = 'pipeline: derived from the step without a pipeline on the devices of one rank'
 
 
-class Staged(NamedTuple):
-  """A candidate that is a pipeline: which of the pipelines, and the layout of a rank's devices."""
+class PipelineCandidate(NamedTuple):
+  """A candidate that is a pipeline.
+
+  Attributes:
+    pipeline: number of the pipeline search that it belongs to.
+    candidate: the layout of a rank's devices.
+  """
 
   pipeline: int
   candidate: Candidate
 
-  @property
-  def choices(self) -> Choices:
-    """The arguments of the step that it goes with."""
-    return self.candidate.choices
 
-
-class Staging(NamedTuple):
-  """A schedule, and what is tried under it.
+class PipelineSearch(NamedTuple):
+  """The search under one schedule.
 
   Attributes:
     space: the layouts of a rank's devices.
-    trials: what comes of them.
+    trials: their outcomes as pipelines.
   """
 
   space: Space
-  trials: StagedTrials
+  trials: PipelineTrials
 
-  def wanted(self, top: int) -> list[Candidate]:
-    """The best few, which are compiled; where none seems to fit, the smallest."""
-    choice = Choice(self.space, self.trials, {}, top)
-    return choice.ranked(SLACK) or choice.smallest()
+  def selected(self, top: int) -> list[Candidate]:
+    """The best candidates to compile; the smallest if none seems to fit."""
+    selection = Selection(self.space, self.trials, {}, top)
+    return selection.ranked(SLACK) or selection.smallest()
 
   def shown(self) -> dict[Candidate, Outcome]:
-    """The best estimates, where nothing is compiled."""
-    return Choice(self.space, self.trials, {}, 0).shown()
+    """The best estimates, to show if nothing was compiled."""
+    return Selection(self.space, self.trials, {}, 0).shown()
 
 
 def check_pipelines(pipelines: Sequence[Any], target: Target) -> None:
-  """Raises unless these are schedules whose ranks can share the devices.
+  """Checks that the pipelines are schedules whose ranks can share the devices.
 
   Raises:
-    SearchError: all that are not.
+    SearchError: lists all pipelines that are not.
   """
   problems: list[Problem] = []
   for one in pipelines:
     if not isinstance(one, Schedule):
-      said, fix = f'pipelines: {one!r} is no schedule.', 'pass schedules, such as OneFOneB(ranks=4).'
-      problems.append(Problem(said, fix, SearchError))
+      text, fix = f'pipelines: {one!r} is not a schedule.', 'pass schedules, such as OneFOneB(ranks=4).'
+      problems.append(Problem(text, fix, SearchError))
     elif target.devices % one.ranks:
-      said = f'pipelines: {one} cannot share the {target.devices} devices of {target.text} equally.'
+      text = f'pipelines: {one} cannot share the {target.devices} devices of {target.text} equally.'
       legal = ', '.join(str(n) for n in range(2, target.devices + 1) if target.devices % n == 0)
-      problems.append(Problem(said, f'use one of {legal} ranks.', SearchError))
+      problems.append(Problem(text, f'use one of {legal} ranks.', SearchError))
   raise_problems(problems)
 
 
-def stagings(
+def pipeline_searches(
   pipelines: Sequence[Schedule],
   trials: Trials,
   space: Space,
-  wished: Callable[[Target], Wishes],
-) -> list[Staging]:
-  """What is to be tried for each schedule, of a step that can be cut.
+  constraints_on: Callable[[Target], UserConstraints],
+) -> list[PipelineSearch]:
+  """The searches for all schedules of a step that can be cut.
 
   Args:
     pipelines: the schedules.
     trials, space: of the step without a pipeline, on all devices.
-    wished: what the user asks of a rank's devices.
+    constraints_on: the user's constraints for the devices of a rank.
 
   Raises:
-    PipelineError: the step cannot be cut for a schedule, whatever is chosen.
-    SearchError: wishes that cannot be met on a rank's devices.
+    PipelineError: the step cannot be cut for a schedule under any choice.
+    SearchError: constraints that cannot be met on a rank's devices.
   """
-  if pipelines and AXIS in space.wishes.labels:
+  if pipelines and AXIS in space.constraints.labels:
     raise SearchError(
-      f'The mesh axis {AXIS!r} is the one that stages of pipelines are laid over.\n'
-      'Fix: call the axis of your wishes something else.'
+      f'The mesh axis {AXIS!r} is reserved for the stages of pipelines.\n'
+      'Fix: rename this axis in mesh, pin, forbid or batch_only.'
     )
   by_ranks: dict[int, Trials] = {}
-  found: list[Staging] = []
+  searches: list[PipelineSearch] = []
   for schedule in pipelines:
     target = share(trials.task.target, schedule.ranks)
     if schedule.ranks not in by_ranks:
       by_ranks[schedule.ranks] = trials.on(target)
-    staged = StagedTrials(trials, by_ranks[schedule.ranks], schedule)
-    staged.check(space.choices)
-    found.append(Staging(space._replace(wishes=wished(target), target=target), staged))
-  return found
+    pipelined = PipelineTrials(trials, by_ranks[schedule.ranks], schedule)
+    pipelined.check(space.choices)
+    of_rank = space._replace(constraints=constraints_on(target), target=target)
+    searches.append(PipelineSearch(of_rank, pipelined))
+  return searches
 
 
-class StagedTrials(Trials):
-  """What came of candidates as pipelines of one schedule.
+class PipelineTrials(Trials):
+  """The outcomes of candidates as pipelines of one schedule.
 
   Args:
-    whole: of the step without a pipeline, on all devices.
-    plain: the same on the devices of a rank.
-    schedule: in which order ranks run their tasks.
+    whole: trials of the step without a pipeline, on all devices.
+    plain: the same on the devices of one rank.
+    schedule: the order of each rank's tasks.
   """
 
   def __init__(self, whole: Trials, plain: Trials, schedule: Schedule):
-    super().__init__(whole.task, whole.memory, whole.first, whole.choices)
+    super().__init__(whole.task, whole.memory, whole.first, whole.choices, whole.variant)
     self.schedule, self._plain = schedule, plain
-    self._lower = whole.program
-    self._runs: dict[Choices, Simulation | PipelineError] = {}
+    self._simulations: dict[Choices, Simulation | PipelineError] = {}
 
   def check(self, choices: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises if the step cannot be cut under any choice; each is traced until one can."""
+    """Raises unless the step can be cut under some choice; traces it under each until one succeeds."""
     every = (tuple(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     errors: list[PipelineError] = []
     for chosen in every:
-      run = self._run(chosen)
-      if isinstance(run, Simulation):
+      simulation = self._simulation(chosen)
+      if isinstance(simulation, Simulation):
         return
-      errors.append(run)
+      errors.append(simulation)
     raise errors[0]
 
-  def _run(self, choices: Choices) -> Simulation | PipelineError:
-    """The schedule over time for the step's microbatches, or why there is none; cut once per choice."""
-    if choices not in self._runs:
-      task = self.program(choices).task
-      of_rank = task.target.devices // self.schedule.ranks
-      bare = Layout(abstract_mesh({AXIS: self.schedule.ranks, 'devices': of_rank}))
-      given = {'args': task.args, 'places': task.places, 'donate': task.donate}
+  def _simulation(self, choices: Choices) -> Simulation | PipelineError:
+    """The schedule for the step's number of microbatches, or the error of cutting the step."""
+    if choices not in self._simulations:
+      task = self.variant(choices).task
+      per_rank = task.target.devices // self.schedule.ranks
+      bare = Layout(abstract_mesh({AXIS: self.schedule.ranks, 'devices': per_rank}))
       try:
-        cut = cut_pipeline(
-          task.step, task.create, task.batch, self._pipeline(bare), task.target, **given
-        )
-        self._runs[choices] = self.schedule.simulate(cut.microbatches)
+        cut = cut_pipeline(task.train_step, self._pipeline(bare), task.target)
+        self._simulations[choices] = self.schedule.simulate(cut.microbatches)
       except PipelineError as error:
-        self._runs[choices] = error
-    return self._runs[choices]
+        self._simulations[choices] = error
+    return self._simulations[choices]
 
   def _pipeline(self, layout: Layout) -> Pipeline:
-    # Where a model ends its stages itself, the number of stages is not asked for.
+    # The number of stages has no effect on a model that marks its own.
     return Pipeline(layout, self.schedule, AXIS, self.schedule.stages)
 
   def name(self, candidate: Candidate) -> str:
-    """What a candidate is called."""
+    """The name of a candidate's outcome."""
     return f'{self.schedule}: {AXIS} {self.schedule.ranks}, {text_of(candidate, self.batch)}'
 
   def row(self, candidate: Candidate) -> Pipeline:
-    """What is compiled."""
+    """The row of a comparison that compiles a candidate."""
     return self._pipeline(self._layout(layout_of(candidate, self.batch)))
 
   def _layout(self, of_rank: Layout) -> Layout:
-    """That of all devices."""
+    """The layout on all devices."""
     mesh = abstract_mesh({AXIS: self.schedule.ranks, **axis_sizes(of_rank.mesh)})
     return of_rank.replace(mesh=mesh)
 
   def outcome(self, candidate: Candidate) -> Outcome:
-    """What comes of a candidate, roughly."""
+    """The rough estimate of a candidate."""
     if candidate not in self.estimated:
-      self.estimated[candidate] = self._staged(candidate, self._plain.outcome(candidate))
+      plain = self._plain.outcome(candidate)
+      self.estimated[candidate] = self._pipelined(candidate, plain)
     return self.estimated[candidate]
 
-  def without(self, candidate: Candidate, layout: Layout) -> Outcome:
-    """What is estimated of other rules for the same arguments of the step."""
-    of_rank = layout_of(candidate, self.batch).replace(rules=layout.rules)
-    return self._staged(candidate, self._plain.without(candidate, of_rank))
+  def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
+    """The rough estimate of a candidate with another rule table on its mesh."""
+    return self._pipelined(candidate, self._plain.with_rules(candidate, rules))
 
-  def _staged(self, candidate: Candidate, plain: Outcome) -> Outcome:
-    """What a rank has of a step that its devices would do alone."""
-    run, layout = self._run(candidate.choices), self._layout(plain.layout)
+  def _pipelined(self, candidate: Candidate, plain: Outcome) -> Outcome:
+    """The outcome of a pipeline, from the outcome of the whole step on a rank's devices."""
+    simulation, layout = self._simulation(candidate.choices), self._layout(plain.layout)
     name, error = self.name(candidate), plain.error
-    if isinstance(run, PipelineError):
-      error = str(run)
-    if error or plain.memory is None or plain.cost is None or isinstance(run, PipelineError):
+    if isinstance(simulation, PipelineError):
+      error = str(simulation)
+    if error or plain.memory is None or plain.cost is None or isinstance(simulation, PipelineError):
       return Outcome.failed(name, layout, error or 'not estimated')._replace(source='estimated')
-    memory = _memory(plain.memory, run)
+    memory = rank_memory(plain.memory, simulation)
     return plain._replace(
       name=name,
       layout=layout,
       memory=memory,
-      counts=plain.counts and _counts(plain.counts, self.schedule.ranks),
-      cost=_cost(plain.cost, self.schedule.ranks, run.bubble),
+      counts=plain.counts and _rank_counts(plain.counts, self.schedule.ranks),
+      cost=rank_cost(plain.cost, self.schedule.ranks, simulation.bubble),
       fits=memory.peak <= self.task.target.chip.memory,
       program=None,
       compiled=None,
       source='estimated',
-      doubts=(*plain.doubts, _DOUBT),
+      doubts=(*plain.doubts, DOUBT),
     )
 
 
-def _memory(plain: Memory, run: Simulation) -> Memory:
-  """Of a rank: its part of the state and of the gradients, and the activations that the schedule keeps.
+def rank_memory(plain: Memory, simulation: Simulation) -> Memory:
+  """The memory of a device of a rank: its share of the state and the gradients, and the live activations.
 
-  The first stages take the whole batch. Without a pipeline, the activations of one microbatch are alive.
+  A rank of the first stages holds the whole batch. Without a pipeline, one microbatch's activations are alive.
+
+  Args:
+    plain: memory of a device that runs the whole step.
+    simulation: the schedule.
   """
-  ranks = len(run.runs)
+  ranks = len(simulation.steps)
   parameters, optimizer, rest = (size // ranks for size in plain[:3])
   gradients = min(plain.temporaries, plain.parameters)
-  kept = (plain.temporaries - gradients) * max(run.peaks) // len(run.owners)
-  temporaries = gradients // ranks + kept
+  activations = plain.temporaries - gradients
+  live = activations * max(simulation.peaks) // len(simulation.stage_ranks)
+  temporaries = gradients // ranks + live
   peak = parameters + optimizer + rest + plain.batch + temporaries
   return Memory(parameters, optimizer, rest, plain.batch, temporaries, peak)
 
 
-def _cost(plain: Cost, ranks: int, bubble: float) -> Cost:
-  """Of a rank: its part of the work, and the time that it waits."""
+def rank_cost(plain: Cost, ranks: int, bubble: float) -> Cost:
+  """The cost of a rank: its share of the work, and the time in which it is idle.
+
+  Args:
+    plain: cost of the whole step on the devices of a rank.
+    ranks: number of ranks.
+    bubble: fraction of the step in which a rank is idle.
+  """
   longer = 1 / (ranks * (1 - bubble))
   links = {axes: seconds / ranks for axes, seconds in plain.links.items()}
   return Cost(
@@ -241,7 +249,7 @@ def _cost(plain: Cost, ranks: int, bubble: float) -> Cost:
   )
 
 
-def _counts(plain: Counts, ranks: int) -> Counts:
-  """Of a rank: its part of the work, and of the bytes on the wire."""
+def _rank_counts(plain: Counts, ranks: int) -> Counts:
+  """A rank's share of the work and of the bytes on the wire."""
   sent = tuple(one._replace(wire=one.wire / ranks) for one in plain.collectives)
   return plain._replace(flops=plain.flops / ranks, hbm_bytes=plain.hbm_bytes / ranks, collectives=sent)

@@ -1,10 +1,10 @@
-"""Found: the answer of a search, which is a layout ready to use, and why it is that one.
+"""Search results: the best layout of a search, and the outcomes that it was chosen from.
 
-    found = spmd.search(train_step, create_state, batch, 'h100:64')
-    print(found)                     # the winner, what its rules buy, runners-up, the Pareto front
-    found.to_toml('layout.toml')
+    result = spmd.search(train_step, 'h100:64')
+    print(result)                     # the winner, the effects of its rules, runners-up, the Pareto front
+    result.to_toml('layout.toml')
 
-As JSON and as a page too.
+A result can also be written as JSON, or as an HTML page.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flax_spmd._src.compare.outcome import Outcome, record
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.search.html_report import page
-from flax_spmd._src.search.trials import seconds
+from flax_spmd._src.search.html_report import page, signed_size
+from flax_spmd._src.search.trials import mean_seconds
 from flax_spmd._src.text import size_text, time_text
 
 if TYPE_CHECKING:
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 @set_module('flax_spmd.explore')
-class Buy(NamedTuple):
-  """What a rule of the winner is good for: what is estimated without it.
+class RuleEffect(NamedTuple):
+  """The effect of a rule: the estimated change when it is removed from the best layout.
 
   Attributes:
-    rule: the clause.
-    memory: bytes more on a device (or fewer, if negative).
-    time: the share by which a step is longer: 0.04 is 4 %.
-    error: why the layout does not work without it, or None.
+    rule: the removed clause.
+    memory: change of the peak memory of a device, in bytes.
+    time: relative change of the step time; 0.04 is 4 %.
+    error: why the layout fails without the rule, or None.
 
   Example:
-    >>> print(Buy(('mlp', 'model'), 3 * 2**30, 0.04))
+    >>> print(explore.RuleEffect(('mlp', 'model'), 3 * 2**30, 0.04))
     without ('mlp', 'model'): +3 GiB, +4 %
   """
 
@@ -52,37 +52,36 @@ class Buy(NamedTuple):
   def __str__(self) -> str:
     if self.error:
       return f'without {self.rule!r}: {self.error.splitlines()[0]}'
-    sign = '-' if self.memory < 0 else '+'
-    return f'without {self.rule!r}: {sign}{size_text(abs(self.memory))}, {100 * self.time:+.3g} %'
+    return f'without {self.rule!r}: {signed_size(self.memory)}, {100 * self.time:+.3g} %'
 
 
 @set_module('flax_spmd.explore')
-class Found:
-  """What a search found; printing it shows it.
+class SearchResult:
+  """The result of a search; printing it shows the best layout and its alternatives.
 
   Attributes:
     target: the hardware.
-    memory: bytes that a device may need.
-    best: the outcome of the winner.
-    choices: the arguments of the step that the winner goes with.
-    schedule: if the winner is a pipeline, its schedule, for `layout.pipeline_jit`; else None.
-    outcomes: of everything that was compiled, the best first; if nothing was, of the best estimates.
-    estimates: of everything that was estimated.
-    presets: which outcomes are those of a preset: its name, by the outcome's.
-    pareto: the estimates that fit, and are not beaten in both time and memory; the fastest first.
-    buys: what each rule of the winner is good for.
-    notes: what has to be said of the search: that it was interrupted, or had to do without estimates.
+    memory: bytes available to the step on each device.
+    best: outcome of the best layout.
+    choices: arguments of the step under which the best layout was found.
+    schedule: schedule of the best layout if it is a pipeline, for `layout.pipeline_jit`; else None.
+    outcomes: compiled outcomes, best first; the best estimates if nothing was compiled.
+    estimates: every estimated outcome.
+    presets: name of the preset, by the names of outcomes that are presets.
+    pareto: estimates that fit and that no other estimate beats in both time and memory, fastest first.
+    effects: effect of each rule of the best layout.
+    notes: remarks on the search, such as an interruption.
 
   Example:
     >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
     >>> step = lambda state, x: (state, jnp.sum(x @ state['w'].unbox()))
-    >>> batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    >>> found = search(step, create, batch, 'cpu:8', candidates=20, top=0, pin={'batch': 'data'})
+    >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> result = search(train_step, 'cpu:8', candidates=20, top=0, pin={'batch': 'data'})
 
-    >>> found.layout.mesh.size, found.best.fits
+    >>> result.layout.mesh.size, result.best.fits
     (8, True)
-    >>> found.to_toml(tmp / 'layout.toml')
-    >>> Layout.from_toml((tmp / 'layout.toml').read_text()).rules == found.layout.rules
+    >>> result.to_toml(tmp / 'layout.toml')
+    >>> Layout.from_toml((tmp / 'layout.toml').read_text()).rules == result.layout.rules
     True
   """
 
@@ -94,47 +93,48 @@ class Found:
     estimates: Sequence[Outcome],
     choices: dict[str, Any],
     presets: dict[str, str],
-    buys: Sequence[Buy],
+    effects: Sequence[RuleEffect],
     notes: Sequence[str],
     schedule: Schedule | None = None,
   ):
     self.target, self.memory, self.choices, self.presets = target, memory, choices, presets
     self.outcomes, self.estimates = list(outcomes), list(estimates)
-    self.buys, self.notes, self.schedule = list(buys), list(notes), schedule
+    self.effects, self.notes, self.schedule = list(effects), list(notes), schedule
     self.best = self.outcomes[0]
-    self.pareto = front([one for one in self.estimates if one.memory and one.memory.peak <= memory])
+    fitting = [one for one in self.estimates if one.memory and one.memory.peak <= memory]
+    self.pareto = pareto_front(fitting)
 
   @property
   def layout(self) -> Layout:
-    """The best layout, on an abstract mesh; its TOML makes a real one."""
+    """The best layout, on an abstract mesh. Read its TOML for a layout on real devices."""
     return self.best.layout
 
   @property
   def comparison(self) -> Comparison:
-    """The outcomes side by side."""
+    """The outcomes as a comparison."""
     return Comparison(self.target, self.outcomes)
 
   @property
   def toml(self) -> str:
-    """The best layout as text, with a comment that says where it is from."""
+    """The best layout as TOML, with a comment on its origin."""
     cost, memory = self.best.cost, self.best.memory
     times = f'{time_text(cost.low)} to {time_text(cost.high)}' if cost else '?'
     lines = [
-      f'# found by flax_spmd.search for {self.target.text}, of {len(self.estimates)} candidates',
-      f'# {self.best.source}: {size_text(memory.peak) if memory else "?"} on a device, {times} a step',
-      *(f'# the step is called with {name}={value!r}' for name, value in self.choices.items()),
+      f'# flax_spmd.search for {self.target.text}: best of {len(self.estimates)} candidates',
+      f'# {self.best.source}: {size_text(memory.peak) if memory else "?"} per device, {times} per step',
+      *(f'# call the step with {name}={value!r}' for name, value in self.choices.items()),
     ]
     if self.schedule is not None:
       stages = self.schedule.stages
-      lines.append(f'# a pipeline: layout.pipeline_jit(step, schedule={self.schedule}, stages={stages})')
+      lines.append(f'# pipeline: layout.pipeline_jit(step, schedule={self.schedule}, stages={stages})')
     return '\n'.join([*lines, self.layout.to_toml()])
 
   def to_toml(self, path: str | os.PathLike[str]) -> None:
-    """Writes the best layout; `Layout.from_toml` reads it."""
+    """Writes the best layout as TOML, which `Layout.from_toml` reads."""
     Path(path).write_text(self.toml, encoding='utf-8')
 
   def record(self) -> dict[str, Any]:
-    """All of it, as JSON has it; of estimates, memory and time only."""
+    """The result as JSON types. Estimates have their name, memory, time, doubts and error only."""
     return {
       'target': self.target.text,
       'memory': self.memory,
@@ -143,7 +143,7 @@ class Found:
       'schedule': None if self.schedule is None else str(self.schedule),
       'best': self.best.name,
       'outcomes': [record(one) | {'preset': self.presets.get(one.name)} for one in self.outcomes],
-      'buys': [one._asdict() | {'rule': repr(one.rule)} for one in self.buys],
+      'effects': [one._asdict() | {'rule': repr(one.rule)} for one in self.effects],
       'pareto': [one.name for one in self.pareto],
       'estimates': [
         {
@@ -159,11 +159,11 @@ class Found:
     }
 
   def to_json(self) -> str:
-    """All of it as JSON, with bytes and seconds per device and step."""
+    """The result as JSON, in bytes per device and seconds per step."""
     return json.dumps(self.record(), indent=2, default=repr)
 
   def to_html(self, path: str | os.PathLike[str]) -> None:
-    """Writes a page with the answer, and everything that `compare` shows of what was compiled."""
+    """Writes an HTML page with the result and a full comparison of its outcomes."""
     Path(path).write_text(page(self), encoding='utf-8')
 
   def __rich__(self) -> RenderableType:
@@ -177,32 +177,32 @@ class Found:
     yield from self.notes
     yield ''
     yield self.toml
-    if self.best.stages:
-      yield '\n'.join([*self.best.stages.lines(self.memory), ''])
-    if self.buys:
-      yield '\n'.join(['What each rule buys, estimated:', *(f'  {buy}' for buy in self.buys), ''])
-    yield self._table('Layouts, the best first', self.outcomes)
+    if self.best.pipeline:
+      yield '\n'.join([*self.best.pipeline.lines(self.memory), ''])
+    if self.effects:
+      yield '\n'.join(['Effect of each rule (estimated):', *(f'  {one}' for one in self.effects), ''])
+    yield self._table('Layouts, best first', self.outcomes)
     yield ''
-    yield self._table('Time against memory, estimated', self.pareto)
+    yield self._table('Time against memory (estimated)', self.pareto)
 
   @property
   def title(self) -> str:
-    """What was searched, in a sentence."""
+    """The target, the number of candidates and the memory budget, in one line."""
     return (
-      f'{self.target.text}: of {len(self.estimates)} candidates, the best that needs at most '
-      f'{size_text(self.memory)} on a device.'
+      f'{self.target.text}: best of {len(self.estimates)} candidates within '
+      f'{size_text(self.memory)} per device.'
     )
 
   def _table(self, title: str, outcomes: Sequence[Outcome]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, header_style='bold', title=title, title_justify='left')
-    for column in ('memory', 'time', 'from', 'layout'):
+    for column in ('memory', 'time', 'source', 'layout'):
       table.add_column(column, overflow='fold')
     for one in outcomes:
       preset = self.presets.get(one.name)
       name = f'{one.name} (preset {preset})' if preset else one.name
-      table.add_row(*figures(one), one.source + (', rough' if one.doubts else ''), name)
+      table.add_row(*_figures(one), one.source + (', rough' if one.doubts else ''), name)
     return table
 
   def __str__(self) -> str:
@@ -214,21 +214,20 @@ class Found:
     return '\n'.join(line.rstrip() for line in captured.get().splitlines())
 
 
-def figures(outcome: Outcome) -> tuple[str, str]:
+def _figures(outcome: Outcome) -> tuple[str, str]:
   """Memory and time, as text."""
   if outcome.memory is None or outcome.cost is None:
     return '', 'not compiled'
-  return (
-    size_text(outcome.memory.peak),
-    f'{time_text(outcome.cost.low)} to {time_text(outcome.cost.high)}',
-  )
+  cost = outcome.cost
+  return size_text(outcome.memory.peak), f'{time_text(cost.low)} to {time_text(cost.high)}'
 
 
-def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
-  """Those that no other one beats in both time and memory, the fastest first."""
-  found: list[Outcome] = []
+def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
+  """The outcomes that no other one beats in both time and memory, fastest first."""
+  front: list[Outcome] = []
   peak = lambda one: one.memory.peak if one.memory else 0
-  for one in sorted((one for one in outcomes if one.cost), key=lambda one: (seconds(one), peak(one))):
-    if not found or peak(one) < peak(found[-1]):
-      found.append(one)
-  return found
+  timed = (one for one in outcomes if one.cost)
+  for one in sorted(timed, key=lambda one: (mean_seconds(one), peak(one))):
+    if not front or peak(one) < peak(front[-1]):
+      front.append(one)
+  return front

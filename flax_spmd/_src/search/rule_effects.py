@@ -1,28 +1,28 @@
-"""Buys: what each rule of a layout is good for, by leaving it out."""
+"""Rule effects: how the estimate of a layout changes when one of its rules is removed."""
 
 from __future__ import annotations
 
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate
-from flax_spmd._src.search.result import Buy
-from flax_spmd._src.search.trials import Trials, seconds
+from flax_spmd._src.search.result import RuleEffect
+from flax_spmd._src.search.trials import Trials, mean_seconds
 
 
-def buys_of(candidate: Candidate, trials: Trials) -> list[Buy]:
-  """What is estimated of the layout without each of its rules."""
+def rule_effects(candidate: Candidate, trials: Trials) -> list[RuleEffect]:
+  """The effect of each rule of a candidate; none without an estimator."""
   whole = trials.outcome(candidate)
   if trials.reason or whole.memory is None:
     return []
   clauses = whole.layout.rules.clauses
   return [
-    _buy(clause, whole, trials.without(candidate, whole.layout.replace(rules=Rules(*rest))))
+    _effect(clause, whole, trials.with_rules(candidate, Rules(*clauses[:n], *clauses[n + 1 :])))
     for n, clause in enumerate(clauses)
-    for rest in [clauses[:n] + clauses[n + 1 :]]
   ]
 
 
-def _buy(clause: object, whole: Outcome, less: Outcome) -> Buy:
-  if less.memory is None or whole.memory is None:
-    return Buy(clause, 0, 0.0, less.error)
-  return Buy(clause, less.memory.peak - whole.memory.peak, seconds(less) / seconds(whole) - 1)
+def _effect(clause: object, whole: Outcome, without: Outcome) -> RuleEffect:
+  if without.memory is None or whole.memory is None:
+    return RuleEffect(clause, 0, 0.0, without.error)
+  memory = without.memory.peak - whole.memory.peak
+  return RuleEffect(clause, memory, mean_seconds(without) / mean_seconds(whole) - 1)

@@ -1,4 +1,4 @@
-"""Underway: a search from its first estimate to its answer; what is there of it, if it is interrupted."""
+"""One run of a search, from its first estimate to its result, also after an interruption."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ from typing import NamedTuple
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.progress import progress
 from flax_spmd._src.search.candidate import Candidate
-from flax_spmd._src.search.descent import Enough, descend
-from flax_spmd._src.search.pipelines import Staged, Staging
-from flax_spmd._src.search.result import Found
-from flax_spmd._src.search.rule_effects import buys_of
-from flax_spmd._src.search.selection import SLACK, Choice
+from flax_spmd._src.search.descent import BudgetSpent, descend
+from flax_spmd._src.search.pipelines import PipelineCandidate, PipelineSearch
+from flax_spmd._src.search.result import SearchResult
+from flax_spmd._src.search.rule_effects import rule_effects
+from flax_spmd._src.search.selection import SLACK, Selection
 from flax_spmd._src.search.space import Space
-from flax_spmd._src.search.starts import Seed, seeds
-from flax_spmd._src.search.trials import Trials, chunks, seconds
-from flax_spmd._src.text import size_text, time_text
+from flax_spmd._src.search.starts import StartingPoint, starting_points
+from flax_spmd._src.search.trials import Trials, chunks, mean_seconds
+from flax_spmd._src.text import plural, size_text, time_text
 from flax_spmd.errors import InfeasibleError, SearchError
 
-_SEEDS = 0.4  # of the candidates, those that it begins with at most
-_ESTIMATING = 0.6  # of the time
+_STARTS = 0.4  # largest share of starting points among the candidates
+_ESTIMATING = 0.6  # share of the time limit
 
 
-class Limits(NamedTuple):
-  """How far a search goes; the fields are arguments of `search`."""
+class SearchLimits(NamedTuple):
+  """Limits of a search.
+
+  Attributes:
+    candidates: number of candidates to estimate, and again for each pipeline.
+    time: seconds for the whole search, or None.
+    top: number of candidates to compile.
+    seed: seed of the random number generator.
+  """
 
   candidates: int
   time: float | None
@@ -34,101 +41,108 @@ class Limits(NamedTuple):
   seed: int
 
 
-class Search:
-  """One search on its way.
+class SearchRun:
+  """A running search.
 
   Args:
-    space: what may be tried.
-    trials: what came of it.
-    staged: the same for each pipeline.
-    limits: how far it goes.
-    show: whether progress is shown.
+    space: the candidates.
+    trials: their outcomes.
+    pipelines: the same for each pipeline.
+    limits: limits of the search.
+    show: whether to show progress.
   """
 
   def __init__(
-    self, space: Space, trials: Trials, staged: Sequence[Staging], limits: Limits, show: bool
+    self,
+    space: Space,
+    trials: Trials,
+    pipelines: Sequence[PipelineSearch],
+    limits: SearchLimits,
+    show: bool,
   ):
-    self.space, self.trials, self.staged = space, trials, staged
+    self.space, self.trials, self.pipelines = space, trials, pipelines
     self.limits, self.show = limits, show
     self.begin = time.monotonic()
     self.presets: dict[Candidate, str] = {}
-    self.compiled: dict[Candidate | Staged, Outcome] = {}
+    self.compiled: dict[Candidate | PipelineCandidate, Outcome] = {}
     self.notes: list[str] = []
     self.interrupted = False
 
-  def run(self) -> Found:
-    """Estimates, compiles, and has the answer; what is there of it after Ctrl-C.
+  def run(self) -> SearchResult:
+    """Estimates candidates and compiles the best. Ctrl-C ends the run with the best result so far.
 
     Raises:
-      SearchError: there is nothing to try.
-      InfeasibleError: nothing that was tried fits.
+      SearchError: there is no candidate.
+      InfeasibleError: no candidate fits.
     """
-    self._note()
+    self._add_notes()
     try:
       self._estimate()
       self._compile()
-      self._compile_staged()
+      self._compile_pipelines()
     except KeyboardInterrupt:
       if not self.trials.estimated:
         raise
       self.interrupted = True
       self.notes.append(
-        f'Interrupted: the best of {len(self.estimates)} candidates, of which '
-        f'{len(self.compiled)} were compiled. The same call goes on from here.'
+        f'Interrupted after {plural(len(self.estimates), "candidate")}, {len(self.compiled)} of them '
+        'compiled. Repeat the call to continue.'
       )
-    return self._found()
+    return self._result()
 
-  def _note(self) -> None:
-    if self.trials.rebuilt:
+  def _add_notes(self) -> None:
+    if self.trials.outdated:
       self.notes.append(
-        f'Estimates that {self.trials.rebuilt} had made were kept, and have been made anew.'
+        f'Cached estimates of another version ({self.trials.outdated}) are computed again.'
       )
     if self.trials.reason:
       self.notes.append(
-        f'Without estimates ({self.trials.reason}) every candidate is compiled, which takes seconds '
-        f'where an estimate takes a twentieth of one: {self.limits.candidates} candidates are tried.'
+        f'No estimates ({self.trials.reason}): every candidate is compiled, which takes seconds instead of '
+        f'a twentieth of a second; the search tries {self.limits.candidates}.'
       )
     if not self.space.facts.parameters:
       kinds = len(self.space.facts.paths)
       self.notes.append(
-        f'The state has no names: fsdp is searched, and rules for the paths of {kinds} kinds of arrays.'
+        f'The state has no names: the search tries fsdp, and path rules for {kinds} kinds of arrays.'
       )
 
-  # -- estimating
+  # -- estimates
 
   def _estimate(self) -> None:
-    begun = self._seeds(self.space)
-    self.presets = {one.candidate: one.preset for one in begun if one.preset}
-    self._go(self.space, self.trials, begun, 0, 'estimating')
+    starts = self._starts(self.space)
+    self.presets = {start.candidate: start.preset for start in starts if start.preset}
+    self._explore(self.space, self.trials, starts, 0, 'estimating')
     if not self.trials.estimated:
       raise SearchError(
-        f'There is no layout that is as wished on {self.space.target.text}.\n'
-        'Fix: take back a pin, a forbidden name, or a fixed mesh.'
+        f'No layout on {self.space.target.text} meets the constraints.\n'
+        'Fix: relax pin, forbid, batch_only, tensor or mesh.'
       )
-    for number, (space, trials) in enumerate(self.staged, 1):
-      self._go(space, trials, self._seeds(space), number, f'estimating {trials.schedule}')
+    for number, (space, trials) in enumerate(self.pipelines, 1):
+      self._explore(space, trials, self._starts(space), number, f'estimating {trials.schedule}')
 
-  def _seeds(self, space: Space) -> list[Seed]:
-    return seeds(space, max(1, int(_SEEDS * self.limits.candidates)))
+  def _starts(self, space: Space) -> list[StartingPoint]:
+    return starting_points(space, max(1, int(_STARTS * self.limits.candidates)))
 
-  def _go(self, space: Space, trials: Trials, begun: list[Seed], number: int, title: str) -> None:
-    """Through a space; each has an equal part of the time."""
-    starts = [one.candidate for one in begun]
-    part = _ESTIMATING * (number + 1) / (1 + len(self.staged))
-    late = lambda: self.limits.time is not None and self._spent() > part * self.limits.time
-    most, seed = self.limits.candidates, self.limits.seed
-    estimate(space, trials, starts, most, seed, late, self.show, title)
+  def _explore(
+    self, space: Space, trials: Trials, starts: list[StartingPoint], number: int, title: str
+  ) -> None:
+    """Searches one space; all spaces have equal parts of the time."""
+    candidates = [start.candidate for start in starts]
+    part = _ESTIMATING * (number + 1) / (1 + len(self.pipelines))
+    late = lambda: self.limits.time is not None and self._elapsed() > part * self.limits.time
+    limit, seed = self.limits.candidates, self.limits.seed
+    estimate(space, trials, candidates, limit, seed, late, self.show, title)
 
   @property
   def estimates(self) -> list[Outcome]:
-    """Of everything that was estimated."""
-    every = [self.trials, *(one.trials for one in self.staged)]
+    """Every estimated outcome."""
+    every = [self.trials, *(one.trials for one in self.pipelines)]
     return [outcome for trials in every for outcome in trials.estimated.values()]
 
-  def _spent(self) -> float:
+  def _elapsed(self) -> float:
     return time.monotonic() - self.begin
 
-  # -- compiling
+  # -- compilation
 
   def _compile(self) -> None:
     if self.trials.reason:
@@ -136,117 +150,121 @@ class Search:
       return
     if not self.limits.top:
       return
-    choice = self._choice
-    wanted = [*choice.ranked(SLACK), *choice.ranked(0.0)[:1], *choice.best_presets()]
+    selection = self._selection
+    selected = [*selection.ranked(SLACK), *selection.ranked(0.0)[:1], *selection.best_presets()]
     for slack in (0.0, -SLACK, None):
-      self._compile_all([one for one in dict.fromkeys(wanted) if one not in self.compiled])
-      if any(choice.fits(one) for one in self.compiled.values()):
+      self._compile_all([one for one in dict.fromkeys(selected) if one not in self.compiled])
+      if any(selection.fits(one) for one in self.compiled.values()):
         return
-      wanted = choice.smallest() if slack is None else choice.ranked(slack)
-    self._compile_all([one for one in wanted if one not in self.compiled])
+      selected = selection.smallest() if slack is None else selection.ranked(slack)
+    self._compile_all([one for one in selected if one not in self.compiled])
 
-  def _compile_staged(self) -> None:
-    """The best pipelines, dealt out to the schedules."""
-    each = -(-self.limits.top // max(1, len(self.staged)))
-    for number, one in enumerate(self.staged if each else ()):
-      self._compile_all([Staged(number, candidate) for candidate in one.wanted(each)], one.trials)
+  def _compile_pipelines(self) -> None:
+    """Compiles the best pipelines, as many of each schedule."""
+    each = -(-self.limits.top // max(1, len(self.pipelines)))
+    for number, one in enumerate(self.pipelines if each else ()):
+      selected = [PipelineCandidate(number, candidate) for candidate in one.selected(each)]
+      self._compile_all(selected, one.trials)
 
   def _compile_all(
-    self, wanted: Sequence[Candidate] | Sequence[Staged], trials: Trials | None = None
+    self,
+    selected: Sequence[Candidate] | Sequence[PipelineCandidate],
+    trials: Trials | None = None,
   ) -> None:
-    """Some at a time, so that what is there is kept when it is interrupted, or late."""
+    """Compiles in groups, so that an interruption or the time limit loses one group at most."""
     trials = trials or self.trials
-    at_once = trials.task.jobs or max(1, (os.cpu_count() or 2) // 2)
-    with progress(self.show, len(wanted), 'compiling') as say:
-      for number, group in enumerate(chunks(wanted, at_once)):
-        if number and self.limits.time is not None and self._spent() > self.limits.time:
-          self.notes.append('The time was up before everything was compiled that should have been.')
+    jobs = trials.task.jobs or max(1, (os.cpu_count() or 2) // 2)
+    with progress(self.show, len(selected), 'compiling') as update:
+      for number, group in enumerate(chunks(selected, jobs)):
+        if number and self.limits.time is not None and self._elapsed() > self.limits.time:
+          self.notes.append('The time limit ended the search before all selected layouts were compiled.')
           return
-        plain = [one.candidate if isinstance(one, Staged) else one for one in group]
-        self.compiled |= dict(zip(group, trials.compiled(plain), strict=True))
-        say(min(len(wanted), (number + 1) * at_once), '')
+        plain = [one.candidate if isinstance(one, PipelineCandidate) else one for one in group]
+        self.compiled |= dict(zip(group, trials.compile(plain), strict=True))
+        update(min(len(selected), (number + 1) * jobs), '')
 
-  # -- the answer
+  # -- the result
 
   @property
-  def _choice(self) -> Choice:
-    return Choice(self.space, self.trials, self.presets, self.limits.top)
+  def _selection(self) -> Selection:
+    return Selection(self.space, self.trials, self.presets, self.limits.top)
 
-  def _found(self) -> Found:
-    choice = self._choice
-    outcomes = choice.sorted(self.compiled)
-    if not outcomes or not choice.fits(outcomes[0][1]):
-      outcomes = choice.sorted({} if self.compiled and not self.interrupted else self._shown())
-    if not outcomes or not choice.fits(outcomes[0][1]):
-      raise InfeasibleError(choice.nearest(self.compiled))
+  def _result(self) -> SearchResult:
+    selection = self._selection
+    outcomes = selection.sorted(self.compiled)
+    if not outcomes or not selection.fits(outcomes[0][1]):
+      outcomes = selection.sorted({} if self.compiled and not self.interrupted else self._shown())
+    if not outcomes or not selection.fits(outcomes[0][1]):
+      raise InfeasibleError(selection.infeasible_text(self.compiled))
     best, _ = outcomes[0]
-    staged = self.staged[best.pipeline].trials if isinstance(best, Staged) else None
-    candidate = best.candidate if isinstance(best, Staged) else best
-    return Found(
-      self.space.target,
-      self.trials.memory,
-      [one for _, one in outcomes],
-      self.estimates,
-      dict(candidate.choices),
-      {one.name: self.presets[key] for key, one in outcomes if key in self.presets},
-      buys_of(candidate, staged or self.trials),
-      self.notes,
-      staged.schedule if staged else None,
+    pipeline = self.pipelines[best.pipeline].trials if isinstance(best, PipelineCandidate) else None
+    candidate = best.candidate if isinstance(best, PipelineCandidate) else best
+    return SearchResult(
+      target=self.space.target,
+      memory=self.trials.memory,
+      outcomes=[one for _, one in outcomes],
+      estimates=self.estimates,
+      choices=dict(candidate.choices),
+      presets={one.name: self.presets[key] for key, one in outcomes if key in self.presets},
+      effects=rule_effects(candidate, pipeline or self.trials),
+      notes=self.notes,
+      schedule=pipeline.schedule if pipeline else None,
     )
 
-  def _shown(self) -> dict[Candidate | Staged, Outcome]:
-    """Estimates, where nothing is compiled."""
-    found: dict[Candidate | Staged, Outcome] = {**self._choice.shown()}
-    for number, one in enumerate(self.staged):
-      found |= {Staged(number, candidate): outcome for candidate, outcome in one.shown().items()}
-    return found
+  def _shown(self) -> dict[Candidate | PipelineCandidate, Outcome]:
+    """The best estimates, if nothing was compiled."""
+    shown: dict[Candidate | PipelineCandidate, Outcome] = {**self._selection.shown()}
+    for number, one in enumerate(self.pipelines):
+      shown |= {PipelineCandidate(number, key): outcome for key, outcome in one.shown().items()}
+    return shown
 
 
 def estimate(
   space: Space,
   trials: Trials,
   starts: Sequence[Candidate],
-  most: int,
+  limit: int,
   seed: int,
   late: Callable[[], bool],
   show: bool,
   title: str = 'estimating',
 ) -> None:
-  """Tries candidates, the good ones first; what came of them is in the trials.
+  """Searches a space by descent; the outcomes are in `trials`.
 
   Args:
-    space: where candidates are from.
-    trials: tries them.
-    starts: those to begin with.
-    most: how many are tried.
-    seed: of what is random.
-    late: whether the time is up.
-    show, title: whether progress is shown, and what is said to go on.
+    space: the candidates.
+    trials: estimates candidates.
+    starts: candidates to start from; the bare meshes if there are none.
+    limit: number of candidates to try.
+    seed: seed of the random number generator.
+    late: whether the time limit is reached.
+    show: whether to show progress.
+    title: title of the progress bar.
   """
-  tried = trials.estimated
-  with progress(show, most, title) as say:
+  estimated = trials.estimated
+  with progress(show, limit, title) as update:
 
-    def worth(candidate: Candidate) -> float:
-      if candidate not in tried:
-        if len(tried) >= most or (late() and tried):
-          raise Enough
+    def cost(candidate: Candidate) -> float:
+      if candidate not in estimated:
+        if len(estimated) >= limit or (late() and estimated):
+          raise BudgetSpent
         trials.outcome(candidate)
-        say(len(tried), _if_best(candidate, trials) if show else '')
-      return trials.worth(candidate)
+        update(len(estimated), _text_if_best(candidate, trials) if show else '')
+      return trials.cost(candidate)
 
-    descend(starts or bare(space), worth, space.coordinates, seed)
-
-
-def bare(space: Space) -> list[Candidate]:
-  """Meshes with nothing but the pinned names on them."""
-  found = (space.legal(Candidate(axes)) for axes in space.meshes())
-  return [one for one in found if one is not None]
+    descend(starts or bare_meshes(space), cost, space.coordinates, seed)
 
 
-def _if_best(candidate: Candidate, trials: Trials) -> str:
-  """What there is to say of a candidate that is the best so far."""
-  if min(trials.estimated, key=trials.worth) != candidate:
+def bare_meshes(space: Space) -> list[Candidate]:
+  """The legal candidates without rules, except for pinned names."""
+  legal = (space.legal(Candidate(axes)) for axes in space.meshes())
+  return [one for one in legal if one is not None]
+
+
+def _text_if_best(candidate: Candidate, trials: Trials) -> str:
+  """Time, memory and name of a candidate that is the best so far; else ''."""
+  if min(trials.estimated, key=trials.cost) != candidate:
     return ''
   outcome = trials.estimated[candidate]
   peak = size_text(outcome.memory.peak) if outcome.memory else '?'
-  return f'{time_text(seconds(outcome))}, {peak}: {outcome.name}'
+  return f'{time_text(mean_seconds(outcome))}, {peak}: {outcome.name}'

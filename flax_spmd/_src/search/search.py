@@ -1,49 +1,45 @@
-"""Searching: which rule table and mesh are best for a model, a machine and a budget of memory.
+"""Search for the mesh and rule table under which a training step is fastest and fits into memory.
 
-    found = search(train_step, create_state, batch, target='h100:64', memory='60GiB')
-    found.to_toml('layout.toml')
+    train_step = explore.TrainStep(step, create_state, batch)
+    result = search(train_step, 'h100:64', memory='60GiB')
+    result.to_toml('layout.toml')
 
-The step is lowered once and estimated under many layouts (`flax_spmd.explore`), from the presets on, one
-change at a time (`descent`). The best of them, those that are doubtful among the good ones, and the best of
-each preset are then compiled by the target's own compiler, and what that says decides. Pipelines are searched
-beside them (`staging`).
+The step is lowered once and estimated under many layouts, starting from the presets and changing one thing at a time
+(`descent`). The best candidates, doubtful ones among them, and the best mesh of each preset are then compiled by the
+target's own compiler, and the compiled outcomes decide. Pipelines are searched alongside (`pipelines`).
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_spmd._src.compare.compilation import check_compiler
-from flax_spmd._src.compare.hardware import parse
+from flax_spmd._src.compare.hardware import Target, parse_target
+from flax_spmd._src.compare.train_step import TrainStep, check_train_step
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.search.pipelines import check_pipelines, stagings
-from flax_spmd._src.search.result import Found
-from flax_spmd._src.search.run import Limits, Search
+from flax_spmd._src.search.pipelines import check_pipelines, pipeline_searches
+from flax_spmd._src.search.result import SearchResult
+from flax_spmd._src.search.run import SearchLimits, SearchRun
 from flax_spmd._src.search.space import Space
-from flax_spmd._src.search.trials import Task, Trials, as_choices, program_of
-from flax_spmd._src.search.user_constraints import wishes_of
+from flax_spmd._src.search.trials import SearchTask, Trials, first_choices, lower_variant
+from flax_spmd._src.search.user_constraints import constraints_of
 from flax_spmd.errors import SearchError
 
-_FEW = 24  # candidates, where each has to be compiled
+_MAX_COMPILED = 24  # candidates of a search without an estimator
 
 
 @set_module('flax_spmd')
 def search(
-  step: Callable[..., Any],
-  create: Callable[..., Any],
-  batch: Any,
+  train_step: TrainStep,
   target: str,
   *,
   memory: int | str | None = None,
-  args: Sequence[Any] = (),
-  places: Any = None,
-  donate: bool = True,
   choices: Mapping[str, Sequence[Any]] | None = None,
   pipelines: Sequence[Schedule] = (),
   mesh: Mapping[str, int] | Mesh | AbstractMesh | None = None,
@@ -59,74 +55,69 @@ def search(
   hardware: str | os.PathLike[str] | None = None,
   jobs: int | None = None,
   show: bool = False,
-) -> Found:
-  """Searches for the layout under which a training step is fastest and fits.
+) -> SearchResult:
+  """Searches for the layout under which a training step is fastest and fits into memory.
 
-  Nothing is allocated, nothing runs. Estimates are kept beside what was compiled (`FLAX_SPMD_CACHE`), so
-  that a search that was killed goes on where it was, and ends with the same answer. Ctrl-C ends it with the
-  best so far.
+  Nothing is allocated, and nothing runs. Estimates are cached next to compiled results (in `FLAX_SPMD_CACHE`), so
+  a killed search resumes and ends with the same result. Ctrl-C ends a search with the best result so far.
 
   Args:
-    step: `step(state, batch)`; anything that can be jitted.
-    create: makes a state, of `args`; is traced only.
-    batch: the step's second argument in full size: arrays, or `jax.ShapeDtypeStruct`s.
-    target: `'h100:64'`, `'v5e:16x16'`, `'cpu:8'`; see `flax-spmd targets`.
-    memory: what a device may need, in bytes or as `'60GiB'`; default: what a program may use there.
-    args: arguments of `create`.
-    places: where the batch goes, as of `Layout.shard`; default: each first dimension is named `batch`.
-    donate: whether the state is donated.
-    choices: arguments of the step that are tried too, such as `{'remat': ('none', 'full')}`; `create` gets
-      those that it has parameters for.
-    pipelines: schedules under which the step is tried as a pipeline too, such as `OneFOneB(ranks=4)`: its
-      stages over a mesh axis `stage`, the other axes within a rank. The step takes its gradients in
-      `pipeline.accumulate`; a model that ends no stages is cut into equal ones.
-    mesh: size per mesh axis, or a mesh, if that is decided; a size may be -1. Of a pipeline, the axes within a rank.
-    pin: the mesh axes that names have to lie over; None is nowhere. An axis that is named here is part of
-      every mesh.
-    forbid: names that are never split; or, per name, the axes that it must not lie over.
-    batch_only: mesh axes that nothing but the batch lies over.
-    tensor: over how many devices products of matrices may be cut; default: those of a node.
-    candidates: how many are estimated, and as many again for each pipeline; a few more come from making
-      the best ones simpler.
-    time_limit: seconds, for all of it; then the answer depends on how fast this machine is.
-    top: how many of the best are compiled, the best of each preset aside, and as many pipelines (of each
-      schedule one at least); 0 is nothing.
-    seed: of what is random.
-    fresh: whether what was estimated before is thrown away.
-    hardware: a TOML file with chips of one's own.
-    jobs: how many compilers run at once; default: one for two cores.
-    show: whether progress is shown.
+    train_step: the step and its arguments.
+    target: hardware such as `'h100:64'`, `'v5e:16x16'` or `'cpu:8'`; see `flax-spmd targets`.
+    memory: memory budget of a device, in bytes or as `'60GiB'`. Default: all memory available to a program.
+    choices: values to try for arguments of the step, such as `{'remat': ('none', 'full')}`. Parameters of
+      `create` with the same names receive them too.
+    pipelines: schedules to try for the step as a pipeline, such as `OneFOneB(ranks=4)`. The stages are sharded
+      over a mesh axis `stage`, and the other axes are within a rank. The step must take its gradients in
+      `pipeline.accumulate`; a model without stage ends is cut into equal stages.
+    mesh: a fixed mesh, or its size per axis; one size may be -1. For a pipeline, the axes within a rank.
+    pin: mesh axes that a logical name is sharded over; None replicates it. Every mesh of the search has the
+      axes listed here.
+    forbid: logical names that are never sharded; as a mapping, the axes that each name is never sharded over.
+    batch_only: mesh axes that only the batch is sharded over.
+    tensor: largest number of devices for tensor parallelism. Default: the devices of one node.
+    candidates: number of layouts to estimate, and again for each pipeline. Simplifying the best ones adds a few.
+    time_limit: seconds for the whole search. With a limit, the result depends on the speed of this machine.
+    top: number of the best layouts to compile, besides the best of each preset, and number of pipelines to
+      compile (at least one per schedule). With 0, nothing is compiled.
+    seed: seed of the random number generator.
+    fresh: whether to discard cached estimates.
+    hardware: TOML file with descriptions of further chips.
+    jobs: number of compilers that run in parallel. Default: half of the CPU's cores.
+    show: whether to show a progress bar.
 
   Returns:
-    The best layout, what its rules buy, the runners-up. It is the best of all that was compiled. Of each
-    preset the best mesh was, unless it needs too much memory, or twice the time, by an estimate without
-    doubts: so the layout is no worse than the presets.
+    The best layout, the effect of each of its rules, and the runners-up. It is the best of all compiled layouts.
+    The best mesh of each preset is compiled too, unless a reliable estimate needs too much memory or twice the
+    time; so the result is no worse than the presets.
 
   Raises:
-    SearchError: wishes that cannot be met; names all of them.
-    InfeasibleError: no layout that was tried fits; names the nearest, and by how much it misses.
-    TargetDeviceError: an unknown target, or one that cannot be compiled for here.
+    SearchError: constraints that cannot be met; lists all of them.
+    InfeasibleError: no layout fits; names the smallest, and by how much it exceeds the budget.
+    TargetDeviceError: an unknown target, or one without a compiler on this machine.
     PipelineError: the step cannot be cut into the stages of a schedule.
-    Exception: whatever the step raises when it is traced.
+    TypeError: the first argument is not a `TrainStep`.
+    Exception: any exception of the step while it is traced.
 
   Example:
     >>> def create():
     ...   return {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
     >>> def step(state, x):
     ...   return jax.tree.map(lambda w: w - 0.1, state), jnp.sum((x @ state['w'].unbox()) ** 2)
-    >>> batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    >>> found = search(step, create, batch, 'cpu:8', candidates=20, top=1, pin={'batch': 'data'})
-    >>> found.layout.rules.pairs[0]
+    >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    >>> result = search(train_step, 'cpu:8', candidates=20, top=1, pin={'batch': 'data'})
+    >>> result.layout.rules.pairs[0]
     ('batch', 'data')
   """
-  aim = parse(target, hardware)
-  tried = {name: tuple(values) for name, values in (choices or {}).items()}
-  _check(aim, top, candidates, tried)
-  check_pipelines(pipelines, aim)
-  task = Task(step, create, batch, aim, args, places, donate, hardware, jobs, fresh)
-  first = program_of(task, as_choices(tried))
-  wished = functools.partial(
-    wishes_of,
+  check_train_step(train_step, 'search')
+  hardware_target = parse_target(target, hardware)
+  values = {name: tuple(values) for name, values in (choices or {}).items()}
+  _check(hardware_target, top, candidates, values)
+  check_pipelines(pipelines, hardware_target)
+  task = SearchTask(train_step, hardware_target, hardware, jobs, fresh)
+  first = lower_variant(task, first_choices(values))
+  constraints_on = functools.partial(
+    constraints_of,
     facts=first.facts,
     memory=memory,
     mesh=mesh,
@@ -135,20 +126,20 @@ def search(
     batch_only=batch_only,
     tensor=tensor,
   )
-  space = Space(first.facts, wished(aim), aim, tried)
-  trials = Trials(task, space.wishes.memory, first, as_choices(tried))
-  staged = stagings(pipelines, trials, space, wished)
-  limits = Limits(min(candidates, _FEW) if first.reason else candidates, time_limit, top, seed)
-  return Search(space, trials, staged, limits, show).run()
+  space = Space(first.facts, constraints_on(hardware_target), hardware_target, values)
+  trials = Trials(task, space.constraints.memory, first, first_choices(values))
+  searches = pipeline_searches(pipelines, trials, space, constraints_on)
+  limit = min(candidates, _MAX_COMPILED) if first.reason else candidates
+  return SearchRun(space, trials, searches, SearchLimits(limit, time_limit, top, seed), show).run()
 
 
-def _check(aim: Any, top: int, candidates: int, choices: Mapping[str, tuple[Any, ...]]) -> None:
+def _check(target: Target, top: int, candidates: int, choices: Mapping[str, tuple[Any, ...]]) -> None:
   empty = [name for name, values in choices.items() if not values]
   if empty or candidates < 1 or top < 0:
     raise SearchError(
-      f'There is nothing to search: candidates={candidates}, top={top}'
-      + ''.join(f', choices[{name!r}] is empty' for name in empty)
-      + '.\nFix: try at least one candidate, and give every choice a value.'
+      f'The search is empty: candidates={candidates}, top={top}'
+      + ''.join(f', choices[{name!r}] has no values' for name in empty)
+      + '.\nFix: pass at least one candidate, a top of 0 or more, and a value for every choice.'
     )
   if top:
-    check_compiler(aim)
+    check_compiler(target)

@@ -1,4 +1,4 @@
-"""Choosing: which of the candidates that were estimated are compiled, and which are shown."""
+"""Selection: the estimated candidates to compile, and the ones to show."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.descent import simplified
 from flax_spmd._src.search.space import Space
-from flax_spmd._src.search.trials import Trials, fits, seconds, worth
+from flax_spmd._src.search.trials import Trials, fits, mean_seconds, penalized_seconds
 from flax_spmd._src.text import size_text
 
-SLACK = 0.1  # of the budget: what an estimate says of memory may be so far off
-_PREFERRED = 0.9  # how much faster a doubtful candidate counts when it is decided what to compile
-_HOPELESS = 2.0  # how many times slower than the best a preset is that is not compiled
-_SHOWN = 3  # estimates, where nothing is compiled
+SLACK = 0.1  # relative error of estimated memory to allow for
+_DOUBT_BONUS = 0.9  # factor on the time of a doubtful estimate, so that it is compiled earlier
+_HOPELESS = 2.0  # a preset this many times slower than the best estimate is not compiled
+_SHOWN = 3  # estimates to show if nothing is compiled
 
 
-class Choice(NamedTuple):
-  """What to choose from.
+class Selection(NamedTuple):
+  """Selects among the estimated candidates.
 
   Attributes:
-    space: where simpler candidates are from.
-    trials: everything that was estimated.
-    presets: the candidates that are presets.
-    top: how many are wanted.
+    space: the space of the candidates.
+    trials: the estimates.
+    presets: names of the candidates that are presets.
+    top: number of candidates to select.
   """
 
   space: Space
@@ -34,87 +34,88 @@ class Choice(NamedTuple):
   top: int
 
   def ranked(self, slack: float) -> list[Candidate]:
-    """The best of what may fit, made simpler."""
+    """The best candidates within the budget plus a slack, without rules that have no effect."""
     best = self.distinct(slack, _priority)[: self.top]
-    plain = (simplified(one, self.trials.worth, self.space.simpler) for one in best)
+    plain = (simplified(one, self.trials.cost, self.space.simpler) for one in best)
     return list(dict.fromkeys(plain))
 
   def distinct(self, slack: float, order: Callable[[Outcome], float]) -> list[Candidate]:
-    """What may fit, the best first; of candidates that come out alike, one."""
-    alike: dict[Any, Candidate] = {}
+    """Candidates within the budget plus a slack, best first; one of several with equal estimates."""
+    distinct: dict[Any, Candidate] = {}
     for candidate, one in self.trials.estimated.items():
       if one.counts and one.cost and fits(one, self.trials.memory, slack):
-        alike.setdefault(_figures(one), candidate)
-    return sorted(alike.values(), key=lambda candidate: order(self.trials.estimated[candidate]))
+        distinct.setdefault(_figures(one), candidate)
+    return sorted(distinct.values(), key=lambda candidate: order(self.trials.estimated[candidate]))
 
   def smallest(self) -> list[Candidate]:
-    """The one that needs the least memory."""
-    needs = {key: one.memory.peak for key, one in self.trials.estimated.items() if one.memory}
-    return [min(needs, key=lambda key: needs[key])] if needs else []
+    """The candidate with the lowest peak memory."""
+    peaks = {key: one.memory.peak for key, one in self.trials.estimated.items() if one.memory}
+    return [min(peaks, key=lambda key: peaks[key])] if peaks else []
 
   def best_presets(self) -> list[Candidate]:
-    """Of each preset the best mesh, if it may fit, and may be the fastest of all."""
+    """The best mesh of each preset, unless it does not fit or is certainly far slower than the best."""
     best: dict[str, Candidate] = {}
     fitting = self._fitting
-    shortest = min((seconds(one) for one in fitting.values()), default=0.0)
+    shortest = min((mean_seconds(one) for one in fitting.values()), default=0.0)
     for candidate, name in self.presets.items():
       one = fitting.get(candidate)
       if one is None:
         continue
-      if not one.doubts and seconds(one) > _HOPELESS * shortest:
+      if not one.doubts and mean_seconds(one) > _HOPELESS * shortest:
         continue
-      if name not in best or seconds(one) < seconds(fitting[best[name]]):
+      if name not in best or mean_seconds(one) < mean_seconds(fitting[best[name]]):
         best[name] = candidate
-    alike = {_figures(fitting[candidate]): candidate for candidate in reversed(best.values())}
-    return list(reversed(alike.values()))
+    distinct = {_figures(fitting[candidate]): candidate for candidate in reversed(best.values())}
+    return list(reversed(distinct.values()))
 
   @property
   def _fitting(self) -> dict[Candidate, Outcome]:
-    """What may fit."""
-    known = self.trials.estimated.items()
-    return {key: one for key, one in known if one.cost and fits(one, self.trials.memory, SLACK)}
+    """The estimates within the budget plus `SLACK`."""
+    estimated = self.trials.estimated.items()
+    return {key: one for key, one in estimated if one.cost and fits(one, self.trials.memory, SLACK)}
 
   def fits(self, outcome: Outcome) -> bool:
-    """Whether it works, and a device has room for it."""
+    """Whether an outcome has no error and is within the budget."""
     return outcome.error is None and fits(outcome, self.trials.memory)
 
   def shown(self) -> dict[Candidate, Outcome]:
-    """Where nothing was compiled: the best estimates, and the best of each preset."""
-    best, *others = self.distinct(0.0, seconds)[: max(self.top, _SHOWN)] or [None]
-    plain = [] if best is None else [simplified(best, self.trials.worth, self.space.simpler)]
+    """The outcomes to show if nothing was compiled: the best estimates, and the best of each preset."""
+    best, *others = self.distinct(0.0, mean_seconds)[: max(self.top, _SHOWN)] or [None]
+    plain = [] if best is None else [simplified(best, self.trials.cost, self.space.simpler)]
     return {one: self.trials.outcome(one) for one in [*plain, *others, *self.best_presets()]}
 
   def sorted(self, outcomes: Mapping[Any, Outcome]) -> list[tuple[Any, Outcome]]:
-    """Those that fit first, the fastest first."""
-    rank = lambda item: (not self.fits(item[1]), worth(item[1], self.trials.memory))
+    """The outcomes with their keys: those that fit first, then by time."""
+    rank = lambda item: (not self.fits(item[1]), penalized_seconds(item[1], self.trials.memory))
     return sorted(outcomes.items(), key=rank)
 
-  def nearest(self, compiled: Mapping[Any, Outcome]) -> str:
-    """What is said where nothing fits."""
+  def infeasible_text(self, compiled: Mapping[Any, Outcome]) -> str:
+    """The error text for a search in which no layout fits."""
     known = compiled if any(one.memory for one in compiled.values()) else self.trials.estimated
-    needing = [one for one in known.values() if one.memory is not None]
-    if not needing:
+    sized = [one for one in known.values() if one.memory is not None]
+    if not sized:
       error = next((one.error for one in known.values() if one.error), 'nothing was tried')
       return (
-        f'Of {len(self.trials.estimated)} layouts, none can be used.\n{error.splitlines()[0]}\n'
-        'Fix: see the error of the first one.'
+        f'None of the {len(self.trials.estimated)} layouts can be used.\n{error.splitlines()[0]}\n'
+        'Fix: correct the cause of this error, which is that of the first layout.'
       )
-    nearest = min(needing, key=lambda one: one.memory.peak if one.memory else 0)
-    peak = nearest.memory.peak if nearest.memory else 0
-    over = peak - self.trials.memory
+    smallest = min(sized, key=lambda one: one.memory.peak if one.memory else 0)
+    peak = smallest.memory.peak if smallest.memory else 0
+    excess = peak - self.trials.memory
     return (
-      f'Of {len(self.trials.estimated)} layouts, none fits into {size_text(self.trials.memory)} on {self.space.target.text}.\n'
-      f'The nearest needs {size_text(peak)}, {size_text(over)} ({over} bytes) too much ({nearest.source}): '
-      f'{nearest.name}.\n'
-      'Fix: use more devices, a smaller batch, or remat (let the step take it as an argument, and pass choices).'
+      f'None of the {len(self.trials.estimated)} layouts fits into {size_text(self.trials.memory)} per '
+      f'device on {self.space.target.text}.\n'
+      f'The smallest needs {size_text(peak)}, {size_text(excess)} ({excess} bytes) over the budget '
+      f'({smallest.source}): {smallest.name}.\n'
+      'Fix: use more devices, a smaller batch, or remat (as an argument of the step, passed in choices).'
     )
 
 
 def _priority(outcome: Outcome) -> float:
-  """By which it is decided what to compile: the fast ones, and those that may well be faster."""
-  return seconds(outcome) * (_PREFERRED if outcome.doubts else 1.0)
+  """Sort key of the candidates to compile: time, with a bonus for doubtful estimates."""
+  return mean_seconds(outcome) * (_DOUBT_BONUS if outcome.doubts else 1.0)
 
 
 def _figures(outcome: Outcome) -> Any:
-  """What is the same of programs that are the same."""
+  """Memory and time, which are equal for equal programs."""
   return outcome.memory, outcome.cost and (outcome.cost.low, outcome.cost.high)

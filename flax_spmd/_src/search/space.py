@@ -1,11 +1,11 @@
-"""Space: every candidate that is legal, and how to get from one to the next.
+"""Search space: the legal candidates, and the changes that lead from one to the next.
 
-    space = Space(facts, wishes, target, choices)
-    space.meshes()                  # axes, in every way that the devices can be put into a grid
-    space.coordinates(candidate)    # a list per thing that can change: what becomes of the candidate
+    space = Space(facts, constraints, target, choices)
+    space.meshes()                  # the devices as a grid of axes, in every possible way
+    space.coordinates(candidate)    # one list of changed candidates per thing that can change
 
-A candidate is legal if every dimension that it cuts is divided, and if it is as the user wants it. What
-comes out of here is canonical, so equal candidates are one.
+A candidate is legal if every sharded dimension is divisible and the user's constraints are met. The space returns
+candidates in canonical form, so equivalent candidates are equal.
 """
 
 from __future__ import annotations
@@ -16,172 +16,170 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.search.candidate import Axis, Candidate, canonical, compete
-from flax_spmd._src.search.model_facts import Facts
-from flax_spmd._src.search.user_constraints import MOST_AXES, Wishes
+from flax_spmd._src.search.model_facts import ModelFacts
+from flax_spmd._src.search.user_constraints import MAX_AXES, UserConstraints
 
 
 class Space(NamedTuple):
-  """What may be tried.
+  """The candidates of a search.
 
   Attributes:
-    facts: of the model.
-    wishes: of the user.
+    facts: logical names of the model.
+    constraints: conditions of the user.
     target: the hardware.
-    choices: arguments of the step, and the values that they may have.
+    choices: possible values of arguments of the step.
   """
 
-  facts: Facts
-  wishes: Wishes
+  facts: ModelFacts
+  constraints: UserConstraints
   target: Target
   choices: Mapping[str, tuple[Any, ...]] = {}
 
   @property
   def per_node(self) -> int:
-    """Devices that are next to each other."""
+    """Number of devices with fast links to each other."""
     return self.target.devices if self.target.chip.torus else self.target.topology[-1]
 
   def legal(self, candidate: Candidate) -> Candidate | None:
-    """A candidate in its one spelling, with its pins in place; None if it may not be tried."""
-    candidate = self.wishes.pinned(candidate)
-    if candidate.least not in self.facts.leasts:  # no array is that large
-      candidate = candidate._replace(fill=(), state=())
-    for over in candidate.used:
+    """The canonical form of a candidate with pinned names on their axes, or None if it is not legal."""
+    candidate = self.constraints.pinned(candidate)
+    if candidate.min_size not in self.facts.min_sizes:  # no array is that large
+      candidate = candidate._replace(fsdp_axes=(), zero1_axes=())
+    for over in candidate.used_axes:
       if len({*over}) < len(over):
         return None
-    for name, over in candidate.placed:
-      if name not in self.facts.names or not self.facts.divides(name, candidate.size(over)):
+    for name, over in candidate.name_rules:
+      if name not in self.facts.names or not self.facts.divides(name, candidate.shards(over)):
         return None
-    for pattern, _, dim, over in candidate.paths:
-      if not self.facts.path_divides(pattern, dim, candidate.size(over)):
+    for pattern, _, dim, over in candidate.path_rules:
+      if not self.facts.path_divides(pattern, dim, candidate.shards(over)):
         return None
-    if not self.wishes.allow(candidate, self.facts, self.per_node):
+    if not self.constraints.allow(candidate, self.facts):
       return None
     if not candidate.choices and self.choices:
       first = tuple((name, values[0]) for name, values in self.choices.items())
       candidate = candidate._replace(choices=first)
-    spelled = canonical(
-      candidate, self.facts.together, self.per_node, not self.target.chip.torus and not self.wishes.mesh
-    )
-    # in a fixed mesh the axes are who they are
-    return spelled if not self.wishes.pin else self.wishes.pinned(spelled)
+    # The axes of the user's mesh keep their order, and so do those of a torus.
+    exchange = not self.target.chip.torus and not self.constraints.mesh
+    spelled = canonical(candidate, self.facts.together, self.per_node, exchange)
+    return spelled if not self.constraints.pin else self.constraints.pinned(spelled)
 
-  def mended(self, candidate: Candidate) -> Candidate:
-    """A candidate without the axes that do not divide what lies over them."""
-    for name, over in candidate.placed:
-      while over and not self.facts.divides(name, candidate.size(over)):
+  def divisible(self, candidate: Candidate) -> Candidate:
+    """The candidate without axes that do not divide the dimensions sharded over them."""
+    for name, over in candidate.name_rules:
+      while over and not self.facts.divides(name, candidate.shards(over)):
         over = over[:-1]
-      candidate = candidate.place(name, over)
+      candidate = candidate.with_name(name, over)
     return candidate
 
   def meshes(self) -> list[tuple[Axis, ...]]:
-    """The grids of the devices, those of few axes first."""
-    if self.wishes.mesh is not None:
-      return [tuple(Axis(size, label) for label, size in self.wishes.mesh.items())]
-    labels = self.wishes.labels
-    found: list[tuple[Axis, ...]] = []
-    for count in range(max(1, len(labels)), MOST_AXES + 1):
+    """The possible meshes, those with few axes first."""
+    if self.constraints.mesh is not None:
+      return [tuple(Axis(size, label) for label, size in self.constraints.mesh.items())]
+    labels = self.constraints.labels
+    meshes: list[tuple[Axis, ...]] = []
+    for count in range(max(1, len(labels)), MAX_AXES + 1):
       for sizes in factorisations(self.target.devices, count):
-        for places in itertools.permutations(range(count), len(labels)):
-          named = dict(zip(places, labels, strict=True))
-          found.append(tuple(Axis(size, named.get(n, '')) for n, size in enumerate(sizes)))
-    return found or [(Axis(self.target.devices),)]
+        for labelled in itertools.permutations(range(count), len(labels)):
+          names = dict(zip(labelled, labels, strict=True))
+          meshes.append(tuple(Axis(size, names.get(n, '')) for n, size in enumerate(sizes)))
+    return meshes or [(Axis(self.target.devices),)]
 
   def coordinates(self, candidate: Candidate) -> list[list[Candidate]]:
-    """For each thing that can change, the legal candidates that differ in it."""
+    """For each thing that can change, the legal candidates that differ from this one in it."""
     changes: list[Iterable[Candidate]] = [
-      *(self._moved(candidate, [name]) for name in self._free),
-      *(self._moved(candidate, group) for group in self._groups(candidate)),
-      *(self._moved_path(candidate, kind.pattern) for kind in self.facts.paths),
-      self._filled(candidate),
-      self._stated(candidate),
-      self._ordered(candidate),
-      self._exchanged(candidate),
-      self._resized(candidate),
-      *(self._chosen(candidate, name) for name in self.choices),
+      *(self._change_names(candidate, [name]) for name in self._free_names),
+      *(self._change_names(candidate, group) for group in self._groups(candidate)),
+      *(self._change_path(candidate, kind.pattern) for kind in self.facts.paths),
+      self._change_fsdp(candidate),
+      self._change_zero1(candidate),
+      self._change_precedence(candidate),
+      self._exchange_axes(candidate),
+      self._resize_axes(candidate),
+      *(self._change_choice(candidate, name) for name in self.choices),
     ]
-    found = ([*dict.fromkeys(filter(None, map(self.legal, change)))] for change in changes)
-    return [[one for one in many if one != candidate] for many in found if many]
+    legal = ([*dict.fromkeys(filter(None, map(self.legal, change)))] for change in changes)
+    return [[one for one in changed if one != candidate] for changed in legal if changed]
 
   def simpler(self, candidate: Candidate) -> list[Candidate]:
-    """The legal candidates that lack one of its rules, or have a usual one."""
-    less = [
-      *(candidate.place(name, ()) for name, _ in candidate.placed),
-      *(
-        candidate._replace(paths=candidate.paths[:n] + candidate.paths[n + 1 :])
-        for n in range(len(candidate.paths))
-      ),
-      candidate._replace(state=()),
-      candidate._replace(fill=()),
-      candidate._replace(least=self.facts.leasts[0]),
+    """The legal candidates with one rule fewer, or with the default `min_size`."""
+    rules = candidate.path_rules
+    simpler = [
+      *(candidate.with_name(name, ()) for name, _ in candidate.name_rules),
+      *(candidate._replace(path_rules=rules[:n] + rules[n + 1 :]) for n in range(len(rules))),
+      candidate._replace(zero1_axes=()),
+      candidate._replace(fsdp_axes=()),
+      candidate._replace(min_size=self.facts.min_sizes[0]),
     ]
-    found = dict.fromkeys(one for one in map(self.legal, less) if one is not None)
-    return [one for one in found if one != candidate]
+    legal = dict.fromkeys(one for one in map(self.legal, simpler) if one is not None)
+    return [one for one in legal if one != candidate]
 
   @property
-  def _free(self) -> list[str]:
-    """The names that may move, in alphabetical order."""
-    stuck = {name for name, axes in self.wishes.forbid.items() if axes is None} | self.wishes.pin.keys()
-    return [name for name in sorted(self.facts.names) if name not in stuck]
+  def _free_names(self) -> list[str]:
+    """The names whose axes may change, in alphabetical order."""
+    constraints = self.constraints
+    fixed = {name for name, axes in constraints.forbid.items() if axes is None} | constraints.pin.keys()
+    return [name for name in sorted(self.facts.names) if name not in fixed]
 
   def _groups(self, candidate: Candidate) -> Iterator[list[str]]:
-    """Names that may well belong together: those at one place, and those with the same sizes."""
-    by_place: dict[Any, list[str]] = {}
-    for name in self._free:
-      by_place.setdefault(candidate.over(name), []).append(name)
-      by_place.setdefault(('sizes', self.facts.names[name]), []).append(name)
-    by_place.pop((), None)
-    groups = dict.fromkeys(tuple(group) for group in by_place.values() if len(group) > 1)
-    yield from map(list, groups)
+    """Names that probably belong together: sharded over the same axes, or of the same sizes."""
+    groups: dict[Any, list[str]] = {}
+    for name in self._free_names:
+      groups.setdefault(candidate.axes_of(name), []).append(name)
+      groups.setdefault(('sizes', self.facts.names[name]), []).append(name)
+    groups.pop((), None)
+    several = dict.fromkeys(tuple(group) for group in groups.values() if len(group) > 1)
+    yield from map(list, several)
 
-  def _moved(self, candidate: Candidate, names: Sequence[str]) -> Iterator[Candidate]:
-    for over in _tuples(len(candidate.axes)):
-      moved = candidate
+  def _change_names(self, candidate: Candidate, names: Sequence[str]) -> Iterator[Candidate]:
+    for over in _permutations(len(candidate.axes)):
+      changed = candidate
       for name in names:
-        moved = moved.place(name, over)
-      yield moved
+        changed = changed.with_name(name, over)
+      yield changed
 
-  def _moved_path(self, candidate: Candidate, pattern: str) -> Iterator[Candidate]:
-    rest = tuple(path for path in candidate.paths if path[0] != pattern)
-    yield candidate._replace(paths=rest)
+  def _change_path(self, candidate: Candidate, pattern: str) -> Iterator[Candidate]:
+    rest = tuple(rule for rule in candidate.path_rules if rule[0] != pattern)
+    yield candidate._replace(path_rules=rest)
     kind = next(kind for kind in self.facts.paths if kind.pattern == pattern)
     rank = len(kind.shapes[0])
     for dim in range(rank):
-      for over in _tuples(len(candidate.axes))[1:]:
-        yield candidate._replace(paths=(*rest, (pattern, rank, dim, over)))
+      for over in _permutations(len(candidate.axes))[1:]:
+        yield candidate._replace(path_rules=(*rest, (pattern, rank, dim, over)))
 
-  def _filled(self, candidate: Candidate) -> Iterator[Candidate]:
-    """Other axes for `fsdp`, and other sizes from which it takes arrays."""
-    for over in _subsets(len(candidate.axes)):
-      for least in self.facts.leasts:
-        state = () if over == candidate.state else candidate.state
-        yield candidate._replace(fill=over, least=least, state=state)
+  def _change_fsdp(self, candidate: Candidate) -> Iterator[Candidate]:
+    """Other axes for `fsdp`, and other values of `min_size`."""
+    for over in _combinations(len(candidate.axes)):
+      for min_size in self.facts.min_sizes:
+        zero1 = () if over == candidate.zero1_axes else candidate.zero1_axes
+        yield candidate._replace(fsdp_axes=over, min_size=min_size, zero1_axes=zero1)
 
-  def _stated(self, candidate: Candidate) -> Iterator[Candidate]:
-    """A table of its own for the optimizer's state, in place of `fsdp` for all or beside it."""
-    for over in _subsets(len(candidate.axes)):
-      yield candidate._replace(state=over)
-      yield candidate._replace(state=over, fill=())
+  def _change_zero1(self, candidate: Candidate) -> Iterator[Candidate]:
+    """Other axes for the optimizer state, with `fsdp` for the rest and without it."""
+    for over in _combinations(len(candidate.axes)):
+      yield candidate._replace(zero1_axes=over)
+      yield candidate._replace(zero1_axes=over, fsdp_axes=())
 
-  def _ordered(self, candidate: Candidate) -> Iterator[Candidate]:
-    """First choice to another name, of those that compete."""
-    pairs = candidate.placed
-    for n, one in enumerate(pairs):
-      if any(compete(one, other, self.facts.together) for other in pairs[:n]):
-        yield candidate._replace(placed=(one, *pairs[:n], *pairs[n + 1 :]))
+  def _change_precedence(self, candidate: Candidate) -> Iterator[Candidate]:
+    """Another of the competing names first."""
+    rules = candidate.name_rules
+    for n, rule in enumerate(rules):
+      if any(compete(rule, other, self.facts.together) for other in rules[:n]):
+        yield candidate._replace(name_rules=(rule, *rules[:n], *rules[n + 1 :]))
 
-  def _exchanged(self, candidate: Candidate) -> Iterator[Candidate]:
-    """Two axes in each other's place in the machine, and two axes in each other's role."""
+  def _exchange_axes(self, candidate: Candidate) -> Iterator[Candidate]:
+    """Two axes exchanged in the order of the mesh, or in the rules."""
     count = len(candidate.axes)
     for one, other in itertools.combinations(range(count), 2):
       numbers = {n: (other if n == one else one if n == other else n,) for n in range(count)}
-      swapped = [candidate.axes[numbers[n][0]] for n in range(count)]
-      if self.wishes.mesh is None:
-        yield candidate.renumbered(swapped, numbers)
+      exchanged = [candidate.axes[numbers[n][0]] for n in range(count)]
+      if self.constraints.mesh is None:
+        yield candidate.renumbered(exchanged, numbers)
       yield candidate.renumbered(candidate.axes, numbers)
 
-  def _resized(self, candidate: Candidate) -> Iterator[Candidate]:
-    """Devices from one axis to another, and an axis as two."""
-    if self.wishes.mesh is not None:
+  def _resize_axes(self, candidate: Candidate) -> Iterator[Candidate]:
+    """A factor moved from one axis to another, and an axis split in two."""
+    if self.constraints.mesh is not None:
       return
     axes = candidate.axes
     for one, other in itertools.permutations(range(len(axes)), 2):
@@ -190,13 +188,13 @@ class Space(NamedTuple):
         changed = [axis._replace(size=sizes.get(n, axis.size)) for n, axis in enumerate(axes)]
         if all(axis.size > 1 or not axis.label for axis in changed):
           yield candidate._replace(axes=tuple(changed))
-    for one in range(len(axes)) if len(axes) < MOST_AXES else ():
+    for one in range(len(axes)) if len(axes) < MAX_AXES else ():
       yield from self._split(candidate, one)
 
   def _split(self, candidate: Candidate, one: int) -> Iterator[Candidate]:
-    """An axis as two; some of what lay over it lies over one of them only."""
-    axes = candidate.axes
-    names = [name for name, over in candidate.placed if one in over and name not in self.wishes.pin]
+    """An axis split in two; some names, or a clause, keep one of the halves only."""
+    axes, constraints = candidate.axes, self.constraints
+    names = [name for name, over in candidate.name_rules if one in over and name not in constraints.pin]
     others = [name for name in names if name not in self.facts.batch]
     numbers = {n: (n + (n > one),) if n != one else (n, n + 1) for n in range(len(axes))}
     for outer in _divisors(axes[one].size)[:-1]:
@@ -206,19 +204,19 @@ class Space(NamedTuple):
         for group in filter(None, (others, *([name] for name in names))):
           split = both
           for name in group:
-            split = split.place(name, _without(both.over(name), dropped))
+            split = split.with_name(name, _without(both.axes_of(name), dropped))
           yield split
-        yield both._replace(fill=_without(both.fill, dropped))
-        yield both._replace(state=_without(both.state, dropped))
+        yield both._replace(fsdp_axes=_without(both.fsdp_axes, dropped))
+        yield both._replace(zero1_axes=_without(both.zero1_axes, dropped))
 
-  def _chosen(self, candidate: Candidate, name: str) -> Iterator[Candidate]:
+  def _change_choice(self, candidate: Candidate, name: str) -> Iterator[Candidate]:
     for value in self.choices[name]:
       chosen = dict(candidate.choices) | {name: value}
       yield candidate._replace(choices=tuple(chosen.items()))
 
 
 def factorisations(number: int, count: int) -> list[tuple[int, ...]]:
-  """The ways to write a number as so many factors larger than one, in every order.
+  """The products of `count` factors larger than one that equal a number, in every order.
 
   Example:
     >>> factorisations(12, 2)
@@ -234,17 +232,17 @@ def factorisations(number: int, count: int) -> list[tuple[int, ...]]:
 
 
 def _divisors(number: int) -> list[int]:
-  """Those larger than one, itself included."""
+  """The divisors larger than one, including the number itself."""
   return [factor for factor in range(2, number + 1) if number % factor == 0]
 
 
-def _tuples(count: int) -> list[tuple[int, ...]]:
-  """No axes, and every choice of them in every order."""
+def _permutations(count: int) -> list[tuple[int, ...]]:
+  """Every ordered selection of axes, beginning with none."""
   return [over for many in range(count + 1) for over in itertools.permutations(range(count), many)]
 
 
-def _subsets(count: int) -> list[tuple[int, ...]]:
-  """No axes, and every choice of them in the mesh's order."""
+def _combinations(count: int) -> list[tuple[int, ...]]:
+  """Every selection of axes in the order of the mesh, beginning with none."""
   return [over for many in range(count + 1) for over in itertools.combinations(range(count), many)]
 
 

@@ -1,7 +1,7 @@
-"""Seeds: where a search begins, with the usual layouts on every mesh, and tables made from the model's names.
+"""Starting points of a search: the presets on every mesh, and tables built from the model's names.
 
-The presets know the names that most models have. A model with others (`hidden` for `mlp`), or with more
-(`act_mlp` for the activation's dimension), gets each preset a second time with those names in.
+The presets use common names. A model with other names (`hidden` for `mlp`), or with more of them (`act_mlp` for the
+dimension of an activation), gets each preset a second time with its own names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flax_spmd import presets
 from flax_spmd._src.rules.clauses import Fsdp
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import MIN_SIZE, Axis, Candidate
-from flax_spmd._src.search.model_facts import Facts
+from flax_spmd._src.search.model_facts import ModelFacts
 from flax_spmd._src.search.space import Space
 
 PRESETS: Mapping[str, Callable[..., Rules]] = {
@@ -32,7 +32,7 @@ PRESETS: Mapping[str, Callable[..., Rules]] = {
     'hybrid_fsdp',
   )
 }
-_ALIKE = {
+_SYNONYMS = {
   'mlp': {'mlp', 'hidden', 'ff', 'ffn', 'intermediate'},
   'heads': {'heads', 'qkv'},
   'vocab': {'vocab', 'vocabulary'},
@@ -41,67 +41,74 @@ _ALIKE = {
 }
 
 
-class Seed(NamedTuple):
-  """A candidate to begin with; `preset` is the name of the preset that it is, if it is one."""
+class StartingPoint(NamedTuple):
+  """A candidate to start from.
+
+  Attributes:
+    candidate: the candidate.
+    preset: name of the preset that it is, or ''.
+  """
 
   candidate: Candidate
   preset: str = ''
 
 
-def seeds(space: Space, most: int) -> list[Seed]:
-  """What a search begins with: legal, each once, presets first; at most so many.
+def starting_points(space: Space, limit: int) -> list[StartingPoint]:
+  """Up to `limit` distinct legal starting points, presets first.
 
-  Where nothing is legal (more devices than sequences, say), the same without what does not divide.
+  If none is legal (as with more devices than sequences), axes that do not divide their dimensions are dropped.
   """
-  found = _all(space, space.legal) or _all(space, lambda one: space.legal(space.mended(one)))
-  return [Seed(candidate, name) for candidate, name in found.items()][:most]
+  points = _legal(space, space.legal) or _legal(space, lambda one: space.legal(space.divisible(one)))
+  return [StartingPoint(candidate, name) for candidate, name in points.items()][:limit]
 
 
-def _all(space: Space, legal: Callable[[Candidate], Candidate | None]) -> dict[Candidate, str]:
-  found: dict[Candidate, str] = {}
-  for table in (_usual, _by_names):
+def _legal(space: Space, legal: Callable[[Candidate], Candidate | None]) -> dict[Candidate, str]:
+  """Legal candidates, with the name of their preset or ''."""
+  points: dict[Candidate, str] = {}
+  for table in (_presets, _adapted_presets):
     for axes in space.meshes():
       for name, candidate in table(space, axes):
         one = legal(candidate)
         if one is not None:
-          found.setdefault(one, '' if _idle(one) else name)
-  return found
+          points.setdefault(one, '' if _has_idle_axis(one) else name)
+  return points
 
 
-def _idle(candidate: Candidate) -> bool:
-  """Whether nothing lies over an axis: a preset for names that the model lacks."""
-  return len({axis for over in candidate.used for axis in over}) < len(candidate.axes)
+def _has_idle_axis(candidate: Candidate) -> bool:
+  """Whether an axis is unused, as in a preset for names that the model lacks."""
+  return len({axis for over in candidate.used_axes for axis in over}) < len(candidate.axes)
 
 
-def _usual(space: Space, axes: Sequence[Axis]) -> Iterator[tuple[str, Candidate]]:
-  """Every preset on a mesh, each of its axes in every role."""
+def _presets(space: Space, axes: Sequence[Axis]) -> Iterator[tuple[str, Candidate]]:
+  """Every preset on a mesh, with each axis in every role."""
   for name, preset in PRESETS.items():
     for roles in _roles(preset, len(axes)):
       yield name, _candidate(axes, preset(**roles), space.facts)
 
 
-def _by_names(space: Space, axes: Sequence[Axis]) -> Iterator[tuple[str, Candidate]]:
-  """The presets in the model's own words, and each of its names on an axis by itself."""
-  alike = _words(space.facts)
+def _adapted_presets(space: Space, axes: Sequence[Axis]) -> Iterator[tuple[str, Candidate]]:
+  """The presets with the model's names, and each of its names on an axis of its own."""
+  synonyms = _synonyms(space.facts)
   for preset in PRESETS.values():
     for roles in _roles(preset, len(axes)):
-      base = _candidate(axes, preset(**roles), space.facts, alike)
-      for least in space.facts.leasts:
-        yield '', base._replace(least=least)
+      base = _candidate(axes, preset(**roles), space.facts, synonyms)
+      for min_size in space.facts.min_sizes:
+        yield '', base._replace(min_size=min_size)
   plain = Candidate(tuple(axes))
   for last, names in itertools.product(range(len(axes)), _families(space.facts)):
     rest = tuple(n for n in range(len(axes)) if n != last)
     split = plain
     for name in (*sorted(space.facts.batch), *names):
-      split = split.place(name, rest if name in space.facts.batch else (last,))
+      split = split.with_name(name, rest if name in space.facts.batch else (last,))
     yield '', split
-    yield '', split._replace(fill=rest, least=space.facts.leasts[0])
+    yield '', split._replace(fsdp_axes=rest, min_size=space.facts.min_sizes[0])
 
 
 def _roles(preset: Callable[..., Rules], count: int) -> Iterator[dict[str, str]]:
-  """The axes of a mesh, as arguments of a preset: those that are left over go to the first one.
+  """The axes of a mesh as arguments of a preset; the first argument takes the axes left over.
 
-  An axis is called by its numbers, `'0,2'`; experts may do without tensor parallelism, `''`.
+  An argument lists axes by number, as `'0,2'`. With too few axes, `expert_parallel` goes without tensor
+  parallelism (`''`).
   """
   names = [name for name in inspect.signature(preset).parameters if name != 'min_size']
   names = sorted(names, key=lambda name: name not in ('data', 'replicate'))
@@ -115,20 +122,24 @@ def _roles(preset: Callable[..., Rules], count: int) -> Iterator[dict[str, str]]
 
 
 def _candidate(
-  axes: Sequence[Axis], rules: Rules, facts: Facts, alike: Mapping[str, Sequence[str]] | None = None
+  axes: Sequence[Axis],
+  rules: Rules,
+  facts: ModelFacts,
+  synonyms: Mapping[str, Sequence[str]] | None = None,
 ) -> Candidate:
-  """A preset's table as a candidate; its mesh axes are numbers."""
-  found = Candidate(tuple(axes))
+  """The candidate of a preset's table, whose mesh axes are numbers."""
+  candidate = Candidate(tuple(axes))
   for clause in rules:
     if isinstance(clause, Fsdp):
-      found = found._replace(fill=_numbers(clause.axes))
+      candidate = candidate._replace(fsdp_axes=_numbers(clause.axes))
     elif isinstance(clause[1], Rules):
-      found = found._replace(state=_numbers(clause[1].clauses[0].axes))
+      candidate = candidate._replace(zero1_axes=_numbers(clause[1].clauses[0].axes))
     else:
-      own = sorted(facts.batch) if clause[0] == 'batch' else [clause[0]]
-      for name in [*own, *(alike or {}).get(clause[0], ())]:
-        found = found.place(name, _numbers(clause[1])) if name in facts.names else found
-  return found._replace(least=MIN_SIZE)
+      names = sorted(facts.batch) if clause[0] == 'batch' else [clause[0]]
+      for name in [*names, *(synonyms or {}).get(clause[0], ())]:
+        if name in facts.names:
+          candidate = candidate.with_name(name, _numbers(clause[1]))
+  return candidate._replace(min_size=MIN_SIZE)
 
 
 def _numbers(axes: Any) -> tuple[int, ...]:
@@ -137,17 +148,17 @@ def _numbers(axes: Any) -> tuple[int, ...]:
   return tuple(number for axis in axes for number in _numbers(axis))
 
 
-def _words(facts: Facts) -> dict[str, list[str]]:
-  """The model's names that mean what a preset's name means, by that."""
-  parts = {name: {*name.split('_')} for name in sorted(facts.names) if name not in facts.batch}
+def _synonyms(facts: ModelFacts) -> dict[str, list[str]]:
+  """For each name of the presets, the model's names with the same meaning."""
+  words = {name: {*name.split('_')} for name in sorted(facts.names) if name not in facts.batch}
   return {
-    usual: [name for name, words in parts.items() if words & alike and name != usual]
-    for usual, alike in _ALIKE.items()
+    usual: [name for name, parts in words.items() if parts & synonyms and name != usual]
+    for usual, synonyms in _SYNONYMS.items()
   }
 
 
-def _families(facts: Facts) -> Iterator[tuple[str, ...]]:
-  """Each name of a parameter, with the activations' names that have the same sizes."""
+def _families(facts: ModelFacts) -> Iterator[tuple[str, ...]]:
+  """Each name of a parameter, with the names of activations of the same sizes."""
   for name in sorted(facts.parameters):
     same = [
       other

@@ -1,12 +1,12 @@
-"""Trials: what came of the candidates that were tried, each looked at once.
+"""Trials: the outcomes of the candidates tried so far, each computed once.
 
-    trials = Trials(task, target, facts, wishes)
-    trials.outcome(candidate)      # estimated, or as it was kept
-    trials.worth(candidate)        # one number, by which candidates are compared
-    trials.compiled([candidate])   # by the target's own compiler
+    trials = Trials(task, memory, variant, choices)
+    trials.outcome(candidate)      # an estimate, cached on disk
+    trials.cost(candidate)         # one number, by which candidates are compared
+    trials.compile([candidate])    # results of the target's own compiler
 
-Arguments of the step that are tried too make another program each, which has an estimator of its own.
-Where there is no estimator for this jaxlib, an outcome is a compiled one, and takes seconds.
+Each choice of the step's arguments makes another program with an estimator of its own. If this jaxlib has no
+estimator, outcomes are compiled instead, which takes seconds each.
 """
 
 from __future__ import annotations
@@ -22,240 +22,234 @@ from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.compare.pipeline_lowering import Pipeline
+from flax_spmd._src.compare.train_step import TrainStep
 from flax_spmd._src.estimate.estimator import Estimator
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
+from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
-from flax_spmd._src.search.estimate_cache import Kept, open_kept
-from flax_spmd._src.search.model_facts import Facts, facts_of
+from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
+from flax_spmd._src.search.model_facts import ModelFacts, facts_of
 from flax_spmd.errors import EstimatorError, LayoutError, PipelineError
 
 Choices = tuple[tuple[str, Any], ...]
-_MISSING = 10.0  # how many times slower a layout counts that does not fit
+"""Arguments of the step, as name and value."""
+
+_MISFIT = 10.0  # factor on the time of a layout that needs too much memory
 
 
-class Task(NamedTuple):
-  """What is asked to be laid out; the fields are the arguments of `search`."""
+class SearchTask(NamedTuple):
+  """A training step to find a layout for.
 
-  step: Callable[..., Any]
-  create: Callable[..., Any]
-  batch: Any
+  Attributes:
+    train_step: the step and its arguments.
+    target: the hardware.
+    hardware: TOML file with descriptions of further chips.
+    jobs: number of compilers to run in parallel.
+    fresh: whether to discard cached estimates.
+  """
+
+  train_step: TrainStep
   target: Target
-  args: Sequence[Any] = ()
-  places: Any = None
-  donate: bool = True
   hardware: str | os.PathLike[str] | None = None
   jobs: int | None = None
   fresh: bool = False
 
-  def chosen(self, choices: Choices) -> Task:
-    """The task with arguments of the step, and of `create` where it has such parameters."""
+  def with_choices(self, choices: Choices) -> SearchTask:
+    """The task with arguments of the step bound, and those of `create` that have the same names."""
     if not choices:
       return self
-    known = inspect.signature(self.create).parameters
-    own = {name: value for name, value in choices if name in known}
-    create = functools.partial(self.create, **own) if own else self.create
-    return self._replace(step=functools.partial(self.step, **dict(choices)), create=create)
+    step, create = self.train_step.step, self.train_step.create
+    parameters = inspect.signature(create).parameters
+    shared = {name: value for name, value in choices if name in parameters}
+    bound = self.train_step._replace(
+      step=functools.partial(step, **dict(choices)),
+      create=functools.partial(create, **shared) if shared else create,
+    )
+    return self._replace(train_step=bound)
 
 
-class Program(NamedTuple):
-  """The step under one choice of its arguments.
+class TaskVariant(NamedTuple):
+  """A task under one choice of the step's arguments.
 
   Attributes:
-    task: the step.
-    estimator: lowered once; None if there is none for it here.
-    facts: of the model.
-    kept: what is known from earlier times.
+    task: the task, with the arguments bound.
+    estimator: estimator of the lowered step, or None if the step has none.
+    facts: logical names of the model.
+    cache: estimates of earlier searches.
     reason: why there is no estimator, or ''.
   """
 
-  task: Task
+  task: SearchTask
   estimator: Estimator | None
-  facts: Facts
-  kept: Kept | None
+  facts: ModelFacts
+  cache: EstimateCache | None
   reason: str = ''
 
-  def on(self, target: Target) -> Program:
-    """The same step on other hardware of the same kind; it is lowered already."""
+  def on(self, target: Target) -> TaskVariant:
+    """The variant on another number of the same chips; it is not lowered again."""
     task = self.task._replace(target=target)
     if self.estimator is None:
       return self._replace(task=task)
-    kept = open_kept(_identity(task, self.facts), target, task.fresh)
-    return self._replace(task=task, kept=kept)
+    return self._replace(task=task, cache=open_cache(_identity(task, self.facts), target, task.fresh))
 
 
-def program_of(task: Task, choices: Choices) -> Program:
+def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
   """Lowers a step under a choice of its arguments."""
-  task = task.chosen(choices)
-  known = functools.partial(facts_of, task.create, task.args, task.places, task.batch)
+  task = task.with_choices(choices)
   try:
-    estimator = Estimator(
-      task.step,
-      task.create,
-      task.batch,
-      args=task.args,
-      places=task.places,
-      donate=task.donate,
-      platform=task.target.chip.platform,
-    )
+    estimator = Estimator(task.train_step, platform=task.target.chip.platform)
   except EstimatorError as error:
-    return Program(task, None, known(), None, str(error).splitlines()[0])
-  facts = known(estimator.names, estimator.parameter_names, estimator.together)
-  return Program(task, estimator, facts, open_kept(_identity(task, facts), task.target, task.fresh))
+    return TaskVariant(task, None, facts_of(task.train_step), None, str(error).splitlines()[0])
+  facts = facts_of(task.train_step, estimator.names, estimator.parameter_names, estimator.together)
+  cache = open_cache(_identity(task, facts), task.target, task.fresh)
+  return TaskVariant(task, estimator, facts, cache)
 
 
-def _identity(task: Task, facts: Facts) -> str:
-  """A digest of the program with its names in it: lowered on a mesh that has an axis for each of them."""
+def _identity(task: SearchTask, facts: ModelFacts) -> str:
+  """A digest of the program and its logical names, lowered on a mesh with an axis for each name."""
   names = [name for name in facts.names if name != 'devices']
   mesh = abstract_mesh({**dict.fromkeys(names, 1), 'devices': task.target.devices})
   layout = Layout(mesh, tuple((name, name) for name in names))
-  program = lower(
-    task.step,
-    task.create,
-    task.batch,
-    layout,
-    task.target,
-    args=task.args,
-    places=task.places,
-    donate=task.donate,
-  )
-  return f'{program.identity} {task.donate}'
+  program = lower(task.train_step, layout, task.target)
+  return f'{program.identity} {task.train_step.donate}'
 
 
 class Trials:
-  """Everything that was tried.
+  """The outcomes of the candidates tried so far.
 
   Args:
-    task: what is to be laid out.
-    memory: bytes that a device may need.
-    first: the program under the first choice of arguments.
-    choices: which that is.
+    task: the step to find a layout for.
+    memory: bytes available to the step on each device.
+    first: the task under the first choice of arguments.
+    choices: that choice.
+    lower: lowers the step under another choice; `lower_variant` by default.
+
+  Attributes:
+    estimated: outcome per candidate.
   """
 
-  def __init__(self, task: Task, memory: int, first: Program, choices: Choices):
+  def __init__(
+    self,
+    task: SearchTask,
+    memory: int,
+    first: TaskVariant,
+    choices: Choices,
+    lower: Callable[[Choices], TaskVariant] | None = None,
+  ):
     self.task, self.memory, self.first, self.choices = task, memory, first, choices
     self.batch = first.facts.batch
     self.estimated: dict[Candidate, Outcome] = {}
-    self._programs: dict[Choices, Program] = {choices: first}
-    self._lower: Callable[[Choices], Program] = functools.partial(program_of, task)
+    self._variants: dict[Choices, TaskVariant] = {choices: first}
+    self._lower = lower or functools.partial(lower_variant, task)
 
   def on(self, target: Target) -> Trials:
-    """Nothing tried yet, of the same step on other hardware of the same kind."""
+    """New trials of the same step on another number of the same chips."""
     task = self.task._replace(target=target)
-    found = Trials(task, self.memory, self.first.on(target), self.choices)
-    found._lower = lambda choices: self.program(choices).on(target)
-    return found
+    lower = lambda choices: self.variant(choices).on(target)
+    return Trials(task, self.memory, self.first.on(target), self.choices, lower)
 
   @property
   def reason(self) -> str:
     """Why nothing can be estimated, or ''."""
-    return next((one.reason for one in self._programs.values() if one.reason), '')
+    return next((one.reason for one in self._variants.values() if one.reason), '')
 
   @property
-  def rebuilt(self) -> str:
-    """The versions whose estimates were thrown away, or ''."""
-    kept = (one.kept for one in self._programs.values() if one.kept)
-    return next((one.rebuilt for one in kept if one.rebuilt), '')
+  def outdated(self) -> str:
+    """The versions whose cached estimates were discarded, or ''."""
+    caches = (one.cache for one in self._variants.values() if one.cache)
+    return next((cache.outdated for cache in caches if cache.outdated), '')
 
   def outcome(self, candidate: Candidate) -> Outcome:
-    """What comes of a candidate; compiled only if it cannot be estimated."""
+    """The estimate of a candidate; the compiled outcome if there is no estimator."""
     if candidate not in self.estimated:
-      program = self.program(candidate.choices)
+      variant = self.variant(candidate.choices)
       layout, name = layout_of(candidate, self.batch), self.name(candidate)
-      if program.estimator is None:
-        self.estimated[candidate] = self.compiled([candidate])[0]
+      if variant.estimator is None:
+        self.estimated[candidate] = self.compile([candidate])[0]
       else:
-        self.estimated[candidate] = self.estimate(program, name, layout)
+        self.estimated[candidate] = _estimate(variant, name, layout)
     return self.estimated[candidate]
 
-  def estimate(self, program: Program, name: str, layout: Layout) -> Outcome:
-    """What is estimated of a layout, which is kept."""
-    found = program.kept.get(name, layout) if program.kept else None
-    if found is None and program.estimator is not None:
-      try:
-        found = program.estimator.estimate(layout, self.task.target)._replace(name=name)
-      except LayoutError as error:
-        found = Outcome.failed(name, layout, str(error))._replace(source='estimated')
-      if program.kept:
-        program.kept.add(found)
-    return found or Outcome.failed(name, layout, 'not estimated')
+  def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
+    """The estimate of a candidate with another rule table on its mesh."""
+    layout = layout_of(candidate, self.batch).replace(rules=rules)
+    return _estimate(self.variant(candidate.choices), '', layout)
 
-  def without(self, candidate: Candidate, layout: Layout) -> Outcome:
-    """What is estimated of another layout for the same arguments of the step."""
-    return self.estimate(self.program(candidate.choices), '', layout)
-
-  def compiled(self, candidates: Sequence[Candidate]) -> list[Outcome]:
-    """What the target's compiler makes of candidates; names that do not fit are an outcome too."""
-    by_choice: dict[Choices, list[Candidate]] = {}
+  def compile(self, candidates: Sequence[Candidate]) -> list[Outcome]:
+    """The compiled outcomes of candidates; a layout that does not fit the model gives a failed outcome."""
+    by_choices: dict[Choices, list[Candidate]] = {}
     for candidate in candidates:
-      by_choice.setdefault(candidate.choices, []).append(candidate)
-    found: dict[Candidate, Outcome] = {}
-    for choices, group in by_choice.items():
-      found |= dict(zip(group, self._compiled(self.program(choices).task, group), strict=True))
-    return [found[candidate] for candidate in candidates]
+      by_choices.setdefault(candidate.choices, []).append(candidate)
+    outcomes: dict[Candidate, Outcome] = {}
+    for choices, group in by_choices.items():
+      outcomes |= dict(zip(group, self._compile(self.variant(choices).task, group), strict=True))
+    return [outcomes[candidate] for candidate in candidates]
 
-  def _compiled(self, task: Task, group: Sequence[Candidate]) -> list[Outcome]:
+  def _compile(self, task: SearchTask, group: Sequence[Candidate]) -> list[Outcome]:
     rows = {self.name(one): self.row(one) for one in group}
+    options = {'hardware': task.hardware, 'jobs': task.jobs}
     try:
-      compared = compare(
-        task.step,
-        task.create,
-        task.batch,
-        rows,
-        task.target.text,
-        args=task.args,
-        places=task.places,
-        donate=task.donate,
-        hardware=task.hardware,
-        jobs=task.jobs,
-      )
-      return list(compared)
-    except (LayoutError, PipelineError) as error:  # of all of them
+      return list(compare(task.train_step, rows, task.target.text, **options))
+    except (LayoutError, PipelineError) as error:  # every row of the group failed
       layouts = {name: row.layout if isinstance(row, Pipeline) else row for name, row in rows.items()}
       return [Outcome.failed(name, layout, str(error)) for name, layout in layouts.items()]
 
   def name(self, candidate: Candidate) -> str:
-    """What a candidate is called."""
+    """The name of a candidate's outcome."""
     return text_of(candidate, self.batch)
 
   def row(self, candidate: Candidate) -> Layout | Pipeline:
-    """What is compiled."""
+    """The row of a comparison that compiles a candidate."""
     return layout_of(candidate, self.batch)
 
-  def program(self, choices: Choices) -> Program:
-    """The step under a choice of its arguments, lowered once."""
-    if choices not in self._programs:
-      self._programs[choices] = self._lower(choices)
-    return self._programs[choices]
+  def variant(self, choices: Choices) -> TaskVariant:
+    """The task under a choice of arguments, lowered once."""
+    if choices not in self._variants:
+      self._variants[choices] = self._lower(choices)
+    return self._variants[choices]
 
-  def worth(self, candidate: Candidate) -> float:
-    """Seconds of a candidate, and more if it does not fit."""
-    return worth(self.outcome(candidate), self.memory)
+  def cost(self, candidate: Candidate) -> float:
+    """Seconds of a step, with a penalty if the candidate needs too much memory."""
+    return penalized_seconds(self.outcome(candidate), self.memory)
 
 
-def seconds(outcome: Outcome) -> float:
-  """One number for a time bracket: its geometric middle; infinite if nothing is known."""
+def _estimate(variant: TaskVariant, name: str, layout: Layout) -> Outcome:
+  """The estimate of a layout, from the cache if it is there."""
+  outcome = variant.cache.get(name, layout) if variant.cache else None
+  if outcome is None and variant.estimator is not None:
+    try:
+      outcome = variant.estimator.estimate(layout, variant.task.target)._replace(name=name)
+    except LayoutError as error:
+      outcome = Outcome.failed(name, layout, str(error))._replace(source='estimated')
+    if variant.cache:
+      variant.cache.add(outcome)
+  return outcome or Outcome.failed(name, layout, 'not estimated')
+
+
+def mean_seconds(outcome: Outcome) -> float:
+  """The geometric mean of a time bracket, in seconds; infinite if there is no bracket."""
   return (outcome.cost.low * outcome.cost.high) ** 0.5 if outcome.cost else float('inf')
 
 
-def worth(outcome: Outcome, memory: int) -> float:
-  """Seconds; a layout that needs too much counts as many times slower, by how much it misses."""
+def penalized_seconds(outcome: Outcome, memory: int) -> float:
+  """Seconds of a step; more by a factor that grows with the memory beyond the budget."""
   if outcome.memory is None or outcome.cost is None:
     return float('inf')
-  over = outcome.memory.peak / memory - 1
-  return seconds(outcome) * (_MISSING * (1 + over) if over > 0 else 1.0)
+  excess = outcome.memory.peak / memory - 1
+  return mean_seconds(outcome) * (_MISFIT * (1 + excess) if excess > 0 else 1.0)
 
 
 def fits(outcome: Outcome, memory: int, slack: float = 0.0) -> bool:
-  """Whether a device has room for it, with so much slack for the estimate."""
+  """Whether the peak memory is within the budget plus a relative slack."""
   return outcome.memory is not None and outcome.memory.peak <= memory * (1 + slack)
 
 
-def chunks(many: Sequence[Any], size: int) -> list[Sequence[Any]]:
-  """In pieces of at most so many."""
-  return [many[begin : begin + size] for begin in range(0, len(many), size)]
+def chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+  """Splits a sequence into chunks of at most `size` items."""
+  return [items[begin : begin + size] for begin in range(0, len(items), size)]
 
 
-def as_choices(choices: Mapping[str, Sequence[Any]]) -> Choices:
-  """The first value of each."""
+def first_choices(choices: Mapping[str, Sequence[Any]]) -> Choices:
+  """The first value of each argument."""
   return tuple((name, values[0]) for name, values in choices.items())

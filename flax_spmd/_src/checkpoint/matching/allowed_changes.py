@@ -1,7 +1,6 @@
-"""Conversion: in which ways a checkpoint may differ from what it is restored into.
+"""Allowed changes: the differences between a checkpoint and its restore target that the caller permits.
 
-Nothing is converted that was not asked for. Whatever differs and could be converted is an error that
-says what to ask for.
+Nothing is converted implicitly. Every other difference is an error, which names the change to allow.
 """
 
 from __future__ import annotations
@@ -13,18 +12,217 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
+from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError, did_you_mean
 
 Dtypes = Literal['keep', 'cast'] | Mapping[str, str]
 
 
+@set_module('flax_spmd.checkpoint')
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class Changes:
+  """The differences between a checkpoint and its restore target that a restore may bridge.
+
+  Every argument is optional; the default allows no difference. Saved paths are renamed first, so the other
+  arguments refer to renamed paths.
+
+  Args:
+    renames: replacements of regular expressions in saved paths. The first pattern found in a path
+      applies. `{'^opt_state/1/ema/': 'params/'}` restores averages as parameters.
+    stacks: layers stacked in one module on one side, as by `nn.scan`, and in a module each on the other:
+      `{'layers': 'layers_{}'}`, where `{}` stands for the layer's number. If names and shapes leave the
+      stacked dimension open, add it: `{'layers': ('layers_{}', 0)}`. Optimizer state follows its parameters.
+    axes: replacements of logical names whose meaning is unchanged, old to new.
+    moved: logical name, or names, of dimensions that may change position, as when a scan's axis changes.
+      Optimizer state and unnamed leaves of the same modules follow.
+    dtypes: `'keep'` allows no cast, `'cast'` only casts between floats that lose no digits. A mapping allows
+      the casts it lists, lossy or not: `{'float32': 'bfloat16'}`.
+    missing: regular expression. Target leaves whose paths it matches may be missing from the checkpoint, and
+      keep their own values.
+    unused: regular expression. Saved leaves whose paths it matches may be left unused.
+    only: path of the part to restore, such as `'params'`. The result is that part alone.
+
+  Raises:
+    CheckpointError: an argument is invalid.
+
+  Example:
+    >>> checkpoint.Changes(renames={'^enc/': 'encoder/'}, dtypes='cast')
+    Changes(renames={'^enc/': 'encoder/'}, dtypes='cast')
+    >>> layout = Layout({'data': 8})
+    >>> checkpoint.save(tmp / 'enc', {'enc': {'w': jnp.ones(8, 'bfloat16')}}, layout=layout)
+    >>> target = layout.abstract(lambda: {'encoder': {'w': jnp.zeros(8)}})
+    >>> changes = checkpoint.Changes(renames={'^enc/': 'encoder/'}, dtypes='cast')
+    >>> checkpoint.restore(tmp / 'enc', target, changes=changes)['encoder']['w'].dtype
+    dtype('float32')
+  """
+
+  renames: tuple[tuple[str, str], ...]
+  stacks: tuple[tuple[str, str | tuple[str, int]], ...]
+  axes: tuple[tuple[str, str], ...]
+  moved: tuple[str, ...]
+  dtypes: Literal['keep', 'cast'] | tuple[tuple[str, str], ...]
+  missing: str | None
+  unused: str | None
+  only: str | None
+
+  def __init__(
+    self,
+    *,
+    renames: Mapping[str, str] | None = None,
+    stacks: Mapping[str, str | tuple[str, int]] | None = None,
+    axes: Mapping[str, str] | None = None,
+    moved: str | Iterable[str] = (),
+    dtypes: Dtypes = 'keep',
+    missing: str | None = None,
+    unused: str | None = None,
+    only: str | None = None,
+  ):
+    values = {
+      'renames': tuple(dict(renames or ()).items()),
+      'stacks': tuple(dict(stacks or ()).items()),
+      'axes': tuple(dict(axes or ()).items()),
+      'moved': (moved,) if isinstance(moved, str) else tuple(sorted(set(moved))),
+      'dtypes': _dtypes(dtypes),
+      'missing': missing,
+      'unused': unused,
+      'only': only.strip('/') if only else None,
+    }
+    for name, value in values.items():
+      object.__setattr__(self, name, value)
+    for pattern, _ in self.renames:
+      _check_pattern('renames', pattern)
+    _check_pattern('missing', missing)
+    _check_pattern('unused', unused)
+    for stacked, single in self.stacks:
+      _check_stack(stacked, single)
+
+  def __repr__(self) -> str:
+    texts = []
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name == 'moved' and len(value) == 1:
+        value = value[0]
+      elif field.name != 'moved' and isinstance(value, tuple):
+        value = dict(value)
+      if value not in ({}, (), 'keep', None):
+        texts.append(f'{field.name}={value!r}')
+    return f'Changes({", ".join(texts)})'
+
+
+def _check_pattern(name: str, pattern: str | None) -> None:
+  try:
+    re.compile(pattern or '')
+  except re.error as error:
+    raise CheckpointError(
+      f'{name}: {pattern!r} is not a regular expression: {error}.\n'
+      'Fix: escape literal characters with a backslash.'
+    ) from error
+
+
+def _check_stack(stacked: str, single: Any) -> None:
+  pattern = single[0] if isinstance(single, tuple) else single
+  if not isinstance(pattern, str) or pattern.count('{}') != 1:
+    raise CheckpointError(
+      f'stacks={{{stacked!r}: {single!r}}} has no {{}} for the number of a layer, or several.\n'
+      f"Fix: write {{}} once, where the number goes: stacks={{{stacked!r}: '{stacked}_{{}}'}}."
+    )
+
+
+def _dtypes(dtypes: Any) -> Any:
+  if isinstance(dtypes, (Mapping, tuple)):
+    casts = dict(dtypes)
+    try:
+      return tuple((jnp.dtype(a).name, jnp.dtype(b).name) for a, b in casts.items()) or 'keep'
+    except TypeError as error:
+      raise CheckpointError(
+        f'dtypes={casts!r} contains an unknown dtype: {error}.\n'
+        "Fix: write dtypes={'float32': 'bfloat16'}."
+      ) from error
+  if dtypes not in ('keep', 'cast'):
+    raise CheckpointError(
+      f"dtypes={dtypes!r} is neither 'keep', 'cast' nor a mapping of dtypes.\n"
+      "Fix: write dtypes='cast'; for casts that lose digits, list them: dtypes={'float32': 'bfloat16'}."
+    )
+  return dtypes
+
+
+NO_CHANGES = Changes()
+
+
+# -- decisions
+
+
+def is_selected(changes: Changes, path: str) -> bool:
+  """Whether a path is in the part to restore."""
+  only = changes.only
+  return only is None or path == only or path.startswith(f'{only}/')
+
+
+def check_selection(changes: Changes, paths: Iterable[str]) -> None:
+  """Raises CheckpointError if none of a checkpoint's paths is in the part to restore."""
+  paths = [renamed(changes, path) for path in paths]
+  if not any(is_selected(changes, path) for path in paths):
+    tops = dict.fromkeys(path.partition('/')[0] for path in paths)
+    raise CheckpointError(
+      f'The checkpoint has no part {changes.only!r}; its parts are {", ".join(tops)}.'
+      f'{did_you_mean(changes.only or "", tops)}\n'
+      'Fix: pass Changes(only=...) with one of these parts, or a path inside one.'
+    )
+
+
+def renamed(changes: Changes, path: str) -> str:
+  """A saved path after the first rename that applies to it."""
+  for pattern, replacement in changes.renames:
+    result, count = re.subn(pattern, replacement, path, count=1)
+    if count:
+      return result.strip('/')
+  return path
+
+
+def renamed_axes(changes: Changes, names: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+  """Saved logical names, replaced by the target's."""
+  new = dict(changes.axes)
+  return None if names is None else tuple(new.get(name, name) for name in names)
+
+
+def may_be_missing(changes: Changes, path: str) -> bool:
+  """Whether a target leaf may keep its own value."""
+  return changes.missing is not None and re.search(changes.missing, path) is not None
+
+
+def may_be_unused(changes: Changes, path: str) -> bool:
+  """Whether a saved leaf may be left unused."""
+  return changes.unused is not None and re.search(changes.unused, path) is not None
+
+
+def may_cast(changes: Changes, saved: str, target: str) -> bool:
+  """Whether a saved dtype may be cast to the target's."""
+  if isinstance(changes.dtypes, tuple):
+    return (saved, target) in changes.dtypes
+  return changes.dtypes == 'cast' and is_lossless(saved, target)
+
+
+def is_lossless(saved: str, target: str) -> bool:
+  """Whether one float dtype can represent every value of another.
+
+  Example:
+    >>> is_lossless('bfloat16', 'float32'), is_lossless('float32', 'bfloat16')
+    (True, False)
+  """
+  one, two = jnp.dtype(saved), jnp.dtype(target)
+  if not (jnp.issubdtype(one, jnp.floating) and jnp.issubdtype(two, jnp.floating)):
+    return False
+  a, b = jnp.finfo(one), jnp.finfo(two)
+  return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp - a.nmant >= b.minexp - b.nmant
+
+
 class Stack(NamedTuple):
-  """Modules that are one stacked module on one side.
+  """One entry of `Changes.stacks`: layers stacked in one module, and the same layers in a module each.
 
   Attributes:
     stacked: path of the stacked module, or its last parts: `decoder/layers`.
-    single: of the single ones, with `{}` for the number: `decoder/layers_{}`.
-    axis: the stacked dimension; None: what the names or the shapes say.
+    single: path of a single layer's module, with `{}` for its number: `decoder/layers_{}`.
+    axis: stacked dimension; None: found by names and shapes.
   """
 
   stacked: str
@@ -33,162 +231,32 @@ class Stack(NamedTuple):
 
   @property
   def name(self) -> str:
-    """What the stacked dimension is called where nobody says it: by its module."""
+    """The logical name given to an unnamed stacked dimension: the name of the module."""
     return self.stacked.rpartition('/')[2]
 
   def split(self, path: str) -> tuple[str, str] | None:
-    """What of a path comes before and after the stacked module."""
-    found = re.search(f'(?:^|/)({re.escape(self.stacked)})(?:/|$)', path)
-    return (path[: found.start(1)], path[found.end(1) :]) if found else None
+    """The parts of a path before and after the stacked module; None for a path outside of it."""
+    match = re.search(f'(?:^|/)({re.escape(self.stacked)})(?:/|$)', path)
+    return (path[: match.start(1)], path[match.end(1) :]) if match else None
 
   def number(self, path: str) -> tuple[str, int] | None:
-    """The path of the stacked module's leaf, and which of them a single module's leaf is."""
+    """The stacked path and the layer number of a single layer's path; None for another path."""
     before, after = (re.escape(part) for part in self.single.split('{}'))
-    found = re.search(f'(?:^|/)({before}(\\d+){after})(?:/|$)', path)
-    if not found:
+    match = re.search(f'(?:^|/)({before}(\\d+){after})(?:/|$)', path)
+    if not match:
       return None
-    return path[: found.start(1)] + self.stacked + path[found.end(1) :], int(found[2])
+    return path[: match.start(1)] + self.stacked + path[match.end(1) :], int(match[2])
 
   def single_path(self, path: str, number: int) -> str:
-    """The path of a single module's leaf."""
+    """The path of a single layer's leaf."""
     before, after = self.split(path) or ('', '')
     return before + self.single.format(number) + after
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-  """What may differ, as the arguments of `restore` say it."""
-
-  only: str | None = None
-  renames: tuple[tuple[str, str], ...] = ()
-  stacks: tuple[Stack, ...] = ()
-  axes: tuple[tuple[str, str], ...] = ()
-  moved: frozenset[str] = frozenset()
-  dtypes: str | tuple[tuple[str, str], ...] = 'keep'
-  missing: str | None = None
-  unused: str | None = None
-
-  @classmethod
-  def of(
-    cls,
-    only: str | None = None,
-    renames: Mapping[str, str] | None = None,
-    stacks: Mapping[str, Any] | None = None,
-    axes: Mapping[str, str] | None = None,
-    moved: str | Iterable[str] = (),
-    dtypes: Dtypes = 'keep',
-    missing: str | None = None,
-    unused: str | None = None,
-  ) -> Conversion:
-    """From the arguments of `restore`.
-
-    Raises:
-      CheckpointError: one of them is not what it should be.
-    """
-    for name, pattern in (
-      ('missing', missing),
-      ('unused', unused),
-      *(('renames', p) for p in renames or ()),
-    ):
-      _check_pattern(name, pattern)
-    return cls(
-      only.strip('/') if only else None,
-      tuple((renames or {}).items()),
-      tuple(_stack(stacked, single) for stacked, single in (stacks or {}).items()),
-      tuple((axes or {}).items()),
-      frozenset([moved] if isinstance(moved, str) else moved),
-      _dtypes(dtypes),
-      missing,
-      unused,
-    )
-
-  def wants(self, path: str) -> bool:
-    """Whether a path is in the part that is wanted."""
-    return self.only is None or path == self.only or path.startswith(f'{self.only}/')
-
-  def check_part(self, paths: Iterable[str]) -> None:
-    """Raises CheckpointError if none of a checkpoint's paths is in the part that is wanted."""
-    paths = [self.renamed(path) for path in paths]
-    if not any(map(self.wants, paths)):
-      tops = dict.fromkeys(path.partition('/')[0] for path in paths)
-      raise CheckpointError(
-        f'The checkpoint has no part {self.only!r}; it has {", ".join(tops)}.'
-        f'{did_you_mean(self.only or "", tops)}\nFix: pass only= one of them, or the path of a part of one.'
-      )
-
-  def renamed(self, path: str) -> str:
-    """Where a saved path goes: the first rename that is found in it, from there on as it says."""
-    for pattern, to in self.renames:
-      changed, times = re.subn(pattern, to, path, count=1)
-      if times:
-        return changed.strip('/')
-    return path
-
-  def names(self, names: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """Saved names as the target calls them."""
-    new = dict(self.axes)
-    return None if names is None else tuple(new.get(name, name) for name in names)
-
-  def keeps(self, path: str) -> bool:
-    """Whether a wanted leaf may keep its own value."""
-    return self.missing is not None and re.search(self.missing, path) is not None
-
-  def leaves_out(self, path: str) -> bool:
-    """Whether a saved leaf may be left out."""
-    return self.unused is not None and re.search(self.unused, path) is not None
-
-  def may_cast(self, saved: str, wanted: str) -> bool:
-    """Whether an array may become one of another dtype."""
-    if isinstance(self.dtypes, tuple):
-      return (saved, wanted) in self.dtypes
-    return self.dtypes == 'cast' and is_lossless(saved, wanted)
-
-
-def is_lossless(saved: str, wanted: str) -> bool:
-  """Whether every float of one dtype is one of another dtype.
-
-  Example:
-    >>> is_lossless('bfloat16', 'float32'), is_lossless('float32', 'bfloat16')
-    (True, False)
-  """
-  one, two = jnp.dtype(saved), jnp.dtype(wanted)
-  if not (jnp.issubdtype(one, jnp.floating) and jnp.issubdtype(two, jnp.floating)):
-    return False
-  a, b = jnp.finfo(one), jnp.finfo(two)
-  return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp - a.nmant >= b.minexp - b.nmant
-
-
-def _stack(stacked: str, single: Any) -> Stack:
-  pattern, axis = single if isinstance(single, tuple) else (single, None)
-  if not isinstance(pattern, str) or pattern.count('{}') != 1:
-    raise CheckpointError(
-      f'stacks={{{stacked!r}: {single!r}}} does not say where the number of a layer stands.\n'
-      f"Fix: write {{}} in its place once, as in stacks={{{stacked!r}: '{stacked}_{{}}'}}."
-    )
-  return Stack(stacked.strip('/'), pattern.strip('/'), axis)
-
-
-def _dtypes(dtypes: Any) -> str | tuple[tuple[str, str], ...]:
-  if isinstance(dtypes, Mapping):
-    try:
-      return tuple((jnp.dtype(one).name, jnp.dtype(two).name) for one, two in dtypes.items())
-    except TypeError as error:
-      raise CheckpointError(
-        f"dtypes={dict(dtypes)!r} names no dtype: {error}.\nFix: write dtypes={{'float32': 'bfloat16'}}."
-      ) from error
-  if dtypes not in ('keep', 'cast'):
-    raise CheckpointError(
-      f'dtypes={dtypes!r} is none of keep, cast, or a mapping of dtypes.\n'
-      "Fix: write dtypes='cast', or what may lose digits by name, dtypes={'float32': 'bfloat16'}."
-    )
-  return dtypes
-
-
-def _check_pattern(name: str, pattern: str | None) -> None:
-  try:
-    re.compile(pattern or '')
-  except re.error as error:
-    raise CheckpointError(
-      f'{name} has {pattern!r}, which is no regular expression: {error}.\n'
-      'Fix: escape what is meant literally with a backslash.'
-    ) from error
+def stacks_of(changes: Changes) -> tuple[Stack, ...]:
+  """The entries of `Changes.stacks`."""
+  return tuple(
+    Stack(stacked.strip('/'), pattern.strip('/'), axis)
+    for stacked, single in changes.stacks
+    for pattern, axis in [single if isinstance(single, tuple) else (single, None)]
+  )

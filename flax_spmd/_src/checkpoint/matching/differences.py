@@ -1,6 +1,6 @@
-"""Differences: everything in which a checkpoint and a target differ and no conversion was asked for.
+"""Differences: every difference between a checkpoint and its target that no change allows.
 
-Each is told with the argument of `restore` that would cover it, if there is one.
+Each is reported with the `Changes` that would allow it, if there is one.
 """
 
 from __future__ import annotations
@@ -13,126 +13,145 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flax_spmd._src.checkpoint.matching.allowed_changes import Conversion, is_lossless
+from flax_spmd._src.checkpoint.matching.allowed_changes import (
+  Changes,
+  is_lossless,
+  may_be_missing,
+  may_be_unused,
+  may_cast,
+  renamed_axes,
+  stacks_of,
+)
 from flax_spmd._src.checkpoint.matching.matcher import Matched
-from flax_spmd._src.checkpoint.matching.optimizer_states import places
+from flax_spmd._src.checkpoint.matching.optimizer_states import state_fields
 from flax_spmd._src.checkpoint.matching.routes import Route, Side, after
-from flax_spmd._src.checkpoint.storage.record import Leaf, dtype_of
+from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of
 from flax_spmd.errors import Problem, did_you_mean
 
-_GUESSES = 40  # looking for what was meant takes a while
+_GUESSES = 40  # each guess is slow
 
 
-def differences(saved: Side, wanted: Side, matched: Matched, conversion: Conversion) -> list[Problem]:
-  """All problems of a match, those of whole leaves first."""
-  lacking = [path for path in matched.lacking if not conversion.keeps(path)]
-  extra = [path for path in matched.extra if not conversion.leaves_out(path)]
+def differences(saved: Side, target: Side, matched: Matched, changes: Changes) -> list[Problem]:
+  """All differences, those of whole leaves first.
+
+  Args:
+    saved: leaves of the checkpoint.
+    target: leaves of the target.
+    matched: the two sides, matched.
+    changes: differences that are allowed.
+  """
+  missing = [path for path in matched.missing if not may_be_missing(changes, path)]
+  unused = [path for path in matched.unused if not may_be_unused(changes, path)]
   fix = (
-    _root_fix(lacking, extra, saved)
-    or _box_fix(lacking, saved)
-    or _tree_fix(lacking, extra, saved, wanted, conversion)
+    _root_fix(missing, unused, saved)
+    or _box_fix(missing, saved)
+    or _tree_fix(missing, unused, saved, target, changes)
   )
-  found = list(matched.problems)
-  for number, path in enumerate(lacking):
-    guess = _guess(path, wanted, saved, extra) if number < _GUESSES else ''
-    found.append(
-      Problem(f'{path}: in the target ({_what(path, wanted)}), not in the checkpoint.{guess}', fix)
+  problems = list(matched.problems)
+  for number, path in enumerate(missing):
+    guess = _guess(path, target, saved, unused) if number < _GUESSES else ''
+    problems.append(
+      Problem(f'{path}: in the target ({_described(path, target)}), not in the checkpoint.{guess}', fix)
     )
-  for path in extra:
-    found.append(Problem(f'{path}: in the checkpoint ({_what(path, saved)}), not in the target.', fix))
+  for path in unused:
+    text = f'{path}: in the checkpoint ({_described(path, saved)}), not in the target.'
+    problems.append(Problem(text, fix))
   for path, route in matched.routes.items():
-    found += _of_leaf(path, route, saved, wanted.leaves[path], conversion)
-  return [*found, *_idle(saved, wanted, conversion)] if found else found
+    problems += _of_leaf(path, route, saved, target.leaves[path], changes)
+  return [*problems, *_without_effect(saved, target, changes)] if problems else problems
 
 
-def _idle(saved: Side, wanted: Side, conversion: Conversion) -> Iterator[Problem]:
-  """Arguments that are about nothing: where something does not fit, one of them may be mistyped."""
-  sides = saved.leaves, wanted.leaves
-  for stack in conversion.stacks:
+def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Problem]:
+  """Changes that apply to nothing. If there are differences, one of these may be mistyped."""
+  sides = saved.leaves, target.leaves
+  for stack in stacks_of(changes):
     if not any(stack.split(path) or stack.number(path) for side in sides for path in side):
-      yield Problem(f'stacks: no path has {stack.stacked!r} in it, nor {stack.single!r}.', _LOOK)
+      text = f'stacks: no path contains {stack.stacked!r} or {stack.single!r}.'
+      yield Problem(text, _SHOW)
   names = {name for side in sides for leaf in side.values() for name in leaf.names or ()}
   texts = {name for name in names if isinstance(name, str)}
-  for argument, given in (
-    ('moved', sorted(conversion.moved)),
-    ('axes', [old for old, _ in conversion.axes]),
-  ):
+  for argument, given in (('moved', changes.moved), ('axes', [old for old, _ in changes.axes])):
     for name in given:
       if name not in texts:
-        yield Problem(f'{argument}: no dimension is called {name!r}.{did_you_mean(name, texts)}', _LOOK)
+        yield Problem(f'{argument}: no dimension is named {name!r}.{did_you_mean(name, texts)}', _SHOW)
 
 
-_LOOK = 'look paths and names up with flax-spmd checkpoint show.'
+_SHOW = 'look up paths and names with flax-spmd checkpoint show.'
 
 
 # -- whole leaves
 
 
-def _what(path: str, side: Side) -> str:
+def _described(path: str, side: Side) -> str:
   """`float32[8,4] of ScaleByAdamState`."""
   kind = _state_kind(path, side)
   return f'{side.leaves[path]} of {kind}' if kind else str(side.leaves[path])
 
 
 def _state_kind(path: str, side: Side) -> str | None:
-  """The class of the optimizer's state that a leaf is in."""
-  place = places([path], side.kinds).get(path)
-  return place.kind if place else None
+  """The class name of the optimizer state that a leaf belongs to."""
+  field = state_fields([path], side.kinds).get(path)
+  return field.kind if field else None
 
 
-def _guess(path: str, wanted: Side, saved: Side, extra: Sequence[str]) -> str:
-  """What it may have been called: first of all what has its shape and dtype."""
-  kind = _state_kind(path, wanted)
-  others = [old for old in extra if old != path and _state_kind(old, saved) == kind]
-  alike = [old for old in others if saved.leaves[old][:2] == wanted.leaves[path][:2]]
+def _guess(path: str, target: Side, saved: Side, unused: Sequence[str]) -> str:
+  """A suggestion for a missing leaf's old path, preferably one of the same shape and dtype."""
+  kind = _state_kind(path, target)
+  others = [old for old in unused if old != path and _state_kind(old, saved) == kind]
+  alike = [old for old in others if saved.leaves[old][:2] == target.leaves[path][:2]]
   return did_you_mean(path, alike or others)
 
 
-def _root_fix(lacking: Sequence[str], extra: Sequence[str], saved: Side) -> str | None:
-  """What to say if all that is lacking is there, below a part of the checkpoint."""
-  if not lacking:
+def _root_fix(missing: Sequence[str], unused: Sequence[str], saved: Side) -> str | None:
+  """The fix if all missing leaves are in one part of the checkpoint."""
+  if not missing:
     return None
-  for path in extra:
-    root = path.removesuffix(lacking[0])
-    if root != path and root.endswith('/') and all(root + other in saved.leaves for other in lacking):
-      return f'the target is a part of what was saved: pass only={root.rstrip("/")!r}.'
+  for path in unused:
+    root = path.removesuffix(missing[0])
+    if root != path and root.endswith('/') and all(root + other in saved.leaves for other in missing):
+      return f'the target is a part of the saved state: pass Changes(only={root.rstrip("/")!r}).'
   return None
 
 
-def _box_fix(lacking: Sequence[str], saved: Side) -> str | None:
-  """What to say if the checkpoint has what is lacking in boxes, as others save them."""
-  if lacking and all(f'{path}/value' in saved.leaves for path in lacking):
-    return "the checkpoint was saved with its boxes; to look into them, pass renames={'/value$': ''}."
+def _box_fix(missing: Sequence[str], saved: Side) -> str | None:
+  """The fix if the checkpoint holds the missing leaves inside boxes, as other libraries save them."""
+  if missing and all(f'{path}/value' in saved.leaves for path in missing):
+    return "the checkpoint was saved with its boxes: pass Changes(renames={'/value$': ''})."
   return None
 
 
 def _tree_fix(
-  lacking: Sequence[str], extra: Sequence[str], saved: Side, wanted: Side, conversion: Conversion
+  missing: Sequence[str], unused: Sequence[str], saved: Side, target: Side, changes: Changes
 ) -> str:
-  single = {path: wanted.leaves[path] for path in lacking}
-  stacked = {path: saved.leaves[path] for path in extra}
-  stack = None if conversion.stacks else _stack_of(single, stacked) or _stack_of(stacked, single)
+  single = {path: target.leaves[path] for path in missing}
+  stacked = {path: saved.leaves[path] for path in unused}
+  stack = None if changes.stacks else _stack_of(single, stacked) or _stack_of(stacked, single)
   if stack is not None:
     return (
-      f'one side has stacked layers, the other single ones: pass stacks={{{stack[0]!r}: {stack[1]!r}}}.'
+      'layers are stacked on one side, single on the other: '
+      f'pass Changes(stacks={{{stack[0]!r}: {stack[1]!r}}}).'
     )
   parts = []
-  if lacking and extra:
-    parts.append("for leaves that were renamed, pass renames={'old': 'new'}")
-  if lacking:
-    parts.append("to keep the target's own values for what is not saved, missing='regex'")
-  if extra:
-    parts.append("to leave saved leaves out, unused='regex'")
+  if missing and unused:
+    parts.append("for renamed leaves, pass Changes(renames={'old': 'new'})")
+  if missing:
+    parts.append(
+      "to keep the target's values of leaves that were not saved, pass Changes(missing='regex')"
+    )
+  if unused:
+    parts.append("to leave saved leaves out, pass Changes(unused='regex')")
   return '; '.join(['restore into a state of the model and optimizer that was saved', *parts]) + '.'
 
 
-def _stack_of(single: Mapping[str, Leaf], stacked: Mapping[str, Leaf]) -> tuple[str, str] | None:
-  """`('layers', 'layers_{}')`, if some paths have `layers_0` where others have `layers`, of one more dimension."""
+def _stack_of(
+  single: Mapping[str, LeafRecord], stacked: Mapping[str, LeafRecord]
+) -> tuple[str, str] | None:
+  """`('layers', 'layers_{}')`, if a leaf of `layers_0` has a counterpart in `layers` with one more dimension."""
   for path, leaf in single.items():
-    for found in re.finditer(r'(?:^|/)([^/]*?)(_?)(\d+)(?=/|$)', path):
-      whole = stacked.get(path[: found.start(1)] + found[1] + path[found.end() :])
-      if found[1] and whole is not None and len(whole.shape) == len(leaf.shape) + 1:
-        return found[1], f'{found[1]}{found[2]}{{}}'
+    for match in re.finditer(r'(?:^|/)([^/]*?)(_?)(\d+)(?=/|$)', path):
+      whole = stacked.get(path[: match.start(1)] + match[1] + path[match.end() :])
+      if match[1] and whole is not None and len(whole.shape) == len(leaf.shape) + 1:
+        return match[1], f'{match[1]}{match[2]}{{}}'
   return None
 
 
@@ -140,88 +159,98 @@ def _stack_of(single: Mapping[str, Leaf], stacked: Mapping[str, Leaf]) -> tuple[
 
 
 def _of_leaf(
-  path: str, route: Route, saved: Side, wanted: Leaf, conversion: Conversion
+  path: str, route: Route, saved: Side, target: LeafRecord, changes: Changes
 ) -> Iterator[Problem]:
-  """What does not fit between a wanted leaf and what it is made of."""
+  """The differences between a target leaf and its converted sources."""
   leaves = [saved.leaves[source] for source in route.sources]
   for source, leaf in zip(route.sources, leaves, strict=True):
     if leaf[:2] != leaves[0][:2] or not _agree(leaf.names, leaves[0].names):
-      text = f'{path}: {source} ({leaf}) is not like {route.sources[0]} ({leaves[0]}).'
-      yield Problem(text, 'layers that differ cannot be stacked; make them alike first.')
-  made = after(leaves[0], route, len(leaves))
-  names = conversion.names(made.names)
-  if not _agree(names, wanted.names):
-    yield _other_names(path, made, names or (), wanted)
-  elif made.shape != wanted.shape:
-    yield Problem(f'{path}: {made} in the checkpoint, {wanted} in the target.', _LEAF_FIX)
-  elif made.dtype != wanted.dtype:
-    yield from _other_dtype(path, made, wanted, conversion)
+      text = f'{path}: {source} ({leaf}) differs from {route.sources[0]} ({leaves[0]}).'
+      yield Problem(text, 'layers that differ cannot be stacked; save them with equal shapes and names.')
+  converted = after(leaves[0], route, len(leaves))
+  names = renamed_axes(changes, converted.names)
+  if not _agree(names, target.names):
+    yield _other_names(path, converted, names or (), target)
+  elif converted.shape != target.shape:
+    yield Problem(f'{path}: {converted} in the checkpoint, {target} in the target.', _LEAF_FIX)
+  elif converted.dtype != target.dtype:
+    yield from _other_dtype(path, converted, target, changes)
 
 
-def _agree(names: tuple[Any, ...] | None, wanted: tuple[Any, ...] | None) -> bool:
-  """Whether names can mean the same: a dimension without a name agrees with every name."""
-  if names is None or wanted is None or len(names) != len(wanted):
+def _agree(names: tuple[Any, ...] | None, target: tuple[Any, ...] | None) -> bool:
+  """Whether the names are compatible: an unnamed dimension agrees with every name."""
+  if names is None or target is None or len(names) != len(target):
     return True
-  return all(None in (a, b) or a == b for a, b in zip(names, wanted, strict=True))
+  return all(None in (a, b) or a == b for a, b in zip(names, target, strict=True))
 
 
-def _other_names(path: str, made: Leaf, names: tuple[Any, ...], wanted: Leaf) -> Problem:
-  text = f'{path}: {_named(made, names)} in the checkpoint, {_named(wanted, wanted.names or ())} in the target.'
-  others = wanted.names or ()
+def _other_names(
+  path: str, converted: LeafRecord, names: tuple[Any, ...], target: LeafRecord
+) -> Problem:
+  others = target.names or ()
+  text = f'{path}: {_named(converted, names)} in the checkpoint, {_named(target, others)} in the target.'
   if sorted(map(str, names)) == sorted(map(str, others)):
     moving = [name for name in names if _rest(names, name) == _rest(others, name)] or list(names)
-    fix = f'to move the dimension to where the target has it, pass moved={moving[0]!r}'
-    return Problem(text, f'{fix}; if a name was wrong, pass axes={{old: new}}.')
+    fix = f"to move the dimension to the target's position, pass Changes(moved={moving[0]!r})"
+    return Problem(text, f'{fix}; if a name was wrong, pass Changes(axes={{old: new}}).')
   changed = {a: b for a, b in zip(names, others, strict=True) if a != b and None not in (a, b)}
-  return Problem(text, f'if the names mean the same, pass axes={changed!r}; if not, mend the model.')
+  return Problem(
+    text, f'if the names mean the same, pass Changes(axes={changed!r}); if not, correct the model.'
+  )
 
 
 def _rest(names: tuple[Any, ...], name: Any) -> list[Any]:
   return [other for other in names if other != name]
 
 
-def _named(leaf: Leaf, names: tuple[Any, ...]) -> str:
+def _named(leaf: LeafRecord, names: tuple[Any, ...]) -> str:
   """`float32[embed=8, mlp=16]`."""
   sizes = (f'{name}={size}' if name else str(size) for name, size in zip(names, leaf.shape, strict=True))
   return f'{leaf.dtype}[{", ".join(sizes)}]'
 
 
-def _other_dtype(path: str, made: Leaf, wanted: Leaf, conversion: Conversion) -> Iterator[Problem]:
-  text = f'{path}: {made} in the checkpoint, {wanted} in the target.'
-  if made.is_number or wanted.is_number:
-    yield from _of_number(path, made, wanted, text)
-  elif 'key<' in made.dtype + wanted.dtype:
+def _other_dtype(
+  path: str, converted: LeafRecord, target: LeafRecord, changes: Changes
+) -> Iterator[Problem]:
+  text = f'{path}: {converted} in the checkpoint, {target} in the target.'
+  if converted.is_number or target.is_number:
+    yield from _of_number(path, converted, target, text)
+  elif 'key<' in converted.dtype + target.dtype:
     yield Problem(text, _LEAF_FIX)
-  elif not conversion.may_cast(made.dtype, wanted.dtype):
-    if is_lossless(made.dtype, wanted.dtype):
-      yield Problem(text, "to convert what can be without loss, pass dtypes='cast'.")
+  elif not may_cast(changes, converted.dtype, target.dtype):
+    if is_lossless(converted.dtype, target.dtype):
+      yield Problem(text, "to cast without loss, pass Changes(dtypes='cast').")
     else:
-      named = f'dtypes={{{made.dtype!r}: {wanted.dtype!r}}}'
-      yield Problem(text, f'digits are lost on the way; if that is meant, pass {named}.')
+      cast = f'Changes(dtypes={{{converted.dtype!r}: {target.dtype!r}}})'
+      yield Problem(text, f'this cast can lose digits; to allow it, pass {cast}.')
 
 
-def _of_number(path: str, made: Leaf, wanted: Leaf, text: str) -> Iterator[Problem]:
-  """A Python number fits an array of its kind that can hold it, and the other way round."""
-  if _kind(made) != _kind(wanted):
+def _of_number(path: str, converted: LeafRecord, target: LeafRecord, text: str) -> Iterator[Problem]:
+  """A Python number fits into an array of its kind that can represent it, and vice versa."""
+  if _kind(converted) != _kind(target):
     yield Problem(text, _LEAF_FIX)
-  elif made.value is not None and not wanted.is_number and not _holds(wanted.dtype, made.value):
-    yield Problem(f'{path}: {made.value} does not fit into {wanted}.', 'give the target a wider dtype.')
+  elif (
+    converted.value is not None and not target.is_number and not _holds(target.dtype, converted.value)
+  ):
+    yield Problem(
+      f'{path}: {converted.value} does not fit into {target}.', 'give the target a wider dtype.'
+    )
 
 
 def _holds(dtype: str, value: Any) -> bool:
-  """Whether an array can hold a Python number; a float may lose what float32 has not."""
+  """Whether a dtype can represent a Python number. A float may be rounded to float32."""
   if isinstance(value, bool):
     return True
   if isinstance(value, int):
     limits = jnp.iinfo(dtype_of(dtype))
     return int(limits.min) <= value <= int(limits.max)
   with np.errstate(over='ignore'):
-    there = float(np.asarray(value).astype(dtype_of(dtype)))
+    rounded = float(np.asarray(value).astype(dtype_of(dtype)))
   wide = jnp.finfo(dtype_of(dtype)).nmant >= 23
-  return value != value or there == value or (wide and math.isfinite(there))
+  return value != value or rounded == value or (wide and math.isfinite(rounded))
 
 
-def _kind(leaf: Leaf) -> str:
+def _kind(leaf: LeafRecord) -> str:
   name = leaf.dtype.removeprefix('python.').rstrip('0123456789')
   return {'uint': 'int', 'bfloat': 'float'}.get(name, name)
 

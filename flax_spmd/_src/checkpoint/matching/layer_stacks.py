@@ -1,8 +1,8 @@
-"""Restacking: what a checkpoint's leaves are when stacked ones are taken apart, or single ones stacked.
+"""Layer stacks without a target: the leaves of a checkpoint after stacking or unstacking its layers.
 
-This is what a restore without a target aims at. Nothing but the record says which dimension of a leaf is
-that of the layers: the one that is called like their module, or else the first. All leaves of a module
-have to agree about it, or it has to be said.
+A restore without a target aims at these leaves. Only the record shows which dimension of a stacked leaf is the
+stacked one: the dimension named like the module, or else the first. All leaves of a module have to agree on
+it, or the caller chooses it.
 """
 
 from __future__ import annotations
@@ -11,82 +11,89 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import Stack
-from flax_spmd._src.checkpoint.matching.optimizer_states import Owners
+from flax_spmd._src.checkpoint.matching.optimizer_states import ParameterIndex
 from flax_spmd._src.checkpoint.matching.routes import Side, without
-from flax_spmd._src.checkpoint.storage.record import Leaf
+from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd.errors import CheckpointError
 
 
-def restacked(leaves: Mapping[str, Leaf], kinds: Mapping[str, str], stack: Stack) -> dict[str, Leaf]:
-  """The leaves with one stack's modules taken apart or put together.
+def restacked(
+  leaves: Mapping[str, LeafRecord], kinds: Mapping[str, str], stack: Stack
+) -> dict[str, LeafRecord]:
+  """The leaves after stacking the single layers of one stack, and unstacking its stacked modules.
+
+  Args:
+    leaves: record of each leaf, by path.
+    kinds: class name of each optimizer state, by path.
+    stack: stack to convert.
 
   Raises:
-    CheckpointError: the leaves of a module do not agree about which dimension is that of the layers.
+    CheckpointError: the leaves of a module disagree on the stacked dimension.
   """
-  owners = Owners(Side(leaves, kinds))
+  index = ParameterIndex(Side(leaves, kinds))
   counts = _single_counts(leaves, stack)
-  sizes = _sizes(leaves, stack, owners)
-  found: dict[str, Leaf] = {}
+  sizes = _sizes(leaves, stack, index)
+  result: dict[str, LeafRecord] = {}
   for path, leaf in leaves.items():
     single, parts = stack.number(path), stack.split(path)
     if single is not None:
-      found[single[0]] = _stacked(leaf, counts[single[0]], stack, owners.is_placeholder(path))
+      result[single[0]] = _stacked(leaf, counts[single[0]], stack, index.is_placeholder(path))
     elif parts is not None and parts[0] + stack.stacked in sizes:
       size = sizes[parts[0] + stack.stacked]
-      one = leaf if owners.is_placeholder(path) else _unstacked(leaf, stack)
-      found.update((stack.single_path(path, number), one) for number in range(size))
+      one = leaf if index.is_placeholder(path) else _unstacked(leaf, stack)
+      result.update((stack.single_path(path, number), one) for number in range(size))
     else:
-      found[path] = leaf
-  return found
+      result[path] = leaf
+  return result
 
 
-def _single_counts(leaves: Mapping[str, Leaf], stack: Stack) -> dict[str, int]:
-  """How many layers there are of each leaf of single modules, by its path in the stacked one."""
-  found: dict[str, int] = {}
+def _single_counts(leaves: Mapping[str, LeafRecord], stack: Stack) -> dict[str, int]:
+  """The number of single layers that have a leaf, by its path in the stacked module."""
+  counts: dict[str, int] = {}
   for path in leaves:
     single = stack.number(path)
     if single is not None:
-      found[single[0]] = found.get(single[0], 0) + 1
-  return found
+      counts[single[0]] = counts.get(single[0], 0) + 1
+  return counts
 
 
-def _sizes(leaves: Mapping[str, Leaf], stack: Stack, owners: Owners) -> dict[str, int]:
-  """How many layers each stacked module has."""
+def _sizes(leaves: Mapping[str, LeafRecord], stack: Stack, index: ParameterIndex) -> dict[str, int]:
+  """The number of layers of each stacked module."""
   sizes: dict[str, dict[int, str]] = {}
   names: dict[str, dict[str, str]] = {}
   for path, leaf in leaves.items():
     parts = stack.split(path)
-    if parts is None or stack.number(path) or not leaf.shape or owners.is_placeholder(path):
+    if parts is None or stack.number(path) or not leaf.shape or index.is_placeholder(path):
       continue
     module, axis = parts[0] + stack.stacked, _axis(leaf, stack)
     sizes.setdefault(module, {}).setdefault(leaf.shape[axis], path)
     if leaf.names is not None and leaf.names[axis] is not None:
       names.setdefault(module, {}).setdefault(str(leaf.names[axis]), path)
-  for found in (*sizes.values(), *names.values()):
-    if len(found) > 1:
-      listed = ', '.join(f'{what} in {path}' for what, path in found.items())
+  for by_value in (*sizes.values(), *names.values()):
+    if len(by_value) > 1:
+      listed = ', '.join(f'{value} in {path}' for value, path in by_value.items())
       raise CheckpointError(
-        f'The leaves of {stack.stacked} do not say which dimension is that of the layers: {listed}.\n'
-        f'Fix: say which, stacks={{{stack.stacked!r}: ({stack.single!r}, 0)}}.'
+        f'The leaves of {stack.stacked} disagree on the stacked dimension: {listed}.\n'
+        f'Fix: choose it, Changes(stacks={{{stack.stacked!r}: ({stack.single!r}, 0)}}).'
       )
-  return {module: next(iter(found)) for module, found in sizes.items()}
+  return {module: next(iter(by_value)) for module, by_value in sizes.items()}
 
 
-def _axis(leaf: Leaf, stack: Stack) -> int:
-  """The dimension of the layers in a stacked leaf."""
+def _axis(leaf: LeafRecord, stack: Stack) -> int:
+  """The stacked dimension of a leaf."""
   if stack.axis is not None:
     return stack.axis % len(leaf.shape)
   names = leaf.names or ()
   return names.index(stack.name) if names.count(stack.name) == 1 else 0
 
 
-def _unstacked(leaf: Leaf, stack: Stack) -> Leaf:
+def _unstacked(leaf: LeafRecord, stack: Stack) -> LeafRecord:
   axis = _axis(leaf, stack) if leaf.shape else 0
   names = None if leaf.names is None else without(leaf.names, axis)
   return leaf._replace(shape=without(leaf.shape, axis), names=names)
 
 
-def _stacked(leaf: Leaf, count: int, stack: Stack, is_placeholder: bool) -> Leaf:
+def _stacked(leaf: LeafRecord, count: int, stack: Stack, is_placeholder: bool) -> LeafRecord:
   if is_placeholder:
     return leaf
   axis = (stack.axis or 0) % (len(leaf.shape) + 1)

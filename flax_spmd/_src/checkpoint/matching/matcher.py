@@ -1,8 +1,8 @@
-"""Matching: which saved leaves each wanted leaf is made of.
+"""Matching: which saved leaves each target leaf is restored from.
 
-A leaf comes from the leaf of its own path, after renaming; or, inside an optimizer's state, from the
-same field of the state of the same kind, wherever that stands in a chain; or from the layers that a stack
-says. Whatever is left over on either side is for `differences` to tell.
+A target leaf is restored from the saved leaf of its own path, after renaming. Inside an optimizer's state, it
+comes from the same field of the state of the same kind, at any position in a chain. A stack relates stacked
+leaves to those of single layers. Leaves left over on either side are reported by `differences`.
 """
 
 from __future__ import annotations
@@ -12,124 +12,135 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flax_spmd._src.checkpoint.matching.allowed_changes import Conversion, Stack
-from flax_spmd._src.checkpoint.matching.moved_axes import followers
-from flax_spmd._src.checkpoint.matching.optimizer_states import Place, moved_states, places
+from flax_spmd._src.checkpoint.matching.allowed_changes import (
+  Changes,
+  Stack,
+  may_be_missing,
+  renamed,
+  renamed_axes,
+  stacks_of,
+)
+from flax_spmd._src.checkpoint.matching.moved_axes import inferred_moves
+from flax_spmd._src.checkpoint.matching.optimizer_states import StateField, moved_states, state_fields
 from flax_spmd._src.checkpoint.matching.routes import Route, Side, without
-from flax_spmd._src.checkpoint.storage.record import Leaf
+from flax_spmd._src.checkpoint.storage.record import LeafRecord
+from flax_spmd._src.text import plural
 from flax_spmd.errors import Problem
 
 
 class Matched(NamedTuple):
-  """Where the wanted leaves come from.
+  """A checkpoint matched with a target.
 
   Attributes:
-    routes: per wanted path, if something was found.
-    lacking: wanted paths for which nothing was found.
-    extra: saved paths that nothing is made of.
-    moved: states of optimizers that stand elsewhere in the checkpoint, and where.
-    problems: what is wrong with the renames and stacks themselves.
+    routes: routes of the target leaves that were matched, by path.
+    missing: paths of the other target leaves.
+    unused: paths of the saved leaves without a route.
+    moved: optimizer states at another path in the checkpoint: target path to saved path.
+    problems: errors in the renames and stacks themselves.
   """
 
   routes: dict[str, Route]
-  lacking: list[str]
-  extra: list[str]
+  missing: list[str]
+  unused: list[str]
   moved: dict[str, str]
   problems: list[Problem]
 
 
-def match(saved: Side, wanted: Side, conversion: Conversion) -> Matched:
-  """Finds where each wanted leaf comes from."""
-  matcher = _Matcher(saved, wanted, conversion)
-  routes = {path: matcher.route(path, leaf) for path, leaf in wanted.leaves.items()}
-  routes = matcher.check(routes, wanted.leaves)
-  moved, unclear = followers(routes, saved, wanted)
-  matcher.problems += unclear
-  routes |= moved
-  found = {path: route for path, route in routes.items() if route is not None}
-  lacking = [path for path, route in routes.items() if route is None]
-  used = {source for route in found.values() for source in route.sources}
-  extra = [old for old in matcher.saved_by_path.values() if old not in used]
-  return Matched(found, lacking, extra, matcher.moved, matcher.problems)
+def match(saved: Side, target: Side, changes: Changes) -> Matched:
+  """Matches each target leaf with saved leaves."""
+  matcher = _Matcher(saved, target, changes)
+  candidates = {path: matcher.route(path, leaf) for path, leaf in target.leaves.items()}
+  candidates = matcher.check(candidates, target.leaves)
+  moved, ambiguous = inferred_moves(candidates, saved, target)
+  matcher.problems += ambiguous
+  candidates |= moved
+  routes = {path: route for path, route in candidates.items() if route is not None}
+  missing = [path for path, route in candidates.items() if route is None]
+  used = {source for route in routes.values() for source in route.sources}
+  unused = [old for old in matcher.saved_by_path.values() if old not in used]
+  return Matched(routes, missing, unused, matcher.moved, matcher.problems)
 
 
 class _Matcher:
-  """Looks up saved leaves for wanted ones."""
+  """Looks up the saved leaves for target leaves."""
 
-  def __init__(self, saved: Side, wanted: Side, conversion: Conversion):
-    self.saved, self.conversion = saved.leaves, conversion
+  def __init__(self, saved: Side, target: Side, changes: Changes):
+    self.saved, self.changes = saved.leaves, changes
     self.problems: list[Problem] = []
     self.saved_by_path = self._renamed()
-    kinds = {conversion.renamed(path): kind for path, kind in saved.kinds.items()}
-    self._saved_places = places(self.saved_by_path, kinds)
-    self._places = places(wanted.leaves, wanted.kinds)
-    self.moved = moved_states(self._saved_places, self._places, kinds, wanted.kinds)
+    self._stacks = stacks_of(changes)
+    kinds = {renamed(changes, path): kind for path, kind in saved.kinds.items()}
+    self._saved_fields = state_fields(self.saved_by_path, kinds)
+    self._fields = state_fields(target.leaves, target.kinds)
+    self.moved = moved_states(self._saved_fields, self._fields, kinds, target.kinds)
 
   def _renamed(self) -> dict[str, str]:
-    """The saved path by the path that it is looked up by; a renamed leaf displaces one that is not."""
-    stay = {path: path for path in self.saved if self.conversion.renamed(path) == path}
+    """Saved paths by their renamed paths. A renamed leaf displaces a leaf already at its new path."""
+    unchanged: dict[str, str] = {}
     changed: dict[str, str] = {}
     for path in self.saved:
-      to = self.conversion.renamed(path)
-      if to != path and to in changed:
+      to = renamed(self.changes, path)
+      if to == path:
+        unchanged[path] = path
+      elif to in changed:
         text = f'{changed[to]} and {path} are both renamed to {to}.'
-        self.problems.append(Problem(text, 'make the patterns in renames match one of them only.'))
-      elif to != path:
+        self.problems.append(Problem(text, 'make the pattern in renames match only one of them.'))
+      else:
         changed[to] = path
-    for pattern, _ in self.conversion.renames:
+    for pattern, _ in self.changes.renames:
       if not any(re.search(pattern, path) for path in self.saved):
-        text = f'renames: {pattern!r} is found in no path of the checkpoint.'
-        self.problems.append(Problem(text, _LOOK))
-    return stay | changed
+        text = f'renames: {pattern!r} matches no path of the checkpoint.'
+        self.problems.append(Problem(text, _SHOW))
+    return unchanged | changed
 
-  def route(self, path: str, leaf: Leaf) -> Route | None:
-    """Where a wanted leaf comes from; None: from nowhere."""
+  def route(self, path: str, leaf: LeafRecord) -> Route | None:
+    """The route of a target leaf; None for an unmatched one."""
     old = self._look_up(path, path)
     if old is not None:
       order = self._order(self.saved[old], leaf)
       return Route((old,), 'move', order=order) if order else Route((old,))
-    for stack in self.conversion.stacks:
-      found = self._unstacked(stack, path, leaf) or self._stacked(stack, path, leaf)
-      if found is not None:
-        return found
+    for stack in self._stacks:
+      route = self._unstacked(stack, path, leaf) or self._stacked(stack, path, leaf)
+      if route is not None:
+        return route
     return None
 
   def _look_up(self, path: str, other: str) -> str | None:
-    """The saved leaf called `other`, where the wanted leaf `path` would have it.
+    """The saved leaf at path `other`, on behalf of the target leaf at `path`.
 
-    Inside an optimizer's state, that is in the saved state of the same kind.
+    Inside an optimizer's state, the leaf is looked up in the saved state of the same kind.
     """
-    place = self._places.get(path)
-    if place is None:
+    field = self._fields.get(path)
+    if field is None:
       return self.saved_by_path.get(other)
-    if place.state in self.moved:
-      return self.saved_by_path.get(self.moved[place.state] + other[len(place.state) :])
+    if field.state in self.moved:
+      return self.saved_by_path.get(self.moved[field.state] + other[len(field.state) :])
     old = self.saved_by_path.get(other)
-    return old if self._fits(place, self._saved_places.get(other)) else None
+    return old if self._same_kind(field, self._saved_fields.get(other)) else None
 
-  def _fits(self, wanted: Place, saved: Place | None) -> bool:
-    """Whether a saved leaf is of the same kind of state, as far as that is known."""
-    return saved is None or saved.kind == wanted.kind
+  def _same_kind(self, target: StateField, saved: StateField | None) -> bool:
+    """Whether a saved leaf belongs to the same kind of state, as far as the record shows."""
+    return saved is None or saved.kind == target.kind
 
-  def _order(self, saved: Leaf, wanted: Leaf) -> tuple[int, ...] | None:
-    """For each wanted dimension the saved one, where names that may move have moved."""
-    names, others, moved = self.conversion.names(saved.names), wanted.names, self.conversion.moved
+  def _order(self, saved: LeafRecord, target: LeafRecord) -> tuple[int, ...] | None:
+    """The saved dimension of each target dimension, if only names in `Changes.moved` have moved."""
+    names, others, moved = renamed_axes(self.changes, saved.names), target.names, self.changes.moved
     if not moved or names is None or others is None or names == others or len(set(names)) < len(names):
       return None
-    stay, stays = ([name for name in these if name not in moved] for these in (names, others))
+    stay, stays = ([name for name in side if name not in moved] for side in (names, others))
     is_permuted = sorted(map(str, names)) == sorted(map(str, others))
     return tuple(map(names.index, others)) if is_permuted and stay == stays else None
 
   # -- stacks
 
-  def _placeholder(self, path: str, sources: tuple[str, ...], leaf: Leaf) -> Route | None:
-    """An optimizer's stand-in for what it does not keep of a parameter: one element, however many layers."""
+  def _placeholder(self, path: str, sources: tuple[str, ...], leaf: LeafRecord) -> Route | None:
+    """The route of an optimizer's one-element placeholder, which is the same for any number of layers."""
     shapes = {self.saved[source].shape for source in sources} | {leaf.shape}
-    is_one = path in self._places and len(shapes) == 1 and math.prod(leaf.shape) == 1
+    is_one = path in self._fields and len(shapes) == 1 and math.prod(leaf.shape) == 1
     return Route(sources) if is_one else None
 
-  def _unstacked(self, stack: Stack, path: str, leaf: Leaf) -> Route | None:
-    """A single layer's leaf, of the stacked one that was saved."""
+  def _unstacked(self, stack: Stack, path: str, leaf: LeafRecord) -> Route | None:
+    """The route of a single layer's leaf from a saved stacked leaf."""
     stacked, number = stack.number(path) or ('', 0)
     old = self._look_up(path, stacked) if stacked else None
     axis = self._axis(stack, path, self.saved[old], leaf) if old else None
@@ -137,8 +148,8 @@ class _Matcher:
       return self._placeholder(path, (old,), leaf) if old else None
     return Route((old,), 'unstack', axis, number)
 
-  def _stacked(self, stack: Stack, path: str, leaf: Leaf) -> Route | None:
-    """A stacked leaf, of the single layers' that were saved."""
+  def _stacked(self, stack: Stack, path: str, leaf: LeafRecord) -> Route | None:
+    """The route of a stacked leaf from the saved leaves of single layers."""
     if stack.split(path) is None:
       return None
     sources: list[str] = []
@@ -148,75 +159,79 @@ class _Matcher:
     if axis is None:
       return self._placeholder(path, tuple(sources), leaf) if sources else None
     if leaf.shape[axis] != len(sources):
-      text = f'{path}: the checkpoint has {len(sources)} of these layers, the target {leaf.shape[axis]}.'
-      self._wrong(text, _COUNT)
+      self._wrong_count(path, len(sources), leaf.shape[axis])
     return Route(tuple(sources), 'stack', axis)
 
-  def _axis(self, stack: Stack, path: str, stacked: Leaf, single: Leaf) -> int | None:
-    """The dimension that a stacked leaf has and a single one has not."""
+  def _axis(self, stack: Stack, path: str, stacked: LeafRecord, single: LeafRecord) -> int | None:
+    """The stacked dimension: the one that a stacked leaf has in addition to a single one."""
     rank = len(stacked.shape)
-    fits = [axis for axis in range(rank) if without(stacked.shape, axis) == single.shape]
+    axes = [axis for axis in range(rank) if without(stacked.shape, axis) == single.shape]
     if stack.axis is not None:
-      return stack.axis % rank if rank and stack.axis % rank in fits else None
+      return stack.axis % rank if rank and stack.axis % rank in axes else None
     names = stacked.names, single.names
     if names[0] is not None and names[1] is not None:
-      fits = [axis for axis in fits if without(names[0], axis) == names[1]] or fits
-    if len(fits) > 1:
-      text = f'{path}: dimensions {" and ".join(map(str, fits))} of {stacked} could each be that of the layers.'
-      self._wrong(text, f'say which one: stacks={{{stack.stacked!r}: ({stack.single!r}, {fits[0]})}}.')
-    return fits[0] if fits else None
+      axes = [axis for axis in axes if without(names[0], axis) == names[1]] or axes
+    if len(axes) > 1:
+      text = (
+        f'{path}: dimensions {" and ".join(map(str, axes))} of {stacked} could each be the stacked one.'
+      )
+      choice = f'Changes(stacks={{{stack.stacked!r}: ({stack.single!r}, {axes[0]})}})'
+      self._wrong(text, f'choose one: pass {choice}.')
+    return axes[0] if axes else None
 
   def check(
-    self, routes: Mapping[str, Route | None], wanted: Mapping[str, Leaf]
+    self, routes: Mapping[str, Route | None], target: Mapping[str, LeafRecord]
   ) -> dict[str, Route | None]:
-    """The routes without those that take another dimension than that of the layers for it.
+    """Removes routes along a dimension other than that of the layers.
 
-    Each layer of a stacked leaf has to be used.
+    Reports stacked leaves of which some layers are unused, or too many requested.
     """
-    odd = self._odd(routes, wanted)
+    odd = self._odd(routes, target)
     checked = {path: None if path in odd else route for path, route in routes.items()}
-    taken: dict[tuple[str, int], dict[int, str]] = {}
+    layers: dict[tuple[str, int], dict[int, str]] = {}
     for path, route in checked.items():
       if route and route.step == 'unstack':
-        taken.setdefault((route.sources[0], route.axis), {})[route.number] = path
-    for (old, axis), paths in taken.items():
+        layers.setdefault((route.sources[0], route.axis), {})[route.layer] = path
+    for (old, axis), paths in layers.items():
       size = self.saved[old].shape[axis]
-      for path in (path for number, path in paths.items() if number >= size):
-        self._wrong(f'{path}: the checkpoint has {size} of these layers, in {old}.', _COUNT)
+      for path in (path for layer, path in paths.items() if layer >= size):
+        self._wrong(f'{path}: the checkpoint has only {plural(size, "layer")}, in {old}.', _COUNT)
       if len(paths) < size:
-        self._wrong(
-          f'{old}: the checkpoint has {size} of these layers, the target {len(paths)}.', _COUNT
-        )
+        self._wrong_count(old, size, len(paths))
     return checked
 
   def _odd(
-    self, routes: Mapping[str, Route | None], wanted: Mapping[str, Leaf]
+    self, routes: Mapping[str, Route | None], target: Mapping[str, LeafRecord]
   ) -> Mapping[str, Route | None]:
-    """Leaves whose stacked dimension is called otherwise than that of the parameters: factored state."""
+    """Routes of factored state along a dimension that is named unlike the parameters' stacked dimension."""
     names: dict[str, Any] = {}
     for path, route in routes.items():
       if route and route.step in ('stack', 'unstack'):
-        leaf = self.saved[route.sources[0]] if route.step == 'unstack' else wanted[path]
+        leaf = self.saved[route.sources[0]] if route.step == 'unstack' else target[path]
         if leaf.names is not None and leaf.names[route.axis] is not None:
           names[path] = leaf.names[route.axis]
-    of_parameters = {name for path, name in names.items() if path not in self._places}
+    of_parameters = {name for path, name in names.items() if path not in self._fields}
     known = of_parameters or (set(names.values()) if len(set(names.values())) < 2 else set())
     odd = {path: routes[path] for path, name in names.items() if name not in known}
-    called = ' or '.join(sorted(map(repr, known)))
-    told: dict[str, Any] = {}
+    listed = ' or '.join(sorted(map(repr, known)))
+    reported: dict[str, Any] = {}
     for path, route in odd.items() if known else ():
-      if route and not self.conversion.keeps(path):
-        told[route.sources[0] if route.step == 'unstack' else path] = names[path]
-    for path, name in told.items():
-      self._wrong(f'{path}: its dimension {name!r} is no stack of layers, as {called} is.', _ODD)
+      if route and not may_be_missing(self.changes, path):
+        reported[route.sources[0] if route.step == 'unstack' else path] = names[path]
+    for path, name in reported.items():
+      self._wrong(f'{path}: its dimension {name!r} does not stack layers, as {listed} does.', _ODD)
     return odd
+
+  def _wrong_count(self, path: str, saved: int, target: int) -> None:
+    self._wrong(f'{path}: the checkpoint has {plural(saved, "layer")}, the target {target}.', _COUNT)
 
   def _wrong(self, text: str, fix: str) -> None:
     self.problems.append(Problem(text, fix))
 
 
-_LOOK = 'look the paths up with flax-spmd checkpoint show.'
+_SHOW = 'look up the paths with flax-spmd checkpoint show.'
 _ODD = (
-  "such state cannot be converted; keep the target's own with missing=, and leave it out with unused=."
+  "such state cannot be converted; to keep the target's own, pass Changes(missing='regex', unused='regex') "
+  'with patterns for its paths.'
 )
 _COUNT = 'give the model as many layers as were saved.'

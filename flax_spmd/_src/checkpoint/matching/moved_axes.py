@@ -1,36 +1,47 @@
-"""Following: leaves without names, whose dimensions move with those of the other leaves of their module."""
+"""Moved axes of unnamed leaves: inferred from the named leaves of the same module.
+
+The scan of a module moves the stacked dimension of all its leaves, named or not. A leaf of an optimizer moves
+like its parameter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from flax_spmd._src.checkpoint.matching.optimizer_states import Owners
+from flax_spmd._src.checkpoint.matching.optimizer_states import ParameterIndex
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
 from flax_spmd.errors import Problem
 
 
-def followers(
-  routes: Mapping[str, Route | None], saved: Side, wanted: Side
+def inferred_moves(
+  routes: Mapping[str, Route | None], saved: Side, target: Side
 ) -> tuple[dict[str, Route], list[Problem]]:
-  """Leaves without names, of scanned modules whose other leaves are moved: their dimension moves likewise.
+  """Routes for unnamed leaves of scanned modules whose named leaves move.
 
-  The scan of a module moves that of all its leaves. A leaf of an optimizer does what its parameter does.
-  Where the shape fits either way and nothing beside the leaf tells, that is a problem.
+  A leaf is ambiguous if its shape allows both positions and no leaf beside it is named; that is a problem.
+
+  Args:
+    routes: routes of the target leaves, by path.
+    saved: leaves of the checkpoint.
+    target: leaves of the target.
+
+  Returns:
+    The changed routes, and the ambiguous leaves.
   """
   moves = {path: route.order for path, route in routes.items() if route and route.step == 'move'}
   if not moves:
     return {}, []
-  owners = Owners(wanted)
-  orders = {_parent(owners.of(path)): order for path, order in moves.items()}
-  scanned = _scanned(moves, wanted, owners)
-  found, unclear = {}, []
+  index = ParameterIndex(target)
+  orders = {_parent(index.parameter_of(path)): order for path, order in moves.items()}
+  scanned = _scanned(moves, target, index)
+  inferred, ambiguous = {}, []
   for path, route in routes.items():
     if not route or route.step != 'same':
       continue
-    old, new = saved.leaves[route.sources[0]], wanted.leaves[path]
-    owner = owners.of(path)
-    order = orders.get(_parent(owner))
-    inside = next((top for top in scanned if owner.startswith(top)), None)
+    old, new = saved.leaves[route.sources[0]], target.leaves[path]
+    parameter = index.parameter_of(path)
+    order = orders.get(_parent(parameter))
+    inside = next((top for top in scanned if parameter.startswith(top)), None)
     if None not in (old.names, new.names) or (order is None and inside is None):
       continue
     shorter = _shortened(order or orders[scanned[inside or '']], len(new.shape))
@@ -38,31 +49,32 @@ def followers(
       continue
     if order is None and new.shape == old.shape:
       if tuple(old.shape[d] for d in shorter) == new.shape:
-        unclear.append(Problem(f'{path}: {new} has no names, so it may have moved or not.', _UNCLEAR))
+        text = f'{path}: {new} is unnamed, and its shape does not show whether it has moved.'
+        ambiguous.append(Problem(text, _AMBIGUOUS))
     else:
-      found[path] = Route(route.sources, 'move', order=shorter)
-  return found, unclear
+      inferred[path] = Route(route.sources, 'move', order=shorter)
+  return inferred, ambiguous
 
 
-def _scanned(moves: Iterable[str], wanted: Side, owners: Owners) -> dict[str, str]:
-  """The largest folders around what moves in which all that has names moves; and where, in each."""
-  movers = {owners.of(path) for path in moves}
+def _scanned(moves: Iterable[str], target: Side, index: ParameterIndex) -> dict[str, str]:
+  """The largest folders in which every named leaf moves, each with the module of one of those leaves."""
+  movers = {index.parameter_of(path) for path in moves}
   stay = {
     f'{folder}/'
-    for path, leaf in wanted.leaves.items()
-    if leaf.names is not None and any(leaf.names) and owners.of(path) not in movers
-    for folder in _folders(owners.of(path))
+    for path, leaf in target.leaves.items()
+    if leaf.names is not None and any(leaf.names) and index.parameter_of(path) not in movers
+    for folder in _folders(index.parameter_of(path))
   }
-  found = {}
+  scanned = {}
   for path in movers:
     free = [folder for folder in _folders(path) if f'{folder}/' not in stay]
     if free:
-      found[f'{free[0]}/'] = _parent(path)
-  return found
+      scanned[f'{free[0]}/'] = _parent(path)
+  return scanned
 
 
 def _folders(path: str) -> list[str]:
-  """`a/b/c` is in `a`, `a/b`."""
+  """The folders of `a/b/c`: `a` and `a/b`."""
   names = path.split('/')[:-1]
   return ['/'.join(names[: n + 1]) for n in range(len(names))]
 
@@ -72,7 +84,7 @@ def _parent(path: str) -> str:
 
 
 def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-  """A move of one dimension, for an array of another rank; None if it has not got these dimensions."""
+  """The move of one dimension, for an array of another rank; None if that array lacks the dimensions."""
   apart = [(to, at) for to, at in enumerate(order) if to != at]
   to, at = max(apart, key=lambda pair: abs(pair[0] - pair[1]))
   if max(to, at) >= rank:
@@ -81,4 +93,6 @@ def _shortened(order: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
   return (*stay[:to], at, *stay[to:])
 
 
-_UNCLEAR = 'give it names in the model before it is saved; or keep the old axis, and transpose it after the restore.'
+_AMBIGUOUS = (
+  'name it in the model before saving; or keep the old axis, and transpose the leaf after the restore.'
+)

@@ -1,8 +1,8 @@
-"""States of optimizers: which of a checkpoint's is which of a target's.
+"""Optimizer states: which saved state corresponds to which state of the target.
 
-optax makes an optimizer's state of NamedTuples, one for each transformation in a chain, so that the same
-state has another path when a chain grows. What it is, is its class: `mu` of a `ScaleByAdamState` is an
-average of gradients wherever it stands, and `mu` of another class is something else.
+optax builds an optimizer's state from NamedTuples, one for each transformation in a chain. When a chain
+grows, the same state gets another path. Its class identifies it: `mu` of a `ScaleByAdamState` is a running
+average of gradients at any position, and `mu` of another class is something else.
 """
 
 from __future__ import annotations
@@ -14,33 +14,38 @@ from typing import NamedTuple
 from flax_spmd._src.checkpoint.matching.routes import Side
 
 
-class Place(NamedTuple):
-  """Where a leaf stands in an optimizer: the path of the innermost state around it, and its kind."""
+class StateField(NamedTuple):
+  """The optimizer state that a leaf belongs to.
+
+  Attributes:
+    state: path of the innermost state around the leaf.
+    kind: class name of that state.
+  """
 
   state: str
   kind: str
 
 
-def places(paths: Iterable[str], kinds: Mapping[str, str]) -> dict[str, Place]:
-  """The place of each leaf that is in a state.
+def state_fields(paths: Iterable[str], kinds: Mapping[str, str]) -> dict[str, StateField]:
+  """The optimizer state of each leaf that belongs to one, by path.
 
   Example:
-    >>> places(['params/w', 'opt_state/0/mu/w'], {'opt_state/0': 'ScaleByAdamState'})
-    {'opt_state/0/mu/w': Place(state='opt_state/0', kind='ScaleByAdamState')}
+    >>> state_fields(['params/w', 'opt_state/0/mu/w'], {'opt_state/0': 'ScaleByAdamState'})
+    {'opt_state/0/mu/w': StateField(state='opt_state/0', kind='ScaleByAdamState')}
   """
-  found = {}
+  fields = {}
   for path in paths:
     state = path
     while kinds and '/' in state:
       state = state.rpartition('/')[0]
       if state in kinds:
-        found[path] = Place(state, kinds[state])
+        fields[path] = StateField(state, kinds[state])
         break
-  return found
+  return fields
 
 
 def optimizer_of(state: str, kinds: Mapping[str, str]) -> str:
-  """The path of the optimizer that a state is part of: what comes before the first chain or state.
+  """The path of the optimizer that contains a state: the path before the first chain index or state.
 
   Example:
     >>> optimizer_of('generator/opt/1/0', {'generator/opt/1/0': 'ScaleByAdamState'})
@@ -55,28 +60,27 @@ def optimizer_of(state: str, kinds: Mapping[str, str]) -> str:
 
 
 def moved_states(
-  saved: Mapping[str, Place],
-  wanted: Mapping[str, Place],
+  saved: Mapping[str, StateField],
+  target: Mapping[str, StateField],
   saved_kinds: Mapping[str, str],
-  wanted_kinds: Mapping[str, str],
+  target_kinds: Mapping[str, str],
 ) -> dict[str, str]:
-  """The wanted states that stand elsewhere in the checkpoint, and where.
+  """Maps target states to saved states at another path.
 
-  A state stands elsewhere if its own path holds another kind, or nothing, in the checkpoint, and as many
-  states of its kind are left over in the same optimizer there as here; then the first is the first, and
-  so on.
+  A target state has moved if the checkpoint holds another kind, or no state, at its path. Moved states of
+  one kind and optimizer are paired in order, provided that both sides have equally many left over.
   """
-  of_saved, of_wanted = (
-    {place.state: place.kind for place in them.values()} for them in (saved, wanted)
+  of_saved, of_target = (
+    {field.state: field.kind for field in fields.values()} for fields in (saved, target)
   )
-  left = [state for state, kind in of_saved.items() if of_wanted.get(state) != kind]
-  open_states = [state for state, kind in of_wanted.items() if of_saved.get(state) != kind]
-  theirs = _grouped(left, of_saved, saved_kinds)
-  found = {}
-  for group, ours in _grouped(open_states, of_wanted, wanted_kinds).items():
-    if len(ours) == len(theirs.get(group, ())):
-      found.update(zip(ours, theirs[group], strict=True))
-  return found
+  left = [state for state, kind in of_saved.items() if of_target.get(state) != kind]
+  unmatched = [state for state, kind in of_target.items() if of_saved.get(state) != kind]
+  candidates = _grouped(left, of_saved, saved_kinds)
+  moved = {}
+  for group, states in _grouped(unmatched, of_target, target_kinds).items():
+    if len(states) == len(candidates.get(group, ())):
+      moved.update(zip(states, candidates[group], strict=True))
+  return moved
 
 
 def _grouped(
@@ -89,31 +93,35 @@ def _grouped(
   return groups
 
 
-class Owners:
-  """The parameter that each leaf of an optimizer is of: the one whose path ends alike."""
+class ParameterIndex:
+  """Finds the parameter of each optimizer leaf: the leaf whose path ends alike.
+
+  Args:
+    side: leaves and optimizer states to index.
+  """
 
   def __init__(self, side: Side):
     self._leaves = side.leaves
-    self._places = places(side.leaves, side.kinds)
+    self._fields = state_fields(side.leaves, side.kinds)
     self._by_tail: dict[str, str] = {}
     for path in side.leaves:
-      if path not in self._places:
+      if path not in self._fields:
         for tail in _tails(path):
           self._by_tail.setdefault(tail, path)
 
-  def of(self, path: str) -> str:
-    """The path of a leaf's parameter; its own if it is none's."""
-    if path not in self._places:
+  def parameter_of(self, path: str) -> str:
+    """The path of the parameter that an optimizer leaf belongs to; any other leaf's own path."""
+    if path not in self._fields:
       return path
     return next((self._by_tail[tail] for tail in _tails(path) if tail in self._by_tail), path)
 
   def is_placeholder(self, path: str) -> bool:
-    """Whether a leaf only stands in for what an optimizer does not keep of a parameter: one element."""
+    """Whether a leaf is a one-element stand-in for state that an optimizer does not keep of a parameter."""
     leaf = self._leaves[path]
     return (
-      path in self._places
+      path in self._fields
       and math.prod(leaf.shape) == 1
-      and leaf.shape != self._leaves[self.of(path)].shape
+      and leaf.shape != self._leaves[self.parameter_of(path)].shape
     )
 
 

@@ -1,47 +1,58 @@
-"""Routes: how each wanted leaf is made of saved ones, and what a leaf is after a step of a route."""
+"""Routes: how each target leaf is computed from saved leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from flax_spmd._src.checkpoint.storage.record import Leaf
+from flax_spmd._src.checkpoint.storage.record import LeafRecord
 
 Step = Literal['same', 'keep', 'stack', 'unstack', 'move']
 
 
 class Side(NamedTuple):
-  """One side of a restore: leaves by path, and the class of each state of an optimizer by path."""
+  """One side of a restore: the checkpoint, or its target.
 
-  leaves: Mapping[str, Leaf]
+  Attributes:
+    leaves: record of each leaf, by path.
+    kinds: class name of each optimizer state, by path.
+  """
+
+  leaves: Mapping[str, LeafRecord]
   kinds: Mapping[str, str]
 
 
 class Route(NamedTuple):
-  """How a wanted leaf is made.
+  """How one target leaf is computed.
 
   Attributes:
-    sources: the saved paths; none: the target's own value stays.
-    step: what is done with them.
-    axis: for `stack` and `unstack`, the stacked dimension.
-    number: for `unstack`, which part of the stacked leaf it is.
-    order: for `move`, the saved dimension of each wanted one.
+    sources: saved paths; empty for a leaf that keeps the target's value.
+    step: conversion applied to the sources.
+    axis: stacked dimension, for `stack` and `unstack`.
+    layer: index along the stacked dimension, for `unstack`.
+    order: saved dimension of each target dimension, for `move`.
   """
 
   sources: tuple[str, ...]
   step: Step = 'same'
   axis: int = 0
-  number: int = 0
+  layer: int = 0
   order: tuple[int, ...] = ()
 
 
 def without(axes: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-  """Sizes or names without those of one dimension."""
+  """Sizes or names without the entry of one dimension."""
   return axes[:axis] + axes[axis + 1 :]
 
 
-def after(leaf: Leaf, route: Route, layers: int) -> Leaf:
-  """What a saved leaf is after a route's step, for the first of its sources."""
+def after(leaf: LeafRecord, route: Route, layers: int) -> LeafRecord:
+  """The record of a converted leaf.
+
+  Args:
+    leaf: first source of the route.
+    route: conversion to apply.
+    layers: number of sources.
+  """
   shape, names = leaf.shape, leaf.names
   if route.step == 'unstack':
     return leaf._replace(

@@ -1,13 +1,13 @@
-"""Pending: saves that go on in the background, and their errors, which nobody may miss.
+"""Asynchronous saves: one at a time, in the background, with errors that cannot go unnoticed.
 
-One save is under way at a time. Who starts the next one, or a restore, waits for it first; an error
-that was not asked for is raised there, or at the end of the program.
+The next save or restore waits for the save in progress. Its error, if `result` has not raised it yet, is
+raised there, or else at the end of the program.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # registers what ends all executors, before ours below
+import concurrent.futures.thread  # registers its exit hook, which must come before ours below
 import json
 import os
 import sys
@@ -19,9 +19,9 @@ import jax
 from etils import epath
 
 from flax_spmd import errors
-from flax_spmd._src.checkpoint.storage.byte_progress import Bar
+from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.folders import Claim
-from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Alive, first_line
+from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat, first_line
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
@@ -30,19 +30,19 @@ _POLL = 0.5  # seconds
 
 
 class Response(Protocol):
-  """What Orbax gives for a save in the background."""
+  """Orbax's handle of a save in the background."""
 
   def result(self, timeout: float | None = None) -> Any:
-    """Waits for the end of it; raises its error."""
+    """Waits for the save; raises its error."""
     ...
 
 
 @set_module('flax_spmd.checkpoint')
-class Saving:
-  """A save that goes on in the background.
+class AsyncSave:
+  """A save in progress in the background, as returned by `save_async`.
 
   Attributes:
-    path: where the checkpoint will be.
+    path: path of the checkpoint.
 
   Example:
     >>> layout = Layout({'data': 8})
@@ -55,7 +55,7 @@ class Saving:
   def __init__(self, path: epath.Path, work: Any):
     self.path = path
     self._error: BaseException | None = None
-    self._told = False
+    self._reported = False
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._run, args=(work,), name=f'flax_spmd save {path.name}')
     self._thread.start()
@@ -69,122 +69,127 @@ class Saving:
       self._ended.set()
 
   def done(self) -> bool:
-    """Whether it has ended, well or not."""
+    """Whether the save has ended, successfully or not."""
     return self._ended.is_set()
 
   def result(self, timeout: float | None = None) -> None:
-    """Waits until the checkpoint is there.
+    """Waits until the checkpoint is complete.
 
     Args:
-      timeout: seconds to wait at most.
+      timeout: most seconds to wait; default: no limit.
 
     Raises:
-      TimeoutError: it goes on still.
-      CheckpointError: it failed; what was at the path before is there still.
+      TimeoutError: the save is still in progress.
+      CheckpointError: the save failed. The path keeps its previous contents.
     """
     if not self._ended.wait(timeout):
-      raise TimeoutError(f'The save to {self.path} goes on still.')
+      raise TimeoutError(f'The save to {self.path} is still in progress.')
     self._thread.join()
-    self._told = True
+    self._reported = True
     if self._error is not None:
       raise self._error
 
 
-_last: Saving | None = None
+_last: AsyncSave | None = None
 
 
 def finish() -> None:
-  """Waits for the save that is under way, if one is; raises the error of the last one."""
+  """Waits for the save in progress; raises the error of the last save unless `result` has done so."""
   global _last
   saving, _last = _last, None
-  if saving is not None and not saving._told:
+  if saving is not None and not saving._reported:
     saving.result()
 
 
-def claim(path: epath.Path, overwrite: bool) -> Claim | Follower:
-  """The right to write at a path; the first process of a job asks for it, and tells the others.
+def claim(path: epath.Path, overwrite: bool) -> Claim | NonWriter:
+  """The right to write to a path. The first process takes it for all processes of the job.
 
   Raises:
-    CheckpointError: it cannot be had, on every process.
+    CheckpointError: the first process cannot take it. Every process raises the error.
   """
   if jax.process_count() == 1:
     return Claim(path, overwrite)
-  held, said = None, {}
+  held, message = None, {}
   if jax.process_index() == 0:
     try:
       held = Claim(path, overwrite)
-      said = {'new': os.fspath(held.new)}
+      message = {'new': os.fspath(held.new)}
     except Exception as error:
-      said = _as_text(error)
-  heard = _from_first_or_raise(said)
-  return held or Follower(path, epath.Path(heard['new']))
+      message = _as_message(error)
+  received = _from_first_or_raise(message)
+  return held or NonWriter(path, epath.Path(received['new']))
 
 
-class Follower:
-  """A claim that the first process holds for this one."""
+class NonWriter:
+  """Stands in for the claim in processes other than the first, which commits and releases for all.
+
+  Attributes:
+    path: path of the checkpoint.
+    new: folder to write to, until the first process commits.
+  """
 
   def __init__(self, path: epath.Path, new: epath.Path):
     self.path, self.new = path, new
 
   def commit(self) -> None:
-    """The first process does it."""
+    """Does nothing: the first process commits."""
 
   def release(self) -> None:
-    """The first process does it."""
+    """Does nothing: the first process releases the path."""
 
 
-def from_first(said: Any) -> Any:
-  """What the first process says, on all of them."""
+def from_first(message: Any) -> Any:
+  """Sends a JSON value from the first process to all; the other processes' arguments are ignored."""
   everyone = tuple(range(jax.process_count()))
-  text = json.dumps(said) if jax.process_index() == 0 else ''
+  text = json.dumps(message) if jax.process_index() == 0 else ''
   groups = exchange('checkpoint', everyone, text, CALLS, TIMEOUT)
   return json.loads(next(text for processes, text in groups if 0 in processes))
 
 
-def _as_text(error: Exception) -> dict[str, str]:
-  """An error, to be said to the other processes."""
+def _as_message(error: Exception) -> dict[str, str]:
+  """An error as a JSON value, to send to the other processes."""
   return {'error': type(error).__name__, 'text': str(error)}
 
 
-def _from_first_or_raise(said: Any) -> Any:
-  """What the first process says; if that is an error, all of them raise it."""
-  heard = from_first(said)
-  if 'error' in heard:
-    raise getattr(errors, heard['error'], CheckpointError)(heard['text'])
-  return heard
+def _from_first_or_raise(message: Any) -> Any:
+  """The first process's message. If it is an error, every process raises it."""
+  received = from_first(message)
+  if 'error' in received:
+    raise getattr(errors, received['error'], CheckpointError)(received['text'])
+  return received
 
 
-def start(response: Response, held: Claim | Follower, bar: Bar, check: Any) -> Saving:
-  """Goes on with a save in the background: waits for Orbax, checks, and commits.
+def start(response: Response, held: Claim | NonWriter, progress: ByteProgress, check: Any) -> AsyncSave:
+  """Continues a save in the background: waits for Orbax, checks the result, and commits it.
 
   Args:
-    response: Orbax's.
-    held: the right to write.
-    bar: is moved while it goes on.
-    check: called when everything is written, before it takes its place; raises if it is wrong.
+    response: Orbax's handle of the save.
+    held: right to write to the path; released at the end.
+    progress: progress bar; closed at the end.
+    check: function called before the commit; raises if the written data are wrong.
   """
   global _last
-  alive = Alive()
+  heartbeat = Heartbeat()
 
   def work() -> None:
-    wrong: BaseException | None = None
+    failure: BaseException | None = None
     try:
-      _wait(response, held.path, alive)
-      _wait(_checked_and_committed(check, held), held.path, alive)
+      wait_for(response, held.path, heartbeat)
+      wait_for(_checked_and_committed(check, held), held.path, heartbeat)
     except BaseException as error:
-      wrong = error
+      failure = error
       raise
     finally:
-      alive.stop(wrong)
-      bar.close(whole=wrong is None)
+      heartbeat.stop(failure)
+      progress.close(complete=failure is None)
       held.release()
 
-  _last = Saving(held.path, work)
+  _last = AsyncSave(held.path, work)
   return _last
 
 
-class _InThread:
-  """A call in a thread of its own, to be waited for as for Orbax; nobody waits for it in the end."""
+class _BackgroundCall:
+  """A call in a daemon thread, with the interface of `Response`."""
 
   def __init__(self, call: Any):
     self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -201,57 +206,64 @@ class _InThread:
     self._future.result(timeout)
 
 
-def _checked_and_committed(check: Any, held: Claim | Follower) -> Response:
-  """Ends a save; what asks other processes is done aside, as one of them may have died."""
+class _CompletedCall:
+  """A call that has returned, with the interface of `Response`."""
+
+  def result(self, timeout: float | None = None) -> None:
+    """Returns immediately."""
+
+
+def _checked_and_committed(check: Any, held: Claim | NonWriter) -> Response:
+  """Checks and commits a save. In a job of several processes, one may have died: a daemon thread does it."""
 
   def call() -> None:
     check()
-    _commit(held)
+    commit(held)
 
   if jax.process_count() > 1:
-    return _InThread(call)
+    return _BackgroundCall(call)
   call()
-  return _Done()
+  return _CompletedCall()
 
 
-class _Done:
-  """Nothing that is to be waited for."""
-
-  def result(self, timeout: float | None = None) -> None:
-    """It has ended."""
-
-
-def _commit(held: Claim | Follower) -> None:
-  """Puts what was written in its place; no process goes on before it is there."""
+def commit(held: Claim | NonWriter) -> None:
+  """Moves the new checkpoint to its path. No process returns before it is there."""
   if jax.process_count() == 1:
     held.commit()
     return
-  said = {}
+  message = {}
   try:
     held.commit()
   except Exception as error:
-    said = _as_text(error)
-  _from_first_or_raise(said)
+    message = _as_message(error)
+  _from_first_or_raise(message)
 
 
-def _wait(response: Response, path: epath.Path, alive: Alive) -> None:
-  """Waits for Orbax as long as all processes live."""
+_UNCHANGED = 'the path keeps its previous contents'
+
+
+def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None:
+  """Waits for a response while all processes are alive.
+
+  Raises:
+    CheckpointError: the save failed here or in another process, or another process died.
+  """
   while True:
     try:
       response.result(timeout=_POLL)
       return
     except TimeoutError as error:
-      if failed := alive.failed():
+      if failed := heartbeat.failed():
         process, text = failed
         raise CheckpointError(
           f'The save to {path} failed in process {process}: {text}.\n'
-          'Fix: see the error of that process; what was at the path before is there still.'
+          f'Fix: see the error of that process; {_UNCHANGED}.'
         ) from error
-      gone = alive.silent() or ([0] if alive.lost_service else [])
+      gone = heartbeat.silent() or ([0] if heartbeat.lost_service else [])
       if gone:
         raise CheckpointError(
-          f'{named(gone).capitalize()} has not been heard of for {SILENCE:g} s while {path} was being saved. '
-          'What is there is whole: what was saved before, or this.\n'
+          f'{named(gone).capitalize()} sent no heartbeat for {SILENCE:g} s while {path} was being saved. '
+          'A checkpoint at the path is complete: it is the previous one or this one.\n'
           'Fix: start the job again from the last checkpoint.'
         ) from error
     except CheckpointError:
@@ -260,37 +272,35 @@ def _wait(response: Response, path: epath.Path, alive: Alive) -> None:
       if 'shutdown' in str(error):
         raise CheckpointError(
           f'The program ended before {path} was saved.\n'
-          'Fix: call result() of the last save before the program ends; what was at the path before is there '
-          'still.'
+          f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
         ) from error
       raise CheckpointError(
-        f'The save to {path} failed: {first_line(error)}.\n'
-        'Fix: see the error above; what was at the path before is there still.'
+        f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
       ) from error
 
 
 def _before_shutdown() -> None:
-  """Waits for the save that is under way while Orbax can still go on with it.
+  """Waits for the save in progress while Orbax can still continue it.
 
-  From Python 3.12 on no thread can be started any more when a program ends; if Orbax needs one, the save
-  fails, and `_at_exit` says so.
+  From Python 3.12 on, no thread can be started while a program ends. If Orbax needs one, the save fails,
+  and `_at_exit` reports it.
   """
   if _last is not None:
     _last._ended.wait()
 
 
-# What `atexit` calls comes too late: by then no executor takes work any more. What concurrent.futures
-# itself uses is called before; the last to be registered is the first to be called.
+# Hooks of `atexit` run too late: by then executors accept no work. Those that concurrent.futures uses run
+# earlier, the last registered one first.
 getattr(threading, '_register_atexit', atexit.register)(_before_shutdown)
 
 
 @atexit.register
 def _at_exit() -> None:
-  """A program whose save failed, and that has not been told, ends with 1."""
+  """Ends the program with exit code 1 if a save failed and its error was never raised."""
   try:
     finish()
   except BaseException:
     traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # Python would end with 0 whatever is raised here
+    os._exit(1)  # an exception here would not change Python's exit code

@@ -1,7 +1,7 @@
-"""Progress: how far a save or a restore has come, in bytes and bytes per second.
+"""Progress bars of saves and restores, in bytes and bytes per second.
 
-Orbax says nothing while it reads. TensorStore, which it reads and writes by, counts every byte that
-goes to or comes from storage; a thread looks at its counters and moves a bar on.
+Orbax reports no progress while it reads. TensorStore, its storage layer, counts every byte that it reads
+and writes; a thread polls those counters and advances the bar.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ _EVERY = 0.1  # seconds
 Direction = Literal['written', 'read']
 
 
-class Bar:
-  """A bar that moves until it is closed; nothing is shown unless it is asked for."""
+class ByteProgress:
+  """A progress bar that advances until it is closed.
+
+  Args:
+    show: whether to show it. Only the first process does.
+    title: text beside the bar.
+    total: number of bytes at which the bar is full.
+    direction: TensorStore counter to follow.
+  """
 
   def __init__(self, show: bool, title: str, total: int, direction: Direction):
     self._closed = threading.Event()
@@ -36,19 +43,19 @@ class Bar:
       done = _counted(self._direction) - self._begin
       self._bars.update(self._task, completed=min(done, self._total))
 
-  def close(self, whole: bool = False) -> None:
-    """Takes the bar away; `whole`: all was done, and it is shown so."""
+  def close(self, complete: bool = False) -> None:
+    """Stops the bar; `complete` fills it first."""
     self._closed.set()
     if self._thread is not None:
       self._thread.join()
       self._thread = None
-      if whole:
+      if complete:
         self._bars.update(self._task, completed=self._total)
       self._bars.stop()
 
 
 def _counted(direction: Direction) -> int:
-  """The bytes that this process has written to or read from storage so far."""
+  """Bytes that this process has written to or read from storage so far."""
   metrics = tensorstore.experimental_collect_matching_metrics('/tensorstore/kvstore/')
   return sum(
     int(value.get('value', 0))

@@ -1,14 +1,16 @@
-"""Checksums of arrays: of their content and shape, whichever devices hold which part of them.
+"""Checksums of arrays: of their content and shape, independent of how they are sharded.
 
 Each word of an array (an element's bits, 32 at a time) is mixed with its index in the whole array, and
-the mixed words are added modulo 2**32. A sum does not care about order, so each device or process adds
-up what it holds. Mixing is one-to-one for a given index, so a change of any single word is always seen;
-other changes go unseen once in 2**32, and two changed signs, the worst pair, once in 2**28. The mixer is
-the finalizer of MurmurHash3 (Austin Appleby), whole: without its first shift the highest bit, which is the
-sign of a float, would reach too few others, and one exchange of x and -x in 2,000 would go unseen.
+the mixed words are added modulo 2**32. Addition is order-independent, so each device or process adds up
+its own shards. For a given index the mixing is one-to-one, so every change of a single word is detected.
+Any other change goes undetected with probability 2**-32; two flipped signs, the worst pair, with 2**-28.
 
-Arrays that lie in the host's memory are added up there, in threads, without compiling anything; those
-of accelerators where they lie. Both give the same.
+The mixer is the finalizer of MurmurHash3 (Austin Appleby), complete. Without its first shift, the highest
+bit, the sign of a float, would reach too few other bits: one exchange of x and -x in 2,000 would go
+undetected.
+
+Arrays in host memory are added up by threads on the host, without compiling anything; arrays on
+accelerators are added up there. Both give the same checksum.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
 _MIXER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift, then multiply
 _LAST = 16  # shift
 _MASK = 0xFFFFFFFF
-_BLOCK = 1 << 17  # words: fits into a cache, and leaves the interpreter to other threads for a while
-_SMALL = 1 << 14  # bytes: JAX keeps the copy on the host that is made of an array, so not too large
-_AT_ONCE = 1 << 10  # small arrays
+_BLOCK = 1 << 17  # words: fits into a cache, and numpy releases the interpreter lock for a while
+_SMALL = 1 << 14  # bytes: JAX caches the host copy of an array, so it should be small
+_BATCH = 1 << 10  # small arrays
 
 
 def checksums(leaves: Sequence[Any]) -> list[str]:
   """A checksum per array or Python number, as eight hexadecimal digits.
 
-  In a program of several processes, every process calls this with its part of the same arrays.
+  In a job of several processes, every process calls this with the same arrays.
 
   Args:
-    leaves: arrays of any dtype and sharding, and numbers.
+    leaves: arrays of any dtype and sharding, and Python numbers.
 
   Example:
     >>> x = np.arange(8, dtype=np.float32)
@@ -74,47 +76,47 @@ def _in_host_memory(array: Any) -> bool:
 
 
 def _over_processes(sums: list[int]) -> list[int]:
-  """The sums of all processes' parts."""
+  """Adds up the sums of all processes."""
   if jax.process_count() == 1 or not sums:
     return sums
-  said = exchange('sums', tuple(range(jax.process_count())), json.dumps(sums), CALLS, TIMEOUT)
-  parts = [[len(processes) * part for part in json.loads(text)] for processes, text in said]
+  received = exchange('sums', tuple(range(jax.process_count())), json.dumps(sums), CALLS, TIMEOUT)
+  parts = [[len(processes) * part for part in json.loads(text)] for processes, text in received]
   return [sum(column) & _MASK for column in zip(*parts, strict=True)]
 
 
-# -- in the memory of the host
+# -- in host memory
 
 
 def _host_sums(arrays: Sequence[Any]) -> list[int]:
-  """The sums of arrays that lie in the host's memory: of what this process has of them, then of all."""
+  """The sums of arrays in host memory: over the shards of this process, then over all processes."""
   sums = [0] * len(arrays)
   small = [i for i, array in enumerate(arrays) if _is_small(array)]
-  here = [i for i in small if _is_first(arrays[i])]
-  whole = jax.device_get([arrays[i] for i in here])  # one call for all: far cheaper than one for each
-  for i, total in zip(here, _small_sums(whole), strict=True):
+  owned = [i for i in small if _is_first(arrays[i])]
+  whole = jax.device_get([arrays[i] for i in owned])  # one call for all: far cheaper than one for each
+  for i, total in zip(owned, _small_sums(whole), strict=True):
     sums[i] = total
-  pieces = [(i, piece) for i in set(range(len(arrays))) - set(small) for piece in _pieces(arrays[i])]
+  slabs = [(i, slab) for i in set(range(len(arrays))) - set(small) for slab in _slabs(arrays[i])]
   with ThreadPoolExecutor(os.cpu_count()) as pool:
-    for (i, _), part in zip(pieces, pool.map(lambda pair: _sum(pair[1]), pieces), strict=True):
+    for (i, _), part in zip(slabs, pool.map(lambda pair: _sum(pair[1]), slabs), strict=True):
       sums[i] = (sums[i] + part) & _MASK
   return _over_processes(sums)
 
 
 def _is_small(array: Any) -> bool:
-  """Whether an array is cheaper as a whole than in the parts that it lies in, and can be had so."""
-  reached = isinstance(array, np.ndarray) or array.is_fully_addressable
-  return reached and math.prod(array.shape) * array.dtype.itemsize <= _SMALL
+  """Whether an array is addressable, and cheaper to sum as a whole than shard by shard."""
+  addressable = isinstance(array, np.ndarray) or array.is_fully_addressable
+  return addressable and math.prod(array.shape) * array.dtype.itemsize <= _SMALL
 
 
 def _is_first(array: Any) -> bool:
-  """Whether this process is the one that adds up an array that several may have."""
+  """Whether this process adds up an array that several processes may hold."""
   if isinstance(array, np.ndarray):
     return jax.process_index() == 0
   return jax.process_index() == min(device.process_index for device in array.sharding.device_set)
 
 
 def _small_sums(arrays: Sequence[np.ndarray]) -> list[int]:
-  """The sums of many whole arrays; those of one word size in one go, some thousand at a time."""
+  """The sums of many whole arrays, a thousand of one word size at a time."""
   sums = [0] * len(arrays)
   by_size: dict[str, list[tuple[int, np.ndarray]]] = {}
   for i, array in enumerate(arrays):
@@ -122,15 +124,15 @@ def _small_sums(arrays: Sequence[np.ndarray]) -> list[int]:
     if words.size:
       by_size.setdefault(words.dtype.str, []).append((i, words))
   for pairs in by_size.values():
-    for begin in range(0, len(pairs), _AT_ONCE):
-      some = pairs[begin : begin + _AT_ONCE]
-      for (i, _), total in zip(some, _sums_in_a_row([words for _, words in some]), strict=True):
+    for begin in range(0, len(pairs), _BATCH):
+      some = pairs[begin : begin + _BATCH]
+      for (i, _), total in zip(some, _vector_sums([words for _, words in some]), strict=True):
         sums[i] = total
   return sums
 
 
-def _sums_in_a_row(words: Sequence[np.ndarray]) -> list[int]:
-  """The sum of each of some vectors of words, none of them empty."""
+def _vector_sums(words: Sequence[np.ndarray]) -> list[int]:
+  """The sum of each of several nonempty vectors of words."""
   sizes = np.array([vector.size for vector in words])
   starts = np.cumsum(sizes) - sizes
   index = (np.arange(sizes.sum()) - np.repeat(starts, sizes)).astype(np.uint32)
@@ -140,7 +142,7 @@ def _sums_in_a_row(words: Sequence[np.ndarray]) -> list[int]:
 
 
 def _mix(out: np.ndarray, words: np.ndarray, aside: np.ndarray) -> None:
-  """Mixes words into what their indices have been made to; `aside` is room to work in."""
+  """Mixes words into `out`, which holds their multiplied indices; `aside` is a scratch buffer."""
   np.bitwise_xor(out, words, out=out)
   for shift, factor in _MIXER:
     np.right_shift(out, np.uint32(shift), out=aside)
@@ -150,33 +152,39 @@ def _mix(out: np.ndarray, words: np.ndarray, aside: np.ndarray) -> None:
   np.bitwise_xor(out, aside, out=out)
 
 
-class _Piece(NamedTuple):
-  """A part of an array: its data, where it starts, and the shape of the whole."""
+class _Slab(NamedTuple):
+  """A rectangular part of an array.
+
+  Attributes:
+    data: elements of the part.
+    start: index of its first element in the whole array.
+    whole: shape of the whole array.
+  """
 
   data: np.ndarray
   start: tuple[int, ...]
   whole: tuple[int, ...]
 
 
-def _pieces(array: Any) -> Iterator[_Piece]:
-  """The parts of an array that this process adds up: each element is in one part of one process."""
+def _slabs(array: Any) -> Iterator[_Slab]:
+  """The parts of an array that this process adds up. Each element belongs to one part of one process."""
   shape = tuple(array.shape)
   if isinstance(array, np.ndarray):
     if _is_first(array):
-      yield _Piece(array, (0,) * array.ndim, shape)
+      yield _Slab(array, (0,) * array.ndim, shape)
   elif array.is_fully_replicated:
     if _is_first(array):
-      yield _Piece(np.asarray(array.addressable_data(0)), (0,) * array.ndim, shape)
+      yield _Slab(np.asarray(array.addressable_data(0)), (0,) * array.ndim, shape)
   else:
     for shard in array.addressable_shards:
       if shard.replica_id == 0:
         start = tuple(part.indices(size)[0] for part, size in zip(shard.index, shape, strict=True))
-        yield _Piece(np.asarray(shard.data), start, shape)
+        yield _Slab(np.asarray(shard.data), start, shape)
 
 
-def _sum(piece: _Piece) -> int:
-  """The sum of a part's mixed words; numpy lets go of the interpreter while it works."""
-  words, start, whole = _rows(piece)
+def _sum(slab: _Slab) -> int:
+  """The sum of a part's mixed words; numpy releases the interpreter lock while it works."""
+  words, start, whole = _rows(slab)
   count, length = words.shape
   width = max(1, min(length, _BLOCK))
   height = max(1, min(count, _BLOCK // width))
@@ -184,7 +192,7 @@ def _sum(piece: _Piece) -> int:
   mixed, shifted = np.empty((height, width), np.uint32), np.empty((height, width), np.uint32)
   total = 0
   for top in range(0, count, height):
-    first = _first_indices(top, min(top + height, count), piece, start, whole)
+    first = _first_indices(top, min(top + height, count), slab, start, whole)
     for left in range(0, length, width):
       block = words[top : top + height, left : left + width]
       out, aside = mixed[: block.shape[0], : block.shape[1]], shifted[: block.shape[0], : block.shape[1]]
@@ -196,11 +204,11 @@ def _sum(piece: _Piece) -> int:
   return total & _MASK
 
 
-def _rows(piece: _Piece) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
-  """A part as rows of words that follow each other in the whole array, its start, the whole's shape."""
-  words, per_element = _host_words(piece.data)
-  start, whole, shape = [*piece.start, 0], [*piece.whole, per_element], [*piece.data.shape, per_element]
-  while len(shape) > 1 and shape[-1] == whole[-1]:  # whole rows: no gap between one and the next
+def _rows(slab: _Slab) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
+  """A part as rows of words contiguous in the whole array, the part's start, and the whole's shape."""
+  words, per_element = _host_words(slab.data)
+  start, whole, shape = [*slab.start, 0], [*slab.whole, per_element], [*slab.data.shape, per_element]
+  while len(shape) > 1 and shape[-1] == whole[-1]:  # whole rows are contiguous
     size = whole.pop()
     shape.pop()
     start.pop()
@@ -209,20 +217,20 @@ def _rows(piece: _Piece) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
 
 
 def _first_indices(
-  top: int, bottom: int, piece: _Piece, start: tuple[int, ...], whole: tuple[int, ...]
+  top: int, bottom: int, slab: _Slab, start: tuple[int, ...], whole: tuple[int, ...]
 ) -> np.ndarray:
-  """The index in the whole array, modulo 2**32, at which each of a range of rows begins."""
+  """The index in the whole array, modulo 2**32, of the first word of each row in a range."""
   index = np.full(bottom - top, start[-1], np.uint64)
-  leading = piece.data.shape[: len(whole) - 1]
-  places = np.unravel_index(np.arange(top, bottom), leading) if leading else ()
-  for d, place in enumerate(places):
+  leading = slab.data.shape[: len(whole) - 1]
+  indices = np.unravel_index(np.arange(top, bottom), leading) if leading else ()
+  for d, along in enumerate(indices):
     stride = math.prod(whole[d + 1 :])
-    index += (place.astype(np.uint64) + np.uint64(start[d])) * np.uint64(stride)
+    index += (along.astype(np.uint64) + np.uint64(start[d])) * np.uint64(stride)
   return index.astype(np.uint32)
 
 
 def _host_words(data: np.ndarray) -> tuple[np.ndarray, int]:
-  """The bits of an array as unsigned words of at most 32 bits, and how many an element has."""
+  """The bits of an array as unsigned words of at most 32 bits, and the number of words per element."""
   data = np.ascontiguousarray(_widened(data, np))
   size = data.dtype.itemsize
   words = data.reshape(-1).view(f'u{min(size, 4)}')
@@ -230,7 +238,7 @@ def _host_words(data: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _widened(data: Any, xp: Any) -> Any:
-  """Elements of less than a byte as bytes: how they are packed differs between host and device."""
+  """Elements of less than a byte as bytes: host and device pack them differently."""
   name = str(data.dtype)
   if name == 'bool':
     return data.astype(xp.uint8)
@@ -244,7 +252,7 @@ def _widened(data: Any, xp: Any) -> Any:
 
 @functools.partial(jax.jit)
 def on_devices(array: jax.Array) -> jax.Array:
-  """The checksum of an array as a uint32, computed where the array lies, by all who hold it."""
+  """The checksum of an array as a uint32, computed on the array's own devices."""
   words = _device_words(_widened(array, jnp))
   index = jnp.zeros(words.shape, jnp.uint32)
   for d, size in enumerate(words.shape):
@@ -258,7 +266,7 @@ def on_devices(array: jax.Array) -> jax.Array:
 
 
 def _device_words(data: jax.Array) -> jax.Array:
-  """The same words as `_host_words`; those of a wide element along a last dimension."""
+  """The words of `_host_words`, with the words of a wide element along a last dimension."""
   if jnp.issubdtype(data.dtype, jnp.complexfloating):
     parts = [_device_words(part) for part in (data.real, data.imag)]
     wide = data.dtype.itemsize == 16

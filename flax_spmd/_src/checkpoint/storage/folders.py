@@ -1,15 +1,15 @@
-"""Folders: where a checkpoint is, and how one takes the place of another without a moment of neither.
+"""Folders: where a checkpoint is stored, and how one replaces another without a gap.
 
-A checkpoint is written beside its path, under a name that nobody else uses, and moved there when it is
-whole. Until then whatever was at the path stays as it is:
+A checkpoint is written beside its path under a unique name, and moved to the path once it is complete.
+Until then the path keeps its previous contents:
 
-    .step_9.<host>-<process>-<digits>.new   being written, or about to take the path
-    .step_9.<host>-<process>-<digits>.old   what was at the path, until the new one is there
-    .step_9.lock                            held by whoever writes
+    .step_9.<host>-<process>-<digits>.new   being written, or about to move to the path
+    .step_9.<host>-<process>-<digits>.old   the previous contents, until the new checkpoint is in place
+    .step_9.lock                            held by the writer
 
-The system gives up a lock when its process dies, however it dies, so what is found under a lock that
-could be had belongs to nobody and is removed. Cloud storage (`gs://...`) has neither locks nor moves:
-there Orbax writes to the path itself, which it marks as complete at the end, and nothing is replaced.
+The operating system releases a lock when its process dies. If the lock can be taken, its owner is dead,
+and files left under it are removed. Cloud storage (`gs://...`) has neither locks nor moves: there Orbax
+writes to the path itself, which it marks as complete at the end, and nothing can be replaced.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _NEW, _OLD = '.new', '.old'
-_SWAP_SECONDS = 2.0  # two renames take far less
+SWAP_SECONDS = 2.0  # two renames take far less
 
 
 def as_path(path: str | os.PathLike[str]) -> epath.Path:
-  """An absolute path, or a place in cloud storage (`gs://...`), which Orbax reads and writes alike."""
+  """A path made absolute; a cloud storage URL (`gs://...`) stays as it is."""
   text = os.fspath(path)
   return epath.Path(text if '://' in text else os.path.abspath(text))
 
@@ -45,43 +45,47 @@ def is_remote(path: epath.Path) -> bool:
 
 
 class Claim:
-  """The right to write at a path, held by one process of one job at a time.
+  """The exclusive right to write to a path, held by one process of one job.
 
   Args:
-    path: where the checkpoint is to be.
-    overwrite: whether what is there may be replaced.
+    path: path of the checkpoint.
+    overwrite: whether existing contents may be replaced.
+
+  Attributes:
+    path: path of the checkpoint.
+    new: folder to write to, until `commit`.
+    lock: lock of the path; None in cloud storage.
 
   Raises:
-    CheckpointExistsError: there is something, and it may not be replaced.
-    CheckpointBusyError: somebody else is writing there.
-    CheckpointError: it may be replaced, but cannot be in one step where it is.
+    CheckpointExistsError: the path exists, and `overwrite` is False.
+    CheckpointBusyError: another process is writing to the path.
+    CheckpointError: the path is in cloud storage, where nothing can be replaced in one step.
   """
 
   def __init__(self, path: epath.Path, overwrite: bool):
     self.path = path
     self.new = path
-    self._lock: filelock.BaseFileLock | None = None
+    self.lock: filelock.BaseFileLock | None = None
     if is_remote(path):
       _check_remote(path, overwrite)
       return
     path.parent.mkdir(parents=True, exist_ok=True)
-    self._lock = locked(path)
+    self.lock = locked(path)
     try:
       recover(path)
       if path.exists() and not overwrite:
         raise CheckpointExistsError(
-          f'There is something at {path} already.\n'
-          'Fix: save to another path, remove it first, or pass overwrite=True.'
+          f'{path} exists already.\nFix: save to another path, remove it first, or pass overwrite=True.'
         )
       for leftover in _beside(path, ''):
         _remove(leftover)
     except BaseException:
-      self._lock.release()
+      self.lock.release()
       raise
     self.new = path.parent / f'.{path.name}.{_unique()}{_NEW}'
 
   def commit(self) -> None:
-    """Puts what was written in its place; what was there goes."""
+    """Moves the new checkpoint to the path, and removes the previous contents."""
     if self.new == self.path:
       return
     old = self.new.with_suffix(_OLD)
@@ -94,17 +98,17 @@ class Claim:
       _remove(old)
 
   def release(self) -> None:
-    """Lets others write; removes what was not committed."""
-    if self._lock is not None:
+    """Releases the path; removes an uncommitted checkpoint."""
+    if self.lock is not None:
       try:
         for leftover in _beside(self.path, _NEW):
           _remove(leftover)
       finally:
-        self._lock.release()
+        self.lock.release()
 
 
 def _settle(folder: epath.Path) -> None:
-  """Waits until the disk has all of a folder: what it replaces is gone afterwards, power cut or not."""
+  """Flushes a folder to disk, since the checkpoint that it replaces is removed next."""
   for inner, _, files in os.walk(folder):
     for name in files:
       _sync(os.path.join(inner, name))
@@ -112,7 +116,7 @@ def _settle(folder: epath.Path) -> None:
 
 
 def _sync(path: str | os.PathLike[str]) -> None:
-  with contextlib.suppress(OSError):  # not every file system does it for folders
+  with contextlib.suppress(OSError):  # some file systems cannot sync folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
       os.fsync(descriptor)
@@ -121,9 +125,9 @@ def _sync(path: str | os.PathLike[str]) -> None:
 
 
 def _remove(leftover: epath.Path) -> None:
-  """Removes a folder that nobody needs; threads of a save that has failed may be writing there still.
+  """Removes a leftover folder. Threads of a failed save may still be writing to it, so it retries.
 
-  What cannot be removed now is in nobody's way, and is tried again before the next save to the path.
+  A folder that remains does no harm; the next save to the path tries again.
   """
   for pause in (0.0, 0.05, 0.1, 0.2, 0.4):
     time.sleep(pause)
@@ -135,17 +139,17 @@ def _remove(leftover: epath.Path) -> None:
 def _check_remote(path: epath.Path, overwrite: bool) -> None:
   if overwrite:
     raise CheckpointError(
-      f'{path} is in cloud storage, where one checkpoint cannot take the place of another in one step.\n'
+      f'{path} is in cloud storage, where a checkpoint cannot be replaced in one step.\n'
       'Fix: save to a new path, and delete the old one afterwards.'
     )
   if path.exists():
     raise CheckpointExistsError(
-      f'There is something at {path} already.\nFix: save to another path, or remove it first.'
+      f'{path} exists already.\nFix: save to another path, or remove it first.'
     )
 
 
 def locked(path: epath.Path) -> filelock.BaseFileLock:
-  """The lock of a path, held from now on; CheckpointBusyError if somebody else has it."""
+  """Takes the lock of a path; raises CheckpointBusyError if another process holds it."""
   lock = filelock.FileLock(path.parent / f'.{path.name}.lock', blocking=False, thread_local=False)
   try:
     lock.acquire()
@@ -153,7 +157,7 @@ def locked(path: epath.Path) -> filelock.BaseFileLock:
     writers = {_writer(beside) for beside in _beside(path, _NEW)}
     by = f', by {" and ".join(sorted(writers))}' if writers else ''
     raise CheckpointBusyError(
-      f'The checkpoint {path} is being written{by}.\nFix: wait for it, or save to another path.'
+      f'Checkpoint {path} is being written{by}.\nFix: wait for it, or save to another path.'
     ) from None
   return lock
 
@@ -169,26 +173,26 @@ def _writer(beside: epath.Path) -> str:
 
 
 def _beside(path: epath.Path, ending: str) -> Iterator[epath.Path]:
-  """What saves to `path` have left or are writing beside it; Orbax adds an ending of its own."""
+  """Folders beside `path` that its saves are writing or have left; Orbax appends its own suffix."""
   ours = re.compile(
     re.escape(f'.{path.name}.') + r'[^.]+-\d+-[0-9a-f]{8}(\.new|\.old)'
   )  # not those of `name.x`
   for beside in list(path.parent.iterdir()) if path.parent.is_dir() else ():
-    found = ours.match(beside.name)
-    if found and ending in ('', found[1]):
+    match = ours.match(beside.name)
+    if match and ending in ('', match[1]):
       yield beside
 
 
 def recover(path: epath.Path) -> None:
-  """Ends a replacement that was cut off between its two moves; only under the path's lock."""
+  """Completes a replacement that was interrupted between its two moves. The caller holds the path's lock."""
   if not path.exists():
-    there = stand_in(path)
-    if there is not None:
-      os.rename(there, path)
+    complete = stand_in(path)
+    if complete is not None:
+      os.rename(complete, path)
 
 
 def stand_in(path: epath.Path) -> epath.Path | None:
-  """What is whole beside a path at which there is nothing: a replacement was cut off, or is going on."""
+  """The complete checkpoint beside an empty path, left by an interrupted or current replacement."""
   for old in _beside(path, _OLD):
     new = old.with_suffix(_NEW)
     return new if ocp.is_orbax_checkpoint(new) else old
@@ -196,11 +200,11 @@ def stand_in(path: epath.Path) -> epath.Path | None:
 
 
 def existing(path: epath.Path) -> epath.Path:
-  """Where the checkpoint of a path is to be read; the path itself if there is none."""
+  """The folder to read the checkpoint of a path from; the path itself if there is no checkpoint."""
   if is_remote(path) or path.exists() or stand_in(path) is None:
     return path
-  end = time.monotonic() + _SWAP_SECONDS
-  while time.monotonic() < end:  # somebody may be about to finish
+  end = time.monotonic() + SWAP_SECONDS
+  while time.monotonic() < end:  # a replacement may be about to finish
     time.sleep(0.05)
     if path.exists():
       return path

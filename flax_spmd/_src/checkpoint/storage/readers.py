@@ -1,7 +1,7 @@
-"""Sources: what can be restored from, and how its arrays are read.
+"""Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
-A source has a record and reads leaves by path. There is one for what Orbax wrote, with our record or
-without, and one for the files of `flax.training.checkpoints`.
+`OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
+of `flax.training.checkpoints`.
 """
 
 from __future__ import annotations
@@ -20,66 +20,79 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, folders, skeleton
-from flax_spmd._src.checkpoint.storage import record as records
 from flax_spmd._src.checkpoint.storage.orbax_context import context
-from flax_spmd._src.checkpoint.storage.record import Leaf, Record
+from flax_spmd._src.checkpoint.storage.record import (
+  KEY,
+  LeafRecord,
+  Record,
+  by_path,
+  describe,
+  dtype_of,
+  from_json,
+  key_dtype,
+)
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 _METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
-_PART = 'state'  # the folder in which Orbax v1 puts the arrays
+_PART = 'state'  # the folder that Orbax v1 writes arrays to
 _UNFINISHED = 'orbax-checkpoint-tmp'
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
 _ARRAYS = 'array_metadatas'
-_LEAST_ON_THE_WAY = 64 << 20  # bytes
-_LARGEST_METADATA = 512 << 20  # bytes: 10,000 leaves take two million
+_MIN_IN_FLIGHT = 64 << 20  # bytes
+_LARGEST_METADATA = 512 << 20  # bytes; 10,000 leaves take two million
 
 
-class Source(Protocol):
-  """A checkpoint that can be read."""
+class CheckpointReader(Protocol):
+  """A checkpoint that can be read.
+
+  Attributes:
+    path: folder or file of the checkpoint.
+    record: description of its arrays.
+  """
 
   path: epath.Path
   record: Record
 
-  def read(self, wanted: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
-    """The leaves that are wanted, by path.
+  def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """Reads leaves by path.
 
     Args:
-      wanted: per path a `jax.ShapeDtypeStruct` of the stored shape and dtype with a sharding (comes
-        as a jax.Array), or without (comes as a numpy array). No Python numbers.
-      memory: bytes that may be on their way at once.
+      requests: per path, a `jax.ShapeDtypeStruct` of the stored shape and dtype. With a sharding, the
+        leaf is returned as a jax.Array, without one as a numpy array. Python numbers cannot be requested.
+      memory: most bytes in flight from storage.
     """
     ...
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
-  """The checkpoint at a path, whoever wrote it.
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+  """Opens the checkpoint at a path, in any supported format.
 
   Raises:
-    CheckpointNotFoundError: there is none.
-    CheckpointDamagedError: it cannot be read.
-    CheckpointError: a newer version wrote it.
+    CheckpointNotFoundError: there is no checkpoint at the path.
+    CheckpointDamagedError: the checkpoint cannot be read.
+    CheckpointError: a newer version wrote the checkpoint.
   """
-  asked = folders.as_path(path)
-  found = folders.existing(asked)
-  if found.is_dir() and (found / 'checkpoint').is_file():
-    return FlaxSource(found / 'checkpoint')  # of flax, in a folder
-  if found.is_file():
-    return FlaxSource(found)
-  folder, part = _folder_and_part(found)
+  given = folders.as_path(path)
+  folder = folders.existing(given)
+  if folder.is_dir() and (folder / 'checkpoint').is_file():
+    return FlaxReader(folder / 'checkpoint')  # of flax, in a folder
+  if folder.is_file():
+    return FlaxReader(folder)
+  folder, part = _folder_and_part(folder)
   if not is_checkpoint(folder):
     raise CheckpointNotFoundError(
-      f'There is no checkpoint at {asked}{_nearby(asked)}.\n'
+      f'There is no checkpoint at {given}{_nearby(given)}.\n'
       'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
     )
   custom = custom_metadata(folder)
-  if records.KEY in custom and part in (None, _PART):
-    return OrbaxSource(folder, records.from_json(custom[records.KEY], os.fspath(asked)))
+  if KEY in custom and part in (None, _PART):
+    return OrbaxReader(folder, from_json(custom[KEY], os.fspath(given)))
   part = part or _part_with_arrays(folder)
-  return OrbaxSource(folder, _foreign_record(folder, part), part)
+  return OrbaxReader(folder, _foreign_record(folder, part), part)
 
 
 def is_checkpoint(path: epath.Path) -> bool:
-  """Whether there is a whole checkpoint of Orbax's at a path."""
+  """Whether a path holds a complete Orbax checkpoint."""
   if not path.is_dir() or _UNFINISHED in path.name:
     return False
   is_marked = any((path / mark).exists() for mark in (_METADATA, _INDICATOR, _TREE_METADATA))
@@ -89,7 +102,7 @@ def is_checkpoint(path: epath.Path) -> bool:
 
 
 def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
-  """The checkpoint, and its part if the path is that of one."""
+  """The checkpoint of a path, and the name of its part if the path is a part of one."""
   has_own = any((path / mark).exists() for mark in (_METADATA, _INDICATOR))
   if not has_own and (path / _TREE_METADATA).exists() and (path.parent / _METADATA).exists():
     return path.parent, path.name
@@ -97,13 +110,13 @@ def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
 
 
 def custom_metadata(path: epath.Path) -> dict[str, Any]:
-  """What was given to Orbax to be kept with a checkpoint; raises as `open_source`."""
+  """The custom metadata stored with a checkpoint; raises as `open_checkpoint`."""
   custom = _metadata(path / _METADATA, path).get('custom_metadata')
   return custom if isinstance(custom, dict) else {}
 
 
-def _metadata(file: epath.Path, where: epath.Path) -> dict[str, Any]:
-  """A metadata file of Orbax's, which may have been written or damaged by anybody."""
+def _metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
+  """A metadata file of Orbax. Anyone may have written or damaged it."""
   if not file.exists():
     return {}
   try:
@@ -112,18 +125,18 @@ def _metadata(file: epath.Path, where: epath.Path) -> dict[str, Any]:
       raise ValueError(f'it has {size:,} bytes')
     content = json.loads(file.read_text())
     if not isinstance(content, dict):
-      raise ValueError('it is no JSON object')
+      raise ValueError('it is not a JSON object')
     return content
   except (ValueError, RecursionError) as error:
     reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)
     raise CheckpointDamagedError(
-      f'The checkpoint {where} cannot be read, because of {file.name}: {reason}.\n'
+      f'Checkpoint {checkpoint} cannot be read, because of {file.name}: {reason}.\n'
       'Fix: restore another checkpoint; this one was changed after it was written.'
     ) from error
 
 
 def _nearby(path: epath.Path) -> str:
-  """What there is instead, to find the right path by."""
+  """A hint at the right path: checkpoints in the folder, or beside it."""
   if path.is_dir():
     inside = checkpoints_in(path)
     return f'; it holds the checkpoints {", ".join(inside)}' if inside else _why_none(path)
@@ -134,7 +147,7 @@ def _nearby(path: epath.Path) -> str:
 
 
 def saved_at(path: epath.Path) -> datetime.datetime | None:
-  """When a checkpoint was saved, if it says so."""
+  """The time at which a checkpoint was saved; None if it is not recorded."""
   stamp = _metadata(path / _METADATA, path).get('commit_timestamp_nsecs') if path.is_dir() else None
   return datetime.datetime.fromtimestamp(stamp / 1e9) if isinstance(stamp, int) else None
 
@@ -144,97 +157,106 @@ def checkpoints_in(folder: epath.Path) -> list[str]:
   return sorted(
     child.name
     for child in folder.iterdir()
-    if not child.name.startswith('.') and (is_checkpoint(child) or _is_of_flax(child))
+    if not child.name.startswith('.') and (is_checkpoint(child) or _is_flax_file(child))
   )
 
 
-def _is_of_flax(path: epath.Path) -> bool:
-  """Whether it looks like a file of `flax.training.checkpoints`."""
+def _is_flax_file(path: epath.Path) -> bool:
+  """Whether a path looks like a file of `flax.training.checkpoints`."""
   return path.is_file() and _FLAX_FILE.match(path.name) is not None
 
 
 def _why_none(path: epath.Path) -> str:
+  """Why a folder is not a checkpoint, for an error text."""
   if _UNFINISHED in path.name:
-    return ' (a save that was not finished)'
+    return ' (an unfinished save)'
   unfinished = [child.name for child in path.iterdir() if _UNFINISHED in child.name]
-  return f'; the save of {unfinished[0]} was not finished' if unfinished else ' (a folder without one)'
+  return (
+    f'; the save of {unfinished[0]} is unfinished' if unfinished else ' (a folder without a checkpoint)'
+  )
 
 
-class OrbaxSource:
-  """What Orbax wrote, through this package or not."""
+class OrbaxReader:
+  """Reads an Orbax checkpoint, written by this package or another.
+
+  Args:
+    path: folder of the checkpoint.
+    record: description of its arrays.
+    part: subfolder with the arrays; default: found by its contents.
+  """
 
   def __init__(self, path: epath.Path, record: Record, part: str | None = None):
     self.path, self.record, self._part = path, record, part
     self._is_packed = any(leaf.packed for leaf in record.leaves.values())
 
-  def read(self, wanted: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
-    """See `Source`."""
+  def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """See `CheckpointReader`."""
     _check_names(self.path)
-    return self._read_packed(wanted, memory) if self._is_packed else self._read(wanted, memory)
+    return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
 
-  def _read(self, wanted: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
+  def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
     paths = list(self.record.leaves)
-    target = contents.disk_tree(self.record, lambda number: _asked(wanted.get(paths[number], ...)))
-    read = contents.disk_leaves(self.record, self._load(target, memory)) if wanted else {}
-    return {path: read[path] for path in wanted}
+    target = contents.disk_tree(
+      self.record, lambda index: _orbax_request(requests.get(paths[index], ...))
+    )
+    leaves = contents.disk_leaves(self.record, self._load(target, memory)) if requests else {}
+    return {path: leaves[path] for path in requests}
 
-  def _read_packed(self, wanted: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
-    leaves = self.record.leaves
-    numbers = {path: str(i) for i, path in enumerate(leaves)}
+  def _read_packed(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
+    records = self.record.leaves
+    indices = {path: str(i) for i, path in enumerate(records)}
     large = {
-      numbers[path]: _asked(wanted.get(path, ...))
-      for path, leaf in leaves.items()
+      indices[path]: _orbax_request(requests.get(path, ...))
+      for path, leaf in records.items()
       if leaf.packed is None and not leaf.is_number
     }
     sizes: dict[str, int] = {}
-    for leaf in leaves.values():
+    for leaf in records.values():
       if leaf.packed:
         sizes[leaf.packed[0]] = sizes.get(leaf.packed[0], 0) + int(np.prod(leaf.shape, dtype=int))
-    packed = {dtype: np.empty(size, records.dtype_of(dtype)) for dtype, size in sizes.items()}
-    read = self._load({contents.LEAVES: large, contents.PACKED: packed}, memory)
-    found = {}
-    for path in wanted:
-      leaf = leaves[path]
+    packed = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
+    tree = self._load({contents.LEAVES: large, contents.PACKED: packed}, memory)
+    leaves = {}
+    for path in requests:
+      leaf = records[path]
       if leaf.packed is None:
-        found[path] = read[contents.LEAVES][numbers[path]]
+        leaves[path] = tree[contents.LEAVES][indices[path]]
       else:
-        found[path] = _unpacked(read[contents.PACKED][leaf.packed[0]], leaf)
-    small = [path for path in wanted if leaves[path].packed and wanted[path].sharding is not None]
-    placed = jax.device_put([found[p] for p in small], [wanted[p].sharding for p in small])
-    return found | dict(zip(small, placed, strict=True))
+        leaves[path] = _unpacked(tree[contents.PACKED][leaf.packed[0]], leaf)
+    small = [path for path in requests if records[path].packed and requests[path].sharding is not None]
+    sharded = jax.device_put([leaves[p] for p in small], [requests[p].sharding for p in small])
+    return leaves | dict(zip(small, sharded, strict=True))
 
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
-      with context(memory=_at_once(target, memory)):
+      with context(memory=_in_flight(target, memory)):
         return ocp.load(self.path, target, checkpointable_name=self._name())
-    except (
-      Exception
-    ) as error:  # Orbax raises all kinds for files that are gone, or have anything in them
+    except Exception as error:  # Orbax raises many kinds for missing or malformed files
       if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
         raise
       raise CheckpointDamagedError(
-        f'The checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
-        'Fix: restore another checkpoint; files of this one are gone, or have changed since it was written.'
+        f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
+        'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
       ) from error
 
   def _name(self) -> str | None:
     return self._part or _part_with_arrays(self.path)
 
 
-def _at_once(target: Any, memory: int | None) -> int:
-  """Bytes that may be on their way at once; if nobody says, a part, or twice the state would be in memory.
+def _in_flight(target: Any, memory: int | None) -> int:
+  """The limit of bytes in flight. Without any limit, the host would hold up to twice the state.
 
-  It is no less than the largest array, which Orbax reads as a whole.
+  It exceeds the largest array, which Orbax reads as a whole.
   """
   arrays = [leaf for leaf in jax.tree.leaves(target) if hasattr(leaf, 'shape')]
   sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays]
-  return max(memory or max(_LEAST_ON_THE_WAY, sum(sizes) // 8), 1 + max(sizes, default=0))
+  return max(memory or max(_MIN_IN_FLIGHT, sum(sizes) // 8), 1 + max(sizes, default=0))
 
 
-def _asked(leaf: Any) -> Any:
-  """A leaf as Orbax wants it: with a sharding, or as a numpy array, or `...` for one that is left out.
+def _orbax_request(leaf: Any) -> Any:
+  """A request in Orbax's terms: a sharded abstract array, a numpy array, or `...` for a leaf to skip.
 
-  There are no keys in numpy: without a sharding they come onto a device of this process.
+  numpy has no random keys: without a sharding, they are read onto a device of this process.
   """
   if leaf is ... or isinstance(leaf, type) or leaf.sharding is not None:
     return leaf
@@ -243,19 +265,19 @@ def _asked(leaf: Any) -> Any:
   return np.empty(leaf.shape, leaf.dtype)
 
 
-def _unpacked(vector: np.ndarray, leaf: Leaf) -> np.ndarray:
+def _unpacked(vector: np.ndarray, leaf: LeafRecord) -> np.ndarray:
   _, offset = leaf.packed or ('', 0)
   return vector[offset : offset + int(np.prod(leaf.shape, dtype=int))].reshape(leaf.shape)
 
 
 def _parts(path: epath.Path) -> list[str]:
-  """The folders in which a checkpoint has arrays, beside each other."""
+  """The subfolders of a checkpoint that hold arrays."""
   children = [child for child in path.iterdir() if (child / _TREE_METADATA).exists()]
   return sorted(child.name for child in children if not (child / _METADATA).exists())
 
 
 def _part_with_arrays(path: epath.Path) -> str | None:
-  """The folder in which a checkpoint has its arrays; None: they lie in the checkpoint itself."""
+  """The subfolder of a checkpoint that holds its arrays; None if the checkpoint itself does."""
   if (path / _TREE_METADATA).exists():
     return None
   parts = _parts(path)
@@ -263,30 +285,30 @@ def _part_with_arrays(path: epath.Path) -> str | None:
     return _PART if _PART in parts else parts[0]
   if not parts:
     raise CheckpointDamagedError(
-      f'The checkpoint {path} has no arrays: {_TREE_METADATA} is in none of its folders.\n'
-      'Fix: restore another checkpoint; files of this one are gone, or it holds something else.'
+      f'Checkpoint {path} has no arrays: none of its folders contains {_TREE_METADATA}.\n'
+      'Fix: restore another checkpoint; this one lacks files, or holds no arrays.'
     )
   raise CheckpointError(
-    f'The checkpoint {path} has {len(parts)} parts with arrays: {", ".join(parts)}.\n'
+    f'Checkpoint {path} has {len(parts)} parts with arrays: {", ".join(parts)}.\n'
     f'Fix: pass the path of one of them, such as {path / parts[0]}.'
   )
 
 
 def _check_names(path: epath.Path) -> None:
-  """No leaf is called by a way out of the checkpoint: Orbax may take a name for the path of a file."""
+  """Raises if the name of a leaf leads out of the checkpoint: Orbax may use it as a file path."""
   for folder in (path, *(child for child in path.iterdir() if child.is_dir())):
     content = _metadata(folder / _TREE_METADATA, path).get('tree_metadata') or {}
-    for key, said in content.items() if isinstance(content, dict) else ():
-      if any(map(_leads_out, [*re.split(r"'(?:, ')?", key), *_keys(said)])):
+    for key, entry in content.items() if isinstance(content, dict) else ():
+      if any(map(_leads_out, [*re.split(r"'(?:, ')?", key), *_keys(entry)])):
         raise CheckpointDamagedError(
-          f'The checkpoint {path} has a leaf called {key}, which leads out of it.\n'
-          'Fix: do not use this checkpoint; nothing of it was read.'
+          f'Checkpoint {path} has a leaf named {key}, which leads out of its folder.\n'
+          'Fix: do not use this checkpoint; none of its arrays were read.'
         )
 
 
-def _keys(said: Any) -> list[str]:
-  """The names on the way to a leaf, as Orbax says them beside the leaf's own."""
-  keys = said.get('key_metadata') if isinstance(said, dict) else None
+def _keys(entry: Any) -> list[str]:
+  """The keys on the way to a leaf, which Orbax stores beside the leaf's own name."""
+  keys = entry.get('key_metadata') if isinstance(entry, dict) else None
   return [str(key.get('key')) for key in keys or () if isinstance(key, dict)]
 
 
@@ -295,85 +317,85 @@ def _leads_out(name: str) -> bool:
 
 
 def _foreign_record(path: epath.Path, part: str | None) -> Record:
-  """The record of a checkpoint that has none: its shapes and dtypes."""
+  """A record of shapes and dtypes, for a checkpoint that has none."""
   _check_names(path)
-  tree = _foreign_tree(path, part)
-  apart = skeleton.take_apart(tree)
-  described = [_described(leaf) for leaf in apart.leaves]
-  leaves = records.by_path(skeleton.paths(apart.skeleton), described)
+  flat = skeleton.flatten(_foreign_tree(path, part))
+  leaves = by_path(skeleton.paths(flat.skeleton), [_foreign_leaf(leaf) for leaf in flat.leaves])
   for name, dtype in _random_keys(path / part if part else path).items():
     leaf = leaves.get(name)
     if leaf is not None and leaf.shape:
-      leaves[name] = Leaf(leaf.shape[:-1], dtype)
-  return Record(apart.skeleton, leaves, {}, None, 'orbax')
+      leaves[name] = LeafRecord(leaf.shape[:-1], dtype)
+  return Record(flat.skeleton, leaves, {}, None, 'orbax')
 
 
 def _random_keys(folder: epath.Path) -> dict[str, str]:
-  """The arrays that are of random keys, which Orbax describes as their data, and their dtypes."""
-  found = {}
+  """The dtypes of arrays of random keys, by path. Orbax describes such an array as its key data."""
+  dtypes = {}
   for file in (folder / _ARRAYS).iterdir() if (folder / _ARRAYS).is_dir() else ():
     for entry in _metadata(file, folder).get('array_metadatas') or ():
-      about = entry.get('array_metadata') if isinstance(entry, dict) else None
-      about = about if isinstance(about, dict) else {}
-      extra = about.get('ext_metadata')
-      kind = records.key_dtype(extra.get('random_key_impl')) if isinstance(extra, dict) else None
-      if kind is not None:
-        found[str(about.get('param_name')).replace('.', '/')] = kind
-  return found
+      array = entry.get('array_metadata') if isinstance(entry, dict) else None
+      array = array if isinstance(array, dict) else {}
+      extra = array.get('ext_metadata')
+      dtype = key_dtype(extra.get('random_key_impl')) if isinstance(extra, dict) else None
+      if dtype is not None:
+        dtypes[str(array.get('param_name')).replace('.', '/')] = dtype
+  return dtypes
 
 
 def _foreign_tree(path: epath.Path, part: str | None) -> Any:
-  """What Orbax says of each leaf, in the place of it."""
+  """A tree with Orbax's metadata of each leaf as its leaves."""
   try:
     tree = ocp.metadata(path, checkpointable_name=part).metadata
-    reason = 'Orbax does not say what is in it; it cannot for a Python bool'
-  except Exception as error:  # of all kinds
+    reason = 'Orbax returns no metadata, as for a state that contains a Python bool'
+  except Exception as error:  # of many kinds
     tree, reason = None, (str(error).splitlines() or [''])[0][:500]
   if tree is None:
     raise CheckpointDamagedError(
-      f'The checkpoint {path} cannot be read: {reason}.\n'
+      f'Checkpoint {path} cannot be read: {reason}.\n'
       'Fix: load it with orbax.checkpoint, and save it with flax_spmd.checkpoint.save.'
     )
   return tree
 
 
-def _described(leaf: Any) -> Leaf:
-  """A leaf of Orbax's metadata: an array's, or for a number or a text any one of its type."""
+def _foreign_leaf(leaf: Any) -> LeafRecord:
+  """The record of a leaf of Orbax's metadata: an array's metadata, or a sample value of its Python type."""
   if hasattr(leaf, 'shape'):
-    return Leaf(tuple(leaf.shape), str(leaf.dtype))
-  return Leaf((), f'python.{type(leaf).__name__}')
+    return LeafRecord(tuple(leaf.shape), str(leaf.dtype))
+  return LeafRecord((), f'python.{type(leaf).__name__}')
 
 
-class FlaxSource:
-  """A file of `flax.training.checkpoints`: one of msgpack, read as a whole."""
+class FlaxReader:
+  """Reads a msgpack file of `flax.training.checkpoints`, as a whole.
+
+  Args:
+    path: the file.
+  """
 
   def __init__(self, path: epath.Path):
     self.path = path
-    self._leaves = _flax_leaves(path)
-    apart = skeleton.take_apart(self._leaves)
-    paths = skeleton.paths(apart.skeleton)
-    self._by_path = records.by_path(paths, apart.leaves)
-    described = {path: records.describe(leaf) for path, leaf in self._by_path.items()}
-    self.record = Record(apart.skeleton, described, {}, None, 'flax')
+    flat = skeleton.flatten(_flax_tree(path))
+    self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
+    leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
+    self.record = Record(flat.skeleton, leaves, {}, None, 'flax')
 
-  def read(self, wanted: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
-    """See `Source`."""
-    del memory  # it is all there already
+  def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """See `CheckpointReader`."""
+    del memory  # the file has been read already
     return {
       path: self._by_path[path]
-      if asked.sharding is None
-      else jax.device_put(self._by_path[path], asked.sharding)
-      for path, asked in wanted.items()
+      if request.sharding is None
+      else jax.device_put(self._by_path[path], request.sharding)
+      for path, request in requests.items()
     }
 
 
-def _flax_leaves(path: epath.Path) -> Any:
+def _flax_tree(path: epath.Path) -> Any:
   from flax import serialization
 
   try:
     return serialization.msgpack_restore(path.read_bytes())
-  except Exception as error:  # msgpack has a dozen kinds
+  except Exception as error:  # msgpack raises a dozen kinds
     raise CheckpointDamagedError(
-      f'The file {path} is no checkpoint of flax.training.checkpoints: {error}.\n'
+      f'The file {path} is not a checkpoint of flax.training.checkpoints: {str(error).rstrip(".")}.\n'
       'Fix: pass the folder of a checkpoint, or a file that save_checkpoint wrote.'
     ) from error

@@ -1,16 +1,16 @@
-"""The record: what a checkpoint says about its arrays, beside the arrays.
+"""Records: the description of a checkpoint's arrays, stored beside them as one JSON object.
 
-One JSON object in Orbax's custom metadata, under the key `flax_spmd`:
+The object is in Orbax's custom metadata, under the key `flax_spmd`:
 
     {"format": 1, "layout": "<TOML>",
      "tree": {"params": {"w": 0}, ...},
      "leaves": [{"shape": [8, 16], "dtype": "float32", "names": ["embed", "mlp"], "spec": [null, "model"],
                  "checksum": "5f1c22a0"}, ...],
      "kinds": {"opt_state/0": "ScaleByAdamState"},
-     "digest": "<of all that>"}
+     "digest": "<hash of the above>"}
 
-A record is read from files that anybody may have written or damaged, so nothing of it is trusted before
-it has been checked, and nothing in it is ever run or taken for a path of a file.
+Anyone may have written or damaged the file. So every field is validated before it is used, nothing in a
+record is executed, and no file path is built from it.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.checkpoint.storage import skeleton as skeletons
+from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.skeleton import Skeleton
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 KEY = 'flax_spmd'
 FORMAT = 1
-NUMBERS = {'python.bool': bool, 'python.int': int, 'python.float': float}  # not the dtype of an array
-_PYTHON = 'python.'  # others of its kinds, such as texts, are in checkpoints of plain Orbax only
+NUMBERS = {'python.bool': bool, 'python.int': int, 'python.float': float}  # not array dtypes
+_PYTHON = 'python.'  # other Python values, such as strings, occur in checkpoints of plain Orbax only
 _KEY_DTYPES = {'key<fry>': 'threefry2x32', 'key<rbg>': 'rbg', 'key<urbg>': 'unsafe_rbg'}
 _DTYPE = re.compile(r'[a-z][a-z0-9_]*\Z')
 
 
-class Leaf(NamedTuple):
-  """What is said of one leaf.
+class LeafRecord(NamedTuple):
+  """The description of one leaf. Its fields are the keys of the JSON object.
 
   Attributes:
-    shape: of the whole array.
-    dtype: its dtype's name; of a Python number, its type's.
-    names: logical name per dimension, None for one without; None: the leaf has none.
-    spec: mesh axes per dimension, as it lay when it was saved.
-    checksum: of its content, whatever its layout (`flax_spmd.checkpoint.checksums`).
-    value: of a Python number, itself.
-    on_mesh: True if its names are those of mesh axes, not logical ones.
-    packed: where it is among the small leaves that lie together: their array, and the offset in it.
+    shape: shape of the whole array.
+    dtype: name of the dtype; for a Python number, `python.` and its type.
+    names: logical name per dimension, None for an unnamed one; None for a leaf without names.
+    spec: mesh axes per dimension, of its sharding when it was saved.
+    checksum: checksum of its content, independent of the layout; see `checksums`.
+    value: value of a Python number.
+    on_mesh: True if its names are names of mesh axes, not logical names.
+    packed: for a small leaf stored in a packed array, the array's dtype and the offset in elements.
   """
 
   shape: tuple[int, ...]
@@ -71,81 +71,91 @@ class Leaf(NamedTuple):
 
   @property
   def is_number(self) -> bool:
-    """Whether it is a Python number, not an array."""
+    """Whether the leaf is a Python value and not an array."""
     return self.dtype.startswith(_PYTHON)
 
   @property
   def bytes(self) -> int:
-    """The bytes of the whole array."""
+    """Bytes of the whole array; 0 for a Python value."""
     return 0 if self.is_number else math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 def key_dtype(implementation: Any) -> str | None:
-  """What a record calls the dtype of keys of an implementation of `jax.random`; None for an unknown one."""
+  """The dtype name of an array of random keys; None for an unknown implementation.
+
+  Args:
+    implementation: name of an implementation of `jax.random`, such as `'threefry2x32'`.
+  """
   return next((name for name, known in _KEY_DTYPES.items() if known == implementation), None)
 
 
-def is_key(leaf: Leaf) -> bool:
-  """Whether it is an array of random keys."""
+def is_key(leaf: LeafRecord) -> bool:
+  """Whether a leaf is an array of random keys."""
   return leaf.dtype in _KEY_DTYPES
 
 
 @functools.cache
 def dtype_of(name: str) -> Any:
-  """The dtype that a record calls so.
+  """The dtype of this name.
 
   Raises:
-    TypeError: there is none.
+    TypeError: no array dtype has this name.
   """
   if name in _KEY_DTYPES:
     return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_DTYPES[name])).dtype
   dtype = jnp.dtype(name) if _DTYPE.match(name) else None
   if dtype is None or not (dtype.kind == 'b' or jnp.issubdtype(dtype, jnp.number)):
-    raise TypeError(f'{name!r} is no dtype of an array')
+    raise TypeError(f'{name!r} is not an array dtype')
   return dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """What is said of a whole checkpoint.
+  """The description of a whole checkpoint.
 
   Attributes:
-    skeleton: its structure.
-    leaves: every leaf, by path, in the order of the skeleton's numbers.
-    kinds: the class of each state of an optimizer, by path.
-    layout: the layout that it was saved under, as TOML; None where that has no text.
-    written_by: `flax_spmd`, `orbax` or `flax`; the latter two know of shapes and dtypes only.
+    skeleton: structure of the state.
+    leaves: record of each leaf by path, in the order of the skeleton's indices.
+    kinds: class name of each optimizer state, by path.
+    layout: layout that the state was saved under, as TOML; None if it has no text form.
+    written_by: `flax_spmd`, `orbax` or `flax`. Checkpoints of the latter two have shapes and dtypes only.
   """
 
   skeleton: Skeleton
-  leaves: dict[str, Leaf]
+  leaves: dict[str, LeafRecord]
   kinds: dict[str, str]
   layout: str | None = None
   written_by: str = 'flax_spmd'
 
   @property
   def bytes(self) -> int:
-    """The bytes of all arrays."""
+    """Bytes of all arrays."""
     return sum(leaf.bytes for leaf in self.leaves.values())
 
   @property
   def largest(self) -> int:
-    """The bytes of the largest array as it is stored, small ones that are packed being one."""
+    """Bytes of the largest stored array, counting all packed leaves as one."""
     packed = sum(leaf.bytes for leaf in self.leaves.values() if leaf.packed)
     return max(packed, *(leaf.bytes for leaf in self.leaves.values()))
 
 
 def dtype_name(leaf: Any) -> str:
-  """What a record calls the dtype of a leaf of a state."""
+  """The dtype name of a leaf of a state."""
   dtype = getattr(leaf, 'dtype', None)
   return f'python.{type(leaf).__name__}' if dtype is None else _dtype_text(dtype)
 
 
-_dtype_text = functools.lru_cache(maxsize=256)(str)  # numpy takes microseconds to say it
+_dtype_text = functools.lru_cache(maxsize=256)(str)  # numpy takes microseconds to format a dtype
 
 
-def describe(leaf: Any, names: Any = None, on_mesh: bool = False) -> Leaf:
-  """A leaf of a state, abstract or not, without its checksum; names of another rank are left out."""
+def describe(leaf: Any, names: Any = None, on_mesh: bool = False) -> LeafRecord:
+  """The record of a leaf, without a checksum.
+
+  Args:
+    leaf: leaf of a state, abstract or concrete.
+    names: name per dimension; ignored if their number is not the leaf's rank.
+    on_mesh: whether the names are names of mesh axes.
+  """
   shape = tuple(np.shape(leaf)) if not hasattr(leaf, 'shape') else tuple(leaf.shape)
   dtype = dtype_name(leaf)
   spec = getattr(getattr(leaf, 'sharding', None), 'spec', None)
@@ -153,7 +163,7 @@ def describe(leaf: Any, names: Any = None, on_mesh: bool = False) -> Leaf:
   if named is not None and len(named) != len(shape):
     named = None
   value = leaf if dtype in NUMBERS else None
-  return Leaf(
+  return LeafRecord(
     shape, dtype, named, _plain(spec), value=value, on_mesh=(named is not None and on_mesh) or None
   )
 
@@ -164,23 +174,33 @@ def by_path(paths: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
   Raises:
     CheckpointError: two leaves have the same path.
   """
-  found: dict[str, Any] = {}
+  result: dict[str, Any] = {}
   for path, leaf in zip(paths, leaves, strict=True):
-    if path in found:
+    if path in result:
       raise CheckpointError(
         f'Two leaves have the path {path}.\nFix: use no "/" in the keys of the state.'
       )
-    found[path] = leaf
-  return found
+    result[path] = leaf
+  return result
+
+
+def leaf_count(count: int, adjective: str = '') -> str:
+  """A number of leaves in words.
+
+  Example:
+    >>> leaf_count(1), leaf_count(2, 'more ')
+    ('1 leaf', '2 more leaves')
+  """
+  return f'{count} {adjective}{"leaf" if count == 1 else "leaves"}'
 
 
 def _plain(axes: Any) -> tuple[Any, ...] | None:
-  """Names or a spec as JSON has them; what is no name (UNCONSTRAINED) is None."""
+  """Names or a spec in JSON's terms; entries other than names, such as UNCONSTRAINED, become None."""
   if axes is None or isinstance(axes, str):
     return None
   try:
     return _plain_axes(axes)
-  except TypeError:  # a list, or one in it
+  except TypeError:  # unhashable: a list, or one that contains a list
     return tuple(map(_plain_axis, axes))
 
 
@@ -199,7 +219,7 @@ def _plain_axis(axis: Any) -> Any:
 
 
 def to_json(record: Record) -> dict[str, Any]:
-  """The record as it is stored."""
+  """The stored form of a record."""
   leaves = [
     {field: value for field, value in leaf._asdict().items() if value is not None}
     for leaf in record.leaves.values()
@@ -211,56 +231,57 @@ def to_json(record: Record) -> dict[str, Any]:
     'leaves': leaves,
     'kinds': record.kinds,
   }
-  return {KEY: content | {'digest': _digest(content)}}
+  return {KEY: content | {'digest': digest(content)}}
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def digest(content: Mapping[str, Any]) -> str:
+  """A hash of a stored record without its own `digest` field."""
   text = json.dumps({key: content[key] for key in sorted(content) if key != 'digest'}, sort_keys=True)
   return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def from_json(content: Any, where: str) -> Record:
-  """The record that was stored.
+def from_json(content: Any, checkpoint: str) -> Record:
+  """Validates and parses a stored record.
 
   Args:
-    content: what stands under the key `flax_spmd`.
-    where: the checkpoint, for messages.
+    content: JSON value stored under the key `flax_spmd`.
+    checkpoint: path of the checkpoint, for error texts.
 
   Raises:
-    CheckpointError: a newer version wrote it.
-    CheckpointDamagedError: it is no record, or not as it was written.
+    CheckpointError: a newer version wrote the record.
+    CheckpointDamagedError: the content is not a record, or has changed since it was written.
   """
   if isinstance(content, dict) and isinstance(content.get('format'), int) and content['format'] > FORMAT:
     raise CheckpointError(
-      f'The checkpoint {where} has format {content["format"]}, this version reads up to {FORMAT}.\n'
+      f'Checkpoint {checkpoint} has format {content["format"]}; this version reads formats up to {FORMAT}.\n'
       'Fix: upgrade flax_spmd.'
     )
   try:
     _expect(
-      isinstance(content, dict) and content['digest'] == _digest(content),
-      'its digest is not that of its content',
+      isinstance(content, dict) and content['digest'] == digest(content),
+      'its digest does not match its content',
     )
-    _expect(content['format'] == FORMAT and _is_int(content['format']), 'its format is no number')
-    skeleton = _skeleton(content['tree'])
-    _expect(isinstance(content['leaves'], list), 'its leaves are no list')
-    forms: dict[str, Any] = {}
-    leaves = [_leaf(leaf, forms) for leaf in content['leaves']]
+    _expect(content['format'] == FORMAT and _is_int(content['format']), 'its format is not a number')
+    structure = _skeleton(content['tree'])
+    _expect(isinstance(content['leaves'], list), 'its leaves are not a list')
+    validated: dict[str, Any] = {}
+    leaves = [_leaf(leaf, validated) for leaf in content['leaves']]
     _check_packed(leaves)
-    paths = skeletons.paths(skeleton)
-    _expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not fit its leaves')
+    paths = skeleton.paths(structure)
+    _expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not match its leaves')
     kinds = content['kinds']
-    _expect(isinstance(kinds, dict), 'its kinds are no texts')
+    _expect(isinstance(kinds, dict), 'its kinds are not strings')
     _expect(
-      all(isinstance(text, str) for pair in kinds.items() for text in pair), 'its kinds are no texts'
+      all(isinstance(text, str) for pair in kinds.items() for text in pair), 'its kinds are not strings'
     )
     layout = content['layout']
-    _expect(layout is None or isinstance(layout, str), 'its layout is no text')
+    _expect(layout is None or isinstance(layout, str), 'its layout is not a string')
   except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
     raise CheckpointDamagedError(
-      f'The record of the checkpoint {where} is damaged: {_reason(error)}.\n'
+      f'The record of checkpoint {checkpoint} is damaged: {_reason(error)}.\n'
       'Fix: restore another checkpoint; this one was changed after it was written.'
     ) from error
-  return Record(skeleton, dict(zip(paths, leaves, strict=True)), dict(kinds), layout)
+  return Record(structure, dict(zip(paths, leaves, strict=True)), dict(kinds), layout)
 
 
 def _reason(error: Exception) -> str:
@@ -269,30 +290,30 @@ def _reason(error: Exception) -> str:
   return f'{error} is missing' if isinstance(error, KeyError) else str(error)
 
 
-def _expect(holds: bool, otherwise: str) -> None:
+def _expect(holds: bool, reason: str) -> None:
   if not holds:
-    raise ValueError(otherwise)
+    raise ValueError(reason)
 
 
 def _skeleton(content: Any) -> Skeleton:
-  """A skeleton, after a look at everything in it."""
+  """A validated skeleton."""
   if content is None or (_is_int(content) and content >= 0):
     return content
   if isinstance(content, list):
     return [_skeleton(child) for child in content]
-  _expect(isinstance(content, dict), f'a {type(content).__name__} stands in its tree')
+  _expect(isinstance(content, dict), f'its tree contains a value of type {type(content).__name__}')
   for name in content:
     check_name(name)
   return {name: _skeleton(child) for name, child in content.items()}
 
 
 def check_name(name: Any) -> None:
-  """Raises ValueError for what is no name of a leaf, or could be taken for a way out of a folder."""
-  _expect(not is_odd_name(name), f'it has a leaf called {name!r}')
+  """Raises ValueError for an unsafe leaf name."""
+  _expect(not is_unsafe_name(name), f'it has a leaf named {name!r}')
 
 
-def is_odd_name(name: Any) -> bool:
-  """Whether it is no name of a leaf, or could be taken for a way out of a folder."""
+def is_unsafe_name(name: Any) -> bool:
+  """Whether a leaf name is invalid, or could be read as a path that leads out of a folder."""
   if not isinstance(name, str) or '\0' in name or name in ('', '.', '..'):
     return True
   parts = name.replace('\\', '/').split('/')
@@ -300,63 +321,76 @@ def is_odd_name(name: Any) -> bool:
 
 
 def _is_int(content: Any) -> bool:
-  return type(content) is int  # a bool is one too, otherwise
+  return type(content) is int  # isinstance would accept a bool
 
 
-def _leaf(content: Any, forms: dict[str, Any]) -> Leaf:
-  """A leaf; `forms` has what was checked already."""
-  _expect(isinstance(content, dict) and set(content) <= set(Leaf._fields), 'a leaf is not described')
+def _leaf(content: Any, validated: dict[str, Any]) -> LeafRecord:
+  """A validated leaf.
+
+  Args:
+    content: stored form of the leaf.
+    validated: shape, names and spec of earlier leaves, by their stored form. Most leaves repeat some.
+  """
+  known = isinstance(content, dict) and set(content) <= set(LeafRecord._fields)
+  _expect(known, 'a leaf is not an object with the known fields')
   shape, dtype = content['shape'], content['dtype']
-  asked = dtype, shape, content.get('names'), content.get('spec')
-  key = repr(asked)
-  if key not in forms:
-    forms[key] = _form(*asked)
-  shape, names, spec = forms[key]
+  stored = dtype, shape, content.get('names'), content.get('spec')
+  key = repr(stored)
+  if key not in validated:
+    validated[key] = _shape_names_spec(*stored)
+  shape, names, spec = validated[key]
   checksum, value, on_mesh = (content.get(key) for key in ('checksum', 'value', 'on_mesh'))
-  _expect(checksum is None or isinstance(checksum, str), 'it has a checksum that is no text')
-  _expect(type(value) is NUMBERS.get(dtype, type(None)), f'a {dtype} has the value {value!r}')
-  _expect(on_mesh is None or on_mesh is True, f'it says {on_mesh!r} of whose its names are')
-  packed = _place(content.get('packed'), dtype)
-  return Leaf(shape, dtype, names, spec, checksum, value, on_mesh, packed)
+  _expect(checksum is None or isinstance(checksum, str), 'a checksum is not a string')
+  _expect(
+    type(value) is NUMBERS.get(dtype, type(None)), f'a leaf of dtype {dtype} has the value {value!r}'
+  )
+  _expect(on_mesh is None or on_mesh is True, f'on_mesh is {on_mesh!r}')
+  packed = _packed(content.get('packed'), dtype)
+  return LeafRecord(shape, dtype, names, spec, checksum, value, on_mesh, packed)
 
 
-def _form(dtype: Any, shape: Any, names: Any, spec: Any) -> tuple[Any, Any, Any]:
-  """Shape, names and spec of a leaf, checked; most leaves of a state are like another one."""
+def _shape_names_spec(dtype: Any, shape: Any, names: Any, spec: Any) -> tuple[Any, Any, Any]:
+  """The validated shape, names and spec of a leaf; also validates its dtype."""
   _expect(
     isinstance(shape, list) and all(_is_int(size) and 0 <= size < 2**60 for size in shape),
-    f'it has the shape {shape!r}',
+    f'a leaf has the shape {shape!r}',
   )
-  _expect(isinstance(dtype, str), 'it has a dtype that is no text')
+  _expect(isinstance(dtype, str), 'a dtype is not a string')
   if dtype not in NUMBERS:
     dtype_of(dtype)
-  _expect(dtype not in NUMBERS or not shape, f'a {dtype} has the shape {shape!r}')
+  _expect(dtype not in NUMBERS or not shape, f'a leaf of dtype {dtype} has the shape {shape!r}')
   return tuple(shape), _axes(names, len(shape)), _axes(spec, None)
 
 
 def _axes(content: Any, rank: int | None) -> tuple[Any, ...] | None:
   if content is None:
     return None
-  _expect(isinstance(content, list) and rank in (None, len(content)), 'it has names of another rank')
+  _expect(
+    isinstance(content, list) and rank in (None, len(content)),
+    'names or a spec are not a list of the right length',
+  )
   for axis in content:
     each = axis if isinstance(axis, list) else [axis]
-    _expect(axis is None or all(isinstance(name, str) for name in each), f'it has the name {axis!r}')
+    _expect(
+      axis is None or all(isinstance(name, str) for name in each), f'a dimension has the name {axis!r}'
+    )
   return tuple(_plain_axis(axis) for axis in content)
 
 
-def _place(content: Any, dtype: str) -> tuple[str, int] | None:
-  """Where a packed leaf is."""
+def _packed(content: Any, dtype: str) -> tuple[str, int] | None:
+  """The validated position of a leaf in a packed array."""
   if content is None:
     return None
-  fits = isinstance(content, list) and len(content) == 2 and content[0] == dtype
-  _expect(fits and _is_int(content[1]), f'a {dtype} is packed at {content!r}')
+  is_pair = isinstance(content, list) and len(content) == 2 and content[0] == dtype
+  _expect(is_pair and _is_int(content[1]), f'a leaf of dtype {dtype} is packed at {content!r}')
   return dtype, content[1]
 
 
-def _check_packed(leaves: Sequence[Leaf]) -> None:
-  """Packed leaves lie one after the other."""
+def _check_packed(leaves: Sequence[LeafRecord]) -> None:
+  """Raises ValueError unless packed leaves follow one another without gaps."""
   ends: dict[str, int] = {}
   for leaf in leaves:
     if leaf.packed is not None:
       dtype, offset = leaf.packed
-      _expect(offset == ends.get(dtype, 0), f'a {dtype} is packed at {offset}')
+      _expect(offset == ends.get(dtype, 0), f'a leaf of dtype {dtype} is packed at {offset}')
       ends[dtype] = offset + math.prod(leaf.shape)

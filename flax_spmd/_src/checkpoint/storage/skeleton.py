@@ -1,12 +1,12 @@
-"""The skeleton of a state: its structure in the terms of JSON, which is how it lies on disk.
+"""Skeletons: the structure of a state in JSON's terms, as it is stored on disk.
 
-A mapping, a dataclass and a NamedTuple become an object, a list and a tuple an array, what is empty
-null, and a leaf the number that it has among the leaves:
+A mapping, a dataclass and a NamedTuple become an object, a list and a tuple become an array, an empty node
+becomes null, and a leaf becomes its index among the leaves:
 
     {"step": 0, "params": {"w": 1}, "opt_state": [{"count": 2, "mu": {"w": 3}}, null]}
 
-So a checkpoint can be read without the code that made the state, and looks the same to Orbax whichever
-classes its nodes had.
+A checkpoint can therefore be read without the code that made the state, and Orbax sees the same tree for
+every choice of node classes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ Skeleton = Any  # int | None | list[Skeleton] | dict[str, Skeleton]
 ROOT = '(root)'  # the path of a state that is one leaf
 
 
-class Apart(NamedTuple):
-  """A tree taken apart: its skeleton, its leaves as `jax.tree.leaves` has them, its states' kinds.
+class Flattened(NamedTuple):
+  """A flattened tree.
 
-  `kinds` is the class name of each NamedTuple below the root, by path: what optax calls its states.
+  Attributes:
+    skeleton: structure of the tree.
+    leaves: leaves in the order of `jax.tree.leaves`.
+    kinds: class name of each NamedTuple below the root, by path. optax's optimizer states are NamedTuples.
   """
 
   skeleton: Skeleton
@@ -36,11 +39,11 @@ class Apart(NamedTuple):
   kinds: dict[str, str]
 
 
-def take_apart(tree: Any) -> Apart:
-  """The skeleton and the leaves of a tree without boxes.
+def flatten(tree: Any) -> Flattened:
+  """Flattens a tree without boxes into its skeleton and leaves.
 
   Raises:
-    CheckpointError: two keys of one node are the same as texts.
+    CheckpointError: two keys of one node are equal as text.
   """
   leaves: list[Any] = []
   kinds: dict[str, str] = {}
@@ -56,28 +59,31 @@ def take_apart(tree: Any) -> Apart:
     if prefix and isinstance(node, tuple) and hasattr(node, '_fields'):
       kinds[path] = type(node).__name__
     below = [(str(key_value(key)), key, child) for (key,), child in children]
-    made = {name: walk(child, prefix + name, f'{prefix}{name}/') for name, _, child in below}
-    if len(made) < len(below):
-      raise CheckpointError(f'Two keys at {path} are written alike.\nFix: give them other names.')
-    if not made:
+    structure = {name: walk(child, prefix + name, f'{prefix}{name}/') for name, _, child in below}
+    if len(structure) < len(below):
+      raise CheckpointError(
+        f'Two keys at {path} are equal as text.\nFix: give them names that differ as text.'
+      )
+    if not structure:
       return None
-    return list(made.values()) if all(isinstance(key, SequenceKey) for _, key, _ in below) else made
+    is_list = all(isinstance(key, SequenceKey) for _, key, _ in below)
+    return list(structure.values()) if is_list else structure
 
-  return Apart(walk(tree, ROOT, ''), leaves, kinds)
+  return Flattened(walk(tree, ROOT, ''), leaves, kinds)
 
 
-_LEAVES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, int, float)  # known without asking JAX
+_LEAVES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct, int, float)  # recognised without calling JAX
 
 
 def _one_level(node: Any) -> list[tuple[Any, Any]]:
-  """The children of a node with their keys; a leaf is its own child, without a key."""
+  """The children of a node with their keys; a leaf is its own child, with an empty key."""
   return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
 
 
 def paths(skeleton: Skeleton) -> list[str]:
-  """The path of each leaf, by its number."""
-  found = dict(_walk(skeleton, ROOT, ''))
-  return [found[number] for number in range(len(found))]
+  """The path of each leaf, in the order of their indices."""
+  by_index = dict(_walk(skeleton, ROOT, ''))
+  return [by_index[index] for index in range(len(by_index))]
 
 
 def _walk(skeleton: Skeleton, path: str, prefix: str) -> Iterator[tuple[int, str]]:
@@ -88,22 +94,22 @@ def _walk(skeleton: Skeleton, path: str, prefix: str) -> Iterator[tuple[int, str
 
 
 def children(skeleton: Skeleton) -> Iterator[tuple[str, Skeleton]]:
-  """The parts of a node with their names; none of a leaf."""
+  """The named children of a node; a leaf has none."""
   if isinstance(skeleton, dict):
     yield from skeleton.items()
   elif isinstance(skeleton, list):
     yield from ((str(index), child) for index, child in enumerate(skeleton))
 
 
-def put_together(skeleton: Skeleton, leaf: Callable[[int], Any]) -> Any:
-  """A tree of dicts and lists with `leaf(number)` for each leaf."""
+def unflatten(skeleton: Skeleton, leaf: Callable[[int], Any]) -> Any:
+  """Builds a tree of dicts and lists with `leaf(index)` as its leaves."""
   if isinstance(skeleton, dict):
-    return {name: put_together(child, leaf) for name, child in skeleton.items()}
+    return {name: unflatten(child, leaf) for name, child in skeleton.items()}
   if isinstance(skeleton, list):
-    return [put_together(child, leaf) for child in skeleton]
+    return [unflatten(child, leaf) for child in skeleton]
   return None if skeleton is None else leaf(skeleton)
 
 
 def pruned(skeleton: Skeleton, kept: Mapping[int, int]) -> Skeleton:
-  """The skeleton with the kept leaves only, under their new numbers."""
-  return put_together(skeleton, kept.get)
+  """The skeleton with only the leaves in `kept`, a mapping from old to new indices."""
+  return unflatten(skeleton, kept.get)

@@ -1,4 +1,4 @@
-"""Verifying: whether a checkpoint holds what was written, leaf by leaf, by its checksums."""
+"""Verification: compares a checkpoint's arrays with the checksums in its record, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -8,71 +8,77 @@ from typing import Any
 import jax
 
 from flax_spmd._src.checkpoint.storage.checksums import checksums
-from flax_spmd._src.checkpoint.storage.readers import Source
-from flax_spmd._src.checkpoint.storage.record import Leaf, dtype_of
+from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
+from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd.errors import CheckpointDamagedError
 
-_AT_ONCE = 1 << 30  # bytes that are read and compared at a time
+GROUP_BYTES = 1 << 30  # read and compared at a time
 _SHOWN = 30
 
 
-def damaged(leaves: Mapping[str, Any], described: Mapping[str, Leaf]) -> list[str]:
-  """The paths of the leaves that are not as they were when they were saved.
+def damaged(leaves: Mapping[str, Any], records: Mapping[str, LeafRecord]) -> list[str]:
+  """The paths of the leaves whose checksum differs from the recorded one.
 
   Args:
-    leaves: what was read, by path, as it lies in the checkpoint. In a program of several processes,
-      every process calls this with the same paths.
-    described: what the record says.
+    leaves: arrays as stored in the checkpoint, by path. In a job of several processes, every process
+      passes the same paths.
+    records: record of each leaf, by path. Leaves without a checksum are skipped.
   """
-  known = [path for path in leaves if described[path].checksum is not None]
+  known = [path for path in leaves if records[path].checksum is not None]
   sums = checksums([leaves[path] for path in known])
-  return [path for path, found in zip(known, sums, strict=True) if found != described[path].checksum]
+  return [path for path, total in zip(known, sums, strict=True) if total != records[path].checksum]
 
 
-def raise_damaged(where: Any, paths: list[str]) -> None:
-  """Raises for leaves that are damaged; nothing if there are none."""
+def raise_damaged(checkpoint: Any, paths: list[str]) -> None:
+  """Raises CheckpointDamagedError if any leaves are damaged.
+
+  Args:
+    checkpoint: path of the checkpoint, for the error text.
+    paths: damaged leaves.
+  """
   if paths:
     more = len(paths) - _SHOWN
-    shown = paths[:_SHOWN] + ([f'and {more} more leaves'] if more > 0 else [])
+    shown = paths[:_SHOWN] + ([f'and {leaf_count(more, "more ")}'] if more > 0 else [])
     raise CheckpointDamagedError(
-      f'The data of the checkpoint {where} are damaged, in {len(paths)} of its leaves:\n'
+      f'Checkpoint {checkpoint} is damaged in {leaf_count(len(paths))}:\n'
       + '\n'.join(shown)
-      + '\nFix: restore another checkpoint; bits of this one have changed since it was written.'
+      + '\nFix: restore another checkpoint; data of this one have changed since they were written.'
     )
 
 
-def verify(source: Source, places: Mapping[str, Any] | None = None) -> list[str]:
-  """The paths of the leaves that are damaged; reads all of them, a gigabyte at a time.
+def verify(reader: CheckpointReader, shardings: Mapping[str, Any] | None = None) -> list[str]:
+  """The paths of the damaged leaves. Reads the whole checkpoint, about 1 GiB at a time.
 
   Args:
-    source: a checkpoint with a record.
-    places: a sharding per path; without one, a leaf is read into the memory of the host.
+    reader: a checkpoint with checksums in its record.
+    shardings: sharding of each leaf, by path. A leaf without one is read into host memory.
   """
-  places = places or {}
+  shardings = shardings or {}
   wrong: list[str] = []
-  for group in _groups(source.record.leaves):
-    asked = {
-      path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=places.get(path))
+  for group in groups(reader.record.leaves):
+    requests = {
+      path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=shardings.get(path))
       for path, leaf in group.items()
     }
-    wrong += damaged(source.read(asked), group)
+    wrong += damaged(reader.read(requests), group)
   return wrong
 
 
-def check_same(source: Source, places: Mapping[str, Any]) -> None:
-  """Raises unless all that was written can be read, and is the same."""
-  raise_damaged(source.path, verify(source, places))
+def require_undamaged(reader: CheckpointReader, shardings: Mapping[str, Any]) -> None:
+  """Reads a whole checkpoint back; raises CheckpointDamagedError unless every checksum matches."""
+  raise_damaged(reader.path, verify(reader, shardings))
 
 
-def _groups(leaves: Mapping[str, Leaf]) -> Iterator[dict[str, Leaf]]:
-  group: dict[str, Leaf] = {}
+def groups(leaves: Mapping[str, LeafRecord]) -> Iterator[dict[str, LeafRecord]]:
+  """Splits leaves into groups that end where they exceed `GROUP_BYTES`; Python numbers are skipped."""
+  group: dict[str, LeafRecord] = {}
   size = 0
   for path, leaf in leaves.items():
     if leaf.is_number:
       continue
     group[path] = leaf
     size += leaf.bytes
-    if size > _AT_ONCE:
+    if size > GROUP_BYTES:
       yield group
       group, size = {}, 0
   if group:

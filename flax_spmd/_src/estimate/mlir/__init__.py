@@ -1,11 +1,10 @@
-"""Bindings: jaxlib's MLIR and Shardy's passes, which nothing else of this package touches.
+"""jaxlib's MLIR bindings and Shardy's passes; no other part of the package imports them.
 
-    check()
-    module = load(code, parameters)                             # a lowered step, prepared once
-    module.propagated(sizes, arguments, results, asked)         # how its values lie under a layout
+    check_jaxlib()
+    module = prepare(code, parameters)                              # a lowered step, prepared once
+    specs = module.propagate(sizes, arguments, results, resolve)    # shardings of its values under a layout
 
-jaxlib's bindings change between versions; `check` says whether these are known, and nothing of them is imported
-before that.
+The bindings change between versions of jaxlib, so nothing of them is imported before `check_jaxlib` has run.
 """
 
 from __future__ import annotations
@@ -16,29 +15,30 @@ from flax_spmd._src.compat import jaxlib_version
 from flax_spmd.errors import EstimatorError
 
 if TYPE_CHECKING:
-  from flax_spmd._src.estimate.mlir.module import Module
+  from flax_spmd._src.estimate.mlir.module import PreparedModule
 
-_KNOWN = (0, 10), (0, 12)  # the oldest and the newest jaxlib whose bindings were tried
+_OLDEST, _NEWEST = (0, 10), (0, 12)  # jaxlib versions whose bindings are tested
 
 
-def check() -> None:
-  """Raises unless jaxlib is of a version whose bindings are known.
+def check_jaxlib() -> None:
+  """Raises unless the bindings of the installed jaxlib are supported.
 
   Raises:
-    EstimatorError: it is older or newer.
+    EstimatorError: jaxlib is older or newer than the supported versions.
   """
   major, minor = map(int, jaxlib_version().split('.')[:2])
-  if not _KNOWN[0] <= (major, minor) <= _KNOWN[1]:
+  if not _OLDEST <= (major, minor) <= _NEWEST:
+    oldest, newest = ('.'.join(map(str, version)) for version in (_OLDEST, _NEWEST))
     raise EstimatorError(
-      f'The estimator knows the MLIR bindings of jaxlib {_KNOWN[0][0]}.{_KNOWN[0][1]} to '
-      f'{_KNOWN[1][0]}.{_KNOWN[1][1]}, this is jaxlib {jaxlib_version()}.\n'
-      'Fix: use one of these, or go without estimates: every layout is then compiled, which takes seconds '
-      'for each in place of a fraction of one.'
+      f'The estimator supports the MLIR bindings of jaxlib {oldest} to {newest}; this is jaxlib '
+      f'{jaxlib_version()}.\n'
+      'Fix: install a supported version, or do without estimates: each layout is then compiled, which takes '
+      'seconds instead of a fraction of a second.'
     )
 
 
-def load(code: bytes, parameters: frozenset[str]) -> Module:
-  """A lowered step, prepared; arguments and errors as of `Module`."""
-  from flax_spmd._src.estimate.mlir.module import Module
+def prepare(code: bytes, parameters: frozenset[str]) -> PreparedModule:
+  """A lowered step, prepared for propagation; arguments and errors as of `PreparedModule`."""
+  from flax_spmd._src.estimate.mlir.module import PreparedModule
 
-  return Module(code, parameters)
+  return PreparedModule(code, parameters)

@@ -1,6 +1,6 @@
-"""Inlining: what functions compute, put in where they are called; and operations that say nothing about places.
+"""Inlining and simplification: a module without calls, and without operations that no sharding depends on.
 
-Every operation costs time in each propagation, so what can't matter to it is taken out once.
+Each operation costs time in every propagation, so those that cannot matter are removed once.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
-# What is done element by element on two arrays, in a dtype that can be negated.
+# Elementwise operations on two arrays, in a dtype that can be negated.
 _BINARY = frozenset(
   f'stablehlo.{kind}'
   for kind in ('add', 'divide', 'maximum', 'minimum', 'multiply', 'power', 'subtract')
 )
 _UNARY = 'stablehlo.negate'
-_SUMS = (
-  'stablehlo.add',
-  'stablehlo.subtract',
-)  # sums of sums that devices have parts of are another matter
+_ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
 def inline_all(module: Any) -> None:
-  """Puts what functions compute where they are called, and drops them."""
+  """Inlines every call, and erases all functions but `main`."""
   functions = {
     str(view.operation.attributes['sym_name']).strip('"'): view.operation
     for view in module.body.operations
@@ -35,7 +32,7 @@ def inline_all(module: Any) -> None:
     if name in done:
       return
     done.add(name)
-    for call in [op for op in _every(functions[name]) if op.name == 'func.call']:
+    for call in [op for op in _all_ops(functions[name]) if op.name == 'func.call']:
       callee = str(call.attributes['callee']).removeprefix('@').strip('"')
       inline(callee)
       _inline(call, functions[callee].regions[0].blocks[0])
@@ -46,53 +43,52 @@ def inline_all(module: Any) -> None:
       function.erase()
 
 
-def _every(op: Any) -> Iterator[Any]:
+def _all_ops(op: Any) -> Iterator[Any]:
   for region in op.regions:
     for block in region.blocks:
       for view in list(block.operations):
         yield view.operation
-        yield from _every(view.operation)
+        yield from _all_ops(view.operation)
 
 
 def _inline(call: Any, block: Any) -> None:
-  """Replaces a call by copies of what is in its function's block."""
-  now = dict(zip(block.arguments, call.operands))
+  """Replaces a call by a copy of its function's block."""
+  substitutes = dict(zip(block.arguments, call.operands))
   before = ir.InsertionPoint(call)
   for view in block.operations:
     op = view.operation
     if op.name == 'func.return':
       for result, value in zip(call.results, op.operands):
-        result.replace_all_uses_with(now.get(value, value))
+        result.replace_all_uses_with(substitutes.get(value, value))
       break
     copy = op.clone(before)
-    _replace(copy, now)
-    now |= dict(zip(op.results, copy.results))
+    _replace_operands(copy, substitutes)
+    substitutes |= dict(zip(op.results, copy.results))
   call.erase()
 
 
-def _replace(op: Any, now: Mapping[Any, Any]) -> None:
+def _replace_operands(op: Any, substitutes: Mapping[Any, Any]) -> None:
   for index, value in enumerate(op.operands):
-    if value in now:
-      op.operands[index] = now[value]
-  for inner in _every(op):
+    if value in substitutes:
+      op.operands[index] = substitutes[value]
+  for inner in _all_ops(op):
     for index, value in enumerate(inner.operands):
-      if value in now:
-        inner.operands[index] = now[value]
+      if value in substitutes:
+        inner.operands[index] = substitutes[value]
 
 
-def make_plain(module: Any) -> None:
-  """Replaces what JAX has beside StableHLO (CHLO: `square`, `erf`, ...) by conversions, if it is done element by element.
+def replace_chlo(module: Any) -> None:
+  """Replaces elementwise CHLO operations (`square`, `erf`, ...), which Shardy does not know, by conversions.
 
-  XLA takes these operations apart before it propagates shardings, which Shardy can't do for them. How they
-  compute does not matter here, only that they do it element by element.
+  XLA expands them before it propagates shardings. Here only the fact that they are elementwise matters.
   """
-  for op in list(_every(module)):
+  for op in list(_all_ops(module)):
     if op.name.startswith('chlo.') and len(op.results) == 1 and _is_elementwise(op):
       with ir.InsertionPoint(op):
-        same = ir.Operation.create(
+        substitute = ir.Operation.create(
           'stablehlo.convert', results=[op.results[0].type], operands=[op.operands[0]], loc=op.location
         )
-      op.results[0].replace_all_uses_with(same.results[0])
+      op.results[0].replace_all_uses_with(substitute.results[0])
       op.erase()
 
 
@@ -102,34 +98,38 @@ def _is_elementwise(op: Any) -> bool:
 
 
 def drop_uniform(module: Any) -> None:
-  """Takes out operands that are one number everywhere, as `0.9` in `0.9 * mu` and a learning rate are.
+  """Drops operands with one number everywhere, such as `0.9` in `0.9 * mu`, or a learning rate.
 
-  They lie on every device whatever the layout. What is left of the operation is a negation: it does as much, in
-  the same dtype, on one operand; and where another operation does such with its result, nothing is left.
+  They are replicated under every layout. A negation replaces the operation: as many FLOPs, in the same dtype, on
+  one operand. Consecutive negations are merged.
   """
   known: dict[Any, bool] = {}
-  for op in list(_every(module)):
+  for op in list(_all_ops(module)):
     if op.name not in _BINARY or not _has_shape(op.results[0]) or _is_boolean(op.results[0]):
       continue
-    left = [value for value in op.operands if not _is_uniform(value, known)]
-    if len(left) == 1:
+    arrays = [value for value in op.operands if not _is_uniform(value, known)]
+    if len(arrays) == 1:
       with ir.InsertionPoint(op):
-        same = ir.Operation.create(
-          _UNARY, results=[op.results[0].type], operands=[_before(left[0])], loc=op.location
+        substitute = ir.Operation.create(
+          _UNARY,
+          results=[op.results[0].type],
+          operands=[_skip_negation(arrays[0])],
+          loc=op.location,
         )
-      op.results[0].replace_all_uses_with(same.results[0])
+      op.results[0].replace_all_uses_with(substitute.results[0])
       op.erase()
-    elif op.name not in _SUMS:
+    elif op.name not in _ADDITIVE:
       for index, value in enumerate(op.operands):
-        op.operands[index] = _before(value)
-  for op in reversed(list(_every(module))):  # or propagation drops them, out of step with what was read
+        op.operands[index] = _skip_negation(value)
+  # Shardy would erase dead operations too, and the graph, which is read before, would not match any more.
+  for op in reversed(list(_all_ops(module))):
     dead = len(op.results) == 1 and not list(op.results[0].uses)
     if dead and (op.name == _UNARY or known.get(op.results[0])):
       op.erase()
 
 
-def _before(value: Any) -> Any:
-  """What a negation that has no other use is made of."""
+def _skip_negation(value: Any) -> Any:
+  """The operand of a negation with no other use; otherwise the value itself."""
   op = value.owner
   if isinstance(op, ir.Block) or op.name != _UNARY or len(list(value.uses)) > 1:
     return value
@@ -141,11 +141,11 @@ def _has_shape(value: Any) -> bool:
 
 
 def _is_boolean(value: Any) -> bool:
-  return str(ir.RankedTensorType(value.type).element_type) == 'i1'  # which can't be negated
+  return str(ir.RankedTensorType(value.type).element_type) == 'i1'  # which has no negation
 
 
 def _is_uniform(value: Any, known: dict[Any, bool]) -> bool:
-  """Whether a value is a number, or one number everywhere, that no array was reduced to."""
+  """Whether a value is a scalar or a broadcast one, and no reduction of an array."""
   if value not in known:
     op = value.owner
     if isinstance(op, ir.Block):

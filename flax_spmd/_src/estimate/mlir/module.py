@@ -1,11 +1,11 @@
-"""Modules: a lowered step that is prepared once, and propagated under any layout.
+"""Prepared modules: a lowered step that is prepared once, and propagated under any layout.
 
-Calls are put in where they stand, and Shardy's import passes are run. What the step computes is then read into
-a plain `Graph`. From there on every layout costs one copy of the module, whose shardings are replaced, and one
-run of Shardy's propagation, which says how every value in between lies.
+Preparation inlines all calls, runs Shardy's import passes and reads the program into a plain `Graph`. After that
+a layout costs one copy of the module with its shardings replaced, and one run of Shardy's propagation, which
+assigns a sharding to every value.
 
-The passes are those that XLA itself runs before it partitions a program (openxla/shardy, `import_pipeline.cc`
-and `propagation_pipeline.cc`), without the one that drops mesh axes of size 1: here they are the names.
+The passes are those that XLA runs before it partitions a program (openxla/shardy, `import_pipeline.cc` and
+`propagation_pipeline.cc`), without the one that drops mesh axes of size 1: those are the logical names.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ from typing import Any
 from jaxlib.mlir import ir, passmanager
 
 from flax_spmd._src.compat import mlir_context
-from flax_spmd._src.estimate.graph import Dims, Graph, whole
-from flax_spmd._src.estimate.mlir.inline import drop_uniform, inline_all, make_plain
-from flax_spmd._src.estimate.mlir.read_graph import Reader, main_of, walk
-from flax_spmd._src.estimate.mlir.shardings import Asked, Named, Reading, attribute, braced, slots_of
+from flax_spmd._src.estimate.graph import Graph, Spec, replicated
+from flax_spmd._src.estimate.mlir.inline import drop_uniform, inline_all, replace_chlo
+from flax_spmd._src.estimate.mlir.read_graph import GraphReader, main_of, walk
+from flax_spmd._src.estimate.mlir.shardings import (
+  LogicalSharding,
+  Resolve,
+  SpecReader,
+  attribute,
+  dimension_text,
+  slots_of,
+)
 
 _PREPARE = (
   'builtin.module(symbol-dce,cse,sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,'
@@ -28,22 +35,22 @@ _PREPARE = (
 _PROPAGATE = 'builtin.module(sdy-user-priority-propagate)'
 
 
-class Module:
-  """A lowered step, prepared.
+class PreparedModule:
+  """A lowered step, prepared for propagation.
 
-  How activations lie is propagated first, by Shardy's priorities, and how parameters do afterwards. XLA's own
-  propagation has no such order, but visits operations in another one than these bindings do, and where both
-  want a say in a value (in what a scan keeps for its backward pass) activations are what it comes to first.
+  Shardings of activations are propagated first, then those of parameters, by Shardy's priorities. XLA has no such
+  order, but it visits operations in another order than these bindings. Where both kinds reach a value, such as a
+  residual that a scan keeps for its backward pass, XLA comes to the activation's sharding first.
 
   Args:
-    code: of the lowered step, MLIR bytecode.
-    parameters: the names of parameters' dimensions.
+    code: MLIR bytecode of the lowered step.
+    parameters: logical names of the parameters' dimensions.
 
   Attributes:
-    graph: what it computes.
+    graph: the program as plain values.
 
   Raises:
-    EstimatorError: it has parts that cannot be estimated, such as `shard_map`.
+    EstimatorError: the step contains operations that cannot be estimated, such as `shard_map`.
   """
 
   graph: Graph
@@ -54,72 +61,72 @@ class Module:
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
       inline_all(self._module)
-      make_plain(self._module.operation)
+      replace_chlo(self._module.operation)
       drop_uniform(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
-      self._propagate = passmanager.PassManager.parse(_PROPAGATE)
-      self._propagate.enable_verifier(False)  # a sixth of the time, to see that Shardy is right
-      reader = Reader()
+      self._propagation = passmanager.PassManager.parse(_PROPAGATE)
+      self._propagation.enable_verifier(False)  # it takes a sixth of the time
+      reader = GraphReader()
       self.graph = reader.graph(main_of(self._module.operation))
       self._results, self._loops = reader.results, reader.loops
       self._slots = list(slots_of(main_of(self._module.operation)))
 
   @property
-  def names(self) -> set[tuple[Named, tuple[int, ...]]]:
-    """The shardings that the step asks for by names, with the shapes of what they are asked of."""
+  def constraints(self) -> set[tuple[LogicalSharding, tuple[int, ...]]]:
+    """The logical shardings in the step, each with the shape of its array."""
     return {one for slot in self._slots for one in slot.shardings}
 
-  def propagated(
+  def propagate(
     self,
     sizes: Mapping[str, int],
-    arguments: Sequence[Dims],
-    results: Sequence[Dims | None],
-    asked: Asked,
-  ) -> list[Dims]:
-    """How every value lies under a layout.
+    arguments: Sequence[Spec],
+    results: Sequence[Spec | None],
+    resolve: Resolve,
+  ) -> list[Spec]:
+    """The sharding of every value under a layout.
 
     Args:
       sizes: size per mesh axis, in order.
-      arguments: how each argument of the step lies.
-      results: how each result has to lie; None where the compiler may choose.
-      asked: what a sharding by names means under the layout; None for nothing.
+      arguments: sharding of each argument of the step.
+      results: sharding that each result needs; None where the compiler may choose.
+      resolve: function from a logical sharding and a shape to mesh axes; None constrains nothing.
 
     Returns:
-      Mesh axes per dimension, by the number of the value.
+      Mesh axes per dimension of each value of `graph`.
     """
     with self._context, ir.Location.unknown():
       copy = self._module.operation.clone()
       main = main_of(copy)
       _set_mesh(copy, sizes)
-      _set_ends(main, arguments, results)
+      _set_signature(main, arguments, results)
       ops = list(walk(main))
       attributes: dict[Any, Any] = {}
       for slot in self._slots:
         key = slot.shardings, slot.per_value
         if key not in attributes:
-          attributes[key] = attribute(slot, asked, self._parameters)
+          attributes[key] = attribute(slot, resolve, self._parameters)
         ops[slot.op].attributes[slot.attribute] = attributes[key]
-      self._propagate.run(copy)
+      self._propagation.run(copy)
       return self._read(ops, arguments)
 
-  def _read(self, ops: list[Any], arguments: Sequence[Dims]) -> list[Dims]:
-    """The shardings that propagation has left at the operations."""
-    found: list[Dims] = [whole(len(value.shape)) for value in self.graph.values]
-    for number, dims in zip(self.graph.main.arguments, arguments, strict=True):
-      found[number] = dims
-    read = Reading()
+  def _read(self, ops: list[Any], arguments: Sequence[Spec]) -> list[Spec]:
+    """The shardings that propagation has assigned."""
+    specs: list[Spec] = [replicated(len(value.shape)) for value in self.graph.values]
+    for value, spec in zip(self.graph.main.arguments, arguments, strict=True):
+      specs[value] = spec
+    reader = SpecReader()
     for op, results in zip(ops, self._results, strict=True):
       attributes = op.attributes
       if 'sdy.sharding' in attributes:
-        for number, dims in zip(results, read.of(attributes['sdy.sharding'])):
-          found[number] = dims
+        for value, spec in zip(results, reader.read(attributes['sdy.sharding'])):
+          specs[value] = spec
       elif results and op.name.startswith('sdy.') and 'sharding' in attributes:
-        found[results[0]] = read.of(attributes['sharding'])[0]
+        specs[results[0]] = reader.read(attributes['sharding'])[0]
     for loop, bodies in self._loops:
       for body in bodies:
         for result, argument in zip(loop, body):
-          found[argument] = found[result]
-    return found
+          specs[argument] = specs[result]
+    return specs
 
 
 def _set_mesh(module: Any, sizes: Mapping[str, int]) -> None:
@@ -132,13 +139,13 @@ def _set_mesh(module: Any, sizes: Mapping[str, int]) -> None:
   mesh.attributes['mesh'] = ir.Attribute.parse(f'#sdy.mesh<[{axes}]>')
 
 
-def _set_ends(main: Any, arguments: Sequence[Dims], results: Sequence[Dims | None]) -> None:
-  """Puts shardings at the arguments and results of a function."""
-  for name, ends in (('arg_attrs', arguments), ('res_attrs', results)):
+def _set_signature(main: Any, arguments: Sequence[Spec], results: Sequence[Spec | None]) -> None:
+  """Sets the shardings of a function's arguments and results."""
+  for name, specs in (('arg_attrs', arguments), ('res_attrs', results)):
     texts = (
       '{}'
-      if dims is None
-      else f'{{sdy.sharding = #sdy.sharding<@mesh, [{", ".join(map(braced, dims))}]>}}'
-      for dims in ends
+      if spec is None
+      else f'{{sdy.sharding = #sdy.sharding<@mesh, [{", ".join(map(dimension_text, spec))}]>}}'
+      for spec in specs
     )
     main.attributes[name] = ir.Attribute.parse(f'[{", ".join(texts)}]')

@@ -1,4 +1,4 @@
-"""Reading: a prepared module as a graph of plain values."""
+"""Graph reader: a prepared MLIR module as a graph of plain values."""
 
 from __future__ import annotations
 
@@ -8,115 +8,119 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
-from flax_spmd._src.estimate.graph import Block, Graph, Op, Value
+from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op
 from flax_spmd.errors import EstimatorError
 
 _EDGE = 'sdy.data_flow_edge'
 _OPAQUE = {'sdy.manual_computation': 'shard_map'}
 _WITH_BLOCKS = ('while', 'case', 'if')
-_LISTED = re.compile(r'(\w+) = (?:\[([\d, ]*)\]|(\d+))')
+_DIMENSIONS = re.compile(r'(\w+) = (?:\[([\d, ]*)\]|(\d+))')
 _CONVOLUTION = re.compile(r'\[([^\]]*)\]x\[([^\]]*)\]->\[([^\]]*)\]')
 _SCALAR = re.compile(r'dense<(-?\d+)> : tensor<\w+>')
-_PLACE = re.compile(r'"([^"]*)":(\d+):\d+')
+_LOCATION = re.compile(r'"([^"]*)":(\d+):\d+')
 
 
-class Reader:
-  """Reads a prepared module into a graph, and notes whose results each operation's shardings are."""
+class GraphReader:
+  """Reads a prepared module into a graph.
+
+  Attributes:
+    results: per operation, in the order of `walk`, the values that its sharding attribute is about.
+    loops: per operation with blocks, its results and the arguments of each block.
+  """
 
   def __init__(self):
-    self.values: list[Value] = []
-    self.numbers: dict[Any, int] = {}
+    self._values: list[GraphValue] = []
+    self._numbers: dict[Any, int] = {}
     self.results: list[tuple[int, ...]] = []
     self.loops: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
 
   def graph(self, main: Any) -> Graph:
     """The graph of a function."""
     block = self._block(main.regions[0].blocks[0])
-    return Graph(tuple(self.values), block)
+    return Graph(tuple(self._values), block)
 
   def _block(self, block: Any) -> Block:
-    arguments = tuple(map(self._number, block.arguments))
+    arguments = tuple(map(self._add_value, block.arguments))
     ops = []
     for view in block.operations:
       op = view.operation
       if op.name in ('func.return', 'stablehlo.return', 'sdy.return'):
         self.results.append(())
-        return Block(arguments, tuple(ops), tuple(self.numbers[value] for value in op.operands))
-      read = self._op(op)
-      if read is not None:
-        ops.append(read)
+        return Block(arguments, tuple(ops), tuple(self._numbers[value] for value in op.operands))
+      result = self._op(op)
+      if result is not None:
+        ops.append(result)
     return Block(arguments, tuple(ops), ())
 
   def _op(self, op: Any) -> Op | None:
     if op.name in _OPAQUE:
       raise EstimatorError(
-        f'The step has {_OPAQUE[op.name]} in it, of which nothing can be estimated.\n'
-        'Fix: compare layouts that you choose, with spmd.compare; it compiles each.'
+        f'The step contains {_OPAQUE[op.name]}, which cannot be estimated.\n'
+        'Fix: choose the layouts, and compile them with spmd.compare.'
       )
-    if op.name == _EDGE:  # the same value, seen from where it is used
-      self.numbers[op.results[0]] = self.numbers[op.operands[0]]
-      self.results.append((self.numbers[op.operands[0]],))
+    if op.name == _EDGE:  # its result is its operand
+      self._numbers[op.results[0]] = self._numbers[op.operands[0]]
+      self.results.append((self._numbers[op.operands[0]],))
       return None
-    operands = tuple(self.numbers[value] for value in op.operands)
-    results = tuple(map(self._number, op.results))
+    operands = tuple(self._numbers[value] for value in op.operands)
+    results = tuple(map(self._add_value, op.results))
     self.results.append(results)
     kind = op.name.partition('.')[2]
     blocks: tuple[Block, ...] = ()
     if kind in _WITH_BLOCKS:
       blocks = tuple(self._block(region.blocks[0]) for region in op.regions)
       self.loops.append((results, [block.arguments for block in blocks]))
-    return Op(kind, operands, results, _details(op), blocks, _source(op))
+    return Op(kind, operands, results, _attributes(op), blocks, _source(op))
 
-  def _number(self, value: Any) -> int:
-    kind = value.type
+  def _add_value(self, value: Any) -> int:
     try:
-      ranked = ir.RankedTensorType(kind)
-      self.values.append(Value(tuple(ranked.shape), str(ranked.element_type)))
+      ranked = ir.RankedTensorType(value.type)
+      self._values.append(GraphValue(tuple(ranked.shape), str(ranked.element_type)))
     except ValueError:
-      self.values.append(Value((), 'token'))
-    self.numbers[value] = len(self.values) - 1
-    return len(self.values) - 1
+      self._values.append(GraphValue((), 'token'))
+    self._numbers[value] = len(self._values) - 1
+    return len(self._values) - 1
 
 
-def _details(op: Any) -> dict[str, Any]:
+def _attributes(op: Any) -> dict[str, Any]:
   """Attributes as numbers: lists of dimensions by their names, a scalar's value, a call's target."""
-  found: dict[str, Any] = {}
+  result: dict[str, Any] = {}
   for name in op.attributes:
     text = str(op.attributes[name]) if name not in ('value', 'sdy.sharding', 'sharding') else ''
     if text.startswith('array<'):
-      found[name] = tuple(map(int, re.findall(r'-?\d+', text.partition(':')[2])))
+      result[name] = tuple(map(int, re.findall(r'-?\d+', text.partition(':')[2])))
     elif convolution := _CONVOLUTION.search(text):
-      found[name] = tuple(tuple(part.split(', ')) for part in convolution.groups())
+      result[name] = tuple(tuple(part.split(', ')) for part in convolution.groups())
     elif name == 'padding':
-      found[name] = _pairs(text)
-    elif listed := _LISTED.findall(text):
-      found |= {key: tuple(map(int, re.findall(r'\d+', many or one))) for key, many, one in listed}
+      result[name] = _pairs(text)
+    elif listed := _DIMENSIONS.findall(text):
+      result |= {key: tuple(map(int, re.findall(r'\d+', many or one))) for key, many, one in listed}
     elif text[:1].isdigit():
-      found[name] = int(text.partition(' ')[0])
+      result[name] = int(text.partition(' ')[0])
     elif text.startswith('"'):
-      found[name] = text.strip('"')
+      result[name] = text.strip('"')
   if op.name in ('stablehlo.constant', 'sdy.constant') and not op.results[0].type.rank:
     scalar = _SCALAR.match(str(op.attributes['value']))
-    found['value'] = int(scalar[1]) if scalar else None
+    result['value'] = int(scalar[1]) if scalar else None
   if op.name == 'stablehlo.compare':
-    found['direction'] = str(op.attributes['comparison_direction']).rpartition(' ')[2].rstrip('>')
-  return found
+    result['direction'] = str(op.attributes['comparison_direction']).rpartition(' ')[2].rstrip('>')
+  return result
 
 
 def _pairs(text: str) -> tuple[int, ...]:
-  """Numbers of a `dense<...>` of pairs; if it is one number, it is both of each pair."""
+  """The numbers of a `dense<...>` of pairs; a single number is repeated for all of them."""
   numbers = tuple(map(int, re.findall(r'-?\d+', text.partition('>')[0])))
   return numbers if len(numbers) > 1 else numbers * 2 * int(re.findall(r'tensor<(\d+)', text)[0])
 
 
 def _source(op: Any) -> str:
-  """The innermost place in a file that an operation comes from."""
-  found = _PLACE.search(str(op.location))
-  return f'{found[1].rpartition("/")[2]}:{found[2]}' if found else ''
+  """The innermost source line of an operation."""
+  match = _LOCATION.search(str(op.location))
+  return f'{match[1].rpartition("/")[2]}:{match[2]}' if match else ''
 
 
 def walk(op: Any) -> Iterator[Any]:
-  """All operations of a function in order; that with regions before what is in them, as `Reader` has them."""
+  """All operations of a function in order, each before those in its regions, as in `GraphReader`."""
   for region in op.regions:
     for block in region.blocks:
       for view in block.operations:
@@ -127,7 +131,7 @@ def walk(op: Any) -> Iterator[Any]:
 
 
 def main_of(module: Any) -> Any:
-  """The function that the module is for."""
+  """The function `main` of a module."""
   return next(
     view.operation
     for view in module.regions[0].blocks[0].operations

@@ -1,4 +1,4 @@
-"""Shardings: Shardy's attributes, as mesh axes per dimension, read and written."""
+"""Shardy attributes: read as mesh axes per dimension, and written from them."""
 
 from __future__ import annotations
 
@@ -8,48 +8,62 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from flax_spmd._src.estimate.graph import Axes, Dims
+from flax_spmd._src.estimate.graph import Axes, Spec
 from flax_spmd._src.estimate.mlir.read_graph import walk
 
-# Axes per dimension as they are asked for; None where a dimension is open.
-Wanted: TypeAlias = Sequence[Axes | None]
+# Mesh axes per dimension, as a constraint demands them; None leaves a dimension open.
+ConstraintSpec: TypeAlias = Sequence[Axes | None]
 
 
-class Named(NamedTuple):
-  """A sharding of the lowered step: the name of each dimension (or None), and whether it is closed."""
+class LogicalSharding(NamedTuple):
+  """A sharding in the lowered step: the logical name (or None) of each dimension, and whether it is closed."""
 
   names: tuple[str | None, ...]
   closed: tuple[bool, ...]
 
 
-# What a sharding by names means for an array of a shape; None for nothing.
-Asked: TypeAlias = Callable[[Named, tuple[int, ...]], Wanted | None]
+# Resolves a logical sharding of an array of a shape; None constrains nothing.
+Resolve: TypeAlias = Callable[[LogicalSharding, tuple[int, ...]], ConstraintSpec | None]
 
 
-class Slot(NamedTuple):
-  """Where a sharding stands in the module: at which operation, as which attribute, of what."""
+class ShardingSlot(NamedTuple):
+  """A position of a logical sharding in the module.
+
+  Attributes:
+    op: index of the operation, in the order of `walk`.
+    attribute: name of the attribute.
+    shardings: logical sharding and shape of each result.
+    per_value: whether the attribute has one sharding per result.
+  """
 
   op: int
   attribute: str
-  shardings: tuple[tuple[Named, tuple[int, ...]], ...]
+  shardings: tuple[tuple[LogicalSharding, tuple[int, ...]], ...]
   per_value: bool
 
 
-class Reading(dict[Any, tuple[Dims, ...]]):
-  """The shardings of attributes, each of which is read once."""
+class SpecReader:
+  """Reads sharding attributes; equal attributes are read once."""
 
-  def of(self, attribute: Any) -> tuple[Dims, ...]:
-    """The sharding of a value, or of each of several."""
-    if attribute not in self:
-      try:
-        listed = sdy.TensorShardingPerValueAttr(attribute).shardings
-      except ValueError:
-        listed = [attribute]
-      self[attribute] = tuple(map(_dims, listed))
-    return self[attribute]
+  def __init__(self):
+    self._specs: dict[Any, tuple[Spec, ...]] = {}
+
+  def read(self, attribute: Any) -> tuple[Spec, ...]:
+    """The shardings in an attribute: one, or one per value."""
+    if attribute not in self._specs:
+      self._specs[attribute] = tuple(map(_spec, _listed(attribute)[0]))
+    return self._specs[attribute]
 
 
-def _dims(attribute: Any) -> Dims:
+def _listed(attribute: Any) -> tuple[Sequence[Any], bool]:
+  """The shardings in an attribute, and whether it has one per value."""
+  try:
+    return sdy.TensorShardingPerValueAttr(attribute).shardings, True
+  except ValueError:
+    return [attribute], False
+
+
+def _spec(attribute: Any) -> Spec:
   sharding = sdy.TensorShardingAttr(attribute)
   return tuple(
     tuple(_axis(axis) for axis in sdy.DimensionShardingAttr(dimension).axes)
@@ -65,47 +79,46 @@ def _axis(attribute: Any) -> str:
   return f'{axis.name}[{part.size}/{part.pre_size * part.size}]'
 
 
-def slots_of(main: Any) -> Iterator[Slot]:
-  """Where shardings by names stand."""
-  for number, op in enumerate(walk(main)):
+def slots_of(main: Any) -> Iterator[ShardingSlot]:
+  """The positions of all logical shardings in a function."""
+  for index, op in enumerate(walk(main)):
     for name in ('sdy.sharding', 'sharding'):
       if name in op.attributes:
-        attribute = op.attributes[name]
-        try:
-          listed, per_value = sdy.TensorShardingPerValueAttr(attribute).shardings, True
-        except ValueError:
-          listed, per_value = [attribute], False
+        listed, per_value = _listed(op.attributes[name])
         shapes = [tuple(ir.RankedTensorType(value.type).shape) for value in op.results]
-        yield Slot(number, name, tuple(zip(map(_named, listed), shapes)), per_value)
+        yield ShardingSlot(index, name, tuple(zip(map(_logical, listed), shapes)), per_value)
 
 
-def _named(attribute: Any) -> Named:
+def _logical(attribute: Any) -> LogicalSharding:
   listed = sdy.TensorShardingAttr(attribute).dimension_shardings
   dimensions = [sdy.DimensionShardingAttr(dimension) for dimension in listed]
   names = (next((_axis(axis) for axis in one.axes), None) for one in dimensions)
-  return Named(tuple(names), tuple(one.is_closed for one in dimensions))
+  return LogicalSharding(tuple(names), tuple(one.is_closed for one in dimensions))
 
 
-def attribute(slot: Slot, asked: Asked, parameters: frozenset[str]) -> Any:
-  """What stands at a slot under a layout; that of parameters is propagated later."""
+def attribute(slot: ShardingSlot, resolve: Resolve, parameters: frozenset[str]) -> Any:
+  """The attribute of a slot under a layout; shardings of parameters get a lower priority."""
   texts = [
-    _text(asked(named, shape), named, len(shape), parameters.issuperset(filter(None, named.names)))
-    for named, shape in slot.shardings
+    _text(
+      resolve(logical, shape), logical, len(shape), parameters.issuperset(filter(None, logical.names))
+    )
+    for logical, shape in slot.shardings
   ]
   inner = ', '.join(f'<@mesh, [{text}]>' for text in texts)
   kind = f'#sdy.sharding_per_value<[{inner}]>' if slot.per_value else f'#sdy.sharding{inner}'
   return ir.Attribute.parse(kind)
 
 
-def _text(wanted: Wanted | None, named: Named, rank: int, later: bool) -> str:
-  if wanted is None:
+def _text(spec: ConstraintSpec | None, logical: LogicalSharding, rank: int, low_priority: bool) -> str:
+  if spec is None:
     return ', '.join(['{?}'] * rank)
   return ', '.join(
-    '{?}' if axes is None else braced(axes, closed, later) for axes, closed in zip(wanted, named.closed)
+    '{?}' if axes is None else dimension_text(axes, closed, low_priority)
+    for axes, closed in zip(spec, logical.closed)
   )
 
 
-def braced(axes: Axes, closed: bool = True, later: bool = True) -> str:
-  """A dimension's axes as Shardy writes them: `{"data", ?}p1`."""
+def dimension_text(axes: Axes, closed: bool = True, low_priority: bool = True) -> str:
+  """The sharding of a dimension in Shardy's syntax: `{"data", ?}p1`, where `p1` is the lower priority."""
   listed = ', '.join([*(f'"{axis}"' for axis in axes), *([] if closed else ['?'])])
-  return f'{{{listed}}}' + ('p1' if axes and later else '')
+  return f'{{{listed}}}' + ('p1' if axes and low_priority else '')

@@ -1,8 +1,8 @@
-"""Balancing: where stages end in a model that does not say it.
+"""Automatic stages: balanced stage ends for a model without `stage_end`.
 
-A stage may end after any Linen module. The body is cut at all these places, the work between them is
-counted, and of the places those are taken that make the largest stage the smallest; of several such
-choices, the one that sends the least from stage to stage.
+A stage may end after any Linen module. The body is cut into pieces at all of these points, and the cost
+of each piece is counted. The chosen points make the most expensive stage as cheap as possible; among
+such choices, they send the fewest bytes from stage to stage.
 """
 
 from __future__ import annotations
@@ -16,38 +16,40 @@ from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
-from flax_spmd._src.pipeline.cut.stage_assignment import Body, Line, paired, placed_at
+from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, paired, positions_of
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, stage_end_p
 from flax_spmd.errors import PipelineError
 
 FLOPS_PER_BYTE = 250
-"""What an accelerator computes while it moves a byte: 295 on an H100 (989e12 bf16 FLOP/s, 3.35e12 B/s,
-NVIDIA's data sheet), 240 on a TPU v5e (197e12, 0.819e12, Google Cloud's)."""
+"""FLOPs of an accelerator in the time of one byte from memory: 295 on an H100 (989e12 bf16 FLOP/s,
+3.35e12 B/s, NVIDIA's data sheet), 240 on a TPU v5e (197e12, 0.819e12, Google Cloud's)."""
 
-_SLACK = 1.02  # stages that are larger than they had to be, to send less
+_SLACK = 1.02  # how much the most expensive stage may grow to send fewer bytes
 
 
 def with_ends(body: Body, stages: int) -> Body:
-  """A body that ends so many stages, which are as equal as they can be.
+  """The body with stage ends for a number of stages of about equal cost.
 
   Raises:
-    PipelineError: it has fewer places where a stage may end.
+    PipelineError: the body has fewer points where a stage may end.
   """
-  marks = _both_ways(paired(body.equations, may_end_p))
-  count = sum(way == 'forward' for way, _ in marks.values())
+  marks = _usable_marks(paired(body.equations, may_end_p))
+  count = sum(direction == 'forward' for direction, _ in marks.values())
   if count < stages - 1:
     raise PipelineError(
-      f'stages={stages}, but there are {count} places in the model where a stage may end: after each Linen '
-      'module that is called outside of scans and branches.\n'
+      f'stages={stages}, but the model has {count} points where a stage may end: after each Linen module '
+      'that is called outside scans and branches.\n'
       f'Fix: use {count + 1} stages or fewer, or end stages by flax_spmd.pipeline.stage_end.'
     )
-  line = Line(count + 1, any(way == 'backward' for way, _ in marks.values()), False)
-  position = placed_at(body, line, marks)
+  positions = Positions(
+    count + 1, any(direction == 'backward' for direction, _ in marks.values()), False
+  )
+  position = positions_of(body, positions, marks)
   costs = [0.0] * (count + 1)
   for one in body.equations:
     if one.primitive is not may_end_p:
-      costs[line.stage(position[one])] += cost(one)
-  chosen = choose(costs, _crossing(body, line, position), stages)
+      costs[positions.stage(position[one])] += cost(one)
+  chosen = choose(costs, _bytes_sent(body, positions, position), stages)
   return dataclasses.replace(
     body,
     equations=[
@@ -59,81 +61,88 @@ def with_ends(body: Body, stages: int) -> Body:
   )
 
 
-def _both_ways(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
-  """The marks that are passed backwards too, if any are, counted anew.
+def _usable_marks(marks: dict[Equation, tuple[str, int]]) -> dict[Equation, tuple[str, int]]:
+  """The marks that occur in the backward pass too, renumbered; all marks if there is no backward pass.
 
-  Inside of what is computed again for gradients (`nn.remat`) the way back cannot be cut.
+  A mark inside `nn.remat` occurs in the forward pass only: the recomputation cannot be cut.
   """
-  back = {number for way, number in marks.values() if way == 'backward'}
-  there = sorted(back or {number for _, number in marks.values()})
-  return {one: (way, there.index(number)) for one, (way, number) in marks.items() if number in there}
+  back = {number for direction, number in marks.values() if direction == 'backward'}
+  usable = sorted(back or {number for _, number in marks.values()})
+  return {
+    one: (direction, usable.index(number))
+    for one, (direction, number) in marks.items()
+    if number in usable
+  }
 
 
 def choose(costs: Sequence[float], sent: Sequence[float], stages: int) -> set[int]:
-  """The pieces after which stages end.
+  """The pieces that end a stage.
 
   Args:
-    costs: of each piece of the model, in order.
-    sent: per piece, the bytes that go on from it or from pieces before it.
-    stages: how many, at most as many as pieces.
+    costs: cost of each piece of the model, in order.
+    sent: bytes computed up to each piece that later pieces read.
+    stages: number of stages, at most the number of pieces.
 
   Example:
     >>> choose([1, 1, 2, 1, 1, 2], [9, 9, 9, 9, 9, 0], stages=2)
     {2}
-    >>> choose([4, 4, 4], [5, 1, 0], stages=2)  # one of them has two in either case
+    >>> choose([4, 4, 4], [5, 1, 0], stages=2)  # one stage has two pieces in either case
     {1}
   """
   sums = [0, *itertools.accumulate(costs)]
-  best = _parts(sums, [0] * len(costs), stages, math.inf)
+  best = _stage_starts(sums, [0] * len(costs), stages, math.inf)
   largest = max(sums[end] - sums[start] for start, end in itertools.pairwise([0, *best, len(costs)]))
-  ends = _parts(sums, sent, stages, largest * _SLACK)
-  return {end - 1 for end in ends}
+  starts = _stage_starts(sums, sent, stages, largest * _SLACK)
+  return {start - 1 for start in starts}
 
 
-def _parts(sums: Sequence[float], sent: Sequence[float], stages: int, limit: float) -> list[int]:
-  """Where parts begin, but for the first, so that none is larger than a limit and the least is sent;
-  without a limit, so that the largest is the smallest.
+def _stage_starts(sums: Sequence[float], sent: Sequence[float], stages: int, limit: float) -> list[int]:
+  """The first pieces of all stages but the first, by dynamic programming over stages.
+
+  With a finite limit on the cost of a stage the fewest bytes are sent; without one, the cost of the most
+  expensive stage is minimal.
   """
   size = len(sums) - 1
-  found: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-  for part in range(1, stages + 1):
-    after: dict[int, tuple[float, list[int]]] = {}
-    for end in range(part, size - (stages - part) + 1):
-      if part == stages and end != size:
+  best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by end of the last stage
+  for stage in range(1, stages + 1):
+    longer: dict[int, tuple[float, list[int]]] = {}
+    for end in range(stage, size - (stages - stage) + 1):
+      if stage == stages and end != size:
         continue
       options = []
-      for start, (worst, starts) in found.items():
+      for start, (total, starts) in best.items():
         own = sums[end] - sums[start]
         if start >= end or own > limit:
           continue
-        value = worst + (sent[start - 1] if start else 0) if limit < math.inf else max(worst, own)
+        value = total + (sent[start - 1] if start else 0) if limit < math.inf else max(total, own)
         options.append((value, [*starts, start] if start else starts))
       if options:
-        after[end] = min(options, key=lambda option: option[0])
-    found = after
-  return found[size][1]
+        longer[end] = min(options, key=lambda option: option[0])
+    best = longer
+  return best[size][1]
 
 
-def _crossing(body: Body, line: Line, position: dict[Equation, int]) -> list[float]:
-  """Per piece, the bytes that its forward, or an earlier one, sends to later ones."""
-  made: dict[Value, int] = {}
+def _bytes_sent(body: Body, positions: Positions, position: dict[Equation, int]) -> list[float]:
+  """For each piece, the bytes of all values computed up to it that the forward of later pieces reads."""
+  first: dict[Value, int] = {}
   last: dict[Value, int] = {}
   for one in body.equations:
-    if position[one] < line.stages:
-      made.update(dict.fromkeys(one.outputs, position[one]))
+    if position[one] < positions.stages:
+      first.update(dict.fromkeys(one.outputs, position[one]))
       for value in one.values:
         last[value] = max(last.get(value, 0), position[one])
   sent: dict[int, float] = defaultdict(float)
-  for value, start in made.items():
+  for value, start in first.items():
     for piece in range(start, last.get(value, start)):
       sent[piece] += value.bytes
-  return [sent[piece] for piece in range(line.stages)]
+  return [sent[piece] for piece in range(positions.stages)]
 
 
 def cost(equation: Any) -> float:
-  """What an operation costs, in FLOPs: as many as it does, or could be done while its operands are read.
+  """The cost of an operation in FLOPs: its own, or those that fit in the time to read its operands, if
+  more.
 
-  Products count, and what reads a table; the rest is fused with these, or small.
+  Matrix products, convolutions and table look-ups count. Everything else is small, or fused with them.
   """
   inside = [_inside(jaxpr) for jaxpr in compat.jaxprs_in(equation.params)]
   name = equation.primitive.name
@@ -151,7 +160,7 @@ def _inside(jaxpr: Any) -> float:
 
 
 def _operands(equation: Any) -> Iterable[Any]:
-  """Inputs and outputs, of an equation of ours or of JAX's; of a table only what is read of it."""
+  """Inputs and outputs of an equation, ours or JAX's; a look-up reads as many bytes as it returns."""
   own = isinstance(equation, Equation)
   outputs = equation.outputs if own else equation.outvars
   if equation.primitive.name in _READS:

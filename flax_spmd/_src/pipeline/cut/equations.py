@@ -1,8 +1,11 @@
-"""Equations: a traced program as a flat list that can be cut, copied and put together again.
+"""Equations: a jaxpr as a flat list of equations that can be cut, copied and reassembled.
 
-JAX's jaxprs nest, differ between versions and own their variables. Here an equation is an object, and a
-value is an object too, which knows its shape and nothing else: who makes it and who uses it is told by
-the list that it is in.
+Jaxprs nest, differ between versions of JAX and own their variables. Here a program is a plain list of
+`Equation` objects between `Value` objects. A value has a shape and an identity only. Its producer and
+its readers follow from the list, so any part of the list is a program too: `free_values` are its inputs.
+
+    equations, outputs = flatten(jaxpr, inputs, opens)      # calls that `opens` accepts are inlined
+    results = run(equations, {value: array, ...}, outputs)
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive
 
 from flax_spmd._src import compat
-from flax_spmd._src.source_lines import line_text, users
+from flax_spmd._src.source_lines import line_text, user_frame
 
 
 class Value:
-  """Something that an equation makes or uses."""
+  """An input or output of an equation."""
 
   __slots__ = ('aval',)
 
@@ -33,7 +36,7 @@ class Value:
 
   @property
   def bytes(self) -> int:
-    """Its size."""
+    """Its size in bytes."""
     return math.prod(self.aval.shape) * self.aval.dtype.itemsize
 
 
@@ -55,11 +58,11 @@ class Equation:
   """One operation.
 
   Attributes:
-    primitive, params: what it does.
+    primitive, params: the JAX primitive and its parameters.
     inputs: values and literals.
     outputs: values.
-    context: the settings that it was traced under.
-    source: where in the user's program it comes from.
+    context: the JAX settings that it was traced under.
+    source: JAX's source info, a stack of the user's program.
   """
 
   primitive: Primitive
@@ -76,46 +79,47 @@ class Equation:
 
   @property
   def values(self) -> Iterator[Value]:
-    """Its inputs that are values."""
+    """The inputs that are values, not literals."""
     return (atom for atom in self.inputs if isinstance(atom, Value))
 
   @property
   def has_effects(self) -> bool:
-    """Whether it does something beside making its outputs."""
+    """Whether it has side effects."""
     return any(map(has_effects, self.jaxprs)) or self.name in _EFFECTS
 
   @property
   def jaxprs(self) -> Iterator[Any]:
-    """The programs inside of it."""
+    """The jaxprs among its parameters."""
     return compat.jaxprs_in(self.params)
 
   @property
-  def place(self) -> str:
+  def source_line(self) -> str:
     """The line of the user's program that it comes from."""
-    return place_of(self.source)
+    return source_line(self.source)
 
   def replaced(self, known: Mapping[Value, Atom]) -> Equation:
-    """The same, on other inputs where they are known."""
+    """The same equation, with some inputs replaced."""
     return dataclasses.replace(self, inputs=[lookup(known, atom) for atom in self.inputs])
 
 
-_STACK = 200  # frames that are looked at
+_STACK = 200  # frames
 _FRAME = re.compile(r'(.*?):(\d+)(?::\d+)? \(.*\)$')
 
 
-def place_of(source: Any) -> str:
-  """`file.py:line` of the user's line on a stack that JAX has kept, as far as there is one."""
+def source_line(source: Any) -> str:
+  """`file.py:line` of the user's frame in JAX's source info, or 'an unknown line'."""
   text = '' if source is None else source_info_util.summarize(source, num_frames=_STACK)
-  frames = [found for found in map(_FRAME.match, reversed(text.splitlines())) if found]
+  frames = [match for match in map(_FRAME.match, reversed(text.splitlines())) if match]
   if not frames:
-    return 'an unknown place'
-  user = frames[users([found[1] for found in frames])]
+    return UNKNOWN_LINE
+  user = frames[user_frame([match[1] for match in frames])]
   return line_text(user[1], int(user[2]))
 
 
+UNKNOWN_LINE = 'an unknown line'
 _EFFECTS = frozenset({'debug_callback', 'debug_print', 'io_callback'})
 JITS = frozenset({'jit', 'pjit', 'closed_call', 'core_call'})
-"""Calls that mean what their insides mean."""
+"""Calls that can be inlined without a change of meaning."""
 REMATS = frozenset({'checkpoint', 'remat', 'remat2'})
 CUSTOM = frozenset({'custom_jvp_call', 'custom_vjp_call'})
 _INSIDE = dict.fromkeys(('jit', 'pjit', *REMATS), 'jaxpr') | dict.fromkeys(
@@ -124,14 +128,14 @@ _INSIDE = dict.fromkeys(('jit', 'pjit', *REMATS), 'jaxpr') | dict.fromkeys(
 
 
 def lookup(known: Mapping[Value, Atom], atom: Atom) -> Atom:
-  """What an atom stands for, as far as that is known."""
+  """The replacement of an atom, followed to its end; the atom itself if it has none."""
   while isinstance(atom, Value) and atom in known:
     atom = known[atom]
   return atom
 
 
 def is_call(equation: Any) -> bool:
-  """Whether an equation of a jaxpr can be replaced by what is inside."""
+  """Whether an equation of a jaxpr is a call that can be inlined."""
   return equation.primitive.name in _INSIDE
 
 
@@ -141,9 +145,9 @@ def flatten(
   """The equations of a jaxpr on given inputs, and its outputs.
 
   Args:
-    jaxpr: of any version of JAX.
+    jaxpr: a jaxpr, closed or not.
     inputs: an atom for each of its inputs.
-    opens: whether a call is replaced by its equations.
+    opens: returns whether to inline a call.
   """
   equations: list[Equation] = []
   outputs = _flatten(jaxpr, inputs, opens, equations)
@@ -151,14 +155,14 @@ def flatten(
 
 
 def resolved(known: Mapping[Value, Atom], values: Iterable[Value]) -> list[Value]:
-  """What values stand for, as values: a literal is a constant, which has an identity."""
+  """The replacements of values. A literal becomes a `Constant`, which has an identity."""
   return [_named(lookup(known, value)) for value in values]
 
 
 def _named(atom: Atom) -> Value:
   if isinstance(atom, Value):
     return atom
-  number = _number(atom)  # of weak type if it is one of Python's
+  number = _number(atom)  # a Python number has a weak type
   return Constant(
     jnp.asarray(number, None if type(number) in (bool, int, float, complex) else abstract(atom).dtype)
   )
@@ -172,7 +176,7 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
   def read(atom: Any) -> Atom:
     if not isinstance(atom, Literal):
       return known[atom]
-    if np.size(atom.val) > _LARGE_LITERAL:  # an array that was closed over
+    if np.size(atom.val) > _LARGE_LITERAL:  # a closed-over array
       return Constant(jnp.asarray(atom.val))
     return atom
 
@@ -200,81 +204,84 @@ def traced(
 ) -> tuple[list[Equation], list[Value]]:
   """The equations of a function of arrays that returns a list of arrays.
 
-  With `known`, which it fills, it is traced once for each kind of inputs: what it closes over has to stay the
-  same, and the settings of JAX.
+  Args:
+    fn: the function.
+    *inputs: its arguments.
+    known: a cache of traces, one per function and input types. The function's closure and JAX's settings
+      must not change while it is in use.
   """
-  kinds = tuple(map(abstract, inputs))
+  avals = tuple(map(abstract, inputs))
   known = {} if known is None else known
-  if (fn, kinds) not in known:
-    known[fn, kinds] = jax.make_jaxpr(fn)(*kinds)
-  return flatten(known[fn, kinds], inputs, lambda _: True)
+  if (fn, avals) not in known:
+    known[fn, avals] = jax.make_jaxpr(fn)(*avals)
+  return flatten(known[fn, avals], inputs, lambda _: True)
 
 
 def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equation], dict[Value, Atom]]:
-  """What a call consists of, and what its outputs are now."""
+  """The equations inside a call, and the replacements of its outputs."""
   equations, outputs = flatten(equation.params[_INSIDE[equation.name]], equation.inputs, opens)
   return equations, dict(zip(equation.outputs, outputs, strict=True))
 
 
-def finder(primitive: Primitive) -> Callable[[Any], bool]:
-  """A function that says whether a primitive occurs in a jaxpr, at any depth."""
-  known: dict[int, tuple[bool, Any]] = {}  # the jaxpr is kept, so that its id stays its own
+def contains(primitive: Primitive) -> Callable[[Any], bool]:
+  """A function that returns whether a primitive occurs in a jaxpr, at any depth."""
+  known: dict[int, tuple[bool, Any]] = {}  # keeps the jaxpr alive, so that its id is not reused
 
   def occurs(jaxpr: Any) -> bool:
     if id(jaxpr) not in known:
       equations = compat.opened(jaxpr).equations
-      found = any(
+      result = any(
         equation.primitive is primitive or any(map(occurs, compat.jaxprs_in(equation.params)))
         for equation in equations
       )
-      known[id(jaxpr)] = found, jaxpr
+      known[id(jaxpr)] = result, jaxpr
     return known[id(jaxpr)][0]
 
   return occurs
 
 
-def found_in(jaxprs: Iterable[Any], primitive: Primitive) -> Iterator[Any]:
+def occurrences(jaxprs: Iterable[Any], primitive: Primitive) -> Iterator[Any]:
   """The equations of a primitive in jaxprs, at any depth."""
   for jaxpr in jaxprs:
     for equation in compat.opened(jaxpr).equations:
       if equation.primitive is primitive:
         yield equation
-      yield from found_in(compat.jaxprs_in(equation.params), primitive)
+      yield from occurrences(compat.jaxprs_in(equation.params), primitive)
 
 
-def called(equation: Equation) -> str:
-  """An operation with other operations in it, as users know it: `scan at model.py:7`."""
-  return f'{"remat" if equation.name in REMATS else equation.name} at {equation.place}'
+def operation_text(equation: Equation) -> str:
+  """An operation for an error message: `scan at model.py:7`."""
+  return f'{"remat" if equation.name in REMATS else equation.name} at {equation.source_line}'
 
 
 def has_effects(jaxpr: Any) -> bool:
-  """Whether running a jaxpr does something beside making its outputs."""
+  """Whether a jaxpr has side effects."""
   return bool(getattr(jaxpr, 'effects', ()))
 
 
 def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equation]:
-  """Those equations that outputs depend on, and those that do something beside."""
-  wanted = set(outputs)
+  """The equations that outputs depend on, and those with side effects; dead code is left out."""
+  live = set(outputs)
   kept = []
   for equation in reversed(equations):
-    if not wanted.isdisjoint(equation.outputs) or equation.has_effects:
+    if not live.isdisjoint(equation.outputs) or equation.has_effects:
       kept.append(equation)
-      wanted.update(equation.values)
+      live.update(equation.values)
   return kept[::-1]
 
 
 def free_values(equations: Iterable[Equation]) -> list[Value]:
-  """The values that equations use and do not make, in the order of their first use."""
-  made: set[Value] = set()
+  """The values that equations read but do not compute, in the order of their first use."""
+  computed: set[Value] = set()
   free: dict[Value, None] = {}
   for equation in equations:
-    free.update((value, None) for value in equation.values if value not in made)
-    made.update(equation.outputs)
+    free.update((value, None) for value in equation.values if value not in computed)
+    computed.update(equation.outputs)
   return list(free)
 
 
 def run(equations: Sequence[Equation], known: dict[Value, Any], outputs: Sequence[Atom]) -> list[Any]:
-  """Evaluates equations, in a trace or outside of one; `known` has the values that they do not make."""
+  """Evaluates equations, inside a trace or outside; `known` has the arrays of their free values."""
 
   def read(atom: Atom) -> Any:
     return _number(atom) if isinstance(atom, Literal) else known[atom]
@@ -288,7 +295,8 @@ def run(equations: Sequence[Equation], known: dict[Value, Any], outputs: Sequenc
 
 
 def _number(literal: Literal) -> Any:
-  """A literal's value: one of weak type has to be a number of Python's, or results would not be weak."""
+  """A literal's value. A weakly typed one becomes a Python number: an array would give strong
+  results."""
   value = np.asarray(literal.val)
   if not abstract(literal).weak_type or value.ndim:
     return literal.val
@@ -297,6 +305,6 @@ def _number(literal: Literal) -> Any:
 
 
 def abstract(atom: Atom) -> jax.ShapeDtypeStruct:
-  """Shape and dtype of an atom."""
+  """Shape, dtype and weak type of an atom."""
   aval: Any = atom.aval
   return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, 'weak_type', False))

@@ -1,6 +1,8 @@
-"""Reading: a traced step as a microbatch loop, and what comes before and after it.
+"""Microbatch loop: splits a traced step into its loop over microbatches and the equations around it.
 
-A function without a loop (inference, evaluation) is all loop, of one microbatch.
+The loop is the `scan` that has marks inside; the rest of the step is the optimizer, the learning rate
+and other code that runs once. Equations that give the same result in every pass are hoisted out of the
+loop. A function without a loop (inference, evaluation) is treated as a loop over a single microbatch.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
-from flax_spmd._src.pipeline.cut.stage_assignment import Body, check_outside, places
+from flax_spmd._src.pipeline.cut.stage_assignment import Body, check_outside, source_lines
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, microbatch_p, stage_end_p
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.text import few
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 
@@ -26,15 +28,15 @@ class Loop:
   """The microbatch loop.
 
   Attributes:
-    body: a pass of it; its invariants are values of the step.
-    count: how many microbatches there are.
-    batch: what `body.slices` are slices of.
-    starts: what `body.carried` begin as.
-    finals: what `body.updated` are in the end.
-    stacks: what `body.kept` are, of all microbatches.
-    schedule: as given to `accumulate`, if it was.
-    once: whether it is no loop, but a function that runs once: then `stacks` are as `body.kept`.
-    place: the line that it is at.
+    body: one pass of the loop; its invariants are values of the step.
+    count: number of microbatches.
+    batch: the arrays that `body.slices` are slices of.
+    starts: initial values of `body.carried`.
+    finals: final values of `body.updated`.
+    stacks: the values of `body.kept` of all microbatches, stacked.
+    schedule: the schedule given to `accumulate`, if any.
+    once: whether this is a function without a loop; then `stacks` equal `body.kept`.
+    source_line: the line of the loop in the user's program.
   """
 
   body: Body
@@ -45,16 +47,16 @@ class Loop:
   stacks: list[Value]
   schedule: Schedule | None
   once: bool = False
-  place: str = 'an unknown place'
+  source_line: str = eq.UNKNOWN_LINE
 
 
 @dataclasses.dataclass
-class Step:
+class StepParts:
   """A traced step.
 
   Attributes:
     arguments: its inputs.
-    equations: all but the loop, in an order in which they can run.
+    equations: its equations outside the loop, in a valid order.
     loop: the loop.
     results: its outputs.
   """
@@ -65,14 +67,15 @@ class Step:
   results: list[Value]
 
 
-def read(jaxpr: Any) -> Step:
-  """The step that was traced.
+def read_step(jaxpr: Any) -> StepParts:
+  """Splits a step's jaxpr into the microbatch loop and the rest.
 
   Raises:
-    PipelineError: it has no stage ends, several loops with stage ends, or a loop where it cannot be seen.
+    PipelineError: there are no stage ends, or several loops with stage ends, or the loop is inside
+      another operation.
   """
   arguments = [Value(variable.aval) for variable in compat.opened(jaxpr).inputs]
-  marked, passes = eq.finder(stage_end_p), eq.finder(microbatch_p)
+  marked, passes = eq.contains(stage_end_p), eq.contains(microbatch_p)
 
   def opens(one: Any) -> bool:
     inside = list(compat.jaxprs_in(one.params))
@@ -90,8 +93,8 @@ def read(jaxpr: Any) -> Step:
   if ends and any(map(_has_microbatches, loops)):
     loop = next(filter(_has_microbatches, loops))
     raise PipelineError(
-      f'Stages end outside of the microbatch loop, which is at {loop.place}:\n{places(ends)}\n'
-      'Fix: compute what needs the model inside of the function that accumulate gets.'
+      f'Stages end outside the microbatch loop, which is at {loop.source_line}:\n{source_lines(ends)}\n'
+      'Fix: call the model only inside the function that is passed to accumulate.'
     )
   if ends:
     return _once(arguments, equations, results)
@@ -101,19 +104,19 @@ def read(jaxpr: Any) -> Step:
 
 
 def _has_microbatches(scan: Equation) -> bool:
-  """Whether it is a loop over microbatches, by what is in it; another may be the model's own."""
-  ways = _ways(scan)
-  return 'backward' in ways or 'microbatch' in ways
+  """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
+  marks = _marks_in(scan)
+  return 'backward' in marks or 'microbatch' in marks
 
 
-def _ways(equation: Equation) -> set[str]:
-  """Which kinds of marks are in an equation."""
-  found = {one.params['way'] for one in eq.found_in(equation.jaxprs, stage_end_p)}
-  return found | {'microbatch' for _ in eq.found_in(equation.jaxprs, microbatch_p)}
+def _marks_in(equation: Equation) -> set[str]:
+  """The marks inside an equation: directions of stage ends, and 'microbatch'."""
+  directions = {one.params['direction'] for one in eq.occurrences(equation.jaxprs, stage_end_p)}
+  return directions | {'microbatch' for _ in eq.occurrences(equation.jaxprs, microbatch_p)}
 
 
 def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
-  """Raises unless there is one loop, and nothing else, with marks in it."""
+  """Raises unless exactly one equation has marks inside, and it is a loop."""
   if len(loops) == 1 == len(within):
     return
   if not within:
@@ -121,48 +124,48 @@ def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
       'No stage ends in this function.\nFix: write x = flax_spmd.pipeline.stage_end(x) in the model, '
       'between two stages.'
     )
-  around = [one for one in within if one.name != 'scan' and 'microbatch' in _ways(one)]
+  around = [one for one in within if one.name != 'scan' and 'microbatch' in _marks_in(one)]
   if around:
     raise PipelineError(
-      'The microbatch loop is inside of another operation, where it cannot be run as a pipeline:\n'
-      + few([f'  {eq.called(one)}' for one in around])
-      + '\nFix: call accumulate at the top of the step, outside of branches, loops and remat.'
+      'The microbatch loop is inside another operation, where it cannot be run as a pipeline:\n'
+      + first_lines([f'  {eq.operation_text(one)}' for one in around])
+      + '\nFix: call accumulate at the top level of the step, outside branches, loops and remat.'
     )
   if not loops or len(loops) < len(within):
     check_outside([one for one in within if one not in loops])
-  ways = list(map(_ways, loops))
-  if any('backward' in each and 'forward' not in each for each in ways):
+  directions = list(map(_marks_in, loops))
+  if any('backward' in each and 'forward' not in each for each in directions):
     raise PipelineError(
-      f'Gradients are taken of the microbatch loop at {loops[0].place}, and a pipeline takes them in it.\n'
-      'Fix: give accumulate the function with its gradients, jax.value_and_grad(loss).'
+      f'Gradients are taken of the microbatch loop at {loops[0].source_line}, and a pipeline takes them '
+      'inside the loop.\nFix: pass accumulate a function that takes gradients: jax.value_and_grad(loss).'
     )
   raise PipelineError(
-    f'A pipeline has one microbatch loop, and this function has {len(loops)}:\n{places(loops)}\n'
-    'Fix: call accumulate once, or make a pipeline_jit of each part that has a loop of its own.'
+    f'A pipeline has one microbatch loop, and this function has {len(loops)}:\n{source_lines(loops)}\n'
+    'Fix: call accumulate once, or make a separate pipeline_jit for each loop.'
   )
 
 
-def _once(arguments, equations, results) -> Step:
-  """A function without a loop."""
+def _once(arguments, equations, results) -> StepParts:
+  """A function without a loop, as a loop over one microbatch."""
   ends = [one for one in equations if one.primitive in (stage_end_p, may_end_p)]
-  back = [one for one in ends if one.params['way'] == 'backward']
+  back = [one for one in ends if one.params['direction'] == 'backward']
   if back:
     raise PipelineError(
-      f'Gradients are taken through stage ends outside of a microbatch loop:\n{places(back)}\n'
-      'Fix: take them by flax_spmd.pipeline.accumulate, with microbatches=1 if the batch is to stay whole.'
+      f'Gradients are taken through stage ends outside a microbatch loop:\n{source_lines(back)}\n'
+      'Fix: take them inside flax_spmd.pipeline.accumulate, with microbatches=1 to keep the batch whole.'
     )
   constants = [value for value in eq.free_values(equations) if isinstance(value, Constant)]
-  given = {*arguments, *constants}
-  kept = [atom for atom in dict.fromkeys(results) if isinstance(atom, Value) and atom not in given]
+  inputs = {*arguments, *constants}
+  kept = [atom for atom in dict.fromkeys(results) if isinstance(atom, Value) and atom not in inputs]
   body = Body(equations, [*arguments, *constants], [], [], [], kept)
   loop = Loop(body, 1, [], [], [], kept, None, once=True)
-  return Step(arguments, [], loop, results)
+  return StepParts(arguments, [], loop, results)
 
 
-def _looped(arguments, equations, results, scan: Equation, marked, passes) -> Step:
+def _looped(arguments, equations, results, scan: Equation, marked, passes) -> StepParts:
   if scan.params['reverse']:
     raise PipelineError(
-      f'The microbatch loop at {scan.place} runs in reverse, from the last microbatch to the first.\n'
+      f'The microbatch loop at {scan.source_line} runs in reverse, from the last microbatch to the first.\n'
       'Fix: let it run forwards, as accumulate does.'
     )
   constants, carried = compat.scan_counts(scan.params)
@@ -170,7 +173,6 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
   starts, batch = scan.inputs[constants : constants + carried], scan.inputs[constants + carried :]
   variables = [Value(variable.aval) for variable in inner.inputs[constants:]]
   before, slices = variables[:carried], variables[carried:]
-  # a stage can end inside of a jitted block; small blocks (gelu, where) are opened to be seen through
   inside, outputs = _opened(scan.params['jaxpr'], [*scan.inputs[:constants], *variables], marked)
   _check_nested(scan, [one for one in inside if any(map(passes, one.jaxprs))])
   whole, inside = inside, _needed(inside, outputs)
@@ -189,22 +191,23 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
     scan.outputs[:carried],
     scan.outputs[carried:],
     schedule,
-    place=scan.place,
+    source_line=scan.source_line,
   )
   rest = [*equations[:index], *hoisted, *equations[index + 1 :]]
-  return Step(arguments, rest, loop, results)
+  return StepParts(arguments, rest, loop, results)
 
 
 def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation], list[Value]]:
-  """The equations of a pass, with calls opened that have marks in them.
+  """The equations of a pass, with some calls inlined.
 
-  A stage can end inside of a jitted block; small blocks (gelu, where) are opened to be seen through.
+  Jitted blocks with marks inside are inlined, and so are small blocks (gelu, where), which stages may
+  recompute.
   """
 
   def has_marks(one: Any) -> bool:
     return any(map(marked, compat.jaxprs_in(one.params)))
 
-  proposed = eq.finder(may_end_p)
+  proposed = eq.contains(may_end_p)
 
   def opens(one: Any) -> bool:
     may = one.primitive.name in eq.JITS and any(map(proposed, compat.jaxprs_in(one.params)))
@@ -213,62 +216,63 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation],
   equations, outputs = eq.flatten(jaxpr, inputs, opens)
   opened: list[Equation] = []
   known: dict[Value, Atom] = {}
-  again: list[Equation] = []
+  recomputed: list[Equation] = []
   for one in equations:
     one.inputs = [eq.lookup(known, atom) for atom in one.inputs]
     if has_marks(one) and _repeats(one):
-      inside, found = eq.opened(one, lambda inner: has_marks(inner) or _is_small(inner))
+      inside, replacements = eq.opened(one, lambda inner: has_marks(inner) or _is_small(inner))
       opened += inside
-      known.update(found)
-      again += filter(_is_end, inside)
+      known.update(replacements)
+      recomputed += filter(_is_end, inside)
     else:
       opened.append(one)
   outputs = eq.resolved(known, outputs)
-  _check_again(again, opened, outputs)
+  _check_recomputed(recomputed, opened, outputs)
   return opened, outputs
 
 
 def _repeats(equation: Any) -> bool:
-  """Whether it is a remat on the way back, which computes again what it did on the way forward."""
+  """Whether it is a remat in the backward pass, which recomputes its forward."""
   return equation.primitive.name in eq.REMATS and bool(equation.params.get('differentiated'))
 
 
-def _check_again(
-  again: Sequence[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]
+def _check_recomputed(
+  recomputed: Sequence[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]
 ) -> None:
-  """Raises if marks are among what is computed again: a stage would have to run before others do."""
-  found = set(again) & set(eq.needed(equations, outputs)) if again else ()
-  if found:
+  """Raises if a recomputation has marks that are needed: the backward of one stage would wait for
+  others."""
+  live = set(recomputed) & set(eq.needed(equations, outputs)) if recomputed else ()
+  if live:
     raise PipelineError(
-      'Stages end inside of nn.remat (jax.checkpoint), which computes them again for gradients:\n'
-      f'{places([one for one in again if one in found])}\n'
-      'Fix: put nn.remat inside of a stage, not around its end.'
+      'Stages end inside nn.remat (jax.checkpoint), which recomputes them for gradients:\n'
+      f'{source_lines([one for one in recomputed if one in live])}\n'
+      'Fix: put nn.remat inside a stage, not around its end.'
     )
 
 
 def _check_nested(scan: Equation, inner: Sequence[Equation]) -> None:
   if inner:
     raise PipelineError(
-      f'The microbatch loop at {inner[0].place} is inside of another loop, at {scan.place}.\n'
-      'Fix: call accumulate at the top of the step, and loop over steps in Python.'
+      f'The microbatch loop at {inner[0].source_line} is inside another loop, at {scan.source_line}.\n'
+      'Fix: call accumulate at the top level of the step, and loop over steps in Python.'
     )
 
 
 def _is_end(equation: Equation) -> bool:
-  return equation.primitive is stage_end_p and equation.params['way'] == 'forward'
+  return equation.primitive is stage_end_p and equation.params['direction'] == 'forward'
 
 
 def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
-  """What outputs depend on, and marks that are passed backwards.
+  """The equations that outputs depend on, with the forward mark of every backward mark.
 
-  The forward of the last stage may have no use (gradients alone, of a loss that is linear); a mark before it
-  has to be there all the same, for its number.
+  The forward of the last stage may be dead code, if the loss is linear and only gradients are used. The
+  mark before it is kept all the same, to pair with the backward mark.
   """
   kept = eq.needed(equations, outputs)
   back = Counter(
     one.params['number']
     for one in kept
-    if one.primitive is stage_end_p and one.params['way'] == 'backward'
+    if one.primitive is stage_end_p and one.params['direction'] == 'backward'
   )
   back.subtract(one.params['number'] for one in kept if _is_end(one))
   short = [one for one in equations if _is_end(one) and back[one.params['number']] > 0]
@@ -278,7 +282,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equa
 
 
 def _is_small(equation: Any) -> bool:
-  """Whether a jitted block has nothing in it but cheap operations on elements."""
+  """Whether a jitted block has cheap elementwise operations only."""
   return equation.primitive.name in eq.JITS and all(
     one.primitive.name in residuals.CHEAP or _is_small(one)
     for inside in compat.jaxprs_in(equation.params)
@@ -287,17 +291,17 @@ def _is_small(equation: Any) -> bool:
 
 
 def _hoisted(equations: Sequence[Equation], own: set[Value]) -> tuple[list[Equation], list[Equation]]:
-  """What is the same in every pass, to be done once before; and the rest.
+  """The loop-invariant equations, to run once before the loop; and the other equations.
 
-  What costs nothing to compute stays, unless the former needs it.
+  Invariant views stay in the loop; those that hoisted equations need are in both.
   """
   varying = set(own)
   for one in equations:
     fixed = one.primitive in (stage_end_p, may_end_p, microbatch_p) or one.has_effects
     if fixed or not varying.isdisjoint(one.values):
       varying.update(one.outputs)
-  same = [one for one in equations if not varying.intersection(one.outputs) and one.outputs]
-  worth = [one for one in same if one.name not in residuals.VIEWS]
-  hoisted = eq.needed(same, [value for one in worth for value in one.outputs])
-  gone = set(worth)
-  return hoisted, [one for one in equations if one not in gone]
+  invariant = [one for one in equations if not varying.intersection(one.outputs) and one.outputs]
+  moved = [one for one in invariant if one.name not in residuals.VIEWS]
+  hoisted = eq.needed(invariant, [value for one in moved for value in one.outputs])
+  removed = set(moved)
+  return hoisted, [one for one in equations if one not in removed]

@@ -1,10 +1,11 @@
-"""Residuals: what a stage keeps from its forward for its backward.
+"""Residuals: the values that a stage keeps from a microbatch's forward until its backward.
 
-JAX keeps what differentiation happens to use. Most of that can be computed again from less by cheap
-operations, and some of it is only computed for the backward. What to keep is a minimum cut: of a graph of
-values and equations, with the bytes of a value as the capacity of keeping it, between what the forward has
-and what the backward uses. (As in Chen et al., arXiv:1604.06174, section 4; the cut is PyTorch
-functorch's min-cut partitioner's.)
+JAX keeps every value that differentiation happens to use. Most can be recomputed from fewer bytes by
+cheap elementwise operations, and some are computed for the backward alone. The fewest bytes to keep are
+a minimum cut. Its graph has the values and equations of the forward as nodes, between the forward's
+inputs and the values that the backward reads; cutting a value means keeping it, at a capacity of its
+bytes. Recomputation follows Chen et al., arXiv:1604.06174, section 4; the cut follows the min-cut
+partitioner of PyTorch's functorch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ VIEWS = frozenset(
     'sharding_constraint',
   ]
 )
-"""Operations that compute nothing: they are cheaper to do again than to hand on."""
+"""Operations without arithmetic, cheaper to repeat than to store their results."""
 
 CHEAP = VIEWS | frozenset(
   [
@@ -84,101 +85,101 @@ CHEAP = VIEWS | frozenset(
     'add_any',
   ]
 )
-"""Operations on elements, bound by memory: doing them again costs less than keeping their results."""
+"""Memory-bound elementwise operations, cheaper to repeat than to store their results."""
 
 
-class Choice(NamedTuple):
-  """Which equations of a forward are done in the backward.
+class Recomputation(NamedTuple):
+  """The equations of a forward that its backward evaluates.
 
   Attributes:
-    moved: those that only the backward needs.
-    again: those that both do.
+    moved: equations evaluated in the backward only.
+    repeated: equations evaluated in both.
   """
 
   moved: set[Equation]
-  again: set[Equation]
+  repeated: set[Equation]
 
 
 def choose(
-  forward: Sequence[Equation], used: set[Value], handed_on: set[Value], kept_anyway: set[Value]
-) -> Choice:
-  """Chooses what a stage keeps, so that it is the fewest bytes.
+  forward: Sequence[Equation], used: set[Value], outputs: set[Value], available: set[Value]
+) -> Recomputation:
+  """Chooses the residuals of a stage that take the fewest bytes.
 
   Args:
     forward: the equations of its forward.
-    used: the values that its backward uses.
-    handed_on: the values that its forward has to make for others.
-    kept_anyway: values that are there for the backward at no cost.
+    used: the values that its backward reads.
+    outputs: the values that its forward computes for other tasks.
+    available: values that the backward can read at no cost.
 
   Example:
     >>> from flax_spmd._src.pipeline.cut.equations import Value, traced
     >>> x = Value(jax.typeof(jnp.ones((8, 8))))
     >>> (product, sine, half), [result] = traced(lambda x: [jnp.sin(x @ x) * 0.5], x)
-    >>> choose([product, sine, half], set(half.outputs), set(), {x}).again == set()
+    >>> choose([product, sine, half], set(half.outputs), set(), {x}).repeated == set()
     True
-    >>> found = choose([product, sine, half], {*sine.outputs, *half.outputs}, set(half.outputs), set())
-    >>> found.again == {half}  # the sine is kept: it gives both
+    >>> result = choose([product, sine, half], {*sine.outputs, *half.outputs}, set(half.outputs), set())
+    >>> result.repeated == {half}  # the sine is kept: both follow from it
     True
   """
-  graph = _Graph()
-  maker = {value: equation for equation in forward for value in equation.outputs}
-  must = _needed_by(handed_on, maker)
-  values = set(maker).union(*(equation.values for equation in forward), used) - kept_anyway
+  graph = _FlowNetwork()
+  producer = {value: equation for equation in forward for value in equation.outputs}
+  required = _needed_by(outputs, producer)
+  values = set(producer).union(*(equation.values for equation in forward), used) - available
   users: dict[Value, list[Equation]] = defaultdict(list)
   for equation in forward:
     for value in set(equation.values) & values:
       users[value].append(equation)
   for value in values:
-    graph.add(maker.get(value, _HERE), value, max(value.bytes, 1))
+    graph.add(producer.get(value, _SOURCE), value, max(value.bytes, 1))
     for user in users[value]:
       graph.add(value, user)
     if value in used:
-      graph.add(value, _THERE)
+      graph.add(value, _SINK)
   for equation in forward:
     if equation.name in CHEAP:
       continue
-    if equation in must or equation.has_effects:
-      graph.add(_HERE, equation)
-    for value in equation.outputs:  # it is done once, so where a user needs it, it is
+    if equation in required or equation.has_effects:
+      graph.add(_SOURCE, equation)
+    for value in equation.outputs:  # it runs once: if a user runs in the forward, so does it
       for user in users[value]:
         graph.add(user, equation)
-  here = graph.side()
-  there = {equation for equation in forward if equation not in here}
-  return Choice(there - must, there & must)
+  in_forward = graph.source_side()
+  in_backward = {equation for equation in forward if equation not in in_forward}
+  return Recomputation(in_backward - required, in_backward & required)
 
 
-_HERE, _THERE = 'forward', 'backward'
+_SOURCE, _SINK = 'forward', 'backward'
 
 
-def _needed_by(values: Iterable[Value], maker: dict[Value, Equation]) -> set[Equation]:
-  """The equations that values come from."""
-  found: set[Equation] = set()
-  open_ = [maker[value] for value in values if value in maker]
-  while open_:
-    equation = open_.pop()
-    if equation not in found:
-      found.add(equation)
-      open_ += [maker[value] for value in equation.values if value in maker]
-  return found
+def _needed_by(values: Iterable[Value], producer: dict[Value, Equation]) -> set[Equation]:
+  """The equations that values depend on."""
+  needed: set[Equation] = set()
+  pending = [producer[value] for value in values if value in producer]
+  while pending:
+    equation = pending.pop()
+    if equation not in needed:
+      needed.add(equation)
+      pending += [producer[value] for value in equation.values if value in producer]
+  return needed
 
 
-class _Graph:
-  """A graph with capacities, from `_HERE` to `_THERE`; scipy finds its minimum cut."""
+class _FlowNetwork:
+  """A graph with capacities from `_SOURCE` to `_SINK`, whose minimum cut scipy computes."""
 
   def __init__(self):
-    self._numbers: dict[Hashable, int] = {_HERE: 0, _THERE: 1}
+    self._numbers: dict[Hashable, int] = {_SOURCE: 0, _SINK: 1}
     self._edges: dict[tuple[int, int], float] = {}
 
   def add(self, start: Hashable, end: Hashable, capacity: float = float('inf')) -> None:
-    """An edge; without a capacity it cannot be cut."""
+    """Adds an edge. With infinite capacity it is never cut."""
     key = self._number(start), self._number(end)
     self._edges[key] = max(self._edges.get(key, 0), capacity)
 
   def _number(self, node: Hashable) -> int:
     return self._numbers.setdefault(node, len(self._numbers))
 
-  def side(self) -> set[Hashable]:
-    """The nodes on this side of the cut. Capacities are rounded to what 32 bits can tell apart."""
+  def source_side(self) -> set[Hashable]:
+    """The nodes on the source's side of the minimum cut. Capacities are rounded to 32-bit integers."""
     if not self._edges:
       return set()
     finite = [capacity for capacity in self._edges.values() if capacity < float('inf')]
@@ -192,6 +193,6 @@ class _Graph:
     left = graph - maximum_flow(graph, 0, 1).flow
     left.data = np.where(left.data > 0, left.data, 0)
     left.eliminate_zeros()
-    # of several cuts that are as small, the one that leaves the least to be done again
+    # of several minimum cuts, the one with the fewest equations on the backward's side
     beyond = set(breadth_first_order(left.T.tocsr(), 1, return_predecessors=False).tolist())
     return {node for node, number in self._numbers.items() if number not in beyond}

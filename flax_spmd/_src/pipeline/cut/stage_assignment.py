@@ -1,9 +1,9 @@
-"""Cutting: which stage of a pipeline every equation of the microbatch function belongs to.
+"""Stage assignment: the stage of every equation of the microbatch function.
 
-A microbatch goes through the stages and, where the function takes gradients, back again. So its work is
-a line of *positions*: the forwards of stages 0 to S-1, then the backwards of stages S-1 to 0. A mark says
-where one position ends; any other equation is at the last of its inputs' positions. What depends on no
-mark (parameters cast, masks, positions of tokens) is where it is needed first.
+A microbatch passes through the stages and, if the function takes gradients, back again. Its work is a
+sequence of *positions*: the forwards of stages 0 to S-1, then the backwards of stages S-1 to 0. A mark
+ends a position; any other equation has the last position of its inputs. An equation that depends on no
+mark (casts of parameters, masks, position embeddings) gets the position of its first reader.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, microbatch_p, stage_end_p
 from flax_spmd._src.pipeline.schedules.tasks import Kind
-from flax_spmd._src.text import few
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 
 @dataclasses.dataclass
 class Body:
-  """The microbatch function, or a whole function that has no loop.
+  """The microbatch function, or a whole function without a loop.
 
   Attributes:
-    equations: what it does.
-    invariants: values that are the same for all microbatches.
-    slices: values that are each microbatch's own.
-    carried: values that one pass hands to the next, as they come in.
-    updated: these values, as they go out.
-    kept: results of each microbatch.
-    idle: marks whose results nobody uses; they are not among the equations.
+    equations: its operations.
+    invariants: inputs that are the same for all microbatches.
+    slices: inputs of one microbatch, slices of the batch.
+    carried: inputs carried over from the pass before.
+    updated: the carried values after the pass.
+    kept: results of one microbatch.
+    idle: marks with unused results, which are not among the equations.
   """
 
   equations: list[Equation]
@@ -45,18 +45,18 @@ class Body:
 
   @property
   def results(self) -> list[Value]:
-    """All that goes out."""
+    """All outputs."""
     return [*self.updated, *self.kept]
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-  """The positions that a microbatch goes through.
+class Positions:
+  """The positions that a microbatch passes through.
 
   Attributes:
-    stages: how many.
-    backward: whether it goes back again.
-    turn: whether the last stage's forward and backward are one position.
+    stages: number of stages.
+    backward: whether there is a backward pass.
+    turn: whether the last stage's forward and backward are merged into one position.
   """
 
   stages: int
@@ -69,18 +69,18 @@ class Line:
     return 2 * self.stages if self.backward else self.stages
 
   def at(self, position: int) -> int:
-    """The position, or that which it is one with."""
+    """The position, after merging the last stage's forward and backward."""
     last = self.stages - 1
     return min(last + 1 if self.turn and position == last else position, self.end - 1)
 
   def task(self, position: int) -> tuple[Kind, int]:
-    """What a schedule calls it."""
+    """The kind and stage of a position's task."""
     if position < self.stages:
       return 'fwd', position
     return 'bwd', self.stage(position)
 
   def stage(self, position: int) -> int:
-    """Whose work it is."""
+    """The stage of a position."""
     return position if position < self.stages else 2 * self.stages - 1 - position
 
   @property
@@ -88,151 +88,157 @@ class Line:
     """The first position that can have gradients."""
     return self.stages
 
-  def ends(self, way: str, mark: int) -> tuple[int, int]:
-    """The last position before a mark, and the first one after it."""
-    if way == 'forward':
+  def around(self, direction: str, mark: int) -> tuple[int, int]:
+    """The last position before a mark, and the first position after it."""
+    if direction == 'forward':
       return self.at(mark), self.at(mark + 1)
     after = 2 * self.stages - 1 - mark
     return self.at(max(after - 1, self.first_backward)), self.at(after)
 
 
 @dataclasses.dataclass
-class Cut:
-  """A body, and where everything in it is.
+class StageAssignment:
+  """A body, with the position of every equation.
 
   Attributes:
-    body: without marks.
-    line: the positions.
-    position: of every equation.
-    free: equations that depend on no mark, which could be anywhere before.
-    border: values that a stage hands to the next, which are not computed again there.
+    body: the body, without marks.
+    positions: all positions.
+    position: the position of each equation.
+    free: equations that depend on no mark; any earlier position would do.
+    border: operands of marks, which are sent to the next stage and not recomputed there.
   """
 
   body: Body
-  line: Line
+  positions: Positions
   position: dict[Equation, int]
   free: set[Equation]
   border: set[Value]
 
 
-def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> Cut:
+def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> StageAssignment:
   """Cuts a body at its marks.
 
   Args:
     body: the body.
-    stages: how many stages the schedule has.
-    title: what the schedule is called in messages.
+    stages: number of stages of the schedule.
+    title: name of the schedule, for errors.
     turn: whether the schedule runs the last stage's backward right after its forward.
-    split: whether gradients of weights are tasks of their own: then calls are opened on the way back.
+    split: whether gradients of weights are separate tasks. Then calls in the backward pass are inlined.
 
   Raises:
-    PipelineError: marks are too many or too few, inside other operations, or in a wrong order.
+    PipelineError: there are too many or too few marks, or marks inside other operations or out of order.
   """
   check_outside(body.equations)
   marks = paired(body.equations, stage_end_p)
-  ends = {way for way, _ in marks.values()}
-  count = sum(way == 'forward' for way, _ in marks.values())
+  ends = {direction for direction, _ in marks.values()}
+  count = sum(direction == 'forward' for direction, _ in marks.values())
   _check_count(count, stages, title, body)
-  line = Line(stages, 'backward' in ends, 'backward' in ends and (turn or count < stages))
-  position, free = _place(body, line, marks, {})
-  if line.backward:
-    body, floors = _opened(body, _seen_through(body, line, position, split), position)
-    position, free = _place(body, line, marks, floors)
+  positions = Positions(stages, 'backward' in ends, 'backward' in ends and (turn or count < stages))
+  position, free = _assign(body, positions, marks, {})
+  if positions.backward:
+    body, floors = _inlined(body, _calls_to_inline(body, positions, position, split), position)
+    position, free = _assign(body, positions, marks, floors)
   border = {value for one in body.equations if one in marks for value in one.values}
-  return Cut(_without_marks(body), line, position, free, border)
+  return StageAssignment(_without_marks(body), positions, position, free, border)
 
 
 def stage_ends(equations: Sequence[Equation]) -> int:
-  """How many stages equations end, going forward."""
+  """The number of stage ends in the forward pass."""
   return len(ends_among(equations))
 
 
 def ends_among(equations: Sequence[Equation]) -> list[Equation]:
-  """The marks that end stages, going forward."""
-  return [one for one in equations if one.primitive is stage_end_p and one.params['way'] == 'forward']
+  """The stage ends in the forward pass."""
+  return [
+    one for one in equations if one.primitive is stage_end_p and one.params['direction'] == 'forward'
+  ]
 
 
 def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tuple[str, int]]:
-  """Of the marks of a kind, which way each mark goes, and how many marks are before it on the way forward.
+  """The direction of each mark of a primitive, and its index among the forward marks.
 
-  A mark's number can occur several times, since JAX keeps the traces of jitted blocks: the last forward
-  mark of a number goes with the first backward mark.
+  A backward mark gets the index of its forward mark, by their number. A number can occur several times,
+  since JAX caches the traces of jitted blocks: then the last forward mark pairs with the first backward
+  mark.
   """
   forward: dict[int, list[int]] = defaultdict(list)
-  found: dict[Equation, tuple[str, int]] = {}
+  marks: dict[Equation, tuple[str, int]] = {}
   for equation in equations:
     if equation.primitive is not primitive:
       continue
-    way, number = equation.params['way'], equation.params['number']
-    if way == 'tangent':
+    direction, number = equation.params['direction'], equation.params['number']
+    if direction == 'tangent':
       raise PipelineError(
-        f'The stage end at {equation.place} is differentiated forwards (jax.jvp), and a pipeline runs '
-        'gradients only.\nFix: take gradients by jax.grad or jax.value_and_grad.'
+        f'The stage end at {equation.source_line} is differentiated in forward mode (jax.jvp), and a '
+        'pipeline runs reverse mode only.\nFix: take gradients by jax.grad or jax.value_and_grad.'
       )
-    if way == 'forward':
-      found[equation] = way, sum(len(marks) for marks in forward.values())
-      forward[number].append(found[equation][1])
+    if direction == 'forward':
+      marks[equation] = direction, sum(map(len, forward.values()))
+      forward[number].append(marks[equation][1])
       continue
     if not forward[number]:
       raise PipelineError(
-        f'The stage end at {equation.place} is passed backwards more often than forwards: gradients are '
-        'taken of gradients.\nFix: take gradients once, by jax.grad or jax.value_and_grad of the loss.'
+        f'The stage end at {equation.source_line} has more backward passes than forward passes: '
+        'gradients are taken of gradients.\n'
+        'Fix: take gradients once, by jax.grad or jax.value_and_grad of the loss.'
       )
-    found[equation] = way, forward[number].pop()
-  return found
+    marks[equation] = direction, forward[number].pop()
+  return marks
 
 
-_INSTEAD = {
-  'scan': 'loop over the stages in Python, each with a scan of its own, and end the stages between.',
-  'while': 'loop over the stages in Python, and end the stages between.',
-  'cond': 'end the stage outside of the branches.',
-  **dict.fromkeys(eq.REMATS, 'put nn.remat (jax.checkpoint) inside of a stage, not around its end.'),
+_FIXES = {
+  'scan': 'loop over the stages in Python, with one scan for each, and end stages between the scans.',
+  'while': 'loop over the stages in Python, and end stages between iterations.',
+  'cond': 'end the stage outside the branches.',
+  **dict.fromkeys(eq.REMATS, 'put nn.remat (jax.checkpoint) inside a stage, not around its end.'),
 }
 
 
 def check_outside(equations: Sequence[Equation]) -> None:
-  """Marks have to be at the top of a body: what is inside an operation cannot be cut.
+  """Raises if marks are inside other operations, which cannot be cut.
 
   Raises:
-    PipelineError: some are not.
+    PipelineError: the operations with marks inside.
   """
-  marked = eq.finder(stage_end_p)
-  found: dict[str, dict[str, None]] = defaultdict(dict)
+  marked = eq.contains(stage_end_p)
+  nested: dict[str, dict[str, None]] = defaultdict(dict)
   fixes: dict[str, None] = {}
   for equation in equations:
     if equation.primitive is not stage_end_p and any(map(marked, equation.jaxprs)):
-      for mark in eq.found_in(equation.jaxprs, stage_end_p):
-        found[eq.called(equation)][eq.place_of(mark.source_info)] = None
-      fixes[_INSTEAD.get(equation.name, 'end the stage outside of it.')] = None
-  if found:
+      for mark in eq.occurrences(equation.jaxprs, stage_end_p):
+        nested[eq.operation_text(equation)][eq.source_line(mark.source_info)] = None
+      fixes[_FIXES.get(equation.name, 'end the stage outside it.')] = None
+  if nested:
     raise PipelineError(
-      'A stage ends inside of an operation that cannot be cut:\n'
-      + few([f'  {called}, stage end at {", ".join(ends)}' for called, ends in found.items()])
+      'A stage ends inside an operation that cannot be cut:\n'
+      + first_lines(
+        [f'  {operation}, stage end at {", ".join(ends)}' for operation, ends in nested.items()]
+      )
       + ''.join(f'\nFix: {fix}' for fix in fixes)
     )
 
 
-def places(equations: Sequence[Equation]) -> str:
-  """The lines that equations come from, each on a line of its own."""
-  counts = Counter(one.place for one in equations)
-  return few(
-    [f'  {place}' + (f', {count} times' if count > 1 else '') for place, count in counts.items()]
+def source_lines(equations: Sequence[Equation]) -> str:
+  """The source lines of equations, as text of one line each."""
+  counts = Counter(one.source_line for one in equations)
+  return first_lines(
+    [f'  {line}' + (f', {count} times' if count > 1 else '') for line, count in counts.items()]
   )
 
 
 def _check_count(count: int, stages: int, title: str, body: Body) -> None:
   if count in (stages, stages - 1):
     return
-  found = places(ends_among(body.equations))
-  idle = f'Stage ends whose results are not used:\n{places(body.idle)}\n' if body.idle else ''
-  fixes = ['write x = stage_end(x), and go on with x.'] if body.idle else []
+  lines = source_lines(ends_among(body.equations))
+  idle = f'Stage ends whose results are not used:\n{source_lines(body.idle)}\n' if body.idle else ''
+  fixes = ['write x = stage_end(x), and use the new x.'] if body.idle else []
   fixes.append(
     f'end {stages - 1} {"stage" if stages == 2 else "stages"} by stage_end (between stages) or {stages} '
     f'(after each), or use a schedule of {fitting_stages(count)}.'
   )
   raise PipelineError(
     f'The model has {ends_text(count)}, and {title} has {stages} stages.\n'
-    + (f'{found}\n' if found else '')
+    + (f'{lines}\n' if lines else '')
     + idle
     + '\n'.join(f'Fix: {fix}' for fix in fixes)
   )
@@ -244,98 +250,109 @@ def ends_text(count: int) -> str:
 
 
 def fitting_stages(count: int) -> str:
-  """How many stages a model with some stage ends can have, as text."""
+  """The possible numbers of stages of a model with some stage ends, as text."""
   return f'{count} or {count + 1} stages' if count else '1 stage'
 
 
-def placed_at(body: Body, line: Line, marks: Mapping[Equation, tuple[str, int]]) -> dict[Equation, int]:
-  """The position of every equation of a body that is cut at some marks."""
-  return _place(body, line, marks, {})[0]
+def positions_of(
+  body: Body, positions: Positions, marks: Mapping[Equation, tuple[str, int]]
+) -> dict[Equation, int]:
+  """The position of every equation of a body, cut at some marks."""
+  return _assign(body, positions, marks, {})[0]
 
 
-def _place(
-  body: Body, line: Line, marks: Mapping[Equation, tuple[str, int]], floors: Mapping[Equation, int]
+def _assign(
+  body: Body,
+  positions: Positions,
+  marks: Mapping[Equation, tuple[str, int]],
+  floors: Mapping[Equation, int],
 ) -> tuple[dict[Equation, int], set[Equation]]:
-  """The position of every equation, and which of them depend on no mark.
+  """The position of every equation, and the equations that depend on no mark.
 
-  `floors` are the positions that some equations cannot be before.
+  `floors` gives some equations a minimum position.
   """
   known: dict[Value, int] = {}
-  made_at: dict[Value, Equation] = {}
+  producer: dict[Value, Equation] = {}
   position: dict[Equation, int] = {}
   free: list[Equation] = []
   for equation in body.equations:
-    after = [(known[value], value) for value in equation.values if value in known]
-    at = max([place for place, _ in after], default=floors.get(equation))
+    inputs = [(known[value], value) for value in equation.values if value in known]
+    at = max([input_at for input_at, _ in inputs], default=floors.get(equation))
     at = at if at is None else max(at, floors.get(equation, 0))
     if equation in marks:
-      before, at = line.ends(*marks[equation])
-      late = [value for place, value in after if place > before]
+      before, at = positions.around(*marks[equation])
+      late = [value for input_at, value in inputs if input_at > before]
       if late:
-        _raise_backward_edge(equation, [made_at[value] for value in late])
+        _raise_backward_edge(equation, [producer[value] for value in late])
     elif at is None:
       free.append(equation)
       continue
     position[equation] = at
     known.update(dict.fromkeys(equation.outputs, at))
-    made_at.update(dict.fromkeys(equation.outputs, equation))
-  _place_free(body, line, marks, position, set(free))
+    producer.update(dict.fromkeys(equation.outputs, equation))
+  _assign_free(body, positions, marks, position, set(free))
   return position, set(free)
 
 
-def _place_free(
+def _assign_free(
   body: Body,
-  line: Line,
+  positions: Positions,
   marks: Mapping[Equation, tuple[str, int]],
   position: dict[Equation, int],
   free: set[Equation],
 ) -> None:
-  """Puts equations that depend on no mark where they are needed first."""
+  """Assigns equations that depend on no mark to the position of their first reader."""
   first: dict[Value, int] = {}
   for equation in reversed(body.equations):
     if equation in free:
       position[equation] = min(
-        (first[one] for one in equation.outputs if one in first), default=line.at(0)
+        (first[one] for one in equation.outputs if one in first), default=positions.at(0)
       )
-    at: int = line.ends(*marks[equation])[0] if equation in marks else position[equation]
+    at: int = positions.around(*marks[equation])[0] if equation in marks else position[equation]
     for value in equation.values:
-      first[value] = min(first.get(value, line.end), at)
+      first[value] = min(first.get(value, positions.end), at)
 
 
-def _raise_backward_edge(mark: Equation, makers: Sequence[Equation]) -> NoReturn:
+def _raise_backward_edge(mark: Equation, producers: Sequence[Equation]) -> NoReturn:
   raise PipelineError(
-    f'The stage end at {mark.place} gets what is computed after it, in a later stage or with gradients:\n'
-    f'{places(makers)}\n'
-    'Fix: end stages in the order in which the model computes them, and not on gradients; a value may go '
-    'on to any later stage, and to none before.'
+    f'The stage end at {mark.source_line} uses values computed after it, in a later stage or with '
+    f'gradients:\n{source_lines(producers)}\n'
+    'Fix: end stages in the order in which the model computes them, and not on gradients; any later '
+    'stage may use a value, but no earlier one.'
   )
 
 
-def _seen_through(
-  body: Body, line: Line, position: Mapping[Equation, int], split: bool
+def _calls_to_inline(
+  body: Body, positions: Positions, position: Mapping[Equation, int], split: bool
 ) -> dict[Equation, frozenset[str]]:
-  """The calls whose insides matter, and which calls inside of them are opened too.
+  """The calls to inline, each with the primitives of the calls inside it to inline as well.
 
-  Forward, those of which the backward keeps something: it might keep less. Backward, if gradients of
-  weights are to be told from others, all.
+  In the forward pass: calls with results that the backward reads, since it might keep fewer bytes from
+    inside
+  the call. In the backward pass: all calls, if gradients of weights are separate tasks.
   """
-  backward = [one for one in body.equations if position[one] >= line.first_backward]
+  backward = [one for one in body.equations if position[one] >= positions.first_backward]
   late = {value for one in backward for value in one.values}
-  found = {}
+  calls = {}
   for one in body.equations:
-    if position[one] < line.first_backward and one.name in eq.JITS and not late.isdisjoint(one.outputs):
-      found[one] = eq.JITS
-    elif split and position[one] >= line.first_backward and one.name in eq.JITS | eq.REMATS:
-      found[one] = eq.JITS | eq.REMATS
-  return found
+    if (
+      position[one] < positions.first_backward
+      and one.name in eq.JITS
+      and not late.isdisjoint(one.outputs)
+    ):
+      calls[one] = eq.JITS
+    elif split and position[one] >= positions.first_backward and one.name in eq.JITS | eq.REMATS:
+      calls[one] = eq.JITS | eq.REMATS
+  return calls
 
 
-def _opened(
+def _inlined(
   body: Body, opens: Mapping[Equation, frozenset[str]], position: Mapping[Equation, int]
 ) -> tuple[Body, dict[Equation, int]]:
-  """The body with some calls replaced by what is inside, and how early that can be.
+  """The body with some calls inlined, and the minimum position of each inlined equation.
 
-  What is computed again for gradients stays there, though it depends on nothing that comes later.
+  The minimum keeps the recomputation of `nn.remat` in the backward pass: it depends on forward values
+  alone.
   """
   equations: list[Equation] = []
   known: dict[Value, Atom] = {}

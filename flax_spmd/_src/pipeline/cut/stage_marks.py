@@ -1,13 +1,12 @@
-"""Marks: where a stage of a model ends, and what one pass of the microbatch loop is.
+"""Marks: identity operations in a trace that end a stage, or start a pass of the microbatch loop.
 
     x = spmd.pipeline.stage_end(x)          # in a Linen module, between two stages
 
-A mark is an identity that stays visible in the traced program: the pipeline cuts there, everything else
-(`jit`, `grad`, `vmap`, `remat`, `scan`) passes through it. Its transpose is marked too, so that the
-backward pass is cut at the same place as the forward pass.
+A pipeline cuts the program at its marks; all transformations (`jit`, `grad`, `vmap`, `remat`, `scan`)
+treat them as the identity. The transpose of a mark is a mark too, so the backward pass is cut where the
+forward pass is.
 
-Marks are always in the program, pipeline or not: JAX keeps traces, so a trace must not depend on who
-asked for it.
+Marks are traced outside pipelines, too: JAX caches traces, so a trace must not depend on its caller.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from flax_spmd._src import compat
-from flax_spmd._src.pipeline.argument_checks import strangers
+from flax_spmd._src.pipeline.argument_checks import unexpected_leaves
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import few
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 _numbers = itertools.count()  # of marks: a backward mark has that of its forward mark
@@ -34,19 +33,19 @@ _numbers = itertools.count()  # of marks: a backward mark has that of its forwar
 
 @set_module('flax_spmd.pipeline')
 def stage_end(x: Any) -> Any:
-  """Ends a stage of a pipeline here; the identity everywhere else.
+  """Ends a stage of a pipeline; outside a pipeline, the identity.
 
-  What crosses from one stage to the next by way of `x` is what the mark is about; other values may cross
-  too. After the last stage a mark is optional.
+  The next stage starts with the operations that use the result. Later stages may use other values of
+  this stage, too. After the last stage a mark is optional.
 
   Args:
-    x: any tree of arrays and numbers, of any dtypes.
+    x: a tree of arrays and numbers, of any dtypes.
 
   Returns:
     The same tree.
 
   Raises:
-    PipelineError: there is no array in it, or what is none.
+    PipelineError: the tree has no array, or a leaf that is neither array nor number.
 
   Example:
     >>> stage_end({'h': jnp.ones(2), 'ids': jnp.arange(2)})['ids']
@@ -55,21 +54,22 @@ def stage_end(x: Any) -> Any:
   leaves, treedef = jax.tree.flatten(x)
   if not leaves:
     raise PipelineError(
-      f'stage_end({x!r}): there is no array to cut at.\nFix: pass what the next stage gets.'
+      f'stage_end({x!r}): there is no array to cut at.\nFix: pass the arrays that the next stage uses.'
     )
-  strange = strangers(x)
+  strange = unexpected_leaves(x)
   if strange:
     raise PipelineError(
-      'stage_end: what is no array cannot go from stage to stage:\n'
-      + few(strange)
-      + '\nFix: pass arrays and numbers only; the rest is known to every stage.'
+      'stage_end: only arrays and numbers can be sent from stage to stage, '
+      'and these leaves are neither:\n'
+      + first_lines(strange)
+      + '\nFix: pass arrays and numbers only; every stage can use the rest as it is.'
     )
-  return treedef.unflatten(stage_end_p.bind(*leaves, way='forward', number=next(_numbers)))
+  return treedef.unflatten(stage_end_p.bind(*leaves, direction='forward', number=next(_numbers)))
 
 
 @contextlib.contextmanager
 def proposed_ends() -> Iterator[None]:
-  """Within it, every Linen module and every lifted block that is called says that a stage may end there."""
+  """In this context, every call of a Linen module or lifted block ends in a `may_end` mark."""
 
   def end(call, args, kwargs, context):
     del context
@@ -80,19 +80,19 @@ def proposed_ends() -> Iterator[None]:
 
 
 def _may_end(results: Any) -> Any:
-  """The same results; those that are traced are marked."""
+  """The same results, with a `may_end` mark on those that are traced."""
   leaves, treedef = jax.tree.flatten(results)
   traced = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
   if traced:
     values = [leaves[number] for number in traced]
-    marked = may_end_p.bind(*values, way='forward', number=next(_numbers))
+    marked = may_end_p.bind(*values, direction='forward', number=next(_numbers))
     for number, value in zip(traced, marked, strict=True):
       leaves[number] = value
   return treedef.unflatten(leaves)
 
 
 def _identity(name: str) -> Primitive:
-  """A primitive of any number of operands, which are its results."""
+  """A primitive that returns its operands, of any number."""
   primitive = Primitive(name)
   primitive.multiple_results = True
   primitive.def_impl(lambda *operands, **_: list(operands))
@@ -107,37 +107,38 @@ def _identity(name: str) -> Primitive:
 
 
 def _differentiable(primitive: Primitive) -> None:
-  """Derivatives of an identity of which `way` says what it is an identity on.
+  """Defines the derivatives of an identity: the same primitive, with another `direction`.
 
-  Integers have tangents that are symbolic zeros; those are passed by.
+  Tangents of integers are symbolic zeros, which are not bound.
   """
 
-  def bind(values, way, **params):
-    """Of those values that are there; a list with None for the others."""
-    there = [value for value in values if type(value) is not ad.Zero]
-    bound = iter(primitive.bind(*there, **(params | {'way': way})) if there else ())
+  def bind(values, direction, **params):
+    """Binds the values that are not symbolic zeros; a list with None for the others."""
+    nonzero = [value for value in values if type(value) is not ad.Zero]
+    bound = iter(primitive.bind(*nonzero, **(params | {'direction': direction})) if nonzero else ())
     return [None if type(value) is ad.Zero else next(bound) for value in values]
 
   def jvp(primals, tangents, **params):
     results = primitive.bind(*primals, **params)
-    moved = bind(tangents, **(params | {'way': 'tangent'}))
+    moved = bind(tangents, **(params | {'direction': 'tangent'}))
     return results, [old if new is None else new for old, new in zip(tangents, moved)]
 
   def transpose(cotangents, *_, **params):
-    return bind(cotangents, **(params | {'way': 'backward'}))
+    return bind(cotangents, **(params | {'direction': 'backward'}))
 
   ad.primitive_jvps[primitive] = jvp
   ad.primitive_transposes[primitive] = transpose
 
 
 stage_end_p = _identity('stage_end')
-"""Ends a stage. `way` is 'forward', 'tangent' or 'backward'; `number` is that of the forward mark."""
+"""Ends a stage. `direction` is 'forward', 'tangent' or 'backward'; `number` identifies the forward
+mark."""
 
 microbatch_p = _identity('microbatch')
-"""Stands at the beginning of a pass of the microbatch loop. `schedule` is the loop's, or None."""
+"""Starts a pass of the microbatch loop. `schedule` is the loop's schedule, or None."""
 
 may_end_p = _identity('may_end')
-"""Stands where a stage could end: after a Linen module. Its parameters are those of `stage_end_p`."""
+"""Marks a possible stage end, after a Linen module. It has the parameters of `stage_end_p`."""
 
 _differentiable(stage_end_p)
 _differentiable(may_end_p)

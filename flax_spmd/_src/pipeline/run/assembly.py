@@ -1,6 +1,7 @@
-"""Assembling: a linked step and its compiled programs as a machine of registers.
+"""Assembly: a call list and its compiled programs as instructions on numbered registers.
 
-Each process gets the instructions of its own ranks, and those of the transfers that it has a part in.
+Every buffer of the call list becomes a register, emptied after its last reader. Each process gets the
+instructions of its own ranks, and of the transfers to and from them.
 """
 
 from __future__ import annotations
@@ -16,152 +17,158 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
-from flax_spmd._src.pipeline.run.call_list import Call, Linked, Place, Send, Unit
-from flax_spmd._src.pipeline.run.compilation import Executable
-from flax_spmd._src.pipeline.run.dispatch_threads import Crew
-from flax_spmd._src.pipeline.run.lowering import Preparer
-from flax_spmd._src.pipeline.run.machine import Instruction, Machine, Result, Use
-from flax_spmd._src.pipeline.run.process_transfer import Crossing, is_here, processes_of
+from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send, StageProgram
+from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
+from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
+from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer, is_local, processes_of
+from flax_spmd._src.pipeline.run.stage_compilation import Executable
+from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
 from flax_spmd._src.pipeline.run.submeshes import submesh
 
 
 class Assembler:
-  """Gives every place a register, and every register an end.
+  """Assembles a call list into a machine.
 
   Args:
-    linked: the step.
-    preparer: knows how places lie.
-    executables: of the units.
-    mesh, axis: the whole mesh, and the axis of the stages.
+    call_list: the step.
+    lowerer: gives the shardings of buffers.
+    executables: the compiled programs.
+    mesh, axis: the whole mesh, and its stage axis.
   """
 
   def __init__(
     self,
-    linked: Linked,
-    preparer: Preparer,
-    executables: Mapping[Unit, Executable],
+    call_list: CallList,
+    lowerer: StageLowerer,
+    executables: Mapping[StageProgram, Executable],
     mesh: Mesh,
     axis: str,
   ):
-    self._linked, self._preparer, self._executables = linked, preparer, executables
+    self._call_list, self._lowerer, self._executables = call_list, lowerer, executables
     self._mesh, self._axis = mesh, axis
     self._ranks = [submesh(mesh, axis, [rank]) for rank in range(mesh.shape[axis])]
-    self._registers: dict[Place, int] = {}
+    self._registers: dict[Buffer, int] = {}
 
   def machine(self, arguments: Sequence[Value], results: Sequence[Value], threads: bool) -> Machine:
     """The step as a machine.
 
     Args:
-      arguments, results: those of the step.
-      threads: whether each rank has a thread of its own.
+      arguments, results: arguments and results of the step.
+      threads: whether each rank is dispatched by its own thread.
     """
     code = self._code()
-    given = {value: number for number, value in enumerate(arguments)}
-    uses, constants = self._outside()
+    numbers = {value: number for number, value in enumerate(arguments)}
+    uses, constants = self._initial_registers()
     return Machine(
       code,
       [uses.get(value, []) for value in arguments],
-      [self._result(atom, given) for atom in results],
+      [self._result(atom, numbers) for atom in results],
       constants,
       len(self._registers),
-      Crew(code) if threads else None,
-      functools.partial(_crossing, self._mesh, self._axis),
+      DispatchThreads(code) if threads else None,
+      functools.partial(_argument_transfer, self._mesh, self._axis),
     )
 
-  def _register(self, place: Place) -> int:
-    return self._registers.setdefault(place, len(self._registers))
+  def _register(self, buffer: Buffer) -> int:
+    return self._registers.setdefault(buffer, len(self._registers))
 
-  def _here(self, place: Place) -> bool:
-    return is_here(self._ranks[place[2]])
+  def _is_local(self, buffer: Buffer) -> bool:
+    return is_local(self._ranks[buffer.rank])
 
-  def _code(self) -> list[Instruction]:
+  def _code(self) -> list[MachineInstruction]:
     """The instructions of this process."""
     ends = self._ends()
     code = []
-    for number, one in enumerate(self._linked.calls):
+    for number, one in enumerate(self._call_list.calls):
       dead = tuple(map(self._register, ends.get(number, ())))
       if isinstance(one, Call):
-        inputs, outputs, rank = one.inputs, one.outputs, one.unit.rank
-        function, step = self._executables[one.unit].compiled, one.when and one.when.step
+        inputs, outputs, rank = one.inputs, one.outputs, one.program.rank
+        function, step = self._executables[one.program].compiled, one.when and one.when.step
       else:
-        inputs, outputs, rank = one.places, one.arrived, one.places[0][2]
+        inputs, outputs, rank = one.buffers, one.arrived, one.buffers[0].rank
         function, step = self._sender(one), None
       if function is not None:
         inputs, outputs = (
-          tuple(self._register(place) for place in places if self._here(place))
-          for places in (inputs, outputs)
+          tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
+          for buffers in (inputs, outputs)
         )
-        code.append(Instruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step))
+        code.append(
+          MachineInstruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step)
+        )
     return code
 
-  def _ends(self) -> dict[int, list[Place]]:
-    """The places that nobody reads any more after a call or send, by its number."""
-    last: dict[Place, int] = {}
-    for number, one in enumerate(self._linked.calls):
-      inputs, outputs = (one.inputs, one.outputs) if isinstance(one, Call) else (one.places, one.arrived)
+  def _ends(self) -> dict[int, list[Buffer]]:
+    """The buffers whose last reader is a call or send, by its index in the call list."""
+    last: dict[Buffer, int] = {}
+    for number, one in enumerate(self._call_list.calls):
+      inputs, outputs = (
+        (one.inputs, one.outputs) if isinstance(one, Call) else (one.buffers, one.arrived)
+      )
       last.update(dict.fromkeys((*inputs, *outputs), number))
-    for place in (place for places in self._linked.results.values() for place in places):
-      last.pop(place, None)
-    ends: dict[int, list[Place]] = {}
-    for place, number in last.items():
-      ends.setdefault(number, []).append(place)
+    for buffer in (buffer for buffers in self._call_list.results.values() for buffer in buffers):
+      last.pop(buffer, None)
+    ends: dict[int, list[Buffer]] = {}
+    for buffer, number in last.items():
+      ends.setdefault(number, []).append(buffer)
     return ends
 
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
-    """What does a transfer; None if this process has no part in it."""
-    source, target = self._ranks[send.places[0][2]], self._ranks[send.rank]
-    avals = [value.aval for value, _, _ in send.places]
+    """The function that does a transfer; None if neither rank belongs to this process."""
+    source, target = self._ranks[send.buffers[0].rank], self._ranks[send.rank]
+    avals = [value.aval for value, _, _ in send.buffers]
     if len(processes_of(source) | processes_of(target)) > 1:
-      if not is_here(source) and not is_here(target):
+      if not is_local(source) and not is_local(target):
         return None
-      specs = [self._preparer.spec(place) or PartitionSpec() for place in send.places]
-      return Crossing(self._mesh, self._axis, send.places[0][2], send.rank, avals, specs)
-    if not is_here(source):
+      specs = [self._lowerer.spec(buffer) or PartitionSpec() for buffer in send.buffers]
+      return ProcessTransfer(self._mesh, self._axis, send.buffers[0].rank, send.rank, avals, specs)
+    if not is_local(source):
       return None
-    sender = compat.Sender(avals, [self._preparer.sharding(place) for place in send.arrived])
+    sender = compat.DeviceCopy(avals, [self._lowerer.sharding(buffer) for buffer in send.arrived])
     return lambda *arrays: sender(list(arrays))
 
-  def _outside(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
-    """Which registers arguments fill, and which closed-over arrays do."""
-    made = {
-      place
-      for one in self._linked.calls
-      for place in (one.outputs if isinstance(one, Call) else one.arrived)
+  def _initial_registers(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
+    """The registers filled before the first instruction: with arguments, and with closed-over arrays."""
+    computed = {
+      buffer
+      for one in self._call_list.calls
+      for buffer in (one.outputs if isinstance(one, Call) else one.arrived)
     }
     used = dict.fromkeys(
-      place for one in self._linked.calls if isinstance(one, Call) for place in one.inputs
+      buffer for one in self._call_list.calls if isinstance(one, Call) for buffer in one.inputs
     )
     uses: dict[Value, list[Use]] = {}
     constants: dict[int, jax.Array] = {}
-    for place in used:
-      if isinstance(place[0], Constant) and self._here(place):
-        sharding = self._preparer.sharding(place)
-        constants[self._register(place)] = jax.device_put(place[0].array, sharding)
-      elif place not in made:
-        use = Use(self._register(place), self._preparer.sharding(place), place[2])
-        uses.setdefault(place[0], []).append(use)
+    for buffer in used:
+      if isinstance(buffer.value, Constant) and self._is_local(buffer):
+        sharding = self._lowerer.sharding(buffer)
+        constants[self._register(buffer)] = jax.device_put(buffer.value.array, sharding)
+      elif buffer not in computed:
+        use = Use(self._register(buffer), self._lowerer.sharding(buffer), buffer.rank)
+        uses.setdefault(buffer.value, []).append(use)
     return uses, constants
 
-  def _result(self, atom: Value, given: Mapping[Value, int]) -> Result:
+  def _result(self, atom: Value, numbers: Mapping[Value, int]) -> Result:
     if isinstance(atom, Constant):
       return Result(constant=jnp.asarray(atom.array))
-    if atom in given:
-      return Result(argument=given[atom])
-    places = self._linked.results[atom]
-    spec = self._preparer.spec(places[0]) or PartitionSpec()
-    joint = submesh(self._mesh, self._axis, [rank for _, _, rank in places])
-    here = tuple(self._register(place) for place in places if self._here(place))
-    return Result(here, NamedSharding(joint, spec), eq.abstract(atom))
+    if atom in numbers:
+      return Result(argument=numbers[atom])
+    buffers = self._call_list.results[atom]
+    spec = self._lowerer.spec(buffers[0]) or PartitionSpec()
+    joint = submesh(self._mesh, self._axis, [rank for _, _, rank in buffers])
+    local = tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
+    return Result(local, NamedSharding(joint, spec), eq.abstract(atom))
 
 
-def _crossing(mesh: Mesh, axis: str, leaf: Any, sharding: Any, rank: int) -> Crossing | None:
-  """What sends an argument to a rank from one that is another process's; None if it need not be."""
+def _argument_transfer(
+  mesh: Mesh, axis: str, leaf: Any, sharding: Any, rank: int
+) -> ProcessTransfer | None:
+  """A transfer of an argument to a rank from another process's; None where this process needs none."""
   if not isinstance(leaf, jax.Array) or leaf.sharding.device_set >= sharding.device_set:
     return None
   for source in range(mesh.shape[axis]):
-    there = submesh(mesh, axis, [source])
-    if leaf.sharding.device_set >= set(there.devices.flat):
-      several = len(processes_of(there) | processes_of(sharding.mesh)) > 1
-      part = several and (is_here(there) or is_here(sharding.mesh))
-      return Crossing(mesh, axis, source, rank, [leaf], [sharding.spec]) if part else None
+    source_mesh = submesh(mesh, axis, [source])
+    if leaf.sharding.device_set >= set(source_mesh.devices.flat):
+      several = len(processes_of(source_mesh) | processes_of(sharding.mesh)) > 1
+      part = several and (is_local(source_mesh) or is_local(sharding.mesh))
+      return ProcessTransfer(mesh, axis, source, rank, [leaf], [sharding.spec]) if part else None
   return None

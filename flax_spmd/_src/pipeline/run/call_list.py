@@ -1,11 +1,11 @@
-"""Linking: everything that a step runs, as one list of calls and sends between ranks.
+"""Call list: a whole training step as one ordered list of program calls and transfers between ranks.
 
-    Call(unit, inputs, outputs)      a program on a rank
-    Send(values, rank)               results of one rank to another, right after they were made
+    Call(program, inputs, outputs)      runs a program on its rank
+    Send(buffers, rank)                 copies results to another rank, as soon as they exist
 
-A *place* is a value on a rank: `(value, microbatch, rank)`, where values that are not a microbatch's own
-have None. Places are what the list is about; each is made once, so the last use of one is known, and with
-it when its memory can go.
+Calls read and write *buffers*, one value each on one rank: `Buffer(value, microbatch, rank)`, where
+`microbatch` is None outside the loop. The invariant: every buffer is written once. So its last reader is
+known before anything runs, and with it when its memory is free.
 """
 
 from __future__ import annotations
@@ -18,29 +18,36 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
-from flax_spmd._src.pipeline.cut.outside_loop import Joined, Placed
-from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Programs
-from flax_spmd._src.pipeline.schedules.simulation import Run
-from flax_spmd._src.pipeline.schedules.tasks import Step as ScheduledStep
+from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
+from flax_spmd._src.pipeline.schedules.simulation import TimedStep
+from flax_spmd._src.pipeline.schedules.tasks import Step
 
-Place: TypeAlias = tuple[Value, int | None, int]
-Port: TypeAlias = tuple[Value, int]  # a value, and of which of a unit's microbatches
-_LARGE_RESULT = (
-  1 << 16
-)  # bytes; a result that needs no stage is on every rank that could make it up to here
-_SMALL_RESULT = 512  # bytes; what every process is told: losses, norms
+_LARGE_RESULT = 1 << 16  # bytes; up to this size, a result of arguments alone is kept on several ranks
+_SMALL_RESULT = 512  # bytes; up to this size, a result is sent to every process: losses, norms
+
+Port: TypeAlias = tuple[Value, int]
+"""A value of the step, and an index into the microbatches of the program that uses it."""
+
+
+class Buffer(NamedTuple):
+  """A value on a rank; `microbatch` is None for a value outside the loop."""
+
+  value: Value
+  microbatch: int | None
+  rank: int
 
 
 @dataclasses.dataclass(eq=False)
-class Unit:
-  """A program of one rank, which can be called for several microbatches.
+class StageProgram:
+  """A program of one rank, called once per microbatch or once per step.
 
   Attributes:
-    name: what it is called in profiles.
-    rank: where it runs.
-    equations: what it does.
-    inputs, outputs: the values of its equations that are its arguments and results.
-    ports: per input and output, what it is for the rest of the step.
+    name: its name in profiles.
+    rank: the rank that runs it.
+    equations: its operations.
+    inputs, outputs: the values of `equations` that are its arguments and results.
+    ports: the value of the step that each input and output stands for.
   """
 
   name: str
@@ -51,302 +58,324 @@ class Unit:
   ports: dict[Value, Port] = dataclasses.field(default_factory=dict)
 
 
-class Timed(NamedTuple):
-  """What a schedule runs, and when it would if all tasks took equally long."""
+class ScheduledStep(NamedTuple):
+  """A task, or several fused ones, with start and end if every task took one unit of time."""
 
-  step: ScheduledStep
+  step: Step
   start: float
   end: float
 
 
 class Call(NamedTuple):
-  """A run of a unit; `when` is None for one that is outside of the loop."""
+  """A run of a program; `when` is None outside the loop."""
 
-  unit: Unit
-  inputs: list[Place]
-  outputs: list[Place]
-  when: Timed | None = None
+  program: StageProgram
+  inputs: list[Buffer]
+  outputs: list[Buffer]
+  when: ScheduledStep | None = None
 
 
 class Send(NamedTuple):
-  """A transfer of places to another rank."""
+  """A transfer of buffers of one rank to another."""
 
-  places: list[Place]
+  buffers: list[Buffer]
   rank: int
 
   @property
-  def arrived(self) -> list[Place]:
-    """What the places are there."""
-    return [(value, microbatch, self.rank) for value, microbatch, _ in self.places]
+  def arrived(self) -> list[Buffer]:
+    """The copies on the receiving rank."""
+    return [buffer._replace(rank=self.rank) for buffer in self.buffers]
 
 
-class Linked(NamedTuple):
+class CallList(NamedTuple):
   """A whole step.
 
   Attributes:
-    calls: what is run and sent, in order.
-    results: per result of the step that is computed, the places that it is in.
+    calls: calls and sends, in order.
+    results: the buffers of each computed result, one per rank that has it.
   """
 
   calls: list[Call | Send]
-  results: dict[Value, list[Place]]
+  results: dict[Value, list[Buffer]]
 
 
-class Linker:
-  """Makes the list.
+class CallListBuilder:
+  """Builds the call list of a step.
 
   Args:
-    joined, placed: the rest of the step.
-    programs: the tasks.
-    order: what the schedule runs, over all ranks, by its start.
-    owners: per stage, its rank.
-    arguments: those of the step.
-    told: whether small results are sent to all ranks, since these are several processes'.
+    joined: the step, with its loop replaced by task programs.
+    assignment: the ranks of the equations outside the loop.
+    programs: the task programs.
+    order: the tasks of all ranks in the schedule's order, by start.
+    stage_ranks: the rank of each stage.
+    arguments: the arguments of the step.
+    broadcast_small: whether results up to 512 bytes are sent to every rank. Set when ranks belong to
+      several processes.
   """
 
   def __init__(
     self,
-    joined: Joined,
-    placed: Placed,
-    programs: Programs,
-    order: Sequence[Timed],
-    owners: Sequence[int],
+    joined: JoinedStep,
+    assignment: RankAssignment,
+    programs: TaskPrograms,
+    order: Sequence[ScheduledStep],
+    stage_ranks: Sequence[int],
     arguments: Iterable[Value],
-    told: bool = False,
+    broadcast_small: bool = False,
   ):
-    self._joined, self._placed, self._programs = joined, placed, programs
-    self._order, self._owners, self._told = order, owners, told
+    self._joined, self._assignment, self._programs = joined, assignment, programs
+    self._order, self._stage_ranks, self._broadcast_small = order, stage_ranks, broadcast_small
     self._arguments = set(arguments)
-    self._ranks = range(max(owners) + 1)
-    self._maker = programs.made_by()
+    self._ranks = range(max(stage_ranks) + 1)
+    self._producer = programs.producers()
     self._before = {one.before: one for one in programs.accumulators}
     self._after = {one.after: one for one in programs.accumulators}
-    self._users = _users(programs)
-    self._units: dict[tuple[tuple[str, int, int], ...], Unit] = {}
-    self._passes: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
+    self._readers = _readers(programs)
+    self._stage_programs: dict[tuple[tuple[str, int, int], ...], StageProgram] = {}
+    self._updates: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
     self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
 
-  def link(self) -> Linked:
+  def build(self) -> CallList:
     """The whole step."""
-    starts = {rank: self._placed.closure(self._needed_by_loop(rank)) for rank in self._ranks}
-    ends, results = self._ends(starts)
-    calls = [self._call_once(unit) for unit in self._starts(starts, ends)]
-    calls += [call for timed in self._order for call in self._loop_call(timed)]
-    calls += [self._call_once(unit) for unit in self._limited(ends, results)]
-    found: dict[Value, list[Place]] = {
-      value: [(value, None, rank) for rank in ranks] for value, ranks in results.items()
+    starts = {rank: self._assignment.closure(self._needed_by_loop(rank)) for rank in self._ranks}
+    ends, result_ranks = self._ends(starts)
+    calls = [_call_once(program) for program in self._start_programs(starts, ends)]
+    calls += [call for scheduled in self._order for call in self._loop_call(scheduled)]
+    calls += [_call_once(program) for program in self._end_programs(ends, result_ranks)]
+    results = {
+      value: [Buffer(value, None, rank) for rank in ranks] for value, ranks in result_ranks.items()
     }
-    return Linked(_with_sends(calls, found), found)
+    return CallList(_with_sends(calls, results), results)
 
   # -- the loop
 
-  def _loop_call(self, timed: Timed) -> list[Call]:
-    """A scheduled step as a call, if there is something to do."""
-    tasks = [task for task in timed.step.tasks if (task.kind, task.stage) in self._programs.tasks]
+  def _loop_call(self, scheduled: ScheduledStep) -> list[Call]:
+    """A scheduled step as a call; empty if its tasks have no program."""
+    tasks = [task for task in scheduled.step.tasks if (task.kind, task.stage) in self._programs.tasks]
     if not tasks:
       return []
-    slots = list(dict.fromkeys(task.microbatch for task in tasks))
-    key = tuple((task.kind, task.stage, slots.index(task.microbatch)) for task in tasks)
-    if key not in self._units:
-      self._units[key] = self._unit(key)
-    unit = self._units[key]
-    inputs = [self._place(*unit.ports[value], slots, unit.rank) for value in unit.inputs]
-    for accumulator in {self._after[one]: None for one, _ in unit.ports.values() if one in self._after}:
-      self._passes[accumulator] += sum((one.kind, one.stage) == accumulator.task for one in tasks)
-    outputs = [self._place(*unit.ports[value], slots, unit.rank) for value in unit.outputs]
-    return [Call(unit, inputs, outputs, timed)]
+    microbatches = list(dict.fromkeys(task.microbatch for task in tasks))
+    key = tuple((task.kind, task.stage, microbatches.index(task.microbatch)) for task in tasks)
+    if key not in self._stage_programs:
+      self._stage_programs[key] = self._stage_program(key)
+    program = self._stage_programs[key]
+    inputs = [self._buffer(program, value, microbatches) for value in program.inputs]
+    for accumulator in {
+      self._after[one]: None for one, _ in program.ports.values() if one in self._after
+    }:
+      self._updates[accumulator] += sum((one.kind, one.stage) == accumulator.task for one in tasks)
+    outputs = [self._buffer(program, value, microbatches) for value in program.outputs]
+    return [Call(program, inputs, outputs, scheduled)]
 
-  def _unit(self, key: tuple[tuple[str, int, int], ...]) -> Unit:
-    """The unit of tasks that run as one program; `key` has kind, stage and which microbatch of each."""
-    names: dict[Port, Value] = {}
+  def _stage_program(self, key: tuple[tuple[str, int, int], ...]) -> StageProgram:
+    """One program of several tasks; `key` has the kind, stage and microbatch index of each."""
+    inner: dict[Port, Value] = {}
     equations: list[Equation] = []
     ports: dict[Value, Port] = {}
-    inside = {(kind, stage, slot) for kind, stage, slot in key}
+    own_tasks = set(key)
     outputs: list[Value] = []
     for kind, stage, slot in key:
       task = self._programs.tasks[kind, stage]  # type: ignore[index]
       for one in task.equations:
         known = {
-          value: self._inner(value, slot, names, ports)
+          value: self._inner_value(value, slot, inner, ports)
           for value in one.values
           if not isinstance(value, Constant)
         }
-        made = [names.setdefault((value, slot), Value(value.aval)) for value in one.outputs]
-        equations.append(dataclasses.replace(one.replaced(known), outputs=made))
+        results = [inner.setdefault((value, slot), Value(value.aval)) for value in one.outputs]
+        equations.append(dataclasses.replace(one.replaced(known), outputs=results))
       for value in task.outputs:
-        inner = names[value, slot]
-        if value in self._after:  # the next task of this unit goes on with it
-          names[self._after[value].before, 0] = inner
+        result = inner[value, slot]
+        if value in self._after:  # the next task of this program adds to it
+          inner[self._after[value].before, 0] = result
           outputs = [one for one in outputs if ports[one][0] is not value]
         elif value not in self._joined.kept and all(
-          (*user, slot) in inside for user in self._users[value]
+          (*reader, slot) in own_tasks for reader in self._readers[value]
         ):
           continue
-        ports[inner] = value, slot
-        outputs.append(inner)
+        ports[result] = value, slot
+        outputs.append(result)
     inputs = [value for value in eq.free_values(equations) if not isinstance(value, Constant)]
     name = '_'.join(f'{kind}_{stage}' for kind, stage, _ in key)
     constants = [value for value in eq.free_values(equations) if isinstance(value, Constant)]
     ports.update((value, (value, 0)) for value in constants)
-    return Unit(name, self._owners[key[0][1]], equations, inputs + constants, outputs, ports)
+    rank = self._stage_ranks[key[0][1]]
+    return StageProgram(name, rank, equations, inputs + constants, outputs, ports)
 
-  def _inner(self, value: Value, slot: int, names: dict[Port, Value], ports: dict[Value, Port]) -> Value:
-    """What a value is called in a unit: values of other microbatches are other values."""
-    own = value in self._maker or value in self._joined.slices or (value, slot) in names
-    port = value, slot if own else 0
-    if port not in names:
-      names[port] = Value(value.aval)
-      ports[names[port]] = port
-    return names[port]
+  def _inner_value(
+    self, value: Value, slot: int, inner: dict[Port, Value], ports: dict[Value, Port]
+  ) -> Value:
+    """The value inside a program that stands for one of the step: a separate one per microbatch."""
+    per_microbatch = value in self._producer or value in self._joined.slices or (value, slot) in inner
+    port = value, slot if per_microbatch else 0
+    if port not in inner:
+      inner[port] = Value(value.aval)
+      ports[inner[port]] = port
+    return inner[port]
 
-  def _place(self, value: Value, slot: int, slots: Sequence[int], rank: int) -> Place:
-    """Where a unit finds what it needs, or puts what it makes."""
-    microbatch = slots[slot]
+  def _buffer(self, program: StageProgram, inner: Value, microbatches: Sequence[int]) -> Buffer:
+    """The buffer that a program reads or writes for one of its inputs or outputs."""
+    value, slot = program.ports[inner]
+    microbatch, rank = microbatches[slot], program.rank
     if value in self._before or value in self._after:
       accumulator = self._before.get(value) or self._after[value]
-      number = self._passes[accumulator]
-      if value in self._after and number == self._runs[accumulator.task]:
-        return self._joined.final[accumulator], None, rank
+      updates = self._updates[accumulator]
+      if value in self._after and updates == self._runs[accumulator.task]:
+        return Buffer(self._joined.final[accumulator], None, rank)
       start = self._joined.start[accumulator]
-      return (start, None, rank) if number == 0 else (accumulator.before, number, rank)
+      return Buffer(accumulator.before, updates, rank) if updates else Buffer(start, None, rank)
     if value in self._joined.slices:
-      return self._joined.slices[value][microbatch], None, rank
+      return Buffer(self._joined.slices[value][microbatch], None, rank)
     if value in self._joined.kept:
-      return self._joined.kept[value][microbatch], None, rank
-    return (value, microbatch if value in self._maker else None, rank)
+      return Buffer(self._joined.kept[value][microbatch], None, rank)
+    return Buffer(value, microbatch if value in self._producer else None, rank)
 
-  # -- before and after it
+  # -- before and after the loop
 
   def _needed_by_loop(self, rank: int) -> list[Value]:
-    """What the tasks of a rank need of the rest of the step."""
+    """The values from outside the loop that a rank's tasks read."""
     needed: dict[Value, None] = {}
     for (_, stage), task in self._programs.tasks.items():
-      if self._owners[stage] != rank:
+      if self._stage_ranks[stage] != rank:
         continue
       for value in task.inputs:
         if value in self._before:
           needed[self._joined.start[self._before[value]]] = None
         elif value in self._joined.slices:
           needed.update(dict.fromkeys(self._joined.slices[value]))
-        elif value not in self._maker:
+        elif value not in self._producer:
           needed[value] = None
     return list(needed)
 
   def _ends(self, starts: Mapping[int, list[Equation]]):
-    """What each rank does after the loop, by level; and on which ranks the results are."""
-    ends = {key: list(equations) for key, equations in self._placed.bound.items()}
-    wanted: dict[int, list[Value]] = defaultdict(list)
+    """The equations after the loop, by level and rank; and the ranks of each result."""
+    ends = {key: list(equations) for key, equations in self._assignment.bound.items()}
+    needed: dict[int, list[Value]] = defaultdict(list)
     for (_, rank), equations in ends.items():
-      wanted[rank] += [value for value in eq.free_values(equations) if value not in self._placed.home]
+      needed[rank] += [
+        value for value in eq.free_values(equations) if value not in self._assignment.rank_of
+      ]
     uses = {
-      rank: set(eq.free_values([*starts[rank], *self._placed.closure(wanted[rank])]))
+      rank: set(eq.free_values([*starts[rank], *self._assignment.closure(needed[rank])]))
       | set(self._needed_by_loop(rank))
-      | set(wanted[rank])
+      | set(needed[rank])
       for rank in self._ranks
     }
-    results: dict[Value, list[int]] = {}
+    result_ranks: dict[Value, list[int]] = {}
     for value in dict.fromkeys(self._joined.results):
       if not isinstance(value, Value) or value in self._arguments or isinstance(value, Constant):
         continue
-      results[value] = self._ranks_of(value, uses)
-      for rank in results[value] if value not in self._placed.home else ():
-        wanted[rank].append(value)
+      result_ranks[value] = self._ranks_of(value, uses)
+      for rank in result_ranks[value] if value not in self._assignment.rank_of else ():
+        needed[rank].append(value)
     for rank in self._ranks:
       done = set(starts[rank])
-      free = [one for one in self._placed.closure(wanted[rank]) if one not in done]
+      free = [one for one in self._assignment.closure(needed[rank]) if one not in done]
       if free:
         ends[0, rank] = [*free, *ends.get((0, rank), ())]
-    return dict(sorted(ends.items())), results
+    return dict(sorted(ends.items())), result_ranks
 
   def _ranks_of(self, value: Value, uses: Mapping[int, set[Value]]) -> list[int]:
-    """The ranks that a result is on: where it is made, or where its arguments are used anyway."""
-    if value in self._placed.home:
-      home = self._placed.home[value]
-      others = [rank for rank in self._ranks if rank != home]
-      return [home, *others] if self._told and value.bytes <= _SMALL_RESULT else [home]
-    needs = set(eq.free_values(self._placed.closure([value])))
+    """The ranks that keep a result: its producer, or the ranks that use its arguments anyway."""
+    if value in self._assignment.rank_of:
+      rank = self._assignment.rank_of[value]
+      others = [other for other in self._ranks if other != rank]
+      return [rank, *others] if self._broadcast_small and value.bytes <= _SMALL_RESULT else [rank]
+    needs = set(eq.free_values(self._assignment.closure([value])))
     ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
     ranks = ranks or list(self._ranks)
     return ranks if value.bytes <= _LARGE_RESULT else ranks[:1]
 
-  def _starts(self, starts: Mapping[int, list[Equation]], ends) -> list[Unit]:
-    """A unit for each rank that has something to do before the loop."""
-    units = []
+  def _start_programs(self, starts: Mapping[int, list[Equation]], ends) -> list[StageProgram]:
+    """A program before the loop, for each rank that needs one."""
+    programs = []
     for rank, equations in starts.items():
       later = {value for (_, at), each in ends.items() if at == rank for value in eq.free_values(each)}
-      wanted = later | set(self._needed_by_loop(rank)) | set(self._joined.results)
-      outputs = [value for one in equations for value in one.outputs if value in wanted]
+      read = later | set(self._needed_by_loop(rank)) | set(self._joined.results)
+      outputs = [value for one in equations for value in one.outputs if value in read]
       if outputs or equations:
-        units.append(_plain(f'start_{rank}', rank, equations, outputs))
-    return units
+        programs.append(_outside_program(f'start_{rank}', rank, equations, outputs))
+    return programs
 
-  def _limited(self, ends: Mapping[tuple[int, int], list[Equation]], results) -> list[Unit]:
-    """The units after the loop, with those outputs that somebody uses."""
-    used: dict[Value, set[tuple[int, int]]] = defaultdict(set)
+  def _end_programs(
+    self, ends: Mapping[tuple[int, int], list[Equation]], result_ranks
+  ) -> list[StageProgram]:
+    """The programs after the loop, with only those outputs that are read."""
+    readers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
     for key, equations in ends.items():
       for value in eq.free_values(equations):
-        used[value].add(key)
-    units = []
+        readers[value].add(key)
+    programs = []
     for (level, rank), equations in ends.items():
-      made = [value for one in equations for value in one.outputs]
       outputs = [
-        value for value in made if rank in results.get(value, ()) or used[value] - {(level, rank)}
+        value
+        for one in equations
+        for value in one.outputs
+        if rank in result_ranks.get(value, ()) or readers[value] - {(level, rank)}
       ]
       if outputs or any(one.has_effects for one in equations):
-        units.append(_plain(f'end_{rank}' + (f'_{level}' if level else ''), rank, equations, outputs))
-    return units
-
-  def _call_once(self, unit: Unit) -> Call:
-    inputs: list[Place] = [(one, None, unit.rank) for one in unit.inputs]
-    outputs: list[Place] = [(one, None, unit.rank) for one in unit.outputs]
-    return Call(unit, inputs, outputs)
+        name = f'end_{rank}' + (f'_{level}' if level else '')
+        programs.append(_outside_program(name, rank, equations, outputs))
+    return programs
 
 
-def _plain(name: str, rank: int, equations: list[Equation], outputs: list[Value]) -> Unit:
+def _call_once(program: StageProgram) -> Call:
+  inputs = [Buffer(one, None, program.rank) for one in program.inputs]
+  outputs = [Buffer(one, None, program.rank) for one in program.outputs]
+  return Call(program, inputs, outputs)
+
+
+def _outside_program(
+  name: str, rank: int, equations: list[Equation], outputs: list[Value]
+) -> StageProgram:
   inputs = eq.free_values(equations)
-  return Unit(name, rank, equations, inputs, outputs, {one: (one, 0) for one in [*inputs, *outputs]})
+  return StageProgram(
+    name, rank, equations, inputs, outputs, {one: (one, 0) for one in [*inputs, *outputs]}
+  )
 
 
-def _users(programs: Programs) -> dict[Value, list[tuple[str, int]]]:
-  """The tasks that use a value."""
-  users: dict[Value, list[tuple[str, int]]] = defaultdict(list)
+def _readers(programs: TaskPrograms) -> dict[Value, list[tuple[str, int]]]:
+  """The tasks that read each value."""
+  readers: dict[Value, list[tuple[str, int]]] = defaultdict(list)
   for key, task in programs.tasks.items():
     for value in task.inputs:
-      users[value].append(key)
-  return users
+      readers[value].append(key)
+  return readers
 
 
-def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Place]]) -> list[Call | Send]:
-  """The calls, and what other ranks need of their results, in the order of time.
+def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]) -> list[Call | Send]:
+  """The calls, with the sends of their results to other ranks, in order of time.
 
-  A result is sent when its task ends. So a rank that waits for it when its turn comes, as processes do,
-  has nothing else that it could run.
+  A result is sent as soon as its task ends. So when a rank waits for one (as a process does), no other
+  call of that rank could have run instead.
   """
-  makers: dict[tuple[Value, int | None], set[int]] = defaultdict(set)
+  producers: dict[tuple[Value, int | None], set[int]] = defaultdict(set)
   for call in calls:
     for value, microbatch, rank in call.outputs:
-      makers[value, microbatch].add(rank)
-  wanted: dict[tuple[Value, int | None], dict[int, None]] = defaultdict(dict)
-  for places in (*(call.inputs for call in calls), *results.values()):
-    for value, microbatch, rank in places:
-      if makers[value, microbatch] and rank not in makers[value, microbatch]:
-        wanted[value, microbatch][rank] = None
+      producers[value, microbatch].add(rank)
+  receivers: dict[tuple[Value, int | None], dict[int, None]] = defaultdict(dict)
+  for buffers in (*(call.inputs for call in calls), *results.values()):
+    for value, microbatch, rank in buffers:
+      if producers[value, microbatch] and rank not in producers[value, microbatch]:
+        receivers[value, microbatch][rank] = None
   timed: list[tuple[tuple[float, bool], Call | Send]] = []
   for call in calls:
-    sends: dict[int, list[Place]] = defaultdict(list)
-    for value, microbatch, rank in call.outputs:
-      if rank == min(makers[value, microbatch]):
-        for other in wanted[value, microbatch]:
-          sends[other].append((value, microbatch, rank))
+    sends: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer in call.outputs:
+      if buffer.rank == min(producers[buffer[:2]]):
+        for receiver in receivers[buffer[:2]]:
+          sends[receiver].append(buffer)
     begin, end = _times(call, timed)
     timed.append((begin, call))
-    timed += [(end, Send(places, rank)) for rank, places in sends.items()]
+    timed += [(end, Send(buffers, receiver)) for receiver, buffers in sends.items()]
   return [one for _, one in sorted(timed, key=lambda item: item[0])]
 
 
 def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple[float, bool]]:
-  """When a call comes, and what it sends: of the loop by time, what ends before what begins; what is
-  before the loop first, and what is after it last, one by one.
+  """Sort keys of a call and of the sends of its results.
+
+  Calls of the loop sort by time, with ends before starts. Calls before the loop come first and calls
+  after it last, in the order given.
   """
   if call.when is not None:
     return (call.when.start, True), (call.when.end, False)
@@ -355,7 +384,7 @@ def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple
   return (at, True), (at, True)
 
 
-def timeline(runs: Iterable[Iterable[Run]]) -> list[Timed]:
-  """What all ranks run, by its start."""
-  found = [Timed(run.step, run.start, run.end) for each in runs for run in each]
-  return sorted(found, key=lambda one: one.start)
+def timeline(runs: Iterable[Iterable[TimedStep]]) -> list[ScheduledStep]:
+  """The steps of all ranks, by start."""
+  steps = [ScheduledStep(run.step, run.start, run.end) for each in runs for run in each]
+  return sorted(steps, key=lambda one: one.start)

@@ -1,4 +1,8 @@
-"""Compiled: a pipeline that can be run, for arguments of one form."""
+"""Compiled pipeline: the programs of a step, ready to run on arguments of one structure.
+
+Like a compiled `jax.jit` function it checks its arguments before it runs. A state for it is created, or
+restored, with its `input_shardings`, so that each array is on the devices of the stages that use it.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,32 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd._src.pipeline.argument_checks import differences, named_arguments, said_of
+from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
-from flax_spmd._src.pipeline.run.call_list import Unit
-from flax_spmd._src.pipeline.run.compilation import Executable
+from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
-from flax_spmd._src.pipeline.run.state_init import born
+from flax_spmd._src.pipeline.run.stage_compilation import Executable
+from flax_spmd._src.pipeline.run.state_init import init_on_stages
 from flax_spmd._src.pipeline.schedules.tasks import Task
-from flax_spmd._src.text import few
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 
-class Compiled:
-  """A pipeline that can be run on arguments of one form.
+class CompiledPipeline:
+  """A pipeline that can be run on arguments of one structure.
 
   Args:
-    setting: what it is made with.
-    request: what it was compiled for.
-    result: the form of what it returns.
-    machine: runs it.
-    executables, memory, times: the attributes.
+    setting: the settings of the pipeline.
+    request: the arguments that it was compiled for.
+    result: tree structure of the result.
+    machine, executables, memory, times: the attributes.
 
   Attributes:
-    executables: per unit, its program.
-    memory: per rank, the most bytes that a device of it holds at once.
-    times: how many seconds tracing, planning and compiling took.
+    machine: the instructions and registers that run a step.
+    executables: the compiled program of each stage program.
+    memory: peak memory of a device of each rank, in bytes.
+    times: seconds taken by `'trace'`, `'plan'` and `'compile'`.
   """
 
   def __init__(
@@ -43,70 +47,70 @@ class Compiled:
     request: Request,
     result: Any,
     machine: Machine,
-    executables: Mapping[Unit, Executable],
+    executables: Mapping[StageProgram, Executable],
     memory: list[int],
     times: dict[str, float],
   ):
     self._setting, self._request, self._result = setting, request, result
-    self._machine, self._arguments = machine, setting.arguments
-    self._seen: list[Any] = [None] * len(request.avals)
-    self.executables, self.memory, self.times = executables, memory, times
+    self._arguments = setting.arguments
+    self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
+    self.machine, self.executables, self.memory, self.times = machine, executables, memory, times
 
   @property
   def input_shardings(self) -> tuple[tuple, dict[str, Any]]:
-    """Where the arguments that are not static are used: on the ranks of the stages that use them.
+    """The shardings of the arguments that are not static, each on the ranks of the stages that use it.
 
-    Arrays that lie so are taken as they are. It is where a restored state should go, too. What nobody
-    uses may lie anywhere; it is said to be on all ranks.
+    Arrays with these shardings are used without a copy; restore a state with them, too. An argument that
+    no stage uses gets a sharding over all ranks.
     """
     joint = functools.partial(submeshes.submesh, self._setting.mesh, self._setting.axis)
     everywhere = range(len(self._setting.ranks))
     shardings = [
       NamedSharding(joint(sorted(use.rank for use in uses) or everywhere), spec)
-      for uses, spec in zip(self._machine.arguments, self._request.specs, strict=True)
+      for uses, spec in zip(self.machine.arguments, self._request.specs, strict=True)
     ]
     return self._request.treedef.unflatten(shardings)
 
   def init(self, create: Callable[..., Any], *args: Any, argument: int = 0, **kwargs: Any) -> Any:
-    """Makes the state that the pipeline takes, each array on the stages that use it.
+    """Creates a state for the pipeline, each array on the stages that use it.
 
     Args:
-      create: makes a state; each rank runs what its arrays need of it.
-      *args, **kwargs: its arguments; what is neither array nor number is passed on as it is.
-      argument: which argument of the pipeline the state is, of those that are not static.
+      create: returns a state. Each rank runs only the part that its arrays need.
+      *args, **kwargs: its arguments. Only arrays and numbers are traced.
+      argument: position of the state among the pipeline's arguments that are not static.
 
     Returns:
-      The state; no device ever holds what it does not use.
+      The state. No device ever holds an array that its stages do not use.
 
     Raises:
-      PipelineError: `create` makes something else than the pipeline was compiled for.
+      PipelineError: `create` returns another structure than the pipeline was compiled for.
     """
-    wanted = self.input_shardings[0][argument]
-    return born(create, args, kwargs, wanted, self._setting.rules)
+    shardings = self.input_shardings[0][argument]
+    return init_on_stages(create, args, kwargs, shardings, self._setting.rules)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Runs it.
+    """Runs the pipeline.
 
     Raises:
-      PipelineError: it was compiled for arguments of another form.
+      PipelineError: the arguments differ from those that it was compiled for.
     """
     return self.run(self._checked(args, kwargs))
 
   def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[Task, float]]:
-    """Runs it one task after another, so that each can be timed.
+    """Runs the pipeline one task at a time, and times each task.
 
     Returns:
       The result, and the seconds that each task took: costs for `schedule.simulate` and `schedule.draw`.
     """
-    results, seconds = self._machine.measured(self._checked(args, kwargs))
+    results, seconds = self.machine.measure(self._checked(args, kwargs))
     return self._result.unflatten(results), seconds
 
   def run(self, leaves: Sequence[Any]) -> Any:
-    """Runs it on arguments' leaves that were found to fit."""
-    return self._result.unflatten(self._machine(leaves))
+    """Runs the pipeline on leaves that `leaves` returned."""
+    return self._result.unflatten(self.machine(leaves))
 
   def leaves(self, args, kwargs) -> list[Any] | None:
-    """The leaves of arguments, if it was compiled for such."""
+    """The leaves of arguments; None if the pipeline was compiled for other ones."""
     if self._arguments.statics(args, kwargs) != self._request.static:
       return None
     leaves, treedef = jax.tree.flatten(self._arguments.dynamic(args, kwargs))
@@ -116,7 +120,7 @@ class Compiled:
     return leaves if fits else None
 
   def _fits(self, number: int, leaf: Any) -> bool:
-    """Whether an argument has the form, and lies as it was expected."""
+    """Whether a leaf has the shape, dtype and spec that the pipeline was compiled for."""
     aval = self._request.avals[number]
     if not isinstance(leaf, jax.Array):
       return aval_of(leaf) == aval and self._request.specs[number] == PartitionSpec()
@@ -126,11 +130,11 @@ class Compiled:
       or getattr(leaf, 'weak_type', False) != aval.weak_type
     ):
       return False
-    if self._seen[number] is leaf.sharding:
+    if self._accepted[number] is leaf.sharding:
       return True
     same = self._spec_of(leaf) == self._request.specs[number]
     if same:
-      self._seen[number] = leaf.sharding
+      self._accepted[number] = leaf.sharding
     return same
 
   def _spec_of(self, leaf: Any) -> PartitionSpec:
@@ -147,13 +151,13 @@ class Compiled:
     return leaves
 
   def _differences(self, args, kwargs) -> str:
-    """How arguments differ from those that it was compiled for, a line for each leaf."""
+    """The differences from the arguments that it was compiled for, one line per leaf."""
     request, dynamic = self._request, self._arguments.dynamic(args, kwargs)
-    old = request.treedef.unflatten(map(said_of, request.avals, request.specs))
-    new = jax.tree.map(lambda leaf: said_of(aval_of(leaf), self._spec_of(leaf)), dynamic)
+    old = request.treedef.unflatten(map(argument_text, request.avals, request.specs))
+    new = jax.tree.map(lambda leaf: argument_text(aval_of(leaf), self._spec_of(leaf)), dynamic)
     static = (
       [(f'static {name}', repr(value)) for name, _, value in each]
       for each in (request.static, self._arguments.statics(args, kwargs))
     )
     both = ([*named_arguments(each), *more] for each, more in zip((old, new), static))
-    return few(differences(*both) or ['  they are in containers of other kinds'])
+    return first_lines(differences(*both) or ['  the tree structures differ'])

@@ -1,8 +1,9 @@
-"""Crew: one dispatching thread for each rank.
+"""Dispatch threads: one thread for each rank, so that ranks overlap on the CPU.
 
-Where a device runs programs as soon as they are dispatched, and the dispatcher goes on meanwhile (GPUs,
-TPUs), one thread feeds all ranks. The CPU runs small programs while they are dispatched, and what calls
-back into Python: there ranks work at the same time only if each has a thread of its own.
+GPUs and TPUs run programs asynchronously, so one thread can dispatch for all ranks. On the CPU,
+dispatching a small program runs it, and so does dispatching one with Python callbacks. There, ranks
+overlap only if each has its own thread. A thread waits for transfers from other ranks before it
+dispatches their reader.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 
-class Part(NamedTuple):
-  """An instruction as a thread sees it.
+class ThreadInstruction(NamedTuple):
+  """An instruction with its synchronization.
 
   Attributes:
-    instruction: what to do.
-    waits: the transfers of other ranks that have to be done before.
-    signals: the transfer that it is, or None.
+    instruction: the instruction.
+    waits: numbers of the transfers from other ranks to wait for.
+    signals: its own number if it is a transfer, else None.
   """
 
   instruction: Any
@@ -27,37 +28,37 @@ class Part(NamedTuple):
   signals: int | None
 
 
-class Crew:
-  """The threads of a pipeline.
+class DispatchThreads:
+  """The dispatching threads of a pipeline.
 
   Args:
-    code: the instructions of all ranks in an order in which they can run.
+    code: instructions of all ranks, each after those that it depends on.
   """
 
   def __init__(self, code: Sequence[Any]):
-    self._parts: dict[int, list[Part]] = {}
+    self._parts: dict[int, list[ThreadInstruction]] = {}
     self._transfers = 0
-    sent: dict[int, tuple[int, int]] = {}  # by register: who sent it, in which transfer
+    sent: dict[int, tuple[int, int]] = {}  # by register: the sending rank and the transfer's number
     for one in code:
-      here = {sent[number] for number in one.inputs if number in sent}
-      waits = tuple(sorted({transfer for rank, transfer in here if rank != one.rank}))
+      received = {sent[number] for number in one.inputs if number in sent}
+      waits = tuple(sorted({transfer for rank, transfer in received if rank != one.rank}))
       signals = None
       if one.sends:
         signals, self._transfers = self._transfers, self._transfers + 1
         sent.update(dict.fromkeys(one.outputs, (one.rank, signals)))
-      self._parts.setdefault(one.rank, []).append(Part(one, waits, signals))
+      self._parts.setdefault(one.rank, []).append(ThreadInstruction(one, waits, signals))
     self._pool = ThreadPoolExecutor(len(self._parts), thread_name_prefix='pipeline')
 
   def run(self, registers: list[Any]) -> None:
     """Runs all instructions once.
 
     Raises:
-      Exception: the first that any thread met.
+      Exception: the first one raised in any thread.
     """
     arrived = [threading.Event() for _ in range(self._transfers)]
     failed: list[BaseException] = []
 
-    def work(parts: Sequence[Part]) -> None:
+    def work(parts: Sequence[ThreadInstruction]) -> None:
       try:
         for instruction, waits, signals in parts:
           for number in waits:

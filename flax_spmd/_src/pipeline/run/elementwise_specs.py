@@ -1,8 +1,8 @@
-"""Lying: how values outside of the loop lie on the devices of their rank.
+"""Shardings outside the loop: a gradient, and the sum of gradients in the loop, takes its parameter's.
 
-Arguments lie as they come. A gradient is to lie as its parameter does, and so are the sums of gradients
-that the loop carries, or each microbatch would move them. Nobody says which parameter that is; but the
-update of an optimizer combines them element by element, so what is combined so is of one kind.
+With any other sharding, every microbatch would move the sum. A program does not name the parameter of a
+gradient. But an optimizer combines the two element by element. So values that are combined element by
+element form a group, and all values of a group share one spec.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ _BY_ELEMENT = residuals.CHEAP - residuals.VIEWS - {'reduce_max', 'reduce_sum', '
 }
 
 
-class Kinds:
-  """Values by kind: those that are combined with each other, element by element."""
+class ElementwiseGroups:
+  """Groups of values that are combined element by element, as a union-find structure."""
 
   def __init__(self, equations: Iterable[Equation]):
     self._parent: dict[Value, Value] = {}
     for one in equations:
       if one.name in _BY_ELEMENT and one.outputs[0].aval.shape:
-        self.join(*(each for each in (*one.values, one.outputs[0]) if _same_shape(each, one.outputs[0])))
+        self.merge(
+          *(each for each in (*one.values, one.outputs[0]) if _same_shape(each, one.outputs[0]))
+        )
 
-  def join(self, *values: Value) -> None:
-    """Makes values one kind."""
+  def merge(self, *values: Value) -> None:
+    """Merges the groups of some values."""
     for value in values[1:]:
       self._parent[self._root(value)] = self._root(values[0])
 
@@ -40,13 +42,14 @@ class Kinds:
     return value
 
   def specs(
-    self, known: Mapping[Value, PartitionSpec], wanted: Iterable[Value]
+    self, known: Mapping[Value, PartitionSpec], values: Iterable[Value]
   ) -> dict[Value, PartitionSpec]:
-    """How values are to lie, by those of their kind of which it is known."""
-    by_kind: dict[Value, PartitionSpec] = {}
+    """The specs of some values, from the known specs of their groups; values of other groups are left
+    out."""
+    by_group: dict[Value, PartitionSpec] = {}
     for value, spec in known.items():
-      by_kind.setdefault(self._root(value), spec)
-    return {value: by_kind[self._root(value)] for value in wanted if self._root(value) in by_kind}
+      by_group.setdefault(self._root(value), spec)
+    return {value: by_group[self._root(value)] for value in values if self._root(value) in by_group}
 
 
 def _same_shape(one: Value, other: Value) -> bool:

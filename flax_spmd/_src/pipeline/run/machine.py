@@ -1,7 +1,8 @@
-"""Running: a compiled step, called with arrays.
+"""Register machine: runs an assembled step on arrays.
 
-What is run was linked before: here are only registers, a loop over instructions, and the arguments'
-way to the ranks that use them.
+A step is a fixed list of instructions. Each reads arrays from numbered registers, dispatches a program
+or a transfer, and writes the results to other registers. Everything else was decided before; a run only
+puts the arguments on the ranks that use them, loops over the instructions, and collects the results.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from flax_spmd._src.pipeline.run.dispatch_threads import Crew
-from flax_spmd._src.pipeline.run.process_transfer import is_here
+from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
+from flax_spmd._src.pipeline.run.process_transfer import is_local
 from flax_spmd._src.pipeline.run.submeshes import union, view
 from flax_spmd._src.pipeline.schedules.tasks import Step, Task
 
 
-class Instruction(NamedTuple):
-  """Arrays of registers into a program, or onto other devices, and what comes of it into registers.
+class MachineInstruction(NamedTuple):
+  """A program call or a transfer, on registers.
 
   Attributes:
-    function: of arrays one by one.
-    inputs, outputs: the numbers of the registers.
-    dead: registers that nobody reads after this.
-    rank: the one that runs it, or that it sends from.
-    sends: whether it sends.
-    step: the tasks that it is, if it is of the loop.
+    function: a function from arrays to arrays.
+    inputs, outputs: numbers of the registers that it reads and writes.
+    dead: registers that have no later reader; they are emptied.
+    rank: the rank that runs the program, or sends.
+    sends: whether it is a transfer.
+    step: the tasks that it runs; None outside the loop.
   """
 
   function: Callable[..., Sequence[Any]]
@@ -42,7 +43,7 @@ class Instruction(NamedTuple):
   step: Step | None
 
   def run(self, registers: list[Any]) -> None:
-    """Does it."""
+    """Executes the instruction on the registers."""
     results = self.function(*[registers[number] for number in self.inputs])
     for number, result in zip(self.outputs, results):
       registers[number] = result
@@ -51,7 +52,7 @@ class Instruction(NamedTuple):
 
 
 class Use(NamedTuple):
-  """A register that an argument fills: how it lies there, and on which rank."""
+  """A register to fill with an argument, with its rank and sharding there."""
 
   register: int
   sharding: Any
@@ -59,14 +60,14 @@ class Use(NamedTuple):
 
 
 class Result(NamedTuple):
-  """A result.
+  """The source of a result: registers, an argument or a constant.
 
   Attributes:
-    registers: where it is, on the ranks that are here; it is the same on each.
-    sharding: how it lies, on all its ranks.
+    registers: one register for each of this process's ranks that has the result.
+    sharding: its sharding over the devices of all its ranks.
     like: its shape and dtype.
-    argument: the argument that it is, by its number.
-    constant: what it is, if it is always the same.
+    argument: number of the argument that is returned unchanged.
+    constant: the array, if it does not depend on the arguments.
   """
 
   registers: tuple[int, ...] = ()
@@ -82,34 +83,34 @@ class Machine:
 
   Attributes:
     code: the instructions.
-    arguments: where each is used.
-    results: where each comes from.
-    constants: registers that are filled from the beginning.
-    size: how many registers there are.
-    crew: the threads that run it; None: the caller's.
-    cross: makes what sends an argument from one rank to another, between processes.
+    arguments: the registers of each argument.
+    results: the source of each result.
+    constants: registers that are filled once, with closed-over arrays.
+    size: number of registers.
+    threads: the dispatching threads; None: the caller's thread dispatches everything.
+    transfer: returns the transfer that brings an argument from another process, or None.
   """
 
-  code: list[Instruction]
+  code: list[MachineInstruction]
   arguments: list[list[Use]]
   results: list[Result]
   constants: dict[int, jax.Array]
   size: int
-  crew: Crew | None
-  cross: Callable[[Any, NamedSharding, int], Any]
+  threads: DispatchThreads | None
+  transfer: Callable[[Any, NamedSharding, int], Any]
 
   def __call__(self, leaves: Sequence[Any]) -> list[Any]:
     """Runs the step on its arguments' leaves."""
     registers = self._loaded(leaves)
-    if self.crew is not None:
-      self.crew.run(registers)
+    if self.threads is not None:
+      self.threads.run(registers)
     else:
       for instruction in self.code:
         instruction.run(registers)
     return [self._result(one, registers, leaves) for one in self.results]
 
-  def measured(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Task, float]]:
-    """The same, one instruction after another, and how many seconds each task took."""
+  def measure(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Task, float]]:
+    """Runs the step one instruction at a time; returns the results and the seconds per task."""
     registers, seconds = self._loaded(leaves), {}
     for one in self.code:
       values = jax.block_until_ready([registers[number] for number in one.inputs])
@@ -125,24 +126,24 @@ class Machine:
     return [self._result(one, registers, leaves) for one in self.results], seconds
 
   def _loaded(self, leaves: Sequence[Any]) -> list[Any]:
-    """Registers with the arguments in them, on the ranks that use them."""
+    """Registers filled with the arguments, on the ranks that use them."""
     registers: list[Any] = [None] * self.size
     for number, array in self.constants.items():
       registers[number] = array
-    moved: list[tuple[int, Any, NamedSharding]] = []
+    to_put: list[tuple[int, Any, NamedSharding]] = []
     for leaf, uses in zip(leaves, self.arguments, strict=True):
       for number, sharding, rank in uses:
         if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
           registers[number] = leaf
         elif (part := view(leaf, sharding)) is not None:
           registers[number] = part
-        elif (crossing := self.cross(leaf, sharding, rank)) is not None:
-          for array in crossing(leaf):
+        elif (transfer := self.transfer(leaf, sharding, rank)) is not None:
+          for array in transfer(leaf):
             registers[number] = array
-        elif is_here(sharding.mesh):
-          moved.append((number, leaf, sharding))
-    if moved:
-      numbers, arrays, shardings = zip(*moved)
+        elif is_local(sharding.mesh):
+          to_put.append((number, leaf, sharding))
+    if to_put:
+      numbers, arrays, shardings = zip(*to_put)
       for number, array in zip(numbers, jax.device_put(list(arrays), list(shardings))):
         registers[number] = array
     return registers

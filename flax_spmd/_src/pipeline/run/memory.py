@@ -1,7 +1,8 @@
-"""Footprint: how much memory the devices of each rank need for a pipeline, known before anything runs.
+"""Memory footprint: the peak memory of each rank's devices, known before anything runs.
 
-What is alive is known from the list of calls: arguments that the caller keeps, and every other array until its
-last use. While a program runs there is its working memory too, which the compiler tells.
+The call list gives the lifetime of every buffer: an argument lives throughout the step unless a program
+may overwrite it, any other buffer from its write to its last read. The temporary memory of the running
+program, which its compiler reports, comes on top.
 """
 
 from __future__ import annotations
@@ -14,78 +15,91 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.pipeline.cut.equations import Value
-from flax_spmd._src.pipeline.run.call_list import Call, Linked, Place, Unit
+from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, StageProgram
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import PipelineError
 
 
 class Footprint:
-  """The memory of a linked step.
+  """The memory of a call list's buffers.
 
   Args:
-    linked: the step.
-    sharding: how a place lies.
-    arguments: those of the step; they stay until the end, unless a program may overwrite them.
-    ranks: how many there are.
+    call_list: the step.
+    sharding: returns the sharding of a buffer.
+    arguments: arguments of the step. They live until the end, unless a program may overwrite them.
+    ranks: number of ranks.
+
+  Attributes:
+    sizes: bytes of each buffer on one device.
   """
 
   def __init__(
     self,
-    linked: Linked,
-    sharding: Callable[[Place], NamedSharding],
+    call_list: CallList,
+    sharding: Callable[[Buffer], NamedSharding],
     arguments: Iterable[Value],
     ranks: int,
   ):
-    self._calls, self._ranks = linked.calls, ranks
-    self._places = [
-      (one.inputs, one.outputs) if isinstance(one, Call) else (one.places, one.arrived)
-      for one in linked.calls
+    self._calls, self._ranks = call_list.calls, ranks
+    self._accesses = [
+      (one.inputs, one.outputs) if isinstance(one, Call) else (one.buffers, one.arrived)
+      for one in call_list.calls
     ]
     self._last = {
-      place: number
-      for number, (inputs, outputs) in enumerate(self._places)
-      for place in (*inputs, *outputs)
+      buffer: number
+      for number, (inputs, outputs) in enumerate(self._accesses)
+      for buffer in (*inputs, *outputs)
     }
-    self._given = set(arguments)
-    self._results = {place for each in linked.results.values() for place in each}
-    self.sizes = {place: _piece(sharding(place), place[0].aval) for place in self._last}
+    self._arguments = set(arguments)
+    self._results = {buffer for each in call_list.results.values() for buffer in each}
+    self.sizes = {buffer: _shard_bytes(sharding(buffer), buffer.value.aval) for buffer in self._last}
 
   @property
-  def held(self) -> list[Place]:
-    """Where the arguments are."""
-    return [place for place in self._last if place[0] in self._given]
+  def held(self) -> list[Buffer]:
+    """The buffers of the arguments."""
+    return [buffer for buffer in self._last if buffer.value in self._arguments]
 
-  def peaks(self, donated: Mapping[Unit, Sequence[int]], working: Mapping[Unit, int]) -> list[int]:
-    """The most bytes that a device of each rank holds at once.
+  def peaks(
+    self, donated: Mapping[StageProgram, Sequence[int]], temporaries: Mapping[StageProgram, int]
+  ) -> list[int]:
+    """The peak memory of a device of each rank, in bytes.
 
     Args:
-      donated: per unit, those of its arguments whose memory it gives to its results.
-      working: per unit, what it needs beside its arguments and results.
+      donated: indices of the arguments whose memory each program reuses for its results.
+      temporaries: bytes of temporary memory of each program, beside its arguments and results.
     """
     alive = [0] * self._ranks
-    for place in self.held:
-      alive[place[2]] += self.sizes[place]
-    found = list(alive)
-    for number, (one, (inputs, outputs)) in enumerate(zip(self._calls, self._places)):
-      unit = one.unit if isinstance(one, Call) else None
-      given = set() if unit is None else {inputs[index] for index in donated[unit]}
-      for place in outputs:
-        alive[place[2]] += self.sizes[place]
-      for place in given:
-        alive[place[2]] -= self.sizes[place]
-      rank = outputs[0][2] if outputs else inputs[0][2] if inputs else 0
-      found[rank] = max(found[rank], alive[rank] + (0 if unit is None else working[unit]))
-      for place in {*inputs, *outputs} - given:
-        if self._last[place] == number and place[0] not in self._given and place not in self._results:
-          alive[place[2]] -= self.sizes[place]
-    return found
+    for buffer in self.held:
+      alive[buffer.rank] += self.sizes[buffer]
+    peaks = list(alive)
+    for number, (one, (inputs, outputs)) in enumerate(zip(self._calls, self._accesses)):
+      program = one.program if isinstance(one, Call) else None
+      reused = set() if program is None else {inputs[index] for index in donated[program]}
+      for buffer in outputs:
+        alive[buffer.rank] += self.sizes[buffer]
+      for buffer in reused:
+        alive[buffer.rank] -= self.sizes[buffer]
+      rank = outputs[0].rank if outputs else inputs[0].rank if inputs else 0
+      peaks[rank] = max(peaks[rank], alive[rank] + (0 if program is None else temporaries[program]))
+      for buffer in {*inputs, *outputs} - reused:
+        if (
+          self._last[buffer] == number
+          and buffer.value not in self._arguments
+          and buffer not in self._results
+        ):
+          alive[buffer.rank] -= self.sizes[buffer]
+    return peaks
 
 
 def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
-  """Raises if a rank's devices have less memory than it needs; devices of the host do not say.
+  """Raises if a rank needs more memory than its devices have. CPU devices report no limit.
+
+  Args:
+    needed: peak memory of a device of each rank, in bytes.
+    meshes: mesh of each rank.
 
   Raises:
-    PipelineError: names every such rank, what it needs and what there is.
+    PipelineError: the ranks that do not fit, each with the bytes that it needs and has.
   """
   limits: dict[int, int] = defaultdict(int)
   for rank, mesh in enumerate(meshes):
@@ -105,12 +119,13 @@ def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
     )
 
 
-def _piece(sharding: Any, aval: Any) -> int:
+def _shard_bytes(sharding: Any, aval: Any) -> int:
   """The bytes of an array on one device."""
   return math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
 
 
-def working(compiled: Any) -> int:
-  """What a compiled program needs beside its arguments and results; None is another process's."""
+def temporary_bytes(compiled: Any) -> int:
+  """The temporary memory of a compiled program; 0 for None, which stands for another process's
+  program."""
   analysis = None if compiled is None else compiled.memory_analysis()
   return 0 if analysis is None else analysis.temp_size_in_bytes

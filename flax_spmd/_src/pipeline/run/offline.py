@@ -1,10 +1,10 @@
-"""Offline: the programs of a pipeline for devices that are not here, and how everything would lie.
+"""Offline lowering: a pipeline's programs, and the sharding of every buffer, for devices you don't have.
 
     step = layout.pipeline_jit(train_step)                 # the layout's mesh may be abstract
     plan = step.lower(state, batch).offline('cuda')        # lowered for GPUs; nothing is compiled
 
-How the results of a program lie is the compiler's choice, and the next program starts from it. That choice
-is Shardy's, whose passes are a part of JAX: so it can be asked for alone, in milliseconds.
+The compiler chooses the shardings of a program's results, and the next program depends on them. Shardy
+makes the choice, and its passes ship with JAX: they run alone in milliseconds, without a compiler.
 """
 
 from __future__ import annotations
@@ -16,57 +16,62 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut.equations import Value
-from flax_spmd._src.pipeline.run.call_list import Linked, Place, Unit
-from flax_spmd._src.pipeline.run.lowering import Prepared, Preparer
+from flax_spmd._src.pipeline.run.call_list import Buffer, CallList, StageProgram
 from flax_spmd._src.pipeline.run.memory import Footprint
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStage, StageLowerer
 
 
 class Offline(NamedTuple):
-  """A pipeline that can be compiled somewhere else.
+  """A lowered pipeline, ready to compile on another machine.
 
   Attributes:
-    linked: the calls and sends, in order.
-    programs: per unit, what would be compiled.
-    results: per unit, how its results lie.
-    sharding: how a place lies, on the mesh of its rank.
-    arguments: those of the step, in the order of their leaves.
-    ranks: how many there are.
+    call_list: the calls and sends, in order.
+    programs: each program, lowered.
+    results: specs of the results of each program.
+    sharding: returns the sharding of a buffer, on the mesh of its rank.
+    arguments: arguments of the step, in the order of their leaves.
+    ranks: number of ranks.
   """
 
-  linked: Linked
-  programs: Mapping[Unit, Prepared]
-  results: Mapping[Unit, Sequence[PartitionSpec]]
-  sharding: Callable[[Place], NamedSharding]
+  call_list: CallList
+  programs: Mapping[StageProgram, LoweredStage]
+  results: Mapping[StageProgram, Sequence[PartitionSpec]]
+  sharding: Callable[[Buffer], NamedSharding]
   arguments: Sequence[Value]
   ranks: int
 
   @property
   def footprint(self) -> Footprint:
-    """What is in memory."""
-    return Footprint(self.linked, self.sharding, self.arguments, self.ranks)
+    """The memory of its buffers."""
+    return Footprint(self.call_list, self.sharding, self.arguments, self.ranks)
 
 
-def plan(linked: Linked, preparer: Preparer, platform: str, arguments: Sequence[Value]) -> Offline:
-  """Lowers the units of a step, each after those whose results it needs.
+def plan(
+  call_list: CallList, lowerer: StageLowerer, platform: str, arguments: Sequence[Value]
+) -> Offline:
+  """Lowers the programs of a step, each after those whose results it reads.
 
   Args:
-    linked: the step.
-    preparer: lowers them; it is told how their results lie.
-    platform: what for.
-    arguments: those of the step.
+    call_list: the step.
+    lowerer: lowers the programs; receives the specs of their results.
+    platform: platform to lower for, as JAX names it.
+    arguments: arguments of the step.
   """
   programs = {}
-  for unit, call in preparer.first.items():
-    programs[unit] = preparer.prepared(call, platform)
-    preparer.results[unit] = [
+  for program, call in lowerer.first.items():
+    programs[program] = lowerer.lower(call, platform)
+    lowerer.results[program] = [
       _spec(entries[: len(value.aval.shape)])
-      for entries, value in zip(compat.result_places(programs[unit].lowered), unit.outputs, strict=True)
+      for entries, value in zip(
+        compat.result_axes(programs[program].lowered), program.outputs, strict=True
+      )
     ]
-  return Offline(linked, programs, preparer.results, preparer.sharding, arguments, len(preparer.meshes))
+  return Offline(call_list, programs, lowerer.results, lowerer.sharding, arguments, len(lowerer.meshes))
 
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-  """As a compiled program has it: one axis is no tuple, and what is open at the end is left out."""
+  """A spec in the compiler's form: a single axis is not a tuple, and trailing None entries are
+  dropped."""
   spec = [each[0] if len(each) == 1 else each or None for each in entries]
   while spec and spec[-1] is None:
     spec.pop()

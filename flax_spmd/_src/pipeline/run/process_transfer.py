@@ -1,8 +1,8 @@
-"""Between processes: what one process's stages send to another's.
+"""Transfers between processes: arrays sent from one process's rank to another's.
 
-A process can copy arrays between its own devices only. To another one they go by a collective operation
-of the two ranks: `ppermute` over the stage axis of their joint mesh, which both processes run. Each of
-them sees the transfers between them in the same order, so none waits for what the other does later.
+A process can copy arrays between its own devices only. Between processes a transfer is a collective of
+the two ranks: a `ppermute` over the stage axis of their joint mesh, which both processes run. Both run
+the transfers between them in the same order, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from flax_spmd.errors import PipelineError
 
 
 def processes_of(mesh: Mesh) -> set[int]:
-  """The processes whose devices a mesh has."""
+  """The processes that own devices of a mesh."""
   return {device.process_index for device in mesh.devices.flat}
 
 
-def is_here(mesh: Mesh) -> bool:
-  """Whether this process has devices of a mesh."""
+def is_local(mesh: Mesh) -> bool:
+  """Whether this process owns devices of a mesh."""
   return jax.process_index() in processes_of(mesh)
 
 
-class Crossing:
-  """Sends arrays from one rank to another that is another process's; called by both.
+class ProcessTransfer:
+  """A transfer of arrays from one rank to another, of another process. Both processes call it.
 
   Args:
-    mesh, axis: the whole mesh, and the axis of the stages.
+    mesh, axis: the whole mesh, and its stage axis.
     source, target: the two ranks.
-    avals: shapes and dtypes.
-    specs: how they lie on either rank.
+    avals: shapes and dtypes of the arrays.
+    specs: specs of the arrays, the same on both ranks.
 
   Raises:
-    PipelineError: there are typed keys among them.
+    PipelineError: some arrays are typed PRNG keys.
   """
 
   def __init__(
@@ -54,50 +54,64 @@ class Crossing:
   ):
     if any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
       raise PipelineError(
-        f'A typed PRNG key goes from rank {source} to rank {target}, which is another process.\n'
+        f'A typed PRNG key is sent from rank {source} to rank {target}, '
+        'which belongs to another process.\n'
         'Fix: let every stage derive its key from the batch or an argument, or use raw keys '
         '(jax.random.key_data).'
       )
     joint = submesh(mesh, axis, [source, target])
-    here, there = (submesh(mesh, axis, [rank]) for rank in (source, target))
-    self._gives, self._takes = is_here(here), is_here(there)
+    source_mesh, target_mesh = (submesh(mesh, axis, [rank]) for rank in (source, target))
+    self._target_mesh = target_mesh
+    self._sends, self._receives = is_local(source_mesh), is_local(target_mesh)
     self._avals = list(avals)
-    self._lie = [NamedSharding(joint, PartitionSpec(axis, *spec)) for spec in specs]
-    self._from = [NamedSharding(here, PartitionSpec(None, *spec)) for spec in specs]
-    self._to = [NamedSharding(there, spec) for spec in specs]
-    self._blank = [NamedSharding(there, PartitionSpec(None, *spec)) for spec in specs]
-    self._move = _mover(joint, axis, tuple(sharding.spec for sharding in self._lie))
+    # An array of both ranks has a row per rank, in a new first dimension over the stage axis.
+    self._joint = [NamedSharding(joint, PartitionSpec(axis, *spec)) for spec in specs]
+    self._source_row = [NamedSharding(source_mesh, PartitionSpec(None, *spec)) for spec in specs]
+    self._target_row = [NamedSharding(target_mesh, PartitionSpec(None, *spec)) for spec in specs]
+    self._target = [NamedSharding(target_mesh, spec) for spec in specs]
+    self._permute = _permutation(joint, axis, tuple(sharding.spec for sharding in self._joint))
 
   def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-    """What arrives, if it arrives here; nothing where it only leaves."""
-    rows: list[list[jax.Array]] = [[] for _ in self._avals]
-    if self._gives:
-      for row, array in zip(rows, _raised(arrays, self._from)):
-        row += _shards(array)
-    if self._takes:
-      for row, array in zip(rows, self._blanks):
-        row += _shards(array)
+    """Runs the transfer; returns the arrays in the receiving process, nothing in the sending one."""
+    shards: list[list[jax.Array]] = [[] for _ in self._avals]
+    if self._sends:
+      for each, row in zip(shards, _adding_row(tuple(self._source_row))(list(arrays))):
+        each += _shards(row)
+    if self._receives:
+      for each, row in zip(shards, self._zero_rows):
+        each += _shards(row)
     joined = [
-      jax.make_array_from_single_device_arrays((2, *aval.shape), sharding, row)
-      for aval, sharding, row in zip(self._avals, self._lie, rows)
+      jax.make_array_from_single_device_arrays((2, *aval.shape), sharding, each)
+      for aval, sharding, each in zip(self._avals, self._joint, shards)
     ]
-    moved = self._move(joined)
-    return _lowered(moved, self._blank, self._to, self._avals) if self._takes else []
+    permuted = self._permute(joined)
+    return self._received(permuted) if self._receives else []
 
   @functools.cached_property
-  def _blanks(self) -> list[jax.Array]:
-    """What the target gives for what it gets."""
-    forms = [(1, *aval.shape) for aval in self._avals]
+  def _zero_rows(self) -> list[jax.Array]:
+    """The target's part of the operands of `ppermute`, which it discards."""
+    shapes = [(1, *aval.shape) for aval in self._avals]
     dtypes = [aval.dtype for aval in self._avals]
     make = jax.jit(
-      lambda: [jnp.zeros(form, dtype) for form, dtype in zip(forms, dtypes)], out_shardings=self._blank
+      lambda: [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes)],
+      out_shardings=self._target_row,
     )
     return make()
 
+  def _received(self, permuted: Sequence[jax.Array]) -> list[jax.Array]:
+    """The target's row of each array, as an array of the target's devices."""
+    rows = []
+    devices = list(self._target_mesh.devices.flat)
+    for array, sharding, aval in zip(permuted, self._target_row, self._avals):
+      shards = {shard.device: shard.data for shard in array.addressable_shards}
+      own = [shards[device] for device in devices if device in shards]
+      rows.append(jax.make_array_from_single_device_arrays((1, *aval.shape), sharding, own))
+    return _removing_row(tuple(self._target))(rows)
+
 
 @functools.lru_cache(maxsize=256)
-def _mover(mesh: Mesh, axis: str, specs: tuple[PartitionSpec, ...]) -> Any:
-  """A program that moves arrays from the first of two ranks to the second."""
+def _permutation(mesh: Mesh, axis: str, specs: tuple[PartitionSpec, ...]) -> Any:
+  """A program that sends the rows of the first of two ranks to the second."""
 
   def move(arrays):
     return [lax.ppermute(array, axis, [(0, 1)]) for array in arrays]
@@ -110,26 +124,13 @@ def _shards(array: jax.Array) -> list[jax.Array]:
   return [shard.data for shard in array.addressable_shards]
 
 
-def _raised(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> Sequence[jax.Array]:
-  """Arrays with a first dimension of one."""
-  return _raising(tuple(shardings))(list(arrays))
-
-
 @functools.lru_cache(maxsize=256)
-def _raising(shardings: tuple[NamedSharding, ...]) -> Any:
+def _adding_row(shardings: tuple[NamedSharding, ...]) -> Any:
+  """A program that adds a first dimension of size 1."""
   return jax.jit(lambda arrays: [array[None] for array in arrays], out_shardings=list(shardings))
 
 
-def _lowered(moved, blank, target, avals) -> list[jax.Array]:
-  """The second row of what was moved, without its first dimension."""
-  rows = []
-  for array, sharding, aval in zip(moved, blank, avals):
-    parts = {shard.device: shard.data for shard in array.addressable_shards}
-    here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
-    rows.append(jax.make_array_from_single_device_arrays((1, *aval.shape), sharding, here))
-  return _lowering(tuple(target))(rows)
-
-
 @functools.lru_cache(maxsize=256)
-def _lowering(shardings: tuple[NamedSharding, ...]) -> Any:
+def _removing_row(shardings: tuple[NamedSharding, ...]) -> Any:
+  """A program that removes a first dimension of size 1."""
   return jax.jit(lambda rows: [row[0] for row in rows], out_shardings=list(shardings))

@@ -1,4 +1,4 @@
-"""Asked: what a pipeline is made with, and what it is called with. Programs depend on these two."""
+"""Settings of a pipeline, and requests: the structure of a call's arguments. Programs depend on both."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flax_spmd._src.rules.table import Rules
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """What a pipeline is made with.
+  """The settings of a pipeline: the arguments of `pipeline_jit`.
 
   Attributes:
     mesh, rules: the layout.
-    axis: the mesh axis that stages are laid over.
-    schedule: used where `accumulate` is given none.
-    arguments: those of the function.
-    threads: whether each rank has a thread of its own.
-    stages: how many stages a model without stage ends is cut into; None: it has them.
+    axis: the mesh axis of the stages.
+    schedule: default schedule, for an `accumulate` without one.
+    arguments: the function's parameters, static and not.
+    threads: whether each rank is dispatched by its own thread.
+    stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
   """
 
   mesh: MeshLike
@@ -45,19 +45,19 @@ class Setting:
 
   @functools.cached_property
   def ranks(self) -> list[MeshLike]:
-    """Per rank, its devices."""
+    """The mesh of each rank."""
     return [submesh(self.mesh, self.axis, [rank]) for rank in range(self.sizes[self.axis])]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """What a pipeline is called with.
+  """The arguments of a call, as far as programs depend on them.
 
   Attributes:
-    args, kwargs: the arguments, by position where they can be.
-    treedef: the form of those that are not static.
-    avals, specs: what their leaves are, and how these lie.
-    static: the others.
+    args, kwargs: the arguments, by position where possible.
+    treedef: tree structure of the arguments that are not static.
+    avals, specs: shape, dtype and spec of each leaf.
+    static: the static arguments.
   """
 
   args: tuple
@@ -69,12 +69,12 @@ class Request:
 
   @property
   def key(self) -> Any:
-    """What programs depend on."""
+    """The cache key of the compiled programs."""
     return self.treedef, tuple(self.avals), tuple(self.specs), self.static
 
 
 def aval_of(leaf: Any) -> Any:
-  """Shape, dtype and weak type of an array, a number or what stands for one."""
+  """Shape, dtype and weak type of an array, a number or a `ShapeDtypeStruct`."""
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return compat.aval_of(leaf.shape, leaf.dtype, bool(leaf.weak_type))
   aval = jax.typeof(leaf)

@@ -1,7 +1,7 @@
-"""Birth: a state made where its stages are.
+"""Initialization of a state on its stages: each array is created on the ranks that use it.
 
-Each group of arrays that lie on the same ranks is made by a program of its own, which the compiler frees
-of everything that the group does not need.
+Arrays of the same ranks form a group. Each group is created by one program, from which XLA removes the
+computation of all other arrays.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
 
 
-def born(
+def init_on_stages(
   create: Callable[..., Any],
   args: Sequence[Any],
   kwargs: Mapping[str, Any],
   shardings: Any,
   rules: Rules,
 ) -> Any:
-  """What `create` makes, with the shardings given.
+  """Calls `create` so that its arrays have the shardings given.
 
   Args:
-    create: makes a tree.
+    create: returns a tree of arrays.
     args, kwargs: its arguments.
-    shardings: a tree of NamedShardings of the same structure, possibly of different devices.
-    rules: what constraints follow.
+    shardings: a tree of `NamedSharding` of the same structure. Their devices may differ.
+    rules: the rules for constraints inside `create`.
+
+  Returns:
+    The tree.
 
   Raises:
-    PipelineError: the structures differ.
+    PipelineError: the structures of the tree and of `shardings` differ.
   """
   fn, arrays = closed_over(create, args, kwargs)
 
@@ -44,25 +47,26 @@ def born(
     with scope(InForce(mesh, rules)), mesh_scope(mesh):
       return fn(arrays)
 
-  wanted, expected = jax.tree.flatten(shardings)
-  any_mesh = wanted[0].mesh.abstract_mesh
+  leaf_shardings, expected = jax.tree.flatten(shardings)
+  any_mesh = leaf_shardings[0].mesh.abstract_mesh
   treedef = jax.tree.structure(jax.eval_shape(functools.partial(within, any_mesh), arrays))
   if treedef != expected:
     raise PipelineError(
-      f'The pipeline was compiled for a state of another form.\n  made:     {treedef}\n'
-      f'  expected: {expected}\nFix: pass what makes the very state that the pipeline was compiled for.'
+      'create returns a state of another structure than the pipeline was compiled for.\n'
+      f'  returned: {treedef}\n  expected: {expected}\n'
+      'Fix: pass the function that creates the state that the pipeline was compiled for.'
     )
   groups: dict[Any, list[int]] = defaultdict(list)
-  for number, sharding in enumerate(wanted):
+  for number, sharding in enumerate(leaf_shardings):
     groups[sharding.mesh].append(number)
-  found: list[Any] = [None] * len(wanted)
+  created: list[Any] = [None] * len(leaf_shardings)
   for mesh, numbers in groups.items():
 
-    def some(arrays, mesh=mesh, numbers=numbers):
+    def create_group(arrays, mesh=mesh, numbers=numbers):
       leaves = jax.tree.leaves(within(mesh.abstract_mesh, arrays))
       return [leaves[number] for number in numbers]
 
-    made = jax.jit(some, out_shardings=[wanted[number] for number in numbers])(arrays)
-    for number, array in zip(numbers, made, strict=True):
-      found[number] = array
-  return treedef.unflatten(found)
+    group = jax.jit(create_group, out_shardings=[leaf_shardings[number] for number in numbers])(arrays)
+    for number, array in zip(numbers, group, strict=True):
+      created[number] = array
+  return treedef.unflatten(created)

@@ -1,7 +1,7 @@
-"""Submeshes: the devices of a pipeline's ranks.
+"""Submeshes: the meshes of a pipeline's ranks.
 
-A rank's mesh has the axes of the whole mesh, with the stage axis at size 1, so that specs mean the same on
-all of them. A value of several ranks lies on their joint mesh, whole on each rank.
+A rank's mesh has the axes of the whole mesh, with the stage axis at size 1. So a spec means the same on
+every rank. A value of several ranks is on their joint mesh, and replicated over the stage axis.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from flax_spmd._src.compat import from_shards
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe
 from flax_spmd._src.rules.decisions import axis_names, rule_text
-from flax_spmd._src.rules.table import Rules, axes_of
-from flax_spmd._src.text import few
+from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError, did_you_mean
 
 AnyMesh = TypeVar('AnyMesh', bound=MeshLike)
 
 
 def submesh(mesh: AnyMesh, axis: str, ranks: Sequence[int]) -> AnyMesh:
-  """The devices of some ranks; of an abstract mesh, as many of them."""
+  """The mesh of some ranks; abstract if the whole mesh is."""
   if isinstance(mesh, AbstractMesh):
     sizes = axis_sizes(mesh) | {axis: len(ranks)}
     return cast(Any, abstract_mesh(sizes, axis_types=axis_types(mesh)))
@@ -47,69 +47,80 @@ def check_concrete(mesh: MeshLike) -> Mesh:
 
 
 def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
-  """Raises unless stages can be laid over an axis of the mesh.
+  """Raises unless stages can be placed along an axis of the mesh.
 
   Raises:
-    PipelineError: the mesh lacks the axis, it is an Explicit one, or rules use it.
+    PipelineError: the mesh lacks the axis, has Explicit axes, or rules use the axis.
   """
   sizes = axis_sizes(mesh)
   if not isinstance(axis, str) or axis not in sizes:
     raise PipelineError(
       f'The mesh {describe(mesh)} has no axis {axis!r}.{did_you_mean(str(axis), sizes)}\n'
-      "Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or say by "
-      'axis=... which one it is.'
+      "Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or pass the "
+      'name of that axis as axis=.'
     )
   if AxisType.Explicit in mesh.axis_types:
     raise PipelineError(
-      f'The mesh {describe(mesh)} has Explicit axes, and stages are cut from programs that have none.\n'
-      'Fix: make the mesh with axis_types=AxisType.Auto, which is what make_mesh does.'
+      f'The mesh {describe(mesh)} has Explicit axes, and a pipeline needs Auto axes.\n'
+      'Fix: make the mesh with axis_types=AxisType.Auto, the default of make_mesh.'
     )
-  found = [
+  offenders = [
     f'  rule {rule_text(rule)} {clause!r}'
     for rule, clause in rules.all_rules(annotations=True)
-    if axis in axes_of(clause)
+    if axis in clause.mesh_axes
   ]
-  if found:
+  if offenders:
     raise PipelineError(
-      f'Rules lay dimensions over {axis!r}, the axis of the stages, which a stage has only 1 of:\n'
-      + '\n'.join(found)
-      + '\nFix: lay them over other axes; which stage an array is on follows from its use.'
+      f'Rules shard dimensions over {axis!r}, the axis of the stages, which has size 1 within a stage:\n'
+      + '\n'.join(offenders)
+      + '\nFix: shard them over other axes; the stage of an array follows from its use.'
     )
 
 
-def check_places(
-  named: Sequence[tuple[str, Any]], shardings: Sequence[Any], mesh: MeshLike, axis: str, what: str
+def check_shardings(
+  named: Sequence[tuple[str, Any]], shardings: Sequence[Any], mesh: MeshLike, axis: str, noun: str
 ) -> None:
-  """Raises if arrays are to lie over the axis of the stages, or on devices that are not the mesh's.
+  """Raises if requested shardings use the stage axis, or devices outside the mesh.
+
+  Args:
+    named: the arrays, with their paths.
+    shardings: the requested sharding of each array, or None.
+    mesh, axis: the whole mesh, and its stage axis.
+    noun: 'Arguments' or 'Results', for the error.
 
   Raises:
-    PipelineError: names every such array.
+    PipelineError: the paths of all such arrays.
   """
-  found = [(name, sharding) for (name, _), sharding in zip(named, shardings, strict=True) if sharding]
+  requested = [
+    (name, sharding) for (name, _), sharding in zip(named, shardings, strict=True) if sharding
+  ]
   foreign = [
     f'  {name}: {sharding}'
-    for name, sharding in found
+    for name, sharding in requested
     if not isinstance(sharding, NamedSharding) or not set(sharding.mesh.axis_names) <= set(mesh.shape)
   ]
   if foreign:
     raise PipelineError(
-      f'{what} are given places that are not on the mesh {describe(mesh)}:\n'
-      + few(foreign)
+      f'{noun} are given shardings that are not on the mesh {describe(mesh)}:\n'
+      + first_lines(foreign)
       + '\nFix: give a PartitionSpec, or a NamedSharding on a mesh with the same axes.'
     )
   staged = [
-    f'  {name}: {sharding.spec}' for name, sharding in found if axis in axis_names(tuple(sharding.spec))
+    f'  {name}: {sharding.spec}'
+    for name, sharding in requested
+    if axis in axis_names(tuple(sharding.spec))
   ]
   if staged:
     raise PipelineError(
-      f'{what} are laid over {axis!r}, the axis of the stages, which a stage has only 1 of:\n'
-      + few(staged)
-      + '\nFix: lay them over other axes; which stage an array is on follows from its use.'
+      f'{noun} are sharded over {axis!r}, the axis of the stages, which has size 1 within a stage:\n'
+      + first_lines(staged)
+      + '\nFix: shard them over other axes; the stage of an array follows from its use.'
     )
 
 
 def spec_of(array: Any, axis: str, sizes: Any) -> PartitionSpec:
-  """How an array lies, over the axes that stages have; one of another mesh, or of the host, is whole."""
+  """The spec of an array within a stage. An array of another mesh or of the host counts as
+  replicated."""
   sharding = getattr(array, 'sharding', None)
   if not isinstance(sharding, NamedSharding):
     return PartitionSpec()
@@ -131,19 +142,20 @@ def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
 
 
 def view(array: jax.Array, sharding: NamedSharding) -> jax.Array | None:
-  """The part of an array that is on some of its devices, if that is all of it; nothing is copied."""
-  held = getattr(array, 'sharding', None)
-  if not isinstance(held, NamedSharding) or not held.device_set >= sharding.device_set:
+  """The same array on fewer of its devices, without a copy; None if its shards there do not match."""
+  current = getattr(array, 'sharding', None)
+  if not isinstance(current, NamedSharding) or not current.device_set >= sharding.device_set:
     return None
-  here = held.devices_indices_map(array.shape)
-  there = sharding.devices_indices_map(array.shape)
-  if any(here[device] != index for device, index in there.items()):
+  current_indices = current.devices_indices_map(array.shape)
+  indices = sharding.devices_indices_map(array.shape)
+  if any(current_indices[device] != index for device, index in indices.items()):
     return None
-  parts = {shard.device: shard.data for shard in array.addressable_shards}
-  return from_shards(array, sharding, [parts[device] for device in there if device in parts])
+  shards = {shard.device: shard.data for shard in array.addressable_shards}
+  return from_shards(array, sharding, [shards[device] for device in indices if device in shards])
 
 
 def union(parts: Sequence[jax.Array], sharding: NamedSharding, like: Any) -> jax.Array:
-  """One array of what is the same on several ranks, those that are here; nothing is copied."""
+  """One array of the equal copies on several ranks, as far as this process has them. Nothing is
+  copied."""
   shards = [shard.data for part in parts for shard in part.addressable_shards]
   return from_shards(like, sharding, shards)

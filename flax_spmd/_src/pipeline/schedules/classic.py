@@ -1,10 +1,10 @@
-"""Schedules with whole backwards: GPipe, 1F1B, and their kin.
+"""Classic schedules, with unsplit backwards: GPipe, 1F1B, and their eager and interleaved variants.
 
-All are one pattern: a rank runs some forwards as a *warm-up*, then one forward and one backward in turn,
-then the backwards that are left. GPipe's warm-up is everything; 1F1B's is just long enough to fill the
-pipeline; the eager one's is twice that, and its transfers run beside its tasks.
+All have one pattern: a rank runs some forwards as a *warm-up*, then alternates one forward and one
+backward, then runs the remaining backwards. GPipe's warm-up is all forwards; 1F1B's is just long enough
+to fill the pipeline; the eager variant's is twice as long, so that transfers overlap with tasks.
 
-With p ranks, m microbatches, v stages per rank and equal stages the bubble is (p - 1) / (v m + p - 1).
+For p ranks, m microbatches, and v equal stages per rank, the bubble is (p - 1) / (v m + p - 1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.pipeline.schedules.stage_ranks import placed
+from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Kind, Step, Task
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
@@ -23,12 +23,12 @@ from flax_spmd.errors import PipelineError, did_you_mean
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class GPipe(Schedule):
-  """All forwards, then all backwards: m activations are alive on every rank.
+  """All forwards, then all backwards; m live activations on every rank.
 
   Bubble (p - 1) / (m + p - 1). Huang et al., https://arxiv.org/abs/1811.06965.
 
   Attributes:
-    ranks: how many there are; each has one stage.
+    ranks: number of ranks, p; each has one stage.
 
   Example:
     >>> GPipe(ranks=4).validate(8).peaks
@@ -36,20 +36,22 @@ class GPipe(Schedule):
   """
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
-    return in_turn(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), microbatches)
+    return alternate(
+      tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), microbatches
+    )
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class InterleavedGPipe(Schedule):
-  """GPipe with several stages per rank, in a loop: all microbatches through one, then the next.
+  """GPipe with several stages per rank, assigned round-robin: a rank runs one stage's microbatches, then the next's.
 
-  Bubble (p - 1) / (v m + p - 1) for m >= p; v m activations are alive. The breadth-first schedule of
+  Bubble (p - 1) / (v m + p - 1) for m >= p; v m live activations. The breadth-first schedule of
   Lamy-Poirier, https://arxiv.org/abs/2211.05953.
 
   Attributes:
-    ranks: how many there are.
-    chunks: v, how many stages each of them has.
+    ranks: number of ranks, p.
+    chunks: number of stages per rank, v.
 
   Example:
     >>> round(InterleavedGPipe(ranks=4, chunks=2).simulate(8).bubble, 3)
@@ -59,26 +61,26 @@ class InterleavedGPipe(Schedule):
   chunks: int = 2
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return placed(self.ranks, self.chunks, 'loop')
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return assign_ranks(self.ranks, self.chunks, 'loop')
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
     stages = self.stages_of(rank)
     forwards, backwards = tasks('fwd', stages, microbatches), tasks('bwd', stages[::-1], microbatches)
-    return in_turn(forwards, backwards, len(forwards))
+    return alternate(forwards, backwards, len(forwards))
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class OneFOneB(Schedule):
-  """One forward, one backward (1F1B; JaxPP's `Std1F1B`): p - r activations are alive on rank r.
+  """One forward, one backward (1F1B; JaxPP's `Std1F1B`); p - r live activations on rank r.
 
-  Bubble (p - 1) / (m + p - 1), as GPipe's. PipeDream-Flush: Narayanan et al.,
+  Bubble (p - 1) / (m + p - 1), as for GPipe. PipeDream-Flush: Narayanan et al.,
   https://arxiv.org/abs/2006.09503, after PipeDream, https://arxiv.org/abs/1806.03377.
 
   Attributes:
-    ranks: how many there are; each has one stage.
+    ranks: number of ranks, p; each has one stage.
 
   Example:
     >>> OneFOneB(ranks=4).validate(8).peaks
@@ -87,18 +89,18 @@ class OneFOneB(Schedule):
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
     warm_up = self.ranks - 1 - rank
-    return in_turn(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
+    return alternate(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Eager1F1B(Schedule):
-  """1F1B with twice the warm-up, so that transfers hide: 2 (p - r) - 1 activations on rank r.
+  """1F1B with twice the warm-up, to hide transfers; 2 (p - r) - 1 live activations on rank r.
 
   Bubble (p - 1) / (m + p - 1) without transfers. Zhuang et al., https://arxiv.org/abs/2211.05322.
 
   Attributes:
-    ranks: how many there are; each has one stage.
+    ranks: number of ranks, p; each has one stage.
 
   Example:
     >>> Eager1F1B(ranks=4).validate(8).peaks
@@ -110,24 +112,21 @@ class Eager1F1B(Schedule):
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
     warm_up = 2 * (self.ranks - 1 - rank)
-    return in_turn(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
+    return alternate(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Interleaved1F1B(Schedule):
-  """1F1B with several stages per rank, in a loop: less bubble for more transfers.
+  """1F1B with several stages per rank, assigned round-robin: a smaller bubble for more transfers.
 
-  Bubble (p - 1) / (v m + p - 1); (v - 1) p + 2 (p - 1 - r) + 1 activations, each of a stage that is v
-  times smaller, are alive on rank r. Microbatches go around in rounds of equal size, at least one per
-  rank, so their number has to be a multiple of the number of rounds, max(1, m // p). Narayanan et al.,
-  https://arxiv.org/abs/2104.04473.
+  Bubble (p - 1) / (v m + p - 1); (v - 1) p + 2 (p - 1 - r) + 1 live activations on rank r, each of a
+  stage v times smaller. Microbatches run in equal rounds of at least one per rank, so m must be a
+  multiple of the number of rounds, max(1, m // p). Narayanan et al., https://arxiv.org/abs/2104.04473.
 
-  Attributes:
-    ranks: how many there are.
-    chunks: v, how many stages each of them has.
-    fuse: 'last' makes one program of forward and backward of the last stage, which follow one another;
-      'steady' does so with every forward and the backward after it; None with none.
+  Attributes: ranks: number of ranks, p. chunks: number of stages per rank, v. fuse: which tasks become
+    one program: 'last' fuses the forward and backward of the last stage, which are adjacent; 'steady'
+    fuses every forward after the warm-up with the backward that follows it; None fuses nothing.
 
   Example:
     >>> round(Interleaved1F1B(ranks=4, chunks=2).simulate(8).bubble, 3)
@@ -142,28 +141,28 @@ class Interleaved1F1B(Schedule):
   def __post_init__(self):
     super().__post_init__()
     if self.fuse not in ('last', 'steady', None):
-      guess = did_you_mean(str(self.fuse), ('last', 'steady'))
-      raise PipelineError(f"fuse={self.fuse!r} is unknown.{guess}\nFix: use 'last', 'steady' or None.")
+      hint = did_you_mean(str(self.fuse), ('last', 'steady'))
+      raise PipelineError(f"fuse={self.fuse!r} is unknown.{hint}\nFix: use 'last', 'steady' or None.")
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return placed(self.ranks, self.chunks, 'loop')
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return assign_ranks(self.ranks, self.chunks, 'loop')
 
   def _order(self, rank: int, microbatches: int) -> Iterable[Step]:
     stages = self.stages_of(rank)
     forwards, backwards, warm_up = interleaved(stages, rank, self.ranks, microbatches)
-    steps = list(in_turn(forwards, backwards, warm_up))
+    steps = list(alternate(forwards, backwards, warm_up))
     if self.fuse == 'steady':
       return _fused(steps, warm_up)
     return _fused(steps, 0, only=self.stages - 1) if self.fuse else steps
 
-  def _objection(self, microbatches: int) -> str | None:
+  def _limitation(self, microbatches: int) -> str | None:
     return uneven_rounds(self.ranks, microbatches)
 
 
 def tasks(kind: Kind, stages: Iterable[int], microbatches: int) -> list[Task]:
-  """The tasks of a kind: all microbatches of one stage, then those of the next.
+  """The tasks of one kind: all microbatches of one stage, then those of the next.
 
   Example:
     >>> [str(task) for task in tasks('bwd', [4, 0], 2)]
@@ -172,11 +171,11 @@ def tasks(kind: Kind, stages: Iterable[int], microbatches: int) -> list[Task]:
   return [Task(kind, stage, microbatch) for stage in stages for microbatch in range(microbatches)]
 
 
-def in_turn(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> Iterator[Task]:
-  """A warm-up of forwards, then one forward and one backward in turn, then the backwards that are left.
+def alternate(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> Iterator[Task]:
+  """A warm-up of forwards, then one forward and one backward alternately, then the other backwards.
 
   Example:
-    >>> ' '.join(str(task) for task in in_turn(tasks('fwd', [0], 3), tasks('bwd', [0], 3), warm_up=1))
+    >>> ' '.join(str(task) for task in alternate(tasks('fwd', [0], 3), tasks('bwd', [0], 3), warm_up=1))
     'fwd_0__0 fwd_0__1 bwd_0__0 fwd_0__2 bwd_0__1 bwd_0__2'
   """
   warm_up = min(warm_up, len(forwards))
@@ -189,7 +188,7 @@ def in_turn(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -
 def interleaved(
   stages: Sequence[int], rank: int, ranks: int, microbatches: int
 ) -> tuple[list[Task], list[Task], int]:
-  """Megatron-LM's forwards, backwards and warm-up of a rank: round by round, stage by stage."""
+  """The forwards, backwards and warm-up length of a rank in Megatron-LM: round by round, stage by stage."""
   size = microbatches // max(1, microbatches // ranks)
 
   def rounds(kind: Kind, stages: Sequence[int]) -> list[Task]:
@@ -201,7 +200,7 @@ def interleaved(
 
 
 def uneven_rounds(ranks: int, microbatches: int) -> str | None:
-  """Why so many microbatches do not go around."""
+  """An explanation if the microbatches do not divide into equal rounds, else None."""
   rounds = max(1, microbatches // ranks)
   if microbatches % rounds:
     return f'{microbatches} microbatches cannot be split into {rounds} equal rounds.'
@@ -209,11 +208,11 @@ def uneven_rounds(ranks: int, microbatches: int) -> str | None:
 
 
 def _fused(steps: Sequence[Task], start: int, only: int | None = None) -> Iterator[Step]:
-  """Every forward from `start` on with the backward after it; if `only`, just those of that stage."""
+  """Fuses every forward from index `start` on with the backward after it; with `only`, of that stage alone."""
   at = 0
   while at < len(steps):
     pair = tuple(steps[at : at + 2])
     fits = at >= start and [task.kind for task in pair] == ['fwd', 'bwd']
-    fits = fits and (only is None or [(task.stage) for task in pair] == [only, only])
+    fits = fits and (only is None or [task.stage for task in pair] == [only, only])
     yield FusedTask(pair) if fits else steps[at]
     at += 2 if fits else 1

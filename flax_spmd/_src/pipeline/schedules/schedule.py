@@ -1,15 +1,15 @@
-"""Schedules: in which order every rank of a pipeline runs its tasks.
+"""Schedules: the order in which every rank of a pipeline runs its tasks.
 
     schedule = OneFOneB(ranks=4)
-    schedule.tasks(8)[2]                  what rank 2 runs, for 8 microbatches
-    schedule.validate(8)                  a proof that it can be run, and how much it keeps
-    schedule.simulate(8).bubble           the part of the time in which ranks are idle
-    schedule.draw(8)                      tasks over time
+    schedule.tasks(8)[2]                  the tasks of rank 2, for 8 microbatches
+    schedule.validate(8)                  a proof that it can run, and its live activations
+    schedule.simulate(8).bubble           the fraction of the time in which ranks are idle
+    schedule.draw(8)                      a timeline
 
-A model is cut into *stages*, and a stage is on one *rank*, which may have several of them. A schedule
-is a value: how many ranks, how many stages on each, and a rule that gives every rank its list for any
-number of microbatches. A rule of your own makes a schedule by `Schedule.of`, a text by
-`Schedule.from_text`.
+A model is cut into *stages*. Each stage runs on one *rank*, and a rank may have several stages. A
+schedule
+is a value: a number of ranks, the rank of every stage, and a rule for the tasks of each rank, given the
+number of microbatches. Define others by a rule with `Schedule.of`, or as text with `Schedule.from_text`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.simulation import EQUAL, Costs, Simulation, simulate
-from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, at_least_one, placed
+from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Order, Step
-from flax_spmd._src.pipeline.schedules.text_format import Read, read, steps_of, write
+from flax_spmd._src.pipeline.schedules.text_format import ParsedSchedule, read, steps_of, write
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
-from flax_spmd._src.pipeline.schedules.validation import Lists, Proof, validate
+from flax_spmd._src.pipeline.schedules.validation import ScheduleReport, TaskLists, validate
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError
 
@@ -34,15 +34,15 @@ Rule: TypeAlias = Callable[[int, int], Iterable[Step | str]]
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Schedule(abc.ABC):
-  """An order of tasks for every rank of a pipeline.
+  """The order of tasks on every rank of a pipeline.
 
   Attributes:
-    ranks: how many there are: the size of the mesh axis over which stages are laid.
+    ranks: number of ranks; equals the size of the mesh axis that the stages are partitioned over.
 
   Example:
     >>> from flax_spmd.pipeline import OneFOneB
     >>> schedule = OneFOneB(ranks=2)
-    >>> schedule.stages, schedule.owners
+    >>> schedule.stages, schedule.stage_ranks
     (2, (0, 1))
     >>> print(*schedule.tasks(2)[1])
     fwd_1__0 bwd_1__0 fwd_1__1 bwd_1__1
@@ -53,24 +53,24 @@ class Schedule(abc.ABC):
   def __post_init__(self):
     for field in ('ranks', 'chunks'):
       if hasattr(self, field):
-        at_least_one(getattr(self, field), f'{type(self).__name__}.{field}')
+        check_positive(getattr(self, field), f'{type(self).__name__}.{field}')
 
   @staticmethod
   def of(rule: Rule, ranks: int, chunks: int = 1, placement: Placement = 'loop') -> Schedule:
-    """A schedule of your own.
+    """A custom schedule.
 
     Args:
       rule: a function from a rank and the number of microbatches to the rank's tasks in order, as
         `Task`, `FusedTask` or their texts.
-      ranks: how many there are.
-      chunks: how many stages each rank has.
-      placement: which rank a stage is on: 'loop' goes around the ranks (0 1 2 0 1 2), 'v' there and back
-        (0 1 2 2 1 0); or the rank of every stage.
+      ranks: number of ranks.
+      chunks: number of stages per rank.
+      placement: how stages are assigned to ranks: 'loop' is round-robin (0 1 2 0 1 2), 'v' runs down and
+        up again (0 1 2 2 1 0); or the rank of every stage.
 
     Raises:
-      PipelineError: a number is below 1, or the placement names a rank that is not there.
+      PipelineError: a number below 1, or a placement with a rank out of range or without a stage.
 
-    Example: forwards first, and the backwards from the last microbatch to the first.
+    Example: forwards first, then the backwards from the last microbatch to the first.
       >>> def last_in_first_out(rank, microbatches):
       ...   for microbatch in range(microbatches):
       ...     yield f'fwd_{rank}__{microbatch}'
@@ -84,17 +84,18 @@ class Schedule(abc.ABC):
          1        12    33.3%     4
          2        12    33.3%     4
     """
-    sizes = at_least_one(ranks, 'ranks'), at_least_one(chunks, 'chunks')
-    return Ruled(ranks, rule, placed(*sizes, placement))
+    sizes = check_positive(ranks, 'ranks'), check_positive(chunks, 'chunks')
+    return RuleSchedule(ranks, rule, assign_ranks(*sizes, placement))
 
   @staticmethod
   def from_text(text: str) -> Schedule:
-    """A schedule from its text: a line of tasks for each rank; it is for one number of microbatches.
+    """A schedule from its text, one line of tasks per rank. It supports one number of microbatches.
 
-    Empty lines and what follows a `#` are left out. A stage is on the rank that has most of its tasks.
+    Empty lines and comments (`# ...`) are skipped. A stage belongs to the rank that has most of its
+    tasks.
 
     Raises:
-      PipelineError: something in it is no task, or a rank is missing.
+      PipelineError: a word that is not a task, a line out of order, or a stage without tasks.
 
     Example:
       >>> schedule = Schedule.from_text('''
@@ -104,50 +105,51 @@ class Schedule(abc.ABC):
       >>> schedule.simulate(2).makespan
       9
     """
-    found = read(text)
-    return Written(len(found.orders), found)
+    parsed = read(text)
+    return TextSchedule(len(parsed.orders), parsed)
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return placed(self.ranks, 1, 'loop')
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return assign_ranks(self.ranks, 1, 'loop')
 
   @property
   def stages(self) -> int:
-    """How many stages the model has to have."""
-    return len(self.owners)
+    """The number of stages; the model must have as many."""
+    return len(self.stage_ranks)
 
   def rank_of(self, stage: int) -> int:
-    """The rank that a stage is on."""
-    return self.owners[stage]
+    """The rank of a stage."""
+    return self.stage_ranks[stage]
 
   def stages_of(self, rank: int) -> tuple[int, ...]:
-    """The stages that are on a rank, from the model's input on."""
-    return tuple(stage for stage, owner in enumerate(self.owners) if owner == rank)
+    """The stages of a rank, in the order of the model."""
+    return tuple(stage for stage, other in enumerate(self.stage_ranks) if other == rank)
 
   def tasks(self, microbatches: int) -> tuple[Order, ...]:
-    """What each rank runs, in order.
+    """Per rank, its tasks in order.
 
     Raises:
-      PipelineError: the schedule is not made for so many microbatches. The nearest that it is made for
-        are named.
+      PipelineError: the schedule does not support this number of microbatches; the message names the
+        nearest supported ones.
 
     Example:
       >>> [str(task) for task in pipeline.Eager1F1B(ranks=4).tasks(4)[2]]
       ['fwd_2__0', 'fwd_2__1', 'fwd_2__2', 'bwd_2__0', 'fwd_2__3', 'bwd_2__1', 'bwd_2__2', 'bwd_2__3']
     """
-    if not self.takes(at_least_one(microbatches, 'microbatches')):
-      nearest = self.nearest(microbatches)
+    if not self.supports(check_positive(microbatches, 'microbatches')):
+      nearest = self.nearest_supported(microbatches)
       raise PipelineError(
-        f'{self.objection(microbatches)}\nFix: use {nearest} microbatch{"" if nearest == "1" else "es"}.'
+        f'{self.limitation(microbatches)}\n'
+        f'Fix: use {nearest} microbatch{"" if nearest == "1" else "es"}.'
       )
     return tuple(tuple(self._order(rank, microbatches)) for rank in range(self.ranks))
 
   def to_text(self, microbatches: int) -> str:
-    """The tasks as text that `Schedule.from_text` reads, one line per rank.
+    """The tasks in the format of `Schedule.from_text`, one line per rank.
 
     Raises:
-      PipelineError: the schedule is not made for so many microbatches.
+      PipelineError: the schedule does not support this number of microbatches.
 
     Example:
       >>> print(pipeline.OneFOneB(ranks=2).to_text(2))
@@ -156,18 +158,17 @@ class Schedule(abc.ABC):
     """
     return write(self.tasks(microbatches))
 
-  def validate(self, microbatches: int, live: int | None = None) -> Proof:
-    """Proves that the schedule can be run: every task once, on its rank, after what it needs.
+  def validate(self, microbatches: int, live: int | None = None) -> ScheduleReport:
+    """Proves that the schedule can run: every task once, on its rank, after its inputs.
 
-    Args:
-      microbatches: how many.
-      live: how many activations (of one stage and one microbatch) a rank may keep at once; None: any.
+    Args: microbatches: number of microbatches. live: largest number of live activations per rank, each
+      of one stage and one microbatch, or None for no limit.
 
     Returns:
-      An order in which all ranks together can run the tasks, and the peak of activations per rank.
+      An order in which all ranks together can run the tasks, and the peak of live activations per rank.
 
-    Raises:
-      PipelineError: it cannot; the tasks are shown where they stand.
+    Raises: PipelineError: the schedule is illegal or exceeds `live`; the message underlines the tasks at
+      fault.
 
     Example:
       >>> pipeline.OneFOneB(ranks=4).validate(8).peaks
@@ -176,32 +177,33 @@ class Schedule(abc.ABC):
     return validate(self._lists(microbatches), live)
 
   def simulate(self, microbatches: int, costs: Costs = EQUAL, transfer: float = 0) -> Simulation:
-    """When every task starts and ends, and how long ranks are idle.
+    """Computes the start and end of every task, and the idle time of every rank.
 
     Args:
-      microbatches: how many.
-      costs: how long tasks take, in any unit of time: a number, or one per stage, for 'fwd', 'bwd' and
-        'wgrad' each; where the backward is not split, it takes 'bwd' and 'wgrad' together. Or a function
+      microbatches: number of microbatches.
+      costs: task times in any unit: for each of 'fwd', 'bwd' and 'wgrad', a number or one number per
+        stage. The backward of a schedule that does not split it takes 'bwd' plus 'wgrad'. Or a function
         from a task to its time.
-      transfer: how long a result takes from one rank to another, beside their tasks, in the same unit.
+      transfer: time to move a result from one rank to another, in the same unit. Transfers overlap with
+        tasks.
 
     Raises:
-      PipelineError: the schedule is wrong, or a time is no number from 0 up.
+      PipelineError: the schedule is illegal, or a time is not a finite non-negative number.
 
     Example:
-      >>> found = pipeline.OneFOneB(ranks=4).simulate(8, {'fwd': 10, 'bwd': 11, 'wgrad': 9}, transfer=1)
-      >>> found.makespan, round(found.bubble, 3), found.peaks
+      >>> simulation = pipeline.OneFOneB(ranks=4).simulate(8, {'fwd': 10, 'bwd': 11, 'wgrad': 9}, transfer=1)
+      >>> simulation.makespan, round(simulation.bubble, 3), simulation.peaks
       (346, 0.306, (4, 3, 2, 1))
-      >>> found['bwd_3__0']
-      Run(step=Task(kind='bwd', stage=3, microbatch=0), start=43, end=63, lengths=(20,))
+      >>> simulation['bwd_3__0']
+      TimedStep(step=Task(kind='bwd', stage=3, microbatch=0), start=43, end=63, lengths=(20,))
     """
     return simulate(self._lists(microbatches), costs, transfer)
 
   def draw(self, microbatches: int, costs: Costs = EQUAL, transfer: float = 0) -> Timeline:
-    """The tasks over time: text in the terminal, SVG in notebooks; arguments as of `simulate`.
+    """The timeline of the tasks: text in the terminal, SVG in notebooks. Same arguments as `simulate`.
 
     Raises:
-      PipelineError: the schedule is wrong, or a time is no number from 0 up.
+      PipelineError: the schedule is illegal, or a time is not a finite non-negative number.
 
     Example:
       >>> print(pipeline.OneFOneB(ranks=2).draw(2))
@@ -216,50 +218,50 @@ class Schedule(abc.ABC):
   def __str__(self) -> str:
     return repr(self)
 
-  def _lists(self, microbatches: int) -> Lists:
+  def _lists(self, microbatches: int) -> TaskLists:
     title = f'{self} with {microbatches} microbatch{"" if microbatches == 1 else "es"}'
-    return Lists(title, self.tasks(microbatches), self.owners, microbatches)
+    return TaskLists(title, self.tasks(microbatches), self.stage_ranks, microbatches)
 
   @abc.abstractmethod
   def _order(self, rank: int, microbatches: int) -> Iterable[Step]:
     """The tasks of one rank."""
 
-  def takes(self, microbatches: int) -> bool:
-    """Whether it is made for so many microbatches."""
-    return self._objection(microbatches) is None
+  def supports(self, microbatches: int) -> bool:
+    """Whether the schedule supports this number of microbatches."""
+    return self._limitation(microbatches) is None
 
-  def objection(self, microbatches: int) -> str:
-    """Why it is not made for so many microbatches, as a sentence."""
-    return f'{self}: {self._objection(microbatches)}'
+  def limitation(self, microbatches: int) -> str:
+    """A sentence on why the schedule does not support this number of microbatches."""
+    return f'{self}: {self._limitation(microbatches)}'
 
-  def _objection(self, microbatches: int) -> str | None:
-    """Why it is not made for so many microbatches."""
+  def _limitation(self, microbatches: int) -> str | None:
+    """Why the schedule does not support this number of microbatches, or None if it does."""
     return None
 
-  def nearest(self, microbatches: int) -> str:
-    """The nearest numbers on either side that it is made for."""
+  def nearest_supported(self, microbatches: int) -> str:
+    """The nearest supported numbers of microbatches, below and above: `'8 or 10'`."""
     counts = range(microbatches - 1, 0, -1), range(microbatches + 1, 2 * microbatches + 4 * self.stages)
-    nearest = (next((n for n in side if not self._objection(n)), None) for side in counts)
+    nearest = (next((n for n in side if self.supports(n)), None) for side in counts)
     return ' or '.join(str(n) for n in nearest if n)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ruled(Schedule):
-  """A schedule by somebody's rule: what `Schedule.of` makes.
+class RuleSchedule(Schedule):
+  """A schedule defined by a rule: the result of `Schedule.of`.
 
   Attributes:
-    ranks: how many there are.
-    rule: from a rank and the number of microbatches to the rank's tasks.
-    placed: per stage, the rank that it is on.
+    ranks: number of ranks.
+    rule: function from a rank and the number of microbatches to the rank's tasks.
+    assignment: per stage, its rank.
   """
 
   rule: Rule
-  placed: tuple[int, ...]
+  assignment: tuple[int, ...]
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return self.placed
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return self.assignment
 
   def __str__(self) -> str:
     chunks = self.stages // self.ranks
@@ -271,39 +273,39 @@ class Ruled(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Written(Schedule):
-  """A schedule that was written down: what `Schedule.from_text` makes.
+class TextSchedule(Schedule):
+  """A schedule defined by its text: the result of `Schedule.from_text`.
 
   Attributes:
-    ranks: how many there are.
-    found: what the text says.
+    ranks: number of ranks.
+    parsed: the tasks of the text.
   """
 
-  found: Read = dataclasses.field(repr=False)
+  parsed: ParsedSchedule = dataclasses.field(repr=False)
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return self.found.owners
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return self.parsed.stage_ranks
 
   def _order(self, rank: int, microbatches: int) -> Order:
-    return self.found.orders[rank]
+    return self.parsed.orders[rank]
 
-  def _objection(self, microbatches: int) -> str | None:
-    if microbatches != self.found.microbatches:
-      count = self.found.microbatches
-      return f'it is written for {count} microbatch{"" if count == 1 else "es"}, not for {microbatches}.'
+  def _limitation(self, microbatches: int) -> str | None:
+    count = self.parsed.microbatches
+    if microbatches != count:
+      return f'the text has {count} microbatch{"" if count == 1 else "es"}, not {microbatches}.'
     return None
 
 
-def check_schedule(schedule: Any, of: str) -> None:
-  """Raises unless this is a schedule or None.
+def check_schedule(schedule: Any, caller: str) -> None:
+  """Raises unless the argument is a schedule or None.
 
   Raises:
-    PipelineError: it is something else.
+    PipelineError: it is neither.
   """
   if schedule is not None and not isinstance(schedule, Schedule):
     raise PipelineError(
-      f'{of}: schedule={getattr(schedule, "__name__", repr(schedule))} is no schedule.\n'
-      'Fix: pass one, such as schedule=OneFOneB(ranks=4); how results are combined is op=...'
+      f'{caller}: schedule={getattr(schedule, "__name__", repr(schedule))} is not a schedule.\n'
+      'Fix: pass an instance, such as schedule=OneFOneB(ranks=4); op=... sets how results are combined.'
     )

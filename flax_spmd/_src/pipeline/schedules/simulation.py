@@ -1,10 +1,10 @@
-"""Simulation: when every task of a schedule starts and ends, if tasks and transfers take known times.
+"""Simulation: the start and end of every task of a schedule, for given task and transfer times.
 
-A rank runs its list in order. A task starts when its rank is free and everything that it needs is there:
-what another rank makes, `transfer` after it was made, for transfers run beside the tasks. That is exact,
-so the simulated makespan of a schedule equals what the formulas of its paper say.
+A rank runs its list in order. A task starts when its rank is free and its inputs have arrived; a result
+of another rank arrives `transfer` after it was computed, as transfers overlap with tasks. The simulation
+is exact: the makespan of a schedule equals the formula of its paper.
 
-The *bubble* is the part of the makespan in which a rank has nothing to run.
+The *bubble* is the fraction of the makespan in which a rank is idle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numbers import Real
 from typing import NamedTuple, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Step, Task, parse
-from flax_spmd._src.pipeline.schedules.validation import Lists, outside, validate
+from flax_spmd._src.pipeline.schedules.validation import TaskLists, external_inputs, validate
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
 
@@ -30,13 +30,18 @@ _FIX = (
 
 
 @set_module('flax_spmd.pipeline')
-class Run(NamedTuple):
-  """A task with its start and its end, in the unit of the costs; `lengths` are those of its parts.
+class TimedStep(NamedTuple):
+  """A task with its start and end.
+
+  Attributes:
+    step: the `Task` or `FusedTask`.
+    start, end: times from the start of the pipeline, in the unit of the costs.
+    lengths: duration of each task of the step, in the unit of the costs.
 
   Example:
     >>> from flax_spmd.pipeline import GPipe
-    >>> run = GPipe(ranks=2).simulate(4)['fwd_1__0']
-    >>> run.start, run.end
+    >>> forward = GPipe(ranks=2).simulate(4)['fwd_1__0']
+    >>> forward.start, forward.end
     (1, 2)
   """
 
@@ -49,13 +54,13 @@ class Run(NamedTuple):
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-  """What a simulation found; `str` gives a table.
+  """The result of simulating a schedule; `str` formats it as a table.
 
   Attributes:
     title: the schedule and the number of microbatches.
-    runs: per rank, its tasks with their starts and ends.
-    peaks: per rank, the most activations that are alive at once, each of one stage and one microbatch.
-    owners: per stage, the rank that it is on.
+    steps: per rank, its tasks with their start and end times.
+    peaks: per rank, the largest number of live activations, each of one stage and one microbatch.
+    stage_ranks: per stage, its rank.
 
   Example:
     >>> from flax_spmd.pipeline import GPipe
@@ -65,44 +70,44 @@ class Simulation:
   """
 
   title: str
-  runs: tuple[tuple[Run, ...], ...]
+  steps: tuple[tuple[TimedStep, ...], ...]
   peaks: tuple[int, ...]
-  owners: tuple[int, ...]
+  stage_ranks: tuple[int, ...]
 
   @functools.cached_property
   def makespan(self) -> float:
-    """From the first start to the last end, in the unit of the costs."""
-    return max((runs[-1].end for runs in self.runs if runs), default=0)
+    """The time from the first start to the last end, in the unit of the costs."""
+    return max((steps[-1].end for steps in self.steps if steps), default=0)
 
   @functools.cached_property
   def busy(self) -> tuple[float, ...]:
-    """Per rank, how long it has something to run."""
-    return tuple(sum(run.end - run.start for run in runs) for runs in self.runs)
+    """Per rank, the total time of its tasks, in the unit of the costs."""
+    return tuple(sum(timed.end - timed.start for timed in steps) for steps in self.steps)
 
   @property
   def bubbles(self) -> tuple[float, ...]:
-    """Per rank, the part of the makespan in which it has nothing to run: 0 to 1."""
+    """Per rank, the fraction of the makespan in which it is idle: 0 to 1."""
     return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
   @property
   def bubble(self) -> float:
-    """The mean of the ranks' bubbles."""
+    """The mean of `bubbles`."""
     return sum(self.bubbles) / len(self.bubbles)
 
-  def __getitem__(self, task: Task | str) -> Run:
-    """When a task runs; of one that is fused, the whole of what it is fused with.
+  def __getitem__(self, task: Task | str) -> TimedStep:
+    """The start and end of a task; for a part of a fused task, those of the fused task.
 
     Raises:
-      PipelineError: the schedule has no such task.
+      PipelineError: the schedule does not have this task.
     """
-    [wanted] = (parse(task) if isinstance(task, str) else task).tasks
-    if wanted not in self._found:
-      raise PipelineError(f'{self.title} has no task {wanted}.\nFix: see .runs for those that it has.')
-    return self._found[wanted]
+    [task] = (parse(task) if isinstance(task, str) else task).tasks
+    if task not in self._by_task:
+      raise PipelineError(f'{self.title} has no task {task}.\nFix: choose one of the tasks in .steps.')
+    return self._by_task[task]
 
   @functools.cached_property
-  def _found(self) -> dict[Task, Run]:
-    return {task: run for runs in self.runs for run in runs for task in run.step.tasks}
+  def _by_task(self) -> dict[Task, TimedStep]:
+    return {task: timed for steps in self.steps for timed in steps for task in timed.step.tasks}
 
   def __str__(self) -> str:
     rows = [('rank', 'busy', 'bubble', 'live')]
@@ -112,59 +117,57 @@ class Simulation:
     return f'{self.title}: makespan {self.makespan:g}, bubble {self.bubble:.1%}\n{table}'
 
 
-def simulate(lists: Lists, costs: Costs = EQUAL, transfer: float = 0) -> Simulation:
-  """Runs a schedule on paper.
+def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Simulation:
+  """Computes the start and end of every task.
 
-  Args:
-    lists: the schedule.
-    costs: how long tasks take, in any unit of time: a number, or one per stage, for each kind; where a
-      schedule does not split the backward, its `bwd` takes 'bwd' and 'wgrad' together. Or a function
-      from a task to its time, which is taken as it is. A fused task takes as long as its tasks do.
-    transfer: how long a result takes from one rank to another, in the same unit.
+  Args: lists: the schedule. costs: task times in any unit: for each of 'fwd', 'bwd' and 'wgrad', a
+    number or one number per stage. The `bwd` of a schedule that does not split the backward takes 'bwd'
+    plus 'wgrad'. Or a function from a task to its time, used as it is. A fused task takes the sum of its
+    tasks' times. transfer: time to move a result from one rank to another, in the same unit.
 
   Raises:
-    PipelineError: the schedule is wrong, or a time is no number from 0 up.
+    PipelineError: the schedule is illegal, or a time is not a non-negative number.
 
   Example:
     >>> forward, backward = Task('fwd', 0, 0), Task('bwd', 0, 0)
-    >>> simulate(Lists('mine', ((forward, backward),), owners=(0,), microbatches=1)).makespan
+    >>> simulate(TaskLists('mine', ((forward, backward),), stage_ranks=(0,), microbatches=1)).makespan
     3
   """
-  proof, stages = validate(lists), len(lists.owners)
+  report, ranks = validate(lists), lists.stage_ranks
   cost, transfer = _cost(lists, costs), _time(transfer, 'transfer')
   free: list[float] = [0] * len(lists.orders)
-  runs: list[list[Run]] = [[] for _ in lists.orders]
+  timed: list[list[TimedStep]] = [[] for _ in lists.orders]
   ended: dict[Task, float] = {}
-  for step in proof.order:
-    rank = lists.owners[step.tasks[0].stage]
+  for step in report.order:
+    rank = ranks[step.tasks[0].stage]
     arrivals = (
-      ended[one] + transfer * (lists.owners[one.stage] != rank) for one in outside(step, stages)
+      ended[one] + transfer * (ranks[one.stage] != rank) for one in external_inputs(step, lists.stages)
     )
     start = max(free[rank], *arrivals, 0)
     lengths = tuple(map(cost, step.tasks))
     free[rank] = start + sum(lengths)
     ended.update(dict.fromkeys(step.tasks, free[rank]))
-    runs[rank].append(Run(step, start, free[rank], lengths))
-  return Simulation(lists.title, tuple(map(tuple, runs)), proof.peaks, lists.owners)
+    timed[rank].append(TimedStep(step, start, free[rank], lengths))
+  return Simulation(lists.title, tuple(map(tuple, timed)), report.peaks, ranks)
 
 
-def _cost(lists: Lists, costs: Costs) -> Callable[[Task], float]:
-  """A task's time, checked."""
+def _cost(lists: TaskLists, costs: Costs) -> Callable[[Task], float]:
+  """A function from a task to its validated time."""
   if callable(costs):
     return lambda task: _time(costs(task), str(task))
-  table = _table(costs, len(lists.owners))
+  table = _table(costs, lists.stages)
   if 'wgrad' not in lists.kinds:
     table['bwd'] = [sum(pair) for pair in zip(table['bwd'], table['wgrad'])]
   return lambda task: table[task.kind][task.stage]
 
 
 def _table(costs: Mapping[str, float | Sequence[float]], stages: int) -> dict[str, list[float]]:
-  """Per kind, a time for every stage; 0 for a kind that is not there."""
+  """Per kind, the time of every stage; 0 for kinds without costs."""
   table: dict[str, list[float]] = {kind: [0] * stages for kind in KINDS}
   for kind, times in costs.items():
     if kind not in KINDS:
       raise PipelineError(
-        f'costs[{kind!r}]: there is no such kind of task.{did_you_mean(kind, KINDS)}\nFix: {_FIX}'
+        f'costs[{kind!r}]: {kind!r} is not a kind of task.{did_you_mean(kind, KINDS)}\nFix: {_FIX}'
       )
     table[kind] = list(times) if isinstance(times, Sequence) else [times] * stages
     if len(table[kind]) != stages:
@@ -175,7 +178,9 @@ def _table(costs: Mapping[str, float | Sequence[float]], stages: int) -> dict[st
   return table
 
 
-def _time(time: float, what: str) -> float:
+def _time(time: float, name: str) -> float:
   if not isinstance(time, Real) or not 0 <= time < math.inf:
-    raise PipelineError(f'{what} takes {time!r}: that is no time.\nFix: pass a number from 0 up.')
+    raise PipelineError(
+      f'The time of {name} is {time!r}.\nFix: pass a finite number that is not negative.'
+    )
   return time

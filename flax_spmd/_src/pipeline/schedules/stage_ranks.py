@@ -1,9 +1,9 @@
-"""Placing: which rank a stage is on.
+"""Stage ranks: the rank that each stage runs on.
 
-    loop     0 1 2 3 0 1 2 3     around the ranks, as interleaved schedules have it
-    v        0 1 2 3 3 2 1 0     there and back: the first rank has the first stage and the last
+    loop     0 1 2 3 0 1 2 3     round-robin, as in interleaved schedules
+    v        0 1 2 3 3 2 1 0     down and up again: rank 0 has the first stage and the last
 
-In a V the loss is computed where the model begins, and results change ranks less often.
+In a V the loss is computed on the rank of the model's input, and results change ranks less often.
 """
 
 from __future__ import annotations
@@ -17,38 +17,43 @@ from flax_spmd.errors import PipelineError, did_you_mean
 Placement: TypeAlias = Literal['loop', 'v'] | Sequence[int]
 
 
-def placed(ranks: int, chunks: int, placement: Placement) -> tuple[int, ...]:
-  """Per stage, the rank that it is on.
+def assign_ranks(ranks: int, chunks: int, placement: Placement) -> tuple[int, ...]:
+  """The rank of every stage.
+
+  Args:
+    ranks: number of ranks.
+    chunks: number of stages per rank.
+    placement: 'loop', 'v', or the rank of every stage.
 
   Raises:
-    PipelineError: there is no such placement, or it names a rank that is not there.
+    PipelineError: an unknown placement, a rank out of range, or a rank without a stage.
 
   Example:
-    >>> placed(3, 2, 'loop'), placed(3, 2, 'v')
+    >>> assign_ranks(3, 2, 'loop'), assign_ranks(3, 2, 'v')
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
   """
   if isinstance(placement, str):
     if placement not in ('loop', 'v'):
-      guess = did_you_mean(placement, ('loop', 'v'))
+      hint = did_you_mean(placement, ('loop', 'v'))
       raise PipelineError(
-        f"placement={placement!r} is unknown.{guess}\nFix: use 'loop', 'v', or the rank of every stage."
+        f"placement={placement!r} is unknown.{hint}\nFix: use 'loop', 'v', or the rank of every stage."
       )
-    there = tuple(range(ranks))
-    back = there[::-1] if placement == 'v' else there
-    return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else there))
+    down = tuple(range(ranks))
+    up = down[::-1] if placement == 'v' else down
+    return tuple(rank for chunk in range(chunks) for rank in (up if chunk % 2 else down))
   idle = sorted(set(range(ranks)) - set(placement))
-  strange = sorted(set(placement) - set(range(ranks)))
-  if idle or strange:
-    what = f'has no stage on rank {idle[0]}' if idle else f'names rank {strange[0]}'
+  unknown = sorted(set(placement) - set(range(ranks)))
+  if idle or unknown:
+    fault = f'has no stage on rank {idle[0]}' if idle else f'names rank {unknown[0]}'
     raise PipelineError(
-      f'placement={tuple(placement)} {what}, and there are {ranks} ranks.\n'
+      f'placement={tuple(placement)} {fault}, and there are {ranks} ranks.\n'
       f'Fix: name every rank from 0 to {ranks - 1}.'
     )
   return tuple(placement)
 
 
-def at_least_one(number: int, what: str) -> int:
-  """The number, if it is one and no smaller than 1.
+def check_positive(number: int, name: str) -> int:
+  """Returns the number if it is a positive integer.
 
   Raises:
     PipelineError: it is not.
@@ -58,4 +63,4 @@ def at_least_one(number: int, what: str) -> int:
       return number
   except TypeError:
     pass
-  raise PipelineError(f'{what} is {number!r}.\nFix: pass a whole number from 1 up.')
+  raise PipelineError(f'{name} is {number!r}.\nFix: pass a positive integer.')

@@ -1,15 +1,14 @@
-"""Tasks: what a schedule is made of, and what each of them waits for.
+"""Tasks: the units of work of a schedule, and the tasks that each one depends on.
 
-A stage works on a microbatch up to three times: forward (`fwd`), backward (`bwd`), and, where a
-schedule splits the backward, the gradients of its weights (`wgrad`); `bwd` is then the gradient of its
-input alone.
-The text of a task is `kind_stage__microbatch`, JaxPP's:
+A stage works on a microbatch up to three times: forward (`fwd`), backward (`bwd`) and, in schedules that
+split the backward, weight gradient (`wgrad`); `bwd` is then the gradient of the stage's input only.
+The text of a task is `kind_stage__microbatch`, as in JaxPP:
 
     Task('fwd', 2, 0)                     fwd_2__0
     FusedTask((Task('fwd', 3, 0), ...))   FusedTask(fwd_3__0, bwd_3__0)
 
-A fused task is one program: it starts when all that it needs from elsewhere is there, runs its tasks in
-order, and hands on their results when the last one is done.
+A fused task is one program: it starts when its inputs from other programs have arrived, runs its tasks
+in order, and releases their results when the last one ends.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _TASK = re.compile(r'(\w+?)_(\d+)__(\d+)')
 _FUSED = re.compile(r'FusedTask\((.*)\)')
 _WORD = re.compile(r'FusedTask\([^()]*\)|[^\s,]+')
-_HOW = (
+_SYNTAX = (
   'write fwd_2__0 for the forward of stage 2 and microbatch 0; bwd_2__0; wgrad_2__0; '
   'FusedTask(fwd_2__0, bwd_2__0).'
 )
@@ -37,15 +36,15 @@ _HOW = (
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-  """One stage's work of one kind on one microbatch.
+  """The work of one kind that one stage does on one microbatch.
 
   Attributes:
     kind: 'fwd', 'bwd' or 'wgrad'.
-    stage: counted from 0 at the model's input.
-    microbatch: counted from 0.
+    stage: index of the stage, from 0 at the model's input.
+    microbatch: index of the microbatch, from 0.
 
   Raises:
-    PipelineError: there is no such kind, or a number is negative.
+    PipelineError: an unknown kind or a negative index.
 
   Example:
     >>> str(Task('fwd', stage=2, microbatch=0))
@@ -59,14 +58,14 @@ class Task:
   def __post_init__(self):
     if self.kind not in KINDS:
       raise PipelineError(
-        f'{self.kind!r} is no kind of task.{did_you_mean(self.kind, KINDS)}\nFix: {_HOW}'
+        f'{self.kind!r} is not a kind of task.{did_you_mean(self.kind, KINDS)}\nFix: {_SYNTAX}'
       )
     if min(operator.index(self.stage), operator.index(self.microbatch)) < 0:
-      raise PipelineError(f'{self} has a negative number.\nFix: count stages and microbatches from 0.')
+      raise PipelineError(f'{self} has a negative index.\nFix: count stages and microbatches from 0.')
 
   @property
   def tasks(self) -> tuple[Task, ...]:
-    """Just itself; what a fused task consists of has the same name."""
+    """The task itself, in a tuple; the counterpart of `FusedTask.tasks`."""
     return (self,)
 
   def __str__(self) -> str:
@@ -79,10 +78,10 @@ class FusedTask:
   """Several tasks of one rank as one program.
 
   Attributes:
-    tasks: in the order in which they run; at least two.
+    tasks: two or more tasks, in execution order.
 
   Raises:
-    PipelineError: there are fewer than two.
+    PipelineError: fewer than two tasks.
 
   Example:
     >>> str(FusedTask((Task('fwd', 3, 0), Task('bwd', 3, 0))))
@@ -93,21 +92,23 @@ class FusedTask:
 
   def __post_init__(self):
     if len(self.tasks) < 2:
-      raise PipelineError(f'{self} fuses nothing.\nFix: fuse two tasks or more: {_HOW}')
+      raise PipelineError(
+        f'{self} has fewer than two tasks.\nFix: fuse two or more, or use the task itself: {_SYNTAX}'
+      )
 
   def __str__(self) -> str:
     return f'FusedTask({", ".join(map(str, self.tasks))})'
 
 
-Step: TypeAlias = Task | FusedTask  # what a rank runs at once
-Order: TypeAlias = tuple[Step, ...]  # of one rank
+Step: TypeAlias = Task | FusedTask  # one program
+Order: TypeAlias = tuple[Step, ...]  # the programs of one rank
 
 
 def parse(text: str) -> Step:
   """A task from its text.
 
   Raises:
-    PipelineError: it is none.
+    PipelineError: the text is not a task.
 
   Example:
     >>> parse('fwd_2__0')
@@ -121,13 +122,13 @@ def parse(text: str) -> Step:
   return _parse_one(text)
 
 
-def words(line: str) -> list[str]:
-  """The texts of tasks that stand in a line, separated by spaces or commas."""
+def split_line(line: str) -> list[str]:
+  """The texts of the tasks in a line, which are separated by spaces or commas."""
   return _WORD.findall(line)
 
 
 def inputs(task: Task, stages: int) -> tuple[Task, ...]:
-  """The tasks whose results it needs, all of its own microbatch.
+  """The tasks whose results a task takes, all of the same microbatch.
 
   Example:
     >>> [str(one) for one in inputs(Task('bwd', 0, 5), stages=2)]
@@ -138,26 +139,26 @@ def inputs(task: Task, stages: int) -> tuple[Task, ...]:
     return (Task('bwd', stage, microbatch),)
   if task.kind == 'fwd':
     return (Task('fwd', stage - 1, microbatch),) if stage else ()
-  own = Task('fwd', stage, microbatch)
-  return (own, Task('bwd', stage + 1, microbatch)) if stage < stages - 1 else (own,)
+  forward = Task('fwd', stage, microbatch)
+  return (forward, Task('bwd', stage + 1, microbatch)) if stage < stages - 1 else (forward,)
 
 
-def needs(task: Task, other: Task, stages: int) -> bool:
-  """Whether a task needs another one's result, directly or through others."""
+def depends_on(task: Task, other: Task, stages: int) -> bool:
+  """Whether a task depends on another one, directly or transitively."""
   if task == other or task.microbatch != other.microbatch or other.kind == 'wgrad':
     return False
   return _depth(other, stages) < _depth(task, stages)
 
 
 def _depth(task: Task, stages: int) -> int:
-  """Its place in the chain of a microbatch: down the stages, up again, and weights beside it."""
-  down = task.stage if task.kind == 'fwd' else 2 * stages - 1 - task.stage
-  return 2 * down + (task.kind == 'wgrad')
+  """The position in a microbatch's chain of dependencies: forwards, then backwards with their wgrads."""
+  position = task.stage if task.kind == 'fwd' else 2 * stages - 1 - task.stage
+  return 2 * position + (task.kind == 'wgrad')
 
 
 def _parse_one(text: str) -> Task:
-  found = _TASK.fullmatch(text.strip())
-  if not found or found[1] not in KINDS:
-    guess = did_you_mean(found[1], KINDS) if found else ''
-    raise PipelineError(f'{text.strip()!r} is no task.{guess}\nFix: {_HOW}')
-  return Task(cast(Kind, found[1]), int(found[2]), int(found[3]))
+  match = _TASK.fullmatch(text.strip())
+  if not match or match[1] not in KINDS:
+    hint = did_you_mean(match[1], KINDS) if match else ''
+    raise PipelineError(f'{text.strip()!r} is not a task.{hint}\nFix: {_SYNTAX}')
+  return Task(cast(Kind, match[1]), int(match[2]), int(match[3]))

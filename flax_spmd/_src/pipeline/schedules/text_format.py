@@ -1,9 +1,9 @@
-"""Writing: a schedule for one number of microbatches as text, a line per rank, and back.
+"""Text format: a schedule for one number of microbatches as text, one line per rank, and back.
 
     rank 0: fwd_0__0 fwd_0__1 bwd_0__0 bwd_0__1
     rank 1: FusedTask(fwd_1__0, bwd_1__0) FusedTask(fwd_1__1, bwd_1__1)   # `#` begins a comment
 
-Text → tasks → text is the identity, but for comments and spaces.
+Reading and writing are inverse to each other, except for comments and spaces.
 """
 
 from __future__ import annotations
@@ -13,23 +13,29 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task, parse, words
+from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task, parse, split_line
 from flax_spmd._src.pipeline.schedules.validation import point_at
 from flax_spmd.errors import PipelineError, Problem, problems_text
 
 _LINE = re.compile(r'rank (\d+):(.*)')
 
 
-class Read(NamedTuple):
-  """What a text says: what each rank runs, and per stage the rank that it is on."""
+class ParsedSchedule(NamedTuple):
+  """The schedule in a text.
+
+  Attributes:
+    orders: per rank, its tasks in order.
+    stage_ranks: per stage, its rank.
+    microbatches: number of microbatches.
+  """
 
   orders: tuple[Order, ...]
-  owners: tuple[int, ...]
+  stage_ranks: tuple[int, ...]
   microbatches: int
 
 
 def write(orders: Sequence[Order]) -> str:
-  """A line for every rank.
+  """The text of a schedule: one line per rank.
 
   Example:
     >>> print(write(read('rank 0: fwd_0__0, bwd_0__0').orders))
@@ -38,58 +44,59 @@ def write(orders: Sequence[Order]) -> str:
   return '\n'.join(' '.join([f'rank {rank}:', *map(str, order)]) for rank, order in enumerate(orders))
 
 
-def read(text: str) -> Read:
-  """The lists of a text, and what follows from them. A stage is on the rank that has most of its tasks.
+def read(text: str) -> ParsedSchedule:
+  """The schedule in a text. A stage belongs to the rank that has most of its tasks.
 
   Raises:
-    PipelineError: something in it is no task, or the ranks are not all there.
+    PipelineError: a word that is not a task, a line out of order, or a stage without tasks.
 
   Example:
-    >>> read('rank 0: fwd_0__0 bwd_0__0').owners
+    >>> read('rank 0: fwd_0__0 bwd_0__0').stage_ranks
     (0,)
   """
   lines = list(filter(None, (line.partition('#')[0].strip() for line in text.splitlines())))
   orders: list[Order] = []
   problems: list[Problem] = []
   for rank, line in enumerate(lines):
-    found = _LINE.fullmatch(line)
-    if not found or int(found[1]) != rank:
+    match = _LINE.fullmatch(line)
+    if not match or int(match[1]) != rank:
       raise PipelineError(f'Line {line[:60]!r} does not begin with "rank {rank}:".\n{_FIX}')
-    orders.append(tuple(_steps(rank, words(found[2]), problems)))
+    orders.append(tuple(_steps(rank, split_line(match[2]), problems)))
   if problems:
     raise PipelineError(problems_text(problems))
   if not any(orders):
-    raise PipelineError(f'The text has no task.\n{_FIX}')
-  return Read(tuple(orders), _owners(orders), 1 + max(task.microbatch for _, task in _tasks(orders)))
+    raise PipelineError(f'The text has no tasks.\n{_FIX}')
+  microbatches = 1 + max(task.microbatch for _, task in _tasks(orders))
+  return ParsedSchedule(tuple(orders), _stage_ranks(orders), microbatches)
 
 
 _FIX = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bwd_0__0".'
 
 
-def steps_of(rank: int, given: Sequence[Step | str]) -> list[Step]:
+def steps_of(rank: int, items: Sequence[Step | str]) -> list[Step]:
   """Tasks from tasks or their texts.
 
   Raises:
-    PipelineError: some of them are neither; all are shown where they stand.
+    PipelineError: some items are neither. The message underlines each of them.
 
   Example:
     >>> steps_of(0, ['fwd_0__0'])
     [Task(kind='fwd', stage=0, microbatch=0)]
   """
   problems: list[Problem] = []
-  steps = list(_steps(rank, given, problems))
+  steps = list(_steps(rank, items, problems))
   if problems:
     raise PipelineError(problems_text(problems))
   return steps
 
 
-def _steps(rank: int, given: Sequence[Step | str], problems: list[Problem]) -> Iterator[Step]:
-  for at, one in enumerate(given):
+def _steps(rank: int, items: Sequence[Step | str], problems: list[Problem]) -> Iterator[Step]:
+  for at, item in enumerate(items):
     try:
-      yield one if isinstance(one, Task | FusedTask) else parse(str(one))
+      yield item if isinstance(item, Task | FusedTask) else parse(str(item))
     except PipelineError as error:
       text, _, fix = str(error).partition('\nFix: ')
-      shown = point_at(rank, [str(step) for step in given], at)
+      shown = point_at(rank, [str(step) for step in items], at)
       problems.append(Problem(f'rank {rank}, task {at}: {text}\n{shown}', fix, PipelineError))
 
 
@@ -97,14 +104,14 @@ def _tasks(orders: Sequence[Order]) -> Iterator[tuple[int, Task]]:
   return ((rank, task) for rank, order in enumerate(orders) for step in order for task in step.tasks)
 
 
-def _owners(orders: Sequence[Order]) -> tuple[int, ...]:
+def _stage_ranks(orders: Sequence[Order]) -> tuple[int, ...]:
   counts: dict[int, collections.Counter[int]] = collections.defaultdict(collections.Counter)
   for rank, task in _tasks(orders):
     counts[task.stage][rank] += 1
   missing = sorted(set(range(max(counts))) - set(counts))
   if missing:
     raise PipelineError(
-      f'The text has no task of stage {missing[0]}, but one of stage {max(counts)}.\n'
-      'Fix: write the tasks of every stage; they are counted from 0.'
+      f'The text has tasks of stage {max(counts)}, but none of stage {missing[0]}.\n'
+      'Fix: write the tasks of every stage; stages count from 0.'
     )
   return tuple(counts[stage].most_common(1)[0][0] for stage in sorted(counts))

@@ -1,10 +1,10 @@
 """Timelines: the tasks of a schedule over time, for the terminal and as SVG.
 
-    print(schedule.draw(8))                            # rows of characters; long ones in several bands
-    Path('1f1b.svg').write_text(schedule.draw(8).svg)
+    print(schedule.draw(8))                            # one row per rank; a long timeline wraps into
+    bands Path('1f1b.svg').write_text(schedule.draw(8).svg)
 
-Every character stands for the same time. A cell begins with a stroke and has the name of its task, if
-there is room; an empty one is a bubble. Cells of one fused task have no stroke between them.
+Every character represents the same time. A cell starts with a stroke and shows the name of its task if
+it fits; an empty cell is a bubble. Cells of one fused task have no stroke between them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
   from rich.text import Text
 
 _WIDTH = 100  # characters
-_BANDS = 16  # of a picture whose names all fit; a longer one goes without some of them
+_BANDS = 16  # largest number of bands; a timeline that needs more omits names
 
 
-class Piece(NamedTuple):
-  """Some characters of a line, on a colour of their own if they are of a task."""
+class StyledText(NamedTuple):
+  """A part of a line, with a background colour if it belongs to a task."""
 
   text: str
   colour: str = ''
@@ -38,10 +38,10 @@ class Piece(NamedTuple):
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
-  """Tasks over time: `str` gives text, notebooks show SVG, `rich` prints in colour.
+  """The tasks of a schedule over time: text by `str`, SVG in notebooks, colour with `rich`.
 
   Attributes:
-    simulation: what is drawn.
+    simulation: the simulation to draw.
 
   Example:
     >>> print(pipeline.GPipe(ranks=2).draw(2))
@@ -55,16 +55,16 @@ class Timeline:
   simulation: Simulation
 
   def text(self, width: int = _WIDTH) -> str:
-    """The timeline in characters.
+    """The timeline as text.
 
     Args:
-      width: in characters; what is longer goes on below.
+      width: largest width in characters; longer timelines wrap into bands.
     """
     return '\n'.join(''.join(piece.text for piece in line).rstrip() for line in self._lines(width))
 
   @functools.cached_property
   def svg(self) -> str:
-    """The timeline as a document of its own, legible on light and on dark backgrounds."""
+    """The timeline as a standalone SVG document, legible on light and dark backgrounds."""
     return svg_of(self.simulation)
 
   def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class Timeline:
     return f'<div style="overflow-x: auto">{self.svg}</div>'
 
   def __rich_console__(self, console: Any, options: Any) -> Iterator[Text]:
-    from rich.text import Text  # only who prints pays for rich: 20 ms
+    from rich.text import Text  # takes 20 ms; needed only to print
 
     for line in self._lines(options.max_width):
       text = Text(no_wrap=True, overflow='crop')
@@ -85,20 +85,20 @@ class Timeline:
         text.append(piece.text, f'#111111 on {piece.colour}' if piece.colour else '')
       yield text
 
-  def _lines(self, width: int) -> Iterator[list[Piece]]:
+  def _lines(self, width: int) -> Iterator[list[StyledText]]:
     for words in heading(self.simulation):
-      yield from ([Piece(line)] for line in textwrap.wrap(words, width, subsequent_indent='  '))
+      yield from ([StyledText(line)] for line in textwrap.wrap(words, width, subsequent_indent='  '))
     rows, makespan = cells_of(self.simulation), self.simulation.makespan
     margin = len(f'rank {len(rows) - 1} ')
     scale = _scale(rows, makespan, max(8, width - margin - 1))
     for number, columns in enumerate(_bands(makespan, scale, max(8, width - margin - 1))):
       if number:
-        yield [Piece('')]
+        yield [StyledText('')]
       yield from _band(rows, makespan, scale, columns, margin)
 
 
 def _bands(makespan: float, scale: float, columns: int) -> Iterator[range]:
-  """Bands of one length, which is of whole units where possible, so that few cells are cut."""
+  """Bands of equal length, in whole units of time where possible, so that few cells are split."""
   total = round(makespan * scale)
   unit = int(scale) if 1 <= scale <= columns and scale == int(scale) else 1
   count = max(1, math.ceil(total / (columns // unit * unit)))
@@ -107,7 +107,7 @@ def _bands(makespan: float, scale: float, columns: int) -> Iterator[range]:
 
 
 def _scale(rows: Sequence[Sequence[Cell]], makespan: float, columns: int) -> float:
-  """Characters per unit of time: as many as all names need, if that is not too long."""
+  """Characters per unit of time: enough for all names, up to the largest number of bands."""
   cells = [cell for row in rows for cell in row if cell.end > cell.start]
   if not cells:
     return 0
@@ -118,11 +118,11 @@ def _scale(rows: Sequence[Sequence[Cell]], makespan: float, columns: int) -> flo
 
 def _band(
   rows: Sequence[Sequence[Cell]], makespan: float, scale: float, columns: range, margin: int
-) -> Iterator[list[Piece]]:
-  """The times and all ranks, between two columns."""
-  yield [Piece(' ' * margin + _axis(makespan, scale, columns))]
+) -> Iterator[list[StyledText]]:
+  """The time axis and all ranks, between two columns."""
+  yield [StyledText(' ' * margin + _axis(makespan, scale, columns))]
   for rank, row in enumerate(rows):
-    yield [Piece(f'rank {rank}'.ljust(margin)), *_row(row, scale, columns), Piece('│')]
+    yield [StyledText(f'rank {rank}'.ljust(margin)), *_row(row, scale, columns), StyledText('│')]
 
 
 def _axis(makespan: float, scale: float, columns: range) -> str:
@@ -134,8 +134,8 @@ def _axis(makespan: float, scale: float, columns: range) -> str:
   return axis
 
 
-def _row(row: Sequence[Cell], scale: float, columns: range) -> Iterator[Piece]:
-  """One rank between two columns: its cells, and what is empty."""
+def _row(row: Sequence[Cell], scale: float, columns: range) -> Iterator[StyledText]:
+  """One rank between two columns: its cells and the bubbles between them."""
   at = columns.start
   for cell in row:
     start, stop = round(cell.start * scale), min(round(cell.end * scale), columns.stop)
@@ -147,9 +147,9 @@ def _row(row: Sequence[Cell], scale: float, columns: range) -> Iterator[Piece]:
     stroke = '' if cell.joined or stop - first == 1 else '│' if start == first else '┆'
     room = stop - first - len(stroke)
     name = cell.name if len(cell.name) <= room else cell.name[0]
-    yield from (Piece(stroke), Piece(name.ljust(room), cell.colour))
+    yield from (StyledText(stroke), StyledText(name.ljust(room), cell.colour))
   yield from _empty(columns.stop - at)
 
 
-def _empty(columns: int) -> list[Piece]:
-  return [Piece('│'.ljust(columns))] if columns else []
+def _empty(columns: int) -> list[StyledText]:
+  return [StyledText('│'.ljust(columns))] if columns else []

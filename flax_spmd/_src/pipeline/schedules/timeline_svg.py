@@ -1,4 +1,4 @@
-"""Timelines as SVG: one row per rank, time to the right, a rectangle for every task."""
+"""Timelines as SVG: a row per rank, a rectangle per task, time to the right."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from collections.abc import Iterator, Sequence
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
 from flax_spmd._src.pipeline.schedules.timeline_cells import Cell, cells_of, heading, ticks
 
-_CHARACTER, _ROW, _LINE = 6.8, 26, 18  # in pixels: monospace at 11 px; a row of cells; a line of words
-_LEFT, _WIDE, _BANDS = 62, 1600, 16  # room for labels; how much time is side by side; below one another
+_CHARACTER, _ROW, _LINE = 6.8, 26, 18  # pixels: width of a character, height of a row, of a line of text
+_LEFT, _WIDE, _BANDS = (
+  62,
+  1600,
+  16,
+)  # pixels left of a band, pixels of its largest width; number of bands
 
 
 def svg_of(simulation: Simulation) -> str:
-  """A document of its own: what a rectangle is, with its times, is said when it is pointed at."""
+  """A standalone SVG document; each rectangle has a tooltip with its task, rank and times."""
   rows, head = cells_of(simulation), heading(simulation)
   scale, bands = _scale(rows, simulation.makespan), list(_bands(rows, simulation.makespan))
   elements = [_words(line, 0, (at + 0.5) * _LINE) for at, line in enumerate(head)]
@@ -26,26 +30,26 @@ def svg_of(simulation: Simulation) -> str:
   height = len(head) * _LINE + 6 + len(bands) * tall
   size = f'width="{width:.0f}" height="{height}" viewBox="-4 -4 {width:.0f} {height}"'
   font = 'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="11"'
-  # Words stand on whatever background there is: a grey that both black and white set off.
+  # The background is the page's: this grey is legible on black and on white.
   opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} fill="#7a7a7a">'
   return '\n'.join([opening, *elements, '</svg>'])
 
 
 def _scale(rows: Sequence[Sequence[Cell]], makespan: float) -> float:
-  """Pixels per unit of time: as many as all names need, within bounds for the whole."""
-  needs = [
+  """Pixels per unit of time: enough for all names, within bounds on the total width."""
+  required = [
     (len(cell.name) * _CHARACTER + 6) / (cell.end - cell.start)
     for row in rows
     for cell in row
     if cell.end > cell.start
   ]
-  if not needs:
+  if not required:
     return 0
-  return min(max(max(needs), _WIDE / 2 / makespan), _BANDS * _WIDE / makespan)
+  return min(max(max(required), _WIDE / 2 / makespan), _BANDS * _WIDE / makespan)
 
 
 def _bands(rows: Sequence[Sequence[Cell]], makespan: float) -> Iterator[tuple[float, float]]:
-  """Equal parts of the time, in whole units where there are enough of them."""
+  """Equal parts of the time, in whole units if these are fine enough."""
   count = max(1, math.ceil(makespan * _scale(rows, makespan) / _WIDE - 1e-9))
   length = makespan / count
   length = math.ceil(length) if length > 8 and count > 1 else length

@@ -1,7 +1,7 @@
-"""Schedules with split backwards: the gradients of weights wait until there is nothing better to do.
+"""Zero-bubble schedules: backwards are split, and weight gradients fill the bubbles.
 
-Only the gradient of a stage's input (`bwd`) is what another stage waits for; the gradient of its weights
-(`wgrad`) can fill what would be a bubble. Until then the activation stays alive.
+Other stages wait only for the gradient of a stage's input (`bwd`). The gradient of its weights (`wgrad`)
+can run later, in the place of a bubble; until then the activation stays live.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from flax_spmd._src.pipeline.schedules.classic import in_turn, interleaved, tasks, uneven_rounds
+from flax_spmd._src.pipeline.schedules.classic import alternate, interleaved, tasks, uneven_rounds
 from flax_spmd._src.pipeline.schedules.greedy import greedy
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.pipeline.schedules.stage_ranks import placed
+from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task
 from flax_spmd._src.public_module import set_module
 
@@ -21,17 +21,17 @@ from flax_spmd._src.public_module import set_module
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleH1(Schedule):
-  """1F1B whose weight gradients are put off, by r microbatches on rank r: p activations on every rank.
+  """1F1B with weight gradients delayed by r microbatches on rank r; p live activations on every rank.
 
-  For F = B = W and m >= p the makespan is 3 m + p - 1, so the bubble is (p - 1) / (3 m + p - 1), a third
-  of 1F1B's at about the same memory. Qi et al., https://arxiv.org/abs/2401.10241.
+  For F = B = W and m >= p the makespan is 3 m + p - 1 and the bubble (p - 1) / (3 m + p - 1): a third of
+  1F1B's, at about the same memory. Qi et al., https://arxiv.org/abs/2401.10241.
 
   Attributes:
-    ranks: how many there are; each has one stage.
+    ranks: number of ranks, p; each has one stage.
 
   Example:
-    >>> found = ZeroBubbleH1(ranks=4).simulate(8)
-    >>> round(found.bubble, 3), found.peaks
+    >>> simulation = ZeroBubbleH1(ranks=4).simulate(8)
+    >>> round(simulation.bubble, 3), simulation.peaks
     (0.111, (4, 4, 4, 4))
   """
 
@@ -49,45 +49,46 @@ class ZeroBubbleH1(Schedule):
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class ZeroBubbleV(Schedule):
-  """Two stages per rank in a V, weights put off: no bubble but the way to the last rank and back.
+  """Two stages per rank in a V, with delayed weight gradients: no bubble except to fill the pipeline.
 
-  For F = B = W, m >= 2 p and up to 8 ranks the makespan is 6 m + p - 1 and the bubble
-  (p - 1) / (6 m + p - 1), the least there can be (16 ranks: up to 2 % more). At most 2 p activations,
-  each of a stage half as large as 1F1B's, are alive on a rank; with so few, transfers cannot hide: where
-  they take long, compare it with `DualPipeV` by `simulate(..., transfer=...)`. Placement and memory are
-  those of ZB-V, Qi et al., https://arxiv.org/abs/2401.10241 and https://arxiv.org/abs/2405.15362; the
-  order is found greedily (`flax_spmd.pipeline.greedy`).
+  For F = B = W, m >= 2 p and up to 8 ranks the makespan is 6 m + p - 1 and the bubble (p - 1) / (6 m + p
+  - 1), which is optimal (16 ranks: up to 2 % more). A rank has at most 2 p live activations, each of a
+  stage half as large as 1F1B's. That is too few to hide transfers: if they are slow, compare with
+  `DualPipeV` by `simulate(..., transfer=...)`. Placement and memory are those of ZB-V, Qi et al.,
+  https://arxiv.org/abs/2401.10241 and https://arxiv.org/abs/2405.15362; the order comes from a greedy
+  simulation.
 
   Attributes:
-    ranks: how many there are.
+    ranks: number of ranks, p.
 
   Example:
-    >>> found = ZeroBubbleV(ranks=4).simulate(8)
-    >>> round(found.bubble, 3), found.peaks
+    >>> simulation = ZeroBubbleV(ranks=4).simulate(8)
+    >>> round(simulation.bubble, 3), simulation.peaks
     (0.059, (8, 8, 8, 8))
   """
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return placed(self.ranks, 2, 'v')
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return assign_ranks(self.ranks, 2, 'v')
 
   def _order(self, rank: int, microbatches: int) -> Order:
-    return greedy(self.owners, microbatches, live=self.stages)[rank]
+    return greedy(self.stage_ranks, microbatches, live=self.stages)[rank]
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class KimiK2(Schedule):
-  """Interleaved 1F1B with one more warm-up forward, and weight gradients apart from their backward.
+  """Interleaved 1F1B with one more warm-up forward, and weight gradients split from the backward.
 
-  The forward that is ahead lets the communication within a stage (of experts) hide behind a backward; a
-  weight gradient comes right after its backward, whose result is sent meanwhile. Kimi K2, section 2.4,
-  https://arxiv.org/abs/2507.20534. Microbatches go around in rounds, as in `Interleaved1F1B`.
+  The extra forward lets communication within a stage (expert parallelism) overlap with a backward. A
+  weight gradient directly follows its backward, so that the backward's result is sent in the meantime.
+  Microbatches run in equal rounds, as in `Interleaved1F1B`. Kimi K2, section 2.4,
+  https://arxiv.org/abs/2507.20534.
 
   Attributes:
-    ranks: how many there are.
-    chunks: how many stages each of them has.
+    ranks: number of ranks, p.
+    chunks: number of stages per rank, v.
 
   Example:
     >>> [kind(ranks=4).simulate(8, transfer=0.5).makespan for kind in (pipeline.Interleaved1F1B, KimiK2)]
@@ -97,106 +98,107 @@ class KimiK2(Schedule):
   chunks: int = 2
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return placed(self.ranks, self.chunks, 'loop')
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return assign_ranks(self.ranks, self.chunks, 'loop')
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
     forwards, backwards, warm_up = interleaved(self.stages_of(rank), rank, self.ranks, microbatches)
-    for task in in_turn(forwards, backwards, warm_up + 1):
+    for task in alternate(forwards, backwards, warm_up + 1):
       yield task
       if task.kind == 'bwd':
         yield Task('wgrad', task.stage, task.microbatch)
 
-  def _objection(self, microbatches: int) -> str | None:
+  def _limitation(self, microbatches: int) -> str | None:
     return uneven_rounds(self.ranks, microbatches)
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class DualPipeV(Schedule):
-  """DeepSeek's DualPipe, cut in half: a V, with backwards of one stage beside forwards of the other.
+  """DeepSeek's DualPipe, cut in half: a V that pairs backwards of one stage with forwards of the other.
 
   Weight gradients are split off only where they fill a bubble, in the warm-up and towards the end;
-  elsewhere a whole backward is one fused task. It needs 2 p microbatches or more; 2 p + 1 activations
-  are alive on every rank. DeepSeek-V3, https://arxiv.org/abs/2412.19437; the V and its bubble of
-  (p - 1) (F&B + B - 3 W) when fused, B being a whole backward: https://github.com/deepseek-ai/DualPipe.
+  elsewhere an unsplit backward is one fused task. Needs m >= 2 p; 2 p + 1 live activations on every
+  rank. DeepSeek-V3, https://arxiv.org/abs/2412.19437. The V, and its bubble of (p - 1) (F&B + B - 3 W)
+  when
+  fused, with B an unsplit backward: https://github.com/deepseek-ai/DualPipe.
 
   Attributes:
-    ranks: how many there are.
-    fuse: make one program of a forward and the backward of the other stage beside it, so that one's
-      communication can hide behind the other's work.
+    ranks: number of ranks, p.
+    fuse: whether a forward and the paired backward of the other stage are one program, so that the
+      communication of each can overlap with the computation of the other.
 
   Example:
     >>> round(DualPipeV(ranks=4).simulate(8).bubble, 3)
     0.059
-    >>> round(DualPipeV(ranks=4, fuse=True).simulate(8).bubble, 3)  # in a run, what hides pays for it
+    >>> round(DualPipeV(ranks=4, fuse=True).simulate(8).bubble, 3)  # simulated without the gain from overlap
     0.111
   """
 
   fuse: bool = False
 
   @property
-  def owners(self) -> tuple[int, ...]:
-    """Per stage, the rank that it is on."""
-    return placed(self.ranks, 2, 'v')
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return assign_ranks(self.ranks, 2, 'v')
 
-  def _objection(self, microbatches: int) -> str | None:
+  def _limitation(self, microbatches: int) -> str | None:
     if microbatches < 2 * self.ranks:
-      return f'{microbatches} microbatches do not fill it: it needs {2 * self.ranks}, two per rank.'
+      return f'{microbatches} microbatches are too few: it needs {2 * self.ranks}, two per rank.'
     return None
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
     after, upto = self.ranks - 1 - rank, rank + 1  # ranks after this one, and up to it
-    run = _Hands(self.stages_of(rank), self.fuse)
+    make = _DualPipeTasks(self.stages_of(rank), self.fuse)
     for _ in range(2 * after):
-      yield run.forward(0)
+      yield make.forward(0)
     for _ in range(upto):
-      yield from (run.forward(0), run.forward(1))
+      yield from (make.forward(0), make.forward(1))
     for _ in range(after):
-      yield from (run.inputs(1), run.weights(), run.forward(1))
+      yield from (make.input_gradient(1), make.weight_gradient(), make.forward(1))
     for _ in range(microbatches - 2 * self.ranks + upto):
-      yield from (*run.both(0, 1), *run.both(1, 0))
+      yield from (*make.pair(0, 1), *make.pair(1, 0))
     for _ in range(after):
-      yield from (run.whole(1), *run.both(1, 0))
-    for at in range(2 * upto):  # the second half puts its weights off
-      yield (run.inputs if at >= upto else run.whole)(1 - at % 2)
+      yield from (make.backward(1), *make.pair(1, 0))
+    for at in range(2 * upto):  # the second half delays its weight gradients
+      yield (make.input_gradient if at >= upto else make.backward)(1 - at % 2)
     for _ in range(after):
-      yield from (run.weights(), run.inputs(0))
+      yield from (make.weight_gradient(), make.input_gradient(0))
     for _ in range(upto):
-      yield run.weights()
+      yield make.weight_gradient()
 
 
-class _Hands:
-  """Makes the tasks of one rank's two stages, each kind with its next microbatch."""
+class _DualPipeTasks:
+  """Creates the tasks of one rank's two stages; each call takes the next microbatch of its kind."""
 
   def __init__(self, stages: tuple[int, ...], fuse: bool):
     self._stages, self._fuse = stages, fuse
     self._next: collections.Counter[tuple[str, int]] = collections.Counter()
-    self._put_off: collections.deque[Task] = collections.deque()
+    self._delayed: collections.deque[Task] = collections.deque()
 
-  def forward(self, which: int) -> Task:
-    return Task('fwd', self._stages[which], self._count('fwd', which))
+  def forward(self, chunk: int) -> Task:
+    return Task('fwd', self._stages[chunk], self._count('fwd', chunk))
 
-  def inputs(self, which: int) -> Task:
-    """A backward whose weights are put off."""
-    stage, microbatch = self._stages[which], self._count('bwd', which)
-    self._put_off.append(Task('wgrad', stage, microbatch))
+  def input_gradient(self, chunk: int) -> Task:
+    """A backward with delayed weight gradients."""
+    stage, microbatch = self._stages[chunk], self._count('bwd', chunk)
+    self._delayed.append(Task('wgrad', stage, microbatch))
     return Task('bwd', stage, microbatch)
 
-  def weights(self) -> Task:
-    """What was put off first."""
-    return self._put_off.popleft()
+  def weight_gradient(self) -> Task:
+    """The weight gradient that has been delayed longest."""
+    return self._delayed.popleft()
 
-  def whole(self, which: int) -> FusedTask:
-    stage, microbatch = self._stages[which], self._count('bwd', which)
+  def backward(self, chunk: int) -> FusedTask:
+    stage, microbatch = self._stages[chunk], self._count('bwd', chunk)
     return FusedTask((Task('bwd', stage, microbatch), Task('wgrad', stage, microbatch)))
 
-  def both(self, forward: int, backward: int) -> tuple[Step, ...]:
-    """A forward of one stage beside a backward of the other."""
-    pair = self.forward(forward), self.whole(backward)
-    return (FusedTask((pair[0], *pair[1].tasks)),) if self._fuse else pair
+  def pair(self, forward: int, backward: int) -> tuple[Step, ...]:
+    """A forward of one stage, paired with a backward of the other."""
+    tasks = self.forward(forward), self.backward(backward)
+    return (FusedTask((tasks[0], *tasks[1].tasks)),) if self._fuse else tasks
 
-  def _count(self, kind: str, which: int) -> int:
-    self._next[kind, which] += 1
-    return self._next[kind, which] - 1
+  def _count(self, kind: str, chunk: int) -> int:
+    self._next[kind, chunk] += 1
+    return self._next[kind, chunk] - 1

@@ -1,0 +1,25 @@
+"""Clauses: the kinds of rules that a table consists of.
+
+    ('hidden', 'model')                    a logical name, over mesh axes
+    ('attn/.*kernel$', PartitionSpec(...)) a path, for arrays with or without names
+    ('^opt_state/', Rules(...))            a table for one part of the tree
+    fsdp('data')                           one open dimension of every array that is left
+    function(leaf) -> PartitionSpec | None any function
+    ('@weights', ...)                      values that a program annotates
+
+In a clause, None is a decision (this dimension is replicated) and `PartitionSpec.UNCONSTRAINED` is not: it
+leaves the dimension open, for `fsdp` to fill. In a box, None is a dimension without a name, and open.
+"""
+
+from flax_spmd._src.rules.clauses.annotation_rule import AnnotationRule as AnnotationRule
+from flax_spmd._src.rules.clauses.base import Clause as Clause
+from flax_spmd._src.rules.clauses.base import FillingClause as FillingClause
+from flax_spmd._src.rules.clauses.base import Idle as Idle
+from flax_spmd._src.rules.clauses.base import Leaf as Leaf
+from flax_spmd._src.rules.clauses.base import OwningClause as OwningClause
+from flax_spmd._src.rules.clauses.base import RuleTable as RuleTable
+from flax_spmd._src.rules.clauses.fsdp import Fsdp as Fsdp
+from flax_spmd._src.rules.clauses.fsdp import fsdp as fsdp
+from flax_spmd._src.rules.clauses.function_rule import FunctionRule as FunctionRule
+from flax_spmd._src.rules.clauses.name_rule import NameRule as NameRule
+from flax_spmd._src.rules.clauses.path_rule import PathRule as PathRule

@@ -1,0 +1,225 @@
+"""Clauses: the interface of every kind of rule.
+
+A kind of rule is one class in one file of this folder. It derives from
+
+* `OwningClause`, if it decides every dimension of the arrays that it applies to (a path rule), or
+* `FillingClause`, if it shards one dimension that is still open (`fsdp`),
+
+and has everything about the kind: how users write it, the mesh axes that it names, its TOML form, its
+checks of bad input, and the reason that `Layout.check` reports when it decided nothing. The table, the
+resolver, the planner and the text form ask the class and know no kinds.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+from jax.sharding import PartitionSpec
+
+from flax_spmd._src.public_module import set_module
+from flax_spmd._src.rules.decisions import Decision, Reason, Resolution, Skipped, axis_names
+from flax_spmd.errors import Problem
+
+
+@set_module('flax_spmd')
+class Leaf(NamedTuple):
+  """One array of a tree, as a function in a rule table receives it.
+
+  Attributes:
+    path: tree path, `params/layers/wi`.
+    shape: global shape.
+    dtype: dtype, or None where it is unknown.
+    names: one logical name (or None) per dimension, or None for an array without names.
+
+  Example:
+    >>> by_size = lambda leaf: PartitionSpec('data') if leaf.size >= 64 else None
+    >>> layout = Layout({'data': 8}, (by_size,))
+    >>> layout.spec({'w': jnp.ones((16, 8)), 'b': jnp.ones(8)})
+    {'b': P(), 'w': P('data', None)}
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: Any = None
+  names: Any = None
+
+  @property
+  def size(self) -> int:
+    """The number of elements."""
+    return math.prod(self.shape)
+
+
+class RuleTable(abc.ABC):
+  """The base class of `Rules`, for clauses that contain a table."""
+
+  @abc.abstractmethod
+  def toml(self, indent: str) -> str:
+    """The table as TOML; further lines begin with `indent`."""
+
+
+Target = PartitionSpec | RuleTable
+ReadTable = Callable[[Any], RuleTable]  # a table within a clause, from TOML
+
+
+class Idle(NamedTuple):
+  """The reason for which a clause decided nothing in a tree, and whether it is likely a mistake."""
+
+  text: str
+  suspicious: bool = False
+
+
+class Clause(abc.ABC):
+  """One rule of a table.
+
+  Class attributes:
+    form: how users write it, for error texts.
+    reads: attributes of a `Leaf` that it reads besides names and shape: 'dtype', 'path'. Arrays that
+      agree in these share one resolution.
+    toml_head: the key by which its TOML form is recognised; None: it has none of its own.
+    toml_keys: all keys of that form.
+    toml_form: the form, for error texts.
+    toml_wraps: whether the form has the keys of another clause too.
+  """
+
+  form: ClassVar[str]
+  reads: ClassVar[frozenset[str]] = frozenset()
+  toml_head: ClassVar[str | None] = None
+  toml_keys: ClassVar[frozenset[str]] = frozenset()
+  toml_form: ClassVar[str] = ''
+  toml_wraps: ClassVar[bool] = False
+
+  @classmethod
+  def parse(cls, written: Any) -> Self | None:
+    """The clause that a user wrote, or None if it is of another kind."""
+    return written if isinstance(written, cls) else None
+
+  @property
+  def written(self) -> Any:
+    """The clause as users write it, in one canonical spelling."""
+    return self
+
+  @property
+  def short(self) -> str:
+    """The clause as a finding shows it."""
+    return repr(self)
+
+  @property
+  def mesh_axes(self) -> tuple[str, ...]:
+    """The mesh axes that it names itself; those of a table in it belong to that table."""
+    return ()
+
+  @property
+  def table(self) -> RuleTable | None:
+    """The table in it, if there is one."""
+    return None
+
+  def problems(self, index: int) -> Iterator[Problem]:
+    """Everything wrong with it as rule `index` of a table."""
+    yield from ()
+
+  def idle(self, paths: Sequence[str], reasons: Counter[Reason]) -> Idle | None:
+    """Why it decided nothing in a tree with arrays at these paths; None: no finding of its own.
+
+    Args:
+      paths: paths of all arrays.
+      reasons: why it skipped arrays, if it fills dimensions.
+    """
+    return Idle('decided nothing.')
+
+  def toml(self, indent: str) -> str:
+    """Its fields as TOML, `path = "bias$", spec = []`; further lines begin with `indent`.
+
+    Raises:
+      ValueError: it has no text form.
+    """
+    raise ValueError('it has no text form')
+
+  def toml_entry(self, indent: str) -> str:
+    """The clause as an element of a TOML list."""
+    return f'{{{self.toml(indent)}}}'
+
+  @classmethod
+  def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
+    """The clause of a TOML form, as users write it.
+
+    Raises:
+      ValueError: the entry is not such a clause.
+      RulesError: from the function that makes the clause.
+    """
+    raise ValueError('it has no text form')
+
+
+class OwningClause(Clause):
+  """A rule that decides every dimension of the arrays that it applies to."""
+
+  @abc.abstractmethod
+  def target(self, leaf: Leaf) -> Any:
+    """The PartitionSpec of an array, or None if the rule does not apply to it."""
+
+
+class FillingClause(Clause):
+  """A rule that shards one dimension that no other rule has decided."""
+
+  reads = frozenset({'dtype'})
+
+  @abc.abstractmethod
+  def choose(
+    self, leaf: Leaf, is_open: Sequence[bool], taken: set[str], sizes: Mapping[str, int]
+  ) -> int | Reason:
+    """The dimension to shard, or the reason for which none is.
+
+    Args:
+      leaf: the array.
+      is_open: per dimension, whether it is undecided.
+      taken: mesh axes that other dimensions use.
+      sizes: size per mesh axis.
+    """
+
+  def fill(self, index: int, resolution: Resolution, leaf: Leaf, sizes: Mapping[str, int]) -> Resolution:
+    """The resolution with one more dimension sharded, by this clause as rule `index`."""
+    rank = len(leaf.shape)
+    decisions = resolution.decisions or tuple(Decision(dim, None, None, None) for dim in range(rank))
+    entries = (*resolution.spec, *(None,) * (rank - len(resolution.spec)))
+    is_open = [decision.rule is None and entries[decision.dim] is None for decision in decisions]
+    choice = self.choose(leaf, is_open, set(axis_names(entries)), sizes)
+    axes = tuple(axis for axis in self.mesh_axes if axis in sizes)
+    if isinstance(choice, str):
+      return resolution._replace(skipped=(*resolution.skipped, Skipped(index, choice, axes)))
+    entry = axes if len(axes) > 1 else axes[0]
+    return resolution._replace(
+      spec=PartitionSpec(*entries[:choice], entry, *entries[choice + 1 :]),
+      decisions=tuple(
+        decision._replace(axes=entry, rule=index) if decision.dim == choice else decision
+        for decision in decisions
+      ),
+    )
+
+
+def toml_kinds() -> dict[str, type[Clause]]:
+  """Every kind of clause with a TOML form, by the key that the form is recognised by."""
+  pending, kinds = [Clause], {}
+  while pending:
+    kind = pending.pop(0)
+    pending += kind.__subclasses__()
+    if kind.toml_head is not None:
+      kinds[kind.toml_head] = kind
+  return kinds
+
+
+def kind_of_toml(entry: Mapping[str, Any]) -> type[Clause]:
+  """The kind of clause that a TOML entry is.
+
+  Raises:
+    ValueError: it is of no kind, of several, or has keys that its kind lacks.
+  """
+  kinds = [kind for head, kind in toml_kinds().items() if head in entry]
+  wrapping = [kind for kind in kinds if kind.toml_wraps]
+  if len(wrapping) == 1:
+    return wrapping[0]
+  if len(kinds) != 1 or not entry.keys() <= kinds[0].toml_keys:
+    raise ValueError('the entry is of no kind, or of several')
+  return kinds[0]

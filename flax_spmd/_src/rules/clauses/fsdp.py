@@ -1,0 +1,135 @@
+"""`fsdp('data')`: shards one open dimension of every large floating array that is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import dtypes
+
+from flax_spmd._src.public_module import set_module
+from flax_spmd._src.rules.clauses.base import FillingClause, Idle, Leaf, ReadTable
+from flax_spmd._src.rules.decisions import Axes, Reason, axis_names
+from flax_spmd._src.rules.toml_values import axes_text, quoted
+from flax_spmd.errors import RulesError
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fsdp(FillingClause):
+  """The result of `fsdp(...)`: a clause that shards one open dimension of an array over `axes`."""
+
+  axes: Axes
+  min_size: int = 2**20
+  skip: tuple[str, ...] = ('layers',)
+
+  form = 'fsdp(...)'
+  toml_head = 'fsdp'
+  toml_keys = frozenset({'fsdp', 'min_size', 'skip'})
+  toml_form = '{fsdp = "axis"}'
+
+  def __repr__(self) -> str:
+    options = [f'{name}={value!r}' for name, value in self._options().items()]
+    return f'fsdp({", ".join([repr(self.axes), *options])})'
+
+  def _options(self) -> dict[str, Any]:
+    """The options that differ from their defaults."""
+    fields = dataclasses.fields(self)[1:]
+    values = {field.name: getattr(self, field.name) for field in fields}
+    return {field.name: values[field.name] for field in fields if values[field.name] != field.default}
+
+  @property
+  def mesh_axes(self) -> tuple[str, ...]:
+    """The mesh axes that it shards dimensions over."""
+    return axis_names(self.axes)
+
+  def choose(
+    self, leaf: Leaf, is_open: Sequence[bool], taken: set[str], sizes: Mapping[str, int]
+  ) -> int | Reason:
+    """The largest open dimension that the axes divide, the first of equals; or why there is none."""
+    axes = [axis for axis in self.mesh_axes if axis in sizes]
+    if not axes:
+      return 'missing'
+    if leaf.dtype is not None and not _is_floating(leaf.dtype):
+      return 'not floating'
+    if leaf.size < self.min_size or leaf.size <= 1:
+      return 'small'
+    if not taken.isdisjoint(axes):
+      return 'taken'
+    skipped = [name in self.skip for name in leaf.names or [None] * len(leaf.shape)]
+    candidates = [
+      dim for dim, (free, skip) in enumerate(zip(is_open, skipped, strict=True)) if free and not skip
+    ]
+    parts = math.prod(sizes[axis] for axis in axes)
+    dividing = [dim for dim in candidates if leaf.shape[dim] % parts == 0]
+    if not dividing:
+      return 'indivisible' if candidates else 'no open dimension'
+    return max(dividing, key=lambda dim: (leaf.shape[dim], -dim))
+
+  def idle(self, paths: Sequence[str], reasons: Counter[Reason]) -> Idle | None:
+    """The reasons for which it skipped arrays: `3 x small (min_size=1048576), 1 x not floating`."""
+    listed = [
+      f'{count} x {reason}' + (f' (min_size={self.min_size})' if reason == 'small' else '')
+      for reason, count in reasons.items()
+    ]
+    return Idle(f'decided nothing{": " if listed else ""}{", ".join(listed)}.')
+
+  def toml(self, indent: str) -> str:
+    """`fsdp = "data", min_size = 1024`."""
+    options = [f'{name} = {quoted(value)}' for name, value in self._options().items()]
+    return ', '.join([f'fsdp = {axes_text(self.axes)}', *options])
+
+  @classmethod
+  def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
+    """The axes, with the options of `fsdp`."""
+    return fsdp(entry['fsdp'], **{name: value for name, value in entry.items() if name != 'fsdp'})
+
+
+@set_module('flax_spmd')
+def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)) -> Fsdp:
+  """A clause that shards every array that is left: one open dimension of each large floating one.
+
+  A dimension is open if no other clause has decided it. The largest open dimension that the mesh axes
+  divide is sharded; of equal ones the first, so that every host decides alike.
+
+  Args:
+    axes: mesh axis, or tuple of mesh axes.
+    min_size: number of elements below which an array is left alone: a small array costs more to gather
+      than to keep.
+    skip: logical names of dimensions that are never sharded, such as the one that `nn.scan` adds.
+
+  Raises:
+    RulesError: an argument is of the wrong kind.
+
+  Example:
+    >>> layout = Layout({'data': 2, 'model': 4}, (('heads', 'model'), fsdp('data', min_size=1024)))
+    >>> layout.spec({'wq': LogicallyPartitioned(jnp.ones((512, 64)), ('embed', 'heads')), 'wi': jnp.ones((64, 256))})
+    {'wi': P(None, 'data'), 'wq': P('data', 'model')}
+  """
+  skip = (skip,) if isinstance(skip, str) else skip
+  axes = tuple(axes) if isinstance(axes, list) else axes
+  of_strings = isinstance(axes, str) or (
+    isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)
+  )
+  wrong = [
+    f'{name}={value!r}'
+    for name, value, right in (
+      ('axes', axes, of_strings),
+      ('min_size', min_size, isinstance(min_size, int)),
+      ('skip', skip, isinstance(skip, (tuple, list)) and all(isinstance(name, str) for name in skip)),
+    )
+    if not right
+  ]
+  if wrong:
+    raise RulesError(
+      f'fsdp(...) does not take {", ".join(wrong)}.\n'
+      'Fix: axes is a mesh axis or a tuple of them, min_size a number of elements, skip a tuple of names.'
+    )
+  return Fsdp(axes, min_size, tuple(skip))
+
+
+def _is_floating(dtype: Any) -> bool:
+  return not dtypes.issubdtype(dtype, dtypes.extended) and jnp.issubdtype(dtype, jnp.inexact)

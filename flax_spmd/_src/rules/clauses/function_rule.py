@@ -1,0 +1,42 @@
+"""Function rules: any function `leaf -> PartitionSpec | None`, where None leaves the array to other rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from flax_spmd._src.rules.clauses.base import Clause, Leaf, OwningClause
+
+
+@dataclass(frozen=True, repr=False)
+class FunctionRule(OwningClause):
+  """A function that receives a `Leaf`. It is called once for each distinct array of a tree."""
+
+  function: Callable[[Leaf], Any]
+
+  form = 'a function of a leaf'
+  reads = frozenset({'path', 'dtype'})
+
+  @classmethod
+  def parse(cls, written: Any) -> Self | None:
+    """A function, or another object that can be called; not a class."""
+    if isinstance(written, (type, Clause)) or not callable(written):
+      return None
+    return cls(written)
+
+  @property
+  def written(self) -> Callable[[Leaf], Any]:
+    """The function."""
+    return self.function
+
+  def __repr__(self) -> str:
+    return repr(self.function)
+
+  def target(self, leaf: Leaf) -> Any:
+    """The result of the function."""
+    return self.function(leaf)
+
+  def toml(self, indent: str) -> str:
+    """Raises: a function has no text form."""
+    raise ValueError('it is a function')

@@ -1,0 +1,73 @@
+"""Name rules: `('hidden', 'model')` shards the dimensions of one logical name over mesh axes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from flax_spmd._src.rules.clauses.base import Clause, Idle, ReadTable
+from flax_spmd._src.rules.decisions import UNCONSTRAINED, Axes, Reason, axis_names
+from flax_spmd._src.rules.toml_values import axes_text, quoted
+
+
+@dataclass(frozen=True, repr=False)
+class NameRule(Clause):
+  """A logical name and its mesh axes; `Rules.resolve` applies all of a table together, as Flax does."""
+
+  name: str
+  axes: Axes
+
+  form = "('logical name', mesh axes)"
+
+  @classmethod
+  def parse(cls, written: Any) -> Self | None:
+    """A pair of a name and axes; names that begin with `@` are annotations."""
+    if not is_pair(written) or written[0].startswith('@') or not _is_axes(written[1]):
+      return None
+    return cls(written[0], _frozen(written[1]))
+
+  @property
+  def written(self) -> tuple[str, Axes]:
+    """The pair, which is also the form that Flax takes."""
+    return self.name, self.axes
+
+  def __repr__(self) -> str:
+    return repr(self.written)
+
+  @property
+  def mesh_axes(self) -> tuple[str, ...]:
+    """The mesh axes of the name."""
+    return axis_names(self.axes)
+
+  def idle(self, paths: Sequence[str], reasons: Counter[Reason]) -> Idle | None:
+    """No finding of its own: names of activations do not occur in a state."""
+    return None
+
+  def toml_entry(self, indent: str) -> str:
+    """A pair: `["hidden", "model"]`."""
+    return f'[{quoted(self.name)}, {axes_text(self.axes)}]'
+
+  @classmethod
+  def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
+    """Not used: TOML has name rules as pairs."""
+    raise ValueError('a name rule is a pair')
+
+
+def is_pair(written: Any) -> bool:
+  """Whether this is a tuple or list of a string and something else."""
+  return isinstance(written, (tuple, list)) and len(written) == 2 and isinstance(written[0], str)
+
+
+def _is_axes(axes: Any) -> bool:
+  if isinstance(axes, (tuple, list)):
+    return all(_is_axes(axis) for axis in axes)
+  return axes is None or axes is UNCONSTRAINED or isinstance(axes, str)
+
+
+def _frozen(axes: Any) -> Any:
+  """Axes as a hashable value in one spelling: lists become tuples, no axes become None."""
+  if isinstance(axes, (tuple, list)):
+    return tuple(_frozen(axis) for axis in axes) or None
+  return axes

@@ -1,0 +1,112 @@
+"""`Changes`: validated when made, compared and hashed by value, and printed as it was written."""
+
+import copy
+import dataclasses
+import pickle
+from textwrap import dedent
+
+import jax.numpy as jnp
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd.checkpoint import Changes
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'text'),
+  [
+    (
+      {'renames': {'(': 'c'}},
+      "renames: '(' is not a regular expression: missing ), unterminated subpattern at position 0.\n"
+      'Fix: escape literal characters with a backslash.',
+    ),
+    (
+      {'missing': 'a**'},
+      "missing: 'a**' is not a regular expression: multiple repeat at position 2.\n"
+      'Fix: escape literal characters with a backslash.',
+    ),
+    (
+      {'unused': '['},
+      "unused: '[' is not a regular expression: unterminated character set at position 0.\n"
+      'Fix: escape literal characters with a backslash.',
+    ),
+    (
+      {'stacks': {'layers': 'layers'}},
+      "stacks={'layers': 'layers'} has no {} for the number of a layer, or several.\n"
+      "Fix: write {} once, where the number goes: stacks={'layers': 'layers_{}'}.",
+    ),
+    (
+      {'stacks': {'layers': ('{}_{}', 1)}},
+      "stacks={'layers': ('{}_{}', 1)} has no {} for the number of a layer, or several.\n"
+      "Fix: write {} once, where the number goes: stacks={'layers': 'layers_{}'}.",
+    ),
+    (
+      {'dtypes': 'float32'},
+      "dtypes='float32' is neither 'keep', 'cast' nor a mapping of dtypes.\n"
+      "Fix: write dtypes='cast'; for casts that lose digits, list them: dtypes={'float32': 'bfloat16'}.",
+    ),
+    (
+      {'dtypes': {'float32': 'float3'}},
+      "dtypes={'float32': 'float3'} contains an unknown dtype: data type 'float3' not understood.\n"
+      "Fix: write dtypes={'float32': 'bfloat16'}.",
+    ),
+  ],
+)
+def test_invalid_arguments(arguments, text):
+  with pytest.raises(errors.CheckpointError) as caught:
+    Changes(**arguments)
+  assert str(caught.value) == text
+
+
+WRITTEN = [
+  'Changes()',
+  "Changes(renames={'^a$': 'b', 'c': 'd'})",
+  "Changes(stacks={'layers': 'layers_{}', 'blocks': ('blocks_{}', 1)})",
+  "Changes(axes={'embed': 'model'}, moved='layers')",
+  "Changes(moved=('blocks', 'layers'), dtypes='cast')",
+  "Changes(dtypes={'float32': 'bfloat16'}, missing='lora', unused='^opt/', only='params/head')",
+]
+
+
+@pytest.mark.parametrize('text', WRITTEN)
+def test_printed_as_written(text):
+  changes = eval(text, {'Changes': Changes})
+  assert repr(changes) == text
+
+
+@pytest.mark.parametrize('text', WRITTEN)
+def test_compared_and_hashed_by_value(text):
+  changes, again = (eval(text, {'Changes': Changes}) for _ in range(2))
+  assert changes == again and hash(changes) == hash(again)
+  assert pickle.loads(pickle.dumps(changes)) == copy.deepcopy(changes) == changes
+  assert dataclasses.replace(changes) == changes != dataclasses.replace(changes, missing='other')
+
+
+def test_equal_ways_of_writing():
+  assert Changes(moved='layers') == Changes(moved=['layers']) == Changes(moved={'layers'})
+  assert Changes(moved=('b', 'a')) == Changes(moved=('a', 'b'))
+  assert Changes(only='/params/') == Changes(only='params')
+  assert Changes(dtypes={jnp.float32: jnp.bfloat16}) == Changes(dtypes={'float32': 'bfloat16'})
+  assert Changes(dtypes={}) == Changes(dtypes='keep', renames={}, only='') == Changes()
+
+
+def test_the_order_of_renames_matters():
+  assert Changes(renames={'a': 'b', 'c': 'd'}) != Changes(renames={'c': 'd', 'a': 'b'})
+
+
+def test_changes_are_immutable():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    Changes().only = 'params'
+
+
+def test_changes_for_a_target_are_refused_by_convert(tmp_path):
+  layout = spmd.Layout({'data': 8})
+  checkpoint.save(tmp_path / 'a', {'w': jnp.ones(8)}, layout=layout)
+  changes = Changes(axes={'embed': 'model'}, missing='b', only='w')
+  with pytest.raises(errors.CheckpointError) as caught:
+    checkpoint.convert(tmp_path / 'a', tmp_path / 'b', changes=changes)
+  assert str(caught.value) == dedent("""\
+    convert has no target, so Changes(axes=..., missing=...) cannot apply.
+    Fix: pass only renames, stacks, dtypes and only.""")
+  assert not (tmp_path / 'b').exists()

@@ -1,0 +1,123 @@
+"""The logical names of a step: recorded in a trace, whoever resolves them."""
+
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd._src.active_layout import record_names
+from flax_spmd._src.estimate.name_mesh import lower_on_names
+from flax_spmd.errors import EstimatorError
+from flax_spmd.explore import Estimator, TrainStep
+
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+class ManyWays(nn.Module):
+  """Names in boxes and constraints, of Flax and of this package."""
+
+  @nn.compact
+  def __call__(self, x):
+    init = nn.initializers.ones
+    w = self.param('w', nn.with_logical_partitioning(init, ('flax_in', 'flax_out')), (16, 16))
+    v = self.param('v', spmd.with_logical_partitioning(init, ('in', 'out')), (16, 16))
+    x = nn.with_logical_constraint(x @ w, ('flax_batch', 'flax_hidden'))
+    x = spmd.with_logical_constraint(x @ v, ('batch', 'hidden'))
+    x = spmd.with_sharding_constraint({'x': x}, {'x': ('tree_batch', None)})['x']
+    x = spmd.constrain(x, spmd.logical_to_mesh_axes(('spec_batch', None)))
+    return spmd.constrain(x, nn.logical_to_mesh_axes(('flax_spec_batch', None)))
+
+
+NAMES = {
+  *('flax_in', 'flax_out', 'in', 'out', 'flax_batch', 'flax_hidden', 'batch', 'hidden'),
+  *('tree_batch', 'spec_batch', 'flax_spec_batch'),
+}
+
+
+def create():
+  return ManyWays().init(jax.random.key(0), jnp.ones((8, 16)))
+
+
+@pytest.mark.parametrize('wrap', [lambda apply: apply, jax.jit, jax.checkpoint])
+def test_every_name_of_a_model_is_recorded(wrap):
+  apply = wrap(ManyWays().apply)
+  train_step = TrainStep(lambda state, x: (state, jnp.sum(apply(state, x))), create, X)
+  first = Estimator(train_step)
+  assert first.names.keys() == NAMES
+  assert first.parameter_names == {'flax_in', 'flax_out', 'in', 'out'}
+  assert Estimator(train_step).names == first.names  # although JAX has cached the inner trace
+
+
+def test_names_of_results_and_of_placements_are_recorded():
+  def step(state, x):
+    return state, spmd.LogicallyPartitioned(x, ('result_batch', None))
+
+  train_step = TrainStep(step, lambda: {'w': jnp.ones(8)}, X, placements=('rows', 'columns'))
+  lowering = lower_on_names(train_step, 'cuda')
+  mesh = lowering.state['w'].sharding.mesh
+  assert {'result_batch', 'rows', 'columns'} <= set(mesh.axis_names)
+
+
+def test_nothing_is_recorded_after_the_block():
+  with record_names() as names:
+    nn.logical_to_mesh_axes(('inside', None), ())
+  with pytest.raises(ZeroDivisionError), record_names() as others:
+    raise ZeroDivisionError
+  nn.logical_to_mesh_axes(('outside',), ())
+  spmd.logical_to_mesh_axes(('outside',), ())
+  assert (names, others) == ({'inside'}, set())
+
+
+def test_other_threads_are_not_recorded():
+  def resolve():
+    nn.logical_to_mesh_axes(('elsewhere',), ())
+    spmd.logical_to_mesh_axes(('elsewhere',), ())
+
+  with record_names() as names:
+    thread = threading.Thread(target=resolve)
+    thread.start()
+    thread.join()
+  assert names == set()
+
+
+def test_inner_recorders_take_over():
+  with record_names() as outer:
+    with record_names() as inner:
+      spmd.logical_to_mesh_axes(('inner',), ())
+    nn.logical_to_mesh_axes(('outer',), ())
+  assert (outer, inner) == ({'outer'}, {'inner'})
+
+
+def test_a_step_with_its_own_mesh_cannot_be_estimated():
+  mesh = spmd.make_mesh({'data': 8})
+
+  def mapped(state, x):
+    inner = jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=jax.P('data'), out_specs=jax.P('data'))
+    return state, jnp.sum(inner(x))
+
+  vector = jax.ShapeDtypeStruct((8,), jnp.float32)
+  with pytest.raises(EstimatorError) as error:
+    Estimator(TrainStep(mapped, lambda: {'w': jnp.ones(8)}, vector))
+  assert str(error.value) == (
+    'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
+    'Fix: choose the layouts, and compile them with spmd.compare.'
+  )
+
+
+@pytest.mark.parametrize(
+  'box',
+  [
+    spmd.Partitioned(jnp.ones((8, 8)), ('data', None)),
+    spmd.LogicallyPartitioned(jnp.ones((8, 8)), (('data',), 'mlp')),
+  ],
+)
+def test_a_state_with_mesh_axes_among_its_names_cannot_be_estimated(box):
+  with pytest.raises(EstimatorError) as error:
+    Estimator(TrainStep(lambda state, x: (state, x), lambda: {'w': box}, X))
+  assert str(error.value) == (
+    'The state has mesh axes among its names, so its logical names alone do not decide its layout.\n'
+    'Fix: give each dimension one logical name, or choose the layouts, and compile them with spmd.compare.'
+  )
