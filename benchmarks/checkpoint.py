@@ -162,12 +162,16 @@ def put_after(folder: Path) -> Callable[[], Any]:
 
 def stacked_to_single(folder: Path) -> Callable[[], Any]:
   asked = target(layout(4, 2), stacked=False)
-  return lambda: checkpoint.restore(folder / 'ours', asked, changes=Changes(stacks={'layers': 'layers_{}'}))
+  return lambda: checkpoint.restore(
+    folder / 'ours', asked, changes=Changes(stacks={'layers': 'layers_{}'})
+  )
 
 
 def single_to_stacked(folder: Path) -> Callable[[], Any]:
   asked = target(layout(4, 2))
-  return lambda: checkpoint.restore(folder / 'single', asked, changes=Changes(stacks={'layers': 'layers_{}'}))
+  return lambda: checkpoint.restore(
+    folder / 'single', asked, changes=Changes(stacks={'layers': 'layers_{}'})
+  )
 
 
 OPERATIONS = {

@@ -1,4 +1,4 @@
-"""Logical-axis partitioning for Flax Linen: name a model's axes once, lay it out by a rule table.
+"""Logical-axis partitioning for Flax Linen: name a model's axes once, shard it by a rule table.
 
     import flax_spmd as spmd
 
@@ -8,7 +8,7 @@
     step = layout.jit(train_step, donate_argnums=0)
     print(spmd.explain(layout, state))
 
-The names of `flax.linen.spmd` are here too, with the same signatures and results.
+The names of `flax.linen.spmd` are included, with the same signatures and results.
 """
 
 import importlib
@@ -75,7 +75,7 @@ _LAZY = {
   'pipeline': '',
   'search': 'explore',
   'testing': '',
-}  # imported at first use, from the facade: Orbax alone takes 0.3 s
+}  # imported on first use: Orbax alone takes 0.3 s
 
 
 def __getattr__(name: str) -> object:

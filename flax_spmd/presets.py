@@ -1,26 +1,26 @@
-"""Presets: the usual layouts, as functions that return plain tables to print, edit and add to.
+"""Presets: the usual rule tables, as functions that return plain tables to print, edit and extend.
 
     rules = presets.fsdp_tensor_parallel(data='data', model='model')
     print(rules)
 
-They use the names that most models have: 'batch' and 'length' for activations, 'embed', 'mlp', 'heads',
-'kv', 'vocab' and 'expert' for parameters. A name that a model lacks costs nothing, and a model without
-names is laid out by the `fsdp` in the tables that have one. Mesh axes are called as the arguments say.
+They use common names: 'batch' and 'length' for activations, 'embed', 'mlp', 'heads', 'kv', 'vocab' and
+'expert' for parameters. Names that a model lacks have no effect. In a model without names, parameters are
+sharded by `fsdp` in the tables that have it. The arguments are the names of mesh axes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from flax_spmd._src.rules.clauses import fsdp as fill
+from flax_spmd._src.rules.clauses import fsdp as fsdp_rule
 from flax_spmd._src.rules.table import Rules
 
 
 def data_parallel(data: Any = 'data') -> Rules:
-  """Every device has all parameters and a part of the batch.
+  """Data parallelism: parameters are replicated, the batch is sharded.
 
   Args:
-    data: the mesh axis, or a tuple of them, that the batch lies over.
+    data: mesh axis, or tuple of axes, of the batch.
 
   Example:
     >>> presets.data_parallel()
@@ -30,27 +30,27 @@ def data_parallel(data: Any = 'data') -> Rules:
 
 
 def fsdp(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
-  """Fully sharded data parallelism: parameters, gradients and optimizer state are in pieces.
+  """Fully sharded data parallelism (FSDP): parameters, gradients and optimizer state are sharded.
 
-  The same as ZeRO-3 (arXiv:1910.02054); the model needs no names.
+  Equivalent to ZeRO-3 (arXiv:1910.02054). The model needs no names.
 
   Args:
-    data: the mesh axis, or a tuple of them, that batch and parameters lie over.
-    min_size: parameters with fewer elements stay whole.
+    data: mesh axis, or tuple of axes, of the batch and the parameters.
+    min_size: smallest number of elements of a sharded parameter; smaller ones are replicated.
 
   Example:
     >>> presets.fsdp()
     Rules(('batch', 'data'), fsdp('data'))
   """
-  return Rules(('batch', data), fill(data, min_size=min_size))
+  return Rules(('batch', data), fsdp_rule(data, min_size=min_size))
 
 
 def tensor_parallel(model: Any = 'model', data: Any = 'data') -> Rules:
-  """Matrices are cut so that each pair of them needs one exchange (arXiv:1909.08053, section 3).
+  """Tensor parallelism: each pair of matrices needs one all-reduce (arXiv:1909.08053, section 3).
 
   Args:
-    model: the mesh axis that heads, hidden units and the vocabulary lie over.
-    data: the mesh axis that the batch lies over.
+    model: mesh axis of heads, hidden units and the vocabulary.
+    data: mesh axis of the batch.
 
   Example:
     >>> presets.tensor_parallel()
@@ -60,25 +60,25 @@ def tensor_parallel(model: Any = 'model', data: Any = 'data') -> Rules:
 
 
 def fsdp_tensor_parallel(data: Any = 'data', model: Any = 'model', *, min_size: int = 2**20) -> Rules:
-  """Tensor parallelism over one axis; what it leaves open is fully sharded over the other.
+  """Tensor parallelism over one axis, and FSDP of the remaining dimensions over the other.
 
   Args:
-    data: the mesh axis that the batch and the open dimensions lie over.
+    data: mesh axis of the batch and of FSDP.
     model: as in `tensor_parallel`.
-    min_size: parameters with fewer elements stay whole.
+    min_size: as in `fsdp`.
 
   Example:
     >>> presets.fsdp_tensor_parallel()
     Rules(('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('heads', 'model'), fsdp('data'))
   """
-  return tensor_parallel(model, data) + fill(data, min_size=min_size)
+  return tensor_parallel(model, data) + fsdp_rule(data, min_size=min_size)
 
 
 def sequence_parallel(model: Any = 'model', data: Any = 'data') -> Rules:
-  """Tensor parallelism, and between its matrices the tokens of a sequence lie over the same axis.
+  """Sequence parallelism: tensor parallelism, with the sequence sharded over the same axis in between.
 
-  Where an activation has heads or hidden units, those come first and the sequence is whole
-  (arXiv:2205.05198, section 4.2.2).
+  In activations with heads or hidden units, these are sharded instead of the sequence (arXiv:2205.05198,
+  section 4.2.2).
 
   Args:
     model, data: as in `tensor_parallel`.
@@ -93,27 +93,27 @@ def sequence_parallel(model: Any = 'model', data: Any = 'data') -> Rules:
 
 
 def context_parallel(context: Any = 'context', data: Any = 'data', *, min_size: int = 2**20) -> Rules:
-  """Long sequences in pieces: activations lie over an axis of their own, parameters over both.
+  """Context parallelism: the sequence is sharded over its own axis, parameters by FSDP over both axes.
 
   Args:
-    context: the mesh axis that the sequence lies over.
-    data: the mesh axis that the batch lies over.
-    min_size: parameters with fewer elements stay whole.
+    context: mesh axis of the sequence.
+    data: mesh axis of the batch.
+    min_size: as in `fsdp`.
 
   Example:
     >>> presets.context_parallel()
     Rules(('batch', 'data'), ('length', 'context'), fsdp(('data', 'context')))
   """
-  return Rules(('batch', data), ('length', context), fill((data, context), min_size=min_size))
+  return Rules(('batch', data), ('length', context), fsdp_rule((data, context), min_size=min_size))
 
 
 def expert_parallel(
   expert: Any = 'expert', data: Any = 'data', model: Any = 'model', *, min_size: int = 2**20
 ) -> Rules:
-  """Each device has some of the experts of a mixture (arXiv:2006.16668); the rest as FSDP and tensors.
+  """Expert parallelism: sharded experts of a mixture (arXiv:2006.16668), the rest as `fsdp_tensor_parallel`.
 
   Args:
-    expert: the mesh axis that experts lie over; the batch lies over it too.
+    expert: mesh axis of the experts; the batch is sharded over it too.
     data, model, min_size: as in `fsdp_tensor_parallel`.
 
   Example:
@@ -125,21 +125,21 @@ def expert_parallel(
 
 
 def zero1(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
-  """ZeRO-1 (arXiv:1910.02054): parameters whole, the optimizer's state in pieces.
+  """ZeRO-1 (arXiv:1910.02054): parameters are replicated, the optimizer state is sharded.
 
   Args:
-    data: the mesh axis that the batch and the state lie over.
-    min_size: arrays with fewer elements stay whole.
+    data: mesh axis of the batch and the optimizer state.
+    min_size: smallest number of elements of a sharded array; smaller ones are replicated.
 
   Example:
     >>> presets.zero1()
     Rules(('(^|/)opt_state/', Rules(fsdp('data'))), ('batch', 'data'))
   """
-  return Rules(('(^|/)opt_state/', Rules(fill(data, min_size=min_size))), ('batch', data))
+  return Rules(('(^|/)opt_state/', Rules(fsdp_rule(data, min_size=min_size))), ('batch', data))
 
 
 def zero2(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
-  """ZeRO-2: as ZeRO-1, and gradients in pieces, which the step has to name.
+  """ZeRO-2: ZeRO-1 with sharded gradients, which the step has to annotate.
 
   In the step: `grads = with_sharding_annotation(grads, 'gradients')`.
 
@@ -150,11 +150,11 @@ def zero2(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
     >>> presets.zero2().clauses[-1]
     ('@gradients', fsdp('data'))
   """
-  return Rules(zero1(data, min_size=min_size), ('@gradients', fill(data, min_size=min_size)))
+  return Rules(zero1(data, min_size=min_size), ('@gradients', fsdp_rule(data, min_size=min_size)))
 
 
 def zero3(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
-  """ZeRO-3: everything in pieces; another name for `fsdp`.
+  """ZeRO-3: parameters, gradients and optimizer state are sharded; an alias of `fsdp`.
 
   Args:
     data, min_size: as in `fsdp`.
@@ -167,18 +167,18 @@ def zero3(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
 
 
 def hybrid_fsdp(shard: Any = 'fsdp', replicate: Any = 'replica', *, min_size: int = 2**20) -> Rules:
-  """HSDP (arXiv:2304.11277, section 3.2.2): in pieces within a slice, whole slices side by side.
+  """Hybrid FSDP (HSDP, arXiv:2304.11277, section 3.2.2): FSDP within a slice, replication across slices.
 
-  Parameters never travel over the slow network between slices, only gradients do. The mesh:
+  Only gradients, not parameters, cross the slow network between slices. A suitable mesh:
   `make_mesh({'fsdp': 8}, dcn={'replica': 2})`.
 
   Args:
-    shard: the mesh axis within a slice.
-    replicate: the mesh axis between slices.
-    min_size: parameters with fewer elements stay whole.
+    shard: mesh axis within a slice.
+    replicate: mesh axis across slices.
+    min_size: as in `fsdp`.
 
   Example:
     >>> presets.hybrid_fsdp()
     Rules(('batch', ('replica', 'fsdp')), fsdp('fsdp'))
   """
-  return Rules(('batch', (replicate, shard)), fill(shard, min_size=min_size))
+  return Rules(('batch', (replicate, shard)), fsdp_rule(shard, min_size=min_size))

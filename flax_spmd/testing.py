@@ -1,10 +1,10 @@
-"""Testing: a model's layout pinned in its own project's tests.
+"""Testing: golden files for the layout of a model, for the tests of your project.
 
     def test_layout():
       spmd.testing.assert_layout(layout, layout.abstract(create_state, key, x), 'tests/layout.txt')
 
-The file lists every array with its shape, names and spec, and the bytes that a device holds. A change of
-the model, the rules or this library that moves an array shows as a line of a diff.
+The file lists every array with its shape, names, spec and bytes per device. If a change of the model, the
+rules or this library changes a sharding, the test fails with a diff.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ UPDATE = 'FLAX_SPMD_UPDATE'
 
 
 def layout_text(layout: Layout, tree: Any) -> str:
-  """A line per array: path, dtype and shape with names, spec, bytes on a device; and the total.
+  """One line per array (path, dtype, shape with names, spec, bytes per device), and the total.
 
   Example:
     >>> layout = Layout({'model': 8}, (('mlp', 'model'),))
     >>> print(layout_text(layout, {'w': LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp'))}))
     w float32[embed=8, mlp=16] P(None, 'model') 64
-    64 bytes on a device
+    64 bytes per device
     <BLANKLINE>
   """
   rows = layout.rows(tree)
   lines = [f'{row.path} {_array(row)} {row.spec} {row.bytes_per_device}' for row in rows]
   total = sum(row.bytes_per_device for row in rows)
-  return '\n'.join([*lines, f'{total} bytes on a device', ''])
+  return '\n'.join([*lines, f'{total} bytes per device', ''])
 
 
 def _array(row: Row) -> str:
@@ -43,19 +43,20 @@ def _array(row: Row) -> str:
 
 
 def assert_layout(layout: Layout, tree: Any, file: str | os.PathLike[str]) -> None:
-  """Raises unless every array of a tree lies as a file says.
+  """Asserts that the layout of a tree equals a golden file.
 
-  With the environment variable `FLAX_SPMD_UPDATE=1`, the file is written instead; the test that does
-  not find its file writes it, and fails.
+  With the environment variable `FLAX_SPMD_UPDATE=1`, it writes the file instead. If the file is missing, it
+  writes the file and fails.
 
   Args:
     layout: the layout.
-    tree: a state, abstract or not.
-    file: the golden file.
+    tree: a state, concrete or abstract.
+    file: path of the golden file.
 
   Raises:
-    AssertionError: something lies otherwise; the message is a diff.
-    LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: names that do not fit.
+    AssertionError: the layout differs from the file (the message is a diff), or the file was missing.
+    LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: arrays that do not fit the rules or the
+      mesh.
 
   Example:
     >>> layout = Layout({'model': 8}, (('mlp', 'model'),))
@@ -64,20 +65,20 @@ def assert_layout(layout: Layout, tree: Any, file: str | os.PathLike[str]) -> No
     >>> assert_layout(layout, state, tmp / 'layout.txt')
   """
   layout.sharding(tree)
-  found, path = layout_text(layout, tree), Path(file)
+  actual, path = layout_text(layout, tree), Path(file)
   if os.environ.get(UPDATE) == '1':
-    path.write_text(found)
+    path.write_text(actual)
     return
   if not path.exists():
-    path.write_text(found)
-    raise AssertionError(f'There was no {path}; it has been written. Fix: look at it, and commit it.')
+    path.write_text(actual)
+    raise AssertionError(f'{path} was missing, and has been written. Fix: review and commit it.')
   expected = path.read_text()
-  if found != expected:
+  if actual != expected:
     lines = difflib.unified_diff(
-      expected.splitlines(), found.splitlines(), str(path), 'now', n=0, lineterm=''
+      expected.splitlines(), actual.splitlines(), str(path), 'now', n=0, lineterm=''
     )
     raise AssertionError(
-      'The layout is another one:\n'
+      'The layout has changed:\n'
       + '\n'.join(lines)
-      + f'\nFix: if that is meant, run the test with {UPDATE}=1.'
+      + f'\nFix: if the change is intended, run the test with {UPDATE}=1.'
     )

@@ -170,7 +170,9 @@ def test_an_annotation_without_a_mesh():
 def test_a_place_that_is_none():
   layout = spmd.Layout({'data': 8})
   text = message(errors.LayoutError, layout.shard, {'x': jnp.ones(8)}, {'x': 3})
-  assert text.startswith("The placements {'x': 3} are not a prefix of the tree: 3 is not a placement.\nFix: ")
+  assert text.startswith(
+    "The placements {'x': 3} are not a prefix of the tree: 3 is not a placement.\nFix: "
+  )
 
 
 # -- checkpoints

@@ -1,4 +1,4 @@
-"""The table of a tree: its text, and its rows."""
+"""Explanations: the table of a tree, its totals, and the reasons for one array."""
 
 import json
 from textwrap import dedent
@@ -52,10 +52,12 @@ def test_rows(explanation):
 
 def test_text(explanation):
   text = '\n'.join(line.rstrip() for line in str(explanation).splitlines() if line.strip())
-  assert text == dedent("""\
+  assert (
+    text
+    == dedent("""\
     Layout({'data': 2, 'model': 4}, Rules(('batch', 'data'), ('mlp', 'model'), ('embed', 'model')))
     ┏━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━┓
-    ┃ path          ┃ array            ┃ laid over (rule)       ┃ per device ┃
+    ┃ path          ┃ array            ┃ sharded over (rule)    ┃ per device ┃
     ┡━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━┩
     │ params/bias   │ float32[3]       │ replicated             │       12 B │
     │ params/kernel │ float32[16,64]   │ embed, mlp → model (1) │      1 KiB │
@@ -68,6 +70,7 @@ def test_text(explanation):
     over 'data': 1 array, 16 KiB in all, 2 KiB per device, 0 B in copies
     over 'model': 2 arrays, 20 KiB in all, 3 KiB per device, 4 KiB in copies
     - name 'embed' is replicated: the axes of rule 2 ('embed', 'model') went to another dimension (1 array: params/kernel).""")
+  )
 
 
 def test_totals(explanation):
@@ -85,7 +88,7 @@ def test_why_names_the_rules_that_decided_and_those_that_did_not(explanation):
       dim 1, 'mlp' (64): model, by rule 1 ('mlp', 'model')""")
   assert explanation.why('params/table') == dedent("""\
     params/table: bfloat16[512,16] as P(('data', 'model'), None), 2 KiB per device
-      dim 0, 512: data x model, as the box says
+      dim 0, 512: data x model, from the box
       dim 1, 16: replicated, no rule decided""")
   assert explanation.why('params/bias') == dedent("""\
     params/bias: float32[3] as P(), 12 B per device
@@ -102,11 +105,11 @@ def test_why_of_rules_for_whole_arrays():
   explanation = spmd.explain(spmd.Layout({'data': 2, 'model': 4}, rules), tree)
   assert '\n'.join(map(explanation.why, ('bias', 'opt/w', 'w', 'n'))) == dedent("""\
     bias: float32[8] as P('model',), 8 B per device
-      taken as a whole by rule 0 ('bias$', P('model',))
+      decided as a whole by rule 0 ('bias$', P('model',))
       dim 0, 8: model, by rule 0 ('bias$', P('model',))
       rule 2 fsdp('data', min_size=64) skipped: small
     opt/w: float32[8,16] as P(None, 'model'), 128 B per device
-      taken as a whole by rule 1.0 ('w', P(None, 'model'))
+      decided as a whole by rule 1.0 ('w', P(None, 'model'))
       dim 0, 8: replicated, by rule 1.0 ('w', P(None, 'model'))
       dim 1, 16: model, by rule 1.0 ('w', P(None, 'model'))
     w: float32[8,16] as P(None, 'data'), 256 B per device
@@ -117,15 +120,15 @@ def test_why_of_rules_for_whole_arrays():
       rule 2 fsdp('data', min_size=64) skipped: small""")
 
 
-def test_a_path_that_is_not_there(explanation):
+def test_an_unknown_path(explanation):
   with pytest.raises(spmd.errors.LayoutError) as caught:
     explanation.why('params/kernl')
   assert str(caught.value) == dedent("""\
     There is no array 'params/kernl' in this tree of 4 arrays. Did you mean 'params/kernel'?
-    Fix: give the path as the table shows it.""")
+    Fix: pass a path from the table.""")
 
 
-def test_data_for_programs(explanation):
+def test_json_and_records(explanation):
   described = json.loads(explanation.to_json())
   assert described['mesh'] == {'data': 2, 'model': 4}
   assert described['by_axis']['data']['bytes_per_device'] == 2048
@@ -139,7 +142,7 @@ def test_data_for_programs(explanation):
 
 def test_the_picture_of_one_array(explanation):
   drawing = explanation.draw('params/kernel')
-  assert [found.devices for found in drawing.slices] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+  assert [one.devices for one in drawing.slices] == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_not_sharded_enough():

@@ -1,4 +1,4 @@
-"""Layout: init, jit, shard, abstract, check; what a training step under it is."""
+"""Layout: init, jit, shard, abstract, check, and training steps."""
 
 import inspect
 from typing import NamedTuple
@@ -185,7 +185,8 @@ def test_training_is_traced_once_and_compiled_once(layout, boxed, reference):
     state, loss = jitted(state, batch)
     losses.append(float(loss))
   assert len(traces) == 1
-  assert jitted._only[1]._cache_size() == 1
+  [function] = jitted.functions.values()
+  assert function._cache_size() == 1
   assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
   np.testing.assert_allclose(losses, reference, rtol=1e-5)
 
@@ -244,7 +245,7 @@ def test_another_batch_size_is_another_trace_of_the_same_program(layout):
   for size in (16, 8, 16, 8):
     new, _ = step(state, X[:size])
     assert w1(new).value.sharding == w1(state).value.sharding
-  assert len(step._by_plan) == 1
+  assert len(step.functions) == 1
 
 
 @pytest.mark.parametrize(
@@ -512,12 +513,12 @@ def test_a_state_that_is_met_after_its_step_was_planned():
   assert step(strong)['w'].sharding.spec == P('data', None)
 
 
-def test_each_result_is_looked_through_once_for_names(monkeypatch):
-  """Not once for each of its leaves: a state without names may have thousands."""
-  looked = []
-  has_names = layout_module._has_names
-  monkeypatch.setattr(layout_module, '_has_names', lambda part: looked.append(part) or has_names(part))
+def test_each_result_is_searched_for_boxes_once(monkeypatch):
+  """Once per result rather than per leaf: a state without names may have thousands of leaves."""
+  searched = []
+  has_boxes = layout_module.has_boxes
+  monkeypatch.setattr(layout_module, 'has_boxes', lambda tree: searched.append(tree) or has_boxes(tree))
   layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
   state = {f'w{index}': jnp.ones(8) for index in range(50)}
   layout.jit(lambda state: (state, 0.0))(state)
-  assert 2 <= len(looked) <= 4  # the state and the number, and again where JAX traces anew
+  assert 2 <= len(searched) <= 4  # the state and the number, and both again if JAX traces again

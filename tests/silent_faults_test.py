@@ -213,7 +213,7 @@ def test_a_box_takes_rules_for_names_only():
     Fix: put rules for paths, fsdp(...) and functions into the table of the layout.""")
   box = spmd.LogicallyPartitioned(jnp.ones((8, 8)), ('e', 'f'), None, (('x', None), ('e', 'data')))
   why = spmd.explain(on(()), {'w': box}).why('w')
-  assert "dim 0, 'e' (8): data, as the box says" in why
+  assert "dim 0, 'e' (8): data, from the box" in why
 
 
 def test_each_table_has_its_own_word_about_missing_axes():

@@ -1,7 +1,7 @@
-"""Strategies: names, rule tables, mesh axes and trees of boxes, as users (and worse users) write them.
+"""Strategies: names, rule tables, mesh axes and trees of boxes, as users write them, correctly or not.
 
-What they draw is meant for Flax as well as for us: an example is data, and whoever tests builds it
-with either library. Five logical names and four mesh axes are few enough to meet often.
+Examples suit Flax as well as this library: an example is data, from which a test builds the objects of either.
+There are only five logical names and four mesh axes, so that they coincide often.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ logical_names = st.sampled_from(LOGICAL_NAMES)
 axis_tuples = st.lists(mesh_axes, max_size=3, unique=True).map(tuple)
 unconstrained = st.just(PartitionSpec.UNCONSTRAINED)
 
-# What a rule maps a name to: nothing, an axis, several, none of several, or UNCONSTRAINED.
+# The target of a rule: None, an axis, several axes, an empty tuple, or UNCONSTRAINED.
 rule_targets = st.one_of(st.none(), mesh_axes, axis_tuples, unconstrained)
 
-# A size for every mesh axis, and shapes that they divide, or not.
+# A size for every mesh axis, and dimensions that it may or may not divide.
 axis_sizes = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3, 4, 8]) for axis in MESH_AXES})
 dimensions = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
 
 
 @st.composite
 def rules(draw, max_size=8):
-  """A rule table, of tuples or of lists: names repeat (fallbacks) and so do axes (conflicts)."""
+  """A rule table of tuples or lists, with repeated names (fallbacks) and repeated axes (conflicts)."""
   pairs = draw(st.lists(st.tuples(logical_names, rule_targets), max_size=max_size))
   written = draw(st.sampled_from([tuple, list]))
   return written(map(written, pairs))
@@ -44,7 +44,7 @@ def rules(draw, max_size=8):
 
 @st.composite
 def names(draw, max_size=5, repeated=False):
-  """One array's names, of every kind that may stand there; `repeated` allows a name twice."""
+  """One array's names, with every allowed kind of entry; `repeated` allows a name twice."""
   entries = draw(
     st.lists(st.one_of(logical_names, st.none(), unconstrained, axis_tuples), max_size=max_size)
   )
@@ -56,7 +56,7 @@ def names(draw, max_size=5, repeated=False):
 
 @st.composite
 def constraint_names(draw, max_size=3):
-  """Names as `with_logical_constraint` takes them: no tuples in them, those would be a tree."""
+  """Names for `with_logical_constraint`: without tuples, which it reads as a tree."""
   entries = draw(st.lists(st.one_of(logical_names, st.none(), unconstrained), max_size=max_size))
   return draw(st.sampled_from([tuple, lambda entries: PartitionSpec(*entries)]))(
     without_repeats(entries)
@@ -64,13 +64,13 @@ def constraint_names(draw, max_size=3):
 
 
 def without_repeats(entries):
-  """`entries` without the strings that stand there already."""
+  """The entries without repeated strings."""
   return [
     entry for i, entry in enumerate(entries) if not isinstance(entry, str) or entry not in entries[:i]
   ]
 
 
-# Trees are drawn as functions of a library, Flax or ours, that build the tree of its boxes.
+# A tree is drawn as a function that builds it with the boxes of a library, Flax or ours.
 
 _named_sizes = st.dictionaries(st.one_of(st.none(), logical_names), st.sampled_from([2, 4]), max_size=3)
 
@@ -105,7 +105,7 @@ boxed_trees = st.recursive(
 )
 
 
-# Trees of every kind of node that JAX knows or can be told of, with boxes and leaves in them.
+# Trees of all types of nodes, built in or registered, with boxes and leaves in them.
 
 
 class Pair(NamedTuple):
@@ -128,15 +128,15 @@ class Data:
 
 
 class WithoutKeys(list):
-  """A kind of node whose children have no keys."""
+  """A node type whose children have no keys."""
 
 
 class WithKeys(list):
-  """A kind of node whose keys are of a kind that only it knows."""
+  """A node type with a key type of its own."""
 
 
 class Unregistered(dict):
-  """A leaf: JAX does not look into what derives from dict."""
+  """A leaf: JAX does not flatten subclasses of dict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class OwnKey:
 
 
 class Word(str):
-  """A key that `str` writes in its own way, and `format` in another."""
+  """A key with different results from `str` and from `format`."""
 
   def __str__(self):
     return self[1:]
@@ -196,5 +196,5 @@ def _nodes(child):
 
 
 def trees_of_all_nodes():
-  """Trees as a user of some other library may have them; what is in the leaves matters little."""
+  """Trees of any node types, including those of other libraries."""
   return st.recursive(_leaves, _nodes, max_leaves=12)

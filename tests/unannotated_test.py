@@ -59,7 +59,7 @@ def test_a_public_model_in_three_lines():
     losses.append(float(loss))
   assert losses[2] < losses[0]
   assert jax.tree.map(lambda x: x.sharding, state) == before
-  assert len(step._by_plan) == 1
+  assert len(step.functions) == 1
 
   explanation = spmd.explain(layout, state)
   whole, mine = explanation.bytes, explanation.bytes_per_device

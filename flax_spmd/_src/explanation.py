@@ -1,13 +1,13 @@
-"""Explain: where every array of a tree lies under a layout, how large its pieces are, and why.
+"""Explanations: the sharding of every array of a tree under a layout, its bytes, and the rules behind it.
 
     explanation = explain(layout, state)
-    print(explanation)                       # a table, totals, and what deserves a look
+    print(explanation)                       # a table, totals and findings
     print(explanation.why('params/wi'))      # one array: every dimension, and the rules that were skipped
-    print(explanation.draw('params/wi'))     # which device holds which slice
+    print(explanation.draw('params/wi'))     # the slice on each device
     explanation.records(), explanation.to_json()
 
-It prints the decisions that the plan was made of and derives nothing anew, so it works on abstract
-trees and on abstract meshes of any size.
+An explanation prints the decisions recorded by the planner, so it supports abstract trees, and abstract
+meshes of any size.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class Total(NamedTuple):
-  """The arrays of one collection, or of one mesh axis, taken together.
+  """Totals of the arrays of one collection, or of one mesh axis.
 
   Attributes:
-    arrays: how many.
-    bytes: of all of them, each counted once.
-    bytes_per_device: of the pieces that one device holds.
-    replicated_bytes: over all devices, of what is there more than once.
+    arrays: number of arrays.
+    bytes: total size, each array counted once.
+    bytes_per_device: bytes of their shards on one device.
+    replicated_bytes: bytes of all copies but the first, over all devices.
   """
 
   arrays: int
@@ -53,7 +53,7 @@ class Total(NamedTuple):
 
   @classmethod
   def of(cls, rows: Sequence[Row]) -> Total:
-    """The total of some rows."""
+    """The totals of some rows."""
     return cls(
       len(rows),
       sum(row.bytes for row in rows),
@@ -64,12 +64,12 @@ class Total(NamedTuple):
 
 @set_module('flax_spmd')
 class Explanation(NamedTuple):
-  """The layout of a tree: `str` gives a table, `rich` prints it in colour.
+  """The sharding of every array of a tree, with reasons: `str` returns a table, `rich` prints it in colour.
 
   Attributes:
     layout: the layout.
-    rows: one per array, in tree order.
-    findings: what deserves a look.
+    rows: one row per array, in tree order.
+    findings: likely mistakes.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
@@ -98,7 +98,7 @@ class Explanation(NamedTuple):
 
   @property
   def by_collection(self) -> dict[str, Total]:
-    """A total for each first key of the tree: `params`, `opt_state`, ..."""
+    """Totals for each first key of the tree: `params`, `opt_state`, ..."""
     names = dict.fromkeys(row.path.split('/')[0] for row in self.rows)
     return {
       name: Total.of([row for row in self.rows if row.path.split('/')[0] == name]) for name in names
@@ -106,7 +106,7 @@ class Explanation(NamedTuple):
 
   @property
   def by_axis(self) -> dict[str, Total]:
-    """A total for each mesh axis, of the arrays that lie over it."""
+    """Totals for each mesh axis, of the arrays that are sharded over it."""
     over = [(set(axis_names(tuple(row.spec))), row) for row in self.rows]
     return {
       axis: Total.of([row for axes, row in over if axis in axes])
@@ -125,34 +125,41 @@ class Explanation(NamedTuple):
     known = [row.path for row in self.rows]
     raise LayoutError(
       f'There is no array {path!r} in this tree of {len(known)} arrays.{did_you_mean(path, known)}\n'
-      'Fix: give the path as the table shows it.'
+      'Fix: pass a path from the table.'
     )
 
   def why(self, path: str) -> str:
-    """How it came that one array lies where it lies: every dimension, and the rules that were skipped."""
+    """The reasons for the sharding of one array: the rule of every dimension, and the rules skipped.
+
+    Args:
+      path: the tree path of the array, as in the table.
+
+    Raises:
+      LayoutError: there is no array at this path.
+    """
     row = self.row(path)
     lines = [f'{row.path}: {_array(row)} as {row.spec}, {size_text(row.bytes_per_device)} per device']
     if row.owner is not None:
-      lines.append(f'  taken as a whole by {self._rule(row.owner)}')
+      lines.append(f'  decided as a whole by {self._rule(row.owner)}')
     for decision in row.decisions:
-      lines.append(f'  dim {decision.dim}, {_what(decision, row)}: {self._decided(decision)}')
+      lines.append(f'  dim {decision.dim}, {_dim_text(decision, row)}: {self._decided(decision)}')
       lines += [f'    {self._skipped(skip)}' for skip in decision.skipped]
     if not row.decisions:
       lines.append('  replicated: it has no names, and no rule applies to it')
     lines += [f'  {self._skipped(skip)}' for skip in row.skipped]
     if row.inference is not None:
       lines.append(
-        f'  read as state of {row.inference.parameter or "a parameter that is not here"}: {row.inference.how}'
+        f'  names inferred from {row.inference.parameter or "a parameter outside this tree"}: {row.inference.how}'
       )
     return '\n'.join(lines)
 
   def draw(self, path: str) -> Drawing:
-    """A picture of which device holds which slice of one array."""
+    """A drawing of the slice of one array on each device."""
     row = self.row(path)
     return draw(jax.ShapeDtypeStruct(row.shape, row.dtype), NamedSharding(self.layout.mesh, row.spec))
 
   def records(self) -> list[dict[str, Any]]:
-    """One flat dict per array: what `pandas.DataFrame` or `polars.DataFrame` takes.
+    """One flat dict per array, for `pandas.DataFrame` or `polars.DataFrame`.
 
     Example:
       >>> explain(Layout({'data': 8}), {'w': jnp.ones((8, 16))}).records()[0]['bytes_per_device']
@@ -175,7 +182,7 @@ class Explanation(NamedTuple):
     ]
 
   def to_json(self) -> str:
-    """Everything as one JSON object: mesh, rules, arrays with their decisions, totals, findings."""
+    """The explanation as one JSON object: mesh, rules, arrays with their decisions, totals, findings."""
     described = {
       'mesh': axis_sizes(self.layout.mesh),
       'rules': [repr(clause) for clause in self.layout.rules],
@@ -214,7 +221,7 @@ class Explanation(NamedTuple):
     axes = ' x '.join(axis_names(decision.axes)) or 'replicated'
     if decision.rule is not None:
       return f'{axes}, by {self._rule(decision.rule)}'
-    return f'{axes}, as the box says' if axis_names(decision.axes) else f'{axes}, no rule decided'
+    return f'{axes}, from the box' if axis_names(decision.axes) else f'{axes}, no rule decided'
 
   def _skipped(self, skip: Skipped) -> str:
     axes = ', '.join(map(repr, skip.axes))
@@ -231,12 +238,12 @@ class Explanation(NamedTuple):
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
   def __rich__(self) -> Group:
-    from rich.console import Group  # only who prints pays for rich: 20 ms
+    from rich.console import Group  # 20 ms to import
     from rich.table import Table
     from rich.text import Text
 
     table = Table()
-    for name in ('path', 'array', 'laid over (rule)'):
+    for name in ('path', 'array', 'sharded over (rule)'):
       table.add_column(name, overflow='fold')
     table.add_column('per device', justify='right')
     for row in self.rows:
@@ -263,17 +270,18 @@ class Explanation(NamedTuple):
 
 @set_module('flax_spmd')
 def explain(layout: Layout, tree: Any) -> Explanation:
-  """Where every array of `tree` lies under `layout`, and why.
+  """Explains the sharding of every array of a tree under a layout.
 
   Args:
-    layout: a layout, over a mesh that may be abstract.
+    layout: a layout over a concrete or abstract mesh.
     tree: any tree, concrete or abstract.
 
   Returns:
     An explanation: print it, or read its rows.
 
   Raises:
-    LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: all leaves that do not fit.
+    LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: arrays that do not fit the rules or the
+      mesh. The message lists all of them.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
@@ -281,7 +289,7 @@ def explain(layout: Layout, tree: Any) -> Explanation:
     >>> explain(layout, tree).rows[0].bytes_per_device
     128
   """
-  layout.sharding(tree)  # raises what is wrong
+  layout.sharding(tree)  # raises the problems of the tree; rows do not
   rows = tuple(layout.rows(tree))
   return Explanation(layout, rows, find(planner_for(layout.mesh, layout.rules), rows))
 
@@ -291,13 +299,15 @@ def _array(row: Row) -> str:
 
 
 def _layout(row: Row) -> str:
-  """`layers, embed, mlp → model (1)`: every dimension, over what it lies, and by which rule."""
+  """`layers, embed, mlp → model (1)`: the name, mesh axes and rule of every dimension."""
   dimensions = ', '.join(map(_dimension, row.decisions)) or 'replicated'
   if row.skipped and not axis_names(tuple(row.spec)):
     dimensions += f' ({", ".join(f"{rule_text(skip.rule)}: {skip.reason}" for skip in row.skipped)})'
   if row.inference is None:
     return dimensions
-  return f'{dimensions} [{row.inference.how} of {row.inference.parameter or "what is not here"}]'
+  return (
+    f'{dimensions} [{row.inference.how} of {row.inference.parameter or "a parameter outside this tree"}]'
+  )
 
 
 def _dimension(decision: Decision) -> str:
@@ -313,14 +323,14 @@ def _dimension(decision: Decision) -> str:
   )
 
 
-def _what(decision: Decision, row: Row) -> str:
+def _dim_text(decision: Decision, row: Row) -> str:
   """`'embed' (16)`, or `16` for a dimension without a name."""
   size = row.shape[decision.dim] if decision.dim < len(row.shape) else '?'
   return f'{decision.name!r} ({size})' if isinstance(decision.name, str) and row.logical else str(size)
 
 
 def _total(name: str, total: Total) -> str:
-  """`params: 4 arrays, 20 KiB in all, 3 KiB per device`, and what is there more than once."""
+  """`params: 4 arrays, 20 KiB in all, 3 KiB per device, 4 KiB in copies`."""
   count = f'{total.arrays} array{"" if total.arrays == 1 else "s"}'
   return (
     f'{name}{count}, {size_text(total.bytes)} in all, {size_text(total.bytes_per_device)} per device, '

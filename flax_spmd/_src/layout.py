@@ -681,7 +681,7 @@ class Layout:
       return [sharding for element in elements for sharding in self._element_shardings(element)]
     in_state: list[bool] = []
     for element in elements:
-      is_state = self._unboxed_states.shardings_of(element) is not None or _has_boxes(element)
+      is_state = self._unboxed_states.shardings_of(element) is not None or has_boxes(element)
       in_state += [is_state] * len(jax.tree.leaves(element))
     planned = self._planner.leaf_shardings(result)
     return [sharding if pinned else None for sharding, pinned in zip(planned, in_state, strict=True)]
@@ -691,7 +691,7 @@ class Layout:
     recorded = self._unboxed_states.shardings_of(element)
     if recorded is not None:
       return recorded
-    return self._planner.leaf_shardings(element) if _has_boxes(element) else _unspecified(element)
+    return self._planner.leaf_shardings(element) if has_boxes(element) else _unspecified(element)
 
   def _recorded(self, state: Any) -> Any:
     """Records the shardings of a state if rules apply to arrays without names: it may have no boxes."""
@@ -702,7 +702,8 @@ def _unspecified(tree: Any) -> list[None]:
   return [None] * len(jax.tree.leaves(tree))
 
 
-def _has_boxes(tree: Any) -> bool:
+def has_boxes(tree: Any) -> bool:
+  """Whether a tree contains boxes."""
   is_box = box_trees.is_axis_metadata
   return any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
 

@@ -85,9 +85,7 @@ def make_mesh(
     mesh_utils.create_device_mesh(shape, each[:needed], allow_split_physical_axes=split_physical_axes)
     for each in slices
   ]
-  return Mesh(
-    hybrid_grid(grids, [outer.get(name, 1) for name in names]), tuple(sizes), axis_types=types
-  )
+  return Mesh(hybrid_grid(grids, [outer.get(name, 1) for name in names]), tuple(sizes), axis_types=types)
 
 
 @set_module('flax_spmd')
@@ -220,8 +218,7 @@ def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
   fills = [name for name, size in sizes.items() if size == -1]
   if len(fills) > 1:
     raise MeshError(
-      f'The mesh {sizes} has more than one size of -1: {_named(fills)}.\n'
-      'Fix: pass -1 for one axis only.'
+      f'The mesh {sizes} has more than one size of -1: {_named(fills)}.\nFix: pass -1 for one axis only.'
     )
 
 

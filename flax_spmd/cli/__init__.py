@@ -1,4 +1,4 @@
-"""The command line: `flax-spmd demo | checkpoint | explain | compare | report | search | targets`."""
+"""The command line `flax-spmd demo | checkpoint | explain | compare | report | search | targets`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m flax_spmd.cli`: the command line where its script is not on the PATH."""
+"""`python -m flax_spmd.cli`: the command line, if the script `flax-spmd` is not on the PATH."""
 
 import sys
 

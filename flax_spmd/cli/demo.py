@@ -1,4 +1,4 @@
-"""`flax-spmd demo`: train under one layout, save, restore under another, train on, compare."""
+"""`flax-spmd demo`: train under one layout, save, restore under another, continue, compare."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def add_to(commands: Any) -> None:
   """Adds the command to a parser."""
   demo = commands.add_parser(
     'demo',
-    help='train under one layout, save, restore under another, train on, compare',
-    description='Trains a small transformer on the documentation inside Python, on the accelerators '
-    'that are here or on 8 emulated devices. Exits with 1 if the two runs differ.',
+    help='train under one layout, save, restore under another, continue, compare',
+    description="Train a small transformer on Python's documentation, on the available accelerators "
+    'or on 8 emulated devices. The exit code is 1 if the two runs differ.',
   )
   demo.add_argument('--steps', type=_positive, default=80, help='training steps (default 80)')
   demo.add_argument('--keep', type=Path, metavar='FOLDER', help='keep the checkpoint in this folder')
@@ -24,12 +24,12 @@ def add_to(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
   emulate(8)
-  from rich.console import Console  # after the devices are set: importing must not start JAX
+  from rich.console import Console
 
   from flax_spmd.demo.run import run
-  from flax_spmd.demo.training import Plan
+  from flax_spmd.demo.training import TrainingConfig
 
-  return 0 if run(Plan(steps=options.steps), Console(), options.keep) else 1
+  return 0 if run(TrainingConfig(steps=options.steps), Console(), options.keep) else 1
 
 
 def _positive(text: str) -> int:

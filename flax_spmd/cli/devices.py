@@ -1,4 +1,4 @@
-"""Devices for a command: the accelerators that are here, or emulated ones."""
+"""Devices of a command: the available accelerators, or emulated ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import jax
 
 
 def emulate(count: int) -> None:
-  """Where there is no accelerator, makes JAX show this many CPU devices."""
+  """Emulates this many CPU devices, for machines without accelerators."""
   if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
     jax.config.update('jax_num_cpu_devices', count)

@@ -1,7 +1,7 @@
-"""`flax-spmd explain | compare | report | targets`: layouts of a model, from files, without hardware.
+"""`flax-spmd explain | compare | report | targets`: compare layout files for hardware you don't have.
 
-A model is given as `module:function`; the function takes nothing and returns what is compared: the
-training step, the function that makes a state, and a batch, or an `explore.TrainStep`.
+A model is given as `module:function`. The function has no arguments and returns the training step, the
+function that creates a state, and a batch, or an `explore.TrainStep`.
 """
 
 from __future__ import annotations
@@ -24,37 +24,42 @@ if TYPE_CHECKING:
 
 def add_to(commands: Any) -> None:
   """Adds the commands to a parser."""
-  explain = _add(commands, 'explain', _explain, 'why every array lies where it lies')
-  explain.add_argument('layout', help='a TOML file')
-  explain.add_argument('--json', action='store_true')
+  explain = _add(commands, 'explain', _explain, 'explain the sharding of every array under a layout')
+  explain.add_argument('layout', help='layout file (TOML)')
+  explain.add_argument('--json', action='store_true', help='print the explanation as JSON')
   explain.add_argument(
-    '--devices', type=int, metavar='N', help='how many there are, if the file leaves a size open (-1)'
+    '--devices', type=int, metavar='N', help='number of devices, for a layout with an axis of size -1'
   )
   _add_limits(explain)
   compare = _add(
-    commands, 'compare', _compare, 'compile under several layouts for hardware that is not here'
+    commands, 'compare', _compare, "compile a model under several layouts for hardware you don't have"
   )
-  compare.add_argument('layouts', nargs='+', help='TOML files')
-  compare.add_argument('--json', action='store_true')
-  report = _add(commands, 'report', _report, 'compare, and write the page about it')
-  report.add_argument('layouts', nargs='+', help='TOML files')
+  compare.add_argument('layouts', nargs='+', help='layout files (TOML)')
+  compare.add_argument('--json', action='store_true', help='print the comparison as JSON')
+  report = _add(commands, 'report', _report, 'compare layouts and write an HTML report')
+  report.add_argument('layouts', nargs='+', help='layout files (TOML)')
   report.add_argument(
-    '--to', default='report.html', metavar='HTML', help='the file (default report.html)'
+    '--to', default='report.html', metavar='HTML', help='path of the report (default report.html)'
   )
   for parser in (compare, report):
-    parser.add_argument('--target', required=True, help="'h100:64', 'v5e:16x16', 'cpu:8'; see targets")
-    parser.add_argument('--hardware', metavar='TOML', help='a file with chips of your own')
+    parser.add_argument(
+      '--target',
+      required=True,
+      help="hardware to compile for: 'h100:64', 'v5e:16x16', 'cpu:8'; see flax-spmd targets",
+    )
+    parser.add_argument('--hardware', metavar='TOML', help='file that describes additional chips')
     _add_limits(parser)
-  targets = commands.add_parser(
-    'targets', help='the hardware that is known, and which compilers are here'
-  )
+  targets = commands.add_parser('targets', help='list known hardware and installed compilers')
   targets.set_defaults(run=_targets)
 
 
 def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
   parser = commands.add_parser(name, help=text, description=f'{text[0].upper()}{text[1:]}.')
   parser.add_argument(
-    'model', type=reference, metavar='MODULE:FUNCTION', help='returns step, create, batch'
+    'model',
+    type=reference,
+    metavar='MODULE:FUNCTION',
+    help='function that returns the training step, the state-creating function and a batch',
   )
   parser.set_defaults(run=run)
   return parser
@@ -62,7 +67,10 @@ def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentPars
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
-    '--fail-if-over', type=size, metavar='SIZE', help='exit with 1 if a device needs more, such as 14GiB'
+    '--fail-if-over',
+    type=size,
+    metavar='SIZE',
+    help='exit with code 1 if a device needs more memory than this, such as 14GiB',
   )
   parser.add_argument(
     '--fail-if-replicated',
@@ -70,12 +78,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     action='append',
     default=[],
     metavar=('REGEX', 'SIZE'),
-    help='exit with 1 if an array of such a path and of more bytes lies whole on every device',
+    help='exit with code 1 if an array is replicated, its path matches REGEX, and it is larger than SIZE',
   )
 
 
 def reference(text: str) -> tuple[str, str]:
-  """A model, given as `module:function`."""
+  """Parses the reference to a model, `module:function`."""
   module, colon, function = text.partition(':')
   if not (module and colon and function):
     raise argparse.ArgumentTypeError(f'{text!r} is not of the form module:function')
@@ -83,7 +91,7 @@ def reference(text: str) -> tuple[str, str]:
 
 
 def size(text: str) -> int:
-  """Bytes of `14GiB`, as an argument of a command.
+  """Parses a size such as `14GiB` as bytes, for `argparse`.
 
   Example:
     >>> size('14GiB'), size('100')
@@ -108,7 +116,8 @@ def model_of(reference: tuple[str, str]) -> TrainStep:
     if isinstance(error, ModuleNotFoundError) and error.name != reference[0]:
       raise  # the model's own
     raise FlaxSpmdError(
-      f'There is no {":".join(reference)}: {error}.\nFix: run this where the module can be imported from.'
+      f'{":".join(reference)} cannot be imported: {error}.\n'
+      'Fix: correct the name, or run the command in the folder of the module.'
     ) from error
   from flax_spmd._src.compare.train_step import TrainStep
 
@@ -122,22 +131,21 @@ def model_of(reference: tuple[str, str]) -> TrainStep:
 
 
 def _layout(file: str, devices: int | None) -> Layout:
-  """The layout of a file, for devices that need not be here."""
+  """Reads a layout file, for a mesh without devices."""
   from flax_spmd._src.layout import Layout
   from flax_spmd._src.mesh import abstract_mesh
-  from flax_spmd._src.rules import toml_format as toml
+  from flax_spmd._src.rules import toml_format
 
   try:
-    parsed = toml.read(Path(file).read_text())
+    parsed = toml_format.read(Path(file).read_text())
     if devices is None and -1 in parsed.axes.values():
       raise MeshError(
-        f'The size of a mesh axis is left open: {parsed.axes}.\n'
-        'Fix: say how many devices there are, with --devices.'
+        f'A mesh axis has size -1: {parsed.axes}.\nFix: pass the number of devices as --devices.'
       )
     mesh = abstract_mesh(parsed.axes, devices=devices, axis_types=parsed.types)
   except OSError as error:
     raise FlaxSpmdError(
-      f'{file} cannot be read: {error.strerror}.\nFix: pass a layout as TOML.'
+      f'{file} cannot be read: {error.strerror}.\nFix: pass a layout file (TOML).'
     ) from error
   except (MeshError, RulesError) as error:
     raise type(error)(f'{file}: {error}') from error
@@ -149,27 +157,28 @@ def _explain(options: argparse.Namespace) -> int:
 
   train_step, layout = model_of(options.model), _layout(options.layout, options.devices)
   state = layout.abstract(train_step.create, *train_step.args)
-  found = explain(layout, state)
-  print(found.to_json() if options.json else found)
-  rows = layout.rows(state)
-  over = [] if options.fail_if_over is None else _over(options, options.layout, found.bytes_per_device)
-  return _fail([*over, *_replicated(options, options.layout, rows)])
+  explanation = explain(layout, state)
+  print(explanation.to_json() if options.json else explanation)
+  over = (
+    [] if options.fail_if_over is None else _over(options, options.layout, explanation.bytes_per_device)
+  )
+  return _fail([*over, *_replicated(options, options.layout, explanation.rows)])
 
 
 def _compare(options: argparse.Namespace) -> int:
-  found = _compared(options)
-  print(found.to_json() if options.json else found)
-  return _verdict(options, found)
+  comparison = _comparison(options)
+  print(comparison.to_json() if options.json else comparison)
+  return _exit_code(options, comparison)
 
 
 def _report(options: argparse.Namespace) -> int:
-  found = _compared(options)
-  found.to_html(options.to)
-  print(f'written: {options.to}')
-  return _verdict(options, found)
+  comparison = _comparison(options)
+  comparison.to_html(options.to)
+  print(f'Wrote {options.to}')
+  return _exit_code(options, comparison)
 
 
-def _compared(options: argparse.Namespace) -> Any:
+def _comparison(options: argparse.Namespace) -> Any:
   from flax_spmd.explore import compare, parse_target
 
   devices = parse_target(options.target, options.hardware).devices
@@ -180,17 +189,17 @@ def _compared(options: argparse.Namespace) -> Any:
   )
 
 
-def _verdict(options: argparse.Namespace, found: Any) -> int:
-  """1 if a layout breaks a limit, or fails."""
-  wrong: list[str] = []
-  for outcome in found:
+def _exit_code(options: argparse.Namespace, comparison: Any) -> int:
+  """1 if a layout exceeds a limit or fails, else 0."""
+  failures: list[str] = []
+  for outcome in comparison:
     if outcome.error:
-      wrong.append(f'{outcome.name}: {outcome.error.splitlines()[0]}')
+      failures.append(f'{outcome.name}: {outcome.error.splitlines()[0]}')
     if outcome.memory and options.fail_if_over is not None:
-      wrong += _over(options, outcome.name, outcome.memory.peak)
+      failures += _over(options, outcome.name, outcome.memory.peak)
     if outcome.program:
-      wrong += _replicated(options, outcome.name, outcome.program.rows)
-  return _fail(wrong)
+      failures += _replicated(options, outcome.name, outcome.program.rows)
+  return _fail(failures)
 
 
 def _over(options: argparse.Namespace, name: str, needed: int) -> list[str]:
@@ -198,7 +207,7 @@ def _over(options: argparse.Namespace, name: str, needed: int) -> list[str]:
 
   limit = options.fail_if_over
   return (
-    [f'{name}: {size_text(needed)} on a device, the limit is {size_text(limit)}']
+    [f'{name}: {size_text(needed)} per device, the limit is {size_text(limit)}']
     if needed > limit
     else []
   )
@@ -208,17 +217,17 @@ def _replicated(options: argparse.Namespace, name: str, rows: Any) -> list[str]:
   from flax_spmd._src.text import size_text
 
   return [
-    f'{name}: {row.path} ({size_text(row.bytes)}) lies whole on every device'
+    f'{name}: {row.path} ({size_text(row.bytes)}) is replicated'
     for pattern, limit in options.fail_if_replicated
     for row in rows
     if re.search(pattern, row.path) and row.bytes_per_device == row.bytes > size(limit)
   ]
 
 
-def _fail(wrong: list[str]) -> int:
-  for line in wrong:
+def _fail(failures: list[str]) -> int:
+  for line in failures:
     print(f'FAILED {line}', file=sys.stderr)
-  return 1 if wrong else 0
+  return 1 if failures else 0
 
 
 def _targets(options: argparse.Namespace) -> int:
@@ -231,12 +240,12 @@ def _targets(options: argparse.Namespace) -> int:
     example = Target(f'{name}:{"x".join(["4"] * chip.torus) or 8}', chip, (4,) * chip.torus or (1, 8))
     try:
       check_compiler(example)
-      here = 'compiler is here'
+      compiler = 'compiler installed'
     except TargetDeviceError as error:
-      here = str(error).splitlines()[-1].removeprefix('Fix: ')
+      compiler = str(error).splitlines()[-1].removeprefix('Fix: ')
     flops = ', '.join(f'{dtype} {value:.3g}' for dtype, value in chip.flops.items())
     print(
-      f"'{example.text}'  {size_text(chip.memory)}, {chip.bandwidth:.3g} B/s, FLOP/s {flops}; {here}"
+      f"'{example.text}'  {size_text(chip.memory)}, {chip.bandwidth:.3g} B/s, FLOP/s {flops}; {compiler}"
     )
     print(f'    {chip.source}')
   return 0

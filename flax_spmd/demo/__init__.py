@@ -1,5 +1,5 @@
-"""The demo: one model, two layouts, and a checkpoint that goes from the one to the other.
+"""The demo: one model, two layouts, and a checkpoint saved under one and restored under the other.
 
-`flax-spmd demo` trains a small transformer on text that every Python carries, and shows the main job
-of this package on the way: swap the rule table, keep the model, restore what the other layout saved.
+`flax-spmd demo` trains a small transformer on text from Python's standard library. It shows the main use of
+this package: change the rule table, keep the model, restore the checkpoint of the other layout.
 """

@@ -1,8 +1,8 @@
-"""The model: a byte-level transformer whose axes have names, and nothing about any mesh.
+"""The model: a byte-level transformer with named axes, independent of any mesh.
 
-Its layers are scanned, so every parameter of a block has one more axis, `'layers'`. Beside the bytes
-it embeds the pairs and triples that end at each byte (hashed into a table), which is where most of its
-parameters are, and why it learns to spell in a minute.
+Its layers are scanned, so every parameter of a block has an additional axis, `'layers'`. Besides bytes, it
+embeds the pairs and triples that end at each byte, hashed into a table. Most parameters are in these tables,
+and they let it learn to spell within a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flax_spmd.demo.text import VOCAB
 
 
 class Sizes(nn.Module):
-  """What all parts of the model agree on."""
+  """The sizes that all parts of the model share."""
 
   embed: int = 128
   heads: int = 4
@@ -27,18 +27,18 @@ class Sizes(nn.Module):
   ngrams: int = 8192
 
 
-class Block(Sizes):
-  """Attention and MLP, pre-normalised; called by `nn.scan`, one layer a time."""
+class TransformerBlock(Sizes):
+  """One layer: attention and MLP with pre-normalisation; called by `nn.scan`."""
 
   @nn.compact
   def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-    """One layer: (batch, length, embed) to the same."""
+    """The layer's output, of the same shape as its input: (batch, length, embed)."""
     x = x + self.attention(_norm(self, 'norm_attention', x))
     x = x + self.feed_forward(_norm(self, 'norm_mlp', x))
     return spmd.with_logical_constraint(x, ('batch', 'length', 'embed')), None
 
   def attention(self, x: jax.Array) -> jax.Array:
-    """Causal self-attention, split over heads."""
+    """Causal self-attention, sharded over heads."""
     size = self.embed // self.heads
     qkv = _weight(self, 'qkv', ('embed', 'three', 'heads', 'head'), (self.embed, 3, self.heads, size))
     out = _weight(
@@ -50,7 +50,7 @@ class Block(Sizes):
     return jnp.einsum('blhd,hde->ble', y, out)
 
   def feed_forward(self, x: jax.Array) -> jax.Array:
-    """The MLP, split over its hidden dimension."""
+    """The MLP, sharded over its hidden dimension."""
     up = _weight(self, 'up', ('embed', 'mlp'), (self.embed, self.mlp))
     down = _weight(self, 'down', ('mlp', 'embed'), (self.mlp, self.embed))
     y = spmd.with_logical_constraint(nn.gelu(x @ up), ('batch', 'length', 'mlp'))
@@ -58,11 +58,11 @@ class Block(Sizes):
 
 
 class Transformer(Sizes):
-  """Bytes in, the next byte's logits out: int32 (batch, length) to float32 (batch, length, vocab)."""
+  """A language model over bytes: int32 (batch, length) to float32 logits (batch, length, vocab)."""
 
   @nn.compact
   def __call__(self, tokens: jax.Array) -> jax.Array:
-    """Logits of every next byte."""
+    """The logits of the next byte at every position."""
     table = _table(self, 'bytes', ('vocab', 'embed'), (VOCAB, self.embed))
     x = table[tokens]
     for n in (2, 3):
@@ -70,7 +70,7 @@ class Transformer(Sizes):
       x = x + ngrams[_hashes(tokens, n, self.ngrams)]
     x = spmd.with_logical_constraint(x, ('batch', 'length', 'embed'))
     stack = nn.scan(
-      Block,
+      TransformerBlock,
       length=self.layers,
       variable_axes={'params': 0},
       split_rngs={'params': True},

@@ -1,4 +1,4 @@
-"""The run: train half-way under one layout, save, restore under another, train on, and compare."""
+"""The run of the demo: train under one layout, save, restore under another, continue, and compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flax_spmd._src.explanation import explain
 from flax_spmd._src.layout import Layout
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.text import corpus, decode
-from flax_spmd.demo.training import Plan, Trainer, create_state, optimizer, sample, train
+from flax_spmd.demo.training import Trainer, TrainingConfig, create_state, optimizer, sample, train
 
 REPLICATED = tuple(
   (name, None) for name in ('layers', 'length', 'embed', 'three', 'head', 'ngram', 'vocab')
@@ -39,59 +39,66 @@ FSDP_RULES = (
   *REPLICATED,
 )
 NOISE = 2e-3
-PROMPT = 20_000  # where in the text the sample starts
+PROMPT = 20_000  # position in the text where the sample starts
 
 
 def run(
-  plan: Plan, console: Console, folder: Path | None = None, model: Transformer | None = None
+  config: TrainingConfig, console: Console, folder: Path | None = None, model: Transformer | None = None
 ) -> bool:
-  """Runs the demo; returns whether both ways of training ended with the same losses.
+  """Runs the demo.
 
   Args:
-    plan: how long to train.
-    console: where to print.
-    folder: where the checkpoint goes; default: a temporary folder, removed at the end.
-    model: the model; its sizes are powers of two.
+    config: configuration of the training.
+    console: console to print to.
+    folder: folder of the checkpoint; default: a temporary folder, removed at the end.
+    model: model whose sizes are powers of two; default: `Transformer()`.
+
+  Returns:
+    Whether the losses of the two runs agree.
   """
   if folder is None:
     with tempfile.TemporaryDirectory() as temporary:
-      return run(plan, console, Path(temporary), model)
-  data, model, tx = corpus(), model or Transformer(), optimizer(plan)
+      return run(config, console, Path(temporary), model)
+  data, model, tx = corpus(), model or Transformer(), optimizer(config)
   tensor, fsdp = layouts(jax.device_count())
-  making = (create_state, jax.random.key(0), jnp.zeros((plan.batch, plan.length), jnp.int32), model, tx)
-  half, whole = range(plan.steps // 2), range(plan.steps // 2, plan.steps)
+  tokens = jnp.zeros((config.batch, config.length), jnp.int32)
+  create = (create_state, jax.random.key(0), tokens, model, tx)
+  first_half, second_half = (
+    range(config.steps // 2),
+    range(config.steps // 2, config.steps),
+  )
 
-  _title(console, f'1. Born sharded, under data + tensor parallelism ({_devices()})')
-  state = tensor.init(*making)
+  _title(console, f'1. Sharded from the start, with data + tensor parallelism ({_devices()})')
+  state = tensor.init(*create)
   console.print(explain(tensor, state.params))
 
   _title(console, f'2. Half of the training, on {len(data):,} bytes of the Python documentation')
   tensor_trainer, fsdp_trainer = Trainer.under(tensor, 'tensor'), Trainer.under(fsdp, 'fsdp  ')
-  state, first = train(tensor_trainer, state, data, plan, half, console)
+  state, first = train(tensor_trainer, state, data, config, first_half, console)
 
   _title(console, '3. Saved under that layout, restored under another: FSDP, on another mesh')
   checkpoint.save(folder / 'half', state, layout=tensor)
-  restored = checkpoint.restore(folder / 'half', fsdp.abstract(*making))
-  console.print(_moved(tensor, fsdp, state, restored))
+  restored = checkpoint.restore(folder / 'half', fsdp.abstract(*create))
+  console.print(_resharded(tensor, fsdp, state, restored))
 
-  _title(console, '4. The other half, under each of the two')
-  other, restored_losses = train(fsdp_trainer, restored, data, plan, whole, console)
-  state, losses = train(tensor_trainer, state, data, plan, whole, console)
+  _title(console, '4. The other half, under each of the two layouts')
+  other, restored_losses = train(fsdp_trainer, restored, data, config, second_half, console)
+  state, losses = train(tensor_trainer, state, data, config, second_half, console)
 
-  _title(console, '5. Are they the same run?')
-  largest = max(abs(losses[n] - restored_losses[n]) for n in whole)
-  console.print(_comparison(plan, {**first, **losses}, {**first, **restored_losses}))
+  _title(console, '5. The two runs compared')
+  largest = max(abs(losses[n] - restored_losses[n]) for n in second_half)
+  console.print(_comparison(config, {**first, **losses}, {**first, **restored_losses}))
   console.print(f'largest difference {largest:.1e} nats per byte (float noise: below {NOISE:.0e})')
 
-  _title(console, '6. What it writes')
-  prompt = data[PROMPT : PROMPT + plan.length]
+  _title(console, '6. A sample of its text')
+  prompt = data[PROMPT : PROMPT + config.length]
   text = decode(sample(other, prompt, 240))
-  console.print(Text.assemble((text[: plan.length], 'dim'), text[plan.length :]))
+  console.print(Text.assemble((text[: config.length], 'dim'), text[config.length :]))
   return largest < NOISE
 
 
 def layouts(devices: int) -> tuple[Layout, Layout]:
-  """Data + tensor parallelism, and FSDP, over as many devices as there are.
+  """Two layouts: data + tensor parallelism, and FSDP, over a power of two of the devices.
 
   Example:
     >>> layouts(8)
@@ -105,8 +112,8 @@ def layouts(devices: int) -> tuple[Layout, Layout]:
   )
 
 
-def _moved(before: Layout, after: Layout, state: Any, restored: Any) -> Table:
-  """One array of each kind, where it lay and where it lies."""
+def _resharded(before: Layout, after: Layout, state: Any, restored: Any) -> Table:
+  """One array of each kind, with its sharding before and after."""
   table = Table('path', 'saved as', 'restored as', 'per device')
   kinds = {}
   for old, new in zip(before.rows(state), after.rows(restored), strict=True):
@@ -118,12 +125,12 @@ def _moved(before: Layout, after: Layout, state: Any, restored: Any) -> Table:
   return table
 
 
-def _comparison(plan: Plan, losses: dict[int, float], restored: dict[int, float]) -> Table:
+def _comparison(config: TrainingConfig, losses: dict[int, float], restored: dict[int, float]) -> Table:
   table = Table('step', 'uninterrupted', 'saved and restored', 'difference')
   table.columns[0].justify = 'right'
-  for number in sorted({*range(0, plan.steps, max(1, plan.steps // 10)), plan.steps - 1}):
+  for number in sorted({*range(0, config.steps, max(1, config.steps // 10)), config.steps - 1}):
     difference = abs(losses[number] - restored[number])
-    shown = 'same run' if number < plan.steps // 2 else f'{difference:.1e}'
+    shown = 'same run' if number < config.steps // 2 else f'{difference:.1e}'
     table.add_row(str(number), f'{losses[number]:.4f}', f'{restored[number]:.4f}', shown)
   return table
 

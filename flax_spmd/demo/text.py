@@ -1,4 +1,4 @@
-"""The text: the documentation inside Python's own `pydoc_data.topics`, as bytes, in fixed windows."""
+"""The text: Python's documentation from `pydoc_data.topics`, as bytes, in windows of fixed length."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ VOCAB = 128
 
 
 def corpus() -> np.ndarray:
-  """All topics one after another: uint8, ASCII only (other characters are left out)."""
+  """All topics, concatenated: uint8, ASCII only (other characters are removed)."""
   text = '\n\n'.join(topics.topics[name] for name in sorted(topics.topics))
   return np.frombuffer(text.encode('ascii', 'ignore'), np.uint8)
 
 
 def batches(data: np.ndarray, size: int, length: int, *, start: int = 0) -> Iterator[np.ndarray]:
-  """Endless batches of windows at random places; batch `n` is the same in every run.
+  """An infinite stream of batches of windows at random positions; batch `n` is equal in every run.
 
   Args:
-    data: bytes.
-    size: windows per batch.
-    length: bytes per window that are predicted; a window has one more.
-    start: the first batch's number, to go on where a run was stopped.
+    data: the text as bytes, uint8.
+    size: number of windows per batch.
+    length: number of predicted bytes per window; a window has one more.
+    start: number of the first batch, to continue a run.
 
   Yields:
     int32 arrays of shape (size, length + 1).

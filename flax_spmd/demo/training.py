@@ -1,4 +1,4 @@
-"""Training: a state, a step, and a loop with a progress bar. Nothing here knows a mesh either."""
+"""Training: a state, a step, and a loop with a progress bar, all independent of the mesh."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.text import batches
 
 
-class Plan(NamedTuple):
-  """How long and on what to train."""
+class TrainingConfig(NamedTuple):
+  """Configuration of a training run.
+
+  Attributes:
+    steps: number of steps.
+    batch: sequences per batch.
+    length: bytes per sequence.
+    learning_rate: peak learning rate.
+  """
 
   steps: int = 80
   batch: int = 32
@@ -27,10 +34,10 @@ class Plan(NamedTuple):
   learning_rate: float = 6e-3
 
 
-def optimizer(plan: Plan) -> optax.GradientTransformation:
-  """AdamW with clipping, a warm-up and a cosine."""
+def optimizer(config: TrainingConfig) -> optax.GradientTransformation:
+  """AdamW with gradient clipping, warm-up and cosine decay."""
   schedule = optax.warmup_cosine_decay_schedule(
-    0.0, plan.learning_rate, plan.steps // 5, plan.steps, 1e-4
+    0.0, config.learning_rate, config.steps // 5, config.steps, 1e-4
   )
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
@@ -38,12 +45,12 @@ def optimizer(plan: Plan) -> optax.GradientTransformation:
 def create_state(
   key: jax.Array, tokens: jax.Array, model: Transformer, tx: optax.GradientTransformation
 ) -> TrainState:
-  """A fresh state; `tokens` gives the shapes."""
+  """A new training state; only the shape of `tokens` matters."""
   return TrainState.create(apply_fn=model.apply, params=model.init(key, tokens)['params'], tx=tx)
 
 
 def train_step(state: TrainState, window: jax.Array) -> tuple[TrainState, jax.Array]:
-  """One step on windows (batch, length + 1); returns the state and the loss in nats per byte."""
+  """One step on windows of shape (batch, length + 1); returns the state and the loss in nats per byte."""
 
   def loss_fn(params):
     logits = state.apply_fn({'params': params}, window[:, :-1])
@@ -54,7 +61,7 @@ def train_step(state: TrainState, window: jax.Array) -> tuple[TrainState, jax.Ar
 
 
 class Trainer(NamedTuple):
-  """A layout, and the training step compiled under it: once, however often it is called."""
+  """A layout, and the training step compiled under it."""
 
   layout: Layout
   step: Any
@@ -62,20 +69,20 @@ class Trainer(NamedTuple):
 
   @classmethod
   def under(cls, layout: Layout, title: str) -> Trainer:
-    """The training step under a layout; the state that it is given is used up."""
+    """A trainer for a layout; its step donates the state."""
     return cls(layout, layout.jit(train_step, donate_argnums=0), title)
 
 
 def train(
-  trainer: Trainer, state: Any, data: np.ndarray, plan: Plan, steps: range, console: Console
+  trainer: Trainer, state: Any, data: np.ndarray, config: TrainingConfig, steps: range, console: Console
 ) -> tuple[Any, dict[int, float]]:
-  """Trains from step `steps.start` to `steps.stop`.
+  """Trains from step `steps.start` up to `steps.stop`.
 
   Returns:
     The state, and the loss of each step.
   """
   losses: dict[int, jax.Array] = {}
-  windows = batches(data, plan.batch, plan.length, start=steps.start)
+  windows = batches(data, config.batch, config.length, start=steps.start)
   columns = [TextColumn('{task.description}'), BarColumn(), TextColumn('{task.completed}/{task.total}')]
   columns += [
     TextColumn('loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s'),
@@ -90,15 +97,15 @@ def train(
       losses[number] = loss
       begin = begin or (time.perf_counter(), number)
       done = number - begin[1]
-      speed = done * plan.batch * plan.length / (time.perf_counter() - begin[0])
+      speed = done * config.batch * config.length / (time.perf_counter() - begin[0])
       progress.update(bar, advance=1, loss=float(loss), speed=speed)
   return state, {number: float(loss) for number, loss in losses.items()}
 
 
 def sample(state: Any, prompt: np.ndarray, count: int, temperature: float = 0.8) -> np.ndarray:
-  """Goes on writing after `prompt`: int32 (length,) to int32 (length + count,).
+  """Samples a continuation of `prompt`: int32 (length,) to int32 (length + count,).
 
-  One sequence gives eight devices nothing to share, so the parameters move to one of them.
+  A single sequence cannot be sharded over the batch, so it runs on one device.
   """
   one = Layout(make_mesh({'single': 1}))
   length = len(prompt)

@@ -1,4 +1,4 @@
-"""What is no checkpoint, or a damaged or hostile one: refused before anything of it is read or run."""
+"""Paths without a checkpoint, and damaged or hostile ones: refused before any array is read or code run."""
 
 import json
 import pickle
@@ -37,7 +37,7 @@ def there(tmp_path_factory):
 
 @pytest.fixture
 def changed(there, tmp_path):
-  """A copy of a checkpoint with something in it changed."""
+  """Copies a checkpoint and edits a JSON file of the copy."""
 
   def change(edit, name='plain', file='_CHECKPOINT_METADATA'):
     path = tmp_path / 'a'
@@ -72,7 +72,7 @@ def text_of(monkeypatch):
 # -- no checkpoint
 
 
-def test_paths_that_are_no_checkpoints(tmp_path, text_of):
+def test_paths_without_a_checkpoint(tmp_path, text_of):
   fix = 'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
   empty = tmp_path / 'empty'
   empty.mkdir()
@@ -105,7 +105,7 @@ def test_an_unfinished_step(there, tmp_path, text_of):
 
 
 @pytest.mark.parametrize('file', ['_METADATA', 'manifest.ocdbt', 'd'])
-def test_parts_that_are_gone(there, tmp_path, file):
+def test_missing_parts(there, tmp_path, file):
   path = tmp_path / 'a'
   shutil.copytree(there / 'plain', path)
   gone = path / 'state' / file
@@ -114,11 +114,11 @@ def test_parts_that_are_gone(there, tmp_path, file):
     checkpoint.restore(path, layout=LAYOUT)
 
 
-# -- a record that lies
+# -- wrong records
 
 
 def signed(edit):
-  """A change to the record, with the digest that fits it."""
+  """An edit of the record, which also updates its digest."""
 
   def change(content):
     record = content['custom_metadata']['flax_spmd']
@@ -137,7 +137,7 @@ def put(value, *keys):
   return edit
 
 
-def test_a_digest_that_does_not_fit(changed, text_of):
+def test_a_wrong_digest(changed, text_of):
   path = changed(put([9, 4], 'custom_metadata', 'flax_spmd', 'leaves', 2, 'shape'))
   assert text_of(path) == (
     f'The record of checkpoint {path} is damaged: its digest does not match its content.\n{CHANGED}'
@@ -145,7 +145,7 @@ def test_a_digest_that_does_not_fit(changed, text_of):
 
 
 @pytest.mark.parametrize('value', [None, 0, 'x', [], {}, {'format': 1}, {'digest': 'x'}])
-def test_no_record_where_one_should_be(changed, text_of, value):
+def test_a_record_of_another_type(changed, text_of, value):
   text = text_of(changed(put(value, 'custom_metadata', 'flax_spmd')))
   assert text.startswith('The record of checkpoint ') and text.endswith(CHANGED)
 
@@ -219,7 +219,7 @@ def test_wrong_types_in_every_field(changed, text_of, keys, value, reason):
 
 
 @pytest.mark.parametrize('key', ['format', 'tree', 'leaves', 'kinds', 'layout'])
-def test_fields_that_are_missing(changed, text_of, key):
+def test_missing_fields(changed, text_of, key):
   path = changed(signed(lambda record: record.pop(key)))
   assert text_of(path) == f"The record of checkpoint {path} is damaged: '{key}' is missing.\n{CHANGED}"
 
@@ -253,7 +253,7 @@ def test_a_huge_file(there, tmp_path, text_of):
 @pytest.mark.parametrize(
   'text', ['', 'null', '[]', '{', '\0\1', '\ud800'.encode('utf-8', 'surrogatepass')]
 )
-def test_metadata_that_is_none(there, tmp_path, text_of, text):
+def test_invalid_metadata(there, tmp_path, text_of, text):
   path = tmp_path / 'a'
   shutil.copytree(there / 'plain', path)
   (path / '_CHECKPOINT_METADATA').write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -265,7 +265,7 @@ def test_metadata_that_is_none(there, tmp_path, text_of, text):
 @pytest.mark.parametrize(
   'layout', ['', 'x = [', '[mesh]\ndata = -3\n', '[mesh]\ndata = "a"\n', 'a' * 10_000, '[[[[[' * 1000]
 )
-def test_a_layout_that_is_none(changed, text_of, layout):
+def test_an_invalid_layout(changed, text_of, layout):
   path = changed(signed(put(layout, 'layout')))
   with pytest.raises(errors.FlaxSpmdError) as caught:
     checkpoint.restore(path)
@@ -279,11 +279,11 @@ def test_a_mesh_of_billions_of_devices(changed, text_of):
     checkpoint.restore(path)
 
 
-# -- arrays that are not what the record says
+# -- arrays that differ from the record
 
 
 @pytest.mark.parametrize('shape', [[16, 4], [4, 4], [4, 8], [32]])
-def test_a_shape_that_is_not_that_of_the_file(changed, shape):
+def test_a_shape_that_differs_from_the_file(changed, shape):
   def edit(record):
     record['leaves'][2].update(shape=shape, names=None, spec=None)
 
@@ -295,13 +295,13 @@ def test_a_shape_that_is_not_that_of_the_file(changed, shape):
     checkpoint.restore(path, numpy)
 
 
-def test_a_dtype_that_is_not_that_of_the_file(changed):
+def test_a_dtype_that_differs_from_the_file(changed):
   path = changed(signed(put('int32', 'leaves', 2, 'dtype')))
   with pytest.raises(errors.CheckpointDamagedError):
     checkpoint.restore(path, layout=LAYOUT)
 
 
-def test_packed_leaves_that_are_longer_than_the_file(changed):
+def test_packed_leaves_longer_than_the_file(changed):
   path = changed(signed(put([HUGE // 2], 'leaves', 0, 'shape')), 'packed')
   with pytest.raises(errors.CheckpointError):
     checkpoint.restore(path, layout=LAYOUT, limit=1 << 20)
@@ -313,7 +313,7 @@ def test_packed_leaves_that_are_longer_than_the_file(changed):
 @pytest.mark.parametrize('name', ['..', '../../etc/passwd', '/etc/passwd', 'a/../../b', 'x\\..\\y'])
 @pytest.mark.parametrize('where', ['plain', 'foreign'])
 @pytest.mark.parametrize('field', ['name', 'key'])
-def test_names_of_orbax_that_lead_out(changed, text_of, name, where, field):
+def test_names_that_lead_out_of_the_folder(changed, text_of, name, where, field):
   def edit(content):
     tree = content['tree_metadata']
     if field == 'name':
@@ -329,7 +329,7 @@ def test_names_of_orbax_that_lead_out(changed, text_of, name, where, field):
 
 
 @pytest.mark.parametrize('value', [None, 3, [], {'x': 1}, {"('w',)": None}])
-def test_metadata_of_orbax_of_wrong_types(changed, value):
+def test_orbax_metadata_of_wrong_types(changed, value):
   for name in ('plain', 'foreign'):
     path = changed(put(value, 'tree_metadata'), name, 'state/_METADATA')
     with pytest.raises(errors.CheckpointError):
@@ -340,7 +340,7 @@ def test_metadata_of_orbax_of_wrong_types(changed, value):
 # -- memory
 
 
-def test_too_little_memory_is_said_before(there, text_of):
+def test_too_little_memory_is_reported_before_reading(there, text_of):
   path = there / 'plain'
   text = text_of(path, errors.CheckpointMismatchError, layout=LAYOUT, limit=20)
   assert text == dedent(f"""\
@@ -364,7 +364,7 @@ def large(tmp_path_factory):
 
 
 def calls(f):
-  """How many functions a function calls: what time it takes, but the same on every machine."""
+  """Number of function calls: a measure of time that is the same on every machine."""
   count = 0
 
   def profile(frame, event, argument):
@@ -379,7 +379,7 @@ def calls(f):
   return count
 
 
-def test_two_thousand_differences_are_said_on_forty_lines(large, text_of):
+def test_two_thousand_differences_are_reported_on_forty_lines(large, text_of):
   fix = {**many(2000, 'block_'), **many(5, 'layer_')}
   text = text_of(large, errors.CheckpointMismatchError, fix)
   lines = text.splitlines()
@@ -397,8 +397,8 @@ def test_preflight_is_linear_in_the_number_of_leaves(large, tmp_path, changes):
   """Four times the leaves take about four times as many calls, not sixteen times."""
   small = tmp_path / 'a'
   checkpoint.save(small, many(500, 'layer_'), layout=LAYOUT, pack=1 << 10)
-  took = [
+  counts = [
     calls(lambda p=p, n=n: checkpoint.preflight(p, many(n, 'layer_'), changes=changes))
     for p, n in ((small, 500), (large, 2000))
   ]
-  assert took[1] < 5 * took[0]
+  assert counts[1] < 5 * counts[0]

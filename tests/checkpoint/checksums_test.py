@@ -1,4 +1,4 @@
-"""Checksums: the same on host and devices, whatever the layout; and a change of any word is seen."""
+"""Checksums: the same on host and devices, under every layout; and a change of any word is detected."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ SHAPES = ((8, 8), (16, 8, 3), (64, 128), (8, 4096), (4096, 8), (8, 8, 5, 2))
 
 
 def numbers(shape, dtype, seed=0):
-  """Bits of every kind; those of floats are numbers, since others need not be kept."""
+  """Random bits; for floats random numbers, since NaNs need not keep their bits."""
   generator = np.random.default_rng(seed)
   if dtype == 'bool':
     return generator.integers(0, 2, shape).astype(bool)
@@ -91,7 +91,7 @@ def test_every_shape(shape, dtype, seed):
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(drawn(*SHAPES, (0, 3), ()), drawn(*DTYPES)), max_size=20), drawn(*SPECS[:2]))
-def test_many_at_once_are_as_each_alone(mesh, described, spec):
+def test_checksums_of_many_arrays_equal_those_of_each(mesh, described, spec):
   arrays = [numbers(shape, dtype, seed) for seed, (shape, dtype) in enumerate(described)]
   placed = [
     jax.device_put(x, NamedSharding(mesh, spec if x.shape and x.shape[0] else P())) if i % 3 else x
@@ -100,13 +100,13 @@ def test_many_at_once_are_as_each_alone(mesh, described, spec):
   assert checksums(placed) == [the_sum(x) for x in arrays]
 
 
-def test_thousands_at_once():
+def test_thousands_of_arrays():
   arrays = [np.full(i % 7, i, np.int32 if i % 2 else np.int16) for i in range(3000)]
   assert checksums(arrays) == [the_sum(x) for x in arrays]
 
 
 def test_large_arrays_in_blocks(mesh):
-  """Larger than what is added up at a time, in rows that are longer and shorter than that."""
+  """Arrays larger than a block, with rows longer and shorter than one."""
   for shape in ((3, 1 << 18), (1 << 18, 8), (8, 3, 1 << 15), (1 << 20,)):
     x = numbers(shape, 'float32')
     spec = P('model') if shape[0] % 4 == 0 else P(None, 'data')
@@ -136,7 +136,7 @@ def test_the_order_of_devices_is_irrelevant():
   place=st.integers(0, 2**31),
   bit=st.integers(0, 63),
 )
-def test_any_change_of_one_word_is_seen(dtype, size, place, bit):
+def test_any_change_of_one_word_is_detected(dtype, size, place, bit):
   x = numbers((size,), dtype)
   changed = x.copy()
   if x.dtype.itemsize == 1 and dtype in ('bool', 'int4', 'uint4'):
@@ -153,8 +153,8 @@ def test_any_change_of_one_word_is_seen(dtype, size, place, bit):
 @given(
   first=st.integers(0, 999), second=st.integers(0, 999), dtype=drawn('float32', 'bfloat16', 'int32')
 )
-def test_swaps_are_seen(first, second, dtype):
-  """Those of x and -x too, which differ in one bit that mixing must not add up to nothing."""
+def test_swaps_are_detected(first, second, dtype):
+  """Also swaps of x and -x, whose only different bit must not cancel after mixing."""
   for x in (numbers((1000,), dtype), _opposites(1000, dtype)):
     if x[first] != x[second]:
       changed = x.copy()
@@ -168,15 +168,15 @@ def _opposites(size, dtype):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_a_sign_that_moves_is_seen_wherever_it_goes(dtype):
-  """Each place gives another sum: two of 1,024 had the same for a mixer that left out its first shift."""
+def test_a_moved_sign_is_detected_at_every_position(dtype):
+  """Each position has its own sum; without the mixer's first shift, two of 1,024 had the same."""
   arrays = np.ones((1024, 1024), dtype)
   arrays[np.arange(1024), np.arange(1024)] = -1
   assert len(set(checksums(list(arrays)))) == 1024
 
 
-def test_two_sign_flips_are_seen():
-  """A sum in which the highest bit stays the highest bit would miss every pair of them."""
+def test_two_sign_flips_are_detected():
+  """A mixer that leaves the highest bit in place would miss every pair of flips."""
   x = numbers((256,), 'float32')
   for distance in (1, 2, 64, 128, 255):
     changed = x.copy()
@@ -184,7 +184,7 @@ def test_two_sign_flips_are_seen():
     assert the_sum(changed) != the_sum(x)
 
 
-def test_shifts_are_seen():
+def test_shifts_are_detected():
   x = numbers((512, 8), 'float32')
   assert (
     len({the_sum(np.roll(x, shift, axis)) for shift in range(1, 8) for axis in (0, 1)} | {the_sum(x)})
@@ -201,7 +201,7 @@ def test_keys_and_python_numbers():
 
 
 def test_bits_of_equal_numbers_differ():
-  """0.0 and -0.0, and NaNs of other bits: what was written is to be there, not what is equal to it."""
+  """0.0 and -0.0, and NaNs with different bits: a checksum is of bits, not of values."""
   assert the_sum(np.zeros(3, np.float32)) != the_sum(-np.zeros(3, np.float32))
   nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
   assert the_sum(nan[:1]) != the_sum(nan[1:])

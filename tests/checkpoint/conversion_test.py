@@ -18,7 +18,7 @@ from tests.checkpoint.states import (
   OPTIMIZERS,
   Model,
   assert_equal,
-  assert_lies_as,
+  assert_matches_target,
   create,
   distinct,
   one_by_one,
@@ -81,11 +81,11 @@ def test_layers_stacked_single_and_moved(saved, tx, model, to):
   state, path = saved(tx, model)
   target = OTHER.abstract(create, ALL[tx], MODELS[to])
   restored = checkpoint.restore(path, target, changes=Changes(stacks=SINGLE, moved='layers'))
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
   assert_equal(of_layers(state, model), of_layers(restored, to))
 
 
-def test_there_and_back(saved, tmp_path):
+def test_unstacked_and_stacked_again(saved, tmp_path):
   state, path = saved('adamw', 'axis 0')
   single = checkpoint.restore(
     path, OTHER.abstract(create, ALL['adamw'], MODELS['single']), changes=Changes(stacks=SINGLE)
@@ -104,7 +104,7 @@ def nested(names=('embed', 'mlp'), layers=2, shape=(4, 8)):
   return {'decoder': {'layers': {'mlp': {'w': spmd.LogicallyPartitioned(w, ('layers', *names))}}}}
 
 
-def test_nested_names_and_a_number_inside_of_a_path(tmp_path):
+def test_nested_modules_and_a_number_inside_a_name(tmp_path):
   state = LAYOUT.shard(nested())
   path = put(tmp_path / 'a', state)
   box = lambda n: spmd.LogicallyPartitioned(jnp.zeros((4, 8)), ('embed', 'mlp'))
@@ -114,7 +114,7 @@ def test_nested_names_and_a_number_inside_of_a_path(tmp_path):
   restored = checkpoint.restore(
     path, target, changes=Changes(stacks={'decoder/layers': 'decoder/layer/{}_'})
   )
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
   for n in range(2):
     np.testing.assert_array_equal(
       restored['decoder']['layer'][f'{n}_']['mlp']['w'].value,
@@ -122,7 +122,7 @@ def test_nested_names_and_a_number_inside_of_a_path(tmp_path):
     )
 
 
-def test_an_axis_that_is_said(tmp_path):
+def test_an_explicit_stacked_dimension(tmp_path):
   w = np.arange(8.0 * 8 * 4, dtype=np.float32).reshape(8, 8, 4)
   path = put(tmp_path / 'a', {'layers': {'w': w}})
   target = OTHER.abstract(lambda: {f'layers_{n}': {'w': jnp.zeros((8, 4))} for n in range(8)})
@@ -158,8 +158,8 @@ def test_wrong_numbers_of_layers(tmp_path):
     Fix: give the model the sizes and dtypes that it was saved with.""")
 
 
-def test_single_layers_whose_names_are_not_those_of_the_stack(tmp_path):
-  """At square sizes every shape fits; the names tell."""
+def test_single_layers_with_other_names_than_the_stack(tmp_path):
+  """At square sizes every shape matches, but the names differ."""
   box = lambda *names: spmd.LogicallyPartitioned(jnp.ones((8, 8)), names)
   path = put(tmp_path / 'a', {f'layers_{n}': {'w': box('embed', 'mlp')} for n in range(2)})
   stacked = lambda: {
@@ -178,8 +178,8 @@ def test_single_layers_whose_names_are_not_those_of_the_stack(tmp_path):
   assert 'layers that differ cannot be stacked' in text
 
 
-def test_state_that_is_factored_across_layers(tmp_path):
-  """Adafactor factors the two largest dimensions; where one is the layers', there is nothing to take apart."""
+def test_optimizer_state_factored_across_layers(tmp_path):
+  """Adafactor factors the two largest dimensions. If one is the stacked one, the state has no layers to unstack."""
   tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
 
   def state(stacked):
@@ -236,7 +236,7 @@ def test_layers_without_a_target(saved):
   assert restored['params']['blocks']['Dense_0']['kernel'].names == ('blocks', 'embed', 'mlp')
 
 
-def test_layers_without_a_target_do_not_lie_along_the_first_dimension(saved):
+def test_layers_not_along_the_first_dimension_without_a_target(saved):
   state, path = saved('adamw', 'axis 1')
   assert text_of(
     path, layout=OTHER, changes=Changes(only='params', stacks=SINGLE), kind=errors.CheckpointError
@@ -264,7 +264,7 @@ def test_without_a_model(saved, boxed):
   assert kernel.sharding == jax.NamedSharding(mesh, P(None, 'data', 'model'))
 
 
-def test_rules_alone_go_with_the_recorded_mesh(saved):
+def test_rules_alone_are_combined_with_the_recorded_mesh(saved):
   _, path = saved('adamw', 'axis 0')
   restored = checkpoint.restore(
     path, rules=(('mlp', 'data'), ('embed', None)), changes=Changes(only='params')
@@ -288,7 +288,7 @@ def test_renames_by_path_and_by_regex(tmp_path):
     changes=Changes(renames={'^enc/w$': 'encoder/kernel', '^enc/': 'encoder/', r'/w$': '/kernel'}),
   )
   assert_equal({'dec': state['dec'], 'enc': {'b': state['enc']['b'], 'w': state['enc']['w']}}, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
 
 
 def test_renames_that_collide_or_match_nothing(tmp_path):
@@ -302,7 +302,7 @@ def test_renames_that_collide_or_match_nothing(tmp_path):
     Fix: look up the paths with flax-spmd checkpoint show.""")
 
 
-def test_a_rename_onto_a_leaf_that_is_there_displaces_it(tmp_path):
+def test_a_renamed_leaf_displaces_the_leaf_at_its_new_path(tmp_path):
   path = put(tmp_path / 'a', {'a': jnp.zeros(8), 'b': jnp.ones(8)})
   swapped = checkpoint.restore(
     path,
@@ -319,7 +319,7 @@ def test_ema_to_parameters(saved):
     path, target, changes=Changes(only='params', renames={'^opt_state/1/ema/': 'params/'})
   )
   assert_equal(state.opt_state[1].ema, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
   plain = checkpoint.restore(
     path, layout=OTHER, changes=Changes(only='params', renames={'^opt_state/1/ema/': 'params/'})
   )
@@ -342,12 +342,12 @@ def test_parts(saved):
     for wanted in (target, part(target)):
       restored = checkpoint.restore(path, wanted, changes=Changes(only=only))
       assert_equal(part(state), restored)
-      assert_lies_as(restored, part(target))
+      assert_matches_target(restored, part(target))
     if only != 'opt_state/0':  # there a dict, whose keys have another order
       assert_equal(part(state), checkpoint.restore(path, layout=OTHER, changes=Changes(only=only)))
 
 
-def test_only_reads_only_that(saved, monkeypatch):
+def test_only_reads_no_other_part(saved, monkeypatch):
   state, path = saved('adamw', 'axis 0')
   assert checkpoint.preflight(path, layout=OTHER, changes=Changes(only='params')).bytes_read == sum(
     x.nbytes for x in jax.tree.leaves(state.params)
@@ -364,7 +364,7 @@ def test_only_reads_only_that(saved, monkeypatch):
 
 
 def test_a_subset_over_a_base(tmp_path):
-  """LoRA: the adapters alone are saved, and laid over a base that is restored or made anew."""
+  """LoRA: only the adapters are saved, and restored into a state with its own base parameters."""
   base = {'w': jnp.arange(8.0), 'lora_a': jnp.zeros((8, 2)), 'lora_b': jnp.zeros((2, 8))}
   trained = {'w': jnp.zeros(8), 'lora_a': jnp.ones((8, 2)), 'lora_b': jnp.ones((2, 8))}
   path = put(tmp_path / 'a', LAYOUT.shard({'params': trained}), where='lora')
@@ -407,7 +407,7 @@ def of_dtypes(tmp_path_factory):
   ('one', 'to'),
   [('h', 'float32'), ('b', 'float32'), ('e', 'float32'), ('e', 'bfloat16'), ('e', 'float16')],
 )
-def test_floats_are_cast_where_nothing_is_lost(of_dtypes, one, to):
+def test_lossless_casts_of_floats(of_dtypes, one, to):
   state, path = of_dtypes
   target = LAYOUT.abstract(lambda: jnp.zeros(4, to))
   restored = checkpoint.restore(path, target, changes=Changes(only=one, dtypes='cast'))
@@ -422,7 +422,7 @@ def test_floats_are_cast_where_nothing_is_lost(of_dtypes, one, to):
   ('one', 'to'),
   [('f', 'float16'), ('h', 'bfloat16'), ('b', 'float16'), ('i', 'float32'), ('f', 'int32')],
 )
-def test_what_is_lost_is_named(of_dtypes, one, to):
+def test_lossy_casts_have_to_be_listed(of_dtypes, one, to):
   state, path = of_dtypes
   target = LAYOUT.abstract(lambda: jnp.zeros(4, to))
   saved = str(state[one].dtype)
@@ -434,8 +434,8 @@ def test_what_is_lost_is_named(of_dtypes, one, to):
   assert 'can lose digits' in text_of(path, target, changes=Changes(only=one, dtypes={'float64': to}))
 
 
-def test_named_dtypes_without_a_target(of_dtypes):
-  """All of that dtype, and nothing else: keys, ints and numbers stay."""
+def test_listed_casts_without_a_target(of_dtypes):
+  """All arrays of the listed dtypes are cast, and nothing else."""
   state, path = of_dtypes
   restored = checkpoint.restore(
     path, layout=LAYOUT, changes=Changes(dtypes={'float32': 'bfloat16', 'int32': 'int16'})
@@ -486,7 +486,7 @@ def test_states_are_found_by_their_kind(tmp_path, before, after):
   assert_equal(kept(state), kept(restored))
 
 
-def test_other_optimizers_are_refused_leaf_by_leaf(tmp_path):
+def test_another_optimizer_is_refused_leaf_by_leaf(tmp_path):
   path = put(tmp_path / 'a', LAYOUT.init(lambda: with_opt(optax.adam(1e-3))))
   text = text_of(path, LAYOUT.abstract(lambda: with_opt(optax.lion(1e-3))))
   assert 'opt/0/mu/w0: in the target (float32[8] of ScaleByLionState), not in the checkpoint.' in text
@@ -498,8 +498,8 @@ def test_other_optimizers_are_refused_leaf_by_leaf(tmp_path):
   assert_equal(with_opt(optax.adam(1e-3))['params'], restored['params'])
 
 
-def test_states_of_one_optimizer_do_not_go_to_another(tmp_path):
-  """The discriminator's Adam is gone, and a third network's is new: that one is missing, not the same."""
+def test_a_state_does_not_move_to_another_optimizer(tmp_path):
+  """The discriminator's Adam is removed, a third network's is new: the latter is missing, and not the former."""
   adam, lion = optax.adam(1e-3), optax.lion(1e-3)
   make = lambda **txs: {name: tx.init({'w': jnp.ones(8)}) for name, tx in txs.items()}
   path = put(tmp_path / 'a', LAYOUT.init(lambda: distinct(make(disc=adam, gen=adam))))
@@ -508,7 +508,7 @@ def test_states_of_one_optimizer_do_not_go_to_another(tmp_path):
   assert 'third/0/mu/w: in the target (float32[8] of ScaleByAdamState), not in the checkpoint.' in text
 
 
-def test_two_states_of_one_kind_of_different_parameters(tmp_path):
+def test_two_states_of_one_kind_for_different_parameters(tmp_path):
   labels = lambda a, b: lambda params: {'w0': a, 'w1': b}
   make = lambda names, of: optax.multi_transform(
     {names[0]: optax.adam(1e-3), names[1]: optax.adam(1e-3)}, labels(*of)
@@ -525,7 +525,7 @@ def test_two_states_of_one_kind_of_different_parameters(tmp_path):
 # -- names
 
 
-def test_names_that_have_changed(tmp_path):
+def test_changed_names(tmp_path):
   box = lambda *names: spmd.LogicallyPartitioned(jnp.arange(64.0).reshape(8, 8), names)
   path = put(tmp_path / 'a', LAYOUT.shard({'w': box('embed', 'mlp')}))
   target = LAYOUT.abstract(lambda: {'w': box('model', 'mlp')})
@@ -538,7 +538,7 @@ def test_names_that_have_changed(tmp_path):
 
 
 def test_a_scan_that_moves_leaves_other_modules_alone(tmp_path):
-  """A module elsewhere, of the same name and without names, is not transposed with the scanned one."""
+  """An unnamed module of the same name elsewhere is not transposed with the scanned one."""
   make = lambda axis: {
     'scanned': {
       'Dense_0': {
@@ -558,10 +558,10 @@ def test_a_scan_that_moves_leaves_other_modules_alone(tmp_path):
   target = LAYOUT.abstract(lambda: make(1))
   restored = checkpoint.restore(path, target, changes=Changes(moved='layers'))
   assert_equal(make(1), restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
 
 
-# -- what comes out
+# -- results
 
 
 @pytest.mark.parametrize('how', ['same', 'single', 'stacked', 'moved', 'no target', 'packed'])

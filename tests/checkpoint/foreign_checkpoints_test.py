@@ -1,4 +1,4 @@
-"""Checkpoints that plain Orbax (v0, v1) and flax.training.checkpoints wrote; and ours, read by plain Orbax."""
+"""Checkpoints of plain Orbax (v0, v1) and flax.training.checkpoints; and ours, read by plain Orbax."""
 
 import warnings
 from textwrap import dedent
@@ -23,7 +23,7 @@ from tests.checkpoint.states import (
   OPTIMIZERS,
   Model,
   assert_equal,
-  assert_lies_as,
+  assert_matches_target,
   create,
   one_by_one,
 )
@@ -117,7 +117,7 @@ WRITERS = {
 
 
 def plain_state(layout=LAYOUT):
-  """A TrainState as a user without this package has it: no boxes, the key as its data."""
+  """A TrainState of a user without this package: no boxes, and the key as its data."""
   state = layout.init(create, TX)
   state = state.replace(rng=jax.random.key_data(state.rng))
   return spmd.unbox(state)
@@ -135,12 +135,12 @@ def with_names():
   return state.replace(rng=jax.random.key_data(state.rng))
 
 
-def test_into_a_target_whose_boxes_give_names(written):
+def test_into_a_target_with_boxes(written):
   _, state, path = written
   target = OTHER.abstract(with_names)
   restored = checkpoint.restore(path, target)
   assert_equal(state, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
   assert restored.opt_state[0].mu['blocks']['Dense_0']['kernel'].names == ('layers', 'embed', 'mlp')
 
 
@@ -158,7 +158,7 @@ def test_without_a_target_by_rules_for_paths(written):
   assert_equal(state.params['blocks'], part)
 
 
-def test_differences_are_said_before(written, monkeypatch):
+def test_differences_are_reported_before_reading(written, monkeypatch):
   _, _, path = written
   monkeypatch.setattr(v1, 'load', None)
   state = LAYOUT.abstract(with_names)
@@ -219,7 +219,7 @@ def test_a_folder_of_steps(tmp_path):
   )
 
 
-def test_no_layout_for_what_has_none(tmp_path):
+def test_a_checkpoint_without_a_layout_needs_one(tmp_path):
   path = by_standard(tmp_path, {'w': np.ones(8, np.float32)})
   with pytest.raises(errors.CheckpointError) as caught:
     checkpoint.restore(path)
@@ -229,7 +229,7 @@ def test_no_layout_for_what_has_none(tmp_path):
 
 
 def test_layers_and_optimizers_of_foreign_checkpoints(tmp_path):
-  """Nothing is known of kinds of states there: what has the same path is the same."""
+  """The kinds of their optimizer states are unknown, so states are matched by path."""
   state = plain_state()
   path = by_v1(tmp_path, state)
   single = Model(axis=None)
@@ -240,11 +240,11 @@ def test_layers_and_optimizers_of_foreign_checkpoints(tmp_path):
   assert_equal(one_by_one(state), restored)
 
 
-# -- the other way round
+# -- our checkpoints, read by plain Orbax
 
 
 def test_plain_orbax_loads_ours(tmp_path):
-  """Into the dict and list form of the state, by v1 and v0."""
+  """Into the state as dicts and lists, by v1 and v0."""
   state = LAYOUT.init(create, TX)
   checkpoint.save(tmp_path / 'a', state, layout=LAYOUT)
   target = OTHER.abstract(create, TX, boxed=False)
@@ -259,7 +259,7 @@ def test_plain_orbax_loads_ours(tmp_path):
   assert_equal(state.params, loaded['params'])
   assert_equal(state.opt_state[0].nu, loaded['opt_state'][0]['nu'])
   assert_equal(state.rng, loaded['rng'])
-  assert_lies_as(loaded['params'], target.params)
+  assert_matches_target(loaded['params'], target.params)
   with v0.StandardCheckpointer() as checkpointer:
     again = checkpointer.restore(tmp_path / 'a' / 'state')
   assert_equal(state.params, again['params'])

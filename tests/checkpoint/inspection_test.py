@@ -1,4 +1,4 @@
-"""Looking at checkpoints, comparing, verifying and converting them, from Python and from the command line."""
+"""Listing, showing, comparing, verifying and converting checkpoints, in Python and on the command line."""
 
 import json
 from textwrap import dedent
@@ -58,14 +58,14 @@ def test_ls(folder, capsys):
   assert [entry['leaves'] for entry in json.loads('\n'.join(out))] == [11, 11]
 
 
-def test_ls_of_nothing(tmp_path, capsys):
+def test_ls_of_an_empty_folder(tmp_path, capsys):
   assert run(capsys, 'ls', tmp_path) == (0, [f'There are no checkpoints in {tmp_path}.'], '')
   code, _, err = run(capsys, 'ls', tmp_path / 'no')
   assert code == 2
   assert err == f'There is no folder {tmp_path / "no"}.\nFix: pass a folder that contains checkpoints.\n'
 
 
-def test_ls_with_one_that_cannot_be_read(layout, tmp_path, capsys):
+def test_ls_with_an_unreadable_checkpoint(layout, tmp_path, capsys):
   for name in ('1', '2'):
     checkpoint.save(tmp_path / name, {'w': jnp.ones(3)}, layout=layout)
   (tmp_path / '1' / '_CHECKPOINT_METADATA').write_text('{"cut')
@@ -186,7 +186,7 @@ def test_convert_dtype_names_and_layout(folder, tmp_path, capsys):
   assert checkpoint.verify(to) == []
 
 
-def test_convert_what_plain_orbax_wrote(tmp_path):
+def test_convert_a_checkpoint_of_plain_orbax(tmp_path):
   ocp.save(tmp_path / 'plain', {'w': jnp.arange(8.0), 'n': 3})
   checkpoint.convert(tmp_path / 'plain', tmp_path / 'ours')
   assert checkpoint.verify(tmp_path / 'ours') == []

@@ -1,7 +1,7 @@
-"""Saves that are killed: at each step of what they do to files, a whole checkpoint is there and found.
+"""Killed saves: after a kill at any moment, a complete checkpoint can be restored.
 
-A process is killed before or after the n-th time that it renames or removes something, whichever save is
-going on, so that each moment between two of these is met; and at moments that are drawn, while Orbax writes.
+A process is killed before or after its n-th operation on files (rename, remove, sync), so that every moment
+between two operations is covered; and at random moments, while Orbax writes.
 """
 
 import os
@@ -71,7 +71,7 @@ def state_of(layout, number):
 
 
 def number_of(path, layout):
-  """The number of the state that is there, after all of it was compared; None: there is none."""
+  """The number of the restored state, after comparing all of it; None if there is no checkpoint."""
   try:
     restored = checkpoint.restore(path, layout=layout)
   except errors.CheckpointNotFoundError:
@@ -103,13 +103,13 @@ def go(process):
   process.stdin.flush()
 
 
-def said(process):
+def output_of(process):
   text = process.communicate()[0].split()
   return int(text[1]) if text else None
 
 
 def check_and_save_again(folder, layout, allowed):
-  """What is found is one of the states that it may be; a save goes through, and nothing else is left."""
+  """Restores one of the allowed states; then saves again, which leaves no other files."""
   assert number_of(folder / 'a', layout) in allowed
   checkpoint.save(folder / 'a', state_of(layout, 3), layout=layout, overwrite=True)
   assert number_of(folder / 'a', layout) == 3
@@ -118,13 +118,13 @@ def check_and_save_again(folder, layout, allowed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('overwrite', [True, False])
-def test_killed_at_every_step(tmp_path, layout, overwrite):
-  """Moments are numbered by a save that is not killed; 8 of them, with those around the replacement."""
+def test_killed_at_every_file_operation(tmp_path, layout, overwrite):
+  """A save that is not killed counts the operations; the last four, with the replacement, are tested."""
   if overwrite:
     checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
   process = started(tmp_path / 'a', overwrite)
   go(process)
-  last = said(process)
+  last = output_of(process)
   assert last >= 2 and number_of(tmp_path / 'a', layout) == 2
   moments = [(last - back, when) for back in range(4) for when in ('before', 'after') if last > back]
   for moment, when in moments:
@@ -133,12 +133,12 @@ def test_killed_at_every_step(tmp_path, layout, overwrite):
       checkpoint.save(folder / 'a', state_of(layout, 1), layout=layout)
     process = started(folder / 'a', overwrite, moment, when)
     go(process)
-    assert said(process) is None and process.returncode == -signal.SIGKILL
+    assert output_of(process) is None and process.returncode == -signal.SIGKILL
     check_and_save_again(folder, layout, (1, 2) if overwrite else (None, 2))
 
 
 def test_killed_between_the_two_moves(tmp_path, layout):
-  """The one moment in which nothing is at the path: the new one is whole beside it, and is taken."""
+  """The only moment at which the path is empty: the complete new checkpoint beside it is restored."""
   checkpoint.save(tmp_path / 'b', state_of(layout, 1), layout=layout)
   checkpoint.save(tmp_path / 'c', state_of(layout, 2), layout=layout)
   (tmp_path / 'b').rename(tmp_path / '.a.host-7-12345678.old')
@@ -149,15 +149,15 @@ def test_killed_between_the_two_moves(tmp_path, layout):
   check_and_save_again(tmp_path, layout, (2,))
 
 
-def test_killed_before_the_new_one_was_whole(tmp_path, layout):
-  """Something is beside the path that is no checkpoint; the old one is found."""
+def test_killed_before_the_new_checkpoint_was_complete(tmp_path, layout):
+  """The folder beside the path is not a checkpoint, so the old one is restored."""
   checkpoint.save(tmp_path / 'b', state_of(layout, 1), layout=layout)
   (tmp_path / 'b').rename(tmp_path / '.a.host-7-12345678.old')
   (tmp_path / '.a.host-7-12345678.new.orbax-checkpoint-tmp').mkdir()
   check_and_save_again(tmp_path, layout, (1,))
 
 
-def test_leftovers_of_a_save_that_was_killed_are_removed(tmp_path, layout):
+def test_leftovers_of_a_killed_save_are_removed(tmp_path, layout):
   for name in (
     '.a.host-7-12345678.new',
     '.a.host-7-12345678.new.orbax-checkpoint-tmp',
@@ -172,13 +172,13 @@ def test_leftovers_of_a_save_that_was_killed_are_removed(tmp_path, layout):
 
 @pytest.mark.slow
 def test_killed_at_random_moments_of_an_overwrite(tmp_path, layout):
-  drawn = random.Random(0)
+  rng = random.Random(0)
   for run in range(4):
     folder = tmp_path / str(run)
     checkpoint.save(folder / 'a', state_of(layout, 1), layout=layout)
     process = started(folder / 'a', True)
     go(process)
-    time.sleep(drawn.uniform(0, 0.3))
+    time.sleep(rng.uniform(0, 0.3))
     process.kill()
-    done = said(process) is not None
+    done = output_of(process) is not None
     check_and_save_again(folder, layout, (2,) if done else (1, 2))

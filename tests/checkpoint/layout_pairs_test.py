@@ -1,4 +1,4 @@
-"""All pairs of layouts, boxed and not, of three optimizers: restored equal, where they should lie."""
+"""All pairs of layouts, with and without boxes, for three optimizers: restored bit-equal, with the target's sharding."""
 
 import itertools
 import warnings
@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from flax_spmd import checkpoint
-from tests.checkpoint.states import LAYOUTS, OPTIMIZERS, assert_equal, assert_lies_as, create
+from tests.checkpoint.states import LAYOUTS, OPTIMIZERS, assert_equal, assert_matches_target, create
 
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 
@@ -35,7 +35,7 @@ def check(saved, one, other, tx, was_boxed, boxed):
   with warnings.catch_warnings(action='ignore', category=UserWarning):  # of what shards nothing
     restored = checkpoint.restore(path, target)
   assert_equal(state, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
 
 
 @pytest.mark.parametrize(('one', 'other'), [pair for i, pair in enumerate(PAIRS) if i % 9 in (0, 4)])

@@ -1,4 +1,4 @@
-"""The manager: when it saves, what it keeps, how training goes on, and what happens when things go wrong."""
+"""The manager: saving at intervals, keeping checkpoints, resuming, and faults."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def stepped(state):
 
 
 class Batches:
-  """An iterator that can go on where it was, as Grain's."""
+  """An iterator with a state, like those of Grain."""
 
   def __init__(self):
     self.number = 0
@@ -81,7 +81,7 @@ def test_every_and_keep(layout, tmp_path):
 
 
 @pytest.mark.parametrize('kind', [Batches, Bytes])
-def test_training_in_two_goes_is_training_in_one(layout, tmp_path, kind):
+def test_a_resumed_run_equals_an_uninterrupted_one(layout, tmp_path, kind):
   with checkpoint.Manager(tmp_path / 'one', layout, every=3) as manager:
     start, whole = train(manager, 8, kind())
   assert start == 0
@@ -110,7 +110,7 @@ def test_resumed_under_another_layout_and_without_boxes(layout, tmp_path):
       manager.restore({'v': state['w']}, step=1)
 
 
-def test_a_checkpoint_of_the_manager_is_one_like_others(layout, tmp_path):
+def test_a_checkpoint_of_the_manager_can_be_restored_directly(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     train(manager, 1, Batches())
   restored = checkpoint.restore(tmp_path / 'run' / '1', layout.abstract(create))
@@ -145,7 +145,7 @@ def test_forced_and_repeated_saves(layout, tmp_path):
     assert manager.steps == [3]
 
 
-def test_sigterm_saves_at_once(layout, tmp_path):
+def test_sigterm_saves_the_current_step(layout, tmp_path):
   before = signal.getsignal(signal.SIGTERM)
   data = Batches()
   with checkpoint.Manager(tmp_path / 'run', layout, every=100) as manager:
@@ -175,7 +175,7 @@ def damage(path):
     file.write_bytes(content)
 
 
-def test_the_newest_that_is_whole(layout, tmp_path):
+def test_resumes_from_the_newest_undamaged_checkpoint(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     train(manager, 3, Batches())
   damage(tmp_path / 'run' / '3')
@@ -245,7 +245,7 @@ def test_nothing_to_restore(layout, tmp_path):
     Fix: call resume, which creates a state if there are none.""")
 
 
-def test_data_that_was_not_saved_or_cannot_be(layout, tmp_path):
+def test_data_iterators_without_a_saved_or_valid_state(layout, tmp_path):
   class Odd(Batches):
     def get_state(self):
       return object()
@@ -265,7 +265,7 @@ def test_data_that_was_not_saved_or_cannot_be(layout, tmp_path):
     Fix: pass data= to every save; or leave it out here, and set the iterator yourself.""")
 
 
-def test_data_of_another_number_of_processes(layout, tmp_path):
+def test_data_iterators_of_another_number_of_processes(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     train(manager, 1, Batches())
   metadata = tmp_path / 'run' / '1' / '_CHECKPOINT_METADATA'
@@ -280,7 +280,7 @@ def test_data_of_another_number_of_processes(layout, tmp_path):
     Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.""")
 
 
-def test_a_folder_that_cannot_be_written(layout, tmp_path):
+def test_an_unwritable_folder(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     _, state = manager.resume(create)
     (tmp_path / 'run').rename(tmp_path / 'gone')
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_written(layout, tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_between_two_processes_of_a_run(tmp_path):
-  """A real process is told to end, saves, and another one goes on from there."""
+  """A real process gets SIGTERM and saves; the next one resumes from there."""
   code = dedent("""
     import os, sys, signal
     import jax.numpy as jnp
@@ -313,7 +313,7 @@ def test_sigterm_between_two_processes_of_a_run(tmp_path):
     'JAX_PLATFORMS': 'cpu',
     'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
   }
-  told = [
+  outputs = [
     subprocess.run(
       [sys.executable, '-c', code, str(tmp_path / 'run')],
       env=environment,
@@ -323,4 +323,4 @@ def test_sigterm_between_two_processes_of_a_run(tmp_path):
     ).stdout.strip()
     for _ in range(2)
   ]
-  assert told == ['from 0 0.0', 'from 8 8.0']
+  assert outputs == ['from 0 0.0', 'from 8 8.0']

@@ -1,5 +1,8 @@
-"""Each row of the tables of faults of plain Orbax and flax.training.checkpoints: it works, or it is refused
-before a byte of an array is read, by a text that names each leaf and the fix."""
+"""Faults of plain Orbax and flax.training.checkpoints, and the same restores here.
+
+Each test is named after the fault, which its docstring describes. Here, the restore succeeds, or it is refused
+before any array is read, with an error that names each leaf and the fix.
+"""
 
 import warnings
 from textwrap import dedent
@@ -25,7 +28,7 @@ from tests.checkpoint.states import (
   RULES,
   Model,
   assert_equal,
-  assert_lies_as,
+  assert_matches_target,
   create,
   one_by_one,
 )
@@ -43,8 +46,8 @@ TREE_FIX = (
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """Saves a state once under its name; gives it and its path."""
-  folder, there = tmp_path_factory.mktemp('faults'), {}
+  """Saves each state once, by name; returns the state and its path."""
+  folder, there = tmp_path_factory.mktemp('orbax'), {}
 
   def get(name, make, layout=LAYOUT, **options):
     if name not in there:
@@ -73,7 +76,7 @@ def boxes(shape=(8, 4), names=('embed', 'mlp'), dtype=jnp.float32):
 
 @pytest.fixture
 def refused(monkeypatch):
-  """Restores with whatever reads arrays out of order; gives the text of the error."""
+  """Restores while every function that reads arrays raises; returns the text of the error."""
 
   def fail(*_, **__):
     raise AssertionError('arrays were read')
@@ -101,30 +104,31 @@ def lines(*wanted):
 
 
 @pytest.mark.parametrize('name', LAYOUTS)
-def test_row_other_layouts_and_boxes(adamw, name):
-  """(2,4) -> (8,), (4,2), (1,1), (2,2), swapped rules, DP; boxed -> unboxed."""
+def test_a_boxed_state_cannot_be_restored_without_boxes(adamw, name):
+  """The error was a diff of two trees, without a hint. Here, it works under every layout."""
   state, path = adamw
   target = LAYOUTS[name]().abstract(create, ADAMW, boxed=False)
-  with warnings.catch_warnings(record=True) as told:
+  with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always', UserWarning)
     restored = checkpoint.restore(path, target)
   assert_equal(state, restored)
-  assert_lies_as(restored, target)
-  assert [w.category for w in told] == [UserWarning] * (name == 'replicated')
+  assert_matches_target(restored, target)
+  assert [w.category for w in caught] == [UserWarning] * (name == 'replicated')
 
 
-def test_row_unboxed_to_boxed(saved):
+def test_an_unboxed_state_cannot_be_restored_with_boxes(saved):
+  """The error was a diff of two trees, without a hint."""
   layout = LAYOUTS['four_by_two']()
   state, path = saved('unboxed', lambda: layout.init(create, ADAMW, boxed=False), layout)
   target = LAYOUT.abstract(create, ADAMW)
   restored = checkpoint.restore(path, target)
   assert_equal(state, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
   assert restored.params['blocks']['Dense_0']['kernel'].names == ('layers', 'embed', 'mlp')
 
 
-def test_row_no_target_on_other_numbers_of_devices(saved, refused):
-  """No target: 8 of 16 devices used silently, or an error without a hint."""
+def test_a_restore_without_a_target_uses_some_of_the_devices(saved, refused):
+  """Only 8 of 16 devices were used, silently; on fewer devices than before, the error gave no hint."""
   layout = LAYOUTS['four_devices']()
   state, path = saved('four', lambda: layout.init(create, SGD), layout)
   assert refused(path, kind=errors.MeshError) == dedent("""\
@@ -136,7 +140,7 @@ def test_row_no_target_on_other_numbers_of_devices(saved, refused):
   assert kernel.sharding.spec == P(None, 'data', 'model') and len(kernel.sharding.device_set) == 8
 
 
-def test_row_a_target_without_shardings(small, refused):
+def test_a_target_without_shardings_fails_without_a_hint(small, refused):
   target = jax.eval_shape(lambda: spmd.unbox(boxes()))
   assert refused(small[1], target, kind=errors.TargetError) == dedent("""\
     b (float32[4]) has no sharding.
@@ -144,19 +148,21 @@ def test_row_a_target_without_shardings(small, refused):
     Fix: build the target with layout.abstract(...), which sets shapes, dtypes and shardings.""")
 
 
-def test_row_adafactor_boxed(saved):
+def test_boxed_adafactor_state_has_the_wrong_rank(saved):
+  """The usual recipe raised a ValueError about the rank."""
   tx = OPTIMIZERS['adafactor']
   state, path = saved('adafactor', lambda: LAYOUT.init(create, tx))
   target = OTHER.abstract(create, tx)
   restored = checkpoint.restore(path, target)
   assert_equal(state, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
 
 
 # -- scans
 
 
-def test_row_scan_to_unrolled(saved, refused):
+def test_stacked_layers_cannot_be_restored_as_single_ones(saved, refused):
+  """The error was several kilobytes of text, without a hint."""
   state, path = saved('scanned', lambda: LAYOUT.init(create, SGD))
   target = OTHER.abstract(create, SGD, Model(axis=None))
   leaves = [
@@ -181,20 +187,20 @@ def test_row_scan_to_unrolled(saved, refused):
   )
   restored = checkpoint.restore(path, target, changes=Changes(stacks={'blocks': 'blocks_{}'}))
   assert_equal(one_by_one(state), restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
 
 
-def test_row_unrolled_to_scan(saved, refused):
+def test_single_layers_cannot_be_restored_as_stacked_ones(saved, refused):
   state, path = saved('unrolled', lambda: LAYOUT.init(create, SGD, Model(axis=None)))
   target = OTHER.abstract(create, SGD)
   text = refused(path, target)
   assert "pass Changes(stacks={'blocks': 'blocks_{}'})." in text.splitlines()[-1]
   restored = checkpoint.restore(path, target, changes=Changes(stacks={'blocks': 'blocks_{}'}))
   assert_equal(state, one_by_one(restored))
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
 
 
-def test_row_scan_axis_0_to_1(saved, refused):
+def test_a_moved_scan_axis_cannot_be_restored(saved, refused):
   state, path = saved('scanned', lambda: LAYOUT.init(create, SGD))
   target = OTHER.abstract(create, SGD, Model(axis=1))
   assert (
@@ -210,14 +216,14 @@ def test_row_scan_axis_0_to_1(saved, refused):
   )
   restored = checkpoint.restore(path, target, changes=Changes(moved='layers'))
   assert_equal(one_by_one(state), one_by_one(restored))
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
 
 
 SQUARE = {'features': 16, 'layers': 16}
 
 
-def test_row_scan_axis_0_to_1_of_square_arrays(saved, refused):
-  """Silent in plain Orbax: every shape fits."""
+def test_a_moved_scan_axis_is_not_noticed_in_square_arrays(saved, refused):
+  """Every shape matches, so the arrays were restored untransposed."""
   _, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
   target = OTHER.abstract(create, SGD, Model(axis=1, **SQUARE))
   assert (
@@ -237,7 +243,7 @@ def test_row_scan_axis_0_to_1_of_square_arrays(saved, refused):
   )
 
 
-def test_row_a_square_scan_moves_what_lies_beside_named_leaves(saved):
+def test_unnamed_leaves_of_a_moved_scan_are_not_transposed(saved):
   state, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
   target = OTHER.abstract(create, SGD, Model(axis=1, **SQUARE)).params['blocks']['Dense_0']
   part = checkpoint.restore(path, target, changes=Changes(only='params/blocks/Dense_0', moved='layers'))
@@ -246,12 +252,12 @@ def test_row_a_square_scan_moves_what_lies_beside_named_leaves(saved):
   np.testing.assert_array_equal(part['bias'], np.asarray(saved_part['bias']).T)
 
 
-def test_row_a_square_scan_to_unrolled(saved, refused):
+def test_square_stacked_layers_cannot_be_restored_as_single_ones(saved, refused):
   state, path = saved('square', lambda: LAYOUT.init(create, SGD, Model(**SQUARE)))
   target = OTHER.abstract(create, SGD, Model(axis=None, **SQUARE))
   text = refused(path, target, changes=Changes(stacks={'blocks': 'blocks_{}'}))
-  said = 'dimensions 0 and 1 of float32[16,16] could each be the stacked one.'
-  assert f'params/blocks_3/scale: {said}' in text.splitlines()
+  reason = 'dimensions 0 and 1 of float32[16,16] could each be the stacked one.'
+  assert f'params/blocks_3/scale: {reason}' in text.splitlines()
   assert text.splitlines()[-1] == "Fix: choose one: pass Changes(stacks={'blocks': ('blocks_{}', 0)})."
   restored = checkpoint.restore(path, target, changes=Changes(stacks={'blocks': ('blocks_{}', 0)}))
   for number in (0, 7, 15):
@@ -262,17 +268,18 @@ def test_row_a_square_scan_to_unrolled(saved, refused):
 # -- parts, and what is missing
 
 
-def test_row_parameters_only(adamw):
+def test_a_part_of_a_state(adamw):
+  """No fault: parameters alone can be restored by plain Orbax too."""
   state, path = adamw
   target = OTHER.abstract(create, ADAMW)
   for wanted in (target, target.params):  # the whole, or the part itself
     restored = checkpoint.restore(path, wanted, changes=Changes(only='params'))
     assert_equal(state.params, restored)
-    assert_lies_as(restored, target.params)
+    assert_matches_target(restored, target.params)
 
 
-def test_row_parameters_only_from_the_wrong_root(saved, refused):
-  """Restores nothing in plain Orbax, and says nothing."""
+def test_a_part_at_the_wrong_root_restores_nothing(saved, refused):
+  """With `partial_load`, no leaf was restored, and no error raised."""
   _, path = saved('scanned', lambda: LAYOUT.init(create, SGD))
   target = OTHER.abstract(create, SGD)
   leaves = [
@@ -302,8 +309,8 @@ def test_row_parameters_only_from_the_wrong_root(saved, refused):
     Fix: pass Changes(only=...) with one of these parts, or a path inside one.""")
 
 
-def test_row_missing_leaves(small, refused):
-  """Shapes are left in the state by plain Orbax."""
+def test_missing_leaves_stay_abstract(small, refused):
+  """With `partial_load`, the restored state contained shapes in place of arrays."""
   state, path = small
   target = OTHER.abstract(lambda: {**boxes(), 'new': jnp.ones(3)})
   assert (
@@ -323,8 +330,8 @@ def test_row_missing_leaves(small, refused):
   assert restored['new'].tolist() == [7, 7, 7]
 
 
-def test_row_optimizer_changed(saved, refused):
-  """ "(list,2) vs (list,3)", no leaf named."""
+def test_a_changed_optimizer_is_reported_without_its_leaves(saved, refused):
+  """The error was "(list,2) vs (list,3)", without any path."""
   layout = OTHER
   make = lambda tx: {'w': jnp.ones(8), 'opt': tx.init({'w': jnp.ones(8)})}
   _, path = saved('adam', lambda: layout.init(make, optax.adam(1e-3)), layout)
@@ -343,8 +350,8 @@ def test_row_optimizer_changed(saved, refused):
 
 
 @pytest.mark.parametrize('kind', ['abstract', 'array', 'numpy'])
-def test_row_shape_mismatch(small, refused, kind):
-  """Names no parameter, and the first only; into a numpy target the stored shape comes back."""
+def test_another_shape_is_reported_without_its_path(small, refused, kind):
+  """Only the first mismatch was reported, without a path; numpy targets got arrays of the stored shape."""
   _, path = small
   target = {
     'abstract': lambda: OTHER.abstract(lambda: {**boxes((8, 6)), 'b': jnp.ones(8)}),
@@ -360,8 +367,8 @@ def test_row_shape_mismatch(small, refused, kind):
 
 @pytest.mark.parametrize('dtype', ['int8', 'bool', 'float8_e4m3fn', 'bfloat16', 'int32', 'complex64'])
 @pytest.mark.parametrize('dtypes', ['keep', 'cast'])
-def test_row_float32_to_less(small, refused, dtype, dtypes):
-  """Silent in plain Orbax; NaN for float8."""
+def test_lossy_casts_are_silent(small, refused, dtype, dtypes):
+  """The arrays were cast without a warning, to NaN for float8."""
   _, path = small
   target = OTHER.abstract(lambda: {**boxes(), 'b': jnp.ones(4, dtype)})
   assert refused(path, target, changes=Changes(dtypes=dtypes)) == dedent(f"""\
@@ -372,7 +379,7 @@ def test_row_float32_to_less(small, refused, dtype, dtypes):
   assert restored.dtype == dtype and restored.tolist() == [1] * 4
 
 
-def test_row_indivisible_dimension(small, refused):
+def test_an_indivisible_dimension_is_reported_without_its_path(small, refused):
   _, path = small
   mesh = spmd.make_mesh({'data': 1, 'model': 3}, devices=jax.devices()[:3])
   assert (
@@ -385,8 +392,8 @@ def test_row_indivisible_dimension(small, refused):
     spmd.Layout(mesh, RULES).abstract(boxes)
 
 
-def test_row_logical_names_changed_at_the_same_shapes(saved, refused):
-  """Silent in plain Orbax."""
+def test_changed_logical_names_are_not_noticed(saved, refused):
+  """Any array of the same shape was accepted."""
   state, path = saved('names', lambda: LAYOUT.shard(boxes((8, 8))))
   other = LAYOUT.abstract(lambda: boxes((8, 8), ('embed', 'heads')))
   assert (
@@ -410,8 +417,8 @@ def test_row_logical_names_changed_at_the_same_shapes(saved, refused):
 
 
 @pytest.mark.parametrize('only', [None, 'params'])
-def test_row_logical_names_changed_in_a_target_without_boxes(saved, refused, only):
-  """The layout that planned it knows its names, also those of a part of it."""
+def test_changed_logical_names_are_not_noticed_without_boxes(saved, refused, only):
+  """Here, the layout that planned the target knows its names, also those of a part."""
   make = lambda *names: {'params': boxes((8, 8), names), 'step': jnp.int32(0)}
   _, path = saved('part', lambda: LAYOUT.shard(make('embed', 'mlp')))
   layout = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('heads', 'model')))
@@ -426,50 +433,52 @@ def test_row_logical_names_changed_in_a_target_without_boxes(saved, refused, onl
 # -- where everything goes
 
 
-def test_row_rule_typo(adamw):
-  """Replicated without a word in plain Orbax."""
+def test_a_typo_in_a_rule_replicates_silently(adamw):
+  """Arrays with the misspelt name were replicated without a warning."""
   _, path = adamw
   rules = (('embd', 'data'), ('mlp', 'model'))
-  with pytest.warns(UserWarning) as told:
+  with pytest.warns(UserWarning) as caught:
     checkpoint.restore(path, mesh=spmd.make_mesh({'data': 2, 'model': 4}), rules=rules)
-  assert [str(w.message) for w in told] == [
+  assert [str(w.message) for w in caught] == [
     "'embed': no rule for this logical name; it is replicated. Did you mean 'embd'?"
   ]
-  assert told[0].filename == __file__
+  assert caught[0].filename == __file__
   target = spmd.Layout({'data': 2, 'model': 4}, rules).abstract(create, ADAMW)
   assert checkpoint.preflight(path, target).notes == [
     "Sharded when saved, now in no leaf: the name 'embed'."
   ]
 
 
-ALL_OF_IT = (
+REPLICATED = (
   'Every device will hold all {size} of {path}, which was sharded when it was saved: the target shards nothing. '
   'If this is not intended, check the rules with layout.check(...).'
 )
 
 
 @pytest.mark.parametrize('how', ['no rules', 'unboxed', 'default device'])
-def test_row_empty_rules_no_boxes_or_device_0(adamw, how):
-  """All on every device, or all on device 0, without a word in plain Orbax."""
+def test_a_target_without_shards_replicates_silently(adamw, how):
+  """The whole state went to every device, or to device 0, without a warning."""
   _, path = adamw
   target = {
     'no rules': lambda: LAYOUTS['replicated']().abstract(create, ADAMW),
     'unboxed': lambda: LAYOUT.abstract(lambda: spmd.unbox(create(ADAMW))),
     'default device': lambda: create(ADAMW),
   }[how]()
-  with pytest.warns(UserWarning) as told:
+  with pytest.warns(UserWarning) as caught:
     checkpoint.restore(path, target)
   size = checkpoint.preflight(path, target).bytes_per_device
-  assert [str(w.message) for w in told] == [ALL_OF_IT.format(size=f'{size / 1024:.1f} KiB', path=path)]
-  assert told[0].filename == __file__
+  assert [str(w.message) for w in caught] == [
+    REPLICATED.format(size=f'{size / 1024:.1f} KiB', path=path)
+  ]
+  assert caught[0].filename == __file__
 
 
-def test_row_one_device_that_was_asked_for_is_no_surprise(adamw):
+def test_a_mesh_of_one_device_gives_no_warning(adamw):
   checkpoint.restore(adamw[1], LAYOUTS['one_device']().abstract(create, ADAMW))
 
 
-def test_row_metadata_only(adamw):
-  """Names, kinds and layout are there without a byte of arrays; plain Orbax has a tree of dicts and lists."""
+def test_metadata_has_no_names_kinds_or_layout(adamw):
+  """Without the arrays, there was only a tree of dicts and lists, of shapes and dtypes."""
   state, path = adamw
   found = checkpoint.preflight(path, layout=OTHER)
   assert not found.problems and found.bytes_read == sum(x.nbytes for x in jax.tree.leaves(state))
@@ -490,7 +499,8 @@ def numbers(tmp_path_factory):
   return state, path
 
 
-def test_row_numbers_and_keys_come_back_as_they_were(numbers):
+def test_an_int_is_restored_as_an_array(numbers):
+  """Numbers and random keys keep their types here."""
   state, path = numbers
   for restored in (checkpoint.restore(path, state), checkpoint.restore(path, layout=OTHER)):
     assert (restored['step'], restored['rate'], restored['on']) == (300, 0.1, True)
@@ -517,8 +527,8 @@ def test_row_numbers_and_keys_come_back_as_they_were(numbers):
     ('raw', 3, 'uint32[2] in the checkpoint, a Python int in the target.'),
   ],
 )
-def test_row_int_step_and_key_into_odd_targets(numbers, refused, path, value, text):
-  """A key checkpoint into a uint32 target returned a key; an int became an array."""
+def test_a_random_key_is_restored_into_a_uint32_target(numbers, refused, path, value, text):
+  """The target was ignored for random keys and Python numbers."""
   text = (
     text
     if 'Fix' in text
@@ -531,25 +541,25 @@ def test_row_int_step_and_key_into_odd_targets(numbers, refused, path, value, te
 @pytest.mark.parametrize(
   ('path', 'dtype'), [('step', 'int32'), ('step', 'uint16'), ('rate', 'float32'), ('on', 'bool')]
 )
-def test_row_a_number_into_an_array_that_holds_it(numbers, path, dtype):
+def test_a_number_fits_into_an_array_of_its_kind(numbers, path, dtype):
   target = OTHER.abstract(lambda: {path: jnp.zeros((), dtype)})
   restored = checkpoint.restore(numbers[1], target, changes=Changes(unused=f'^(?!{path}$)'))[path]
-  assert_lies_as(restored, target[path])
+  assert_matches_target(restored, target[path])
   assert restored == np.asarray(numbers[0][path], dtype)
 
 
 # -- other writers
 
 
-def test_row_v0_checkpoints_obey_the_target(tmp_path):
-  """v0 PyTreeRestore(item with shardings), no restore_args: the requested sharding was ignored."""
+def test_v0_ignores_the_shardings_of_the_target(tmp_path):
+  """`PyTreeRestore(item)` without `restore_args` ignored the shardings of the item."""
   state = spmd.unbox(boxes())
   with v0.PyTreeCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / 'a', LAYOUT.shard(state))
   target = OTHER.abstract(boxes)
   restored = checkpoint.restore(tmp_path / 'a', target)
   assert_equal(state, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)
   assert restored['w'].value.sharding.spec == P('data', None)
 
 
@@ -564,8 +574,8 @@ def by_flax(request, tmp_path):
   return state, tmp_path
 
 
-def test_row_flax_shapes_and_absent_leaves(by_flax, refused):
-  """48 -> 64 returned 48; absent leaves stayed abstract."""
+def test_flax_ignores_shapes_and_missing_leaves(by_flax, refused):
+  """A target of 64 elements got 48; missing leaves stayed abstract."""
   _, folder = by_flax
   target = OTHER.abstract(lambda: {'w': jnp.ones(64), 'n': {'b': jnp.ones(3)}, 'more': jnp.ones(2)})
   assert refused(folder / 'checkpoint_3', target) == dedent(f"""\
@@ -576,8 +586,8 @@ def test_row_flax_shapes_and_absent_leaves(by_flax, refused):
     Fix: give the model the sizes and dtypes that it was saved with.""")
 
 
-def test_row_flax_missing_directory(by_flax, refused):
-  """A missing directory returned the target."""
+def test_flax_returns_the_target_for_a_missing_folder(by_flax, refused):
+  """The target was returned as if it had been restored."""
   _, folder = by_flax
   target = OTHER.abstract(lambda: {'w': jnp.ones(48)})
   assert refused(folder / 'nowhere', target, kind=FileNotFoundError) == dedent(f"""\
@@ -588,10 +598,10 @@ def test_row_flax_missing_directory(by_flax, refused):
     Fix: pass the path that was given to flax_spmd.checkpoint.save.""")
 
 
-def test_row_flax_checkpoints_are_read(by_flax):
+def test_flax_checkpoints_can_be_restored(by_flax):
   state, folder = by_flax
   named = lambda: {'w': spmd.LogicallyPartitioned(jnp.ones(48), ('embed',)), 'n': {'b': jnp.ones(3)}}
   target = OTHER.abstract(named)
   restored = checkpoint.restore(folder / 'checkpoint_3', target)
   assert_equal(state, restored)
-  assert_lies_as(restored, target)
+  assert_matches_target(restored, target)

@@ -1,4 +1,4 @@
-"""Checkpoints: saved under one layout, restored under others, bit-equal; and what is refused, before reading."""
+"""Checkpoints saved under one layout and restored under others, bit-equal; and restores that are refused."""
 
 import json
 from contextlib import nullcontext
@@ -84,7 +84,7 @@ def assert_equal(a, b):
 
 
 def distinct(state):
-  """Different values everywhere, so that a mix-up shows."""
+  """Distinct values in every leaf, so that swapped leaves are detected."""
 
   def fill(x):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -125,7 +125,7 @@ def test_restored_under_every_layout(saved, name, boxed):
     assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
 
 
-def test_training_goes_on_in_the_restored_state(tmp_path):
+def test_training_continues_from_the_restored_state(tmp_path):
   tx = OPTIMIZERS['adamw']
   layout, other = LAYOUTS['two_by_four'](), LAYOUTS['other_rules']()
   x = jnp.ones((8, 16))
@@ -142,7 +142,7 @@ def test_training_goes_on_in_the_restored_state(tmp_path):
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_a_state_that_exists_is_a_target_too(saved):
+def test_an_existing_state_as_target(saved):
   tx, state, path = saved
   there = LAYOUTS['eight']().init(create, tx)
   restored = checkpoint.restore(path, there)
@@ -170,7 +170,7 @@ def test_python_numbers_none_and_empty_states(tmp_path):
   assert jax.tree.structure(restored) == jax.tree.structure(tree)
 
 
-def test_a_python_number_goes_into_an_array_of_its_kind(tmp_path):
+def test_a_python_number_is_restored_into_an_array_of_its_kind(tmp_path):
   layout = LAYOUTS['eight']()
   checkpoint.save(tmp_path / 'a', {'step': 3}, layout=layout)
   restored = checkpoint.restore(tmp_path / 'a', layout.abstract(lambda: {'step': jnp.int32(0)}))
@@ -178,7 +178,7 @@ def test_a_python_number_goes_into_an_array_of_its_kind(tmp_path):
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'int8', 'uint8', 'bool', 'float8_e4m3fn'])
-def test_dtypes_come_back(tmp_path, dtype):
+def test_dtypes_are_kept(tmp_path, dtype):
   layout = LAYOUTS['eight']()
   w = layout.shard(spmd.LogicallyPartitioned(jnp.arange(16).astype(dtype), ('embed',)))
   checkpoint.save(tmp_path / 'a', {'w': w}, layout=layout)
@@ -187,7 +187,7 @@ def test_dtypes_come_back(tmp_path, dtype):
   np.testing.assert_array_equal(np.asarray(restored.value), np.asarray(w.value))
 
 
-def test_little_memory_has_room_for_the_largest_array(tmp_path):
+def test_a_memory_limit_is_raised_to_the_largest_array(tmp_path):
   layout = LAYOUTS['eight']()
   state = layout.shard({'large': np.ones((64, 1024), np.float32), 'small': np.arange(8)})
   for number, how in enumerate(({}, {'compress': True}, {'pack': 100})):
@@ -260,7 +260,7 @@ def test_every_difference_at_once(small):
     Fix: give the model the sizes and dtypes that it was saved with.""")
 
 
-def test_a_renamed_leaf_is_guessed(small):
+def test_the_old_path_of_a_renamed_leaf_is_suggested(small):
   layout, _, folder = small
   tree = {'kernel': layout.shard(jnp.ones((8, 4)))}
   checkpoint.save(folder / 'renamed', tree, layout=layout)
@@ -303,7 +303,7 @@ def test_a_target_of_shardings_only(small):
   assert 'w is a NamedSharding, without shape and dtype.' in text.splitlines()
 
 
-def test_a_path_that_is_taken(small):
+def test_an_existing_path(small):
   layout, state, folder = small
   before = sorted(path.name for path in (folder / 'one').rglob('*'))
   assert text_of(FileExistsError, checkpoint.save, folder / 'one', state, layout=layout) == dedent(f"""\
@@ -312,7 +312,7 @@ def test_a_path_that_is_taken(small):
   assert sorted(path.name for path in (folder / 'one').rglob('*')) == before
 
 
-def test_what_cannot_be_saved(small):
+def test_leaves_that_cannot_be_saved(small):
   layout, _, folder = small
   tree = {'w': jax.ShapeDtypeStruct((8,), jnp.float32), 's': 'text', 'ok': jnp.ones(3)}
   assert text_of(ValueError, checkpoint.save, folder / 'new', tree, layout=layout) == dedent("""\

@@ -1,4 +1,4 @@
-"""States for tests of checkpoints: a small model, scanned or not, its optimizers, and layouts for it."""
+"""States for tests of checkpoints: a small model, scanned or not, with optimizers and layouts."""
 
 import flax.linen as nn
 import jax
@@ -59,7 +59,7 @@ class State(TrainState):
 
 
 def create(tx, model=None):
-  """A state with different values everywhere, so that a mix-up shows."""
+  """A state with distinct values in every leaf, so that swapped leaves are detected."""
   model = model or Model()
   params = model.init(jax.random.key(0), jnp.ones((1, model.width)))['params']
   return distinct(State.create(apply_fn=None, params=params, tx=tx, rng=jax.random.key(7)))
@@ -73,7 +73,7 @@ def distinct(state):
 def _filled(x, number):
   if not hasattr(x, 'dtype') or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return x
-  if x.shape == (1,):  # adafactor's placeholder, of which one stands for all layers
+  if x.shape == (1,):  # adafactor's placeholder, shared by all layers
     return x
   return (jnp.arange(x.size) + 1000 * number).reshape(x.shape).astype(x.dtype)
 
@@ -83,7 +83,7 @@ def muon(dimensions=None):
 
 
 def _matrices(params):
-  """Muon's dimensions of every kernel: its last two, or what a scan along 0 leaves of them."""
+  """Muon's dimensions of every kernel: the last two."""
 
   def dims(path, leaf):
     if 'kernel' not in jax.tree_util.keystr(path):
@@ -123,7 +123,7 @@ def plain(leaf):
 
 
 def assert_equal(a, b):
-  """Equal to the bit, of equal dtypes, leaf by leaf; boxes do not matter."""
+  """Asserts that two states are bit-equal with equal dtypes, apart from boxes."""
   one, two = jax.tree.leaves(a), jax.tree.leaves(b)
   assert len(one) == len(two)
   for x, y in zip(one, two, strict=True):
@@ -131,13 +131,13 @@ def assert_equal(a, b):
     assert plain(x).tobytes() == plain(y).tobytes() and np.shape(x) == np.shape(y)
 
 
-def assert_lies_as(state, target):
-  """Every leaf has the structure, shape, dtype and sharding of its target."""
+def assert_matches_target(state, target):
+  """Asserts that a state has the structure, shapes, dtypes and shardings of a target."""
   assert jax.tree.structure(state) == jax.tree.structure(target)
-  for array, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
+  for array, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
     assert isinstance(array, jax.Array)
-    assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype)
-    assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
+    assert (array.shape, array.dtype) == (leaf.shape, leaf.dtype)
+    assert array.sharding.is_equivalent_to(leaf.sharding, array.ndim)
 
 
 def one_by_one(state, layers=3, name='blocks', single='{}_{}'):

@@ -1,4 +1,4 @@
-"""The command line, and the demo in small."""
+"""The command line, and a small run of the demo."""
 
 import io
 import os
@@ -14,23 +14,23 @@ from flax_spmd import cli
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.run import layouts, run
 from flax_spmd.demo.text import batches, corpus, decode
-from flax_spmd.demo.training import Plan
+from flax_spmd.demo.training import TrainingConfig
 
 
 @pytest.mark.slow
-def test_the_demo_in_small(tmp_path):
+def test_a_small_demo(tmp_path):
   console = Console(file=io.StringIO(), width=120)
   with jax.numpy_rank_promotion('allow'):
     model = Transformer(embed=32, heads=4, mlp=64, layers=1, ngrams=64)
-    assert run(Plan(steps=4, batch=8, length=8), console, tmp_path, model)
+    assert run(TrainingConfig(steps=4, batch=8, length=8), console, tmp_path, model)
   text = console.file.getvalue()
   for heading in (
-    '1. Born sharded',
+    '1. Sharded from the start',
     '2. Half',
     '3. Saved',
     '4. The other half',
-    '5. Are they',
-    '6. What',
+    '5. The two runs',
+    '6. A sample',
   ):
     assert heading in text
   assert 'blocks/up' in text and 'layers, embed, mlp → model' in text

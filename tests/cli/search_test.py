@@ -67,7 +67,7 @@ def test_exit_codes(capsys):
     'FAILED None of the 60 layouts fits into 1 MiB per device on cpu:8.'
   )
   code, _, err = run(capsys, '--memory', '100GiB')
-  assert code == 2 and err.startswith('The memory budget of 100 GiB exceeds the 16 GiB of a cpu.')
+  assert code == 2 and err.startswith('The memory budget of 100 GiB exceeds the 16 GiB of one cpu.')
   with pytest.raises(SystemExit):
     run(capsys, '--mesh', 'data=many')
 

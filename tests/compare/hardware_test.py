@@ -134,8 +134,8 @@ def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):
   [
     ('h100:64', {'data': 8, 'model': 8}, ('model',), 8, 4.5e11),  # in a node
     ('h100:64', {'data': 8, 'model': 8}, ('data',), 8, 5.0e10),  # one GPU of each node: one port
-    ('h100:64', {'data': 64}, ('data',), 64, 4.0e11),  # all GPUs of all nodes: eight ports to a node
-    ('h100:16', {'data': 4, 'model': 4}, ('data',), 4, 1.0e11),  # two to a node
+    ('h100:64', {'data': 64}, ('data',), 64, 4.0e11),  # all GPUs of all nodes: eight ports per node
+    ('h100:16', {'data': 4, 'model': 4}, ('data',), 4, 1.0e11),  # two per node
     ('h100:16', {'data': 4, 'model': 4}, ('model[2/4]',), 2, 4.5e11),
     ('v5e:4x4', {'data': 4, 'model': 4}, ('model',), 4, 9.0e10),  # one axis of the torus
     ('v5e:4x4', {'data': 16}, ('data',), 16, 1.8e11),  # both

@@ -102,9 +102,7 @@ def plain():
 
 def flops(model):
   """The FLOPs of a step of a model on each of 8 devices."""
-  recomputed = (
-    FORWARD / 2 if model.remat else 0
-  )  # the backward pass does not need a layer's second product
+  recomputed = FORWARD / 2 if model.remat else 0  # only the first product of a layer
   return (3 * FORWARD + recomputed) / 8
 
 

@@ -519,7 +519,7 @@ def test_fsdp_gathers_weights_and_sums_gradients():
   counts = count(*train_step(mesh_of(**axes), *places))
   kinds = counts.by_kind()
   assert kinds['all-gather'] == LAYERS * 2 * 2 * WEIGHT * 7 / 8  # forward and backward
-  assert kinds['all-reduce'] == LAYERS * 2 * 2 * WEIGHT * 7 / 8  # CPUs have no reduce-scatter of it
+  assert kinds['all-reduce'] == LAYERS * 2 * 2 * WEIGHT * 7 / 8  # the CPU compiler has no reduce-scatter
   assert set(counts.by_axis()) == {('data',)}
   assert {one.source.partition(':')[0] for one in counts.collectives} == {'counts_test.py'}
 

@@ -31,7 +31,7 @@ MESH = {'data': 2, 'model': 4}
     ("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", ALONG_DATA),
     ("mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", [list(range(8))]),
     ("mesh['a'=1,'b'=8] {'b'}", [list(range(8))]),
-    # Parts of axes, (sizes outside of it)size; jax 0.10 moves devices about in place of the axes.
+    # Parts of axes, (product of the sizes before it)size; jax 0.10 permutes devices instead of axes.
     ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ("mesh['a'=8] {'a':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ("mesh['a'=8] {'a':(1)2,'a':(4)2}", [[0, 1, 4, 5], [2, 3, 6, 7]]),

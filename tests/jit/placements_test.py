@@ -162,9 +162,12 @@ def test_placements_that_do_not_fit_the_arguments():
     Fix: pass one placement per argument; None keeps the sharding that an argument has.""")
   with pytest.raises(errors.LayoutError) as caught:
     layout.jit(lambda x, y: x, in_rules={'z': None})(1, 2)
-  assert str(caught.value) == dedent("""\
+  assert (
+    str(caught.value)
+    == dedent("""\
     There are placements for 'z', but the dynamic parameters are 'x', 'y'.
     Fix: correct the name; to pass a tree of placements for one argument, put it into a tuple, ({...},).""")
+  )
 
 
 def test_annotations_follow_the_rules_in_force():

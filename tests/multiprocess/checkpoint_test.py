@@ -1,4 +1,4 @@
-"""Checkpoints in several real processes: saved by some, restored by others, and errors that all of them get."""
+"""Checkpoints of several real processes: saved and restored by different numbers of them, with shared errors."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ SHAPES = {'w': ('rows', 'columns'), 'b': ('columns',), 'plain': None}
 
 
 def layout_of():
-  """Over the devices of all processes."""
+  """A layout over the devices of all processes."""
   return spmd.Layout({'data': 2, 'model': 4}, (('rows', 'data'), ('columns', 'model')))
 
 
@@ -46,34 +46,34 @@ def values(number, side=64):
 
 
 def create(side=64):
-  """What has the shapes and names of a state; for `layout.abstract`."""
-  made = {
+  """A state with the right shapes and names, for `layout.abstract`."""
+  arrays = {
     'w': jnp.zeros((side, side)),
     'b': jnp.zeros(side, jnp.bfloat16),
     'plain': jnp.zeros(5, jnp.int32),
   }
   return {
-    name: spmd.LogicallyPartitioned(x, SHAPES[name]) if SHAPES[name] else x for name, x in made.items()
+    name: spmd.LogicallyPartitioned(x, SHAPES[name]) if SHAPES[name] else x for name, x in arrays.items()
   }
 
 
 def state_of(layout, number, side=64):
-  """A state of which each process makes its own part."""
+  """A state whose shards are made by the processes that hold them."""
   target = layout.abstract(lambda: create(side))
   leaves = [values(number, side)[name] for name in sorted(SHAPES)]
-  asked, structure = jax.tree.flatten(target)
+  shards, structure = jax.tree.flatten(target)
   return structure.unflatten(
     jax.make_array_from_callback(x.shape, a.sharding, lambda index, x=x: x[index])
-    for x, a in zip(leaves, asked, strict=True)
+    for x, a in zip(leaves, shards, strict=True)
   )
 
 
 def is_state(restored, number, side=64):
-  """Whether what this process has of a state is right, bit by bit."""
-  found, wanted = spmd.unbox(restored), values(number, side)
-  return sorted(found) == sorted(wanted) and all(
-    np.array_equal(np.asarray(shard.data), wanted[name][shard.index])
-    for name, array in found.items()
+  """Whether the shards of this process are bit-equal to the state of this number."""
+  state, expected = spmd.unbox(restored), values(number, side)
+  return sorted(state) == sorted(expected) and all(
+    np.array_equal(np.asarray(shard.data), expected[name][shard.index])
+    for name, array in state.items()
     for shard in array.addressable_shards
   )
 
@@ -123,7 +123,7 @@ def checkpoint_sums(path):
 
 
 def checkpoint_sums_of(number):
-  """They do not depend on who computed them."""
+  """The checksums of the same state, computed by one process."""
   from flax_spmd._src.checkpoint.storage.checksums import checksums
 
   return checksums([values(number)[name] for name in sorted(SHAPES)])
@@ -157,7 +157,7 @@ wait_for = async_save.wait_for
 async_save.wait_for = lambda *args: (time.sleep(2), wait_for(*args))  # long enough to read old heartbeats
 checkpoint.save(folder + '/a', state_of(layout, 6), layout=layout, overwrite=True)
 report(is_state(checkpoint.restore(folder + '/a', layout=layout), 6))
-time.sleep(0 if me else 3)  # JAX ends who has lost the first process
+time.sleep(0 if me else 3)  # JAX ends a process that has lost the first one
 os._exit(0)  # a thread of Orbax's waits for the part of the failed save that does not come
 """
 
@@ -212,7 +212,7 @@ report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 1), layou
 
 
 @pytest.mark.slow
-def test_a_path_that_is_busy_is_so_for_every_process(tmp_path):
+def test_a_busy_path_is_reported_by_every_process(tmp_path):
   from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
 
   held = Claim(as_path(tmp_path / 'a'), overwrite=False)

@@ -64,7 +64,7 @@ def train(rules, devices=None):
 
 
 def part_of(layout):
-  """The rows of the batch that this process's devices hold, found without the code under test."""
+  """The rows of the batch on the devices of this process, computed without the code under test."""
   sharding = jax.sharding.NamedSharding(layout.mesh, P('data'))
   mine = sharding.addressable_devices_indices_map(BATCH.shape).values()
   rows = sorted({row for index in mine for row in range(len(BATCH))[index[0]]})
@@ -75,7 +75,7 @@ TABLES = {'names': NAMES, 'fsdp': (('batch', 'data'), spmd.fsdp('data', min_size
 
 
 def every_process():
-  """What a process tells; run in each of them."""
+  """The results of one process; runs in each of them."""
   reported = {name: train(rules) for name, rules in TABLES.items()}
   shuffled = [jax.devices()[i] for i in np.random.default_rng(1).permutation(8)]
   reported['shuffled'] = train(NAMES, shuffled)
@@ -99,7 +99,7 @@ def run(processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('processes', [2, 4])
-def test_every_process_trains_alike_and_as_one_process_does(processes):
+def test_every_process_trains_as_a_single_process_does(processes):
   reported = run(processes)
   for name in ('names', 'fsdp', 'shuffled'):
     alone = train(TABLES.get(name, NAMES))
@@ -112,7 +112,7 @@ def test_every_process_trains_alike_and_as_one_process_does(processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('processes', [2, 4])
-def test_processes_with_other_rules_or_batches_are_told_so(processes):
+def test_processes_with_different_rules_or_batches_all_raise(processes):
   others = 'process 1' if processes == 2 else 'processes 1-3'
   reported = run(processes)
   assert len({one['error'] for one in reported}) == 1
@@ -120,9 +120,9 @@ def test_processes_with_other_rules_or_batches_are_told_so(processes):
   assert first == (
     f"the layout, line 3: \"rule 1 ('hidden', None)\" in process 0, \"rule 1 ('hidden', 'model')\" in {others}."
   )
-  assert fix.startswith('Fix: make it from the same code')
+  assert fix.startswith('Fix: create it from the same code')
   if processes == 2:
     assert {one['batch'] for one in reported} == {
       '(root), dim 0: 4 of 8 in process 0, 8 of 16 in process 1.\n'
-      'Fix: give every process as much as its devices hold: pad or drop what is left over at the end.'
+      'Fix: pass on every process as much as its devices hold: pad or drop the remainder at the end.'
     }

@@ -1,4 +1,4 @@
-"""The manager in a job of several processes: one run, its data iterators, preemption, and going on with fewer."""
+"""The manager in a job of several processes: data iterators, resuming, and resuming with fewer processes."""
 
 import pytest
 
@@ -34,7 +34,7 @@ with checkpoint.Manager({root!r}, layout, every=2, keep=2) as manager:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_in_two_goes(tmp_path):
+def test_a_resumed_run_of_two_processes(tmp_path):
   root = str(tmp_path / 'run')
   first = run_processes(RUN.format(root=root, steps=5), processes=2, devices=2)
   assert [result.value for result in first] == [
@@ -51,9 +51,7 @@ def test_a_run_of_two_processes_in_two_goes(tmp_path):
     RUN.format(root=root, steps=6).replace('(create, data=data)', '(create)'), processes=1, devices=4
   )
   assert one[0].value == [6, 0, 0, [4, 6], 6.0]
-  with pytest.raises(
-    AssertionError, match='has data iterator positions for 2, this job has 1'
-  ):
+  with pytest.raises(AssertionError, match='has data iterator positions for 2, this job has 1'):
     run_processes(RUN.format(root=root, steps=6), processes=1, devices=4)
 
 

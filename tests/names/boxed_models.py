@@ -27,7 +27,7 @@ def box(names=('embed', 'mlp'), shape=(8, 16), cls=spmd.LogicallyPartitioned, **
 
 
 def names_of(tree):
-  """The tree with a box's names in its place, and None for a leaf without a box."""
+  """A tree with the names of each box in its place, and None for a bare leaf."""
   return jax.tree.map(
     lambda leaf: leaf.names if spmd.is_axis_metadata(leaf) else None, tree, is_leaf=spmd.is_axis_metadata
   )
@@ -59,7 +59,7 @@ def gradients(model, variables, *args):
 
 
 class Block(nn.Module):
-  """One square layer, fit for `nn.scan`; `lib` gives the boxes."""
+  """One square layer for `nn.scan`; `lib` provides the boxes."""
 
   lib: types.ModuleType = spmd
 

@@ -27,7 +27,7 @@ from tests.names.boxed_models import (
   names_of,
 )
 
-# -- what a box is
+# -- fields and classes
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_boxes_of_abstract_values():
     assert spmd.unbox(abstract) == {'w': jax.ShapeDtypeStruct((8, 16), jnp.float32)}
 
 
-def test_nested_boxes_open_together_and_the_outer_names_count():
+def test_nested_boxes_open_together_and_have_the_outer_names():
   for lib in (spmd, nn):
     inner = lib.Partitioned(jnp.ones((8, 8)), (None, 'model'))
     outer = lib.Partitioned(inner, ('data', None))
@@ -360,7 +360,7 @@ def test_unbox_constrains_traced_values_only():
 
 
 @pytest.mark.parametrize('names', [('mlp',), ('mlp', None, None)])
-def test_unbox_leaves_values_alone_that_do_not_fit_their_names(names):
+def test_unbox_does_not_constrain_a_value_whose_rank_differs_from_its_names(names):
   layout = spmd.Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
   one = box(names)
   np.testing.assert_array_equal(layout.jit(lambda one: one.unbox())(one), one.value)
@@ -377,7 +377,7 @@ def test_unbox_inside_shard_map_leaves_manual_axes_out():
   np.testing.assert_array_equal(layout.jit(mapped)(box().value), 2 * box().value)
 
 
-def test_boxes_mesh_and_rules_win_over_those_in_force(mesh):
+def test_a_boxes_own_mesh_and_rules_win_over_those_in_force(mesh):
   one = box(mesh=mesh, rules=(('mlp', 'data'),))
   assert jax.jit(lambda one: one.unbox() + 1)(one).sharding.spec == PartitionSpec(None, 'data')
   with spmd.Layout(mesh, (('embed', 'data'), ('mlp', 'model'))):
@@ -458,7 +458,7 @@ def test_flax_boxes_in_init_and_jit():
 
 def test_boxes_of_other_libraries():
   class Plain(nn.meta.AxisMetadata):
-    """A box that has nothing but what is abstract in Flax's class."""
+    """A box with only the abstract methods of Flax's class."""
 
     def __init__(self, value):
       self.value = value

@@ -1,7 +1,7 @@
-"""Drop-in: what `flax.linen.spmd` has, ours takes the same arguments for and gives the same results.
+"""Drop-in: the functions of `flax.linen.spmd`, with the same arguments and results.
 
-Flax itself is the oracle: wherever our semantics are meant to be its own, both run side by side, on
-hand-picked quirks and on thousands of drawn examples. Where we differ on purpose, the test says so.
+Flax itself is the oracle. Wherever our semantics are meant to equal its own, both run side by side, on
+hand-picked quirks and on thousands of drawn examples. Tests name every deliberate difference.
 """
 
 import functools
@@ -27,7 +27,7 @@ from tests import strategies
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 X = jnp.ones((8, 16))
 
-# Everything public of ours that Flax has too.
+# Our public names that Flax has too.
 FLAX = {
   name: getattr(module, name)
   for module in (meta, flax_functions, nn)
@@ -38,7 +38,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 def outcome(fn, *args, **kwargs):
-  """What a call returns, or what kind of error it raises."""
+  """The result of a call, or the class of its error."""
   try:
     return fn(*args, **kwargs)
   except Exception as error:
@@ -46,12 +46,12 @@ def outcome(fn, *args, **kwargs):
 
 
 def entries(spec):
-  """A spec as a tuple, in which everything that differs differs."""
+  """A spec as a tuple, which compares more strictly than a spec."""
   return tuple(spec) if isinstance(spec, PartitionSpec) else spec
 
 
 def described(tree):
-  """A tree in which a box is its kind, its names and what is in it: the same for both libraries."""
+  """A tree with the class, names and value of each box in its place, equal for both libraries."""
 
   def describe(leaf):
     if not spmd.is_axis_metadata(leaf):
@@ -82,7 +82,7 @@ def positional(fn):
 
 
 def assert_same_signature(ours, theirs):
-  """Our positional parameters are Flax's; what we add comes after them and has a default."""
+  """Our positional parameters are Flax's; additional ones follow them and have defaults."""
   ours, theirs = positional(ours), positional(theirs)
   assert [(p.name, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.kind) for p in theirs]
   for mine, other in zip(ours, theirs, strict=False):
@@ -264,7 +264,7 @@ def test_drawn_trees_of_specs(tree, rules):
   )
 
 
-def test_what_is_no_spec_is_refused_by_both():
+def test_both_reject_leaves_that_are_not_specs():
   for lib in (nn, spmd):
     for leaf in (3, jnp.ones(2)):
       with pytest.raises(TypeError):
@@ -438,7 +438,7 @@ def test_rules_in_lists_come_back_as_tuples():
 
 
 def constraints(lib, names, rules, x=X, **options):
-  """The specs of the constraints that are put on the arrays of `x`, in order."""
+  """The specs of the constraints on the arrays of `x`, in order."""
   with lib.logical_axis_rules(rules):
     jaxpr = jax.make_jaxpr(lambda x: lib.with_logical_constraint(x, names, **options))(x)
   return [tuple(equation.params['sharding'].spec) for equation in jaxpr.eqns]
@@ -471,7 +471,7 @@ def test_constraints_are_those_of_flax(names, rules):
     (),
   ],
 )
-def test_constrained_arrays_lie_as_with_flax(names, mesh):
+def test_constrained_arrays_are_sharded_as_with_flax(names, mesh):
   results = []
   for lib in (nn, spmd):
     with jax.set_mesh(mesh), lib.logical_axis_rules(CONSTRAINT_RULES):
@@ -531,7 +531,7 @@ def test_more_names_than_dimensions(mesh):
   ],
 )
 def test_fallbacks(fallback, names, expected, mesh):
-  """A name has no rule that fits: none at all, or only such as have lost their axes."""
+  """For a name without a rule, or whose rules have all lost their axes."""
   with jax.set_mesh(mesh):
     for lib, member in fallbacks(fallback).items():
       assert outcome(constraints, lib, names, CONSTRAINT_RULES, fallback=member) == expected, (
@@ -540,7 +540,7 @@ def test_fallbacks(fallback, names, expected, mesh):
 
 
 @pytest.mark.parametrize('fallback, expected', [('NO_CONSTRAINT', []), ('RAISE_ERROR', ValueError)])
-def test_fallbacks_of_flax_are_understood(fallback, expected, mesh):
+def test_fallbacks_of_flax_are_accepted(fallback, expected, mesh):
   with jax.set_mesh(mesh):
     member = flax_functions.RulesFallback[fallback]
     assert outcome(constraints, spmd, ('unknown',), CONSTRAINT_RULES, fallback=member) == expected
@@ -562,15 +562,15 @@ def test_names_that_are_no_prefix_of_the_tree(mesh):
       constraints(lib, {'a': ('batch',)}, CONSTRAINT_RULES, {'b': X})
 
 
-def test_none_in_a_tree_of_names_leaves_its_part_free(mesh):
-  """Flax leaves `x` alone for None, but replicates what None stands for inside a tree; we never do."""
+def test_none_in_a_tree_of_names_leaves_its_part_unconstrained(mesh):
+  """None alone leaves `x` unconstrained in both; None inside a tree of names replicates its part in Flax only."""
   names, x = {'a': ('batch',), 'b': None}, {'a': X, 'b': X}
   with jax.set_mesh(mesh):
     assert constraints(spmd, names, CONSTRAINT_RULES, x) == [('data',)]
     assert constraints(nn, names, CONSTRAINT_RULES, x) == [('data',), ()]
 
 
-def test_names_that_repeat_are_refused_by_both(mesh):
+def test_both_reject_repeated_names(mesh):
   for lib in (nn, spmd):
     with jax.set_mesh(mesh), pytest.raises(ValueError):
       constraints(lib, ('batch', 'batch'), CONSTRAINT_RULES)
@@ -580,7 +580,7 @@ def test_names_that_repeat_are_refused_by_both(mesh):
 
 
 def test_axes_of_the_older_functions_are_read_as_names(mesh):
-  """`flax.linen.partitioning` (T5X) keeps names in `*_axes` collections beside the arrays."""
+  """`flax.linen.partitioning` (T5X) stores names in `*_axes` collections beside the arrays."""
 
   class Model(nn.Module):
     @nn.compact

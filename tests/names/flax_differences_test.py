@@ -580,7 +580,9 @@ def test_a_restore_target_without_shardings_takes_those_of_the_file(tmp_path, me
   ocp.save(tmp_path / 'orbax', variables)
   with pytest.warns(UserWarning, match='sharding file'):
     read = ocp.load(tmp_path / 'orbax', bare)
-  assert read['params']['w'].sharding.spec == P(None, 'model')  # where the file says, whatever is wanted
+  assert read['params']['w'].sharding.spec == P(
+    None, 'model'
+  )  # the sharding in the file, not the layout's
 
   spmd.checkpoint.save(tmp_path / 'ours', variables, layout=layout)
   with pytest.raises(spmd.errors.TargetError) as error:
@@ -856,7 +858,7 @@ def test_flax_fails_on_explicit_axes_of_size_one():
 
   layout = spmd.Layout(mesh, RULES)
   y = layout.jit(step)(layout.shard(X, ('batch', None)))
-  assert set(types_seen) == {P('data', None)}  # `+ x` would fail if the type said 'model' too
+  assert set(types_seen) == {P('data', None)}  # with 'model' in the type, `+ x` would fail
   np.testing.assert_array_equal(y, 2 * X)
 
 

@@ -62,7 +62,7 @@ def test_adafactors_fields_decide_between_two_equal_dimensions(full, field, name
 
 
 def test_adafactor_square_kernels_against_optax():
-  """Gradients that differ along one dimension only show which one v_row keeps."""
+  """Gradients that vary along a single dimension show which one v_row keeps."""
   import optax
 
   tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
@@ -97,8 +97,8 @@ def test_state_is_matched_to_its_parameter_by_the_end_of_its_path():
   assert (row.inference.how, row.inference.parameter, row.names) == ('subset', 'params/b/w', ('mlp',))
 
 
-def test_parameters_of_other_depth_are_not_taken_for_state():
-  """Same names, same last key, other shape: both are parameters."""
+def test_parameters_at_another_depth_are_not_state():
+  """Two parameters with equal names and last keys, but different shapes."""
   tree = {'params': {'w': box((16, 32)), 'deep': {'w': box((8, 8))}}}
   assert not TreeNames(tree).inferred
   assert spmd.get_partition_spec(tree)['params']['deep']['w'] == P(*NAMES)

@@ -22,7 +22,7 @@ from tests.names.boxed_models import (
 
 
 class Layer(nn.Module):
-  """One square layer that takes and returns a value, as `remat_scan` wants it."""
+  """One square layer that maps a value to a value, as `remat_scan` requires."""
 
   boxed: bool = True
 
@@ -117,7 +117,7 @@ def test_remat_scan_without_names_warns():
   assert variables['params']['deep']['w'].names == (None, 'embed', 'mlp')
 
 
-def test_remat_scan_of_flax_knows_no_names():
+def test_remat_scan_of_flax_fails_on_boxes():
   with pytest.raises(Exception, match='partition_name') as error:
     abstract(FlaxDeep(), X)
   assert type(error.value).__name__ == 'PartitioningUnspecifiedError'

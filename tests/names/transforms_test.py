@@ -65,14 +65,14 @@ def test_functions_on_trees_add_and_remove_axes():
   assert spmd.remove_axis(added, 0, LAYERS) == tree
 
 
-def test_none_is_a_name_that_an_axis_can_be_given():
+def test_an_added_axis_can_be_named_none():
   added = box().add_axis(0, {nn.PARTITION_NAME: None})
   assert added.names == (None, 'embed', 'mlp')
   assert added.remove_axis(0, {nn.PARTITION_NAME: None}) == box()
 
 
 def layerwise(x, w, axis):
-  """What `Stack` computes, layer by layer."""
+  """The computation of `Stack`, layer by layer."""
   for layer in range(3):
     x = jnp.tanh(x @ jnp.take(w, layer, axis=axis))
   return x
@@ -112,7 +112,7 @@ def test_scan_over_a_negative_axis_is_mislabelled_by_flax():
 
 
 class Decoder(nn.Module):
-  """A module around a stack: what is in it has a path."""
+  """A module around a stack, so that errors show its path."""
 
   axis: int = 0
   layer: str | None = 'layers'
@@ -123,7 +123,7 @@ class Decoder(nn.Module):
 
 
 def refusal(model):
-  """What applying `model` to variables of `Decoder()` is refused with."""
+  """The error of applying `model` to variables of `Decoder()`."""
   with pytest.raises(spmd.errors.LayoutError) as error:
     jax.eval_shape(model.apply, abstract(Decoder(), X), X)
   return str(error.value)
@@ -163,7 +163,7 @@ def test_apply_under_another_partition_name():
   )
 
 
-def test_a_missing_partition_name_is_none_and_warned_about_with_the_module():
+def test_a_missing_partition_name_is_none_with_a_warning_that_names_the_module():
   model = Decoder(layer=None)
   with pytest.warns(UserWarning) as warned:
     variables = abstract(model, X)
@@ -173,7 +173,7 @@ def test_a_missing_partition_name_is_none_and_warned_about_with_the_module():
     'adds an axis without a name. It is None (replicated); name it with '
     'metadata_params={nn.PARTITION_NAME: ...}.'
   ]
-  assert jax.eval_shape(model.apply, variables, X).shape == (2, 8)  # said once, at init
+  assert jax.eval_shape(model.apply, variables, X).shape == (2, 8)  # one warning, at init
 
 
 def test_a_missing_partition_name_is_an_error_in_flax_that_prints_the_array():
@@ -185,7 +185,7 @@ def test_a_missing_partition_name_is_an_error_in_flax_that_prints_the_array():
 
 
 class Nested(nn.Module):
-  """Scans in scans, each level under its own name and over its own axis."""
+  """Nested scans, each level with its own name and axis."""
 
   levels: tuple = (('groups', 2, 0), ('layers', 3, 0))
 
@@ -253,7 +253,7 @@ def test_vmap(axis, names):
 
 
 def test_collections_in_scan():
-  """A statistic, a cache and a parameter, scanned over axes of their own."""
+  """A statistic, a cache and a parameter, each scanned over its own axis."""
 
   class Cell(nn.Module):
     @nn.compact
@@ -340,7 +340,7 @@ def test_param_gives_the_value_and_keeps_the_box():
 
 
 class Counter(nn.Module):
-  """Sums what it is called with, in a boxed variable."""
+  """Accumulates its arguments in a boxed variable."""
 
   @nn.compact
   def __call__(self, x):

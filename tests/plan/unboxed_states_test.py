@@ -1,4 +1,4 @@
-"""States without boxes: known by their form, in every equal layout, and never mistaken for another."""
+"""Unboxed states: recognised by their structure in every equal layout, and never mistaken for another state."""
 
 import dataclasses
 from functools import partial
@@ -18,7 +18,7 @@ RULES = (('batch', 'data'), ('hidden', 'model'))
 
 
 def layout(*more):
-  """Distinct rules per test: equal layouts share what they remember."""
+  """A layout with additional rules per test, because equal layouts share their records."""
   return spmd.Layout({'data': 2, 'model': 4}, (*RULES, *((name, None) for name in more)))
 
 
@@ -27,7 +27,7 @@ def make(*names, shape=(16, 16), bias=True):
   return lambda: {'w': box, 'b': jnp.ones(16)} if bias else {'w': box}
 
 
-def test_everything_that_plans_knows_the_names():
+def test_every_method_of_the_layout_uses_the_names():
   lay = layout('t1')
   state = lay.init(make('embed', 'hidden'), boxed=False)
   where = NamedSharding(lay.mesh, P(None, 'model'))
@@ -39,17 +39,17 @@ def test_everything_that_plans_knows_the_names():
   assert (row.names, row.bytes_per_device) == (('embed', 'hidden'), 256)
 
 
-def test_an_equal_layout_knows_them_too():
+def test_an_equal_layout_knows_the_names():
   state = layout('t2').init(make('embed', 'hidden'), boxed=False)
   assert layout('t2').names(state) == [None, ('embed', 'hidden')]
 
 
-def test_another_layout_does_not():
+def test_a_different_layout_does_not_know_the_names():
   state = layout('t3').init(make('embed', 'hidden'), boxed=False)
   assert layout('other').names(state) == [None, None]
 
 
-def test_two_states_of_one_form_are_told_apart_by_their_shardings():
+def test_shardings_distinguish_two_states_of_one_structure():
   lay = layout('t4')
   wide = lay.init(make('embed', 'hidden'), boxed=False)
   tall = lay.init(make('hidden', 'embed'), boxed=False)
@@ -59,7 +59,7 @@ def test_two_states_of_one_form_are_told_apart_by_their_shardings():
   assert lay.names(target)[1] == ('hidden', 'embed')
 
 
-def test_inside_a_trace_two_states_of_one_form_are_left_to_the_compiler():
+def test_inside_a_trace_two_states_of_one_structure_are_left_to_the_compiler():
   lay = layout('t5')
   wide = lay.init(make('embed', 'hidden'), boxed=False)
   lay.init(make('hidden', 'embed'), boxed=False)
@@ -67,8 +67,8 @@ def test_inside_a_trace_two_states_of_one_form_are_left_to_the_compiler():
   assert doubled['w'].sharding.is_equivalent_to(wide['w'].sharding, 2)
 
 
-def test_a_lone_array_is_not_remembered():
-  """Every other array of its shape would be mistaken for it."""
+def test_a_lone_array_is_not_recorded():
+  """Any other array of its shape would be mistaken for it."""
   lay = layout('t6')
   lay.init(lambda: spmd.LogicallyPartitioned(jnp.ones((16, 16)), ('embed', 'hidden')), boxed=False)
   x = lay.shard(jnp.ones((16, 16)), ('batch', None))
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_a_state_without_boxes_has_its_names(tmp_path):
   assert {path: leaf.names for path, leaf in leaves.items()} == {'b': None, 'w': ('embed', 'hidden')}
 
 
-def test_trees_with_static_parts_that_have_no_hash_are_planned_all_the_same():
+def test_trees_with_unhashable_static_parts_are_planned():
   @partial(jax.tree_util.register_dataclass, data_fields=['w'], meta_fields=['config'])
   @dataclasses.dataclass
   class State:

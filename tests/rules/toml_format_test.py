@@ -192,7 +192,9 @@ def test_a_missing_section():
 
 
 def test_mistakes_in_the_rules_are_the_tables_own():
-  assert "'unmatchd' is not a policy" in text_of(errors.RulesError, TEXT.replace('unmatched', 'unmatchd'))
+  assert "'unmatchd' is not a policy" in text_of(
+    errors.RulesError, TEXT.replace('unmatched', 'unmatchd')
+  )
   assert 'Rule 0 is' in text_of(errors.RulesError, TEXT.replace('"batch", "data"', '"batch", 3'))
   assert "mesh axis 'dat'" in text_of(
     errors.MeshAxisError, TEXT.replace('"batch", "data"', '"batch", "dat"')

@@ -343,7 +343,7 @@ def wrong(text, **constraints):
 def test_a_budget_larger_than_the_chip():
   wrong(
     """
-    The memory budget of 100 GiB exceeds the 79.1 GiB of a h100.
+    The memory budget of 100 GiB exceeds the 79.1 GiB of one h100.
     Fix: pass a smaller memory, or omit it.
     """,
     memory='100GiB',

@@ -88,7 +88,7 @@ def local_indices(shape: Sequence[int], sharding: Sharding) -> tuple[np.ndarray,
 
 
 class _LocalArray(NamedTuple):
-  """This process's part of one array: shape of the part, dtype and sharding of the global array."""
+  """The part of one array on this process: its shape, with dtype and sharding of the global array."""
 
   path: KeyPath
   shape: tuple[int, ...]
@@ -190,9 +190,7 @@ def _pieces_of(dim: int, indices: Mapping[Any, Any]) -> _PieceCounts:
   return _PieceCounts(len(set().union(*starts.values())), counts)
 
 
-def _global_shapes(
-  batch: _BatchStructure, compare: bool, timeout: float
-) -> tuple[tuple[int, ...], ...]:
+def _global_shapes(batch: _BatchStructure, compare: bool, timeout: float) -> tuple[tuple[int, ...], ...]:
   """The shapes of a batch's global arrays, after a comparison with the other processes.
 
   Raises:
@@ -288,9 +286,7 @@ def _differences(reports: _Reports, local: Sequence[_LocalArray]) -> list[Proble
 _EQUAL_STRUCTURE = 'pass a batch of the same structure on every process.'
 
 
-def _differences_at(
-  path: str, array: _LocalArray | None, reports: Mapping[int, Any]
-) -> list[Problem]:
+def _differences_at(path: str, array: _LocalArray | None, reports: Mapping[int, Any]) -> list[Problem]:
   """The differences at one array: in the first property that differs, but in every dimension."""
   presence = {process: 'missing' if one is None else 'present' for process, one in reports.items()}
   problems = differ(path, presence, _EQUAL_STRUCTURE)
@@ -307,9 +303,7 @@ def _differences_at(
   return problems or _sizes_differ(path, array, {p: one['shape'] for p, one in reports.items()})
 
 
-def _sizes_differ(
-  path: str, array: _LocalArray, shapes: Mapping[int, Sequence[int]]
-) -> list[Problem]:
+def _sizes_differ(path: str, array: _LocalArray, shapes: Mapping[int, Sequence[int]]) -> list[Problem]:
   problems = []
   for dim, pieces in enumerate(_pieces(array.sharding, len(array.shape))):
     sizes = {

@@ -83,6 +83,11 @@ class Jitted(UnderLayout):
 
   Raises:
     LayoutError: `fn` was jitted by another layout.
+
+  Attributes:
+    in_force: the mesh and rules that the function uses.
+    functions: the `jax.jit` functions so far, by the shardings that they are compiled for.
+    reported: the kinds of warnings already issued.
   """
 
   def __init__(
@@ -107,9 +112,9 @@ class Jitted(UnderLayout):
     self._body = _traced_body(self, fn)
     self._arguments = Arguments.of(fn, options)
     self.reported: set[str] = set()
-    self._single: tuple[_CallShardings, Any] | None = None  # the only entry of _functions, if it has one
+    self._single: tuple[_CallShardings, Any] | None = None  # the only entry of functions, if it has one
     self._planning = threading.RLock()
-    self._functions: dict[_CallShardings, Any] = {}
+    self.functions: dict[_CallShardings, Any] = {}
     self._by_signature: dict[Any, tuple[_CallShardings, Any]] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,11 +230,11 @@ class Jitted(UnderLayout):
     with self._planning:
       self._single = None  # another thread's fast call must not run a trace for output shardings
       shardings = _CallShardings(self._inputs_of_call(args, kwargs), self._traced_outputs(args, kwargs))
-      function = self._functions.get(shardings)
+      function = self.functions.get(shardings)
       if function is None:
-        function = self._functions[shardings] = self._jit(shardings)
+        function = self.functions[shardings] = self._jit(shardings)
       planned = self._by_signature[signature] = shardings, function
-      self._single = planned if len(self._functions) == 1 else None
+      self._single = planned if len(self.functions) == 1 else None
       return planned
 
   def _jit(self, shardings: _CallShardings) -> Any:

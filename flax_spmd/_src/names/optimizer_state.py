@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -53,13 +53,13 @@ class Unit(NamedTuple):
 
   Attributes:
     path: its key path.
-    names: its names, in a form that compares fast.
+    static: the static part of its box, by which names compare; None for a bare leaf.
     shape: shape of its array; None for a box around several arrays.
     fits: whether it has one name per dimension.
   """
 
   path: KeyPath
-  names: Hashable
+  static: Any
   shape: Shape | None
   fits: bool
 
@@ -116,7 +116,7 @@ def find_parameters(units: Mapping[int, Unit]) -> dict[int, int]:
   for i, unit in units.items():
     if unit.fits:
       for length in _tail_lengths(keys[i]):
-        by_tail[unit.names, keys[i][-length:]].append(i)
+        by_tail[unit.static, keys[i][-length:]].append(i)
   parameter_of = {}
   for i, unit in units.items():
     if not unit.fits or below_a_field(unit.path):
@@ -158,7 +158,7 @@ def _find_parameter(i: int, units: Mapping[int, Unit], keys, by_tail) -> int | N
   for length in range(len(path), 0, -1):
     candidates = [
       other
-      for other in by_tail.get((units[i].names, path[-length:]), ())
+      for other in by_tail.get((units[i].static, path[-length:]), ())
       if other != i and _is_state_of(units[i], path, keys[other], length)
     ]
     if candidates:

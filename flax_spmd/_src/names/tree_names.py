@@ -66,7 +66,7 @@ class TreeNames:
     self.tree = tree
     self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_axis_metadata)
     self.box_statics, self.values = statics_of(self.units)
-    self.shapes = [getattr(value, 'shape', None) for value in self.values]
+    self.shapes: list[Any] = [getattr(value, 'shape', None) for value in self.values]
 
   @functools.cached_property
   def statics(self) -> list[Static | None]:
@@ -173,7 +173,7 @@ class TreeNames:
         continue
       parameter = units[parameter_of[i]]
       if unit.shape != parameter.shape:
-        names, field, path = self.box_statics[i].names, field_of(unit.path), path_string(parameter.path)
+        names, field, path = unit.static.names, field_of(unit.path), path_string(parameter.path)
         inferred[i] = [infer(names, parameter.shape, shape, field, path) for shape in shapes]
     return inferred
 
@@ -181,7 +181,7 @@ class TreeNames:
     """The boxes with one of these names."""
     units = {}
     for i, (path, static) in enumerate(zip(self._key_paths, self.box_statics, strict=True)):
-      if static in statics:
+      if static is not None and static in statics:
         shape, names = self.shapes[i], static.names
         fits = shape is not None and not isinstance(names, str) and len(names) == len(shape)
         units[i] = Unit(path, static, shape, fits)

@@ -91,26 +91,31 @@ def accumulate(
 ) -> Any:
   """Runs a function on every microbatch of a batch and combines the results.
 
-  Args: fn: function from a microbatch to a tree of results; usually `value_and_grad` of the loss. It may
-    close over parameters and random keys. batch: tree of arrays, all with the same first dimension.
+  Args:
+    fn: function from a microbatch to a tree of results; usually `value_and_grad` of the loss. It may
+      close over parameters and random keys.
+    batch: tree of arrays, all with the same first dimension.
     schedule: order in which stages run the microbatches under `layout.pipeline_jit`. Results do not
-    depend on it. op: reduction of the results: `Add`, `Mean`, `Max` or `Concat` for all of them, or a
-    tree of these that is a prefix of the result of `fn`. microbatches: number of microbatches to split
-    the batch into. Example i goes to microbatch i % microbatches, so that a batch sharded by examples
-    stays sharded in every microbatch; `Concat` restores the order. None: the first dimension counts the
-    microbatches, as in `lax.scan`.
+      depend on it.
+    op: reduction of the results: `Add`, `Mean`, `Max` or `Concat` for all of them, or a tree of these
+      that is a prefix of the result of `fn`.
+    microbatches: number of microbatches to split the batch into. Example i goes to microbatch
+      i % microbatches, so that a batch sharded by examples stays sharded in every microbatch; `Concat`
+      restores the order. None: the first dimension counts the microbatches, as in `lax.scan`.
 
   Returns:
     The combined results, with the tree structure of the result of `fn`.
 
-  Raises: PipelineError: first dimensions that differ or do not divide, an op that cannot combine a
-    result, or a number of microbatches that the schedule does not support.
+  Raises:
+    PipelineError: first dimensions that differ or do not divide, an op that cannot combine a result, or
+      a number of microbatches that the schedule does not support.
 
   Example:
     >>> w = jnp.ones(3)
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> batch = jnp.arange(12.0).reshape(4, 3)
-    >>> mean, grads = accumulate(lambda x: jax.value_and_grad(loss)(w, x), batch, op=Mean, microbatches=2)
+    >>> value_and_grad = lambda x: jax.value_and_grad(loss)(w, x)
+    >>> mean, grads = accumulate(value_and_grad, batch, op=Mean, microbatches=2)
     >>> float(mean) == float(loss(w, batch))
     True
   """
@@ -189,8 +194,8 @@ def _size(batch: Any) -> int:
     raise PipelineError(
       'accumulate: the arrays of a batch need the same first dimension, of size 1 or more:\n'
       + first_lines([f'  {name}: {leaf.dtype}{list(leaf.shape)}' for name, leaf in named])
-      + '\nFix: give every array the same number of microbatches or examples; close over values that are '
-      'not split.'
+      + '\nFix: give every array the same number of microbatches or examples; close over values that '
+      'are not split.'
     )
   return sizes.pop()
 

@@ -1,4 +1,4 @@
-"""Pipelined functions: a step is traced once, cut into a program per stage, compiled, and run by a schedule.
+"""Pipelined functions: steps that are cut into one program per stage and run by a schedule.
 
     step = layout.pipeline_jit(train_step, axis='stage', donate_argnums=0)
     state, loss = step(state, batch)
@@ -62,11 +62,15 @@ LeafPlanner = Callable[[Any], Sequence[Any]]
 class Pipelined(UnderLayout):
   """A function that runs as a pipeline; called, traced, lowered and compiled like a `jax.jit` function.
 
-  Args: fn: function to run. mesh, rules: mesh and rule table of the layout. axis: mesh axis that the
-    stages are partitioned over. schedule: default schedule, for an `accumulate` without one.
-    plan_outputs: function from a result to the sharding (or None) of each leaf. plan_inputs: function
-    from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding (or None) of each leaf.
-    None: arguments keep their shardings. threads: whether each rank is dispatched by its own thread.
+  Args:
+    fn: function to run.
+    mesh, rules: mesh and rule table of the layout.
+    axis: mesh axis that the stages are partitioned over.
+    schedule: default schedule, for an `accumulate` without one.
+    plan_outputs: function from a result to the sharding (or None) of each leaf.
+    plan_inputs: function from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding
+      (or None) of each leaf. None: arguments keep their shardings.
+    threads: whether each rank is dispatched by its own thread.
     stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
     options: arguments of `jax.jit` for static and donated arguments.
   """
@@ -320,7 +324,7 @@ class LoweredPipelineStep:
     return listing(self.call_list)
 
   def compile(self) -> CompiledPipeline:
-    """Compiles the programs, several at once.
+    """Compiles the programs in parallel.
 
     Raises:
       PipelineError: the mesh is abstract, or a rank's devices have less memory than its stages need.

@@ -9,7 +9,7 @@ leading stage dimension, which a rule such as `('stage', 'stage')` shards over a
 run in parallel, each on a different microbatch. After every tick their outputs move to the next stage: a
 `collective-permute` between neighbours.
 
-With m microbatches and p stages the forward takes m + p - 1 ticks, and the backward as many again: it is
+With m microbatches and p stages the forward takes m + p - 1 ticks, and so does the backward: it is
 the gradient of the loop, so all forwards come first. That is GPipe's order
 (https://arxiv.org/abs/1811.06965), with its bubble of (p - 1) / (m + p - 1) and its memory: activations
 of all microbatches, unless a stage is wrapped in `nn.remat`. Layers outside the stages (embedding, head)
@@ -48,13 +48,15 @@ def stacked(
   Values and gradients equal those of the modules in sequence; parameters have the structure of `nn.scan`
   with `variable_axes={'params': 0}`. Random keys (dropout) differ between stages and microbatches.
 
-  Args: target: one stage: a Module class, or a function of a Module and a value. It maps a tree of
-    arrays with examples in the first dimension to a tree of the same shapes and dtypes; inputs of every
-    stage (a mask) are passed along in the tree. It has parameters only, no batch statistics. stages:
-    number of stages. microbatches: number of microbatches to split the examples into, as in
-    `accumulate`. axis: logical name of the leading dimension of the parameters; a rule shards it over a
-    mesh axis. names: logical names of the leading dimensions of the values between stages, or a tree of
-    such names that is a prefix of them.
+  Args:
+    target: one stage: a Module class, or a function of a Module and a value. It maps a tree of arrays
+      with examples in the first dimension to a tree of the same shapes and dtypes; inputs of every stage
+      (a mask) are passed along in the tree. It has parameters only, no batch statistics.
+    stages: number of stages.
+    microbatches: number of microbatches to split the examples into, as in `accumulate`.
+    axis: logical name of the leading dimension of the parameters; a rule shards it over a mesh axis.
+    names: logical names of the leading dimensions of the values between stages, or a tree of such names
+      that is a prefix of them.
 
   Returns:
     `target`, transformed.

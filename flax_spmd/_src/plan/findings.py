@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.clauses import Clause, OwningClause
-from flax_spmd._src.rules.decisions import RuleId, axis_names, rule_text
+from flax_spmd._src.rules.decisions import Reason, RuleId, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import plural, size_text
 from flax_spmd.errors import did_you_mean
@@ -130,7 +130,9 @@ def _idle_rules(planner: Planner, rows: Sequence[Row]) -> Iterable[Finding]:
   ]
   paths = [row.path for row in rows]
   for rule, clause in [*unmet.items(), *idle]:
-    reasons = Counter(skip.reason for row in rows for skip in row.skipped if skip.rule == rule)
+    reasons: Counter[Reason] = Counter(
+      skip.reason for row in rows for skip in row.skipped if skip.rule == rule
+    )
     finding = clause.idle(paths, reasons)
     if finding is not None:
       text = f'rule {rule_text(rule)} {clause.short} {finding.text}'

@@ -2,10 +2,10 @@
 
     Candidate((Axis(8), Axis(8)), name_rules=(('batch', (0,)), ('mlp', (1,))), fsdp_axes=(0,))
 
-Mesh axes are referred to by number. Except for axes named by the user, an axis gets its name from the dimensions
-sharded over it, so candidates that differ in axis names only are equal. `canonical` removes other differences
-without effect: axes that are always used together are merged, names that share no array are sorted, and axes at
-equivalent levels of the machine are ordered.
+Mesh axes are referred to by number. Except for axes named by the user, an axis gets its name from the
+dimensions sharded over it, so candidates that differ in axis names only are equal. `canonical` removes
+other differences without effect: axes that are always used together are merged, names that share no
+array are sorted, and axes at equivalent levels of the machine are ordered.
 """
 
 from __future__ import annotations

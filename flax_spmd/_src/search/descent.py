@@ -1,9 +1,9 @@
 """Coordinate descent over candidates, with random restarts.
 
-For each thing that can change (the axes of a name, the mesh, `fsdp`, ...) all alternatives are tried and the best is
-taken, until no single change lowers the cost. The search then restarts from the next of the best starting points,
-and later from a good candidate with a few random changes. The order is random but depends on the seed alone, never
-on time, so equal searches return equal results.
+For each thing that can change (the axes of a name, the mesh, `fsdp`, ...) all alternatives are tried and
+the best is taken, until no single change lowers the cost. The search then restarts from the next of the
+best starting points, and later from a good candidate with a few random changes. The order is random but
+depends on the seed alone, never on time, so equal searches return equal results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Estimate cache: the estimates of a search in a file, so that a killed search resumes.
 
-The file has one line of JSON per estimate, appended as soon as it is made; an incomplete last line is ignored. The file
-name is a digest of the program and the target. The first line records the versions and a digest of the package's
-source that made the estimates; a file of another version is discarded.
+The file has one line of JSON per estimate, appended as soon as it is made; an incomplete last line is
+ignored. The file name is a digest of the program and the target. The first line records the versions and
+a digest of the package's source that made the estimates; a file of another version is discarded.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     search(train_step, 'h100:64', pipelines=[OneFOneB(ranks=4), ZeroBubbleH1(ranks=4)])
 
-A pipeline is searched on the devices of one rank: there, the step without a pipeline (its `accumulate` is a loop) is
-estimated under many layouts. A rank has a share of 1 / ranks of the state and of the work, and the activations that its
-schedule keeps alive; idle ranks make the step longer. These estimates are rough and only select the candidates to
-compile, as pipelines on all devices with the mesh axis of the stages first.
+A pipeline is searched on the devices of one rank: there, the step without a pipeline (its `accumulate`
+is a loop) is estimated under many layouts. A rank has a share of 1 / ranks of the state and of the work,
+and the activations that its schedule keeps alive; idle ranks make the step longer. These estimates are
+rough and only select the candidates to compile, as pipelines on all devices with the mesh axis of the
+stages first.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ class PipelineTrials(Trials):
 def rank_memory(plain: Memory, simulation: Simulation) -> Memory:
   """The memory of a device of a rank: its share of the state and the gradients, and the live activations.
 
-  A rank of the first stages holds the whole batch. Without a pipeline, one microbatch's activations are alive.
+  A rank of the first stages holds the whole batch. Without a pipeline, one microbatch's activations are
+  alive.
 
   Args:
     plain: memory of a device that runs the whole step.

@@ -4,9 +4,10 @@
     result = search(train_step, 'h100:64', memory='60GiB')
     result.to_toml('layout.toml')
 
-The step is lowered once and estimated under many layouts, starting from the presets and changing one thing at a time
-(`descent`). The best candidates, doubtful ones among them, and the best mesh of each preset are then compiled by the
-target's own compiler, and the compiled outcomes decide. Pipelines are searched alongside (`pipelines`).
+The step is lowered once and estimated under many layouts, starting from the presets and changing one
+thing at a time (`descent`). The best candidates, doubtful ones among them, and the best mesh of each
+preset are then compiled by the target's own compiler, and the compiled outcomes decide. Pipelines are
+searched alongside (`pipelines`).
 """
 
 from __future__ import annotations
@@ -58,28 +59,33 @@ def search(
 ) -> SearchResult:
   """Searches for the layout under which a training step is fastest and fits into memory.
 
-  Nothing is allocated, and nothing runs. Estimates are cached next to compiled results (in `FLAX_SPMD_CACHE`), so
-  a killed search resumes and ends with the same result. Ctrl-C ends a search with the best result so far.
+  Nothing is allocated, and nothing runs. Estimates are cached next to compiled results (in
+  `FLAX_SPMD_CACHE`), so a killed search resumes and ends with the same result. Ctrl-C ends a search with
+  the best result so far.
 
   Args:
     train_step: the step and its arguments.
     target: hardware such as `'h100:64'`, `'v5e:16x16'` or `'cpu:8'`; see `flax-spmd targets`.
-    memory: memory budget of a device, in bytes or as `'60GiB'`. Default: all memory available to a program.
-    choices: values to try for arguments of the step, such as `{'remat': ('none', 'full')}`. Parameters of
-      `create` with the same names receive them too.
-    pipelines: schedules to try for the step as a pipeline, such as `OneFOneB(ranks=4)`. The stages are sharded
-      over a mesh axis `stage`, and the other axes are within a rank. The step must take its gradients in
+    memory: memory budget of a device, in bytes or as `'60GiB'`. Default: all memory available to a
+      program.
+    choices: values to try for arguments of the step, such as `{'remat': ('none', 'full')}`. Parameters
+      of `create` with the same names receive them too.
+    pipelines: schedules to try for the step as a pipeline, such as `OneFOneB(ranks=4)`. Ranks are along a
+      mesh axis `stage`; the other axes are within a rank. The step must take its gradients in
       `pipeline.accumulate`; a model without stage ends is cut into equal stages.
     mesh: a fixed mesh, or its size per axis; one size may be -1. For a pipeline, the axes within a rank.
-    pin: mesh axes that a logical name is sharded over; None replicates it. Every mesh of the search has the
-      axes listed here.
-    forbid: logical names that are never sharded; as a mapping, the axes that each name is never sharded over.
+    pin: mesh axes that a logical name is sharded over; None replicates it. Every mesh of the search has
+      the axes listed here.
+    forbid: logical names that are never sharded; as a mapping, the axes that each name is never sharded
+      over.
     batch_only: mesh axes that only the batch is sharded over.
     tensor: largest number of devices for tensor parallelism. Default: the devices of one node.
-    candidates: number of layouts to estimate, and again for each pipeline. Simplifying the best ones adds a few.
-    time_limit: seconds for the whole search. With a limit, the result depends on the speed of this machine.
-    top: number of the best layouts to compile, besides the best of each preset, and number of pipelines to
-      compile (at least one per schedule). With 0, nothing is compiled.
+    candidates: number of layouts to estimate, and again for each pipeline. Simplifying the best ones
+      adds a few.
+    time_limit: seconds for the whole search. With a limit, the result depends on the speed of this
+      machine.
+    top: number of the best layouts to compile, besides the best of each preset, and number of pipelines
+      to compile (at least one per schedule). With 0, nothing is compiled.
     seed: seed of the random number generator.
     fresh: whether to discard cached estimates.
     hardware: TOML file with descriptions of further chips.
@@ -87,9 +93,9 @@ def search(
     show: whether to show a progress bar.
 
   Returns:
-    The best layout, the effect of each of its rules, and the runners-up. It is the best of all compiled layouts.
-    The best mesh of each preset is compiled too, unless a reliable estimate needs too much memory or twice the
-    time; so the result is no worse than the presets.
+    The best layout, the effect of each of its rules, and the runners-up. It is the best of all compiled
+    layouts. The best mesh of each preset is compiled too, unless a reliable estimate needs too much
+    memory or twice the time; so the result is no worse than the presets.
 
   Raises:
     SearchError: constraints that cannot be met; lists all of them.

@@ -4,8 +4,8 @@
     space.meshes()                  # the devices as a grid of axes, in every possible way
     space.coordinates(candidate)    # one list of changed candidates per thing that can change
 
-A candidate is legal if every sharded dimension is divisible and the user's constraints are met. The space returns
-candidates in canonical form, so equivalent candidates are equal.
+A candidate is legal if every sharded dimension is divisible and the user's constraints are met. The
+space returns candidates in canonical form, so equivalent candidates are equal.
 """
 
 from __future__ import annotations

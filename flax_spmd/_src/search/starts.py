@@ -1,7 +1,7 @@
 """Starting points of a search: the presets on every mesh, and tables built from the model's names.
 
-The presets use common names. A model with other names (`hidden` for `mlp`), or with more of them (`act_mlp` for the
-dimension of an activation), gets each preset a second time with its own names.
+The presets use common names. A model with other names (`hidden` for `mlp`), or with more of them
+(`act_mlp` for the dimension of an activation), gets each preset a second time with its own names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class StartingPoint(NamedTuple):
 def starting_points(space: Space, limit: int) -> list[StartingPoint]:
   """Up to `limit` distinct legal starting points, presets first.
 
-  If none is legal (as with more devices than sequences), axes that do not divide their dimensions are dropped.
+  If none is legal (as with more devices than sequences), axes that do not divide their dimensions are
+  dropped.
   """
   points = _legal(space, space.legal) or _legal(space, lambda one: space.legal(space.divisible(one)))
   return [StartingPoint(candidate, name) for candidate, name in points.items()][:limit]

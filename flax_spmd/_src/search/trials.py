@@ -5,8 +5,8 @@
     trials.cost(candidate)         # one number, by which candidates are compared
     trials.compile([candidate])    # results of the target's own compiler
 
-Each choice of the step's arguments makes another program with an estimator of its own. If this jaxlib has no
-estimator, outcomes are compiled instead, which takes seconds each.
+Each choice of the step's arguments makes another program with an estimator of its own. If this jaxlib
+has no estimator, outcomes are compiled instead, which takes seconds each.
 """
 
 from __future__ import annotations

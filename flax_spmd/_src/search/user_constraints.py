@@ -1,8 +1,8 @@
 """User constraints: conditions that every layout of a search meets.
 
-Constraints refer to mesh axes by name, and so give names to axes: with `pin={'batch': 'data'}`, every mesh of the
-search has an axis `data` of some size. Constraints that contradict the model, the target or each other are
-reported together, before the search starts.
+Constraints refer to mesh axes by name, and so give names to axes: with `pin={'batch': 'data'}`, every
+mesh of the search has an axis `data` of some size. Constraints that contradict the model, the target or
+each other are reported together, before the search starts.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _problems(constraints: UserConstraints, target: Target, facts: ModelFacts) -
   if constraints.memory > target.chip.memory:
     yield Problem(
       f'The memory budget of {size_text(constraints.memory)} exceeds the '
-      f'{size_text(target.chip.memory)} of a {target.chip.name}.',
+      f'{size_text(target.chip.memory)} of one {target.chip.name}.',
       'pass a smaller memory, or omit it.',
       SearchError,
     )

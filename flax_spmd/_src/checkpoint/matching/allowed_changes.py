@@ -23,20 +23,21 @@ Dtypes = Literal['keep', 'cast'] | Mapping[str, str]
 class Changes:
   """The differences between a checkpoint and its restore target that a restore may bridge.
 
-  Every argument is optional; the default allows no difference. Saved paths are renamed first, so the other
-  arguments refer to renamed paths.
+  Each argument allows one kind of difference; by default, none is allowed. Mesh, rules, boxes, and the position
+  of an optimizer state in its chain may always differ.
 
   Args:
     renames: replacements of regular expressions in saved paths. The first pattern found in a path
-      applies. `{'^opt_state/1/ema/': 'params/'}` restores averages as parameters.
+      applies. `{'^opt_state/1/ema/': 'params/'}` restores averages as parameters. `stacks` and `only` refer
+      to renamed paths, `unused` to paths as saved.
     stacks: layers stacked in one module on one side, as by `nn.scan`, and in a module each on the other:
       `{'layers': 'layers_{}'}`, where `{}` stands for the layer's number. If names and shapes leave the
       stacked dimension open, add it: `{'layers': ('layers_{}', 0)}`. Optimizer state follows its parameters.
     axes: replacements of logical names whose meaning is unchanged, old to new.
     moved: logical name, or names, of dimensions that may change position, as when a scan's axis changes.
       Optimizer state and unnamed leaves of the same modules follow.
-    dtypes: `'keep'` allows no cast, `'cast'` only casts between floats that lose no digits. A mapping allows
-      the casts it lists, lossy or not: `{'float32': 'bfloat16'}`.
+    dtypes: `'keep'` allows no cast, `'cast'` allows casts between floats that lose no digits. A mapping
+      allows the casts that it lists, lossy or not: `{'float32': 'bfloat16'}`.
     missing: regular expression. Target leaves whose paths it matches may be missing from the checkpoint, and
       keep their own values.
     unused: regular expression. Saved leaves whose paths it matches may be left unused.

@@ -295,8 +295,7 @@ def run(equations: Sequence[Equation], known: dict[Value, Any], outputs: Sequenc
 
 
 def _number(literal: Literal) -> Any:
-  """A literal's value. A weakly typed one becomes a Python number: an array would give strong
-  results."""
+  """A literal's value; a Python number if weakly typed, since an array would give strong results."""
   value = np.asarray(literal.val)
   if not abstract(literal).weak_type or value.ndim:
     return literal.val

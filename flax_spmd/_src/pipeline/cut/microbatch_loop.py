@@ -52,7 +52,7 @@ class Loop:
 
 @dataclasses.dataclass
 class StepParts:
-  """A traced step.
+  """A traced step, divided at its microbatch loop.
 
   Attributes:
     arguments: its inputs.
@@ -200,8 +200,7 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
 def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation], list[Value]]:
   """The equations of a pass, with some calls inlined.
 
-  Jitted blocks with marks inside are inlined, and so are small blocks (gelu, where), which stages may
-  recompute.
+  These are jitted blocks with marks, and small ones (gelu, where), so that they can be recomputed.
   """
 
   def has_marks(one: Any) -> bool:
@@ -239,8 +238,7 @@ def _repeats(equation: Any) -> bool:
 def _check_recomputed(
   recomputed: Sequence[Equation], equations: Sequence[Equation], outputs: Sequence[Atom]
 ) -> None:
-  """Raises if a recomputation has marks that are needed: the backward of one stage would wait for
-  others."""
+  """Raises if a needed mark is recomputed: one stage's recomputation would then run other stages."""
   live = set(recomputed) & set(eq.needed(equations, outputs)) if recomputed else ()
   if live:
     raise PipelineError(

@@ -56,8 +56,13 @@ class JoinedStep(NamedTuple):
 
 
 def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) -> JoinedStep:
-  """Connects the equations outside the loop to the task programs; `stage_ranks` has the rank of each
-  stage."""
+  """Connects the equations outside the loop to the task programs.
+
+  Args:
+    step: the traced step.
+    programs: the task programs of its loop.
+    stage_ranks: the rank of each stage.
+  """
   loop, body, producer = step.loop, programs.body, programs.producers()
   before: list[Equation] = []
   traces: dict[Any, Any] = {}
@@ -134,8 +139,7 @@ def _stacked(values: list[Value], equations: list[Equation]) -> Value:
 
 
 def _unprocessed(loop: Loop, body: Body, value: Value, equations: list[Equation]) -> Atom:
-  """A stacked result that no task computes: the batch itself, or an invariant repeated for each
-  microbatch."""
+  """A stacked result that no task computes: the batch itself, or an invariant, broadcast."""
   if value in body.slices:
     return loop.batch[body.slices.index(value)]
   if value in body.carried:

@@ -157,9 +157,8 @@ def ends_among(equations: Sequence[Equation]) -> list[Equation]:
 def paired(equations: Sequence[Equation], primitive: Any) -> dict[Equation, tuple[str, int]]:
   """The direction of each mark of a primitive, and its index among the forward marks.
 
-  A backward mark gets the index of its forward mark, by their number. A number can occur several times,
-  since JAX caches the traces of jitted blocks: then the last forward mark pairs with the first backward
-  mark.
+  A backward mark gets the index of the forward mark with its number. A number can occur several times,
+  as JAX caches traces of jitted blocks: then the last forward mark pairs with the first backward mark.
   """
   forward: dict[int, list[int]] = defaultdict(list)
   marks: dict[Equation, tuple[str, int]] = {}
@@ -351,8 +350,7 @@ def _inlined(
 ) -> tuple[Body, dict[Equation, int]]:
   """The body with some calls inlined, and the minimum position of each inlined equation.
 
-  The minimum keeps the recomputation of `nn.remat` in the backward pass: it depends on forward values
-  alone.
+  The minimum keeps the recomputation of `nn.remat`, which depends on forward values, in the backward.
   """
   equations: list[Equation] = []
   known: dict[Value, Atom] = {}

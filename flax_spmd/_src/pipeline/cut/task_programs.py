@@ -121,8 +121,7 @@ def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
 
 
 def _split_sums(cut: StageAssignment) -> list[tuple[int, bool]]:
-  """Splits sums by stage; returns each carried value's origin, and whether it is the first of its
-  sum."""
+  """Splits sums by stage; returns `origin` and `first` of the accumulator of each carried value."""
   body = cut.body
   uses = Counter(value for equation in body.equations for value in equation.values)
   uses.update(atom for atom in body.results if isinstance(atom, Value))
@@ -139,8 +138,7 @@ def _split_sums(cut: StageAssignment) -> list[tuple[int, bool]]:
 
 
 def _terms(before, after, producer, uses) -> tuple[list[Atom], list[Equation]] | None:
-  """The terms added to a carried value in a pass, and their additions; None if the value is not a
-  sum."""
+  """The terms added to a carried value in a pass, and the additions; None if it is not a sum."""
   last = producer.get(after)
   if (
     last is None
@@ -209,8 +207,7 @@ def _sums(cut, before, last, terms, additions, producer) -> list[tuple[Value, Va
 def _choose_residuals(
   cut: StageAssignment, members: dict[int, list[Equation]]
 ) -> dict[int, set[Equation]]:
-  """Moves equations that only a backward needs to it; returns the equations that each position
-  repeats."""
+  """Moves equations that only a backward needs into it; returns the equations that backwards repeat."""
   positions, repeated = cut.positions, {}
   results = {*cut.body.results, *cut.border}
   outside = {*cut.body.invariants, *cut.body.slices, *cut.body.carried}
@@ -297,8 +294,7 @@ def _split_weights(task: TaskProgram, tasks: list[TaskProgram]) -> list[TaskProg
 def _accumulators(
   body: Body, tasks: Mapping[Key, TaskProgram], origins: list[tuple[int, bool]]
 ) -> list[Accumulator]:
-  """The carried values that tasks update, without those that are passed on unchanged or become an
-  invariant."""
+  """The carried values that tasks update, without those that stay unchanged or become invariants."""
   producer = {value: key for key, task in tasks.items() for value in task.outputs}
   users: dict[Value, set[Key]] = defaultdict(set)
   for key, task in tasks.items():

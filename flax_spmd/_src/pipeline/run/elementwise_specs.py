@@ -44,8 +44,7 @@ class ElementwiseGroups:
   def specs(
     self, known: Mapping[Value, PartitionSpec], values: Iterable[Value]
   ) -> dict[Value, PartitionSpec]:
-    """The specs of some values, from the known specs of their groups; values of other groups are left
-    out."""
+    """The specs of values in groups with a known spec; other values are left out."""
     by_group: dict[Value, PartitionSpec] = {}
     for value, spec in known.items():
       by_group.setdefault(self._root(value), spec)

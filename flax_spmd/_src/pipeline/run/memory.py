@@ -125,7 +125,6 @@ def _shard_bytes(sharding: Any, aval: Any) -> int:
 
 
 def temporary_bytes(compiled: Any) -> int:
-  """The temporary memory of a compiled program; 0 for None, which stands for another process's
-  program."""
+  """The temporary memory of a compiled program in bytes; 0 for None, a program of another process."""
   analysis = None if compiled is None else compiled.memory_analysis()
   return 0 if analysis is None else analysis.temp_size_in_bytes

@@ -70,8 +70,7 @@ def plan(
 
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-  """A spec in the compiler's form: a single axis is not a tuple, and trailing None entries are
-  dropped."""
+  """A spec as compiled programs have it: no tuples of one axis, no trailing None entries."""
   spec = [each[0] if len(each) == 1 else each or None for each in entries]
   while spec and spec[-1] is None:
     spec.pop()

@@ -119,8 +119,7 @@ def check_shardings(
 
 
 def spec_of(array: Any, axis: str, sizes: Any) -> PartitionSpec:
-  """The spec of an array within a stage. An array of another mesh or of the host counts as
-  replicated."""
+  """The spec of an array within a stage; replicated for an array on another mesh or on the host."""
   sharding = getattr(array, 'sharding', None)
   if not isinstance(sharding, NamedSharding):
     return PartitionSpec()
@@ -155,7 +154,6 @@ def view(array: jax.Array, sharding: NamedSharding) -> jax.Array | None:
 
 
 def union(parts: Sequence[jax.Array], sharding: NamedSharding, like: Any) -> jax.Array:
-  """One array of the equal copies on several ranks, as far as this process has them. Nothing is
-  copied."""
+  """One array of its copies on this process's ranks, without copying data."""
   shards = [shard.data for part in parts for shard in part.addressable_shards]
   return from_shards(like, sharding, shards)

@@ -44,7 +44,7 @@ class GPipe(Schedule):
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class InterleavedGPipe(Schedule):
-  """GPipe with several stages per rank, assigned round-robin: a rank runs one stage's microbatches, then the next's.
+  """GPipe with several stages per rank, assigned round-robin; a rank runs one stage after the other.
 
   Bubble (p - 1) / (v m + p - 1) for m >= p; v m live activations. The breadth-first schedule of
   Lamy-Poirier, https://arxiv.org/abs/2211.05953.
@@ -124,9 +124,12 @@ class Interleaved1F1B(Schedule):
   stage v times smaller. Microbatches run in equal rounds of at least one per rank, so m must be a
   multiple of the number of rounds, max(1, m // p). Narayanan et al., https://arxiv.org/abs/2104.04473.
 
-  Attributes: ranks: number of ranks, p. chunks: number of stages per rank, v. fuse: which tasks become
-    one program: 'last' fuses the forward and backward of the last stage, which are adjacent; 'steady'
-    fuses every forward after the warm-up with the backward that follows it; None fuses nothing.
+  Attributes:
+    ranks: number of ranks, p.
+    chunks: number of stages per rank, v.
+    fuse: which tasks become one program: 'last' fuses the forward and backward of the last stage, which
+      are adjacent; 'steady' fuses every forward after the warm-up with the backward that follows it;
+      None fuses nothing.
 
   Example:
     >>> round(Interleaved1F1B(ranks=4, chunks=2).simulate(8).bubble, 3)
@@ -188,7 +191,7 @@ def alternate(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int)
 def interleaved(
   stages: Sequence[int], rank: int, ranks: int, microbatches: int
 ) -> tuple[list[Task], list[Task], int]:
-  """The forwards, backwards and warm-up length of a rank in Megatron-LM: round by round, stage by stage."""
+  """Megatron-LM's forwards, backwards and warm-up length of a rank: round by round, stage by stage."""
   size = microbatches // max(1, microbatches // ranks)
 
   def rounds(kind: Kind, stages: Sequence[int]) -> list[Task]:
@@ -208,7 +211,7 @@ def uneven_rounds(ranks: int, microbatches: int) -> str | None:
 
 
 def _fused(steps: Sequence[Task], start: int, only: int | None = None) -> Iterator[Step]:
-  """Fuses every forward from index `start` on with the backward after it; with `only`, of that stage alone."""
+  """Fuses each forward from index `start` on with the backward after it; `only` selects one stage."""
   at = 0
   while at < len(steps):
     pair = tuple(steps[at : at + 2])

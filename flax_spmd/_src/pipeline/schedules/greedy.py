@@ -21,10 +21,11 @@ _PRIORITY = {'bwd': 0, 'fwd': 1, 'wgrad': 2}
 def greedy(stage_ranks: tuple[int, ...], microbatches: int, live: int) -> tuple[Order, ...]:
   """The tasks of every rank, for equal task times and instant transfers.
 
-  Args: stage_ranks: per stage, its rank; successive stages have the same rank or neighbouring ones.
-    microbatches: number of microbatches. live: largest number of live activations per rank, each of one
-    stage and one microbatch. The number of stages is enough to avoid a deadlock: once rank 0 has run
-    that many forwards, the first has returned.
+  Args:
+    stage_ranks: per stage, its rank; successive stages have the same rank or neighbouring ones.
+    microbatches: number of microbatches.
+    live: largest number of live activations per rank, each of one stage and one microbatch. As many as
+      there are stages avoid a deadlock: once rank 0 has run that many forwards, the first has returned.
 
   Example:
     >>> [str(task) for task in greedy((0, 0), 1, 2)[0]]

@@ -7,9 +7,9 @@
     schedule.draw(8)                      a timeline
 
 A model is cut into *stages*. Each stage runs on one *rank*, and a rank may have several stages. A
-schedule
-is a value: a number of ranks, the rank of every stage, and a rule for the tasks of each rank, given the
-number of microbatches. Define others by a rule with `Schedule.of`, or as text with `Schedule.from_text`.
+schedule is a value: a number of ranks, the rank of every stage, and a rule for the tasks of each rank,
+given the number of microbatches. Define others by a rule with `Schedule.of`, or as text with
+`Schedule.from_text`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class Schedule(abc.ABC):
   def from_text(text: str) -> Schedule:
     """A schedule from its text, one line of tasks per rank. It supports one number of microbatches.
 
-    Empty lines and comments (`# ...`) are skipped. A stage belongs to the rank that has most of its
-    tasks.
+    Empty lines and comments (`# ...`) are skipped. A stage belongs to the rank with most of its tasks.
 
     Raises:
       PipelineError: a word that is not a task, a line out of order, or a stage without tasks.
@@ -161,14 +160,16 @@ class Schedule(abc.ABC):
   def validate(self, microbatches: int, live: int | None = None) -> ScheduleReport:
     """Proves that the schedule can run: every task once, on its rank, after its inputs.
 
-    Args: microbatches: number of microbatches. live: largest number of live activations per rank, each
-      of one stage and one microbatch, or None for no limit.
+    Args:
+      microbatches: number of microbatches.
+      live: largest number of live activations per rank, each of one stage and one microbatch, or None
+        for no limit.
 
     Returns:
       An order in which all ranks together can run the tasks, and the peak of live activations per rank.
 
-    Raises: PipelineError: the schedule is illegal or exceeds `live`; the message underlines the tasks at
-      fault.
+    Raises:
+      PipelineError: the schedule is illegal or exceeds `live`; the message underlines the wrong tasks.
 
     Example:
       >>> pipeline.OneFOneB(ranks=4).validate(8).peaks
@@ -191,7 +192,8 @@ class Schedule(abc.ABC):
       PipelineError: the schedule is illegal, or a time is not a finite non-negative number.
 
     Example:
-      >>> simulation = pipeline.OneFOneB(ranks=4).simulate(8, {'fwd': 10, 'bwd': 11, 'wgrad': 9}, transfer=1)
+      >>> costs = {'fwd': 10, 'bwd': 11, 'wgrad': 9}
+      >>> simulation = pipeline.OneFOneB(ranks=4).simulate(8, costs, transfer=1)
       >>> simulation.makespan, round(simulation.bubble, 3), simulation.peaks
       (346, 0.306, (4, 3, 2, 1))
       >>> simulation['bwd_3__0']

@@ -120,10 +120,12 @@ class Simulation:
 def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Simulation:
   """Computes the start and end of every task.
 
-  Args: lists: the schedule. costs: task times in any unit: for each of 'fwd', 'bwd' and 'wgrad', a
-    number or one number per stage. The `bwd` of a schedule that does not split the backward takes 'bwd'
-    plus 'wgrad'. Or a function from a task to its time, used as it is. A fused task takes the sum of its
-    tasks' times. transfer: time to move a result from one rank to another, in the same unit.
+  Args:
+    lists: the schedule.
+    costs: task times in any unit: for each of 'fwd', 'bwd' and 'wgrad', a number or one number per
+      stage. The `bwd` of a schedule that does not split the backward takes 'bwd' plus 'wgrad'. Or a
+      function from a task to its time, used as it is. A fused task takes the sum of its tasks' times.
+    transfer: time to move a result from one rank to another, in the same unit.
 
   Raises:
     PipelineError: the schedule is illegal, or a time is not a non-negative number.

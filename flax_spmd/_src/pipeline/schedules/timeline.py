@@ -1,7 +1,7 @@
 """Timelines: the tasks of a schedule over time, for the terminal and as SVG.
 
-    print(schedule.draw(8))                            # one row per rank; a long timeline wraps into
-    bands Path('1f1b.svg').write_text(schedule.draw(8).svg)
+    print(schedule.draw(8))                            # a row per rank; long timelines wrap into bands
+    Path('1f1b.svg').write_text(schedule.draw(8).svg)
 
 Every character represents the same time. A cell starts with a stroke and shows the name of its task if
 it fits; an empty cell is a bubble. Cells of one fused task have no stroke between them.

@@ -1,8 +1,7 @@
 """Timeline cells: the tasks of a timeline with their times, names and colours, for text and SVG alike.
 
 A cell is a task with its start and end. A fused task has several cells, each joined to the one before.
-Names are short: `F2` is the forward of microbatch 2; if ranks have several stages, `F₁2` is that of
-  stage 1.
+Names are short: `F2` is the forward of microbatch 2; `F₁2`, that of stage 1 if ranks have several.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ class ZeroBubbleH1(Schedule):
 class ZeroBubbleV(Schedule):
   """Two stages per rank in a V, with delayed weight gradients: no bubble except to fill the pipeline.
 
-  For F = B = W, m >= 2 p and up to 8 ranks the makespan is 6 m + p - 1 and the bubble (p - 1) / (6 m + p
-  - 1), which is optimal (16 ranks: up to 2 % more). A rank has at most 2 p live activations, each of a
-  stage half as large as 1F1B's. That is too few to hide transfers: if they are slow, compare with
+  For F = B = W, m >= 2 p and up to 8 ranks the makespan is 6 m + p - 1, which is optimal, and the bubble
+  (p - 1) / (6 m + p - 1); for 16 ranks, up to 2 % more. A rank has at most 2 p live activations, each of
+  a stage half as large as 1F1B's. That is too few to hide transfers: if they are slow, compare with
   `DualPipeV` by `simulate(..., transfer=...)`. Placement and memory are those of ZB-V, Qi et al.,
   https://arxiv.org/abs/2401.10241 and https://arxiv.org/abs/2405.15362; the order comes from a greedy
   simulation.
@@ -121,8 +121,7 @@ class DualPipeV(Schedule):
   Weight gradients are split off only where they fill a bubble, in the warm-up and towards the end;
   elsewhere an unsplit backward is one fused task. Needs m >= 2 p; 2 p + 1 live activations on every
   rank. DeepSeek-V3, https://arxiv.org/abs/2412.19437. The V, and its bubble of (p - 1) (F&B + B - 3 W)
-  when
-  fused, with B an unsplit backward: https://github.com/deepseek-ai/DualPipe.
+  when fused, with B an unsplit backward: https://github.com/deepseek-ai/DualPipe.
 
   Attributes:
     ranks: number of ranks, p.
@@ -132,7 +131,7 @@ class DualPipeV(Schedule):
   Example:
     >>> round(DualPipeV(ranks=4).simulate(8).bubble, 3)
     0.059
-    >>> round(DualPipeV(ranks=4, fuse=True).simulate(8).bubble, 3)  # simulated without the gain from overlap
+    >>> round(DualPipeV(ranks=4, fuse=True).simulate(8).bubble, 3)  # without the gain from overlap
     0.111
   """
 
