@@ -198,8 +198,8 @@ class Layout:
       rules that decided nothing in this tree: 0 ('embed', 'model').
       mesh axis 'model' (8) is not used by this tree.
     """
-    self.sharding(tree)
-    return findings.find(self._planner, self.rows(tree))
+    rows = self._planner.checked_rows(self._unboxed_states.rebox(tree))
+    return findings.find(self._planner, rows)
 
   def rows(self, tree: Any) -> list[Row]:
     """One `Row` per array: path, shape, names, spec, decisions and bytes. Never raises.

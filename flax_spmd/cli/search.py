@@ -22,19 +22,18 @@ def add_to(commands: Any) -> None:
     'model',
     type=reference,
     metavar='MODULE:FUNCTION',
-    help='function that returns step, create and batch',
+    help='function that returns the training step, the state-creating function and a batch',
   )
   parser.set_defaults(run=_search)
   parser.add_argument(
     '--target',
     required=True,
-    metavar='CHIP:COUNT',
-    help="hardware, such as 'h100:64', 'v5e:16x16' or 'cpu:8' (see flax-spmd targets)",
+    help="hardware to search for: 'h100:64', 'v5e:16x16', 'cpu:8'; see flax-spmd targets",
   )
   parser.add_argument(
     '--memory', metavar='SIZE', help='memory budget of a device, such as 60GiB (default: all of it)'
   )
-  parser.add_argument('--hardware', metavar='TOML', help='file with descriptions of further chips')
+  parser.add_argument('--hardware', metavar='TOML', help='file that describes additional chips')
   _add_constraints(parser)
   for name, default, text in (
     ('candidates', 1000, 'number of layouts to estimate'),
@@ -202,4 +201,4 @@ def _write(options: argparse.Namespace, result: SearchResult) -> None:
     result.to_html(Path(options.html))
   written = [file for file in (options.out, options.html) if file]
   if written and not options.json:
-    print(f'Wrote {", ".join(written)}.')
+    print(f'Wrote {", ".join(written)}')

@@ -33,7 +33,7 @@ def run(capsys, *arguments):
 
 def test_search_from_the_command_line(project, capsys):
   code, out, err = run(capsys, '--out', 'layout.toml', '--html', 'page.html', '--memory', '1GiB')
-  assert (code, err) == (0, '') and out.endswith('Wrote layout.toml, page.html.\n')
+  assert (code, err) == (0, '') and out.endswith('Wrote layout.toml, page.html\n')
   mesh = spmd.abstract_mesh(toml_format.read((project / 'layout.toml').read_text()).axes)
   assert spmd.Layout.from_toml((project / 'layout.toml').read_text(), mesh=mesh).mesh.size == 8
   assert 'Search for cpu:8' in (project / 'page.html').read_text()

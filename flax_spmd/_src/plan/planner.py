@@ -92,6 +92,12 @@ class Planner:
     """Every array of a tree with its decisions; raises nothing."""
     return _TreePlan(self, tree).rows()
 
+  def checked_rows(self, tree: Any) -> list[Row]:
+    """`rows`, after a check that raises as `shardings`."""
+    plan = _TreePlan(self, tree)
+    self._tree_shardings(tree, plan)
+    return plan.rows()
+
   def problems(self, tree: Any) -> list[Problem]:
     """Every problem of a tree; those of a parameter are not repeated for its copies."""
     return _TreePlan(self, tree).problems()
@@ -131,7 +137,7 @@ class Planner:
       return self.rules.resolve(static.names, shape, self.sizes)
     return resolve_axes(static.names, shape, self.sizes, self.rules.policies)
 
-  def _tree_shardings(self, tree: Any) -> _TreeShardings:
+  def _tree_shardings(self, tree: Any, plan: _TreePlan | None = None) -> _TreeShardings:
     """The shardings of a tree, cached by structure (which includes names), shapes and dtypes."""
     leaves, treedef = jax.tree.flatten(tree)
     structure: Any = treedef, tuple([getattr(leaf, 'shape', None) for leaf in leaves])
@@ -140,9 +146,9 @@ class Planner:
     try:
       shardings = self._by_structure.get(structure)
     except TypeError:  # the treedef holds static data without a hash
-      return _TreePlan(self, tree).shardings()
+      return (plan or _TreePlan(self, tree)).shardings()
     if shardings is None:
-      shardings = _TreePlan(self, tree).shardings()
+      shardings = (plan or _TreePlan(self, tree)).shardings()
       if len(self._by_structure) >= _CACHED_TREES:
         self._by_structure.clear()
       self._by_structure[structure] = shardings

@@ -42,7 +42,7 @@ def raise_damaged(checkpoint: Any, paths: list[str]) -> None:
     raise CheckpointDamagedError(
       f'Checkpoint {checkpoint} is damaged in {leaf_count(len(paths))}:\n'
       + '\n'.join(shown)
-      + '\nFix: restore another checkpoint; data of this one have changed since they were written.'
+      + '\nFix: restore another checkpoint; the data of this one have changed since the save.'
     )
 
 
