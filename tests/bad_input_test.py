@@ -370,15 +370,16 @@ def test_a_step_that_was_jitted_already(kind):
   other = layout(('batch', 'model'), mesh={'stage': 2, 'model': 4})
   x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
   pipelined = spmd.explore.Pipeline(other, spmd.pipeline.OneFOneB(2))
+  task = spmd.explore.TrainStep(step, create, x)
   for ask in (
     lambda: other.jit(step),
     lambda: other.jit(functools.partial(step)),
     lambda: other.pipeline_jit(step),
-    lambda: spmd.compare(step, create, x, {'other': other}, 'cpu:8'),
-    lambda: spmd.compare(step, create, x, {'staged': staged}, 'cpu:8'),
-    lambda: spmd.compare(step, create, x, {'pipelined': pipelined}, 'cpu:8'),
-    lambda: spmd.explore.Estimator(spmd.explore.TrainStep(step, create, x)),
-    lambda: spmd.search(step, create, x, 'cpu:8'),
+    lambda: spmd.compare(task, {'other': other}, 'cpu:8'),
+    lambda: spmd.compare(task, {'staged': staged}, 'cpu:8'),
+    lambda: spmd.compare(task, {'pipelined': pipelined}, 'cpu:8'),
+    lambda: spmd.explore.Estimator(task),
+    lambda: spmd.search(task, 'cpu:8'),
   ):
     assert text_of(errors.LayoutError, ask) == expected
   assert step.__wrapped__ is train_step

@@ -68,10 +68,10 @@ def wait_until_done(saving):
     time.sleep(0.01)
 
 
-def failed_save(path, layout, **how):
+def failed_save(path, layout, **options):
   """A save in the background that has failed, with an error that was not raised yet."""
   with no_room():
-    saving = checkpoint.save_async(path, state_of(layout, 2), layout=layout, **how)
+    saving = checkpoint.save_async(path, state_of(layout, 2), layout=layout, **options)
     wait_until_done(saving)
   return saving
 

@@ -257,9 +257,9 @@ def test_invalid_metadata(there, tmp_path, text_of, text):
   path = tmp_path / 'a'
   shutil.copytree(there / 'plain', path)
   (path / '_CHECKPOINT_METADATA').write_bytes(text if isinstance(text, bytes) else text.encode())
-  found = text_of(path)
-  assert found.startswith(f'Checkpoint {path} cannot be read, because of _CHECKPOINT_METADATA: ')
-  assert found.endswith(CHANGED)
+  error = text_of(path)
+  assert error.startswith(f'Checkpoint {path} cannot be read, because of _CHECKPOINT_METADATA: ')
+  assert error.endswith(CHANGED)
 
 
 @pytest.mark.parametrize(

@@ -339,8 +339,8 @@ def test_parts(saved):
     ('params/blocks/scale', lambda s: s.params['blocks']['scale']),
     ('rng', lambda s: s.rng),
   ):
-    for wanted in (target, part(target)):
-      restored = checkpoint.restore(path, wanted, changes=Changes(only=only))
+    for whole_or_part in (target, part(target)):
+      restored = checkpoint.restore(path, whole_or_part, changes=Changes(only=only))
       assert_equal(part(state), restored)
       assert_matches_target(restored, part(target))
     if only != 'opt_state/0':  # there a dict, whose keys have another order
@@ -357,7 +357,7 @@ def test_only_reads_no_other_part(saved, monkeypatch):
   monkeypatch.setattr(
     readers.OrbaxReader,
     'read',
-    lambda self, wanted, memory: read.extend(wanted) or was(self, wanted, memory),
+    lambda self, requests, memory: read.extend(requests) or was(self, requests, memory),
   )
   checkpoint.restore(path, layout=OTHER, changes=Changes(only='params/head'))
   assert sorted(read) == ['params/head/bias', 'params/head/kernel']
@@ -564,19 +564,19 @@ def test_a_scan_that_moves_leaves_other_modules_alone(tmp_path):
 # -- results
 
 
-@pytest.mark.parametrize('how', ['same', 'single', 'stacked', 'moved', 'no target', 'packed'])
-def test_a_restored_state_can_be_donated_as_a_whole(saved, tmp_path, how):
+@pytest.mark.parametrize('conversion', ['same', 'single', 'stacked', 'moved', 'no target', 'packed'])
+def test_a_restored_state_can_be_donated_as_a_whole(saved, tmp_path, conversion):
   """No two leaves share a buffer."""
-  state, path = saved('adafactor', 'single' if how == 'stacked' else 'axis 0')
-  model = {'single': MODELS['single'], 'moved': MODELS['axis 1']}.get(how, MODELS['axis 0'])
-  target = None if how == 'no target' else OTHER.abstract(create, ALL['adafactor'], model)
-  if how == 'packed':
+  state, path = saved('adafactor', 'single' if conversion == 'stacked' else 'axis 0')
+  model = {'single': MODELS['single'], 'moved': MODELS['axis 1']}.get(conversion, MODELS['axis 0'])
+  target = None if conversion == 'no target' else OTHER.abstract(create, ALL['adafactor'], model)
+  if conversion == 'packed':
     path = put(tmp_path / 'packed', state, pack=1 << 20)
   options = {'layout': OTHER} if target is None else {}
   restored = checkpoint.restore(
     path,
     target,
-    changes=Changes(stacks=SINGLE if how in ('single', 'stacked') else {}, moved='layers'),
+    changes=Changes(stacks=SINGLE if conversion in ('single', 'stacked') else {}, moved='layers'),
     **options,
   )
   arrays = [x for x in jax.tree.leaves(restored) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]

@@ -184,9 +184,9 @@ def test_numbers_and_empties(tmp_path, writer):
   assert_equal(jax.tree.map(np.asarray, odd()), jax.tree.map(np.asarray, restored))
   arrays = OTHER.abstract(lambda: jax.tree.map(jnp.asarray, odd()))
   assert int(checkpoint.restore(path, arrays)['step']) == 7
-  found = checkpoint.restore(path, layout=OTHER)
-  assert (found['step'], found['rate']) == (7, 0.25)
-  assert found['opt'][0]['mu']['w'].tolist() == list(range(8))
+  tree = checkpoint.restore(path, layout=OTHER)
+  assert (tree['step'], tree['rate']) == (7, 0.25)
+  assert tree['opt'][0]['mu']['w'].tolist() == list(range(8))
 
 
 def test_a_number_that_does_not_fit(tmp_path):

@@ -96,8 +96,8 @@ def refused(monkeypatch):
   return text_of
 
 
-def lines(*wanted):
-  return '\n'.join(wanted)
+def lines(*texts):
+  return '\n'.join(texts)
 
 
 # -- layouts and boxes
@@ -272,8 +272,8 @@ def test_a_part_of_a_state(adamw):
   """No fault: parameters alone can be restored by plain Orbax too."""
   state, path = adamw
   target = OTHER.abstract(create, ADAMW)
-  for wanted in (target, target.params):  # the whole, or the part itself
-    restored = checkpoint.restore(path, wanted, changes=Changes(only='params'))
+  for whole_or_part in (target, target.params):  # the whole, or the part itself
+    restored = checkpoint.restore(path, whole_or_part, changes=Changes(only='params'))
     assert_equal(state.params, restored)
     assert_matches_target(restored, target.params)
 
@@ -455,15 +455,15 @@ REPLICATED = (
 )
 
 
-@pytest.mark.parametrize('how', ['no rules', 'unboxed', 'default device'])
-def test_a_target_without_shards_replicates_silently(adamw, how):
+@pytest.mark.parametrize('reason', ['no rules', 'unboxed', 'default device'])
+def test_a_target_without_shards_replicates_silently(adamw, reason):
   """The whole state went to every device, or to device 0, without a warning."""
   _, path = adamw
   target = {
     'no rules': lambda: LAYOUTS['replicated']().abstract(create, ADAMW),
     'unboxed': lambda: LAYOUT.abstract(lambda: spmd.unbox(create(ADAMW))),
     'default device': lambda: create(ADAMW),
-  }[how]()
+  }[reason]()
   with pytest.warns(UserWarning) as caught:
     checkpoint.restore(path, target)
   size = checkpoint.preflight(path, target).bytes_per_device
@@ -480,8 +480,8 @@ def test_a_mesh_of_one_device_gives_no_warning(adamw):
 def test_metadata_has_no_names_kinds_or_layout(adamw):
   """Without the arrays, there was only a tree of dicts and lists, of shapes and dtypes."""
   state, path = adamw
-  found = checkpoint.preflight(path, layout=OTHER)
-  assert not found.problems and found.bytes_read == sum(x.nbytes for x in jax.tree.leaves(state))
+  plan = checkpoint.preflight(path, layout=OTHER)
+  assert not plan.problems and plan.bytes_read == sum(x.nbytes for x in jax.tree.leaves(state))
   record = readers.open_checkpoint(path).record
   assert record.kinds['opt_state/0'] == 'ScaleByAdamState'
   assert record.leaves['opt_state/0/mu/blocks/Dense_0/kernel'].names == ('layers', 'embed', 'mlp')
@@ -534,8 +534,8 @@ def test_a_random_key_is_restored_into_a_uint32_target(numbers, refused, path, v
     if 'Fix' in text
     else f'{text}\nFix: give the model the sizes and dtypes that it was saved with.'
   )
-  found = refused(numbers[1], {path: value}, changes=Changes(unused=f'^(?!{path}$)'))
-  assert found == f'Checkpoint {numbers[1]} does not match the target:\n{path}: {text}'
+  error = refused(numbers[1], {path: value}, changes=Changes(unused=f'^(?!{path}$)'))
+  assert error == f'Checkpoint {numbers[1]} does not match the target:\n{path}: {text}'
 
 
 @pytest.mark.parametrize(

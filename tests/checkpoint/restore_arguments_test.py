@@ -28,9 +28,9 @@ def path(layout, tmp_path_factory):
   return path
 
 
-def refused(path, *arguments, **how):
+def refused(path, *arguments, **options):
   with pytest.raises(errors.CheckpointError) as caught:
-    checkpoint.restore(path, *arguments, **how)
+    checkpoint.restore(path, *arguments, **options)
   return str(caught.value).splitlines()
 
 

@@ -95,11 +95,11 @@ def check(state, saved_by, restored_by, pack, with_target, boxed):
       target = abstract(restored_by, state if boxed else spmd.unbox(state, apply_constraint=False))
       restored = checkpoint.restore(f'{folder}/a', target, layout=restored_by)
       assert jax.tree.structure(restored) == jax.tree.structure(target)
-      for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
-        if hasattr(wanted, 'sharding'):
-          assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+      for leaf, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+        if hasattr(expected, 'sharding'):
+          assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
         else:
-          assert type(leaf) is type(wanted)
+          assert type(leaf) is type(expected)
       assert_equal(state, restored)
     else:
       restored = checkpoint.restore(f'{folder}/a', layout=restored_by, boxed=boxed)

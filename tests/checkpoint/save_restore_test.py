@@ -111,18 +111,18 @@ def test_restored_under_every_layout(saved, name, boxed):
   tx, state, path = saved
   layout = LAYOUTS[name]()
   target = layout.abstract(create, tx, boxed=boxed)
-  expected = (
+  warning = (
     pytest.warns(UserWarning, match='the target shards nothing')
     if name == 'replicated'
     else nullcontext()
   )
-  with expected:
+  with warning:
     restored = checkpoint.restore(path, target)
   assert_equal(state, restored)
   assert jax.tree.structure(restored) == jax.tree.structure(target)
-  for array, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+  for array, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
     # Not ==: on jax 0.10 a key on one device has P(None) for its P().
-    assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
+    assert array.sharding.is_equivalent_to(expected.sharding, array.ndim)
 
 
 def test_training_continues_from_the_restored_state(tmp_path):
@@ -152,12 +152,12 @@ def test_an_existing_state_as_target(saved):
 
 def test_names_and_layout_are_in_the_checkpoint(saved):
   tx, _, path = saved
-  found = open_checkpoint(path).record
-  assert found.leaves['params/blocks/Dense_0/kernel'].names == ('layers', 'embed', 'mlp')
-  assert found.leaves['params/blocks/Dense_0/bias'].names is None
-  assert spmd.Layout.from_toml(found.layout) == LAYOUTS['two_by_four']()
+  record = open_checkpoint(path).record
+  assert record.leaves['params/blocks/Dense_0/kernel'].names == ('layers', 'embed', 'mlp')
+  assert record.leaves['params/blocks/Dense_0/bias'].names is None
+  assert spmd.Layout.from_toml(record.layout) == LAYOUTS['two_by_four']()
   if tx is OPTIMIZERS['adafactor']:
-    assert found.leaves['opt_state/0/v_row/blocks/Dense_0/kernel'].names == ('layers', 'embed')
+    assert record.leaves['opt_state/0/v_row/blocks/Dense_0/kernel'].names == ('layers', 'embed')
 
 
 def test_python_numbers_none_and_empty_states(tmp_path):
@@ -190,9 +190,9 @@ def test_dtypes_are_kept(tmp_path, dtype):
 def test_a_memory_limit_is_raised_to_the_largest_array(tmp_path):
   layout = LAYOUTS['eight']()
   state = layout.shard({'large': np.ones((64, 1024), np.float32), 'small': np.arange(8)})
-  for number, how in enumerate(({}, {'compress': True}, {'pack': 100})):
+  for number, options in enumerate(({}, {'compress': True}, {'pack': 100})):
     path = tmp_path / str(number)
-    checkpoint.save(path, state, layout=layout, memory=1000, **how)
+    checkpoint.save(path, state, layout=layout, memory=1000, **options)
     assert_equal(state, checkpoint.restore(path, state, memory=1000))
   with checkpoint.Manager(tmp_path / 'run', layout, every=1, memory=1000) as manager:
     with pytest.raises(errors.CheckpointError) as caught:

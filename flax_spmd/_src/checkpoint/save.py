@@ -44,8 +44,8 @@ def save(
     overwrite: whether to replace a checkpoint at `path`. It stays in place until the new one is complete,
       and has been read back and verified.
     where: regular expression; only leaves whose paths it matches are saved.
-    compress: whether to compress the data (zstd). It is slower than writing, and trained parameters hardly
-      shrink; worthwhile for slow or metered storage.
+    compress: whether to compress the data (zstd). Compression takes longer than writing, and trained
+      parameters hardly shrink; worthwhile for slow or metered storage.
     pack: largest size, in bytes, of arrays to store together. Much faster for thousands of small arrays;
       plain Orbax then cannot read the state's structure.
     memory: most bytes in flight to storage; default: no limit.
