@@ -12,7 +12,7 @@ nox.options.sessions = ['tests', 'lint', 'typecheck', 'layers', 'guides', 'docs'
 nox.options.default_venv_backend = 'venv'
 
 PYTHONS = ['3.11', '3.12', '3.13']
-# 3.13 has the JAX and the Flax of 3.12: what could differ is the language.
+# 3.13 has the JAX and the Flax of 3.12, so only tests that depend on the language run there.
 SAME_JAX = (
   'active_layout',
   'cli',
@@ -25,7 +25,7 @@ SAME_JAX = (
   'rules',
   'typing',
 )
-# What differs once the package is a wheel: data files, the workers that it starts, entry points, metadata.
+# Tests of everything that differs in a wheel: data files, worker processes, entry points, metadata.
 INSTALLED = (
   *SAME_JAX,
   'checkpoint/conversion',
@@ -51,7 +51,7 @@ def files_of(tests):
   return [str(path if path.is_dir() else path.with_name(f'{path.name}_test.py')) for path in paths]
 
 
-def say_versions(session):
+def print_versions(session):
   code = 'import jax, flax, sys; print("Python", sys.version.split()[0], "jax", jax.__version__, "flax", flax.__version__)'
   session.run('python', '-c', code, env=EMULATED)
 
@@ -72,18 +72,18 @@ def demo(session):
 
 @nox.session(python=PYTHONS)
 def tests(session):
-  """The tests, on every Python that is here; `nox -s tests -- -k boxes` for some of them."""
+  """The tests, on every installed Python; `nox -s tests -- -k boxes` for a part."""
   install(session, 'test')
-  say_versions(session)
+  print_versions(session)
   which = files_of(SAME_JAX) if session.python == '3.13' else []
   run_tests(session, *(session.posargs or [*which, '-m', 'not exhaustive']))
 
 
 @nox.session(python=['3.11', '3.12'])
 def exhaustive(session):
-  """What there is too much of for CI: pipelines with everything, and the other JAX's share of slow tests."""
+  """Tests too many for CI: all pipelines, and the slow tests that CI runs on the other JAX."""
   install(session, 'test')
-  say_versions(session)
+  print_versions(session)
   run_tests(session, '-m', 'exhaustive', *session.posargs)
 
 
@@ -118,7 +118,7 @@ def guides(session):
 
 @nox.session
 def docs(session):
-  """The site, in docs/_build/html; what `guides` has not executed of it, with this code, is executed."""
+  """The site, in docs/_build/html; executes pages without outputs of this code first."""
   install(session, 'docs')
   session.run('python', 'docs/execute.py', '--missing', env=EMULATED)
   session.run(
@@ -128,17 +128,17 @@ def docs(session):
 
 @nox.session(python='3.11')
 def minimums(session):
-  """The tests that are quick, on the oldest supported versions of everything; `-- tests` for all."""
+  """The quick tests, on the oldest supported versions of everything; `-- tests` for all."""
   requirements = nox.project.load_toml('pyproject.toml')['project']['dependencies']
   oldest = [requirement.replace('>=', '==') for requirement in requirements]
   session.install('-e', '.', *GROUPS['test'], *oldest)
-  say_versions(session)
+  print_versions(session)
   run_tests(session, *(session.posargs or QUICK))
 
 
 @nox.session(python='3.12')
 def coverage(session):
-  """The tests, measured, other processes too: fails where less than 95 % of the package's lines run."""
+  """The tests with coverage, of worker processes too; fails under 95 % of the package's lines."""
   install(session, 'test', 'coverage')
   session.run('coverage', 'erase')
   run_tests(session, *(session.posargs or ['-m', 'not exhaustive']), measured=True)
@@ -148,22 +148,22 @@ def coverage(session):
 
 @nox.session
 def build(session):
-  """Makes wheel and sdist, in dist/, and tries them on every Python that is here (session `installed`)."""
+  """Builds wheel and sdist in dist/, and tests them on every installed Python (session `installed`)."""
   session.install(*GROUPS['build'])
   shutil.rmtree('dist', ignore_errors=True)
   session.run('python', '-m', 'build')
-  session.run('twine', 'check', '--strict', *made('*'))
+  session.run('twine', 'check', '--strict', *built('*'))
   for python in PYTHONS:
     session.notify(f'installed-{python}', session.posargs)
 
 
 @nox.session(python=PYTHONS)
 def installed(session):
-  """What `build` made, as a stranger gets it: the wheel alone, the README, the demo, then the sdist's tests."""
-  session.install(*made('*.whl'))
+  """The wheel as users get it: installed alone, then the README, the demo, and the sdist's tests."""
+  session.install(*built('*.whl'))
   with (
     tempfile.TemporaryDirectory() as folder,
-    session.chdir(without_package(*made('*.tar.gz'), folder)),
+    session.chdir(without_package(*built('*.tar.gz'), folder)),
   ):
     example = pathlib.Path('README.md').read_text().split('```python\n')[1].split('```')[0]
     session.run('python', '-c', example, env=EMULATED)
@@ -173,13 +173,13 @@ def installed(session):
     run_tests(session, *(session.posargs or [*files_of(INSTALLED), *QUICK]))
 
 
-def made(pattern):
-  """What `build` left in dist/."""
+def built(pattern):
+  """Files that `build` made in dist/."""
   return [str(path.absolute()) for path in pathlib.Path('dist').glob(pattern)]
 
 
 def without_package(sdist, folder):
-  """An sdist unpacked in a folder, but the package itself: its tests find what is installed."""
+  """An sdist unpacked in a folder, without the package: its tests use the installed one."""
   with tarfile.open(sdist) as archive:
     archive.extractall(folder, filter='data')
   (top,) = pathlib.Path(folder).iterdir()
@@ -189,12 +189,12 @@ def without_package(sdist, folder):
 
 @nox.session(python=['3.11', '3.12'])
 def bench(session):
-  """Benchmarks, from which the tables and plots of the pages are made; `nox -s bench-3.12 -- boxes` for one.
+  """Benchmarks, the source of the pages' tables and plots; `nox -s bench-3.12 -- boxes` for one.
 
   `layouts` and `search` compile for GPUs and TPUs with their own compilers, on the newer JAX: some 3 GB of wheels.
   """
   install(session, 'bench')
-  asked = {name.split()[0] for name in session.posargs}
-  if session.python == '3.12' and (not asked or asked & {'layouts', 'search'}):
+  requested = {name.split()[0] for name in session.posargs}
+  if session.python == '3.12' and (not requested or requested & {'layouts', 'search'}):
     session.install('-e', '.[cuda,tpu]')
   session.run('python', 'benchmarks/run.py', *session.posargs)

@@ -1,4 +1,4 @@
-"""The README's badges, from what `pyproject.toml` says, as SVG: nothing is asked of anybody's server.
+"""The README's badges as SVG, from `pyproject.toml`, without any server.
 
     python docs/badges.py      # writes docs/badges.svg
 
@@ -17,7 +17,7 @@ GREY, BLUE = '#555555', '#2f6fd0'
 
 
 def badges() -> list[tuple[str, str]]:
-  """What each says: a name and a value."""
+  """Name and value of each badge."""
   project = tomllib.loads((HERE.parent / 'pyproject.toml').read_text())['project']
   marker = 'Programming Language :: Python :: '
   pythons = [text.removeprefix(marker) for text in project['classifiers'] if text.startswith(marker)]
@@ -30,10 +30,10 @@ def badges() -> list[tuple[str, str]]:
   ]
 
 
-def picture(said: list[tuple[str, str]]) -> str:
+def picture(badges: list[tuple[str, str]]) -> str:
   """All of them in a row."""
   parts, left = [], 0.0
-  for name, value in said:
+  for name, value in badges:
     for text, color in ((name, GREY), (value, BLUE)):
       width = LETTER * len(text) + 12
       parts += [
@@ -44,7 +44,7 @@ def picture(said: list[tuple[str, str]]) -> str:
     left += GAP
   size = f'width="{left - GAP:.0f}" height="{HEIGHT}"'
   style = 'fill="#ffffff" text-anchor="middle" font-family="Verdana, sans-serif" font-size="11"'
-  title = html.escape(', '.join(f'{name} {value}' for name, value in said))
+  title = html.escape(', '.join(f'{name} {value}' for name, value in badges))
   return (
     f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<title>{title}</title>\n<g {style}>\n'
     + '\n'.join(parts)

@@ -1,7 +1,7 @@
 """The site, built by `nox -s docs`.
 
-Its source is the repository as it lies: guides, how-tos, benchmarks, changelog, each page where it is. So a
-link between two of them is the same on GitHub and in the site. The outputs of guides come from `execute.py`.
+Its source is the repository itself: guides, how-tos, benchmarks, changelog, each page at its own path. So a link
+between two of them is the same in the repository and on the site. The outputs of guides come from `execute.py`.
 """
 
 import importlib.metadata

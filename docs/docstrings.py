@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 
 MODULES = ('checkpoint', 'explore', 'pipeline', 'presets', 'testing', 'errors')
 CODE = re.compile(r'(?<![`:\w])`([^`]+)`(?!`)(\w?)')
-INDENTED = re.compile(r'(?<=\n\n)(?<!::\n\n)((?: {4}.*\n|\n)+)')  # what `::` announces is code already
+INDENTED = re.compile(r'(?<=\n\n)(?<!::\n\n)((?: {4}.*\n|\n)+)')  # after `::` it is code already
 
 
 def translate(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -32,7 +32,7 @@ def translate(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: 
 
 def _prose(text: str, home: str) -> str:
   text = re.sub(r'(?<=, )\*+(?=\w+[,:])', lambda stars: stars[0].replace('*', r'\*'), text)
-  # Napoleon takes what is before a colon in `Returns` for a type; an empty one is none.
+  # Napoleon reads the text before a colon in `Returns` as a type; an empty text is no type.
   text = re.sub(r'^( *(?:Returns|Yields):\n +)', r'\1: ', text, flags=re.M)
   return CODE.sub(lambda found: _code(found[1], home) + (f'\\ {found[2]}' if found[2] else ''), text)
 

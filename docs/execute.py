@@ -41,7 +41,7 @@ def notebooks() -> list[Path]:
 
 
 def made_by() -> str:
-  """What outputs depend on beside their cells: this package's sources, and the versions of what it uses."""
+  """A digest of everything that outputs depend on beside their cells: this package's sources, and versions."""
   digest = hashlib.sha256(sys.version.encode())
   for path in sorted((ROOT / 'flax_spmd').rglob('*')):
     if path.is_file() and '__pycache__' not in path.parts:
@@ -74,7 +74,7 @@ def run(notebook: ProjectNb) -> ExecutionResult:
 
 
 def execute(pages: list[Path], cache: JupyterCacheAbstract) -> list[Path]:
-  """Runs pages, as many at a time as there are cores for, and tells of each; returns those that failed."""
+  """Runs pages in parallel, prints the time of each, and returns those that failed."""
   failed = []
   with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
     read = {page: cache.add_nb_to_project(str(page), read_data=READER) for page in pages}

@@ -50,7 +50,7 @@ def public_names():
   for module in MODULES:
     things = vars(getattr(flax_spmd, module)).items()
     names |= {f'{module}.{name}' for name, thing in things if is_public(name, thing)}
-  imported = {'presets.fill', 'presets.Rules', 'testing.Layout', 'testing.Row'}
+  imported = {'presets.fsdp_rule', 'presets.Rules', 'testing.Layout', 'testing.Row'}
   twice = {'compare', 'search'}  # documented in `explore`
   return names - imported - twice - ELSEWHERE
 

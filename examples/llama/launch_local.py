@@ -18,7 +18,7 @@ GRACE = 30  # seconds for the others once a process has ended badly: they may wa
 
 
 def command(process, processes, port):
-  """How a process is started: with what JAX finds out by itself on a real cluster."""
+  """The command of one process, with the addresses that JAX finds itself on a real cluster."""
   trainer = Path(__file__).with_name('train.py')
   where = [f'--coordinator=127.0.0.1:{port}', f'--processes={processes}', f'--process={process}']
   return [sys.executable, trainer, '--distributed', *where]

@@ -36,7 +36,7 @@ SIZES = {
 
 
 def lay(x, *names):
-  """Names the dimensions of a value; where it lies follows from the rules in force."""
+  """Names the dimensions of a value; its sharding follows from the rules in force."""
   return spmd.with_logical_constraint(x, names)
 
 

@@ -24,11 +24,11 @@ from model import SIZES, Llama
 import flax_spmd as spmd
 from flax_spmd import checkpoint, explore
 
-PLACES = ('batch', None)  # of tokens: sequences are split, and each is whole
-PREEMPTED = 143  # the exit status of what SIGTERM has ended: the job is to be started again
+PLACEMENT = ('batch', None)  # of tokens: sequences are sharded, positions are not
+PREEMPTED = 143  # exit status after SIGTERM: the scheduler should start the job again
 
 
-# -- what is trained: nothing of this knows a mesh
+# -- model and step: independent of any mesh
 
 
 def create_state(model, tx):
@@ -61,10 +61,10 @@ def optimizer(args):
 
 
 def batches(file, steps, shape, rows):
-  """Of each step's batch these rows, as int32.
+  """These rows of each step's batch, as int32.
 
-  A batch follows from the number of its step. So a run that goes on reads what it would have read, and
-  no iterator has to be saved.
+  A batch depends only on the number of its step. So a continued run reads the same batches, and no iterator
+  has to be saved.
   """
   text = np.memmap(file, np.uint8, 'r')
   sequences, length = shape
@@ -77,15 +77,15 @@ def batches(file, steps, shape, rows):
 
 
 def train(args, model, tx, shape):
-  """Trains, from the newest checkpoint on if there is one, until the last step or SIGTERM."""
+  """Trains from the newest checkpoint, if there is one, until the last step or SIGTERM."""
   layout = spmd.Layout.from_toml(args.layout.read_text())
   step = layout.jit(train_step, donate_argnums=0)
   with checkpoint.Manager(args.run, layout, every=args.save_every) as manager:
     done, state = manager.resume(create_state, model, tx)
     say(spmd.explain(layout, state), f'\n{done} of {args.steps} steps are done')
-    rows, _ = layout.local_indices(jax.ShapeDtypeStruct(shape, jnp.int32), PLACES)
+    rows, _ = layout.local_indices(jax.ShapeDtypeStruct(shape, jnp.int32), PLACEMENT)
     local = batches(args.data, range(done, args.steps), shape, rows)
-    ready = spmd.prefetch(local, lambda rows: layout.local_to_global(rows, PLACES))
+    ready = spmd.prefetch(local, lambda rows: layout.local_to_global(rows, PLACEMENT))
     since, begin = done, time.perf_counter()
     for number, tokens in enumerate(ready, done + 1):
       state, loss = step(state, tokens)
@@ -107,20 +107,20 @@ def say(*text):
 
 
 def compare(args, model, tx, shape):
-  """Tells what the step would do on a target, under each of the layouts in the folder that fit it."""
+  """Compares the layouts in the folder that have the size of the target."""
   devices = explore.parse_target(args.compare).devices
   files = sorted(args.layout.parent.glob('*.toml'))
   layouts = {file.stem: spmd.Layout.from_toml(file.read_text(), devices=devices) for file in files}
   layouts = {name: layout for name, layout in layouts.items() if layout.mesh.size == devices}
   tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-  step = explore.TrainStep(train_step, create_state, tokens, args=(model, tx), placements=PLACES)
+  step = explore.TrainStep(train_step, create_state, tokens, args=(model, tx), placements=PLACEMENT)
   print(spmd.compare(step, layouts, args.compare, show=True))
 
 
 def search(args, model, tx, shape):
-  """Searches for the best layout for a target, and puts it beside the others."""
+  """Searches for the best layout for a target, and saves it beside the others."""
   tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-  step = explore.TrainStep(train_step, create_state, tokens, args=(model, tx), placements=PLACES)
+  step = explore.TrainStep(train_step, create_state, tokens, args=(model, tx), placements=PLACEMENT)
   result = spmd.search(step, args.search, show=True)
   print(result)
   result.to_toml(args.layout.with_name('best.toml'))
@@ -133,7 +133,7 @@ def parse(arguments):
   here = Path(__file__).parent
   add('--layout', type=Path, default=here / 'layouts' / 'fsdp.toml', help='a TOML file')
   add('--model', choices=SIZES, default='tiny')
-  add('--dtype', default='bfloat16', help='what is computed in; parameters are float32')
+  add('--dtype', default='bfloat16', help='dtype of computations; parameters are float32')
   add('--data', type=Path, default=pydoc_data.topics.__file__, help='any file')
   add('--run', type=Path, default=Path('runs/llama'), help='the folder of the checkpoints')
   add('--steps', type=int, default=200)
@@ -143,17 +143,17 @@ def parse(arguments):
   add('--warmup', type=int, default=10, help='steps')
   add('--save-every', type=int, default=50, help='steps')
   add('--log-every', type=int, default=10, help='steps')
-  add('--distributed', action='store_true', help='several processes; JAX finds out which')
-  add('--coordinator', help="host:port of the first process, where JAX can't find out")
-  add('--processes', type=int, help='how many there are, likewise')
-  add('--process', type=int, help='which one this is, likewise')
+  add('--distributed', action='store_true', help='run as several processes, with addresses found by JAX')
+  add('--coordinator', help="host:port of the first process, where JAX can't find it")
+  add('--processes', type=int, help='number of processes, likewise')
+  add('--process', type=int, help='index of this process, likewise')
   add('--compare', metavar='TARGET', help="compare the layouts in the folder for 'h100:64', say")
   add('--search', metavar='TARGET', help='search for a layout, likewise')
   return parser.parse_args(arguments)
 
 
 def main(arguments=None):
-  """Trains, or tells about layouts."""
+  """Trains, compares or searches."""
   args = parse(arguments)
   if args.distributed:
     jax.distributed.initialize(args.coordinator, args.processes, args.process)

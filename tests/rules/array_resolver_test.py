@@ -473,7 +473,7 @@ def test_no_rule_applies_in_a_strict_table():
   tree = {'kernel': jnp.ones((8, 16)), 'scale': jnp.ones(8), 'step': 0, 'one': jnp.ones(1)}
   assert text_of(errors.UnmatchedNameError, layout.sharding, tree) == dedent("""\
     scale: no rule applies to this array of shape (8,), which has no names.
-    Fix: add a rule for this path; ('.*', PartitionSpec()) at the end replicates what is left.""")
+    Fix: add a rule for this path; ('.*', PartitionSpec()) at the end replicates the rest.""")
 
 
 def test_mesh_axes_in_every_kind_of_rule():
@@ -537,7 +537,7 @@ def test_rules_that_decided_nothing_and_what_was_meant():
   assert [finding.text for finding in findings.of('idle rule')] == [
     "rule 0 ('bais$', P()) matched no array. Closest path: 'bias'.",
     "rule 3 ('^opt_state/', Rules(...)) matched no array.",
-    "rule 2 ('mlp/kernel', P('model',)) decided nothing: earlier rules own what it matches (1 array: mlp/kernel).",
+    "rule 2 ('mlp/kernel', P('model',)) decided nothing: earlier rules own the arrays that it matches (1 array: mlp/kernel).",
     "rule 4 fsdp('model') decided nothing: 3 x small (min_size=1048576).",
     f'rule 5 {policy!r} decided nothing.',
   ]

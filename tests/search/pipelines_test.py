@@ -197,7 +197,7 @@ def test_a_step_without_a_loop():
   lines = str(caught.value).splitlines()
   assert lines[0] == 'Gradients are taken through stage ends outside a microbatch loop:'
   assert lines[-1] == (
-    'Fix: take them by flax_spmd.pipeline.accumulate, with microbatches=1 if the batch is to stay whole.'
+    'Fix: take them inside flax_spmd.pipeline.accumulate, with microbatches=1 to keep the batch whole.'
   )
 
 

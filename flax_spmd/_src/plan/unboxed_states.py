@@ -89,7 +89,7 @@ class UnboxedStates:
       structure = _structure(part)
       if structure is not None:
         planned = tuple(jax.tree.leaves(part_shardings))
-        # parts of one structure that are sharded differently cannot be told apart
+        # parts of one structure that are sharded differently cannot be distinguished
         same = self._unnamed.get(structure, planned) == planned
         self._unnamed[structure] = planned if same else None
     return state

@@ -206,7 +206,7 @@ class ArrayResolver:
     if not strict or self._fills or not (self._paths or self._owners) or leaf.size <= 1:
       return ()
     text = f'no rule applies to this array of shape {leaf.shape}, which has no names.'
-    fix = "add a rule for this path; ('.*', PartitionSpec()) at the end replicates what is left."
+    fix = "add a rule for this path; ('.*', PartitionSpec()) at the end replicates the rest."
     return (Problem(text, fix, UnmatchedNameError),)
 
   def _no_spec(self, index: int, result: Any) -> Resolution:

@@ -82,7 +82,7 @@ class PathRule(OwningClause):
     """Earlier rules own the arrays that it matches, or it matches none."""
     matched = [path for path in paths if re.search(self.pattern, path)]
     if matched:
-      return Idle(f'decided nothing: earlier rules own what it matches ({_listed(matched)}).')
+      return Idle(f'decided nothing: earlier rules own the arrays that it matches ({_listed(matched)}).')
     closest = _closest_path(self.pattern, paths)
     meant = f' Closest path: {closest!r}.' if closest else ''
     return Idle(f'matched no array.{meant}', suspicious=bool(closest))

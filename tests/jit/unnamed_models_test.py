@@ -1,4 +1,4 @@
-"""A model without names, written by somebody else, in three lines; and the same by paths and by names."""
+"""Models without axis names: sharded by `fsdp`, paths or functions, with results pinned to the plan."""
 
 import functools
 
@@ -14,7 +14,14 @@ from jax_resnet import resnet
 
 import flax_spmd as spmd
 
+DATA = spmd.fsdp('data', min_size=1)
+BOTH = {'data': 2, 'model': 4}
+ADAFACTOR = optax.adafactor(1e-3, min_dim_size_to_factor=8)
 X, Y = np.ones((16, 16, 16, 3), np.float32), np.zeros(16, int)
+
+
+def on(rules, mesh=None, **policies):
+  return spmd.Layout(spmd.make_mesh(mesh or {'data': 8}), rules, **policies)
 
 
 class State(TrainState):
@@ -22,7 +29,7 @@ class State(TrainState):
 
 
 def create_resnet(key, x):
-  """ResNet-18 of the package jax-resnet: it knows nothing of meshes or names."""
+  """ResNet-18 of the package jax-resnet, which has neither meshes nor names."""
   model = resnet.ResNet18(n_classes=10)
   variables = model.init(key, x)
   return State.create(
@@ -46,7 +53,7 @@ def train_step(state, batch):
 
 
 @pytest.mark.slow
-def test_a_public_model_in_three_lines():
+def test_a_public_model_without_names():
   layout = spmd.Layout({'data': 8}, (('batch', 'data'), spmd.fsdp('data', min_size=2**12)))
   state = layout.init(create_resnet, jax.random.key(0), X)
   step = layout.jit(train_step, donate_argnums=0)
@@ -110,8 +117,8 @@ TABLES = {
 
 
 @pytest.mark.parametrize('table', TABLES)
-def test_states_without_names_stay_where_the_rules_put_them(table):
-  """A result of `layout.jit` that is a state of `layout.init` is pinned, names or not."""
+def test_states_without_names_keep_their_shardings(table):
+  """A result of `layout.jit` with the structure of a state of `layout.init` is pinned, with or without names."""
   layout = spmd.Layout({'data': 2, 'model': 4}, TABLES[table])
   x = np.ones((4, 16), np.float32)
   state = layout.init(create_mlp, jax.random.key(0), x)
@@ -127,15 +134,7 @@ def test_states_without_names_stay_where_the_rules_put_them(table):
   assert [x.sharding.spec for x in jax.tree.leaves(restored)] == jax.tree.leaves(before)
 
 
-def test_zero_works_with_names_too():
-  box = spmd.LogicallyPartitioned(jax.ShapeDtypeStruct((64, 64), jnp.float32), ('embed', 'mlp'))
-  specs = spmd.Layout({'data': 8}, spmd.presets.zero1(min_size=1)).spec(
-    {'params': {'w': box}, 'opt_state': {'mu': {'w': box}}}
-  )
-  assert specs == {'params': {'w': P(None, None)}, 'opt_state': {'mu': {'w': P('data', None)}}}
-
-
-def test_zero_keeps_parameters_whole_and_optimizer_state_in_pieces():
+def test_zero2_replicates_parameters_and_shards_optimizer_state():
   layout = spmd.Layout({'data': 8}, spmd.presets.zero2(min_size=64))
 
   @functools.partial(layout.jit, donate_argnums=0)
@@ -152,3 +151,19 @@ def test_zero_keeps_parameters_whole_and_optimizer_state_in_pieces():
   assert state.opt_state[0].mu['Dense_0']['kernel'].sharding.spec == P('data', None)
   text = step.lower(state, layout.shard(x, ('batch', None))).as_text()
   assert 'sharding_constraint' in text
+
+
+def test_a_state_in_two_results_keeps_its_shardings():
+  """Parameters and optimizer state as two results, distinguished by path rules."""
+  for rules in ((('^1/', spmd.Rules(DATA)),), (('kernel', P('data', 'model')),)):
+    layout = on(rules, BOTH)
+
+    def create():
+      params = {'kernel': jnp.ones((16, 32))}
+      return params, ADAFACTOR.init(params)
+
+    params, opt_state = layout.init(create)
+    before = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    step = layout.jit(lambda params, opt_state: (params, opt_state, 0.0))
+    params, opt_state, _ = step(params, opt_state)
+    assert jax.tree.map(lambda x: x.sharding, (params, opt_state)) == before

@@ -1,0 +1,71 @@
+"""States that cannot be saved, layouts and names that are unusual, and verification in groups."""
+
+from textwrap import dedent
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage import verification
+from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
+
+
+def text_of(kind, fn, *args, **kwargs):
+  with pytest.raises(kind) as caught:
+    fn(*args, **kwargs)
+  return str(caught.value)
+
+
+def by_size(leaf):
+  return P('data') if leaf.size > 8 else None
+
+
+def test_deleted_arrays_and_empty_states_cannot_be_saved(tmp_path):
+  layout = spmd.Layout({'data': 8})
+  gone = layout.shard(jnp.ones((8, 2)), ('batch', None))
+  gone.delete()
+  assert text_of(
+    errors.CheckpointError, checkpoint.save, tmp_path / '1', {'w': gone}, layout=layout
+  ) == dedent("""\
+    w has been deleted, or donated to a jitted function.
+    Fix: save the state that the step returned, not the one that was donated to it.""")
+  assert text_of(errors.CheckpointError, checkpoint.save, tmp_path / '1', {}, layout=layout) == dedent("""\
+    The state has no leaves.
+    Fix: save a state that contains arrays.""")
+  assert not (tmp_path / '1').exists()
+
+
+def test_a_layout_with_a_function_is_not_recorded(tmp_path):
+  """A function has no text. Arrays and names are saved, and a target provides the shardings."""
+  layout = spmd.Layout({'data': 8}, (by_size,))
+  state = layout.shard({'w': np.arange(16.0)}, None)
+  checkpoint.save(tmp_path / '1', state, layout=layout)
+  restored = checkpoint.restore(tmp_path / '1', layout.abstract(lambda: {'w': jnp.zeros(16)}))
+  np.testing.assert_array_equal(restored['w'], np.arange(16.0))
+
+
+def test_names_in_a_list_are_recorded(tmp_path):
+  state = {'w': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ['embed', ('data',)])}
+  checkpoint.save(tmp_path / '1', state, layout=spmd.Layout({'data': 8}))
+  assert 'embed' in str(checkpoint.show(tmp_path / '1'))
+
+
+def test_verify_reads_a_large_checkpoint_in_groups(tmp_path, monkeypatch):
+  """Damage is found in every group; the size of groups is limited."""
+  state = {f'w{number}': np.full(64, float(number), np.float32) for number in range(5)}
+  checkpoint.save(tmp_path / '1', state, layout=spmd.Layout({'data': 8}))
+  source = open_checkpoint(tmp_path / '1')
+  for path in ('w0', 'w4'):  # the stored array now differs from the record
+    source.record.leaves[path] = source.record.leaves[path]._replace(checksum='crc32:00000000')
+  monkeypatch.setattr(verification, 'GROUP_BYTES', 300)
+  assert [len(group) for group in verification.groups(source.record.leaves)] == [2, 2, 1]
+  assert verification.verify(source) == ['w0', 'w4']
+
+
+def test_a_failed_preflight_prints_its_problems(tmp_path):
+  checkpoint.save(tmp_path / '1', {'w': np.ones(8)}, layout=spmd.Layout({'data': 8}))
+  result = checkpoint.preflight(tmp_path / '1', spmd.Layout({'data': 8}).abstract(dict, v=jnp.ones(8)))
+  assert result.problems and 'v' in str(result) and 'Fix:' in str(result)
