@@ -27,7 +27,7 @@ class Ours(nn.Module):
 
 
 class Flaxs(nn.Module):
-  """A third party's module: it knows Flax only."""
+  """A third-party module, which only uses Flax."""
 
   @nn.compact
   def __call__(self, x, _=None):
@@ -35,7 +35,7 @@ class Flaxs(nn.Module):
 
 
 class Boxed(nn.Module):
-  """The parameter's own names decide where the result lies."""
+  """The names of the parameter's box decide the sharding of the result."""
 
   @nn.compact
   def __call__(self, x, _=None):
@@ -70,7 +70,7 @@ WRAPPERS = [plain, under_nn_jit, under_remat, under_scan, under_inner_jit]
 
 @pytest.mark.parametrize('wrap', WRAPPERS)
 @pytest.mark.parametrize('module', [Ours, Flaxs])
-def test_swapping_under_jax_jit(wrap, module):
+def test_swapping_layouts_under_jax_jit(wrap, module):
   """The same function, jitted once, called under one layout after the other."""
   jitted = jax.jit(wrap(module))
   for layout in (A, B, A, B):
@@ -120,7 +120,7 @@ def test_a_function_of_one_layout_called_inside_another():
       assert spmd.get_logical_axis_rules() == other.rules.clauses
 
 
-def test_rules_only_context_swaps_too():
+def test_swapping_rules_without_a_mesh():
   f = jax.jit(partial(spmd.with_logical_constraint, logical_axis_resources=('batch', 'hidden')))
   with jax.set_mesh(A.mesh):
     for layout in (A, B, A):
@@ -147,13 +147,13 @@ def test_one_layout_object_can_be_entered_twice():
   assert spmd.get_logical_axis_rules() == ()
 
 
-def test_flax_own_rules_inside_a_layout_win():
+def test_rules_of_flax_inside_a_layout_win():
   with A, nn.logical_axis_rules(B.rules.clauses):
     assert spmd.get_logical_axis_rules() == B.rules.clauses
     assert jax.jit(plain(Ours))(X).sharding.spec == EXPECTED[B]
 
 
-def test_flax_own_rules_alone_are_followed():
+def test_rules_of_flax_without_a_layout():
   with jax.set_mesh(A.mesh), nn.logical_axis_rules(A.rules.clauses):
     assert jax.jit(plain(Ours))(X).sharding.spec == EXPECTED[A]
 
@@ -172,13 +172,13 @@ def test_set_logical_axis_rules():
   assert spmd.get_logical_axis_rules() == ()
 
 
-def test_rules_that_are_no_rules():
+def test_invalid_rules():
   with pytest.raises(RulesError), spmd.logical_axis_rules({'batch': 'data'}):
     pass
   assert spmd.get_logical_axis_rules() == ()
 
 
-def test_threads_each_have_their_own():
+def test_each_thread_has_its_own_layout():
   """60 tries in two threads that take turns inside their blocks."""
   wrong = []
   barrier = threading.Barrier(2)
@@ -236,7 +236,7 @@ OUT_OF_STEP = dedent("""\
   Fix: call functions from `layout.jit`, which carry their layout; or close the block before awaiting; or enter `with layout:` in the thread that runs the function.""")
 
 
-def test_a_block_that_is_suspended_cannot_hand_its_layout_to_another_task():
+def test_two_tasks_cannot_have_open_layouts_in_one_thread():
   """JAX's cache key is per thread; entering a second layout there would run the first one's programs."""
 
   async def suspended(entered, release):
@@ -261,7 +261,7 @@ def test_a_block_that_is_suspended_cannot_hand_its_layout_to_another_task():
   asyncio.run(main())
 
 
-def test_a_thread_that_inherits_a_layout_says_so_when_it_traces():
+def test_tracing_in_a_thread_with_an_inherited_layout_raises():
   async def main():
     with A:
       assert (await asyncio.to_thread(spmd.get_logical_axis_rules)) == A.rules.clauses

@@ -1,4 +1,4 @@
-"""What bad input gets: an error before anything is compiled, naming every offender, with its whole text."""
+"""Bad input: errors before anything is compiled, with their whole texts, which list every offender."""
 
 import functools
 from textwrap import dedent
@@ -41,14 +41,14 @@ def test_unknown_mesh_axis_in_a_rule():
 
 
 @pytest.mark.parametrize('rules', [3, {'embed': 'model'}, (pair for pair in ()), 'embed', None])
-def test_rules_that_are_no_table(rules):
+def test_invalid_rule_tables(rules):
   text = text_of(ValueError, spmd.Rules.of, rules)
   assert text == dedent(f"""\
     A rule table is a tuple or a list of rules, got {rules!r}.
     Fix: write it as (('batch', 'data'), ('hidden', 'model')).""")
 
 
-def test_clauses_that_are_no_clauses():
+def test_invalid_rules_in_a_table():
   text = text_of(ValueError, layout, ('batch', 'data'), 3, ('embed',), ('mlp', 4), (5, 'model'))
   assert (
     text
@@ -61,13 +61,13 @@ def test_clauses_that_are_no_clauses():
   )
 
 
-def test_one_rule_in_the_place_of_a_table():
+def test_a_single_rule_instead_of_a_table():
   assert text_of(errors.RulesError, spmd.Layout, {'data': 8}, ('batch', 'data')) == dedent("""\
     ('batch', 'data') is one rule, where a table of rules is expected.
     Fix: write a table of one rule with a comma, (('batch', 'data'),).""")
 
 
-def test_a_policy_that_is_none():
+def test_an_invalid_policy():
   assert text_of(errors.RulesError, spmd.Rules, unmatchd='error') == dedent("""\
     'unmatchd' is not a policy of a rule table. Did you mean 'unmatched'?
     Fix: the policies are unmatched, conflict, indivisible, missing_axis.""")
@@ -135,7 +135,7 @@ def test_a_conflict():
     Fix: add a fallback for 'b' after rule 1, such as ('b', None), or put its rule first.""")
 
 
-def test_a_conflict_that_a_fallback_settles_is_none():
+def test_a_fallback_rule_resolves_a_conflict():
   for fallback in (None, 'data'):
     strict = layout(('a', 'model'), ('b', 'model'), ('b', fallback), conflict='error')
     assert strict.spec({'w': box((8, 8), 'a', 'b')})['w'] == spmd.Rules(
@@ -176,14 +176,14 @@ def test_nothing_is_compiled_or_run_before_the_check():
   assert not ran
 
 
-def test_explain_and_check_refuse_what_sharding_refuses():
+def test_explain_and_check_raise_the_errors_of_sharding():
   bad, tree = layout(('embed', 'model')), {'w': box((3,), 'embed')}
   assert text_of(errors.LayoutError, spmd.explain, bad, tree) == text_of(
     errors.LayoutError, bad.check, tree
   )
 
 
-def test_policies_that_forgive():
+def test_lenient_policies():
   tree = {'w': box((6, 8), 'vocab', 'embed')}
   rules = (('vocab', 'model'), ('vocab', 'data'), ('embed', 'model'))
   assert layout(*rules, indivisible='next').spec(tree)['w'] == jax.P('data', 'model')
@@ -262,7 +262,7 @@ def test_a_state_with_unknown_mesh_axes_among_its_names_is_saved(tmp_path):
   assert restored['a'].sharding.spec == PartitionSpec(('data', 'modle'), None)
 
 
-def test_a_mesh_axis_in_the_place_of_a_name():
+def test_a_mesh_axis_instead_of_a_logical_name():
   lay = layout(('batch', 'data'))
   assert text_of(errors.LayoutError, lay.shard, {'x': np.ones((4, 4))}, ('data', None)) == dedent("""\
     x, dim 0 'data': this is a mesh axis, where logical names are expected.
@@ -272,13 +272,13 @@ def test_a_mesh_axis_in_the_place_of_a_name():
   )
 
 
-def test_names_that_are_no_prefix_of_the_batch():
+def test_names_that_are_not_a_prefix_of_the_batch():
   text = text_of(errors.LayoutError, layout().shard, {'x': np.ones((4, 4))}, {'y': ('batch', None)})
   assert text.startswith("The placements {'y': ('batch', None)} are not a prefix of the tree: ")
   assert text.endswith('mesh axes go into a PartitionSpec, rules into Rules(...).')
 
 
-def test_copies_in_the_optimizer_are_not_named_again():
+def test_problems_of_parameters_are_not_repeated_for_optimizer_state():
   import optax
 
   def create():
@@ -293,7 +293,7 @@ def test_copies_in_the_optimizer_are_not_named_again():
   )
 
 
-def test_mesh_axes_that_a_layout_lacks_are_reported_with_their_path():
+def test_unknown_mesh_axes_are_reported_with_their_paths():
   """And not by the constraint at which the box is opened."""
 
   class Dense(nn.Module):
@@ -353,7 +353,7 @@ def test_placing_on_an_abstract_mesh():
 
 
 @pytest.mark.parametrize('kind', ['jit', 'pipeline_jit'])
-def test_a_step_that_was_jitted_already(kind):
+def test_a_step_that_is_already_jitted(kind):
   """Its own mesh and rules would hold: a comparison would be one of the same program with itself."""
 
   def train_step(state, x):

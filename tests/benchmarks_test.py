@@ -1,4 +1,4 @@
-"""The pages show what the benchmarks found: every table is the one that the kept results make."""
+"""Benchmark pages: every table is generated from the recorded results."""
 
 import importlib
 import json
@@ -30,15 +30,15 @@ def render(scripts):
 
 
 @pytest.mark.parametrize('page', ['benchmarks/README.md', 'README.md'])
-def test_page_shows_kept_results(render, page):
+def test_the_page_shows_the_recorded_results(render, page):
   text = (ROOT / page).read_text()
   assert render.BLOCK.search(text)
   assert render.filled(text) == text
 
 
-def test_what_is_kept_is_shown_and_can_be_run_again(render, scripts):
+def test_recorded_results_are_shown_and_can_be_reproduced(render, scripts):
   kept = {path.name.partition('-jax-')[0] for path in render.RESULTS.glob('*.json')}
-  shown = {found[2] for found in render.BLOCK.finditer((FOLDER / 'README.md').read_text())}
+  shown = {match[2] for match in render.BLOCK.finditer((FOLDER / 'README.md').read_text())}
   named = {re.sub(' --(only )?', '_', command) for command in scripts.run.ALL}
   assert kept == shown <= named
 
@@ -50,23 +50,23 @@ def test_benchmarks_are_run_by_name(scripts):
     [['layouts', '--large'], ['layouts']],
     True,
   )
-  for asked in (['search', '--sample', '20'], ['search --sample 20'], ['search --sample', '20']):
-    assert scripts.run.commands_of(asked) == ([['search', '--sample', '20']], False)
+  for arguments in (['search', '--sample', '20'], ['search --sample 20'], ['search --sample', '20']):
+    assert scripts.run.commands_of(arguments) == ([['search', '--sample', '20']], False)
   assert scripts.run.commands_of(['search --only fits', 'search'])[0] == [
     search[2],
     *search[:2],
     search[3],
   ]
   assert len(scripts.run.commands_of([])[0]) == len(scripts.run.ALL)
-  for asked in ('boxen', ''):
-    with pytest.raises(SystemExit, match=f"'{asked}' is no benchmark; there are boxes, "):
-      scripts.run.commands_of([asked])
+  for name in ('boxen', ''):
+    with pytest.raises(SystemExit, match=f"'{name}' is no benchmark; there are boxes, "):
+      scripts.run.commands_of([name])
 
 
-def test_headlines_are_figures_that_were_kept(render):
+def test_headlines_are_recorded_figures(render):
   missing = [
     figure
-    for name, figure, _ in render.HEADLINES
+    for name, figure, *_ in render.HEADLINES
     if not any(each['name'] == figure for one in render.records(name) for each in one['figures'])
   ]
   assert not missing
@@ -122,7 +122,7 @@ def test_targets_as_text(scripts):
   assert harness.at_least(15).verdict(14, 14) == 'MISSED'
 
 
-def test_a_report_is_kept_as_json_and_shown(scripts, capsys):
+def test_a_report_is_recorded_as_json_and_shown(scripts, capsys):
   harness, reporting = scripts.harness, scripts.reporting
   figure = harness.summary('save', [1.0, 1.1, 1.2, 1.3, 1.4], 's', harness.at_most(2))
   table = reporting.Table('Two', ['a|b', 'c'], [['1', '2\n3']])

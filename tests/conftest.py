@@ -24,14 +24,14 @@ settings.load_profile('default')
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """What the other JAX runs is for `nox -s exhaustive` here."""
+  """Leaves tests that another JAX version runs to `nox -s exhaustive`."""
   for test in items:
     if is_for_another_jax(test):
       test.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_sessionfinish():
-  """Under `nox -s coverage`, what was measured is written now: a worker that ends slowly is killed by xdist."""
+  """Under `nox -s coverage`, saves the measurement now, since xdist kills workers that end slowly."""
   coverage = sys.modules.get('coverage')
   measured = coverage and coverage.Coverage.current()
   if measured:
@@ -46,7 +46,7 @@ def mesh():
 
 @pytest.fixture(autouse=True)
 def nothing_left_in_force():
-  """Every test leaves the rules and the mesh as it found them."""
+  """Checks that the test left no rules and no mesh in force."""
   yield
   assert spmd.get_logical_axis_rules() == ()
   assert jax.sharding.get_abstract_mesh().empty

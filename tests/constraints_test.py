@@ -1,4 +1,4 @@
-"""Constraints on every kind of mesh axis: Auto, Explicit, Manual, mixed; and what there is no mesh for."""
+"""Constraints on every kind of mesh axis: Auto, Explicit, Manual and mixed; and constraints without a mesh."""
 
 from functools import partial
 from textwrap import dedent
@@ -19,14 +19,14 @@ RULES = (('batch', 'data'), ('hidden', 'model'))
 
 
 def spec_of(x):
-  """The spec without trailing Nones, which say nothing."""
+  """The spec without trailing Nones."""
   entries = list(x.sharding.spec)
   while entries and entries[-1] is None:
     entries.pop()
   return P(*entries)
 
 
-def test_auto_axes_are_told(mesh):
+def test_auto_axes_get_a_constraint(mesh):
   y = jax.jit(lambda x: spmd.constrain(2 * x, P('data', 'model'), mesh))(jnp.ones((8, 8)))
   assert spec_of(y) == P('data', 'model')
 
@@ -60,7 +60,7 @@ def test_explicit_axes_keep_what_is_unconstrained():
   assert spec_of(y) == P('data', 'model')
 
 
-def test_explicit_axes_of_size_one_are_left_out():
+def test_explicit_axes_of_size_one_are_omitted():
   """With them, values of equal layout would have different types and could not be added."""
   mesh = spmd.make_mesh({'data': 8, 'model': 1}, axis_types=AxisType.Explicit)
   layout = spmd.Layout(mesh, RULES)
@@ -74,7 +74,7 @@ def test_explicit_axes_of_size_one_are_left_out():
   assert f(jnp.ones((8, 8))).shape == (8, 8)
 
 
-def test_explicit_axes_cannot_be_uneven_so_they_are_left_out():
+def test_uneven_explicit_axes_are_omitted():
   mesh = spmd.make_mesh({'data': 2, 'model': 4}, axis_types=AxisType.Explicit)
   layout = spmd.Layout(mesh, RULES)
   y = layout.jit(lambda x: spmd.with_logical_constraint(x, ('batch', 'hidden')))(jnp.ones((1, 8)))
@@ -88,7 +88,7 @@ def test_mixed_axes():
   assert spec_of(y) == P('data', 'model')
 
 
-def test_manual_axes_are_stripped(mesh):
+def test_manual_axes_are_omitted(mesh):
   """Inside shard_map the program is written per shard; a constraint over its axes means nothing."""
 
   @jax.jit
@@ -109,7 +109,7 @@ def test_partly_manual_axes(mesh):
   assert spec_of(y) == P('data', 'model')
 
 
-def test_boxes_open_inside_shard_map(mesh):
+def test_unboxing_inside_shard_map(mesh):
   box = spmd.Partitioned(jnp.ones((8, 8)), ('data', 'model'))
 
   @jax.jit
@@ -120,12 +120,12 @@ def test_boxes_open_inside_shard_map(mesh):
   np.testing.assert_array_equal(f(jnp.ones((8, 8))), 2)
 
 
-def test_concrete_arrays_are_moved(mesh):
+def test_concrete_arrays_are_resharded(mesh):
   y = spmd.constrain(jnp.ones((8, 8)), P('data', 'model'), mesh)
   assert y.sharding == NamedSharding(mesh, P('data', 'model'))
 
 
-def test_concrete_arrays_stay_where_the_mesh_is_abstract():
+def test_concrete_arrays_are_unchanged_on_an_abstract_mesh():
   x = jnp.ones((8, 8))
   assert spmd.constrain(x, P('data'), spmd.abstract_mesh({'data': 64})) is x
 

@@ -1,4 +1,4 @@
-"""The site's own sources: the picture is what the code draws, and the reference has every public name."""
+"""Sources of the documentation: the picture is drawn by the code, and the reference has every public name."""
 
 import importlib.util
 import inspect
@@ -28,7 +28,7 @@ def script(name):
   return module
 
 
-def test_badges_say_what_the_package_says():
+def test_badges_agree_with_the_package():
   badges = script('badges')
   drawn = badges.picture(badges.badges())
   assert drawn == (DOCS / 'badges.svg').read_text(), 'run `python docs/badges.py`'
@@ -61,16 +61,16 @@ def is_public(name, thing):
 
 
 def documented(pages, entry):
-  """The names that pages have, after each `currentmodule` or `automodule`."""
-  found = set()
+  """The names on some pages, below each `currentmodule` or `automodule`."""
+  names = set()
   for page in pages:
     module = 'flax_spmd'
     for line in page.read_text().splitlines():
       if named := re.match(r'\.\. (?:currentmodule|automodule):: (\S+)', line):
         module = named[1]
       elif named := re.match(entry, line):
-        found.add(f'{module}.{named[1]}'.removeprefix('flax_spmd.'))
-  return found
+        names.add(f'{module}.{named[1]}'.removeprefix('flax_spmd.'))
+  return names
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def documented(pages, entry):
   ids=['pages', 'index'],
 )
 def test_the_reference_has_every_public_name(pages, entry):
-  found = documented((DOCS / 'api').glob(pages), entry)
+  names = documented((DOCS / 'api').glob(pages), entry)
   topics = {page.stem for page in (DOCS / 'api').iterdir()}
-  assert not public_names() - found
-  assert found - topics <= public_names() | {'AxisMetadata', 'RulesFallback'}
+  assert not public_names() - names
+  assert names - topics <= public_names() | {'AxisMetadata', 'RulesFallback'}

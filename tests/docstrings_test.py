@@ -1,4 +1,4 @@
-"""Every public function, class and method of a layout has an example; each runs, and prints what it says."""
+"""Docstring examples: every public function, class and method of a layout has one, and all of them run."""
 
 import doctest
 import importlib
@@ -29,7 +29,7 @@ PUBLIC = (
 
 
 def names_for_examples(tmp_path):
-  """What a docstring example may use without importing it."""
+  """The names that a docstring example may use without imports."""
   ours = {name: getattr(flax_spmd, name) for name in dir(flax_spmd) if not name.startswith('_')}
   others = dict(
     nn=nn,

@@ -1,4 +1,4 @@
-"""The examples that people copy: the trainer, and what launches it."""
+"""The examples: the trainer and its launch scripts."""
 
 import importlib
 import os
@@ -22,9 +22,9 @@ from flax_spmd import checkpoint
 FOLDER = Path(__file__).parent.parent / 'examples' / 'llama'
 LAYOUTS = FOLDER / 'layouts'
 SMALL = ['--batch=8', '--length=16', '--steps=1000', '--warmup=5', '--log-every=1', '--dtype=float32']
-LAST = 12  # the step after which a run is told to go
+LAST = 12  # the step after which a run gets SIGTERM
 TIMEOUT = 300  # seconds, for a job that is stuck
-SAID = re.compile(r'step (\d+)  loss (\d+\.\d+)')
+LOSS_LINE = re.compile(r'step (\d+)  loss (\d+\.\d+)')
 
 # Of losses printed with five digits, of 10 steps in float32: sums are taken in another order.
 TOLERANCE = 1e-4
@@ -44,14 +44,14 @@ def train(trainer, monkeypatch, run, layout, until):
   """Runs the trainer until SIGTERM, which comes during a step; returns its losses, by step."""
   losses = {}
 
-  def hear(*text, flush):
-    said = SAID.match(str(text[0]))
-    if said:
-      losses[int(said[1])] = float(said[2])
+  def record(*text, flush):
+    match = LOSS_LINE.match(str(text[0]))
+    if match:
+      losses[int(match[1])] = float(match[2])
     if until in losses:
       os.kill(os.getpid(), signal.SIGTERM)
 
-  monkeypatch.setattr(trainer, 'print', hear, raising=False)
+  monkeypatch.setattr(trainer, 'print', record, raising=False)
   with pytest.raises(SystemExit) as ended:
     trainer.main([f'--run={run}', f'--layout={LAYOUTS / layout}.toml', *SMALL])
   assert ended.value.code == 143
@@ -82,7 +82,7 @@ def stopped(trainer, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_it_learns_and_goes_on_where_sigterm_came(trainer, undisturbed, stopped, monkeypatch, tmp_path):
+def test_it_learns_and_resumes_after_sigterm(trainer, undisturbed, stopped, monkeypatch, tmp_path):
   assert undisturbed[LAST] < undisturbed[1] - 0.3
   folder, before = stopped
   assert checkpoint.verify(folder / '3') == [] and list(before) == [1, 2, 3]
@@ -92,14 +92,14 @@ def test_it_learns_and_goes_on_where_sigterm_came(trainer, undisturbed, stopped,
 
 
 @pytest.mark.slow
-def test_it_goes_on_under_another_layout(trainer, undisturbed, stopped, monkeypatch, tmp_path):
+def test_it_resumes_under_another_layout(trainer, undisturbed, stopped, monkeypatch, tmp_path):
   run = shutil.copytree(stopped[0], tmp_path / 'run')
   after = train(trainer, monkeypatch, run, 'fsdp_tensor', LAST)
   assert list(after) == list(range(4, LAST + 1)) and close(after, undisturbed, after)
 
 
-def test_processes_read_the_rows_that_their_devices_hold(trainer):
-  """Whichever rows are read, and from whichever step on, they are those of the same batches."""
+def test_processes_read_the_rows_of_their_devices(trainer):
+  """Any subset of rows, from any step on, belongs to the same batches."""
   whole = list(trainer.batches(trainer.__file__, range(3), (8, 16), np.arange(8)))
   assert whole[0].shape == (8, 16) and whole[0].dtype == np.int32
   assert not np.array_equal(whole[0], whole[1])
@@ -111,36 +111,36 @@ def test_processes_read_the_rows_that_their_devices_hold(trainer):
 
 @pytest.mark.slow
 @pytest.mark.old_jax
-def test_layouts_are_compared_for_hardware_that_is_not_here(trainer, capsys):
+def test_layouts_are_compared_for_absent_hardware(trainer, capsys):
   trainer.main(['--batch=8', '--length=16', '--compare=cpu:4'])
   rows = [line.split() for line in capsys.readouterr().out.splitlines()]
   assert [row[:2] for row in rows if row[:1] in (['fsdp'], ['fsdp_tensor'])] == [
     ['fsdp', 'yes'],
     ['fsdp_tensor', 'yes'],
-  ]  # and not 'single', which is no layout of four devices
+  ]  # without 'single', which is not a layout for four devices
 
 
 # -- several processes
 
 
 @pytest.mark.slow
-def test_processes_train_as_one_does(undisturbed, tmp_path):
-  """Two processes begin, started by the local launcher, and two that SLURM has started go on."""
+def test_several_processes_train_as_one_does(undisturbed, tmp_path):
+  """Two processes of the local launcher begin the run, and two SLURM tasks resume it."""
   run = [f'--run={tmp_path / "run"}', f'--layout={LAYOUTS / "fsdp_tensor.toml"}', *SMALL]
   local = [sys.executable, FOLDER / 'launch_local.py', '--processes=2', '--devices=4']
   begun = until_sigterm([*local, *run], 3)
   slurm = Slurm(tmp_path / 'bin', tasks=2)
-  gone_on = until_sigterm(['bash', FOLDER / 'launch_slurm.sbatch', *run], max(begun) + 3, slurm)
-  assert min(begun) == 1 and min(gone_on) == max(begun) + 1
-  assert slurm.put_back_into_the_queue()
-  both = begun | gone_on
-  assert min(gone_on) < LAST and close(both, undisturbed, both.keys() & undisturbed)
+  resumed = until_sigterm(['bash', FOLDER / 'launch_slurm.sbatch', *run], max(begun) + 3, slurm)
+  assert min(begun) == 1 and min(resumed) == max(begun) + 1
+  assert slurm.was_requeued()
+  both = begun | resumed
+  assert min(resumed) < LAST and close(both, undisturbed, both.keys() & undisturbed)
 
 
 class Slurm:
-  """What a job script sees of SLURM: its variables, `srun` and `scontrol`.
+  """An emulation of SLURM for a job script: its variables, `srun` and `scontrol`.
 
-  This `srun` starts the tasks with what SLURM's sets for them, passes signals on to them, and ends with
+  This `srun` starts the tasks with the variables that SLURM sets, forwards signals to them, and exits with
   the largest of their exit statuses.
   """
 
@@ -170,13 +170,13 @@ sys.exit(max(task.wait() for task in tasks))
     path.write_text(text)
     path.chmod(0o755)
 
-  def put_back_into_the_queue(self):
-    said = self.queue.read_text().split() if self.queue.exists() else []
-    return said == ['requeue', self.environment['SLURM_JOB_ID']]
+  def was_requeued(self):
+    arguments = self.queue.read_text().split() if self.queue.exists() else []
+    return arguments == ['requeue', self.environment['SLURM_JOB_ID']]
 
 
 def job_with_a_free_port():
-  """The number of a job from which a port follows, as JAX reckons, that is free."""
+  """A job number from which JAX computes a port that is free."""
   for port in range(61440 + os.getpid() % 4000, 65536):
     with socket.socket() as free:
       if free.connect_ex(('127.0.0.1', port)):
@@ -202,48 +202,50 @@ def until_sigterm(command, after, slurm=None):
     limit.start()
     for line in job.stdout:
       lines.append(line)
-      if said := SAID.search(line):
-        losses[int(said[1])] = float(said[2])
-        if int(said[1]) == after:
+      if match := LOSS_LINE.search(line):
+        losses[int(match[1])] = float(match[2])
+        if int(match[1]) == after:
           os.kill(int(slurm.pid.read_text()) if slurm else job.pid, signal.SIGTERM)
     limit.cancel()
   assert job.returncode == 143, ''.join(lines)
   return losses
 
 
-def test_a_job_that_failed_is_not_put_back_into_the_queue(tmp_path):
+def test_a_failed_job_is_not_requeued(tmp_path):
   slurm = Slurm(tmp_path / 'bin', tasks=1)
   command = ['bash', FOLDER / 'launch_slurm.sbatch', '--model=none']
   job = subprocess.run(
     command, env=os.environ | slurm.environment, cwd=FOLDER.parent.parent, capture_output=True
   )
   assert job.returncode == 2 and b"invalid choice: 'none'" in job.stderr
-  assert not slurm.put_back_into_the_queue()
+  assert not slurm.was_requeued()
 
 
 def test_jax_knows_its_place_in_a_slurm_job(monkeypatch):
-  """What sbatch and srun make of the script's options is what JAX reads."""
+  """JAX reads the variables that sbatch and srun set for the options of the script."""
   options = re.findall(
     r'^#SBATCH --(\S+)=(\S+)$', (FOLDER / 'launch_slurm.sbatch').read_text(), re.MULTILINE
   )
-  asked = dict(options)
-  each = int(asked['ntasks-per-node'])
+  requested = dict(options)
+  each = int(requested['ntasks-per-node'])
   srun = {
     'SLURM_JOB_ID': '4242',
     'SLURM_STEP_NODELIST': 'gpu[007-008]',
-    'SLURM_NTASKS': str(int(asked['nodes']) * each),
+    'SLURM_NTASKS': str(int(requested['nodes']) * each),
     'SLURM_PROCID': str(each + 3),
     'SLURM_LOCALID': '3',
   }
   for name, value in srun.items():
     monkeypatch.setenv(name, value)
-  found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 300)
-  assert found == (f'gpu007:{4242 % 4096 + 61440}', 16, 11, [3])
-  assert asked['gpus-per-node'] == asked['ntasks-per-node']  # [3] is the GPU of the task's own number
+  cluster = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 300)
+  assert cluster == (f'gpu007:{4242 % 4096 + 61440}', 16, 11, [3])
+  assert (
+    requested['gpus-per-node'] == requested['ntasks-per-node']
+  )  # [3] is the GPU of the task's own number
 
 
 class Api:
-  """What JAX asks the Kubernetes API, answered for a manifest; refuses what its role does not allow."""
+  """An emulation of the Kubernetes API for a manifest; rejects requests that its role does not allow."""
 
   def __init__(self, manifest):
     self.manifest = {one['kind']: one for one in manifest}
@@ -288,7 +290,7 @@ def manifest():
 
 
 def test_jax_knows_its_place_in_a_kubernetes_job(manifest, monkeypatch):
-  """JAX's own detection, before an API that answers what JobSet makes of the manifest."""
+  """JAX's own cluster detection, with an API that reports the objects that JobSet creates from the manifest."""
   for name in ('_pod', '_job', '_controller'):
     vars(K8sCluster)[name].__func__.cache_clear()
   api = Api(manifest)
@@ -302,7 +304,7 @@ def test_jax_knows_its_place_in_a_kubernetes_job(manifest, monkeypatch):
   assert (K8sCluster.get_process_count(), K8sCluster.get_process_id()) == (2, 1)
 
 
-def test_a_preempted_kubernetes_job_is_started_again(manifest, trainer):
+def test_a_preempted_kubernetes_job_is_restarted(manifest, trainer):
   jobset = manifest[-1]['spec']
   job = jobset['replicatedJobs'][0]['template']['spec']
   [rule] = job['podFailurePolicy']['rules']

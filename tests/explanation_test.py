@@ -80,7 +80,7 @@ def test_totals(explanation):
   assert (kernel.copies, kernel.replicated_bytes) == (2, 4096)
 
 
-def test_why_names_the_rules_that_decided_and_those_that_did_not(explanation):
+def test_why_names_the_deciding_rules_and_the_skipped_ones(explanation):
   assert explanation.why('params/kernel') == dedent("""\
     params/kernel: float32[16,64] as P(None, 'model'), 1 KiB per device
       dim 0, 'embed' (16): replicated, no rule decided

@@ -1,4 +1,4 @@
-"""The house: a name stands for one file and one class, and every page of prose is counted."""
+"""Conventions of the code base: file names and class names are unique, and every module has a docstring."""
 
 import ast
 from collections import Counter
@@ -18,12 +18,12 @@ def twice(names):
   return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
-def test_a_file_name_stands_once():
+def test_file_names_are_unique():
   stems = [path.stem for path in modules(PACKAGE / '_src') if path.stem != '__init__']
   assert set(twice(stems)) <= SAME_STEM
 
 
-def test_a_class_name_stands_once():
+def test_class_names_are_unique():
   classes = [
     node.name.lstrip('_')
     for tree in modules(PACKAGE).values()

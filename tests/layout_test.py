@@ -92,7 +92,7 @@ def w1(state):
 # -- init
 
 
-def test_init_is_born_sharded(layout):
+def test_init_creates_a_sharded_state(layout):
   state = layout.init(create, jax.random.key(0), X)
   assert isinstance(w1(state), spmd.LogicallyPartitioned)
   assert w1(state).value.sharding == NamedSharding(layout.mesh, P(None, None, 'model'))
@@ -101,7 +101,7 @@ def test_init_is_born_sharded(layout):
   assert state.step.sharding == NamedSharding(layout.mesh, P())
 
 
-def test_init_draws_the_same_numbers_under_every_layout(layout):
+def test_init_generates_the_same_numbers_under_every_layout(layout):
   other = spmd.Layout({'data': 8}, (('embed', 'data'),))
   a, b = (lay.init(create, jax.random.key(0), X) for lay in (layout, other))
   plain = create(jax.random.key(0), X)
@@ -110,7 +110,7 @@ def test_init_draws_the_same_numbers_under_every_layout(layout):
     np.testing.assert_allclose(one, three, rtol=1e-5, atol=1e-7)
 
 
-def test_init_passes_models_and_optimizers_on(layout):
+def test_init_passes_models_and_optimizers_through(layout):
   def make(key, x, model, tx, *, scale):
     params = model.init(key, x)['params']
     return TrainState.create(
@@ -133,7 +133,7 @@ def test_init_without_boxes(layout):
   assert names['step'] is None
 
 
-def test_init_of_a_model_made_inside(layout):
+def test_init_of_a_model_created_inside_the_function(layout):
   """The optimizer's functions differ from trace to trace, and with them the state's structure."""
 
   def make(key, x):
@@ -145,7 +145,7 @@ def test_init_of_a_model_made_inside(layout):
   assert w1(new).sharding == w1(state).sharding
 
 
-def test_abstract_describes_what_init_makes(layout):
+def test_abstract_describes_the_result_of_init(layout):
   for boxed in (True, False):
     state = layout.init(create, jax.random.key(0), X, boxed=boxed)
     target = layout.abstract(create, jax.random.key(0), X, boxed=boxed)
@@ -158,7 +158,7 @@ def test_abstract_describes_what_init_makes(layout):
       )
 
 
-def test_abstract_takes_abstract_arguments_and_meshes():
+def test_abstract_with_abstract_arguments_and_meshes():
   layout = spmd.Layout(spmd.abstract_mesh({'data': 512, 'model': 8}), RULES)
   x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
   target = layout.abstract(create, jax.eval_shape(jax.random.key, 0), x)
@@ -191,7 +191,7 @@ def test_training_is_traced_once_and_compiled_once(layout, boxed, reference):
   np.testing.assert_allclose(losses, reference, rtol=1e-5)
 
 
-def test_donated_arguments_are_gone(layout):
+def test_donated_arguments_are_deleted(layout):
   state = layout.init(create, jax.random.key(0), X)
   layout.jit(train_step, donate_argnums=0)(state, X)
   assert w1(state).value.is_deleted()
@@ -203,7 +203,7 @@ def test_constraints_are_in_the_program(layout):
   assert '{"data"}' in text or 'devices=[2,4]' in text
 
 
-def test_another_signature_gets_its_own_outputs(layout):
+def test_another_signature_gets_its_own_output_shardings(layout):
   @layout.jit
   def double(tree):
     return jax.tree.map(lambda x: 2 * x, tree)
@@ -239,7 +239,7 @@ def test_parameters_and_optimizer_state_as_two_results(layout):
     assert new.sharding == old.sharding
 
 
-def test_another_batch_size_is_another_trace_of_the_same_program(layout):
+def test_another_batch_size_is_traced_again_with_the_same_shardings(layout):
   state = layout.init(create, jax.random.key(0), X)
   step = layout.jit(train_step)
   for size in (16, 8, 16, 8):
@@ -303,7 +303,7 @@ def test_decorator_and_method(layout):
   assert float(Trainer().static(jnp.ones(8))) == 8
 
 
-def test_it_looks_like_the_function(layout):
+def test_a_jitted_function_has_the_metadata_of_the_function(layout):
   jitted = layout.jit(train_step)
   assert jitted.__name__ == 'train_step'
   assert jitted.__wrapped__ is train_step
@@ -321,7 +321,7 @@ def test_lower_trace_eval_shape_with_abstract_arguments(layout):
   assert compiled.output_shardings[0].step.is_equivalent_to(NamedSharding(layout.mesh, P()), 0)
 
 
-def test_lowering_for_a_mesh_that_is_not_here():
+def test_lowering_for_an_abstract_mesh():
   layout = spmd.Layout(spmd.abstract_mesh({'data': 64, 'model': 8}), RULES)
   state = layout.abstract(create, jax.random.key(0), X)
   text = layout.jit(train_step).trace(state, X).lower(lowering_platforms=('tpu',)).as_text()
@@ -335,7 +335,7 @@ def test_nested_layout_jit(layout):
   assert float(jax.grad(lambda x: inner(x).sum())(jnp.ones((8, 8)))[0, 0]) == 2
 
 
-def test_users_errors_come_through(layout):
+def test_errors_in_the_function_propagate(layout):
   def broken(x):
     raise KeyError('mine')
 
@@ -387,7 +387,7 @@ def test_shard_by_mesh_axes(layout):
   assert (placed['x'].sharding.spec, placed['y'].sharding.spec) == (P('data', 'model'), P())
 
 
-def test_shard_warns_of_names_that_are_nearly_known(layout):
+def test_shard_warns_of_misspelt_names(layout):
   with pytest.warns(UserWarning) as caught:
     placed = layout.shard({'x': np.ones((8, 4))}, ('bacth', None))
   assert [str(one.message) for one in caught] == [
@@ -396,7 +396,7 @@ def test_shard_warns_of_names_that_are_nearly_known(layout):
   assert placed['x'].sharding.spec == P(None, None)
 
 
-def test_unknown_options_of_jit_are_refused_at_once(layout):
+def test_unknown_options_of_jit_are_rejected_immediately(layout):
   with pytest.raises(TypeError, match='donate_argnum'):
     layout.jit(train_step, donate_argnum=0)
   with pytest.raises(TypeError, match='out_shardings'):
@@ -432,7 +432,7 @@ def test_layouts_are_values(layout):
   assert repr(layout) == "Layout({'data': 2, 'model': 4}, Rules(('batch', 'data'), ('hidden', 'model')))"
 
 
-def test_policies_of_a_table_survive_in_a_layout():
+def test_a_layout_keeps_the_policies_of_its_table():
   rules = spmd.Rules(*RULES, unmatched='error')
   assert spmd.Layout({'data': 8, 'model': 1}, rules).rules.policies.unmatched == 'error'
   assert (
@@ -459,7 +459,7 @@ def test_check_finds_the_typo():
   ]
 
 
-def test_check_is_empty_and_false_where_there_is_nothing_to_say():
+def test_check_without_findings_is_empty_and_falsy():
   layout = spmd.Layout({'model': 8}, (('hidden', 'model'), ('embed', None), ('layers', None)))
   findings = layout.check(jax.eval_shape(create, jax.random.key(0), X))
   assert not findings
@@ -480,7 +480,7 @@ def _paths(tree):
   return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def test_init_draws_without_communication_and_warns_where_it_cannot():
+def test_init_generates_random_numbers_without_communication_or_warns():
   """With partitionable random numbers each device draws its own piece, and nothing else."""
   layout = spmd.Layout({'data': 8}, spmd.fsdp('data', min_size=1))
 
@@ -499,7 +499,7 @@ def test_init_draws_without_communication_and_warns_where_it_cannot():
     layout.init(create, jax.random.key(0))
 
 
-def test_a_state_that_is_met_after_its_step_was_planned():
+def test_a_state_that_is_planned_after_its_step():
   """The step's results were free when it was planned; then the layout plans the state, and JAX traces again."""
 
   def create():

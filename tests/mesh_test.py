@@ -26,7 +26,7 @@ def test_slices_of_one_process_are_equal_groups():
   assert ids(mesh).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_an_axis_may_run_within_and_between_slices():
+def test_an_axis_within_and_across_slices():
   mesh = spmd.make_mesh({'data': 2, 'model': 2}, dcn={'data': 2})
   assert dict(mesh.shape) == {'data': 4, 'model': 2}
   assert ids(mesh).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -1,4 +1,4 @@
-"""What `import flax_spmd` promises, and what it costs not to have asked for it."""
+"""The public names of `import flax_spmd`, and the cost of importing it."""
 
 import ast
 import inspect
@@ -69,12 +69,12 @@ LAZY = {
 
 
 def test_the_public_names():
-  """A name that appears or goes is a decision, made here."""
+  """Adding or removing a public name is a decision, recorded here."""
   assert set(dir(spmd)) == DROP_IN | OWN | LAZY
   assert all(hasattr(spmd, name) for name in dir(spmd))
 
 
-def test_what_is_loaded_later_does_not_show():
+def test_modules_loaded_later_are_not_listed():
   code = (
     'import flax_spmd, flax_spmd.cli, flax_spmd.demo.run, flax_spmd.checkpoint; print(*dir(flax_spmd))'
   )
@@ -82,7 +82,7 @@ def test_what_is_loaded_later_does_not_show():
   assert set(done.stdout.split()) == DROP_IN | OWN | LAZY
 
 
-def test_public_things_show_their_public_module():
+def test_public_objects_have_public_modules():
   for module in (spmd, spmd.checkpoint, spmd.explore, spmd.pipeline):
     for name in set(dir(module)) - {'AxisMetadata', 'RulesFallback'}:  # Flax's own
       thing = getattr(module, name)
@@ -91,20 +91,20 @@ def test_public_things_show_their_public_module():
         assert thing.__module__ in homes, name
 
 
-def test_facades_hold_imports_only():
+def test_facades_contain_only_imports():
   for module in (spmd.checkpoint, spmd.explore, spmd.pipeline):
     docstring, *rest = ast.parse(Path(module.__file__).read_text()).body
     assert isinstance(docstring, ast.Expr) and all(isinstance(node, ast.ImportFrom) for node in rest)
 
 
-def test_every_public_thing_is_documented():
+def test_every_public_object_is_documented():
   undocumented = [
     name for name in sorted(DROP_IN | OWN - {'PARTITION_NAME'}) if not getattr(spmd, name).__doc__
   ]
   assert not undocumented
 
 
-def test_the_drop_in_names_are_flaxs():
+def test_the_drop_in_names_exist_in_flax():
   from flax.core import meta
   from flax.linen import spmd as flax_linen_spmd
 
@@ -112,7 +112,7 @@ def test_the_drop_in_names_are_flaxs():
     assert hasattr(nn, name) or hasattr(flax_linen_spmd, name) or hasattr(meta, name), name
 
 
-def test_private_names_of_others_are_used_in_compat_only():
+def test_only_compat_uses_private_names_of_dependencies():
   package = Path(spmd.__file__).parent
   private = re.compile(
     r'jax\._src|(from|import) jaxlib\b|flax\.core\.(lift|scope)|\.__version__|module\._context'

@@ -1,4 +1,4 @@
-"""What is released: a wheel with the package and nothing else, an sdist that it can be built from, one version."""
+"""Releases: a wheel with only the package, an sdist that builds it, and one version."""
 
 import importlib.metadata
 import re
@@ -41,12 +41,12 @@ def files(folder):
 
 
 def contents(archive):
-  """What each file of a wheel has in it; the list of them has the order of the disk."""
+  """The contents of each file of a wheel, without its RECORD, whose order depends on the disk."""
   return {name: archive.read(name) for name in archive.namelist() if not name.endswith('RECORD')}
 
 
 @from_sources
-def test_the_wheel_has_the_package_and_nothing_else(wheel):
+def test_the_wheel_contains_only_the_package(wheel):
   metadata = f'flax_spmd-{spmd.__version__}.dist-info'
   expected = {path.relative_to(ROOT).as_posix() for path in files(PACKAGE)}
   expected |= {f'{metadata}/{name}' for name in ('METADATA', 'WHEEL', 'RECORD', 'entry_points.txt')}
@@ -59,16 +59,16 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
 
 
 @from_sources
-def test_the_wheel_says_what_it_is(wheel):
-  said = message_from_bytes(wheel.read(f'flax_spmd-{spmd.__version__}.dist-info/METADATA'))
-  assert (said['Name'], said['Version']) == ('flax-spmd', spmd.__version__)
-  assert said['Requires-Python'] == '>=3.11'
-  assert said['License-Expression'] == 'Apache-2.0'
-  assert said.get_payload().startswith('# flax_spmd')
+def test_the_metadata_of_the_wheel(wheel):
+  metadata = message_from_bytes(wheel.read(f'flax_spmd-{spmd.__version__}.dist-info/METADATA'))
+  assert (metadata['Name'], metadata['Version']) == ('flax-spmd', spmd.__version__)
+  assert metadata['Requires-Python'] == '>=3.11'
+  assert metadata['License-Expression'] == 'Apache-2.0'
+  assert metadata.get_payload().startswith('# flax_spmd')
 
 
 @from_sources
-def test_the_sdist_makes_the_same_wheel(wheel, sdist, tmp_path, monkeypatch):
+def test_the_sdist_builds_the_same_wheel(wheel, sdist, tmp_path, monkeypatch):
   monkeypatch.chdir(sdist)
   (tmp_path / 'again').mkdir()
   with zipfile.ZipFile(tmp_path / 'again' / build.build_wheel(str(tmp_path / 'again'))) as again:
@@ -76,7 +76,7 @@ def test_the_sdist_makes_the_same_wheel(wheel, sdist, tmp_path, monkeypatch):
 
 
 @from_sources
-def test_the_sdist_has_what_contributors_need(sdist):
+def test_the_sdist_contains_the_files_that_contributors_need(sdist):
   here = {path.relative_to(ROOT) for path in (ROOT / 'tests').rglob('*.py')}
   there = {path.relative_to(sdist) for path in files(sdist)}
   assert here <= there
@@ -90,14 +90,14 @@ def test_one_version():
   assert headings[0] == spmd.__version__
 
 
-def test_what_is_installed_is_typed_and_licensed():
+def test_the_installed_package_is_typed_and_licensed():
   installed = importlib.metadata.distribution('flax-spmd')
   assert Path(spmd.__file__).with_name('py.typed').is_file()
   names = {path.name for path in installed.files or []}
   assert {'LICENSE', 'entry_points.txt'} <= names
 
 
-def test_the_command_says_its_version(capsys):
+def test_the_command_prints_its_version(capsys):
   from flax_spmd import cli
 
   with pytest.raises(SystemExit) as ended:

@@ -11,7 +11,7 @@ from flax_spmd._src.plan.rows import Row
 
 
 def test_types():
-  """Runs as well, so that what is asserted of types is true of values."""
+  """Also runs as a test, so that the values have the asserted types."""
   rules = spmd.Rules(('batch', 'data'))
   assert_type(rules, spmd.Rules)
   assert_type(rules + (('embed', None),), spmd.Rules)

@@ -53,7 +53,7 @@ def test_batches_are_the_same_in_every_run():
 
 
 @pytest.mark.parametrize('devices', [1, 2, 3, 4, 6, 8])
-def test_the_demos_layouts_fit_any_number_of_devices(devices):
+def test_the_demo_layouts_fit_any_number_of_devices(devices):
   if devices <= jax.device_count():
     for layout in layouts(devices):
       assert layout.mesh.size <= devices
@@ -69,7 +69,7 @@ def test_wrong_arguments(arguments, message, capsys):
   assert message in capsys.readouterr().err
 
 
-def test_eight_devices_are_emulated_without_any_setting():
+def test_eight_devices_are_emulated_by_default():
   environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
   code = 'from flax_spmd.cli.devices import emulate; emulate(8); import jax; print(jax.device_count())'
   done = subprocess.run(

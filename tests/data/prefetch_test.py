@@ -24,7 +24,7 @@ from flax_spmd.errors import LayoutError
 
 
 class Source:
-  """Batches 0, 1, 2, ..., with a record of what was made and closed; fails at `fails`."""
+  """Batches 0, 1, 2, ..., counted in `made` and `closed`; raises at batch `fails`."""
 
   def __init__(self, count=None, fails=None):
     self.count, self.fails = count, fails
@@ -70,11 +70,11 @@ def test_all_batches_in_order(size, count):
 
 
 @pytest.mark.parametrize('size', [1, 2, 3])
-def test_never_more_than_size_ahead(size):
+def test_at_most_size_batches_ahead(size):
   source = Source()
   batches = prefetch(source, same, size)
   time.sleep(0.02)
-  assert source.made == 0  # nothing runs before the first batch is asked for
+  assert source.made == 0  # nothing runs before the first `next`
   for taken in range(1, 5):
     next(batches)
     assert settle(source, taken + size) == taken + size
@@ -82,7 +82,7 @@ def test_never_more_than_size_ahead(size):
   assert source.made == 4 + size and source.closed == 1
 
 
-def test_places_batches_on_a_mesh(mesh):
+def test_batches_are_transferred_to_a_mesh(mesh):
   sharding = NamedSharding(mesh, P('data', 'model'))
   batches = (np.full((8, 8), number, np.float32) for number in range(5))
   placed = list(prefetch(batches, lambda batch: jax.device_put(batch, sharding)))
@@ -103,7 +103,7 @@ def test_a_layout_shards_and_its_functions_run(mesh):
   assert inside == [float(batch[0, 0]) for batch in prefetch(batches, place)] == [0, 2, 4]
 
 
-def test_an_error_of_the_iterator_comes_in_its_place():
+def test_an_error_in_the_iterator_is_raised_at_its_batch():
   source = Source(fails=3)
   batches = prefetch(source, same)
   assert [next(batches) for _ in range(3)] == [0, 1, 2]
@@ -114,7 +114,7 @@ def test_an_error_of_the_iterator_comes_in_its_place():
   assert list(batches) == []
 
 
-def test_an_error_of_place_comes_in_its_place():
+def test_an_error_in_place_is_raised_at_its_batch():
   def place(batch):
     if batch == 2:
       raise ZeroDivisionError('so')
@@ -130,12 +130,12 @@ def test_an_error_of_place_comes_in_its_place():
   assert source.closed == 1
 
 
-def test_what_is_no_iterable_says_so():
+def test_batches_that_are_not_iterable():
   with pytest.raises(TypeError, match='not iterable'):
     next(prefetch(3, same))
 
 
-def test_an_end_in_place_is_an_error():
+def test_stop_iteration_in_place_is_an_error():
   def place(batch):
     raise StopIteration
 
@@ -188,7 +188,7 @@ def test_an_iterator_that_cannot_be_closed():
   assert next(prefetch(itertools.count(), same)) == 0
 
 
-def test_batches_are_let_go():
+def test_batches_are_not_kept_alive():
   class Batch:
     pass
 
@@ -219,7 +219,7 @@ def test_place_sees_the_context_of_the_call():
 
 
 @pytest.mark.parametrize('size', [0, -1, 1.5, True, None])
-def test_a_size_that_is_none(size):
+def test_an_invalid_size(size):
   with pytest.raises(LayoutError) as error:
     prefetch([1], same, size=size)
   assert str(error.value) == (
@@ -244,7 +244,7 @@ def recorded():
   return Progress(*columns, console=console, auto_refresh=False)
 
 
-def test_a_bar_of_the_callers():
+def test_a_bar_in_the_progress_of_the_caller():
   with recorded() as bars:
     for number, _ in enumerate(prefetch([1, 2, 3], same, progress=bars)):
       (task,) = bars.tasks
@@ -274,7 +274,7 @@ def test_totals(batches, total, shown):
 
 @pytest.mark.parametrize('progress, title', [(True, 'batches'), ('training', 'training')])
 @pytest.mark.parametrize('leave', [False, True])
-def test_an_own_bar_is_ended(progress, title, leave, capsys, monkeypatch):
+def test_its_own_bar_is_closed(progress, title, leave, capsys, monkeypatch):
   monkeypatch.setenv('COLUMNS', '100')
   for number in prefetch(range(4), same, progress=progress):
     if leave and number == 1:
@@ -285,7 +285,7 @@ def test_an_own_bar_is_ended(progress, title, leave, capsys, monkeypatch):
     pass
 
 
-def test_an_own_bar_ends_with_an_error(capsys):
+def test_its_own_bar_is_closed_after_an_error(capsys):
   with pytest.raises(KeyError):
     list(prefetch(Source(fails=2), same, progress=True))
   with recorded():
@@ -302,7 +302,7 @@ def run(source):
   )
 
 
-def test_rich_is_imported_for_a_bar_only():
+def test_rich_is_imported_only_for_a_bar():
   done = run("""
     import sys
     from flax_spmd import prefetch
@@ -317,7 +317,7 @@ def test_rich_is_imported_for_a_bar_only():
   'source', ['itertools.count()', 'map(time.sleep, itertools.chain([0], [1000]))']
 )
 @pytest.mark.parametrize('progress', [None, True])
-def test_a_program_ends_that_leaves_a_generator_open(source, progress):
+def test_a_program_with_an_open_generator_exits(source, progress):
   done = run(f"""
     import itertools, time
     import jax

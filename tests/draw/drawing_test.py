@@ -23,7 +23,7 @@ AXES = ('x', 'y', 'z')
 
 
 class OtherSharding(jax.sharding.Sharding):
-  """No NamedSharding: all it says is which indices each device holds."""
+  """Not a NamedSharding: it only maps devices to indices."""
 
   def __init__(self, named):
     self.named = named
@@ -78,7 +78,7 @@ def slices_by_jax(sharding, shape, padded):
 
 
 @given(laid_out())
-def test_slices_are_those_of_jax(case):
+def test_slices_equal_those_of_jax(case):
   shape, parts, sharding = case
   padded = tuple(-(-size // count) * count for size, count in zip(shape, parts))
   assert list(draw(shape, sharding).slices) == slices_by_jax(sharding, shape, padded)
@@ -375,7 +375,7 @@ def test_65536_devices():
                 └───────────┴───────────┴───────────┴───┴───────────┴───────────┴───────────┘""")
 
 
-def test_long_lists_of_devices_end_in_their_number():
+def test_long_device_lists_are_shortened():
   drawing = draw(struct(512, 4), abstract(None, 'model', data=1024, model=4))
   assert drawing.text(80) == dedent("""\
     float32[512,4] over {'data': 1024, 'model': 4} as P(None, 'model'):
@@ -403,7 +403,7 @@ def test_a_narrow_terminal():
         └───────┴───────┴───┴───────┘""")
 
 
-def test_it_takes_what_has_a_shape(mesh):
+def test_objects_with_a_shape(mesh):
   sharding = NamedSharding(mesh, P('data'))
   placed = jax.device_put(jnp.ones((8, 16)), sharding)
   expected = draw(struct(8, 16), sharding)
@@ -515,7 +515,7 @@ def test_errors(x, sharding, text):
   assert str(error.value) == dedent(text)
 
 
-def test_a_shape_that_another_sharding_refuses(mesh):
+def test_a_shape_that_another_sharding_rejects(mesh):
   named = NamedSharding(mesh, P('data'))
   with pytest.raises(ValueError) as refusal:
     named.devices_indices_map((7,))

@@ -61,7 +61,7 @@ def test_gather_returns_numpy_arrays_and_keeps_other_leaves(mesh):
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
-def test_gather_keeps_keys_keys(mesh, impl):
+def test_gather_returns_keys_as_keys(mesh, impl):
   keys = jax.random.split(jax.random.key(3, impl=impl), 8)
   sharded = jax.device_put(keys, NamedSharding(mesh, P('data')))
   whole = gather({'keys': sharded})['keys']
@@ -438,7 +438,7 @@ def test_gather_returns_full_arrays_on_every_process(of_two):
 
 
 @pytest.mark.slow
-def test_prefetching_beside_steps(of_two):
+def test_prefetching_during_steps(of_two):
   sums = [sum(range(8 * step, 8 * step + 8)) for step in range(20)] + [56]
   assert [reported['prefetch'] for reported in of_two] == [sums] * 2
 
@@ -545,7 +545,7 @@ def test_differences_are_reported_on_every_process(of_four, difference):
 
 
 @pytest.mark.slow
-def test_long_differences_are_cut(of_four):
+def test_long_differences_are_shortened(of_four):
   assert [reported['long'] for reported in of_four] == [
     text("""
       a list, line 1: '0 0' in processes 0-2, '0 1' in process 3.
@@ -560,7 +560,7 @@ def test_long_differences_are_cut(of_four):
 
 
 @pytest.mark.slow
-def test_after_an_error_the_processes_are_still_in_step(of_four):
+def test_processes_agree_again_after_an_error(of_four):
   assert [reported['same after all'] for reported in of_four] == [None] * 4
 
 
@@ -585,6 +585,6 @@ def test_processes_that_fail_or_hang_are_ended():
   assert time.monotonic() - begin < 300
 
 
-def test_a_failure_is_shown():
+def test_a_failure_in_a_process_is_shown():
   with pytest.raises(AssertionError, match='ValueError: so'):
     run_processes('raise ValueError("so")', processes=1, devices=1)

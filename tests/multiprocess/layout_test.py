@@ -1,4 +1,4 @@
-"""A layout over several real processes: init, step, batches, gather, explain, and what has to agree."""
+"""A layout over several real processes: init, step, batches, gather, explain, compared across processes."""
 
 import functools
 
@@ -44,7 +44,7 @@ def train_step(state, x):
 
 
 def train(rules, devices=None):
-  """Three steps under a layout; returns what every process has to agree on."""
+  """Three steps under a layout; returns results that have to be equal on every process."""
   layout = spmd.Layout(spmd.make_mesh({'data': 4, 'model': 2}, devices=devices), rules)
   state = layout.init(create, jax.random.key(0), BATCH)
   step = layout.jit(train_step, donate_argnums=0)

@@ -1,7 +1,7 @@
 """Cost walk: FLOPs, memory traffic, collectives and peak memory of a step, from the shardings of its values.
 
 One pass over the program in order. Wherever an operand is not sharded as its operation requires, collectives are
-added, once per run of the enclosing loops. Three rules keep XLA's economy:
+added, once per run of the enclosing loops. Like XLA, the walk saves communication in three ways:
 
 * A value is resharded to one sharding once, however many operations need it.
 * A gather is deferred until an operation needs its result; an elementwise operation often does not.
@@ -33,14 +33,14 @@ _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _PRODUCTS = ('dot_general', 'convolution')
-_NEGLIGIBLE = 2**16  # bytes on the wire in a step, below which an ambiguous resharding is no doubt
+_NEGLIGIBLE = 2**16  # bytes on the wire in a step; an ambiguous resharding below it raises no doubt
 
 
 class WalkResult(NamedTuple):
   """The costs of a step on each device.
 
   Attributes:
-    counts: FLOPs, memory traffic and collectives, as of a compiled program.
+    counts: FLOPs, memory traffic and collectives, in the form of a compiled program's counts.
     temporaries: peak memory in bytes besides arguments and results.
     doubts: places where XLA could choose otherwise, one line each.
   """
@@ -51,7 +51,7 @@ class WalkResult(NamedTuple):
 
 
 class AnalyzedGraph:
-  """A graph with everything that follows from it whatever the layout.
+  """A graph, with all analyses of it that do not depend on the layout.
 
   Args:
     graph: the program.
@@ -132,7 +132,7 @@ def _are_gathers(ops: Sequence[CollectiveOp]) -> bool:
 
 
 class _PartialSum(NamedTuple):
-  """A value of which devices hold partial sums, not yet reduced."""
+  """A partial sum on each device, not yet reduced."""
 
   natural_sharding: Spec
   partial_axes: tuple[str, ...]

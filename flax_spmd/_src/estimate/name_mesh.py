@@ -2,9 +2,9 @@
 
     lowered = lower_on_names(train_step, 'cuda')
 
-Every named dimension is then sharded over the axis of its name, whatever its size: 1 divides them all. The
-names stand in the lowered program like mesh axes, where an estimate replaces them by the axes that a layout's
-rules give them. So one trace and one lowering serve all layouts.
+Every named dimension is then sharded over the axis of its name: size 1 divides any dimension. The names appear in
+the lowered program as mesh axes, and an estimate replaces them by the axes that a layout's rules assign. So the step
+is lowered once for all layouts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NamedLowering(NamedTuple):
 
 
 def lower_on_names(train_step: TrainStep, platform: str) -> NamedLowering:
-  """Records the logical names of a step in one trace, and lowers it on a mesh of them in a second.
+  """Traces a step to record its logical names, and lowers it on a mesh of these names.
 
   Args:
     train_step: the step and its arguments.

@@ -1,8 +1,8 @@
 """Sharding requirements: how an operation needs its operands sharded, given the sharding of its result.
 
-Propagation assigns a sharding to every value, but not all of them fit together: an operation often needs its
-operands sharded otherwise, or computes its result in another sharding or as a partial sum. From the `Context`
-of an operation follows its `Requirement`, and from the difference between the two follow the collectives.
+Propagation assigns a sharding to every value, but these do not always fit together: an operation may need other
+shardings of its operands, and may compute its result in another sharding or as a partial sum. The `Context` of an
+operation determines its `Requirement`, and the difference between the two determines the collectives.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class TreeNames:
 
   @functools.cached_property
   def copies(self) -> dict[int, int]:
-    """The parameter of every unit that repeats it in another place, such as an optimizer's moments.
+    """The parameter of every unit that repeats its shape and names, such as an optimizer's moments.
 
     A problem of a parameter is a problem of its copies too, and is reported once.
     """
@@ -120,14 +120,14 @@ class TreeNames:
     Returns:
       By index of such a unit, the index of its parameter and the optimizer's field that holds it.
     """
-    odd = self._of_no_parameters_shape(candidates)
-    if not odd:
+    doubtful = self._without_parameters_shape(candidates)
+    if not doubtful:
       return {}
     units = self._array_units(self.statics)
     parameter_of = find_parameters(units)
     return {
       i: (parameter_of[i], field_of(units[i].path))
-      for i in odd
+      for i in doubtful
       if i in parameter_of and units[i].shape != units[parameter_of[i]].shape
     }
 
@@ -161,7 +161,7 @@ class TreeNames:
     return doubtful
 
   def _infer(self, doubtful: set[Static]) -> dict[int, list[Inference]]:
-    """Infers names for the units with doubtful ones that turn out to be optimizer state."""
+    """Infers the names of optimizer state among the units with doubtful names."""
     units = self._units_named(doubtful)
     parameter_of = find_parameters(units)
     inferred = {}
@@ -196,8 +196,8 @@ class TreeNames:
       if shape is not None
     }
 
-  def _of_no_parameters_shape(self, candidates: Sequence[int]) -> list[int]:
-    """The candidates that may differ in shape from their parameter, found without comparing names."""
+  def _without_parameters_shape(self, candidates: Sequence[int]) -> list[int]:
+    """The candidates whose shape may differ from their parameter's: a quick test that ignores names."""
     if not candidates:
       return []
     by_tail = {

@@ -247,7 +247,7 @@ class _TreePlan:
 
   @functools.cached_property
   def _routes(self) -> list[Any]:
-    """Per unit, the rules that its path leads to, or the decision of the policies about it."""
+    """Per unit, the rules that its path leads to, or the result of the table's functions for it."""
     names = self._names
     if not self._resolver.asks_functions:
       return list(map(self._resolver.route, names.paths))
@@ -257,7 +257,7 @@ class _TreePlan:
     if static is None:
       return self._resolver.asked_route(Leaf(path, shape or (), dtype))
     if static.rules is not None or shape is None or _misfit(static.names, shape) is not None:
-      return path  # policies do not decide about it
+      return path  # functions are not called for it
     leaf = Leaf(path, shape, dtype, tuple(static.names))
     return self._resolver.asked_route(leaf, axes=not static.logical)
 
@@ -265,7 +265,7 @@ class _TreePlan:
   def _derived(self) -> dict[int, tuple[Inference, Resolution]]:
     """Optimizer state that a path rule reaches although the rule is for a parameter of another shape."""
     if not self._resolver.looks_at_paths or self._resolver.asks_functions:
-      return {}  # a policy sees each array's own shape
+      return {}  # functions receive the shape of each array itself
     names, routes = self._names, self._routes
     to_specs = {route for route in set(routes) if _ends_at_a_spec(route)}
     candidates = [
