@@ -195,7 +195,6 @@ class Layout:
       >>> layout = Layout({'model': 8}, (('embed', 'model'),))
       >>> print(layout.check({'w': LogicallyPartitioned(jnp.ones((8,)), ('embd',))}))
       name 'embd' has no rule and is replicated (1 array: w). Did you mean 'embed'?
-      rules that decided nothing in this tree: 0 ('embed', 'model').
       mesh axis 'model' (8) is not used by this tree.
     """
     rows = self._planner.checked_rows(self._unboxed_states.rebox(tree))
