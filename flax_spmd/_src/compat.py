@@ -193,10 +193,10 @@ def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, in
   return compiled.hlo_modules()[0].to_string(), memory
 
 
-# -- jaxprs (jax 0.12 has one class where older versions have `Jaxpr` and `ClosedJaxpr`)
+# -- jaxprs (before jax 0.12 there are two classes, `Jaxpr` and `ClosedJaxpr`)
 
 
-class Opened(NamedTuple):
+class JaxprParts(NamedTuple):
   """The parts of a jaxpr: variables and values of its constants, inputs, equations and outputs."""
 
   constants: list[Any]
@@ -206,11 +206,11 @@ class Opened(NamedTuple):
   outputs: list[Any]
 
 
-def opened(jaxpr: Any) -> Opened:
+def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   """The parts of a jaxpr, closed or not."""
   inner = getattr(jaxpr, 'jaxpr', jaxpr)
   arrays = list(getattr(jaxpr, 'consts', None) or ())
-  return Opened(list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars))
+  return JaxprParts(list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars))
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
@@ -272,7 +272,7 @@ def _has_persistent_cache() -> bool:
   return bool(values['jax_enable_compilation_cache'] and values['jax_compilation_cache_dir'])
 
 
-def moved(compiled: Any, old_devices: Sequence[Any], devices: Sequence[Any]) -> Any:
+def reloaded(compiled: Any, old_devices: Sequence[Any], devices: Sequence[Any]) -> Any:
   """A compiled program on other devices of the same kind, or None if JAX does not support that.
 
   `jax.experimental.serialize_executable` loads a program on its own devices only. A CPU program from JAX's

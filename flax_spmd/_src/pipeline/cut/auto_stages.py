@@ -156,7 +156,7 @@ def cost(equation: Any) -> float:
 
 
 def _inside(jaxpr: Any) -> float:
-  return sum(map(cost, compat.opened(jaxpr).equations))
+  return sum(map(cost, compat.jaxpr_parts(jaxpr).equations))
 
 
 def _operands(equation: Any) -> Iterable[Any]:

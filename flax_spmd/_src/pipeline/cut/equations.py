@@ -169,7 +169,7 @@ def _named(atom: Atom) -> Value:
 
 
 def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
-  inner = compat.opened(jaxpr)
+  inner = compat.jaxpr_parts(jaxpr)
   known: dict[Any, Atom] = dict(zip(inner.inputs, inputs, strict=True))
   known.update((variable, Constant(array)) for variable, array in zip(inner.constants, inner.arrays))
 
@@ -229,7 +229,7 @@ def contains(primitive: Primitive) -> Callable[[Any], bool]:
 
   def occurs(jaxpr: Any) -> bool:
     if id(jaxpr) not in known:
-      equations = compat.opened(jaxpr).equations
+      equations = compat.jaxpr_parts(jaxpr).equations
       result = any(
         equation.primitive is primitive or any(map(occurs, compat.jaxprs_in(equation.params)))
         for equation in equations
@@ -243,7 +243,7 @@ def contains(primitive: Primitive) -> Callable[[Any], bool]:
 def occurrences(jaxprs: Iterable[Any], primitive: Primitive) -> Iterator[Any]:
   """The equations of a primitive in jaxprs, at any depth."""
   for jaxpr in jaxprs:
-    for equation in compat.opened(jaxpr).equations:
+    for equation in compat.jaxpr_parts(jaxpr).equations:
       if equation.primitive is primitive:
         yield equation
       yield from occurrences(compat.jaxprs_in(equation.params), primitive)

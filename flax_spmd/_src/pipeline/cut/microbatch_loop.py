@@ -74,7 +74,7 @@ def read_step(jaxpr: Any) -> StepParts:
     PipelineError: there are no stage ends, or several loops with stage ends, or the loop is inside
       another operation.
   """
-  arguments = [Value(variable.aval) for variable in compat.opened(jaxpr).inputs]
+  arguments = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
   marked, passes = eq.contains(stage_end_p), eq.contains(microbatch_p)
 
   def opens(one: Any) -> bool:
@@ -169,7 +169,7 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
       'Fix: let it run forwards, as accumulate does.'
     )
   constants, carried = compat.scan_counts(scan.params)
-  inner = compat.opened(scan.params['jaxpr'])
+  inner = compat.jaxpr_parts(scan.params['jaxpr'])
   starts, batch = scan.inputs[constants : constants + carried], scan.inputs[constants + carried :]
   variables = [Value(variable.aval) for variable in inner.inputs[constants:]]
   before, slices = variables[:carried], variables[carried:]
@@ -284,7 +284,7 @@ def _is_small(equation: Any) -> bool:
   return equation.primitive.name in eq.JITS and all(
     one.primitive.name in residuals.CHEAP or _is_small(one)
     for inside in compat.jaxprs_in(equation.params)
-    for one in compat.opened(inside).equations
+    for one in compat.jaxpr_parts(inside).equations
   )
 
 

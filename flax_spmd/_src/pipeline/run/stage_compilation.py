@@ -123,7 +123,7 @@ class StageCompiler:
       return lowered.compile(), False
     if source_mesh == mesh:
       return compiled, True
-    moved = compat.moved(compiled, list(source_mesh.devices.flat), list(mesh.devices.flat))
+    moved = compat.reloaded(compiled, list(source_mesh.devices.flat), list(mesh.devices.flat))
     return (lowered.compile(), False) if moved is None else (moved, True)
 
 
