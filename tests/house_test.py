@@ -1,6 +1,7 @@
-"""Conventions of the code base: file names and class names are unique, and every module has a docstring."""
+"""The house: a name stands for one file and one class, every module has a docstring, tests touch no private name."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -38,3 +39,26 @@ def test_every_module_has_a_docstring():
     path.name for path, tree in modules(PACKAGE).items() if tree.body and not ast.get_docstring(tree)
   ]
   assert not without
+
+
+def test_tests_touch_no_private_name():
+  """Attributes with an underscore, except those of NamedTuples, displays, JAX's jitted functions, and a test's own classes."""
+  allowed = re.compile(r'_(asdict|replace|fields|make|exit|repr_\w+_|cache_size)|__\w+__')
+  offenders = [
+    f'{path.name}:{node.lineno} {ast.unparse(node)}'
+    for path, tree in modules(Path(__file__).parent).items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute)
+    and node.attr.startswith('_')
+    and not allowed.fullmatch(node.attr)
+    and ast.unparse(node.value) not in ('self', 'cls', 'flax_spmd', 'jax')
+  ]
+  imported = [
+    f'{path.name}:{node.lineno} {name.name}'
+    for path, tree in modules(Path(__file__).parent).items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('flax_spmd')
+    for name in node.names
+    if name.name.startswith('_')
+  ]
+  assert not offenders + imported

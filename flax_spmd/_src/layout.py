@@ -59,7 +59,7 @@ _open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blo
 class Layout:
   """A mesh and a rule table: they determine the sharding of every array of a model.
 
-  `with layout:` sets both for a block. `init`, `jit` and `abstract` set them on their own.
+  `with layout:` puts both in force for a block; `init`, `abstract` and `jit` need no such block.
 
   Args:
     mesh: a mesh (concrete or abstract), or the size of each axis, for `make_mesh`.
@@ -88,7 +88,7 @@ class Layout:
 
   @property
   def mesh(self) -> MeshLike:
-    """The mesh."""
+    """The mesh, concrete or abstract."""
     return self._mesh
 
   @property
@@ -305,10 +305,9 @@ class Layout:
   ) -> Any:
     """`jax.jit` under this layout: constraints follow its rules, and states keep its shardings.
 
-    Arguments keep the shardings they come with. A result that is a state gets the layout's shardings: it
-    contains boxes, or it has the structure and shapes of a state that `init` or `abstract` planned before
-    the first call. The compiler chooses the shardings of other results. Each element of a tuple is a
-    result of its own.
+    Arguments keep their shardings. Results that are states get the layout's shardings; the compiler chooses
+    the shardings of other results. A state contains boxes, or has the structure and shapes of a state that
+    `init` or `abstract` planned before the first call. Each element of a tuple is a separate result.
 
     `in_rules`, `out_rules` and `in_constraints` override this with *placements*. A placement is logical
     names (a tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`, `fsdp(...)`, a
@@ -421,10 +420,16 @@ class Layout:
       'static_argnums': static_argnums,
       'static_argnames': static_argnames,
     }
-    placements = {'axis': axis, 'schedule': schedule, 'in_rules': in_rules, 'out_rules': out_rules}
     if fn is None:
       return functools.partial(
-        self.pipeline_jit, stages=stages, threads=threads, **placements, **options
+        self.pipeline_jit,
+        axis=axis,
+        schedule=schedule,
+        in_rules=in_rules,
+        out_rules=out_rules,
+        stages=stages,
+        threads=threads,
+        **options,
       )
     plan_inputs = None
     if in_rules is not None:
