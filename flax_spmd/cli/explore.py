@@ -59,7 +59,7 @@ def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentPars
     'model',
     type=reference,
     metavar='MODULE:FUNCTION',
-    help='function that returns the training step, the state-creating function and a batch',
+    help='function that returns an explore.TrainStep, or its fields: step, state-creating function, batch',
   )
   parser.set_defaults(run=run)
   return parser

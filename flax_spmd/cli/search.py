@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
     'model',
     type=reference,
     metavar='MODULE:FUNCTION',
-    help='function that returns the training step, the state-creating function and a batch',
+    help='function that returns an explore.TrainStep, or its fields: step, state-creating function, batch',
   )
   parser.set_defaults(run=_search)
   parser.add_argument(

@@ -99,7 +99,7 @@ def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
 
   Args:
     cut: the body, with the position of every equation.
-    weights_apart: whether gradients of weights are separate tasks.
+    split_weights: whether gradients of weights are separate tasks.
 
   Raises:
     PipelineError: a value carried from pass to pass is not private to one task.
