@@ -1,13 +1,13 @@
-"""What a box costs: a TrainState of 990 boxes against the same state without boxes.
+"""Cost of boxes: a TrainState of 990 boxes against the same state without boxes.
 
-Each step of training flattens every box of its state and builds it again. Measured are that pair
-alone, and a jitted call that takes and returns the state, which is where it is paid. The program itself
-does next to nothing and lies on one device, so that nothing else hides the boxes.
+Each training step flattens and rebuilds every box of its state. The benchmark times that pair alone, and a
+jitted call that takes and returns the state. The program itself does almost nothing and runs on one
+device, so that the cost of the boxes shows.
 
-A namedtuple of one field is the floor: JAX knows that kind of node, so no Python code runs for it.
+A namedtuple of one field is the lower bound: JAX flattens it without running Python code.
 
-A state from `layout.init(..., boxed=False)` has no boxes, and has to cost what a bare state costs;
-that one lies on the layout's 8 devices.
+A state from `layout.init(..., boxed=False)` has no boxes and should cost as much as a bare state. It is
+sharded over the layout's 8 devices.
 """
 
 import os
@@ -58,12 +58,12 @@ def call_figures() -> list[Figure]:
 
 
 def unboxed_figures() -> list[Figure]:
-  """The same call on a state that the layout made without boxes, and on one placed by hand."""
+  """The same call on a state from `layout.init(boxed=False)`, and on one that is sharded by hand."""
   layout = spmd.Layout({'data': 2, 'model': 4}, (('mlp', 'model'), ('embed', 'data')))
-  made = layout.init(lambda: states.train_state(LAYERS, spmd.LogicallyPartitioned), boxed=False)
-  where = jax.tree.map(lambda array: array.sharding, made)
-  placed = jax.device_put(states.train_state(LAYERS, states.unboxed), where)
-  rounds = measure({'layout': _call(made), 'hand': _call(placed)}, rounds=ROUNDS, calls=3)
+  state = layout.init(lambda: states.train_state(LAYERS, spmd.LogicallyPartitioned), boxed=False)
+  shardings = jax.tree.map(lambda array: array.sharding, state)
+  placed = jax.device_put(states.train_state(LAYERS, states.unboxed), shardings)
+  rounds = measure({'layout': _call(state), 'hand': _call(placed)}, rounds=ROUNDS, calls=3)
   return [ratio('jitted call, layout.init(boxed=False)', rounds, 'layout', 'hand', equal(1.0))]
 
 
@@ -74,8 +74,8 @@ def _states():
     'spmd': spmd.LogicallyPartitioned,
     'flax': nn.LogicallyPartitioned,
   }
-  one = jax.devices()[0]
-  return {name: jax.device_put(states.train_state(LAYERS, box), one) for name, box in boxes.items()}
+  device = jax.devices()[0]
+  return {name: jax.device_put(states.train_state(LAYERS, box), device) for name, box in boxes.items()}
 
 
 def _rebuild(state):

@@ -1,16 +1,15 @@
-"""What saving and restoring cost, in time and memory, beside plain Orbax on the same state.
+"""Time and memory of saving and restoring, compared with plain Orbax on the same state.
 
-Operations on the large state run each in a process of its own, started in turns: memory is the most that
-the process held while it went on (VmHWM, set back before), less what it held before, in sizes of the
-state. Each process has saved or restored something tiny before, so that neither imports nor thread pools
-are counted. Files are read from the system's cache, by everybody.
+Each operation on the large state runs in its own process, in random order. Memory is the peak resident size
+during the operation (VmHWM, reset before it) minus the resident size before it, in sizes of the state. Each
+process first saves and restores a tiny state, so that imports and thread pools are not counted. All arms
+read files from the page cache.
 
-The state is a TrainState of adamw with random numbers everywhere, as it is after some steps: one that was
-just made is two thirds zeros, which compress to nothing. It is saved on 2 x 4 devices and restored on
-4 x 2. What is asked for by default is what is measured: checksums are made and compared, and Orbax
-compresses.
+The state is a TrainState of adamw filled with random numbers, as after some steps of training: a new state
+is two thirds zeros, which compress to nothing. It is saved on 2 x 4 devices and restored on 4 x 2. The
+defaults are measured: checksums are computed and compared, and Orbax compresses.
 
-Small leaves are new ones in each round: an array keeps the copy on the host that it was once asked for.
+Each round uses new small leaves, because an array caches its host copy.
 """
 
 import os
@@ -49,6 +48,7 @@ LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
 ROUNDS = int(os.environ.get('ROUNDS', '5'))
 SMALL_LEAVES, SMALL_SIZE, SMALL_ROUNDS = 2000, 1024, 3
 PACK = 1 << 16
+RESULT = 'result: '  # begins the line that a process prints for the parent
 RULES = (('vocab', 'model'), ('embed', 'data'), ('mlp', 'model'))
 
 
@@ -56,7 +56,7 @@ RULES = (('vocab', 'model'), ('embed', 'data'), ('mlp', 'model'))
 
 
 def create(stacked: bool) -> TrainState:
-  """A TrainState with boxes: its layers stacked, as `nn.scan` makes them, or one by one."""
+  """A boxed TrainState, with stacked layers, as from `nn.scan`, or single ones."""
 
   def box(names: tuple[str, ...], *shape: int) -> Any:
     return spmd.LogicallyPartitioned(jnp.zeros(shape), names)
@@ -83,12 +83,12 @@ def layout(data: int = 2, model: int = 4) -> spmd.Layout:
   return spmd.Layout({'data': data, 'model': model}, RULES)
 
 
-def target(under: spmd.Layout, stacked: bool = True) -> Any:
+def abstract_state(under: spmd.Layout, stacked: bool = True) -> Any:
   return under.abstract(functools.partial(create, stacked))
 
 
-def filled(asked: Any) -> Any:
-  """Random numbers of the shapes, dtypes and shardings that are asked for."""
+def filled(abstract: Any) -> Any:
+  """Random numbers with the given shapes, dtypes and shardings."""
   generator = np.random.default_rng(0)
 
   def fill(leaf: Any) -> Any:
@@ -96,81 +96,81 @@ def filled(asked: Any) -> Any:
       return jax.device_put(np.full(leaf.shape, 3, leaf.dtype), leaf.sharding)
     return jax.device_put(generator.standard_normal(leaf.shape, np.float32) / 50, leaf.sharding)
 
-  return jax.block_until_ready(jax.tree.map(fill, asked))
+  return jax.block_until_ready(jax.tree.map(fill, abstract))
 
 
 def bytes_of(tree: Any) -> int:
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-# -- one operation in a process of its own
+# -- one operation, in its own process
 
 
 def orbax_save(folder: Path) -> Callable[[], Any]:
-  state = filled(target(layout()))
+  state = filled(abstract_state(layout()))
   return lambda: ocp.save(folder / 'new', state)
 
 
 def our_save(folder: Path) -> Callable[[], Any]:
-  state = filled(target(layout()))
+  state = filled(abstract_state(layout()))
   return lambda: checkpoint.save(folder / 'new', state, layout=layout())
 
 
 def our_compressed_save(folder: Path) -> Callable[[], Any]:
-  state = filled(target(layout()))
+  state = filled(abstract_state(layout()))
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), compress=True)
 
 
 def our_overwrite(folder: Path) -> Callable[[], Any]:
-  state = filled(target(layout()))
+  state = filled(abstract_state(layout()))
   checkpoint.save(folder / 'new', {'w': jnp.ones(8)}, layout=layout())
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), overwrite=True)
 
 
 def our_save_returns(folder: Path) -> Callable[[], Any]:
-  state = filled(target(layout()))
+  state = filled(abstract_state(layout()))
   return lambda: checkpoint.save_async(folder / 'new', state, layout=layout())
 
 
 def orbax_save_returns(folder: Path) -> Callable[[], Any]:
-  state = filled(target(layout()))
+  state = filled(abstract_state(layout()))
   return lambda: ocp.save_async(folder / 'new', state)
 
 
 def sums(folder: Path) -> Callable[[], Any]:
-  leaves = jax.tree.leaves(filled(target(layout())))
+  leaves = jax.tree.leaves(filled(abstract_state(layout())))
   return lambda: checksums(leaves)
 
 
 def orbax_restore(folder: Path) -> Callable[[], Any]:
-  asked = target(layout(4, 2))
-  return lambda: ocp.load(folder / 'orbax', asked)
+  target = abstract_state(layout(4, 2))
+  return lambda: ocp.load(folder / 'orbax', target)
 
 
 def our_restore(folder: Path) -> Callable[[], Any]:
-  asked = target(layout(4, 2))
-  return lambda: checkpoint.restore(folder / 'ours', asked)
+  target = abstract_state(layout(4, 2))
+  return lambda: checkpoint.restore(folder / 'ours', target)
 
 
 def put_after(folder: Path) -> Callable[[], Any]:
-  """To one device, as without shardings, then to all of them."""
-  asked = target(layout(4, 2))
+  """Restores to one device, as without shardings, then reshards to all devices."""
+  target = abstract_state(layout(4, 2))
   alone = spmd.Layout(spmd.make_mesh({'data': 1, 'model': 1}, devices=jax.devices()[:1]), RULES)
-  first, shardings = target(alone), jax.tree.map(lambda leaf: leaf.sharding, asked)
+  first, shardings = abstract_state(alone), jax.tree.map(lambda leaf: leaf.sharding, target)
   return lambda: jax.device_put(ocp.load(folder / 'orbax', first), shardings)
 
 
 def stacked_to_single(folder: Path) -> Callable[[], Any]:
-  asked = target(layout(4, 2), stacked=False)
+  target = abstract_state(layout(4, 2), stacked=False)
   return lambda: checkpoint.restore(
-    folder / 'ours', asked, changes=Changes(stacks={'layers': 'layers_{}'})
+    folder / 'ours', target, changes=Changes(stacks={'layers': 'layers_{}'})
   )
 
 
 def single_to_stacked(folder: Path) -> Callable[[], Any]:
-  asked = target(layout(4, 2))
+  target = abstract_state(layout(4, 2))
   return lambda: checkpoint.restore(
-    folder / 'single', asked, changes=Changes(stacks={'layers': 'layers_{}'})
+    folder / 'single', target, changes=Changes(stacks={'layers': 'layers_{}'})
   )
 
 
@@ -194,29 +194,29 @@ OPERATIONS = {
 
 
 def operate(name: str, folder: Path) -> None:
-  """What one process does: prints the seconds and the bytes that an operation took."""
+  """Runs an operation, in its own process, and prints its time in seconds and memory in bytes."""
   _touch(folder)
   call = OPERATIONS[name](folder)
   gc.collect()
   before = _resident('VmRSS')
-  Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins anew
+  Path('/proc/self/clear_refs').write_text('5')  # resets VmHWM
   start = time.perf_counter()
   result = call()
   if not isinstance(result, list) and 'save' not in name:
     jax.block_until_ready(result)
-  seconds, most = time.perf_counter() - start, _resident('VmHWM')
+  seconds, peak = time.perf_counter() - start, _resident('VmHWM')
   equal = _equal(result) if name in ('our_restore', 'stacked_to_single', 'single_to_stacked') else None
   if hasattr(result, 'result'):
     result.result()
-  print('told: ' + json.dumps({'seconds': seconds, 'bytes': most - before, 'equal': equal}))
+  print(RESULT + json.dumps({'seconds': seconds, 'bytes': peak - before, 'equal': equal}))
 
 
 def _touch(folder: Path) -> None:
   tiny, under = {'w': jnp.ones(8)}, layout()
-  place = folder / f'tiny_{os.getpid()}'
-  checkpoint.save(place, tiny, layout=under)
-  checkpoint.restore(place, under.abstract(lambda: tiny))
-  shutil.rmtree(place)
+  path = folder / f'tiny_{os.getpid()}'
+  checkpoint.save(path, tiny, layout=under)
+  checkpoint.restore(path, under.abstract(lambda: tiny))
+  shutil.rmtree(path)
 
 
 def _resident(field: str) -> int:
@@ -227,19 +227,19 @@ def _resident(field: str) -> int:
 
 
 def _equal(restored: Any) -> bool:
-  """Whether a state is the one that was saved, its layers one by one or stacked."""
+  """Whether a state equals the saved one, with single or stacked layers."""
   stacked = 'layers' in restored.params
-  wanted = filled(target(layout(4, 2)))
+  expected = filled(abstract_state(layout(4, 2)))
   if not stacked:
-    wanted = _single(wanted)
-  pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True)
+    expected = _single(expected)
+  pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True)
   return all(np.array_equal(one, two) for one, two in pairs)
 
 
 def _single(state: Any) -> Any:
-  """The same state, its layers one by one, as numpy arrays."""
+  """The same state with single layers, as numpy arrays."""
 
-  def apart(params: Any) -> Any:
+  def unstacked(params: Any) -> Any:
     params = dict(params)
     stack = params.pop('layers')
     for i in range(LAYERS):
@@ -247,15 +247,15 @@ def _single(state: Any) -> Any:
     return spmd.unbox(params)
 
   adam = state.opt_state[0]
-  moved = adam._replace(mu=apart(adam.mu), nu=apart(adam.nu))
-  return state.replace(params=apart(state.params), opt_state=(moved, *state.opt_state[1:]))
+  moved = adam._replace(mu=unstacked(adam.mu), nu=unstacked(adam.nu))
+  return state.replace(params=unstacked(state.params), opt_state=(moved, *state.opt_state[1:]))
 
 
 # -- the figures
 
 
 class Measured(NamedTuple):
-  """What one process said."""
+  """Measurements of one process."""
 
   seconds: float
   bytes: int
@@ -269,10 +269,10 @@ def figures() -> list[Figure]:
 
 
 def _large_figures(folder: Path) -> list[Figure]:
-  size = bytes_of(target(layout()))
+  size = bytes_of(abstract_state(layout()))
   _in_process('prepare', folder)
   rounds = _rounds(folder)
-  seconds = [{name: found.seconds for name, found in one.items()} for one in rounds]
+  seconds = [{name: measured.seconds for name, measured in one.items()} for one in rounds]
 
   def memory(text: str, name: str, limit: float | None = None) -> Figure:
     samples = [one[name].bytes / size for one in rounds]
@@ -323,53 +323,53 @@ def _in_process(name: str, folder: Path) -> Measured:
   os.sync()
   command = [sys.executable, __file__, '--operation', name, str(folder)]
   run = subprocess.run(command, capture_output=True, text=True)
-  told = [line for line in run.stdout.splitlines() if line.startswith('told: ')]
-  if not told:
+  results = [line for line in run.stdout.splitlines() if line.startswith(RESULT)]
+  if not results:
     raise RuntimeError(f'{name} failed:\n{run.stderr}')
-  return Measured(**json.loads(told[0].removeprefix('told: ')))
+  return Measured(**json.loads(results[0].removeprefix(RESULT)))
 
 
 def prepare(folder: Path) -> None:
-  """The checkpoints that are restored."""
-  state = filled(target(layout()))
+  """Saves the checkpoints to restore."""
+  state = filled(abstract_state(layout()))
   ocp.save(folder / 'orbax', state)
   checkpoint.save(folder / 'ours', state, layout=layout())
   single = layout().shard(_boxed(_single(state)))
   checkpoint.save(folder / 'single', single, layout=layout())
-  print('told: ' + json.dumps({'seconds': 0, 'bytes': 0, 'equal': None}))
+  print(RESULT + json.dumps({'seconds': 0, 'bytes': 0, 'equal': None}))
 
 
 def _boxed(values: Any) -> Any:
-  """A state of layers one by one, in its boxes."""
-  return jax.tree.structure(target(layout(), stacked=False)).unflatten(jax.tree.leaves(values))
+  """A boxed state of single layers, from its values."""
+  return jax.tree.structure(abstract_state(layout(), stacked=False)).unflatten(jax.tree.leaves(values))
 
 
 def _small_figures(folder: Path) -> list[Figure]:
   under = spmd.Layout({'data': 8}, (('embed', 'data'),))
   new = _new_names(folder)
   arms = {
-    'Orbax': lambda: ocp.save(next(new), next(unseen)),
-    'packed': lambda: checkpoint.save(next(new), next(unseen), layout=under, pack=PACK),
+    'Orbax': lambda: ocp.save(next(new), next(states)),
+    'packed': lambda: checkpoint.save(next(new), next(states), layout=under, pack=PACK),
   }
-  unseen = _unseen(under, (SMALL_ROUNDS + 1) * len(arms))
+  states = _new_states(under, (SMALL_ROUNDS + 1) * len(arms))
   saves = measure(arms, rounds=SMALL_ROUNDS, warm_up=1, clock=WALL)
-  state = next(_unseen(under, 1))
-  asked = under.abstract(lambda: state)
+  state = next(_new_states(under, 1))
+  target = under.abstract(lambda: state)
   paths = {name: folder / f'small_{name}' for name in arms}
   ocp.save(paths['Orbax'], state)
   checkpoint.save(paths['packed'], state, layout=under, pack=PACK)
   wait = jax.block_until_ready
   reads = measure(
     {
-      'Orbax': lambda: wait(ocp.load(paths['Orbax'], asked)),
-      'packed': lambda: wait(checkpoint.restore(paths['packed'], asked)),
+      'Orbax': lambda: wait(ocp.load(paths['Orbax'], target)),
+      'packed': lambda: wait(checkpoint.restore(paths['packed'], target)),
     },
     rounds=SMALL_ROUNDS,
     warm_up=1,
     clock=WALL,
   )
   flights = measure(
-    {'preflight': lambda: checkpoint.preflight(paths['packed'], asked)}, rounds=11, clock=WALL
+    {'preflight': lambda: checkpoint.preflight(paths['packed'], target)}, rounds=11, clock=WALL
   )
   return [
     summary('2,000 leaves, save, Orbax', [one['Orbax'] for one in saves], 's'),
@@ -382,9 +382,9 @@ def _small_figures(folder: Path) -> list[Figure]:
   ]
 
 
-def _unseen(under: spmd.Layout, count: int):
-  """Small sharded arrays that nobody has looked at, made anew each time."""
-  states = [
+def _new_states(under: spmd.Layout, count: int):
+  """New small sharded arrays for each call, without cached host copies."""
+  batches = [
     under.shard(
       {
         f'leaf_{i:04}': spmd.LogicallyPartitioned(np.full(SMALL_SIZE, i, np.float32), ('embed',))
@@ -393,7 +393,7 @@ def _unseen(under: spmd.Layout, count: int):
     )
     for _ in range(count)
   ]
-  return iter(jax.block_until_ready(states))
+  return iter(jax.block_until_ready(batches))
 
 
 def _new_names(folder: Path):
@@ -405,7 +405,7 @@ def _new_names(folder: Path):
 
 if __name__ == '__main__':
   if sys.argv[1:2] == ['--operation']:
-    name, where = sys.argv[2], Path(sys.argv[3])
-    prepare(where) if name == 'prepare' else operate(name, where)
+    name, folder = sys.argv[2], Path(sys.argv[3])
+    prepare(folder) if name == 'prepare' else operate(name, folder)
   else:
     report('checkpoint', figures)

@@ -1,12 +1,12 @@
-"""Campaigns against checkpoints: what is left when a save is killed, a disk is full, or bits change.
+"""Fault injection for checkpoints: killed saves, full disks, flipped bits, cut files and concurrent writers.
 
-    python benchmarks/checkpoint_faults.py                     # all of them, as often as the figures say
+    python benchmarks/checkpoint_faults.py                     # all campaigns, with their default counts
     python benchmarks/checkpoint_faults.py kills flips --runs 10 --json
 
-Each campaign does one harm many times, at moments and places that are drawn, and asks the same each time:
-is a checkpoint that was whole whole still, and is what is wrong said? It prints how often the answer was
-yes; the script ends with 1 unless it always was. What is restored is compared with what was saved, number
-by number, so that nothing depends on our own checksums being right.
+Each campaign injects one fault many times, at random moments and places. After each fault it checks that an
+intact checkpoint is still intact, and that damage is reported. It prints how many runs passed; the exit code
+is 1 if any failed. Restored arrays are compared element by element with the saved ones, independently of the
+library's checksums.
 """
 
 import os
@@ -48,7 +48,7 @@ KINDS = {'plain': PLAIN, 'compressed': COMPRESSED, 'packed': PACKED}
 
 
 class Outcome(NamedTuple):
-  """How often a campaign's harm did no harm."""
+  """Result of a campaign: how many faults were harmless or reported."""
 
   campaign: str
   ok: int
@@ -58,15 +58,15 @@ class Outcome(NamedTuple):
 
 
 class Tally:
-  """Counts what was seen, and keeps what should not have been."""
+  """Counter of a campaign's observations, with a list of its failures."""
 
   def __init__(self, campaign: str):
     self.campaign = campaign
     self.seen: collections.Counter[str] = collections.Counter()
     self.failures: list[str] = []
 
-  def add(self, what: str, failure: str | None = None) -> None:
-    self.seen[what] += 1
+  def add(self, observation: str, failure: str | None = None) -> None:
+    self.seen[observation] += 1
     if failure is not None:
       self.failures.append(failure)
 
@@ -81,13 +81,13 @@ def layout() -> spmd.Layout:
 
 
 def values(number: int, leaves: int, side: int) -> dict[str, np.ndarray]:
-  """Numbers that tell which state they are of, and where in it they belong."""
+  """Arrays of random numbers that differ by state and by leaf."""
   generator = np.random.default_rng(number)
-  made = {f'w{i}': generator.standard_normal((side, side), np.float32) for i in range(leaves)}
-  return made | {'step': np.asarray(number, np.int32)}
+  arrays = {f'w{i}': generator.standard_normal((side, side), np.float32) for i in range(leaves)}
+  return arrays | {'step': np.asarray(number, np.int32)}
 
 
-def placed(number: int, leaves: int, side: int) -> Any:
+def state_of(number: int, leaves: int, side: int) -> Any:
   boxes = {
     name: spmd.LogicallyPartitioned(value, ('rows', 'columns')) if value.ndim else value
     for name, value in values(number, leaves, side).items()
@@ -96,16 +96,16 @@ def placed(number: int, leaves: int, side: int) -> Any:
 
 
 def is_state(restored: Any, number: int, leaves: int, side: int) -> bool:
-  wanted = values(number, leaves, side)
-  found = spmd.unbox(restored)
-  return set(found) == set(wanted) and all(
-    np.array_equal(np.asarray(found[name]), wanted[name]) for name in wanted
+  expected = values(number, leaves, side)
+  actual = spmd.unbox(restored)
+  return set(actual) == set(expected) and all(
+    np.array_equal(np.asarray(actual[name]), expected[name]) for name in expected
   )
 
 
-# -- kills: a process that saves is killed at a random moment
+# -- kills: a saving process is killed at a random moment
 
-LARGE = (6, 1024)  # leaves and their side: 25 MB
+LARGE = (6, 1024)  # number of leaves, and their side: 25 MB
 MODES = ('new path', 'async', 'overwrite', 'manager')
 
 
@@ -128,7 +128,7 @@ def _kills(mode: str, runs: int, folder: Path) -> Outcome:
 
 
 class _Victim:
-  """A process that is about to save in a folder that has a whole checkpoint already."""
+  """A process that is ready to save into a folder with an intact checkpoint."""
 
   def __init__(self, mode: str, folder: Path):
     self.folder, self.done = folder, False
@@ -153,7 +153,7 @@ class _Victim:
     self._process.wait()
 
   def finish(self) -> float:
-    """Lets it save; the seconds that it takes."""
+    """Lets the process save; returns the time in seconds."""
     self._go()
     start = time.perf_counter()
     self._process.stdout.readline()
@@ -173,8 +173,8 @@ def _unharmed(mode: str, folder: Path) -> float:
 
 
 def _victim(mode: str, folder: Path) -> None:
-  """What the process does that is killed."""
-  one, two = placed(1, *LARGE), placed(2, *LARGE)
+  """Runs in the process to kill: saves one state, waits, and saves another."""
+  one, two = state_of(1, *LARGE), state_of(2, *LARGE)
   manager = None
   if mode == 'manager':
     manager = checkpoint.Manager(folder / 'run', layout(), every=1, keep=1)
@@ -197,31 +197,31 @@ def _victim(mode: str, folder: Path) -> None:
 
 
 def _after_kill(mode: str, victim: _Victim) -> tuple[str, str | None]:
-  """What is there after a kill, and what is wrong with it."""
-  what = 'saved before the kill' if victim.done else 'killed'
+  """The observation after a kill, and the failure if there is one."""
+  observation = 'saved before the kill' if victim.done else 'killed'
   try:
     wrong = _checks[mode](victim.folder, victim.done)
   except Exception as error:
     wrong = f'{type(error).__name__}: {error}'
-  return what, wrong and f'{mode}, {what}: {wrong}'
+  return observation, wrong and f'{mode}, {observation}: {wrong}'
 
 
 def _check_new_path(folder: Path, done: bool) -> str | None:
-  """The old one is there, the new one whole or not there, and can be saved again."""
+  """The old checkpoint is intact, the new one intact or absent, and saving again works."""
   if not is_state(_restored(folder / '1'), 1, *LARGE):
-    return 'the checkpoint before is not what it was'
+    return 'the old checkpoint has changed'
   try:
-    there = is_state(_restored(folder / '2'), 2, *LARGE)
+    new_is_intact = is_state(_restored(folder / '2'), 2, *LARGE)
   except errors.CheckpointNotFoundError:
-    there = None
-  if there is False or (done and not there):
-    return 'the new checkpoint is wrong, or gone'
+    new_is_intact = None
+  if new_is_intact is False or (done and not new_is_intact):
+    return 'the new checkpoint is wrong or missing'
   checkpoint.save(folder / '2', _tiny(), layout=layout(), overwrite=True)
   return _leftovers(folder, {'1', '2'})
 
 
 def _check_overwrite(folder: Path, done: bool) -> str | None:
-  """The old one or the new one is there, and can be replaced."""
+  """The old or the new checkpoint is intact, and can be replaced."""
   restored = _restored(folder / '1')
   if not (is_state(restored, 2, *LARGE) or (not done and is_state(restored, 1, *LARGE))):
     return 'neither the old nor the new state'
@@ -230,15 +230,15 @@ def _check_overwrite(folder: Path, done: bool) -> str | None:
 
 
 def _check_manager(folder: Path, done: bool) -> str | None:
-  """The newest step that is listed is whole, and the run goes on."""
+  """The newest step listed is intact, and the run continues."""
   with checkpoint.Manager(folder / 'run', layout(), every=1, keep=1) as manager:
-    step, restored = manager.restore(placed(0, *LARGE))
+    step, restored = manager.restore(state_of(0, *LARGE))
     if step not in (1, 2) or (done and step != 2) or not is_state(restored, step, *LARGE):
-      return f'step {step}, which is not the one that was saved'
+      return f'step {step} is not the saved state'
     manager.save(3, _tiny())
     manager.wait()
     if manager.steps != [3]:
-      return f'then the steps {manager.steps}'
+      return f'steps after the next save: {manager.steps}'
   return _leftovers(folder / 'run', {'3'})
 
 
@@ -251,28 +251,28 @@ _checks = {
 
 
 def _restored(path: Path) -> Any:
-  return checkpoint.restore(path, layout().abstract(lambda: placed_shapes(*LARGE)))
+  return checkpoint.restore(path, layout().abstract(lambda: zero_state(*LARGE)))
 
 
-def placed_shapes(leaves: int, side: int) -> Any:
-  """What has the shapes and names of a state."""
-  made = {
+def zero_state(leaves: int, side: int) -> Any:
+  """A state of zeros with the shapes and names of the saved one."""
+  boxes = {
     f'w{i}': spmd.LogicallyPartitioned(jnp.zeros((side, side)), ('rows', 'columns'))
     for i in range(leaves)
   }
-  return made | {'step': jnp.int32(0)}
+  return boxes | {'step': jnp.int32(0)}
 
 
 def _tiny() -> Any:
   return {'w': jnp.ones(8)}
 
 
-def _leftovers(folder: Path, wanted: set[str]) -> str | None:
-  found = {child.name for child in folder.iterdir() if not child.name.endswith('.lock')}
-  return None if found == wanted else f'{sorted(found - wanted)} are left over'
+def _leftovers(folder: Path, expected: set[str]) -> str | None:
+  names = {child.name for child in folder.iterdir() if not child.name.endswith('.lock')}
+  return None if names == expected else f'left over: {sorted(names - expected)}'
 
 
-# -- flips: one bit of a file changes; cuts: a file is cut short, or gone
+# -- flips: one bit of a file changes; cuts: a file is truncated or missing
 
 SMALL = (4, 64)
 
@@ -302,7 +302,7 @@ def cuts(runs: int, folder: Path) -> Iterator[Outcome]:
 
 
 def _saved(path: Path, how: dict[str, Any]) -> Path:
-  checkpoint.save(path, placed(1, *SMALL), layout=layout(), **how)
+  checkpoint.save(path, state_of(1, *SMALL), layout=layout(), **how)
   return path
 
 
@@ -317,25 +317,25 @@ def _is_data(file: Path) -> bool:
 def _flips(
   campaign: str, path: Path, runs: int, which: Callable[[Path], bool], exact: bool = False
 ) -> Outcome:
-  """Flips in evenly spread bytes of some files; `exact`: every byte of the arrays is meant."""
+  """Flips a random bit in evenly spread bytes of some files."""
   tally, drawn = Tally(campaign), random.Random(campaign)
   files = [file for file in _files(path) if which(file) and file.stat().st_size]
   sizes = [file.stat().st_size for file in files]
   for run in range(runs):
-    place = int((run + drawn.random()) / runs * sum(sizes))
+    offset = int((run + drawn.random()) / runs * sum(sizes))
     number = 0
-    while place >= sizes[number]:
-      place -= sizes[number]
+    while offset >= sizes[number]:
+      offset -= sizes[number]
       number += 1
     bit = drawn.randrange(8)
-    with _harmed(files[number], lambda data: _flipped(data, place, bit)):  # noqa: B023
-      what = f'bit {bit} of byte {place} of {files[number].relative_to(path)}'
-      tally.add(*_judged(path, what))
+    with _harmed(files[number], lambda data: _flipped(data, offset, bit)):  # noqa: B023
+      fault = f'bit {bit} of byte {offset} of {files[number].relative_to(path)}'
+      tally.add(*_judged(path, fault))
   return tally.outcome()
 
 
-def _flipped(data: bytes, place: int, bit: int) -> bytes:
-  return data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :]
+def _flipped(data: bytes, offset: int, bit: int) -> bytes:
+  return data[:offset] + bytes([data[offset] ^ (1 << bit)]) + data[offset + 1 :]
 
 
 def _gone(data: bytes) -> None:
@@ -364,12 +364,12 @@ def _harmed(file: Path, harm: Callable[[bytes], bytes | None]) -> Iterator[None]
 
 
 def _judged(path: Path, harm: str) -> tuple[str, str | None]:
-  """Restores with a target, and by the record alone: caught, harmless, or silently wrong."""
-  target = layout().abstract(lambda: placed_shapes(*SMALL))
-  found = {_one_restore(path, target), _one_restore(path, None)}
-  for bad in found - {'caught', 'harmless'}:
+  """Restores with a target, and by the record alone: caught, harmless or silently wrong."""
+  target = layout().abstract(lambda: zero_state(*SMALL))
+  results = {_one_restore(path, target), _one_restore(path, None)}
+  for bad in results - {'caught', 'harmless'}:
     return bad.split(':')[0], f'{harm}: {bad}'
-  return ('caught' if 'caught' in found else 'harmless'), None
+  return ('caught' if 'caught' in results else 'harmless'), None
 
 
 def _one_restore(path: Path, target: Any) -> str:
@@ -382,7 +382,7 @@ def _one_restore(path: Path, target: Any) -> str:
   return 'harmless' if is_state(restored, 1, *SMALL) else 'SILENTLY WRONG'
 
 
-# -- full: there is no room
+# -- full: no space is left
 
 
 def full(runs: int, folder: Path) -> Iterator[Outcome]:
@@ -394,41 +394,41 @@ def full(runs: int, folder: Path) -> Iterator[Outcome]:
 def _full(campaign: str, runs: int, folder: Path, scarce: Any) -> Outcome:
   tally, drawn = Tally(campaign), random.Random(campaign)
   for run in range(runs):
-    here = folder / f'{campaign}_{run}'.replace(' ', '_')
-    here.mkdir()
-    with scarce(here, drawn.randrange(64 << 10, 900 << 10)) as squeezed:
-      tally.add(*_without_room(here, squeezed, overwrite=bool(run % 2)))
+    subfolder = folder / f'{campaign}_{run}'.replace(' ', '_')
+    subfolder.mkdir()
+    with scarce(subfolder, drawn.randrange(64 << 10, 900 << 10)) as limited:
+      tally.add(*_without_space(subfolder, limited, overwrite=bool(run % 2)))
   return tally.outcome()
 
 
-def _without_room(folder: Path, squeezed: Any, overwrite: bool) -> tuple[str, str | None]:
-  what = 'overwrite' if overwrite else 'new path'
-  checkpoint.save(folder / '1', placed(1, *SMALL), layout=layout())
+def _without_space(folder: Path, limited: Any, overwrite: bool) -> tuple[str, str | None]:
+  mode = 'overwrite' if overwrite else 'new path'
+  checkpoint.save(folder / '1', state_of(1, *SMALL), layout=layout())
   path = folder / ('1' if overwrite else '2')
   begin = time.monotonic()
-  with squeezed():
+  with limited():
     try:
-      checkpoint.save(path, placed(2, 4, 256), layout=layout(), overwrite=overwrite)
-      wrong = 'it was saved, though there was no room'
+      checkpoint.save(path, state_of(2, 4, 256), layout=layout(), overwrite=overwrite)
+      wrong = 'saved without enough space'
     except errors.CheckpointError:
       wrong = None
     except Exception as error:
       wrong = f'{type(error).__name__}: {error}'
   if time.monotonic() - begin > 30:
-    wrong = 'it took more than 30 s'
-  restored = checkpoint.restore(folder / '1', layout().abstract(lambda: placed_shapes(*SMALL)))
+    wrong = 'took more than 30 s'
+  restored = checkpoint.restore(folder / '1', layout().abstract(lambda: zero_state(*SMALL)))
   if not is_state(restored, 1, *SMALL):
-    wrong = 'what was there before is not what it was'
+    wrong = 'the old checkpoint has changed'
   wrong = wrong or _leftovers(folder, {'1'})
-  return what, wrong and f'{what}: {wrong}'
+  return mode, wrong and f'{mode}: {wrong}'
 
 
 @contextlib.contextmanager
 def _small_files(folder: Path, room: int) -> Iterator[Any]:
-  """While it is squeezed, no file may have more bytes; Python ignores the signal, writing fails."""
+  """Limits the size of files to `room` bytes; Python ignores the signal, so that writing fails."""
 
   @contextlib.contextmanager
-  def squeezed() -> Iterator[None]:
+  def limited() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
@@ -436,12 +436,12 @@ def _small_files(folder: Path, room: int) -> Iterator[Any]:
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-  yield squeezed
+  yield limited
 
 
 @contextlib.contextmanager
 def _small_disk(folder: Path, room: int) -> Iterator[Any]:
-  """A file system of its own, of a size that has no room for the second state."""
+  """A separate file system, too small for the second state."""
   subprocess.run(
     ['mount', '-t', 'tmpfs', '-o', f'size={(256 << 10) + room}', 'tmpfs', folder], check=True
   )
@@ -456,13 +456,13 @@ def _can_mount(folder: Path) -> bool:
   probe.mkdir()
   done = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'tmpfs', probe], capture_output=True)
   if done.returncode:
-    print('Nothing can be mounted here: no full disk.', file=sys.stderr)
+    print('Mounting is not permitted: the full disk is left out.', file=sys.stderr)
     return False
   subprocess.run(['umount', probe], check=True)
   return True
 
 
-# -- writers: two processes save to one path at once
+# -- writers: two processes save to one path concurrently
 
 
 def writers(runs: int, folder: Path) -> Iterator[Outcome]:
@@ -475,11 +475,11 @@ def writers(runs: int, folder: Path) -> Iterator[Outcome]:
     for run in range(runs):
       path = folder / f'{overwrite}_{run}'
       if overwrite:
-        checkpoint.save(path, placed(0, *MIDDLE), layout=layout())
+        checkpoint.save(path, state_of(0, *MIDDLE), layout=layout())
       for writer in drawn.sample(pair, 2):
         writer.go(path, overwrite)
         time.sleep(drawn.choice((0, 0, drawn.uniform(0, 0.1))))
-      tally.add(*_after_writers(path, [writer.said() for writer in pair]))
+      tally.add(*_after_writers(path, [writer.result() for writer in pair]))
       shutil.rmtree(path)
     yield tally.outcome()
   for writer in pair:
@@ -490,7 +490,7 @@ MIDDLE = (4, 512)
 
 
 class _Writer:
-  """A process that saves its state wherever it is told to."""
+  """A process that saves its state to the paths that it receives."""
 
   def __init__(self, number: int, folder: Path):
     self._process = subprocess.Popen(
@@ -505,7 +505,7 @@ class _Writer:
     self._process.stdin.write(json.dumps([str(path), overwrite]) + '\n')
     self._process.stdin.flush()
 
-  def said(self) -> str:
+  def result(self) -> str:
     return self._process.stdout.readline().strip()
 
   def end(self) -> None:
@@ -514,8 +514,8 @@ class _Writer:
 
 
 def _writer(number: int) -> None:
-  """What the process does."""
-  state = placed(number, *MIDDLE)
+  """Runs in the writing process: saves to each path from stdin."""
+  state = state_of(number, *MIDDLE)
   for line in sys.stdin:
     path, overwrite = json.loads(line)
     try:
@@ -525,18 +525,18 @@ def _writer(number: int) -> None:
       print(type(error).__name__, str(error).splitlines()[0], flush=True)
 
 
-def _after_writers(path: Path, said: list[str]) -> tuple[str, str | None]:
-  kinds = [text.split()[0] for text in said]
-  what = ' and '.join(sorted(kinds))
+def _after_writers(path: Path, results: list[str]) -> tuple[str, str | None]:
+  kinds = [text.split()[0] for text in results]
+  observation = ' and '.join(sorted(kinds))
   if set(kinds) - {'saved', 'CheckpointBusyError', 'CheckpointExistsError'} or 'saved' not in kinds:
-    return what, f'{said}'
-  restored = checkpoint.restore(path, layout().abstract(lambda: placed_shapes(*MIDDLE)))
+    return observation, f'{results}'
+  restored = checkpoint.restore(path, layout().abstract(lambda: zero_state(*MIDDLE)))
   if not any(is_state(restored, n, *MIDDLE) for n in (1, 2) if kinds[n - 1] == 'saved'):
-    return what, f'{said}, and neither is there'
-  return what, None
+    return observation, f'{results}, but the checkpoint is neither state'
+  return observation, None
 
 
-# -- processes: one of two is killed in the middle of a save
+# -- processes: one of two is killed during a save
 
 PAIR = """
 import os, signal, threading, time
@@ -544,12 +544,12 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint
 layout = spmd.Layout({{'data': 2, 'model': 4}}, (('rows', 'data'), ('columns', 'model')))
 def state(number):
-  place = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec('data', 'model'))
+  sharding = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec('data', 'model'))
   make = lambda i: np.random.default_rng(number + 10 * i).standard_normal(({side}, {side}), np.float32)
   arrays = [make(i) for i in range(4)]
   return {{
     f'w{{i}}': spmd.LogicallyPartitioned(
-      jax.make_array_from_callback(a.shape, place, lambda index, a=a: a[index]), ('rows', 'columns'))
+      jax.make_array_from_callback(a.shape, sharding, lambda index, a=a: a[index]), ('rows', 'columns'))
     for i, a in enumerate(arrays)
   }}
 one, two = state(1), state(2)
@@ -570,7 +570,9 @@ os._exit(0)
 """
 
 
-_JAXS_WORDS = 'another task died'  # it ends what has lost the first process, with its service
+_JAX_MESSAGE = (
+  'another task died'  # process 0 runs the coordination service: without it JAX ends the others
+)
 
 
 def processes(runs: int, folder: Path) -> Iterator[Outcome]:
@@ -587,25 +589,27 @@ def _one_of_two(path: Path, victim: int, seconds: float) -> tuple[str, str | Non
   begin = time.monotonic()
   results = run_processes(source, processes=2, devices=4, timeout=120, grace=60, check=False)
   survivor, took = results[1 - victim], time.monotonic() - begin
-  said = survivor.value if isinstance(survivor.value, list) else ['ended by JAX', took, survivor.stderr]
-  what = f'the other: {said[0]}'
-  if said[1] > 30:
-    return what, f'killed after {seconds:.2f} s: {said[:2]}, {said[2][-500:]}'
-  if said[0] == 'ended by JAX' and _JAXS_WORDS not in said[2]:
-    return what, f'no clear error: {said[2][-500:]}'
-  if said[0] not in ('CheckpointError', 'saved', 'ended by JAX'):
-    return what, f'another error: {said}'
+  outcome = (
+    survivor.value if isinstance(survivor.value, list) else ['ended by JAX', took, survivor.stderr]
+  )
+  observation = f'the other: {outcome[0]}'
+  if outcome[1] > 30:
+    return observation, f'killed after {seconds:.2f} s: {outcome[:2]}, {outcome[2][-500:]}'
+  if outcome[0] == 'ended by JAX' and _JAX_MESSAGE not in outcome[2]:
+    return observation, f'no clear error: {outcome[2][-500:]}'
+  if outcome[0] not in ('CheckpointError', 'saved', 'ended by JAX'):
+    return observation, f'unexpected error: {outcome}'
   restored = checkpoint.restore(path, layout=layout())
   for number in (1, 2):
-    made = [
+    arrays = [
       np.random.default_rng(number + 10 * i).standard_normal((1024, 1024), np.float32) for i in range(4)
     ]
-    if all(np.array_equal(np.asarray(restored[f'w{i}']), made[i]) for i in range(4)):
-      return what, None
-  return what, f'killed after {seconds:.2f} s: the checkpoint is neither the old nor the new one'
+    if all(np.array_equal(np.asarray(restored[f'w{i}']), arrays[i]) for i in range(4)):
+      return observation, None
+  return observation, f'killed after {seconds:.2f} s: the checkpoint is neither the old nor the new one'
 
 
-# -- all of it
+# -- all campaigns
 
 CAMPAIGNS = {
   'kills': (kills, 30),
@@ -621,20 +625,20 @@ def main() -> int:
   options = parser('checkpoint_faults')
   options.add_argument('campaigns', nargs='*', choices=[[], *CAMPAIGNS], metavar='CAMPAIGN')
   options.add_argument(
-    '--runs', type=int, help='how often each harm is done; default: as in the figures'
+    '--runs', type=int, help='number of faults per campaign (default: as in the recorded results)'
   )
-  asked = options.parse_args()
+  arguments = options.parse_args()
   outcomes: list[Outcome] = []
   with tempfile.TemporaryDirectory(prefix='flax_spmd_faults_') as temporary, _quiet() as aside:
-    for name in asked.campaigns or CAMPAIGNS:
+    for name in arguments.campaigns or CAMPAIGNS:
       campaign, runs = CAMPAIGNS[name]
       folder = Path(temporary) / name
       folder.mkdir()
-      for outcome in campaign(asked.runs or runs, folder):
+      for outcome in campaign(arguments.runs or runs, folder):
         outcomes.append(outcome)
         print(_line(outcome), file=aside, flush=True)
   report = reported(outcomes)
-  report.publish(asked.json)
+  report.publish(arguments.json)
   return 1 if report.missed else 0
 
 
@@ -655,7 +659,7 @@ def reported(outcomes: Sequence[Outcome]) -> Report:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[TextIO]:
-  """Orbax tells of each error on stderr, in some hundred lines, whoever catches it: a stderr of our own."""
+  """Hides stderr, where Orbax logs even caught errors at length; yields the original stream."""
   stderr = os.dup(2)
   with open(os.devnull, 'w') as nowhere:
     os.dup2(nowhere.fileno(), 2)
@@ -668,7 +672,7 @@ def _quiet() -> Iterator[TextIO]:
 
 
 def _seen(outcome: Outcome) -> str:
-  return ', '.join(f'{what}: {count}' for what, count in sorted(outcome.seen.items()))
+  return ', '.join(f'{observation}: {count}' for observation, count in sorted(outcome.seen.items()))
 
 
 def _line(outcome: Outcome) -> str:

@@ -1,12 +1,11 @@
-"""What calling through `layout.jit` costs: the same function, called through it and a bare `jax.jit`.
+"""Overhead of `layout.jit`: calls of a function through it, against a bare `jax.jit`.
 
-As long as the results of all signatures seen have one structure and one list of shardings, JAX's own
-dispatch does the work, and a call costs little more than the `jax.set_mesh` that it runs under. Once
-there are several, a Python key of the arguments picks the right program, and costs time in proportion
-to their leaves.
+As long as the results of all signatures have the same structure and shardings, JAX's own dispatch does the
+work, and a call costs little more than the `jax.set_mesh` around it. With several of them, a Python key of
+the arguments selects the program, in time proportional to the number of leaves.
 
 The tiny function has one small argument, committed to a mesh of one device. The state has about 1,000
-leaves without boxes, laid over 8 devices (`boxes.py` says what boxes cost).
+leaves without boxes, sharded over 8 devices (`boxes.py` measures the cost of boxes).
 """
 
 import os
@@ -59,7 +58,7 @@ def state_figures() -> list[Figure]:
 
 
 def several_figures() -> list[Figure]:
-  """Three states of other depths take turns, and lead to three structures of results."""
+  """Three states of different depths alternate, with three different result structures."""
   layout, alternating = _states(LAYERS - 1, LAYERS, LAYERS + 1)
   arms = {
     'ours, state': _each(layout.jit(_next), alternating),
@@ -91,12 +90,12 @@ def _next(state):
 
 
 def _count(state):
-  """Costs next to nothing but the reading of its argument; each depth's result has its own structure."""
+  """Reads its argument and does little else; the structure of its result depends on the depth."""
   return {f'step of {len(state.params)} layers': state.step + 1}
 
 
 def _states(*depths: int):
-  """A layout, and a state of each depth that it has planned without boxes."""
+  """A layout, and an unboxed state from it for each depth."""
   layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
 
   def state(layers):

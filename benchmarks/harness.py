@@ -1,19 +1,18 @@
-"""Measuring side by side: every figure is a comparison made within one run.
+"""Side-by-side measurement: every figure is a comparison within one run.
 
-The machines that these scripts run on are shared, and drift by tens of percent within minutes. So the
-arms of a comparison take turns, in an order that is shuffled every round; a figure is the median over
-rounds of what one round says (this arm's time over that arm's), and its spread the 10th and the 90th
-percentile of the same. A verdict is about the median, so it asks for the median's own 95 % interval,
-by order statistics: where a target lies inside it, the run has not decided, and says so. The garbage
-collector runs between rounds, never within one, and leaves alone what was there before (`gc.freeze`),
-which would otherwise take most of the run.
+The machines are shared, and drift by tens of percent within minutes. So the arms of a comparison take
+turns, in an order that is shuffled every round. A figure is the median over rounds of one ratio per round
+(this arm's time over that arm's); its spread is the 10th and the 90th percentile. A verdict is about the
+median, and uses the 95 % confidence interval of the median, from order statistics: a target inside that
+interval is undecided. The garbage collector runs between rounds, never within one. It ignores older
+objects (`gc.freeze`), whose collection would take most of the run.
 
     rounds = measure({'ours': run_ours, 'plain': run_plain}, rounds=41)
     figure = ratio('flatten + unflatten, ours', rounds, 'ours', 'plain', at_most(2.5))
     print(figure.value, figure.interval, figure.verdict)
 
-Two clocks: `THREAD` counts the CPU time of the calling thread, and so neither waiting nor JAX's own
-threads: it is for what happens before a program runs. `WALL` is for whole steps.
+Two clocks: `THREAD` counts the CPU time of the calling thread, without waiting and without JAX's threads,
+for the work before a program runs. `WALL` is for whole steps.
 """
 
 import gc
@@ -33,13 +32,13 @@ Rounds = Sequence[Mapping[str, float]]
 
 
 class Target(NamedTuple):
-  """Where a figure should be: from `low` to `high`, both included."""
+  """The range of values to reach: from `low` to `high`, both included."""
 
   low: float
   high: float
 
   def verdict(self, low: float, high: float) -> str:
-    """'met' or 'MISSED' if the whole interval of the median says so, else 'undecided'."""
+    """'met' or 'MISSED' if the median's whole interval is inside or outside the range, else 'undecided'."""
     if self.low <= low and high <= self.high:
       return 'met'
     return 'MISSED' if high < self.low or low > self.high else 'undecided'
@@ -90,7 +89,7 @@ def measure(
   warm_up: int = 2,
   clock: Callable[[], float] = THREAD,
 ) -> list[dict[str, float]]:
-  """Seconds per call of every arm, in each round; an arm makes `calls` calls in a row."""
+  """Seconds per call of every arm in each round; an arm is called `calls` times in a row."""
   for call in arms.values():
     for _ in range(warm_up):
       call()
@@ -118,37 +117,37 @@ def _time(call: Callable[[], Any], calls: int, clock) -> float:
 
 
 def ratio(name: str, rounds: Rounds, arm: str, base: str, target: Target | None = None) -> Figure:
-  """How many times as long as `base` the arm takes."""
+  """Time of the arm over that of `base`."""
   return summary(name, [times[arm] / times[base] for times in rounds], 'x', target)
 
 
 def added(
   name: str, rounds: Rounds, arm: str, base: str, target: Target | None = None, *, unit: str = 'us'
 ) -> Figure:
-  """How much longer than `base` the arm takes."""
+  """Time of the arm minus that of `base`."""
   scale = _PER_SECOND[unit]
   return summary(name, [scale * (times[arm] - times[base]) for times in rounds], unit, target)
 
 
 def per_item(name: str, rounds: Rounds, arm: str, items: int, target: Target | None = None) -> Figure:
-  """Microseconds that the arm takes for each of its items."""
+  """Time of the arm per item, in microseconds."""
   return summary(name, [1e6 * times[arm] / items for times in rounds], 'us a leaf', target)
 
 
 def summary(name: str, samples: Sequence[float], unit: str, target: Target | None = None) -> Figure:
-  """The figure that samples, one a round, amount to."""
+  """The figure of some samples, one per round."""
   tenths = statistics.quantiles(samples, n=10, method='inclusive')
   middle = statistics.median(samples)
   return Figure(name, middle, _interval(samples), (tenths[0], tenths[-1]), unit, target)
 
 
 def exact(name: str, value: float, unit: str, target: Target | None = None) -> Figure:
-  """A figure that was counted, or measured once."""
+  """A counted figure, or one measured once."""
   return Figure(name, value, (value, value), (value, value), unit, target)
 
 
 def cpu_seconds() -> float:
-  """CPU time of this process and of those that it has waited for."""
+  """CPU time of this process and its finished children."""
   usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
   return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

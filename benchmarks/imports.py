@@ -1,15 +1,14 @@
-"""What `import flax_spmd` adds to a program that imports Flax and Optax anyway.
+"""Import time: the time that `import flax_spmd` adds to a program that already imports Flax and Optax.
 
-Whole interpreters are started, one with and one without the import, in pairs whose order is drawn; a
-figure is the median over pairs of the difference. Two clocks: the wall, and the CPU time of the
-process, which other work on the machine disturbs less. A difference of two processes of more than a
-second drowns in what else the machine does, so the import statement is also timed within the very same
-processes; that leaves out only what the interpreter does at its end.
+Whole interpreters are started with and without the import, in pairs of random order; a figure is the median
+over pairs of the difference. Two clocks: wall time, and CPU time of the process, which other work on the
+machine disturbs less. The difference is small beside the noise of processes that run for more than a second,
+so the import statement is also timed within the same processes. That leaves out only the shutdown of the
+interpreter.
 
-The garbage collector is off in both arms of the first figures. A full collection of the objects that
-JAX and Flax leave behind takes about 70 ms, and which arm it falls into is chance: some allocations
-more or less move it across the line. With the collector on, as it is for users, the same is reported
-without a target. Bytecode is cached: every arm runs once before it is timed.
+The garbage collector is off in both arms of the first figures. A full collection of the objects of JAX and
+Flax takes about 70 ms, and a few allocations more or less decide which arm it falls into. Figures with the
+collector on, as for users, have no target. Bytecode is cached: every arm runs once before it is timed.
 """
 
 import os
@@ -60,12 +59,12 @@ def _of(pairs, clock: int) -> Rounds:
 
 
 def _statements(pairs) -> list[float]:
-  """Milliseconds of CPU that the import statement itself took, in each pair."""
+  """CPU time of the import statement itself in each pair, in milliseconds."""
   return [1e3 * pair['with'].statement for pair in pairs]
 
 
 class Process(NamedTuple):
-  """Seconds that an interpreter took, and that it says its last import took."""
+  """Time of an interpreter, and of its last import, in seconds."""
 
   wall: float
   cpu: float
@@ -76,8 +75,8 @@ def _run(code: str) -> Process:
   environment = {k: v for k, v in os.environ.items() if k != 'PYTHONDONTWRITEBYTECODE'}
   cpu, wall = _children_cpu(), time.perf_counter()
   command = [sys.executable, '-c', code]
-  said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-  return Process(time.perf_counter() - wall, _children_cpu() - cpu, float(said or 'nan'))
+  output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+  return Process(time.perf_counter() - wall, _children_cpu() - cpu, float(output or 'nan'))
 
 
 def _children_cpu() -> float:

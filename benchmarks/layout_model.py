@@ -1,8 +1,8 @@
-"""The transformer of `layouts.py`: its dimensions have names, and what a step has to do follows from its sizes.
+"""A transformer with named dimensions, for `layouts.py` and `search.py`, and the FLOPs of its step.
 
-Parameters have the names `embed`, `heads`, `kv_heads`, `head`, `mlp`, `vocab`, `norm` and `layers`;
-activations `batch`, `length` (between blocks), `query` and `key` (inside them), and names of their own
-that begin with `act_`, so that a table can lay them otherwise than the parameters that they meet.
+Parameters have the names `embed`, `heads`, `kv_heads`, `head`, `mlp`, `vocab`, `norm` and `layers`.
+Activations have `batch`, `length` (between blocks), `query` and `key` (inside them), and names that begin
+with `act_`, so that a table can shard them differently from the parameters.
 """
 
 import functools
@@ -19,9 +19,9 @@ import flax_spmd as spmd
 
 
 class Config(NamedTuple):
-  """Sizes; as they are, the model of the table of layouts.
+  """Sizes of a model; the defaults are those of the table of layouts.
 
-  `kv_heads` 0 is as many as there are heads; `chunk` splits the attention's queries, 0 leaves them whole.
+  `kv_heads=0` means as many as `heads`. `chunk` splits the attention's queries; 0 does not split them.
   """
 
   layers: int = 4
@@ -43,11 +43,11 @@ class Config(NamedTuple):
 
   @property
   def products(self) -> dict[str, float]:
-    """FLOPs of one training step over all devices, by product of matrices.
+    """FLOPs of one training step over all devices, by matrix product.
 
-    Of a product with a weight there are three: the result, forward, the gradient of its input and that of
-    the weight. `scores` are both products of the attention, whose masked half is computed too. What remat
-    computes again is not in here.
+    Each weight has three products: the forward result, the gradient of the input, and that of the weight.
+    `scores` are both products of the attention, including the masked half. Recomputation by remat is not
+    counted.
     """
     heads, kv_heads = self.heads * self.head, (self.kv_heads or self.heads) * self.head
     wide = {'q': heads, 'k': kv_heads, 'v': kv_heads, 'out': heads, 'up': self.mlp, 'down': self.mlp}
@@ -64,16 +64,16 @@ LLAMA_70B = LLAMA_8B._replace(layers=80, embed=8192, heads=64, mlp=28672)
 
 
 def table(rules: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-  """A rule table; the activations' heads, MLP and vocabulary go where the parameters' go, unless it says otherwise."""
-  alike = {'act_heads': 'heads', 'act_mlp': 'mlp', 'act_vocab': 'vocab', 'kv_heads': 'heads'}
+  """A rule table; heads, MLP and vocabulary of activations default to the rules of the parameters."""
+  defaults = {'act_heads': 'heads', 'act_mlp': 'mlp', 'act_vocab': 'vocab', 'kv_heads': 'heads'}
   names = 'batch length query key act_embed act_heads act_mlp act_vocab embed heads kv_heads mlp vocab'
   unnamed = ('head', 'act_head', 'norm', 'layers')
-  placed = ((name, rules.get(name, rules.get(alike.get(name, '')))) for name in names.split())
-  return (*placed, *((name, None) for name in unnamed))
+  named = ((name, rules.get(name, rules.get(defaults.get(name, '')))) for name in names.split())
+  return (*named, *((name, None) for name in unnamed))
 
 
 class Part(nn.Module):
-  """What all parts of the model do."""
+  """Base of the model's modules: weights and norms."""
 
   config: Config
 
@@ -90,13 +90,13 @@ class Part(nn.Module):
 
 
 class Block(Part):
-  """Attention and MLP; called by `nn.scan`, one layer a time."""
+  """Attention and MLP: one layer of `nn.scan`."""
 
   @nn.compact
   def __call__(self, x, _=None):
     x = _between(x)
-    x = x + self.attention(_lay(self.norm('norm_attention', x), 'batch', 'query', 'act_embed'))
-    x = x + self.feed_forward(_lay(self.norm('norm_mlp', x), 'batch', 'query', 'act_embed'))
+    x = x + self.attention(_constrain(self.norm('norm_attention', x), 'batch', 'query', 'act_embed'))
+    x = x + self.feed_forward(_constrain(self.norm('norm_mlp', x), 'batch', 'query', 'act_embed'))
     return _between(x), None
 
   def attention(self, x):
@@ -106,9 +106,9 @@ class Block(Part):
     v = jnp.einsum('bse,ehd->bshd', x, self.weight('v', 'embed', 'kv_heads', 'head'))
     if c.kv_heads:
       k, v = (jnp.repeat(y, c.heads // c.kv_heads, 2) for y in (k, v))
-    q = _lay(q, 'batch', 'query', 'act_heads', 'act_head')
-    k, v = (_lay(y, 'batch', 'key', 'act_heads', 'act_head') for y in (k, v))
-    y = _lay(_attend(q, k, v, c.chunk), 'batch', 'query', 'act_heads', 'act_head')
+    q = _constrain(q, 'batch', 'query', 'act_heads', 'act_head')
+    k, v = (_constrain(y, 'batch', 'key', 'act_heads', 'act_head') for y in (k, v))
+    y = _constrain(_attend(q, k, v, c.chunk), 'batch', 'query', 'act_heads', 'act_head')
     return _between(jnp.einsum('bshd,hde->bse', y, self.weight('out', 'heads', 'head', 'embed')))
 
   def feed_forward(self, x):
@@ -117,20 +117,20 @@ class Block(Part):
       y = nn.silu(jnp.einsum('bse,ef->bsf', x, self.weight('gate', 'embed', 'mlp'))) * y
     else:
       y = nn.gelu(y)
-    y = _lay(y, 'batch', 'query', 'act_mlp')
+    y = _constrain(y, 'batch', 'query', 'act_mlp')
     return _between(jnp.einsum('bsf,fe->bse', y, self.weight('down', 'mlp', 'embed')))
 
 
-def _lay(x, *names):
+def _constrain(x, *names):
   return spmd.with_logical_constraint(x, names)
 
 
 def _between(x):
-  return _lay(x, 'batch', 'length', 'act_embed')
+  return _constrain(x, 'batch', 'length', 'act_embed')
 
 
 def _attend(q, k, v, chunk):
-  """Causal attention; every position is compared with every other one, as the masked half is computed too."""
+  """Causal attention; the masked half is computed too."""
   length = q.shape[1]
   if not chunk:
     return _rows(q, k, v, 0)
@@ -142,7 +142,7 @@ def _attend(q, k, v, chunk):
 
 
 def _rows(q, k, v, start):
-  """Attention of the queries from `start` on."""
+  """Attention of the queries from position `start`."""
   scores = jnp.einsum('bqhd,bkhd->bhqk', q, k) / math.sqrt(q.shape[-1])
   seen = start + jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
   shares = nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9), -1).astype(q.dtype)
@@ -150,7 +150,7 @@ def _rows(q, k, v, start):
 
 
 class Transformer(Part):
-  """Tokens, int32 (batch, length), to the next ones' logits, bf16 (batch, length, vocab)."""
+  """Tokens, int32 (batch, length), to next-token logits, bf16 (batch, length, vocab)."""
 
   @nn.compact
   def __call__(self, tokens):
@@ -165,11 +165,11 @@ class Transformer(Part):
     )
     x, _ = stack(c, name='blocks')(x, None)
     logits = self.norm('norm', x) @ self.weight('logits', 'embed', 'vocab')
-    return _lay(logits, 'batch', 'query', 'act_vocab')
+    return _constrain(logits, 'batch', 'query', 'act_vocab')
 
 
 def create(config: Config) -> TrainState:
-  """Parameters and the state of adamw, in float32."""
+  """A TrainState of adamw, in float32."""
   model = Transformer(config)
   params = model.init(jax.random.key(0), jnp.zeros((1, config.length), jnp.int32))['params']
   return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
@@ -182,10 +182,10 @@ def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
 
 
 def loss_of(apply, tokens, params):
-  """The cross entropy of each token, given those before it."""
+  """Mean cross entropy of the next token."""
   logits = apply({'params': params}, tokens[:, :-1]).astype(jnp.float32)
-  wanted = jnp.sum(logits * jax.nn.one_hot(tokens[:, 1:], logits.shape[-1]), -1)
-  return jnp.mean(jax.nn.logsumexp(logits, -1) - wanted)
+  label_logits = jnp.sum(logits * jax.nn.one_hot(tokens[:, 1:], logits.shape[-1]), -1)
+  return jnp.mean(jax.nn.logsumexp(logits, -1) - label_logits)
 
 
 def batch(config: Config) -> jax.ShapeDtypeStruct:

@@ -5,9 +5,9 @@ The model is that of `layout_model.py`: 4 scanned layers, width 512, 8 heads of 
 v5e chips and for the CPU; targets without an installed compiler are reported and left out. No device is
 needed.
 
-    python benchmarks/layouts.py                            # the tables, and the cost of a comparison python
-    benchmarks/layouts.py --targets h100:8 v5e:2x4   # the table for some targets only python
-    benchmarks/layouts.py --large                    # four layouts of a 70B LLaMA, for 64 and 256 chips
+    python benchmarks/layouts.py                            # the tables, and the cost of a comparison
+    python benchmarks/layouts.py --targets h100:8 v5e:2x4   # the table for some targets only
+    python benchmarks/layouts.py --large                    # four layouts of a 70B LLaMA, for 64 and 256 chips
 
 FLOPs and the collectives of FSDP and tensor parallelism have to equal the formulas below exactly, since they
 are counts. The exit code is 1 if one differs, or if a comparison exceeds its limits of time or memory.
@@ -157,10 +157,10 @@ def expected_memory(layout: spmd.Layout, outcome: Outcome) -> float:
   the others are short-lived. Recomputation and longer lifetimes by the compiler are not included.
   """
   memory = outcome.memory
-  kept = sum(_on_device(layout, array) for array in _residuals())
+  residuals = sum(_on_device(layout, array) for array in _residuals())
   rows = outcome.program.rows
   gradients = sum(row.bytes_per_device for row in rows if row.path.startswith('params/blocks'))
-  return memory.parameters + memory.optimizer + memory.rest + memory.batch + kept + gradients
+  return memory.parameters + memory.optimizer + memory.rest + memory.batch + residuals + gradients
 
 
 @functools.cache

@@ -1,24 +1,24 @@
-"""What a pipeline costs: its step, its first step, what it keeps, what it moves, and what it waits for.
+"""Cost of a pipeline: step time, first step, residuals, transfers and idle time.
 
     step         1F1B on 4 ranks and 8 microbatches, over plain accumulation on one of these devices
     dispatch     48 chunks and 64 microbatches on 8 ranks: thousands of small programs from one thread
-    first step   in new processes: what tracing and planning take of it, and all of it
-    minimum cut  the same step, in which stages keep what differentiation happens to use
-    plan         residuals of a stage, programs compiled, bytes moved after the loop, schedules on paper
-    sleeping     stages that sleep in place of computing, so that ranks overlap on however few cores:
-                 the wall's time over the simulated one
+    first step   in new processes: the total, and the share of tracing and planning
+    minimum cut  the same step, with the residuals that differentiation would keep by default
+    plan         residuals of a stage, programs compiled, bytes moved after the loop, simulated schedules
+    sleeping     stages that sleep instead of computing, so that ranks overlap on any number of cores:
+                 wall time over simulated time
     code         lines of `flax_spmd.pipeline`, without blank lines, comments and docstrings
 
-The devices are emulated, all on the same cores: a pipeline can be no faster here than one device, but
-for how well its programs use the cores. So the step shows what splitting, sending and dispatching cost,
-and only the sleeping stages show a schedule at work. Their backward sleeps twice, once for the gradient
-of the input and once for that of the weights. Each sleep has to be in its own task and done once. Two
-tasks have none of their own: where the backward is split, nobody waits for the first stage's `bwd`,
-which is part of its `wgrad`; and the last stage's `fwd` is part of its `bwd` where that comes next.
+The devices are emulated on the same cores, so a pipeline is faster than one device only if its programs
+use the cores better. The step therefore shows the cost of splitting, sending and dispatching; only the
+sleeping stages show a schedule at work. Their backward sleeps twice, once for the gradient of the input and
+once for that of the weights. Each sleep must happen once, in its own task. Two tasks have no sleep: with a
+split backward the first stage's `bwd` is part of its `wgrad`, because no rank waits for it; and the last
+stage's `fwd` is part of its `bwd` if that comes next.
 
-Where JaxPP is compared with, its figures are constants, measured on a machine like this one with jax
-0.9.2, the last it works with. Its steps are only a remark, since no run can have both: 79 to 87 ms for
-the tiny model and 122 ms for the small one.
+The figures of JaxPP are constants, measured on a similar machine with jax 0.9.2, the last version that it
+supports. No run can contain both, so its step times are given for reference only: 79 to 87 ms for the tiny
+model and 122 ms for the small one.
 """
 
 import os
@@ -56,16 +56,16 @@ from flax_spmd._src.pipeline.run.call_list import Call, CallList, Send
 RANKS, MICROBATCHES = 4, 8
 CHUNKED_MS = 1742  # JaxPP's step of 48 chunks x 64 microbatches on 8 ranks: 1,742 to 1,819 (jax 0.9.2)
 FIRST_STEP_S = 12  # JaxPP's time to the first step of the small model: 12 to 16 (jax 0.9.2)
-RESIDUALS_KIB = 2063  # what JaxPP keeps of a microbatch on a middle stage, without remat (jax 0.9.2)
+RESIDUALS_KIB = 2063  # JaxPP's residuals of a microbatch on a middle stage, without remat (jax 0.9.2)
 PROCESSES = 3
-SLEEP = 0.03  # seconds: a call back to Python takes about a millisecond by itself
+SLEEP = 0.03  # seconds; a callback to Python alone takes about a millisecond
 SLEEPS = 'fwd', 'bwd', 'wgrad'
 PACKAGE = Path(pipeline.__file__).parent
 
 
 def figures() -> list[Figure]:
   return [
-    *first_step_figures(),  # the others' programs and threads are not there yet
+    *first_step_figures(),  # first, before other programs and threads exist
     *step_figures('tiny', rounds=101),
     *step_figures('small', at_most(1.1), rounds=61),
     *step_figures('mid', at_most(0.9), rounds=31),
@@ -83,7 +83,7 @@ def figures() -> list[Figure]:
 
 
 class Size(NamedTuple):
-  """Of a model and its batch: 4 examples a microbatch, and as many stages as ranks."""
+  """Sizes of a model and its batch, with 4 examples per microbatch."""
 
   layers: int
   width: int
@@ -96,7 +96,7 @@ SIZES = {'tiny': Size(4, 8, 4), 'small': Size(8, 64, 32), 'mid': Size(8, 128, 64
 
 
 class Block(nn.Module):
-  """Attention and MLP, normalised after each."""
+  """Attention and MLP, each followed by a norm."""
 
   width: int
 
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-  """Blocks, in stages of equally many."""
+  """Blocks, split evenly over stages."""
 
   size: Size
 
@@ -125,13 +125,13 @@ class Model(nn.Module):
 
 
 def batch_of(size: Size) -> tuple[jax.Array, jax.Array]:
-  """Inputs and targets, the microbatches first."""
+  """Inputs and targets; the first dimension is the microbatches."""
   x = jax.random.normal(jax.random.key(1), (MICROBATCHES, 4, size.tokens, size.width))
   return x, jnp.sin(x)
 
 
 def state_of(size: Size) -> TrainState:
-  """A state of random weights, drawn without a compiler."""
+  """A state of random weights, drawn with numpy, so without a compiled program."""
   random = np.random.default_rng(0)
 
   def drawn(path, like):
@@ -144,7 +144,7 @@ def state_of(size: Size) -> TrainState:
 
 
 def abstract_state(size: Size, optimizer: optax.GradientTransformation | None = None) -> TrainState:
-  """A state's shapes."""
+  """The shapes and dtypes of a state."""
   model, example = Model(size), jnp.zeros((4, size.tokens, size.width))
 
   def create():
@@ -160,9 +160,9 @@ def created(model: Model, params: Any, optimizer: optax.GradientTransformation) 
 
 def train_step(state: TrainState, batch, schedule: pipeline.Schedule | None):
   def value_and_grad(microbatch):
-    x, wanted = microbatch
+    x, targets = microbatch
     return jax.value_and_grad(
-      lambda params: jnp.mean((state.apply_fn({'params': params}, x) - wanted) ** 2)
+      lambda params: jnp.mean((state.apply_fn({'params': params}, x) - targets) ** 2)
     )(state.params)
 
   loss, grads = pipeline.accumulate(value_and_grad, batch, schedule, pipeline.Mean)
@@ -175,13 +175,13 @@ def layout(ranks: int = RANKS) -> spmd.Layout:
 
 
 def pipelined(schedule: pipeline.Schedule) -> Any:
-  """The step of a transformer as a pipeline; its first argument is donated."""
+  """The transformer's step as a pipeline; the state is donated."""
   step = functools.partial(train_step, schedule=schedule)
   return layout(schedule.ranks).pipeline_jit(step, donate_argnums=0)
 
 
 class Run:
-  """A step and its state, which is donated and replaced at every call."""
+  """A step and its state, which every call donates and replaces."""
 
   def __init__(self, step: Callable[..., Any], state: Any, batch: Any):
     self.step, self.state, self.batch = step, state, batch
@@ -215,7 +215,7 @@ def step_figures(name: str, target: Target | None = None, *, rounds: int) -> lis
 
 
 def minimum_cut_figures() -> list[Figure]:
-  """What keeping the fewest bytes costs, over keeping what JAX would."""
+  """Bytes and step time with the minimum cut, over those with all residuals of JAX."""
   size = SIZES['small']._replace(remat=False)
   state, batch = state_of(size), batch_of(size)
 
@@ -225,17 +225,17 @@ def minimum_cut_figures() -> list[Figure]:
   with mock.patch.object(residuals, 'choose', lambda *_: residuals.Recomputation(set(), set())):
     all_kept = lowered()
   steps = {'cut': lowered(), 'all kept': all_kept}
-  kept = {arm: sum(one.programs.residuals().values()) for arm, one in steps.items()}
+  residual_bytes = {arm: sum(one.programs.residuals().values()) for arm, one in steps.items()}
   runs = {arm: Run(one.compile(), jax.tree.map(jnp.array, state), batch) for arm, one in steps.items()}
   times = measure({arm: run.once for arm, run in runs.items()}, rounds=61, warm_up=3, clock=WALL)
   return [
-    exact('minimum cut: bytes kept, over all', kept['cut'] / kept['all kept'], 'x'),
+    exact('minimum cut: bytes kept, over all', residual_bytes['cut'] / residual_bytes['all kept'], 'x'),
     ratio('minimum cut: its step, over all kept', times, 'cut', 'all kept', at_most(1)),
   ]
 
 
 def dispatch_figures() -> list[Figure]:
-  """Programs so small that a step is their dispatch."""
+  """Step time of tiny programs, which is mostly dispatch."""
   schedule, microbatches, width = pipeline.Interleaved1F1B(8, 6), 64, 8
   names = [f'stage_{stage}' for stage in range(schedule.stages)]
   optimizer = optax.adam(1e-3)
@@ -244,10 +244,10 @@ def dispatch_figures() -> list[Figure]:
     params, moments = state
 
     def loss(params, microbatch):
-      x, wanted = microbatch
+      x, targets = microbatch
       for name in names:
         x = pipeline.stage_end(jnp.tanh(x @ params[name]))
-      return jnp.mean((x - wanted) ** 2)
+      return jnp.mean((x - targets) ** 2)
 
     both = lambda microbatch: jax.value_and_grad(loss)(params, microbatch)
     value, grads = pipeline.accumulate(both, batch, schedule, pipeline.Add)
@@ -278,11 +278,11 @@ def _milliseconds(name: str, rounds, arm: str, target: Target | None = None) -> 
 
 
 def first_step_figures() -> list[Figure]:
-  """Each sample is a process of its own."""
-  told = [_first_step_told() for _ in range(PROCESSES)]
+  """Time to the first step; each sample is a new process."""
+  timings = [_first_step_timings() for _ in range(PROCESSES)]
 
-  def of(name: str, what: str, unit: str, target: Target | None = None) -> Figure:
-    return summary(name, [one[what] for one in told], unit, target)
+  def of(name: str, key: str, unit: str, target: Target | None = None) -> Figure:
+    return summary(name, [one[key] for one in timings], unit, target)
 
   return [
     of('small: first call', 'call', 's', at_most(0.6 * FIRST_STEP_S)),
@@ -291,18 +291,18 @@ def first_step_figures() -> list[Figure]:
   ]
 
 
-def _first_step_told() -> dict[str, float]:
+def _first_step_timings() -> dict[str, float]:
   command = [sys.executable, '-c', 'import pipelines; pipelines.first_step()']
   begin = time.time()
-  said = subprocess.run(
+  output = subprocess.run(
     command, cwd=Path(__file__).parent, check=True, stdout=subprocess.PIPE, text=True
   ).stdout
-  told = json.loads(said.splitlines()[-1])
-  return {**told, 'process': told['ended'] - begin}
+  timings = json.loads(output.splitlines()[-1])
+  return {**timings, 'process': timings['ended'] - begin}
 
 
 def first_step() -> None:
-  """In a new process: says how long the small model's first call takes, and its parts."""
+  """Runs in a new process: prints the time of the small model's first call, and its parts, as JSON."""
   state, batch = jax.block_until_ready((state_of(SIZES['small']), batch_of(SIZES['small'])))
   step = pipelined(pipeline.OneFOneB(RANKS))
   abstract = jax.tree.map(_form, (state, batch))
@@ -310,7 +310,7 @@ def first_step() -> None:
   jax.block_until_ready(step(state, batch))
   call = WALL() - begin
   ended = time.time()
-  times = step.compile(*abstract).times  # of the call's, which is kept
+  times = step.compile(*abstract).times  # from the call above: the result is cached
   planned = (times['trace'] + times['plan']) / call
   print(json.dumps({'call': call, 'planned': planned, 'ended': ended}))
 
@@ -319,16 +319,16 @@ def _form(leaf: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
 
 
-# -- what is planned
+# -- the plan
 
 
 def plan_figures() -> list[Figure]:
-  """What needs no compiler."""
+  """Figures of the plan, without a compiler."""
   size = SIZES['small']
-  kept = _lowered(size._replace(remat=False)).programs.residuals()
+  residual_bytes = _lowered(size._replace(remat=False)).programs.residuals()
   clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   call_list = _lowered(size, clipped).call_list
-  middle = max(bytes for stage, bytes in kept.items() if 0 < stage < size.stages - 1)
+  middle = max(bytes for stage, bytes in residual_bytes.items() if 0 < stage < size.stages - 1)
   return [
     exact('residuals of a middle stage, no remat', middle / 1024, 'KiB'),
     exact('residuals over JaxPP', middle / 1024 / RESIDUALS_KIB, 'x', at_most(0.45)),
@@ -342,7 +342,7 @@ def _lowered(size: Size, optimizer: optax.GradientTransformation | None = None) 
 
 
 def moved_after(call_list: CallList) -> int:
-  """The bytes that ranks send each other for what comes after the loop: what none of its tasks reads."""
+  """Bytes sent between ranks for use after the loop: buffers that no task of the loop reads."""
   in_loop = {
     buffer
     for one in call_list.calls
@@ -354,7 +354,7 @@ def moved_after(call_list: CallList) -> int:
 
 
 def sharing_figures() -> list[Figure]:
-  """32 equal layers over 8 stages: those of the middle are one program, on several ranks."""
+  """32 equal layers over 8 stages: the middle stages share one program on several ranks."""
   size = Size(layers=32, width=64, tokens=32, stages=8)
   executables = _lowered(size).compile().executables.values()
   shared = sum(one.shared for one in executables)
@@ -365,11 +365,11 @@ def sharing_figures() -> list[Figure]:
   ]
 
 
-# -- schedules on paper
+# -- simulated schedules
 
 
 def bubble_figures() -> list[Figure]:
-  """Idle parts for F = B = W = 1, against the formulas of their papers, as in the classes' docstrings."""
+  """Idle fractions for F = B = W = 1, against the papers' formulas in the docstrings of the classes."""
   p, m = RANKS, MICROBATCHES
   whole, chunked = (p - 1) / (m + p - 1), (p - 1) / (2 * m + p - 1)
   known = {
@@ -384,13 +384,13 @@ def bubble_figures() -> list[Figure]:
     pipeline.DualPipeV(p): None,
     pipeline.DualPipeV(p, fuse=True): 2 * (p - 1) / (6 * m + 2 * (p - 1)),  # F&B + B - 3 W = 2
   }
-  found = [
+  bubbles = [
     exact(f'bubble: {schedule}', 100 * schedule.simulate(m).bubble, '%', _exactly(theory))
     for schedule, theory in known.items()
   ]
   # JaxPP's best, its DualPipeV
   best = 100 * pipeline.ZeroBubbleV(p).simulate(m).bubble
-  return [*found, exact("bubble: ZeroBubbleV, below JaxPP's best", best, '%', at_most(9.4))]
+  return [*bubbles, exact("bubble: ZeroBubbleV, below JaxPP's best", best, '%', at_most(9.4))]
 
 
 def _exactly(theory: float | None) -> Target | None:
@@ -411,7 +411,7 @@ def sleeping_figures() -> list[Figure]:
   sleepers = {type(schedule).__name__: Sleeper(schedule) for schedule in schedules}
   arms = {name: sleeper.once for name, sleeper in sleepers.items()}
   times = measure({**arms, 'a bare program': _bare()}, rounds=11, warm_up=2, clock=WALL)
-  found = [
+  ratios = [
     summary(
       f'sleeping: {name}, wall over simulated',
       [one[name] / sleeper.makespan for one in times],
@@ -423,7 +423,7 @@ def sleeping_figures() -> list[Figure]:
   moved = sum(sleeper.moved for sleeper in sleepers.values())
   miscounted = sum(sleeper.miscounted for sleeper in sleepers.values())
   return [
-    *found,
+    *ratios,
     _floor([one['a bare program'] for one in times]),
     exact('sleeping: tasks with other sleeps than theirs', moved, 'tasks', at_most(0)),
     exact('sleeping: sleeps done too often or too rarely', miscounted, 'sleeps', at_most(0)),
@@ -431,19 +431,19 @@ def sleeping_figures() -> list[Figure]:
 
 
 def _floor(seconds: Sequence[float]) -> Figure:
-  """What of the ratio is JAX's callback, and the system's oversleeping."""
+  """The part of the ratio that is due to JAX's callback and to oversleeping."""
   return summary('sleeping: a bare jax.jit of one sleep', [each / SLEEP for each in seconds], 'x')
 
 
 def _bare() -> Callable[[], Any]:
-  """A program that sleeps once."""
+  """A call of a program that sleeps once."""
   slow = jax.jit(functools.partial(slowly, lambda: None))
   x = jnp.ones((2, 4))
   return lambda: jax.block_until_ready(slow(x))
 
 
 def slowly(note: Callable[[], Any], x: jax.Array) -> jax.Array:
-  """The same array, a while later, when `note` has been called."""
+  """Returns the array after a sleep, having called `note`."""
 
   def sleep(_):
     note()
@@ -454,7 +454,7 @@ def slowly(note: Callable[[], Any], x: jax.Array) -> jax.Array:
 
 
 class Sleeper:
-  """A pipeline whose stages sleep, by callbacks to the host; they compute next to nothing."""
+  """A pipeline whose stages sleep in host callbacks and compute almost nothing."""
 
   def __init__(self, schedule: pipeline.Schedule):
     self._schedule, self._slept, self._steps = schedule, [], 0
@@ -472,39 +472,39 @@ class Sleeper:
 
   @property
   def moved(self) -> int:
-    """How many tasks have other callbacks than they should."""
-    found = {
+    """Number of tasks with a wrong number of callbacks."""
+    counts = {
       key: sum(equation.name == 'pure_callback' for equation in task.equations)
       for key, task in self._tasks.items()
     }
     planned = self._planned()
-    return sum(found.get(key, 0) != planned.get(key, 0) for key in {*found, *planned})
+    return sum(counts.get(key, 0) != planned.get(key, 0) for key in {*counts, *planned})
 
   @property
   def miscounted(self) -> int:
-    """How many of all sleeps were done more or less often than once for each microbatch of each step."""
+    """Number of sleeps that did not happen exactly once per microbatch and step."""
     slept, expected = Counter(self._slept), self._steps * MICROBATCHES
     sleeps = {(kind, stage) for kind in SLEEPS for stage in range(self._schedule.stages)}
     return sum(slept[key] != expected for key in sleeps | slept.keys())
 
   def _planned(self) -> Counter[tuple[str, int]]:
-    """Per task, how often it sleeps."""
+    """Number of sleeps per task."""
     last, split = self._schedule.stages - 1, 'wgrad' in self._kinds()
     planned = Counter()
     for stage in range(last + 1):
-      planned['fwd' if stage < last or not self._turns() else 'bwd', stage] += 1
+      planned['fwd' if stage < last or not self._alternates() else 'bwd', stage] += 1
       planned['bwd' if stage > 0 or not split else 'wgrad', stage] += 1
       planned['wgrad' if split else 'bwd', stage] += 1
     return planned
 
   def _kinds(self, stage: int | None = None) -> list[str]:
-    """The kinds of tasks, of a stage or of all, in their order on a rank."""
+    """The kinds of tasks of one stage or of all, in their order on each rank."""
     steps = (step for order in self._schedule.tasks(MICROBATCHES) for step in order)
     tasks = (task for step in steps for task in step.tasks)
     return [task.kind for task in tasks if stage is None or task.stage == stage]
 
-  def _turns(self) -> bool:
-    """Whether the last stage goes back with each microbatch right away."""
+  def _alternates(self) -> bool:
+    """Whether the last stage runs the backward of each microbatch right after its forward."""
     kinds = [kind for kind in self._kinds(self._schedule.stages - 1) if kind != 'wgrad']
     return kinds == ['fwd', 'bwd'] * MICROBATCHES
 
@@ -518,7 +518,7 @@ class Sleeper:
     return pipeline.accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, op=pipeline.Mean)
 
   def _stage(self, stage: int) -> Callable[..., Any]:
-    """A product with weights, which sleeps forward, and twice backward."""
+    """A product with weights that sleeps once forward and twice backward."""
     slow = {
       kind: functools.partial(slowly, functools.partial(self._slept.append, (kind, stage)))
       for kind in SLEEPS
@@ -527,8 +527,8 @@ class Sleeper:
     def forward(x, weights):
       return slow['fwd'](x) @ weights, (x, weights)
 
-    def backward(kept, gradient):
-      x, weights = kept
+    def backward(residuals, gradient):
+      x, weights = residuals
       return slow['bwd'](gradient) @ weights.T, x.T @ slow['wgrad'](gradient)
 
     product = jax.custom_vjp(lambda x, weights: forward(x, weights)[0])
@@ -540,14 +540,14 @@ class Sleeper:
 
 
 def code_lines(folder: Path) -> int:
-  """Lines with code: no blank ones, comments or docstrings."""
+  """Number of lines of code, without blank lines, comments and docstrings."""
   return sum(len(_lines_of(path.read_text())) for path in sorted(folder.glob('**/*.py')))
 
 
 def _lines_of(source: str) -> set[int]:
-  """The numbers of the lines that have code.
+  """The numbers of the lines with code.
 
-  A string that is a statement by itself is a docstring, of whatever it stands in or behind.
+  A statement that is only a string is a docstring.
   """
   lines: set[int] = set()
   statement: list[tokenize.TokenInfo] = []

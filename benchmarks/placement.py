@@ -1,13 +1,12 @@
-"""What placing and gathering cost: 200 small arrays, against one call of JAX for all of them.
+"""Cost of `shard` and `gather`: 200 small arrays, against one call of JAX for all of them.
 
-`layout.shard` ends in one `jax.device_put`, and `gather` in one `jax.device_get`; measured is what comes
-before and after. The arrays are small, so that it shows. Both sides wait until the arrays are there.
+`layout.shard` ends in one `jax.device_put`, and `gather` in one `jax.device_get`; the benchmark measures
+the work around them. The arrays are small, so that it shows. Both sides wait until the arrays are ready.
 
-An array keeps the numpy copy of itself that it was once asked for, so each round gathers arrays that
-nobody has looked at; they are placed before the clock runs.
+An array caches its numpy copy, so each round gathers new arrays, which are placed before the clock starts.
 
-Scalax makes a function per array and direction, each of which is compiled when it is first used. That
-takes so long that it is measured a few times only; once compiled they take part in all rounds.
+Scalax makes a function per array and direction, and compiles each at its first use. That is slow, so first
+uses are measured only a few times; the compiled functions take part in all rounds.
 """
 
 import os
@@ -33,7 +32,7 @@ try:
   from scalax import sharding as scalax
 except ImportError:
   scalax = None
-  print('Scalax is missing, and so are its arms; to measure it too: pip install scalax', file=sys.stderr)
+  print('Scalax is not installed, so its arms are left out. Fix: pip install scalax', file=sys.stderr)
 
 LAYERS = 20  # 200 parameters
 SMALL = 64  # elements of arrays that are not sharded
@@ -51,25 +50,25 @@ def shard_figures() -> list[Figure]:
   layout, params = _layout(), _params()
   boxed = _params(spmd.LogicallyPartitioned)
   names = jax.tree.map(lambda box: box.names, boxed, is_leaf=spmd.is_axis_metadata)
-  where = layout.sharding(params)
+  shardings = layout.sharding(params)
   arms = {
     'by rules': lambda: layout.shard(params),
     'by a table': lambda: layout.shard(params, spmd.fsdp('data', min_size=SMALL)),
     'by names': lambda: layout.shard(params, names),
-    'device_put': lambda: jax.device_put(params, where),
+    'device_put': lambda: jax.device_put(params, shardings),
   }
   if scalax:
     shard, _ = _scalax_functions()
     arms['Scalax'] = lambda: scalax.MeshShardingHelper.apply_shard_and_gather_fns(shard, params)
   waiting = {name: lambda call=call: jax.block_until_ready(call()) for name, call in arms.items()}
   rounds = measure(waiting, rounds=ROUNDS, warm_up=WARM_UP, clock=WALL)
-  found = [
+  result = [
     summary('one jax.device_put', [1e3 * times['device_put'] for times in rounds], 'ms'),
     ratio("shard by the layout's rules", rounds, 'by rules', 'device_put', at_most(1.5)),
     ratio('shard by another table', rounds, 'by a table', 'device_put', at_most(1.5)),
     ratio('shard by names', rounds, 'by names', 'device_put', at_most(1.5)),
   ]
-  return [*found, *_scalaxs('shard by the functions of Scalax, compiled', rounds, 'device_put')]
+  return [*result, *_scalaxs('shard by the functions of Scalax, compiled', rounds, 'device_put')]
 
 
 def gather_figures() -> list[Figure]:
@@ -78,17 +77,17 @@ def gather_figures() -> list[Figure]:
     _, gathering = _scalax_functions()
     helper = scalax.MeshShardingHelper
     arms['Scalax'] = lambda placed: helper.apply_shard_and_gather_fns(gathering, placed)
-  unseen = {name: _on_unseen(call) for name, call in arms.items()}
-  rounds = measure(unseen, rounds=ROUNDS, warm_up=WARM_UP, clock=WALL)
-  found = [
+  calls = {name: _on_new_arrays(call) for name, call in arms.items()}
+  rounds = measure(calls, rounds=ROUNDS, warm_up=WARM_UP, clock=WALL)
+  result = [
     summary('one jax.device_get', [1e3 * times['device_get'] for times in rounds], 'ms'),
     ratio('gather', rounds, 'gather', 'device_get', at_most(1.5)),
   ]
-  return [*found, *_scalaxs('gather by the functions of Scalax, compiled', rounds, 'device_get')]
+  return [*result, *_scalaxs('gather by the functions of Scalax, compiled', rounds, 'device_get')]
 
 
 def first_use_figures() -> list[Figure]:
-  """To the mesh and back with functions, and layouts, that are new each time."""
+  """Shards and gathers with new functions and layouts each time."""
   params, numbers = _params(), itertools.count()
 
   def ours():
@@ -113,19 +112,19 @@ def _layout() -> spmd.Layout:
 
 
 def _params(box: states.Box = states.unboxed) -> Any:
-  """200 arrays of the host, in boxes or without."""
+  """200 host arrays, boxed or not."""
   return states.train_state(LAYERS, box, host).params
 
 
-def _on_unseen(call: Callable[[Any], Any]) -> Callable[[], Any]:
-  """The call on a tree of arrays that is another one each time."""
+def _on_new_arrays(call: Callable[[Any], Any]) -> Callable[[], Any]:
+  """The call on a new tree of arrays each time."""
   layout, params = _layout(), _params()
   placed = [jax.block_until_ready(layout.shard(params)) for _ in range(ROUNDS + WARM_UP)]
   return lambda: call(placed.pop())
 
 
 def _scalax_functions():
-  """A function per array that places it, and one that gathers it."""
+  """Two trees of functions: one shards each array, the other gathers it."""
   mesh = _layout().mesh
   helper = scalax.MeshShardingHelper(list(mesh.shape.values()), list(mesh.shape))
   rule = scalax.FSDPShardingRule('model', mesh.shape['model'], SMALL)

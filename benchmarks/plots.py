@@ -1,4 +1,4 @@
-"""The plots of the pages, as SVG: ratios of every benchmark, bytes of layouts, estimates beside what was compiled."""
+"""Plots of the pages, as SVG: ratios of each benchmark, bytes sent per layout, estimates against compiled figures."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from render import RESULTS, Record, records
 COLORS = '#4269d0', '#efb118', '#ff725c', '#6cc5b0', '#9c6b4e'
 STYLE = {
   'svg.fonttype': 'none',  # text stays text
-  'svg.hashsalt': 'flax_spmd',  # the same file each time
+  'svg.hashsalt': 'flax_spmd',  # makes the file reproducible
   'font.size': 9,
   'axes.spines.top': False,
   'axes.spines.right': False,
@@ -32,11 +32,11 @@ def draw_all() -> None:
   special = {'layouts': wire, 'search_sample': sample}
   with plt.rc_context(STYLE):
     for name in names:
-      drawn = special.get(name, ratios)(records(name))
-      if drawn is None:
+      figure = special.get(name, ratios)(records(name))
+      if figure is None:
         (RESULTS / f'{name}.svg').unlink(missing_ok=True)
       else:
-        _save(drawn, RESULTS / f'{name}.svg')
+        _save(figure, RESULTS / f'{name}.svg')
 
 
 def _save(figure: plt.Figure, path: Path) -> None:
@@ -44,27 +44,27 @@ def _save(figure: plt.Figure, path: Path) -> None:
   plt.close(figure)
 
 
-def ratios(found: Sequence[Record]) -> plt.Figure | None:
-  """Each ratio with its interval, a color for each JAX; what it should be is marked."""
+def ratios(recorded: Sequence[Record]) -> plt.Figure | None:
+  """Each ratio with its interval and target, in one color per JAX version."""
   names = list(
-    dict.fromkeys(each['name'] for one in found for each in one['figures'] if each['unit'] == 'x')
+    dict.fromkeys(each['name'] for one in recorded for each in one['figures'] if each['unit'] == 'x')
   )
   if len(names) < 2:
     return None
   figure, axes = plt.subplots(figsize=(7, 0.6 + 0.28 * len(names)))
-  colors = dict(zip((one['versions']['jax'] for one in found), itertools.cycle(COLORS)))
-  for index, one in enumerate(found):
+  colors = dict(zip((one['versions']['jax'] for one in recorded), itertools.cycle(COLORS)))
+  for index, one in enumerate(recorded):
     color = colors[one['versions']['jax']]
     rows = {each['name']: each for each in one['figures']}
-    shift = 0.24 * (index - (len(found) - 1) / 2)
-    for place, name in enumerate(names):
+    shift = 0.24 * (index - (len(recorded) - 1) / 2)
+    for y, name in enumerate(names):
       if name in rows:
         low, high = rows[name]['interval']
-        axes.plot([low, high], [place + shift] * 2, color=color, linewidth=4, alpha=0.35)
-        axes.plot(rows[name]['value'], place + shift, 'o', color=color, markersize=4)
+        axes.plot([low, high], [y + shift] * 2, color=color, linewidth=4, alpha=0.35)
+        axes.plot(rows[name]['value'], y + shift, 'o', color=color, markersize=4)
         limit = (rows[name]['target'] or '').removeprefix('<= ')
         if limit and limit[0].isdigit():
-          axes.plot(float(limit.split(' ')[0]), place, '|', color='#555555', markersize=12)
+          axes.plot(float(limit.split(' ')[0]), y, '|', color='#555555', markersize=12)
   axes.axvline(1, color='#999999', linewidth=0.8)
   axes.set_yticks(range(len(names)), names)
   axes.invert_yaxis()
@@ -72,13 +72,13 @@ def ratios(found: Sequence[Record]) -> plt.Figure | None:
   axes.set_xlabel('times as much; | is the target')
   for jax, color in colors.items():
     axes.plot([], [], 'o', color=color, label=f'jax {jax}')
-  axes.legend(frameon=False, loc='lower center', bbox_to_anchor=(0.4, 1), ncols=len(found))
+  axes.legend(frameon=False, loc='lower center', bbox_to_anchor=(0.4, 1), ncols=len(recorded))
   return figure
 
 
-def wire(found: Sequence[Record]) -> plt.Figure | None:
-  """What each layout sends, by kind, as each compiler has it."""
-  sent = found[-1]['details'].get('wire') if found else None
+def wire(recorded: Sequence[Record]) -> plt.Figure | None:
+  """Bytes that each layout sends, by kind of collective, for each compiler."""
+  sent = recorded[-1]['details'].get('wire') if recorded else None
   if not sent:
     return None
   figure, _ = plt.subplots(1, len(sent), sharey=True, figsize=(3 * len(sent), 3.6))
@@ -96,32 +96,32 @@ def wire(found: Sequence[Record]) -> plt.Figure | None:
   return figure
 
 
-def sample(found: Sequence[Record]) -> plt.Figure | None:
-  """The sample: estimated against compiled, what was in doubt apart."""
-  pairs = found[-1]['details'].get('sample', {}).get('pairs', ()) if found else ()
+def sample(recorded: Sequence[Record]) -> plt.Figure | None:
+  """The sample: estimated against compiled figures, with doubtful estimates in another color."""
+  pairs = recorded[-1]['details'].get('sample', {}).get('pairs', ()) if recorded else ()
   pairs = [
     pair for pair in pairs if None not in (*pair['estimated'].values(), *pair['compiled'].values())
   ]
   if not pairs:
     return None
   figure, panels = plt.subplots(1, 3, figsize=(9, 3))
-  for axes, (what, unit) in zip(
+  for axes, (quantity, unit) in zip(
     panels, {'seconds': 's', 'memory': 'bytes', 'wire': 'bytes'}.items(), strict=True
   ):
-    both = [each[source][what] for each in pairs for source in ('estimated', 'compiled')]
+    both = [each[source][quantity] for each in pairs for source in ('estimated', 'compiled')]
     ends = [min(both) / 1.3, max(both) * 1.3]
     axes.plot(ends, ends, color='#999999', linewidth=0.8)
     for doubted, color in ((True, COLORS[1]), (False, COLORS[0])):
       chosen = [each for each in pairs if bool(each['doubts']) == doubted]
       axes.plot(
-        [each['compiled'][what] for each in chosen],
-        [each['estimated'][what] for each in chosen],
+        [each['compiled'][quantity] for each in chosen],
+        [each['estimated'][quantity] for each in chosen],
         'o',
         color=color,
         markersize=4,
         label='in doubt' if doubted else 'not in doubt',
       )
-    axes.set(xscale='log', yscale='log', xlim=ends, ylim=ends, title=f'{what}, {unit}')
+    axes.set(xscale='log', yscale='log', xlim=ends, ylim=ends, title=f'{quantity}, {unit}')
     axes.set_xlabel('compiled')
   panels[0].set_ylabel('estimated')
   panels[0].legend(frameon=False)

@@ -1,9 +1,9 @@
 """Fills the tables of the pages from `results/`, and draws the plots beside them.
 
-    python benchmarks/render.py    # after a run; `run.py` does it by itself
+    python benchmarks/render.py    # after a run; `run.py` calls it too
 
-A page says where a table belongs: between `<!-- results: boxes -->` and `<!-- end -->`. `tests/benchmarks_test.py`
-holds the pages to the results.
+A table is written between the lines `<!-- results: boxes -->` and `<!-- end -->` of a page.
+`tests/benchmarks_test.py` checks that the pages match the results.
 """
 
 import json
@@ -22,7 +22,7 @@ BLOCK = re.compile(r'(<!-- results: (\S+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 Record = dict[str, Any]
 
-# The table of the README: a benchmark, its figure, its text, and which figures are better.
+# The table of the README: benchmark, figure, text, and which values are better.
 HEADLINES = (
   ('specs', 'layout.sharding, cold, over the pair of Flax', "time to the shardings of 10,000 boxes, over Flax's own", 'smaller'),
   ('rules', 'fsdp, cold, over Scalax', "time of `fsdp(...)` for 10,000 arrays, over Scalax's", 'smaller'),
@@ -42,9 +42,9 @@ HEADLINES = (
 
 
 def records(benchmark: str) -> list[Record]:
-  """What was kept of a benchmark, the oldest JAX first."""
-  found = [json.loads(path.read_text()) for path in RESULTS.glob(f'{benchmark}-jax-*.json')]
-  return sorted(found, key=lambda record: _ordinal(record['versions']['jax']))
+  """The recorded results of a benchmark, oldest JAX first."""
+  recorded = [json.loads(path.read_text()) for path in RESULTS.glob(f'{benchmark}-jax-*.json')]
+  return sorted(recorded, key=lambda record: _ordinal(record['versions']['jax']))
 
 
 def _ordinal(version: str) -> list[int]:
@@ -52,49 +52,49 @@ def _ordinal(version: str) -> list[int]:
 
 
 def block(name: str) -> str:
-  """All that is shown of a benchmark: where it ran, figures, plot, tables."""
+  """The text for a benchmark: versions and cores, figures, plot and tables."""
   if name == 'headlines':
     return headlines()
-  found = records(name)
-  if not found:
-    return 'No result is kept.\n'
-  parts = [ran(found), table(found)] if found[-1]['figures'] else [ran(found)]
+  recorded = records(name)
+  if not recorded:
+    return 'No results are recorded.\n'
+  parts = [ran(recorded), table(recorded)] if recorded[-1]['figures'] else [ran(recorded)]
   if (RESULTS / f'{name}.svg').exists():
     parts.append(f'![{name}: the same, drawn](results/{name}.svg)')
-  parts += [_titled(one, found[-1]) for one in found[-1]['tables']]
+  parts += [_titled(one, recorded[-1]) for one in recorded[-1]['tables']]
   return '\n\n'.join(parts) + '\n'
 
 
-def ran(found: Sequence[Record]) -> str:
-  said = [
+def ran(recorded: Sequence[Record]) -> str:
+  runs = [
     f'jax {one["versions"]["jax"]} with Python {one["versions"]["python"]} on {one["cores"]} cores'
-    for one in found
+    for one in recorded
   ]
-  return ', '.join(said) + '.'
+  return ', '.join(runs) + '.'
 
 
-def table(found: Sequence[Record]) -> str:
-  """A row for each figure, two columns for each JAX."""
+def table(recorded: Sequence[Record]) -> str:
+  """A row per figure and two columns per JAX version."""
   head = ['', 'unit', 'target']
-  head += [text for one in found for text in (f'jax {one["versions"]["jax"]}', '')]
-  by_name = [{figure['name']: figure for figure in one['figures']} for one in found]
+  head += [text for one in recorded for text in (f'jax {one["versions"]["jax"]}', '')]
+  by_name = [{figure['name']: figure for figure in one['figures']} for one in recorded]
   names = dict.fromkeys(name for figures in reversed(by_name) for name in figures)
   rows = []
   for name in names:
     known = [figures.get(name) for figures in by_name]
     any_of = next(filter(None, reversed(known)))
-    cells = [cell for one in known for cell in (said(one), _verdict(one, any_of['target']))]
+    cells = [cell for one in known for cell in (value_text(one), _verdict(one, any_of['target']))]
     rows.append([name, any_of['unit'], any_of['target'] or '', *cells])
   return markdown(head, rows)
 
 
 def _verdict(figure: Record | None, target: str | None) -> str:
-  """On a target that may not have been that of an older run."""
+  """The verdict, or none if an older run had another target."""
   return figure['verdict'] or '' if figure and figure['target'] == target else ''
 
 
-def said(figure: Record | None) -> str:
-  """A figure with the interval of its median, where it has one."""
+def value_text(figure: Record | None) -> str:
+  """A figure with the interval of its median, if it has one."""
   if figure is None:
     return ''
   low, high = figure['interval']
@@ -106,13 +106,13 @@ def _titled(one: Record, record: Record) -> str:
 
 
 def headlines() -> str:
-  found = {name: records(name) for name, *_ in HEADLINES}
-  jaxs = sorted({one['versions']['jax'] for each in found.values() for one in each}, key=_ordinal)
+  recorded = {name: records(name) for name, *_ in HEADLINES}
+  jaxs = sorted({one['versions']['jax'] for each in recorded.values() for one in each}, key=_ordinal)
   rows = []
   for name, figure, text, better in HEADLINES:
     by_jax = {
       one['versions']['jax']: each
-      for one in found[name]
+      for one in recorded[name]
       for each in one['figures']
       if each['name'] == figure
     }
@@ -126,15 +126,15 @@ def _short(figure: Record | None) -> str:
 
 
 def filled(page: str) -> str:
-  """A page with every block as the results have it."""
-  return BLOCK.sub(lambda found: f'{found[1]}\n{block(found[2])}\n{found[3]}', page)
+  """A page with every block filled from the results."""
+  return BLOCK.sub(lambda match: f'{match[1]}\n{block(match[2])}\n{match[3]}', page)
 
 
 def main() -> None:
   try:
     import plots
   except ModuleNotFoundError as error:
-    print(f'plots stay as they are: {error}', file=sys.stderr)
+    print(f'plots are not redrawn: {error}', file=sys.stderr)
   else:
     plots.draw_all()
   for page in PAGES:

@@ -1,4 +1,4 @@
-"""What a benchmark found: as a table for who reads along, or as one JSON object, which `render.py` makes pages of."""
+"""Reports of benchmarks: a text table for the terminal, or one JSON object, from which `render.py` fills the pages."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from harness import Figure
 
 
 class Table(NamedTuple):
-  """What doesn't fit into figures."""
+  """A table of further results, which are not figures."""
 
   title: str
   head: Sequence[str]
@@ -24,7 +24,7 @@ class Table(NamedTuple):
 
 
 class Report(NamedTuple):
-  """All that a benchmark says; `details` is what plots and readers of the JSON want beside it."""
+  """Results of a benchmark; `details` is further data for plots and readers of the JSON."""
 
   benchmark: str
   figures: Sequence[Figure]
@@ -57,25 +57,25 @@ class Report(NamedTuple):
     }
 
   def __str__(self) -> str:
-    said = ' '.join(f'{name} {number}' for name, number in versions().items())
-    head = ['', 'median', '95 % of it', '10-90 %', 'unit', 'target', '']
+    environment = ' '.join(f'{name} {number}' for name, number in versions().items())
+    head = ['', 'median', '95 %', '10-90 %', 'unit', 'target', '']
     rows = [
       [f.name, number(f.value), span(f.interval), span(f.spread), f.unit, str(f.target or ''), f.verdict]
       for f in self.figures
     ]
-    return '\n\n'.join([said, markdown(head, rows), *map(str, self.tables)])
+    return '\n\n'.join([environment, markdown(head, rows), *map(str, self.tables)])
 
 
 def report(benchmark: str, figures: Callable[[], Sequence[Figure]]) -> None:
-  """The main of a script that has nothing but figures."""
+  """Main function of a script that has only figures."""
   as_json = parser(benchmark).parse_args().json
   Report(benchmark, figures()).publish(as_json)
 
 
 def parser(benchmark: str) -> argparse.ArgumentParser:
-  made = argparse.ArgumentParser(prog=f'{benchmark}.py')
-  made.add_argument('--json', action='store_true', help='print one JSON object')
-  return made
+  result = argparse.ArgumentParser(prog=f'{benchmark}.py')
+  result.add_argument('--json', action='store_true', help='print the result as JSON')
+  return result
 
 
 def versions() -> dict[str, str]:
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A table of Markdown whose columns are as wide as they have to be."""
+  """A Markdown table with aligned columns."""
   lines = [[cell.replace('|', '\\|').replace('\n', ' ') for cell in line] for line in (head, *rows)]
   widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(head))]
   padded = [' | '.join(map(str.ljust, line, widths)) for line in lines]
@@ -92,7 +92,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _finite(value: Any) -> Any:
-  """The same for JSON, which has no infinity."""
+  """The value with None for infinities and NaN, which JSON lacks."""
   if isinstance(value, dict):
     return {key: _finite(each) for key, each in value.items()}
   if isinstance(value, (list, tuple)):
@@ -101,7 +101,7 @@ def _finite(value: Any) -> Any:
 
 
 def number(value: float | None) -> str:
-  """Three digits, and none of a large number's left out; a dash for what was not finite, and so is not in the JSON."""
+  """Three significant digits, or all digits of a large integer part; a dash for None."""
   if value is None:
     return '-'
   return f'{value:,.0f}' if abs(value) >= 100 else f'{value:.3g}'

@@ -1,19 +1,19 @@
-"""What rules of every kind cost: applied to 10,000 leaves, at each call of a jitted step, and explained.
+"""Cost of rules of every kind: applied to 10,000 leaves, at each call of a jitted step, and explained.
 
-Side by side with Scalax, whose rules come closest to these, and for logical names with Flax. Where each
-leaf goes is compared first, so that the arms do the same work.
+The comparison is with Scalax, whose rules are the most similar, and for logical names with Flax. The
+shardings of all leaves are compared first, so that the arms do the same work.
 
-Cold means a table like no other, applied to a tree for the first time: once per program, on every
-host. Scalax remembers nothing of a tree, so its figure is the same the second time; its regular
-expressions are new in each call too, as ours are. Warm means a layout that has seen this very tree.
+Cold means a new table, applied to a tree for the first time: once per program, on every host. Scalax caches
+nothing for a tree, so its figure is the same the second time. Its regular expressions are new in each call,
+like ours. Warm means a layout that has already planned this tree.
 
-A step is called with a state of 1,000 and of 10,000 leaves that lies as `fsdp` says: through `layout.jit`
-with the rules given for argument and result, through `layout.jit` of a layout that has the rule, through
-Scalax's `sjit` with its rules, and through a bare `jax.jit` with shardings. All four take the same arrays.
-The mesh is one device: over eight emulated ones JAX takes many times as long to make the pieces of every
-array that is returned, and nothing else would be seen. What is seen best is the tiny function.
+A step is called with a state of 1,000 and of 10,000 leaves that is sharded by `fsdp`: through `layout.jit`
+with rules for argument and result, through `layout.jit` of a layout that has the rule, through Scalax's
+`sjit` with its rules, and through a bare `jax.jit` with shardings. All four take the same arrays. The mesh
+is one device: on eight emulated ones, JAX's work for the shards of each returned array would hide everything
+else. The tiny function shows the overhead best.
 
-Trees are abstract but for those steps. As everywhere, absolute times are as good as the machine is quiet.
+All other trees are abstract. Absolute times depend on other load on the machine.
 """
 
 import os
@@ -42,12 +42,12 @@ try:
   from scalax import sharding as scalax
 except ImportError:
   scalax = None
-  print('Scalax is missing, and so are its arms; to measure it too: pip install scalax', file=sys.stderr)
+  print('Scalax is not installed, so its arms are left out. Fix: pip install scalax', file=sys.stderr)
 
 MESH = spmd.make_mesh({'data': 2, 'model': 4})
 LAYERS_OF_STATE = 333  # about 10,000 leaves: parameters and Adam's two moments
 LAYERS_OF_PARAMETERS = 1000  # the same number, all of them parameters
-COPIES = 4  # functions that everyone jits
+COPIES = 4  # jitted functions per arm
 SMALL = 64  # elements of the arrays of `states.py` that are not sharded
 
 
@@ -62,9 +62,9 @@ def figures() -> list[Figure]:
 
 
 class Case(NamedTuple):
-  """A table, the tree that it is applied to, and how somebody else applies the same to the same.
+  """A table, the tree that it is applied to, and another library's way to the same shardings.
 
-  The table and what the other does are functions of a number, and differ from one to the next.
+  `rules` and `theirs` are functions of a number; each number makes a table that differs from the others.
   """
 
   name: str
@@ -94,20 +94,20 @@ def rule_figures() -> list[Figure]:
 def _figures_of(case: Case, rounds) -> list[Figure]:
   name, leaves = case.name, len(jax.tree.leaves(case.tree))
   cold, warm, theirs = (f'{name}, {arm}' for arm in ('cold', 'warm', case.other))
-  found = [
+  result = [
     per_item(cold, rounds, cold, leaves),
     per_item(warm, rounds, warm, leaves, at_most(2.5)),
   ]
   if case.theirs:
-    found += [
+    result += [
       per_item(theirs, rounds, theirs, leaves),
       ratio(f'{cold}, over {case.other}', rounds, cold, theirs, at_most(0.5)),
     ]
-  return found
+  return result
 
 
 def _cases():
-  """Every kind of rule on parameters alone, and those that a whole state makes a difference to."""
+  """Every kind of rule on parameters alone; some also on a whole state, where their cost differs."""
   params, state = _tree('params'), _tree('state')
   boxed, flaxs = _tree('params', spmd.LogicallyPartitioned), _tree('params', nn.LogicallyPartitioned)
   yield Case('fsdp', params, _fsdp, 'Scalax', _scalaxs(params, _scalax_fsdp))
@@ -131,7 +131,7 @@ def _fsdp(number: int):
 
 
 def _paths(number: int, count: int):
-  """So many path rules, all of them new, of which the last applies."""
+  """`count` new path rules; only the last one matches."""
   idle = tuple((f'nomatch{number}_{i}/.*kernel', P('data', 'model')) for i in range(count - 1))
   return *idle, (f'.*|new{number}', P('model'))
 
@@ -158,14 +158,14 @@ def _scalax_fsdp(number: int):
 
 
 def _scalax_scoped(state, number: int):
-  """Scalax has no tables in tables, but takes a rule for each part of a tree."""
+  """Scalax has no nested tables, but takes a rule for each part of a tree."""
   moments = scalax.FSDPShardingRule('data', MESH.shape['data'], 1024)
   params = scalax.TreePathShardingRule((f'.*|new{number}', P('model')))
   return state.replace(step=P(), params=params, opt_state=moments)
 
 
 def _scalaxs(tree, rule: Callable[[int], Any]) -> Callable[[int], Any] | None:
-  """Scalax's shardings of a tree, from a rule that is made for each number."""
+  """Scalax's shardings of a tree, from a new rule for each number."""
   if scalax is None:
     return None
   return lambda number: _helper().match_sharding_rule(rule(number), tree)
@@ -185,48 +185,48 @@ def _ours(case: Case) -> Callable[[int], Any]:
 
 
 def _check_alike(case: Case, ours, theirs) -> None:
-  """Arms that do not come to the same result are not to be compared."""
-  places = [jax.tree.leaves(shardings) for shardings in (ours, theirs)]
+  """Raises an error if the arms shard the tree differently."""
+  shardings = [jax.tree.leaves(tree) for tree in (ours, theirs)]
   leaves = jax.tree.leaves(case.tree)
   different = [
     f'{leaf.shape}: {mine.spec}, not {other.spec}'
-    for leaf, mine, other in zip(leaves, *places, strict=True)
+    for leaf, mine, other in zip(leaves, *shardings, strict=True)
     if not mine.is_equivalent_to(other, leaf.ndim)
   ]
   if different:
-    raise RuntimeError(f'{case.name}: {len(different)} leaves go elsewhere, {different[0]}')
+    raise RuntimeError(f'{case.name}: {len(different)} leaves are sharded differently: {different[0]}')
 
 
 def tiny_figures() -> list[Figure]:
-  """One array instead of a state: what a call costs beside its leaves, where there is most to see of it."""
+  """One array instead of a state: the overhead of a call, almost without a cost per leaf."""
   calls = _jitted(jnp.zeros(8), lambda x: x + 1, COPIES)
   rounds = measure(calls, rounds=301, calls=100, warm_up=100, clock=WALL)
   return [*_absolute('tiny function', rounds, COPIES), *_over_others('tiny function', rounds)]
 
 
 def call_figures(layers: int) -> list[Figure]:
-  """The same step on the same state, jitted by everyone; returned is the state, or only its step."""
+  """The same step on the same state, jitted by each arm; it returns the state, or only its step."""
   state = states.train_state(layers, states.unboxed)
   steps = {
     'state': lambda state: state.replace(step=state.step + 1),
     'step': lambda state: state.step + 1,
   }
-  found = []
+  result = []
   for returned, step in steps.items():
     small = layers < 100  # a compiled function of 10,000 arguments takes a gigabyte
     copies = COPIES if small else 1
     rounds = measure(_jitted(state, step, copies), rounds=201 if small else 21)
     name = f'{len(jax.tree.leaves(state))} leaves, {returned} returned'
-    found += [*_absolute(name, rounds, copies), *_over_others(name, rounds)]
+    result += [*_absolute(name, rounds, copies), *_over_others(name, rounds)]
     jax.clear_caches()
-  return found
+  return result
 
 
 def _jitted(tree, fn, copies: int) -> dict[str, Callable[[], Any]]:
-  """Calls of `fn`, jitted by everyone, with a tree that lies where `fsdp` says.
+  """Calls of `fn`, jitted by each arm, with a tree that is sharded by `fsdp`.
 
-  One and the same `jax.jit`, made twice, differs from itself by up to a tenth where there are 10,000
-  leaves: by where in memory its own things lie. So everyone makes some copies, in turns, and calls each.
+  With 10,000 leaves, two copies of the same `jax.jit` differ by up to a tenth, because of their memory
+  layout. So each arm makes some copies, in turn, and calls all of them.
   """
   fsdp = spmd.fsdp('model', min_size=SMALL)
   layout = spmd.Layout({'data': 1, 'model': 1}, fsdp)
@@ -240,14 +240,16 @@ def _jitted(tree, fn, copies: int) -> dict[str, Callable[[], Any]]:
   if scalax:
     rule = scalax.FSDPShardingRule('model', 1, SMALL)
     helper = scalax.MeshShardingHelper([2, 4], ['data', 'model'])
-    helper._mesh = layout.mesh  # it takes all devices of the process otherwise
+    helper._mesh = layout.mesh  # the default is all devices of the process
     makers['sjit'] = functools.partial(helper.sjit, in_shardings=(rule,), out_shardings=rule)
-  made = {name: [] for name in makers}
+  jitted = {name: [] for name in makers}
   for turn in range(copies):
     for name in [*makers][turn:] + [*makers][:turn]:
-      made[name].append(makers[name](lambda tree: fn(tree)))  # what is the same function, JAX shares
-      made[name][-1](placed)
-  return {name: _each(calls, placed) for name, calls in made.items()}
+      jitted[name].append(
+        makers[name](lambda tree: fn(tree))
+      )  # a new lambda each time: JAX shares the cache of one function
+      jitted[name][-1](placed)
+  return {name: _each(calls, placed) for name, calls in jitted.items()}
 
 
 def _each(calls, argument):
@@ -270,7 +272,7 @@ def _over_others(name: str, rounds) -> list[Figure]:
 
 
 def explain_figures() -> list[Figure]:
-  """Explained on a mesh of 65,536 devices that do not exist, by layouts that are new each time."""
+  """`explain` on an abstract mesh of 65,536 devices, with a new layout each time."""
   mesh, numbers = spmd.abstract_mesh({'data': 256, 'model': 256}), itertools.count()
   cases = {
     'names': (_names, _tree('state', spmd.LogicallyPartitioned)),
@@ -297,7 +299,7 @@ def explain_figures() -> list[Figure]:
 
 @functools.cache
 def _tree(kind: str, box: states.Box = states.unboxed) -> Any:
-  """An abstract tree of 10,000 leaves whose every dimension divides by 128, and most by 256."""
+  """An abstract tree of 10,000 leaves; every dimension is divisible by 128, most by 256."""
   layers = LAYERS_OF_STATE if kind == 'state' else LAYERS_OF_PARAMETERS
   state = states.train_state(layers, box, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32))
   large = lambda leaf: jax.ShapeDtypeStruct(tuple(64 * size for size in leaf.shape), leaf.dtype)

@@ -1,11 +1,11 @@
-"""Runs benchmarks and keeps what they say in `results/`, from which the tables and plots of the pages are made.
+"""Runs benchmarks and records their results in `results/`; the tables and plots of the pages are made from them.
 
     python benchmarks/run.py                          # all of them
     python benchmarks/run.py boxes "layouts --large"  # some
     python benchmarks/run.py search                   # all of one script
-    python benchmarks/run.py search --sample 20       # one with arguments of its own: shown, and not kept
+    python benchmarks/run.py search --sample 20       # with other arguments: shown, not recorded
 
-What was kept of the same benchmark and the same JAX is replaced; what other versions of JAX gave stays.
+A new result replaces the recorded one of the same benchmark and JAX version; those of other versions stay.
 """
 
 import json
@@ -41,7 +41,7 @@ ALL = (
 
 
 def run(command: Sequence[str]) -> dict[str, Any] | None:
-  """What a benchmark says, with its targets met or not; None if it said nothing."""
+  """Runs a benchmark and prints its table; returns its record, or None if it printed no result."""
   script, *arguments = command
   print(f'{shlex.join(command)} ...', flush=True)
   done = subprocess.run(
@@ -50,14 +50,17 @@ def run(command: Sequence[str]) -> dict[str, Any] | None:
   try:
     record = json.loads(done.stdout)
   except json.JSONDecodeError:
-    print(f'{done.stdout}\nended with {done.returncode} and no result', flush=True)
+    print(f'{done.stdout}\nexit code {done.returncode} without a result', flush=True)
     return None
-  print(render.table([record]) if record['figures'] else 'nothing can be measured here', flush=True)
+  print(
+    render.table([record]) if record['figures'] else 'nothing can be measured on this machine',
+    flush=True,
+  )
   return record
 
 
-def keep(record: dict[str, Any]) -> None:
-  """Puts a result into the place of the last one; says so if that had figures that this one lacks."""
+def save(record: dict[str, Any]) -> None:
+  """Records a result in place of the last one, and prints which of the last figures it lacks."""
   path = RESULTS / f'{record["benchmark"]}-jax-{record["versions"]["jax"]}.json'
   if path.exists():
     now = {figure['name'] for figure in record['figures']}
@@ -67,31 +70,31 @@ def keep(record: dict[str, Any]) -> None:
   path.write_text(json.dumps(record, indent=1) + '\n')
 
 
-def commands_of(asked: Sequence[str]) -> tuple[list[list[str]], bool]:
-  """What to run, and whether to keep what it says; a name that is none of them stands for all of its script.
+def commands_of(names: Sequence[str]) -> tuple[list[list[str]], bool]:
+  """The commands to run, and whether to record their results; a script's name stands for all its commands.
 
   Raises:
-    SystemExit: of a name that is no script's.
+    SystemExit: If a name is not that of a script.
   """
   scripts = {one.split()[0] for one in ALL}
-  words = shlex.split(' '.join(asked))
-  if asked and words[:1] not in [[one] for one in scripts]:
-    raise SystemExit(f'{" ".join(words[:1])!r} is no benchmark; there are {", ".join(ALL)}')
-  if not all(one in ALL or one in scripts for one in asked):
+  words = shlex.split(' '.join(names))
+  if names and words[:1] not in [[one] for one in scripts]:
+    raise SystemExit(f'{" ".join(words[:1])!r} is not a benchmark; available: {", ".join(ALL)}')
+  if not all(one in ALL or one in scripts for one in names):
     return [words], False
-  chosen = [one for each in asked for one in ALL if each == (one if each in ALL else one.split()[0])]
+  chosen = [one for each in names for one in ALL if each == (one if each in ALL else one.split()[0])]
   return [shlex.split(one) for one in dict.fromkeys(chosen or ALL)], True
 
 
 def main() -> int:
-  commands, kept = commands_of(sys.argv[1:])
+  commands, recorded = commands_of(sys.argv[1:])
   whole = True
   for command in commands:
     record = run(command)
     whole = whole and record is not None
-    if kept and record and record['figures']:
-      keep(record)
-  if kept:
+    if recorded and record and record['figures']:
+      save(record)
+  if recorded:
     render.main()
   return 0 if whole else 1
 

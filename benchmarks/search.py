@@ -1,19 +1,19 @@
-"""Are estimates what the compiler says, and what does a search cost?
+"""Accuracy and cost of the search: estimates against compilers and published step times, and the time of a search.
 
-The model is `layout_model.py`'s with 8 layers, for 64 H100s. Four questions:
+The model is that of `layout_model.py` with 8 layers, for 64 H100s. Four questions:
 
-- A fresh random sample of candidates is estimated and compiled: by how much do bytes on the wire and memory
-  differ, and how good are those that the estimates would have chosen? The sample is drawn as a search goes:
-  from its starting points, by random changes. Its seed is printed; another one is another sample. What is
-  compiled is kept where `FLAX_SPMD_CACHE` says, so that the same sample is quick the second time.
-- Whether a candidate fits into a device's memory: does an estimate say of 64 TPUs what their compiler says?
-- A search over at least 1,000 candidates, compiles included.
-- Do the time brackets of Llama 2 70B contain the two step times that others have published?
+- How far are estimated bytes on the wire and memory from compiled ones, and how good are the layouts that the
+  estimates rank first? A new random sample of candidates is estimated and compiled. It is drawn as in a
+  search: from the starting points, by random changes. The seed is printed. Compiled programs are cached in
+  `FLAX_SPMD_CACHE`, so that the same sample is quick the second time.
+- Does the estimate agree with the TPU compiler on whether a candidate fits into the memory of 64 TPUs?
+- How long does a search over at least 1,000 candidates take, including compilation?
+- Do the time brackets of Llama 2 70B contain the two published step times?
 
     python benchmarks/search.py                        # all; needs the wheels of `flax-spmd[cuda]`
     python benchmarks/search.py --sample 60 --seed 5   # another sample
     python benchmarks/search.py --only search
-    python benchmarks/search.py --only fits            # wants those of `flax-spmd[tpu]`
+    python benchmarks/search.py --only fits            # needs the wheels of `flax-spmd[tpu]`
     python benchmarks/search.py --only published       # a second each, and no wheel
 
 No device is needed. The exit code is 1 if a target is missed.
@@ -64,7 +64,7 @@ TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=1024), 12  # candidates
 
 
 def draw(space: Space, count: int, seed: int) -> list[Candidate]:
-  """Candidates as a search meets them: starting points, each with some random changes."""
+  """Candidates as in a search: starting points, each with some random changes."""
   rng, starts = random.Random(seed), [start.candidate for start in starting_points(space, 10**6)]
   drawn: dict[Candidate, None] = {}
   while len(drawn) < count:
@@ -76,7 +76,7 @@ def draw(space: Space, count: int, seed: int) -> list[Candidate]:
 
 
 class Pair(NamedTuple):
-  """A candidate as it was estimated and as it was compiled."""
+  """The estimated and the compiled outcome of a candidate."""
 
   name: str
   estimated: Outcome
@@ -84,7 +84,7 @@ class Pair(NamedTuple):
 
   @property
   def wire(self) -> float:
-    """How far off the estimate is, of bytes on the wire."""
+    """Error of the estimated bytes on the wire, in percent."""
     return _off(*(sum(one.counts.by_axis().values()) for one in self[1:]))
 
   @property
@@ -109,7 +109,7 @@ class Pair(NamedTuple):
 
 
 def _off(estimated: float, compiled: float) -> float:
-  """In percent; of what is less than a MiB, nothing."""
+  """The error in percent; 0 for values below one MiB."""
   return 100 * (estimated / compiled - 1) if max(estimated, compiled) > 2**20 and compiled else 0.0
 
 
@@ -126,19 +126,19 @@ def drawn_for(
 
 
 def sample(count: int, seed: int) -> tuple[list[Pair], float]:
-  """The pairs, and how many estimates a second of one core makes."""
+  """The pairs, and the number of estimates per second and core."""
   aim = parse_target(TARGET)
   estimator, facts, drawn = drawn_for(TARGET, BATCH, count, seed)
   begin = time.process_time()
   estimated = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
   rate = len(drawn) / (time.process_time() - begin)
-  say(f'{len(drawn)} candidates, seed {seed}; {rate:.1f} estimates per second and core')
+  log(f'{len(drawn)} candidates, seed {seed}; {rate:.1f} estimates per second and core')
   usable = {name: one for name, one in estimated.items() if one is not None}
   layouts = {name: one.layout for name, one in usable.items()}
   compiled = compare(TrainStep(layout_model.step, CREATE, BATCH), layouts, TARGET, jobs=CORES)
   failed = [one for one in compiled if one.counts is None]
   for one in failed:
-    say(f'not compiled: {one.name}: {one.error}')
+    log(f'not compiled: {one.name}: {one.error}')
   pairs = [Pair(name, one, compiled[name]) for name, one in usable.items()]
   return [pair for pair in pairs if pair.compiled.counts is not None], rate
 
@@ -151,7 +151,7 @@ def _estimated(estimator: Estimator, candidate: Candidate, facts: ModelFacts, ai
 
 
 def regret(pairs: Sequence[Pair], top: int) -> float:
-  """By how many percent the best of the first few, by estimate, is slower than the best of all."""
+  """How much slower the best of the `top` estimates is than the best of all when compiled, in percent."""
   ranked = sorted(pairs, key=lambda pair: mean_seconds(pair.estimated))
   best = min(mean_seconds(pair.compiled) for pair in pairs)
   return 100 * (min(mean_seconds(pair.compiled) for pair in ranked[:top]) / best - 1)
@@ -179,7 +179,7 @@ def sample_figures(pairs: Sequence[Pair], rate: float) -> list[Figure]:
 
 
 def sample_table(pairs: Sequence[Pair], seed: int) -> Table:
-  """The sample, the fastest first as compiled."""
+  """The sample, by compiled time, fastest first."""
   doubted = sum(pair.doubted for pair in pairs)
   rows = [
     [
@@ -196,21 +196,20 @@ def sample_table(pairs: Sequence[Pair], seed: int) -> Table:
   return Table(f'{len(pairs)} candidates of seed {seed}, {doubted} in doubt', head, rows)
 
 
-# -- what fits
+# -- memory: which candidates fit
 
 
 def fitting(seed: int) -> tuple[list[Figure], Table]:
-  """Of candidates about half of which fit: what the estimate says, and what the TPU's own compiler does."""
+  """The estimate's and the TPU compiler's verdicts on candidates of which about half fit."""
   aim, batch = parse_target(TPU), layout_model.batch(LARGER)
   estimator, facts, drawn = drawn_for(TPU, batch, FITS, seed)
-  found = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
-  usable = {name: one for name, one in found.items() if one is not None}
+  estimates = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
+  usable = {name: one for name, one in estimates.items() if one is not None}
   layouts = {name: one.layout for name, one in usable.items()}
   compiled = compare(TrainStep(layout_model.step, CREATE, batch), layouts, TPU, jobs=CORES)
-  told = {
-    one.name: one for one in compiled if one.memory is not None
-  }  # what it could not compile is no verdict
-  wrong = [name for name, one in told.items() if one.fits != usable[name].fits]
+  # without a program there is no verdict
+  verdicts = {one.name: one for one in compiled if one.memory is not None}
+  wrong = [name for name, one in verdicts.items() if one.fits != usable[name].fits]
   clear = [name for name in wrong if not usable[name].doubts]
   rows = [
     [
@@ -221,30 +220,30 @@ def fitting(seed: int) -> tuple[list[Figure], Table]:
       'yes' if usable[name].doubts else '',
       name,
     ]
-    for name, one in told.items()
+    for name, one in verdicts.items()
   ]
   head = ['fits, estimated', 'compiled', 'GiB, estimated', 'compiled', 'in doubt', 'candidate']
-  made = [
-    exact('fits: candidates with a verdict of the compiler', len(told), '', at_least(FITS // 2)),
-    exact('fits: of them, those that fit', sum(one.fits for one in told.values()), ''),
+  figures = [
+    exact('fits: candidates with a verdict of the compiler', len(verdicts), '', at_least(FITS // 2)),
+    exact('fits: of them, those that fit', sum(one.fits for one in verdicts.values()), ''),
     exact('fits: of all, estimates that say otherwise', len(wrong), ''),
     exact('fits: and are not in doubt', len(clear), '', at_most(0)),
   ]
-  return made, Table(f'{TPU}, {LARGER.batch} sequences: seed {seed}', head, rows)
+  return figures, Table(f'{TPU}, {LARGER.batch} sequences: seed {seed}', head, rows)
 
 
 # -- the search
 
 
 def searched() -> tuple[list[Figure], dict[str, Any]]:
-  """A search over a thousand candidates, from nothing."""
+  """A search over a thousand candidates, without a cache."""
   begin, cpu = time.perf_counter(), cpu_seconds()
   train_step = TrainStep(layout_model.step, CREATE, BATCH)
   result = spmd.search(train_step, TARGET, candidates=1000, jobs=CORES)
   wall, spent = time.perf_counter() - begin, cpu_seconds() - cpu
-  say(f'{result}\n\n{wall:.0f} s, {spent:.0f} CPU-s')
+  log(f'{result}\n\n{wall:.0f} s, {spent:.0f} CPU-s')
   presets = [mean_seconds(one) for one in result.outcomes if one.name in result.presets]
-  made = [
+  figures = [
     exact('search: candidates', len(result.estimates), '', at_least(1000)),
     exact('search: by the clock', wall, 's', at_most(300)),
     exact('search: CPU-seconds over 2 cores', spent / CORES, 's', at_most(300)),
@@ -255,19 +254,19 @@ def searched() -> tuple[list[Figure], dict[str, Any]]:
       at_most(100),
     ),
   ]
-  return made, {'wall': wall, 'cpu': spent, 'best': result.best.name, 'layout': result.toml}
+  return figures, {'wall': wall, 'cpu': spent, 'best': result.best.name, 'layout': result.toml}
 
 
 # -- published step times
 
-# Seconds of a step: 7.908 s, of NVIDIA's for Llama 2 70B; 900 tokens a second and chip with 4 sequences of 4096 on
-# each, of MaxText's. Both FSDP; the efficiencies in hardware.toml are from these two.
+# Seconds per step: NVIDIA's 7.908 s for Llama 2 70B, and MaxText's 900 tokens per second and chip with 4 sequences
+# of 4096 per chip. Both are FSDP; the efficiencies in hardware.toml are derived from them.
 PUBLISHED = {('h100:64', 128): 7.908, ('v6e:16x16', 1024): 4 * 4096 / 900}
 
 
 def published() -> list[Figure]:
-  """The brackets that published step times should lie in."""
-  found: list[Figure] = []
+  """The brackets that should contain the published step times."""
+  figures: list[Figure] = []
   for (text, sequences), known in PUBLISHED.items():
     aim, model = parse_target(text), LLAMA_70B._replace(vocab=32000, batch=sequences)
     create = functools.partial(layout_model.create, model)
@@ -275,67 +274,73 @@ def published() -> list[Figure]:
     estimator = Estimator(train_step, platform=aim.chip.platform)
     rules = layout_model.table({'batch': 'fsdp', 'embed': 'fsdp'})
     cost = estimator.estimate(spmd.Layout(spmd.abstract_mesh({'fsdp': aim.devices}), rules), aim).cost
-    what = f'Llama 2 70B, {text}, {known:.1f} s published'
-    found += [
-      exact(f'{what}: low end of the bracket', cost.low, 's', at_most(known)),
-      exact(f'{what}: its high end', cost.high, 's', at_least(known)),
+    label = f'Llama 2 70B, {text}, {known:.1f} s published'
+    figures += [
+      exact(f'{label}: low end of the bracket', cost.low, 's', at_most(known)),
+      exact(f'{label}: its high end', cost.high, 's', at_least(known)),
     ]
-  return found
+  return figures
 
 
-def say(text: str) -> None:
-  """What is told on the way."""
+def log(text: str) -> None:
+  """Prints progress to stderr."""
   print(text, file=sys.stderr, flush=True)
 
 
-def _is_here(target: str) -> bool:
-  """Whether its compiler is; says why not."""
+def _is_available(target: str) -> bool:
+  """Whether the target's compiler is installed; prints the reason if not."""
   try:
     check_compiler(parse_target(target))
   except TargetDeviceError as error:
-    say(f'{target} is left out: {error}')
+    log(f'{target} is left out: {error}')
     return False
   return True
 
 
 def main() -> int:
   options = parser('search')
-  options.add_argument('--sample', type=int, default=48, help='candidates (default 48)')
-  options.add_argument('--seed', type=int, default=None, help='of the sample; default: a new one')
-  options.add_argument('--only', choices=('sample', 'fits', 'search', 'published'))
-  asked = options.parse_args()
-  here = {target for target in (TARGET, TPU) if _is_here(target)}
+  options.add_argument(
+    '--sample', type=int, default=48, help='number of candidates in the sample (default 48)'
+  )
+  options.add_argument(
+    '--seed', type=int, default=None, help='random seed of the sample (default: a new one)'
+  )
+  options.add_argument(
+    '--only', choices=('sample', 'fits', 'search', 'published'), help='run only this part'
+  )
+  arguments = options.parse_args()
+  available = {target for target in (TARGET, TPU) if _is_available(target)}
   with tempfile.TemporaryDirectory() as folder:
     os.environ.setdefault('FLAX_SPMD_CACHE', f'{folder}/sample')
-    report = _all(asked, here, folder)
-  report.publish(asked.json)
+    report = _all(arguments, available, folder)
+  report.publish(arguments.json)
   return 1 if report.missed else 0
 
 
-def _all(asked: argparse.Namespace, here: Collection[str], fresh: str) -> Report:
-  """What was asked for, as far as there are compilers for it."""
-  made: list[Figure] = []
+def _all(arguments: argparse.Namespace, available: Collection[str], fresh: str) -> Report:
+  """The requested parts whose compilers are installed."""
+  collected: list[Figure] = []
   tables: list[Table] = []
   details: dict[str, Any] = {}
-  if asked.only in (None, 'published'):
-    made += published()
-  if asked.only in (None, 'sample') and TARGET in here:
-    seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
-    pairs, rate = sample(asked.sample, seed)
-    made += sample_figures(pairs, rate)
+  if arguments.only in (None, 'published'):
+    collected += published()
+  if arguments.only in (None, 'sample') and TARGET in available:
+    seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
+    pairs, rate = sample(arguments.sample, seed)
+    collected += sample_figures(pairs, rate)
     tables.append(sample_table(pairs, seed))
     details['sample'] = {'seed': seed, 'pairs': [pair.record() for pair in pairs]}
-  if asked.only in (None, 'fits') and TPU in here:
+  if arguments.only in (None, 'fits') and TPU in available:
     figures, table = fitting(
-      random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
+      random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
     )
-    made += figures
+    collected += figures
     tables.append(table)
-  if asked.only in (None, 'search') and TARGET in here:
-    os.environ['FLAX_SPMD_CACHE'] = f'{fresh}/search'  # whatever was compiled before
+  if arguments.only in (None, 'search') and TARGET in available:
+    os.environ['FLAX_SPMD_CACHE'] = f'{fresh}/search'  # an empty cache
     figures, details['search'] = searched()
-    made += figures
-  return Report(f'search_{asked.only}' if asked.only else 'search', made, tables, details)
+    collected += figures
+  return Report(f'search_{arguments.only}' if arguments.only else 'search', collected, tables, details)
 
 
 if __name__ == '__main__':

@@ -1,16 +1,15 @@
-"""What deriving shardings costs: a boxed TrainState of 10,000 leaves under a table of 70 rules.
+"""Cost of deriving shardings: a boxed TrainState of 10,000 leaves under a table of 70 rules.
 
-It happens once per program, but on every host and before anything else. Two ways lead from boxes to
-NamedShardings: a layout does it in one go and checks names against shapes, and Flax's pair of functions
-(names, then shardings), which flax_spmd has too. Cold means a new layout, or a table that is still a
-plain tuple; warm means objects that have seen this very tree.
+It is paid once per program, but on every host and before anything else. Two ways lead from boxes to
+NamedShardings: a layout derives them in one step and checks names against shapes; Flax's pair of functions
+(names, then shardings) exists in flax_spmd too. Cold means a new layout, or a table that is a plain tuple;
+warm means objects that have already planned this tree.
 
-The slow path is a tree in which parameters share names but not shapes. A difference of shapes under
-the same names is how optimizer state that is not shaped like its parameter is recognised, so there
-every leaf's path has to be looked at.
+The slow path is a tree in which parameters share names but not shapes. Optimizer state that is not shaped
+like its parameter is recognised by such differences, so every leaf's path must be examined.
 
-These are absolute times, and as good as the machine is quiet: the floor and the ratios to Flax's pair,
-measured in the same rounds, say how it was.
+The times are absolute, and depend on other load on the machine. The lower bound and the ratios to Flax's
+pair, measured in the same rounds, show how much.
 """
 
 import os
@@ -53,7 +52,7 @@ def figures() -> list[Figure]:
   numbers = itertools.count()
 
   def fresh() -> spmd.Layout:
-    """A layout like no other: equal ones share what they have planned."""
+    """A layout that differs from all others, because equal layouts share their plans."""
     return spmd.Layout(mesh, (*RULES, (f'unused_{next(numbers)}', None)))
 
   arms = {
@@ -90,12 +89,12 @@ def _pair(module, tree, mesh, rules):
 
 
 def _varied():
-  """Makes arrays of which every third is twice as large in each of its dimensions."""
-  made = []
+  """A constructor of arrays; every third array is twice as large in each dimension."""
+  shapes = []
 
   def make(shape):
-    made.append(shape)
-    return abstract(tuple(2 * size if len(made) % 3 == 0 else size for size in shape))
+    shapes.append(shape)
+    return abstract(tuple(2 * size if len(shapes) % 3 == 0 else size for size in shape))
 
   return make
 

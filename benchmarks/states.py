@@ -1,7 +1,7 @@
-"""The trees that are measured: TrainStates of a deep model, with the boxes that a script asks for.
+"""The trees to measure: TrainStates of a deep model, with the boxes that a script chooses.
 
-Parameters are nested dicts with ten leaves a layer, as a transformer's; Adam keeps two more trees of
-the same boxes. The arrays are tiny: what a box costs does not depend on what is in it.
+Parameters are nested dicts with ten leaves per layer, like a transformer's; Adam adds two more trees of the
+same boxes. The arrays are tiny, because the cost of a box does not depend on its value.
 """
 
 from collections.abc import Callable
@@ -37,16 +37,16 @@ def unboxed(value: Any, names: tuple[str, ...]) -> Any:
 
 
 def train_state(layers: int, box: Box, make: Callable[[tuple[int, ...]], Any] = jnp.zeros) -> TrainState:
-  """A TrainState of `layers` layers; `make` gives the array, or what stands for one, of a shape."""
+  """A TrainState of `layers` layers; `make` returns an array, or an abstract one, of a shape."""
   params = {f'layer_{i}': _layer(LAYER, box, make) for i in range(layers)}
   return TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER).replace(step=make(()))
 
 
-def _layer(described: Any, box: Box, make) -> Any:
-  if isinstance(described, tuple):
-    names, shape = described
+def _layer(description: Any, box: Box, make) -> Any:
+  if isinstance(description, tuple):
+    names, shape = description
     return box(make(shape), names)
-  return {key: _layer(inner, box, make) for key, inner in described.items()}
+  return {key: _layer(inner, box, make) for key, inner in description.items()}
 
 
 OPTIMIZER = optax.adam(1e-3)

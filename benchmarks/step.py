@@ -1,17 +1,17 @@
-"""What a layout costs per step of training: nothing, because the compiled program is the same.
+"""Cost of a layout per training step: none, because the compiled program is the same.
 
-A small scanned transformer is trained as `layout.jit` has it, and as it is written by hand: a
-NamedSharding at every constraint, and `jax.jit` with its `in_shardings` and `out_shardings`. Both donate
-their state. Compared are the two optimised programs, line by line, and the time of a step.
+A small scanned transformer is trained twice: through `layout.jit`, and written by hand with a NamedSharding
+at every constraint and `in_shardings` and `out_shardings` for `jax.jit`. Both donate their state. The
+benchmark compares the optimised programs, line by line, and the step times.
 
-Opening a box inside a program constrains the parameter, as in Flax; so the hand-written counterpart of a
-boxed state constrains parameters where they are used, and that of an unboxed state only activations. The
-two counterparts are compared with each other too: under a scan, a constrained slice of a parameter is no
-longer seen to be a slice, and is kept for the backward pass once more.
+Unboxing inside a program constrains the parameter, as in Flax. So the hand-written counterpart of a boxed
+state constrains parameters where they are used, and that of an unboxed state only activations. These two
+are compared with each other too: under a scan, XLA no longer recognises a constrained slice of a parameter
+as a slice, and keeps a second copy of it for the backward pass.
 
-Before programs are compared, what says only where they come from is taken out: metadata, the module's
-name, tables of source files and stack frames, and which outputs the partitioner (which has run) was free
-to place. Values are renamed in their order, because XLA's numbers count what earlier passes removed.
+Before the comparison, information about the origin of the programs is removed: metadata, the module's name,
+tables of source files and stack frames, and the outputs that the partitioner was free to shard (it has
+already run). Values are renumbered in order, because XLA's numbers count values that earlier passes removed.
 """
 
 import os
@@ -46,14 +46,14 @@ LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('heads', 'mod
 
 
 class Annotation(NamedTuple):
-  """How a model says where things lie: what it does to initializers, to parameters and to values."""
+  """Sharding annotations of a model: functions for its initializers, parameters and activations."""
 
   init: Callable[[Any, Names], Any]
   param: Callable[[Any, Names], Any]
   value: Callable[[Any, Names], Any]
 
 
-def as_it_is(x: Any, names: Names) -> Any:
+def unchanged(x: Any, names: Names) -> Any:
   return x
 
 
@@ -61,9 +61,9 @@ def constrained(x: Any, names: Names) -> Any:
   return jax.lax.with_sharding_constraint(x, NamedSharding(LAYOUT.mesh, BY_HAND[names]))
 
 
-NAMES = Annotation(spmd.with_logical_partitioning, as_it_is, spmd.with_logical_constraint)
-VALUES_BY_HAND = Annotation(as_it_is, as_it_is, constrained)
-ALL_BY_HAND = Annotation(as_it_is, constrained, constrained)
+NAMES = Annotation(spmd.with_logical_partitioning, unchanged, spmd.with_logical_constraint)
+VALUES_BY_HAND = Annotation(unchanged, unchanged, constrained)
+ALL_BY_HAND = Annotation(unchanged, constrained, constrained)
 
 BY_HAND = {
   ('batch', 'length', 'embed'): P('data', None, None),
@@ -88,18 +88,18 @@ STATE_BY_HAND = {
 
 
 class Block(nn.Module):
-  """Attention and MLP; called by `nn.scan`, one layer a time."""
+  """Attention and MLP: one layer of `nn.scan`."""
 
   annotation: Annotation
 
   @nn.compact
   def __call__(self, x, _):
-    lay_out = self.annotation.value
+    constrain = self.annotation.value
     x = x + self.attention(x)
     up = _weight(self, 'up', ('embed', 'mlp'), (EMBED, MLP))
     down = _weight(self, 'down', ('mlp', 'embed'), (MLP, EMBED))
-    y = lay_out(nn.gelu(x @ up), ('batch', 'length', 'mlp'))
-    return lay_out(x + y @ down, ('batch', 'length', 'embed')), None
+    y = constrain(nn.gelu(x @ up), ('batch', 'length', 'mlp'))
+    return constrain(x + y @ down, ('batch', 'length', 'embed')), None
 
   def attention(self, x):
     qkv = _weight(self, 'qkv', ('embed', 'three', 'heads', 'head'), (EMBED, 3, HEADS, HEAD))
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-  """Tokens in, logits out; the embedding is used at both ends."""
+  """Tokens to logits, with a tied embedding."""
 
   annotation: Annotation
 
@@ -171,7 +171,7 @@ def figures() -> list[Figure]:
 
 
 class Run:
-  """A step and its state, which is donated and replaced at every call."""
+  """A step and its state, which every call donates and replaces."""
 
   def __init__(self, step, state, tokens):
     self.step, self.state, self.tokens = step, state, tokens
@@ -196,7 +196,7 @@ def by_hand(annotation: Annotation) -> Run:
 
 
 def _state_by_hand(abstract: TrainState) -> Any:
-  """The state's shardings, written out: parameters, Adam's moments, and two counters."""
+  """The state's shardings by hand: parameters, Adam's moments and two counters."""
   params = jax.tree.map(lambda spec: NamedSharding(LAYOUT.mesh, spec), STATE_BY_HAND)
   replicated = NamedSharding(LAYOUT.mesh, P())
   adam, rest = abstract.opt_state
@@ -205,12 +205,12 @@ def _state_by_hand(abstract: TrainState) -> Any:
 
 
 def normalised(hlo: str) -> list[str]:
-  """The lines of an optimised program, without what says only where it comes from."""
+  """The lines of an optimised program, without information about its origin."""
   code = '\n'.join(_without_tables(hlo.splitlines()))
-  for pattern, kept in _PROVENANCE.items():
-    code = re.sub(pattern, kept, code)
+  for pattern, replacement in _PROVENANCE.items():
+    code = re.sub(pattern, replacement, code)
   order: dict[str, str] = {}
-  return re.sub(r'%[\w.\-]+', lambda found: order.setdefault(found[0], f'%{len(order)}'), code).split(
+  return re.sub(r'%[\w.\-]+', lambda match: order.setdefault(match[0], f'%{len(order)}'), code).split(
     '\n'
   )
 
@@ -225,7 +225,7 @@ _TABLES = ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames')
 
 
 def _without_tables(lines: Sequence[str]) -> Iterator[str]:
-  """Leaves out the tables of source positions: a headline each, and lines that begin with a number."""
+  """Drops the tables of source positions: a title each, and lines that begin with a number."""
   in_table = False
   for line in lines:
     in_table = line in _TABLES or (in_table and (not line or line[0].isdigit()))
@@ -234,7 +234,7 @@ def _without_tables(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _unlike(name: str, programs, ours: str, theirs: str, target: Target) -> Figure:
-  """How many lines the one program has and the other has not."""
+  """Number of lines that only one of the two programs has."""
   compared = difflib.unified_diff(programs[theirs], programs[ours], n=0, lineterm='')
   count = sum(line[:1] in ('+', '-') for line in list(compared)[2:])
   return exact(name, count, 'lines', target)

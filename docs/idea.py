@@ -66,7 +66,7 @@ def picture(layout: spmd.Layout, rows: list[Row]) -> str:
 def headings() -> Iterator[str]:
   """One over each column."""
   for x, title, what in (
-    (NAMES, 'names', 'the model says once'),
+    (NAMES, 'names', 'given once, by the model'),
     (RULES, 'rules', 'the table to swap'),
     (MESH, 'mesh', 'devices in a grid'),
     (DEVICES, 'devices', 'who holds which slice'),

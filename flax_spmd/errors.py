@@ -59,7 +59,7 @@ class UnmatchedNameError(RulesError):
 
 
 class ConflictError(RulesError):
-  """Raised when two dimensions of an array claim one mesh axis under the policy `conflict='error'`."""
+  """Raised when other dimensions take all mesh axes of a name's rules under the policy `conflict='error'`."""
 
 
 class LayoutError(FlaxSpmdError, ValueError):

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd._src.active_layout import record_names
 from flax_spmd.errors import ContextError, RulesError
 
 A = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('hidden', 'model')))
@@ -272,3 +273,28 @@ def test_tracing_in_a_thread_with_an_inherited_layout_raises():
       assert result.sharding.spec == EXPECTED[A]
 
   asyncio.run(main())
+
+
+def test_recorders_in_two_threads_overlap():
+  """Each records its own names, in whatever order they end, and Flax's function is restored."""
+  original = nn.spmd._logical_to_mesh_axes
+  recorded, entered, left = {}, threading.Event(), threading.Event()
+
+  def first():
+    with record_names() as recorded['first']:
+      entered.set()
+      assert second_entered.wait(30)
+      nn.logical_to_mesh_axes(('a',), (('a', None),))
+    left.set()
+
+  second_entered = threading.Event()
+  thread = threading.Thread(target=first)
+  thread.start()
+  assert entered.wait(30)
+  with record_names() as names:
+    second_entered.set()
+    assert left.wait(30)
+    nn.logical_to_mesh_axes(('b',), (('b', None),))
+  thread.join()
+  assert (recorded['first'], names) == ({'a'}, {'b'})
+  assert nn.spmd._logical_to_mesh_axes is original

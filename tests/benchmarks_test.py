@@ -59,7 +59,7 @@ def test_benchmarks_are_run_by_name(scripts):
   ]
   assert len(scripts.run.commands_of([])[0]) == len(scripts.run.ALL)
   for name in ('boxen', ''):
-    with pytest.raises(SystemExit, match=f"'{name}' is no benchmark; there are boxes, "):
+    with pytest.raises(SystemExit, match=f"'{name}' is not a benchmark; available: boxes, "):
       scripts.run.commands_of([name])
 
 

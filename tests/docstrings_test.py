@@ -1,9 +1,12 @@
 """Docstring examples: every public function, class and method of a layout has one, and all of them run."""
 
+import ast
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -15,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flax_spmd
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-MODULES = ['flax_spmd', *sorted(m.name for m in pkgutil.walk_packages(flax_spmd.__path__, 'flax_spmd.'))]
+MODULES = sorted(m.name for m in pkgutil.walk_packages(flax_spmd.__path__, 'flax_spmd.'))
 PUBLIC = (
   'flax_spmd',
   'flax_spmd.checkpoint',
@@ -26,6 +29,22 @@ PUBLIC = (
   'flax_spmd.presets',
   'flax_spmd.testing',
 )
+
+
+class Finder(doctest.DocTestFinder):
+  """Finds examples where they are written: `set_module` gives public objects the name of another module."""
+
+  def _from_module(self, module, obj):
+    if inspect.isfunction(obj):
+      return inspect.unwrap(obj).__globals__ is vars(module)
+    if inspect.isclass(obj):
+      return obj.__qualname__.partition('.')[0] in classes_of(module.__file__)
+    return super()._from_module(module, obj)
+
+
+@functools.cache
+def classes_of(file):
+  return {node.name for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.ClassDef)}
 
 
 def names_for_examples(tmp_path):
@@ -51,7 +70,7 @@ def test_examples(name, tmp_path):
   names = {
     name: value for name, value in names_for_examples(tmp_path).items() if name not in vars(module)
   }
-  for example in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=names):
+  for example in Finder(exclude_empty=True).find(module, extraglobs=names):
     report = []
     runner.run(example, out=report.append)
     assert not runner.failures, ''.join(report)
@@ -61,8 +80,9 @@ def public_things():
   """Functions and classes by their public names, and the methods of a layout."""
   for module_name in PUBLIC:
     module = importlib.import_module(module_name)
-    for name, thing in vars(module).items():
-      home = getattr(thing, '__module__', '')  # packages show what their modules define
+    for name in dir(module):
+      thing = getattr(module, name)
+      home = getattr(thing, '__module__', '')  # of the package, any module's
       ours = home.startswith('flax_spmd') if hasattr(module, '__path__') else home == module_name
       if name[0] != '_' and ours and (inspect.isfunction(thing) or is_class(thing)):
         yield f'{module_name}.{name}', thing
@@ -84,3 +104,15 @@ def test_everything_public_has_an_example():
   ]
   assert len(things) > 120  # or they were not found
   assert not without, 'without an example:\n' + '\n'.join(without)
+
+
+def test_every_public_example_is_run():
+  modules = [importlib.import_module(name) for name in MODULES]
+  found = [example for module in modules for example in Finder(exclude_empty=True).find(module)]
+  run = {example.name for example in found if example.examples}
+  missing = [
+    name
+    for name, thing in public_things()
+    if not any(one.endswith(f'.{thing.__qualname__}') for one in run)
+  ]
+  assert len(run) > 200 and not missing

@@ -116,7 +116,7 @@ _recorded: ContextVar[set[str] | None] = ContextVar('flax_spmd_recorded_names', 
 
 @contextlib.contextmanager
 def record_names() -> Iterator[set[str]]:
-  """Records every logical name that this task resolves in a block, through this package or through Flax.
+  """Records every logical name that this task plans or constrains in a block, here or in Flax.
 
   Two shortcuts hide names: JAX reuses a trace made under an equal layout, and Flax skips its constraints under an
   empty rule table. So record under a new table that has a rule, for any name.

@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import io
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -66,19 +67,30 @@ def flax_resolutions(report: Callable[[Sequence[Any] | None], None]) -> Iterator
   """Reports the logical names of every array that Flax Linen resolves in a block.
 
   Its constraints, its boxes and its public `logical_to_mesh_axes` all call one private function, which is
-  wrapped. True of flax 0.12.8 to 0.12.12.
+  wrapped while any thread is in such a block. True of flax 0.12.8 to 0.12.12.
   """
-  original = linen_spmd._logical_to_mesh_axes
-
-  def resolve(names: Sequence[Any] | None, *args: Any, **kwargs: Any) -> Any:
-    report(names)
-    return original(names, *args, **kwargs)
-
-  linen_spmd._logical_to_mesh_axes = resolve
+  with _resolution_lock:
+    if not _resolution_reports:
+      linen_spmd._logical_to_mesh_axes = _reporting_resolution
+    _resolution_reports.append(report)
   try:
     yield
   finally:
-    linen_spmd._logical_to_mesh_axes = original
+    with _resolution_lock:
+      _resolution_reports.remove(report)
+      if not _resolution_reports:
+        linen_spmd._logical_to_mesh_axes = _flax_resolution
+
+
+_flax_resolution = linen_spmd._logical_to_mesh_axes
+_resolution_reports: list[Callable[[Sequence[Any] | None], None]] = []
+_resolution_lock = threading.Lock()
+
+
+def _reporting_resolution(names: Sequence[Any] | None, *args: Any, **kwargs: Any) -> Any:
+  for report in dict.fromkeys(_resolution_reports):
+    report(names)
+  return _flax_resolution(names, *args, **kwargs)
 
 
 def current_module() -> str | None:
@@ -210,7 +222,9 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   """The parts of a jaxpr, closed or not."""
   inner = getattr(jaxpr, 'jaxpr', jaxpr)
   arrays = list(getattr(jaxpr, 'consts', None) or ())
-  return JaxprParts(list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars))
+  return JaxprParts(
+    list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars)
+  )
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:

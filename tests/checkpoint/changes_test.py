@@ -110,3 +110,33 @@ def test_changes_for_a_target_are_refused_by_convert(tmp_path):
     convert has no target, so Changes(axes=..., missing=...) cannot apply.
     Fix: pass only renames, stacks, dtypes and only.""")
   assert not (tmp_path / 'b').exists()
+
+
+@pytest.mark.parametrize(
+  'argument',
+  [
+    {'renames': 'a'},
+    {'renames': {3: 'b'}},
+    {'stacks': ['layers']},
+    {'axes': 3},
+    {'moved': 3},
+    {'moved': ('layers', 3)},
+    {'missing': 3},
+    {'unused': b'a'},
+    {'only': 3},
+  ],
+)
+def test_arguments_of_the_wrong_type(argument):
+  ((name, value),) = argument.items()
+  with pytest.raises(errors.CheckpointError) as caught:
+    Changes(**argument)
+  assert (
+    str(caught.value)
+    == dedent(f"""\
+    Changes(...) does not take {name}={value!r}.
+    Fix: renames, stacks and axes are dicts with strings as keys, moved is a name or several, and missing, unused and only are strings.""")
+  )
+
+
+def test_a_value_that_is_another_arguments_default_is_printed():
+  assert repr(Changes(only='keep', moved='keep')) == "Changes(moved='keep', only='keep')"

@@ -132,3 +132,9 @@ def test_byte_code_does_not_count(package):
   (package / '__pycache__').mkdir()
   (package / '__pycache__/layout.cpython-312.pyc').write_bytes(b'code')
   assert source_digest(package) == digest
+
+
+def test_a_dangling_link_does_not_matter(package):
+  digest = source_digest(package)
+  (package / '_src' / '.#lock.py').symlink_to('nowhere')
+  assert source_digest(package) == digest

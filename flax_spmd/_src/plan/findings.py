@@ -31,8 +31,8 @@ class Finding(NamedTuple):
       array with few shards for its size).
     text: a sentence.
     paths: the arrays concerned.
-    suspicious: whether it is likely a mistake. Rules for activations decide nothing in a state, and a name
-      may deliberately have no rule; such findings are not suspicious.
+    suspicious: whether it is likely a mistake. A name may deliberately have no rule, for example; such
+      findings are not suspicious.
   """
 
   kind: Literal['unmatched', 'not inferred', 'conflict', 'idle rule', 'idle axis', 'replicated']

@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AxisType
 
-from flax_spmd._src.rules.clauses import AnnotationRule, Fsdp, PathRule
-from flax_spmd._src.rules.clauses.base import kind_of_toml, toml_kinds
+from flax_spmd._src.rules.clauses.base import kind_of_toml, toml_forms, toml_kinds
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.rules.toml_values import quoted, read_axes
 from flax_spmd.errors import MeshError, RulesError, did_you_mean
@@ -165,7 +164,7 @@ def _meaningless(entry: dict[str, Any], where: str) -> RulesError:
   kinds = toml_kinds()
   known = {'spec', 'rules', *kinds, *(key for kind in kinds.values() for key in kind.toml_keys)}
   unknown = [key for key in entry if key not in known]
-  forms = [kind.toml_form for kind in (PathRule, Fsdp, AnnotationRule)]
+  forms = toml_forms()
   return RulesError(
     f'The layout file has a rule {where} that means nothing: {entry!r}.'
     + (did_you_mean(unknown[0], known) if unknown else '')

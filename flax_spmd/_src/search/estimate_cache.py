@@ -88,7 +88,7 @@ def source_digest(package: Path) -> str:
   digest = hashlib.sha256()
   files = {file.relative_to(package).as_posix(): file for file in package.rglob('*.*')}
   for path, file in sorted(files.items()):
-    if file.suffix in ('.py', '.toml'):
+    if file.suffix in ('.py', '.toml') and file.is_file():
       content = hashlib.sha256(file.read_bytes()).hexdigest()
       digest.update(f'{path} {content}\n'.encode())
   return digest.hexdigest()[:16]

@@ -78,6 +78,7 @@ class Changes:
     unused: str | None = None,
     only: str | None = None,
   ):
+    _check_types(renames, stacks, axes, moved, missing, unused, only)
     values = {
       'renames': tuple(dict(renames or ()).items()),
       'stacks': tuple(dict(stacks or ()).items()),
@@ -101,13 +102,40 @@ class Changes:
     texts = []
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if value == getattr(NO_CHANGES, field.name):
+        continue
       if field.name == 'moved' and len(value) == 1:
         value = value[0]
       elif field.name != 'moved' and isinstance(value, tuple):
         value = dict(value)
-      if value not in ({}, (), 'keep', None):
-        texts.append(f'{field.name}={value!r}')
+      texts.append(f'{field.name}={value!r}')
     return f'Changes({", ".join(texts)})'
+
+
+def _check_types(
+  renames: Any, stacks: Any, axes: Any, moved: Any, missing: Any, unused: Any, only: Any
+) -> None:
+  """Raises CheckpointError, listing every argument of the wrong type."""
+  given = {'renames': renames, 'stacks': stacks, 'axes': axes}
+  wrong = [f'{name}={value!r}' for name, value in given.items() if not _is_mapping(value)]
+  if not _is_strings((moved,) if isinstance(moved, str) else moved):
+    wrong.append(f'moved={moved!r}')
+  optional = {'missing': missing, 'unused': unused, 'only': only}
+  wrong += [f'{name}={value!r}' for name, value in optional.items() if not isinstance(value, str | None)]
+  if wrong:
+    raise CheckpointError(
+      f'Changes(...) does not take {", ".join(wrong)}.\n'
+      'Fix: renames, stacks and axes are dicts with strings as keys, moved is a name or several, and missing, '
+      'unused and only are strings.'
+    )
+
+
+def _is_mapping(value: Any) -> bool:
+  return value is None or (isinstance(value, (Mapping, tuple)) and _is_strings(dict(value)))
+
+
+def _is_strings(values: Any) -> bool:
+  return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
 
 
 def _check_pattern(name: str, pattern: str | None) -> None:

@@ -18,8 +18,8 @@ from flax_spmd._src.rules.clauses.base import Idle as Idle
 from flax_spmd._src.rules.clauses.base import Leaf as Leaf
 from flax_spmd._src.rules.clauses.base import OwningClause as OwningClause
 from flax_spmd._src.rules.clauses.base import RuleTable as RuleTable
-from flax_spmd._src.rules.clauses.fsdp import Fsdp as Fsdp
-from flax_spmd._src.rules.clauses.fsdp import fsdp as fsdp
+from flax_spmd._src.rules.clauses.fsdp_rule import Fsdp as Fsdp
+from flax_spmd._src.rules.clauses.fsdp_rule import fsdp as fsdp
 from flax_spmd._src.rules.clauses.function_rule import FunctionRule as FunctionRule
 from flax_spmd._src.rules.clauses.name_rule import NameRule as NameRule
 from flax_spmd._src.rules.clauses.path_rule import PathRule as PathRule

@@ -7,7 +7,8 @@ A kind of rule is one class in one file of this folder. It derives from
 
 and has everything about the kind: how users write it, the mesh axes that it names, its TOML form, its
 checks of bad input, and the reason that `Layout.check` reports when it decided nothing. The table, the
-resolver, the planner and the text form ask the class and know no kinds.
+resolver, the planner and the text form ask the class. They treat two kinds specially: name rules, which are
+resolved together, and path rules, which are matched together.
 """
 
 from __future__ import annotations
@@ -208,6 +209,12 @@ def toml_kinds() -> dict[str, type[Clause]]:
     if kind.toml_head is not None:
       kinds[kind.toml_head] = kind
   return kinds
+
+
+def toml_forms() -> list[str]:
+  """The TOML forms of all kinds, for error texts; those that wrap another clause last."""
+  kinds = sorted(toml_kinds().values(), key=lambda kind: kind.toml_wraps)
+  return [kind.toml_form for kind in kinds if kind.toml_form]
 
 
 def kind_of_toml(entry: Mapping[str, Any]) -> type[Clause]:

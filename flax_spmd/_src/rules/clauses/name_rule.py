@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from flax_spmd._src.rules.clauses.base import Clause, Idle, ReadTable
+from flax_spmd._src.rules.clauses.base import Clause, Idle
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Axes, Reason, axis_names
 from flax_spmd._src.rules.toml_values import axes_text, quoted
 
@@ -21,12 +21,15 @@ class NameRule(Clause):
 
   form = "('logical name', mesh axes)"
 
+  def __post_init__(self):
+    object.__setattr__(self, 'axes', _frozen(self.axes))
+
   @classmethod
   def parse(cls, written: Any) -> Self | None:
     """A pair of a name and axes; names that begin with `@` are annotations."""
     if not is_pair(written) or written[0].startswith('@') or not _is_axes(written[1]):
       return None
-    return cls(written[0], _frozen(written[1]))
+    return cls(*written)
 
   @property
   def written(self) -> tuple[str, Axes]:
@@ -48,11 +51,6 @@ class NameRule(Clause):
   def toml_entry(self, indent: str) -> str:
     """A pair: `["hidden", "model"]`."""
     return f'[{quoted(self.name)}, {axes_text(self.axes)}]'
-
-  @classmethod
-  def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
-    """Not used: TOML has name rules as pairs."""
-    raise ValueError('a name rule is a pair')
 
 
 def is_pair(written: Any) -> bool:
