@@ -190,7 +190,7 @@ class FillingClause(Clause):
     axes = tuple(axis for axis in self.mesh_axes if axis in sizes)
     if isinstance(choice, str):
       return resolution._replace(skipped=(*resolution.skipped, Skipped(index, choice, axes)))
-    entry = axes if len(axes) > 1 else axes[0]
+    entry = axes[0] if len(axes) == 1 else axes
     return resolution._replace(
       spec=PartitionSpec(*entries[:choice], entry, *entries[choice + 1 :]),
       decisions=tuple(
