@@ -32,10 +32,11 @@ INSTALLED = (
   'checkpoint/save_restore',
   'compare/hardware',
   'hlo/parser',
-  'plan/unboxed_states',
   'release',
+  'state_plan',
 )
 QUICK = ('-m', 'not slow and not exhaustive')
+ZOO = nox.project.load_toml('zoo/environments.toml')['environments']
 GROUPS = nox.project.load_toml('pyproject.toml')['dependency-groups']
 EMULATED = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}
 
@@ -97,9 +98,10 @@ def lint(session):
 
 @nox.session
 def typecheck(session):
-  """Types, the typing tests included."""
+  """Types: the package by pyright, the typing tests by pyright and mypy."""
   install(session, 'typecheck')
   session.run('pyright')
+  session.run('mypy')
 
 
 @nox.session
@@ -198,3 +200,15 @@ def bench(session):
   if session.python == '3.12' and (not requested or requested & {'layouts', 'search'}):
     session.install('-e', '.[cuda,tpu]')
   session.run('python', 'benchmarks/run.py', *session.posargs)
+
+
+@nox.session(python='3.12')
+@nox.parametrize('environment', list(ZOO), ids=list(ZOO))
+def zoo(session, environment):
+  """Public models as their authors wrote them, into docs/works_with.md; `nox -s zoo -- lm1b` for one.
+
+  Fetches repositories that are on no registry, or takes them from the folder `FLAX_SPMD_ZOO_SOURCES`.
+  """
+  session.install('-e', '.', *ZOO[environment]['requirements'])
+  print_versions(session)
+  session.run('python', 'zoo/run.py', environment, *session.posargs)

@@ -41,7 +41,7 @@ from reporting import report
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from flax_spmd._src.checkpoint.storage.checksums import checksums
+from flax_spmd._src.data.checksums import checksums
 from flax_spmd.checkpoint import Changes
 
 LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw

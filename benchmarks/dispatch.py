@@ -1,8 +1,8 @@
 """Overhead of `layout.jit`: calls of a function through it, against a bare `jax.jit`.
 
 As long as the results of all signatures have the same structure and shardings, JAX's own dispatch does the
-work, and a call costs little more than the `jax.set_mesh` around it. With several of them, a Python key of
-the arguments selects the program, in time proportional to the number of leaves.
+work, and a call costs little more than the `jax.set_mesh` around it. With several of them that repeat, the
+structure of the arguments selects the program, which costs as much as to flatten them.
 
 The tiny function has one small argument, committed to a mesh of one device. The state has about 1,000
 leaves without boxes, sharded over 8 devices (`boxes.py` measures the cost of boxes).

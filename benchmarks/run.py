@@ -27,6 +27,7 @@ ALL = (
   'dispatch',
   'placement',
   'step',
+  'process_values',
   'imports',
   'checkpoint',
   'checkpoint_faults',

@@ -12,8 +12,9 @@ import re
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
-MODULES = ('checkpoint', 'explore', 'pipeline', 'presets', 'testing', 'errors')
+MODULES = ('checkpoint', 'explore', 'pipeline', 'presets', 'testing', 'translate', 'errors')
 CODE = re.compile(r'(?<![`:\w])`([^`]+)`(?!`)(\w?)')
 INDENTED = re.compile(r'(?<=\n\n)(?<!::\n\n)((?: {4}.*\n|\n)+)')  # after `::` it is code already
 
@@ -62,7 +63,19 @@ def _targets() -> dict[str, str]:
   return found
 
 
+def _without_overloads() -> None:
+  """Makes autodoc show implementations, which have every option: overloads are for type checkers."""
+  analyze = ModuleAnalyzer.analyze
+
+  def analyze_without_overloads(self: ModuleAnalyzer) -> None:
+    analyze(self)
+    self.overloads = {}
+
+  ModuleAnalyzer.analyze = analyze_without_overloads
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
   """Connects, ahead of Napoleon."""
+  _without_overloads()
   app.connect('autodoc-process-docstring', translate, priority=400)
   return {'parallel_read_safe': True}

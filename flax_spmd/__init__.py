@@ -28,6 +28,7 @@ from flax_spmd._src.draw.drawing import Drawing as Drawing
 from flax_spmd._src.draw.drawing import draw as draw
 from flax_spmd._src.explanation import Explanation as Explanation
 from flax_spmd._src.explanation import explain as explain
+from flax_spmd._src.jit.program_explanation import ProgramExplanation as ProgramExplanation
 from flax_spmd._src.jit.tree_constraints import with_sharding_annotation as with_sharding_annotation
 from flax_spmd._src.jit.tree_constraints import with_sharding_constraint as with_sharding_constraint
 from flax_spmd._src.layout import Layout as Layout
@@ -45,6 +46,7 @@ from flax_spmd._src.names.boxes import LogicallyPartitioned as LogicallyPartitio
 from flax_spmd._src.names.boxes import Partitioned as Partitioned
 from flax_spmd._src.names.boxes import with_logical_partitioning as with_logical_partitioning
 from flax_spmd._src.names.boxes import with_partitioning as with_partitioning
+from flax_spmd._src.names.given_names import with_names as with_names
 from flax_spmd._src.names.remat_scan import remat_scan as remat_scan
 from flax_spmd._src.names.specs import get_partition_spec as get_partition_spec
 from flax_spmd._src.names.specs import get_sharding as get_sharding
@@ -53,10 +55,12 @@ from flax_spmd._src.names.specs import logical_to_mesh_axes as logical_to_mesh_a
 from flax_spmd._src.names.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
 from flax_spmd._src.rules.clauses import Leaf as Leaf
 from flax_spmd._src.rules.clauses import fsdp as fsdp
+from flax_spmd._src.rules.clauses import optimizer_over as optimizer_over
 from flax_spmd._src.rules.decisions import Decision as Decision
 from flax_spmd._src.rules.decisions import Policies as Policies
 from flax_spmd._src.rules.decisions import Resolution as Resolution
 from flax_spmd._src.rules.table import Rules as Rules
+from flax_spmd._src.state_plan import Plan as Plan
 
 __version__ = '0.1.0'
 
@@ -65,6 +69,7 @@ if typing.TYPE_CHECKING:
   from flax_spmd import explore as explore
   from flax_spmd import pipeline as pipeline
   from flax_spmd import testing as testing
+  from flax_spmd import translate as translate
   from flax_spmd._src.compare.compare import compare as compare
   from flax_spmd._src.search.search import search as search
 
@@ -75,14 +80,17 @@ _LAZY = {
   'pipeline': '',
   'search': 'explore',
   'testing': '',
+  'translate': '',
 }  # imported on first use: Orbax alone takes 0.3 s
 
 
-def __getattr__(name: str) -> object:
-  if name not in _LAZY:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  module = importlib.import_module(f'flax_spmd.{_LAZY[name] or name}')
-  return getattr(module, name) if _LAZY[name] else module
+if not typing.TYPE_CHECKING:  # for a type checker, it would make every misspelt name a public one
+
+  def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    module = importlib.import_module(f'flax_spmd.{_LAZY[name] or name}')
+    return getattr(module, name) if _LAZY[name] else module
 
 
 _PUBLIC = sorted({name for name in globals() if name[0] != '_'} - {'importlib', 'typing'} | _LAZY.keys())

@@ -6,6 +6,7 @@
     │   ├── UnmatchedNameError                a logical name without a rule, where one is required
     │   └── ConflictError                     two dimensions of one array with the same mesh axis
     ├── LayoutError (ValueError)              an array that does not fit its names or the mesh
+    ├── AxisNameError (NameError)             a reduction over an axis name that nothing binds
     ├── MeshError (ValueError)                an impossible or missing mesh
     ├── TargetDeviceError (ValueError)        unknown hardware, or a missing compiler
     ├── EstimatorError (NotImplementedError)  a step that the estimator cannot analyse
@@ -66,8 +67,12 @@ class LayoutError(FlaxSpmdError, ValueError):
   """Raised when an array does not fit its names (rank, repeated names) or the mesh (divisibility)."""
 
 
+class AxisNameError(FlaxSpmdError, NameError):
+  """Raised when a function reduces over an axis name that nothing binds, as functions for `jax.pmap` do."""
+
+
 class MeshError(FlaxSpmdError, ValueError):
-  """Raised when a mesh cannot be built from the available devices, or when there is no mesh at all."""
+  """Raised when a mesh cannot be built, is missing, or is not the one that a program's constraints are on."""
 
 
 class TargetDeviceError(FlaxSpmdError, ValueError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from flax_spmd._src.rules.clauses import fsdp as fsdp_rule
+from flax_spmd._src.rules.clauses import optimizer_over as optimizer_over_rule
 from flax_spmd._src.rules.table import Rules
 
 
@@ -125,7 +126,10 @@ def expert_parallel(
 
 
 def zero1(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
-  """ZeRO-1 (arXiv:1910.02054): parameters are replicated, the optimizer state is sharded.
+  """ZeRO-1 (arXiv:1910.02054): the optimizer state is sharded over the data axis, parameters are not.
+
+  With rules for names or paths, `presets.zero1() + rules`, parameters are sharded by these, and the optimizer
+  state by these and over the data axis.
 
   Args:
     data: mesh axis of the batch and the optimizer state.
@@ -133,9 +137,9 @@ def zero1(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
 
   Example:
     >>> presets.zero1()
-    Rules(('(^|/)opt_state/', Rules(fsdp('data'))), ('batch', 'data'))
+    Rules(('batch', 'data'), optimizer_over('data'))
   """
-  return Rules(('(^|/)opt_state/', Rules(fsdp_rule(data, min_size=min_size))), ('batch', data))
+  return Rules(('batch', data), optimizer_over_rule(data, min_size=min_size))
 
 
 def zero2(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
@@ -148,9 +152,11 @@ def zero2(data: Any = 'data', *, min_size: int = 2**20) -> Rules:
 
   Example:
     >>> presets.zero2().clauses[-1]
-    ('@gradients', fsdp('data'))
+    ('@gradients', optimizer_over('data'))
   """
-  return Rules(zero1(data, min_size=min_size), ('@gradients', fsdp_rule(data, min_size=min_size)))
+  return Rules(
+    zero1(data, min_size=min_size), ('@gradients', optimizer_over_rule(data, min_size=min_size))
+  )
 
 
 def zero3(data: Any = 'data', *, min_size: int = 2**20) -> Rules:

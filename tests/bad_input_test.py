@@ -57,7 +57,7 @@ def test_invalid_rules_in_a_table():
     Rule 2 is ('embed',), which is not a rule.
     Rule 3 is ('mlp', 4), which is not a rule.
     Rule 4 is (5, 'model'), which is not a rule.
-    Fix: write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), ('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...) or a function of a leaf.""")
+    Fix: write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), ('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...), optimizer_over(...) or a function of a leaf.""")
   )
 
 
@@ -70,7 +70,7 @@ def test_a_single_rule_instead_of_a_table():
 def test_an_invalid_policy():
   assert text_of(errors.RulesError, spmd.Rules, unmatchd='error') == dedent("""\
     'unmatchd' is not a policy of a rule table. Did you mean 'unmatched'?
-    Fix: the policies are unmatched, conflict, indivisible, missing_axis.""")
+    Fix: the policies are unmatched, conflict, indivisible, missing_axis, short_names.""")
   assert text_of(errors.RulesError, spmd.Rules, unmatched='raise', conflict='drop') == dedent("""\
     unmatched='raise' is not a policy value.
     conflict='drop' is not a policy value.
@@ -93,10 +93,18 @@ def test_a_name_without_a_rule():
 
 def test_wrong_rank():
   tree = {'params': {'w': box((8, 8), 'embed'), 'v': box((8,), 'embed', 'mlp')}}
-  assert text_of(ValueError, layout().sharding, tree) == dedent("""\
-    params/v: 2 names ('embed', 'mlp') for an array of rank 1, shape (8,).
+  longer = "params/v: 2 names ('embed', 'mlp') for an array of rank 1, shape (8,)."
+  assert text_of(ValueError, layout(('embed', 'data')).sharding, tree) == dedent(f"""\
+    {longer}
+    Fix: give at most one name per dimension.""")
+  assert (
+    text_of(ValueError, layout(('embed', 'data'), short_names='error').sharding, tree)
+    == dedent(f"""\
+    {longer}
     params/w: 1 name ('embed',) for an array of rank 2, shape (8, 8).
-    Fix: give one name per dimension, None for a dimension without a name.""")
+    Fix: give at most one name per dimension.
+    Fix: give one name per dimension, None for a dimension without a name, or give the table short_names='pad'.""")
+  )
 
 
 def test_a_bare_string_for_names():
@@ -206,7 +214,7 @@ def test_a_batch_that_does_not_fit_its_names():
     x, dim 0 'batch': size 3 is not divisible by mesh axis 'data' (2), required by rule 0 ('batch', 'data').
     y: 2 names ('batch', None) for an array of rank 1, shape (4,).
     Fix: pad it to 4, put the rule ('batch', None) before rule 0 to replicate it, or give the table indivisible='next' or 'replicate'.
-    Fix: give one name per dimension, None for a dimension without a name.""")
+    Fix: give at most one name per dimension.""")
 
 
 def test_mesh_axes_among_logical_names():
@@ -374,6 +382,8 @@ def test_a_step_that_is_already_jitted(kind):
   for ask in (
     lambda: other.jit(step),
     lambda: other.jit(functools.partial(step)),
+    lambda: other.jit(step, in_constraints=(None, ('batch', None))),
+    lambda: other.jit(step, axis_name='batch'),
     lambda: other.pipeline_jit(step),
     lambda: spmd.compare(task, {'other': other}, 'cpu:8'),
     lambda: spmd.compare(task, {'staged': staged}, 'cpu:8'),

@@ -11,7 +11,7 @@ import pytest
 import flax_spmd
 
 DOCS = Path(__file__).parent.parent / 'docs'
-MODULES = ('checkpoint', 'errors', 'explore', 'pipeline', 'presets', 'testing')
+MODULES = ('checkpoint', 'errors', 'explore', 'pipeline', 'presets', 'testing', 'translate')
 ELSEWHERE = {
   'errors.Problem',
   'errors.problems_text',
@@ -50,7 +50,13 @@ def public_names():
   for module in MODULES:
     things = vars(getattr(flax_spmd, module)).items()
     names |= {f'{module}.{name}' for name, thing in things if is_public(name, thing)}
-  imported = {'presets.fsdp_rule', 'presets.Rules', 'testing.Layout', 'testing.Row'}
+  imported = {
+    'presets.fsdp_rule',
+    'presets.optimizer_over_rule',
+    'presets.Rules',
+    'testing.Layout',
+    'testing.Row',
+  }
   twice = {'compare', 'search'}  # documented in `explore`
   return names - imported - twice - ELSEWHERE
 

@@ -5,10 +5,17 @@ from textwrap import dedent
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hypothesis_numpy
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd._src.explanation import explain_plan
 
 
 def box(shape, *names, dtype=jnp.float32):
@@ -170,3 +177,199 @@ def test_keys_and_other_dtypes():
   rows = {row.path: row for row in spmd.explain(layout, tree).rows}
   assert rows['flag'].bytes == 1 and rows['f'].bytes == 4
   assert rows['key'].shape == ()
+
+
+RULES = (('embed', 'data'), ('mlp', 'model'))
+
+
+def make(**arrays):
+  return lambda: {
+    name: spmd.LogicallyPartitioned(jnp.ones(shape), ('embed', 'mlp')) for name, shape in arrays.items()
+  }
+
+
+def test_a_state_of_another_layout_is_shown_where_it_is():
+  one = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  other = spmd.Layout({'data': 8}, (('embed', None), ('mlp', None)))
+  state = one.init(make(w=(64, 128)))
+  explanation = spmd.explain(other, state)
+  [row] = explanation.rows
+  assert row.spec == P(None, None) and row.stored == one.sharding(state)['w']
+  assert row.deviation.kind == 'mesh'
+  text = (
+    "1 array not on the planned mesh (w: planned P(None, None), stored as P('data', 'model') on "
+    "{'data': 2, 'model': 4}). Fix: move them with layout.shard(tree), or plan an abstract tree with this layout."
+  )
+  [finding] = explanation.findings.suspicious
+  assert finding == ('not as planned', text, ('w',), True)
+  assert other.check(state).suspicious == explanation.findings.suspicious
+  assert "embed, mlp [stored as P('data', 'model') on {'data': 2, 'model': 4}]" in str(explanation)
+  assert explanation.why('w').splitlines()[1] == (
+    "  not as planned: stored as P('data', 'model') on {'data': 2, 'model': 4}"
+  )
+  described = json.loads(explanation.to_json())['arrays'][0]
+  assert (described['stored'], described['deviation']) == (
+    "P('data', 'model') on {'data': 2, 'model': 4}",
+    'mesh',
+  )
+
+
+def test_the_fix_of_the_finding_mends_it():
+  one = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  other = spmd.Layout({'data': 4, 'model': 2}, RULES)
+  state = one.init(make(w=(8, 16)))
+  assert other.check(state).of('not as planned')
+  assert not other.check(other.shard(state)).of('not as planned')
+  assert other.check(one.abstract(make(w=(8, 16)))).of('not as planned')
+  assert not other.check(other.abstract(make(w=(8, 16)))).of('not as planned')
+
+
+def test_offenders_are_listed_as_patterns():
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  layers = {f'layers_{i}': make(wi=(8, 16), wo=(16, 8))() for i in range(32)}
+  state = layout.shard(layers, P('data'))
+  [finding] = layout.check(state).of('not as planned')
+  assert finding.text == (
+    '64 arrays not sharded as planned (layers_{0..31}/wi: planned '
+    "P('data', 'model'), stored as P('data',); layers_{0..31}/wo: planned P('data', 'model'), "
+    "stored as P('data',)). Fix: move them with layout.shard(tree), or plan an abstract tree with this layout."
+  )
+  assert len(finding.paths) == 64
+
+
+def test_copies_of_an_offender_are_named():
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  create = lambda: TrainState.create(apply_fn=None, params=make(w=(8, 16))(), tx=optax.adam(1e-3))
+  finding = layout.check(layout.shard(create(), P())).suspicious[0]
+  assert finding.text.startswith(
+    "3 arrays not sharded as planned (params/w and opt_state/0/{mu,nu}/...: planned P('data', 'model'), "
+  )
+  assert finding.paths == ('params/w', 'opt_state/0/mu/w', 'opt_state/0/nu/w')
+
+
+def test_many_kinds_of_offenders_are_counted():
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  state = layout.shard(make(a=(8, 8), b=(8, 16), c=(8, 24), d=(8, 32), e=(8, 40))(), P())
+  [finding] = layout.check(state).of('not as planned')
+  assert "; d: planned P('data', 'model'), stored as P(); 1 more). Fix: " in finding.text
+
+
+def test_a_plan_of_names_with_a_state_without_boxes():
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  boxed = jax.eval_shape(make(w=(8, 16)))
+  state = layout.shard({'w': jnp.ones((8, 16), jnp.bfloat16)}, P('data'))
+  [row] = explain_plan(layout, boxed, state).rows
+  assert (row.names, row.spec, row.dtype) == (('embed', 'mlp'), P('data', 'model'), jnp.bfloat16)
+  assert row.deviation.text == "stored as P('data',)"
+  [row] = explain_plan(layout, boxed).rows
+  assert (row.dtype, row.stored, row.deviation) == (jnp.float32, None, None)
+
+
+def test_a_plan_with_a_state_of_another_structure():
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  with pytest.raises(spmd.errors.LayoutError) as caught:
+    explain_plan(layout, jax.eval_shape(make(w=(8, 16))), {'w': 1, 'b': 2})
+  assert str(caught.value) == dedent("""\
+    The plan is of 1 array, the state has 2.
+    Fix: pass a state of the planned structure.""")
+
+
+@given(
+  st.builds(
+    np.zeros,
+    st.sampled_from([(), (8,), (8, 16), (2, 8, 4)]),
+    st.one_of(
+      hypothesis_numpy.boolean_dtypes(),
+      hypothesis_numpy.integer_dtypes(endianness='='),
+      hypothesis_numpy.unsigned_integer_dtypes(endianness='='),
+      hypothesis_numpy.floating_dtypes(endianness='=', sizes=(16, 32, 64)),
+      hypothesis_numpy.complex_number_dtypes(endianness='=', sizes=(64, 128)),
+    ),
+  ),
+  st.sampled_from([True, 1, -3, 1.5, 2j]),
+)
+def test_bytes_are_those_on_the_device(array, number):
+  layout = spmd.Layout({'data': 2, 'model': 4}, spmd.fsdp('model', min_size=1))
+  tree = {'array': array, 'number': number}
+  stored = layout.shard(tree)
+  rows = {row.path: row for row in spmd.explain(layout, tree).rows}
+  for path, on_device in stored.items():
+    row = rows[path]
+    shard = on_device.addressable_shards[0].data
+    assert (row.dtype, row.bytes, row.bytes_per_device) == (
+      on_device.dtype,
+      on_device.nbytes,
+      shard.nbytes,
+    )
+  again = {row.path: row.dtype for row in spmd.explain(layout, stored).rows}
+  assert again == {path: row.dtype for path, row in rows.items()}
+
+
+def test_an_array_with_64_bits_keeps_them():
+  with jax.enable_x64(True):
+    wide = jnp.ones((8, 16), jnp.float64)
+  [row] = spmd.explain(spmd.Layout({'data': 8}), wide).rows
+  assert (row.dtype, row.bytes) == (jnp.dtype('float64'), 1024)
+
+
+def layered(count, **sizes):
+  """A TrainState of Adam with equal layers."""
+  layer = {
+    'attention': {name: box((64, 8, 16), 'embed', 'heads', None) for name in ('q', 'k', 'v')},
+    'wi': box((64, 256), 'embed', 'mlp'),
+    'bias': jax.ShapeDtypeStruct((64,), jnp.float32),
+    **{name: box((64, size), 'embed', 'mlp') for name, size in sizes.items()},
+  }
+  params = {'embedding': box((512, 64), 'vocab', 'embed')} | {f'layers_{i}': layer for i in range(count)}
+  create = lambda params: TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+  return jax.eval_shape(create, params)
+
+
+def test_equal_layers_and_copies_are_one_row():
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  explanation = spmd.explain(layout, layered(32))
+  assert [(fold.count, fold.path, fold.copies) for fold in explanation.folded] == [
+    (1, 'step', ''),
+    (3, 'params/embedding', 'opt_state/0/{mu,nu}/embedding'),
+    (96, 'params/layers_{0..31}/attention/k', 'opt_state/0/{mu,nu}/layers_{0..31}/attention/k'),
+    (96, 'params/layers_{0..31}/attention/q', 'opt_state/0/{mu,nu}/layers_{0..31}/attention/q'),
+    (96, 'params/layers_{0..31}/attention/v', 'opt_state/0/{mu,nu}/layers_{0..31}/attention/v'),
+    (96, 'params/layers_{0..31}/bias', 'opt_state/0/{mu,nu}/layers_{0..31}/bias'),
+    (96, 'params/layers_{0..31}/wi', 'opt_state/0/{mu,nu}/layers_{0..31}/wi'),
+    (1, 'opt_state/0/count', ''),
+  ]
+  wi = explanation.folded[-2]
+  assert (wi.bytes, wi.bytes_per_device) == (96 * 64 * 256 * 4, 96 * 64 * 256 * 4 // 8)
+  assert len(explanation.rows) == 2 + 3 * (1 + 32 * 5)
+  assert sum(fold.count for fold in explanation.folded) == len(explanation.rows)
+  text = str(explanation)
+  assert len(text.splitlines()) < 40
+  [line] = [line for line in text.splitlines() if '/wi ' in line]
+  assert [cell.strip() for cell in line.split('│')[1:3]] == [
+    'params/layers_{0..31}/wi and opt_state/0/{mu,nu}/...',
+    '96 x float32[64,256]',
+  ]
+  folded = json.loads(explanation.to_json())['folded'][-2]
+  assert folded == {
+    'path': 'params/layers_{0..31}/wi',
+    'copies': 'opt_state/0/{mu,nu}/layers_{0..31}/wi',
+    'count': 96,
+    'first': 'params/layers_0/wi',
+    'bytes': 6291456,
+    'bytes_per_device': 786432,
+  }
+
+
+def test_a_pattern_of_the_table_is_accepted_as_a_path():
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  explanation = spmd.explain(layout, layered(3))
+  pattern = 'params/layers_{0..2}/wi'
+  assert explanation.why(pattern) == explanation.why('params/layers_0/wi')
+  assert explanation.why('opt_state/0/mu/layers_2/wi').startswith('opt_state/0/mu/layers_2/wi: ')
+  assert explanation.draw(pattern).shape == (64, 256)
+
+
+def test_layers_are_no_collections():
+  w = jax.ShapeDtypeStruct((8,), jnp.float32)
+  layers = {f'layers_{i}': w for i in range(3)}
+  assert 'layers_1:' not in str(spmd.explain(spmd.Layout({'data': 8}), layers))

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd._src import layout as layout_module
 
 RULES = (('batch', 'data'), ('hidden', 'model'))
 SWAPPED = (('batch', 'model'), ('hidden', 'data'))
@@ -124,10 +123,11 @@ def test_init_passes_models_and_optimizers_through(layout):
 
 
 def test_init_without_boxes(layout):
-  state = layout.init(create, jax.random.key(0), X, boxed=False)
+  plan = layout.plan(create, jax.random.key(0), X, boxed=False)
+  state = plan.init()
   assert isinstance(w1(state), jax.Array)
   assert w1(state).sharding == NamedSharding(layout.mesh, P(None, None, 'model'))
-  names = dict(zip(_paths(state), layout.names(state), strict=True))
+  names = dict(zip(_paths(state), plan.names, strict=True))
   assert names['params/blocks/w1'] == ('layers', 'embed', 'hidden')
   assert names['opt_state/0/nu/blocks/w2'] == ('layers', 'hidden', 'embed')
   assert names['step'] is None
@@ -454,9 +454,23 @@ def test_check_finds_the_typo():
   assert len(findings.of('unmatched')) == 3
   assert not findings.of('idle rule')  # names of a batch and of activations are not in a state
   assert [finding.text for finding in findings.of('idle axis')] == [
-    "mesh axis 'data' (2) is not used by this tree.",
-    "mesh axis 'model' (4) is not used by this tree.",
+    "mesh axis 'model' (4) is not used by this tree."  # of the rule with the typo; 'data' is the batch's
   ]
+
+
+def test_check_reports_axes_that_a_rule_could_have_used():
+  mesh = {'data': 2, 'model': 4}
+  rules = (('batch', 'data'), ('mlp', 'model'), ('@logits', jax.P('model')))
+  named = {'w': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp'))}
+  axes = lambda tree, *rules: [
+    finding.text for finding in spmd.Layout(mesh, rules).check(tree).of('idle axis')
+  ]
+  text = 'mesh axis {} is not used by this tree.'.format
+  assert axes(named, *rules) == []
+  assert axes(spmd.unbox(named), *rules) == [text("'data' (2)")]
+  assert axes(spmd.unbox(named), *rules[:2]) == [text("'data' (2)"), text("'model' (4)")]
+  assert axes(named, ('mlp', None), ('embed', 'model'), ('mlp', 'data')) == [text("'data' (2)")]
+  assert axes(named, ('mlp', 'model')) == [text("'data' (2)")]
 
 
 def test_check_without_findings_is_empty_and_falsy():
@@ -497,28 +511,3 @@ def test_init_generates_random_numbers_without_communication_or_warns():
     pytest.warns(UserWarning, match='jax_threefry_partitionable is off'),
   ):
     layout.init(create, jax.random.key(0))
-
-
-def test_a_state_that_is_planned_after_its_step():
-  """The step's results were free when it was planned; then the layout plans the state, and JAX traces again."""
-
-  def create():
-    return {'w': jnp.ones((8, 4)), 'step': 0}
-
-  layout = spmd.Layout({'data': 8}, (spmd.fsdp('data', min_size=1),))
-  step = layout.jit(lambda state: {'w': state['w'] + 1, 'step': state['step'] + 1})
-  step(jax.jit(create)())
-  layout.abstract(create)
-  strong = {'w': jnp.ones((8, 4)), 'step': jnp.int32(0)}  # a trace of its own: 0 is of weak type
-  assert step(strong)['w'].sharding.spec == P('data', None)
-
-
-def test_each_result_is_searched_for_boxes_once(monkeypatch):
-  """Once per result rather than per leaf: a state without names may have thousands of leaves."""
-  searched = []
-  has_boxes = layout_module.has_boxes
-  monkeypatch.setattr(layout_module, 'has_boxes', lambda tree: searched.append(tree) or has_boxes(tree))
-  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
-  state = {f'w{index}': jnp.ones(8) for index in range(50)}
-  layout.jit(lambda state: (state, 0.0))(state)
-  assert 2 <= len(searched) <= 4  # the state and the number, and both again if JAX traces again

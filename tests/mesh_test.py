@@ -34,6 +34,15 @@ def test_an_axis_within_and_across_slices():
   assert ids(mesh).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+@pytest.mark.parametrize('make', [spmd.make_mesh, spmd.abstract_mesh])
+def test_a_mesh_that_jax_cannot_count(make):
+  with pytest.raises(errors.MeshError) as caught:
+    make({'data': 2**20, 'model': 2**11})
+  assert str(caught.value) == dedent("""\
+    The mesh {'data': 1048576, 'model': 2048} has more than 2147483647 devices, which JAX cannot count.
+    Fix: pass smaller sizes.""")
+
+
 @given(st.permutations([1, 2, 2]), st.permutations([1, 1, 2]))
 def test_the_device_order_of_hybrid_meshes_is_that_of_jax(inner, outer):
   """Compared with `create_hybrid_device_mesh`, on devices with a slice index."""
@@ -70,6 +79,64 @@ def test_more_slices_than_there_are():
       "'fsdp': 16", "'fsdp': 8"
     )
   )
+
+
+class SliceDevice:
+  """A CPU device that is in a slice."""
+
+  def __init__(self, device, slice_index, process_index=0):
+    self.device, self.slice_index, self.process_index = device, slice_index, process_index
+
+  def __getattr__(self, name):
+    return getattr(self.device, name)
+
+
+def devices_in(slices):
+  return [SliceDevice(device, n * slices // 8) for n, device in enumerate(jax.devices())]
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.permutations([-1, 1, 2]), st.permutations([-1, 1, 2]))
+def test_sizes_of_minus_one_within_and_between_slices_as_in_maxtext(slices, inner, outer):
+  """One -1 each: the rest of the slices, and the rest of the devices of a slice."""
+  names = 'data', 'fsdp', 'tensor'
+  axes, dcn = dict(zip(names, inner, strict=True)), dict(zip(names, outer, strict=True))
+  if slices == 1 or slices == 8:  # a size of 2 does not fit
+    with pytest.raises(errors.MeshError):
+      spmd.make_mesh(axes, dcn=dcn, devices=devices_in(slices))
+    return
+  fill = lambda sizes, total: [total // 2 if size == -1 else size for size in sizes]
+  expected = [a * b for a, b in zip(fill(inner, 8 // slices), fill(outer, slices), strict=True)]
+  mesh = spmd.make_mesh(axes, dcn=dcn, devices=devices_in(slices))
+  assert list(mesh.shape.values()) == expected
+
+
+def test_minus_one_between_slices_is_one_on_a_single_slice_and_process():
+  mesh = spmd.make_mesh({'fsdp': -1}, dcn={'data': -1})
+  assert dict(mesh.shape) == {'data': 1, 'fsdp': 8}
+
+
+def test_processes_count_where_devices_have_no_slices():
+  devices = [SliceDevice(device, None, n // 2) for n, device in enumerate(jax.devices())]
+  mesh = spmd.make_mesh({'fsdp': -1}, dcn={'data': -1}, devices=devices)
+  assert dict(mesh.shape) == {'data': 4, 'fsdp': 2}
+
+
+def test_minus_one_between_slices_that_cannot_be_computed():
+  assert text_of({'fsdp': -1}, dcn={'data': -1, 'replica': 3}, devices=devices_in(4)) == dedent("""\
+    The size of axis 'data' of dcn={'data': -1, 'replica': 3} cannot be computed: the 8 (cpu) are in 4 slice(s), which is not divisible by 3.
+    Fix: pass a size for 'data', or choose other sizes that divide 4.""")
+  assert text_of({'fsdp': -1}, dcn={'data': -1, 'replica': 2}) == dedent("""\
+    The size of axis 'data' of dcn={'data': -1, 'replica': 2} cannot be computed: the 8 (cpu) are in 1 process(es), which is not divisible by 2.
+    Fix: pass a size for 'data', or choose other sizes that divide 1.""")
+
+
+def test_invalid_sizes_between_slices():
+  assert text_of({'fsdp': -1}, dcn={'data': -1, 'replica': -1}) == dedent("""\
+    dcn={'data': -1, 'replica': -1} has more than one size of -1: 'data', 'replica'.
+    Fix: pass -1 for one axis only.""")
+  assert text_of({'fsdp': -1}, dcn={'data': 0, 'replica': '2'}) == dedent("""\
+    dcn={'data': 0, 'replica': '2'} has invalid sizes: 'data', 'replica'.
+    Fix: pass positive integers; one size may be -1.""")
 
 
 def test_hsdp_keeps_parameters_within_a_slice():

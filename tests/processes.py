@@ -36,6 +36,7 @@ try:
     process_id=int(sys.argv[4]),
     cluster_detection_method='deactivate',
     initialization_timeout=60,
+    heartbeat_timeout_seconds=int(sys.argv[5]),
   )
   scope = dict(jax=jax, np=np, report=lambda value: print({MARK!r} + json.dumps(value), flush=True))
   runpy.run_path(sys.argv[1], init_globals=scope)
@@ -75,6 +76,8 @@ def run_processes(
   timeout: float = 120,
   grace: float = 10,
   check: bool = True,
+  heartbeat: int = 100,
+  flags: str = '--xla_backend_optimization_level=0',
 ) -> list[Result]:
   """Runs `source` in `processes` processes with `devices` emulated devices each.
 
@@ -85,6 +88,8 @@ def run_processes(
     timeout: seconds until all of them are killed.
     grace: seconds until the others are killed after one process has failed; they may wait for it.
     check: whether a process that fails or is killed fails the test.
+    heartbeat: seconds of silence after which JAX takes a process for dead and ends the others.
+    flags: further flags of XLA; by default those that compile fast.
 
   Returns:
     One result per process, in order.
@@ -96,7 +101,7 @@ def run_processes(
     folder = Path(temporary)
     (folder / 'main.py').write_text(MAIN)
     (folder / 'source.py').write_text(source)
-    with _started(folder, processes, devices) as children:
+    with _started(folder, processes, heartbeat, _environment(devices, flags)) as children:
       _wait(children, timeout, grace)
     results = [_result(folder, number, child) for number, child in enumerate(children)]
   failed = [result.process for result in results if result.returncode]
@@ -106,7 +111,9 @@ def run_processes(
 
 
 @contextmanager
-def _started(folder: Path, processes: int, devices: int) -> Iterator[list[subprocess.Popen]]:
+def _started(
+  folder: Path, processes: int, heartbeat: int, environment: dict[str, str]
+) -> Iterator[list[subprocess.Popen]]:
   """The running processes; kills them at the end."""
   port = str(_free_port())
   with ExitStack() as stack:
@@ -114,11 +121,11 @@ def _started(folder: Path, processes: int, devices: int) -> Iterator[list[subpro
     for number in range(processes):
       command = [sys.executable, folder / 'main.py', folder / 'source.py', port, str(processes)]
       child = subprocess.Popen(
-        [*command, str(number)],
+        [*command, str(number), str(heartbeat)],
         stdin=subprocess.DEVNULL,
         stdout=stack.enter_context(open(folder / f'{number}.out', 'w')),
         stderr=stack.enter_context(open(folder / f'{number}.err', 'w')),
-        env=_environment(devices),
+        env=environment,
         cwd=folder,
       )
       stack.callback(_end, child)
@@ -126,12 +133,11 @@ def _started(folder: Path, processes: int, devices: int) -> Iterator[list[subpro
     yield children
 
 
-def _environment(devices: int) -> dict[str, str]:
-  flags = f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0'
+def _environment(devices: int, flags: str) -> dict[str, str]:
   return {
     **os.environ,
     'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': flags,
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} {flags}',
     'PYTHONPATH': str(ROOT),
     'PYTHONWARNINGS': 'error',
   }

@@ -42,7 +42,9 @@ OWN = {
   'Explanation',
   'Layout',
   'Leaf',
+  'Plan',
   'Policies',
+  'ProgramExplanation',
   'Resolution',
   'Rules',
   'abstract_mesh',
@@ -52,7 +54,9 @@ OWN = {
   'fsdp',
   'gather',
   'make_mesh',
+  'optimizer_over',
   'prefetch',
+  'with_names',
   'with_sharding_annotation',
   'with_sharding_constraint',
 }
@@ -65,6 +69,7 @@ LAZY = {
   'presets',
   'search',
   'testing',
+  'translate',
 }  # imported at first use; compare and search are functions of explore
 
 
@@ -83,7 +88,7 @@ def test_modules_loaded_later_are_not_listed():
 
 
 def test_public_objects_have_public_modules():
-  for module in (spmd, spmd.checkpoint, spmd.explore, spmd.pipeline):
+  for module in (spmd, spmd.checkpoint, spmd.explore, spmd.pipeline, spmd.translate):
     for name in set(dir(module)) - {'AxisMetadata', 'RulesFallback'}:  # Flax's own
       thing = getattr(module, name)
       if name[0] != '_' and (inspect.isclass(thing) or inspect.isfunction(thing)):
@@ -92,7 +97,7 @@ def test_public_objects_have_public_modules():
 
 
 def test_facades_contain_only_imports():
-  for module in (spmd.checkpoint, spmd.explore, spmd.pipeline):
+  for module in (spmd.checkpoint, spmd.explore, spmd.pipeline, spmd.translate):
     docstring, *rest = ast.parse(Path(module.__file__).read_text()).body
     assert isinstance(docstring, ast.Expr) and all(isinstance(node, ast.ImportFrom) for node in rest)
 

@@ -156,7 +156,9 @@ def main(arguments=None):
   """Trains, compares or searches."""
   args = parse(arguments)
   if args.distributed:
-    jax.distributed.initialize(args.coordinator, args.processes, args.process)
+    jax.distributed.initialize(
+      args.coordinator, args.processes, args.process, heartbeat_timeout_seconds=30
+    )
   model = Llama(dataclasses.replace(SIZES[args.model], dtype=args.dtype))
   run = compare if args.compare else search if args.search else train
   run(args, model, optimizer(args), (args.batch, args.length + 1))

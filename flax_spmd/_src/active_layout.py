@@ -1,14 +1,7 @@
 """The active layout: the mesh and the rules in force, which constraints follow.
 
-`with layout:` (or a bare `logical_axis_rules`) puts them in force for a block, in three places:
-
-* for this package, per task: a `ContextVar`, so threads and asyncio tasks each have their own;
-* for JAX's caches, per thread: a `jax.make_user_context` value, so a function is traced again under other
-  rules instead of running the program of the first rules;
-* for Flax, per thread: its own rules, so constraints in third-party models follow them too.
-
-JAX and Flax keep their state per thread, not per task. If a block is suspended by `await` while another
-task puts another layout in force, programs would run under the wrong cache key. That raises an error here.
+`with layout:` (or a bare `logical_axis_rules`, ours or Flax's) puts them in force for a block; the innermost
+open block counts (`open_blocks.py`).
 """
 
 from __future__ import annotations
@@ -17,34 +10,19 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.linen as nn
-import jax
-
-from flax_spmd._src import compat
-from flax_spmd._src.mesh import MeshLike, describe
+from flax_spmd._src import compat, open_blocks
+from flax_spmd._src.mesh import MeshLike, axis_sizes, current_mesh, describe
+from flax_spmd._src.open_blocks import InForce as InForce
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules.table import Rules
-from flax_spmd.errors import ContextError, LayoutError
-
-
-class InForce(NamedTuple):
-  """The mesh in force (None: JAX's current mesh) and the rules in force (possibly empty)."""
-
-  mesh: MeshLike | None
-  rules: Rules
+from flax_spmd.errors import LayoutError
 
 
 class UnderLayout:
   """A function bound to a layout, which it uses regardless of the layout in force at the call."""
 
   in_force: InForce
-
-
-_NOTHING = InForce(None, Rules())
-_in_force: ContextVar[InForce | None] = ContextVar('flax_spmd_in_force', default=None)
-_jit_key = jax.make_user_context(None)
 
 
 def in_force(*, tracing: bool = False) -> InForce:
@@ -57,41 +35,64 @@ def in_force(*, tracing: bool = False) -> InForce:
 
   Raises:
     ContextError: with `tracing`, JAX would cache the program under another layout.
+    RulesError: rules set by Flax's own functions are not a table.
+    LayoutError: with `tracing`, such rules replace those of a strict layout.
   """
-  active = _in_force.get()
-  if _jit_key.value != active:
-    if tracing:
-      raise ContextError(_OUT_OF_STEP)
-    return active or _NOTHING
-  rules = nn.get_logical_axis_rules()
-  if active is None:
-    return InForce(None, Rules.of(rules)) if rules else _NOTHING
-  return active if rules == active.rules.pairs else active._replace(rules=Rules.of(rules))
+  if not tracing:
+    return open_blocks.of_task().known()
+  block = open_blocks.of_trace()
+  if block.own.strict and block.by_flax and block.in_force != block.own:
+    raise LayoutError(_FLAX_INSIDE.format(rules=block.flax_rules))
+  return block.known()
+
+
+def check_flax_rules(name: str, layout: InForce) -> None:
+  """Checks that no other rules of Flax's own functions are in force around a call of a strict layout's function.
+
+  Raises:
+    LayoutError: they are; they would not apply to it.
+  """
+  block = open_blocks.of_task()
+  differ = block.in_force is None or block.in_force.rules.pairs != layout.rules.pairs
+  if layout.strict and block.by_flax and block.flax_rules and differ:
+    raise LayoutError(_FLAX_AROUND.format(name=name, rules=block.flax_rules))
+
+
+_FLAX_INSIDE = (
+  "A constraint of a strict layout is in a block of Flax's logical_axis_rules (or after its set_logical_axis_rules), "
+  'whose rules replace those of the layout: {rules}.\n'
+  'Fix: remove the block, or pass its rules to the layout or to the constraint (rules=).'
+)
+_FLAX_AROUND = (
+  "{name} is called in a block of Flax's logical_axis_rules (or after its set_logical_axis_rules), whose rules do not "
+  'apply to a function of a strict layout: {rules}.\n'
+  'Fix: call it outside of the block, or pass these rules to the layout.'
+)
+
+
+def mesh_in_force() -> MeshLike | None:
+  """The mesh of the layout in force, or JAX's current mesh if it was set inside the layout's block; or None.
+
+  The block of a layout makes the layout's mesh JAX's current one, so JAX's is never an older one. It has no
+  devices inside a trace, and needs none: the program runs on those that are in force at the call. In a function
+  of `layout.jit`, none have to be in force, so the layout's own mesh names them.
+  """
+  block = open_blocks.of_task()
+  of_layout, current = block.own.mesh, current_mesh()
+  if of_layout is None or current is None:
+    return current if of_layout is None else of_layout
+  is_newer = block.sets_devices or axis_sizes(current) != axis_sizes(of_layout)
+  return current if is_newer else of_layout
 
 
 @contextlib.contextmanager
 def scope(inner: InForce) -> Iterator[None]:
   """Puts `inner` in force for a block: for this package, for JAX's caches and for Flax."""
-  token = _in_force.set(inner)
-  flax_rules = nn.get_logical_axis_rules()
+  block = open_blocks.open_block(inner)
   try:
-    with _jit_key(inner):
-      nn.set_logical_axis_rules(inner.rules.pairs)
-      yield
+    yield
   finally:
-    nn.set_logical_axis_rules(flax_rules)
-    _in_force.reset(token)
-
-
-def check_in_step() -> None:
-  """Checks that no other task of this thread has an open `with layout:` block.
-
-  Raises:
-    ContextError: another task has one; the message describes how to separate the two.
-  """
-  key = _jit_key.value
-  if key is not None and key != _in_force.get():
-    raise ContextError(_OUT_OF_STEP)
+    open_blocks.close(block)
 
 
 def check_not_jitted(fn: Callable[..., Any], active: InForce) -> None:
@@ -103,7 +104,7 @@ def check_not_jitted(fn: Callable[..., Any], active: InForce) -> None:
   while isinstance(fn, functools.partial):
     fn = fn.func
   bound = fn.in_force if isinstance(fn, UnderLayout) else active
-  if bound != active:
+  if (bound.mesh, bound.rules) != (active.mesh, active.rules):
     name = getattr(fn, '__name__', 'the function')
     raise LayoutError(
       f'{name} is already jitted by another layout, with mesh {describe(bound.mesh or {})}.\n'
@@ -159,8 +160,11 @@ def logical_axis_rules(rules: Any) -> Iterator[None]:
     ...   get_logical_axis_rules()
     (('batch', 'data'),)
   """
-  with scope(InForce(in_force().mesh, Rules.of(rules))):
+  block = open_blocks.open_rules(open_blocks.table_of(rules))
+  try:
     yield
+  finally:
+    open_blocks.close(block)
 
 
 @set_module('flax_spmd')
@@ -179,13 +183,16 @@ def get_logical_axis_rules() -> tuple[tuple[str, Any], ...]:
 
 @set_module('flax_spmd')
 def set_logical_axis_rules(rules: Any) -> None:
-  """Puts rules in force from now on, in this thread and task. Prefer `logical_axis_rules`.
+  """Puts rules in force in this thread: until the innermost block ends, or from now on if none is open.
+
+  Prefer `logical_axis_rules`.
 
   Args:
     rules: a rule table; `()` removes the rules again.
 
   Raises:
     RulesError: `rules` is not a rule table.
+    ContextError: another asyncio task of this thread has an open block.
 
   Example:
     >>> set_logical_axis_rules((('batch', 'data'), ('mlp', 'model')))
@@ -193,17 +200,4 @@ def set_logical_axis_rules(rules: Any) -> None:
     P('data', 'model')
     >>> set_logical_axis_rules(())
   """
-  inner = InForce(in_force().mesh, Rules.of(rules))
-  active = None if inner == _NOTHING else inner
-  _in_force.set(active)
-  _jit_key(active).__enter__()
-  nn.set_logical_axis_rules(inner.rules.pairs)
-
-
-_OUT_OF_STEP = (
-  "The layout in force in this task differs from the one in JAX's cache key: another task of this "
-  'thread is suspended by an `await` inside a `with layout:` block, or this thread was started '
-  'inside such a block.\n'
-  'Fix: call functions from `layout.jit`, which carry their layout; or close the block '
-  'before awaiting; or enter `with layout:` in the thread that runs the function.'
-)
+  open_blocks.set_rules(open_blocks.table_of(rules))

@@ -20,19 +20,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax.linen.spmd import RulesFallback as RulesFallback
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.active_layout import in_force, report_names
-from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh, describe
+from flax_spmd._src.active_layout import in_force, mesh_in_force, report_names
+from flax_spmd._src.constraint_log import no_rule, report_constraint
+from flax_spmd._src.jax_constraints import fitted, only_axes
+from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, current_mesh
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, axis_names
+from flax_spmd._src.rules.decisions import UNCONSTRAINED, Resolution, aligned
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import (
   LayoutError,
-  MeshAxisError,
   MeshError,
   UnmatchedNameError,
   did_you_mean,
@@ -65,25 +67,11 @@ def constrain(
     >>> x.sharding.spec
     P('data',)
   """
-  spec = PartitionSpec(*spec)
+  spec = aligned(PartitionSpec(*spec), np.ndim(x))
   target = mesh_for_constraints(mesh)
   if target is None:
     raise MeshError(_NO_MESH.format(constraint=f'the constraint {spec}'))
-  _check(x, spec, target)
-  if not isinstance(x, Tracer):
-    return _reshard_concrete(x, spec, target)
-  manual = _manual_axes(target)
-  if manual:
-    spec = _only(spec, lambda axis: axis not in manual)
-    target = current_mesh() or target
-  types = axis_types(target)
-  explicit = {axis for axis, type_ in types.items() if type_ is AxisType.Explicit}
-  if explicit:
-    x = _reshard(x, spec, target, explicit)
-    spec = _only(spec, lambda axis: axis not in explicit)
-  if all(axis in manual or axis in explicit for axis in types):
-    return x
-  return jax.lax.with_sharding_constraint(x, NamedSharding(target, spec))
+  return constrain_on(target, x, spec)
 
 
 @set_module('flax_spmd')
@@ -121,7 +109,11 @@ def with_logical_constraint(
   """
   table = in_force(tracing=_any_traced(x)).rules if rules is None else Rules.of(rules)
   strict = fallback is RulesFallback.RAISE_ERROR
-  if logical_axis_resources is None or (not table.pairs and not strict):
+  if logical_axis_resources is None:
+    return x
+  if not table.pairs and not strict:
+    names = logical_axis_resources if _is_names(logical_axis_resources) else repr(logical_axis_resources)
+    report_constraint(names, None, getattr(x, 'shape', ()), 'there are no rules for names')
     return x
   one = functools.partial(_constrain_by_names, rules=table, mesh=mesh, fallback=fallback)
   return jax.tree.map(
@@ -130,6 +122,34 @@ def with_logical_constraint(
     x,
     is_leaf=_is_names,
   )
+
+
+def constrain_on(
+  target: MeshLike,
+  x: Any,
+  spec: PartitionSpec,
+  names: Any = None,
+  unmatched: Sequence[str] = (),
+  by: str = 'flax_spmd',
+) -> Any:
+  """`constrain` on a certain mesh, for a spec that logical `names` resolve to; `unmatched` ones have no rule."""
+  spec = fitted(spec, x.shape, target)
+  if not isinstance(x, Tracer):
+    return _reshard_concrete(x, spec, target)
+  manual = _manual_axes(target)
+  all_manual = manual.issuperset(target.axis_names)
+  report_constraint(names, spec, x.shape, _IN_SHARD_MAP if all_manual else '', unmatched, by)
+  if manual:
+    spec = only_axes(spec, lambda axis: axis not in manual)
+    target = current_mesh() or target
+  types = axis_types(target)
+  explicit = {axis for axis, type_ in types.items() if type_ is AxisType.Explicit}
+  if explicit:
+    x = _reshard(x, spec, target, explicit)
+    spec = only_axes(spec, lambda axis: axis not in explicit)
+  if all(axis in manual or axis in explicit for axis in types):
+    return x
+  return jax.lax.with_sharding_constraint(x, NamedSharding(target, spec))
 
 
 def resolve_for_constraint(
@@ -150,14 +170,9 @@ def resolve_for_constraint(
 def mesh_for_constraints(mesh: MeshLike | None = None) -> MeshLike | None:
   """The mesh of a constraint: the argument, the mesh of the layout in force, or JAX's current mesh.
 
-  If JAX's current mesh differs from the layout's, it was set inside the layout's block, and wins.
+  A mesh that was set inside the layout's block wins, even if only its devices differ.
   """
-  if mesh is not None:
-    return mesh
-  of_layout, current = in_force().mesh, current_mesh()
-  if of_layout is not None and (current is None or axis_sizes(current) == axis_sizes(of_layout)):
-    return of_layout
-  return current
+  return mesh_in_force() if mesh is None else mesh
 
 
 def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallback: RulesFallback):
@@ -175,6 +190,7 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
   raise_problems([problem.at(_location()) for problem in resolution.problems])
   open_names = [d.name for d in resolution.decisions if d.rule is None and isinstance(d.name, str)]
   if open_names and fallback is RulesFallback.NO_CONSTRAINT:
+    report_constraint(names, None, x.shape, no_rule(open_names), open_names)
     return x
   if open_names and fallback is RulesFallback.RAISE_ERROR:
     raise UnmatchedNameError(
@@ -182,34 +198,13 @@ def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallba
       + did_you_mean(open_names[0], rules.by_name)
       + f'\nFix: correct the name, or add a rule for it; ({open_names[0]!r}, None) replicates it.'
     )
-  return constrain(x, resolution.spec, target)
+  return constrain_on(target, x, resolution.spec, names, open_names)
 
 
 def _location() -> str:
   """The location of a constraint, for messages: the Linen module that is running, if any."""
   module = compat.current_module()
   return f'constraint in {module}' if module else 'constraint'
-
-
-def _check(x: Any, spec: PartitionSpec, mesh: MeshLike) -> None:
-  if len(spec) > len(x.shape):
-    raise LayoutError(
-      f'The constraint {spec} has {len(spec)} entries for an array of rank {len(x.shape)}, shape '
-      f'{tuple(x.shape)}.\nFix: give at most one entry per dimension.'
-    )
-  axes = axis_names(tuple(spec))
-  if len(set(axes)) < len(axes):
-    raise LayoutError(
-      f'The constraint {spec} uses a mesh axis for more than one dimension.\n'
-      'Fix: use every mesh axis once.'
-    )
-  for axis in axes:
-    if axis not in mesh.axis_names:
-      raise MeshAxisError(
-        f'The constraint {spec} uses mesh axis {axis!r}, but the mesh is {describe(mesh)}.'
-        + did_you_mean(axis, mesh.axis_names)
-        + '\nFix: correct the axis name, or map a logical name to it with with_logical_constraint.'
-      )
 
 
 def _manual_axes(mesh: MeshLike) -> set[str]:
@@ -220,32 +215,20 @@ def _manual_axes(mesh: MeshLike) -> set[str]:
   return {axis for axis, type_ in axis_types(current).items() if type_ is AxisType.Manual}
 
 
-def _only(spec: PartitionSpec, keep) -> PartitionSpec:
-  """`spec` without the mesh axes that `keep` rejects."""
-
-  def entry(axes):
-    if axes is UNCONSTRAINED:
-      return axes
-    kept = tuple(axis for axis in axis_names(axes) if keep(axis))
-    return kept[0] if len(kept) == 1 else (kept or None)
-
-  return PartitionSpec(*map(entry, spec))
-
-
 def _reshard(x, spec: PartitionSpec, mesh: MeshLike, explicit: set[str]):
   """Changes the type of `x` over its Explicit axes. Axes of size 1 have no effect, and are omitted."""
   sizes = axis_sizes(mesh)
   now = tuple(jax.typeof(x).sharding.spec) + (None,) * len(x.shape)
   filled = PartitionSpec(*(now[dim] if axes is UNCONSTRAINED else axes for dim, axes in enumerate(spec)))
-  target = _only(filled, lambda axis: axis in explicit and sizes[axis] > 1)
+  target = only_axes(filled, lambda axis: axis in explicit and sizes[axis] > 1)
   return jax.sharding.reshard(x, NamedSharding(mesh, target))
 
 
-def _reshard_concrete(x, spec: PartitionSpec, mesh: MeshLike):
+def _reshard_concrete(x, spec: PartitionSpec, mesh: MeshLike | None):
   """Transfers a concrete array to its sharding; returns it unchanged if only an abstract mesh is known."""
   if not isinstance(mesh, Mesh):
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
+    mesh = compat.concrete_mesh()
+    if mesh is None:
       return x
   return jax.device_put(
     x, NamedSharding(mesh, PartitionSpec(*(None if e is UNCONSTRAINED else e for e in spec)))
@@ -263,6 +246,7 @@ def _is_names(x: Any) -> bool:
   return isinstance(x, tuple) and all(e is None or e is UNCONSTRAINED or isinstance(e, str) for e in x)
 
 
+_IN_SHARD_MAP = 'a program under shard_map is written per shard'
 _NO_MESH = (
   'There is no mesh for {constraint}. (A bare `with mesh:` does not set one: JAX ignores it here.)\n'
   'Fix: run it under `with layout:` or through `layout.jit`, under `with jax.set_mesh(mesh):`, or '

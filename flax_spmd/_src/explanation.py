@@ -1,13 +1,14 @@
 """Explanations: the sharding of every array of a tree under a layout, its bytes, and the rules behind it.
 
     explanation = explain(layout, state)
-    print(explanation)                       # a table, totals and findings
+    print(explanation)                       # a table of equal arrays, totals and findings
     print(explanation.why('params/wi'))      # one array: every dimension, and the rules that were skipped
     print(explanation.draw('params/wi'))     # the slice on each device
     explanation.records(), explanation.to_json()
 
 An explanation prints the decisions recorded by the planner, so it supports abstract trees, and abstract
-meshes of any size.
+meshes of any size. An array that exists is compared with its plan: rows show its own sharding, and a
+deviation is a finding.
 """
 
 from __future__ import annotations
@@ -15,25 +16,31 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.draw.drawing import Drawing, draw
-from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.plan.deviations import sharding_text
 from flax_spmd._src.plan.findings import Findings, find
+from flax_spmd._src.plan.folding import FoldedRow, fold_rows
 from flax_spmd._src.plan.planner import planner_for
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped, axis_names, rule_text
-from flax_spmd._src.text import size_text
+from flax_spmd._src.text import plural, size_text
+from flax_spmd._src.text_table import TextTable
 from flax_spmd.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
   from rich.console import Group
+
+  from flax_spmd._src.layout import Layout
 
 
 class Total(NamedTuple):
@@ -66,10 +73,13 @@ class Total(NamedTuple):
 class Explanation(NamedTuple):
   """The sharding of every array of a tree, with reasons: `str` returns a table, `rich` prints it in colour.
 
+  The table shows the layers of a model, and an optimizer's copies of a parameter, as one row with their
+  number and the sum of their bytes.
+
   Attributes:
     layout: the layout.
     rows: one row per array, in tree order.
-    findings: likely mistakes.
+    findings: likely mistakes, and arrays that are not sharded as planned.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
@@ -97,24 +107,44 @@ class Explanation(NamedTuple):
     return sum(row.bytes_per_device for row in self.rows)
 
   @property
+  def folded(self) -> tuple[FoldedRow, ...]:
+    """The rows of the table: arrays that differ in layer numbers only, and an optimizer's copies, as one.
+
+    Each has a `path` and `copies` (patterns as in a shell), a `count`, `rows`, `bytes` and `bytes_per_device`.
+
+    Example:
+      >>> w = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+      >>> [fold] = explain(Layout({'data': 8}), [{'w': w}, {'w': w}, {'w': w}]).folded
+      >>> fold.path, fold.count, fold.bytes
+      ('{0..2}/w', 3, 1536)
+    """
+    return fold_rows(self.rows)
+
+  @property
   def by_collection(self) -> dict[str, Total]:
     """Totals for each first key of the tree: `params`, `opt_state`, ..."""
-    names = dict.fromkeys(row.path.split('/')[0] for row in self.rows)
-    return {
-      name: Total.of([row for row in self.rows if row.path.split('/')[0] == name]) for name in names
-    }
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for row in self.rows:
+      rows[row.path.partition('/')[0]].append(row)
+    return {name: Total.of(found) for name, found in rows.items()}
 
   @property
   def by_axis(self) -> dict[str, Total]:
     """Totals for each mesh axis, of the arrays that are sharded over it."""
-    over = [(set(axis_names(tuple(row.spec))), row) for row in self.rows]
-    return {
-      axis: Total.of([row for axes, row in over if axis in axes])
-      for axis in axis_sizes(self.layout.mesh)
-    }
+    rows: dict[str, list[Row]] = {axis: [] for axis in axis_sizes(self.layout.mesh)}
+    by_spec: dict[PartitionSpec, list[Row]] = defaultdict(list)
+    for row in self.rows:
+      by_spec[row.spec].append(row)
+    for spec, found in by_spec.items():
+      for axis in set(axis_names(tuple(spec))):
+        rows[axis] += found
+    return {axis: Total.of(found) for axis, found in rows.items()}
 
   def row(self, path: str) -> Row:
     """The row of one array.
+
+    Args:
+      path: the tree path of the array; or a pattern in the table, for the first of its arrays.
 
     Raises:
       LayoutError: there is no array at this path.
@@ -122,6 +152,9 @@ class Explanation(NamedTuple):
     for row in self.rows:
       if row.path == path:
         return row
+    for fold in self.folded if '{' in path else ():
+      if fold.path == path:
+        return fold.row
     known = [row.path for row in self.rows]
     raise LayoutError(
       f'There is no array {path!r} in this tree of {len(known)} arrays.{did_you_mean(path, known)}\n'
@@ -132,13 +165,15 @@ class Explanation(NamedTuple):
     """The reasons for the sharding of one array: the rule of every dimension, and the rules skipped.
 
     Args:
-      path: the tree path of the array, as in the table.
+      path: the tree path of the array, or a pattern in the table.
 
     Raises:
       LayoutError: there is no array at this path.
     """
     row = self.row(path)
     lines = [f'{row.path}: {_array(row)} as {row.spec}, {size_text(row.bytes_per_device)} per device']
+    if row.deviation is not None:
+      lines.append(f'  not as planned: {row.deviation.text}')
     if row.owner is not None:
       lines.append(f'  decided as a whole by {self._rule(row.owner)}')
     for decision in row.decisions:
@@ -172,7 +207,8 @@ class Explanation(NamedTuple):
         'dtype': str(row.dtype),
         'names': row.names,
         'spec': str(row.spec),
-        'rules': tuple(None if d.rule is None else rule_text(d.rule) for d in row.decisions),
+        'stored': None if row.stored is None else sharding_text(row.stored, self.layout.mesh),
+        'rules': tuple(_rule_texts(decision) or None for decision in row.decisions),
         'bytes': row.bytes,
         'bytes_per_device': row.bytes_per_device,
         'copies': row.copies,
@@ -182,7 +218,7 @@ class Explanation(NamedTuple):
     ]
 
   def to_json(self) -> str:
-    """The explanation as one JSON object: mesh, rules, arrays with their decisions, totals, findings."""
+    """The explanation as one JSON object: mesh, rules, arrays with their decisions, folds, totals, findings."""
     described = {
       'mesh': axis_sizes(self.layout.mesh),
       'rules': [repr(clause) for clause in self.layout.rules],
@@ -193,8 +229,20 @@ class Explanation(NamedTuple):
           'decisions': [self._decision_record(decision) for decision in row.decisions],
           'skipped': [self._skip_record(skip) for skip in row.skipped],
           'owner': None if row.owner is None else rule_text(row.owner),
+          'deviation': None if row.deviation is None else row.deviation.kind,
         }
         for record, row in zip(self.records(), self.rows, strict=True)
+      ],
+      'folded': [
+        {
+          'path': fold.path,
+          'copies': fold.copies,
+          'count': fold.count,
+          'first': fold.row.path,
+          'bytes': fold.bytes,
+          'bytes_per_device': fold.bytes_per_device,
+        }
+        for fold in self.folded
       ],
       'by_collection': {name: total._asdict() for name, total in self.by_collection.items()},
       'by_axis': {name: total._asdict() for name, total in self.by_axis.items()},
@@ -208,6 +256,7 @@ class Explanation(NamedTuple):
       'name': decision.name if isinstance(decision.name, str) else None,
       'axes': list(axis_names(decision.axes)),
       'rule': None if decision.rule is None else rule_text(decision.rule),
+      'further': None if decision.further is None else rule_text(decision.further),
       'skipped': [self._skip_record(skip) for skip in decision.skipped],
     }
 
@@ -219,8 +268,9 @@ class Explanation(NamedTuple):
 
   def _decided(self, decision: Decision) -> str:
     axes = ' x '.join(axis_names(decision.axes)) or 'replicated'
-    if decision.rule is not None:
-      return f'{axes}, by {self._rule(decision.rule)}'
+    rules = [rule for rule in (decision.rule, decision.further) if rule is not None]
+    if rules:
+      return f'{axes}, by {" and ".join(map(self._rule, rules))}'
     return f'{axes}, from the box' if axis_names(decision.axes) else f'{axes}, no rule decided'
 
   def _skipped(self, skip: Skipped) -> str:
@@ -239,16 +289,12 @@ class Explanation(NamedTuple):
 
   def __rich__(self) -> Group:
     from rich.console import Group  # 20 ms to import
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for name in ('path', 'array', 'sharded over (rule)'):
-      table.add_column(name, overflow='fold')
-    table.add_column('per device', justify='right')
-    for row in self.rows:
-      cells = [row.path, _array(row), _layout(row), size_text(row.bytes_per_device)]
-      table.add_row(*map(Text, cells))
+    cells = [
+      (fold.name, _arrays(fold), _layout(fold), size_text(fold.bytes_per_device)) for fold in self.folded
+    ]
+    table: Any = TextTable(('path', 'array', 'sharded over (rule)', 'per device'), cells)
     return Group(Text(repr(self.layout)), table, Text(self._summary()))
 
   def __str__(self) -> str:
@@ -262,7 +308,9 @@ class Explanation(NamedTuple):
   def _summary(self) -> str:
     lines = [_total('', Total.of(self.rows))]
     collections = self.by_collection
-    if len(collections) > 1 and not all(map(str.isdecimal, collections)):  # not for a list of layers
+    if len(collections) > 1 and len(collections) == len(
+      {_NUMBERS.sub('', name) for name in collections}
+    ):
       lines += [_total(f'{name}: ', total) for name, total in collections.items()]
     lines += [_total(f'over {axis!r}: ', total) for axis, total in self.by_axis.items() if total.arrays]
     return '\n'.join([*lines, *(f'- {finding.text}' for finding in self.findings)])
@@ -274,7 +322,8 @@ def explain(layout: Layout, tree: Any) -> Explanation:
 
   Args:
     layout: a layout over a concrete or abstract mesh.
-    tree: any tree, concrete or abstract.
+    tree: any tree, concrete or abstract. The sharding of an array that exists, or of an abstract one, is
+      compared with its plan.
 
   Returns:
     An explanation: print it, or read its rows.
@@ -289,38 +338,68 @@ def explain(layout: Layout, tree: Any) -> Explanation:
     >>> explain(layout, tree).rows[0].bytes_per_device
     128
   """
-  layout.sharding(tree)  # raises the problems of the tree; rows do not
-  rows = tuple(layout.rows(tree))
-  return Explanation(layout, rows, find(planner_for(layout.mesh, layout.rules), rows))
+  return explain_plan(layout, tree)
+
+
+def explain_plan(layout: Layout, planned: Any, stored: Any = None) -> Explanation:
+  """Explains the plan of a tree with names, and compares arrays that exist with it.
+
+  Args:
+    layout: the layout.
+    planned: the tree with its names, concrete or abstract.
+    stored: a tree with as many leaves in the same order, such as the state without boxes; None: the
+      leaves of `planned`.
+
+  Raises:
+    LayoutError: the trees differ in the number of leaves. Others as `explain`.
+  """
+  counts = [jax.tree.structure(tree).num_leaves for tree in (planned, stored) if stored is not None]
+  if len(set(counts)) > 1:
+    raise LayoutError(
+      f'The plan is of {plural(counts[0], "array")}, the state has {counts[1]}.\n'
+      'Fix: pass a state of the planned structure.'
+    )
+  planner = planner_for(layout.mesh, layout.rules)
+  rows = tuple(planner.checked_rows(planned, stored))
+  return Explanation(layout, rows, find(planner, rows))
+
+
+def _arrays(fold: FoldedRow) -> str:
+  """`float32[8,16]`, or `96 x float32[8,16]`."""
+  return _array(fold.row) if fold.count == 1 else f'{fold.count} x {_array(fold.row)}'
+
+
+_NUMBERS = re.compile('[0-9]+')  # names that differ in numbers only are layers, not collections
 
 
 def _array(row: Row) -> str:
   return f'{row.dtype}[{",".join(map(str, row.shape))}]'
 
 
-def _layout(row: Row) -> str:
+def _layout(fold: FoldedRow) -> str:
   """`layers, embed, mlp → model (1)`: the name, mesh axes and rule of every dimension."""
-  dimensions = ', '.join(map(_dimension, row.decisions)) or 'replicated'
+  row = fold.row
+  text = ', '.join(map(_dimension, row.decisions)) or 'replicated'
   if row.skipped and not axis_names(tuple(row.spec)):
-    dimensions += f' ({", ".join(f"{rule_text(skip.rule)}: {skip.reason}" for skip in row.skipped)})'
-  if row.inference is None:
-    return dimensions
-  return (
-    f'{dimensions} [{row.inference.how} of {row.inference.parameter or "a parameter outside this tree"}]'
-  )
+    text += f' ({", ".join(f"{rule_text(skip.rule)}: {skip.reason}" for skip in row.skipped)})'
+  if row.inference is not None:
+    parameter = row.inference.parameter or 'a parameter outside this tree'
+    text += f' [{row.inference.how} of {parameter if fold.count == 1 else "their parameters"}]'
+  return text if row.deviation is None else f'{text} [{row.deviation.text}]'
 
 
 def _dimension(decision: Decision) -> str:
-  axes = '+'.join(axis_names(decision.axes))
+  axes, rules = '+'.join(axis_names(decision.axes)), _rule_texts(decision)
+  by = f' ({rules})' if rules and axes else ''
   if not isinstance(decision.name, str) or decision.name == axes:
-    return (axes or '-') + (
-      '' if decision.rule is None or not axes else f' ({rule_text(decision.rule)})'
-    )
-  if not axes:
-    return decision.name
-  return f'{decision.name} → {axes}' + (
-    '' if decision.rule is None else f' ({rule_text(decision.rule)})'
-  )
+    return (axes or '-') + by
+  return f'{decision.name} → {axes}{by}' if axes else decision.name
+
+
+def _rule_texts(decision: Decision) -> str:
+  """`1`, or `1+3` for a dimension to which rule 3 added axes; '' if no rule decided."""
+  rules = [rule for rule in (decision.rule, decision.further) if rule is not None]
+  return '+'.join(map(rule_text, rules))
 
 
 def _dim_text(decision: Decision, row: Row) -> str:

@@ -6,65 +6,88 @@
     batch  = layout.shard(batch, ('batch', None))
     target = layout.abstract(create_state, key, x)     # restore target of a checkpoint
 
-A layout is a value: immutable, hashable, equal by content, and stored as TOML. To try another layout,
-create one; the model and the training step do not change.
+A layout is a value: immutable, hashable, equal by content, stored as TOML, and pickled. To try another
+layout, create one; the model and the training step do not change.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
-import warnings
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd._src import compat
-from flax_spmd._src.active_layout import InForce, check_in_step, scope
+from flax_spmd._src.active_layout import InForce, check_not_jitted
+from flax_spmd._src.data.common_values import check_arguments, check_choice, check_values
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.data.global_batches import Check, local_indices, local_to_global
 from flax_spmd._src.jit.arguments import Arguments, closed_over
-from flax_spmd._src.jit.jitted import Jitted
-from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe, make_mesh
+from flax_spmd._src.jit.jitted import Jitted, P, Result
+from flax_spmd._src.jit.named_axis import NamedAxis
+from flax_spmd._src.mesh import (
+  MeshLike,
+  PortableMesh,
+  abstract_mesh,
+  axis_sizes,
+  axis_types,
+  describe,
+  make_mesh,
+)
 from flax_spmd._src.multihost import check_same_on_every_process
-from flax_spmd._src.names import box_trees
+from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import leaf_names
+from flax_spmd._src.names.unit_paths import leaves_with_paths
+from flax_spmd._src.open_blocks import close_layout, open_layout
 from flax_spmd._src.plan import findings, placement_shardings
-from flax_spmd._src.plan.planner import Planner, planner_for
+from flax_spmd._src.plan.planner import common_spec, planner_for
+from flax_spmd._src.plan.result_shardings import plan_results, states_in
 from flax_spmd._src.plan.rows import Row
-from flax_spmd._src.plan.unboxed_states import UnboxedStates
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules import toml_format
 from flax_spmd._src.rules.decisions import rule_text
+from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.state_plan import Plan, State
+from flax_spmd._src.strictness import check_call, check_state
+from flax_spmd.errors import LayoutError
 
 if TYPE_CHECKING:
+  from flax_spmd._src.jit.jit_options import JitOptions
+  from flax_spmd._src.pipeline.pipeline_options import PipelineOptions
+  from flax_spmd._src.pipeline.pipelined import Pipelined
   from flax_spmd._src.pipeline.schedules.schedule import Schedule
 
-_NOT_PARTITIONABLE = (
-  'jax_threefry_partitionable is off: generating a sharded random array needs communication, or generates '
-  "the whole array on every device. Turn it on with jax.config.update('jax_threefry_partitionable', True); "
-  'this changes the random numbers.'
-)
+Key = TypeVar('Key')
+Tree = TypeVar('Tree')
+HostArray = np.ndarray | np.generic | complex  # and bool, int, float
+
 _ADDRESS = re.compile(' at 0x[0-9a-f]+')  # in the repr of a function; differs between processes
-_open_blocks: ContextVar[tuple[ExitStack, ...]] = ContextVar('flax_spmd_open_blocks', default=())
 
 
 @set_module('flax_spmd')
 class Layout:
   """A mesh and a rule table: they determine the sharding of every array of a model.
 
-  `with layout:` puts both in force for a block; `init`, `abstract` and `jit` need no such block.
+  `with layout:` puts both in force for a block; `init`, `abstract` and `jit` need no such block. An unpickled
+  layout is on the same devices if its process has them, and on an abstract mesh otherwise.
 
   Args:
     mesh: a mesh (concrete or abstract), or the size of each axis, for `make_mesh`.
     rules: a rule table: `Rules`, or a sequence of pairs `(logical name, mesh axes)`.
-    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`.
+    strict: whether surprises are errors, raised before anything runs: a large array without names or a rule in a
+      state; a large replicated array in a result, if neither its names, nor an argument, nor `out_rules` ask for it;
+      a result that has the form of an argument, but another sharding; a function without anything on the mesh; and
+      rules of Flax's `logical_axis_rules` that are not those of the layout. Concerns `plan`, `init`, `abstract`,
+      `shard`, and calls of `jit`; large means 1 MiB.
+    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`, `short_names`; see `Policies`.
 
   Raises:
     MeshError: the mesh cannot be created.
@@ -79,12 +102,15 @@ class Layout:
     P('data', 'model')
   """
 
-  def __init__(self, mesh: MeshLike | Mapping[str, int], rules: Any = (), **policies: Any):
+  def __init__(
+    self, mesh: MeshLike | Mapping[str, int], rules: Any = (), *, strict: bool = False, **policies: Any
+  ):
     self._mesh = mesh if isinstance(mesh, (Mesh, AbstractMesh)) else make_mesh(mesh)
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
+    self._strict = bool(strict)
     self._planner = planner_for(self._mesh, self._rules)
-    self._unboxed_states = _unboxed_states_of(self._planner)
+    self._in_force = InForce(self._mesh, self._rules, strict=self._strict)
 
   @property
   def mesh(self) -> MeshLike:
@@ -96,8 +122,15 @@ class Layout:
     """The rule table."""
     return self._rules
 
-  def replace(self, *, mesh: Any = None, rules: Any = None, **policies: Any) -> Layout:
-    """A copy of this layout with another mesh, other rules or other policies.
+  @property
+  def strict(self) -> bool:
+    """Whether surprises are errors."""
+    return self._strict
+
+  def replace(
+    self, *, mesh: Any = None, rules: Any = None, strict: bool | None = None, **policies: Any
+  ) -> Layout:
+    """A copy of this layout with another mesh, other rules, other strictness or other policies.
 
     A plain tuple of rules keeps this layout's policies; a `Rules` brings its own.
 
@@ -110,18 +143,44 @@ class Layout:
       rules = self._rules
     elif not isinstance(rules, Rules):
       rules = Rules.of(rules, **dataclasses.asdict(self._rules.policies))
-    return Layout(mesh or self._mesh, rules, **policies)
+    strict = self.strict if strict is None else strict
+    return Layout(mesh or self._mesh, rules, strict=strict, **policies)
 
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, Layout):
       return NotImplemented
-    return self._mesh == other._mesh and self._rules == other._rules
+    return (self._mesh, self._rules, self._strict) == (other._mesh, other._rules, other._strict)
 
   def __hash__(self) -> int:
-    return hash((self._mesh, self._rules))
+    return hash((self._mesh, self._rules, self._strict))
 
   def __repr__(self) -> str:
-    return f'Layout({describe(self._mesh)}, {self._rules!r})'
+    strict = ', strict=True' if self.strict else ''
+    return f'Layout({describe(self._mesh)}, {self._rules!r}{strict})'
+
+  def __copy__(self) -> Self:
+    return self
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    return self
+
+  def __reduce__(self):
+    pickled = self.__dict__.get('_pickled_mesh')
+    return _unpickled, (pickled or PortableMesh.of(self._mesh), self._rules, self._strict)
+
+  if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+    def __getattr__(self, name: str) -> Any:
+      """Finds the devices of an unpickled layout when they are first needed.
+
+      Looking for devices starts JAX's backend, which takes memory on them or fails where another process
+      has them. A data-loading process that only reads the rules does not need it.
+      """
+      mesh = self.__dict__.get('_pickled_mesh')
+      if mesh is not None and name.startswith('_') and not name.startswith('__'):
+        self.__init__(mesh.here(), self._rules, strict=self._strict)
+        self.__dict__.pop('_pickled_mesh', None)
+      return object.__getattribute__(self, name)
 
   # -- planning: allocates nothing, runs nothing
 
@@ -160,12 +219,12 @@ class Layout:
     """
     if placements is not None:
       return jax.tree.structure(tree).unflatten(self._shardings(tree, placements))
-    return self._planner.shardings(self._unboxed_states.rebox(tree))
+    return self._planner.shardings(tree)
 
   def names(self, tree: Any, *, logical_only: bool = False) -> list[Any]:
     """The axis names of each leaf, in the order of `jax.tree.leaves(tree)`; None for a leaf without names.
 
-    A state that this layout created with `boxed=False` keeps the names of its boxes.
+    For a state without boxes, use `plan`.
 
     Args:
       tree: any tree, concrete or abstract.
@@ -177,10 +236,10 @@ class Layout:
       >>> layout.names({'b': jnp.ones(16), 'w': w})
       [None, ('embed', 'hidden')]
     """
-    return leaf_names(self._unboxed_states.rebox(tree), logical_only=logical_only)
+    return leaf_names(tree, logical_only=logical_only)
 
   def check(self, tree: Any) -> findings.Findings:
-    """Likely mistakes: misspelt names, idle rules, idle mesh axes, large replicated arrays.
+    """Likely mistakes: arrays not stored as planned, misspelt names, idle rules and mesh axes, large replicated arrays.
 
     Args:
       tree: any tree, concrete or abstract.
@@ -197,11 +256,11 @@ class Layout:
       name 'embd' has no rule and is replicated (1 array: w). Did you mean 'embed'?
       mesh axis 'model' (8) is not used by this tree.
     """
-    rows = self._planner.checked_rows(self._unboxed_states.rebox(tree))
+    rows = self._planner.checked_rows(tree)
     return findings.find(self._planner, rows)
 
   def rows(self, tree: Any) -> list[Row]:
-    """One `Row` per array: path, shape, names, spec, decisions and bytes. Never raises.
+    """One `Row` per array: path, shape, names, spec, decisions, bytes, and its own sharding. Never raises.
 
     Example:
       >>> layout = Layout({'model': 8}, (('hidden', 'model'),))
@@ -210,16 +269,42 @@ class Layout:
       >>> row.path, row.spec, row.bytes, row.bytes_per_device, row.copies
       ('w', P(None, 'model'), 512, 64, 1)
     """
-    return self._planner.rows(self._unboxed_states.rebox(tree))
+    return self._planner.rows(tree)
 
-  def abstract(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
+  def plan(self, fn: Callable[..., State], *args: Any, boxed: bool = True, **kwargs: Any) -> Plan[State]:
+    """The plan of a state: its structure, shapes, dtypes, names and shardings. Nothing runs.
+
+    A plan creates the state, restores it, and gives its names where the state itself has none (`boxed=False`).
+
+    Args:
+      fn: function that creates a state (variables, a TrainState, any tree) from keys and arrays.
+      *args, **kwargs: arguments of `fn`. Arrays may be abstract. All other objects, such as a model, an optimizer or
+        a number, are passed to `fn` as they are.
+      boxed: whether the state has boxes. Without boxes a step has no cost for opening them; the plan has the names.
+
+    Returns:
+      A plan: `init()`, `abstract()`, `shard(tree)`, `explain()`, `shardings`, `names`.
+
+    Raises:
+      LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as for `spec`.
+      RulesError: the table has rules that shard by path, but none matches, and no array is sharded.
+
+    Example:
+      >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
+      >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'hidden'))
+      >>> plan = layout.plan(nn.Dense(16, kernel_init=init).init, jax.random.key(0), jnp.ones((1, 8)), boxed=False)
+      >>> plan.shardings['params']['kernel'].spec
+      P(None, 'model')
+      >>> plan.init()['params']['kernel'].shape
+      (8, 16)
+    """
+    return self._planned(fn, args, kwargs, boxed)
+
+  def abstract(self, fn: Callable[..., State], *args: Any, boxed: bool = True, **kwargs: Any) -> State:
     """The result of `init` as shapes, dtypes and shardings; nothing runs. Used as a restore target.
 
     Args:
-      fn: function that creates a state.
-      *args, **kwargs: arguments of `fn`. Arrays may be abstract. Other objects, such as a model or an
-        optimizer, are passed through.
-      boxed: whether the state keeps its boxes. Without boxes, the layout remembers the names.
+      fn, *args, boxed, **kwargs: see `plan`.
 
     Returns:
       The state, with a `jax.ShapeDtypeStruct` (shape, dtype and sharding) for every array.
@@ -236,30 +321,15 @@ class Layout:
       >>> kernel.shape, kernel.sharding.spec
       ((1024, 4096), P(None, 'model'))
     """
-    fn, arrays = closed_over(fn, args, kwargs)
-    with self:
-      state = jax.eval_shape(fn, arrays)
-    shardings = self._planner.leaf_shardings(state)
-    state = self._recorded(state) if boxed else self._unboxed_states.unbox(state)
-    leaves, treedef = jax.tree.flatten(state)
-    return treedef.unflatten(
-      jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, 'weak_type', False)
-      )
-      for leaf, sharding in zip(leaves, shardings, strict=True)
-    )
+    return self.plan(fn, *args, boxed=boxed, **kwargs).abstract()
 
   # -- running
 
-  def init(self, fn: Callable[..., Any], *args: Any, boxed: bool = True, **kwargs: Any) -> Any:
+  def init(self, fn: Callable[..., State], *args: Any, boxed: bool = True, **kwargs: Any) -> State:
     """Creates a sharded state: runs `fn` such that no device ever holds a whole sharded parameter.
 
     Args:
-      fn: function that creates a state (variables, a TrainState, any tree) from keys and arrays.
-      *args, **kwargs: arguments of `fn`. Objects other than arrays and numbers, such as a model or an
-        optimizer, are passed through.
-      boxed: whether the state keeps its boxes. Without boxes a call has no unboxing cost; the layout
-        remembers the names.
+      fn, *args, boxed, **kwargs: see `plan`, whose `init` this is.
 
     Returns:
       The state, with every array on the layout's mesh. Arrays that no rule applies to are replicated.
@@ -268,9 +338,10 @@ class Layout:
       UserWarning: `jax_threefry_partitionable` is off, so random arrays are not generated shard by shard.
 
     Raises:
-      MeshError: the mesh is abstract.
+      MeshError: the mesh is abstract, or the function constrains arrays on another mesh.
       LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: as for `spec`; raised before anything
-        is compiled.
+        is compiled. In a job of several processes also: arguments differ between processes in value (a
+        key of another seed, say), or layouts do. Every process raises it.
 
     Example:
       >>> layout = Layout({'data': 2, 'model': 4}, (('hidden', 'model'),))
@@ -280,14 +351,13 @@ class Layout:
       P(None, 'model')
     """
     placement_shardings.check_concrete(self._mesh)
-    if self._mesh.size > 1 and not compat.threefry_partitionable():
-      warnings.warn(_NOT_PARTITIONABLE, stacklevel=2)
-    if jax.process_count() > 1:
-      self.check_processes(self.abstract(fn, *args, **kwargs))
-    fn, arrays = closed_over(fn, args, kwargs)
-    finish = self._recorded if boxed else self._unboxed_states.unbox
-    return Jitted(fn, self._mesh, self._rules, self._planner.leaf_shardings, {}, finish)(arrays)
+    check_arguments(args, kwargs)
+    return self._planned(fn, args, kwargs, boxed, compared=True).init()
 
+  @overload
+  def jit(self, fn: Callable[P, Result], **options: Unpack[JitOptions]) -> Jitted[P, Result]: ...
+  @overload
+  def jit(self, **options: Unpack[JitOptions]) -> Callable[[Callable[P, Result]], Jitted[P, Result]]: ...
   def jit(
     self,
     fn: Callable[..., Any] | None = None,
@@ -295,6 +365,9 @@ class Layout:
     in_rules: Any = None,
     out_rules: Any = None,
     in_constraints: Any = None,
+    axis_name: str | None = None,
+    in_axes: Any = None,
+    out_axes: Any = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -305,14 +378,22 @@ class Layout:
   ) -> Any:
     """`jax.jit` under this layout: constraints follow its rules, and states keep its shardings.
 
-    Arguments keep their shardings. Results that are states get the layout's shardings; the compiler chooses
-    the shardings of other results. A state contains boxes, or has the structure and shapes of a state that
-    `init` or `abstract` planned before the first call. Each element of a tuple is a separate result.
+    Arguments keep their shardings. For every part of a result, at any depth: arrays with names are sharded by the
+    rules; a part that has the structure and shapes of an argument, or of a part of one, comes out as that came in;
+    the compiler chooses the rest.
+
+    Arguments that are neither arrays nor numbers (functions, enums, configurations) are static. They have to be
+    hashable. `static_argnames` does the same in less time per call.
 
     `in_rules`, `out_rules` and `in_constraints` override this with *placements*. A placement is logical
     names (a tuple), a PartitionSpec of mesh axes, a sharding, a rule table (`Rules`, `fsdp(...)`, a
     function) or None (the behaviour above). A tree of placements may be a prefix of the argument or result.
     A rule table sees paths relative to its part of the tree.
+
+    `axis_name` is for a function that was written for `jax.pmap`: it reduces over that axis (`lax.pmean`,
+    `BatchNorm(axis_name=...)`), and computes one part of the batch. The rules give the name its mesh axes, as they do
+    for a dimension of the batch, and there is one part for each index along these. Batches have no dimension for
+    devices; states may be sharded by any rules.
 
     Args:
       fn: function to compile; if omitted, `jit` returns a decorator. Keep the returned function: every
@@ -323,12 +404,24 @@ class Layout:
       out_rules: placement or prefix tree of placements for the result.
       in_constraints: as `in_rules`, but arguments keep their shardings and are resharded inside the
         program.
+      axis_name: axis name to bind inside the function: a name with a rule, or a mesh axis. Not on a mesh with
+        Explicit axes.
+      in_axes: with `axis_name`, one entry per argument: the dimension that its arrays are split along, None for an
+        argument that every part gets whole, or a tree of these that is a prefix of the argument. An integer is for
+        all arguments, a dict goes by parameter name. Default: `(None, 0)`, for a state and a batch.
+      out_axes: with `axis_name`, None for a result that is equal in all parts, the dimension along which the parts
+        of a result are joined, or a tree of these that is a prefix of the result. Single numbers are joined to one
+        array of them. Default: None; results that differ are an error.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 
     Returns:
       A function with `.lower`, `.trace` and `.eval_shape`, which accept abstract arguments too. It raises
-      `LayoutError` if arguments do not fit their placements, before anything is compiled.
+      `LayoutError` if arguments do not fit their placements, and `MeshError` if the function constrains arrays on
+      another mesh (unless that is a view of the same devices with axis names of its own), before anything is
+      compiled. `.explain` reports the shardings and the communication of the compiled program as a
+      `ProgramExplanation`.
+      A function of a strict layout raises it for every surprise too, before it runs; `lower` and `explain` do not.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -338,6 +431,9 @@ class Layout:
       >>> total = layout.jit(lambda w, x: x @ w, in_rules=(fsdp('data', min_size=1), ('batch', None)))
       >>> total(jnp.ones((4, 16)), np.ones((8, 4))).shape
       (8, 16)
+      >>> mean = layout.jit(lambda w, x: jax.lax.pmean(jnp.mean(w * x), 'batch'), axis_name='batch')
+      >>> mean(2.0, jnp.arange(16.0))
+      Array(15., dtype=float32)
     """
     options = {
       'donate_argnums': donate_argnums,
@@ -349,17 +445,38 @@ class Layout:
       'compiler_options': compiler_options,
     }
     placements = {'in_rules': in_rules, 'out_rules': out_rules, 'in_constraints': in_constraints}
+    axis = NamedAxis.of(axis_name, in_axes, out_axes)
     if fn is None:
-      return functools.partial(self.jit, **placements, **options)
+      axes = {'axis_name': axis_name, 'in_axes': in_axes, 'out_axes': out_axes}
+      return functools.partial(self.jit, **placements, **axes, **options)
+    check_not_jitted(fn, self._in_force)
     arguments = Arguments.of(fn, options)
+    if axis is not None:
+      fn = axis.bound(fn, arguments, self._mesh, self._rules)
     if in_constraints is not None:
       fn = arguments.constrained(fn, in_constraints)
     plan_inputs = None
     if in_rules is not None:
       plan_inputs = functools.partial(self._input_shardings, arguments=arguments, placements=in_rules)
-    plan_outputs = functools.partial(self._output_shardings, placements=out_rules)
-    return Jitted(fn, self._mesh, self._rules, plan_outputs, options, plan_inputs=plan_inputs)
+    plan_results = functools.partial(self._plan_results, placements=out_rules)
+    return Jitted(
+      fn,
+      self._in_force,
+      plan_results,
+      options,
+      plan_inputs,
+      self._stored_specs,
+      functools.partial(check_call, mesh=self._mesh) if self.strict and self._mesh.size > 1 else None,
+    )
 
+  @overload
+  def pipeline_jit(
+    self, fn: Callable[P, Result], **options: Unpack[PipelineOptions]
+  ) -> Pipelined[P, Result]: ...
+  @overload
+  def pipeline_jit(
+    self, **options: Unpack[PipelineOptions]
+  ) -> Callable[[Callable[P, Result]], Pipelined[P, Result]]: ...
   def pipeline_jit(
     self,
     fn: Callable[..., Any] | None = None,
@@ -435,13 +552,21 @@ class Layout:
     if in_rules is not None:
       arguments = Arguments.of(fn, options)
       plan_inputs = functools.partial(self._input_shardings, arguments=arguments, placements=in_rules)
-    plan_outputs = functools.partial(self._output_shardings, placements=out_rules)
+    plan_results = functools.partial(self._plan_results, placements=out_rules)
     from flax_spmd._src.pipeline.pipelined import Pipelined  # with SciPy's graphs, 0.4 s to import
 
     return Pipelined(
-      fn, self._mesh, self._rules, axis, schedule, plan_outputs, plan_inputs, threads, stages, options
+      fn, self._mesh, self._rules, axis, schedule, plan_results, plan_inputs, threads, stages, options
     )
 
+  @overload
+  def shard(self, tree: HostArray, placements: Any = None) -> jax.Array: ...
+  @overload
+  def shard(self, tree: dict[Key, np.ndarray], placements: Any = None) -> dict[Key, jax.Array]: ...
+  @overload
+  def shard(self, tree: tuple[np.ndarray, ...], placements: Any = None) -> tuple[jax.Array, ...]: ...
+  @overload
+  def shard(self, tree: Tree, placements: Any = None) -> Tree: ...
   def shard(self, tree: Any, placements: Any = None) -> Any:
     """Transfers existing arrays to the mesh, all in one `jax.device_put`.
 
@@ -471,8 +596,20 @@ class Layout:
     """
     placement_shardings.check_concrete(self._mesh)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(jax.device_put(leaves, self._shardings(tree, placements)))
+    shardings = self._shardings(tree, placements)
+    if self.strict:
+      by_rules = tree if placements is None else placement_shardings.unplaced(tree, placements)[0]
+      check_state(self._planner, by_rules)
+    return treedef.unflatten(jax.device_put(leaves, shardings))
 
+  @overload
+  def replicate(self, tree: HostArray) -> jax.Array: ...
+  @overload
+  def replicate(self, tree: dict[Key, np.ndarray]) -> dict[Key, jax.Array]: ...
+  @overload
+  def replicate(self, tree: tuple[np.ndarray, ...]) -> tuple[jax.Array, ...]: ...
+  @overload
+  def replicate(self, tree: Tree) -> Tree: ...
   def replicate(self, tree: Any) -> Any:
     """Copies every array of a tree to every device of the mesh, all in one `jax.device_put`.
 
@@ -505,8 +642,9 @@ class Layout:
       tree: this process's part: numpy arrays, or JAX arrays of this process.
       placements: logical names, a PartitionSpec of mesh axes, a sharding, or None (replicated); or a tree
         of these that is a prefix of `tree`.
-      check: when processes compare paths, shapes, dtypes and shardings: for a batch with a 'new'
-        structure, 'always', or 'never'.
+      check: when processes compare paths, shapes, dtypes, shardings and, by hash, the values that several
+        of them hold (rows, if a tensor-parallel axis spans processes): for a batch with a 'new' structure,
+        'always', or 'never'.
 
     Returns:
       The tree, with a global `jax.Array` for every leaf.
@@ -556,44 +694,61 @@ class Layout:
       local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     )
 
-  def check_processes(self, tree: Any = None) -> None:
-    """Checks that all processes have the same layout and shard `tree` alike.
+  def check_processes(self, tree: Any = None, *, values: bool | Literal['part'] = False) -> None:
+    """Checks that all processes have the same layout, shard `tree` alike and hold the same values in common.
 
-    `init` calls it. The processes communicate through the coordination service of `jax.distributed`, not
-    through devices. In a job of one process it does nothing.
+    `init` calls it, without values. The processes communicate through the coordination service of
+    `jax.distributed`, not through devices. In a job of one process it does nothing.
+
+    Values are compared by hash: replicated arrays, host arrays, numbers and keys between all processes, a
+    shard between those that hold it. Of several equal shards on one process, one is read. An array that is
+    committed to devices of one process is its own. Call it every so many steps, on every process at the
+    same ones; it waits for the step. Accelerators add up the bits of an array of more than 4 KiB to 32
+    bits; smaller arrays are transferred.
 
     Args:
-      tree: a tree whose shardings to compare, concrete or abstract; None: only the layout.
+      tree: a tree to compare; None: only the layout. Concrete or abstract, but concrete with `values`.
+      values: whether to compare the values and the actual shardings of `tree`, instead of the shardings
+        that the layout plans for it. True: every bit. 'part': numbers, and arrays whose shards have at most
+        4 KiB; of larger shards a sixteenth, others at each call, so that 16 calls read all of them.
 
     Raises:
-      LayoutError: the layouts or shardings differ (the message shows the first lines that differ, and on
-        which processes), or a process does not arrive in time. Every process raises it.
+      LayoutError: layouts, shardings or values differ (the message shows the first lines that differ, or
+        all paths, and on which processes), a process does not arrive in time, or `values` is no choice.
+        Every process raises it.
 
     Example:
-      >>> Layout({'data': 8}).check_processes({'w': jnp.ones((8, 16))})
+      >>> layout = Layout({'data': 8})
+      >>> layout.check_processes({'w': jnp.ones((8, 16))})
+      >>> for step in range(1000):  # the loop of a training run
+      ...   state = {'w': jnp.ones((8, 16)), 'step': step}
+      ...   layout.check_processes(state, values=True if step % 100 == 0 else 'part')
     """
+    check_choice(values)
+    if jax.process_count() == 1:
+      return
     rules = self._rules.all_rules(annotations=True)
-    rows = [] if tree is None else self.rows(tree)
+    rows = [] if tree is None or values else self.rows(tree)
     lines = [
       f'mesh {describe(self._mesh)}',
+      *(['strict'] if self.strict else []),
       *(f'rule {rule_text(rule)} {_ADDRESS.sub("", repr(clause))}' for rule, clause in rules),
       repr(self._rules.policies),
       *(f'{row.path}: {row.dtype}{list(row.shape)} as {row.spec}' for row in rows),
     ]
-    check_same_on_every_process('the layout', '\n'.join(lines))
+    text = '\n'.join(lines)
+    if values:
+      check_values(leaves_with_paths(tree), 'the layout', text, in_turns=values == 'part')
+    else:
+      check_same_on_every_process('the layout', text)
 
   def __enter__(self) -> Self:
-    check_in_step()
-    with ExitStack() as stack:
-      stack.enter_context(compat.mesh_scope(self._mesh))
-      stack.enter_context(scope(InForce(self._mesh, self._rules)))
-      _open_blocks.set((*_open_blocks.get(), stack.pop_all()))
+    open_layout(self._in_force, id(sys._getframe(1)))
     return self
 
   def __exit__(self, *exc_info: Any) -> None:
-    *outer, stack = _open_blocks.get()
-    _open_blocks.set(tuple(outer))
-    stack.__exit__(*exc_info)
+    if not sys.is_finalizing():  # the modules of a suspended generator may be gone by then
+      close_layout(self._in_force, id(sys._getframe(1)))
 
   # -- text
 
@@ -617,7 +772,9 @@ class Layout:
       ]
       <BLANKLINE>
     """
-    return toml_format.write(axis_sizes(self._mesh), axis_types(self._mesh), self._rules)
+    return toml_format.write(
+      axis_sizes(self._mesh), axis_types(self._mesh), self._rules, strict=self.strict
+    )
 
   @classmethod
   def from_toml(cls, text: str, *, mesh: MeshLike | None = None, devices: int | None = None) -> Layout:
@@ -648,9 +805,24 @@ class Layout:
     elif mesh is None:
       mesh = make_mesh(parsed.axes, axis_types=parsed.types)
     toml_format.check_same_axes(parsed, axis_sizes(mesh))
-    return cls(mesh, parsed.rules)
+    return cls(mesh, parsed.rules, strict=parsed.strict)
 
   # -- internals
+
+  def _planned(self, fn: Any, args: Any, kwargs: Any, boxed: bool, *, compared: bool = False) -> Plan:
+    """The plan of a state. `compared`: whether its arguments have been compared between the processes."""
+    if not callable(fn):
+      raise LayoutError(
+        f'A {type(fn).__name__} is not a function that creates a state.\n'
+        'Fix: pass the function and its arguments; layout.shard transfers a state that exists.'
+      )
+    of_arrays, arrays = closed_over(fn, args, kwargs)
+
+    def planned(result: Any, *_: Any) -> list[PlannedResult]:
+      return [PlannedResult(sharding, 'names') for sharding in self._planner.leaf_shardings(result)]
+
+    create = Jitted(of_arrays, self._in_force, planned, {})
+    return Plan(self, self._planner, create, arrays, None if compared else (args, kwargs), boxed)
 
   def _shardings(self, tree: Any, placements: Any) -> list[Any]:
     """The sharding of each leaf of a tree: by its placement or, without one, by the rules."""
@@ -659,60 +831,43 @@ class Layout:
     return placement_shardings.shardings_by(tree, placements, self._planner, self._shardings_by_rules)
 
   def _shardings_by_rules(self, tree: Any) -> list[NamedSharding]:
-    return self._planner.leaf_shardings(self._unboxed_states.rebox(tree))
+    return self._planner.leaf_shardings(tree)
 
   def _input_shardings(self, dynamic: Any, arguments: Arguments, placements: Any) -> list[Any]:
     """The required sharding of each leaf of the arguments; None accepts any."""
     spread = arguments.spread(placements, dynamic)
     return placement_shardings.shardings_by(dynamic, spread, self._planner, _unspecified)
 
-  def _output_shardings(self, result: Any, placements: Any = None) -> list[Any]:
-    """The sharding of each leaf of a jitted function's result; None leaves it to the compiler."""
+  def _plan_results(
+    self, result: Any, dynamic: Any, constrained: Sequence[bool], placements: Any = None
+  ) -> list[PlannedResult]:
+    """The plan of each leaf of a jitted function's result."""
     if placements is None:
-      return self._result_shardings(result)
-    return placement_shardings.shardings_by(result, placements, self._planner, self._result_shardings)
+      return plan_results(result, dynamic, constrained, self._planner)
+    placed = placement_shardings.shardings_by(result, placements, self._planner, _unspecified)
+    rest, is_in_rest = placement_shardings.unplaced(result, placements)
+    marks = list(itertools.compress(constrained, is_in_rest))
+    planned = iter(plan_results(rest, dynamic, marks, self._planner))
+    return [
+      next(planned) if unplaced else PlannedResult(sharding, 'placement')
+      for sharding, unplaced in zip(placed, is_in_rest, strict=True)
+    ]
 
-  def _result_shardings(self, result: Any) -> list[NamedSharding | None]:
-    """Shardings for those elements of a result that are states: with boxes, or planned by this layout."""
-    result = self._unboxed_states.rebox(result)
-    elements = jax.tree.leaves(
-      result,
-      is_leaf=lambda node: (
-        type(node) not in (tuple, list) or self._unboxed_states.shardings_of(node) is not None
-      ),
-    )
-    if self._planner.looks_at_paths:  # path rules match paths within each state
-      return [sharding for element in elements for sharding in self._element_shardings(element)]
-    in_state: list[bool] = []
-    for element in elements:
-      is_state = self._unboxed_states.shardings_of(element) is not None or has_boxes(element)
-      in_state += [is_state] * len(jax.tree.leaves(element))
-    planned = self._planner.leaf_shardings(result)
-    return [sharding if pinned else None for sharding, pinned in zip(planned, in_state, strict=True)]
+  def _stored_specs(self, dynamic: Any) -> tuple[tuple[Any, Any], ...]:
+    """The specs that a step opens boxes with; see `Planner.stored_specs`. Each argument is a state of its own."""
+    args, kwargs = dynamic
+    specs: dict[Static, set[PartitionSpec]] = defaultdict(set)
+    for state in states_in([*args, *kwargs.values()]):
+      for static, spec in self._planner.stored_specs(state).items():
+        specs[static].add(spec)
+    return tuple((static, common_spec(static, each)) for static, each in specs.items())
 
-  def _element_shardings(self, element: Any) -> Sequence[NamedSharding | None]:
-    """The shardings of one element: as planned before, by its names, or unspecified."""
-    recorded = self._unboxed_states.shardings_of(element)
-    if recorded is not None:
-      return recorded
-    return self._planner.leaf_shardings(element) if has_boxes(element) else _unspecified(element)
 
-  def _recorded(self, state: Any) -> Any:
-    """Records the shardings of a state if rules apply to arrays without names: it may have no boxes."""
-    return self._unboxed_states.record(state) if self._planner.places_unnamed_arrays else state
+def _unpickled(mesh: PortableMesh, rules: Rules, strict: bool) -> Layout:
+  layout = object.__new__(Layout)
+  layout.__dict__.update(_pickled_mesh=mesh, _rules=rules, _strict=strict)
+  return layout
 
 
 def _unspecified(tree: Any) -> list[None]:
   return [None] * len(jax.tree.leaves(tree))
-
-
-def has_boxes(tree: Any) -> bool:
-  """Whether a tree contains boxes."""
-  is_box = box_trees.is_axis_metadata
-  return any(map(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
-
-
-@functools.lru_cache(maxsize=256)
-def _unboxed_states_of(planner: Planner) -> UnboxedStates:
-  """Equal layouts share the states that they remember."""
-  return UnboxedStates(planner.leaf_shardings)

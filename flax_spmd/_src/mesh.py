@@ -8,6 +8,8 @@ nothing accept both.
     mesh = make_mesh({'fsdp': -1}, dcn={'replica': 2})  # 2 slices of 4 devices: replica 2, fsdp 4
     mesh = abstract_mesh({'data': 64, 'model': 8})      # needs no devices
 
+JAX cannot pickle a concrete mesh. `PortableMesh` describes its devices, and finds them in another process.
+
 Axis types are always passed to JAX explicitly, since its defaults differ between versions. The default of
 this package is `AxisType.Auto`.
 """
@@ -16,17 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import MeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
+
+MOST_DEVICES = 2**31 - 1
 
 
 @set_module('flax_spmd')
@@ -45,7 +50,9 @@ def make_mesh(
       sizes.
     dcn: size per axis name over the slow network (DCN) between slices or hosts, for hybrid meshes. The
       size of an axis that is also in `axes` is the product of both, with the slices outermost; other axes
-      come first. Devices of a single process and slice are split into equal groups, for experiments.
+      come first. One size may be -1: the number of slices (of processes, where devices have no slices)
+      divided by the other sizes. Devices of a single process and slice are split into equal groups, for
+      experiments.
     devices: devices to use; default `jax.devices()`. Surplus devices are ignored.
     axis_types: one `AxisType` for all axes, or one per axis name (default Auto).
     split_physical_axes: whether several mesh axes may share one physical axis of a torus.
@@ -54,8 +61,8 @@ def make_mesh(
     A `jax.sharding.Mesh`.
 
   Raises:
-    MeshError: a size is invalid, there are too few devices or slices, or an axis type is invalid or names
-      an unknown axis.
+    MeshError: a size is invalid, -1 cannot be filled in, there are too few devices or slices, or an axis
+      type is invalid or names an unknown axis.
 
   Example:
     >>> dict(make_mesh({'data': 2, 'model': -1}).shape)
@@ -64,10 +71,10 @@ def make_mesh(
     {'replica': 2, 'fsdp': 4}
   """
   devices = list(jax.devices() if devices is None else devices)
-  slices = _slices(devices, dict(dcn or {}))
+  outer = _dcn_sizes(devices, dict(dcn or {}))
+  slices = _slices(devices, outer)
   inner = _fill_in(dict(axes), min(map(len, slices)))
   needed = math.prod(inner.values())
-  outer = dict(dcn or {})
   names = [*(name for name in outer if name not in inner), *inner]
   sizes = {name: inner.get(name, 1) * outer.get(name, 1) for name in names}
   if needed > min(map(len, slices)):
@@ -78,7 +85,7 @@ def make_mesh(
       f'without devices: flax_spmd.abstract_mesh({sizes}).'
     )
   types = _types(sizes, axis_types)
-  if not dcn and not split_physical_axes:
+  if not outer and not split_physical_axes:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices[:needed])
   shape = [inner.get(name, 1) for name in names]
   grids = [
@@ -114,8 +121,53 @@ def abstract_mesh(
     {'data': 32, 'model': 8}
   """
   sizes = dict(axes) if devices is None else _fill_in(dict(axes), devices)
-  _check_sizes(sizes, allow_fill=False)
+  _check_sizes(sizes, f'The mesh {sizes}', allow_fill=False)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_types(sizes, axis_types))
+
+
+class PortableMesh(NamedTuple):
+  """A mesh as a value that can be pickled.
+
+  Attributes:
+    axes: size per axis name, in order.
+    types: `AxisType` per axis.
+    devices: platform and id of each device, in the order of the mesh; None for an abstract mesh.
+
+  Example:
+    >>> portable = PortableMesh.of(make_mesh({'data': 8}))
+    >>> portable.devices[0], portable.here() == make_mesh({'data': 8})
+    (('cpu', 0), True)
+  """
+
+  axes: dict[Any, int]
+  types: tuple[AxisType, ...]
+  devices: tuple[tuple[str, int], ...] | None
+
+  @classmethod
+  def of(cls, mesh: MeshLike) -> Self:
+    """The description of a mesh."""
+    devices = None
+    if isinstance(mesh, Mesh):
+      devices = tuple((device.platform, device.id) for device in mesh.devices.flat)
+    return cls(axis_sizes(mesh), tuple(mesh.axis_types), devices)
+
+  def here(self) -> MeshLike:
+    """The mesh on this process's devices; an abstract one if the process lacks some of them."""
+    return self.on_devices() or AbstractMesh(
+      tuple(self.axes.values()), tuple(self.axes), axis_types=self.types
+    )
+
+  def on_devices(self) -> Mesh | None:
+    """The mesh on this process's devices; None if it has none, or if the process lacks some of them.
+
+    This starts JAX's backend, which a data-loading process may have to avoid.
+    """
+    known = {} if self.devices is None else _devices_of({platform for platform, _ in self.devices})
+    devices = [known.get(device) for device in self.devices or ()]
+    if not devices or None in devices:
+      return None
+    grid = np.array(devices, object).reshape(tuple(self.axes.values()))
+    return Mesh(grid, tuple(self.axes), axis_types=self.types)
 
 
 def axis_sizes(mesh: MeshLike) -> dict[str, int]:
@@ -142,14 +194,63 @@ def current_mesh() -> AbstractMesh | None:
   return None if mesh.empty else mesh
 
 
+def placed_sharding(leaf: Any, mesh: MeshLike) -> NamedSharding | None:
+  """The sharding of an argument on the devices of a mesh; None for one that JAX may place anywhere.
+
+  Args:
+    leaf: an argument of a function: an array, concrete or abstract, or anything else.
+    mesh: a mesh, concrete or abstract.
+  """
+  sharding = getattr(leaf, 'sharding', None)
+  if not isinstance(sharding, NamedSharding) or isinstance(leaf, Tracer):
+    return None
+  if isinstance(leaf, jax.Array) and not leaf.committed:
+    return None
+  same = sharding.mesh is mesh or sharding.mesh == mesh
+  return sharding if same or _have_same_devices(sharding.mesh, mesh) else None
+
+
+def _have_same_devices(one: MeshLike, other: MeshLike) -> bool:
+  if not (isinstance(one, Mesh) and isinstance(other, Mesh)):
+    return False
+  return set(one.devices.flat) == set(other.devices.flat)
+
+
 def describe(mesh: MeshLike | Mapping[str, int]) -> str:
   """A mesh as text for messages: `{'data': 2, 'model': 4}`."""
   return repr(dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh))
 
 
+def _devices_of(platforms: Iterable[str]) -> dict[tuple[str, int], Any]:
+  """The devices of some platforms, by platform and id; none for a platform that JAX does not have here."""
+  found = {}
+  for platform in platforms:
+    try:
+      found.update({(platform, device.id): device for device in jax.devices(platform)})
+    except RuntimeError:
+      continue
+  return found
+
+
+def _dcn_sizes(devices: Sequence[Any], dcn: dict[str, int]) -> dict[str, int]:
+  """The sizes between slices, with a -1 replaced by the number of slices divided by the other sizes."""
+  _check_sizes(dcn, f'dcn={dcn}', allow_fill=True)
+  indices = {getattr(device, 'slice_index', None) for device in devices}
+  kind = 'slice(s)' if indices != {None} else 'process(es)'
+  count = len(indices if indices != {None} else {device.process_index for device in devices})
+  known = math.prod(size for size in dcn.values() if size != -1)
+  if -1 in dcn.values() and count % known:
+    name = next(name for name, size in dcn.items() if size == -1)
+    raise MeshError(
+      f'The size of axis {name!r} of dcn={dcn} cannot be computed: the {_count(devices)} in {count} {kind}, '
+      f'which is not divisible by {known}.\n'
+      f'Fix: pass a size for {name!r}, or choose other sizes that divide {count}.'
+    )
+  return {name: count // known if size == -1 else size for name, size in dcn.items()}
+
+
 def _slices(devices: Sequence[Any], dcn: dict[str, int]) -> list[list[Any]]:
   """The devices of each slice; one group of all devices without a hybrid mesh."""
-  _check_sizes(dcn, allow_fill=False)
   count = math.prod(dcn.values())
   if count == 1:
     return [list(devices)]
@@ -187,7 +288,7 @@ def hybrid_grid(grids: Sequence[np.ndarray], outer: Sequence[int]) -> np.ndarray
 
 def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:
   """`sizes` with a -1 replaced by the number of available devices divided by the other sizes."""
-  _check_sizes(sizes, allow_fill=True)
+  _check_sizes(sizes, f'The mesh {sizes}', allow_fill=True)
   unknown = [name for name, size in sizes.items() if size == -1]
   if not unknown:
     return sizes
@@ -201,7 +302,7 @@ def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:
   return {name: available // known if size == -1 else size for name, size in sizes.items()}
 
 
-def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
+def _check_sizes(sizes: dict[str, int], what: str, *, allow_fill: bool) -> None:
   wrong = [
     name
     for name, size in sizes.items()
@@ -212,13 +313,17 @@ def _check_sizes(sizes: dict[str, int], *, allow_fill: bool) -> None:
   ]
   if wrong:
     raise MeshError(
-      f'The mesh {sizes} has invalid sizes: {_named(wrong)}.\n'
+      f'{what} has invalid sizes: {_named(wrong)}.\n'
       'Fix: pass positive integers' + ('; one size may be -1.' if allow_fill else '.')
     )
   fills = [name for name, size in sizes.items() if size == -1]
   if len(fills) > 1:
     raise MeshError(
-      f'The mesh {sizes} has more than one size of -1: {_named(fills)}.\nFix: pass -1 for one axis only.'
+      f'{what} has more than one size of -1: {_named(fills)}.\nFix: pass -1 for one axis only.'
+    )
+  if math.prod(map(abs, sizes.values())) > MOST_DEVICES:
+    raise MeshError(
+      f'{what} has more than {MOST_DEVICES} devices, which JAX cannot count.\nFix: pass smaller sizes.'
     )
 
 

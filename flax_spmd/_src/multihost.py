@@ -16,8 +16,8 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -28,7 +28,9 @@ TIMEOUT = 300.0  # seconds; one process may still compile, or fill its shuffle b
 CALLS = 'call it on every process, equally often and in the same order'
 
 _SHOWN_DIFFERENCES = 5
-_MINIMUM_WAIT = 1000  # milliseconds; on a busy machine even a value that exists takes a while to arrive
+_MINIMUM_WAIT = 1.0  # seconds; on a busy machine even a value that exists takes a while to arrive
+_SOON = 0.2  # seconds in which processes that are in step arrive
+_KEPT = 16  # exchanges whose keys are removed together
 
 
 def check_same_on_every_process(subject: str, value_text: str, *, timeout: float = TIMEOUT) -> None:
@@ -49,18 +51,18 @@ def check_same_on_every_process(subject: str, value_text: str, *, timeout: float
   if jax.process_count() > 1:
     everyone = tuple(range(jax.process_count()))
     fix = f'{CALLS}, and check which of them is stuck or has exited.'
-    reported = exchange('same', everyone, f'{subject}\n{value_text}', fix, timeout)
-    raise_problems([problem for other in reported[1:] for problem in _lines(reported[0], other)])
+    raise_problems(text_problems(exchange('same', everyone, f'{subject}\n{value_text}', fix, timeout)))
+
+
+def text_problems(texts: Sequence[tuple[list[int], str]]) -> list[Problem]:
+  """The first lines that differ between texts of several processes; their first line is their subject."""
+  return [problem for other in texts[1:] for problem in _lines(texts[0], other)]
 
 
 def exchange(
   topic: str, members: tuple[int, ...], text: str, fix: str, timeout: float
 ) -> list[tuple[list[int], str]]:
   """Exchanges a text between processes.
-
-  The first member collects the digests of all members and publishes which of them agree. Texts are sent
-  only if they differ. So each process makes one or two requests, however many processes there are, and all
-  of them raise if one does not arrive.
 
   Args:
     topic: key of this kind of exchange.
@@ -75,21 +77,48 @@ def exchange(
   Raises:
     LayoutError: a member does not arrive in time.
   """
+  differing = differing_parts(topic, members, {'all': text}, fix, timeout)
+  return differing.get('all', [(list(members), text)])
+
+
+def differing_parts(
+  topic: str, members: tuple[int, ...], parts: Mapping[str, str], fix: str, timeout: float
+) -> dict[str, list[tuple[list[int], str]]]:
+  """Exchanges several texts at once, each of them between the processes that pass it.
+
+  The first member collects the digests of all members and publishes which of them differ. Texts are sent
+  only if they differ. So each other process makes two requests, however many processes there are, and all of
+  them raise if one does not arrive.
+
+  Args:
+    topic, members, fix, timeout: as in `exchange`.
+    parts: this process's texts, by a name that the processes have agreed on.
+
+  Returns:
+    The parts whose texts differ, equal on all members, those that pass no such part included: the distinct
+    texts, each with the processes that passed it. Empty if all agree.
+
+  Raises:
+    LayoutError: a member does not arrive in time.
+  """
   keys = _ExchangeKeys(_service(), f'flax_spmd/{topic}/{_digest(repr(members))}', members, fix, timeout)
-  number = next(_numbers(topic, members))
-  keys.set(f'{number}/{jax.process_index()}', _digest(text))
+  count = next(_numbers(topic, members))
+  number = f'{count // _KEPT}/{count}'
+  digests = {name: _digest(text) for name, text in parts.items()}
   if jax.process_index() == members[0]:
-    by_digest = keys.collect_groups(number)
-    keys.set(f'{number}/groups', json.dumps(by_digest))
-    if number and '' not in by_digest:  # all members have finished the previous exchange
-      keys.delete(f'{number - 1}')
-  groups = keys.received_groups(number)
-  if len(groups) == 1:
-    return [(groups[0], text)]
-  for processes in groups:
-    if jax.process_index() == processes[0]:
-      keys.set(f'{number}/text/{processes[0]}', text)
-  return [(processes, keys.received_text(number, processes[0])) for processes in groups]
+    late, groups = keys.collect_groups(number, digests)
+    keys.set(f'{number}/groups', json.dumps([late, groups]))
+    keys.check_arrived(late)
+    if count and count % _KEPT == 0:  # all members have finished the previous exchange
+      keys.delete(f'{count // _KEPT - 1}')
+  else:
+    keys.set(f'{number}/{jax.process_index()}', json.dumps(digests))
+    groups = keys.received_groups(number)
+  keys.send_texts(number, groups, parts)
+  return {
+    name: [(processes, keys.received_text(number, name, processes[0])) for processes in each]
+    for name, each in groups.items()
+  }
 
 
 def report(topic: str, text: str) -> None:
@@ -115,6 +144,9 @@ def _numbers(topic: str, members: tuple[int, ...]) -> Iterator[int]:
   return itertools.count()
 
 
+_Groups: TypeAlias = dict[str, list[list[int]]]  # by part: the processes with equal texts, for each text
+
+
 class _ExchangeKeys(NamedTuple):
   """The keys of one kind of exchange in the coordination service."""
 
@@ -130,38 +162,64 @@ class _ExchangeKeys(NamedTuple):
   def delete(self, key: str) -> None:
     self.service.key_value_delete(f'{self.folder}/{key}')
 
-  def get(self, key: str, seconds: float) -> str | None:
+  def get(self, key: str, seconds: float, *, at_least: float = _MINIMUM_WAIT) -> str | None:
     """The value, or None if it does not arrive in time."""
     try:
       return self.service.blocking_key_value_get(
-        f'{self.folder}/{key}', max(_MINIMUM_WAIT, round(1000 * seconds))
+        f'{self.folder}/{key}', round(1000 * max(at_least, seconds))
       )
     except jax.errors.JaxRuntimeError as error:
       if 'DEADLINE_EXCEEDED' in str(error):
         return None
       raise
 
-  def collect_groups(self, number: int) -> dict[str, list[int]]:
-    """The processes by the digest of their text; those that did not arrive under ''."""
-    deadline = time.monotonic() + self.timeout
-    by_digest: dict[str, list[int]] = {}
-    for process in self.members:
-      digest = self.get(f'{number}/{process}', deadline - time.monotonic())
-      by_digest.setdefault(digest or '', []).append(process)
-    return by_digest
+  def collect_groups(self, number: str, mine: dict[str, str]) -> tuple[list[int], _Groups]:
+    """The processes that did not arrive, and the parts that differ between the others.
 
-  def received_groups(self, number: int) -> list[list[int]]:
-    """The processes with equal texts, as published by the first member."""
+    Args:
+      mine: the digests of this process, the first.
+    """
+    collected = {self.members[0]: mine, **self._collected(number)}
+    by_digest: dict[str, dict[str, list[int]]] = {}
+    for process, digests in collected.items():
+      for name, digest in digests.items():
+        by_digest.setdefault(name, {}).setdefault(digest, []).append(process)
+    late = [process for process in self.members if process not in collected]
+    return late, {name: list(each.values()) for name, each in by_digest.items() if len(each) > 1}
+
+  def _collected(self, number: str) -> dict[int, dict[str, str]]:
+    """The digests of the other members that arrive in time."""
+    deadline = time.monotonic() + self.timeout
+    announced, texts = False, {}
+    for process in self.members[1:]:
+      text = self.get(f'{number}/{process}', _SOON, at_least=0)
+      if text is None:
+        if not announced:
+          self.set(f'{number}/{self.members[0]}', 'waits')
+        announced = True
+        text = self.get(f'{number}/{process}', deadline - time.monotonic())
+      texts[process] = text
+    return {process: json.loads(text) for process, text in texts.items() if text is not None}
+
+  def received_groups(self, number: str) -> _Groups:
+    """The parts that differ, as published by the first member."""
     first = self.members[0]
     published = self.get(f'{number}/groups', self.timeout)
     if published is None and self.get(f'{number}/{first}', 0):  # it arrived late, and waits for others
       published = self.get(f'{number}/groups', self.timeout)
-    groups = {'': [first]} if published is None else json.loads(published)
-    self.check_arrived(groups.pop('', []))
-    return list(groups.values())
+    late, groups = ([first], {}) if published is None else json.loads(published)
+    self.check_arrived(late)
+    return groups
 
-  def received_text(self, number: int, process: int) -> str:
-    text = self.get(f'{number}/text/{process}', self.timeout)
+  def send_texts(self, number: str, groups: _Groups, parts: Mapping[str, str]) -> None:
+    """Sends the texts that this process is the first to have."""
+    me = jax.process_index()
+    for name, each in groups.items():
+      if any(processes[0] == me for processes in each):
+        self.set(f'{number}/text/{name}/{me}', parts[name])
+
+  def received_text(self, number: str, name: str, process: int) -> str:
+    text = self.get(f'{number}/text/{name}/{process}', self.timeout)
     self.check_arrived([process] if text is None else [])
     return text or ''
 

@@ -13,10 +13,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import source_info_util
 
 _INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|^<frozen ')
 _FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<frozen ')
 _CELL = re.compile(r'[/\\]ipykernel_\d+[/\\]\d+\.py$|(^<|[/\\])ipython-input-')
+_STACK = 200  # frames
+_FRAME = re.compile(r'(.*?):(\d+)(?::\d+)? \(.*\)$')
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -43,6 +48,19 @@ def line_text(file: str, line: int) -> str:
   """
   name = 'cell' if _CELL.search(file) else re.split(r'[/\\]', file)[-1]
   return f'{name}:{line}'
+
+
+def source_line(source: Any) -> str:
+  """`file.py:line` of the user's frame in JAX's source info, or 'an unknown line'."""
+  text = '' if source is None else source_info_util.summarize(source, num_frames=_STACK)
+  frames = [match for match in map(_FRAME.match, reversed(text.splitlines())) if match]
+  if not frames:
+    return UNKNOWN_LINE
+  user = frames[user_frame([match[1] for match in frames])]
+  return line_text(user[1], int(user[2]))
+
+
+UNKNOWN_LINE = 'an unknown line'
 
 
 def _is_package(file: str) -> bool:

@@ -190,7 +190,7 @@ def _layout(file: Path | None) -> Layout | None:
   if file is None:
     return None
   parsed = toml_format.read(file.read_text())
-  return Layout(abstract_mesh(parsed.axes, axis_types=parsed.types), parsed.rules)
+  return Layout(abstract_mesh(parsed.axes, axis_types=parsed.types), parsed.rules, strict=parsed.strict)
 
 
 def _mesh_size(options: argparse.Namespace, layout: Layout | None) -> int:

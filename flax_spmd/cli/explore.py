@@ -1,24 +1,25 @@
 """`flax-spmd explain | compare | report | targets`: compare layout files for hardware you don't have.
 
-A model is given as `module:function`. The function has no arguments and returns the training step, the
-function that creates a state, and a batch, or an `explore.TrainStep`.
+A model is given as `module:function`. The function returns the training step, the function that creates a state,
+and a batch, or an `explore.TrainStep`. It has no arguments; for a model that holds a mesh, it has one, the layout.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import inspect
 import os
-import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flax_spmd.cli.devices import emulate
 from flax_spmd.errors import FlaxSpmdError, MeshError, RulesError
 
 if TYPE_CHECKING:
-  from flax_spmd._src.compare.train_step import TrainStep
+  from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike
   from flax_spmd._src.layout import Layout
 
 
@@ -59,7 +60,8 @@ def _add(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentPars
     'model',
     type=reference,
     metavar='MODULE:FUNCTION',
-    help='function that returns an explore.TrainStep, or its fields: step, state-creating function, batch',
+    help='function that returns an explore.TrainStep, or its fields: step, state-creating function, batch; it may '
+    'take the layout',
   )
   parser.set_defaults(run=run)
   return parser
@@ -75,11 +77,27 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--fail-if-replicated',
     nargs=2,
-    action='append',
+    action=_PathsAndSize,
     default=[],
     metavar=('REGEX', 'SIZE'),
     help='exit with code 1 if an array is replicated, its path matches REGEX, and it is larger than SIZE',
   )
+
+
+class _PathsAndSize(argparse.Action):
+  """Appends a search for paths, and a size in bytes."""
+
+  def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    from flax_spmd._src.rules.path_patterns import problem_of, searcher
+
+    problem = problem_of('REGEX', values[0])
+    if problem is not None:
+      raise argparse.ArgumentError(self, problem.text)
+    try:
+      limit = size(values[1])
+    except argparse.ArgumentTypeError as error:
+      raise argparse.ArgumentError(self, str(error)) from error
+    setattr(namespace, self.dest, [*getattr(namespace, self.dest), (searcher(values[0]), limit)])
 
 
 def reference(text: str) -> tuple[str, str]:
@@ -105,8 +123,8 @@ def size(text: str) -> int:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def model_of(reference: tuple[str, str]) -> TrainStep:
-  """The training step that a user's function returns."""
+def model_of(reference: tuple[str, str]) -> TrainStepLike:
+  """The training step that a user's function returns, or the function if it takes the layout."""
   emulate(8)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   sys.path.insert(0, os.getcwd())
@@ -119,9 +137,27 @@ def model_of(reference: tuple[str, str]) -> TrainStep:
       f'{":".join(reference)} cannot be imported: {error}.\n'
       'Fix: correct the name, or run the command in the folder of the module.'
     ) from error
+  if not _has_an_argument(function):
+    return _train_step(reference, function())
+
+  @functools.wraps(function)
+  def train_step_of(layout: Layout, **choices: Any) -> TrainStep:
+    return _train_step(reference, function(layout, **choices))
+
+  return cast('TrainStepLike', train_step_of)
+
+
+def _has_an_argument(function: Any) -> bool:
+  """Whether a function cannot be called without arguments: it takes the layout."""
+  parameters = inspect.signature(function).parameters.values()
+  positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+  return any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
+
+
+def _train_step(reference: tuple[str, str], result: Any) -> TrainStep:
+  """The training step among the results of a user's function."""
   from flax_spmd._src.compare.train_step import TrainStep
 
-  result = function()
   if not (isinstance(result, tuple) and 3 <= len(result) <= len(TrainStep._fields)):
     raise FlaxSpmdError(
       f'{":".join(reference)} returned {type(result).__name__}, not a training step.\n'
@@ -149,14 +185,18 @@ def _layout(file: str, devices: int | None) -> Layout:
     ) from error
   except (MeshError, RulesError) as error:
     raise type(error)(f'{file}: {error}') from error
-  return Layout(mesh, parsed.rules)
+  return Layout(mesh, parsed.rules, strict=parsed.strict)
 
 
 def _explain(options: argparse.Namespace) -> int:
+  from flax_spmd._src.compare.train_step import train_step_on
+  from flax_spmd._src.compat import target_devices
   from flax_spmd._src.explanation import explain
 
-  train_step, layout = model_of(options.model), _layout(options.layout, options.devices)
-  state = layout.abstract(train_step.create, *train_step.args)
+  model, layout = model_of(options.model), _layout(options.layout, options.devices)
+  with target_devices('cpu'):  # of any platform: the state is the same
+    train_step = train_step_on(layout, model)
+    state = layout.abstract(train_step.create, *train_step.args)
   explanation = explain(layout, state)
   print(explanation.to_json() if options.json else explanation)
   over = (
@@ -218,9 +258,9 @@ def _replicated(options: argparse.Namespace, name: str, rows: Any) -> list[str]:
 
   return [
     f'{name}: {row.path} ({size_text(row.bytes)}) is replicated'
-    for pattern, limit in options.fail_if_replicated
+    for search, limit in options.fail_if_replicated
     for row in rows
-    if re.search(pattern, row.path) and row.bytes_per_device == row.bytes > size(limit)
+    if search(row.path) and row.bytes_per_device == row.bytes > limit
   ]
 
 

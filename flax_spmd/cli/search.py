@@ -22,7 +22,8 @@ def add_to(commands: Any) -> None:
     'model',
     type=reference,
     metavar='MODULE:FUNCTION',
-    help='function that returns an explore.TrainStep, or its fields: step, state-creating function, batch',
+    help='function that returns an explore.TrainStep, or its fields: step, state-creating function, batch; it may '
+    'take the layout',
   )
   parser.set_defaults(run=_search)
   parser.add_argument(

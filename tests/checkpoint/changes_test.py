@@ -19,17 +19,27 @@ from flax_spmd.checkpoint import Changes
     (
       {'renames': {'(': 'c'}},
       "renames: '(' is not a regular expression: missing ), unterminated subpattern at position 0.\n"
-      'Fix: escape literal characters with a backslash.',
+      'Fix: correct it; it is searched for in paths such as params/layers/wi.',
     ),
     (
       {'missing': 'a**'},
       "missing: 'a**' is not a regular expression: multiple repeat at position 2.\n"
-      'Fix: escape literal characters with a backslash.',
+      'Fix: correct it; it is searched for in paths such as params/layers/wi.',
     ),
     (
       {'unused': '['},
       "unused: '[' is not a regular expression: unterminated character set at position 0.\n"
-      'Fix: escape literal characters with a backslash.',
+      'Fix: correct it; it is searched for in paths such as params/layers/wi.',
+    ),
+    (
+      {'renames': {'(a+)+$': 'b', '[': 'c'}, 'unused': r'(a*)*\1'},
+      "renames: a replacement of '(a+)+$' may take exponential time, because it has nested repetitions.\n"
+      "renames: '[' is not a regular expression: unterminated character set at position 0.\n"
+      "unused: a search for '(a*)*\\\\1' may take exponential time, because it has nested repetitions and a construct of "
+      'the kind groupref.\n'
+      'Fix: write it without a repetition inside a repetition.\n'
+      'Fix: correct it; it is searched for in paths such as params/layers/wi.\n'
+      'Fix: write it without backreferences and possessive groups, or without a repetition inside a repetition.',
     ),
     (
       {'stacks': {'layers': 'layers'}},
@@ -98,6 +108,30 @@ def test_the_order_of_renames_matters():
 def test_changes_are_immutable():
   with pytest.raises(dataclasses.FrozenInstanceError):
     Changes().only = 'params'
+
+
+def test_patterns_with_exponentially_many_ways_are_searched_for_in_bounded_time(tmp_path):
+  layout, slow = spmd.Layout({'data': 8}), '(a+)+$'
+  state = {'a' * 50 + 'b': jnp.ones(8), 'c': {'a': jnp.ones(8)}}
+  checkpoint.save(tmp_path / 'all', state, layout=layout)
+  checkpoint.save(tmp_path / 'some', state, layout=layout, where=slow)
+  target = layout.abstract(lambda: state)
+  with pytest.raises(errors.CheckpointError, match=r'a{50}b'):
+    checkpoint.restore(tmp_path / 'some', target, changes=Changes(missing=slow))
+  part = layout.abstract(lambda: {name: state[name] for name in state if name != 'c'})
+  assert list(checkpoint.restore(tmp_path / 'all', part, changes=Changes(unused=slow))) == [
+    'a' * 50 + 'b'
+  ]
+
+
+def test_a_pattern_of_paths_to_save_that_is_none(tmp_path):
+  with pytest.raises(errors.CheckpointError) as caught:
+    checkpoint.save(tmp_path / 'a', {'w': jnp.ones(8)}, layout=spmd.Layout({'data': 8}), where='(')
+  assert str(caught.value) == (
+    "where: '(' is not a regular expression: missing ), unterminated subpattern at position 0.\n"
+    'Fix: correct it; it is searched for in paths such as params/layers/wi.'
+  )
+  assert not (tmp_path / 'a').exists()
 
 
 def test_changes_for_a_target_are_refused_by_convert(tmp_path):

@@ -59,6 +59,11 @@ class Bytes(Batches):
     self.number = state[2]
 
 
+class Iterable(Batches):
+  def __iter__(self):
+    return self
+
+
 def train(manager, steps, data, create=create):
   start, state = manager.resume(create, data=data)
   for step in range(start, steps):
@@ -220,7 +225,10 @@ def test_two_managers(layout, tmp_path):
   [
     ({'every': 0}, 'every=0 is not positive.\nFix: pass 1 or more, or a policy of Orbax.'),
     ({'keep': -1}, 'keep=-1 is not positive.\nFix: pass 1 or more, or a policy of Orbax.'),
-    ({'layout': 3}, '3 is not a Layout.\nFix: pass the layout of the states.'),
+    (
+      {'layout': 3},
+      '3 is neither a Layout nor a Plan.\nFix: pass the layout or the plan of the states.',
+    ),
   ],
 )
 def test_bad_arguments(layout, tmp_path, arguments, text):
@@ -324,3 +332,37 @@ def test_sigterm_between_two_processes_of_a_run(tmp_path):
     for _ in range(2)
   ]
   assert outputs == ['from 0 0.0', 'from 8 8.0']
+
+
+@pytest.mark.parametrize('saved', ['the iterator', 'its prefetch', 'the prefetch of its prefetch'])
+@pytest.mark.parametrize('resumed', ['before', 'while it reads'])
+def test_prefetched_batches_are_all_trained_on_once(layout, tmp_path, saved, resumed):
+  seen = []
+  for steps in (3, 6):
+    source = Iterable()
+    first = spmd.prefetch(source, lambda batch: batch)
+    batches = spmd.prefetch(first, lambda batch: batch) if 'of its' in saved else first
+    data = source if saved == 'the iterator' else batches
+    with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+      if resumed == 'while it reads' and steps == 6:
+        next(batches)
+      start, state = manager.resume(create, data=data)
+      for number, batch in zip(range(start, steps), batches, strict=False):
+        seen.append(batch)
+        state = stepped(state)
+        manager.save(number + 1, state, data=data)
+    batches.close()
+  assert seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_position_after_the_loop(layout, tmp_path):
+  source = Iterable()
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    _, state = manager.resume(create, data=source)
+    for _ in zip(range(3), spmd.prefetch(source, lambda batch: batch), strict=False):
+      state = stepped(state)
+    manager.save(3, state, data=source, force=True)
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    again = Iterable()
+    manager.resume(create, data=again)
+  assert next(again) == 4

@@ -418,12 +418,12 @@ def test_changed_logical_names_are_not_noticed(saved, refused):
 
 @pytest.mark.parametrize('only', [None, 'params'])
 def test_changed_logical_names_are_not_noticed_without_boxes(saved, refused, only):
-  """Here, the layout that planned the target knows its names, also those of a part."""
+  """Here, the plan of the target has its names, also those of a part."""
   make = lambda *names: {'params': boxes((8, 8), names), 'step': jnp.int32(0)}
   _, path = saved('part', lambda: LAYOUT.shard(make('embed', 'mlp')))
   layout = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('heads', 'model')))
-  target = layout.abstract(make, 'embed', 'heads', boxed=False)
-  text = refused(path, target, layout=layout, changes=Changes(only=only))
+  plan = layout.plan(make, 'embed', 'heads', boxed=False)
+  text = refused(path, plan, changes=Changes(only=only))
   assert (
     'params/w: float32[embed=8, mlp=8] in the checkpoint, float32[embed=8, heads=8] in the target.'
     in text

@@ -50,8 +50,8 @@ def test_changes_that_apply_to_nothing_are_reported_with_other_differences(layou
 
 def test_a_mesh_and_a_target_are_refused(layout, path):
   assert refused(path, layout.abstract(create), mesh=spmd.make_mesh({'data': 8})) == [
-    'mesh= and rules= are for a restore without a target; a target has its own shardings.',
-    'Fix: leave them out, leave the target out, or plan the target with that mesh and those rules.',
+    'layout=, mesh= and rules= are for a restore without a target; a target has its own shardings.',
+    'Fix: leave them out, leave the target out, or plan the target with that layout.',
   ]
 
 
@@ -67,13 +67,13 @@ def test_boxes_saved_by_plain_orbax(layout, tmp_path):
   np.testing.assert_array_equal(restored['layers']['w'].value, np.ones((2, 8)))
 
 
-def test_a_layout_knows_the_names_of_a_target_without_boxes(layout, path):
+def test_a_plan_has_the_names_of_a_target_without_boxes(layout, path):
   def other():
     return {'layers': {'w': spmd.LogicallyPartitioned(jnp.ones((2, 8)), ('layers', 'mlp'))}}
 
-  fits = checkpoint.restore(path, layout.abstract(create, boxed=False))
+  fits = checkpoint.restore(path, layout.plan(create, boxed=False))
   assert fits['layers']['w'].shape == (2, 8)
-  lines = refused(path, layout.replace(rules=(('layers', None),)).abstract(other, boxed=False))
+  lines = refused(path, layout.replace(rules=(('layers', None),)).plan(other, boxed=False))
   assert lines[1] == (
     'layers/w: float32[layers=2, embed=8] in the checkpoint, float32[layers=2, mlp=8] in the target.'
   )
@@ -85,8 +85,10 @@ def test_random_keys_saved_by_plain_orbax(layout, tmp_path, implementation):
     return {'w': jnp.ones(8), 'rng': jax.random.split(jax.random.key(3, impl=implementation), 2)}
 
   ocp.save(tmp_path / 'plain', make())
-  for target in (layout.abstract(make), None):
-    restored = checkpoint.restore(tmp_path / 'plain', target, layout=layout)
+  for restored in (
+    checkpoint.restore(tmp_path / 'plain', layout.abstract(make)),
+    checkpoint.restore(tmp_path / 'plain', layout=layout),
+  ):
     assert restored['rng'].dtype == make()['rng'].dtype
     np.testing.assert_array_equal(*(jax.random.key_data(tree['rng']) for tree in (restored, make())))
 

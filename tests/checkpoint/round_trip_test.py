@@ -93,7 +93,7 @@ def check(state, saved_by, restored_by, pack, with_target, boxed):
     checkpoint.save(f'{folder}/a', placed, layout=saved_by, pack=pack)
     if with_target:
       target = abstract(restored_by, state if boxed else spmd.unbox(state, apply_constraint=False))
-      restored = checkpoint.restore(f'{folder}/a', target, layout=restored_by)
+      restored = checkpoint.restore(f'{folder}/a', target)
       assert jax.tree.structure(restored) == jax.tree.structure(target)
       for leaf, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         if hasattr(expected, 'sharding'):

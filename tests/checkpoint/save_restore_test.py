@@ -99,9 +99,10 @@ def saved(request, tmp_path_factory):
   name, boxed = request.param
   tx = OPTIMIZERS[name]
   layout = LAYOUTS['two_by_four']()
-  state = distinct(layout.init(create, tx, boxed=boxed))
+  plan = layout.plan(create, tx, boxed=boxed)
+  state = distinct(plan.init())
   path = tmp_path_factory.mktemp('checkpoints') / name
-  checkpoint.save(path, state, layout=layout)
+  checkpoint.save(path, state, plan)
   return tx, state, path
 
 

@@ -76,3 +76,21 @@ def test_eight_devices_are_emulated_by_default():
     [sys.executable, '-c', code], env=environment, capture_output=True, text=True, check=True
   )
   assert done.stdout.strip() == '8'
+
+
+@pytest.mark.parametrize(
+  ('values', 'text'),
+  [
+    (
+      ['(', '1GiB'],
+      "REGEX: '(' is not a regular expression: missing ), unterminated subpattern at position 0.",
+    ),
+    (['params', 'much'], "'much' is not a size; write it as 14GiB"),
+  ],
+)
+def test_limits_of_replicated_arrays_are_checked_before_anything_runs(values, text, capsys):
+  with pytest.raises(SystemExit):
+    cli.main(['explain', 'no_module:no_function', 'no_file.toml', '--fail-if-replicated', *values])
+  assert capsys.readouterr().err.splitlines()[-1] == (
+    f'flax-spmd explain: error: argument --fail-if-replicated: {text}'
+  )

@@ -274,9 +274,12 @@ def test_failures_are_retried_unless_out_of_memory(tmp_path, monkeypatch):
 def test_a_bare_function_is_not_a_train_step():
   with pytest.raises(TypeError) as caught:
     compare(step, layouts(), TARGET)
-  assert str(caught.value) == dedent("""\
+  assert (
+    str(caught.value)
+    == dedent("""\
     The first argument of compare is of type function, not a TrainStep.
-    Fix: write compare(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore.""")
+    Fix: write compare(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore; or pass a function that returns one for a layout, lambda layout: TrainStep(...).""")
+  )
 
 
 def test_a_mesh_of_another_size():

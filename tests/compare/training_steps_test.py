@@ -353,3 +353,47 @@ def test_a_missing_compiler_names_the_wheel_to_install(monkeypatch):
   assert str(caught.value) == dedent("""\
     There is no compiler for h100:8 on this machine: the wheel jax-cuda12-plugin is not installed.
     Fix: pip install 'flax-spmd[cuda]'""")
+
+
+def pmean_step(reduce, state, x):
+  def loss_fn(state):
+    return jnp.mean(jnp.square(jnp.tanh(x @ state['w']) @ state['v']))
+
+  loss, grads = reduce(jax.value_and_grad(loss_fn)(state))
+  return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+
+def pmean_steps():
+  """A step over the whole batch, and the same as it is written for `jax.pmap`."""
+  create = lambda: {'w': jnp.ones((64, 128)), 'v': jnp.ones((128, 64))}
+  batch = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+  whole = functools.partial(pmean_step, lambda x: x)
+  in_groups = functools.partial(pmean_step, lambda x: jax.lax.pmean(x, 'batch'))
+  return TrainStep(whole, create, batch), TrainStep(in_groups, create, batch, axis_name='batch')
+
+
+PMEAN_LAYOUTS = {
+  'data': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),)),
+  'fsdp': spmd.Layout(
+    spmd.abstract_mesh({'data': 8}), (('batch', 'data'), spmd.fsdp('data', min_size=1))
+  ),
+  'no batch': spmd.Layout(spmd.abstract_mesh({'model': 8}), (('w$', P(None, 'model')),)),
+}
+
+
+@pytest.mark.slow
+def test_a_step_for_pmap_has_the_flops_and_traffic_of_one_over_the_whole_batch():
+  whole, in_groups = (compare(step, PMEAN_LAYOUTS, 'cpu:8') for step in pmean_steps())
+  for name in PMEAN_LAYOUTS:
+    assert in_groups[name].counts.flops == whole[name].counts.flops
+    assert in_groups[name].counts.by_kind() == whole[name].counts.by_kind()
+
+
+def test_a_step_for_pmap_is_estimated_and_searched():
+  whole, in_groups = (spmd.explore.Estimator(step) for step in pmean_steps())
+  for layout in PMEAN_LAYOUTS.values():
+    one, other = (each.estimate(layout, parse_target('h100:8')).counts for each in (whole, in_groups))
+    assert other.flops == one.flops
+    assert other.by_kind() == one.by_kind()
+  found = spmd.search(pmean_steps()[1], 'cpu:8', candidates=10, top=0, pin={'batch': 'data'})
+  assert ('batch', 'data') in found.layout.rules.pairs

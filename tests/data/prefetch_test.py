@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.data.prefetch import prefetch
-from flax_spmd.errors import LayoutError
+from flax_spmd.errors import CheckpointError, LayoutError
 
 
 class Source:
@@ -225,6 +225,135 @@ def test_an_invalid_size(size):
   assert str(error.value) == (
     f'prefetch cannot keep {size!r} batches ready.\n'
     'Fix: pass a size of 1 or more; with 2, one batch is ready while the next one loads.'
+  )
+
+
+# -- iterators with positions
+
+
+class Positioned:
+  """Batches 0, 1, ... with a position, as those of Grain; `next` changes the state that it has returned."""
+
+  def __init__(self, count=1000):
+    self.count, self.state, self.closed = count, {'number': 0}, False
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    if self.state['number'] == self.count:
+      raise StopIteration
+    self.state['number'] += 1
+    return self.state['number'] - 1
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state = dict(state)
+
+  def close(self):
+    self.closed = True
+
+
+def at(number):
+  return {'number': number}
+
+
+def wait_until_ahead(source, number):
+  deadline = time.monotonic() + 10
+  while source.state['number'] < number and time.monotonic() < deadline:
+    time.sleep(0.001)
+  assert source.state['number'] == number
+
+
+def test_the_state_is_the_position_after_the_batch_in_use():
+  source = Positioned()
+  batches = prefetch(source, same, size=3)
+  assert batches.get_state() == at(0)
+  for number in range(5):
+    assert next(batches) == number
+    wait_until_ahead(source, number + 4)
+    assert batches.get_state() == at(number + 1)
+  batches.close()
+  assert batches.get_state() == at(5)
+
+
+@pytest.mark.parametrize('ahead', [False, True])
+def test_a_state_that_is_set(ahead):
+  source = Positioned()
+  batches = prefetch(source, same)
+  if ahead:
+    assert next(batches) == 0
+  batches.set_state(at(7))
+  assert batches.get_state() == at(7)
+  assert [next(batches), next(batches)] == [7, 8]
+  assert batches.get_state() == at(9)
+  batches.close()
+
+
+def test_leaving_early_moves_the_iterator_back_and_leaves_it_open():
+  source = Positioned(10)
+  taken = [list(zip(range(3), prefetch(source, same), strict=False)) for _ in range(3)]
+  assert [batch for part in taken for _, batch in part] == list(range(9))
+  assert source.state == at(9) and not source.closed
+  assert list(prefetch(source, same)) == [9]
+  assert source.state == at(10)
+
+
+def test_a_batch_that_could_not_be_placed_comes_again():
+  def place(batch, failed=[]):  # noqa: B006
+    if batch == 2 and not failed:
+      failed.append(batch)
+      raise ZeroDivisionError
+    return batch
+
+  source = Positioned(5)
+  batches = prefetch(source, place)
+  assert [next(batches), next(batches)] == [0, 1]
+  with pytest.raises(ZeroDivisionError):
+    next(batches)
+  assert list(prefetch(source, place)) == [2, 3, 4]
+
+
+@pytest.mark.parametrize('count', [3, 1000])
+def test_a_data_set_whose_iterators_have_positions(count):
+  made = []
+
+  class DataSet:
+    def __iter__(self):
+      made.append(Positioned(count))
+      return made[-1]
+
+  batches = prefetch(DataSet(), same)
+  assert [next(batches) for _ in range(3)] == [0, 1, 2]
+  assert batches.get_state() == at(3)
+  batches.close()
+  assert len(made) == 1 and made[0].closed
+
+
+def test_a_prefetch_over_a_prefetch():
+  source = Positioned()
+  inner = prefetch(source, lambda batch: batch * 10, size=2)
+  outer = prefetch(inner, lambda batch: batch + 1, size=3)
+  assert [next(outer), next(outer)] == [1, 11]
+  wait_until_ahead(source, 7)
+  assert outer.get_state() == at(2)
+  outer.set_state(at(5))
+  assert next(outer) == 51
+  outer.close()
+  assert source.state == at(6)
+
+
+def test_batches_without_a_position():
+  for batches in [prefetch(range(3), same), prefetch(prefetch(iter([1]), same), same)]:
+    for use in [batches.get_state, lambda batches=batches: batches.set_state(at(0))]:
+      with pytest.raises(CheckpointError) as error:
+        use()
+  assert str(error.value) == (
+    'The batches of prefetch have no position: they come from a PrefetchedBatches, which has no get_state and '
+    'set_state.\n'
+    'Fix: give prefetch an iterator that has both, as those of Grain have, and do all else in place.'
   )
 
 

@@ -181,8 +181,16 @@ def test_a_bare_function_is_refused():
     Estimator(step)
   assert str(error.value) == (
     'The first argument of Estimator is of type function, not a TrainStep.\n'
-    'Fix: write Estimator(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore.'
+    'Fix: write Estimator(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore; or pass a '
+    'function that returns one for a layout, lambda layout: TrainStep(...).'
   )
+
+
+def test_arrays_that_the_step_does_not_use_cost_nothing():
+  unused = {'x': X, 'mask': jax.ShapeDtypeStruct((X.shape[0],), jnp.int32)}
+  train_step = TrainStep(lambda state, batch: step(state, batch['x']), create, unused)
+  estimate = Estimator(train_step).estimate(DATA, TARGET)
+  assert estimate.memory == Estimator(TrainStep(step, create, X)).estimate(DATA, TARGET).memory
 
 
 def test_an_error_of_the_step_is_raised_as_it_is():

@@ -91,9 +91,8 @@ def test_inner_recorders_take_over():
   assert (outer, inner) == ({'outer'}, {'inner'})
 
 
-def test_a_step_with_its_own_mesh_cannot_be_estimated():
-  mesh = spmd.make_mesh({'data': 8})
-
+@pytest.mark.parametrize('mesh', [spmd.make_mesh({'data': 8}), None])
+def test_a_step_with_shard_map_cannot_be_estimated(mesh):
   def mapped(state, x):
     inner = jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=jax.P('data'), out_specs=jax.P('data'))
     return state, jnp.sum(inner(x))
@@ -101,6 +100,39 @@ def test_a_step_with_its_own_mesh_cannot_be_estimated():
   vector = jax.ShapeDtypeStruct((8,), jnp.float32)
   with pytest.raises(EstimatorError) as error:
     Estimator(TrainStep(mapped, lambda: {'w': jnp.ones(8)}, vector))
+  assert str(error.value) == (
+    'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
+    'Fix: choose the layouts, and compile them with spmd.compare.'
+  )
+
+
+def test_a_model_that_uses_axes_of_its_layout_cannot_be_estimated():
+  def of(layout):
+    size = layout.mesh.shape['data']
+    return TrainStep(lambda state, x: (state, x / size), lambda: {'w': jnp.ones(8)}, X)
+
+  with pytest.raises(EstimatorError) as error:
+    Estimator(of)
+  assert str(error.value) == (
+    'The model is built for the axes of a mesh, so its logical names alone do not decide its layout. On a mesh whose '
+    "axes are its names, it fails: KeyError: 'data'\n"
+    'Fix: choose the layouts, and compile them with spmd.compare.'
+  )
+
+
+@pytest.mark.parametrize('where', ['state', 'step'])
+def test_a_model_with_constraints_on_mesh_axes_cannot_be_estimated(where):
+  def constrained(here):
+    return jax.lax.with_sharding_constraint(jnp.ones(8), jax.P('data')) if here == where else jnp.ones(8)
+
+  vector = jax.ShapeDtypeStruct((8,), jnp.float32)
+  step = TrainStep(
+    lambda state, x: (state, jnp.sum(x * constrained('step'))),
+    lambda: {'w': constrained('state')},
+    vector,
+  )
+  with pytest.raises(EstimatorError) as error:
+    Estimator(step)
   assert str(error.value) == (
     'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
     'Fix: choose the layouts, and compile them with spmd.compare.'

@@ -86,3 +86,81 @@ def test_threads_that_share_a_function_get_the_right_shardings():
   finally:
     sys.setswitchinterval(old)
   assert not wrong
+
+
+def test_threads_that_bring_new_shardings_at_once_get_the_right_ones():
+  """JAX's dispatch has taken over the calls, and compiles the first program for the new shardings."""
+  layout = spmd.Layout({'data': 2, 'model': 4})
+  step = layout.jit(lambda state: {'w': jnp.tanh(state['w'] @ state['w']) + state['w']})
+  placed = lambda *spec: {'w': layout.shard(np.ones((16, 16), np.float32), P(*spec))}
+  for _ in range(12):
+    assert step(placed('data'))['w'].sharding.spec == P('data')
+  barrier, found = threading.Barrier(4), []
+
+  def work():
+    state = placed(None, 'model')
+    barrier.wait()
+    found.append(step(state)['w'].sharding.spec)
+
+  threads = [threading.Thread(target=work) for _ in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert found == [P(None, 'model')] * 4
+
+
+def test_jax_takes_over_in_another_thread_once_the_first_has_ended():
+  layout = spmd.Layout({'data': 2, 'model': 4})
+  step = layout.jit(lambda state: {'w': state['w'] * 2})
+  placed = lambda *spec: {'w': layout.shard(np.ones((16, 16), np.float32), P(*spec))}
+  first = threading.Thread(target=lambda: [step(placed('data')) for _ in range(12)])
+  first.start()
+  first.join()
+  for spec in [('data',)] * 12 + [(None, 'model'), ('data',), (None, 'model')]:
+    assert step(placed(*spec))['w'].sharding.spec == P(*spec)
+
+
+@pytest.mark.parametrize('weak_first', [True, False])
+def test_weak_types_are_planned_for_themselves(weak_first):
+  """The dtype of the result differs, and with it the argument that the result comes out as."""
+  layout = spmd.Layout({'data': 2, 'model': 4})
+  multiply = layout.jit(lambda x, y: x * y)
+  y = layout.shard(jnp.ones((16, 16), jnp.bfloat16), P('data'))
+  weak = layout.shard(jnp.broadcast_to(jnp.asarray(2.0), (16, 16)), P(None, 'model'))
+  strong = layout.shard(jnp.ones((16, 16)), P(None, 'model'))
+  assert weak.weak_type and not strong.weak_type
+  expected = [(weak, jnp.bfloat16, P('data')), (strong, jnp.float32, P(None, 'model'))]
+  for x, dtype, spec in expected if weak_first else reversed(expected):
+    result = multiply(x, y)
+    assert (result.dtype, result.sharding.spec) == (dtype, spec)
+
+
+def test_an_array_on_other_devices_beside_a_static_object_raises_the_error_of_the_array():
+  """The object is none that JAX's dispatch, which has taken over, would accept."""
+  layout = spmd.Layout({'data': 2, 'model': 4})
+  x = jax.device_put(np.ones((16, 16), np.float32), jax.devices()[0])
+  errors_of_calls = []
+  for calls_before in (0, 12):
+    step = layout.jit(lambda x, fn: spmd.with_logical_constraint(fn(x), P('data')))
+    for _ in range(calls_before):
+      step(layout.shard(np.ones((16, 16), np.float32), P('data')), jnp.tanh)
+    with pytest.raises(ValueError, match='incompatible devices') as error:
+      step(x, jnp.tanh)
+    errors_of_calls.append(str(error.value))
+  assert errors_of_calls[0] == errors_of_calls[1]
+
+
+def test_new_shardings_after_jax_has_cleared_its_caches():
+  layout = spmd.Layout({'data': 2, 'model': 4})
+  step = layout.jit(lambda state: {'w': state['w'] * 2})
+  placed = lambda *spec: {'w': layout.shard(np.ones((16, 16), np.float32), P(*spec))}
+  call = lambda *spec: step(placed(*spec))['w'].sharding.spec
+  for _ in range(12):
+    assert call('data') == P('data')
+  jax.clear_caches()
+  other = threading.Thread(target=call, args=('data',))
+  other.start()
+  other.join()
+  for spec in [(None, 'model'), ('data',), (None, 'model')]:
+    assert call(*spec) == P(*spec)

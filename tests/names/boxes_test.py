@@ -5,6 +5,8 @@ Where Flax's own box is wrong (equality, fused layers, abstract values), the dif
 
 import copy
 import re
+import sys
+import threading
 
 import flax.linen as nn
 import jax
@@ -403,9 +405,7 @@ def test_flax_boxes_in_unbox():
 def test_flax_boxes_of_abstract_values_open_under_a_mesh_too():
   with spmd.Layout({'data': 2, 'model': 4}, (('mlp', 'model'),)):
     abstract = jax.eval_shape(lambda: {'w': box(cls=nn.LogicallyPartitioned)})
-    with pytest.raises(TypeError):
-      nn.unbox(abstract)
-    assert spmd.unbox(abstract)['w'].shape == (8, 16)
+    assert nn.unbox(abstract)['w'].shape == spmd.unbox(abstract)['w'].shape == (8, 16)
 
 
 def both_libraries():
@@ -481,3 +481,25 @@ def test_boxes_of_other_libraries():
   assert spmd.Layout({'model': 8}, (('mlp', 'model'),)).spec({'v': tree['v']}) == {
     'v': PartitionSpec(None, 'model')
   }
+
+
+def test_equal_boxes_of_several_threads_have_one_structure():
+  def work(number):
+    barrier.wait()
+    structures.append(
+      jax.tree.structure([spmd.LogicallyPartitioned(1.0, (f'{number}_{i}', 'm')) for i in range(20)])
+    )
+
+  interval = sys.getswitchinterval()
+  sys.setswitchinterval(1e-6)
+  try:
+    for number in range(50):
+      structures, barrier = [], threading.Barrier(8)
+      threads = [threading.Thread(target=work, args=(number,)) for _ in range(8)]
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join()
+      assert len(set(structures)) == 1
+  finally:
+    sys.setswitchinterval(interval)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import example, given
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
 
 import flax_spmd as spmd
 from flax_spmd._src.names.box_trees import is_axis_metadata
-from flax_spmd._src.names.optimizer_state import below_a_field, infer
+from flax_spmd._src.names.optimizer_state import infer
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.names.unit_paths import UnitPaths
 from flax_spmd._src.tree_paths import path_string
@@ -144,4 +145,9 @@ def test_unit_paths_are_those_of_jax(tree):
   keys = [path for path, _ in with_paths]
   units = UnitPaths(tree)
   assert units.paths == list(map(path_string, keys))
-  assert units.below_a_field == list(map(below_a_field, keys))
+  assert units.fields == list(map(innermost_field, keys))
+
+
+def innermost_field(path):
+  fields = [end for end in range(2, len(path) + 1) if isinstance(path[end - 1], GetAttrKey)]
+  return path_string(path[: fields[-1]]) if fields else None

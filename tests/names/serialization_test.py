@@ -21,11 +21,11 @@ def test_pickle(protocol):
   assert pickle.loads(pickle.dumps(one, protocol)) == one
 
 
-def test_pickle_leaves_the_mesh_behind(mesh):
+def test_a_pickled_box_keeps_its_mesh(mesh):
   one = box(mesh=mesh)
   came_back = pickle.loads(pickle.dumps(one))
-  assert came_back.mesh is None
-  assert came_back == box()
+  assert came_back.mesh is mesh
+  assert came_back == one
 
 
 def test_flax_boxes_with_a_mesh_do_not_pickle(mesh):

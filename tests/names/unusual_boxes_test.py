@@ -3,6 +3,7 @@
 from textwrap import dedent
 from typing import Any
 
+import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -92,3 +93,28 @@ def test_mesh_axes_of_a_box_are_not_logical_names():
   box = spmd.Partitioned(jnp.ones((8, 8)), ('data', None))
   for rules in ((('w', P(None, 'data')),), (('data', 'model'), ('w', P(None, 'data')))):
     assert on(rules, BOTH).spec({'w': box}) == {'w': P(None, 'data')}
+
+
+def test_names_of_mesh_axes_and_own_meshes_and_rules_are_stored_as_flax_says():
+  """Flax's functions for both kinds of boxes; rules of a box's own decide here, and only constraints in Flax."""
+  mesh, names = LAYOUT.mesh, ('embed', 'mlp')
+  init = nn.initializers.ones
+  axes = [
+    nn.with_partitioning(init, ('data', 'model')),
+    nn.with_partitioning(init, (('data', 'model'), None)),
+    nn.with_partitioning(init, ('data', 'model'), mesh=mesh),
+  ]
+  logical = [
+    nn.with_logical_partitioning(init, names),
+    nn.with_logical_partitioning(init, names, mesh=mesh),
+    nn.with_logical_partitioning(init, names, rules=()),
+  ]
+  for each in axes:
+    box = each(jax.random.key(0), (8, 16))
+    assert LAYOUT.spec(box) == nn.get_sharding(box, mesh).spec
+  for each in logical:
+    box = each(jax.random.key(0), (8, 16))
+    rules = LAYOUT.rules.pairs
+    assert LAYOUT.spec(box) == nn.logical_to_mesh_sharding(nn.get_partition_spec(box), mesh, rules).spec
+  own = nn.with_logical_partitioning(init, names, rules=(('mlp', 'data'),))(jax.random.key(0), (8, 16))
+  assert LAYOUT.spec(own) == P(None, 'data')

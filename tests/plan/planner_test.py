@@ -5,7 +5,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -74,18 +73,6 @@ def test_zero1_with_named_parameters():
     {'params': {'w': box}, 'opt_state': {'mu': {'w': box}}}
   )
   assert specs == {'params': {'w': P(None, None)}, 'opt_state': {'mu': {'w': P('data', None)}}}
-
-
-def test_many_placement_functions_do_not_evict_a_plan():
-  rules = (('embed', 'data'),)
-  layout = on(rules)
-  plain = layout.init(
-    lambda: {'w': spmd.LogicallyPartitioned(jnp.ones((8, 8)), ('embed', None)), 'b': jnp.ones(3)},
-    boxed=False,
-  )
-  for _ in range(300):
-    layout.shard(np.ones(8), lambda leaf: P('data'))
-  assert on(rules).spec(plain)['w'] == P('data', None)
 
 
 class Unhashable:

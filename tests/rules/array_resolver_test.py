@@ -30,7 +30,8 @@ MESH = spmd.abstract_mesh(SIZES)
 
 
 def spec(rules, path, shape, dtype=jnp.float32, names=None, sizes=SIZES):
-  return resolver_of(spmd.Rules.of(rules)).resolve(spmd.Leaf(path, shape, dtype, names), sizes).spec
+  leaf = spmd.Leaf(path, shape, dtype, names)
+  return resolver_of(spmd.Rules.of(rules)).resolve(leaf, sizes).stored().spec
 
 
 def text_of(kind, fn, *args, **kwargs):
@@ -96,12 +97,22 @@ def test_a_table_beside_a_policy_sees_the_paths_of_arrays_that_are_alike():
 def test_a_policy_is_not_asked_about_an_array_whose_names_are_wrong():
   asked = []
   tree = {
-    'a': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed',)),
+    'a': spmd.LogicallyPartitioned(jnp.ones((8, 16)), 'em'),
     'b': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp')),
   }
-  with pytest.raises(errors.LayoutError, match='a: 1 name'):
+  with pytest.raises(errors.LayoutError, match="a: its names are the bare string 'em'"):
     spmd.Layout(MESH, asked.append).sharding(tree)
   assert {leaf.path for leaf in asked} == {'b'}
+
+
+def test_a_policy_gets_one_name_per_dimension_or_none():
+  asked = []
+  tree = {
+    'few': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed',)),
+    'many': spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp', 'heads')),
+  }
+  spmd.Layout(MESH, asked.append).sharding(tree)
+  assert {leaf.path: leaf.names for leaf in asked} == {'few': ('embed', None), 'many': None}
 
 
 def test_none_in_a_rule_is_a_decision_and_in_a_box_it_is_not():
@@ -131,10 +142,19 @@ def test_fsdp_fills_the_largest_open_dimension_that_divides():
   assert spec((spmd.fsdp(('data', 'model'), min_size=1),), 'w', (8, 12)) == P(('data', 'model'), None)
 
 
-@pytest.mark.parametrize('dtype', [jnp.int32, jnp.uint8, jnp.bool_, jax.dtypes.prng_key])
-def test_fsdp_leaves_what_is_not_floating(dtype):
-  assert spec((spmd.fsdp('data', min_size=1),), 'w', (8, 16), dtype) == P()
-  assert spec((spmd.fsdp('data', min_size=1),), 'w', (8, 16), jnp.bfloat16) == P(None, 'data')
+@pytest.mark.parametrize(
+  'dtype', ['int4', 'int8', 'uint8', 'int32', 'bool', 'float8_e4m3fn', 'bfloat16']
+)
+def test_fsdp_shards_arrays_of_any_numbers(dtype):
+  """Quantised weights are integers, packed ones of 32 bits."""
+  assert spec((spmd.fsdp('data', min_size=1),), 'w', (8, 16), jnp.dtype(dtype)) == P(None, 'data')
+
+
+def test_fsdp_leaves_random_keys():
+  keys = jax.random.split(jax.random.key(0), 16)
+  assert spec((spmd.fsdp('data', min_size=1),), 'w', keys.shape, keys.dtype) == P()
+  layout = spmd.Layout(MESH, (spmd.fsdp('data', min_size=1),))
+  assert [skip.reason for row in layout.rows({'keys': keys}) for skip in row.skipped] == ['not numbers']
 
 
 def test_a_table_within_the_table_decides_alone():
@@ -153,7 +173,7 @@ def test_axes_that_the_mesh_lacks_are_dropped_if_the_table_says_so():
   rules = spmd.Rules(
     ('w', P(('data', 'pod'), 'pod')), spmd.fsdp(('pod', 'model'), min_size=1), missing_axis='drop'
   )
-  assert spec(rules, 'w', (8, 16)) == P('data', None)
+  assert spec(rules, 'w', (8, 16)) == P('data', 'model')
   assert spec(rules, 'v', (8, 16)) == P(None, 'model')
 
 
@@ -173,6 +193,7 @@ LEAVES = st.builds(
 @st.composite
 def named_leaves(draw):
   leaf = draw(LEAVES)
+  leaf = leaf._replace(optimizer='opt_state' in leaf.path.split('/'))
   if draw(st.booleans()):
     names = st.lists(
       st.none() | strategies.logical_names, min_size=len(leaf.shape), max_size=len(leaf.shape)
@@ -184,12 +205,16 @@ def named_leaves(draw):
 
 SPECS = st.lists(st.none() | strategies.mesh_axes | st.just(U), max_size=3, unique=True).map(
   lambda axes: P(*axes)
-)
+) | strategies.mesh_axes.map(lambda axes: P(..., axes, None))
 PATTERNS = st.sampled_from(['kernel$', '^params', 'mu/|bias', '.*', '(kernel|bias)$', '(?i)KERNEL'])
 
 
 def by_shape(leaf):
   return P('w') if len(leaf.shape) == 2 else None
+
+
+def by_optimizer(leaf):
+  return P(..., 'y') if leaf.optimizer else None
 
 
 def by_path(leaf):
@@ -200,7 +225,13 @@ CLAUSES = st.recursive(
   st.tuples(strategies.logical_names, strategies.rule_targets)
   | st.tuples(PATTERNS, SPECS)
   | st.builds(spmd.fsdp, strategies.mesh_axes, min_size=st.sampled_from([0, 1, 16]))
-  | st.sampled_from([by_shape, by_path]),
+  | st.builds(
+    spmd.optimizer_over,
+    strategies.mesh_axes,
+    min_size=st.sampled_from([0, 16]),
+    avoid=st.sampled_from(['', 'w', 'x']),
+  )
+  | st.sampled_from([by_shape, by_path, by_optimizer]),
   lambda inner: st.tuples(
     PATTERNS, st.lists(inner, max_size=4).map(lambda clauses: spmd.Rules(*clauses))
   ),
@@ -250,7 +281,7 @@ def test_a_plan_is_what_each_array_alone_would_get(rules, leaves):
     for _ in range(2):
       planned = planner.shardings(tree)
       assert {key: next(iter(inner.values())).spec for key, inner in planned.items()} == {
-        key: resolution.spec for key, resolution in alone.items()
+        key: resolution.stored().spec for key, resolution in alone.items()
       }
 
 
@@ -261,7 +292,7 @@ def test_a_plan_is_what_each_array_alone_would_get(rules, leaves):
 def test_the_matcher_finds_the_first_pattern(patterns, path):
   compiled = list(map(re.compile, patterns))
   expected = next((i for i, pattern in enumerate(compiled) if pattern.search(path)), None)
-  assert PathMatcher(compiled).first(path) == expected
+  assert PathMatcher(patterns).first(path) == expected
 
 
 def compiles(pattern):
@@ -516,7 +547,7 @@ def test_a_mistake_in_a_table_within_the_table():
 def test_an_annotation_needs_a_place():
   assert text_of(errors.RulesError, spmd.Rules, ('@weights', 'data')) == dedent("""\
     Rule 0 is ('@weights', 'data'), but mesh axes alone do not shard an annotated value.
-    Fix: give an annotation a PartitionSpec, Rules, fsdp(...) or a function.""")
+    Fix: give an annotation a PartitionSpec, Rules, fsdp(...), optimizer_over(...) or a function.""")
 
 
 def test_rules_that_decided_nothing_and_what_was_meant():

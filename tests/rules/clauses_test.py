@@ -60,7 +60,7 @@ def test_it_owns_arrays_with_names_and_without():
 
 
 def test_order_is_priority():
-  assert on((('embed', 'data'), *RULES)).spec(box('int8')) == P('data', None)
+  assert on((('embed', 'data'), *RULES)).spec(box('int8')) == P('data', 'model')
 
 
 def test_it_shows_in_explain_and_in_errors():

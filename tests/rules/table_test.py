@@ -20,7 +20,7 @@ def test_a_table_is_a_value():
   assert rules == spmd.Rules(TABLE) == spmd.Rules.of(list(map(list, TABLE)))
   assert hash(rules) == hash(spmd.Rules(TABLE))
   assert rules != spmd.Rules(*TABLE, unmatched='error')
-  assert rules != TABLE
+  assert rules == TABLE
   assert tuple(rules) == rules.clauses == TABLE
   assert len(rules) == 5
   assert repr(spmd.Rules(('a', 'x'), conflict='error')) == "Rules(('a', 'x'), conflict='error')"
@@ -129,12 +129,27 @@ def test_every_decision_can_be_replayed(names, table):
     )
 
 
-@pytest.mark.parametrize('policy', ['unmatched', 'conflict', 'indivisible', 'missing_axis'])
-def test_policies_are_shown_when_changed(policy):
-  other = {'unmatched': 'error', 'conflict': 'error', 'indivisible': 'next', 'missing_axis': 'drop'}[
-    policy
-  ]
+@pytest.mark.parametrize(
+  'policy, other',
+  [
+    ('unmatched', 'error'),
+    ('conflict', 'error'),
+    ('indivisible', 'next'),
+    ('missing_axis', 'drop'),
+    ('short_names', 'error'),
+  ],
+)
+def test_policies_are_shown_when_changed(policy, other):
   assert f"{policy}='{other}'" in repr(spmd.Rules(**{policy: other}))
+
+
+def test_a_table_equals_flaxs_tuple_unless_its_policies_are_its_own():
+  pairs = (('batch', 'data'), ('vocab', ('data', 'model')))
+  rules = spmd.Rules(*pairs)
+  assert rules == pairs and pairs == rules and hash(rules) == hash(pairs)
+  assert rules != pairs[:1] and rules != (*pairs, ('embed', None)) and rules != list(pairs)
+  assert spmd.Rules(*pairs, short_names='error') != pairs
+  assert {rules: 'found'}[pairs] == 'found'
 
 
 EVERY_KIND = (

@@ -1,9 +1,10 @@
 """The text form of a layout: parse → print → parse is the identity, and mistakes name their place."""
 
+import re
 from textwrap import dedent
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -45,8 +46,46 @@ def test_an_empty_list_stands_for_none():
   assert rules.spec(('embed', 'batch')) == P(None, 'data')
 
 
-NAME = st.text(min_size=1, max_size=8).filter(lambda name: not name.startswith('@'))
-AXES = st.sampled_from([None, (), 'data', 'mod el', ('data', 'mod el')])
+NASTY = [
+  *(
+    '',
+    '_',
+    '?',
+    '\\?',
+    '\\\\?',
+    '??',
+    'a.b',
+    'a"b',
+    "a'b",
+    "'''",
+    '"""',
+    '\n',
+    '\r\n',
+    '\\',
+    'a b',
+    '#',
+  ),
+  *(
+    '[',
+    '=',
+    '{}',
+    '$HOME',
+    '.*',
+    '(?i)',
+    'é',
+    '\u2028',
+    '\x00',
+    '\x7f',
+    '😀',
+    'true',
+    '1',
+    '1.5',
+    'inf',
+  ),
+  *('format', 'x' * 200, 'None'),
+]
+NAME = (st.sampled_from(NASTY) | st.text(max_size=8)).filter(lambda name: not name.startswith('@'))
+AXES = st.sampled_from([None, (), [[]], 'data', 'mod el', ('data', ['mod el']), P.UNCONSTRAINED])
 
 
 @given(
@@ -58,6 +97,7 @@ AXES = st.sampled_from([None, (), 'data', 'mod el', ('data', 'mod el')])
       'conflict': st.sampled_from(['skip', 'error']),
       'indivisible': st.sampled_from(['error', 'next', 'replicate']),
       'missing_axis': st.sampled_from(['error', 'drop']),
+      'short_names': st.sampled_from(['pad', 'error']),
     },
   ),
 )
@@ -67,16 +107,24 @@ def test_round_trip(clauses, policies):
   assert spmd.Layout.from_toml(layout.to_toml(), mesh=mesh) == layout
 
 
-SPECS = st.lists(AXES | st.just(P.UNCONSTRAINED), max_size=3).map(
+SPECS = st.lists(
+  st.sampled_from([None, (), 'data', 'mod el', ('data', 'mod el'), P.UNCONSTRAINED]), max_size=3
+).map(
   lambda entries: P(*dict.fromkeys(entries))  # no axis twice
 )
+SPECS |= SPECS.map(lambda spec: P(..., *spec))
 FILLS = st.builds(
   spmd.fsdp,
   st.sampled_from(['data', ('data', 'mod el')]),
   min_size=st.integers(0, 2**20),
   skip=st.lists(NAME, max_size=2),
+) | st.builds(
+  spmd.optimizer_over,
+  st.sampled_from(['data', ('data', 'mod el')]),
+  min_size=st.integers(0, 2**20),
+  avoid=st.lists(NAME, max_size=2),
 )
-PATHS = st.sampled_from(['kernel$', '^opt_state/', r'layer_\d+/(wi|wo)/"x"', 'a{2}'])
+PATHS = st.sampled_from(['kernel$', '^opt_state/', r'layer_\d+/(wi|wo)/"x"', 'a{2}', '', r'\n|\?'])
 CLAUSES = st.recursive(
   st.tuples(NAME, AXES)
   | st.tuples(PATHS, SPECS)
@@ -93,6 +141,156 @@ CLAUSES = st.recursive(
 def test_every_kind_of_clause_round_trips(clauses):
   layout = spmd.Layout(spmd.abstract_mesh({'data': 2, 'mod el': 4}), clauses)
   assert spmd.Layout.from_toml(layout.to_toml(), mesh=layout.mesh) == layout
+
+
+@st.composite
+def layouts(draw):
+  """A layout with any names for mesh axes, and rules that use them."""
+  names = draw(st.lists(NAME | st.just('@'), min_size=1, max_size=3, unique=True))
+  axes = st.sampled_from(names)
+  several = st.lists(axes, max_size=len(names), unique=True).map(tuple)
+  targets = axes | several | st.sampled_from([None, P.UNCONSTRAINED])
+  clauses = (
+    st.tuples(NAME, targets)
+    | st.tuples(PATHS, targets.map(P))
+    | st.tuples(NAME.map('@{}'.format), targets.map(lambda target: P(None, target)))
+    | st.builds(spmd.fsdp, st.permutations(names).map(tuple) | axes)
+  )
+  types = st.sampled_from([AxisType.Auto, AxisType.Explicit])
+  mesh = spmd.abstract_mesh(
+    {name: draw(st.integers(1, 1000)) for name in names},
+    axis_types={name: draw(types) for name in names},
+  )
+  return spmd.Layout(mesh, draw(st.lists(clauses, max_size=4)))
+
+
+@settings(max_examples=500)
+@given(layouts())
+def test_every_name_of_an_axis_round_trips(layout):
+  text = layout.to_toml()
+  read = spmd.Layout.from_toml(text.encode().decode(), devices=1)
+  assert read == layout and read.to_toml() == text
+  assert read.mesh.axis_types == layout.mesh.axis_types
+
+
+def test_a_mesh_axis_that_is_named_as_the_text_of_unconstrained():
+  mesh = spmd.abstract_mesh({'?': 2, r'\?': 4})
+  rules = spmd.Rules(
+    ('a', '?'),
+    ('b', P.UNCONSTRAINED),
+    ('c', ('?', r'\?')),
+    ('w', P(r'\?', P.UNCONSTRAINED)),
+    spmd.fsdp('?'),
+  )
+  text = spmd.Layout(mesh, rules).to_toml()
+  assert (
+    text
+    == dedent(r"""
+    format = 1
+
+    [mesh]
+    "?" = 2
+    "\\?" = 4
+
+    [rules]
+    clauses = [
+      ["a", "\\?"],
+      ["b", "?"],
+      ["c", ["\\?", "\\\\?"]],
+      {path = "w", spec = ["\\\\?", "?"]},
+      {fsdp = "\\?"},
+    ]
+    """).lstrip()
+  )
+  assert spmd.Layout.from_toml(text, mesh=mesh).rules == rules
+
+
+WHOLE = dedent("""\
+  format = 1
+
+  [mesh]
+  data = 2
+  "mod el" = 4
+
+  [mesh_axis_types]
+  data = "explicit"
+
+  [rules]
+  clauses = [
+    ["batch", "data"],
+    ["embed", []],
+    ["mlp", ["data", "mod el"]],
+    {path = "norm/(scale|bias)+$", spec = [[], "?"]},
+    {path = "^opt_state/", rules = {clauses = [{fsdp = "data", min_size = 1024}], unmatched = "error"}},
+    {annotation = "activations", spec = ["data"]},
+    {fsdp = ["data", "mod el"], skip = ["layers"]},
+  ]
+  conflict = "error"
+  """)
+VALUES = [
+  *(
+    'true',
+    'nan',
+    '-inf',
+    '1e999',
+    '0',
+    '-1',
+    '99999999999999999999',
+    '0xff',
+    '1.5',
+    '""',
+    '"?"',
+    '"data"',
+  ),
+  *('"@a"', '[]', '[[]]', '{}', '[true]', '["data", 3]', '{a = 1}', '1979-05-27', "'''x'''", '[' * 100),
+  *('a.' * 9, '9' * 999, r'"\ud800"', '"(a+)+$"', '"("', '"a{99999999999}"', '{path = "x", spec = []}'),
+  *(
+    '{clauses = [["a", "data"]]}',
+    'data',
+    'rules',
+    'format = 1',
+    '[rules]',
+    '[[mesh]]',
+    'a.b = 1',
+    '"',
+    "'",
+  ),
+  *('[', ']', '{', '}', '=', ',', '\n', '#', '\\', '25:00:00', '0000-13-40', '"' * 3, "'" * 3),
+]
+TOKEN = re.compile(r'"[^"\n]*"|\w+|\S|\n')
+
+
+@st.composite
+def changed_texts(draw):
+  """A layout file with tokens replaced, removed, repeated or inserted, and characters changed."""
+  tokens = TOKEN.findall(WHOLE)
+  for _ in range(draw(st.integers(1, 3))):
+    at = draw(st.integers(0, len(tokens) - 1))
+    end = at + draw(st.integers(0, 2))
+    tokens[at:end] = draw(st.lists(st.sampled_from(VALUES) | st.sampled_from(tokens), max_size=2))
+  text = ' '.join(tokens)
+  if draw(st.booleans()):
+    at = draw(st.integers(0, len(text)))
+    text = text[:at] + draw(st.text(max_size=2)) + text[at + draw(st.integers(0, 2)) :]
+  return text
+
+
+@settings(max_examples=3000)
+@given(changed_texts())
+def test_a_changed_file_is_a_layout_or_an_error_that_names_the_place(text):
+  try:
+    layout = spmd.Layout.from_toml(text, devices=8)
+  except errors.MeshError as error:
+    assert '-1' in text and 'cannot be computed' in str(error)  # a size that does not fit the devices
+  except errors.RulesError as error:
+    mistake, _, fix = str(error).partition('\nFix: ')
+    assert fix
+    assert re.search(
+      r'line \d+|end of document|rules|Rule \d+|mesh axis|an entry|in \[mesh|for mesh|has format|no section',
+      mistake,
+    )
+  else:
+    assert spmd.Layout.from_toml(layout.to_toml(), mesh=layout.mesh) == layout
 
 
 def test_the_text_of_every_kind_of_clause():
@@ -142,7 +340,7 @@ def test_a_clause_that_means_nothing():
     text
     == dedent("""\
     The layout file has a rule rules.clauses[2] that means nothing: {'pth': 'kernel$', 'spec': []}. Did you mean 'path'?
-    Fix: write {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"} or {annotation = "name", ...} with one of spec, rules and fsdp.""")
+    Fix: write ["name", "axis"], {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"}, {optimizer_over = "axis"} or {annotation = "name", ...} with one of spec, rules, fsdp and optimizer_over.""")
   )
 
 
@@ -182,7 +380,7 @@ def test_a_newer_format_and_none():
 def test_an_unknown_entry():
   assert text_of(errors.RulesError, TEXT + '\n[meshes]\n') == dedent("""\
     The layout file has an entry 'meshes', which means nothing. Did you mean 'mesh'?
-    Fix: the entries are format, mesh, mesh_axis_types, rules.""")
+    Fix: the entries are format, mesh, mesh_axis_types, rules, strict.""")
 
 
 def test_a_missing_section():
@@ -232,7 +430,9 @@ def test_values_of_the_wrong_kind(rule):
 
 def test_other_values_of_the_wrong_kind():
   text = text_of(errors.RulesError, TEXT.replace('["embed", []]', '{fsdp = 3, min_size = "big"}'))
-  assert text.startswith("fsdp(...) does not take axes=3, min_size='big'.")
+  assert text.startswith(
+    "In the layout file, rules.clauses[2]: fsdp(...) does not take axes=3, min_size='big'."
+  )
   text = text_of(errors.RulesError, 'format = 1\n[mesh]\ndata = 8\n[rules]\nclauses = 3\n')
   assert text == 'The layout file has 3 for rules.clauses.\nFix: write a list of rules.'
   text = text_of(errors.RulesError, TEXT + '[mesh_axis_types]\ndta = "explicit"\n')

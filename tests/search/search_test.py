@@ -452,6 +452,9 @@ def test_progress(capsys):
 def test_a_function_in_place_of_a_train_step():
   with pytest.raises(TypeError) as caught:
     search(step, 'cpu:8')
-  assert str(caught.value) == dedent("""\
+  assert (
+    str(caught.value)
+    == dedent("""\
     The first argument of search is of type function, not a TrainStep.
-    Fix: write search(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore.""")
+    Fix: write search(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore; or pass a function that returns one for a layout, lambda layout: TrainStep(...).""")
+  )

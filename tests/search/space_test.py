@@ -61,10 +61,10 @@ def test_a_candidate_as_a_layout():
   assert text_of(candidate, BATCH) == text
 
 
-def test_a_table_for_the_optimizer_keeps_the_names():
+def test_axes_for_the_optimizer_are_added_to_those_of_the_names():
   candidate = one(8, 8, rules={'batch': (0,), 'mlp': (1,)}, zero1_axes=(0,), min_size=1)
-  inner = spmd.Rules(('mlp', 'model'), spmd.fsdp('data', min_size=1))
-  rules = spmd.Rules(('(^|/)opt_state/', inner), ('batch', 'data'), ('mlp', 'model'))
+  over = spmd.optimizer_over('data', min_size=1)
+  rules = spmd.Rules(('batch', 'data'), ('mlp', 'model'), over)
   assert rules_of(candidate, BATCH) == rules
 
 

@@ -92,7 +92,7 @@ def recorded_layout(path: str | os.PathLike[str]) -> Layout:
   if text is None:
     return Layout(abstract_mesh({'devices': 1}), ())
   parsed = toml_format.read(text)
-  return Layout(abstract_mesh(parsed.axes, axis_types=parsed.types), parsed.rules)
+  return Layout(abstract_mesh(parsed.axes, axis_types=parsed.types), parsed.rules, strict=parsed.strict)
 
 
 def _on_available_devices(layout: Layout) -> Layout:

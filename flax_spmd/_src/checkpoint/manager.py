@@ -19,8 +19,8 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Unpack, overload
 
 import filelock
 import jax
@@ -32,19 +32,25 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Chang
 from flax_spmd._src.checkpoint.restore import restore
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.contents import contents_of
+from flax_spmd._src.checkpoint.storage.contents import check_is_layout, contents_of
 from flax_spmd._src.checkpoint.storage.folders import as_path, is_remote, locked
 from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.readers import custom_metadata
+from flax_spmd._src.data.prefetch import reader_of
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.state_plan import Plan, State
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointDamagedError,
   CheckpointError,
   CheckpointNotFoundError,
+  LayoutError,
 )
+
+if TYPE_CHECKING:
+  from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
 
 _DATA = 'flax_spmd_data'
 
@@ -62,7 +68,7 @@ class DataIterator(Protocol):
 
 
 @set_module('flax_spmd.checkpoint')
-class ResumedState(NamedTuple):
+class ResumedState(NamedTuple, Generic[State]):
   """The state to continue training from.
 
   Attributes:
@@ -77,7 +83,7 @@ class ResumedState(NamedTuple):
   """
 
   step: int
-  state: Any
+  state: State
 
 
 @set_module('flax_spmd.checkpoint')
@@ -88,7 +94,7 @@ class Manager:
 
   Args:
     root: folder for this run alone; created if needed. Only one manager at a time can have it open.
-    layout: layout of the states.
+    layout: layout of the states, or their plan; see `save`. `resume` makes a plan, too.
     every: number of steps between checkpoints: steps divisible by it are saved. Or a policy of
       `orbax.checkpoint.v1.training.save_decision_policies`.
     keep: number of checkpoints to keep, the newest ones. Or a policy of
@@ -120,7 +126,7 @@ class Manager:
   def __init__(
     self,
     root: str | os.PathLike[str],
-    layout: Layout,
+    layout: Layout | Plan,
     *,
     every: int | Any = 1000,
     keep: int | Any = 3,
@@ -129,10 +135,10 @@ class Manager:
     show: bool = False,
   ):
     self.root = as_path(root)
-    self.layout = layout
     self._show, self._memory, self._closed = show, memory, False
-    if not isinstance(layout, Layout):
-      raise CheckpointError(f'{layout!r} is not a Layout.\nFix: pass the layout of the states.')
+    check_is_layout(layout)
+    self._plan = layout if isinstance(layout, Plan) else None
+    self.layout = layout.layout if isinstance(layout, Plan) else layout
     for name, number in (('every', every), ('keep', keep)):
       if isinstance(number, int) and number < 1:
         raise CheckpointError(
@@ -174,7 +180,8 @@ class Manager:
     Args:
       step: number of completed steps.
       state: state after them.
-      data: iterator that the next batch comes from; its position is saved too.
+      data: iterator that the next batch comes from, or its `prefetch`; the position after the batches in use is
+        saved too.
       metrics: metrics for a policy such as `BestN`.
       force: whether to save a step that is not due.
 
@@ -195,7 +202,7 @@ class Manager:
     if not (force or preempted or self._checkpointer.should_save(step)):
       return False
     async_save.finish()
-    contents = contents_of(state, self.layout).with_checksums()
+    contents = contents_of(state, self._layout_or_plan(state)).with_checksums()
     if self._memory is not None and self._memory <= contents.record.largest:
       raise CheckpointError(
         f'memory={self._memory} is too small for the largest array, which has {contents.record.largest} bytes.\n'
@@ -224,26 +231,70 @@ class Manager:
     return True
 
   def resume(
-    self, fn: Any, *args: Any, data: DataIterator | None = None, boxed: bool = True, **kwargs: Any
-  ) -> ResumedState:
+    self,
+    fn: Callable[..., State] | Plan[State],
+    *args: Any,
+    data: DataIterator | None = None,
+    boxed: bool = True,
+    **kwargs: Any,
+  ) -> ResumedState[State]:
     """Restores the newest undamaged checkpoint, or creates a new state if there are no checkpoints.
 
     Args:
-      fn: function that creates a state; see `layout.init`.
-      *args, **kwargs, boxed: see `layout.init`.
-      data: iterator to move to its saved position.
+      fn: function that creates a state, or its plan; see `layout.plan`.
+      *args, **kwargs, boxed: see `layout.plan`.
+      data: iterator, or its `prefetch`, to move to its saved position.
 
     Returns:
       The number of completed steps, 0 for a new state, and the state.
 
     Raises:
       CheckpointError: see `restore`; or all checkpoints are damaged.
+      LayoutError: the plan is one of another layout.
     """
-    if not self.steps:
-      return ResumedState(0, self.layout.init(fn, *args, boxed=boxed, **kwargs))
-    target = self.layout.abstract(fn, *args, boxed=boxed, **kwargs)
-    return self.restore(target, data=data)
+    plan = fn if isinstance(fn, Plan) else self.layout.plan(fn, *args, boxed=boxed, **kwargs)
+    self._check_layout(plan)
+    self._plan = plan
+    return self.restore(plan, data=data) if self.steps else ResumedState(0, plan.init())
 
+  def _layout_or_plan(self, state: Any) -> Layout | Plan:
+    """The plan of this run, if this is its state."""
+    return self._plan if self._plan is not None and self._plan.fits(state) else self.layout
+
+  def _check_layout(self, target: Any) -> None:
+    if isinstance(target, Plan) and target.layout != self.layout:
+      raise LayoutError(
+        f'The plan is one of {target.layout!r}, but the manager has {self.layout!r}.\n'
+        'Fix: plan the state with the layout of the manager.'
+      )
+
+  @overload
+  def restore(
+    self,
+    target: None = None,
+    *,
+    step: int | None = None,
+    data: DataIterator | None = None,
+    **options: Unpack[RecordRestoreOptions],
+  ) -> ResumedState[Any]: ...
+  @overload
+  def restore(
+    self,
+    target: Plan[State],
+    *,
+    step: int | None = None,
+    data: DataIterator | None = None,
+    **options: Unpack[RestoreOptions],
+  ) -> ResumedState[State]: ...
+  @overload
+  def restore(
+    self,
+    target: State,
+    *,
+    step: int | None = None,
+    data: DataIterator | None = None,
+    **options: Unpack[RestoreOptions],
+  ) -> ResumedState[State]: ...
   def restore(
     self,
     target: Any = None,
@@ -259,21 +310,25 @@ class Manager:
       target: state to restore into, see `restore`; default: from the record, under the manager's layout.
       step: step to restore; default: the newest. If that is damaged, it is renamed with a warning, and
         the checkpoint before it is restored.
-      data: iterator to move to its saved position.
+      data: iterator, or its `prefetch`, to move to its saved position.
       changes: differences between checkpoint and target to allow.
       **options: other arguments of `restore`.
 
     Raises:
       CheckpointNotFoundError: there are no checkpoints, or none of this step.
       CheckpointError: see `restore`.
+      LayoutError: the target is a plan of another layout.
     """
+    self._check_layout(target)
     self.wait()
     steps = self.steps if step is None else [step]
     if not steps:
       raise CheckpointNotFoundError(
         f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
       )
-    options = {'layout': self.layout, 'memory': self._memory, 'show': self._show} | options
+    options = {'memory': self._memory, 'show': self._show} | options
+    if target is None and not options.keys() & {'mesh', 'rules'}:
+      options.setdefault('layout', self.layout)
     for number in reversed(steps):
       path = self.root / str(number)
       try:
@@ -400,7 +455,7 @@ def _data_metadata(data: DataIterator | None) -> dict[str, Any]:
   """The position of each process's iterator, as custom metadata."""
   if data is None:
     return {}
-  text = _to_text(data.get_state())
+  text = _to_text(reader_of(data).get_state())
   if jax.process_count() == 1:
     return {_DATA: [text]}
   groups = exchange('data', tuple(range(jax.process_count())), text, CALLS, TIMEOUT)
@@ -434,4 +489,4 @@ def _set_data(path: epath.Path, data: DataIterator) -> None:
       'Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.'
     )
   state = json.loads(saved[jax.process_index()])
-  data.set_state(base64.b64decode(state['bytes']) if 'bytes' in state else state['json'])
+  reader_of(data).set_state(base64.b64decode(state['bytes']) if 'bytes' in state else state['json'])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from flax_spmd._src.checkpoint import targets
 from flax_spmd._src.checkpoint.load import load
@@ -15,7 +15,22 @@ from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, open_che
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.state_plan import Plan, State
 from flax_spmd.errors import TargetError
+
+if TYPE_CHECKING:
+  from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
+
+
+Folder = str | os.PathLike[str]
+
+
+@overload
+def restore(path: Folder, target: None = None, **options: Unpack[RecordRestoreOptions]) -> Any: ...
+@overload
+def restore(path: Folder, target: Plan[State], **options: Unpack[RestoreOptions]) -> State: ...
+@overload
+def restore(path: Folder, target: State, **options: Unpack[RestoreOptions]) -> State: ...
 
 
 @set_module('flax_spmd.checkpoint')
@@ -42,12 +57,11 @@ def restore(
 
   Args:
     path: folder written by `save`.
-    target: state to restore into: `layout.abstract(...)`, or an existing state. Mesh, rules and boxes may
-      differ from those of the saved state. Default: a tree of dicts and lists, from the checkpoint's own
-      record.
+    target: state to restore into: `layout.plan(...)`, `layout.abstract(...)`, or an existing state. Mesh, rules and
+      boxes may differ from those of the saved state. A state without boxes has no names; its plan has them. Default:
+      a tree of dicts and lists, from the checkpoint's own record.
     changes: differences between checkpoint and target to allow.
-    layout: without a target, the layout of the result. With a target, the layout that planned it, which
-      knows the names of a state without boxes; optional for a target that is exactly as planned.
+    layout: layout of the result. Only without a target.
     mesh, rules: mesh and rules of the result, in place of `layout`; default: the recorded ones. Only
       without a target.
     boxed: whether to box leaves that have names. Only without a target.
@@ -138,13 +152,13 @@ def _opened(
   path: Any, target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes, boxed: bool
 ) -> tuple[CheckpointReader, RestoreTarget]:
   """Opens a checkpoint, and determines its restore target."""
-  if target is not None and (mesh is not None or rules is not None):
+  if target is not None and not layout is mesh is rules is None:
     raise TargetError(
-      'mesh= and rules= are for a restore without a target; a target has its own shardings.\n'
-      'Fix: leave them out, leave the target out, or plan the target with that mesh and those rules.'
+      'layout=, mesh= and rules= are for a restore without a target; a target has its own shardings.\n'
+      'Fix: leave them out, leave the target out, or plan the target with that layout.'
     )
   if target is not None:
-    restored = targets.of_tree(target, layout, changes.only)
+    restored = targets.of_tree(target, changes.only)
     return open_checkpoint(path), restored
   reader = open_checkpoint(path)
   result_layout = targets.layout_of(reader.record, layout, mesh, rules)

@@ -17,14 +17,15 @@ from flax_spmd._src.checkpoint.storage.readers import OrbaxReader
 from flax_spmd._src.checkpoint.storage.verification import require_undamaged
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.state_plan import Plan
 
 
 @set_module('flax_spmd.checkpoint')
 def save(
   path: str | os.PathLike[str],
   state: Any,
+  layout: Layout | Plan,
   *,
-  layout: Layout,
   overwrite: bool = False,
   where: str | None = None,
   compress: bool = False,
@@ -38,9 +39,8 @@ def save(
 
   Args:
     path: folder to create.
-    state: tree of arrays and numbers, with or without boxes. A state without boxes has the names that
-      `layout` knows from planning it.
-    layout: layout of the state.
+    state: tree of arrays and numbers, with or without boxes.
+    layout: layout of the state, or its plan (`layout.plan(...)`), which has the names of a state without boxes.
     overwrite: whether to replace a checkpoint at `path`. It stays in place until the new one is complete,
       and has been read back and verified.
     where: regular expression; only leaves whose paths it matches are saved.
@@ -54,13 +54,14 @@ def save(
   Raises:
     CheckpointExistsError: `path` exists. It is left unchanged.
     CheckpointBusyError: another process is writing to `path`.
+    LayoutError: the state is not one of the plan.
     CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
       `save_async` has failed; or the written data could not be verified.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
     >>> w = layout.shard(LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp')))
-    >>> checkpoint.save(tmp / 'step_1', {'w': w}, layout=layout)
+    >>> checkpoint.save(tmp / 'step_1', {'w': w}, layout)
     >>> other = Layout({'data': 8}, (('embed', 'data'),))
     >>> restored = checkpoint.restore(tmp / 'step_1', other.abstract(lambda: {'w': w}))
     >>> restored['w'].value.sharding.spec
@@ -69,7 +70,7 @@ def save(
   saving = save_async(
     path,
     state,
-    layout=layout,
+    layout,
     overwrite=overwrite,
     where=where,
     compress=compress,
@@ -84,8 +85,8 @@ def save(
 def save_async(
   path: str | os.PathLike[str],
   state: Any,
+  layout: Layout | Plan,
   *,
-  layout: Layout,
   overwrite: bool = False,
   where: str | None = None,
   compress: bool = False,
@@ -107,7 +108,7 @@ def save_async(
 
   Example:
     >>> layout = Layout({'data': 8})
-    >>> saving = checkpoint.save_async(tmp / 'step_2', layout.shard({'w': np.ones(8)}), layout=layout)
+    >>> saving = checkpoint.save_async(tmp / 'step_2', layout.shard({'w': np.ones(8)}), layout)
     >>> saving.result()
     >>> saving.done()
     True

@@ -34,8 +34,8 @@ from flax_spmd._src.mesh import make_mesh
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned
 from flax_spmd._src.names.tree_names import leaf_names
-from flax_spmd._src.plan.unboxed_states import rebox_by_shardings
 from flax_spmd._src.rules import toml_format
+from flax_spmd._src.state_plan import Plan
 from flax_spmd._src.tree_paths import key_value
 from flax_spmd.errors import (
   CheckpointDamagedError,
@@ -64,30 +64,48 @@ class RestoreTarget(NamedTuple):
   build: Callable[[Sequence[Any]], Any]
 
 
-def of_tree(tree: Any, layout: Layout | None, only: str | None) -> RestoreTarget:
+def of_tree(tree: Any, only: str | None) -> RestoreTarget:
   """The target for a tree.
 
   Args:
-    tree: result of `layout.abstract(...)`, or an existing state.
-    layout: layout that planned the tree, which knows the names of a state without boxes.
+    tree: a plan, the result of `layout.abstract(...)`, or an existing state.
     only: path of the part of the checkpoint to restore. The target is the tree's own part at that path; a
       tree without that path is itself the part.
 
   Raises:
     TargetError: leaves have no shape, dtype or sharding (lists all of them).
   """
+  named = tree
+  if isinstance(tree, Plan):
+    tree = tree.abstract()
+    named = named.box(tree)
   inner = _part(tree, only)
   flat = skeleton.flatten(box_trees.unbox(inner, apply_constraint=False))
   paths = [_below(only, path) for path in skeleton.paths(flat.skeleton)]
   values = by_path(paths, flat.leaves)
   _check(values)
-  names = _names(tree, inner, only, layout)
   leaves = {
-    path: describe(value, given)  # only logical names: mesh axes do not give a dimension its meaning
-    for (path, value), given in zip(values.items(), names, strict=True)
+    path: describe(value, given)
+    for (path, value), given in zip(values.items(), _names(named, only), strict=True)
   }
   kinds = {_below(only, path): kind for path, kind in flat.kinds.items()}
   return RestoreTarget(values, Side(leaves, kinds), jax.tree.structure(inner).unflatten)
+
+
+def _names(tree: Any, only: str | None) -> list[Any]:
+  """The logical names of each leaf of a part of a tree: mesh axes do not give a dimension its meaning.
+
+  They are those in the whole tree, since an array may get its names from another part.
+  """
+  named = jax.tree.structure(tree).unflatten(map(_Names, leaf_names(tree, logical_only=True)))
+  return [leaf.names for leaf in jax.tree.leaves(_part(named, only))]
+
+
+class _Names:
+  """The names of an array, as a leaf of a tree."""
+
+  def __init__(self, names: Any):
+    self.names = names
 
 
 def _below(only: str | None, path: str) -> str:
@@ -95,16 +113,6 @@ def _below(only: str | None, path: str) -> str:
   if not only:
     return path
   return only if path == skeleton.ROOT else f'{only}/{path}'
-
-
-def _names(tree: Any, inner: Any, only: str | None, layout: Layout | None) -> list[Any]:
-  """The names of the leaves of a part. A layout recognises a state without boxes only as a whole."""
-  numbered = jax.tree.structure(tree).unflatten(range(len(jax.tree.leaves(tree))))
-  if layout is None:
-    names = leaf_names(rebox_by_shardings(tree), logical_only=True)
-  else:
-    names = layout.names(tree, logical_only=True)
-  return [names[number] for number in jax.tree.leaves(_part(numbered, only))]
 
 
 def _part(tree: Any, only: str | None) -> Any:
@@ -174,7 +182,7 @@ def layout_of(record: Record, layout: Layout | None, mesh: Any, rules: Any) -> L
   parsed = _parsed(record.layout)
   if mesh is None:
     mesh = _recorded_mesh(parsed)
-  return Layout(mesh, parsed.rules if rules is None else rules)
+  return Layout(mesh, parsed.rules if rules is None else rules, strict=parsed.strict)
 
 
 def _parsed(text: str) -> Any:

@@ -21,7 +21,7 @@ from flax_spmd._src.compare.lowering import LoweredStep, lower
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline, Pipeline, lower_pipeline
 from flax_spmd._src.compare.pipeline_outcome import pipeline_outcome
-from flax_spmd._src.compare.train_step import TrainStep, check_train_step
+from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.progress import progress
 from flax_spmd._src.public_module import set_module
@@ -30,7 +30,7 @@ from flax_spmd.errors import FlaxSpmdError, TargetDeviceError
 
 @set_module('flax_spmd')
 def compare(
-  train_step: TrainStep,
+  train_step: TrainStepLike,
   layouts: Mapping[str, Layout | Pipeline] | Sequence[Layout | Pipeline],
   target: str,
   *,
@@ -44,7 +44,8 @@ def compare(
   (in `FLAX_SPMD_CACHE`, by default `~/.cache/flax_spmd`), so a repeated comparison is quick.
 
   Args:
-    train_step: the step and its arguments.
+    train_step: the step and its arguments. For a model that holds a mesh, a function that returns it for a
+      layout: it is called with each layout, on an abstract mesh of the target's devices.
     layouts: layouts by name, or a sequence of them. An `explore.Pipeline` cuts the step into stages. Of a
       mesh only the axes count, and it must have as many devices as the target.
     target: hardware such as `'h100:64'`, `'v5e:16x16'`, `'cpu:8'` or `'here'`; see `flax-spmd targets`.
@@ -57,7 +58,8 @@ def compare(
     into stages, or the compiler crashes. For a program that needs too much memory it shows the excess.
 
   Raises:
-    TypeError: the first argument is not a `TrainStep`.
+    TypeError: the first argument is neither a `TrainStep` nor a function that returns one.
+    MeshError: the step constrains arrays on a mesh of its own, if no layout can be lowered; else a row shows it.
     TargetDeviceError: the target is unknown, cannot be compiled for on this machine, or differs from a mesh
       in its number of devices.
     Exception: any error that the step raises while it is traced, if no layout can be lowered.
@@ -106,7 +108,7 @@ def _named(
 
 
 def _lower_rows(
-  train_step: TrainStep, rows: Mapping[str, Layout | Pipeline], target: Target
+  train_step: TrainStepLike, rows: Mapping[str, Layout | Pipeline], target: Target
 ) -> tuple[dict[str, LoweredStep | LoweredPipeline], dict[str, Outcome]]:
   """The lowered programs of the rows that fit the model, and the failed outcomes of the others."""
   lowered: dict[str, LoweredStep | LoweredPipeline] = {}

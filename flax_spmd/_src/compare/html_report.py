@@ -18,6 +18,7 @@ from flax_spmd._src.compare.html import bars, byte_cell, legend, safe, section, 
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.draw.drawing import draw
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
+from flax_spmd._src.plan.folding import FoldedRow, fold_rows
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.text import size_text, time_text
 
@@ -164,7 +165,7 @@ def _arrays(outcome: Outcome) -> str:
     return ''
   rows = outcome.program.rows
   titles = ('path', 'array', 'spec', 'on a device', 'copies')
-  listed = table(titles, map(_array_row, rows), f'arrays of {outcome.name}')
+  listed = table(titles, map(_array_row, fold_rows(rows)), f'arrays of {outcome.name}')
   drawings = ''.join(_drawings(outcome, rows))
   rules = ''.join(f'<li><code>{safe(repr(rule))}</code></li>' for rule in outcome.layout.rules.clauses)
   return (
@@ -173,11 +174,13 @@ def _arrays(outcome: Outcome) -> str:
   )
 
 
-def _array_row(row: Row) -> list[Any]:
+def _array_row(fold: FoldedRow) -> list[Any]:
+  row = fold.row
   names = row.names or (None,) * len(row.shape)
   sizes = (f'{name}={size}' if name else str(size) for name, size in zip(names, row.shape, strict=False))
-  array = f'{row.dtype}[{", ".join(sizes)}]'
-  return [row.path, array, str(row.spec), byte_cell(row.bytes_per_device), (row.copies, str(row.copies))]
+  array = f'{f"{fold.count} x " if fold.count > 1 else ""}{row.dtype}[{", ".join(sizes)}]'
+  per_device, copies = byte_cell(fold.bytes_per_device), (row.copies, str(row.copies))
+  return [fold.name, array, str(row.spec), per_device, copies]
 
 
 def _to_draw(rows: Sequence[Row]) -> list[Row]:

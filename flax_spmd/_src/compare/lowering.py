@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.train_step import TrainStep
-from flax_spmd._src.compat import program_bytes, program_text
+from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
+from flax_spmd._src.compat import program_bytes, program_text, target_devices
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.rows import Row
@@ -50,34 +50,37 @@ class LoweredStep(NamedTuple):
     return axis_sizes(self.layout.mesh)
 
 
-def lower(train_step: TrainStep, layout: Layout, target: Target) -> LoweredStep:
+def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredStep:
   """Lowers a step for a target.
 
   Args:
-    train_step: the step and its arguments.
+    train_step: the step and its arguments, or a function from a layout to it.
     layout: layout of the state and the batch. Of its mesh only the axes count; the devices are the target's.
     target: hardware to lower for.
 
   Raises:
     TargetDeviceError: the mesh and the target differ in their number of devices.
     LayoutError: logical names do not fit the arrays.
+    MeshError: the step constrains arrays on another mesh than the layout's.
     Exception: any error that the model raises while it is traced.
   """
-  abstract, state, batch = abstract_arguments(train_step, layout, target)
-  jitted = abstract.jit(train_step.step, donate_argnums=0 if train_step.donate else None)
-  lowered = jitted.trace(state, batch).lower(lowering_platforms=(target.chip.platform,))
+  abstract = layout_on_target(layout, target)
+  with target_devices(target.chip.platform):
+    train_step = train_step_on(abstract, train_step)
+    state, batch = abstract_arguments(train_step, abstract)
+    jitted = train_step.jitted(abstract, donate=True)
+    lowered = jitted.trace(state, batch).lower(lowering_platforms=(target.chip.platform,))
   text = program_text(lowered, locations=False)
   return describe_arguments(abstract, state, batch)._replace(
     code=program_bytes(lowered), identity=identity_of(lowered, text), dtype=dtype_of(text)
   )
 
 
-def abstract_arguments(train_step: TrainStep, layout: Layout, target: Target) -> tuple[Layout, Any, Any]:
-  """The layout on an abstract mesh, and the abstract state and batch with its shardings.
+def layout_on_target(layout: Layout, target: Target) -> Layout:
+  """The layout on an abstract mesh with the same axes.
 
   Raises:
     TargetDeviceError: the mesh and the target differ in their number of devices.
-    LayoutError: logical names do not fit the arrays.
   """
   abstract = layout.replace(
     mesh=abstract_mesh(axis_sizes(layout.mesh), axis_types=axis_types(layout.mesh))
@@ -87,8 +90,16 @@ def abstract_arguments(train_step: TrainStep, layout: Layout, target: Target) ->
       f'The mesh {axis_sizes(layout.mesh)} has {abstract.mesh.size} devices, the target {target.text} '
       f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
     )
-  state = abstract.abstract(train_step.create, *train_step.args)
-  return abstract, state, abstract_batch(train_step, abstract)
+  return abstract
+
+
+def abstract_arguments(train_step: TrainStep, layout: Layout) -> tuple[Any, Any]:
+  """The abstract state and batch of a step, with the layout's shardings.
+
+  Raises:
+    LayoutError: logical names do not fit the arrays.
+  """
+  return layout.abstract(train_step.create, *train_step.args), abstract_batch(train_step, layout)
 
 
 def abstract_batch(train_step: TrainStep, layout: Layout) -> Any:

@@ -27,9 +27,10 @@ from flax_spmd._src.compare.lowering import (
   describe_arguments,
   dtype_of,
   identity_of,
+  layout_on_target,
 )
-from flax_spmd._src.compare.train_step import TrainStep
-from flax_spmd._src.compat import program_bytes, program_text
+from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
+from flax_spmd._src.compat import program_bytes, program_text, target_devices
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.pipeline.pipelined import LoweredPipelineStep
@@ -51,7 +52,8 @@ class Pipeline(NamedTuple):
     schedule: schedule of a step whose `accumulate` is given none.
     axis: mesh axis of the stages.
     stages: number of stages for a model that marks no stage ends, as for `layout.pipeline_jit`.
-    step: step function of this row, with other microbatches or stage ends. Default: the compared one.
+    step: step function of this row, with other microbatches or stage ends. Default: the compared one; of a function
+      of the layout, that for the mesh of one rank.
 
   Example:
     >>> staged = Layout(abstract_mesh({'stage': 4, 'data': 2}), (('batch', 'data'),))
@@ -117,17 +119,20 @@ class CutStep(NamedTuple):
   microbatches: int
 
 
-def cut_pipeline(train_step: TrainStep, pipeline: Pipeline, target: Target) -> CutStep:
+def cut_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target) -> CutStep:
   """Cuts a step into stages; arguments and errors as for `lower_pipeline`."""
-  layout, state, batch = abstract_arguments(train_step, pipeline.layout, target)
-  jitted = layout.pipeline_jit(
-    pipeline.step or train_step.step,
-    axis=pipeline.axis,
-    schedule=pipeline.schedule,
-    stages=pipeline.stages,
-    donate_argnums=0 if train_step.donate else None,
-  )
-  lowered = jitted.lower(state, batch)
+  layout = layout_on_target(pipeline.layout, target)
+  with target_devices(target.chip.platform):
+    whole = train_step_on(layout, train_step)
+    state, batch = abstract_arguments(whole, layout)
+    jitted = layout.pipeline_jit(
+      pipeline.step or _step_of_a_rank(train_step, layout, pipeline.axis),
+      axis=pipeline.axis,
+      schedule=pipeline.schedule,
+      stages=pipeline.stages,
+      donate_argnums=0 if whole.donate else None,
+    )
+    lowered = jitted.lower(state, batch)
   if lowered.microbatches is None or lowered.schedule is None:
     raise PipelineError(
       'The step has no microbatch loop, so there is no schedule to compare.\n'
@@ -137,7 +142,14 @@ def cut_pipeline(train_step: TrainStep, pipeline: Pipeline, target: Target) -> C
   return CutStep(layout, state, batch, lowered, lowered.schedule, lowered.microbatches)
 
 
-def lower_pipeline(train_step: TrainStep, pipeline: Pipeline, target: Target) -> LoweredPipeline:
+def _step_of_a_rank(train_step: TrainStepLike, layout: Layout, axis: str) -> Callable[..., Any]:
+  """The step, whose model is built on the mesh of one rank if it is built on any."""
+  if isinstance(train_step, TrainStep) or axis not in layout.mesh.axis_names:
+    return train_step_on(layout, train_step).step
+  return train_step_on(layout.replace(mesh=submesh(layout.mesh, axis, [0])), train_step).step
+
+
+def lower_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target) -> LoweredPipeline:
   """Cuts a step into stages and lowers their programs.
 
   Args:
@@ -158,7 +170,7 @@ def lower_pipeline(train_step: TrainStep, pipeline: Pipeline, target: Target) ->
   programs = {unit: _program(one.lowered, rank_layout) for unit, one in plan.programs.items()}
   return LoweredPipeline(
     layout,
-    describe_arguments(rank_layout, cut.state, cut.batch),
+    describe_arguments(rank_layout, _shapes(cut.state), cut.batch),
     programs,
     plan,
     _paths(cut.state, cut.batch),
@@ -167,6 +179,11 @@ def lower_pipeline(train_step: TrainStep, pipeline: Pipeline, target: Target) ->
     pipeline.axis,
     share(target, axis_sizes(layout.mesh)[pipeline.axis]),
   )
+
+
+def _shapes(state: Any) -> Any:
+  """A state without its shardings, which are on the mesh of all ranks."""
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
 
 def _check_schedule(actual: Schedule, requested: Schedule | None) -> None:

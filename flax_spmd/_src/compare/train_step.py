@@ -3,13 +3,25 @@
 train_step = TrainStep(step, create_state, batch)
 compare(train_step, layouts, 'h100:64')
 search(train_step, 'h100:64')
+
+A model that holds a mesh, for its `shard_map`s say, is built anew for each layout, by a function:
+
+    def train_step_of(layout):
+      model = Model(mesh=layout.mesh)
+      return TrainStep(model.step, model.create, batch)
+
+    compare(train_step_of, layouts, 'h100:64')
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from flax_spmd._src.jit.foreign_meshes import explained_mesh_errors
+from flax_spmd._src.jit.jitted import Jitted
+from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
 
 
@@ -17,7 +29,8 @@ from flax_spmd._src.public_module import set_module
 class TrainStep(NamedTuple):
   """A training step with the shapes that it is called with, for `compare`, `search` and `Estimator`.
 
-  `step` and `create` are only traced: nothing is allocated, and nothing runs.
+  `step` and `create` are only traced: nothing is allocated, and nothing runs. For a model that is built on a mesh, pass
+  a function from a layout to a `TrainStep` instead.
 
   Attributes:
     step: `step(state, batch)`, any function that can be jitted.
@@ -27,6 +40,7 @@ class TrainStep(NamedTuple):
     placements: placements of the batch, as for `Layout.shard`. Default: the first dimension of each array
       has the logical name `batch`.
     donate: whether the state is donated to the step.
+    axis_name, in_axes, out_axes: of a step that reduces over an axis name, as for `Layout.jit`.
 
   Example:
     >>> def create():
@@ -43,20 +57,75 @@ class TrainStep(NamedTuple):
   args: Sequence[Any] = ()
   placements: Any = None
   donate: bool = True
+  axis_name: str | None = None
+  in_axes: Any = None
+  out_axes: Any = None
+
+  def jitted(self, layout: Layout, *, donate: bool = False) -> Jitted[..., Any]:
+    """The step under a layout. Where no rule gives its axis name mesh axes, the batch is one part."""
+    name = self.axis_name
+    if name is not None and name not in layout.rules.by_name and name not in layout.mesh.axis_names:
+      layout = layout.replace(rules=(*layout.rules, (name, None)))
+    return layout.jit(
+      self.step,
+      axis_name=self.axis_name,
+      in_axes=self.in_axes,
+      out_axes=self.out_axes,
+      donate_argnums=0 if donate and self.donate else None,
+    )
+
+
+TrainStepLike = TrainStep | Callable[[Layout], TrainStep]
+"""A training step, or a function from a layout to one whose model is built on the layout's mesh."""
 
 
 def check_train_step(value: Any, caller: str) -> None:
-  """Raises unless a value is a `TrainStep`.
+  """Raises unless a value is a `TrainStep`, or a function with one argument, which may return one.
 
   Args:
     value: first argument of a function.
     caller: name of that function, for the error text.
 
   Raises:
-    TypeError: the value has another type. The text shows how to write the call.
+    TypeError: the value is neither. The text shows how to write the call.
   """
-  if not isinstance(value, TrainStep):
+  if isinstance(value, TrainStep) or _takes_one_argument(value):
+    return
+  kind = 'function' if callable(value) else type(value).__name__
+  raise TypeError(
+    f'The first argument of {caller} is of type {kind}, not a TrainStep.\n'
+    f'Fix: write {caller}(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore; or pass a '
+    'function that returns one for a layout, lambda layout: TrainStep(...).'
+  )
+
+
+def _takes_one_argument(value: Any) -> bool:
+  """Whether a value can be called with a layout alone."""
+  if not callable(value):
+    return False
+  try:
+    inspect.signature(value).bind(None)
+  except (TypeError, ValueError):  # other arguments, or a builtin without a signature
+    return False
+  return True
+
+
+def train_step_on(layout: Layout, train_step: TrainStepLike) -> TrainStep:
+  """The training step for a layout: itself, or the result of its function.
+
+  Raises:
+    TypeError: the function returns something else.
+    MeshError: the function asks an abstract mesh for its devices.
+    Exception: any error that the function raises.
+  """
+  if isinstance(train_step, TrainStep):
+    return train_step
+  with explained_mesh_errors(layout.mesh):
+    result = train_step(layout)
+  if not isinstance(result, TrainStep):
+    name = getattr(train_step, '__name__', 'the function')
     raise TypeError(
-      f'The first argument of {caller} is of type {type(value).__name__}, not a TrainStep.\n'
-      f'Fix: write {caller}(TrainStep(step, create, batch), ...), with TrainStep from flax_spmd.explore.'
+      f'{name}, which was passed in place of a TrainStep, returned {type(result).__name__} for a layout.\n'
+      'Fix: return TrainStep(step, create, batch), with TrainStep from flax_spmd.explore.'
     )
+  return result

@@ -5,15 +5,15 @@
 **A process's part** of an array is the union of the slices on its devices: along each dimension every
 piece once, in the order of the *global* array. If the devices of process 0 hold rows 4-5 and 0-1, its part
 is rows 0, 1, 4, 5, whatever the device order of the mesh. A dimension that is replicated, or sharded only
-within processes, is complete in every part; processes have to pass equal values there, which is not
-checked.
+within processes, is complete in every part. Rows that several processes hold have to be equal on each of
+them; where the processes compare their batches, they compare these rows by hash.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -21,8 +21,9 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import KeyPath
 
+from flax_spmd._src.data.common_values import CommonPiece, common_shards, value_parts, value_problems
 from flax_spmd._src.mesh import describe
-from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, exchange, named, processes_of, ranges
+from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, named, processes_of, ranges
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -35,10 +36,10 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
   Args:
     tree: this process's part of a batch: numpy arrays, or JAX arrays of this process.
     shardings: a `NamedSharding` for each leaf, in a tree of the same structure.
-    check: when the processes compare their batches, which takes a few milliseconds on the host.
-      'new': for a structure (paths, shapes, dtypes, shardings) that this process has not compared yet. If
-      only some processes have a new structure (because their data end early, say), those wait in vain and
-      raise after `timeout`.
+    check: when the processes compare the structure of their batches (paths, shapes, dtypes, shardings)
+      and, by hash, the values that several processes hold. It takes a few milliseconds on the host.
+      'new': for a structure that this process has not compared yet. If only some processes have a new
+      structure (because their data end early, say), those wait in vain and raise after `timeout`.
       'always': for every batch; all processes raise together.
       'never': each process checks its own batch only.
     timeout: seconds to wait for the other processes.
@@ -49,8 +50,8 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
 
   Raises:
     LayoutError: a leaf has no sharding or does not fit it, the batches of two processes differ in paths,
-      dtypes, sizes or shardings, or a process does not arrive in time. Every process that compares raises
-      it, with all offenders, before anything is transferred.
+      dtypes, sizes, shardings or in the values of rows that both hold, or a process does not arrive in time.
+      Every process that compares raises it, with all offenders, before anything is transferred.
 
   Example:
     >>> sharding = NamedSharding(jax.make_mesh((8,), ('data',)), PartitionSpec('data'))
@@ -60,8 +61,7 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
   if check not in ('new', 'always', 'never'):
     raise LayoutError(f"check={check!r} is not a choice.\nFix: pass 'new', 'always' or 'never'.")
   batch, arrays = _read(tree, shardings)
-  global_shapes = _global_shapes if check == 'always' else _global_shapes_once
-  shapes = global_shapes(batch, check != 'never', timeout)
+  shapes = _global_shapes(batch, arrays, check, timeout)
   targets = [array.sharding for array in batch.arrays]
   if jax.process_count() == 1:
     results = jax.device_put(arrays, targets)
@@ -190,12 +190,29 @@ def _pieces_of(dim: int, indices: Mapping[Any, Any]) -> _PieceCounts:
   return _PieceCounts(len(set().union(*starts.values())), counts)
 
 
-def _global_shapes(batch: _BatchStructure, compare: bool, timeout: float) -> tuple[tuple[int, ...], ...]:
+def _global_shapes(
+  batch: _BatchStructure, arrays: Sequence[Any], check: Check, timeout: float
+) -> tuple[tuple[int, ...], ...]:
   """The shapes of a batch's global arrays, after a comparison with the other processes.
 
   Raises:
     LayoutError: the problems of any process, or the differences between processes.
   """
+  key = batch, check == 'never'
+  shapes = None if check == 'always' else _known_shapes.get(key)
+  if shapes is None:
+    _check(batch, arrays, check != 'never', timeout)
+    shapes = tuple(map(_global_shape, batch.arrays))
+    if check != 'always':
+      _known_shapes[key] = shapes
+  return shapes
+
+
+# Unbounded: after an eviction on one process, that process would compare alone.
+_known_shapes: dict[tuple[_BatchStructure, bool], tuple[tuple[int, ...], ...]] = {}
+
+
+def _check(batch: _BatchStructure, arrays: Sequence[Any], compare: bool, timeout: float) -> None:
   me, members = jax.process_index(), processes_of(batch.shardings)
   if batch.shardings and me not in members:
     raise LayoutError(
@@ -206,12 +223,7 @@ def _global_shapes(batch: _BatchStructure, compare: bool, timeout: float) -> tup
   if not compare or members in ((), (me,)):
     raise_problems(batch.problems)
   else:
-    _compare(batch, members, timeout)
-  return tuple(map(_global_shape, batch.arrays))
-
-
-# Unbounded: after an eviction on one process, that process would compare alone.
-_global_shapes_once = functools.cache(_global_shapes)
+    _compare(batch, arrays, members, timeout)
 
 
 def _global_shape(array: _LocalArray) -> tuple[int, ...]:
@@ -226,7 +238,9 @@ def _global_shape(array: _LocalArray) -> tuple[int, ...]:
   )
 
 
-def _compare(batch: _BatchStructure, members: tuple[int, ...], timeout: float) -> None:
+def _compare(
+  batch: _BatchStructure, arrays: Sequence[Any], members: tuple[int, ...], timeout: float
+) -> None:
   """Raises the problems of any process or, if there are none, the differences between processes."""
   text = json.dumps(
     {
@@ -238,10 +252,41 @@ def _compare(batch: _BatchStructure, members: tuple[int, ...], timeout: float) -
     f"{CALLS}. With check='new', a process that has compared such a batch before does not compare again "
     "(if its data end early, say): pass check='always'. Otherwise check which of them is stuck or has exited."
   )
-  texts = exchange('local_to_global', members, text, fix, timeout)
+  values = {} if batch.problems else value_parts(_common_pieces(batch.arrays, arrays))
+  differing = differing_parts('local_to_global', members, {_STRUCTURE: text, **values}, fix, timeout)
+  texts = differing.get(_STRUCTURE, [(list(members), text)])
   if len(texts) > 1 or batch.problems:
     reports = [(processes, json.loads(text)) for processes, text in texts]
     raise_problems(_reported_problems(reports) or _differences(reports, batch.arrays))
+  raise_problems(value_problems(differing, _EQUAL_ROWS))
+
+
+_STRUCTURE = 'structure'
+_EQUAL_ROWS = (
+  'load the rows of layout.local_indices on each process; processes that hold the same rows have to load '
+  'them in the same order, with the same random numbers.'
+)
+
+
+def _common_pieces(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> Iterator[CommonPiece]:
+  """The pieces of a batch that this process has in common with others, in the dtype of the devices."""
+  for one, array in zip(described, arrays, strict=True):
+    shape = _global_shape(one)
+    common = common_shards(one.sharding, shape)
+    if common:
+      host, name = _on_host(array, one.dtype), f'{path_string(one.path)} ({one.dtype}{list(shape)})'
+      mine = local_indices(shape, one.sharding)
+      for shard in common:
+        at = tuple(
+          slice(*np.searchsorted(rows, limits)) for rows, limits in zip(mine, shard.bounds, strict=True)
+        )
+        yield CommonPiece(name, shard.bounds, shard.holders, host[at])
+
+
+def _on_host(array: Any, dtype: Any) -> np.ndarray:
+  if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    return np.asarray(jax.random.key_data(array))
+  return np.asarray(array, dtype)
 
 
 def _record(array: _LocalArray) -> dict[str, Any]:

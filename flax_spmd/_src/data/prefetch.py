@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import inspect
 import operator
 import queue
 import threading
@@ -20,6 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from flax_spmd._src.data.batch_source import NO_BATCH, BatchSource
 from flax_spmd._src.progress import BatchProgress, batch_progress
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import LayoutError
@@ -38,7 +40,7 @@ def prefetch(
   size: int = 2,
   progress: bool | str | Progress | None = None,
   total: int | None = None,
-) -> Generator[Placed, None, None]:
+) -> PrefetchedBatches[Placed]:
   """Yields `place(batch)` for each batch, while a thread prepares the next ones.
 
   Both `batches` and `place` run in that thread, with a copy of the caller's `contextvars`. Settings that
@@ -48,6 +50,10 @@ def prefetch(
   An exception in the thread is raised at the batch that it prevented, with its traceback. Early exit
   (`break`, `close()`, garbage collection) waits for the batch in progress, ends the thread, and closes the
   iterator over `batches` if it has a `close` method.
+
+  An iterator with `get_state` and `set_state`, such as one of Grain, is ahead of the batch in use. Early exit moves
+  it back to that batch instead of closing it. The generator has both methods, too: its state is the position after
+  the batch in use. `checkpoint.Manager` saves this position for either of them.
 
   Args:
     batches: iterable of batches, finite or infinite.
@@ -59,7 +65,7 @@ def prefetch(
     total: number of batches, for the bar; default: `len(batches)`, if defined.
 
   Returns:
-    A generator. It loads nothing before the first `next`.
+    A generator, with `get_state` and `set_state`. It loads nothing before the first `next`.
 
   Raises:
     LayoutError: `size` is not a positive integer.
@@ -80,11 +86,81 @@ def prefetch(
   if total is None:
     hint = operator.length_hint(batches, -1)
     total = None if hint < 0 else hint
-  ready = _ahead(
-    _Worker(batches, place, size), contextvars.copy_context(), batch_progress(progress, total)
-  )
-  _open.add(ready)
-  return ready
+  context = contextvars.copy_context()
+  source = BatchSource(batches)
+
+  def start() -> Generator[Placed, None, None]:
+    return _ahead(_Worker(source, place, size), context.copy(), batch_progress(progress, total))
+
+  return PrefetchedBatches(source, start)
+
+
+class PrefetchedBatches(Generator[Placed, None, None]):
+  """The generator of `prefetch`, which can be moved to another position.
+
+  Args:
+    source: where the batches come from.
+    start: function that makes a generator with a new thread.
+  """
+
+  def __init__(self, source: BatchSource, start: Callable[[], Generator[Placed, None, None]]):
+    self._source = source
+    self._start = start
+    self._ready = start()
+    _open.add(self)
+
+  def __next__(self) -> Placed:
+    return next(self._ready)
+
+  def send(self, value: None) -> Placed:
+    """The next batch."""
+    return self._ready.send(value)
+
+  def throw(self, *error: Any) -> Placed:
+    """Ends the thread, and raises the error."""
+    return self._ready.throw(*error)
+
+  def close(self) -> None:
+    """Ends the thread."""
+    self._ready.close()
+
+  @property
+  def has_positions(self) -> bool:
+    """Whether the iterator over the batches has `get_state` and `set_state`."""
+    return self._source.has_positions
+
+  def get_state(self) -> Any:
+    """Returns the position after the batch in use.
+
+    Raises:
+      CheckpointError: the iterator over the batches has no positions.
+    """
+    return self._source.position()
+
+  def set_state(self, state: Any) -> None:
+    """Moves to a position, and drops the batches that are ready.
+
+    Raises:
+      CheckpointError: the iterator over the batches has no positions.
+    """
+    self.close()
+    self._source.move(state)
+    self._ready = self._start()
+
+  def reads_from(self, iterator: object) -> bool:
+    """Whether the thread reads from this iterator now."""
+    return self._source.is_of(iterator) and inspect.getgeneratorstate(self._ready) in (
+      inspect.GEN_SUSPENDED,
+      inspect.GEN_RUNNING,
+    )
+
+
+def reader_of(iterator: Any) -> Any:
+  """The open `prefetch` that reads from an iterator, through others or not; without one the iterator itself."""
+  for ready in list(_open):
+    if ready.reads_from(iterator):
+      return reader_of(ready)
+  return iterator
 
 
 def _ahead(
@@ -103,10 +179,13 @@ def _ahead(
   finally:
     worker.stop()
     # A source that blocks forever must not keep the program from exiting.
-    thread.join(None if threading.main_thread().is_alive() else 1.0)
+    exiting = not threading.main_thread().is_alive()
+    thread.join(1.0 if exiting else None)
+    if not exiting:
+      worker.source.end()
 
 
-_open: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+_open: weakref.WeakSet[PrefetchedBatches[Any]] = weakref.WeakSet()
 
 
 @atexit.register
@@ -120,18 +199,16 @@ class _QueueItem(NamedTuple):
   """An item of the queue between the threads: a batch, or the end, possibly with an error."""
 
   placed: Any = None
+  position: Any = None
   ended: bool = False
   error: BaseException | None = None
-
-
-_NO_BATCH = object()
 
 
 class _Worker:
   """Prepares batches in one thread (`run`) for another one (`results`, `stop`)."""
 
-  def __init__(self, batches: Iterable[Any], place: Callable[[Any], Any], size: int):
-    self._batches = batches
+  def __init__(self, source: BatchSource, place: Callable[[Any], Any], size: int):
+    self.source = source
     self._place = place
     self._queue: queue.SimpleQueue[_QueueItem] = queue.SimpleQueue()
     # Acquired before a batch is prepared, released when it is handed over. A bounded queue would let the
@@ -149,17 +226,16 @@ class _Worker:
       self._queue.put(_QueueItem(ended=True))
 
   def _prepare_all(self) -> None:
-    iterator = iter(self._batches)
     try:
+      self.source.begin()
       while self._may_continue():
-        batch = next(iterator, _NO_BATCH)
-        if batch is _NO_BATCH:
+        batch, position = self.source.read()
+        if batch is NO_BATCH:
           return
-        self._queue.put(_QueueItem(self._place(batch)))
+        self._queue.put(_QueueItem(self._place(batch), position))
+        del batch
     finally:
-      close = getattr(iterator, 'close', None)
-      if callable(close):
-        close()
+      self.source.close()
 
   def _may_continue(self) -> bool:
     self._free.acquire()
@@ -169,6 +245,7 @@ class _Worker:
     """The batches in order; raises the thread's exception at the end, if there was one."""
     while not (item := self._queue.get()).ended:
       self._free.release()
+      self.source.use(item.position)
       yield item.placed
       del item
     if item.error is not None:

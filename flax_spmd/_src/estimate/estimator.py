@@ -28,7 +28,7 @@ from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
-from flax_spmd._src.compare.train_step import TrainStep, check_train_step
+from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph
@@ -54,7 +54,7 @@ class Estimator:
   """A step, lowered once, whose costs and memory can be estimated under any layout.
 
   Args:
-    train_step: the step and its arguments.
+    train_step: the step and its arguments; for a model that holds a mesh, a function that returns it for a layout.
     platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
 
   Attributes:
@@ -63,7 +63,7 @@ class Estimator:
     together: pairs of logical names that occur on one array.
 
   Raises:
-    TypeError: the first argument is not a `TrainStep`.
+    TypeError: the first argument is neither a `TrainStep` nor a function that returns one.
     EstimatorError: the installed jaxlib is not supported, or parts of the step cannot be estimated.
     Exception: any error that the step raises while it is traced.
 
@@ -83,11 +83,11 @@ class Estimator:
   parameter_names: frozenset[str]
   together: frozenset[frozenset[str]]
 
-  def __init__(self, train_step: TrainStep, *, platform: str = 'cuda'):
+  def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
     mlir.check_jaxlib()
-    self._train_step = train_step
     self._lowering = lower_on_names(train_step, platform)
+    self._train_step = self._lowering.train_step
     state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
@@ -95,8 +95,11 @@ class Estimator:
     self._module = mlir.prepare(self._lowering.code, self.parameter_names)
     self._analyzed = AnalyzedGraph(self._module.graph)
     self._replaced_arguments = list(_replaced_arguments(self._lowering))
-    batch_arrays = len(self._module.graph.main.arguments) - len(state)
-    self._argument_parts = [*(_part(path) for path, _ in state), *['batch'] * batch_arrays]
+    parts = [
+      *(_part(path) for path, _ in state),
+      *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
+    ]
+    self._argument_parts = [parts[index] for index in self._lowering.used]
     self._collect_names()
 
   def _collect_names(self) -> None:
@@ -138,9 +141,10 @@ class Estimator:
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
     state = jax.tree.leaves(layout.sharding(self._lowering.state))
     batch = [leaf.sharding for leaf in jax.tree.leaves(abstract_batch(self._train_step, layout))]
+    shardings = [*state, *batch]
     arguments = [
-      _spec(sharding, len(self._module.graph.values[value].shape))
-      for sharding, value in zip([*state, *batch], self._module.graph.main.arguments, strict=True)
+      _spec(shardings[index], len(self._module.graph.values[value].shape))
+      for index, value in zip(self._lowering.used, self._module.graph.main.arguments, strict=True)
     ]
     results = [None if index is None else arguments[index] for index in self._replaced_arguments]
     specs = self._module.propagate(sizes, arguments, results, lambda *one: _resolve(layout, *one))
@@ -218,8 +222,9 @@ def _part(path: Any) -> str:
 
 
 def _replaced_arguments(lowering: NamedLowering) -> Iterator[int | None]:
-  """Per result of the step, the index of the argument that it replaces: the state's, or None for other results."""
+  """Per result of the step, the number of the argument that it replaces: the state's, or None for other results."""
   state, result = lowering.state, lowering.result
+  numbers = {index: number for number, index in enumerate(lowering.used)}
   starts: list[tuple[Any, int]] = [(state, 0)]
   start = 0
   for child in jax.tree.leaves(state, is_leaf=lambda node: node is not state):
@@ -228,7 +233,7 @@ def _replaced_arguments(lowering: NamedLowering) -> Iterator[int | None]:
   for part in result if type(result) in (tuple, list) else [result]:
     leaves = jax.tree.leaves(part)
     first = next((first for tree, first in starts if leaves and _is_alike(tree, part)), None)
-    yield from (None if first is None else first + index for index in range(len(leaves)))
+    yield from (None if first is None else numbers.get(first + index) for index in range(len(leaves)))
 
 
 def _is_alike(tree: Any, other: Any) -> bool:

@@ -13,9 +13,9 @@ import uuid
 from typing import Any, NamedTuple
 
 from flax_spmd._src.active_layout import record_names
-from flax_spmd._src.compare.lowering import abstract_batch
-from flax_spmd._src.compare.train_step import TrainStep
-from flax_spmd._src.compat import program_bytes
+from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
+from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
+from flax_spmd._src.compat import program_bytes, target_devices, used_arguments
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.rules.table import Rules
@@ -23,6 +23,11 @@ from flax_spmd.errors import EstimatorError, MeshAxisError
 
 _OWN_MESH = (
   'The step uses a mesh of its own (shard_map?), so its logical names alone do not decide its layout.\n'
+  'Fix: choose the layouts, and compile them with spmd.compare.'
+)
+_OF_A_MESH = (
+  'The model is built for the axes of a mesh, so its logical names alone do not decide its layout. On a mesh whose '
+  'axes are its names, it fails: {error}\n'
   'Fix: choose the layouts, and compile them with spmd.compare.'
 )
 _OWN_AXES = (
@@ -37,20 +42,24 @@ class NamedLowering(NamedTuple):
 
   Attributes:
     code: MLIR bytecode of the step.
+    train_step: the step, built on the mesh if it is built on any.
     state: tree of the step's first argument: shapes with shardings, in boxes.
     result: tree of the step's results: shapes.
+    used: indices of the leaves of `(state, batch)` that the step uses; the program has no other arguments.
   """
 
   code: bytes
+  train_step: TrainStep
   state: Any
   result: Any
+  used: list[int]
 
 
-def lower_on_names(train_step: TrainStep, platform: str) -> NamedLowering:
+def lower_on_names(train_step: TrainStepLike, platform: str) -> NamedLowering:
   """Traces a step to record its logical names, and lowers it on a mesh of these names.
 
   Args:
-    train_step: the step and its arguments.
+    train_step: the step and its arguments, or a function from a layout to it.
     platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
 
   Raises:
@@ -58,30 +67,47 @@ def lower_on_names(train_step: TrainStep, platform: str) -> NamedLowering:
     LayoutError: the step was already jitted by a layout.
     Exception: any error that the step raises while it is traced.
   """
+  with target_devices(platform):
+    if isinstance(train_step, TrainStep):
+      return _lowered(train_step, platform)
+    try:
+      return _lowered(train_step, platform)
+    except EstimatorError:
+      raise
+    except Exception as error:  # a true error of the step is raised again when it is compiled
+      text = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
+      raise EstimatorError(_OF_A_MESH.format(error=text)) from error
+
+
+def _lowered(train_step: TrainStepLike, platform: str) -> NamedLowering:
   names = sorted(_names_of(train_step))
   layout = Layout(
     abstract_mesh(dict.fromkeys(names, 1) | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in names))
   )
-  state = layout.abstract(train_step.create, *train_step.args)
-  batch = abstract_batch(train_step, layout)
-  lowered = layout.jit(train_step.step).trace(state, batch).lower(lowering_platforms=(platform,))
-  return NamedLowering(program_bytes(lowered), state, lowered.out_info)
+  train_step = train_step_on(layout, train_step)
+  state, batch = abstract_arguments(train_step, layout)
+  lowered = train_step.jitted(layout).trace(state, batch).lower(lowering_platforms=(platform,))
+  return NamedLowering(
+    program_bytes(lowered), train_step, state, lowered.out_info, used_arguments(lowered)
+  )
 
 
-def _names_of(train_step: TrainStep) -> set[str]:
+def _names_of(train_step: TrainStepLike) -> set[str]:
   """The logical names of a step's state, batch and constraints."""
   # a rule unlike all others, as `record_names` requires
   layout = Layout(abstract_mesh({_SPARE_AXIS: 2}), Rules((uuid.uuid4().hex, None)))
-  jitted = layout.jit(train_step.step)
+  train_step = train_step_on(layout, train_step)
+  jitted = train_step.jitted(layout)
   with record_names() as names:
     try:
       state = layout.abstract(train_step.create, *train_step.args)
     except MeshAxisError as error:  # about a mesh that the user has never seen
-      raise EstimatorError(_OWN_AXES) from error
+      in_names = ' of names ' in str(error)  # else in a constraint of the model
+      raise EstimatorError(_OWN_AXES if in_names else _OWN_MESH) from error
     try:
       jitted.trace(state, abstract_batch(train_step, layout))
     except ValueError as error:  # a true error of the step is raised again when it is compiled
-      if 'mesh' in str(error):
+      if 'mesh' in str(error) or 'shard_map' in str(error):
         raise EstimatorError(_OWN_MESH) from error
       raise
   return names

@@ -39,6 +39,7 @@ class Collective(NamedTuple):
     dtype: dtype of the operands; the one with the most bytes if they differ.
     op: name of the JAX operation.
     source: line of the model, such as `model.py:31`, or '' if unknown.
+    name: name of the instruction, or '' if unknown.
   """
 
   kind: str
@@ -50,6 +51,7 @@ class Collective(NamedTuple):
   dtype: str
   op: str
   source: str
+  name: str = ''
 
 
 def wire(kind: str, size: float, group: int) -> float:
@@ -116,7 +118,8 @@ def collective(
   size = sum(shape.bytes for shape in arrays)
   dtype = max(arrays, key=lambda shape: shape.bytes).dtype if arrays else ''
   op, source = origin(instruction.attributes.get('metadata', ''), module.frames)
-  return Collective(kind, axes, group, size, 1, wire(kind, size, group), dtype, op, source)
+  sent = wire(kind, size, group)
+  return Collective(kind, axes, group, size, 1, sent, dtype, op, source, instruction.name)
 
 
 def started(module: HloModule) -> frozenset[tuple[str, str]]:

@@ -72,7 +72,11 @@ def count(text: str, mesh: Mapping[str, int]) -> Counts:
     >>> counts.by_axis(), counts.collectives[0].group
     ({('model',): 196608.0}, 4)
   """
-  module = parse(text)
+  return count_module(parse(text), mesh)
+
+
+def count_module(module: HloModule, mesh: Mapping[str, int]) -> Counts:
+  """Counts the work of a compiled program that is parsed already; see `count`."""
   return _Counter(module, mesh, started(module)).computation(module.main, {}).counts()
 
 

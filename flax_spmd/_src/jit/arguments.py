@@ -7,16 +7,23 @@ arguments.spread(in_rules, dynamic)       # one placement for each of them
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import DictKey
 
+from flax_spmd._src import compat
 from flax_spmd._src.jit.tree_constraints import with_sharding_constraint
+from flax_spmd._src.mesh import MeshLike, placed_sharding
 from flax_spmd._src.rules.placements import is_placement
-from flax_spmd.errors import LayoutError, did_you_mean
+from flax_spmd._src.tree_paths import path_string
+from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 
 
 class Arguments(NamedTuple):
@@ -69,7 +76,7 @@ class Arguments(NamedTuple):
     bound = self.function_signature.bind(*args, **kwargs)
     return bound.args, bound.kwargs
 
-  def _dynamic_names(self) -> list[str]:
+  def dynamic_names(self) -> list[str]:
     """The names of the dynamic parameters, in order."""
     return [
       name
@@ -91,7 +98,7 @@ class Arguments(NamedTuple):
     args, kwargs = dynamic
     if is_placement(placements) and not _is_one_per_argument(placements):
       return (placements,) * len(args), dict.fromkeys(kwargs, placements)
-    names = self._dynamic_names()
+    names = self.dynamic_names()
     if isinstance(placements, Mapping):
       self._check_names(placements, names)
       by_name, by_position = placements, [placements.get(name) for name in names]
@@ -101,6 +108,30 @@ class Arguments(NamedTuple):
     rest = by_position[-1] if by_position and self._is_variadic(len(names)) else None
     filled = (*by_position, *(rest,) * len(args))
     return filled[: len(args)], {name: by_name.get(name) for name in kwargs}
+
+  def by_argument(
+    self, values: Any, dynamic: tuple[tuple, dict[str, Any]]
+  ) -> tuple[tuple, dict[str, Any]]:
+    """One value per dynamic argument, from one for all, one per argument in order, or a dict by parameter name.
+
+    Raises:
+      LayoutError: there is no value for an argument, or a value without an argument.
+    """
+    args, kwargs = dynamic
+    if not isinstance(values, (tuple, list, Mapping)):
+      return (values,) * len(args), dict.fromkeys(kwargs, values)
+    names = [*self.dynamic_names(), *map(str, range(len(self.dynamic_names()), len(args)))]
+    if not isinstance(values, Mapping):
+      values = dict(zip(names, values, strict=False)) if len(values) <= len(names) else {}
+    passed = [*names[: len(args)], *kwargs]
+    missing = [name for name in passed if name not in values]
+    unknown = [name for name in values if name not in passed]
+    if missing or unknown:
+      raise LayoutError(
+        f'in_axes has entries for {_listed(list(values)) or "other arguments"}, but the call passes {_listed(passed)}.\n'
+        'Fix: give one entry per argument, in the order of the parameters or as a dict by parameter name.'
+      )
+    return tuple(values[name] for name in passed[: len(args)]), {name: values[name] for name in kwargs}
 
   def _is_variadic(self, count: int) -> bool:
     """Whether the last of `count` parameters is `*args`; its placement then applies to each argument."""
@@ -136,10 +167,52 @@ class Arguments(NamedTuple):
 
     return on_entry
 
-  def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A cache key with everything that the structure and shardings of a result can depend on."""
+  def signature(self, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: MeshLike) -> Any:
+    """A cache key with everything that the structure and shardings of a result on a mesh can depend on."""
     leaves, treedef = jax.tree.flatten(self.dynamic(args, kwargs))
-    return treedef, tuple(map(_leaf_signature, leaves)), len(args), self.statics(args, kwargs)
+    described = tuple([_leaf_signature(leaf, mesh) for leaf in leaves])
+    return treedef, described, len(args), self.statics(args, kwargs), compat.x64_enabled()
+
+  def structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The part of the signature that costs little: the structure of the arguments, and the static ones."""
+    return jax.tree.structure(self.dynamic(args, kwargs)), self.statics(args, kwargs)
+
+  def with_static_objects(self, args, kwargs) -> tuple[Any, Any]:
+    """The arguments, with every object that JAX cannot trace as part of their structure: it is static.
+
+    Raises:
+      LayoutError: objects that are not hashable either (lists all of them).
+    """
+    dynamic = self.dynamic(args, kwargs)
+    leaves, treedef = jax.tree.flatten(dynamic)
+    if all(map(_has_traceable_instances, set(map(type, leaves)))) or all(map(is_traceable, leaves)):
+      return args, kwargs
+    self._check_static_objects(dynamic)
+    return self.filled(treedef.unflatten(map(_as_static, leaves)), args, kwargs)
+
+  def without_static_objects(self, args, kwargs) -> tuple[Any, Any]:
+    """The arguments, with the objects themselves in place of those that `with_static_objects` made."""
+    return jax.tree.map(
+      lambda leaf: leaf.value if isinstance(leaf, _StaticObject) else leaf,
+      (args, kwargs),
+      is_leaf=lambda node: isinstance(node, _StaticObject),
+    )
+
+  def _check_static_objects(self, dynamic: tuple[tuple, dict[str, Any]]) -> None:
+    names = self.dynamic_names()
+    args, kwargs = dynamic
+    named = [(names[i] if i < len(names) else str(i), arg) for i, arg in enumerate(args)]
+    problems = [
+      Problem(
+        f'argument {path_string((DictKey(name), *path))} is a {type(leaf).__name__}, which is neither an array nor '
+        'hashable.',
+        'pass it as arrays, or as a hashable object (a tuple, a frozen dataclass), which is then static.',
+      )
+      for name, arg in [*named, *kwargs.items()]
+      for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
+      if not is_traceable(leaf) and not _is_hashable(leaf)
+    ]
+    raise_problems(problems)
 
   def statics(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
     """The static arguments: position or name, type, and value.
@@ -158,9 +231,84 @@ class Arguments(NamedTuple):
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _leaf_signature(leaf: Any) -> Any:
+def _leaf_signature(leaf: Any, mesh: MeshLike) -> Any:
   shape = getattr(leaf, 'shape', None)
-  return type(leaf) if shape is None else (shape, leaf.dtype)
+  if shape is None:
+    return type(leaf)
+  return shape, leaf.dtype, getattr(leaf, 'weak_type', False), placed_sharding(leaf, mesh)
+
+
+def abstract_leaf(leaf: Any) -> Any:
+  """An argument without its data, which may be deleted: shape, dtype and, if it is committed, sharding."""
+  if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+    return leaf
+  sharding = leaf.sharding if leaf.committed else None
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+
+def is_traceable(leaf: Any) -> bool:
+  """Whether JAX can trace an argument: an array, concrete or abstract, or a number."""
+  if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in 'OSU':
+    return False
+  return not isinstance(leaf, type) and _is_traceable_type(type(leaf))
+
+
+@functools.cache
+def _has_traceable_instances(cls: type) -> bool:
+  """Whether JAX can trace every instance of a class, so that none has to be looked at."""
+  return not issubclass(cls, (np.ndarray, np.generic, type)) and _is_traceable_type(cls)
+
+
+def is_array(leaf: Any) -> bool:
+  """Whether an argument is an array, concrete or abstract, rather than a Python number or another object."""
+  return is_traceable(leaf) and not isinstance(leaf, _NUMBERS)
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+@functools.cache
+def _is_traceable_type(cls: type) -> bool:
+  if issubclass(cls, _NUMBERS):
+    return not issubclass(cls, enum.Enum)
+  return hasattr(cls, '__jax_array__') or (hasattr(cls, 'shape') and hasattr(cls, 'dtype'))
+
+
+class _StaticObject:
+  """An object in a tree of arguments that is static: part of the tree's structure, compared by type and value."""
+
+  __slots__ = ('value',)
+
+  def __init__(self, value: Any):
+    self.value = value
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, _StaticObject):
+      return NotImplemented
+    return type(self.value) is type(other.value) and self.value == other.value
+
+  def __hash__(self) -> int:
+    return hash((type(self.value), self.value))
+
+  def __repr__(self) -> str:
+    return repr(self.value)
+
+
+jax.tree_util.register_pytree_node(
+  _StaticObject, lambda node: ((), node), lambda node, _: _StaticObject(node.value)
+)
+
+
+def _as_static(leaf: Any) -> Any:
+  return leaf if is_traceable(leaf) else _StaticObject(leaf)
+
+
+def _is_hashable(value: Any) -> bool:
+  try:
+    hash(value)
+  except TypeError:
+    return False
+  return True
 
 
 def _check_hashable(static: Sequence[tuple[int | str, type, Any]]) -> None:
@@ -189,15 +337,15 @@ def _listed(names: Sequence[str]) -> str:
 def closed_over(
   fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-  """`fn` as a function of its arrays and numbers, closed over all other arguments."""
+  """`fn` as a function of its arrays, closed over all other arguments: numbers, models, functions."""
   leaves, treedef = jax.tree.flatten((args, kwargs))
-  is_array = [hasattr(leaf, 'dtype') or isinstance(leaf, (bool, int, float, complex)) for leaf in leaves]
-  arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+  marks = [is_array(leaf) for leaf in leaves]
+  arrays = [leaf for leaf, mark in zip(leaves, marks, strict=True) if mark]
 
   @functools.wraps(fn)
   def of_arrays(arrays):
     remaining = iter(arrays)
-    filled = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    filled = [next(remaining) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]
     args, kwargs = treedef.unflatten(filled)
     return fn(*args, **kwargs)
 

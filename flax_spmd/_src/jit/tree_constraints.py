@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, Sharding
 
 from flax_spmd._src.active_layout import in_force, report_names
+from flax_spmd._src.constraint_log import report_constraint
 from flax_spmd._src.constraints import constrain, mesh_for_constraints, with_logical_constraint
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.names.box_trees import is_axis_metadata, static_of
@@ -92,13 +93,15 @@ def with_sharding_annotation(x: Any, name: str) -> Any:
     annotations[name] = known
   if not known:
     _report_unknown(name, rules)
+    for leaf in jax.tree.leaves(x):
+      report_constraint(f'@{name}', None, jnp.shape(leaf), 'there is no rule for this annotation')
     return x
   resolver, mesh = resolver_of(rules), mesh_for_constraints()
   if mesh is None:
     raise MeshError(_NO_MESH.format(constraint=f'the annotation {name!r}'))
   sizes = axis_sizes(mesh)
   return _constrain_leaves(
-    x, mesh, lambda leaf: resolver.resolve_annotated(name, leaf, sizes), f'@{name}'
+    x, mesh, lambda leaf, axes: resolver.resolve_annotated(name, leaf, sizes, axes=axes), f'@{name}'
   )
 
 
@@ -154,20 +157,28 @@ def _constrain_part(part: Any, placement: Any) -> Any:
     raise MeshError(_NO_MESH.format(constraint=f'the constraint {placement!r}'))
   rules.check_axes(axis_sizes(mesh))
   resolver, sizes = resolver_of(rules), axis_sizes(mesh)
-  return _constrain_leaves(part, mesh, lambda leaf: resolver.resolve(leaf, sizes), 'constraint')
+  return _constrain_leaves(
+    part,
+    mesh,
+    lambda leaf, axes: resolver.resolve(leaf._replace(names=None) if axes else leaf, sizes),
+    'constraint',
+  )
 
 
-def _constrain_leaves(tree: Any, mesh: Any, resolve: Callable[[Leaf], Resolution], kind: str) -> Any:
+def _constrain_leaves(
+  tree: Any, mesh: Any, resolve: Callable[[Leaf, bool], Resolution], kind: str
+) -> Any:
   """Constrains every array of a tree to its resolved spec; raises the problems of all arrays together."""
   units, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)
   problems, resolved = [], []
   for path, unit in units:
     static, value = static_of(unit)
     where = path_string(path)
-    names = static.names if static is not None and static.logical else None
-    report_names(names)
+    axes = static is not None and not static.logical
+    names = None if static is None else static.names
+    report_names(None if axes else names)
     resolutions = [
-      resolve(Leaf(where, leaf.shape, leaf.dtype, names)) for leaf in jax.tree.leaves(value)
+      resolve(Leaf(where, leaf.shape, leaf.dtype, names), axes) for leaf in jax.tree.leaves(value)
     ]
     at = kind if not path else f'{kind}, {where}'
     problems += [problem.at(at) for resolution in resolutions for problem in resolution.problems]

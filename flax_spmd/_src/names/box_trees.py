@@ -13,10 +13,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
 from flax.core import meta
 
 from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Static
+from flax_spmd._src.names.flax_boxes import as_own_box
 from flax_spmd._src.public_module import set_module
 
 
@@ -30,11 +30,11 @@ def is_axis_metadata(val: Any) -> bool:
     >>> is_axis_metadata(1.0)
     False
   """
-  return _is_box_type(type(val))
+  return is_box_type(type(val))
 
 
 @functools.cache
-def _is_box_type(cls: type) -> bool:
+def is_box_type(cls: type) -> bool:
   """Cached: this is called for every node of every tree, and abstract base classes are slow."""
   return issubclass(cls, AxisMetadata)
 
@@ -111,23 +111,9 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
   return meta.replace_boxed(tree, updates)
 
 
-def as_own_box(box: AxisMetadata[Any]) -> Partitioned | None:
-  """Our box with the content of any other; None for a type of box without names."""
-  if isinstance(box, Partitioned):
-    return box
-  if isinstance(box, nn.LogicallyPartitioned):
-    return LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
-  if isinstance(box, nn.Partitioned):
-    return Partitioned(box.value, box.names, box.mesh)
-  spec = getattr(box, 'get_partition_spec', None)
-  if spec is None or not hasattr(box, 'value'):
-    return None
-  return Partitioned(getattr(box, 'value'), spec())  # noqa: B009 (a box of another library)
-
-
 def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:
   """The static part (None for a bare leaf) and the value of each unit, as two lists."""
-  if not any(map(_is_box_type, set(map(type, units)))):
+  if not any(map(is_box_type, set(map(type, units)))):
     return [None] * len(units), list(units)
   pairs = [static_of(unit) for unit in units]
   return [static for static, _ in pairs], [value for _, value in pairs]
@@ -142,7 +128,7 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
   if cls is LogicallyPartitioned or cls is Partitioned:  # the fast path of every leaf of every tree
     (value,), static = leaf._pair
     return static, value
-  if not _is_box_type(cls):
+  if not is_box_type(cls):
     return None, leaf
   box = as_own_box(leaf)
   if box is None:

@@ -20,9 +20,8 @@ import copy
 import functools
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import flax.linen as nn
 import jax
@@ -34,12 +33,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force, report_names
-from flax_spmd._src.constraints import constrain, mesh_for_constraints, resolve_for_constraint
-from flax_spmd._src.mesh import MeshLike, axis_sizes
+from flax_spmd._src.constraints import constrain_on, mesh_for_constraints, resolve_for_constraint
+from flax_spmd._src.mesh import MeshLike, PortableMesh, axis_sizes
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules.decisions import Names, Policies
+from flax_spmd._src.rules.decisions import UNCONSTRAINED, Names, Policies
 from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.shared import shared
 from flax_spmd.errors import LayoutError, MeshAxisError, RulesError, raise_problems
 
 PARTITION_NAME = meta.PARTITION_NAME
@@ -54,28 +54,63 @@ else:
 
 
 class Static:
-  """The static part of a box: names, mesh and rules. Interned, so that equal ones compare by identity."""
+  """The static part of a box: names, mesh and rules. Interned, so that equal ones compare by identity.
 
-  __slots__ = ('__weakref__', 'logical', 'mesh', 'names', 'rules')
-  _interned: ClassVar[weakref.WeakValueDictionary[Any, Static]] = weakref.WeakValueDictionary()
+  `stored` is the spec that the box is opened with, in the body of a transformation that has removed an axis of a
+  box that is not stored as its names say (see `InForce`); else None.
+  """
+
+  __slots__ = ('__weakref__', 'logical', 'mesh', 'names', 'rules', 'stored')
 
   names: Any
   logical: bool
   mesh: MeshLike | None
   rules: Rules | None
+  stored: PartitionSpec | None
 
-  def __new__(cls, names: Any, logical: bool, mesh: MeshLike | None = None, rules: Rules | None = None):
+  def __new__(
+    cls,
+    names: Any,
+    logical: bool,
+    mesh: MeshLike | None = None,
+    rules: Rules | None = None,
+    stored: PartitionSpec | None = None,
+  ):
     """The interned object with this content."""
-    key = (names, logical, mesh, rules)
-    static = cls._interned.get(key)
-    if static is None:
-      static = super().__new__(cls)
-      static.names, static.logical, static.mesh, static.rules = key
-      static = cls._interned.setdefault(key, static)
-    return static
+    return _interned(names, logical, mesh, rules, stored)
+
+  def renamed(self, names: Names | None) -> Static | None:
+    """The static part with other names, and without a mesh; None for no names."""
+    return None if names is None else Static(tuple(names), self.logical, None, self.rules)
 
   def __repr__(self) -> str:
     return repr(self.names)
+
+  def __copy__(self) -> Static:
+    return self
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Static:
+    return self
+
+  def __reduce__(self):
+    mesh = None if self.mesh is None else PortableMesh.of(self.mesh)
+    return _unpickled_static, (self.names, self.logical, mesh, self.rules)
+
+
+def _unpickled_static(
+  names: Any, logical: bool, mesh: PortableMesh | None, rules: Rules | None
+) -> Static:
+  """The static part in this process. Without the devices of its mesh, it has none, and uses that in force."""
+  if mesh is None or mesh.devices is None:
+    return Static(names, logical, mesh and mesh.here(), rules)
+  return Static(names, logical, mesh.on_devices(), rules)
+
+
+@shared
+def _interned(*content: Any) -> Static:
+  static = object.__new__(Static)
+  static.names, static.logical, static.mesh, static.rules, static.stored = content
+  return static
 
 
 @set_module('flax_spmd')
@@ -154,17 +189,24 @@ class Partitioned(_Base):
   def unbox(self, apply_constraint: bool = True) -> Any:
     """The value; a traced array gets the sharding constraint of its names.
 
-    There is no constraint without a mesh, for a value that is not traced, or if the number of names differs
-    from the rank: fused layers initialise their kernels flat.
+    There is no constraint without a mesh, for a value that is not traced, or if there are more names than
+    dimensions: fused layers initialise their kernels flat.
 
     Args:
       apply_constraint: whether to apply the constraint.
     """
-    if not apply_constraint or not isinstance(self.value, Tracer) or not self._fits():
+    return self._constrained('flax_spmd') if apply_constraint else self.value
+
+  def _constrained(self, by: str) -> Any:
+    """The value with the constraint of `unbox`, which the constraint log attributes to `by`."""
+    if not isinstance(self.value, Tracer) or not self._fits():
       return self.value
-    mesh = mesh_for_constraints(self.mesh)
-    spec = None if mesh is None else self._spec_on(mesh)
-    return self.value if spec is None else constrain(self.value, spec, mesh)
+    spec = self._stored_spec()
+    mesh = mesh_for_constraints(self.mesh if spec is None else None)
+    spec = self._spec_on(mesh) if spec is None and mesh is not None else spec
+    if mesh is None or spec is None:
+      return self.value
+    return constrain_on(mesh, self.value, spec, self.names, by=by)
 
   def replace_boxed(self, val: Any) -> Self:
     """A box with the same names around another value."""
@@ -205,7 +247,16 @@ class Partitioned(_Base):
         'initialised with.'
       )
     del names[index]
-    return self.replace(names=tuple(names))
+    inner, stored = self.replace(names=tuple(names)), self._stored_spec()
+    return (
+      inner if stored is None else inner._opened_as(without_dimension(stored, index, len(self.names)))
+    )
+
+  def _opened_as(self, spec: PartitionSpec) -> Self:
+    """The box, opened with a spec other than that of its names."""
+    own = self.static
+    static = Static(own.names, own.logical, own.mesh, own.rules, spec)
+    return type(self)(cast(Any, static), (self.value,))
 
   def get_partition_spec(self) -> PartitionSpec:
     """The names as a PartitionSpec."""
@@ -229,10 +280,19 @@ class Partitioned(_Base):
     return {'value': self.value, 'names': self.names, 'mesh': self.mesh}
 
   def _fits(self) -> bool:
-    return not isinstance(self.names, str) and len(self.names) == len(self.value.shape)
+    return not isinstance(self.names, str) and len(self.names) <= len(self.value.shape)
+
+  def _stored_spec(self) -> PartitionSpec | None:
+    """The spec that the value is stored with, if its names do not decide that."""
+    stored = in_force().stored
+    spec = self.static.stored or (dict(stored).get(self.static) if stored else None)
+    if spec is None:
+      return None
+    open_dimensions = len(getattr(self.value, 'shape', ())) - len(spec)
+    return PartitionSpec(*spec, *[UNCONSTRAINED] * open_dimensions) if open_dimensions > 0 else spec
 
   def _spec_on(self, mesh: MeshLike) -> PartitionSpec | None:
-    """The value's spec on `mesh`; None for no constraint.
+    """The spec of the value's names on `mesh`; None for no constraint.
 
     Under a layout there is no constraint for names that do not fit the mesh: its planner reports them, with
     their path.
@@ -289,8 +349,7 @@ class Partitioned(_Base):
     return self.replace_boxed(copy.deepcopy(self.value, memo))
 
   def __reduce__(self):
-    # Devices cannot be pickled; an unpickled box uses the mesh in force when it is opened.
-    return _unpickle, (type(self), self._fields() | {'mesh': None})
+    return _unpickled_box, (type(self), self.static, self.value)
 
 
 @set_module('flax_spmd')
@@ -417,8 +476,8 @@ def with_logical_partitioning(
   return boxed
 
 
-def _unpickle(cls: type[Partitioned], fields: dict[str, Any]) -> Partitioned:
-  return cls(**fields)
+def _unpickled_box(cls: type[Partitioned], static: Static, value: Any) -> Partitioned:
+  return cls(static, (value,))
 
 
 _VALUE = jax.tree_util.GetAttrKey('value')
@@ -452,6 +511,13 @@ def _from_state_dict(box: Partitioned, state: Any) -> Any:
 
 _register(Partitioned, nn.Partitioned)
 _register(LogicallyPartitioned, nn.LogicallyPartitioned)
+
+
+def without_dimension(spec: PartitionSpec, index: int, rank: int) -> PartitionSpec:
+  """The spec of an array of a certain rank without one of its dimensions."""
+  entries = [*spec, *(None,) * (rank - len(spec))]
+  del entries[index]
+  return PartitionSpec(*entries)
 
 
 def _canonical(names: Any) -> Any:

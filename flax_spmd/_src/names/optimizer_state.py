@@ -5,7 +5,8 @@ history, SM3's lists) therefore carry the names of their parameter, even where t
 module infers the names that fit, in two steps, and only where they are certain.
 
 *The parameter* has the same names, and its path is repeated below a field of the optimizer's state:
-`params/layers/wi` for `opt_state/0/v_row/layers/wi`.
+`params/layers/wi` for `opt_state/0/v_row/layers/wi`. Where names are in boxes, the state has its parameter's; where
+they are in a collection beside the parameters, the state has none, and gets them by its path (`find_bare_states`).
 
 *The dimensions* follow from the two shapes:
 
@@ -22,12 +23,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey, KeyPath, SequenceKey
 
+from flax_spmd._src.rules.decisions import padded
 from flax_spmd._src.tree_paths import key_value
 
 Shape: TypeAlias = tuple[int, ...]
@@ -55,13 +58,21 @@ class Unit(NamedTuple):
     path: its key path.
     static: the static part of its box, by which names compare; None for a bare leaf.
     shape: shape of its array; None for a box around several arrays.
-    fits: whether it has one name per dimension.
+    unnamed: number of dimensions for which it has no name; below 0 if it has too many names. None if that is
+      not a number: the names are a bare string, or the box is around several arrays.
+    below: for a parameter, the number of its last keys that are its path among the parameters, if known.
   """
 
   path: KeyPath
   static: Any
   shape: Shape | None
-  fits: bool
+  unnamed: int | None
+  below: int | None = None
+
+  @property
+  def fits(self) -> bool:
+    """Whether it has no more names than dimensions."""
+    return self.unnamed is not None and self.unnamed >= 0
 
 
 def infer(
@@ -70,7 +81,7 @@ def infer(
   """Infers the names of a state array from its parameter.
 
   Args:
-    names: the parameter's names.
+    names: the parameter's names; None for the dimensions after the last.
     full: the parameter's shape; None for a box around several arrays.
     shape: the state array's shape.
     field: the field of the optimizer's state that holds the array. Adafactor's fields imply which of
@@ -83,11 +94,12 @@ def infer(
     >>> infer(('embed', 'mlp'), (16, 32), (8, 16, 32), 'updates_memory', 'params/wi').names
     (None, 'embed', 'mlp')
   """
+  names = padded(names, 0 if full is None else len(full))
   if shape == full:
-    return Inference(tuple(names), 'same', parameter)
+    return Inference(names, 'same', parameter)
   if math.prod(shape) == 1:
     return Inference((None,) * len(shape), 'single', parameter)
-  readings = set() if full is None else set(_readings(tuple(names), full, shape, field))
+  readings = set() if full is None else set(_readings(names, full, shape, field))
   if len(readings) == 1:
     inferred, how = readings.pop()
     return Inference(inferred, how, parameter)
@@ -112,18 +124,53 @@ def find_parameters(units: Mapping[int, Unit]) -> dict[int, int]:
     parameter is not among the units.
   """
   keys = {i: tuple(map(key_value, unit.path)) for i, unit in units.items()}
-  by_tail: dict[Any, list[int]] = defaultdict(list)
-  for i, unit in units.items():
-    if unit.fits:
-      for length in _tail_lengths(keys[i]):
-        by_tail[unit.static, keys[i][-length:]].append(i)
+  parameters = {
+    i: unit
+    for i, unit in units.items()
+    if unit.fits or (unit.unnamed is not None and not below_a_field(unit.path))
+  }
+  by_tail = _by_tail(parameters, keys)
   parameter_of = {}
   for i, unit in units.items():
-    if not unit.fits or below_a_field(unit.path):
+    if unit.unnamed != 0 or below_a_field(unit.path):
       parameter = _find_parameter(i, units, keys, by_tail)
       if parameter is not None:
         parameter_of[i] = parameter
   return parameter_of
+
+
+def find_bare_states(units: Mapping[int, Unit], bare: Set[int]) -> dict[int, int]:
+  """Finds the parameter of every array without names that repeats the path of one.
+
+  It is state of an optimizer, of any shape, if its path goes through a field of that state. Elsewhere, as in a plain
+  dictionary of moments or averages, it must have the shape of the parameter, whose names must be in a collection: a
+  function that maps over boxes returns boxes. An array is left out if it repeats more of the path of a parameter
+  without names, or the paths of several parameters with different names.
+
+  Args:
+    units: the arrays of a tree, by their index in it.
+    bare: the indices of those without names that may be state.
+
+  Returns:
+    The index of the parameter, by index of the state.
+  """
+  named = {i: unit for i, unit in units.items() if unit.static is not None}
+  searched = {
+    **{i: unit._replace(static=None, unnamed=0) for i, unit in named.items()},
+    **{i: units[i]._replace(static=None, unnamed=None) for i in bare},
+  }
+  keys = {i: tuple(map(key_value, unit.path)) for i, unit in units.items()}
+  present, by_tail = set(keys.values()), _by_tail({i: searched[i] for i in named}, keys)
+  found = {
+    i: _certain_parameter(i, parameter, units, keys, by_tail)
+    for i, parameter in find_parameters(searched).items()
+    if i in bare and not _repeats_a_longer_path(keys[i], keys[parameter], present)
+  }
+  return {
+    i: parameter
+    for i, parameter in found.items()
+    if parameter is not None and _is_bare_state(units[i], units[parameter])
+  }
 
 
 def field_of(path: KeyPath) -> str:
@@ -136,6 +183,27 @@ def below_a_field(path: KeyPath) -> bool:
   return GetAttrKey in map(type, path[1:])
 
 
+def are_optimizer_state(tree: Any, is_unit: Callable[[Any], bool]) -> list[bool]:
+  """Whether each unit of a tree is part of an Optax state, in tree order.
+
+  Args:
+    tree: any tree.
+    is_unit: whether a node is a box.
+  """
+  nodes = jax.tree.leaves(tree, is_leaf=lambda node: is_unit(node) or _is_optax_state(node))
+  counts = (
+    (True, len(jax.tree.leaves(node, is_leaf=is_unit))) if _is_optax_state(node) else (False, 1)
+    for node in nodes
+  )
+  return [inside for inside, count in counts for _ in range(count)]
+
+
+def _is_optax_state(node: Any) -> bool:
+  """Whether a node is a state of Optax; `LookaheadParams` is not."""
+  kind = type(node)
+  return kind.__module__.split('.')[0] == 'optax' and kind.__name__.endswith('State')
+
+
 def inside_optax(tree: Any, path: KeyPath) -> bool:
   """Whether a path goes through the state of an Optax optimizer."""
   node = tree
@@ -146,39 +214,108 @@ def inside_optax(tree: Any, path: KeyPath) -> bool:
   return False
 
 
-def _tail_lengths(keys: Sequence[Any]) -> Sequence[int]:
+def _by_tail(parameters: Mapping[int, Unit], keys: Mapping[int, Any]) -> dict[Any, list[int]]:
+  """The parameters by their names and the last keys that their state may repeat."""
+  by_tail: dict[Any, list[int]] = defaultdict(list)
+  for i, unit in parameters.items():
+    for length in _tail_lengths(keys[i], unit.below):
+      by_tail[unit.static, keys[i][-length:]].append(i)
+  return by_tail
+
+
+def _tail_lengths(keys: Sequence[Any], below: int | None) -> Sequence[int]:
   """How many of a parameter's last keys its state may repeat: all, all but the root, or all below `params`."""
-  shortest = len(keys) - (2 if 'params' in keys[:2] else 1)
+  shortest = len(keys) - (2 if 'params' in keys[1:2] else 1) if below is None else below
   return range(len(keys), max(shortest, 1) - 1, -1)
 
 
 def _find_parameter(i: int, units: Mapping[int, Unit], keys, by_tail) -> int | None:
-  """The unit with the longest tail that unit `i` repeats; of several, the nearest in the tree."""
-  path = keys[i]
+  """The unit with the longest tail that unit `i` repeats; of several, the nearest in the tree.
+
+  The unit may be a part of a list or of a dataclass at the place of the parameter, such as SM3's vectors, or the
+  moments of T5X's Adafactor.
+  """
+  found = _parameter_at(keys[i], i, units, keys, by_tail)
+  if found is None and units[i].path and isinstance(units[i].path[-1], (SequenceKey, GetAttrKey)):
+    found = _parameter_at(keys[i][:-1], i, units, keys, by_tail)
+  return found
+
+
+def _parameter_at(path, i: int, units: Mapping[int, Unit], keys, by_tail) -> int | None:
   for length in range(len(path), 0, -1):
     candidates = [
       other
       for other in by_tail.get((units[i].static, path[-length:]), ())
-      if other != i and _is_state_of(units[i], path, keys[other], length)
+      if other != i
+      and (units[other].fits or units[other].shape == units[i].shape)
+      and _is_state_of(units[i], path, units[other], keys[other], length)
     ]
     if candidates:
-      return max(candidates, key=lambda other: (_shared_keys(path, keys[other]), -len(keys[other])))
+      return max(candidates, key=lambda other: _nearness(path, keys[other]))
   return None
 
 
-def _is_state_of(unit: Unit, path, parameter, length: int) -> bool:
+def _nearness(path, parameter) -> tuple[int, int]:
+  """How near a parameter is to its state, by their paths."""
+  return _shared_keys(path, parameter), -len(parameter)
+
+
+def _is_state_of(unit: Unit, path, parameter: Unit, keys, length: int) -> bool:
   """Whether a unit can be state of the parameter whose last `length` keys it repeats.
 
   The paths have to part at an optimizer: at a field that is not the first key. Custom optimizers may keep
-  plain dictionaries; there, names that do not fit are enough.
+  plain dictionaries; there, too many names are enough, and so is a stack of arrays of the parameter's shape.
   """
-  shared = _shared_keys(path, parameter)
-  if path[-length - 1 : -length] == parameter[-length - 1 : -length]:  # the tail is longer
+  shared = _shared_keys(path, keys)
+  if path[-length - 1 : -length] == keys[-length - 1 : -length]:  # the tail is longer
     return False
-  if len(parameter) - shared - length < (1 if shared else 0):
+  if len(keys) - shared - length < (1 if shared else 0):
     return False
   between = unit.path[shared : len(path) - length]
-  return not unit.fits or any(isinstance(entry, GetAttrKey) for entry in between[1:])
+  if not unit.fits or any(isinstance(entry, GetAttrKey) for entry in between[1:]):
+    return True
+  apart = GetAttrKey in map(type, between) or ('params' in keys[:2] and 'params' not in path[:2])
+  return apart and _is_stack_of(unit, parameter)
+
+
+def _is_stack_of(unit: Unit, parameter: Unit) -> bool:
+  """Whether a unit has names for fewer of its dimensions than the parameter, and ends with its shape."""
+  if unit.unnamed is None or parameter.unnamed is None or unit.unnamed <= parameter.unnamed:
+    return False
+  full, shape = parameter.shape, unit.shape
+  return full is not None and shape is not None and shape[len(shape) - len(full) :] == full
+
+
+def _is_bare_state(unit: Unit, parameter: Unit) -> bool:
+  """Whether an array without names that repeats a parameter's path is state of it; see `find_bare_states`."""
+  shared = _shared_keys(unit.path, parameter.path)
+  if below_a_field(unit.path[shared:]):
+    return True
+  return parameter.below is not None and unit.shape == parameter.shape
+
+
+def _repeats_a_longer_path(state, parameter, present: Set[Any]) -> bool:
+  """Whether the tree has, beside a parameter, an array of which a state repeats more keys."""
+  state, length = _repeated(state, parameter)
+  root = parameter[: len(parameter) - length]
+  longer = ((*root, *state[-more:]) for more in range(length + 1, len(state) + 1))
+  return any(path in present and path != state for path in longer)
+
+
+def _certain_parameter(i: int, parameter: int, units: Mapping[int, Unit], keys, by_tail) -> int | None:
+  """The parameter of a state among all that are as near; None if these have different names."""
+  state, length = _repeated(keys[i], keys[parameter])
+  nearness = _nearness(state, keys[parameter])
+  tails = by_tail.get((None, state[-length:]), ())
+  nearest = [other for other in tails if _nearness(state, keys[other]) == nearness]
+  shaped = [other for other in nearest if units[other].shape == units[i].shape] or nearest
+  return shaped[0] if len({units[other].static for other in shaped}) == 1 else None
+
+
+def _repeated(state, parameter) -> tuple[Any, int]:
+  """The path of a state, up to the part of a list or dataclass, and how many last keys of the parameter it repeats."""
+  length = _shared_keys(state[::-1], parameter[::-1])
+  return (state, length) if length else (state[:-1], _shared_keys(state[-2::-1], parameter[::-1]))
 
 
 def _shared_keys(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.mesh import MeshLike
-from flax_spmd._src.names.box_trees import as_own_box, is_axis_metadata
+from flax_spmd._src.names.box_trees import is_axis_metadata
 from flax_spmd._src.names.boxes import Static
+from flax_spmd._src.names.flax_boxes import as_own_box
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Names
@@ -161,8 +162,8 @@ def _resolve(names: Names | None, table: Rules) -> PartitionSpec | None:
 
 def _unit_spec(names: TreeNames, index: int, spec: PartitionSpec) -> Any:
   """A unit's spec: None for a Python scalar, one for all arrays of a box, or a box of specs."""
-  if names.box_statics[index] is None and names.shapes[index] is None:
-    return None
+  if names.box_statics[index] is None:  # names beside the arrays are not in Flax's specs
+    return None if names.shapes[index] is None else spec
   if index not in names.inferred:
     return spec
   specs = [PartitionSpec(*(inference.names or ())) for inference in names.inferred[index]]

@@ -5,36 +5,47 @@
     names.statics    # per box or bare leaf: its names, or None
     names.inferred   # by index: names inferred for optimizer state
 
-A box's names are its array's names if there is one per dimension. Optimizers also leave arrays of other
-shapes in their parameters' boxes; `flax_spmd._src.names.optimizer_state` infers the names of these.
+Names have carriers: the box around an array, or a collection beside it (`flax_spmd._src.names.axes_collections`). The
+reader of a tree's names asks every carrier, and nothing above it distinguishes them.
+
+An array's names are those of its dimensions, in order; the dimensions after the last name have none. Optimizers also
+leave arrays of other shapes in their parameters' boxes; `flax_spmd._src.names.optimizer_state` infers the names of
+these.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax.linen.partitioning import AxisMetadata as LegacyAxisMetadata
+from flax.linen.partitioning import AxisMetadata
 from jax.tree_util import GetAttrKey, KeyPath
 
-from flax_spmd._src.names.box_trees import is_axis_metadata, statics_of
+from flax_spmd._src.names.axes_collections import GivenNames, read_collections
+from flax_spmd._src.names.box_trees import is_axis_metadata, is_box_type, statics_of
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import (
   Inference,
   Shape,
   Unit,
+  are_optimizer_state,
   field_of,
+  find_bare_states,
   find_parameters,
   infer,
   infer_without_parameter,
   inside_optax,
 )
 from flax_spmd._src.names.unit_paths import UnitPaths
+from flax_spmd._src.rules.decisions import padded
 from flax_spmd._src.tree_paths import path_string
+from flax_spmd.errors import Problem
+
+_OPTIMIZER_KEYS = {'opt_state', 'param_states'}  # of Flax's TrainState, and of T5X's
 
 
 class TreeNames:
@@ -64,18 +75,44 @@ class TreeNames:
 
   def __init__(self, tree: Any):
     self.tree = tree
-    self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_axis_metadata)
+    kinds: set[type] = set()
+
+    def is_unit(node: Any) -> bool:
+      kind = type(node)
+      kinds.add(kind)
+      return is_box_type(kind)
+
+    self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_unit)
+    self._has_collections = AxisMetadata in kinds
     self.box_statics, self.values = statics_of(self.units)
     self.shapes: list[Any] = [getattr(value, 'shape', None) for value in self.values]
 
   @functools.cached_property
   def statics(self) -> list[Static | None]:
-    """Per unit, its box's names; else its names in a `*_axes` collection of `flax.linen.partitioning`."""
-    legacy = _legacy_names(self.tree)
-    if not legacy:
-      return self.box_statics
-    named = zip(self.box_statics, self.paths, strict=True)
-    return [static or legacy.get(path) for static, path in named]
+    """Per unit, the names that a carrier gives it; for optimizer state without any, those of its parameter."""
+    statics = list(self.box_statics)
+    for index, given in self._given.items():
+      statics[index] = statics[index] or given[0].static
+    if None in statics and any(statics):
+      for index, parameter in self._bare_states(statics).items():
+        statics[index] = statics[parameter]
+    return statics
+
+  @functools.cached_property
+  def conflicts(self) -> list[Problem]:
+    """The problem of every array that its carriers name differently."""
+    found = []
+    for index, given in sorted(self._given.items()):
+      static = self.box_statics[index]
+      boxed = [] if static is None else [GivenNames(static, 'its box')]
+      named = {each.static: each for each in reversed([*boxed, *given])}
+      if len(named) > 1:
+        texts = [f'{each.origin} has {each.static.names!r}' for each in reversed(named.values())]
+        problem = Problem(
+          f'its names differ: {", ".join(texts)}.', 'name the array once, or alike everywhere.'
+        )
+        found.append(problem.at(self.paths[index]))
+    return found
 
   @property
   def paths(self) -> list[str]:
@@ -83,9 +120,16 @@ class TreeNames:
     return self._unit_paths.paths
 
   @property
-  def below_a_field(self) -> list[bool]:
-    """Whether each unit is below a field, as optimizer state is."""
-    return self._unit_paths.below_a_field
+  def fields(self) -> list[str | None]:
+    """The path of the field that holds each unit, such as `opt_state/0/mu`; None for other units."""
+    return self._unit_paths.fields
+
+  @functools.cached_property
+  def optimizer(self) -> list[bool]:
+    """Whether each unit is optimizer state: part of an Optax state, or below one of the usual keys for it."""
+    of_optax = are_optimizer_state(self.tree, is_axis_metadata)
+    below = (not _OPTIMIZER_KEYS.isdisjoint(path.split('/')) for path in self.paths)
+    return [a or b for a, b in zip(of_optax, below, strict=True)]
 
   @functools.cached_property
   def dtypes(self) -> list[Any]:
@@ -104,12 +148,16 @@ class TreeNames:
 
     A problem of a parameter is a problem of its copies too, and is reported once.
     """
-    units = self._array_units(self.box_statics)
+    units = self._array_units(self.statics)
     return {
       i: parameter
       for i, parameter in find_parameters(units).items()
       if units[i].shape == units[parameter].shape
     }
+
+  def is_optax_state(self, index: int) -> bool:
+    """Whether a unit is in the state of an Optax optimizer."""
+    return inside_optax(self.tree, self._key_paths[index])
 
   def reshaped_states(self, candidates: Sequence[int]) -> dict[int, tuple[int, str]]:
     """Finds optimizer state whose shape differs from its parameter's.
@@ -149,11 +197,43 @@ class TreeNames:
       path for path, _ in jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_axis_metadata)[0]
     ]
 
+  @functools.cached_property
+  def _given(self) -> dict[int, list[GivenNames]]:
+    """The names from collections beside the arrays."""
+    return read_collections(self.tree, self._key_paths) if self._has_collections else {}
+
+  def _bare_states(self, statics: Sequence[Static | None]) -> dict[int, int]:
+    """The parameter of every array without names that repeats the path of one with names."""
+    bare = [
+      i
+      for i, (static, shape) in enumerate(zip(statics, self.shapes, strict=True))
+      if static is None and shape is not None and math.prod(shape) > 1
+    ]
+    if bare and not self._given:  # names are in boxes
+      bare = self._repeating_boxes(bare)
+    return find_bare_states(self._array_units(statics), set(bare)) if bare else {}
+
+  def _repeating_boxes(self, bare: Sequence[int]) -> list[int]:
+    """The units below a field whose path repeats that of a box: a quick test, without JAX's key paths."""
+    fields, paths = self.fields, self.paths
+    below = [i for i in bare if fields[i] is not None]
+    if not below:
+      return []
+    boxed = [path for path, static in zip(paths, self.box_statics, strict=True) if static is not None]
+    last = {path.rpartition('/')[2] for path in boxed}
+    below = [i for i in below if not last.isdisjoint(paths[i].rsplit('/', 2)[-2:])]
+    tails = _possible_tails(boxed) if below else set()
+    return [i for i in below if _repeats(paths[i], tails)]
+
+  def _below(self, index: int) -> int | None:
+    given = self._given.get(index)
+    return given[0].below if given else None
+
   def _doubtful_statics(self) -> set[Static]:
     """The names that arrays of several shapes share, or whose number differs from an array's rank."""
     seen: set[Static] = set()
     doubtful: set[Static] = set()
-    for static, shape in set(zip(self.box_statics, self.shapes, strict=True)):
+    for static, shape in set(zip(self.statics, self.shapes, strict=True)):
       if static is not None:
         if static in seen or shape is None or len(shape) != len(static.names):
           doubtful.add(static)
@@ -167,33 +247,31 @@ class TreeNames:
     inferred = {}
     for i, unit in units.items():
       shapes = [tuple(getattr(leaf, 'shape', ())) for leaf in jax.tree.leaves(self.values[i])]
-      if i not in parameter_of:
+      parameter = units.get(parameter_of.get(i, -1))
+      if parameter is None or (not parameter.fits and inside_optax(self.tree, parameter.path)):
         if _is_misnamed(unit) and inside_optax(self.tree, unit.path):
           inferred[i] = [infer_without_parameter(shape) for shape in shapes]
         continue
-      parameter = units[parameter_of[i]]
       if unit.shape != parameter.shape:
         names, field, path = unit.static.names, field_of(unit.path), path_string(parameter.path)
         inferred[i] = [infer(names, parameter.shape, shape, field, path) for shape in shapes]
     return inferred
 
   def _units_named(self, statics: set[Static]) -> dict[int, Unit]:
-    """The boxes with one of these names."""
+    """The units with one of these names."""
     units = {}
-    for i, (path, static) in enumerate(zip(self._key_paths, self.box_statics, strict=True)):
+    for i, (path, static) in enumerate(zip(self._key_paths, self.statics, strict=True)):
       if static is not None and static in statics:
-        shape, names = self.shapes[i], static.names
-        fits = shape is not None and not isinstance(names, str) and len(names) == len(shape)
-        units[i] = Unit(path, static, shape, fits)
+        units[i] = Unit(path, static, self.shapes[i], _unnamed(static, self.shapes[i]), self._below(i))
     return units
 
   def _array_units(self, statics: Sequence[Static | None]) -> dict[int, Unit]:
-    """The units that are a single array, named or not."""
+    """The units that are a single array, named or not, and the boxes around several arrays."""
     described = zip(self._key_paths, statics, self.shapes, strict=True)
     return {
-      i: Unit(path, static, shape, fits=True)
+      i: Unit(path, static, shape, None if shape is None else 0, self._below(i))
       for i, (path, static, shape) in enumerate(described)
-      if shape is not None
+      if shape is not None or static is not None
     }
 
   def _without_parameters_shape(self, candidates: Sequence[int]) -> list[int]:
@@ -202,16 +280,18 @@ class TreeNames:
       return []
     by_tail = {
       path[first:]: i
-      for i, (path, below) in enumerate(zip(self._key_paths, self.below_a_field, strict=True))
-      if not below
+      for i, (path, field) in enumerate(zip(self._key_paths, self.fields, strict=True))
+      if field is None
       for first in (2, 1, 0)
     }
     return [i for i in candidates if not self._is_shaped_as(i, by_tail.get(_tail(self._key_paths[i])))]
 
   def _is_shaped_as(self, index: int, parameter: int | None) -> bool:
-    """Whether an array has one element, or the shape of the parameter."""
+    """Whether a unit is an array with one element, or with the shape of the parameter."""
     shape = self.shapes[index]
-    if not shape or math.prod(shape) <= 1:
+    if shape is None:
+      return self.statics[index] is None
+    if math.prod(shape) == 1:
       return True
     return parameter is not None and self.shapes[parameter] == shape
 
@@ -227,36 +307,42 @@ def leaf_names(tree: Any, *, logical_only: bool = False) -> list[Any]:
   return [
     None
     if static is None or (logical_only and not static.logical)
-    else static.names
+    else _names_of(static, shape)
     if inference is None
     else inference.names
     for index, static in enumerate(names.statics)
-    for _, _, inference in names.arrays(index)
+    for _, shape, inference in names.arrays(index)
   ]
 
 
-def _legacy_names(tree: Any) -> dict[str, Static]:
-  """Names by path, from collections such as `params_axes` beside `params` (T5X's older API)."""
-  if not isinstance(tree, Mapping):
-    return {}
-  names = {}
-  for key in tree:
-    collection = str(key).removesuffix('_axes')
-    if collection != key and collection in tree:
-      flat = jax.tree_util.tree_leaves_with_path(
-        tree[key], is_leaf=lambda x: isinstance(x, LegacyAxisMetadata)
-      )
-      for path, leaf in flat:
-        if isinstance(leaf, LegacyAxisMetadata) and isinstance(leaf.names, tuple):
-          named = f'{collection}/{path_string(path).removesuffix("_axes")}'
-          names[named] = Static(tuple(leaf.names), True)
-  return names
+def _names_of(static: Static, shape: Shape) -> Any:
+  """The names of an array, one per dimension; a bare string, which the planner reports, stays."""
+  return static.names if isinstance(static.names, str) else padded(static.names, len(shape))
 
 
 def _tail(path: KeyPath) -> KeyPath:
   """The end of a state's path that repeats its parameter's: everything below the last field."""
   last = max(i for i, entry in enumerate(path) if type(entry) is GetAttrKey)
   return path[last + 1 :]
+
+
+def _possible_tails(paths: Sequence[str]) -> set[str]:
+  """The ends of the paths of parameters that their state may repeat: all keys, and all but the root, or below `params`."""
+  below_root = [path.partition('/')[2] for path in paths]
+  below_params = {path.removeprefix('params/') for path in below_root}
+  return {*paths, *below_root, *below_params}
+
+
+def _repeats(path: str, tails: set[str]) -> bool:
+  """Whether the path of a unit below a field, or of the list that holds it, may end with one of certain paths."""
+  keys = path.split('/')
+  ends = ['/'.join(keys[first:]) for first in range(1, len(keys))]
+  return any(end in tails or end.rpartition('/')[0] in tails for end in ends)
+
+
+def _unnamed(static: Static, shape: Shape | None) -> int | None:
+  """The number of dimensions of an array for which it has no name; see `Unit`."""
+  return None if shape is None or isinstance(static.names, str) else len(shape) - len(static.names)
 
 
 def _is_misnamed(unit: Unit) -> bool:

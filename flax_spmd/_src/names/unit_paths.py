@@ -33,17 +33,19 @@ class UnitPaths:
 
   def __init__(self, tree: Any):
     self.paths: list[str] = []
-    self._fields: list[tuple[int, int]] = []  # ranges of `paths` that are below a field
+    self._fields: list[
+      tuple[int, int, str]
+    ] = []  # ranges of `paths` below a field, and its path; inner first
     self._unit_types: set[type] = set()
     self._visit(tree, '', '')
 
   @functools.cached_property
-  def below_a_field(self) -> list[bool]:
-    """Whether each unit is below a field other than one of the root: `opt_state/0/mu/w` is below `mu`."""
-    below = [False] * len(self.paths)
-    for first, end in self._fields:
-      below[first:end] = [True] * (end - first)
-    return below
+  def fields(self) -> list[str | None]:
+    """The path of the innermost field above each unit, `opt_state/0/mu`; None if it is one of the root."""
+    fields: list[str | None] = [None] * len(self.paths)
+    for first, end, path in reversed(self._fields):
+      fields[first:end] = [path] * (end - first)
+    return fields
 
   def _visit(self, node: Any, path: str, prefix: str) -> None:
     """Writes the paths of a node's units; those of its children begin with `prefix`."""
@@ -74,7 +76,7 @@ class UnitPaths:
       first, key = len(self.paths), KEY_TEXT[type(entry)](entry)
       self._visit_children({key: child}, [key], prefix)
       if prefix and type(entry) is GetAttrKey:
-        self._fields.append((first, len(self.paths)))
+        self._fields.append((first, len(self.paths), f'{prefix}{key}'))
 
 
 def _children(node: Any) -> list[tuple[Any, Any]] | None:
@@ -83,3 +85,18 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
   if flat and not flat[0][0]:  # an empty path: the node is a leaf
     return None
   return [(path[0], child) for path, child in flat]
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
+  """Every leaf of a tree with its path; that of a value in a box is the path of the box.
+
+  Example:
+    >>> leaves_with_paths({'w': Partitioned(1.0, ('data',)), 'b': 2.0})
+    [('b', 2.0), ('w', 1.0)]
+  """
+  units = jax.tree.leaves(tree, is_leaf=is_axis_metadata)
+  return [
+    (path, leaf)
+    for path, unit in zip(UnitPaths(tree).paths, units, strict=True)
+    for leaf in jax.tree.leaves(unit)
+  ]

@@ -16,14 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Generic
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd._src import compat
-from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted, scope
+from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted
 from flax_spmd._src.jit.arguments import Arguments
+from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
+from flax_spmd._src.jit.foreign_meshes import check_meshes
+from flax_spmd._src.jit.jitted import P, Result
+from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.pipeline.argument_checks import check_arrays, named_arguments, named_leaves
 from flax_spmd._src.pipeline.cut import (
@@ -53,13 +56,18 @@ from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import Task
+from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
 
-LeafPlanner = Callable[[Any], Sequence[Any]]
+InputPlanner = Callable[[Any], Sequence[Any]]
+ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
 
 
-class Pipelined(UnderLayout):
+_OF_A_STAGE = 'the mesh of a stage'
+
+
+class Pipelined(UnderLayout, Generic[P, Result]):
   """A function that runs as a pipeline; called, traced, lowered and compiled like a `jax.jit` function.
 
   Args:
@@ -67,7 +75,7 @@ class Pipelined(UnderLayout):
     mesh, rules: mesh and rule table of the layout.
     axis: mesh axis that the stages are partitioned over.
     schedule: default schedule, for an `accumulate` without one.
-    plan_outputs: function from a result to the sharding (or None) of each leaf.
+    plan_results: see `Jitted`.
     plan_inputs: function from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding
       (or None) of each leaf. None: arguments keep their shardings.
     threads: whether each rank is dispatched by its own thread.
@@ -75,15 +83,18 @@ class Pipelined(UnderLayout):
     options: arguments of `jax.jit` for static and donated arguments.
   """
 
+  __name__: str
+  __wrapped__: Callable[P, Result]
+
   def __init__(
     self,
-    fn: Callable[..., Any],
+    fn: Callable[P, Result],
     mesh: MeshLike,
     rules: Rules,
     axis: str,
     schedule: Schedule | None,
-    plan_outputs: LeafPlanner,
-    plan_inputs: LeafPlanner | None,
+    plan_results: ResultPlanner,
+    plan_inputs: InputPlanner | None,
     threads: bool,
     stages: int | None,
     options: Mapping[str, Any],
@@ -95,7 +106,7 @@ class Pipelined(UnderLayout):
     check_schedule(schedule, 'pipeline_jit')
     self._fn, self._arguments = fn, Arguments.of(fn, options)
     self._setting = Setting(mesh, rules, axis, schedule, self._arguments, threads, stages)
-    self._plan_outputs, self._plan_inputs = plan_outputs, plan_inputs
+    self._plan_results, self._plan_inputs = plan_results, plan_inputs
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
     )
@@ -103,14 +114,14 @@ class Pipelined(UnderLayout):
     self._latest: CompiledPipeline | None = None
     self._lock = threading.RLock()
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
     """Runs the function; first traces and compiles it if the structure of the arguments is new."""
-    args, kwargs = self._arguments.by_position(args, kwargs)
+    values, named = self._arguments.by_position(args, kwargs)
     latest = self._latest
-    leaves = None if latest is None else latest.leaves(args, kwargs)
+    leaves = None if latest is None else latest.leaves(values, named)
     if latest is None or leaves is None:
-      self._latest = latest = self.compile(*args, **kwargs)
-      leaves = jax.tree.leaves(self._arguments.dynamic(args, kwargs))
+      self._latest = latest = self.compile(*values, **named)
+      leaves = jax.tree.leaves(self._arguments.dynamic(values, named))
     return latest.run(leaves)
 
   def compile(self, *args: Any, **kwargs: Any) -> CompiledPipeline:
@@ -162,14 +173,16 @@ class Pipelined(UnderLayout):
       dynamic = request.treedef.unflatten(leaves)
       args, kwargs = self._arguments.filled(dynamic, request.args, request.kwargs)
       ends = nullcontext() if setting.stages is None else proposed_ends()
-      with scope(InForce(abstract, setting.rules)), compat.mesh_scope(abstract), ends:
+      with trace_scope(InForce(abstract, setting.rules), _OF_A_STAGE), ends:
         return self._fn(*args, **kwargs)
 
     shapes = [
       jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in request.avals
     ]
     jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    shardings = self._plan_outputs(result)
+    check_meshes(jaxpr, abstract, _OF_A_STAGE)
+    known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
+    shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
     planned = [
       None if sharding is None else submeshes.without(sharding.spec, setting.axis)
@@ -177,6 +190,18 @@ class Pipelined(UnderLayout):
     ]
     times = {'trace': time.perf_counter() - begin}
     return TracedPipelineStep(jaxpr, setting, request, result, planned, self._donations(request), times)
+
+  def _known_arguments(self, request: Request) -> Any:
+    """The dynamic arguments with their shardings on the whole mesh; those of an argument on the host are unknown."""
+    mesh = self._setting.mesh
+    described = zip(request.avals, request.specs, strict=True)
+    args, kwargs = request.treedef.unflatten(
+      [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+        for aval, spec in described
+      ]
+    )
+    return tuple(map(_unless_replicated, args)), {k: _unless_replicated(v) for k, v in kwargs.items()}
 
   def _donations(self, request: Request) -> list[bool]:
     """Per leaf, whether it is donated."""
@@ -191,6 +216,13 @@ class Pipelined(UnderLayout):
       for name, arg in kwargs.items()
     }
     return jax.tree.leaves((marks, named))
+
+
+def _unless_replicated(argument: Any) -> Any:
+  """An argument, without the shardings of its arrays if all of them are replicated: it may be on the host."""
+  if any(any(leaf.sharding.spec) for leaf in jax.tree.leaves(argument)):
+    return argument
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), argument)
 
 
 @dataclasses.dataclass

@@ -20,8 +20,8 @@ from jax.tree_util import KeyPath
 
 from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.plan.planner import Planner, planner_for
-from flax_spmd._src.rules.array_resolver import resolver_of
+from flax_spmd._src.plan.planner import Planner
+from flax_spmd._src.rules.decisions import UNCONSTRAINED, aligned
 from flax_spmd._src.rules.placements import is_table, parts
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import path_string
@@ -68,7 +68,7 @@ def shardings_by(
     if placement is None:
       shardings += default(part)
     elif isinstance(placement, Sharding):
-      shardings += [placement] * len(jax.tree.leaves(part))
+      shardings += [_stored(placement)] * len(jax.tree.leaves(part))
     elif is_table(placement):
       rules = Rules.of(placement)
       rules.check_axes(planner.sizes)
@@ -79,6 +79,14 @@ def shardings_by(
       shardings += named.shardings(placement, shapes)
   raise_problems(problems)
   return shardings
+
+
+def unplaced(tree: Any, placements: Any) -> tuple[Any, list[bool]]:
+  """The parts of a tree without a placement, with None for the others; and per leaf, whether it is in them."""
+  described, treedef = parts(tree, placements)
+  rest = treedef.unflatten([part if placement is None else None for _, placement, part in described])
+  marks = [placement is None for _, placement, part in described for _ in jax.tree.leaves(part)]
+  return rest, marks
 
 
 def shardings_of_parts(tree: Any, placements: Any, planner: Planner) -> list[Sharding]:
@@ -94,7 +102,7 @@ def shardings_of_parts(tree: Any, placements: Any, planner: Planner) -> list[Sha
   for path, placement, part in parts(tree, placements)[0]:
     leaves = jax.tree_util.tree_leaves_with_path(part)
     if placement is None or isinstance(placement, Sharding):
-      shardings += [placement or planner.replicated] * len(leaves)
+      shardings += [_stored(placement or planner.replicated)] * len(leaves)
     elif is_table(placement):
       problems.append(
         Problem(
@@ -111,9 +119,7 @@ def shardings_of_parts(tree: Any, placements: Any, planner: Planner) -> list[Sha
 
 def _by_table(path, rules: Rules, part: Any, planner: Planner, problems: list[Problem]) -> list[Any]:
   """The shardings of a part by a table of its own; path rules match paths within the part."""
-  # functions are often lambdas, which differ on every call: their planners would only fill the cache
-  cached = not resolver_of(rules).asks_functions
-  own_planner = planner_for(planner.mesh, rules) if cached else Planner(planner.mesh, rules)
+  own_planner = planner.for_table(rules)
   try:
     return list(own_planner.leaf_shardings(part))
   except FlaxSpmdError:
@@ -152,6 +158,8 @@ class _NamedArrays:
 
   def _sharding(self, path: str, shape: tuple[int, ...], placement: Any) -> NamedSharding:
     planner, problems = self._planner, self._problems
+    if isinstance(placement, PartitionSpec):
+      placement = aligned(placement, len(shape))
     if isinstance(placement, PartitionSpec) and len(placement) > len(shape):
       if shape:
         problems.append(_too_long(placement, shape).at(path))
@@ -165,6 +173,14 @@ class _NamedArrays:
     resolution = planner.resolve_names(static, shape)
     problems += [problem.at(path) for problem in resolution.problems]
     return NamedSharding(planner.mesh, PartitionSpec(*tuple(resolution.spec)[: len(placement)]))
+
+
+def _stored(sharding: Sharding) -> Sharding:
+  """The sharding of an array in memory: a dimension that is UNCONSTRAINED is replicated."""
+  if not isinstance(sharding, NamedSharding) or UNCONSTRAINED not in tuple(sharding.spec):
+    return sharding
+  spec = PartitionSpec(*(None if axes is UNCONSTRAINED else axes for axes in sharding.spec))
+  return sharding.update(spec=spec)
 
 
 def _too_long(spec: PartitionSpec, shape: tuple[int, ...]) -> Problem:

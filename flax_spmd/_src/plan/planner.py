@@ -14,34 +14,40 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.active_layout import report_names
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.optimizer_state import Inference, infer
+from flax_spmd._src.names.optimizer_state import Inference, infer, infer_without_parameter
 from flax_spmd._src.names.tree_names import TreeNames
+from flax_spmd._src.plan.row_maker import RowMaker
 from flax_spmd._src.plan.rows import Row
-from flax_spmd._src.rules.array_resolver import resolver_of
-from flax_spmd._src.rules.clauses import Leaf
-from flax_spmd._src.rules.decisions import Resolution, RuleId, axis_names
+from flax_spmd._src.rules.array_resolver import (
+  ArrayResolver,
+  resolver_of,
+  wrong_number_of_names,
+)
+from flax_spmd._src.rules.clauses import Leaf, PathRule
+from flax_spmd._src.rules.decisions import Resolution, RuleId
 from flax_spmd._src.rules.mesh_axes import resolve_axes
+from flax_spmd._src.rules.path_patterns import Search, searcher
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.shared import shared
 from flax_spmd.errors import Problem, raise_problems
 
 _CACHED_TREES = 64
+_CACHED_TABLES = 64
 
 
-@functools.lru_cache(maxsize=256)
+@shared
 def planner_for(mesh: MeshLike, rules: Rules) -> Planner:
-  """The planner of a mesh and a table; equal ones share its caches."""
+  """The planner of a mesh and a table; equal ones share its caches while a layout or another planner uses it."""
   return Planner(mesh, rules)
 
 
@@ -63,16 +69,28 @@ class Planner:
     self._resolutions: dict[Any, Resolution] = {}
     self._by_spec: dict[PartitionSpec, NamedSharding] = {}
     self._by_structure: dict[Any, _TreeShardings] = {}
+    self._of_boxes: dict[Rules, ArrayResolver] = {}
+    self._of_tables: dict[Rules, Planner] = {}
 
   @property
   def looks_at_paths(self) -> bool:
     """Whether the sharding of an array may depend on its path."""
     return self._resolver.looks_at_paths
 
-  @property
-  def places_unnamed_arrays(self) -> bool:
-    """Whether some rule may shard arrays that have no names."""
-    return self._resolver.looks_at_dtypes
+  def for_table(self, rules: Rules) -> Planner:
+    """The planner of another table on the same mesh.
+
+    It is kept together with this one, unless functions are among the rules: these are often lambdas, which
+    differ on every call.
+    """
+    planner = self if rules == self.rules else self._of_tables.get(rules)
+    if planner is None:
+      planner = planner_for(self.mesh, rules)
+      if not planner._resolver.asks_functions:
+        if len(self._of_tables) >= _CACHED_TABLES:
+          self._of_tables.clear()
+        self._of_tables[rules] = planner
+    return planner
 
   def shardings(self, tree: Any) -> Any:
     """A tree like `tree` with a NamedSharding for every box and every bare leaf.
@@ -88,56 +106,119 @@ class Planner:
     """A NamedSharding per leaf, in the order of `jax.tree.leaves(tree)`; raises as `shardings`."""
     return list(self._tree_shardings(tree).by_leaf)
 
-  def rows(self, tree: Any) -> list[Row]:
-    """Every array of a tree with its decisions; raises nothing."""
-    return _TreePlan(self, tree).rows()
+  def named_leaf_shardings(self, tree: Any) -> list[NamedSharding | None]:
+    """`leaf_shardings`, with None for leaves without names; these are not planned, so they have no problems."""
+    names = TreeNames(tree)
+    if not any(names.statics):
+      return [None] * len(jax.tree.leaves(tree))
+    described = zip(names.units, names.statics, strict=True)
+    named = names.treedef.unflatten([unit if static else None for unit, static in described])
+    planned = iter(self.leaf_shardings(named))
+    return [
+      next(planned) if static else None
+      for unit, static in zip(names.units, names.statics, strict=True)
+      for _ in jax.tree.leaves(unit)
+    ]
 
-  def checked_rows(self, tree: Any) -> list[Row]:
+  def stored_specs(self, tree: Any) -> dict[Static, PartitionSpec]:
+    """The specs of boxes whose arrays are placed by a rule for their path, or a function, rather than by names.
+
+    Dimensions that `fsdp` shards are not part of these specs: such an array is gathered where it is used.
+
+    Args:
+      tree: a state, concrete or abstract.
+
+    Returns:
+      By the static part of a box, the spec of its arrays; UNCONSTRAINED if they have different ones. The
+      optimizer's copies of a parameter do not count: a step opens the boxes of parameters.
+    """
+    if not self._resolver.has_owners:
+      return {}
+    names = TreeNames(tree)
+    specs: dict[Static, set[PartitionSpec]] = defaultdict(set)
+    owned: dict[Static, None] = {}
+    for index, static in enumerate(names.box_statics):
+      if static is None or index in names.copies or not _is_placed_by_table(static, names.shapes[index]):
+        continue
+      leaf = Leaf(names.paths[index], names.shapes[index], names.dtypes[index], tuple(static.names))
+      resolution = self._resolver.resolve(leaf, self.sizes, axes=not static.logical, fill=False)
+      specs[static].add(resolution.spec)
+      if resolution.owner is not None:
+        owned[static] = None
+    return {static: common_spec(static, specs[static]) for static in owned}
+
+  def rows(self, tree: Any, stored: Any = None) -> list[Row]:
+    """Every array of a tree with its decisions; raises nothing.
+
+    Args:
+      tree: the planned tree, concrete or abstract.
+      stored: a tree whose leaves are the arrays of `tree`, if those in `tree` are not.
+    """
+    return _TreePlan(self, tree).rows(stored)
+
+  def checked_rows(self, tree: Any, stored: Any = None) -> list[Row]:
     """`rows`, after a check that raises as `shardings`."""
     plan = _TreePlan(self, tree)
-    self._tree_shardings(tree, plan)
-    return plan.rows()
+    plan.shardings()
+    return plan.rows(stored)
 
   def problems(self, tree: Any) -> list[Problem]:
     """Every problem of a tree; those of a parameter are not repeated for its copies."""
     return _TreePlan(self, tree).problems()
 
   def resolve(
-    self, static: Static | None, shape: tuple[int, ...], dtype: Any = None, path: str = ''
+    self,
+    static: Static | None,
+    shape: tuple[int, ...],
+    dtype: Any = None,
+    path: str = '',
+    optimizer: bool = False,
   ) -> Resolution:
-    """Resolves one array by all rules.
+    """Resolves one array in memory by all rules.
 
     Args:
       static: its box's names; None for an array without a box.
       shape, dtype, path: of the array.
+      optimizer: whether it is optimizer state.
     """
+    return self._resolve(static, Leaf(path, shape, dtype, None, optimizer)).stored()
+
+  def _resolve(self, static: Static | None, leaf: Leaf, owned: bool = True) -> Resolution:
     if static is None:
-      return self._resolver.resolve(Leaf(path, shape, dtype), self.sizes)
-    resolver = self._resolver if static.rules is None else resolver_of(static.rules)
-    misfit = _misfit(static.names, shape)
-    if misfit is not None:
-      return Resolution(PartitionSpec(), (), (misfit,))
+      return self._resolver.resolve(leaf, self.sizes, owned=owned)
+    resolver = self._resolver if not static.rules else self._resolver_of_box(static.rules)
+    if isinstance(static.names, str):
+      return Resolution(PartitionSpec(), (), (_bare_string(static.names),))
     if static.logical:
       report_names(static.names)
-    leaf = Leaf(path, shape, dtype, tuple(static.names))
-    resolution = resolver.resolve(leaf, self.sizes, axes=not static.logical)
-    if static.rules is None:
+    leaf = leaf._replace(names=tuple(static.names))
+    resolution = resolver.resolve(leaf, self.sizes, axes=not static.logical, owned=owned)
+    if not static.rules:
       return resolution
     # a decision's rule is an index into the layout's table, and these rules are the box's own
     decisions = tuple(each._replace(rule=None, skipped=()) for each in resolution.decisions)
-    return resolution._replace(decisions=decisions)
+    return self._resolver.widened(resolution._replace(decisions=decisions), leaf, self.sizes)
+
+  def resolve_by_names(
+    self,
+    static: Static | None,
+    shape: tuple[int, ...],
+    dtype: Any = None,
+    optimizer: bool = False,
+  ) -> Resolution:
+    """Resolves one array in memory by its names, and by the rules that fill and widen dimensions."""
+    return self._resolve(static, Leaf('', shape, dtype, None, optimizer), owned=False).stored()
 
   def resolve_names(self, static: Static, shape: tuple[int, ...]) -> Resolution:
     """Resolves one array by its names alone, for values outside of a tree of parameters, such as a batch."""
-    misfit = _misfit(static.names, shape)
-    if misfit is not None:
-      return Resolution(PartitionSpec(), (), (misfit,))
     if static.logical:
       report_names(static.names)
-      return self.rules.resolve(static.names, shape, self.sizes)
-    return resolve_axes(static.names, shape, self.sizes, self.rules.policies)
+    leaf = Leaf('', shape, names=tuple(static.names))
+    if len(leaf.names) > len(shape):  # by a caller's own word, so that it matters even without a rule
+      return Resolution(PartitionSpec(), (), (wrong_number_of_names(leaf),))
+    return self._resolver.by_names(leaf, self.sizes, axes=not static.logical).stored()
 
-  def _tree_shardings(self, tree: Any, plan: _TreePlan | None = None) -> _TreeShardings:
+  def _tree_shardings(self, tree: Any) -> _TreeShardings:
     """The shardings of a tree, cached by structure (which includes names), shapes and dtypes."""
     leaves, treedef = jax.tree.flatten(tree)
     structure: Any = treedef, tuple([getattr(leaf, 'shape', None) for leaf in leaves])
@@ -146,13 +227,19 @@ class Planner:
     try:
       shardings = self._by_structure.get(structure)
     except TypeError:  # the treedef holds static data without a hash
-      return (plan or _TreePlan(self, tree)).shardings()
+      return _TreePlan(self, tree).shardings()
     if shardings is None:
-      shardings = (plan or _TreePlan(self, tree)).shardings()
+      shardings = _TreePlan(self, tree).shardings()
       if len(self._by_structure) >= _CACHED_TREES:
         self._by_structure.clear()
       self._by_structure[structure] = shardings
     return shardings
+
+  def _resolver_of_box(self, rules: Rules) -> ArrayResolver:
+    resolver = self._of_boxes.get(rules)
+    if resolver is None:
+      resolver = self._of_boxes[rules] = resolver_of(rules)
+    return resolver
 
   def _sharding(self, spec: PartitionSpec) -> NamedSharding:
     sharding = self._by_spec.get(spec)
@@ -209,16 +296,25 @@ class _TreePlan:
         self._unit_sharding(index) if sharding is None or index in irregular else sharding
         for index, sharding in enumerate(by_unit)
       ]
-    if None in by_unit:
+    if None in by_unit or names.conflicts:
       raise_problems(self.problems())
     by_leaf = by_unit
     if None in names.shapes:  # some units are not a single array
       by_leaf = list(itertools.chain.from_iterable(map(_spread, names.units, by_unit)))
     return _TreeShardings(names.treedef, by_unit, by_leaf)
 
-  def rows(self) -> list[Row]:
-    """A row per array, in tree order."""
-    return [row for index in range(len(self._keys)) for row in self._unit_rows(index)]
+  def rows(self, stored: Any = None) -> list[Row]:
+    """A row per array, in tree order; the array is a leaf of `stored`, or else the tree's own."""
+    names, planner, rows = self._names, self._planner, []
+    maker, leaves = RowMaker(planner.mesh, planner._sharding), iter(jax.tree.leaves(stored))
+    units = zip(names.paths, names.fields, names.statics, strict=True)
+    for index, (path, field, static) in enumerate(units):
+      arrays = list(self._arrays(index))
+      for number, (own, shape, inference, resolution) in enumerate(arrays):
+        where = path if len(arrays) == 1 else f'{path}/{number}'
+        leaf = own if stored is None else next(leaves)
+        rows.append(maker.row(where, field, static, shape, inference, resolution, leaf))
+    return rows
 
   def problems(self) -> list[Problem]:
     """The problems of all arrays, without those that a copy shares with its parameter."""
@@ -227,7 +323,7 @@ class _TreePlan:
       for index in range(len(self._keys))
     ]
     copies = self._names.copies
-    return [
+    return self._names.conflicts + [
       problem.at(path)
       for index, (path, problems) in enumerate(zip(self._names.paths, by_unit, strict=True))
       if index not in copies or problems != by_unit[copies[index]]
@@ -243,6 +339,8 @@ class _TreePlan:
       columns.append(names.dtypes)
     if self._resolver.looks_at_paths:
       columns.append(self._routes)
+    if self._resolver.looks_at_optimizer:
+      columns.append(names.optimizer)
     return list(zip(*columns, strict=True))
 
   @functools.cached_property
@@ -251,54 +349,101 @@ class _TreePlan:
     names = self._names
     if not self._resolver.asks_functions:
       return list(map(self._resolver.route, names.paths))
-    return list(map(self._asked_route, names.statics, names.shapes, names.dtypes, names.paths))
+    columns = names.statics, names.shapes, names.dtypes, names.paths, names.optimizer
+    return list(map(self._asked_route, *columns))
 
-  def _asked_route(self, static: Static | None, shape, dtype, path: str) -> Any:
+  def _asked_route(self, static: Static | None, shape, dtype, path: str, optimizer: bool) -> Any:
     if static is None:
-      return self._resolver.asked_route(Leaf(path, shape or (), dtype))
-    if static.rules is not None or shape is None or _misfit(static.names, shape) is not None:
+      return self._resolver.asked_route(Leaf(path, shape or (), dtype, None, optimizer))
+    if static.rules or shape is None or isinstance(static.names, str):
       return path  # functions are not called for it
-    leaf = Leaf(path, shape, dtype, tuple(static.names))
+    leaf = Leaf(path, shape, dtype, tuple(static.names), optimizer)
     return self._resolver.asked_route(leaf, axes=not static.logical)
 
   @functools.cached_property
-  def _derived(self) -> dict[int, tuple[Inference, Resolution]]:
-    """Optimizer state that a path rule reaches although the rule is for a parameter of another shape."""
-    if not self._resolver.looks_at_paths or self._resolver.asks_functions:
-      return {}  # functions receive the shape of each array itself
-    names, routes = self._names, self._routes
-    to_specs = {route for route in set(routes) if _ends_at_a_spec(route)}
+  def _derived(self) -> dict[int, list[tuple[Inference, Resolution]]]:
+    """Per array of a unit, optimizer state that a path rule for parameters of another shape reaches."""
+    if not self._resolver.looks_at_paths:
+      return {}
+    names, rules = self._names, self._path_rules
     candidates = [
       index
-      for index, (below, route) in enumerate(zip(names.below_a_field, routes, strict=True))
-      if below and route in to_specs
+      for index, (field, rule) in enumerate(zip(names.fields, rules, strict=True))
+      if field is not None and rule is not None
     ]
     derived = {
       index: self._derive(index, parameter, field)
       for index, (parameter, field) in names.reshaped_states(candidates).items()
-      if self._is_for(routes[index], names.paths[parameter])
+      if self._search(rules[index])(names.paths[parameter])
     }
     return {index: each for index, each in derived.items() if each is not None}
 
-  def _is_for(self, route: RuleId, parameter: str) -> bool:
-    """Whether the pattern of a path rule is found in a parameter's path too."""
-    pattern, _ = self._planner.rules.at(route)
-    return re.search(pattern, parameter) is not None
+  @functools.cached_property
+  def _path_rules(self) -> list[RuleId | None]:
+    """Per unit, the path rule with a PartitionSpec that its path leads to."""
+    if self._resolver.asks_functions:
+      return list(map(self._resolver.path_rule, self._names.paths))
+    rules = {route: route if _ends_at_a_spec(route) else None for route in set(self._routes)}
+    return list(map(rules.__getitem__, self._routes))
 
-  def _derive(self, index: int, parameter: int, field: str) -> tuple[Inference, Resolution] | None:
-    """The resolution of optimizer state from its parameter's spec; None if the parameter's names decide."""
+  def _search(self, rule: Any) -> Search:
+    return searcher(self._planner.rules.at(rule)[0])
+
+  def _derive(self, index: int, parameter: int, field: str) -> list[tuple[Inference, Resolution]] | None:
+    """The resolutions of optimizer state, as the rule for its parameter implies; None: its own is right."""
     names, planner = self._names, self._planner
-    full, shape, parameter_path = names.shapes[parameter], names.shapes[index], names.paths[parameter]
-    whole = planner.resolve(names.statics[parameter], full, names.dtypes[index], names.paths[index])
-    if whole.owner is None:
-      return None
+    static: Any = names.statics[parameter]  # None only where a path rule owns the parameter
+    full, path = names.shapes[parameter], names.paths[parameter]
+    whole = planner.resolve(static, full, names.dtypes[parameter], names.paths[index])
+    if whole.problems:  # of a rule that the parameter itself does not have
+      whole = planner.resolve(static, full, names.dtypes[parameter], path)
     if whole.problems:
-      return Inference(None, 'unrelated', parameter_path), whole
+      return [(Inference(None, 'unrelated', path), whole) for _ in names.arrays(index)]
+    arrays = names.arrays(index)
+    if whole.owner is None and static is not None:
+      inferred = [infer(static.names, full, shape, field, path) for _, shape, _ in arrays]
+      return [
+        (
+          each,
+          planner.resolve_by_names(
+            static.renamed(each.names),
+            shape,
+            getattr(leaf, 'dtype', None),
+            self._is_optimizer(index),
+          ),
+        )
+        for (leaf, shape, _), each in zip(arrays, inferred, strict=True)
+      ]
+    if whole.owner is None or not self._is_path_rule(whole.owner):
+      return None
     entries = (*whole.spec, *(None,) * (len(full) - len(whole.spec)))
-    inference = infer(entries, full, shape, field, parameter_path)
+    inferred = [infer(entries, full, shape, field, path) for _, shape, _ in arrays]
+    return [
+      (each, self._widened(index, leaf, shape, self._by_entries(each, shape, whole.owner)))
+      for (leaf, shape, _), each in zip(arrays, inferred, strict=True)
+    ]
+
+  def _is_path_rule(self, owner: RuleId) -> bool:
+    clause = self._planner.rules.parsed_at(owner)
+    return isinstance(clause, PathRule) and clause.table is None
+
+  def _by_entries(self, inference: Inference, shape, owner: RuleId) -> Resolution:
+    """The resolution by those entries of a parameter's spec that an array has kept."""
+    planner = self._planner
     resolution = resolve_axes(inference.names or (), shape, planner.sizes, planner.rules.policies)
-    decisions = tuple(each._replace(name=None, rule=whole.owner) for each in resolution.decisions)
-    return inference, resolution._replace(decisions=decisions, owner=whole.owner)
+    decisions = tuple(each._replace(name=None, rule=owner) for each in resolution.decisions)
+    return resolution._replace(decisions=decisions, owner=owner)
+
+  def _is_optimizer(self, index: int) -> bool:
+    """Whether a unit is optimizer state, if a rule reads that."""
+    return self._resolver.looks_at_optimizer and self._names.optimizer[index]
+
+  def _widened(self, index: int, leaf: Any, shape, resolution: Resolution) -> Resolution:
+    """The resolution of an array of optimizer state with the axes that `optimizer_over` adds."""
+    if not self._is_optimizer(index):
+      return resolution
+    array = Leaf(self._path(index), shape, getattr(leaf, 'dtype', None), None, True)
+    return self._resolver.widened(resolution, array, self._planner.sizes)
 
   def _cache_sharding(self, index: int) -> None:
     """Caches the sharding of arrays with the key of this one, unless they have problems."""
@@ -315,7 +460,11 @@ class _TreePlan:
       names = self._names
       dtype = getattr(names.values[index], 'dtype', None)
       resolution = resolutions[key] = self._planner.resolve(
-        names.statics[index], names.shapes[index] or (), dtype, self._path(index)
+        names.statics[index],
+        names.shapes[index] or (),
+        dtype,
+        self._path(index),
+        self._is_optimizer(index),
       )
     return resolution
 
@@ -331,7 +480,9 @@ class _TreePlan:
     shardings = [self._planner._sharding(resolution.spec) for resolution in resolutions]
     if len(set(shardings)) <= 1:
       return shardings[0] if shardings else self._planner.replicated
-    if index not in self._names.inferred:  # a box around a tree has one spec, as in Flax
+    if (
+      index not in self._names.inferred and index not in self._derived
+    ):  # a box around a tree has one spec, as in Flax
       return shardings[0]
     return jax.tree.structure(self._names.units[index]).unflatten(shardings)
 
@@ -339,43 +490,64 @@ class _TreePlan:
     """The arrays of one unit, resolved."""
     names = self._names
     if index in self._derived:
-      leaf = names.values[index]
-      yield _ResolvedArray(leaf, tuple(leaf.shape), *self._derived[index])
+      for (leaf, shape, _), derived in zip(names.arrays(index), self._derived[index], strict=True):
+        yield _ResolvedArray(leaf, shape, *derived)
       return
     if index not in names.inferred and names.shapes[index] is not None:
       leaf = names.values[index]
-      yield _ResolvedArray(leaf, tuple(leaf.shape), None, self._resolution(index))
+      yield self._fitting(index, leaf, tuple(leaf.shape), None, self._resolution(index))
       return
     for leaf, shape, inference in names.arrays(index):
       static = names.statics[index]
       if static is not None and inference is not None:
-        inferred = inference.names
-        static = None if inferred is None else Static(inferred, static.logical, None, static.rules)
+        static = static.renamed(inference.names)
       dtype = getattr(leaf, 'dtype', None)
-      resolution = self._planner.resolve(static, shape, dtype, self._path(index))
-      yield _ResolvedArray(leaf, shape, inference, resolution)
-
-  def _unit_rows(self, index: int) -> Iterator[Row]:
-    static, path = self._names.statics[index], self._names.paths[index]
-    mesh, sizes = self._planner.mesh, self._planner.sizes
-    arrays = list(self._arrays(index))
-    for number, (leaf, shape, inference, resolution) in enumerate(arrays):
-      dtype = getattr(leaf, 'dtype', None) or jax.dtypes.canonicalize_dtype(np.result_type(leaf))
-      yield Row(
-        path if len(arrays) == 1 else f'{path}/{number}',
-        shape,
-        dtype,
-        static and (static.names if inference is None else inference.names),
-        static is not None and static.logical,
-        resolution.spec,
-        resolution.decisions,
-        resolution.owner,
-        resolution.skipped,
-        math.prod(shape) * dtype.itemsize,
-        _bytes_per_device(resolution.spec, shape, dtype, sizes),
-        mesh.size // math.prod(map(sizes.__getitem__, axis_names(tuple(resolution.spec)))),
-        inference,
+      resolution = self._planner.resolve(
+        static, shape, dtype, self._path(index), self._is_optimizer(index)
       )
+      yield self._fitting(index, leaf, shape, inference, resolution)
+
+  def _fitting(
+    self,
+    index: int,
+    leaf: Any,
+    shape: tuple[int, ...],
+    inference: Inference | None,
+    resolution: Resolution,
+  ) -> _ResolvedArray:
+    """One array of a unit; replicated if it is Optax state, and a rule for parameters does not fit it."""
+    if resolution.problems and self._is_owned_by_accident(index):
+      inference = infer_without_parameter(shape)
+      whole = Resolution(PartitionSpec(), (), (), resolution.owner)
+      resolution = self._widened(index, leaf, shape, whole)
+    return _ResolvedArray(leaf, shape, inference, resolution)
+
+  def _is_owned_by_accident(self, index: int) -> bool:
+    """Whether a unit is Optax state at a path that is found by a rule for parameters."""
+    names = self._names
+    if not self._resolver.looks_at_paths or names.fields[index] is None:
+      return False
+    rule = self._path_rules[index]
+    if rule is None or not names.is_optax_state(index):
+      return False
+    keys = rule if isinstance(rule, tuple) else (rule,)
+    searches = [self._search(keys[: depth + 1]) for depth in range(len(keys))]  # through the tables
+    paths = zip(names.paths, names.fields, strict=True)
+    return any(field is None and all(search(path) for search in searches) for path, field in paths)
+
+
+def common_spec(static: Static, specs: Set[PartitionSpec]) -> PartitionSpec:
+  """The one spec of the arrays in equal boxes; UNCONSTRAINED if there are several."""
+  if len(specs) == 1:
+    return next(iter(specs))
+  return PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(static.names))
+
+
+def _is_placed_by_table(static: Static, shape: Any) -> bool:
+  """Whether the layout's table places the array of a box: it has no rules of its own, and not too many names."""
+  if static.rules or shape is None or isinstance(static.names, str):
+    return False
+  return len(static.names) <= len(shape)
 
 
 def _ends_at_a_spec(route: Any) -> bool:
@@ -383,29 +555,10 @@ def _ends_at_a_spec(route: Any) -> bool:
   return isinstance(route[-1] if isinstance(route, tuple) else route, int)
 
 
-def _bytes_per_device(spec: PartitionSpec, shape, dtype, sizes: Mapping[str, int]) -> int:
-  """Bytes of the largest shard; sizes that do not divide are rounded up."""
-  entries = tuple(spec) + (None,) * len(shape)
-  shard = [
-    -(-size // math.prod(sizes.get(axis, 1) for axis in axis_names(entry)))
-    for size, entry in zip(shape, entries, strict=False)
-  ]
-  return math.prod(shard) * dtype.itemsize
-
-
-def _misfit(names: Any, shape: tuple[int, ...]) -> Problem | None:
-  """The problem with the number of an array's names, if there is one."""
-  if isinstance(names, str):
-    return Problem(
-      f'its names are the bare string {names!r}, which would be read letter by letter.',
-      f'write them as a tuple, ({names!r},).',
-    )
-  if len(names) == len(shape):
-    return None
-  count = f'{len(names)} name{"" if len(names) == 1 else "s"}'
+def _bare_string(names: str) -> Problem:
   return Problem(
-    f'{count} {names!r} for an array of rank {len(shape)}, shape {shape}.',
-    'give one name per dimension, None for a dimension without a name.',
+    f'its names are the bare string {names!r}, which would be read letter by letter.',
+    f'write them as a tuple, ({names!r},).',
   )
 
 

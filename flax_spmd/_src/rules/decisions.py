@@ -29,19 +29,19 @@ Axes: TypeAlias = Any  # None, a mesh axis, a (nested) tuple of them, or Partiti
 Names: TypeAlias = Sequence[Any]
 RuleId: TypeAlias = int | tuple[int, ...]  # a tuple for a rule of a table within a table
 Reason: TypeAlias = Literal[
-  'decided', 'taken', 'indivisible', 'missing', 'small', 'not floating', 'no open dimension'
+  'decided', 'taken', 'indivisible', 'missing', 'small', 'not numbers', 'no open dimension'
 ]
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 
 class Skipped(NamedTuple):
-  """A rule that applied to a dimension (an `fsdp`: to an array) and did not decide it.
+  """A rule that applied to a dimension (`fsdp`, `optimizer_over`: to an array) and did not decide it.
 
   Attributes:
     rule: id of the rule.
     reason: 'decided' (by an earlier rule), 'taken' (another dimension uses its mesh axes), 'indivisible', or
-      'missing' (the mesh has none of its axes); for `fsdp` also 'small', 'not floating' and 'no open
+      'missing' (the mesh has none of its axes); for `fsdp` also 'small', 'not numbers' and 'no open
       dimension'.
     axes: the mesh axes of the rule.
   """
@@ -62,6 +62,7 @@ class Decision(NamedTuple):
     rule: index of the rule in the table, as a tuple of indices (outermost first) for a table within the table.
       None: no rule decided. The dimension is then replicated, or has the mesh axes among its names.
     skipped: the rules that applied and did not decide.
+    further: index of the `optimizer_over` rule that added axes to those of `rule`, if one did.
 
   Example:
     >>> embed, mlp = Rules(('mlp', 'model'), ('embed', 'model')).resolve(('embed', 'mlp')).decisions
@@ -76,6 +77,7 @@ class Decision(NamedTuple):
   axes: Axes
   rule: RuleId | None
   skipped: tuple[Skipped, ...] = ()
+  further: RuleId | None = None
 
   @property
   def lost(self) -> Skipped | None:
@@ -89,11 +91,11 @@ class Resolution(NamedTuple):
   """A PartitionSpec, the decisions that led to it, and the problems that the policies report.
 
   Attributes:
-    spec: mesh axes per dimension.
+    spec: mesh axes per dimension; UNCONSTRAINED: no axes are required, and `fsdp` may shard it.
     decisions: one `Decision` per dimension with a name or a rule.
     problems: every problem, without the array's path.
     owner: id of the rule that owns the whole array (a path rule, a function); None: its names decided.
-    skipped: the `fsdp` rules that found no dimension to shard.
+    skipped: the `fsdp` and `optimizer_over` rules that found no dimension to shard.
 
   Example:
     >>> found = Rules(('mlp', 'model')).resolve(('embed', 'mlp'))
@@ -107,12 +109,30 @@ class Resolution(NamedTuple):
   owner: RuleId | None = None
   skipped: tuple[Skipped, ...] = ()
 
+  def stored(self) -> Resolution:
+    """The resolution of an array in memory: a dimension that is still UNCONSTRAINED is replicated.
+
+    Inside a program, UNCONSTRAINED leaves a dimension to the compiler.
+    """
+    if UNCONSTRAINED not in tuple(self.spec):
+      return self
+    spec = PartitionSpec(*(None if axes is UNCONSTRAINED else axes for axes in self.spec))
+    decisions = tuple(
+      decision._replace(axes=None) if decision.axes is UNCONSTRAINED else decision
+      for decision in self.decisions
+    )
+    return self._replace(spec=spec, decisions=decisions)
+
   def within(self, rule: int, where: str) -> Resolution:
     """The same resolution with the rule ids of the outer table, in which this table is rule `rule`."""
     return Resolution(
       self.spec,
       tuple(
-        decision._replace(rule=_within(rule, decision.rule), skipped=_all_within(rule, decision.skipped))
+        decision._replace(
+          rule=_within(rule, decision.rule),
+          skipped=_all_within(rule, decision.skipped),
+          further=_within(rule, decision.further),
+        )
         for decision in self.decisions
       ),
       tuple(problem.at(f'in the table of {where}', separator=': ') for problem in self.problems),
@@ -144,7 +164,10 @@ class Policies:
     indivisible: for a size that the mesh axes do not divide: 'error', try the 'next' rule for that name,
       or 'replicate' the dimension.
     missing_axis: for a mesh axis that the mesh lacks: 'error', or 'drop' it from the rule, so that one
-      table serves several meshes. A rule without any axis left is skipped.
+      table serves several meshes. A rule without any axis left is skipped. The axis is also dropped from
+      sharding constraints in the model, those of JAX and Flax included.
+    short_names: for an array with fewer names than dimensions: 'pad' them with None at the end, as Flax and JAX
+      do, or 'error'.
 
   Raises:
     RulesError: a value is not one of these.
@@ -160,6 +183,7 @@ class Policies:
   conflict: Literal['skip', 'error'] = 'skip'
   indivisible: Literal['error', 'next', 'replicate'] = 'error'
   missing_axis: Literal['error', 'drop'] = 'error'
+  short_names: Literal['pad', 'error'] = 'pad'
 
   def __post_init__(self):
     problems = [
@@ -187,6 +211,7 @@ _POLICY_VALUES = {
   'conflict': ('skip', 'error'),
   'indivisible': ('error', 'next', 'replicate'),
   'missing_axis': ('error', 'drop'),
+  'short_names': ('pad', 'error'),
 }
 
 
@@ -204,6 +229,30 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
   if axes is None or axes is UNCONSTRAINED:
     return ()
   return tuple(leaf for leaf in tree_util.tree_leaves(axes) if isinstance(leaf, str))
+
+
+def padded(names: Names, rank: int) -> tuple[Any, ...]:
+  """Names with None for the last dimensions that have none, so that there is one per dimension.
+
+  Example:
+    >>> padded(('embed', 'mlp'), 3)
+    ('embed', 'mlp', None)
+  """
+  return (*names, *(None,) * (rank - len(names)))
+
+
+def aligned(spec: PartitionSpec, rank: int) -> PartitionSpec:
+  """A spec with its entries from the first dimension on.
+
+  One that begins with an Ellipsis has the entries of the last dimensions, so it fits arrays of several ranks.
+
+  Example:
+    >>> aligned(PartitionSpec(..., None, 'model'), 3), aligned(PartitionSpec('data'), 3)
+    (P(None, None, 'model'), P('data',))
+  """
+  if tuple(spec)[:1] != (...,):
+    return spec
+  return PartitionSpec(*(None,) * (rank - len(spec) + 1), *spec[1:])
 
 
 def rule_text(rule: RuleId) -> str:

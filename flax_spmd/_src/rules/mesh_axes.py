@@ -2,7 +2,8 @@
 
     resolve_axes(('data', None), shape, sizes, policies)    the axes of a box or a rule, as a `Resolution`
 
-An axis that does not fit is dropped or is a problem, as the policies of the table decide.
+An axis that does not fit is dropped or is a problem, as the policies of the table decide. A dimension that loses all
+of its axes is open.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def resolve_axes(
   """The resolution of entries that are mesh axes already: used unchanged, and checked.
 
   Args:
-    entries: mesh axes per dimension; UNCONSTRAINED leaves a dimension open.
+    entries: mesh axes per dimension, None or UNCONSTRAINED.
     shape: the array's shape.
     sizes: size per mesh axis; None: the mesh is unknown, and nothing is checked against it.
     policies: `missing_axis` and `indivisible` apply.
@@ -58,7 +59,7 @@ def resolve_axes(
   """
   checked = _AxesCheck(tuple(entries), sizes, policies, source)
   decisions = tuple(checked.decide(dim, shape[dim]) for dim in range(len(entries)))
-  spec = PartitionSpec(*(None if d.axes is UNCONSTRAINED else d.axes for d in decisions))
+  spec = PartitionSpec(*(decision.axes for decision in decisions))
   return Resolution(spec, decisions, tuple(checked.problems), None if source is None else source.rule)
 
 
@@ -81,13 +82,15 @@ class _AxesCheck:
   def decide(self, dim: int, size: int) -> Decision:
     entry = self.entries[dim]
     name = None if self.source else entry
-    if entry is UNCONSTRAINED and self.source:
-      return Decision(dim, name, UNCONSTRAINED, None)
     rule = self.source.rule if self.source else None
     if not (entry is None or entry is UNCONSTRAINED or isinstance(entry, (str, tuple, list))):
       self.problems.append(self._strange(dim))
       return Decision(dim, name, None, rule)
+    given = axis_names(entry)
     entry, axes = self._present(dim, entry)
+    if given and not axes:  # another rule may shard the dimension
+      skipped = () if rule is None else (Skipped(rule, 'missing', given),)
+      return Decision(dim, name, None, None, skipped)
     self.problems += [
       self._reused(dim, axis, 'for an earlier dimension too') for axis in axes if axis in self.seen
     ]
@@ -103,7 +106,7 @@ class _AxesCheck:
       return Decision(dim, name, None, None)
     skipped = (Skipped(rule, 'indivisible', axes),)
     if self.policies.indivisible == 'next':  # a later rule may fill the dimension
-      return Decision(dim, name, UNCONSTRAINED, None, skipped)
+      return Decision(dim, name, None, None, skipped)
     return Decision(dim, name, None, rule, skipped)
 
   def _present(self, dim: int, entry: Axes) -> tuple[Axes, tuple[str, ...]]:

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from flax_spmd._src.rules.bounded_search import MOST_WAYS, UnboundedError, bounded_search, ways
 from flax_spmd.errors import Problem
 
+Search = Callable[[str], object]
 
-def compiled(index: int, pattern: str) -> re.Pattern[str] | Problem:
-  """The compiled regular expression of a path rule, or the problem with it."""
+
+@functools.lru_cache(maxsize=4096)
+def searcher(pattern: str) -> Search:
+  """A function that tells whether a path matches, in a time that is polynomial in the path.
+
+  Raises:
+    re.error, OverflowError, RecursionError: it is not a regular expression, or one that is too large.
+    UnboundedError: the search may take exponential time.
+  """
+  search = re.compile(pattern).search
+  return search if ways(pattern) <= MOST_WAYS else bounded_search(pattern)
+
+
+def problem_of(subject: str, pattern: str, *, replaced: bool = False) -> Problem | None:
+  """The problem with a regular expression for paths, if there is one.
+
+  Args:
+    subject: its name in the message.
+    pattern: the expression.
+    replaced: whether a match is replaced by another text, so that only `re` can search for it.
+  """
   try:
-    return re.compile(pattern)
-  except re.error as error:
+    searcher(pattern)
+  except UnboundedError as error:
     return Problem(
-      f'Rule {index}: {pattern!r} is not a regular expression: {error}.',
+      f'{subject}: a search for {pattern!r} may take exponential time, because it has nested repetitions and '
+      f'a construct of the kind {error}.',
+      'write it without backreferences and possessive groups, or without a repetition inside a repetition.',
+    )
+  except (re.error, OverflowError, RecursionError) as error:
+    return Problem(
+      f'{subject}: {pattern!r} is not a regular expression: {error}.',
       'correct it; it is searched for in paths such as params/layers/wi.',
     )
+  if replaced and ways(pattern) > MOST_WAYS:
+    return Problem(
+      f'{subject}: a replacement of {pattern!r} may take exponential time, because it has nested repetitions.',
+      'write it without a repetition inside a repetition.',
+    )
+  return None
 
 
 class PathMatcher:
@@ -26,8 +60,8 @@ class PathMatcher:
   much faster than a search with every expression.
   """
 
-  def __init__(self, patterns: Sequence[re.Pattern[str]]):
-    self._patterns = [(plain_text(pattern), pattern.search) for pattern in patterns]
+  def __init__(self, patterns: Sequence[str]):
+    self._patterns = [(plain_text(re.compile(pattern)), searcher(pattern)) for pattern in patterns]
 
   def first(self, path: str) -> int | None:
     """The position of the first pattern that matches `path`."""

@@ -29,6 +29,19 @@ class PlacedPart(NamedTuple):
   tree: Any
 
 
+class PlannedResult(NamedTuple):
+  """The sharding of one array of a jitted function's result.
+
+  Attributes:
+    sharding: the sharding that it is pinned to; None if the compiler chooses.
+    source: the origin of the sharding: 'placement', 'names', or the index of the leaf, among those of the arguments,
+      whose sharding it keeps. None: the compiler.
+  """
+
+  sharding: Sharding | None
+  source: str | int | None = None
+
+
 def parts(tree: Any, placements: Any) -> tuple[list[PlacedPart], Any]:
   """The parts of a tree that placements are given for, and the structure whose leaves they are.
 

@@ -8,16 +8,19 @@ means swapping the table. The kinds of rules are in `rules/clauses`, name resolu
 
 An array is decided in two steps. First, one rule *owns* it: the first in order that applies, whether a path
 rule whose expression matches its path, a function that returns a spec, or a name rule for one of its names
-(then all its names are resolved together). Then each `fsdp` shards one dimension that is still open. So a
-rule for one part of the tree stands before the rules for names that occur in that part.
+(then all its names are resolved together). Then each `fsdp` shards one dimension that is still open, and each
+`optimizer_over` adds axes to a dimension of optimizer state. So a rule for one part of the tree stands before the rules for names that occur in that part.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MethodType
 from typing import Any
+from weakref import WeakMethod, ref
 
 from jax.sharding import PartitionSpec
 
@@ -28,6 +31,7 @@ from flax_spmd._src.rules.clauses import (
   Fsdp,
   FunctionRule,
   NameRule,
+  OptimizerOver,
   PathRule,
   RuleTable,
 )
@@ -43,7 +47,14 @@ from flax_spmd.errors import (
   raise_problems,
 )
 
-KINDS: tuple[type[Clause], ...] = (NameRule, PathRule, AnnotationRule, Fsdp, FunctionRule)
+KINDS: tuple[type[Clause], ...] = (
+  NameRule,
+  PathRule,
+  AnnotationRule,
+  Fsdp,
+  OptimizerOver,
+  FunctionRule,
+)
 """The kinds of rules, in the order in which they are tried on a clause that a user wrote."""
 
 
@@ -53,27 +64,34 @@ class Rules(RuleTable):
 
   Args:
     *clauses: `(logical name, mesh axes)`, `(path regex, PartitionSpec)`, `(path regex, Rules)`,
-      `fsdp(...)`, `('@annotation', PartitionSpec | Rules | fsdp(...) | function)`, or a function
-      `(leaf) -> PartitionSpec | None`. Whole tables (tuples, lists, `Rules`) are inserted clause by clause.
-    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`; see `Policies`. Policies of
-      inserted tables, and of tables added on the right, are dropped.
+      `fsdp(...)`, `optimizer_over(...)`, `('@annotation', PartitionSpec | Rules | fsdp(...) | function)`, or a
+      function `(leaf) -> PartitionSpec | None`. Whole tables (tuples, lists, `Rules`) are inserted clause by clause.
+      A PartitionSpec that begins with an Ellipsis, `PartitionSpec(..., None, 'model')`, has the entries of an
+      array's last dimensions.
+    **policies: `unmatched`, `conflict`, `indivisible`, `missing_axis`, `short_names`; see `Policies`.
+      Policies of inserted tables, and of tables added on the right, are dropped.
+
+  Without changed policies, a table equals the tuple of its clauses, Flax's form.
 
   Raises:
     RulesError: a clause or a policy is invalid, or a path is not a regular expression.
 
   Example:
     >>> rules = Rules(('batch', 'data'), ('hidden', 'model'))
+    >>> rules == (('batch', 'data'), ('hidden', 'model'))
+    True
     >>> rules.spec(('batch', 'embed'))
     P('data', None)
     >>> rules + Rules(('embed', 'data'))
     Rules(('batch', 'data'), ('hidden', 'model'), ('embed', 'data'))
   """
 
-  def __init__(self, *clauses: Any, **policies: Any):
+  def __init__(self, /, *clauses: Any, **policies: Any):
     self._parsed = _parsed(clauses)
     self._clauses = tuple(clause.written for clause in self._parsed)
     self._policies = _read_policies(policies)
-    self._hash = hash((self._clauses, self._policies))
+    # equal to its clauses as a tuple, if the policies are the defaults
+    self._hash = hash((self._clauses, self._policies) if self._policies.changed() else self._clauses)
 
   @classmethod
   def of(cls, rules: Any, **policies: Any) -> Rules:
@@ -115,6 +133,17 @@ class Rules(RuleTable):
     return tuple(clause.written for clause in self._parsed if isinstance(clause, NameRule))
 
   @property
+  def content(self) -> Any:
+    """The table as a key for caches that outlive it: equal for equal tables, with functions held weakly."""
+    return self if self._weakly is None else self._weakly
+
+  @cached_property
+  def _weakly(self) -> tuple[Any, ...] | None:
+    """The clauses with weak references to their functions, and the policies; None without functions."""
+    clauses = tuple(map(_without_functions, self._clauses))
+    return None if clauses == self._clauses else (clauses, self._policies)
+
+  @property
   def policies(self) -> Policies:
     """The policies for cases in which Flax is silent."""
     return self._policies
@@ -138,6 +167,8 @@ class Rules(RuleTable):
   def __eq__(self, other: object) -> bool:
     if self is other:
       return True
+    if isinstance(other, tuple):  # Flax's tables
+      return not self._policies.changed() and self._clauses == other
     if not isinstance(other, Rules):
       return NotImplemented
     return self._clauses == other._clauses and self._policies == other._policies
@@ -145,9 +176,20 @@ class Rules(RuleTable):
   def __hash__(self) -> int:
     return self._hash
 
+  def __copy__(self) -> Rules:
+    return self
+
+  def __deepcopy__(self, memo: dict[int, Any]) -> Rules:
+    return self
+
   def __reduce__(self):
     # the hash is this process's own: strings hash differently in the next one
     return _unpickled, (self._clauses, dataclasses.asdict(self._policies))
+
+  def __reduce_ex__(self, protocol: Any) -> Any:
+    if protocol < 2:  # a PartitionSpec needs 2
+      return pickle.loads, (pickle.dumps(self, 2),)
+    return super().__reduce_ex__(protocol)
 
   def __repr__(self) -> str:
     policies = [f'{name}={value!r}' for name, value in self._policies.changed().items()]
@@ -221,7 +263,7 @@ class Rules(RuleTable):
     Example:
       >>> rules = Rules(('heads', 'model'), ('mlp', 'model'), ('mlp', 'data'))
       >>> rules.resolve(('mlp', 'heads')).decisions[0]
-      Decision(dim=0, name='mlp', axes='data', rule=2, skipped=(Skipped(rule=1, reason='taken', axes=('model',)),))
+      Decision(dim=0, name='mlp', axes='data', rule=2, skipped=(Skipped(rule=1, reason='taken', axes=('model',)),), further=None)
     """
     return Resolver(self._clauses, self.by_name, self._policies, sizes).resolve(names, shape)
 
@@ -298,6 +340,20 @@ class Rules(RuleTable):
 def is_whole_table(x: Any) -> bool:
   """Whether this is a rule table, or a clause that shards arrays on its own: `fsdp(...)`, a function."""
   return isinstance(x, (Rules, Clause)) or FunctionRule.parse(x) is not None
+
+
+def _without_functions(written: Any) -> Any:
+  """A clause, or a part of one, with weak references to its functions, which are equal for equal functions."""
+  if isinstance(written, Rules):
+    return written.content
+  if isinstance(written, tuple) and not isinstance(written, PartitionSpec):
+    return tuple(map(_without_functions, written))
+  if FunctionRule.parse(written) is None:
+    return written
+  try:
+    return WeakMethod(written) if isinstance(written, MethodType) else ref(written)
+  except TypeError:  # an object of a class with slots
+    return written
 
 
 def _unpickled(clauses: tuple[Any, ...], policies: dict[str, Any]) -> Rules:

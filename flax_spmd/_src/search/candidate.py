@@ -19,11 +19,10 @@ from jax.sharding import PartitionSpec
 
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
-from flax_spmd._src.rules.clauses import fsdp
+from flax_spmd._src.rules.clauses import fsdp, optimizer_over
 from flax_spmd._src.rules.table import Rules
 
 MIN_SIZE = 2**20  # elements; the default of `fsdp`
-OPTIMIZER = '(^|/)opt_state/'
 
 
 class Axis(NamedTuple):
@@ -46,7 +45,7 @@ class Candidate(NamedTuple):
     name_rules: axes per logical name; an earlier name takes precedence.
     fsdp_axes: axes of the `fsdp` clause; none without the clause.
     min_size: elements of the smallest array that `fsdp` shards.
-    zero1_axes: axes of an `fsdp` clause for the optimizer state alone (ZeRO-1).
+    zero1_axes: axes of an `optimizer_over` clause (ZeRO-1).
     path_rules: rules of a model without names: path pattern, rank, dimension, axes.
     choices: arguments of the step, such as `('remat', 'full')`.
   """
@@ -167,13 +166,12 @@ def rules_of(candidate: Candidate, batch: frozenset[str]) -> Rules:
     (text, PartitionSpec(*(axes(over) if at == dim else None for at in range(rank))))
     for text, rank, dim, over in candidate.path_rules
   ]
-  clauses, optimizer = [], []
+  clauses: list[Any] = []
   if candidate.fsdp_axes:
-    clauses = [fsdp(axes(candidate.fsdp_axes), min_size=candidate.min_size)]
+    clauses.append(fsdp(axes(candidate.fsdp_axes), min_size=candidate.min_size))
   if candidate.zero1_axes:
-    zero1 = fsdp(axes(candidate.zero1_axes), min_size=candidate.min_size)
-    optimizer = [(OPTIMIZER, Rules(*(rule for rule in name_rules if rule[0] not in batch), zero1))]
-  return Rules(*optimizer, *name_rules, *path_rules, *clauses)
+    clauses.append(optimizer_over(axes(candidate.zero1_axes), min_size=candidate.min_size))
+  return Rules(*name_rules, *path_rules, *clauses)
 
 
 def layout_of(candidate: Candidate, batch: frozenset[str]) -> Layout:

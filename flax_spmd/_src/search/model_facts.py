@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_spmd._src.compare.train_step import TrainStep
+from flax_spmd._src.compare.train_step import TrainStepLike, train_step_on
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.plan.rows import Row
@@ -66,7 +66,8 @@ class ModelFacts(NamedTuple):
 
 
 def facts_of(
-  train_step: TrainStep,
+  train_step: TrainStepLike,
+  axes: Iterable[str] = (),
   names: Mapping[str, tuple[int, ...]] | None = None,
   parameters: frozenset[str] = frozenset(),
   together: frozenset[frozenset[str]] = frozenset(),
@@ -75,10 +76,12 @@ def facts_of(
 
   Args:
     train_step: the step, whose state is traced.
+    axes: mesh axes that a model may use.
     names, parameters, together: attributes of an `Estimator`. Without an estimator they are read off the
       state, which leaves out names of activations.
   """
-  layout = Layout(abstract_mesh({'all': 1}))
+  layout = Layout(abstract_mesh(dict.fromkeys(axes, 1) or {'all': 1}))
+  train_step = train_step_on(layout, train_step)
   rows = layout.rows(layout.abstract(train_step.create, *train_step.args))
   if names is None:
     names, parameters, together = _names_of_state(rows)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd._src.compare.hardware import Target, parse_target
-from flax_spmd._src.compare.train_step import TrainStep, check_train_step
+from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.search.pipelines import check_pipelines, pipeline_searches
@@ -29,7 +29,7 @@ from flax_spmd._src.search.result import SearchResult
 from flax_spmd._src.search.run import SearchLimits, SearchRun
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.trials import SearchTask, Trials, first_choices, lower_variant
-from flax_spmd._src.search.user_constraints import constraints_of
+from flax_spmd._src.search.user_constraints import axes_named, constraints_of
 from flax_spmd.errors import SearchError
 
 _MAX_COMPILED = 24  # candidates of a search without an estimator
@@ -37,7 +37,7 @@ _MAX_COMPILED = 24  # candidates of a search without an estimator
 
 @set_module('flax_spmd')
 def search(
-  train_step: TrainStep,
+  train_step: TrainStepLike,
   target: str,
   *,
   memory: int | str | None = None,
@@ -64,12 +64,13 @@ def search(
   the best result so far.
 
   Args:
-    train_step: the step and its arguments.
+    train_step: the step and its arguments; for a model that holds a mesh, a function that returns it for a layout.
+      If it uses mesh axes by name, pass `mesh` or `pin`, which name the axes of the search.
     target: hardware such as `'h100:64'`, `'v5e:16x16'` or `'cpu:8'`; see `flax-spmd targets`.
     memory: memory budget of a device, in bytes or as `'60GiB'`. Default: all memory available to a
       program.
     choices: values to try for arguments of the step, such as `{'remat': ('none', 'full')}`. Parameters
-      of `create` with the same names receive them too.
+      of `create` with the same names receive them too, and those of a function that returns the step first.
     pipelines: schedules to try for the step as a pipeline, such as `OneFOneB(ranks=4)`. Ranks are along a
       mesh axis `stage`; the other axes are within a rank. The step must take its gradients in
       `pipeline.accumulate`; a model without stage ends is cut into equal stages.
@@ -102,7 +103,7 @@ def search(
     InfeasibleError: no layout fits; names the smallest, and by how much it exceeds the budget.
     TargetDeviceError: an unknown target, or one without a compiler on this machine.
     PipelineError: the step cannot be cut into the stages of a schedule.
-    TypeError: the first argument is not a `TrainStep`.
+    TypeError: the first argument is neither a `TrainStep` nor a function that returns one.
     Exception: any exception of the step while it is traced.
 
   Example:
@@ -120,7 +121,9 @@ def search(
   values = {name: tuple(values) for name, values in (choices or {}).items()}
   _check(hardware_target, top, candidates, values)
   check_pipelines(pipelines, hardware_target)
-  task = SearchTask(train_step, hardware_target, hardware, jobs, fresh)
+  task = SearchTask(
+    train_step, hardware_target, hardware, jobs, fresh, axes_named(mesh, pin, batch_only)
+  )
   first = lower_variant(task, first_choices(values))
   constraints_on = functools.partial(
     constraints_of,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_spmd import presets
-from flax_spmd._src.rules.clauses import Fsdp
+from flax_spmd._src.rules.clauses import Fsdp, OptimizerOver
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import MIN_SIZE, Axis, Candidate
 from flax_spmd._src.search.model_facts import ModelFacts
@@ -133,8 +133,8 @@ def _candidate(
   for clause in rules:
     if isinstance(clause, Fsdp):
       candidate = candidate._replace(fsdp_axes=_numbers(clause.axes))
-    elif isinstance(clause[1], Rules):
-      candidate = candidate._replace(zero1_axes=_numbers(clause[1].clauses[0].axes))
+    elif isinstance(clause, OptimizerOver):
+      candidate = candidate._replace(zero1_axes=_numbers(clause.axes))
     else:
       names = sorted(facts.batch) if clause[0] == 'batch' else [clause[0]]
       for name in [*names, *(synonyms or {}).get(clause[0], ())]:

@@ -22,7 +22,8 @@ from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.compare.pipeline_lowering import Pipeline
-from flax_spmd._src.compare.train_step import TrainStep
+from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
+from flax_spmd._src.compat import target_devices
 from flax_spmd._src.estimate.estimator import Estimator
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
@@ -30,7 +31,7 @@ from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
-from flax_spmd.errors import EstimatorError, LayoutError, PipelineError
+from flax_spmd.errors import EstimatorError, LayoutError, PipelineError, SearchError
 
 Choices = tuple[tuple[str, Any], ...]
 """Arguments of the step, as name and value."""
@@ -42,31 +43,52 @@ class SearchTask(NamedTuple):
   """A training step to find a layout for.
 
   Attributes:
-    train_step: the step and its arguments.
+    train_step: the step and its arguments, or a function from a layout to it.
     target: the hardware.
     hardware: TOML file with descriptions of further chips.
     jobs: number of compilers to run in parallel.
     fresh: whether to discard cached estimates.
+    axes: mesh axes that the user names.
   """
 
-  train_step: TrainStep
+  train_step: TrainStepLike
   target: Target
   hardware: str | os.PathLike[str] | None = None
   jobs: int | None = None
   fresh: bool = False
+  axes: tuple[str, ...] = ()
 
   def with_choices(self, choices: Choices) -> SearchTask:
-    """The task with arguments of the step bound, and those of `create` that have the same names."""
+    """The task with arguments of the step bound, and those of `create` that have the same names.
+
+    A function of a layout receives those that it has parameters for, and the step the others.
+    """
     if not choices:
       return self
-    step, create = self.train_step.step, self.train_step.create
-    parameters = inspect.signature(create).parameters
-    shared = {name: value for name, value in choices if name in parameters}
-    bound = self.train_step._replace(
-      step=functools.partial(step, **dict(choices)),
-      create=functools.partial(create, **shared) if shared else create,
-    )
-    return self._replace(train_step=bound)
+    if isinstance(self.train_step, TrainStep):
+      return self._replace(train_step=_bound(self.train_step, dict(choices)))
+    train_step_of = self.train_step
+    own, others = _split(train_step_of, dict(choices))
+    make = functools.partial(train_step_of, **own)
+    return self._replace(train_step=lambda layout: _bound(train_step_on(layout, make), others))
+
+
+def _split(
+  function: Callable[..., Any], choices: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The choices that a function has parameters for, and the others."""
+  parameters = inspect.signature(function).parameters
+  own = {name: value for name, value in choices.items() if name in parameters}
+  return own, {name: value for name, value in choices.items() if name not in own}
+
+
+def _bound(train_step: TrainStep, choices: Mapping[str, Any]) -> TrainStep:
+  """The step with arguments bound, and those of its `create` that have the same names."""
+  if not choices:
+    return train_step
+  shared, _ = _split(train_step.create, choices)
+  create = functools.partial(train_step.create, **shared) if shared else train_step.create
+  return train_step._replace(step=functools.partial(train_step.step, **choices), create=create)
 
 
 class TaskVariant(NamedTuple):
@@ -97,13 +119,34 @@ class TaskVariant(NamedTuple):
 def lower_variant(task: SearchTask, choices: Choices) -> TaskVariant:
   """Lowers a step under a choice of its arguments."""
   task = task.with_choices(choices)
-  try:
-    estimator = Estimator(task.train_step, platform=task.target.chip.platform)
-  except EstimatorError as error:
-    return TaskVariant(task, None, facts_of(task.train_step), None, str(error).splitlines()[0])
-  facts = facts_of(task.train_step, estimator.names, estimator.parameter_names, estimator.together)
-  cache = open_cache(_identity(task, facts), task.target, task.fresh)
+  platform = task.target.chip.platform
+  with target_devices(platform):
+    try:
+      estimator = Estimator(task.train_step, platform=platform)
+    except EstimatorError as error:
+      return TaskVariant(task, None, _facts_without_estimator(task), None, str(error).splitlines()[0])
+    found = estimator.names, estimator.parameter_names, estimator.together
+    facts = facts_of(task.train_step, (), *found)
+    cache = open_cache(_identity(task, facts), task.target, task.fresh)
   return TaskVariant(task, estimator, facts, cache)
+
+
+def _facts_without_estimator(task: SearchTask) -> ModelFacts:
+  """The facts of a model, which may need the axes of a mesh."""
+  try:
+    return facts_of(task.train_step, task.axes)
+  except Exception as error:
+    if isinstance(task.train_step, TrainStep):
+      raise
+    axes = ', '.join(map(repr, task.axes)) or 'of a search'
+    text = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
+    raise SearchError(_AXES.format(axes=axes, error=text)) from error
+
+
+_AXES = (
+  'The model cannot be built on a mesh with the axes {axes}: {error}\n'
+  'Fix: pass mesh= or pin= to search, which name axes that each of its meshes has.'
+)
 
 
 def _identity(task: SearchTask, facts: ModelFacts) -> str:
@@ -112,7 +155,7 @@ def _identity(task: SearchTask, facts: ModelFacts) -> str:
   mesh = abstract_mesh({**dict.fromkeys(names, 1), 'devices': task.target.devices})
   layout = Layout(mesh, tuple((name, name) for name in names))
   program = lower(task.train_step, layout, task.target)
-  return f'{program.identity} {task.train_step.donate}'
+  return f'{program.identity} {train_step_on(layout, task.train_step).donate}'
 
 
 class Trials:
@@ -191,7 +234,9 @@ class Trials:
     options = {'hardware': task.hardware, 'jobs': task.jobs}
     try:
       return list(compare(task.train_step, rows, task.target.text, **options))
-    except (LayoutError, PipelineError) as error:  # every row of the group failed
+    except Exception as error:  # every row of the group failed
+      if isinstance(task.train_step, TrainStep) and not isinstance(error, (LayoutError, PipelineError)):
+        raise  # on every other mesh, too; a function of the layout may need axes that these meshes lack
       layouts = {name: row.layout if isinstance(row, Pipeline) else row for name, row in rows.items()}
       return [Outcome.failed(name, layout, str(error)) for name, layout in layouts.items()]
 

@@ -118,6 +118,17 @@ def constraints_of(
   return constraints
 
 
+def axes_named(mesh: Any, pin: Mapping[str, Any] | None, batch_only: Any) -> tuple[str, ...]:
+  """The mesh axes that every mesh of a search has, as its arguments name them.
+
+  Example:
+    >>> axes_named({'data': 2}, {'batch': ('data', 'fsdp'), 'norm': None}, 'data')
+    ('data', 'fsdp')
+  """
+  named = [*(_sizes(mesh) if mesh is not None else ()), *_axes(batch_only)]
+  return tuple(dict.fromkeys([*named, *(axis for axes in (pin or {}).values() for axis in _axes(axes))]))
+
+
 def _bytes(memory: int | str) -> int:
   try:
     return parse_size(memory)

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd.errors import CheckpointError, did_you_mean
+from flax_spmd._src.rules.path_patterns import problem_of, searcher
+from flax_spmd.errors import CheckpointError, did_you_mean, problems_text
 
 Dtypes = Literal['keep', 'cast'] | Mapping[str, str]
 
@@ -91,10 +92,7 @@ class Changes:
     }
     for name, value in values.items():
       object.__setattr__(self, name, value)
-    for pattern, _ in self.renames:
-      _check_pattern('renames', pattern)
-    _check_pattern('missing', missing)
-    _check_pattern('unused', unused)
+    _check_patterns(self.renames, missing, unused)
     for stacked, single in self.stacks:
       _check_stack(stacked, single)
 
@@ -138,14 +136,13 @@ def _is_strings(values: Any) -> bool:
   return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
 
 
-def _check_pattern(name: str, pattern: str | None) -> None:
-  try:
-    re.compile(pattern or '')
-  except re.error as error:
-    raise CheckpointError(
-      f'{name}: {pattern!r} is not a regular expression: {error}.\n'
-      'Fix: escape literal characters with a backslash.'
-    ) from error
+def _check_patterns(renames: Iterable[tuple[str, str]], missing: str | None, unused: str | None) -> None:
+  """Raises CheckpointError, listing every regular expression that cannot be searched for or replaced."""
+  problems = [problem_of('renames', pattern, replaced=True) for pattern, _ in renames]
+  problems += [problem_of('missing', missing or ''), problem_of('unused', unused or '')]
+  found = [problem for problem in problems if problem is not None]
+  if found:
+    raise CheckpointError(problems_text(found))
 
 
 def _check_stack(stacked: str, single: Any) -> None:
@@ -216,12 +213,12 @@ def renamed_axes(changes: Changes, names: tuple[Any, ...] | None) -> tuple[Any, 
 
 def may_be_missing(changes: Changes, path: str) -> bool:
   """Whether a target leaf may keep its own value."""
-  return changes.missing is not None and re.search(changes.missing, path) is not None
+  return changes.missing is not None and bool(searcher(changes.missing)(path))
 
 
 def may_be_unused(changes: Changes, path: str) -> bool:
   """Whether a saved leaf may be left unused."""
-  return changes.unused is not None and re.search(changes.unused, path) is not None
+  return changes.unused is not None and bool(searcher(changes.unused)(path))
 
 
 def may_cast(changes: Changes, saved: str, target: str) -> bool:

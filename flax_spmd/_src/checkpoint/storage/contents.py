@@ -7,7 +7,6 @@ index, and one array per dtype that concatenates the small leaves.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 
 from flax_spmd._src.checkpoint.storage import skeleton
-from flax_spmd._src.checkpoint.storage.checksums import checksums
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -25,9 +23,12 @@ from flax_spmd._src.checkpoint.storage.record import (
   is_unsafe_name,
   to_json,
 )
+from flax_spmd._src.data.checksums import checksums
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.names import box_trees
+from flax_spmd._src.rules.path_patterns import problem_of, searcher
+from flax_spmd._src.state_plan import Plan
 from flax_spmd.errors import CheckpointError, Problem, RulesError, problems_text
 
 LEAVES, PACKED = 'leaves', 'packed'  # the two parts of a packed tree
@@ -68,15 +69,27 @@ class Contents(NamedTuple):
     return self._replace(record=dataclasses.replace(self.record, leaves=records))
 
 
-def contents_of(state: Any, layout: Layout, where: str | None = None, pack: int = 0) -> Contents:
+def check_is_layout(layout: Any) -> None:
+  """Raises `CheckpointError` if this is neither a layout nor a plan."""
+  if not isinstance(layout, (Layout, Plan)):
+    raise CheckpointError(
+      f'{layout!r} is neither a Layout nor a Plan.\nFix: pass the layout or the plan of the states.'
+    )
+
+
+def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pack: int = 0) -> Contents:
   """The contents of a checkpoint of a state, still without checksums.
 
   Args:
     state, layout, where, pack: see `save`.
 
   Raises:
+    LayoutError: the state is not one of the plan.
     CheckpointError: there are no leaves to save, or some cannot be saved (lists all of them).
   """
+  check_is_layout(layout)
+  if isinstance(layout, Plan):
+    state, layout = layout.box(state), layout.layout
   flat = skeleton.flatten(box_trees.unbox(state, apply_constraint=False))
   paths = skeleton.paths(flat.skeleton)
   leaves = by_path(paths, [_array(leaf) for leaf in flat.leaves])
@@ -170,7 +183,10 @@ def _has_fields(leaf: Any) -> bool:
 
 def _selected(paths: Sequence[str], where: str | None) -> dict[str, int]:
   """The paths to save, with their indices in the checkpoint."""
-  selected = [path for path in paths if where is None or re.search(where, path)]
+  problem = problem_of('where', where or '')
+  if problem is not None:
+    raise CheckpointError(problems_text([problem]))
+  selected = [path for path in paths if where is None or searcher(where)(path)]
   if not selected:
     raise CheckpointError(
       f'where={where!r} matches none of the {len(paths)} paths, such as {paths[0]}.\n'

@@ -1,7 +1,7 @@
 """Heartbeats: finds processes of a job that have died or failed, while a save is in progress.
 
-JAX ends the surviving processes some minutes after one has died. A process that waits for the others in a
-save should know sooner, and report the consequence for the checkpoint. So during a save each process writes
+JAX ends the surviving processes some time after one has died (`heartbeat_timeout_seconds`, by default 100).
+A process that waits for the others in a save should report sooner what it means for the checkpoint. So during a save each process writes
 a heartbeat to JAX's coordination service twice a second, or once the error that ended its part, and reads
 those of the others.
 """

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from flax_spmd._src.checkpoint.storage.checksums import checksums
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
+from flax_spmd._src.data.checksums import checksums
 from flax_spmd.errors import CheckpointDamagedError
 
 GROUP_BYTES = 1 << 30  # read and compared at a time

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive
 
 from flax_spmd._src import compat
-from flax_spmd._src.source_lines import line_text, user_frame
+from flax_spmd._src.source_lines import UNKNOWN_LINE as UNKNOWN_LINE
+from flax_spmd._src.source_lines import source_line as source_line
 
 
 class Value:
@@ -102,21 +101,6 @@ class Equation:
     return dataclasses.replace(self, inputs=[lookup(known, atom) for atom in self.inputs])
 
 
-_STACK = 200  # frames
-_FRAME = re.compile(r'(.*?):(\d+)(?::\d+)? \(.*\)$')
-
-
-def source_line(source: Any) -> str:
-  """`file.py:line` of the user's frame in JAX's source info, or 'an unknown line'."""
-  text = '' if source is None else source_info_util.summarize(source, num_frames=_STACK)
-  frames = [match for match in map(_FRAME.match, reversed(text.splitlines())) if match]
-  if not frames:
-    return UNKNOWN_LINE
-  user = frames[user_frame([match[1] for match in frames])]
-  return line_text(user[1], int(user[2]))
-
-
-UNKNOWN_LINE = 'an unknown line'
 _EFFECTS = frozenset({'debug_callback', 'debug_print', 'io_callback'})
 JITS = frozenset({'jit', 'pjit', 'closed_call', 'core_call'})
 """Calls that can be inlined without a change of meaning."""

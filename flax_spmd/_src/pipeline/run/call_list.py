@@ -175,7 +175,7 @@ class CallListBuilder:
     own_tasks = set(key)
     outputs: list[Value] = []
     for kind, stage, slot in key:
-      task = self._programs.tasks[kind, stage]  # type: ignore[index]
+      task = self._programs.tasks[kind, stage]  # pyright: ignore[reportArgumentType]
       for one in task.equations:
         known = {
           value: self._inner_value(value, slot, inner, ports)

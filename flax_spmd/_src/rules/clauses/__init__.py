@@ -4,11 +4,13 @@
     ('attn/.*kernel$', PartitionSpec(...)) a path, for arrays with or without names
     ('^opt_state/', Rules(...))            a table for one part of the tree
     fsdp('data')                           one open dimension of every array that is left
+    optimizer_over('data')                 one dimension of optimizer state, over further axes
     function(leaf) -> PartitionSpec | None any function
     ('@weights', ...)                      values that a program annotates
 
 In a clause, None is a decision (this dimension is replicated) and `PartitionSpec.UNCONSTRAINED` is not: it
-leaves the dimension open, for `fsdp` to fill. In a box, None is a dimension without a name, and open.
+leaves the dimension open. `fsdp` may shard it; otherwise a stored array is replicated there, and inside a
+program the compiler chooses. In a box, None is a dimension without a name, and open.
 """
 
 from flax_spmd._src.rules.clauses.annotation_rule import AnnotationRule as AnnotationRule
@@ -18,8 +20,11 @@ from flax_spmd._src.rules.clauses.base import Idle as Idle
 from flax_spmd._src.rules.clauses.base import Leaf as Leaf
 from flax_spmd._src.rules.clauses.base import OwningClause as OwningClause
 from flax_spmd._src.rules.clauses.base import RuleTable as RuleTable
+from flax_spmd._src.rules.clauses.base import WideningClause as WideningClause
 from flax_spmd._src.rules.clauses.fsdp_rule import Fsdp as Fsdp
 from flax_spmd._src.rules.clauses.fsdp_rule import fsdp as fsdp
 from flax_spmd._src.rules.clauses.function_rule import FunctionRule as FunctionRule
 from flax_spmd._src.rules.clauses.name_rule import NameRule as NameRule
+from flax_spmd._src.rules.clauses.optimizer_over_rule import OptimizerOver as OptimizerOver
+from flax_spmd._src.rules.clauses.optimizer_over_rule import optimizer_over as optimizer_over
 from flax_spmd._src.rules.clauses.path_rule import PathRule as PathRule

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.rules.clauses.base import Clause, ReadTable, RuleTable, kind_of_toml
+from flax_spmd._src.rules.clauses.base import Clause, ReadTable, RuleTable, invalid_entries, kind_of_toml
 from flax_spmd._src.rules.clauses.function_rule import FunctionRule
 from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.clauses.path_rule import read_target, target_toml
@@ -30,7 +30,7 @@ class AnnotationRule(Clause):
   form = "('@annotation', PartitionSpec)"
   toml_head = 'annotation'
   toml_wraps = True
-  toml_form = '{annotation = "name", ...} with one of spec, rules and fsdp'
+  toml_form = '{annotation = "name", ...} with one of spec, rules, fsdp and optimizer_over'
 
   @classmethod
   def parse(cls, written: Any) -> Self | None:
@@ -58,12 +58,14 @@ class AnnotationRule(Clause):
     return self.target if isinstance(self.target, RuleTable) else None
 
   def problems(self, index: int) -> Iterator[Problem]:
-    """A target that does not shard a value on its own."""
+    """A target that does not shard a value on its own, or shards nothing."""
+    if isinstance(self.target, PartitionSpec):
+      yield from invalid_entries(index, self, self.target)
     known = isinstance(self.target, (PartitionSpec, RuleTable, Clause))
     if not known and FunctionRule.parse(self.target) is None:
       yield Problem(
         f'Rule {index} is {self!r}, but mesh axes alone do not shard an annotated value.',
-        'give an annotation a PartitionSpec, Rules, fsdp(...) or a function.',
+        'give an annotation a PartitionSpec, Rules, fsdp(...), optimizer_over(...) or a function.',
       )
 
   def toml(self, indent: str) -> str:
@@ -78,8 +80,8 @@ class AnnotationRule(Clause):
   def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
     """The name with a `spec`, with `rules`, or with the fields of another clause."""
     rest = {key: value for key, value in entry.items() if key != 'annotation'}
-    if 'path' in rest:
-      raise ValueError('an annotation has no path')
+    if 'path' in rest or not isinstance(entry['annotation'], str):
+      raise ValueError('an annotation has a name, and no path')
     if rest.keys() <= {'spec', 'rules'}:
       return f'@{entry["annotation"]}', read_target(rest, read_table)
     return f'@{entry["annotation"]}', kind_of_toml(rest).from_toml(rest, read_table)

@@ -2,8 +2,9 @@
 
 A kind of rule is one class in one file of this folder. It derives from
 
-* `OwningClause`, if it decides every dimension of the arrays that it applies to (a path rule), or
-* `FillingClause`, if it shards one dimension that is still open (`fsdp`),
+* `OwningClause`, if it decides every dimension of the arrays that it applies to (a path rule),
+* `FillingClause`, if it shards one dimension that is still open (`fsdp`), or
+* `WideningClause`, if it adds mesh axes to a dimension of optimizer state (`optimizer_over`),
 
 and has everything about the kind: how users write it, the mesh axes that it names, its TOML form, its
 checks of bad input, and the reason that `Layout.check` reports when it decided nothing. The table, the
@@ -22,7 +23,16 @@ from typing import Any, ClassVar, NamedTuple, Self
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.rules.decisions import Decision, Reason, Resolution, Skipped, axis_names
+from flax_spmd._src.rules.decisions import (
+  UNCONSTRAINED,
+  Axes,
+  Decision,
+  Reason,
+  Resolution,
+  RuleId,
+  Skipped,
+  axis_names,
+)
 from flax_spmd.errors import Problem
 
 
@@ -35,6 +45,7 @@ class Leaf(NamedTuple):
     shape: global shape.
     dtype: dtype, or None where it is unknown.
     names: one logical name (or None) per dimension, or None for an array without names.
+    optimizer: whether it is optimizer state: part of an Optax state, or below a key `opt_state` or `param_states`.
 
   Example:
     >>> by_size = lambda leaf: PartitionSpec('data') if leaf.size >= 64 else None
@@ -47,6 +58,7 @@ class Leaf(NamedTuple):
   shape: tuple[int, ...]
   dtype: Any = None
   names: Any = None
+  optimizer: bool = False
 
   @property
   def size(self) -> int:
@@ -78,7 +90,7 @@ class Clause(abc.ABC):
 
   Class attributes:
     form: how users write it, for error texts.
-    reads: attributes of a `Leaf` that it reads besides names and shape: 'dtype', 'path'. Arrays that
+    reads: attributes of a `Leaf` that it reads besides names and shape: 'dtype', 'path', 'optimizer'. Arrays that
       agree in these share one resolution.
     toml_head: the key by which its TOML form is recognised; None: it has none of its own.
     toml_keys: all keys of that form.
@@ -182,10 +194,11 @@ class FillingClause(Clause):
 
   def fill(self, index: int, resolution: Resolution, leaf: Leaf, sizes: Mapping[str, int]) -> Resolution:
     """The resolution with one more dimension sharded, by this clause as rule `index`."""
-    rank = len(leaf.shape)
-    decisions = resolution.decisions or tuple(Decision(dim, None, None, None) for dim in range(rank))
-    entries = (*resolution.spec, *(None,) * (rank - len(resolution.spec)))
-    is_open = [decision.rule is None and entries[decision.dim] is None for decision in decisions]
+    decisions, entries = _by_dimension(resolution, leaf)
+    is_open = [
+      entry is UNCONSTRAINED or (decision.rule is None and entry is None)
+      for decision, entry in zip(decisions, entries, strict=True)
+    ]
     choice = self.choose(leaf, is_open, set(axis_names(entries)), sizes)
     axes = tuple(axis for axis in self.mesh_axes if axis in sizes)
     if isinstance(choice, str):
@@ -198,6 +211,87 @@ class FillingClause(Clause):
         for decision in decisions
       ),
     )
+
+
+class WideningClause(Clause):
+  """A rule that adds mesh axes to one dimension of optimizer state, after all other rules."""
+
+  reads = frozenset({'optimizer'})
+
+  @abc.abstractmethod
+  def choose(
+    self, leaf: Leaf, entries: Sequence[Axes], sizes: Mapping[str, int]
+  ) -> tuple[int, tuple[str, ...]] | Reason:
+    """The dimension and the axes that it gets in addition, or the reason for which none does.
+
+    Args:
+      leaf: the array.
+      entries: mesh axes per dimension, by the other rules.
+      sizes: size per mesh axis.
+    """
+
+  def widen(
+    self, rule: RuleId, resolution: Resolution, leaf: Leaf, sizes: Mapping[str, int]
+  ) -> Resolution:
+    """The resolution with further axes for one dimension, by this clause with the id `rule`."""
+    decisions, entries = _by_dimension(resolution, leaf)
+    choice = self.choose(leaf, entries, sizes)
+    if isinstance(choice, str):
+      axes = tuple(axis for axis in self.mesh_axes if axis in sizes)
+      return resolution._replace(skipped=(*resolution.skipped, Skipped(rule, choice, axes)))
+    dim, added = choice
+    axes = (*added, *axis_names(entries[dim]))
+    entry = axes[0] if len(axes) == 1 else axes
+    old = decisions[dim]
+    new = old._replace(axes=entry, further=rule)
+    if old.rule is None and not axis_names(entries[dim]):
+      new = old._replace(axes=entry, rule=rule)
+    return resolution._replace(
+      spec=PartitionSpec(*entries[:dim], entry, *entries[dim + 1 :]),
+      decisions=(*decisions[:dim], new, *decisions[dim + 1 :]),
+    )
+
+
+def _by_dimension(resolution: Resolution, leaf: Leaf) -> tuple[tuple[Decision, ...], tuple[Axes, ...]]:
+  """A decision and the mesh axes for every dimension of an array."""
+  rank = len(leaf.shape)
+  decisions = resolution.decisions or tuple(Decision(dim, None, None, None) for dim in range(rank))
+  return decisions, (*resolution.spec, *(None,) * (rank - len(resolution.spec)))
+
+
+def repeated_axes(index: int, clause: Clause) -> Iterator[Problem]:
+  """The problem of a rule that would shard one dimension over a mesh axis twice."""
+  axes = clause.mesh_axes
+  for axis in dict.fromkeys(axis for axis in axes if axes.count(axis) > 1):
+    yield Problem(
+      f'Rule {index} {clause!r} has mesh axis {axis!r} twice.', 'give every mesh axis of a rule once.'
+    )
+
+
+def invalid_entries(index: int, clause: Clause, spec: PartitionSpec) -> Iterator[Problem]:
+  """The problems of a rule's PartitionSpec that no array could be sharded by."""
+  if spec.unreduced or spec.reduced:
+    yield Problem(
+      f'Rule {index} {clause!r} has axes that are unreduced or reduced, which is a property of a value, and '
+      'shards nothing.',
+      'give a rule mesh axes per dimension only.',
+    )
+    return
+  for dim, entry in enumerate(spec):
+    if entry is ... and dim == 0:
+      continue
+    if entry is ...:
+      yield Problem(
+        f'Rule {index} {clause!r} has an Ellipsis for dim {dim}, where the number of dimensions before it is known.',
+        "write it first, P(..., 'model'), for the last dimensions of an array; None replicates one dimension.",
+      )
+      continue
+    names = entry if isinstance(entry, tuple) else (entry,)
+    if entry is not None and entry is not UNCONSTRAINED and not all(isinstance(n, str) for n in names):
+      yield Problem(
+        f'Rule {index} {clause!r} has {entry!r} for dim {dim}, which is not a mesh axis.',
+        'write a mesh axis, a tuple of mesh axes, None or UNCONSTRAINED for every dimension.',
+      )
 
 
 def toml_kinds() -> dict[str, type[Clause]]:

@@ -1,4 +1,4 @@
-"""`fsdp('data')`: shards one open dimension of every large floating array that is left."""
+"""`fsdp('data')`: shards one open dimension of every large array that is left."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import dtypes
 
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.rules.clauses.axes_with_options import (
+  AxesWithOptions,
+  are_axes,
+  are_strings,
+  as_axes,
+  check_arguments,
+  is_count,
+)
 from flax_spmd._src.rules.clauses.base import FillingClause, Idle, Leaf, ReadTable
-from flax_spmd._src.rules.decisions import Axes, Reason, axis_names
-from flax_spmd._src.rules.toml_values import axes_text, quoted
-from flax_spmd.errors import RulesError
+from flax_spmd._src.rules.decisions import Axes, Reason
+from flax_spmd._src.rules.toml_values import read_axes
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Fsdp(FillingClause):
+class Fsdp(AxesWithOptions, FillingClause):
   """The result of `fsdp(...)`: a clause that shards one open dimension of an array over `axes`."""
 
-  axes: Axes
   min_size: int = 2**20
   skip: tuple[str, ...] = ('layers',)
 
@@ -31,21 +36,6 @@ class Fsdp(FillingClause):
   toml_keys = frozenset({'fsdp', 'min_size', 'skip'})
   toml_form = '{fsdp = "axis"}'
 
-  def __repr__(self) -> str:
-    options = [f'{name}={value!r}' for name, value in self._options().items()]
-    return f'fsdp({", ".join([repr(self.axes), *options])})'
-
-  def _options(self) -> dict[str, Any]:
-    """The options that differ from their defaults."""
-    fields = dataclasses.fields(self)[1:]
-    values = {field.name: getattr(self, field.name) for field in fields}
-    return {field.name: values[field.name] for field in fields if values[field.name] != field.default}
-
-  @property
-  def mesh_axes(self) -> tuple[str, ...]:
-    """The mesh axes that it shards dimensions over."""
-    return axis_names(self.axes)
-
   def choose(
     self, leaf: Leaf, is_open: Sequence[bool], taken: set[str], sizes: Mapping[str, int]
   ) -> int | Reason:
@@ -53,8 +43,8 @@ class Fsdp(FillingClause):
     axes = [axis for axis in self.mesh_axes if axis in sizes]
     if not axes:
       return 'missing'
-    if leaf.dtype is not None and not _is_floating(leaf.dtype):
-      return 'not floating'
+    if leaf.dtype is not None and dtypes.issubdtype(leaf.dtype, dtypes.extended):
+      return 'not numbers'
     if leaf.size < self.min_size or leaf.size <= 1:
       return 'small'
     if not taken.isdisjoint(axes):
@@ -70,30 +60,27 @@ class Fsdp(FillingClause):
     return max(dividing, key=lambda dim: (leaf.shape[dim], -dim))
 
   def idle(self, paths: Sequence[str], reasons: Counter[Reason]) -> Idle | None:
-    """The reasons for which it skipped arrays: `3 x small (min_size=1048576), 1 x not floating`."""
+    """The reasons for which it skipped arrays: `3 x small (min_size=1048576), 1 x not numbers`."""
     listed = [
       f'{count} x {reason}' + (f' (min_size={self.min_size})' if reason == 'small' else '')
       for reason, count in reasons.items()
     ]
     return Idle(f'decided nothing{": " if listed else ""}{", ".join(listed)}.')
 
-  def toml(self, indent: str) -> str:
-    """`fsdp = "data", min_size = 1024`."""
-    options = [f'{name} = {quoted(value)}' for name, value in self._options().items()]
-    return ', '.join([f'fsdp = {axes_text(self.axes)}', *options])
-
   @classmethod
   def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
     """The axes, with the options of `fsdp`."""
-    return fsdp(entry['fsdp'], **{name: value for name, value in entry.items() if name != 'fsdp'})
+    options = {name: value for name, value in entry.items() if name != 'fsdp'}
+    return fsdp(read_axes(entry['fsdp']), **options)
 
 
 @set_module('flax_spmd')
 def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)) -> Fsdp:
-  """A clause that shards every array that is left: one open dimension of each large floating one.
+  """A clause that shards every array that is left: one open dimension of each large one.
 
   A dimension is open if no other clause has decided it. The largest open dimension that the mesh axes
-  divide is sharded; of equal ones the first, so that every host decides alike.
+  divide is sharded; of equal ones the first, so that every host decides alike. Arrays of integers count too,
+  such as quantised weights; random keys do not.
 
   Args:
     axes: mesh axis, or tuple of mesh axes.
@@ -110,26 +97,14 @@ def fsdp(axes: Axes, *, min_size: int = 2**20, skip: Sequence[str] = ('layers',)
     {'wi': P(None, 'data'), 'wq': P('data', 'model')}
   """
   skip = (skip,) if isinstance(skip, str) else skip
-  axes = tuple(axes) if isinstance(axes, list) else axes
-  of_strings = isinstance(axes, str) or (
-    isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)
+  axes = as_axes(axes)
+  check_arguments(
+    'fsdp',
+    'axes is a mesh axis or a tuple of them, min_size a number of elements, skip a tuple of names.',
+    {
+      'axes': (axes, are_axes(axes)),
+      'min_size': (min_size, is_count(min_size)),
+      'skip': (skip, are_strings(skip)),
+    },
   )
-  wrong = [
-    f'{name}={value!r}'
-    for name, value, right in (
-      ('axes', axes, of_strings),
-      ('min_size', min_size, isinstance(min_size, int)),
-      ('skip', skip, isinstance(skip, (tuple, list)) and all(isinstance(name, str) for name in skip)),
-    )
-    if not right
-  ]
-  if wrong:
-    raise RulesError(
-      f'fsdp(...) does not take {", ".join(wrong)}.\n'
-      'Fix: axes is a mesh axis or a tuple of them, min_size a number of elements, skip a tuple of names.'
-    )
   return Fsdp(axes, min_size, tuple(skip))
-
-
-def _is_floating(dtype: Any) -> bool:
-  return not dtypes.issubdtype(dtype, dtypes.extended) and jnp.issubdtype(dtype, jnp.inexact)

@@ -16,7 +16,7 @@ class FunctionRule(OwningClause):
   function: Callable[[Leaf], Any]
 
   form = 'a function of a leaf'
-  reads = frozenset({'path', 'dtype'})
+  reads = frozenset({'path', 'dtype', 'optimizer'})
 
   @classmethod
   def parse(cls, written: Any) -> Self | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from flax_spmd._src.rules.clauses.base import Clause, Idle
+from flax_spmd._src.rules.clauses.base import Clause, Idle, repeated_axes
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, Axes, Reason, axis_names
 from flax_spmd._src.rules.toml_values import axes_text, quoted
+from flax_spmd.errors import Problem
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +45,10 @@ class NameRule(Clause):
     """The mesh axes of the name."""
     return axis_names(self.axes)
 
+  def problems(self, index: int) -> Iterator[Problem]:
+    """A mesh axis that occurs twice."""
+    yield from repeated_axes(index, self)
+
   def idle(self, paths: Sequence[str], reasons: Counter[Reason]) -> Idle | None:
     """No finding of its own: names of activations do not occur in a state."""
     return None
@@ -59,13 +64,14 @@ def is_pair(written: Any) -> bool:
 
 
 def _is_axes(axes: Any) -> bool:
-  if isinstance(axes, (tuple, list)):
-    return all(_is_axes(axis) for axis in axes)
-  return axes is None or axes is UNCONSTRAINED or isinstance(axes, str)
+  return axes is None or axes is UNCONSTRAINED or _are_names(axes)
+
+
+def _are_names(axes: Any) -> bool:
+  """Whether this is a mesh axis, or a sequence of mesh axes, which may be nested."""
+  return isinstance(axes, str) or (isinstance(axes, (tuple, list)) and all(map(_are_names, axes)))
 
 
 def _frozen(axes: Any) -> Any:
-  """Axes as a hashable value in one spelling: lists become tuples, no axes become None."""
-  if isinstance(axes, (tuple, list)):
-    return tuple(_frozen(axis) for axis in axes) or None
-  return axes
+  """Axes as a hashable value in one spelling: sequences become one flat tuple, no axes become None."""
+  return axis_names(tuple(axes)) or None if isinstance(axes, (tuple, list)) else axes

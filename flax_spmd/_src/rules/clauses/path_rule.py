@@ -1,5 +1,8 @@
 """Path rules: `('attn/.*kernel$', PartitionSpec(...))` for the arrays whose path matches an expression.
 
+A PartitionSpec that begins with an Ellipsis has the entries of the last dimensions: `P(..., None, 'model')` is for
+the kernel of one layer, and for the stacked kernels of scanned layers.
+
 With a table, `('^opt_state/', Rules(...))`, that table alone decides these arrays.
 """
 
@@ -14,10 +17,18 @@ from typing import Any, Self
 
 from jax.sharding import PartitionSpec
 
-from flax_spmd._src.rules.clauses.base import Idle, Leaf, OwningClause, ReadTable, RuleTable, Target
+from flax_spmd._src.rules.clauses.base import (
+  Idle,
+  Leaf,
+  OwningClause,
+  ReadTable,
+  RuleTable,
+  Target,
+  invalid_entries,
+)
 from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.decisions import Reason, axis_names
-from flax_spmd._src.rules.path_patterns import compiled
+from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.rules.toml_values import quoted, read_spec, spec_text
 from flax_spmd._src.text import plural
 from flax_spmd.errors import Problem
@@ -69,18 +80,20 @@ class PathRule(OwningClause):
     return self.owned if isinstance(self.owned, RuleTable) else None
 
   def problems(self, index: int) -> Iterator[Problem]:
-    """An expression that does not compile."""
-    result = compiled(index, self.pattern)
-    if isinstance(result, Problem):
-      yield result
+    """An expression that cannot be searched for, and a PartitionSpec that shards nothing."""
+    problem = problem_of(f'Rule {index}', self.pattern)
+    if problem is not None:
+      yield problem
+    if isinstance(self.owned, PartitionSpec):
+      yield from invalid_entries(index, self, self.owned)
 
   def target(self, leaf: Leaf) -> Any:
     """Its spec or table, for arrays with a matching path."""
-    return self.owned if re.search(self.pattern, leaf.path) else None
+    return self.owned if searcher(self.pattern)(leaf.path) else None
 
   def idle(self, paths: Sequence[str], reasons: Counter[Reason]) -> Idle | None:
     """Earlier rules own the arrays that it matches, or it matches none."""
-    matched = [path for path in paths if re.search(self.pattern, path)]
+    matched = list(filter(searcher(self.pattern), paths))
     if matched:
       return Idle(f'decided nothing: earlier rules own the arrays that it matches ({_listed(matched)}).')
     closest = _closest_path(self.pattern, paths)
@@ -94,6 +107,8 @@ class PathRule(OwningClause):
   @classmethod
   def from_toml(cls, entry: Mapping[str, Any], read_table: ReadTable) -> Any:
     """A path with a `spec` or with `rules`."""
+    if not isinstance(entry['path'], str) or entry['path'].startswith('@'):
+      raise ValueError('the path is not an expression')
     return entry['path'], read_target(entry, read_table)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
-from flax_spmd._src.checkpoint.storage.checksums import checksums, on_devices
+from flax_spmd._src.data.checksums import checksums, on_devices
 
 DTYPES = (
   *('bool', 'int8', 'uint8', 'int16', 'uint16', 'int32', 'uint32', 'float16', 'bfloat16', 'float32'),

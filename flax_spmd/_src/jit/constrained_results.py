@@ -1,0 +1,72 @@
+"""Constrained results: the results of a program whose shardings its constraints decide.
+
+A function that ends with a sharding constraint has decided the sharding of that result. A constraint on a value of
+a result's shape, anywhere in the function, is likely to reach it: the compiler propagates it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax_spmd._src import compat
+
+_PASSED_THROUGH = ('convert_element_type', 'copy', 'copy_p')
+
+
+def constrained_results(jaxpr: Any) -> list[bool]:
+  """For each result of a program, whether it is the value of a sharding constraint, or a cast of one.
+
+  Args:
+    jaxpr: the program; functions that it calls, such as jitted ones, are looked into.
+  """
+  parts = compat.jaxpr_parts(jaxpr)
+  made_by = {variable: equation for equation in parts.equations for variable in equation.outvars}
+  return [_is_constrained(variable, made_by) for variable in parts.outputs]
+
+
+def results_of_constrained_shapes(jaxpr: Any) -> list[bool]:
+  """For each result of a program, whether the program constrains any value of its shape."""
+  shapes = _constrained_shapes(jaxpr)
+  return [tuple(variable.aval.shape) in shapes for variable in compat.jaxpr_parts(jaxpr).outputs]
+
+
+def _constrained_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
+  shapes = set()
+  for equation in compat.jaxpr_parts(jaxpr).equations:
+    if equation.primitive.name in ('sharding_constraint', 'reshard') and _names_axes(equation):
+      shapes.add(tuple(equation.outvars[0].aval.shape))
+    for inner in compat.jaxprs_in(equation.params):
+      shapes |= _constrained_shapes(inner)
+  return shapes
+
+
+def has_constraints(jaxpr: Any) -> bool:
+  """Whether anything in a program names mesh axes: a constraint that is not open in every dimension, or a `shard_map`."""
+  return any(
+    _names_axes(equation) or any(map(has_constraints, compat.jaxprs_in(equation.params)))
+    for equation in compat.jaxpr_parts(jaxpr).equations
+  )
+
+
+def _names_axes(equation: Any) -> bool:
+  name = equation.primitive.name
+  if name != 'sharding_constraint':
+    return name in ('reshard', 'shard_map')
+  return len(equation.params['unconstrained_dims']) < len(equation.outvars[0].aval.shape)
+
+
+def _is_constrained(variable: Any, made_by: dict[Any, Any]) -> bool:
+  equation = None if hasattr(variable, 'val') else made_by.get(variable)
+  if equation is None:  # a literal or an input
+    return False
+  name = equation.primitive.name
+  if name in ('sharding_constraint', 'reshard') and _names_axes(equation):
+    return True
+  if name in (*_PASSED_THROUGH, 'sharding_constraint'):
+    return _is_constrained(equation.invars[0], made_by)
+  position = list(equation.outvars).index(variable)
+  return any(
+    constrained_results(inner)[position]
+    for inner in compat.jaxprs_in(equation.params)
+    if len(compat.jaxpr_parts(inner).outputs) == len(equation.outvars)
+  )
