@@ -224,7 +224,7 @@ class Manager:
       progress.close()
       return False
     claim = async_save.NonWriter(self.root / str(step), self.root)  # Orbax moves the folder itself
-    saving = async_save.start(response, claim, progress, _no_check)
+    saving = async_save.start(response, claim, progress, _no_check, _no_check)
     if preempted:
       saving.result()
       self._preemption.saved = True

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import async_save
@@ -113,20 +116,55 @@ def save_async(
     >>> saving.done()
     True
   """
+  request = SaveRequest(where, compress, pack, memory, show)
+  return start_save(as_path(path), state, layout, request, overwrite=overwrite, check=overwrite)
+
+
+class SaveRequest(NamedTuple):
+  """The arguments that all kinds of saves share; see `save`."""
+
+  where: str | None = None
+  compress: bool = False
+  pack: int = 0
+  memory: int | None = None
+  show: bool = False
+
+
+def start_save(
+  path: epath.Path,
+  state: Any,
+  layout: Layout | Plan,
+  request: SaveRequest,
+  *,
+  overwrite: bool = False,
+  check: bool = False,
+  extra: Mapping[str, Any] = MappingProxyType({}),
+  after: Callable[[], None] | None = None,
+) -> AsyncSave:
+  """Starts a save, which continues in the background. Every save is started here, those of a manager too.
+
+  Args:
+    path, state, layout, overwrite: see `save`.
+    request: the other arguments of `save`.
+    check: whether to read the checkpoint back and verify it before it is committed.
+    extra: JSON values to store beside the record, by name.
+    after: function called in the first process once the checkpoint is committed. No process returns before it.
+  """
   async_save.finish()
-  contents = contents_of(state, layout, where, pack)
-  claim = async_save.claim(as_path(path), overwrite)
-  progress = ByteProgress(show, f'save {claim.path.name}', contents.record.bytes, 'written')
+  contents = contents_of(state, layout, request.where, request.pack)
+  claim = async_save.claim(path, overwrite)
+  progress = ByteProgress(request.show, f'save {path.name}', contents.record.bytes, 'written')
   try:
     contents = contents.with_checksums()
-    with context(compress=compress, memory=memory, largest=contents.record.largest):
-      response = ocp.save_async(claim.new, contents.tree, custom_metadata=contents.metadata)
+    with context(compress=request.compress, memory=request.memory, largest=contents.record.largest):
+      response = ocp.save_async(claim.new, contents.tree, custom_metadata=contents.metadata | extra)
   except BaseException:
     progress.close()
     claim.release()
     raise
-  check = _read_back(claim.new, contents) if overwrite else _no_check
-  return async_save.start(response, claim, progress, check)
+  return async_save.start(
+    response, claim, progress, _read_back(claim.new, contents) if check else _nothing, after or _nothing
+  )
 
 
 def _read_back(folder: Any, contents: Contents) -> Any:
@@ -136,5 +174,5 @@ def _read_back(folder: Any, contents: Contents) -> Any:
   return lambda: require_undamaged(OrbaxReader(folder, record), shardings)
 
 
-def _no_check() -> None:
+def _nothing() -> None:
   pass

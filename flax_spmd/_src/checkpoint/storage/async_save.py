@@ -159,7 +159,9 @@ def _from_first_or_raise(message: Any) -> Any:
   return received
 
 
-def start(response: Response, held: Claim | NonWriter, progress: ByteProgress, check: Any) -> AsyncSave:
+def start(
+  response: Response, held: Claim | NonWriter, progress: ByteProgress, check: Any, after: Any
+) -> AsyncSave:
   """Continues a save in the background: waits for Orbax, checks the result, and commits it.
 
   Args:
@@ -167,6 +169,7 @@ def start(response: Response, held: Claim | NonWriter, progress: ByteProgress, c
     held: right to write to the path; released at the end.
     progress: progress bar; closed at the end.
     check: function called before the commit; raises if the written data are wrong.
+    after: function called after the commit, in the first process.
   """
   global _last
   heartbeat = Heartbeat()
@@ -175,7 +178,7 @@ def start(response: Response, held: Claim | NonWriter, progress: ByteProgress, c
     failure: BaseException | None = None
     try:
       wait_for(response, held.path, heartbeat)
-      wait_for(_checked_and_committed(check, held), held.path, heartbeat)
+      wait_for(_checked_and_committed(check, held, after), held.path, heartbeat)
     except BaseException as error:
       failure = error
       raise
@@ -213,12 +216,12 @@ class _CompletedCall:
     """Returns immediately."""
 
 
-def _checked_and_committed(check: Any, held: Claim | NonWriter) -> Response:
+def _checked_and_committed(check: Any, held: Claim | NonWriter, after: Any) -> Response:
   """Checks and commits a save. In a job of several processes, one may have died: a daemon thread does it."""
 
   def call() -> None:
     check()
-    commit(held)
+    commit(held, after)
 
   if jax.process_count() > 1:
     return _BackgroundCall(call)
@@ -226,14 +229,17 @@ def _checked_and_committed(check: Any, held: Claim | NonWriter) -> Response:
   return _CompletedCall()
 
 
-def commit(held: Claim | NonWriter) -> None:
-  """Moves the new checkpoint to its path. No process returns before it is there."""
+def commit(held: Claim | NonWriter, after: Any) -> None:
+  """Moves the new checkpoint to its path, and calls `after`. No process returns before that is done."""
   if jax.process_count() == 1:
     held.commit()
+    after()
     return
   message = {}
   try:
-    held.commit()
+    if jax.process_index() == 0:
+      held.commit()
+      after()
   except Exception as error:
     message = _as_message(error)
   _from_first_or_raise(message)
