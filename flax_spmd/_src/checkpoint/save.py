@@ -157,7 +157,7 @@ def start_save(
   try:
     contents = contents.with_checksums()
     with context(compress=request.compress, memory=request.memory, largest=contents.record.largest):
-      response = ocp.save_async(claim.new, contents.tree, custom_metadata=contents.metadata | extra)
+      response = ocp.save_async(claim.new, contents.tree, custom_metadata={**contents.metadata, **extra})
   except BaseException:
     progress.close()
     claim.release()

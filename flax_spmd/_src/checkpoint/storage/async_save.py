@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -72,6 +73,10 @@ class AsyncSave:
     """Whether the save has ended, successfully or not."""
     return self._ended.is_set()
 
+  def error(self) -> BaseException | None:
+    """The error of a save that has ended, without raising it; None if there was none."""
+    return self._error if self.done() else None
+
   def result(self, timeout: float | None = None) -> None:
     """Waits until the checkpoint is complete.
 
@@ -109,15 +114,14 @@ def claim(path: epath.Path, overwrite: bool) -> Claim | NonWriter:
   """
   if jax.process_count() == 1:
     return Claim(path, overwrite)
-  held, message = None, {}
-  if jax.process_index() == 0:
-    try:
-      held = Claim(path, overwrite)
-      message = {'new': os.fspath(held.new)}
-    except Exception as error:
-      message = _as_message(error)
-  received = _from_first_or_raise(message)
-  return held or NonWriter(path, epath.Path(received['new']))
+  held: list[Claim] = []
+
+  def claimed() -> str:
+    held.append(Claim(path, overwrite))
+    return os.fspath(held[0].new)
+
+  new = in_first(claimed)
+  return held[0] if held else NonWriter(path, epath.Path(new))
 
 
 class NonWriter:
@@ -138,25 +142,30 @@ class NonWriter:
     """Does nothing: the first process releases the path."""
 
 
-def from_first(message: Any) -> Any:
-  """Sends a JSON value from the first process to all; the other processes' arguments are ignored."""
+def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:
+  """Calls a function in the first process, and returns its JSON value on every process.
+
+  Args:
+    call: function to call.
+    topic: the key of this kind of call. Threads that run at the same time need one each.
+
+  Raises:
+    CheckpointError: the call failed. Every process raises the error.
+  """
+  if jax.process_count() == 1:
+    return call()
+  message: dict[str, Any] = {}
+  if jax.process_index() == 0:
+    try:
+      message = {'value': call()}
+    except Exception as error:
+      message = {'error': type(error).__name__, 'text': str(error)}
   everyone = tuple(range(jax.process_count()))
-  text = json.dumps(message) if jax.process_index() == 0 else ''
-  groups = exchange('checkpoint', everyone, text, CALLS, TIMEOUT)
-  return json.loads(next(text for processes, text in groups if 0 in processes))
-
-
-def _as_message(error: Exception) -> dict[str, str]:
-  """An error as a JSON value, to send to the other processes."""
-  return {'error': type(error).__name__, 'text': str(error)}
-
-
-def _from_first_or_raise(message: Any) -> Any:
-  """The first process's message. If it is an error, every process raises it."""
-  received = from_first(message)
+  groups = exchange(topic, everyone, json.dumps(message), CALLS, TIMEOUT)
+  received = json.loads(next(text for processes, text in groups if 0 in processes))
   if 'error' in received:
     raise getattr(errors, received['error'], CheckpointError)(received['text'])
-  return received
+  return received['value']
 
 
 def start(
@@ -231,18 +240,12 @@ def _checked_and_committed(check: Any, held: Claim | NonWriter, after: Any) -> R
 
 def commit(held: Claim | NonWriter, after: Any) -> None:
   """Moves the new checkpoint to its path, and calls `after`. No process returns before that is done."""
-  if jax.process_count() == 1:
+
+  def committed() -> None:
     held.commit()
     after()
-    return
-  message = {}
-  try:
-    if jax.process_index() == 0:
-      held.commit()
-      after()
-  except Exception as error:
-    message = _as_message(error)
-  _from_first_or_raise(message)
+
+  in_first(committed)
 
 
 _UNCHANGED = 'the path keeps its previous contents'
