@@ -75,6 +75,10 @@ class AsyncSave:
     """Whether the save has ended, successfully or not."""
     return self._ended.is_set()
 
+  def error(self) -> BaseException | None:
+    """The error of a save that has ended, without raising it; None if there was none."""
+    return self._error if self.done() else None
+
   def result(self, timeout: float | None = None) -> None:
     """Waits until the checkpoint is complete.
 
@@ -112,15 +116,14 @@ def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter
   """
   if jax.process_count() == 1:
     return Claim(path, overwrite, durable)
-  held, message = None, {}
-  if jax.process_index() == 0:
-    try:
-      held = Claim(path, overwrite, durable)
-      message = {'new': os.fspath(held.new)}
-    except Exception as error:
-      message = _as_message(error)
-  received = _from_first_or_raise(message)
-  return held or NonWriter(path, epath.Path(received['new']), durable)
+  held: list[Claim] = []
+
+  def claimed() -> str:
+    held.append(Claim(path, overwrite, durable))
+    return os.fspath(held[0].new)
+
+  new = in_first(claimed)
+  return held[0] if held else NonWriter(path, epath.Path(new), durable)
 
 
 class NonWriter:
@@ -139,7 +142,9 @@ class NonWriter:
     if self._durable:
       own = f'process_{jax.process_index()}'
       store = open_store(self.new)
-      for name in {name[: name.index(own) + len(own)] for name in store.files() if own in name.split('/')}:
+      for name in {
+        name[: name.index(own) + len(own)] for name in store.files() if own in name.split('/')
+      }:
         store.sync(name)
 
   def require_lease(self) -> None:
@@ -152,24 +157,29 @@ class NonWriter:
     """Does nothing: the first process releases the path."""
 
 
-def from_first(message: Any) -> Any:
-  """Sends a JSON value from the first process to all; the other processes' arguments are ignored."""
+def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:
+  """Calls a function in the first process, and returns its JSON value on every process.
+
+  Args:
+    call: function to call.
+    topic: the key of this kind of call. Threads that run at the same time need one each.
+
+  Raises:
+    CheckpointError: the call failed. Every process raises the error.
+  """
+  if jax.process_count() == 1:
+    return call()
+  message: dict[str, Any] = {}
+  if jax.process_index() == 0:
+    try:
+      message = {'value': call()}
+    except Exception as error:
+      message = {'error': type(error).__name__, 'text': str(error)}
   everyone = tuple(range(jax.process_count()))
-  text = json.dumps(message) if jax.process_index() == 0 else ''
-  groups = exchange('checkpoint', everyone, text, CALLS, TIMEOUT)
-  return json.loads(next(text for processes, text in groups if 0 in processes))
-
-
-def _as_message(error: Exception) -> dict[str, str]:
-  """An error as a JSON value, to send to the other processes."""
-  return {'error': type(error).__name__, 'text': str(error)}
-
-
-def _from_first_or_raise(message: Any) -> Any:
-  """The first process's message. If it is an error, every process raises it."""
-  received = from_first(message)
+  groups = exchange(topic, everyone, json.dumps(message), CALLS, TIMEOUT)
+  received = json.loads(next(text for processes, text in groups if 0 in processes))
   _raise_error(received)
-  return received
+  return received['value']
 
 
 def _raise_error(message: dict[str, str]) -> None:
@@ -257,31 +267,25 @@ def commit(
 ) -> None:
   """Makes the new checkpoint current, and calls `after`. No process returns before that is done."""
   completed = record()
-  if isinstance(held, NonWriter):
-    _all_or_raise(held.sync)
-    _from_first_or_raise({})
-    return
-  if jax.process_count() > 1:
-    _all_or_raise(lambda: None)
-  message = {}
-  try:
+  _in_all(held.sync)
+
+  def committed() -> None:
     held.commit(completed, metadata)
     after()
-  except Exception as error:
-    if jax.process_count() == 1:
-      raise
-    message = _as_message(error)
-  if jax.process_count() > 1:
-    _from_first_or_raise(message)
+
+  in_first(committed)
 
 
-def _all_or_raise(call: Callable[[], None]) -> None:
+def _in_all(call: Callable[[], None]) -> None:
   """Waits until `call` has returned in every process; if it raises in one, all of them raise the error."""
+  if jax.process_count() == 1:
+    call()
+    return
   message = {}
   try:
     call()
   except Exception as error:
-    message = _as_message(error)
+    message = {'error': type(error).__name__, 'text': str(error)}
   everyone = tuple(range(jax.process_count()))
   for _, text in exchange('checkpoint', everyone, json.dumps(message), CALLS, TIMEOUT):
     _raise_error(json.loads(text))

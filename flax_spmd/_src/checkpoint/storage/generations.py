@@ -110,6 +110,9 @@ class Claim:
     if self._lease.is_lost:
       raise busy(self.path, reason=' Another process took this one for dead, and replaced it.')
 
+  def sync(self) -> None:
+    """Does nothing: `commit` makes every file durable."""
+
   def commit(self, record: Record, metadata: Mapping[str, Any]) -> None:
     """Makes the new generation durable and current, and removes the previous one.
 

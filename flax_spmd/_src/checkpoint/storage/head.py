@@ -74,7 +74,9 @@ class StoredHead(NamedTuple):
 def read_head(store: Store, path: epath.Path) -> StoredHead:
   """The head of a path, whose folder is the store's root; raises as `parsed_head`."""
   stored = store.read(f'{path.name}/{HEAD}')
-  return StoredHead(Head(), None) if stored is None else StoredHead(parsed_head(stored[0], path), stored[1])
+  return (
+    StoredHead(Head(), None) if stored is None else StoredHead(parsed_head(stored[0], path), stored[1])
+  )
 
 
 def parsed_head(data: bytes, path: Any) -> Head:
@@ -94,7 +96,10 @@ def parsed_head(data: bytes, path: Any) -> Head:
       raise _newer(path, content['format'])
     lease = content['lease']
     head = Head(
-      content['generation'], content['manifest'], content['epoch'], None if lease is None else _lease(lease)
+      content['generation'],
+      content['manifest'],
+      content['epoch'],
+      None if lease is None else _lease(lease),
     )
     _check(head)
     return head

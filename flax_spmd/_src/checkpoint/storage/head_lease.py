@@ -57,7 +57,9 @@ def _highest_epoch(store: Store, path: epath.Path) -> int:
   return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
-def busy(path: epath.Path, holder: ProcessIdentity | None = None, reason: str = '') -> CheckpointBusyError:
+def busy(
+  path: epath.Path, holder: ProcessIdentity | None = None, reason: str = ''
+) -> CheckpointBusyError:
   """The error for a path that another process writes to."""
   by = f', by {holder}' if holder else ''
   return CheckpointBusyError(
@@ -117,7 +119,9 @@ class HeadLease:
         found = self._store.read(name)
         if found is not None and found[0] == head.to_bytes():
           tag = found[1]
-        elif (stored := read_head(self._store, self._path)).tag is not None and self._is_ours(stored.head):
+        elif (stored := read_head(self._store, self._path)).tag is not None and self._is_ours(
+          stored.head
+        ):
           tag = self._store.write(name, head.to_bytes(), expected=stored.tag, durable=durable)
       self._lost = tag is None
       if tag is not None:

@@ -51,9 +51,7 @@ class Pin:
       with self._writing, contextlib.suppress(OSError, CheckpointError):
         if self._stopped.is_set():
           return
-        self._tag = self._store.write(
-          self._name, self._content(beat), expected=self._tag, durable=False
-        )
+        self._tag = self._store.write(self._name, self._content(beat), expected=self._tag, durable=False)
         if self._tag is None:  # a save took this reader for dead; `read_whole` notices
           return
 

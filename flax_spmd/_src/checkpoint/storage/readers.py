@@ -142,6 +142,16 @@ def custom_metadata(path: epath.Path) -> dict[str, Any]:
   return custom if isinstance(custom, dict) else {}
 
 
+def has_metadata(path: epath.Path) -> bool:
+  """Whether a checkpoint has the file that holds its record. Only old versions of Orbax write none."""
+  return has_generation(path) or (path / _METADATA).exists()
+
+
+def has_record(path: epath.Path) -> bool:
+  """Whether a checkpoint has a record of this package."""
+  return has_generation(path) or KEY in custom_metadata(path)
+
+
 def _metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
   """A metadata file of Orbax. Anyone may have written or damaged it."""
   if not file.exists():

@@ -113,7 +113,7 @@ def _pinned(path: epath.Path) -> Iterator[Source | None]:
   """The current generation with a pin, the same one in every process."""
   store = open_store(path.parent)
   for _ in range(_ATTEMPTS):
-    pin: Pin | None = None
+    pin, generation = None, None
     try:
       try:
         generation = read_head(store, path).head.generation
