@@ -1,22 +1,20 @@
 """Loading: reads the saved leaves of a set of routes, verifies them, and converts them to the target's leaves.
 
 Saved leaves are read directly into the shardings of the result: a stacked leaf that is to be unstacked is read
-with the sharding of its layers. Conversions run on the devices, one stacked leaf at a time, and free each
-saved leaf after its last use.
+with the sharding of its layers. Conversions run on the devices.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd._src.checkpoint.matching.routes import Route, evaluated, record_of
+from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
+from flax_spmd._src.checkpoint.matching.routes import Route, record_of
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, dtype_of
 from flax_spmd._src.checkpoint.storage.verification import damaged, raise_damaged
@@ -54,7 +52,7 @@ def load(
   if verify:
     raise_damaged(reader.path, damaged(leaves, records))
   leaves |= {path: record.value for path, record in records.items() if record.value is not None}
-  results = _converted(values, routes, leaves)
+  results = dict(converted_leaves(values, routes, leaves))
   _check(reader, values, results)
   return [results[path] for path in values]
 
@@ -107,113 +105,6 @@ def _entries_before(entries: list[Any], route: Route, sizes: dict[Any, int]) -> 
   if route.step == 'move':
     return [entries[route.order.index(dim)] for dim in range(len(entries))]
   return entries if route.rearrangement is None else route.rearrangement.spec_before(entries, sizes)
-
-
-def _converted(
-  values: Mapping[str, Any], routes: Mapping[str, Route], leaves: dict[str, Any]
-) -> dict[str, Any]:
-  """The target's leaves, by path. Removes saved leaves from `leaves` after their last use."""
-  uses: dict[str, int] = {}
-  for route in routes.values():
-    for saved in route.sources:
-      uses[saved] = uses.get(saved, 0) + 1
-  siblings = _siblings(routes)
-  results: dict[str, Any] = {}
-  for path, route in routes.items():
-    if path in results:
-      continue
-    if route.step == 'keep':
-      results[path] = values[path]
-      continue
-    together = siblings[_sibling_key(route)] if route.step == 'unstack' else [path]
-    may_alias = route.step not in ('stack', 'unstack')
-    parts = [
-      _unshared(leaves[saved], may_alias and uses[saved] > len(together)) for saved in route.sources
-    ]
-    results |= zip(
-      together,
-      _convert(parts, [routes[p] for p in together], [values[p] for p in together]),
-      strict=True,
-    )
-    for saved in route.sources:
-      uses[saved] -= len(together)
-      if not uses[saved]:
-        del leaves[saved]
-  return results
-
-
-def _unshared(leaf: Any, shared: bool) -> Any:
-  """A copy of a leaf with further uses: donating one result must not invalidate another."""
-  return jnp.copy(leaf) if shared and isinstance(leaf, jax.Array) else leaf
-
-
-def _siblings(routes: Mapping[str, Route]) -> dict[Any, list[str]]:
-  """Target leaves that are slices of one saved leaf along one dimension, by sources, step and axis."""
-  siblings: dict[Any, list[str]] = {}
-  for path, route in routes.items():
-    siblings.setdefault(_sibling_key(route), []).append(path)
-  return siblings
-
-
-def _sibling_key(route: Route) -> Route:
-  return route._replace(layer=0, order=())
-
-
-def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[Any]) -> list[Any]:
-  """One or several target leaves, from the saved leaves that they share."""
-  shardings = tuple(getattr(target, 'sharding', None) for target in targets)
-  if _is_unchanged(parts[0], targets[0], routes[0]):
-    return [parts[0]]
-  if any(sharding is None for sharding in shardings) or not all(isinstance(p, jax.Array) for p in parts):
-    return [_on_host(parts, route, target) for route, target in zip(routes, targets, strict=True)]
-  dtypes = tuple(str(target.dtype) for target in targets)
-  numbers: dict[str, str] = {}
-  numbered = tuple(_numbered(route, numbers) for route in routes)
-  return _program(numbered, dtypes, shardings)(parts)
-
-
-def _is_unchanged(part: Any, target: Any, route: Route) -> bool:
-  """Whether a leaf needs no conversion."""
-  dtype = getattr(target, 'dtype', None)
-  return route.step == 'same' and dtype is not None and getattr(part, 'dtype', None) == dtype
-
-
-def _numbered(route: Route, numbers: dict[str, str]) -> Route:
-  """A route with numbers as its sources, so that equal conversions share a compiled program."""
-  sources = tuple(numbers.setdefault(source, str(len(numbers))) for source in route.sources)
-  return route._replace(sources=sources, parts=tuple(_numbered(part, numbers) for part in route.parts))
-
-
-@functools.lru_cache(maxsize=256)
-def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tuple[Any, ...]) -> Any:
-  def convert(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    results = [evaluated(route, lambda source: parts[int(source)], jnp) for route in routes]
-    return [
-      x if str(x.dtype) == dtype else x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)
-    ]
-
-  return jax.jit(convert, out_shardings=list(shardings))
-
-
-def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
-  """A conversion to or from a numpy array or a Python number."""
-  leaves = dict(zip(route.sources, parts, strict=True))
-  result = evaluated(route, lambda source: np.asarray(leaves[source]), np)
-  if not hasattr(target, 'dtype'):
-    return type(target)(result.item())
-  result = _cast(result, target.dtype)
-  sharding = getattr(target, 'sharding', None)
-  return result if sharding is None else jax.device_put(result, sharding)
-
-
-def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
-  """An array of another dtype. A Python number has to fit; its value may be unknown before the read."""
-  cast = array.astype(dtype)
-  if array.dtype.kind == 'i' and array.ndim == 0 and int(cast) != int(array):
-    raise CheckpointError(
-      f'The number {array} does not fit into {dtype}.\nFix: give the target a wider dtype.'
-    )
-  return cast
 
 
 def _check(reader: CheckpointReader, values: Mapping[str, Any], results: Mapping[str, Any]) -> None:

@@ -223,7 +223,7 @@ def of_record(record: Record, layout: Layout, changes: Changes, boxed: bool) -> 
     LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: leaves cannot be sharded by the layout
       (lists all of them).
   """
-  leaves = _changed(record, changes)
+  leaves = changed_leaves(record, changes)
   _warn_of_typos(leaves.values(), layout)
   tree = _nested({path: _box(leaf) for path, leaf in leaves.items()}, _list_lengths(record.skeleton))
   flat = skeleton.flatten(box_trees.unbox(tree, apply_constraint=False))
@@ -265,7 +265,7 @@ def _box(leaf: LeafRecord) -> Any:
   return (Partitioned if leaf.on_mesh else LogicallyPartitioned)(value, leaf.names)
 
 
-def _changed(record: Record, changes: Changes) -> dict[str, LeafRecord]:
+def changed_leaves(record: Record, changes: Changes) -> dict[str, LeafRecord]:
   """The recorded leaves after renaming, rearranging, stacking or unstacking, and casting."""
   leaves: dict[str, LeafRecord] = {}
   for path, leaf in record.leaves.items():
