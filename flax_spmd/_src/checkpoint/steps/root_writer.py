@@ -7,7 +7,7 @@ import errno
 import filelock
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.async_save import in_first
+from flax_spmd._src.checkpoint.storage.first_process import in_first
 from flax_spmd._src.checkpoint.storage.folders import is_remote, locked
 from flax_spmd.errors import CheckpointBusyError, CheckpointError
 

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -114,14 +113,15 @@ def claim(path: epath.Path, overwrite: bool) -> Claim | NonWriter:
   """
   if jax.process_count() == 1:
     return Claim(path, overwrite)
-  held: list[Claim] = []
-
-  def claimed() -> str:
-    held.append(Claim(path, overwrite))
-    return os.fspath(held[0].new)
-
-  new = in_first(claimed)
-  return held[0] if held else NonWriter(path, epath.Path(new))
+  held, message = None, {}
+  if jax.process_index() == 0:
+    try:
+      held = Claim(path, overwrite)
+      message = {'new': os.fspath(held.new)}
+    except Exception as error:
+      message = _as_message(error)
+  received = _from_first_or_raise(message)
+  return held or NonWriter(path, epath.Path(received['new']))
 
 
 class NonWriter:
@@ -142,30 +142,25 @@ class NonWriter:
     """Does nothing: the first process releases the path."""
 
 
-def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:
-  """Calls a function in the first process, and returns its JSON value on every process.
-
-  Args:
-    call: function to call.
-    topic: the key of this kind of call. Threads that run at the same time need one each.
-
-  Raises:
-    CheckpointError: the call failed. Every process raises the error.
-  """
-  if jax.process_count() == 1:
-    return call()
-  message: dict[str, Any] = {}
-  if jax.process_index() == 0:
-    try:
-      message = {'value': call()}
-    except Exception as error:
-      message = {'error': type(error).__name__, 'text': str(error)}
+def from_first(message: Any) -> Any:
+  """Sends a JSON value from the first process to all; the other processes' arguments are ignored."""
   everyone = tuple(range(jax.process_count()))
-  groups = exchange(topic, everyone, json.dumps(message), CALLS, TIMEOUT)
-  received = json.loads(next(text for processes, text in groups if 0 in processes))
+  text = json.dumps(message) if jax.process_index() == 0 else ''
+  groups = exchange('checkpoint', everyone, text, CALLS, TIMEOUT)
+  return json.loads(next(text for processes, text in groups if 0 in processes))
+
+
+def _as_message(error: Exception) -> dict[str, str]:
+  """An error as a JSON value, to send to the other processes."""
+  return {'error': type(error).__name__, 'text': str(error)}
+
+
+def _from_first_or_raise(message: Any) -> Any:
+  """The first process's message. If it is an error, every process raises it."""
+  received = from_first(message)
   if 'error' in received:
     raise getattr(errors, received['error'], CheckpointError)(received['text'])
-  return received['value']
+  return received
 
 
 def start(
@@ -240,12 +235,18 @@ def _checked_and_committed(check: Any, held: Claim | NonWriter, after: Any) -> R
 
 def commit(held: Claim | NonWriter, after: Any) -> None:
   """Moves the new checkpoint to its path, and calls `after`. No process returns before that is done."""
-
-  def committed() -> None:
+  if jax.process_count() == 1:
     held.commit()
     after()
-
-  in_first(committed)
+    return
+  message = {}
+  try:
+    if jax.process_index() == 0:
+      held.commit()
+      after()
+  except Exception as error:
+    message = _as_message(error)
+  _from_first_or_raise(message)
 
 
 _UNCHANGED = 'the path keeps its previous contents'
