@@ -35,9 +35,8 @@ from flax_spmd._src.checkpoint.steps.step_follower import StepFollower
 from flax_spmd._src.checkpoint.steps.step_policies import StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.contents import check_is_layout
-from flax_spmd._src.checkpoint.storage.first_process import in_first
-from flax_spmd._src.checkpoint.storage.folders import as_path
 from flax_spmd._src.checkpoint.storage.readers import custom_metadata
+from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
@@ -136,7 +135,7 @@ class Manager:
     self.read_only = bool(self._obstacle)
     self._preemption = None if self.read_only else Preemption()
     if not self.read_only:
-      in_first(self._folder.tidy)
+      async_save.in_first(self._folder.tidy)
 
   @property
   def steps(self) -> list[int]:
@@ -211,7 +210,7 @@ class Manager:
     """Starts the save of a step. It ends with the removal of the steps that it replaces."""
     self.wait()
     steps = [*self._history.steps, self._folder.described(step, time.time_ns(), metrics_of(extra))]
-    kept = in_first(lambda: [kept.step for kept in self._policies.kept(steps)])
+    kept = async_save.in_first(lambda: [kept.step for kept in self._policies.kept(steps)])
     removed = [old.step for old in steps if old.step not in kept]
     saving = start_save(
       self._folder.path(step),
@@ -219,7 +218,6 @@ class Manager:
       self._layout_or_plan(state),
       self._request,
       overwrite=step in self._folder.damaged,
-      check=kept == [step] and bool(removed),  # the only other checkpoints are removed next
       extra=extra,
       after=lambda: self._remove(step, removed),
     )
@@ -262,7 +260,7 @@ class Manager:
     self._check_layout(plan)
     self._plan = plan
     self.wait()
-    is_new = not in_first(self._folder.steps)
+    is_new = not async_save.in_first(self._folder.steps)
     return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data)
 
   def _layout_or_plan(self, state: Any) -> Layout | Plan:
@@ -336,7 +334,7 @@ class Manager:
       return self._restored(step, target, data, options)
     failed: list[int] = []
     while True:
-      untried = [number for number in in_first(self._folder.steps) if number not in failed]
+      untried = [number for number in async_save.in_first(self._folder.steps) if number not in failed]
       if not untried:
         raise CheckpointNotFoundError(
           f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
@@ -351,7 +349,7 @@ class Manager:
     self, step: int, target: Any, data: DataIterator | None, options: dict[str, Any]
   ) -> ResumedState[Any]:
     path = self._folder.path(step)
-    if in_first(lambda: self._folder.is_unchecked(step)):
+    if async_save.in_first(lambda: self._folder.is_unchecked(step)):
       warnings.warn(
         f'{path} has no record of names and checksums: an old version of Orbax wrote it, or the record is lost. '
         'It is restored unverified.',
@@ -360,7 +358,7 @@ class Manager:
     try:
       state = restore(path, target, **options)
     except CheckpointDamagedError as error:
-      if step in in_first(self._folder.steps):
+      if step in async_save.in_first(self._folder.steps):
         raise
       raise CheckpointNotFoundError(
         f'Step {step} of {self.root} was removed while it was being restored.\nFix: restore a newer one.'
@@ -371,12 +369,12 @@ class Manager:
 
   def _skip(self, step: int, error: CheckpointError, failed: list[int]) -> None:
     """Continues without a step that cannot be restored; raises its error if there are no others."""
-    steps = in_first(self._folder.steps)
+    steps = async_save.in_first(self._folder.steps)
     if all(number in failed for number in steps):
       raise error
     if step not in steps:  # its writer has removed it
       return
-    aside = '' if self.read_only else in_first(lambda: self._folder.set_aside(step))
+    aside = '' if self.read_only else async_save.in_first(lambda: self._folder.set_aside(step))
     if not self.read_only and not aside:
       self._folder.damaged.add(step)
     self._history.forget()

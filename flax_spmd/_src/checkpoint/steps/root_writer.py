@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 
-import filelock
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.first_process import in_first
-from flax_spmd._src.checkpoint.storage.folders import is_remote, locked
-from flax_spmd.errors import CheckpointBusyError, CheckpointError
+from flax_spmd._src.checkpoint.storage.async_save import in_first
+from flax_spmd._src.checkpoint.storage.head import HEAD
+from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, idle_head
+from flax_spmd._src.checkpoint.storage.store import open_store
+from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointReadOnlyError
 
-_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NAME = '.flax_spmd_manager'  # of the folder whose head carries the lease
 
 
 class RootWriter:
@@ -29,29 +30,28 @@ class RootWriter:
   """
 
   def __init__(self, root: epath.Path):
-    self._lock: filelock.BaseFileLock | None = None
+    self._lease: HeadLease | None = None
+    self._store = open_store(root)
     self.obstacle = in_first(lambda: self._take(root))
 
   def _take(self, root: epath.Path) -> str:
-    if is_remote(root):
-      return ''
+    path = root / _NAME
     try:
-      root.mkdir(parents=True, exist_ok=True)
-      self._lock = locked(root / 'steps')
+      self._lease = HeadLease(self._store, path, idle_head(self._store, path, overwrite=True))
     except CheckpointBusyError:
       raise CheckpointBusyError(
         f'Another manager has {root} open.\n'
         'Fix: close it, wait for the other job, use another folder, or pass read_only=True.'
       ) from None
-    except OSError as error:
-      if error.errno in _UNWRITABLE and root.is_dir():
-        return error.strerror or str(error)
-      raise CheckpointError(
-        f'{root} cannot be used for checkpoints: {error.strerror}.\nFix: pass a folder that can be created and written to.'
-      ) from error
+    except CheckpointReadOnlyError as error:
+      if not root.is_dir():
+        raise
+      return str(error).splitlines()[0].rstrip('.')
     return ''
 
   def release(self) -> None:
     """Lets another manager write."""
-    if self._lock is not None:
-      self._lock.release()
+    if self._lease is not None:
+      with contextlib.suppress(OSError, CheckpointError):  # it expires
+        if self._lease.release() and self._lease.tag is not None:
+          self._store.remove_if(f'{_NAME}/{HEAD}', self._lease.tag)

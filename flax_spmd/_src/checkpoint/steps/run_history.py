@@ -9,8 +9,7 @@ from __future__ import annotations
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.steps.step_folder import StepFolder
-from flax_spmd._src.checkpoint.storage.async_save import AsyncSave
-from flax_spmd._src.checkpoint.storage.first_process import in_first
+from flax_spmd._src.checkpoint.storage.async_save import AsyncSave, in_first
 
 
 class RunHistory:

@@ -9,14 +9,13 @@ import contextlib
 import datetime
 import json
 import re
-import secrets
 import time
 from typing import Any
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from flax_spmd._src.checkpoint.storage.folders import is_remote
+from flax_spmd._src.checkpoint.storage.generations import remove_checkpoint
 from flax_spmd._src.checkpoint.storage.readers import (
   checkpoints_in,
   custom_metadata,
@@ -84,17 +83,13 @@ class StepFolder:
     return True
 
   def remove(self, step: int) -> None:
-    """Removes a step. A removal that is interrupted leaves no part of it in the list."""
-    path = self.path(step)
-    with contextlib.suppress(FileNotFoundError):
-      if is_remote(path):
-        path.rmtree()
-      else:
-        path.rename(self.root / f'.{step}.{secrets.token_hex(4)}.removed').rmtree()
+    """Removes a step, unless a reader uses it. A removal that is interrupted leaves no part of it in the list."""
+    if self.path(step).exists():
+      remove_checkpoint(self.path(step))
 
   def set_aside(self, step: int) -> str:
     """Moves a damaged step away, and returns its new name. In cloud storage it stays, and '' is returned."""
-    if is_remote(self.root):
+    if '://' in str(self.root):
       return ''
     aside = self.root / f'.{step}.damaged'
     if aside.exists():

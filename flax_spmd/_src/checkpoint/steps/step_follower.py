@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from flax_spmd._src.checkpoint.steps.step_folder import StepFolder
-from flax_spmd._src.checkpoint.storage.first_process import in_first
+from flax_spmd._src.checkpoint.storage.async_save import in_first
 
 _LONGEST_PAUSE = 60.0  # seconds; the other processes of the job wait this long
 
