@@ -219,7 +219,15 @@ def remove_checkpoint(path: epath.Path) -> bool:
     lease = HeadLease(store, path, before)
   except CheckpointBusyError:
     return False
-  generation, digest = before.head.generation, before.head.manifest
+  try:
+    return _remove_held(store, path, lease, listed)
+  finally:
+    lease.end()
+
+
+def _remove_held(store: Store, path: epath.Path, lease: HeadLease, listed: Sequence[str]) -> bool:
+  """Removes a checkpoint whose lease is held; see `remove_checkpoint`."""
+  generation, digest = lease.head.generation, lease.head.manifest
   if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
     return False
   if pinned_generations(store, path.name):
