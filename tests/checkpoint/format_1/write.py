@@ -42,7 +42,11 @@ def main(folder):
   """Writes all checkpoints."""
   first = state(3)
   sharded = {**first, 'params': LAYOUT.shard(first['params'])}
-  for name, options in (('plain', {}), ('packed', {'pack': 1 << 10}), ('compressed', {'compress': True})):
+  for name, options in (
+    ('plain', {}),
+    ('packed', {'pack': 1 << 10}),
+    ('compressed', {'compress': True}),
+  ):
     shutil.rmtree(folder / name, ignore_errors=True)
     checkpoint.save(folder / name, sharded, layout=LAYOUT, **options)
     (folder / f'.{name}.lock').unlink(missing_ok=True)

@@ -189,8 +189,10 @@ class Claim:
     for pause in _RETRIES:
       time.sleep(pause)
       with contextlib.suppress(OSError, CheckpointError):
-        remove_generation(self._store, f'{self.path.name}/{self._generation}')
-        if not self._store.children(f'{self.path.name}/{self._generation}'):
+        left = [n for n in self._store.children(self.path.name) if n.startswith(self._generation)]
+        for name in left:  # the generation, or the folder that Orbax renames to it
+          remove_generation(self._store, f'{self.path.name}/{name}')
+        if not left:
           return
 
 

@@ -51,10 +51,12 @@ class CheckpointReader(Protocol):
   Attributes:
     path: folder or file of the checkpoint.
     record: description of its arrays.
+    folder: folder or file that the library whose format it has can read.
   """
 
   path: epath.Path
   record: Record
+  folder: epath.Path
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """Reads leaves by path.
@@ -230,12 +232,12 @@ class OrbaxReader:
     self, path: epath.Path, record: Record, part: str | None = None, folder: epath.Path | None = None
   ):
     self.path, self.record, self._part = path, record, part
-    self._folder = folder or path
+    self.folder = folder or path
     self._is_packed = any(leaf.packed for leaf in record.leaves.values())
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
-    _check_names(self._folder)
+    _check_names(self.folder)
     return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
@@ -274,7 +276,7 @@ class OrbaxReader:
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
       with context(memory=_in_flight(target, memory)):
-        return ocp.load(self._folder, target, checkpointable_name=self._name())
+        return ocp.load(self.folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
       if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
         raise
@@ -284,7 +286,7 @@ class OrbaxReader:
       ) from error
 
   def _name(self) -> str | None:
-    return self._part or _part_with_arrays(self._folder)
+    return self._part or _part_with_arrays(self.folder)
 
 
 def _in_flight(target: Any, memory: int | None) -> int:
@@ -416,7 +418,7 @@ class FlaxReader:
   """
 
   def __init__(self, path: epath.Path):
-    self.path = path
+    self.path = self.folder = path
     flat = skeleton.flatten(_flax_tree(path))
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
