@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
+from tests.checkpoint import damage
 
 RULES = (('embed', 'data'), ('mlp', 'model'))
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax_spmd._src.checkpoint.storage.folders import Claim  # noqa: F401  the writer of format 1
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from flax_spmd._src.checkpoint.storage.folders import Claim  # noqa: F401  the writer of format 1
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
 
