@@ -84,7 +84,8 @@ class Claim:
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      self._remove_unpinned(self._garbage)
+      if before.head.generation or before.head.lease:  # else it may be the contents of a damaged head
+        self._remove_unpinned(self._garbage)
     except BaseException:
       self.release()
       raise

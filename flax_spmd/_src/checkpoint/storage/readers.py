@@ -20,7 +20,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
-from flax_spmd._src.checkpoint.storage.head import read_head
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
 from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
@@ -215,7 +215,7 @@ def _is_flax_file(path: epath.Path) -> bool:
 
 def _why_none(path: epath.Path) -> str:
   """Why a folder is not a checkpoint, for an error text."""
-  if _UNFINISHED in path.name:
+  if _UNFINISHED in path.name or (path / HEAD).exists():
     return ' (an unfinished save)'
   unfinished = [child.name for child in path.iterdir() if _UNFINISHED in child.name]
   return (
