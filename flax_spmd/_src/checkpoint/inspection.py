@@ -36,12 +36,15 @@ class CheckpointSummary(NamedTuple):
     record: description of its arrays; empty if it cannot be read.
     saved: time of the save; None if it is not recorded.
     error: error text if the checkpoint cannot be read.
+    folder: folder of the arrays, an Orbax checkpoint: `orbax.checkpoint.v1.load(summary.folder)` reads it.
+      The next save to the path replaces it by another folder. None if the checkpoint cannot be read.
   """
 
   path: str
   record: Record
   saved: datetime.datetime | None
   error: str | None = None
+  folder: str | None = None
 
   def records(self) -> list[dict[str, Any]]:
     """One row per leaf, for a data frame or JSON: its path, its size in bytes and the fields of its record."""
@@ -115,7 +118,8 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
     (('embed', 'mlp'), 512)
   """
   reader = open_checkpoint(path)
-  return CheckpointSummary(os.fspath(as_path(path)), reader.record, saved_at(reader.path))
+  folder = os.fspath(reader.folder)
+  return CheckpointSummary(os.fspath(as_path(path)), reader.record, saved_at(reader.path), folder=folder)
 
 
 @set_module('flax_spmd.checkpoint')

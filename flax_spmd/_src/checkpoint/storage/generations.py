@@ -84,7 +84,8 @@ class Claim:
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      self._remove_unpinned(self._garbage)
+      if before.head.generation or before.head.lease:  # else it may be the contents of a damaged head
+        self._remove_unpinned(self._garbage)
     except BaseException:
       self.release()
       raise
@@ -191,8 +192,10 @@ class Claim:
     for pause in _RETRIES:
       time.sleep(pause)
       with contextlib.suppress(OSError, CheckpointError):
-        remove_generation(self._store, f'{self.path.name}/{self._generation}')
-        if not self._store.children(f'{self.path.name}/{self._generation}'):
+        left = [n for n in self._store.children(self.path.name) if n.startswith(self._generation)]
+        for name in left:  # the generation, or the folder that Orbax renames to it
+          remove_generation(self._store, f'{self.path.name}/{name}')
+        if not left:
           return
 
 

@@ -21,7 +21,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
-from flax_spmd._src.checkpoint.storage.head import read_head
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
 from flax_spmd._src.checkpoint.storage.manifest import FileRecord
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.record import (
@@ -55,10 +55,12 @@ class CheckpointReader(Protocol):
   Attributes:
     path: folder or file of the checkpoint.
     record: description of its arrays.
+    folder: folder or file that the library whose format it has can read.
   """
 
   path: epath.Path
   record: Record
+  folder: epath.Path
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """Reads leaves by path.
@@ -217,7 +219,7 @@ def _is_flax_file(path: epath.Path) -> bool:
 
 def _why_none(path: epath.Path) -> str:
   """Why a folder is not a checkpoint, for an error text."""
-  if _UNFINISHED in path.name:
+  if _UNFINISHED in path.name or (path / HEAD).exists():
     return ' (an unfinished save)'
   unfinished = [child.name for child in path.iterdir() if _UNFINISHED in child.name]
   return (
@@ -431,7 +433,7 @@ class FlaxReader:
   """
 
   def __init__(self, path: epath.Path):
-    self.path = path
+    self.path = self.folder = path
     flat = skeleton.flatten(_flax_tree(path))
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
