@@ -22,4 +22,5 @@ from flax_spmd._src.checkpoint.restore import preflight as preflight
 from flax_spmd._src.checkpoint.restore import restore as restore
 from flax_spmd._src.checkpoint.save import save as save
 from flax_spmd._src.checkpoint.save import save_async as save_async
+from flax_spmd._src.checkpoint.save_safetensors import save_safetensors as save_safetensors
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave as AsyncSave

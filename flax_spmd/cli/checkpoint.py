@@ -70,6 +70,12 @@ def _add_convert(verbs: Any) -> None:
     help='replace this regular expression in paths; repeatable',
   )
   verb.add_argument(
+    '--rearrange',
+    **repeatable,
+    metavar='REGEX=DIMENSIONS',
+    help="split, reorder or merge dimensions: '/kernel$=out in -> in out'; repeatable",
+  )
+  verb.add_argument(
     '--dtype', **repeatable, metavar='OLD=NEW', help='cast arrays of a dtype to another; repeatable'
   )
   verb.add_argument('--compress', action='store_true', help='compress the data')
@@ -157,6 +163,7 @@ def _convert(options: argparse.Namespace) -> int:
 
   changes = Changes(
     renames=dict(options.rename),
+    rearranged=dict(options.rearrange),
     stacks=dict(map(_stack, options.stack)),
     dtypes=dict(options.dtype) or 'keep',
     only=options.only,

@@ -149,7 +149,9 @@ def _saved(reader: CheckpointReader, changes: Changes) -> Side:
   if changes.only is not None:
     check_selection(changes, leaves)
     leaves = {
-      path: leaf for path, leaf in leaves.items() if is_selected(changes, renamed(changes, path))
+      path: leaf
+      for path, leaf in leaves.items()
+      if any(is_selected(changes, new) for new in renamed(changes, path))
     }
   return Side(leaves, kinds)
 

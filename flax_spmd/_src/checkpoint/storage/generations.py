@@ -22,6 +22,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from etils import epath
@@ -42,11 +43,12 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   manifest_digest,
   new_manifest,
 )
-from flax_spmd._src.checkpoint.storage.pins import PIN, pinned_generations
+from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
+_THREADS = 8
 _RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
@@ -76,11 +78,11 @@ class Claim:
     listed = self._store.children(path.name)  # before the lease: see above
     self._legacy = [] if before.head.generation else [name for name in listed if not _is_ours(name)]
     self._check_free(overwrite)
+    self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
     self._lease, self._intent = self._taken(before)
     self._generation = f'{GENERATION}{self._lease.head.epoch:06d}-{secrets.token_hex(4)}'
     self.new = path / self._generation
-    self._committed = self._uncertain = False
-    self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
+    self._attempted = self._committed = False
     try:
       self._remove_unpinned(self._garbage)
     except BaseException:
@@ -95,10 +97,10 @@ class Claim:
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
     if before.tag is not None:
-      return HeadLease(self._store, self.path, before), None
+      return HeadLease(self._store, self.path, before, durable=bool(self._garbage)), None
     intent = Intent(self._store, self.path.name)
     try:
-      lease = HeadLease(self._store, self.path, before)
+      lease = HeadLease(self._store, self.path, before, durable=bool(self._garbage))
     except BaseException:
       intent.remove()
       raise
@@ -125,30 +127,27 @@ class Claim:
       CheckpointError: the store failed.
     """
     folder = f'{self.path.name}/{self._generation}'
-    if self._durable:
-      self._store.sync(folder)
     manifest = new_manifest(record, file_records(self._store, folder), dict(metadata))
     data = manifest.to_bytes()
-    self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=self._durable)
+    self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=False)
+    if self._durable:
+      self._store.sync(folder)
+    self._attempted = True
     self._put_head(Head(self._generation, manifest_digest(data), self._lease.head.epoch))
     self._committed = True
     with contextlib.suppress(OSError, CheckpointError):  # the next save removes what stays
       self._clean_up()
 
   def _put_head(self, head: Head) -> None:
-    """Puts the head that commits. After an error, the head itself decides whether that has happened."""
+    """Puts the head that commits. After an error, it may be there, but not durable: it is put again."""
     try:
-      if self._lease.put(head, durable=self._durable):
-        return
+      put = self._lease.put(head, durable=self._durable)
     except (OSError, CheckpointError):
-      self._uncertain = True
-      found = read_head(self._store, self.path).head
-      self._uncertain = False
-      if found.generation != self._generation:
+      if read_head(self._store, self.path).head != head:
         raise
-    else:
-      if read_head(self._store, self.path).head.generation != self._generation:
-        self.require_lease()
+      put = self._lease.put(head, durable=self._durable)
+    if not put:
+      self.require_lease()
 
   def _clean_up(self) -> None:
     if self._intent is not None:
@@ -167,17 +166,20 @@ class Claim:
   def release(self) -> None:
     """Releases the path; removes an uncommitted generation."""
     try:
-      if not self._committed and not self._uncertain:
+      if not self._committed:
         with contextlib.suppress(OSError, CheckpointError):
           self._abandon()
     finally:
       self._lease.end()
 
   def _abandon(self) -> None:
-    """Gives the path back as it was. The head goes first: no late commit can then name the generation."""
+    """Gives the path back as it was. The head goes first: no late commit can then name the generation.
+
+    After an attempt to commit, a head that is not durable may name it; then only a released head is proof.
+    """
     released = self._lease.release()
-    if self._lease.head.generation == self._generation:
-      return  # another thread has committed it
+    if self._lease.head.generation == self._generation or (self._attempted and not released):
+      return
     self._remove_own_generation()
     if released and self._previous.generation is None and self._lease.tag is not None:
       self._store.remove_if(f'{self.path.name}/{HEAD}', self._lease.tag)
@@ -196,11 +198,12 @@ class Claim:
 
 def file_records(store: Store, folder: str) -> dict[str, FileRecord]:
   """Size and checksum of every file of a generation, except its manifest."""
-  return {
-    name: FileRecord(size, store.digest(f'{folder}/{name}'))
-    for name, size in store.files(folder).items()
-    if name != MANIFEST
-  }
+  sizes = {name: size for name, size in store.files(folder).items() if name != MANIFEST}
+  with ThreadPoolExecutor(_THREADS) as threads:
+    digests = threads.map(lambda name: store.digest(f'{folder}/{name}'), sizes)
+    return {
+      name: FileRecord(size, digest) for (name, size), digest in zip(sizes.items(), digests, strict=True)
+    }
 
 
 def remove_checkpoint(path: epath.Path) -> bool:
@@ -217,7 +220,7 @@ def remove_checkpoint(path: epath.Path) -> bool:
   except CheckpointBusyError:
     return False
   generation, digest = before.head.generation, before.head.manifest
-  if not lease.put(lease.head._replace(generation=None, manifest=None)):
+  if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
     return False
   if pinned_generations(store, path.name):
     lease.release(generation=generation, manifest=digest)
@@ -233,4 +236,4 @@ def remove_checkpoint(path: epath.Path) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-  return name == HEAD or is_generation(name) or name.startswith((PIN, '.'))
+  return name == HEAD or is_generation(name) or is_pin(name) or name.startswith('.')

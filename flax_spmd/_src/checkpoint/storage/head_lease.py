@@ -74,6 +74,7 @@ class HeadLease:
     store: store of the folder that holds the path.
     path: path of the checkpoint.
     before: the head, as `idle_head` returned it.
+    durable: whether the lease must survive a power cut, as before the removal of what the head has named.
 
   Attributes:
     head: the head as this process last wrote it.
@@ -83,7 +84,7 @@ class HeadLease:
     CheckpointBusyError: another process has replaced the head since.
   """
 
-  def __init__(self, store: Store, path: epath.Path, before: StoredHead):
+  def __init__(self, store: Store, path: epath.Path, before: StoredHead, durable: bool = False):
     self._store, self._path = store, path
     self._token = new_token()
     self._writing, self._stopped = threading.RLock(), threading.Event()
@@ -92,7 +93,7 @@ class HeadLease:
     epoch = before.head.epoch + 1
     self.head = before.head._replace(epoch=epoch, lease=Lease(this_process(), self._token))
     try:
-      if not self.put(self.head):
+      if not self.put(self.head, durable):
         raise busy(path)
     except BaseException:
       drop(self._token)

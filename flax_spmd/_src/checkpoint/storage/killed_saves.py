@@ -70,11 +70,12 @@ def _examine(store: Store, file: str) -> None:
   path: Any = store.root / name
   found = read_head(store, path)
   if found.head.generation is None:
-    watched = f'{name}/{HEAD}' if found.tag is not None else file
-    token = file.rpartition('-')[2] if found.head.lease is None else found.head.lease.token
-    if not is_dead(store, watched, holder, token, found.tag or stored[1]):
-      return
-    if not _removed(store, path, found):
+    lease = found.head.lease
+    if lease is None:
+      is_over = is_dead(store, file, holder, file.rpartition('-')[2], stored[1])
+    else:
+      is_over = is_dead(store, f'{name}/{HEAD}', lease.holder, lease.token, found.tag)
+    if not is_over or not _removed(store, path, found):
       return
   store.remove(file)
 
@@ -82,6 +83,8 @@ def _examine(store: Store, file: str) -> None:
 def _removed(store: Store, path: Any, found: StoredHead) -> bool:
   """Removes the generations and the head of a dead writer that has committed nothing."""
   generations = [name for name in store.children(path.name) if is_generation(name)]
+  if found.tag is None and not generations:
+    return True
   fence = Head(epoch=found.head.epoch + 1)  # no older writer can commit after this
   tag = store.write(f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=False)
   if tag is None:

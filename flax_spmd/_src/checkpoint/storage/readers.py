@@ -1,7 +1,7 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
 `OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
-of `flax.training.checkpoints`.
+of `flax.training.checkpoints`; `SafetensorsReader` reads those of Hugging Face.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from flax_spmd._src.checkpoint.storage.record import (
   from_json,
   key_dtype,
 )
+from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
+from flax_spmd._src.checkpoint.storage.safetensors_reader import SafetensorsReader
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
@@ -90,6 +92,8 @@ def foreign_reader(given: epath.Path) -> CheckpointReader:
   folder = given
   if folder.is_dir() and (folder / 'checkpoint').is_file():
     return FlaxReader(folder / 'checkpoint')  # of flax, in a folder
+  if is_safetensors(folder) and not is_checkpoint(folder):
+    return SafetensorsReader(folder)
   if folder.is_file():
     return FlaxReader(folder)
   folder, part = _folder_and_part(folder)
@@ -197,7 +201,8 @@ def checkpoints_in(folder: epath.Path) -> list[str]:
   return sorted(
     child.name
     for child in folder.iterdir()
-    if not child.name.startswith('.') and (is_checkpoint(child) or _is_flax_file(child))
+    if not child.name.startswith('.')
+    and (is_checkpoint(child) or _is_flax_file(child) or is_safetensors(child))
   )
 
 
