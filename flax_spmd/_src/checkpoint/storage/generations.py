@@ -43,7 +43,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   manifest_digest,
   new_manifest,
 )
-from flax_spmd._src.checkpoint.storage.pins import PIN, pinned_generations
+from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
@@ -236,4 +236,4 @@ def remove_checkpoint(path: epath.Path) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-  return name == HEAD or is_generation(name) or name.startswith((PIN, '.'))
+  return name == HEAD or is_generation(name) or is_pin(name) or name.startswith('.')
