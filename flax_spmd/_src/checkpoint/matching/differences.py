@@ -174,7 +174,9 @@ def _of_leaf(
     for source, leaf in leaves[1:]:
       if leaf[:2] != one[:2] or not _agree(leaf.names, one.names):
         text = f'{path}: {source} ({leaf}) differs from {first} ({one}).'
-        yield Problem(text, 'layers that differ cannot be stacked; save them with equal shapes and names.')
+        yield Problem(
+          text, 'layers that differ cannot be stacked; save them with equal shapes and names.'
+        )
   converted = record_of(route, saved.leaves)
   names = renamed_axes(changes, converted.names)
   if not _agree(names, target.names):
