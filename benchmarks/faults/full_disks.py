@@ -60,9 +60,7 @@ def _paths(place: DiskPlace, mode: str, root: Path, make_scarce: Callable[[bool]
   save = checkpoint.save_async if mode == 'async' else checkpoint.save
   make_scarce(True)
   try:
-    _expect_failure(
-      lambda: save(path, state_of(2, SIZE), layout=layout(), overwrite=mode == 'overwrite')
-    )
+    _expect_failure(lambda: save(path, state_of(2, SIZE), layout=layout(), overwrite=mode == 'overwrite'))
   finally:
     make_scarce(False)
   expect(str(root / '1'), SIZE, {1})

@@ -49,9 +49,7 @@ if jax.process_index() == {victim}:
   time.sleep(60)
 os._exit(0)
 """
-_JAX_MESSAGE = (
-  'another task died'  # process 0 has the coordination service: without it JAX ends the others
-)
+_JAX_MESSAGE = 'another task died'  # process 0 has the coordination service: without it JAX ends the others
 
 
 def run(place: Place, runs: int) -> Iterator[Outcome]:
