@@ -84,9 +84,8 @@ class Claim:
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      known = (
-        before.head.generation or before.head.lease
-      )  # else it may be the contents of a damaged head
+      # without a generation and a lease, it may be what a damaged head named
+      known = before.head.generation or before.head.lease
       if known and (self._garbage or any(is_pin(name) for name in listed)):
         self._remove_unpinned(self._garbage)
     except BaseException:
