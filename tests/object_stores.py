@@ -271,6 +271,11 @@ class GcsServer:
   )
 
 
+def turned(text: str) -> str:
+  """A text with each quoted MD5 in reverse."""
+  return re.sub(r'(?<=["\';])[0-9a-f]{32}(?=["\'&])', lambda match: match[0][::-1], text)
+
+
 class QuietServer(http.server.ThreadingHTTPServer):
   daemon_threads = True
   request_queue_size = 128
@@ -362,6 +367,7 @@ class S3Server:
     bucket: URL of the latest bucket.
     requests: all requests so far.
     intercept: called with each request; an answer of it replaces the server's own.
+    encrypts: whether tags are no checksums, as in a bucket that encrypts with a key.
     obeys: whether conditions of writes are obeyed; otherwise they are ignored, as by some servers.
   """
 
@@ -394,7 +400,7 @@ class S3Server:
 
     self._backend = get_backend('s3')['123456789012']['aws']
     self._backend.create_bucket(name, 'us-east-1')
-    self.bucket, self.obeys = f's3://{name}', True
+    self.bucket, self.obeys, self.encrypts = f's3://{name}', True, False
     self.requests.clear()
     self.intercept = lambda request: None
     return self
@@ -411,6 +417,19 @@ class S3Server:
     return Answer(
       status, body.encode(), {'Content-Type': 'application/xml', 'Content-Length': str(len(body))}
     )
+
+  def _disguised(self, environ: dict[str, Any], start_response: Any) -> Any:
+    """The application's answer with each tag in reverse: a tag that is no checksum."""
+    environ = {
+      key: turned(value) if key.startswith('HTTP_IF_') else value for key, value in environ.items()
+    }
+    started: list[Any] = []
+    content = b''.join(self._application(environ, lambda *arguments: started.append(arguments)))
+    status, headers = started[0][:2]
+    start_response(
+      status, [(name, turned(value) if name == 'ETag' else value) for name, value in headers]
+    )
+    return [turned(content.decode()).encode() if b'<ETag>' in content else content]
 
   def _wsgi(self, environ: dict[str, Any], start_response: Any) -> Any:
     headers = {
@@ -432,5 +451,7 @@ class S3Server:
         for key, value in environ.items()
         if key not in ('HTTP_IF_MATCH', 'HTTP_IF_NONE_MATCH')
       }
+    if self.encrypts:
+      return self._disguised(environ, start_response)
     with self._lock if request.method in ('PUT', 'DELETE', 'POST') else contextlib.nullcontext():
       return self._application(environ, start_response)

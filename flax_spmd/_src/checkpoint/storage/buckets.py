@@ -89,8 +89,20 @@ class S3Server(NamedTuple):
 
 
 def s3_server() -> S3Server:
-  """The server that botocore finds in the environment and in AWS's configuration files."""
-  meta = filesystem('s3').connect().meta
+  """The server that botocore finds in the environment and in AWS's configuration files.
+
+  Raises:
+    CheckpointError: they contradict each other.
+  """
+  try:
+    meta = filesystem('s3').connect().meta
+  except CheckpointError:
+    raise
+  except Exception as error:  # of many kinds
+    raise CheckpointError(
+      f'The configuration of AWS cannot be used: {str(error).rstrip(".")}.\n'
+      'Fix: correct the AWS_* variables, or the files in ~/.aws.'
+    ) from error
   amazon = '.amazonaws.com' in meta.endpoint_url
   return S3Server(None if amazon else meta.endpoint_url, meta.region_name or 'us-east-1')
 
@@ -140,23 +152,31 @@ def reach(url: str) -> None:
   """
   filesystem(Location.of(url).scheme)
   with _reaching:
-    if _is_reached(url):
-      return
-    try:
-      redirect_orbax(_kvstore, _files)
+    if not _is_reached(url):
       _reached.add(url)
-      reached = _kvstore(url) in (None, orbax_kvstore(url))
-    except (AttributeError, ImportError, ValueError) as error:
-      reached, cause = False, error
-    else:
-      cause = None
-    if not reached:
-      _reached.discard(url)
-      versions = [f'{name} {importlib.metadata.version(name)}' for name in ('orbax-checkpoint', 'etils')]
-      raise CheckpointError(
-        f'{url} cannot be reached with {" and ".join(versions)}: their structure has changed.\n'
-        'Fix: pip install orbax-checkpoint==0.12.8 etils==1.15.0'
-      ) from cause
+      try:
+        _redirect(url)
+      except BaseException:
+        _reached.discard(url)
+        raise
+
+
+def _redirect(url: str) -> None:
+  """Makes Orbax ask here, and checks with one URL that it does."""
+  try:
+    redirect_orbax(_kvstore, _files)
+    expected, cause = _kvstore(url), None
+    if expected in (None, orbax_kvstore(url)):
+      return
+  except CheckpointError:
+    raise
+  except (AttributeError, ImportError, ValueError) as error:
+    cause = error
+  versions = [f'{name} {importlib.metadata.version(name)}' for name in ('orbax-checkpoint', 'etils')]
+  raise CheckpointError(
+    f'{url} cannot be reached with {" and ".join(versions)}: their structure has changed.\n'
+    'Fix: pip install orbax-checkpoint==0.12.8 etils==1.15.0'
+  ) from cause
 
 
 def _is_reached(url: str) -> bool:

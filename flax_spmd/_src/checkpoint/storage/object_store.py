@@ -18,11 +18,12 @@ from flax_spmd._src.checkpoint.storage import bucket_errors, buckets
 from flax_spmd._src.checkpoint.storage.buckets import Location
 from flax_spmd._src.checkpoint.storage.checksum import checksum
 from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked
-from flax_spmd.errors import CheckpointError, CheckpointNotFoundError
+from flax_spmd.errors import CheckpointError
 
 _PROBE = '.flax_spmd.probe-'
 _CHUNK = 1 << 25
 _MD5 = re.compile(r'"([0-9a-f]{32})"')
+_REJECTS_CONDITIONS = {'NotImplemented', 'InvalidArgument', 'InvalidRequest'}
 _ABSENT = b'\x02'  # TensorStore's generation of no object
 
 
@@ -75,11 +76,11 @@ class ObjectStore:
   def children(self, folder: str = '') -> list[str]:
     """See `Store`."""
     path = self._path(folder)
-    try:
-      with self._calls('list', folder):
+    with self._calls('list', folder):
+      try:
         entries = self._files.ls(path, detail=True)
-    except CheckpointNotFoundError:
-      return []
+      except FileNotFoundError:
+        return []
     names = {entry['name'].strip('/').removeprefix(f'{path}/') for entry in entries}
     return sorted(name for name in names if name and '/' not in name and not name.startswith(_PROBE))
 
@@ -223,8 +224,8 @@ def _abilities_of(kv: Any, key: str, first: bytes, second: bytes) -> Abilities:
     again = kv.write(key, second, if_equal=_ABSENT).result().generation
     changed = kv.write(key, second, if_equal=made).result().generation
     stale = kv.write(key, first, if_equal=made).result().generation
-  except ValueError as error:
-    if not any(code in str(error) for code in ('501', 'NotImplemented', '400')):
+  except Exception as error:  # of many kinds
+    if bucket_errors.cause_of(error).code not in _REJECTS_CONDITIONS:
       raise
     return Abilities(False, False)
   md5 = hashlib.md5(first, usedforsecurity=False).hexdigest().encode()
