@@ -4,16 +4,10 @@ A process is killed before or after an operation on files, so that every step of
 random moments, while Orbax writes.
 """
 
-import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
-from textwrap import dedent
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,46 +16,35 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from tests.checkpoint import damage
+from tests.checkpoint.forked_processes import forked_processes
 
-ROOT = Path(__file__).parents[2]
+VICTIM = """
+import os, re, shutil, signal, threading
+from tests.checkpoint.killed_saves_test import state_of
 
-VICTIMS = """
-  import json, os, re, shutil, signal, sys, threading
-  import numpy as np
-  import jax.numpy as jnp
-  import flax_spmd as spmd
-  from flax_spmd import checkpoint
+path, overwrite, when, number, operation = {arguments!r}
+layout = spmd.Layout({{'data': 8}}, (('rows', 'data'),))
+state = state_of(layout, 2)
+seen = 0
 
-  def save(path, overwrite, when, number, operation):
-    layout = spmd.Layout({'data': 8}, (('rows', 'data'),))
-    x = np.random.default_rng(2).standard_normal((512, 512), np.float32)
-    state = layout.shard({'w': spmd.LogicallyPartitioned(x, ('rows', None)), 'step': jnp.int32(2)})
-    if when == 'delay':
-      threading.Timer(number, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    for module, name in ((os, 'rename'), (os, 'replace'), (os, 'unlink'), (shutil, 'rmtree')):
-      setattr(module, name, fatal(name, getattr(module, name), when, number, operation))
-    checkpoint.save(path, state, layout=layout, overwrite=overwrite)
+def fatal(name, call):
+  def counted(*args, **kwargs):
+    global seen
+    matches = re.search(operation, f'{{name}} {{args[-1] if name == "replace" else args[0]}}')
+    seen += bool(matches)
+    if matches and seen == number and when == 'before':
+      os.kill(os.getpid(), signal.SIGKILL)
+    result = call(*args, **kwargs)
+    if matches and seen == number and when == 'after':
+      os.kill(os.getpid(), signal.SIGKILL)
+    return result
+  return counted
 
-  seen = 0
-  def fatal(name, call, when, number, operation):
-    def counted(*args, **kwargs):
-      global seen
-      matches = re.search(operation, f'{name} {args[-1] if name == "replace" else args[0]}')
-      seen += bool(matches)
-      if matches and seen == number and when == 'before':
-        os.kill(os.getpid(), signal.SIGKILL)
-      result = call(*args, **kwargs)
-      if matches and seen == number and when == 'after':
-        os.kill(os.getpid(), signal.SIGKILL)
-      return result
-    return counted
-
-  for line in sys.stdin:  # a process for each save; nothing has used JAX in this one
-    child = os.fork()
-    if not child:
-      save(*json.loads(line))
-      os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+if when == 'delay':
+  threading.Timer(number, os.kill, (os.getpid(), signal.SIGKILL)).start()
+for module, name in ((os, 'rename'), (os, 'replace'), (os, 'unlink'), (shutil, 'rmtree')):
+  setattr(module, name, fatal(name, getattr(module, name)))
+checkpoint.save(path, state, layout, overwrite=overwrite)
 """
 
 # when, the how manieth, and the operation; whether the save has then been committed
@@ -106,26 +89,11 @@ def number_of(path, layout):
 
 @pytest.fixture(scope='module')
 def victim():
-  """Saves in a process of its own, which is killed at a moment; returns the exit code."""
-  environment = {
-    **os.environ,
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-    'PYTHONPATH': str(ROOT),
-  }
-  with subprocess.Popen(
-    [sys.executable, '-c', dedent(VICTIMS)],
-    env=environment,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  ) as process:
+  """Saves in a process that is killed at a moment; returns its exit code."""
+  with forked_processes() as run:
 
     def save(path, overwrite, when, number, operation='x^'):
-      process.stdin.write(json.dumps([str(path), overwrite, when, number, operation]) + '\n')
-      process.stdin.flush()
-      return int(process.stdout.readline())
+      return run(VICTIM.format(arguments=(str(path), overwrite, when, number, operation))).code
 
     yield save
 
