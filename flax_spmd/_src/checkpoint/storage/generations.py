@@ -67,7 +67,7 @@ class Claim:
   Raises:
     CheckpointExistsError: the path exists, and `overwrite` is False.
     CheckpointBusyError: another process is writing to the path.
-    CheckpointError: the store cannot be reached or written.
+    CheckpointError: the store cannot be reached or written; or the path is a generation.
   """
 
   def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
@@ -91,6 +91,11 @@ class Claim:
       raise
 
   def _check_free(self, overwrite: bool) -> None:
+    if is_generation(self.path.name) and self._store.read(HEAD) is not None:
+      raise CheckpointError(
+        f'{self.path} is the current contents of a checkpoint, which no save may change.\n'
+        f'Fix: save to {self.path.parent}, or to another path.'
+      )
     is_file = '://' not in str(self.path) and self.path.is_file()
     if is_file or (not overwrite and (self._previous.generation or self._legacy)):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
