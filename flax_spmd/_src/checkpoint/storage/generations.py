@@ -49,6 +49,7 @@ from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _THREADS = 8
+_MARK = '_CHECKPOINT_METADATA'  # of Orbax, and of this package's format 1
 _RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
@@ -76,7 +77,7 @@ class Claim:
     before = idle_head(self._store, path, overwrite)
     self._previous = before.head
     listed = self._store.children(path.name)  # before the lease: see above
-    self._legacy = [] if before.head.generation else [name for name in listed if not _is_ours(name)]
+    self._legacy = _legacy(listed, bool(before.head.generation))
     self._check_free(overwrite)
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
     self._lease, self._intent = self._taken(before)
@@ -241,6 +242,16 @@ def remove_checkpoint(path: epath.Path) -> bool:
   if lease.release() and lease.tag is not None:
     store.remove_if(f'{path.name}/{HEAD}', lease.tag)
   return True
+
+
+def _legacy(listed: Sequence[str], is_ours: bool) -> list[str]:
+  """What a path holds beside our files: a checkpoint of another format, or what is left of one.
+
+  The file that marks a checkpoint comes last, so that a removal which is interrupted can be continued.
+  """
+  if is_ours and _MARK not in listed:
+    return []  # files that somebody has put beside a checkpoint
+  return sorted((name for name in listed if not _is_ours(name)), key=lambda name: name == _MARK)
 
 
 def _is_ours(name: str) -> bool:
