@@ -70,6 +70,9 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
     if not any(stack.split(path) or stack.number(path) for side in sides for path in side):
       text = f'stacks: no path contains {stack.stacked!r} or {stack.text!r}.'
       yield Problem(text, _SHOW)
+  for pattern, _ in changes.renames if changes.only is not None else ():  # else it is reported anyway
+    if not any(re.search(pattern, path) for path in saved.leaves):
+      yield Problem(f'renames: {pattern!r} matches no path of {changes.only}.', _SHOW)
   paths = {new for path in saved.leaves for new in renamed(changes, path)}
   for pattern, _ in changes.rearranged:
     if not any(map(searcher(pattern), paths)):

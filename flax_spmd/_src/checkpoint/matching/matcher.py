@@ -95,7 +95,7 @@ class _Matcher:
         self.problems.append(Problem(text, 'make the pattern in renames match only one of them.'))
       else:
         changed[to] = path
-    for pattern, _ in self.changes.renames:
+    for pattern, _ in self.changes.renames if self.changes.only is None else ():
       if not any(re.search(pattern, path) for path in self.saved):
         text = f'renames: {pattern!r} matches no path of the checkpoint.'
         self.problems.append(Problem(text, _SHOW))

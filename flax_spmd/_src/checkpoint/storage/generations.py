@@ -85,7 +85,9 @@ class Claim:
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      if before.head.generation or before.head.lease:  # else it may be the contents of a damaged head
+      # without a generation and a lease, it may be what a damaged head named
+      known = before.head.generation or before.head.lease
+      if known and (self._garbage or any(is_pin(name) for name in listed)):
         self._remove_unpinned(self._garbage)
     except BaseException:
       self.release()
@@ -111,7 +113,11 @@ class Claim:
     except BaseException:
       intent.remove()
       raise
-    intent.put()  # a writer that was slow may have been taken for dead
+    try:
+      intent.put()  # a writer that was slow may have been taken for dead
+    except BaseException:
+      lease.end()
+      raise
     return lease, intent
 
   def require_lease(self) -> None:
@@ -160,15 +166,15 @@ class Claim:
     if self._intent is not None:
       self._intent.remove()
     previous = [self._previous.generation] if self._previous.generation else []
-    self._remove_unpinned(self._garbage + previous)
+    if self._garbage or previous:
+      self._remove_unpinned(self._garbage + previous)
     for name in self._legacy:
       self._store.remove(f'{self.path.name}/{name}')
     remove_killed_saves(self._store)
 
   def _remove_unpinned(self, generations: Sequence[str]) -> None:
-    if generations:
-      for generation in set(generations) - pinned_generations(self._store, self.path.name):
-        remove_generation(self._store, f'{self.path.name}/{generation}')
+    for generation in set(generations) - pinned_generations(self._store, self.path.name):
+      remove_generation(self._store, f'{self.path.name}/{generation}')
 
   def release(self) -> None:
     """Releases the path; removes an uncommitted generation."""
@@ -225,14 +231,26 @@ def remove_checkpoint(path: epath.Path) -> bool:
   try:
     before = idle_head(store, path, overwrite=True)
     listed = store.children(path.name)
+    intent = Intent(store, path.name)  # a later save completes a removal that is interrupted
     lease = HeadLease(store, path, before)
   except CheckpointBusyError:
     return False
-  generation, digest = before.head.generation, before.head.manifest
+  try:
+    if not _removed(store, path, lease, before.head, listed):
+      return False
+    intent.remove()
+    return True
+  finally:
+    lease.end()
+
+
+def _removed(
+  store: Store, path: epath.Path, lease: HeadLease, before: Head, listed: Sequence[str]
+) -> bool:
   if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
     return False
   if pinned_generations(store, path.name):
-    lease.release(generation=generation, manifest=digest)
+    lease.release(generation=before.generation, manifest=before.manifest)
     return False
   for name in listed:
     if is_generation(name):

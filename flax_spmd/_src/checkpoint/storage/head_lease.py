@@ -116,13 +116,11 @@ class HeadLease:
       if self._lost:
         return False
       tag = self._store.write(name, head.to_bytes(), expected=self.tag, durable=durable)
-      if tag is None:  # by another, or by an attempt of ours whose answer was lost
-        found = self._store.read(name)
-        if found is not None and found[0] == head.to_bytes():
-          tag = found[1]
-        elif (stored := read_head(self._store, self._path)).tag is not None and self._is_ours(
-          stored.head
-        ):
+      if (
+        tag is None
+      ):  # by another, or by an attempt of ours whose answer was lost, and which need not be durable
+        stored = read_head(self._store, self._path)
+        if stored.tag is not None and (stored.head == head or self._is_ours(stored.head)):
           tag = self._store.write(name, head.to_bytes(), expected=stored.tag, durable=durable)
       self._lost = tag is None
       if tag is not None:

@@ -87,7 +87,9 @@ def _removed(store: Store, path: Any, found: StoredHead) -> bool:
   if found.tag is None and not generations and (names or not path.is_dir()):
     return True  # nothing of ours is there
   fence = Head(epoch=found.head.epoch + 1)  # no older writer can commit after this
-  tag = store.write(f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=False)
+  tag = store.write(
+    f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=bool(generations)
+  )
   if tag is None:
     return False
   for name in generations:
