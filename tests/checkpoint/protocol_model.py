@@ -147,7 +147,9 @@ def generations(world: World) -> frozenset[str]:
 # HEAD
 
 
-def put(world: World, actor: Actor, head: Head | None, expected: str | None, holds: bool) -> World | None:
+def put(
+  world: World, actor: Actor, head: Head | None, expected: str | None, holds: bool
+) -> World | None:
   """A put or removal of HEAD on condition of its tag; None if it is refused. `holds`: the rule of the condition."""
   if holds and expected != (world.head.put if world.head else None):
     return None
@@ -354,7 +356,10 @@ def beat(world: World, actor: Actor, rules: Rules) -> Steps:
     yield world, actor._replace(at='clean', todo=())
   else:
     yield after, beaten._replace(at='write')
-  yield world._replace(late=world.late | {(actor.tag, head)}), actor._replace(at='write', puts=beaten.puts)
+  yield (
+    world._replace(late=world.late | {(actor.tag, head)}),
+    actor._replace(at='write', puts=beaten.puts),
+  )
 
 
 @step

@@ -6,7 +6,9 @@ from tests.checkpoint.protocol_model import FILES, Actor, Broken, Head, Rules, S
 
 NEW = World()
 OLD = World(
-  Head('gen-old', None, 'old'), frozenset(('gen-old', file) for file in FILES), named=frozenset({'gen-old'})
+  Head('gen-old', None, 'old'),
+  frozenset(('gen-old', file) for file in FILES),
+  named=frozenset({'gen-old'}),
 )
 EARLIER = Rules()  # names
 
@@ -58,9 +60,7 @@ def read_only(rules):
 
 
 def disk(rules):
-  return State(
-    OLD._replace(disk=True), (save('A', rules, faulty=True), save('B', rules))
-  )
+  return State(OLD._replace(disk=True), (save('A', rules, faulty=True), save('B', rules)))
 
 
 def new_on_disk(rules):
@@ -70,7 +70,14 @@ def new_on_disk(rules):
 
 
 SCENARIOS = [
-  overwrites_and_reader, lost_answers, first_saves_and_sweep, failing_first_save_and_sweep, deletion, read_only, disk, new_on_disk
+  overwrites_and_reader,
+  lost_answers,
+  first_saves_and_sweep,
+  failing_first_save_and_sweep,
+  deletion,
+  read_only,
+  disk,
+  new_on_disk,
 ]
 
 

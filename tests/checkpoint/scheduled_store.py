@@ -79,7 +79,9 @@ class World:
     self.rng, self.disk, self.faults = rng, disk, faults
     self.files: dict[str, bytes] = {}
     self.tags: dict[str, Tag] = {}
-    self.before: dict[str, set[bytes | None]] = {}  # what a power cut may leave beside the present content
+    self.before: dict[
+      str, set[bytes | None]
+    ] = {}  # what a power cut may leave beside the present content
     self.late: list[tuple[str, Tag | None, bytes, str]] = []
     self.named: list[str | None] = [None]  # by HEAD, one after the other
     self.since: dict[bytes | None, int] = {None: 0}  # how many had been named at each content of HEAD
@@ -148,7 +150,9 @@ class World:
   def settle_folder(self, name: str) -> None:
     """Makes the names in a file's folder durable."""
     folder = name.rpartition('/')[0]
-    self.before = {other: old for other, old in self.before.items() if other.rpartition('/')[0] != folder}
+    self.before = {
+      other: old for other, old in self.before.items() if other.rpartition('/')[0] != folder
+    }
 
   # Promises
 
@@ -202,7 +206,9 @@ class World:
 
 
 def _writer(files: Mapping[str, bytes]) -> str:
-  return next((data.decode().partition(':')[0] for name, data in files.items() if name.endswith('/a')), '')
+  return next(
+    (data.decode().partition(':')[0] for name, data in files.items() if name.endswith('/a')), ''
+  )
 
 
 class ScheduledStore:
@@ -269,7 +275,9 @@ class ScheduledStore:
     """See `Store`."""
     self.world.operation(f'list {folder}')
     prefix = f'{self._full(folder)}/'
-    return sorted({name[len(prefix) :].partition('/')[0] for name in self.world.files if name.startswith(prefix)})
+    return sorted(
+      {name[len(prefix) :].partition('/')[0] for name in self.world.files if name.startswith(prefix)}
+    )
 
   def files(self, folder: str = '') -> dict[str, int]:
     """See `Store`."""
