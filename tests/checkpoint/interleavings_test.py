@@ -7,6 +7,7 @@ anywhere, answers of puts are lost or late, syncs fail, and the power goes.
 
 import itertools
 import random
+import threading
 import types
 
 import pytest
@@ -34,15 +35,21 @@ class Setting:
     self.disturbed = set()
     for module in (generations, source):
       patch.setattr(module, 'open_store', lambda path: ScheduledStore(self.world, path))
+    patch.setattr(head_lease, 'BEAT', 1e6)
+    patch.setattr(pins, 'BEAT', 1e6)
     for module in (head_lease, killed_saves, pins):
       patch.setattr(module, 'this_process', self.this_process)
       patch.setattr(module, 'new_token', self.new_token)
-    patch.setattr(head_lease, 'has_ended', lambda holder, token: self.is_dead(None, '', holder, token, None))
+    patch.setattr(
+      head_lease, 'has_ended', lambda holder, token: self.is_dead(None, '', holder, token, None)
+    )
     patch.setattr(head_lease, 'stays_silent', lambda store, name, tag: False)
     patch.setattr(killed_saves, 'is_dead', self.is_dead)
     patch.setattr(pins, 'is_dead', self.is_dead)
     patch.setattr(generations, 'time', types.SimpleNamespace(sleep=lambda seconds: None))
-    patch.setattr(generations, 'secrets', types.SimpleNamespace(token_hex=lambda n: f'{next(self.numbers):08x}'))
+    patch.setattr(
+      generations, 'secrets', types.SimpleNamespace(token_hex=lambda n: f'{next(self.numbers):08x}')
+    )
 
   def this_process(self):
     return ProcessIdentity(self.world.current, '', 1, '')
@@ -117,7 +124,10 @@ class Setting:
       world.fail(f'a save finds no way on: {error}')
       return
     generation = world.named[-1]
-    expected = {f'{ROOT}/{NAME}/HEAD', *(f'{ROOT}/{NAME}/{generation}/{file}' for file in ('a', 'b', 'MANIFEST'))}
+    expected = {
+      f'{ROOT}/{NAME}/HEAD',
+      *(f'{ROOT}/{NAME}/{generation}/{file}' for file in ('a', 'b', 'MANIFEST')),
+    }
     if set(world.files) != expected:
       world.fail(f'litter after a save: {sorted(set(world.files) ^ expected)}')
 
@@ -157,6 +167,12 @@ def play(seed, patch):
       world.power_cut()
       world.trace.append('power cut')
     setting.check_fresh_save()
+  for thread in threading.enumerate():
+    if thread.name.startswith(('flax_spmd lease', 'flax_spmd pin')):
+      thread.join(5)
+      if thread.is_alive():
+        world.fail(f'{thread.name} is renewed for ever')
+        break
   return world
 
 

@@ -6,22 +6,24 @@ from tests.checkpoint.protocol_model import FILES, Actor, Broken, Head, Rules, S
 
 NEW = World()
 OLD = World(
-  Head('gen-old', None, 'old'), frozenset(('gen-old', file) for file in FILES), named=frozenset({'gen-old'})
+  Head('gen-old', None, 'old'),
+  frozenset(('gen-old', file) for file in FILES),
+  named=frozenset({'gen-old'}),
 )
 EARLIER = Rules()  # names
 
 
 def save(name, rules, **more):
   generation = f'gen-{name}' if rules.unique_generation_names else 'gen-1'
-  return Actor(name, 'save', more.pop('at', 'put_intent'), generation, **more)
+  return Actor(name, 'save', 'read_head', generation, **more)
 
 
 def overwrites_and_reader(rules):
   return State(
-    OLD._replace(intents=frozenset({'A', 'B'})),
+    OLD,
     (
-      save('A', rules, at='read_head'),
-      save('B', rules, at='read_head'),
+      save('A', rules),
+      save('B', rules),
       Actor('reader', 'read', 'look'),
     ),
   )
@@ -44,11 +46,22 @@ def failing_first_save_and_sweep(rules):
 
 def deletion(rules):
   return State(
-    OLD._replace(intents=frozenset({'A'})),
+    OLD,
     (
-      Actor('D', 'delete', 'put_intent'),
-      save('A', rules, at='read_head'),
+      Actor('D', 'delete', 'read_head'),
+      save('A', rules),
       Actor('reader', 'read', 'look'),
+    ),
+  )
+
+
+def deletion_on_disk(rules):
+  return State(
+    OLD._replace(disk=True),
+    (
+      Actor('D', 'delete', 'read_head', faulty=True),
+      Actor('sweep', 'sweep', 'list_intents'),
+      Actor('reader', 'read_only', 'look'),
     ),
   )
 
@@ -58,9 +71,7 @@ def read_only(rules):
 
 
 def disk(rules):
-  return State(
-    OLD._replace(disk=True), (save('A', rules, faulty=True), save('B', rules))
-  )
+  return State(OLD._replace(disk=True), (save('A', rules, faulty=True), save('B', rules)))
 
 
 def new_on_disk(rules):
@@ -70,7 +81,15 @@ def new_on_disk(rules):
 
 
 SCENARIOS = [
-  overwrites_and_reader, lost_answers, first_saves_and_sweep, failing_first_save_and_sweep, deletion, read_only, disk, new_on_disk
+  overwrites_and_reader,
+  lost_answers,
+  first_saves_and_sweep,
+  failing_first_save_and_sweep,
+  deletion,
+  deletion_on_disk,
+  read_only,
+  disk,
+  new_on_disk,
 ]
 
 

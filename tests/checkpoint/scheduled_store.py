@@ -79,13 +79,16 @@ class World:
     self.rng, self.disk, self.faults = rng, disk, faults
     self.files: dict[str, bytes] = {}
     self.tags: dict[str, Tag] = {}
-    self.before: dict[str, set[bytes | None]] = {}  # what a power cut may leave beside the present content
+    self.before: dict[
+      str, set[bytes | None]
+    ] = {}  # what a power cut may leave beside the present content
     self.late: list[tuple[str, Tag | None, bytes, str]] = []
     self.named: list[str | None] = [None]  # by HEAD, one after the other
     self.since: dict[bytes | None, int] = {None: 0}  # how many had been named at each content of HEAD
     self.contents: dict[str, dict[str, bytes]] = {}  # of generations that HEAD has named
     self.returned = 0
     self.base: dict[str, str | None] = {}
+    self.leases: set[str] = set()
     self.actors: dict[str, Actor] = {}
     self.by_thread: dict[int, Actor] = {}
     self.writes, self.trace, self.broken = 0, [], ''
@@ -97,7 +100,10 @@ class World:
 
     def known() -> None:
       self.by_thread[threading.get_ident()] = self.actors[name]
-      call()
+      try:
+        call()
+      finally:
+        del self.by_thread[threading.get_ident()]
 
     self.actors[name] = Actor(name, known)
 
@@ -148,14 +154,17 @@ class World:
   def settle_folder(self, name: str) -> None:
     """Makes the names in a file's folder durable."""
     folder = name.rpartition('/')[0]
-    self.before = {other: old for other, old in self.before.items() if other.rpartition('/')[0] != folder}
+    self.before = {
+      other: old for other, old in self.before.items() if other.rpartition('/')[0] != folder
+    }
 
   # Promises
 
   def _check_update(self, content: bytes | None) -> None:
     head = json.loads(content) if content else {'generation': None, 'lease': None}
     before, after, actor = self.named[-1], head['generation'], self.current
-    if head['lease'] is not None and before == after:
+    if head['lease'] is not None and head['lease']['token'] not in self.leases:
+      self.leases.add(head['lease']['token'])
       self.base[actor] = before
     if before != after:
       own = self.contents.get(after or '', {}) or {
@@ -202,7 +211,9 @@ class World:
 
 
 def _writer(files: Mapping[str, bytes]) -> str:
-  return next((data.decode().partition(':')[0] for name, data in files.items() if name.endswith('/a')), '')
+  return next(
+    (data.decode().partition(':')[0] for name, data in files.items() if name.endswith('/a')), ''
+  )
 
 
 class ScheduledStore:
@@ -269,7 +280,9 @@ class ScheduledStore:
     """See `Store`."""
     self.world.operation(f'list {folder}')
     prefix = f'{self._full(folder)}/'
-    return sorted({name[len(prefix) :].partition('/')[0] for name in self.world.files if name.startswith(prefix)})
+    return sorted(
+      {name[len(prefix) :].partition('/')[0] for name in self.world.files if name.startswith(prefix)}
+    )
 
   def files(self, folder: str = '') -> dict[str, int]:
     """See `Store`."""
