@@ -17,6 +17,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 
 import contextlib
+import gc
 import sys
 import tempfile
 import warnings
@@ -121,6 +122,7 @@ def _quiet() -> Iterator[TextIO]:
     with os.fdopen(os.dup(stderr), 'w') as aside:
       yield aside
   finally:
+    gc.collect()  # coroutines of failed reads report their errors when they are collected
     os.dup2(stderr, 2)
 
 

@@ -109,7 +109,7 @@ class BucketPlace:
     self._keys.write(self._key(path, name), data).result()
 
   def remove(self, path: str, name: str) -> None:
-    self._keys.delete(self._key(path, name)).result()
+    self._keys.write(self._key(path, name), None).result()
 
   def clear(self, path: str) -> None:
     prefix = self._key(path)

@@ -14,10 +14,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax_spmd._src.checkpoint.storage.folders import Claim  # noqa: F401  the writer of format 1
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from flax_spmd._src.checkpoint.storage.folders import Claim  # noqa: F401  the writer of format 1
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
 
@@ -42,7 +42,11 @@ def main(folder):
   """Writes all checkpoints."""
   first = state(3)
   sharded = {**first, 'params': LAYOUT.shard(first['params'])}
-  for name, options in (('plain', {}), ('packed', {'pack': 1 << 10}), ('compressed', {'compress': True})):
+  for name, options in (
+    ('plain', {}),
+    ('packed', {'pack': 1 << 10}),
+    ('compressed', {'compress': True}),
+  ):
     shutil.rmtree(folder / name, ignore_errors=True)
     checkpoint.save(folder / name, sharded, layout=LAYOUT, **options)
     (folder / f'.{name}.lock').unlink(missing_ok=True)

@@ -70,6 +70,9 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
     if not any(stack.split(path) or stack.number(path) for side in sides for path in side):
       text = f'stacks: no path contains {stack.stacked!r} or {stack.text!r}.'
       yield Problem(text, _SHOW)
+  for pattern, _ in changes.renames if changes.only is not None else ():  # else it is reported anyway
+    if not any(re.search(pattern, path) for path in saved.leaves):
+      yield Problem(f'renames: {pattern!r} matches no path of {changes.only}.', _SHOW)
   paths = {new for path in saved.leaves for new in renamed(changes, path)}
   for pattern, _ in changes.rearranged:
     if not any(map(searcher(pattern), paths)):
@@ -174,7 +177,9 @@ def _of_leaf(
     for source, leaf in leaves[1:]:
       if leaf[:2] != one[:2] or not _agree(leaf.names, one.names):
         text = f'{path}: {source} ({leaf}) differs from {first} ({one}).'
-        yield Problem(text, 'layers that differ cannot be stacked; save them with equal shapes and names.')
+        yield Problem(
+          text, 'layers that differ cannot be stacked; save them with equal shapes and names.'
+        )
   converted = record_of(route, saved.leaves)
   names = renamed_axes(changes, converted.names)
   if not _agree(names, target.names):

@@ -87,7 +87,7 @@ class _Matcher:
     """Saved paths by their renamed paths. A renamed leaf displaces a leaf already at its new path."""
     unchanged: dict[str, str] = {}
     changed: dict[str, str] = {}
-    for path, to in ((path, to) for path in self.saved for to in renamed(self.changes, path)):
+    for path, to in ((old, new) for old in self.saved for new in renamed(self.changes, old)):
       if to == path:
         unchanged[path] = path
       elif to in changed:
@@ -95,7 +95,7 @@ class _Matcher:
         self.problems.append(Problem(text, 'make the pattern in renames match only one of them.'))
       else:
         changed[to] = path
-    for pattern, _ in self.changes.renames:
+    for pattern, _ in self.changes.renames if self.changes.only is None else ():
       if not any(re.search(pattern, path) for path in self.saved):
         text = f'renames: {pattern!r} matches no path of the checkpoint.'
         self.problems.append(Problem(text, _SHOW))
@@ -174,9 +174,7 @@ class _Matcher:
 
   # -- stacks
 
-  def _placeholder(
-    self, path: str, sources: tuple[str, ...], leaf: LeafRecord | None
-  ) -> Route | None:
+  def _placeholder(self, path: str, sources: tuple[str, ...], leaf: LeafRecord | None) -> Route | None:
     """The route of an optimizer's one-element placeholder, which is the same for any number of layers."""
     if leaf is None:
       return None
@@ -245,7 +243,9 @@ class _Matcher:
   def _unconfirmed_axis(
     self, stack: Stack, stacked: LeafRecord | None, single: LeafRecord | None
   ) -> int | None:
-    rank = len(single.shape) + 1 if single is not None else len(stacked.shape) if stacked is not None else 0
+    rank = (
+      len(single.shape) + 1 if single is not None else len(stacked.shape) if stacked is not None else 0
+    )
     if stack.axis is not None or not rank:
       return (stack.axis or 0) % rank if rank else None
     names = (stacked.names if stacked is not None else None) or ()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # registers its exit hook, which must come before ours below
+import contextvars
 import json
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 from etils import epath
@@ -187,10 +188,38 @@ def _raise_error(message: dict[str, str]) -> None:
     raise getattr(errors, message['error'], CheckpointError)(message['text'])
 
 
+Result = TypeVar('Result')
+
+
+def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) -> Result:
+  """Calls a function that waits for other processes; raises an error as soon as one of them has died.
+
+  In a job of several processes, it runs in a thread, since what it waits for may never come.
+
+  Args:
+    call: function to call.
+    path: path of the checkpoint that is being saved.
+    heartbeat: heartbeat of the save; stopped if there is an error.
+
+  Raises:
+    CheckpointError: another process has died, or failed; or the call did.
+  """
+  if jax.process_count() == 1:
+    return call()
+  results: list[Result] = []
+  try:
+    wait_for(_BackgroundCall(lambda: results.append(call())), path, heartbeat)
+  except BaseException as error:
+    heartbeat.stop(error)
+    raise
+  return results[0]
+
+
 def start(
   response: Response,
   held: Claim | NonWriter,
   progress: ByteProgress,
+  heartbeat: Heartbeat,
   record: Callable[[], Record],
   metadata: Mapping[str, Any],
   after: Callable[[], None],
@@ -201,12 +230,12 @@ def start(
     response: Orbax's handle of the save.
     held: right to write to the path; released at the end.
     progress: progress bar; closed at the end.
+    heartbeat: heartbeat of the save; stopped at the end.
     record: function that completes the record.
     metadata: JSON values to store beside the record.
     after: function called after the commit, in the first process.
   """
   global _last
-  heartbeat = Heartbeat()
 
   def work() -> None:
     failure: BaseException | None = None
@@ -231,7 +260,10 @@ class _BackgroundCall:
 
   def __init__(self, call: Any):
     self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
-    threading.Thread(target=self._run, args=(call,), name='flax_spmd commit', daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(
+      target=context.run, args=(self._run, call), name='flax_spmd call', daemon=True
+    ).start()
 
   def _run(self, call: Any) -> None:
     try:
@@ -300,12 +332,17 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
   Raises:
     CheckpointError: the save failed here or in another process, or another process died.
   """
+  failed_before = None
   while True:
     try:
       response.result(timeout=_POLL)
       return
     except TimeoutError as error:
-      if failed := heartbeat.failed():
+      failed, failed_before = (
+        failed_before,
+        heartbeat.failed(),
+      )  # this process's own error is about to come
+      if failed:
         process, text = failed
         raise CheckpointError(
           f'The save to {path} failed in process {process}: {text}.\n'
@@ -318,7 +355,7 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
           'A checkpoint at the path is complete: it is the previous one or this one.\n'
           'Fix: start the job again from the last checkpoint.'
         ) from error
-    except CheckpointError:
+    except errors.FlaxSpmdError:
       raise
     except (OSError, ValueError, RuntimeError) as error:
       if 'shutdown' in str(error):

@@ -84,7 +84,8 @@ class Claim:
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      if self._garbage or any(is_pin(name) for name in listed):
+      known = before.head.generation or before.head.lease  # else it may be the contents of a damaged head
+      if known and (self._garbage or any(is_pin(name) for name in listed)):
         self._remove_unpinned(self._garbage)
     except BaseException:
       self.release()
@@ -196,8 +197,10 @@ class Claim:
     for pause in _RETRIES:
       time.sleep(pause)
       with contextlib.suppress(OSError, CheckpointError):
-        remove_generation(self._store, f'{self.path.name}/{self._generation}')
-        if not self._store.children(f'{self.path.name}/{self._generation}'):
+        left = [n for n in self._store.children(self.path.name) if n.startswith(self._generation)]
+        for name in left:  # the generation, or the folder that Orbax renames to it
+          remove_generation(self._store, f'{self.path.name}/{name}')
+        if not left:
           return
 
 

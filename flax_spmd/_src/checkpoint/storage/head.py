@@ -135,7 +135,8 @@ def _lease(content: Any) -> Lease:
   _expect(isinstance(content, dict), f'its lease is {content!r}')
   lease = Lease(parsed_identity(content['holder']), content['token'], content['beat'])
   _expect(
-    isinstance(lease.token, str) and _is_count(lease.beat), 'its lease has no token, or no number of beats'
+    isinstance(lease.token, str) and _is_count(lease.beat),
+    'its lease has no token, or no number of beats',
   )
   return lease
 

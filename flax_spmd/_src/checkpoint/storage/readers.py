@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -20,8 +21,9 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
-from flax_spmd._src.checkpoint.storage.head import read_head
-from flax_spmd._src.checkpoint.storage.orbax_context import context
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.manifest import FileRecord
+from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
   LeafRecord,
@@ -53,10 +55,12 @@ class CheckpointReader(Protocol):
   Attributes:
     path: folder or file of the checkpoint.
     record: description of its arrays.
+    folder: folder or file that the library whose format it has can read.
   """
 
   path: epath.Path
   record: Record
+  folder: epath.Path
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """Reads leaves by path.
@@ -77,17 +81,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     CheckpointDamagedError: the checkpoint cannot be read.
     CheckpointError: a newer version wrote the checkpoint.
   """
-  folder = as_path(path)
-  source = current_source(folder)
-  return foreign_reader(folder) if source is None else source_reader(source)
+  return reader_of(path, current_source(as_path(path)))
 
 
-def source_reader(source: Source) -> CheckpointReader:
-  """A reader of a generation."""
-  return OrbaxReader(source.path, source.manifest.record, folder=source.folder)
+def reader_of(path: str | os.PathLike[str], source: Source | None) -> CheckpointReader:
+  """A reader of a generation; of the path itself if it has none."""
+  if source is None:
+    return _foreign_reader(as_path(path))
+  return OrbaxReader(
+    source.path, source.manifest.record, folder=source.folder, files=source.manifest.files
+  )
 
 
-def foreign_reader(given: epath.Path) -> CheckpointReader:
+def _foreign_reader(given: epath.Path) -> CheckpointReader:
   """A reader of a path without generations: of another library, or of an earlier version of this one."""
   folder = given
   if folder.is_dir() and (folder / 'checkpoint').is_file():
@@ -213,7 +219,7 @@ def _is_flax_file(path: epath.Path) -> bool:
 
 def _why_none(path: epath.Path) -> str:
   """Why a folder is not a checkpoint, for an error text."""
-  if _UNFINISHED in path.name:
+  if _UNFINISHED in path.name or (path / HEAD).exists():
     return ' (an unfinished save)'
   unfinished = [child.name for child in path.iterdir() if _UNFINISHED in child.name]
   return (
@@ -229,18 +235,24 @@ class OrbaxReader:
     record: description of its arrays.
     part: subfolder with the arrays; default: found by its contents.
     folder: folder of the Orbax checkpoint; default: the path.
+    files: the files in it, if they are recorded.
   """
 
   def __init__(
-    self, path: epath.Path, record: Record, part: str | None = None, folder: epath.Path | None = None
+    self,
+    path: epath.Path,
+    record: Record,
+    part: str | None = None,
+    folder: epath.Path | None = None,
+    files: Mapping[str, FileRecord] = MappingProxyType({}),
   ):
     self.path, self.record, self._part = path, record, part
-    self._folder = folder or path
+    self.folder, self.files = folder or path, files
     self._is_packed = any(leaf.packed for leaf in record.leaves.values())
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
-    _check_names(self._folder)
+    _check_names(self.folder)
     return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
@@ -278,8 +290,8 @@ class OrbaxReader:
 
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
-      with context(memory=_in_flight(target, memory)):
-        return ocp.load(self._folder, target, checkpointable_name=self._name())
+      with local_context(_in_flight(target, memory)):
+        return ocp.load(self.folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
       if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
         raise
@@ -289,7 +301,7 @@ class OrbaxReader:
       ) from error
 
   def _name(self) -> str | None:
-    return self._part or _part_with_arrays(self._folder)
+    return self._part or _part_with_arrays(self.folder)
 
 
 def _in_flight(target: Any, memory: int | None) -> int:
@@ -421,7 +433,7 @@ class FlaxReader:
   """
 
   def __init__(self, path: epath.Path):
-    self.path = path
+    self.path = self.folder = path
     flat = skeleton.flatten(_flax_tree(path))
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
