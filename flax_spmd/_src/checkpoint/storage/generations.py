@@ -85,8 +85,9 @@ class Claim:
     self._attempted = self._committed = False
     try:
       known = before.head.generation or before.head.lease  # else it may be the contents of a damaged head
-      if known and (self._garbage or any(is_pin(name) for name in listed)):
-        self._remove_unpinned(self._garbage)
+      garbage = self._garbage if known else []
+      if garbage or any(is_pin(name) for name in listed):
+        self._remove_unpinned(garbage)
     except BaseException:
       self.release()
       raise
@@ -98,7 +99,7 @@ class Claim:
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
-    if before.tag is not None:
+    if before.head.generation is not None:
       return HeadLease(self._store, self.path, before, durable=bool(self._garbage)), None
     intent = Intent(self._store, self.path.name)
     try:
