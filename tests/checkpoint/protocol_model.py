@@ -200,7 +200,10 @@ def settle(world: World, actor: Actor, rules: Rules) -> Steps:
 def put_intent(world: World, actor: Actor, rules: Rules) -> Steps:
   """Before HEAD is put where it names nothing, or soon will. Overwriting needs none: the next save finds its garbage."""
   needed = rules.intent_before_take and (actor.kind == 'delete' or base(actor) is None)
-  yield (world._replace(intents=world.intents | {actor.name}) if needed else world), actor._replace(at='take')
+  yield (
+    (world._replace(intents=world.intents | {actor.name}) if needed else world),
+    actor._replace(at='take'),
+  )
 
 
 @step
@@ -274,7 +277,10 @@ def unname(world: World, actor: Actor, rules: Rules) -> Steps:
   if after is None:
     yield world, actor._replace(at='finished')
   else:
-    yield after, settling(world, unnamed._replace(saved=after.saves), 'look_for_pins', rules.unname_durable)
+    yield (
+      after,
+      settling(world, unnamed._replace(saved=after.saves), 'look_for_pins', rules.unname_durable),
+    )
 
 
 @step
@@ -573,8 +579,22 @@ def successors(state: State, rules: Rules) -> Iterator[tuple[str, State]]:
         yield f'{actor.name} {actor.at}', State(after, others)
 
 
-def explore(start: State, rules: Rules) -> int:
-  """Visits every state that can be reached, breadth first; returns their number.
+class Explored(NamedTuple):
+  """The result of an exploration.
+
+  Attributes:
+    states: number of states.
+    places: places in their programs that actors have reached.
+    ends: the generations that HEAD has named, for each way in which all actors finish.
+  """
+
+  states: int
+  places: frozenset[str]
+  ends: frozenset[frozenset[str]]
+
+
+def explore(start: State, rules: Rules) -> Explored:
+  """Visits every state that can be reached, breadth first.
 
   Raises:
     Broken: a promise does not hold; with the shortest steps that lead there.
@@ -594,7 +614,9 @@ def explore(start: State, rules: Rules) -> int:
       if after not in came_from:
         came_from[after] = (state, name)
         queue.append(after)
-  return len(queue)
+  places = frozenset(actor.at for state in queue for actor in state.actors)
+  ends = (state.world.named for state in queue if {actor.at for actor in state.actors} == {'finished'})
+  return Explored(len(queue), places, frozenset(ends))
 
 
 def steps_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> list[str]:
@@ -657,7 +679,7 @@ def check_fresh_sweep(world: World) -> None:
   """
   left = run(world, Actor('sweep', 'sweep', 'list_intents'))
   named = left.head is not None and left.head.generation is not None
-  if (left.intents or not named and (left.head or left.files)) and not world.revived:
+  if (left.intents or (not named and (left.head or left.files))) and not world.revived:
     raise Broken(f'litter after a sweep: {left}')
 
 
