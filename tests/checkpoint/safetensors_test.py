@@ -303,5 +303,4 @@ def test_the_host_holds_little_more_than_the_state(kind, tmp_path):
   del file
   largest = one * (number if kind == 'changed' else 1)  # the stack is one array
   excess = peak(tmp_path, number, size, kind) - peak('none', number, size, kind)
-  print(kind, excess / one)
   assert excess < 2 * largest
