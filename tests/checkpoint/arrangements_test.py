@@ -65,7 +65,11 @@ def test_every_kind_of_checkpoint(write, tmp_path):
   path = write(tmp_path)
   changes = Changes(rearranged={'w': '(three=3 heads head) -> three heads head'})
   text = "'(three=3 heads head) -> three heads head' does not fit float32[8,24]: it has 1 dimensions."
-  target = LAYOUT.abstract(lambda: {'w': spmd.LogicallyPartitioned(jnp.zeros((3, 4, 2, 8)), ('three', 'heads', 'head', 'embed'))})
+  target = LAYOUT.abstract(
+    lambda: {
+      'w': spmd.LogicallyPartitioned(jnp.zeros((3, 4, 2, 8)), ('three', 'heads', 'head', 'embed'))
+    }
+  )
   assert f'w: {text}' in refused(checkpoint.restore, path, target, changes=changes)
   changes = Changes(rearranged={'w': 'embed (three=3 heads=4 head) -> three heads head embed'})
   w = spmd.unbox(checkpoint.restore(path, target, changes=changes))['w']
@@ -90,14 +94,25 @@ def arrangements(draw):
   dots = '... ' if rest or draw(st.booleans()) else ''
 
   def text(groups, given):
-    names = [[f'n{part}={sizes[part]}' if part in given else f'n{part}' for part in group] for group in groups]
-    return ' '.join(names[i][0] if len(names[i]) == 1 and draw(st.booleans()) else f'({" ".join(names[i])})' for i in range(len(names)))
+    names = [
+      [f'n{part}={sizes[part]}' if part in given else f'n{part}' for part in group] for group in groups
+    ]
+    return ' '.join(
+      names[i][0] if len(names[i]) == 1 and draw(st.booleans()) else f'({" ".join(names[i])})'
+      for i in range(len(names))
+    )
 
   given_sizes = {part for group in saved for part in group[1:]}
   before = (*rest, *(int(np.prod([sizes[p] for p in group])) for group in saved))
   after = (*rest, *(int(np.prod([sizes[p] for p in group])) for group in new))
   axes = (*range(len(rest)), *(len(rest) + part for part in order))
-  return f'{dots}{text(saved, given_sizes)} -> {dots}{text(new, set())}', before, (*rest, *sizes), axes, after
+  return (
+    f'{dots}{text(saved, given_sizes)} -> {dots}{text(new, set())}',
+    before,
+    (*rest, *sizes),
+    axes,
+    after,
+  )
 
 
 @settings(max_examples=150)
@@ -115,7 +130,13 @@ def test_any_arrangement_is_what_numpy_computes(case, data, tmp_path_factory):
 
 
 SHARDED = st.sampled_from(
-  [P('data', 'model'), P(None, None, 'model'), P('model', None, ('data',)), P(('model', 'data')), P(None, 'data', 'model')]
+  [
+    P('data', 'model'),
+    P(None, None, 'model'),
+    P('model', None, ('data',)),
+    P(('model', 'data')),
+    P(None, 'data', 'model'),
+  ]
 )
 
 
@@ -142,7 +163,8 @@ def layer(number, fused):
     return {'attn': {'qkv': spmd.LogicallyPartitioned(kernel, ('parts', 'embed', 'heads'))}}
   return {
     'attn': {
-      name: spmd.LogicallyPartitioned(kernel[part], ('embed', 'heads')) for part, name in enumerate('qkv')
+      name: spmd.LogicallyPartitioned(kernel[part], ('embed', 'heads'))
+      for part, name in enumerate('qkv')
     }
   }
 
@@ -162,16 +184,12 @@ def single(fused):
 
 
 def stacked(fused):
-  return {
-    'layers': jax.tree.map(
-      lambda *boxes: boxes[0].replace(value=np.stack([b.value for b in boxes]), names=('layers', *boxes[0].names))
-      if hasattr(boxes[0], 'replace')
-      else spmd.LogicallyPartitioned(np.stack([b.value for b in boxes]), ('layers', *boxes[0].names)),
-      layer(0, fused),
-      layer(1, fused),
-      is_leaf=lambda node: isinstance(node, spmd.LogicallyPartitioned),
-    )
-  }
+  def stack(*boxes):
+    values = np.stack([box.value for box in boxes])
+    return spmd.LogicallyPartitioned(values, ('layers', *boxes[0].names))
+
+  is_box = lambda node: isinstance(node, spmd.LogicallyPartitioned)
+  return {'layers': jax.tree.map(stack, layer(0, fused), layer(1, fused), is_leaf=is_box)}
 
 
 SPLIT, FUSE = {'attn/qkv': 'attn/{q,k,v}'}, {'attn/qkv': 'attn/{q,k,v}'}
@@ -189,7 +207,15 @@ LAYERS = {'layers': 'layers_{}'}
     (stacked(True), single(False), {**LAYERS, **SPLIT}),
     (stacked(False), single(True), {**LAYERS, **FUSE}),
   ],
-  ids=['split', 'fuse', 'split, stack', 'stack, split', 'fuse, stack', 'unstack, split', 'unstack, fuse'],
+  ids=[
+    'split',
+    'fuse',
+    'split, stack',
+    'stack, split',
+    'fuse, stack',
+    'unstack, split',
+    'unstack, fuse',
+  ],
 )
 def test_parts_of_one_array_with_optimizer_state(saved, target, stacks, tmp_path):
   state = LAYOUT.shard(trained(saved))
@@ -205,7 +231,9 @@ def test_parts_of_one_array_with_optimizer_state(saved, target, stacks, tmp_path
 
 def test_experts_stacked_in_layers(tmp_path):
   arrays = {
-    f'layers.{n}.experts.{e}.w1': np.full((4, 6), 10 * n + e, np.float32) for n in range(3) for e in range(2)
+    f'layers.{n}.experts.{e}.w1': np.full((4, 6), 10 * n + e, np.float32)
+    for n in range(3)
+    for e in range(2)
   }
   save_file(arrays, tmp_path / 'x.safetensors')
   target = LAYOUT.abstract(lambda: {'layers': {'experts': {'w1': jnp.zeros((3, 2, 6, 4))}}})
@@ -239,12 +267,14 @@ def test_a_pattern_that_matches_nothing_is_reported_with_other_problems(tmp_path
   changes = Changes(rearranged={'kernel$': 'a b -> b a'})
   same = checkpoint.restore(path, {'w': np.zeros((8, 24), np.float32)}, changes=changes)['w']
   assert np.array_equal(same, VALUES)
-  assert refused(checkpoint.restore, path, {'w': np.zeros((24, 8), np.float32)}, changes=changes) == dedent(f"""\
+  assert refused(
+    checkpoint.restore, path, {'w': np.zeros((24, 8), np.float32)}, changes=changes
+  ) == dedent(f"""\
     Checkpoint {path} does not match the target:
     w: float32[8,24] in the checkpoint, float32[24,8] in the target.
     rearranged: 'kernel$' matches no path of the checkpoint.
-    Fix: give the model the sizes and dtypes that it was saved with.
-    Fix: look up the paths and names with flax-spmd checkpoint show.""".replace('the paths and', 'paths and'))
+    Fix: give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass Changes(rearranged={{'regex': 'out in -> in out'}}).
+    Fix: look up paths and names with flax-spmd checkpoint show.""")
 
 
 @pytest.mark.parametrize(
@@ -291,8 +321,12 @@ def test_names_of_dimensions_that_stay_whole_are_kept(tmp_path):
   checkpoint.save(tmp_path / 'a', LAYOUT.shard({'w': w}), layout=LAYOUT)
   changes = Changes(rearranged={'w': 'embed (heads=4 head) -> heads head embed'})
   restored = checkpoint.restore(tmp_path / 'a', layout=LAYOUT, boxed=True, changes=changes)['w']
-  assert restored.names == (None, None, 'embed') and restored.value.sharding.spec == P(None, None, 'data')
-  turned = LAYOUT.abstract(lambda: {'w': spmd.LogicallyPartitioned(jnp.zeros((24, 8)), ('embed', 'mlp'))})
+  assert restored.names == (None, None, 'embed') and restored.value.sharding.spec == P(
+    None, None, 'data'
+  )
+  turned = LAYOUT.abstract(
+    lambda: {'w': spmd.LogicallyPartitioned(jnp.zeros((24, 8)), ('embed', 'mlp'))}
+  )
   assert 'float32[mlp=24, embed=8] in the checkpoint, float32[embed=24, mlp=8] in the target' in refused(
     checkpoint.restore, tmp_path / 'a', turned, changes=Changes(rearranged={'w': 'a b -> b a'})
   )
@@ -303,3 +337,20 @@ def test_names_of_parts(single):
   assert refused(Changes, stacks={'qkv': single}) == dedent(f"""\
     stacks={{'qkv': {single!r}}} does not name several different parts.
     Fix: write their names in order: stacks={{'qkv': '{{query,key,value}}'}}.""")
+
+
+def test_layers_of_another_arrangement_are_reported_as_such(tmp_path):
+  arrays = {f'layers.{n}.{name}': np.ones((8, 24), np.float32) for n in range(2) for name in ('w', 'v')}
+  save_file(arrays, tmp_path / 'x.safetensors')
+  target = LAYOUT.abstract(
+    lambda: {'layers': {'w': jnp.zeros((2, 24, 8)), 'v': jnp.zeros((2, 3, 8, 8))}}
+  )
+  changes = Changes(stacks={'layers': 'layers/{}'})
+  assert (
+    refused(checkpoint.restore, tmp_path, target, changes=changes)
+    == dedent(f"""\
+    Checkpoint {tmp_path} does not match the target:
+    layers/v: float32[2,8,24] in the checkpoint, float32[2,3,8,8] in the target.
+    layers/w: float32[2,8,24] in the checkpoint, float32[2,24,8] in the target.
+    Fix: give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass Changes(rearranged={{'regex': 'out in -> in out'}}).""")
+  )

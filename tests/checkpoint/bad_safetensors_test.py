@@ -42,8 +42,16 @@ HEADERS = {
     b'\0' * 32,
     "'b' and 'a' overlap, from byte 8 of the data.",
   ),
-  'out of the file': ({'a': W}, b'\0' * 15, "'a': its data end at byte 16, and the file has 15 of data."),
-  'backwards': ({'a': {**W, 'data_offsets': [16, 0]}}, b'', "'a': its data_offsets [16, 0] run backwards."),
+  'out of the file': (
+    {'a': W},
+    b'\0' * 15,
+    "'a': its data end at byte 16, and the file has 15 of data.",
+  ),
+  'backwards': (
+    {'a': {**W, 'data_offsets': [16, 0]}},
+    b'',
+    "'a': its data_offsets [16, 0] run backwards.",
+  ),
   'another size': (
     {'a': {**W, 'shape': [2, 3]}},
     b'\0' * 16,
@@ -66,8 +74,16 @@ HEADERS = {
     b'\0' * 16,
     "'a': its shape [-2, -2] is not a list of sizes.",
   ),
-  'a fractional size': ({'a': {**W, 'shape': [4.0]}}, b'', "'a': its shape [4.0] is not a list of sizes."),
-  'a truth value as size': ({'a': {**W, 'shape': [True]}}, b'', "'a': its shape [True] is not a list of sizes."),
+  'a fractional size': (
+    {'a': {**W, 'shape': [4.0]}},
+    b'',
+    "'a': its shape [4.0] is not a list of sizes.",
+  ),
+  'a truth value as size': (
+    {'a': {**W, 'shape': [True]}},
+    b'',
+    "'a': its shape [True] is not a list of sizes.",
+  ),
   '2 EiB': (
     {'a': {**W, 'shape': [2**59], 'data_offsets': [0, 2**61]}},
     b'',
@@ -93,7 +109,11 @@ HEADERS = {
     b'\0' * 16,
     "'../a' is not safe as a path.\n'../a': its dtype 'F12' is unknown.",
   ),
-  'half a character': (b'{"\\ud800": {}}', b'', "'\\ud800' is not safe as a path.\n'\\ud800': it has no dtype and no shape and no data_offsets."),
+  'half a character': (
+    b'{"\\ud800": {}}',
+    b'',
+    "'\\ud800' is not safe as a path.\n'\\ud800': it has no dtype and no shape and no data_offsets.",
+  ),
   'two names, one path': (
     {'a.b': W, 'a/b': {**W, 'data_offsets': [16, 32]}},
     b'\0' * 32,
@@ -136,7 +156,10 @@ def test_lengths_of_the_header(tmp_path):
   for content, problem in (
     (b'', 'it has 0 bytes, too few for a header.'),
     (b'\1\0', 'it has 2 bytes, too few for a header.'),
-    (struct.pack('<Q', 2**63) + b'{}', 'its header has 9,223,372,036,854,775,808 bytes, and the file 2 after the length.'),
+    (
+      struct.pack('<Q', 2**63) + b'{}',
+      'its header has 9,223,372,036,854,775,808 bytes, and the file 2 after the length.',
+    ),
     (struct.pack('<Q', 3) + b'{}', 'its header has 3 bytes, and the file 2 after the length.'),
   ):
     file.write_bytes(content)
@@ -186,7 +209,10 @@ def indexed(folder, weight_map):
 
 
 INDICES = {
-  'a missing file': ({'weight_map': {'a': 'x.safetensors', 'b': 'y.safetensors'}}, 'y.safetensors does not exist.'),
+  'a missing file': (
+    {'weight_map': {'a': 'x.safetensors', 'b': 'y.safetensors'}},
+    'y.safetensors does not exist.',
+  ),
   'a missing tensor': (
     {'weight_map': {'a': 'x.safetensors', 'b': 'x.safetensors', 'c.d': 'x.safetensors'}},
     "'b' is not in x.safetensors.\n'c.d' is not in x.safetensors.",
@@ -208,7 +234,10 @@ INDICES = {
     b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
     "it cannot be read: it has 'a' twice.",
   ),
-  'no JSON': (b'{', "it cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)."),
+  'no JSON': (
+    b'{',
+    'it cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1).',
+  ),
   'too deep': (b'[' * 200_000, 'it cannot be read: it is nested too deeply.'),
 }
 
@@ -246,10 +275,10 @@ def test_a_leaf_at_the_path_of_a_node(tmp_path):
 # -- anything
 
 VALUES = st.recursive(
-  st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=4)
+  st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=4)),
+  lambda inner: st.one_of(
+    st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
   ),
-  lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
   max_leaves=6,
 )
 TENSORS = st.fixed_dictionaries(
@@ -294,9 +323,7 @@ def assert_as_theirs(path):
   data=st.binary(max_size=40),
 )
 @example(header={'a': W}, data=b'\1' * 16)
-@example(
-  header={'a': W, 'b': {'dtype': 'I8', 'shape': [4], 'data_offsets': [16, 20]}}, data=b'\1' * 20
-)
+@example(header={'a': W, 'b': {'dtype': 'I8', 'shape': [4], 'data_offsets': [16, 20]}}, data=b'\1' * 20)
 def test_any_header_is_read_rightly_or_refused(header, data, tmp_path_factory):
   folder = tmp_path_factory.mktemp('any')
   write(folder / 'x.safetensors', header, data)

@@ -105,7 +105,12 @@ def test_a_folder_with_an_index(tmp_path):
 
 
 def test_every_array_is_aligned(tmp_path):
-  arrays = {'a': np.ones(3, np.int8), 'b': np.ones(3), 'c': np.ones(3, np.float16), 'd': np.ones(3, np.float32)}
+  arrays = {
+    'a': np.ones(3, np.int8),
+    'b': np.ones(3),
+    'c': np.ones(3, np.float16),
+    'd': np.ones(3, np.float32),
+  }
   checkpoint.save_safetensors(tmp_path / 'x.safetensors', arrays)
   content = (tmp_path / 'x.safetensors').read_bytes()
   length = int.from_bytes(content[:8], 'little')
@@ -175,7 +180,9 @@ def test_nothing_is_replaced(tmp_path):
   checkpoint.save_safetensors(tmp_path / 'x.safetensors', {'w': np.ones(2)})
   before = (tmp_path / 'x.safetensors').read_bytes()
   for path, text in ((tmp_path / 'x.safetensors', 'exists'), (tmp_path, 'holds safetensors')):
-    message = refused(checkpoint.save_safetensors, path, {'w': np.zeros(2)}, error=errors.CheckpointExistsError)
+    message = refused(
+      checkpoint.save_safetensors, path, {'w': np.zeros(2)}, error=errors.CheckpointExistsError
+    )
     assert message == f'{path} {text} already.\nFix: save to another path, or remove it first.'
   assert (tmp_path / 'x.safetensors').read_bytes() == before
 
@@ -188,13 +195,16 @@ def test_leaves_that_the_format_cannot_hold(tmp_path):
     'a.b': np.ones(1),
     'a': {'b': np.ones(1)},
   }
-  assert refused(checkpoint.save_safetensors, tmp_path / 'x', bad) == dedent("""\
+  assert (
+    refused(checkpoint.save_safetensors, tmp_path / 'x', bad)
+    == dedent("""\
     a.b and a/b would be one tensor.
     four is int4[2], which safetensors cannot hold.
     key is key<fry>[], which safetensors cannot hold.
     wide is complex128[2], which safetensors cannot hold.
     Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.
     Fix: keep it out, with Changes(unused='regex'), or save its data: jax.random.key_data(key), or another dtype.""")
+  )
   assert refused(checkpoint.save_safetensors, tmp_path / 'x', {'s': 'text', 't': object()}) == dedent("""\
     s is a str.
     t is a object.

@@ -57,9 +57,7 @@ def load(
   return [results[path] for path in values]
 
 
-def _requests(
-  records: Mapping[str, LeafRecord], route: Route, target: Any
-) -> Iterator[tuple[str, Any]]:
+def _requests(records: Mapping[str, LeafRecord], route: Route, target: Any) -> Iterator[tuple[str, Any]]:
   """The request for each saved leaf of a route: its stored shape and dtype, sharded for the target."""
   sharding = getattr(target, 'sharding', None)
   specs: Iterator[tuple[str, Any]] = ((saved, None) for saved in route.sources)

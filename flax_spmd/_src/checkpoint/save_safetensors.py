@@ -103,9 +103,7 @@ def save_safetensors(
   folder, files = _planned(as_path(path), tensors, max_shard_bytes, metadata)
   _on_every_process(lambda: _check_free(as_path(path), folder))
   targets = {path: _abstract(record) for path, record in records.items()}
-  arrays = (
-    (path.replace('/', '.'), leaf) for path, leaf in converted_leaves(targets, routes, leaves)
-  )
+  arrays = ((path.replace('/', '.'), leaf) for path, leaf in converted_leaves(targets, routes, leaves))
   _write(as_path(path), folder, files, arrays)
 
 
@@ -199,9 +197,13 @@ def _planned(
   """
   texts = {'format': 'pt'} if metadata is None else dict(metadata)
   if not all(isinstance(text, str) for pair in texts.items() for text in pair):
-    raise CheckpointError(f'metadata={metadata!r} holds more than strings.\nFix: pass a dict of strings.')
+    raise CheckpointError(
+      f'metadata={metadata!r} holds more than strings.\nFix: pass a dict of strings.'
+    )
   if most is not None and (type(most) is not int or most < 1):
-    raise CheckpointError(f'max_shard_bytes={most!r} is not a number of bytes.\nFix: pass 5_000_000_000.')
+    raise CheckpointError(
+      f'max_shard_bytes={most!r} is not a number of bytes.\nFix: pass 5_000_000_000.'
+    )
   if is_remote(path):
     raise CheckpointError(
       f'{path} is in cloud storage, and safetensors are written to disk.\n'
@@ -227,7 +229,9 @@ def _check_free(path: Any, folder: Path) -> None:
     exists = (path.exists() and not path.is_dir()) or is_safetensors(path)
   if exists:
     what = 'holds safetensors' if path.is_dir() else 'exists'
-    raise CheckpointExistsError(f'{path} {what} already.\nFix: save to another path, or remove it first.')
+    raise CheckpointExistsError(
+      f'{path} {what} already.\nFix: save to another path, or remove it first.'
+    )
 
 
 def _abstract(record: LeafRecord) -> jax.ShapeDtypeStruct:
@@ -237,9 +241,7 @@ def _abstract(record: LeafRecord) -> jax.ShapeDtypeStruct:
 # -- writing
 
 
-def _write(
-  path: Any, folder: Path, files: list[PlannedFile], arrays: Iterator[tuple[str, Any]]
-) -> None:
+def _write(path: Any, folder: Path, files: list[PlannedFile], arrays: Iterator[tuple[str, Any]]) -> None:
   """Writes the arrays. The first process writes; the others help to gather."""
   if jax.process_index() != 0:
     for _, array in arrays:

@@ -296,7 +296,9 @@ def _check_tree(paths: Iterable[str]) -> None:
   """Raises CheckpointError if a leaf is at the path of a node."""
   known = set(paths)
   problems = [
-    Problem(f'{folder} is a leaf, and {path} is below it.', "rename one, with Changes(renames={'old': 'new'}).")
+    Problem(
+      f'{folder} is a leaf, and {path} is below it.', "rename one, with Changes(renames={'old': 'new'})."
+    )
     for path in known
     if (folder := next((f for f in _folders(path) if f in known), None))
   ]

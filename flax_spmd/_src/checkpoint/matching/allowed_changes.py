@@ -178,7 +178,9 @@ def _check_arrangements(rearranged: Iterable[tuple[str, str]]) -> None:
       Arrangement(text) if isinstance(text, str) else _refuse('it is not a text')
     except ValueError as error:
       fix = "write the saved dimensions, an arrow, and the new ones: 'out in -> in out'."
-      problems.append(Problem(f'rearranged: {text!r} for {pattern!r} is not an arrangement: {error}.', fix))
+      problems.append(
+        Problem(f'rearranged: {text!r} for {pattern!r} is not an arrangement: {error}.', fix)
+      )
   if problems:
     raise CheckpointError(problems_text(problems))
 
@@ -326,7 +328,9 @@ class Stack(NamedTuple):
   @property
   def text(self) -> str:
     """The single layers' path as it was written."""
-    return self.single if self.labels is None else self.single.replace('{}', f'{{{",".join(self.labels)}}}')
+    return (
+      self.single if self.labels is None else self.single.replace('{}', f'{{{",".join(self.labels)}}}')
+    )
 
   def split(self, path: str) -> tuple[str, str] | None:
     """The parts of a path before and after the stacked module; None for a path outside of it."""

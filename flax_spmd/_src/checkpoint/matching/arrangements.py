@@ -138,7 +138,9 @@ class Arrangement:
       _expect(not twice, f'{", ".join(twice)} is on one side twice')
     apart = sorted(set(old) ^ set(new))
     _expect(not apart, f'{", ".join(apart)} is on one side only')
-    for field, value in zip(('saved', 'new', 'sizes', 'has_rest'), (*groups, sizes, rests[0]), strict=True):
+    for field, value in zip(
+      ('saved', 'new', 'sizes', 'has_rest'), (*groups, sizes, rests[0]), strict=True
+    ):
       object.__setattr__(self, field, value)
 
   def of_shape(self, shape: tuple[int, ...]) -> Rearrangement:

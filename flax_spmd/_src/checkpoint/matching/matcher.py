@@ -87,7 +87,8 @@ class _Matcher:
     """Saved paths by their renamed paths. A renamed leaf displaces a leaf already at its new path."""
     unchanged: dict[str, str] = {}
     changed: dict[str, str] = {}
-    for path, to in ((path, to) for path in self.saved for to in renamed(self.changes, path)):
+    pairs = ((path, to) for path in self.saved for to in renamed(self.changes, path))
+    for path, to in pairs:
       if to == path:
         unchanged[path] = path
       elif to in changed:
@@ -174,9 +175,7 @@ class _Matcher:
 
   # -- stacks
 
-  def _placeholder(
-    self, path: str, sources: tuple[str, ...], leaf: LeafRecord | None
-  ) -> Route | None:
+  def _placeholder(self, path: str, sources: tuple[str, ...], leaf: LeafRecord | None) -> Route | None:
     """The route of an optimizer's one-element placeholder, which is the same for any number of layers."""
     if leaf is None:
       return None
@@ -229,6 +228,8 @@ class _Matcher:
       return self._unconfirmed_axis(stack, stacked, single)
     rank = len(stacked.shape)
     axes = [axis for axis in range(rank) if without(stacked.shape, axis) == single.shape]
+    if not axes and not may_be_missing(self.changes, path):
+      return self._misfit_axis(stack, stacked, single)
     if stack.axis is not None:
       return stack.axis % rank if rank and stack.axis % rank in axes else None
     names = stacked.names, single.names
@@ -242,10 +243,21 @@ class _Matcher:
       self._wrong(text, f'choose one: pass {choice}.')
     return axes[0] if axes else None
 
+  def _misfit_axis(self, stack: Stack, stacked: LeafRecord, single: LeafRecord) -> int | None:
+    """The stacked dimension of a leaf with as many elements in other dimensions, to report their shapes."""
+    sizes = [math.prod(without(stacked.shape, axis)) for axis in range(len(stacked.shape))]
+    axes = [axis for axis, size in enumerate(sizes) if size == math.prod(single.shape) > 1]
+    if stack.axis is not None:
+      axes = [axis for axis in axes if axis == stack.axis % len(stacked.shape)]
+    is_insertable = axes and axes[0] <= len(single.shape)
+    return axes[0] if is_insertable else None
+
   def _unconfirmed_axis(
     self, stack: Stack, stacked: LeafRecord | None, single: LeafRecord | None
   ) -> int | None:
-    rank = len(single.shape) + 1 if single is not None else len(stacked.shape) if stacked is not None else 0
+    rank = (
+      len(single.shape) + 1 if single is not None else len(stacked.shape) if stacked is not None else 0
+    )
     if stack.axis is not None or not rank:
       return (stack.axis or 0) % rank if rank else None
     names = (stacked.names if stacked is not None else None) or ()

@@ -136,7 +136,5 @@ def after(leaf: LeafRecord, route: Route, layers: int) -> LeafRecord:
       names=None if names is None else tuple(names[d] for d in route.order),
     )
   if route.rearrangement is not None:
-    return leaf._replace(
-      shape=route.rearrangement.shape, names=route.rearrangement.names(leaf.names)
-    )
+    return leaf._replace(shape=route.rearrangement.shape, names=route.rearrangement.names(leaf.names))
   return leaf

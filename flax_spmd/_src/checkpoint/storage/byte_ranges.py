@@ -86,9 +86,7 @@ class Extent(NamedTuple):
   @property
   def strides(self) -> tuple[int, ...]:
     """Bytes between neighbours along each dimension."""
-    return tuple(
-      self.itemsize * math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))
-    )
+    return tuple(self.itemsize * math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
   def position(self, box: Box) -> int:
     """The first byte of a box."""
@@ -105,7 +103,7 @@ class Extent(NamedTuple):
     return self.itemsize * math.prod(high - low for low, high in box)
 
 
-def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def box_of(index: Any, shape: tuple[int, ...]) -> Box:
   """The box of a shard's index."""
   return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
@@ -167,11 +165,7 @@ def pieces(extent: Extent, memory: Mapping[Box, np.ndarray]) -> Iterator[Piece]:
 
 def _joined(extent: Extent, boxes: list[Box]) -> Iterator[tuple[Box, list[Box]]]:
   """Boxes joined along the last dimension that any of them divides, if they leave less than half of it out."""
-  divided = [
-    dim
-    for dim, size in enumerate(extent.shape)
-    if any(box[dim] != (0, size) for box in boxes)
-  ]
+  divided = [dim for dim, size in enumerate(extent.shape) if any(box[dim] != (0, size) for box in boxes)]
   if len(boxes) < 2 or not divided:
     yield from ((box, [box]) for box in boxes)
     return

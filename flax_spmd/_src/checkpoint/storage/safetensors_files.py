@@ -72,9 +72,7 @@ def located_tensors(path: epath.Path) -> dict[str, Located]:
   problems = lacking or list(_path_problems(weight_map))
   if problems:
     raise _contradicted(file, problems)
-  return {
-    tensor: (file.parent / name, headers[name][tensor]) for tensor, name in weight_map.items()
-  }
+  return {tensor: (file.parent / name, headers[name][tensor]) for tensor, name in weight_map.items()}
 
 
 def _path_problems(names: Iterable[str]) -> Iterator[str]:

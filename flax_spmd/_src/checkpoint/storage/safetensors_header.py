@@ -185,7 +185,8 @@ def _entry(name: str, content: Any, start: int, size: int) -> TensorEntry:
   begin, end = offsets
   _expect(begin <= end, f'{text}: its data_offsets {offsets} run backwards.')
   _expect(
-    end <= size - start, f'{text}: its data end at byte {end:,}, and the file has {size - start:,} of data.'
+    end <= size - start,
+    f'{text}: its data end at byte {end:,}, and the file has {size - start:,} of data.',
   )
   needed = math.prod(shape) * itemsize
   _expect(

@@ -75,9 +75,7 @@ class SafetensorsReader:
         results |= made
     return {path: results[path] for path in requests}
 
-  def _batches(
-    self, requests: Mapping[str, Any], memory: int | None
-  ) -> Iterator[list[_RequestedArray]]:
+  def _batches(self, requests: Mapping[str, Any], memory: int | None) -> Iterator[list[_RequestedArray]]:
     """Arrays in the order of the files, a batch at a time, with memory for the shards of this process."""
     most, batch, size = (memory or 2 * _BATCH_BYTES) // 2, [], 0
     for path in sorted(requests, key=self._position):
@@ -170,6 +168,4 @@ def _leaf(entry: TensorEntry) -> LeafRecord:
 
 def _in_numeric_order(path: str) -> list[tuple[bool, int, str]]:
   """A key that sorts `layers/10` after `layers/9`."""
-  return [
-    (name.isdecimal(), int(name) if name.isdecimal() else 0, name) for name in path.split('/')
-  ]
+  return [(name.isdecimal(), int(name) if name.isdecimal() else 0, name) for name in path.split('/')]

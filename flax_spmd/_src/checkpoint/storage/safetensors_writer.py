@@ -141,7 +141,9 @@ class SafetensorsWriter:
       OSError: the disk refuses; no file has its name.
     """
     if len(self._files) > 1:
-      self._descriptors.append(os.open(self._temporary(self._index), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+      self._descriptors.append(
+        os.open(self._temporary(self._index), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+      )
       _write(self._descriptors[-1], np.frombuffer(_index_bytes(self._files), np.uint8), 0)
     while self._descriptors:
       descriptor = self._descriptors.pop()
