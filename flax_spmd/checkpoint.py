@@ -18,6 +18,7 @@ from flax_spmd._src.checkpoint.manager import Manager as Manager
 from flax_spmd._src.checkpoint.manager import ResumedState as ResumedState
 from flax_spmd._src.checkpoint.matching.allowed_changes import Changes as Changes
 from flax_spmd._src.checkpoint.preflight import Preflight as Preflight
+from flax_spmd._src.checkpoint.restore import SalvagedState as SalvagedState
 from flax_spmd._src.checkpoint.restore import preflight as preflight
 from flax_spmd._src.checkpoint.restore import restore as restore
 from flax_spmd._src.checkpoint.save import save as save

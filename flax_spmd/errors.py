@@ -18,6 +18,7 @@
         ├── CheckpointExistsError (FileExistsError)
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── CheckpointBusyError (BlockingIOError)
+        ├── CheckpointReadOnlyError (PermissionError)
         ├── CheckpointDamagedError            missing files, or a wrong checksum
         ├── CheckpointMismatchError           a checkpoint that differs from the restore target
         └── TargetError (TypeError)           an incomplete restore target
@@ -113,6 +114,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointBusyError(CheckpointError, BlockingIOError):
   """Raised when another process, or another save of this process, is writing to the same path."""
+
+
+class CheckpointReadOnlyError(CheckpointError, PermissionError):
+  """Raised when nothing may be written to a path: a read-only mount or bucket, or a lack of permission."""
 
 
 class CheckpointDamagedError(CheckpointError):

@@ -147,12 +147,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-  from flax_spmd._src.checkpoint.storage.record import leaf_count
   from flax_spmd.checkpoint import show, verify
 
   damaged = verify(options.path)
   if damaged:
-    print('\n'.join([f'{options.path} is damaged in {leaf_count(len(damaged))}:', *damaged]))
+    print('\n'.join([f'{options.path} is damaged:', *damaged]))
     return 1
   print(f'{show(options.path).title}: undamaged')
   return 0

@@ -17,7 +17,7 @@ from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
 from flax_spmd._src.checkpoint.matching.routes import Route, record_of
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, dtype_of
-from flax_spmd._src.checkpoint.storage.verification import damaged, raise_damaged
+from flax_spmd._src.checkpoint.storage.verification import Damage, read_verified
 from flax_spmd.errors import CheckpointError
 
 
@@ -28,7 +28,8 @@ def load(
   *,
   verify: bool = True,
   memory: int | None = None,
-) -> list[Any]:
+  salvage: bool = False,
+) -> tuple[list[Any], Damage]:
   """Reads the target's leaves, in the order of `values`.
 
   Args:
@@ -37,9 +38,13 @@ def load(
     routes: route of each target leaf, by path.
     verify: whether to compare checksums.
     memory: most bytes in flight from storage.
+    salvage: whether to return the target's own leaf for each one that is damaged.
+
+  Returns:
+    The leaves, and the damage.
 
   Raises:
-    CheckpointDamagedError: the checkpoint cannot be read, or its checksums differ.
+    CheckpointDamagedError: without `salvage`, the checkpoint cannot be read, or its checksums differ.
     CheckpointError: a leaf that was read does not match its target.
   """
   records = reader.record.leaves
@@ -48,13 +53,16 @@ def load(
     for saved, request in _requests(records, route, values[path]):
       if records[saved].value is None:
         requests.setdefault(saved, request)
-  leaves = reader.read(requests, memory)
-  if verify:
-    raise_damaged(reader.path, damaged(leaves, records))
+  leaves, damage = read_verified(reader, requests, verify=verify, memory=memory)
+  if damage.names and not salvage:
+    raise damage.error(reader.path)
   leaves |= {path: record.value for path, record in records.items() if record.value is not None}
-  results = dict(converted_leaves(values, routes, leaves))
-  _check(reader, values, results)
-  return [results[path] for path in values]
+  whole = {
+    path: route for path, route in routes.items() if not damage.leaves.keys() & set(route.sources)
+  }
+  results = dict(converted_leaves(values, whole, leaves))
+  _check(reader, {path: values[path] for path in whole}, results)
+  return [results.get(path, values[path]) for path in values], damage
 
 
 def _requests(records: Mapping[str, LeafRecord], route: Route, target: Any) -> Iterator[tuple[str, Any]]:

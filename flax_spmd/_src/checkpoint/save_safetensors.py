@@ -7,7 +7,7 @@ converted, copied to the host, and written by the first process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_spmd import errors
 from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
   NO_CHANGES,
@@ -27,8 +26,7 @@ from flax_spmd._src.checkpoint.matching.differences import differences
 from flax_spmd._src.checkpoint.matching.matcher import match
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
 from flax_spmd._src.checkpoint.storage import skeleton
-from flax_spmd._src.checkpoint.storage.async_save import from_first
-from flax_spmd._src.checkpoint.storage.folders import as_path, is_remote
+from flax_spmd._src.checkpoint.storage.async_save import in_first
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -45,6 +43,7 @@ from flax_spmd._src.checkpoint.storage.safetensors_writer import (
   SafetensorsWriter,
   planned_files,
 )
+from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.checkpoint.targets import changed_leaves
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.names import box_trees
@@ -101,7 +100,7 @@ def save_safetensors(
   tensors = {path.replace('/', '.'): record for path, record in records.items()}
   _check_tensors(records)
   folder, files = _planned(as_path(path), tensors, max_shard_bytes, metadata)
-  _on_every_process(lambda: _check_free(as_path(path), folder))
+  in_first(lambda: _check_free(as_path(path), folder))
   targets = {path: _abstract(record) for path, record in records.items()}
   arrays = ((path.replace('/', '.'), leaf) for path, leaf in converted_leaves(targets, routes, leaves))
   _write(as_path(path), folder, files, arrays)
@@ -204,7 +203,7 @@ def _planned(
     raise CheckpointError(
       f'max_shard_bytes={most!r} is not a number of bytes.\nFix: pass 5_000_000_000.'
     )
-  if is_remote(path):
+  if '://' in str(path):
     raise CheckpointError(
       f'{path} is in cloud storage, and safetensors are written to disk.\n'
       'Fix: save to a local folder, and copy it.'
@@ -246,7 +245,7 @@ def _write(path: Any, folder: Path, files: list[PlannedFile], arrays: Iterator[t
   if jax.process_index() != 0:
     for _, array in arrays:
       _to_host(array)
-    _on_every_process(lambda: None)
+    in_first(lambda: None)
     return
   failure: OSError | None = None
   try:
@@ -258,7 +257,7 @@ def _write(path: Any, folder: Path, files: list[PlannedFile], arrays: Iterator[t
     failure = error
   for _, array in arrays:  # the other processes go on gathering
     _to_host(array)
-  _on_every_process(lambda: _raise(path, failure))
+  in_first(lambda: _raise(path, failure))
 
 
 def _raise(path: Any, failure: OSError | None) -> None:
@@ -267,22 +266,6 @@ def _raise(path: Any, failure: OSError | None) -> None:
       f'{path} could not be written: {failure}.\n'
       'Fix: make room or choose another disk; nothing is left of this save.'
     ) from failure
-
-
-def _on_every_process(call: Callable[[], None]) -> None:
-  """Calls a function on the first process. If it raises, every process does."""
-  if jax.process_count() == 1:
-    call()
-    return
-  message: dict[str, str] = {}
-  if jax.process_index() == 0:
-    try:
-      call()
-    except CheckpointError as error:
-      message = {'error': type(error).__name__, 'text': str(error)}
-  received = from_first(message)
-  if received:
-    raise getattr(errors, received['error'], CheckpointError)(received['text'])
 
 
 def _to_host(array: Any) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.rules import toml_format
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.state_plan import Plan
 from flax_spmd._src.tree_paths import key_value
 from flax_spmd.errors import (
@@ -248,7 +248,7 @@ def _warn_of_typos(leaves: Iterable[LeafRecord], layout: Layout) -> None:
   for name in dict.fromkeys(name for leaf in leaves for name in leaf.names or ()):
     meant = did_you_mean(name, known) if isinstance(name, str) and name not in known else ''
     if meant:
-      warnings.warn(f'{name!r}: no rule for this logical name; it is replicated.{meant}', stacklevel=5)
+      warn(f'{name!r}: no rule for this logical name; it is replicated.{meant}')
 
 
 def _with_sharding(value: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -87,8 +87,7 @@ class _Matcher:
     """Saved paths by their renamed paths. A renamed leaf displaces a leaf already at its new path."""
     unchanged: dict[str, str] = {}
     changed: dict[str, str] = {}
-    pairs = ((path, to) for path in self.saved for to in renamed(self.changes, path))
-    for path, to in pairs:
+    for path, to in ((old, new) for old in self.saved for new in renamed(self.changes, old)):
       if to == path:
         unchanged[path] = path
       elif to in changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 
@@ -21,4 +22,15 @@ def context(*, compress: bool = False, memory: int | None = None, largest: int =
     memory = max(memory, largest + 1)
     options.memory.write_concurrent_bytes = memory
     options.memory.read_concurrent_bytes = memory
+  return options
+
+
+def local_context(memory: int) -> ocp.Context:
+  """Orbax's context for reads of one process. It does not wait for the other processes of the job.
+
+  So an error in one process cannot leave the others waiting.
+  """
+  options = context(memory=memory)
+  options.multiprocessing.active_processes = {jax.process_index()}
+  options.multiprocessing.primary_host = jax.process_index()
   return options

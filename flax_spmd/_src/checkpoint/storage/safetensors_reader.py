@@ -145,7 +145,7 @@ class _RequestedArray(NamedTuple):
     if self.request.sharding is None:
       return shards[_whole(shape)]
     return jax.make_array_from_callback(
-      shape, self.request.sharding, lambda index: shards[box_of(index, shape)], dtype=dtype
+      shape, self.request.sharding, lambda index: shards[box_of(index or (), shape)], dtype=dtype
     )
 
 

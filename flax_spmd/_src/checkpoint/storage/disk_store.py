@@ -1,0 +1,287 @@
+"""DiskStore: a folder on disk whose small files are replaced in one step, and whose writes are durable."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+from etils import epath
+
+from flax_spmd._src.checkpoint.storage.checksum import checksum
+from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked
+from flax_spmd.errors import (
+  CheckpointBusyError,
+  CheckpointError,
+  CheckpointNotFoundError,
+  CheckpointReadOnlyError,
+)
+
+LOCK_SECONDS = 30.0  # it is held for one small write
+_LOCK = '.flax_spmd.lock'
+_PART = '.flax_spmd.part'  # the ending of a file that is being written
+_THREADS = 16  # they wait for the disk, which makes many files durable in the time of one
+_CHUNK = 1 << 22
+_PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4)
+_CHANGING = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY}
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR}
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_FIXES = {
+  errno.ENOSPC: 'free space on the disk, and repeat the call.',
+  errno.EDQUOT: 'free space, or have the quota raised, and repeat the call.',
+  errno.EIO: 'check the disk, whose driver reports the cause in the system log; use another one until then.',
+  errno.ESTALE: 'mount the file system again, and repeat the call.',
+}
+_FIX = 'check the path and its file system, and repeat the call.'
+
+
+class DiskStore:
+  """See `Store`. A file is replaced by a rename, under a lock of the root.
+
+  The operating system releases the lock of a process that dies. The file that such a process was writing has
+  a name of its own. No method shows it, and the next write of the same name removes it.
+
+  Args:
+    root: absolute path of the folder, which need not exist.
+  """
+
+  def __init__(self, root: epath.Path):
+    self.root = root
+    self._durable: set[Path] = set()  # folders that are, with all above
+
+  def read(self, name: str) -> tuple[bytes, Tag] | None:
+    """See `Store`."""
+    with self._errors('read', name):
+      content = _content(self._path(name))
+    return None if content is None else (content, _tag(content))
+
+  def write(
+    self, name: str, data: bytes, *, expected: Tag | None = ANY, durable: bool = True
+  ) -> Tag | None:
+    """See `Store`."""
+    path = self._path(name)
+    with self._errors('write', name):
+      for pause in _PAUSES:
+        time.sleep(pause)
+        try:
+          return self._write(path, data, expected, durable)
+        except FileNotFoundError:  # another process removes the folder
+          if pause == _PAUSES[-1]:
+            raise
+
+  def remove_if(self, name: str, expected: Tag) -> bool:
+    """See `Store`."""
+    path = self._path(name)
+    with self._errors('remove', name), self._locked():
+      content = _content(path)
+      if content is None or _tag(content) != expected:
+        return False
+      path.unlink()
+      with contextlib.suppress(OSError):
+        path.parent.rmdir()
+      return True
+
+  def children(self, folder: str = '') -> list[str]:
+    """See `Store`."""
+    try:
+      with self._errors('list', folder), os.scandir(self._path(folder)) as entries:
+        return sorted(entry.name for entry in entries if not _is_internal(entry.name))
+    except FileNotFoundError:
+      return []
+
+  def files(self, folder: str = '') -> dict[str, int]:
+    """See `Store`."""
+    top = self._path(folder)
+    try:
+      with self._errors('list', folder):
+        return {
+          Path(entry.path).relative_to(top).as_posix(): entry.stat().st_size
+          for entry in _below(top)
+          if not entry.is_dir(follow_symlinks=False) and not _is_internal(entry.name)
+        }
+    except FileNotFoundError:
+      return {}
+
+  def digest(self, name: str, like: str = '') -> str:
+    """See `Store`."""
+    with self._errors('read', name), open(self._path(name), 'rb') as file:
+      return checksum(iter(lambda: file.read(_CHUNK), b''), like)
+
+  def remove(self, folder_or_file: str = '') -> None:
+    """See `Store`. Threads of a failed save may still write to the folder, so it tries several times."""
+    path = self._path(folder_or_file)
+    with self._errors('remove', folder_or_file):
+      for pause in _PAUSES:
+        time.sleep(pause)
+        try:
+          _remove(path)
+          with contextlib.suppress(OSError):  # folders without files are none, as in a bucket
+            if path.parent != Path(self.root):
+              path.parent.rmdir()
+          return
+        except OSError as error:
+          if error.errno not in _CHANGING or pause == _PAUSES[-1]:
+            raise
+
+  def sync(self, folder: str = '') -> None:
+    """See `Store`."""
+    top = self._path(folder)
+    with self._errors('write', folder):
+      entries = list(_below(top))
+      folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+      files = [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
+      with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(_sync_file, files))
+        list(threads.map(_sync_folder, [*folders, top]))
+      self._sync_above(top)
+
+  def _path(self, name: str) -> Path:
+    return Path(self.root, checked(name, self.root))
+
+  def _write(self, path: Path, data: bytes, expected: Tag | None, durable: bool) -> Tag | None:
+    if not path.parent.is_dir():
+      self._durable.clear()
+      path.parent.mkdir(parents=True, exist_ok=True)
+    with self._locked():
+      content = _content(path)
+      if expected not in (ANY, None if content is None else _tag(content)):
+        return None
+      _replace(path, data, durable or content is not None)
+    if durable:
+      _sync_folder(path.parent)
+      self._sync_above(path.parent)
+    return _tag(data)
+
+  @contextlib.contextmanager
+  def _locked(self) -> Iterator[None]:
+    """Holds the lock of the root. On a file system without locks, filelock warns, and uses a file instead."""
+    lock = filelock.FileLock(Path(self.root, _LOCK), timeout=LOCK_SECONDS, thread_local=False)
+    try:
+      lock.acquire(poll_interval=0.005)
+    except filelock.Timeout:
+      raise CheckpointBusyError(
+        f'{lock.lock_file} has been locked by another process for {LOCK_SECONDS:.0f} seconds.\n'
+        'Fix: end the process that holds it; if there is none, remove that file.'
+      ) from None
+    except NotImplementedError as error:
+      raise CheckpointError(
+        f'{self.root} is on a file system without locks.\n'
+        'Fix: mount it with them (flock), or update filelock, which can do without.'
+      ) from error
+    try:
+      yield
+    finally:
+      lock.release()
+
+  def _sync_above(self, folder: Path) -> None:
+    """Makes the folders above a folder durable, up to the mount; without those that may not be read."""
+    if folder in self._durable:
+      return
+    inner = Path(os.path.realpath(folder))
+    while not os.path.ismount(inner):
+      inner = inner.parent
+      with contextlib.suppress(PermissionError):
+        _sync_folder(inner)
+    self._durable.add(folder)
+
+  @contextlib.contextmanager
+  def _errors(self, verb: str, name: str) -> Iterator[None]:
+    """Raises errors of the operating system as errors of the checkpoint, with path and errno."""
+    try:
+      yield
+    except CheckpointError:
+      raise
+    except OSError as error:
+      code = error.errno or 0
+      path = error.filename or self._path(name)
+      text = f'Cannot {verb} {path}: {error.strerror or error} ({errno.errorcode.get(code, code)}).\n'
+      if verb in ('read', 'list') and code in _ABSENT:
+        raise CheckpointNotFoundError(f'{text}Fix: pass the path of a checkpoint.') from error
+      if verb in ('write', 'remove') and code in _REFUSED:
+        raise CheckpointReadOnlyError(
+          f'{text}Fix: pass a path that this process may write to.'
+        ) from error
+      raise CheckpointError(f'{text}Fix: {_FIXES.get(code, _FIX)}') from error
+
+
+def _tag(content: bytes) -> Tag:
+  return Tag(hashlib.sha256(content).hexdigest())
+
+
+def _content(path: Path) -> bytes | None:
+  try:
+    return path.read_bytes()
+  except (FileNotFoundError, NotADirectoryError):
+    return None
+
+
+def _is_internal(name: str) -> bool:
+  return name == _LOCK or name.endswith(_PART)
+
+
+def _replace(path: Path, data: bytes, durable: bool) -> None:
+  """Writes a file under another name, and renames it. Whoever left such a name has died: the lock is held."""
+  for left in path.parent.glob(f'.{path.name}.*{_PART}'):
+    left.unlink(missing_ok=True)
+  part = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{_PART}')
+  try:
+    with open(part, 'xb') as file:
+      file.write(data)
+      if durable:
+        file.flush()
+        _sync(file.fileno(), part)
+    os.replace(part, path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      part.unlink()
+    raise
+
+
+def _sync(descriptor: int, path: Path) -> None:
+  try:
+    os.fsync(descriptor)
+  except OSError as error:
+    raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _sync_file(path: Path) -> None:
+  with open(path, 'rb') as file:
+    _sync(file.fileno(), path)
+
+
+def _sync_folder(path: Path) -> None:
+  """Makes the names in a folder durable. Some file systems cannot, where names are as durable as they get."""
+  descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_DIRECTORY', 0))
+  try:
+    _sync(descriptor, path)
+  except OSError as error:
+    if error.errno not in _NO_FOLDER_SYNC:
+      raise
+  finally:
+    os.close(descriptor)
+
+
+def _below(folder: Path) -> Iterator[os.DirEntry[str]]:
+  """Every file and folder below a folder; links are not followed."""
+  with os.scandir(folder) as entries:
+    for entry in list(entries):
+      yield entry
+      if entry.is_dir(follow_symlinks=False):
+        yield from _below(Path(entry.path))
+
+
+def _remove(path: Path) -> None:
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path)
+  else:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+      path.unlink()

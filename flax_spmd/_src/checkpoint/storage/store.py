@@ -1,0 +1,144 @@
+"""Stores: small files with conditional writes, and folders that are listed past every cache.
+
+A store holds a folder on disk or a prefix of a bucket. What is promised is the same on all of them:
+
+    tag = store.write('HEAD', b'1', expected=None)      # only if there is none; else None
+    content, tag = store.read('HEAD')
+    store.write('HEAD', b'2', expected=tag)             # only if nobody has written since; else None
+
+A write that returns is durable, and readers see the old content or the new. A tag stands for one content,
+so whoever writes contents that never repeat can tell from the tag that nobody has written since.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.parse
+from typing import Final, NewType, Protocol
+
+from etils import epath
+
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
+
+Tag = NewType('Tag', str)
+ANY: Final = Tag('any')  # the condition of a write that has none
+_SCHEME = re.compile(r'([a-z][a-z0-9+.-]+):/', re.IGNORECASE)
+_FIX = "Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'."
+
+
+class Store(Protocol):
+  """A folder on disk or in a bucket. Names are relative to it, with '/' between their parts.
+
+  Every method raises CheckpointError for what the storage refuses, and the subclass CheckpointReadOnlyError
+  for a write where nothing may be written.
+
+  Attributes:
+    root: absolute path of the folder; a URL in a bucket.
+  """
+
+  root: epath.Path
+
+  def read(self, name: str) -> tuple[bytes, Tag] | None:
+    """The content of a file and its tag; None if there is no such file."""
+    ...
+
+  def write(
+    self, name: str, data: bytes, *, expected: Tag | None = ANY, durable: bool = True
+  ) -> Tag | None:
+    """Writes a small file, with the folders above it, in one step.
+
+    Args:
+      name: name of the file.
+      data: its content.
+      expected: the tag that the file must have; None: there must be no file; `ANY`: no condition.
+      durable: whether it survives a power cut when this returns. If not, a power cut leaves the old file or
+        the new one.
+
+    Returns:
+      The new tag; None if the condition did not hold.
+    """
+    ...
+
+  def remove_if(self, name: str, expected: Tag) -> bool:
+    """Removes a file that still has this tag, and the folder above it if that is empty then.
+
+    Returns:
+      Whether it is removed. A store that cannot check and remove in one step keeps the file.
+    """
+    ...
+
+  def children(self, folder: str = '') -> list[str]:
+    """The sorted names of files and folders directly in a folder; none if there is no such folder."""
+    ...
+
+  def files(self, folder: str = '') -> dict[str, int]:
+    """The size in bytes of every file in a folder and below, by its path relative to the folder."""
+    ...
+
+  def digest(self, name: str, like: str = '') -> str:
+    """A checksum of the content of a file, after the name of its algorithm: `crc32:1c291ca3`.
+
+    Args:
+      name: name of the file.
+      like: a checksum to compare with, whose algorithm is used; '': whichever costs the store least.
+    """
+    ...
+
+  def remove(self, folder_or_file: str = '') -> None:
+    """Removes a file, or a folder with everything below. There need not be one; none is there afterwards."""
+    ...
+
+  def sync(self, folder: str = '') -> None:
+    """Makes every file and folder below durable, whoever wrote it, and the folders above."""
+    ...
+
+
+def as_path(path: str | os.PathLike[str]) -> epath.Path:
+  """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.
+
+  Raises:
+    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`.
+  """
+  text = os.fspath(path)
+  match = _SCHEME.match(text)
+  if match is None:
+    return epath.Path(os.path.abspath(text))
+  url, scheme = urllib.parse.urlsplit(text), match[1].lower()
+  if scheme == 'file' and url.netloc in ('', 'localhost') and url.path.startswith('/'):
+    return epath.Path(os.path.abspath(urllib.parse.unquote(url.path)))
+  if '://' not in text:
+    raise CheckpointError(
+      f'{text} is not a path: pathlib.Path makes one slash of the two of a URL.\n'
+      'Fix: pass the URL as a string, or as an etils.epath.Path.'
+    )
+  if scheme not in ('gs', 's3'):
+    raise CheckpointError(f'{text} is a URL of a kind that checkpoints are not stored under.\n{_FIX}')
+  if not url.netloc:
+    raise CheckpointError(f'{text} names no bucket.\nFix: pass {scheme}://<bucket>/<path>.')
+  return epath.Path(f'{scheme}://{text[match.end() + 1 :].rstrip("/")}')
+
+
+def open_store(path: str | os.PathLike[str]) -> Store:
+  """The store of a path; nothing is read or written yet.
+
+  Raises:
+    CheckpointError: the path is not one that checkpoints are stored under; see `as_path`.
+  """
+  from flax_spmd._src.checkpoint.storage.disk_store import DiskStore
+
+  return DiskStore(as_path(path))
+
+
+def checked(name: str, root: epath.Path) -> str:
+  """A name that leads to a file or folder below the root. Names may come from a damaged or hostile file.
+
+  Raises:
+    CheckpointDamagedError: it leads out of the root.
+  """
+  if name and ('\0' in name or {'', '.', '..'} & set(name.split('/'))):
+    raise CheckpointDamagedError(
+      f'Checkpoint {root} names a file {name!r}, which leads out of its folder.\n'
+      'Fix: restore another checkpoint; this one has been changed since it was written.'
+    )
+  return name

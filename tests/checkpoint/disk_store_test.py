@@ -1,0 +1,304 @@
+"""Stores on disk: durable or an error, also of folders; killed writers, locks, read-only mounts."""
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from flax_spmd._src.checkpoint.storage.store import ANY, open_store
+from flax_spmd.errors import (
+  CheckpointBusyError,
+  CheckpointDamagedError,
+  CheckpointError,
+  CheckpointNotFoundError,
+  CheckpointReadOnlyError,
+)
+
+FSYNC = os.fsync
+
+
+class Fsync:
+  """`os.fsync` with a log of the paths, and errors for some of them."""
+
+  def __init__(self, errors=None, kind=None):
+    self.errors, self.kind, self.paths = errors or {}, kind, []
+
+  def __call__(self, descriptor):
+    path = os.readlink(f'/proc/self/fd/{descriptor}')
+    self.paths.append(path)
+    is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+    for part, code in self.errors.items():
+      if part in Path(path).name and self.kind in (None, 'folder' if is_folder else 'file'):
+        raise OSError(code, os.strerror(code))
+    FSYNC(descriptor)
+
+
+def fill(folder):
+  (folder / 'd' / '0').mkdir(parents=True)
+  (folder / 'd' / '0' / 'x').write_bytes(b'12345')
+  (folder / 'meta').write_bytes(b'1')
+
+
+def test_sync_reaches_every_file_and_folder_and_those_above(tmp_path, monkeypatch):
+  fill(tmp_path / 'run' / 'gen-1')
+  monkeypatch.setattr(os, 'fsync', fsync := Fsync())
+  open_store(tmp_path / 'run').sync('gen-1')
+  below = {tmp_path / 'run' / 'gen-1' / name for name in ('', 'd', 'd/0', 'd/0/x', 'meta')}
+  assert below | {tmp_path / 'run', tmp_path, tmp_path.parent} <= set(map(Path, fsync.paths))
+  assert len(fsync.paths) == len(set(fsync.paths))
+
+
+def test_write_makes_new_folders_durable_once(tmp_path, monkeypatch):
+  monkeypatch.setattr(os, 'fsync', fsync := Fsync())
+  store = open_store(tmp_path / 'a' / 'b')
+  store.write('c/HEAD', b'1')
+  assert {tmp_path / 'a' / 'b' / 'c', tmp_path / 'a' / 'b', tmp_path / 'a', tmp_path} <= set(
+    map(Path, fsync.paths)
+  )
+  fsync.paths.clear()
+  store.write('c/HEAD', b'2')
+  assert len(fsync.paths) == 2  # the file and its folder
+
+
+@pytest.mark.parametrize('code', ['EIO', 'ENOSPC', 'EDQUOT', 'EROFS'])
+@pytest.mark.parametrize('name', ['x', 'meta', '0', 'gen-1', 'run'])
+def test_every_error_of_sync_is_raised(tmp_path, monkeypatch, code, name):
+  run = tmp_path / 'run'
+  fill(run / 'gen-1')
+  monkeypatch.setattr(os, 'fsync', Fsync({name: getattr(errno, code)}))
+  with pytest.raises(CheckpointError, match=f'/{name}: .*{code}') as caught:
+    open_store(run).sync('gen-1')
+  assert isinstance(caught.value, CheckpointReadOnlyError) == (code == 'EROFS')
+
+
+def test_text_of_an_error(tmp_path, monkeypatch):
+  monkeypatch.setattr(os, 'fsync', Fsync({'meta': errno.EIO}))
+  fill(tmp_path / 'gen-1')
+  with pytest.raises(CheckpointError) as caught:
+    open_store(tmp_path).sync('gen-1')
+  assert (
+    str(caught.value)
+    == dedent(f"""\
+    Cannot write {tmp_path}/gen-1/meta: Input/output error (EIO).
+    Fix: check the disk, whose driver reports the cause in the system log; use another one until then.""")
+  )
+
+
+@pytest.mark.parametrize('code', ['EIO', 'ENOSPC'])
+def test_a_write_that_fails_keeps_the_old_content(tmp_path, monkeypatch, code):
+  store = open_store(tmp_path)
+  store.write('HEAD', b'old')
+  monkeypatch.setattr(os, 'fsync', Fsync({'HEAD': getattr(errno, code)}))
+  with pytest.raises(CheckpointError, match=code):
+    store.write('HEAD', b'new')
+  assert store.read('HEAD')[0] == b'old'
+  assert not list(tmp_path.glob('*.part'))
+
+
+@pytest.mark.parametrize('code', ['EINVAL', 'ENOTSUP'])
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, code):
+  monkeypatch.setattr(os, 'fsync', Fsync({'': getattr(errno, code)}, 'folder'))
+  store = open_store(tmp_path / 'run')
+  store.write('HEAD', b'1')
+  store.sync()
+  monkeypatch.setattr(os, 'fsync', Fsync({'': getattr(errno, code)}, 'file'))
+  with pytest.raises(CheckpointError, match=code):
+    store.sync()
+
+
+def test_a_full_disk(tmp_path):
+  """A write of a file that is larger than the process may write: a real error of the system, in another process."""
+  script = f"""
+    import resource, signal
+    from flax_spmd._src.checkpoint.storage.store import open_store
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = open_store({str(tmp_path)!r})
+    store.write('HEAD', b'old')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    try:
+      store.write('HEAD', b'x' * 1000)
+    except Exception as error:
+      print(type(error).__name__, error)
+    print(store.read('HEAD')[0], store.children())
+  """
+  result = subprocess.run([sys.executable, '-c', dedent(script)], capture_output=True, text=True)
+  assert result.stdout.splitlines() == [
+    f'CheckpointError Cannot write {tmp_path}/HEAD: File too large (EFBIG).',
+    'Fix: check the path and its file system, and repeat the call.',
+    "b'old' ['HEAD']",
+  ]
+
+
+def test_killed_writers_leave_nothing_that_disturbs(tmp_path):
+  """Killed at the rename, at each fsync, and while it holds the lock."""
+  store = open_store(tmp_path)
+  tag = store.write('HEAD', b'old')
+  for place in ('os.replace', 'os.fsync'):
+    script = f"""
+      import os, signal
+      from flax_spmd._src.checkpoint.storage.store import open_store
+      store = open_store({str(tmp_path)!r})
+      {place} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+      store.write('HEAD', b'new')
+    """
+    result = subprocess.run([sys.executable, '-c', dedent(script)])
+    assert result.returncode == -signal.SIGKILL
+    assert list(tmp_path.glob('*.part'))
+    assert store.children() == ['HEAD']
+    assert store.files() == {'HEAD': 3}
+    tag = store.write('HEAD', b'old', expected=tag)
+    assert tag is not None
+    assert not list(tmp_path.glob('.*.part'))
+
+
+def test_a_lock_that_is_never_released(tmp_path, monkeypatch):
+  import filelock
+
+  store = open_store(tmp_path)
+  store.write('HEAD', b'1')
+  monkeypatch.setattr('flax_spmd._src.checkpoint.storage.disk_store.LOCK_SECONDS', 0.1)
+  with filelock.FileLock(tmp_path / '.flax_spmd.lock'), pytest.raises(CheckpointBusyError) as caught:
+    store.write('HEAD', b'2')
+  assert str(caught.value) == dedent(f"""\
+    {tmp_path}/.flax_spmd.lock has been locked by another process for 0 seconds.
+    Fix: end the process that holds it; if there is none, remove that file.""")
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+  """As Lustre mounted without `flock`: a lock file serves instead."""
+  import fcntl
+
+  def flock(*_):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+  monkeypatch.setattr(fcntl, 'flock', flock)
+  store = open_store(tmp_path)
+  with pytest.warns(UserWarning, match='SoftFileLock'):
+    tag = store.write('HEAD', b'1', expected=None)
+  assert store.read('HEAD') == (b'1', tag)
+  assert store.children() == ['HEAD']
+
+
+def test_a_folder_that_is_removed_meanwhile(tmp_path, monkeypatch):
+  store = open_store(tmp_path / 'run')
+  replace, calls = os.replace, []
+
+  def removed_once(source, target):
+    calls.append(target)
+    if len(calls) == 1:
+      open_store(tmp_path / 'run').remove()
+    replace(source, target)
+
+  monkeypatch.setattr(os, 'replace', removed_once)
+  assert store.write('HEAD', b'1', expected=None)
+  assert store.read('HEAD')[0] == b'1'
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
+def test_a_folder_without_permission(tmp_path):
+  os.chmod(tmp_path, 0o500)
+  with pytest.raises(CheckpointReadOnlyError):
+    open_store(tmp_path).write('HEAD', b'1')
+
+
+def test_a_read_only_mount():
+  """`/proc` is one that every machine has: nobody may make files there."""
+  with pytest.raises(CheckpointError, match=r'Cannot write /proc/flax'):
+    open_store('/proc/flax_spmd').write('HEAD', b'1')
+  assert open_store('/proc/flax_spmd').read('HEAD') is None
+
+
+def test_what_is_not_a_folder(tmp_path):
+  (tmp_path / 'file').write_bytes(b'1')
+  store = open_store(tmp_path / 'file')
+  assert store.read('HEAD') is None
+  assert store.children() == []
+  assert store.children('x') == []
+  store.remove('x')
+  with pytest.raises(CheckpointError, match=r'ENOTDIR|EEXIST'):
+    store.write('HEAD', b'1')
+
+
+def test_absent_files(tmp_path):
+  store = open_store(tmp_path)
+  with pytest.raises(CheckpointNotFoundError) as caught:
+    store.digest('x')
+  assert str(caught.value) == dedent(f"""\
+    Cannot read {tmp_path}/x: No such file or directory (ENOENT).
+    Fix: pass the path of a checkpoint.""")
+
+
+@pytest.mark.parametrize('name', ['../x', '/x', 'a//b', 'a/../b', '.', 'a/', 'x\0y'])
+def test_names_that_lead_out(tmp_path, name):
+  store = open_store(tmp_path)
+  for call in (store.read, store.remove, store.children, store.files, store.digest, store.sync):
+    with pytest.raises(CheckpointDamagedError, match='leads out'):
+      call(name)
+  with pytest.raises(CheckpointDamagedError, match='leads out'):
+    store.write(name, b'', expected=ANY)
+
+
+@pytest.mark.parametrize(
+  ('path', 'root'),
+  [
+    ('file:///a/b c', '/a/b c'),
+    ('file:///a/b%20c', '/a/b c'),
+    ('file://localhost/a/../b', '/b'),
+    ('/a/b/', '/a/b'),
+    (Path('a'), f'{os.getcwd()}/a'),
+    ('gs', f'{os.getcwd()}/gs'),
+  ],
+)
+def test_paths(path, root):
+  assert os.fspath(open_store(path).root) == root
+
+
+@pytest.mark.parametrize(
+  ('path', 'text'),
+  [
+    (
+      Path('gs://bucket/x'),
+      """\
+      gs:/bucket/x is not a path: pathlib.Path makes one slash of the two of a URL.
+      Fix: pass the URL as a string, or as an etils.epath.Path.""",
+    ),
+    (
+      'hdfs://host/x',
+      """\
+      hdfs://host/x is a URL of a kind that checkpoints are not stored under.
+      Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'.""",
+    ),
+    (
+      'file://host/x',
+      """\
+      file://host/x is a URL of a kind that checkpoints are not stored under.
+      Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'.""",
+    ),
+    (
+      'gs:///x',
+      """\
+      gs:///x names no bucket.
+      Fix: pass gs://<bucket>/<path>.""",
+    ),
+  ],
+)
+def test_paths_of_no_store(path, text):
+  with pytest.raises(CheckpointError) as caught:
+    open_store(path)
+  assert str(caught.value) == dedent(text)
+
+
+def test_an_unknown_checksum(tmp_path):
+  store = open_store(tmp_path)
+  store.write('x', b'123')
+  with pytest.raises(CheckpointError) as caught:
+    store.digest('x', like='sha9:00')
+  assert str(caught.value) == dedent("""\
+    The checksum 'sha9:00' is of an unknown kind; known: crc32, md5.
+    Fix: update flax-spmd, if a newer version wrote the checkpoint; otherwise restore another one.""")
