@@ -232,10 +232,13 @@ def test_listed_shown_compared_and_not_verified(tmp_path, capsys):
 def test_differences_are_reported_before_anything_is_read(tmp_path):
   save_file({'a.w': array(np.float32, 8, 16)}, tmp_path / 'x.safetensors')
   target = LAYOUT.abstract(lambda: {'a': {'w': jnp.zeros((16, 8), jnp.bfloat16)}})
-  assert refused(checkpoint.restore, tmp_path, target) == dedent(f"""\
+  assert (
+    refused(checkpoint.restore, tmp_path, target)
+    == dedent(f"""\
     Checkpoint {tmp_path} does not match the target:
     a/w: float32[8,16] in the checkpoint, bfloat16[16,8] in the target.
-    Fix: give the model the sizes and dtypes that it was saved with.""")
+    Fix: give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass Changes(rearranged={{'regex': 'out in -> in out'}}).""")
+  )
   changes = checkpoint.Changes(rearranged={'w': 'a b -> b a'}, dtypes={'float32': 'bfloat16'})
   assert 'reads 1 leaf (512 B), converts 1 of them' in str(
     checkpoint.preflight(tmp_path, target, changes=changes)
@@ -307,5 +310,4 @@ def test_the_host_holds_little_more_than_the_state(kind, tmp_path):
   del file
   largest = one * (number if kind == 'changed' else 1)  # the stack is one array
   excess = peak(tmp_path, number, size, kind) - peak('none', number, size, kind)
-  print(kind, excess / one)
   assert excess < 2 * largest
