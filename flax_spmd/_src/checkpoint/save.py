@@ -169,7 +169,10 @@ def start_save(
     progress = ByteProgress(request.show, f'save {path.name}', size, 'written')
     try:
       record = contents.pending_record()
-      with context(compress=request.compress, memory=request.memory, largest=contents.record.largest):
+      options = context(
+        claim.new, compress=request.compress, memory=request.memory, largest=contents.record.largest
+      )
+      with options:
         response = ocp.save_async(claim.new, contents.tree)
     except BaseException:
       progress.close()
