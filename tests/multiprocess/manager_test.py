@@ -154,12 +154,12 @@ os._exit(0)
   ('phase', 'victim'),
   [
     ('before the claim', 1),
-    ('before the write', 1),
-    ('at the start of the write', 1),
-    ('during the write', 1),
+    pytest.param('before the write', 1, marks=pytest.mark.exhaustive),
+    pytest.param('at the start of the write', 1, marks=pytest.mark.exhaustive),
+    pytest.param('during the write', 1, marks=pytest.mark.exhaustive),
     ('at the commit', 1),
     ('in the removal', 0),
-    ('before the write', 0),
+    pytest.param('before the write', 0, marks=pytest.mark.exhaustive),
   ],
 )
 def test_a_process_that_dies_is_known_within_15_seconds(tmp_path, phase, victim):
