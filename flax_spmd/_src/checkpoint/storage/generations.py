@@ -49,6 +49,7 @@ from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _THREADS = 8
+_MARK = '_CHECKPOINT_METADATA'  # of Orbax, and of this package's format 1
 _RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
@@ -67,7 +68,7 @@ class Claim:
   Raises:
     CheckpointExistsError: the path exists, and `overwrite` is False.
     CheckpointBusyError: another process is writing to the path.
-    CheckpointError: the store cannot be reached or written.
+    CheckpointError: the store cannot be reached or written; or the path is a generation.
   """
 
   def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
@@ -76,7 +77,7 @@ class Claim:
     before = idle_head(self._store, path, overwrite)
     self._previous = before.head
     listed = self._store.children(path.name)  # before the lease: see above
-    self._legacy = [] if before.head.generation else [name for name in listed if not _is_ours(name)]
+    self._legacy = _legacy(listed, bool(before.head.generation))
     self._check_free(overwrite)
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
     # Without a generation and a lease in the head, it may be what a damaged or lost head named: kept until the commit.
@@ -94,6 +95,11 @@ class Claim:
       raise
 
   def _check_free(self, overwrite: bool) -> None:
+    if is_generation(self.path.name) and self._store.read(HEAD) is not None:
+      raise CheckpointError(
+        f'{self.path} is the current contents of a checkpoint, which no save may change.\n'
+        f'Fix: save to {self.path.parent}, or to another path.'
+      )
     is_file = '://' not in str(self.path) and self.path.is_file()
     if is_file or (not overwrite and (self._previous.generation or self._legacy)):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
@@ -257,6 +263,16 @@ def _removed(
   if lease.release() and lease.tag is not None:
     store.remove_if(f'{path.name}/{HEAD}', lease.tag)
   return True
+
+
+def _legacy(listed: Sequence[str], is_ours: bool) -> list[str]:
+  """What a path holds beside our files: a checkpoint of another format, or what is left of one.
+
+  The file that marks a checkpoint comes last, so that a removal which is interrupted can be continued.
+  """
+  if is_ours and _MARK not in listed:
+    return []  # files that somebody has put beside a checkpoint
+  return sorted((name for name in listed if not _is_ours(name)), key=lambda name: name == _MARK)
 
 
 def _is_ours(name: str) -> bool:

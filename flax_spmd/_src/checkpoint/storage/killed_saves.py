@@ -83,9 +83,10 @@ def _examine(store: Store, file: str) -> None:
 
 def _removed(store: Store, path: Any, found: StoredHead) -> bool:
   """Removes the generations and the head of a dead writer that has committed nothing, unless a reader is left."""
-  generations = [name for name in store.children(path.name) if is_generation(name)]
-  if found.tag is None and not generations:
-    return True
+  names = store.children(path.name)
+  generations = [name for name in names if is_generation(name)]
+  if found.tag is None and not generations and (names or not path.is_dir()):
+    return True  # nothing of ours is there
   fence = Head(epoch=found.head.epoch + 1)  # no older writer can commit after this
   tag = store.write(
     f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=bool(generations)
