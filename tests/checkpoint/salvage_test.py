@@ -56,7 +56,10 @@ def test_verify_and_restore_agree(whole, tmp_path, kind):
     file = path / original.relative_to(whole)
     damage(file, kind, generator)
     changed = not file.exists() or file.read_bytes() != original.read_bytes()
-    verified, restored = outcome(lambda p=path: checkpoint.verify(p)), outcome(lambda p=path: checkpoint.restore(p))
+    verified, restored = (
+      outcome(lambda p=path: checkpoint.verify(p)),
+      outcome(lambda p=path: checkpoint.restore(p)),
+    )
     assert isinstance(restored, errors.CheckpointError) == changed, (file, restored)
     assert (verified != []) == changed, (file, verified)
     if not isinstance(verified, list):
@@ -81,6 +84,7 @@ def damaged_copy(whole, path):
   return file
 
 
+@pytest.mark.filterwarnings('ignore:Every device will hold')
 def test_a_damaged_array_is_salvaged_as_the_target_itself(whole, tmp_path):
   path = tmp_path / 'state'
   file = damaged_copy(whole, path)
@@ -109,6 +113,7 @@ def test_a_whole_checkpoint_has_nothing_to_salvage(whole):
   np.testing.assert_array_equal(salvaged.state['w1'], VALUES['w1'])
 
 
+@pytest.mark.filterwarnings('ignore:Every device will hold')
 def test_a_part_is_restored_beside_damaged_data(whole, tmp_path):
   damaged_copy(whole, tmp_path / 'state')
   changes = checkpoint.Changes(unused='')
