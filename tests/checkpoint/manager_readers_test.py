@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -134,18 +135,18 @@ with spmd.checkpoint.Manager(root + '/run', layout, every=1) as manager:
 
 @needs_root
 @pytest.mark.slow
-def test_the_root_of_another_user_is_opened_read_only(tmp_path):
-  for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-    folder.chmod(0o755)
-  run(tmp_path / 'run', [1, 2])
-  result = subprocess.run(
-    [sys.executable, '-c', OTHER_USER, str(tmp_path)],
-    env=os.environ | {'PYTHONPATH': str(ROOT), 'HOME': '/nonexistent'},
-    cwd='/',
-    capture_output=True,
-    text=True,
-    check=False,
-  )
+def test_the_root_of_another_user_is_opened_read_only():
+  with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+    os.chmod(folder, 0o755)
+    run(f'{folder}/run', [1, 2])
+    result = subprocess.run(
+      [sys.executable, '-c', OTHER_USER, folder],
+      env=os.environ | {'PYTHONPATH': str(ROOT), 'HOME': '/nonexistent'},
+      cwd='/',
+      capture_output=True,
+      text=True,
+      check=False,
+    )
   assert result.stdout == '[1, 2] True 2.0\nTrue\n', result.stderr
 
 

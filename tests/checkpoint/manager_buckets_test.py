@@ -1,0 +1,57 @@
+"""The manager on disk, GCS and S3: one writer, readers that follow, retention, and a damaged newest step."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage.store import open_store
+
+LAYOUT = spmd.Layout({'data': 8})
+
+
+def value(manager, step=None):
+  restored = manager.restore(step=step)
+  (number,) = np.unique(restored.state['w'])
+  return restored.step, float(number)
+
+
+def save(manager, *steps, offset=0):
+  for step in steps:
+    manager.save(step, {'w': jnp.full(8, float(step + offset))}, force=True)
+  manager.wait()
+
+
+def test_a_run_with_readers(root):
+  with (
+    checkpoint.Manager(root, LAYOUT, keep=2) as manager,
+    checkpoint.Manager(root, LAYOUT, read_only=True) as reader,
+  ):
+    save(manager, 1, 2, 3)
+    assert manager.steps == reader.steps == [2, 3]
+    steps = reader.follow(timeout=0)
+    assert [next(steps), next(steps)] == [3, 2]
+    save(manager, 4)
+    assert list(steps) == [4]
+    assert value(reader) == (4, 4.0)
+    with pytest.raises(errors.CheckpointBusyError):
+      checkpoint.Manager(root, LAYOUT)
+  assert {name for name in open_store(root).children() if name.isdecimal()} == {'3', '4'}
+  with checkpoint.Manager(root, LAYOUT) as manager:
+    assert value(manager) == (4, 4.0)
+
+
+def test_a_damaged_newest_step_is_replaced(root):
+  """A bucket has no renames: the damaged step stays until training saves it again."""
+  with checkpoint.Manager(root, LAYOUT) as manager:
+    save(manager, 1, 2)
+  store = open_store(root)
+  (generation,) = [name for name in store.children('2') if name.startswith('gen-')]
+  store.write(f'2/{generation}/MANIFEST', b'{}')
+  with checkpoint.Manager(root, LAYOUT) as manager:
+    with pytest.warns(UserWarning, match='It is (skipped|kept as .2.damaged); restoring the checkpoint'):
+      assert value(manager) == (1, 1.0)
+    assert manager.steps == [1]
+    save(manager, 2, offset=10)
+    assert manager.steps == [1, 2] and value(manager) == (2, 12.0)
