@@ -269,6 +269,15 @@ def test_secrets_are_not_shown(s3, caplog):
   assert b'SECRETTEST' not in store.read('HEAD')[0]
 
 
+def test_a_password_in_the_url_of_a_server_is_not_shown(s3, monkeypatch):
+  monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://me:SECRETTEST@127.0.0.1:1')
+  monkeypatch.setattr(buckets, 'RETRIES', QUICK)
+  with pytest.raises(CheckpointError) as caught:
+    open_store(f'{s3.bucket}/run').read('HEAD')
+  assert '(http://127.0.0.1:1)' in str(caught.value)
+  assert 'SECRETTEST' not in str(caught.value)
+
+
 def test_stores_in_many_threads(server):
   results = []
 

@@ -61,12 +61,12 @@ class ObjectStore:
   def read(self, name: str) -> tuple[bytes, Tag] | None:
     """See `Store`."""
     with self._calls('read', name):
-      result = self._kv.read(_key(self.root, name)).result()
+      result = self._kv.read(checked(name, self.root)).result()
     return None if result.state == 'missing' else (bytes(result.value), _tag(result.stamp.generation))
 
   def write(self, name: str, data: bytes, *, expected: Tag | None = ANY) -> Tag | None:
     """See `Store`."""
-    key = _key(self.root, name)
+    key = checked(name, self.root)
     with self._calls('write', name):
       if expected == ANY:
         return _tag(self._kv.write(key, data).result().generation)
@@ -207,10 +207,6 @@ def _list_one(files: Any, location: Location) -> None:
     files.ls(location.bucket, prefix=location.path, max_results=1)
   else:
     files.call_s3('list_objects_v2', Bucket=location.bucket, Prefix=location.path, MaxKeys=1)
-
-
-def _key(root: epath.Path, name: str) -> str:
-  return checked(name, root)
 
 
 def _tag(generation: bytes) -> Tag:
