@@ -46,6 +46,15 @@ class AgainstDict(RuleBasedStateMachine):
       if known == name or known.startswith(f'{name}/'[name == '' :]):
         del self.model[known], self.tags[known]
 
+  @rule(name=NAMES, current=st.booleans())
+  def remove_if(self, name, current):
+    if name in self.model:
+      former = [tag for tag in self.former if tag != self.tags[name]]
+      tag = self.tags[name] if current or not former else former[-1]
+      assert self.store.remove_if(name, tag) == (tag == self.tags[name])
+      if tag == self.tags[name]:
+        del self.model[name], self.tags[name]
+
   def teardown(self):
     self.same_lists()
 

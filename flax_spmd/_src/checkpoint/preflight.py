@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, leaf_count
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
 from flax_spmd.errors import CheckpointMismatchError, Problem
 
@@ -84,11 +84,10 @@ class Preflight(NamedTuple):
     if self.problems:
       raise CheckpointMismatchError(mismatch_text(self.path, self.problems))
     if self.replicated:
-      warnings.warn(
+      warn(
         f'Every device will hold all {size_text(self.bytes_per_device)} of {self.path}, which was sharded '
         'when it was saved: the target shards nothing. If this is not intended, check the rules with '
-        'layout.check(...).',
-        stacklevel=3,
+        'layout.check(...).'
       )
 
 
@@ -149,7 +148,9 @@ def _saved(reader: CheckpointReader, changes: Changes) -> Side:
   if changes.only is not None:
     check_selection(changes, leaves)
     leaves = {
-      path: leaf for path, leaf in leaves.items() if is_selected(changes, renamed(changes, path))
+      path: leaf
+      for path, leaf in leaves.items()
+      if any(is_selected(changes, new) for new in renamed(changes, path))
     }
   return Side(leaves, kinds)
 

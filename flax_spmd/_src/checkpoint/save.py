@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of
-from flax_spmd._src.checkpoint.storage.folders import as_path
+from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
+from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
 from flax_spmd._src.checkpoint.storage.orbax_context import context
-from flax_spmd._src.checkpoint.storage.readers import OrbaxReader
-from flax_spmd._src.checkpoint.storage.verification import require_undamaged
+from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan
@@ -31,6 +33,7 @@ def save(
   compress: bool = False,
   pack: int = 0,
   memory: int | None = None,
+  durable: bool = True,
   show: bool = False,
 ) -> None:
   """Writes a state, with its logical names and its layout.
@@ -41,14 +44,16 @@ def save(
     path: folder to create.
     state: tree of arrays and numbers, with or without boxes.
     layout: layout of the state, or its plan (`layout.plan(...)`), which has the names of a state without boxes.
-    overwrite: whether to replace a checkpoint at `path`. It stays in place until the new one is complete,
-      and has been read back and verified.
+    overwrite: whether to replace a checkpoint at `path`. It stays current until the new one is complete and
+      durable. Readers of it are not disturbed.
     where: regular expression; only leaves whose paths it matches are saved.
     compress: whether to compress the data (zstd). Compression takes longer than writing, and trained
       parameters hardly shrink; worthwhile for slow or metered storage.
     pack: largest size, in bytes, of arrays to store together. Much faster for thousands of small arrays;
       plain Orbax then cannot read the state's structure.
     memory: most bytes in flight to storage; default: no limit.
+    durable: whether the checkpoint survives a power cut as soon as this returns. False leaves it to the
+      operating system when to write to the disk, as Orbax does.
     show: whether to show a progress bar, on the first process.
 
   Raises:
@@ -76,6 +81,7 @@ def save(
     compress=compress,
     pack=pack,
     memory=memory,
+    durable=durable,
     show=show,
   )
   saving.result()
@@ -92,6 +98,7 @@ def save_async(
   compress: bool = False,
   pack: int = 0,
   memory: int | None = None,
+  durable: bool = True,
   show: bool = False,
 ) -> AsyncSave:
   """Writes a state like `save`, in the background: returns as soon as the state may be changed or donated.
@@ -101,7 +108,7 @@ def save_async(
   of the last save before the program ends: since Python 3.12, a save cannot be completed during exit.
 
   Args:
-    path, state, layout, overwrite, where, compress, pack, memory, show: see `save`.
+    path, state, layout, overwrite, where, compress, pack, memory, durable, show: see `save`.
 
   Returns:
     The save in progress; its `result()` waits for it.
@@ -113,28 +120,68 @@ def save_async(
     >>> saving.done()
     True
   """
+  request = SaveRequest(where, compress, pack, memory, durable, show)
+  return start_save(as_path(path), state, layout, request, overwrite=overwrite)
+
+
+class SaveRequest(NamedTuple):
+  """The arguments that all kinds of saves share; see `save`."""
+
+  where: str | None = None
+  compress: bool = False
+  pack: int = 0
+  memory: int | None = None
+  durable: bool = True
+  show: bool = False
+
+
+def start_save(
+  path: epath.Path,
+  state: Any,
+  layout: Layout | Plan,
+  request: SaveRequest,
+  *,
+  overwrite: bool = False,
+  before: Callable[[], Mapping[str, Any]] = dict,
+  after: Callable[[], None] | None = None,
+) -> AsyncSave:
+  """Starts a save, which continues in the background. Every save is started here, those of a manager too.
+
+  Args:
+    path, state, layout, overwrite: see `save`.
+    request: the other arguments of `save`.
+    before: function called first; returns JSON values to store beside the record, by name. Every process
+      may wait for the others in it.
+    after: function called in the first process once the checkpoint is committed. No process returns before it.
+  """
   async_save.finish()
-  contents = contents_of(state, layout, where, pack)
-  claim = async_save.claim(as_path(path), overwrite)
-  progress = ByteProgress(show, f'save {claim.path.name}', contents.record.bytes, 'written')
-  try:
-    contents = contents.with_checksums()
-    with context(compress=compress, memory=memory, largest=contents.record.largest):
-      response = ocp.save_async(claim.new, contents.tree, custom_metadata=contents.metadata)
-  except BaseException:
-    progress.close()
-    claim.release()
-    raise
-  check = _read_back(claim.new, contents) if overwrite else _no_check
-  return async_save.start(response, claim, progress, check)
+  heartbeat = Heartbeat()
+
+  def begun() -> AsyncSave:
+    extra = before()
+    contents = contents_of(state, layout, request.where, request.pack)
+    with space_in_errors(path, contents.record.bytes):
+      return written(contents, extra)
+
+  def written(contents: Contents, extra: Mapping[str, Any]) -> AsyncSave:
+    size = contents.record.bytes
+    claim = async_save.claim(path, overwrite, request.durable)
+    progress = ByteProgress(request.show, f'save {path.name}', size, 'written')
+    try:
+      record = contents.pending_record()
+      options = context(
+        claim.new, compress=request.compress, memory=request.memory, largest=contents.record.largest
+      )
+      with options:
+        response = ocp.save_async(claim.new, contents.tree)
+    except BaseException:
+      progress.close()
+      claim.release()
+      raise
+    return async_save.start(response, claim, progress, size, heartbeat, record, extra, after or _nothing)
+
+  return async_save.watched(begun, path, heartbeat)
 
 
-def _read_back(folder: Any, contents: Contents) -> Any:
-  """A function that reads a written checkpoint back and verifies it. It holds shardings, but no arrays."""
-  record = contents.record
-  shardings = {path: getattr(leaf, 'sharding', None) for path, leaf in contents.leaves.items()}
-  return lambda: require_undamaged(OrbaxReader(folder, record), shardings)
-
-
-def _no_check() -> None:
+def _nothing() -> None:
   pass

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # registers its exit hook, which must come before ours below
+import contextvars
 import json
 import os
 import sys
 import threading
 import traceback
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 from etils import epath
 
 from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.folders import Claim
+from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
+from flax_spmd._src.checkpoint.storage.generations import Claim
 from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat, first_line
+from flax_spmd._src.checkpoint.storage.record import Record
+from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
@@ -72,6 +77,10 @@ class AsyncSave:
     """Whether the save has ended, successfully or not."""
     return self._ended.is_set()
 
+  def error(self) -> BaseException | None:
+    """The error of a save that has ended, without raising it; None if there was none."""
+    return self._error if self.done() else None
+
   def result(self, timeout: float | None = None) -> None:
     """Waits until the checkpoint is complete.
 
@@ -101,23 +110,22 @@ def finish() -> None:
     saving.result()
 
 
-def claim(path: epath.Path, overwrite: bool) -> Claim | NonWriter:
+def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter:
   """The right to write to a path. The first process takes it for all processes of the job.
 
   Raises:
     CheckpointError: the first process cannot take it. Every process raises the error.
   """
   if jax.process_count() == 1:
-    return Claim(path, overwrite)
-  held, message = None, {}
-  if jax.process_index() == 0:
-    try:
-      held = Claim(path, overwrite)
-      message = {'new': os.fspath(held.new)}
-    except Exception as error:
-      message = _as_message(error)
-  received = _from_first_or_raise(message)
-  return held or NonWriter(path, epath.Path(received['new']))
+    return Claim(path, overwrite, durable)
+  held: list[Claim] = []
+
+  def claimed() -> str:
+    held.append(Claim(path, overwrite, durable))
+    return os.fspath(held[0].new)
+
+  new = in_first(claimed)
+  return held[0] if held else NonWriter(path, epath.Path(new), durable)
 
 
 class NonWriter:
@@ -125,66 +133,137 @@ class NonWriter:
 
   Attributes:
     path: path of the checkpoint.
-    new: folder to write to, until the first process commits.
+    new: folder of the generation to write.
   """
 
-  def __init__(self, path: epath.Path, new: epath.Path):
-    self.path, self.new = path, new
+  def __init__(self, path: epath.Path, new: epath.Path, durable: bool):
+    self.path, self.new, self._durable = path, new, durable
 
-  def commit(self) -> None:
+  def sync(self) -> None:
+    """Makes the files that this process has written durable."""
+    if self._durable:
+      own = f'process_{jax.process_index()}'
+      store = open_store(self.new)
+      for name in {
+        name[: name.index(own) + len(own)] for name in store.files() if own in name.split('/')
+      }:
+        store.sync(name)
+
+  def require_lease(self) -> None:
+    """Does nothing: the first process has the lease."""
+
+  def commit(self, record: Record, metadata: Mapping[str, Any]) -> None:
     """Does nothing: the first process commits."""
 
   def release(self) -> None:
     """Does nothing: the first process releases the path."""
 
 
-def from_first(message: Any) -> Any:
-  """Sends a JSON value from the first process to all; the other processes' arguments are ignored."""
+def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:
+  """Calls a function in the first process, and returns its JSON value on every process.
+
+  Args:
+    call: function to call.
+    topic: the key of this kind of call. Threads that run at the same time need one each.
+
+  Raises:
+    CheckpointError: the call failed. Every process raises the error.
+  """
+  if jax.process_count() == 1:
+    return call()
+  message: dict[str, Any] = {}
+  if jax.process_index() == 0:
+    try:
+      message = {'value': call()}
+    except Exception as error:
+      message = {'error': type(error).__name__, 'text': str(error)}
   everyone = tuple(range(jax.process_count()))
-  text = json.dumps(message) if jax.process_index() == 0 else ''
-  groups = exchange('checkpoint', everyone, text, CALLS, TIMEOUT)
-  return json.loads(next(text for processes, text in groups if 0 in processes))
+  groups = exchange(topic, everyone, json.dumps(message), CALLS, TIMEOUT)
+  received = json.loads(next(text for processes, text in groups if 0 in processes))
+  _raise_error(received)
+  return received['value']
 
 
-def _as_message(error: Exception) -> dict[str, str]:
-  """An error as a JSON value, to send to the other processes."""
-  return {'error': type(error).__name__, 'text': str(error)}
+def _raise_error(message: dict[str, str]) -> None:
+  if 'error' in message:
+    raise getattr(errors, message['error'], CheckpointError)(message['text'])
 
 
-def _from_first_or_raise(message: Any) -> Any:
-  """The first process's message. If it is an error, every process raises it."""
-  received = from_first(message)
-  if 'error' in received:
-    raise getattr(errors, received['error'], CheckpointError)(received['text'])
-  return received
+Result = TypeVar('Result')
 
 
-def start(response: Response, held: Claim | NonWriter, progress: ByteProgress, check: Any) -> AsyncSave:
-  """Continues a save in the background: waits for Orbax, checks the result, and commits it.
+def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) -> Result:
+  """Calls a function that waits for other processes; raises an error as soon as one of them has died.
+
+  In a job of several processes, it runs in a thread, since what it waits for may never come.
+
+  Args:
+    call: function to call.
+    path: path of the checkpoint that is being saved.
+    heartbeat: heartbeat of the save; stopped if there is an error.
+
+  Raises:
+    CheckpointError: another process has died, or failed; or the call did.
+  """
+  if jax.process_count() == 1:
+    try:
+      return call()
+    except CheckpointError:
+      raise
+    except OSError as error:
+      raise _failed(error, path) from error
+  results: list[Result] = []
+  try:
+    wait_for(_BackgroundCall(lambda: results.append(call())), path, heartbeat)
+  except BaseException as error:
+    heartbeat.stop(error)
+    raise
+  return results[0]
+
+
+def start(
+  response: Response,
+  held: Claim | NonWriter,
+  progress: ByteProgress,
+  size: int,
+  heartbeat: Heartbeat,
+  record: Callable[[], Record],
+  metadata: Mapping[str, Any],
+  after: Callable[[], None],
+) -> AsyncSave:
+  """Continues a save in the background: waits for Orbax, completes the record, and commits the checkpoint.
 
   Args:
     response: Orbax's handle of the save.
     held: right to write to the path; released at the end.
     progress: progress bar; closed at the end.
-    check: function called before the commit; raises if the written data are wrong.
+    size: bytes of the state.
+    heartbeat: heartbeat of the save; stopped at the end.
+    record: function that completes the record.
+    metadata: JSON values to store beside the record.
+    after: function called after the commit, in the first process.
   """
   global _last
-  heartbeat = Heartbeat()
 
   def work() -> None:
     failure: BaseException | None = None
     try:
       wait_for(response, held.path, heartbeat)
-      wait_for(_checked_and_committed(check, held), held.path, heartbeat)
+      wait_for(_committed(lambda: commit(held, record, metadata, after)), held.path, heartbeat)
     except BaseException as error:
       failure = error
+      held.require_lease()
       raise
     finally:
       heartbeat.stop(failure)
       progress.close(complete=failure is None)
       held.release()
 
-  _last = AsyncSave(held.path, work)
+  def explained() -> None:
+    with space_in_errors(held.path, size):
+      work()
+
+  _last = AsyncSave(held.path, explained)
   return _last
 
 
@@ -193,7 +272,10 @@ class _BackgroundCall:
 
   def __init__(self, call: Any):
     self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
-    threading.Thread(target=self._run, args=(call,), name='flax_spmd commit', daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(
+      target=context.run, args=(self._run, call), name='flax_spmd call', daemon=True
+    ).start()
 
   def _run(self, call: Any) -> None:
     try:
@@ -213,30 +295,44 @@ class _CompletedCall:
     """Returns immediately."""
 
 
-def _checked_and_committed(check: Any, held: Claim | NonWriter) -> Response:
-  """Checks and commits a save. In a job of several processes, one may have died: a daemon thread does it."""
-
-  def call() -> None:
-    check()
-    commit(held)
-
+def _committed(call: Callable[[], None]) -> Response:
+  """Commits a save. In a job of several processes, one may have died: a daemon thread does it."""
   if jax.process_count() > 1:
     return _BackgroundCall(call)
   call()
   return _CompletedCall()
 
 
-def commit(held: Claim | NonWriter) -> None:
-  """Moves the new checkpoint to its path. No process returns before it is there."""
+def commit(
+  held: Claim | NonWriter,
+  record: Callable[[], Record],
+  metadata: Mapping[str, Any],
+  after: Callable[[], None],
+) -> None:
+  """Makes the new checkpoint current, and calls `after`. No process returns before that is done."""
+  completed = record()
+  _in_all(held.sync)
+
+  def committed() -> None:
+    held.commit(completed, metadata)
+    after()
+
+  in_first(committed)
+
+
+def _in_all(call: Callable[[], None]) -> None:
+  """Waits until `call` has returned in every process; if it raises in one, all of them raise the error."""
   if jax.process_count() == 1:
-    held.commit()
+    call()
     return
   message = {}
   try:
-    held.commit()
+    call()
   except Exception as error:
-    message = _as_message(error)
-  _from_first_or_raise(message)
+    message = {'error': type(error).__name__, 'text': str(error)}
+  everyone = tuple(range(jax.process_count()))
+  for _, text in exchange('checkpoint', everyone, json.dumps(message), CALLS, TIMEOUT):
+    _raise_error(json.loads(text))
 
 
 _UNCHANGED = 'the path keeps its previous contents'
@@ -248,12 +344,17 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
   Raises:
     CheckpointError: the save failed here or in another process, or another process died.
   """
+  failed_before = None
   while True:
     try:
       response.result(timeout=_POLL)
       return
     except TimeoutError as error:
-      if failed := heartbeat.failed():
+      failed, failed_before = (
+        failed_before,
+        heartbeat.failed(),
+      )  # this process's own error is about to come
+      if failed:
         process, text = failed
         raise CheckpointError(
           f'The save to {path} failed in process {process}: {text}.\n'
@@ -266,7 +367,7 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
           'A checkpoint at the path is complete: it is the previous one or this one.\n'
           'Fix: start the job again from the last checkpoint.'
         ) from error
-    except CheckpointError:
+    except errors.FlaxSpmdError:
       raise
     except (OSError, ValueError, RuntimeError) as error:
       if 'shutdown' in str(error):
@@ -274,9 +375,13 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
           f'The program ended before {path} was saved.\n'
           f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
         ) from error
-      raise CheckpointError(
-        f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
-      ) from error
+      raise _failed(error, path) from error
+
+
+def _failed(error: Exception, path: epath.Path) -> CheckpointError:
+  return CheckpointError(
+    f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
+  )
 
 
 def _before_shutdown() -> None:

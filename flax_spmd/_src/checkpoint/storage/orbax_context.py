@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 
+import jax
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.options import AtomicityMode
 
 from flax_spmd._src.checkpoint.storage import buckets
 
-_OBJECT_SIZE = (
-  400 << 20
-)  # bytes of an object with arrays, each of which is sent in one request; Orbax's for GCS
+_OBJECT_SIZE = 400 << 20  # bytes of an object with arrays, sent in one request; Orbax's for GCS
 
 
 def context(
@@ -41,4 +40,15 @@ def context(
     memory = max(memory, largest + 1)
     options.memory.write_concurrent_bytes = memory
     options.memory.read_concurrent_bytes = memory
+  return options
+
+
+def local_context(path: str | os.PathLike[str], memory: int) -> ocp.Context:
+  """Orbax's context for reads of one process. It does not wait for the other processes of the job.
+
+  So an error in one process cannot leave the others waiting.
+  """
+  options = context(path, memory=memory)
+  options.multiprocessing.active_processes = {jax.process_index()}
+  options.multiprocessing.primary_host = jax.process_index()
   return options

@@ -1,7 +1,7 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
 `OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
-of `flax.training.checkpoints`.
+of `flax.training.checkpoints`; `SafetensorsReader` reads those of Hugging Face.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -19,8 +20,10 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from flax_spmd._src.checkpoint.storage import contents, folders, skeleton
-from flax_spmd._src.checkpoint.storage.orbax_context import context
+from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.manifest import FileRecord
+from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
   LeafRecord,
@@ -31,6 +34,10 @@ from flax_spmd._src.checkpoint.storage.record import (
   from_json,
   key_dtype,
 )
+from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
+from flax_spmd._src.checkpoint.storage.safetensors_reader import SafetensorsReader
+from flax_spmd._src.checkpoint.storage.source import Source, current_source
+from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 _METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
@@ -48,10 +55,12 @@ class CheckpointReader(Protocol):
   Attributes:
     path: folder or file of the checkpoint.
     record: description of its arrays.
+    folder: folder or file that the library whose format it has can read.
   """
 
   path: epath.Path
   record: Record
+  folder: epath.Path
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """Reads leaves by path.
@@ -72,10 +81,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     CheckpointDamagedError: the checkpoint cannot be read.
     CheckpointError: a newer version wrote the checkpoint.
   """
-  given = folders.as_path(path)
-  folder = folders.existing(given)
+  return reader_of(path, current_source(as_path(path)))
+
+
+def reader_of(path: str | os.PathLike[str], source: Source | None) -> CheckpointReader:
+  """A reader of a generation; of the path itself if it has none."""
+  if source is None:
+    return _foreign_reader(as_path(path))
+  return OrbaxReader(
+    source.path, source.manifest.record, folder=source.folder, files=source.manifest.files
+  )
+
+
+def _foreign_reader(given: epath.Path) -> CheckpointReader:
+  """A reader of a path without generations: of another library, or of an earlier version of this one."""
+  folder = given
   if folder.is_dir() and (folder / 'checkpoint').is_file():
     return FlaxReader(folder / 'checkpoint')  # of flax, in a folder
+  if is_safetensors(folder) and not is_checkpoint(folder):
+    return SafetensorsReader(folder)
   if folder.is_file():
     return FlaxReader(folder)
   folder, part = _folder_and_part(folder)
@@ -92,7 +116,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
 
 
 def is_checkpoint(path: epath.Path) -> bool:
-  """Whether a path holds a complete Orbax checkpoint."""
+  """Whether a path holds a complete checkpoint of this package or of Orbax."""
+  if has_generation(path):
+    return True
   if not path.is_dir() or _UNFINISHED in path.name:
     return False
   is_marked = any((path / mark).exists() for mark in (_METADATA, _INDICATOR, _TREE_METADATA))
@@ -109,10 +135,31 @@ def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
   return path, None
 
 
+def has_generation(path: epath.Path) -> bool:
+  """Whether a path has a head that names a generation, or a head that cannot be read."""
+  try:
+    return read_head(open_store(path.parent), path).head.generation is not None
+  except CheckpointError:
+    return True
+
+
 def custom_metadata(path: epath.Path) -> dict[str, Any]:
-  """The custom metadata stored with a checkpoint; raises as `open_checkpoint`."""
+  """The JSON values stored with a checkpoint; raises as `open_checkpoint`."""
+  source = current_source(path)
+  if source is not None:
+    return source.manifest.metadata
   custom = _metadata(path / _METADATA, path).get('custom_metadata')
   return custom if isinstance(custom, dict) else {}
+
+
+def has_metadata(path: epath.Path) -> bool:
+  """Whether a checkpoint has the file that holds its record. Only old versions of Orbax write none."""
+  return has_generation(path) or (path / _METADATA).exists()
+
+
+def has_record(path: epath.Path) -> bool:
+  """Whether a checkpoint has a record of this package."""
+  return has_generation(path) or KEY in custom_metadata(path)
 
 
 def _metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
@@ -148,6 +195,9 @@ def _nearby(path: epath.Path) -> str:
 
 def saved_at(path: epath.Path) -> datetime.datetime | None:
   """The time at which a checkpoint was saved; None if it is not recorded."""
+  source = current_source(path)
+  if source is not None:
+    return datetime.datetime.fromtimestamp(source.manifest.saved / 1e9)
   stamp = _metadata(path / _METADATA, path).get('commit_timestamp_nsecs') if path.is_dir() else None
   return datetime.datetime.fromtimestamp(stamp / 1e9) if isinstance(stamp, int) else None
 
@@ -157,7 +207,8 @@ def checkpoints_in(folder: epath.Path) -> list[str]:
   return sorted(
     child.name
     for child in folder.iterdir()
-    if not child.name.startswith('.') and (is_checkpoint(child) or _is_flax_file(child))
+    if not child.name.startswith('.')
+    and (is_checkpoint(child) or _is_flax_file(child) or is_safetensors(child))
   )
 
 
@@ -168,7 +219,7 @@ def _is_flax_file(path: epath.Path) -> bool:
 
 def _why_none(path: epath.Path) -> str:
   """Why a folder is not a checkpoint, for an error text."""
-  if _UNFINISHED in path.name:
+  if _UNFINISHED in path.name or (path / HEAD).exists():
     return ' (an unfinished save)'
   unfinished = [child.name for child in path.iterdir() if _UNFINISHED in child.name]
   return (
@@ -180,18 +231,28 @@ class OrbaxReader:
   """Reads an Orbax checkpoint, written by this package or another.
 
   Args:
-    path: folder of the checkpoint.
+    path: path of the checkpoint.
     record: description of its arrays.
     part: subfolder with the arrays; default: found by its contents.
+    folder: folder of the Orbax checkpoint; default: the path.
+    files: the files in it, if they are recorded.
   """
 
-  def __init__(self, path: epath.Path, record: Record, part: str | None = None):
+  def __init__(
+    self,
+    path: epath.Path,
+    record: Record,
+    part: str | None = None,
+    folder: epath.Path | None = None,
+    files: Mapping[str, FileRecord] = MappingProxyType({}),
+  ):
     self.path, self.record, self._part = path, record, part
+    self.folder, self.files = folder or path, files
     self._is_packed = any(leaf.packed for leaf in record.leaves.values())
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
-    _check_names(self.path)
+    _check_names(self.folder)
     return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
@@ -229,8 +290,8 @@ class OrbaxReader:
 
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
-      with context(memory=_in_flight(target, memory)):
-        return ocp.load(self.path, target, checkpointable_name=self._name())
+      with local_context(self.folder, _in_flight(target, memory)):
+        return ocp.load(self.folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
       if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
         raise
@@ -240,7 +301,7 @@ class OrbaxReader:
       ) from error
 
   def _name(self) -> str | None:
-    return self._part or _part_with_arrays(self.path)
+    return self._part or _part_with_arrays(self.folder)
 
 
 def _in_flight(target: Any, memory: int | None) -> int:
@@ -372,7 +433,7 @@ class FlaxReader:
   """
 
   def __init__(self, path: epath.Path):
-    self.path = path
+    self.path = self.folder = path
     flat = skeleton.flatten(_flax_tree(path))
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}

@@ -1,0 +1,276 @@
+"""Generations: how a checkpoint replaces another in one step, on every store.
+
+    step_9/HEAD                      names the current generation; see `head`
+    step_9/gen-000002-5f1c22a0/...   a generation: an Orbax checkpoint, and its MANIFEST; never changed
+    step_9/pin-...                   a reader of a generation; see `pins`
+    .flax_spmd/step_9-...            a save to a path without a head; see `killed_saves`
+
+A writer takes the lease of the head, writes a generation under a new name, makes it durable, and then puts
+a head that names it, under the condition that the head is still its own. A later lease changes the head, so
+a writer that was taken for dead can no longer commit. A reader pins the generation that it reads.
+
+Generations are removed if neither the head nor a pin names them. A writer lists them *before* it takes the
+lease: so those that it may remove belong to older writers, which can no longer commit them.
+
+Time decides only how soon a dead process is noticed, never whether data are safe. `docs/decisions.md` has
+the argument, and `tests/checkpoint/protocol_model.py` checks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from etils import epath
+
+from flax_spmd._src.checkpoint.storage.head import (
+  GENERATION,
+  HEAD,
+  Head,
+  StoredHead,
+  is_generation,
+  read_head,
+)
+from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, busy, idle_head
+from flax_spmd._src.checkpoint.storage.killed_saves import Intent, remove_generation, remove_killed_saves
+from flax_spmd._src.checkpoint.storage.manifest import (
+  MANIFEST,
+  FileRecord,
+  manifest_digest,
+  new_manifest,
+)
+from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
+from flax_spmd._src.checkpoint.storage.record import Record
+from flax_spmd._src.checkpoint.storage.store import Store, open_store
+from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
+
+_THREADS = 8
+_MARK = '_CHECKPOINT_METADATA'  # of Orbax, and of this package's format 1
+_RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
+
+
+class Claim:
+  """The exclusive right to write to a path, held by one process of one job.
+
+  Args:
+    path: path of the checkpoint.
+    overwrite: whether existing contents may be replaced.
+    durable: whether `commit` returns only when the checkpoint survives a power cut.
+
+  Attributes:
+    path: path of the checkpoint.
+    new: folder of the generation to write.
+
+  Raises:
+    CheckpointExistsError: the path exists, and `overwrite` is False.
+    CheckpointBusyError: another process is writing to the path.
+    CheckpointError: the store cannot be reached or written; or the path is a generation.
+  """
+
+  def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
+    self.path, self._durable = path, durable
+    self._store = open_store(path.parent)
+    before = idle_head(self._store, path, overwrite)
+    self._previous = before.head
+    listed = self._store.children(path.name)  # before the lease: see above
+    self._legacy = _legacy(listed, bool(before.head.generation))
+    self._check_free(overwrite)
+    self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
+    self._lease, self._intent = self._taken(before)
+    self._generation = f'{GENERATION}{self._lease.head.epoch:06d}-{secrets.token_hex(4)}'
+    self.new = path / self._generation
+    self._attempted = self._committed = False
+    try:
+      # without a generation and a lease, it may be what a damaged head named
+      garbage = self._garbage if before.head.generation or before.head.lease else []
+      if garbage or any(is_pin(name) for name in listed):
+        self._remove_unpinned(garbage)
+    except BaseException:
+      self.release()
+      raise
+
+  def _check_free(self, overwrite: bool) -> None:
+    if is_generation(self.path.name) and self._store.read(HEAD) is not None:
+      raise CheckpointError(
+        f'{self.path} is the current contents of a checkpoint, which no save may change.\n'
+        f'Fix: save to {self.path.parent}, or to another path.'
+      )
+    is_file = '://' not in str(self.path) and self.path.is_file()
+    if is_file or (not overwrite and (self._previous.generation or self._legacy)):
+      fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
+      raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
+
+  def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
+    if before.head.generation is not None:
+      return HeadLease(self._store, self.path, before, durable=bool(self._garbage)), None
+    intent = Intent(self._store, self.path.name)
+    try:
+      lease = HeadLease(self._store, self.path, before, durable=bool(self._garbage))
+    except BaseException:
+      intent.remove()
+      raise
+    try:
+      intent.put()  # a writer that was slow may have been taken for dead
+    except BaseException:
+      lease.end()
+      raise
+    return lease, intent
+
+  def require_lease(self) -> None:
+    """Raises CheckpointBusyError if another process has taken the lease over."""
+    if self._lease.is_lost:
+      raise busy(self.path, reason=' Another process took this one for dead, and replaced it.')
+
+  def sync(self) -> None:
+    """Does nothing: `commit` makes every file durable."""
+
+  def commit(self, record: Record, metadata: Mapping[str, Any]) -> None:
+    """Makes the new generation durable and current, and removes the previous one.
+
+    Args:
+      record: description of the arrays, with checksums.
+      metadata: further JSON values for the manifest.
+
+    Raises:
+      CheckpointBusyError: the lease was lost; the path keeps its contents.
+      CheckpointError: the store failed.
+    """
+    folder = f'{self.path.name}/{self._generation}'
+    manifest = new_manifest(record, file_records(self._store, folder), dict(metadata))
+    data = manifest.to_bytes()
+    self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=False)
+    if self._durable:
+      self._store.sync(folder)
+    self._attempted = True
+    self._put_head(Head(self._generation, manifest_digest(data), self._lease.head.epoch))
+    self._committed = True
+    with contextlib.suppress(OSError, CheckpointError):  # the next save removes what stays
+      self._clean_up()
+
+  def _put_head(self, head: Head) -> None:
+    """Puts the head that commits. After an error, it may be there, but not durable: it is put again."""
+    try:
+      put = self._lease.put(head, durable=self._durable)
+    except (OSError, CheckpointError):
+      if read_head(self._store, self.path).head != head:
+        raise
+      put = self._lease.put(head, durable=self._durable)
+    if not put:
+      self.require_lease()
+
+  def _clean_up(self) -> None:
+    if self._intent is not None:
+      self._intent.remove()
+    previous = [self._previous.generation] if self._previous.generation else []
+    if self._garbage or previous:
+      self._remove_unpinned(self._garbage + previous)
+    for name in self._legacy:
+      self._store.remove(f'{self.path.name}/{name}')
+    remove_killed_saves(self._store)
+
+  def _remove_unpinned(self, generations: Sequence[str]) -> None:
+    for generation in set(generations) - pinned_generations(self._store, self.path.name):
+      remove_generation(self._store, f'{self.path.name}/{generation}')
+
+  def release(self) -> None:
+    """Releases the path; removes an uncommitted generation."""
+    try:
+      if not self._committed:
+        with contextlib.suppress(OSError, CheckpointError):
+          self._abandon()
+    finally:
+      self._lease.end()
+
+  def _abandon(self) -> None:
+    """Gives the path back as it was. The head goes first: no late commit can then name the generation.
+
+    After an attempt to commit, a head that is not durable may name it; then only a released head is proof.
+    """
+    released = self._lease.release()
+    if self._lease.head.generation == self._generation or (self._attempted and not released):
+      return
+    self._remove_own_generation()
+    if released and self._previous.generation is None and self._lease.tag is not None:
+      self._store.remove_if(f'{self.path.name}/{HEAD}', self._lease.tag)
+    if self._intent is not None:
+      self._intent.remove()
+
+  def _remove_own_generation(self) -> None:
+    """Removes what this writer has written. Threads of a failed save may still be writing it, so it retries."""
+    for pause in _RETRIES:
+      time.sleep(pause)
+      with contextlib.suppress(OSError, CheckpointError):
+        left = [n for n in self._store.children(self.path.name) if n.startswith(self._generation)]
+        for name in left:  # the generation, or the folder that Orbax renames to it
+          remove_generation(self._store, f'{self.path.name}/{name}')
+        if not left:
+          return
+
+
+def file_records(store: Store, folder: str) -> dict[str, FileRecord]:
+  """Size and checksum of every file of a generation, except its manifest."""
+  sizes = {name: size for name, size in store.files(folder).items() if name != MANIFEST}
+  with ThreadPoolExecutor(_THREADS) as threads:
+    digests = threads.map(lambda name: store.digest(f'{folder}/{name}'), sizes)
+    return {
+      name: FileRecord(size, digest) for (name, size), digest in zip(sizes.items(), digests, strict=True)
+    }
+
+
+def remove_checkpoint(path: epath.Path) -> bool:
+  """Removes a checkpoint, unless a reader or a writer uses it.
+
+  Returns:
+    Whether it has been removed.
+  """
+  store = open_store(path.parent)
+  try:
+    before = idle_head(store, path, overwrite=True)
+    listed = store.children(path.name)
+    intent = Intent(store, path.name)  # a later save completes a removal that is interrupted
+    lease = HeadLease(store, path, before)
+  except CheckpointBusyError:
+    return False
+  try:
+    if not _removed(store, path, lease, before.head, listed):
+      return False
+    intent.remove()
+    return True
+  finally:
+    lease.end()
+
+
+def _removed(
+  store: Store, path: epath.Path, lease: HeadLease, before: Head, listed: Sequence[str]
+) -> bool:
+  if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
+    return False
+  if pinned_generations(store, path.name):
+    lease.release(generation=before.generation, manifest=before.manifest)
+    return False
+  for name in listed:
+    if is_generation(name):
+      remove_generation(store, f'{path.name}/{name}')
+    elif name != HEAD:
+      store.remove(f'{path.name}/{name}')
+  if lease.release() and lease.tag is not None:
+    store.remove_if(f'{path.name}/{HEAD}', lease.tag)
+  return True
+
+
+def _legacy(listed: Sequence[str], is_ours: bool) -> list[str]:
+  """What a path holds beside our files: a checkpoint of another format, or what is left of one.
+
+  The file that marks a checkpoint comes last, so that a removal which is interrupted can be continued.
+  """
+  if is_ours and _MARK not in listed:
+    return []  # files that somebody has put beside a checkpoint
+  return sorted((name for name in listed if not _is_ours(name)), key=lambda name: name == _MARK)
+
+
+def _is_ours(name: str) -> bool:
+  return name == HEAD or is_generation(name) or is_pin(name) or name.startswith('.')
