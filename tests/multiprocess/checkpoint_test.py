@@ -200,7 +200,7 @@ def test_one_of_two_processes_is_killed(tmp_path, where):
   kind, text, seconds = survivor.value
   assert kind == 'CheckpointError' and seconds < 30
   assert text == (
-    f'Process 1 sent no heartbeat for 15 s while {tmp_path / "a"} was being saved. A checkpoint at the '
+    f'Process 1 sent no heartbeat for 12 s while {tmp_path / "a"} was being saved. A checkpoint at the '
     'path is complete: it is the previous one or this one.\nFix: start the job again from the last checkpoint.'
   )
   assert is_state(
