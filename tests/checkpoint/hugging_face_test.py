@@ -37,7 +37,9 @@ def restored(name, layout, changes=None):
 def tensors(name):
   """The checkpoint as safetensors' own library reads it."""
   return {
-    tensor: array for file in (FOLDER / name).glob('*.safetensors') for tensor, array in load_file(file).items()
+    tensor: array
+    for file in (FOLDER / name).glob('*.safetensors')
+    for tensor, array in load_file(file).items()
   }
 
 

@@ -73,7 +73,9 @@ def test_every_dtype(name, tmp_path):
 
 
 def test_scalars_and_empty_arrays(tmp_path):
-  save_file({'s': np.asarray(3.5, np.float32), 'e': np.zeros((0, 8), np.int8)}, tmp_path / 'x.safetensors')
+  save_file(
+    {'s': np.asarray(3.5, np.float32), 'e': np.zeros((0, 8), np.int8)}, tmp_path / 'x.safetensors'
+  )
   state = checkpoint.restore(tmp_path, layout=LAYOUT)
   assert state['s'] == 3.5 and state['s'].shape == () and state['e'].shape == (0, 8)
   number = checkpoint.restore(tmp_path, {'s': 0.0}, changes=checkpoint.Changes(unused='e'))
@@ -123,7 +125,9 @@ def test_memory_kinds_and_explicit_meshes(tmp_path):
     target = jax.ShapeDtypeStruct((8, 16), np.float32, sharding=sharding)
     w = checkpoint.restore(tmp_path, {'w': target})['w']
     assert w.sharding.memory_kind == kind and bits(w) == bits(whole)
-  turned = jax.ShapeDtypeStruct((4, 2, 16), np.float32, sharding=NamedSharding(mesh, P(None, None, 'data')))
+  turned = jax.ShapeDtypeStruct(
+    (4, 2, 16), np.float32, sharding=NamedSharding(mesh, P(None, None, 'data'))
+  )
   changes = checkpoint.Changes(rearranged={'w': '(a=2 b) c -> b a c'})
   w = checkpoint.restore(tmp_path, {'w': turned}, changes=changes)['w']
   assert np.array_equal(w, whole.reshape(2, 4, 16).transpose(1, 0, 2))
@@ -228,10 +232,13 @@ def test_listed_shown_compared_and_not_verified(tmp_path, capsys):
 def test_differences_are_reported_before_anything_is_read(tmp_path):
   save_file({'a.w': array(np.float32, 8, 16)}, tmp_path / 'x.safetensors')
   target = LAYOUT.abstract(lambda: {'a': {'w': jnp.zeros((16, 8), jnp.bfloat16)}})
-  assert refused(checkpoint.restore, tmp_path, target) == dedent(f"""\
+  assert (
+    refused(checkpoint.restore, tmp_path, target)
+    == dedent(f"""\
     Checkpoint {tmp_path} does not match the target:
     a/w: float32[8,16] in the checkpoint, bfloat16[16,8] in the target.
-    Fix: give the model the sizes and dtypes that it was saved with.""")
+    Fix: give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass Changes(rearranged={{'regex': 'out in -> in out'}}).""")
+  )
   changes = checkpoint.Changes(rearranged={'w': 'a b -> b a'}, dtypes={'float32': 'bfloat16'})
   assert 'reads 1 leaf (512 B), converts 1 of them' in str(
     checkpoint.preflight(tmp_path, target, changes=changes)
@@ -303,5 +310,4 @@ def test_the_host_holds_little_more_than_the_state(kind, tmp_path):
   del file
   largest = one * (number if kind == 'changed' else 1)  # the stack is one array
   excess = peak(tmp_path, number, size, kind) - peak('none', number, size, kind)
-  print(kind, excess / one)
   assert excess < 2 * largest

@@ -104,7 +104,7 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
   """Summarizes a checkpoint: names, shape, dtype, bytes and saved spec of every leaf. Reads no arrays.
 
   Args:
-    path: checkpoint of this package, plain Orbax, or `flax.training.checkpoints`.
+    path: checkpoint of this package, plain Orbax, `flax.training.checkpoints`, or `safetensors`.
 
   Raises:
     CheckpointError: there is no checkpoint at `path`, or its record is damaged.

@@ -93,11 +93,11 @@ def restore(
 
   Each device reads only its own shards. All differences from the target are reported before any array is
   read, and the arrays are verified against their checksums. In a job of several processes, every process
-  calls this. Checkpoints of plain Orbax and of `flax.training.checkpoints` can be restored too; they have
-  no names and no checksums.
+  calls this. Checkpoints of plain Orbax, of `flax.training.checkpoints` and of Hugging Face (`safetensors`) can
+  be restored too; they have no names and no checksums.
 
   Args:
-    path: folder written by `save`.
+    path: folder written by `save`, or a folder or file of another format.
     target: state to restore into: `layout.plan(...)`, `layout.abstract(...)`, or an existing state. Mesh, rules and
       boxes may differ from those of the saved state. A state without boxes has no names; its plan has them. Default:
       a tree of dicts and lists, from the checkpoint's own record.

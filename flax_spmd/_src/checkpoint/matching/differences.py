@@ -185,9 +185,16 @@ def _of_leaf(
   if not _agree(names, target.names):
     yield _other_names(path, converted, names or (), target)
   elif converted.shape != target.shape:
-    yield Problem(f'{path}: {converted} in the checkpoint, {target} in the target.', _LEAF_FIX)
+    as_many = math.prod(converted.shape) == math.prod(target.shape) > 1
+    fix = _ARRANGED_FIX if as_many and converted.names is None and not _has_names(saved) else _LEAF_FIX
+    yield Problem(f'{path}: {converted} in the checkpoint, {target} in the target.', fix)
   elif converted.dtype != target.dtype:
     yield from _other_dtype(path, converted, target, changes)
+
+
+def _has_names(side: Side) -> bool:
+  """Whether any leaf has names, as in checkpoints of this package; others may have other dimensions."""
+  return any(leaf.names is not None for leaf in side.leaves.values())
 
 
 def _agree(names: tuple[Any, ...] | None, target: tuple[Any, ...] | None) -> bool:
@@ -268,4 +275,8 @@ def _kind(leaf: LeafRecord) -> str:
   return {'uint': 'int', 'bfloat': 'float'}.get(name, name)
 
 
+_ARRANGED_FIX = (
+  'give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass '
+  "Changes(rearranged={'regex': 'out in -> in out'})."
+)
 _LEAF_FIX = 'give the model the sizes and dtypes that it was saved with.'

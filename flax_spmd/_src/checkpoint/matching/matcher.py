@@ -227,6 +227,8 @@ class _Matcher:
       return self._unconfirmed_axis(stack, stacked, single)
     rank = len(stacked.shape)
     axes = [axis for axis in range(rank) if without(stacked.shape, axis) == single.shape]
+    if not axes and not may_be_missing(self.changes, path):
+      return self._misfit_axis(stack, stacked, single)
     if stack.axis is not None:
       return stack.axis % rank if rank and stack.axis % rank in axes else None
     names = stacked.names, single.names
@@ -239,6 +241,15 @@ class _Matcher:
       choice = f'Changes(stacks={{{stack.stacked!r}: ({stack.text!r}, {axes[0]})}})'
       self._wrong(text, f'choose one: pass {choice}.')
     return axes[0] if axes else None
+
+  def _misfit_axis(self, stack: Stack, stacked: LeafRecord, single: LeafRecord) -> int | None:
+    """The stacked dimension of a leaf with as many elements in other dimensions, to report their shapes."""
+    sizes = [math.prod(without(stacked.shape, axis)) for axis in range(len(stacked.shape))]
+    axes = [axis for axis, size in enumerate(sizes) if size == math.prod(single.shape) > 1]
+    if stack.axis is not None:
+      axes = [axis for axis in axes if axis == stack.axis % len(stacked.shape)]
+    is_insertable = axes and axes[0] <= len(single.shape)
+    return axes[0] if is_insertable else None
 
   def _unconfirmed_axis(
     self, stack: Stack, stacked: LeafRecord | None, single: LeafRecord | None

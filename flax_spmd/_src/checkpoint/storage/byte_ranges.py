@@ -103,7 +103,7 @@ class Extent(NamedTuple):
     return self.itemsize * math.prod(high - low for low, high in box)
 
 
-def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+def box_of(index: Any, shape: tuple[int, ...]) -> Box:
   """The box of a shard's index."""
   return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 

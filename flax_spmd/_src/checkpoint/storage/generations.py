@@ -86,9 +86,9 @@ class Claim:
     self._attempted = self._committed = False
     try:
       # without a generation and a lease, it may be what a damaged head named
-      known = before.head.generation or before.head.lease
-      if known and (self._garbage or any(is_pin(name) for name in listed)):
-        self._remove_unpinned(self._garbage)
+      garbage = self._garbage if before.head.generation or before.head.lease else []
+      if garbage or any(is_pin(name) for name in listed):
+        self._remove_unpinned(garbage)
     except BaseException:
       self.release()
       raise
@@ -105,7 +105,7 @@ class Claim:
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
-    if before.tag is not None:
+    if before.head.generation is not None:
       return HeadLease(self._store, self.path, before, durable=bool(self._garbage)), None
     intent = Intent(self._store, self.path.name)
     try:
