@@ -407,13 +407,17 @@ class Manager:
     """Yields the steps of a run as they become complete, for example to evaluate them while it continues.
 
     Another process, on this machine or another one, may write them. The newest step always comes next; the
-    older ones that were missed meanwhile follow, newest first, unless they have been removed.
+    older ones that were missed meanwhile follow, newest first, unless they have been removed. A step may be
+    removed before it is restored: `restore` then raises CheckpointNotFoundError.
 
     Args:
       after: only steps after this one; default: those that are there already, too.
       timeout: most seconds to wait for a step; default: until `close` is called in another thread. In a
         job of several processes, the first one's counts.
       every: seconds between two looks at the folder.
+
+    Raises:
+      CheckpointError: `every` is not positive.
 
     Example:
       >>> layout = Layout({'data': 8})

@@ -19,7 +19,6 @@ from flax_spmd._src.checkpoint.storage.generations import remove_checkpoint
 from flax_spmd._src.checkpoint.storage.head import read_head
 from flax_spmd._src.checkpoint.storage.killed_saves import remove_killed_saves
 from flax_spmd._src.checkpoint.storage.readers import (
-  checkpoints_in,
   custom_metadata,
   has_metadata,
   has_record,
@@ -51,11 +50,20 @@ class StepFolder:
     return self.root / str(step)
 
   def steps(self) -> list[int]:
-    """The complete steps at this moment, oldest first."""
-    if not self.root.exists():
-      return []
-    names = [name for name in checkpoints_in(self.root) if _STEP.fullmatch(name)]
-    return sorted({int(name) for name in names} - self.damaged)
+    """The complete steps at this moment, oldest first.
+
+    A step is removed once a newer one is complete. So the newer ones are looked at later, and those that
+    appear meanwhile in another look: a step that replaces another one is never missed.
+    """
+    names, before = self._names(), None
+    complete: list[int] = []
+    while names != before:
+      complete = [step for step in names if is_checkpoint(self.path(step))]
+      names, before = self._names(), names
+    return [step for step in complete if step not in self.damaged]
+
+  def _names(self) -> list[int]:
+    return sorted(int(name) for name in self._children() if _STEP.fullmatch(name))
 
   def history(self) -> list[tuple[int, int, Any]]:
     """Each complete step with its time, in nanoseconds since 1970, and its metrics."""

@@ -132,10 +132,14 @@ class DiskStore:
           if error.errno not in _CHANGING or pause == _PAUSES[-1]:
             raise
 
-  def sync(self, folder: str = '') -> None:
+  def sync(self, folder_or_file: str = '') -> None:
     """See `Store`."""
-    top = self._path(folder)
-    with self._errors('write', folder):
+    top = self._path(folder_or_file)
+    with self._errors('write', folder_or_file):
+      if top.is_file():
+        _sync_file(top)
+        self._sync_above(top)
+        return
       entries = list(_below(top))
       folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
       files = [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]

@@ -121,7 +121,7 @@ class ObjectStore:
       below = ts.KvStore.KeyRange(f'{name}/', f'{name}0') if name else ts.KvStore.KeyRange()
       self._kv.delete_range(below).result()
 
-  def sync(self, folder: str = '') -> None:
+  def sync(self, folder_or_file: str = '') -> None:
     """See `Store`. What a server has accepted is durable."""
 
   def compares(self) -> bool:

@@ -121,10 +121,13 @@ def is_checkpoint(path: epath.Path) -> bool:
     return True
   if not path.is_dir() or _UNFINISHED in path.name:
     return False
-  is_marked = any((path / mark).exists() for mark in (_METADATA, _INDICATOR, _TREE_METADATA))
-  if not is_marked and not _parts(path):
+  try:
+    is_marked = any((path / mark).exists() for mark in (_METADATA, _INDICATOR, _TREE_METADATA))
+    if not is_marked and not _parts(path):
+      return False
+    return (path / _METADATA).exists() or ocp.is_orbax_checkpoint(path)
+  except FileNotFoundError:  # it is being removed
     return False
-  return (path / _METADATA).exists() or ocp.is_orbax_checkpoint(path)
 
 
 def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:

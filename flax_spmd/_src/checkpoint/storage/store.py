@@ -89,8 +89,8 @@ class Store(Protocol):
     """Removes a file, or a folder with everything below. There need not be one; none is there afterwards."""
     ...
 
-  def sync(self, folder: str = '') -> None:
-    """Makes every file and folder below durable, whoever wrote it, and the folders above."""
+  def sync(self, folder_or_file: str = '') -> None:
+    """Makes a file, or every file and folder below a folder, durable, whoever wrote it; and the folders above."""
     ...
 
   def compares(self) -> bool:
