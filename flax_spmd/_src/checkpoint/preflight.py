@@ -20,12 +20,13 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 from flax_spmd._src.checkpoint.matching.differences import differences
 from flax_spmd._src.checkpoint.matching.matcher import match
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
+from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, leaf_count
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import plural, size_text
-from flax_spmd.errors import CheckpointMismatchError, Problem
+from flax_spmd.errors import CheckpointDamagedError, CheckpointMismatchError, Problem, raise_problems
 
 _LINES = 40
 _SHOWN = 5
@@ -79,8 +80,10 @@ class Preflight(NamedTuple):
     """Raises if there are problems; warns if a sharded state would be replicated.
 
     Raises:
-      CheckpointMismatchError: lists every problem, on at most 40 lines.
+      CheckpointDamagedError: neither the files nor this process could hold the arrays.
+      CheckpointMismatchError: lists every other problem, on at most 40 lines.
     """
+    raise_problems([problem for problem in self.problems if problem.kind is CheckpointDamagedError])
     if self.problems:
       raise CheckpointMismatchError(mismatch_text(self.path, self.problems))
     if self.replicated:
@@ -106,7 +109,8 @@ def plan_restore(
   saved = _saved(reader, changes)
   matched = match(saved, target.side, changes)
   routes = dict(matched.routes)
-  problems = differences(saved, target.side, matched, changes)
+  problems = _impossible(reader, target.values, matched.routes)
+  problems += differences(saved, target.side, matched, changes)
   kept = [path for path in matched.missing if may_be_missing(changes, path)]
   routes.update((path, Route((), 'keep')) for path in kept)
   problems += [
@@ -152,6 +156,23 @@ def _saved(reader: CheckpointReader, changes: Changes) -> Side:
       path: leaf for path, leaf in leaves.items() if is_selected(changes, renamed(changes, path))
     }
   return Side(leaves, kinds)
+
+
+def _impossible(
+  reader: CheckpointReader, values: Mapping[str, Any], routes: Mapping[str, Route]
+) -> list[Problem]:
+  """The problem of saved leaves with impossible sizes. All packed leaves are read together."""
+  shardings = {
+    source: getattr(values[path], 'sharding', None)
+    for path, route in routes.items()
+    for source in route.sources
+  }
+  leaves = {
+    path: leaf
+    for path, leaf in reader.record.leaves.items()
+    if leaf.packed is not None or path in shardings
+  }
+  return impossible(reader.path, leaves, shardings)
 
 
 def _bytes_on_device(value: Any) -> int:

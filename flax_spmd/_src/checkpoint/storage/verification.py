@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
+from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.data.checksums import checksums
-from flax_spmd.errors import CheckpointDamagedError
+from flax_spmd.errors import CheckpointDamagedError, raise_problems
 
 GROUP_BYTES = 1 << 30  # read and compared at a time
 _SHOWN = 30
@@ -56,6 +57,7 @@ def verify(reader: CheckpointReader, shardings: Mapping[str, Any] | None = None)
   shardings = shardings or {}
   wrong: list[str] = []
   for group in groups(reader.record.leaves):
+    raise_problems(impossible(reader.path, group, shardings))
     requests = {
       path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=shardings.get(path))
       for path, leaf in group.items()
