@@ -431,7 +431,11 @@ def test_shapes_that_nothing_could_hold(changed, name, shape):
     lambda: checkpoint.restore(path, target),
     lambda: checkpoint.verify(path),
   ]
-  texts = [str(pytest.raises(errors.CheckpointDamagedError, call).value) for call in calls]
+  texts = []
+  for call in calls:
+    with pytest.raises(errors.CheckpointDamagedError) as caught:
+      call()
+    texts.append(str(caught.value))
   listed = ','.join(map(str, shape))
   size = '2 EiB' if len(shape) == 1 else '4.61e+18 EiB'
   for text in texts:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.matching.routes import Route
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
-from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, dtype_of
+from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, dtype_of, key_implementation
 from flax_spmd._src.checkpoint.storage.verification import damaged, raise_damaged
 from flax_spmd.errors import CheckpointError
 
@@ -64,7 +64,7 @@ def _request(record: LeafRecord, route: Route, target: Any) -> Any:
   if record.dtype in NUMBERS:
     return NUMBERS[record.dtype]
   sharding = getattr(target, 'sharding', None)
-  if isinstance(sharding, NamedSharding) and route.step != 'same':
+  if isinstance(sharding, NamedSharding) and (route.step != 'same' or route.keys):
     sharding = NamedSharding(
       sharding.mesh,
       _spec_before(sharding.spec, route, len(record.shape)),
@@ -140,7 +140,7 @@ def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[An
 
 
 def _is_unchanged(part: Any, target: Any, route: Route) -> bool:
-  """Whether a leaf needs no conversion."""
+  """Whether a leaf needs no conversion, of keys neither: their dtypes differ from those of numbers."""
   dtype = getattr(target, 'dtype', None)
   return route.step == 'same' and dtype is not None and getattr(part, 'dtype', None) == dtype
 
@@ -153,7 +153,7 @@ def _without_sources(routes: Sequence[Route]) -> list[Route]:
 @functools.lru_cache(maxsize=256)
 def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tuple[Any, ...]) -> Any:
   def convert(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    results = [_step(parts, route, jnp) for route in routes]
+    results = [_keys(_step(parts, route, jnp), route) for route in routes]
     return [
       x if str(x.dtype) == dtype else x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)
     ]
@@ -170,8 +170,19 @@ def _step(parts: Sequence[Any], route: Route, xp: Any) -> Any:
   return xp.transpose(parts[0], route.order) if route.step == 'move' else parts[0]
 
 
+def _keys(x: jax.Array, route: Route) -> jax.Array:
+  """Typed keys from their numbers, or numbers from typed keys, if the route requires it. No bits change."""
+  if route.keys is None:
+    return x
+  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(x)
+  return jax.random.wrap_key_data(x, impl=key_implementation(route.keys))
+
+
 def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   """A conversion to or from a numpy array or a Python number."""
+  if route.keys == 'uint32':
+    parts = [jax.random.key_data(part) for part in parts]
   result = _step([np.asarray(part) for part in parts], route, np)
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())

@@ -40,7 +40,8 @@ class Preflight(NamedTuple):
     path: path of the checkpoint.
     routes: for each target leaf, the saved leaves it is restored from and their conversion.
     problems: differences and shortages that prevent the restore.
-    notes: optimizer states restored from another path, and leaves or names that are no longer sharded.
+    notes: optimizer states restored from another path, random keys that change between typed keys and their
+      numbers, and leaves or names that are no longer sharded.
     bytes_read: bytes to read from storage, by all processes together.
     bytes_per_device: bytes of the restored state on the fullest device.
     temporary_bytes: further bytes per device during conversions, at most.
@@ -67,7 +68,9 @@ class Preflight(NamedTuple):
     if self.problems:
       return mismatch_text(self.path, self.problems)
     kept = sum(route.step == 'keep' for route in self.routes.values())
-    converted = sum(route.step not in ('same', 'keep') for route in self.routes.values())
+    converted = sum(
+      route.step not in ('same', 'keep') or route.keys is not None for route in self.routes.values()
+    )
     parts = [f'reads {leaf_count(len(self.routes) - kept)} ({size_text(self.bytes_read)})']
     parts += [f'converts {converted} of them'] if converted else []
     parts += [f'keeps {plural(kept, "value")} of the target'] if kept else []
@@ -132,6 +135,7 @@ def plan_restore(
     {path: routes[path] for path in target.values if path in routes},
     problems,
     [f'{to}: restored from {at}, a state of the same kind.' for to, at in matched.moved.items()]
+    + _keys(saved, target, matched.routes)
     + _replicated(saved, target, matched.routes)
     + _no_longer_sharded(saved, target),
     sum(saved.leaves[path].bytes for path in sources),
@@ -235,6 +239,16 @@ def _free_bytes(values: Mapping[str, Any]) -> int | None:
 
 def _was_sharded(leaf: LeafRecord) -> bool:
   return leaf.spec is not None and any(axis is not None for axis in leaf.spec)
+
+
+def _keys(saved: Side, target: RestoreTarget, routes: Mapping[str, Route]) -> list[str]:
+  """Notes on random keys that change between typed keys and their numbers."""
+  return [
+    f'{path}: {saved.leaves[route.sources[0]]} in the checkpoint, restored as {target.side.leaves[path]} with the '
+    'same bits.'
+    for path, route in routes.items()
+    if route.keys is not None
+  ]
 
 
 def _replicated(saved: Side, target: RestoreTarget, routes: Mapping[str, Route]) -> list[str]:

@@ -25,7 +25,13 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 from flax_spmd._src.checkpoint.matching.matcher import Matched
 from flax_spmd._src.checkpoint.matching.optimizer_states import state_fields
 from flax_spmd._src.checkpoint.matching.routes import Route, Side, after
-from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of
+from flax_spmd._src.checkpoint.storage.record import (
+  LeafRecord,
+  dtype_of,
+  is_key,
+  key_implementation,
+  raw_keys,
+)
 from flax_spmd.errors import Problem, did_you_mean
 
 _GUESSES = 40  # each guess is slow
@@ -171,10 +177,24 @@ def _of_leaf(
   names = renamed_axes(changes, converted.names)
   if not _agree(names, target.names):
     yield _other_names(path, converted, names or (), target)
+  elif is_key(converted) != is_key(target):
+    yield Problem(
+      f'{path}: {converted} in the checkpoint, {target} in the target.', _key_fix(converted, target)
+    )
   elif converted.shape != target.shape:
     yield Problem(f'{path}: {converted} in the checkpoint, {target} in the target.', _LEAF_FIX)
   elif converted.dtype != target.dtype:
     yield from _other_dtype(path, converted, target, changes)
+
+
+def _key_fix(converted: LeafRecord, target: LeafRecord) -> str:
+  """The fix of numbers that are not those of the keys on the other side."""
+  keys = converted if is_key(converted) else target
+  raw = raw_keys(keys._replace(shape=()))
+  return (
+    f'keys of {key_implementation(keys.dtype)} are the numbers {raw} each, and keep their bits only in an array of '
+    'that implementation; create the key of the target as it was created for the save, with jax.random.key(..., impl=...).'
+  )
 
 
 def _agree(names: tuple[Any, ...] | None, target: tuple[Any, ...] | None) -> bool:

@@ -22,7 +22,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 )
 from flax_spmd._src.checkpoint.matching.moved_axes import inferred_moves
 from flax_spmd._src.checkpoint.matching.optimizer_states import StateField, moved_states, state_fields
-from flax_spmd._src.checkpoint.matching.routes import Route, Side, without
+from flax_spmd._src.checkpoint.matching.routes import Route, Side, after, with_keys, without
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd._src.text import plural
 from flax_spmd.errors import Problem
@@ -54,7 +54,13 @@ def match(saved: Side, target: Side, changes: Changes) -> Matched:
   moved, ambiguous = inferred_moves(candidates, saved, target)
   matcher.problems += ambiguous
   candidates |= moved
-  routes = {path: route for path, route in candidates.items() if route is not None}
+  routes = {
+    path: with_keys(
+      route, after(saved.leaves[route.sources[0]], route, len(route.sources)), target.leaves[path]
+    )
+    for path, route in candidates.items()
+    if route is not None
+  }
   missing = [path for path, route in candidates.items() if route is None]
   used = {source for route in routes.values() for source in route.sources}
   unused = [old for old in matcher.saved_by_path.values() if old not in used]

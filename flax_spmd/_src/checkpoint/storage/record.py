@@ -94,6 +94,35 @@ def is_key(leaf: LeafRecord) -> bool:
   return leaf.dtype in _KEY_DTYPES
 
 
+def raw_keys(leaf: LeafRecord) -> LeafRecord:
+  """The record of an array of random keys as numbers, which have one more dimension."""
+  names = None if leaf.names is None else (*leaf.names, None)
+  return leaf._replace(shape=(*leaf.shape, *_key_shape(leaf.dtype)), dtype='uint32', names=names)
+
+
+def typed_keys(leaf: LeafRecord, dtype: str) -> LeafRecord | None:
+  """The record of numbers as an array of random keys; None if keys of this dtype have another last dimension."""
+  if leaf.dtype != 'uint32' or leaf.shape[-1:] != _key_shape(dtype):
+    return None
+  names = None if leaf.names is None else leaf.names[:-1]
+  return leaf._replace(shape=leaf.shape[:-1], dtype=dtype, names=names)
+
+
+def key_implementation(dtype: str) -> str:
+  """The implementation of `jax.random` of a dtype of keys.
+
+  Example:
+    >>> key_implementation('key<fry>')
+    'threefry2x32'
+  """
+  return _KEY_DTYPES[dtype]
+
+
+@functools.cache
+def _key_shape(dtype: str) -> tuple[int, ...]:
+  return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_KEY_DTYPES[dtype]))).shape
+
+
 @functools.cache
 def dtype_of(name: str) -> Any:
   """The dtype of this name.
