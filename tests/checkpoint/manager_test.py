@@ -216,7 +216,7 @@ def test_two_managers(layout, tmp_path):
       checkpoint.Manager(tmp_path / 'run', layout)
   assert str(caught.value) == dedent(f"""\
     Another manager has {tmp_path / 'run'} open.
-    Fix: close it, wait for the other job, or use another folder.""")
+    Fix: close it, wait for the other job, use another folder, or pass read_only=True.""")
   checkpoint.Manager(tmp_path / 'run', layout).close()
 
 

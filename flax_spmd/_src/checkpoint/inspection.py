@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import verification
-from flax_spmd._src.checkpoint.storage.folders import as_path
 from flax_spmd._src.checkpoint.storage.readers import checkpoints_in, open_checkpoint, saved_at
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
+from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import CheckpointError

@@ -8,63 +8,44 @@
         if manager.preempted:
           break
 
-Orbax's Checkpointer writes, names, keeps and removes the checkpoints, following Orbax's policies.
+Each step is a checkpoint as `save` writes it, in the folder `<root>/<step>`. Orbax's policies decide which
+steps are saved and kept.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import signal
 import threading
+import time
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Unpack, overload
-
-import filelock
-import jax
-from etils import epath
-from jax.experimental import multihost_utils
-from orbax.checkpoint import v1 as ocp
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, Self, Unpack, overload
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
 from flax_spmd._src.checkpoint.restore import restore
+from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
+from flax_spmd._src.checkpoint.save import SaveRequest, start_save
+from flax_spmd._src.checkpoint.steps import data_positions
+from flax_spmd._src.checkpoint.steps.data_positions import DataIterator
+from flax_spmd._src.checkpoint.steps.preemption import Preemption
+from flax_spmd._src.checkpoint.steps.root_writer import RootWriter
+from flax_spmd._src.checkpoint.steps.run_history import RunHistory
+from flax_spmd._src.checkpoint.steps.step_folder import StepFolder, metrics_metadata, metrics_of
+from flax_spmd._src.checkpoint.steps.step_follower import StepFollower
+from flax_spmd._src.checkpoint.steps.step_policies import StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
-from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.contents import check_is_layout, contents_of
-from flax_spmd._src.checkpoint.storage.folders import as_path, is_remote, locked
-from flax_spmd._src.checkpoint.storage.orbax_context import context
+from flax_spmd._src.checkpoint.storage.contents import check_is_layout
 from flax_spmd._src.checkpoint.storage.readers import custom_metadata
-from flax_spmd._src.data.prefetch import reader_of
+from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.layout import Layout
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd.errors import (
-  CheckpointBusyError,
   CheckpointDamagedError,
   CheckpointError,
   CheckpointNotFoundError,
   LayoutError,
 )
-
-if TYPE_CHECKING:
-  from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
-
-_DATA = 'flax_spmd_data'
-
-
-class DataIterator(Protocol):
-  """An iterator over data whose position can be saved, as those of Grain."""
-
-  def get_state(self) -> Any:
-    """Returns the iterator's position, as bytes or a JSON value."""
-    ...
-
-  def set_state(self, state: Any) -> None:
-    """Moves the iterator to a position."""
-    ...
 
 
 @set_module('flax_spmd.checkpoint')
@@ -93,21 +74,24 @@ class Manager:
   In a job of several processes, every process makes a manager, and calls it in the same way.
 
   Args:
-    root: folder for this run alone; created if needed. Only one manager at a time can have it open.
+    root: folder for this run alone; created if needed. One manager writes to it; others may read.
     layout: layout of the states, or their plan; see `save`. `resume` makes a plan, too.
     every: number of steps between checkpoints: steps divisible by it are saved. Or a policy of
       `orbax.checkpoint.v1.training.save_decision_policies`.
     keep: number of checkpoints to keep, the newest ones. Or a policy of
-      `orbax.checkpoint.v1.training.preservation_policies`.
+      `orbax.checkpoint.v1.training.preservation_policies`. A step is removed once the new one is complete.
+    read_only: whether the manager only restores and follows, beside the one that saves. A root that cannot
+      be written to, on a read-only file system or of another user, is opened like this in any case.
     compress, memory, show: see `save`.
 
   Attributes:
     root: folder of the run.
     layout: layout of the states.
+    read_only: whether `save` is refused.
 
   Raises:
-    CheckpointBusyError: another manager has the folder open.
-    CheckpointError: an argument is invalid.
+    CheckpointBusyError: another manager writes to the folder.
+    CheckpointError: an argument is invalid, or the folder cannot be created.
 
   Example:
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
@@ -130,39 +114,38 @@ class Manager:
     *,
     every: int | Any = 1000,
     keep: int | Any = 3,
+    read_only: bool = False,
     compress: bool = False,
     memory: int | None = None,
     show: bool = False,
   ):
     self.root = as_path(root)
-    self._show, self._memory, self._closed = show, memory, False
     check_is_layout(layout)
     self._plan = layout if isinstance(layout, Plan) else None
     self.layout = layout.layout if isinstance(layout, Plan) else layout
-    for name, number in (('every', every), ('keep', keep)):
-      if isinstance(number, int) and number < 1:
-        raise CheckpointError(
-          f'{name}={number} is not positive.\nFix: pass 1 or more, or a policy of Orbax.'
-        )
-    self._lock = _hold(self.root)
-    self._preemption = _Preemption()
-    self._checkpointer = ocp.training.Checkpointer(
-      self.root,
-      context=context(compress=compress, memory=memory),
-      save_decision_policy=_every(every),
-      preservation_policy=_keep(keep),
-      cleanup_tmp_directories=True,
+    self._policies = StepPolicies(every, keep)
+    self._request = SaveRequest(compress=compress, memory=memory, show=show)
+    self._closed = threading.Event()
+    self._folder = StepFolder(self.root)
+    self._history = RunHistory(self._folder)
+    self._writer = None if read_only else RootWriter(self.root)
+    self._obstacle = (
+      'it was opened with read_only=True' if self._writer is None else self._writer.obstacle
     )
+    self.read_only = bool(self._obstacle)
+    self._preemption = None if self.read_only else Preemption()
+    if not self.read_only:
+      async_save.in_first(self._folder.tidy)
 
   @property
   def steps(self) -> list[int]:
-    """The saved steps, oldest first."""
-    return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+    """The complete steps in the folder now, oldest first. In a job of several processes, `wait` comes first."""
+    return self._folder.steps()
 
   @property
   def preempted(self) -> bool:
     """Whether the job was preempted (SIGTERM). The state of the last `save` has then been saved."""
-    return self._preemption.saved
+    return self._preemption is not None and self._preemption.saved
 
   def save(
     self,
@@ -191,44 +174,65 @@ class Manager:
     Raises:
       CheckpointError: see `save`; or an earlier save has failed.
     """
-    if self._closed:
+    preemption = self._checked_preemption()
+    is_preempted = preemption.reached(step)
+    is_new = all(step != saved.step for saved in self._history.steps)
+    is_saved = is_new and (force or is_preempted or self._is_due(step, is_preempted))
+    if is_saved:
+      self._start(step, state, data_positions.positions_of(data) | metrics_metadata(metrics))
+    if is_preempted:
+      self.wait()
+      preemption.saved = True
+    return is_saved
+
+  def _checked_preemption(self) -> Preemption:
+    """The detector of preemption, which only a manager that can save has."""
+    if self._closed.is_set():
       raise CheckpointError(
         f'The manager of {self.root} is closed.\nFix: save before its with-block ends.'
       )
-    preempted = self._preemption.reached(step)
-    if step in self.steps:
-      self._preemption.saved |= preempted
-      return False
-    if not (force or preempted or self._checkpointer.should_save(step)):
-      return False
-    async_save.finish()
-    contents = contents_of(state, self._layout_or_plan(state)).with_checksums()
-    if self._memory is not None and self._memory <= contents.record.largest:
+    if self._preemption is None:
       raise CheckpointError(
-        f'memory={self._memory} is too small for the largest array, which has {contents.record.largest} bytes.\n'
-        'Fix: pass a larger memory=, or leave it out.'
+        f'The manager of {self.root} cannot save: {self._obstacle}.\n'
+        'Fix: save with the manager of the training job, or to a folder that this job can write to.'
       )
-    progress = ByteProgress(self._show, f'save step {step}', contents.record.bytes, 'written')
-    try:
-      response = self._checkpointer.save_async(
-        step,
-        contents.tree,
-        force=True,
-        metrics=dict(metrics) if metrics else None,
-        custom_metadata=contents.metadata | _data_metadata(data),
-      )
-    except BaseException:
-      progress.close()
-      raise
-    if response is None:
-      progress.close()
-      return False
-    claim = async_save.NonWriter(self.root / str(step), self.root)  # Orbax moves the folder itself
-    saving = async_save.start(response, claim, progress, _no_check, _no_check)
-    if preempted:
-      saving.result()
-      self._preemption.saved = True
-    return True
+    return self._preemption
+
+  def _is_due(self, step: int, is_preempted: bool) -> bool:
+    return self._policies.is_due(
+      self._folder.described(step, time.time_ns(), None),
+      self._history.steps,
+      is_saving=self._history.is_saving,
+      is_preempted=is_preempted,
+    )
+
+  def _start(self, step: int, state: Any, extra: dict[str, Any]) -> None:
+    """Starts the save of a step. It ends with the removal of the steps that it replaces."""
+    self.wait()
+    steps = [*self._history.steps, self._folder.described(step, time.time_ns(), metrics_of(extra))]
+    kept = async_save.in_first(lambda: [kept.step for kept in self._policies.kept(steps)])
+    removed = [old.step for old in steps if old.step not in kept]
+    saving = start_save(
+      self._folder.path(step),
+      state,
+      self._layout_or_plan(state),
+      self._request,
+      overwrite=step in self._folder.damaged,
+      extra=extra,
+      after=lambda: self._remove(step, removed),
+    )
+    self._folder.damaged.discard(step)
+    self._history.begin(saving, [saved for saved in steps if saved.step in kept])
+
+  def _remove(self, saved: int, steps: list[int]) -> None:
+    for step in steps:
+      try:
+        self._folder.remove(step)
+      except OSError as error:
+        raise CheckpointError(
+          f'Step {saved} is saved, but step {step} of {self.root} cannot be removed: {error.strerror or error}.\n'
+          'Fix: make the folder writable, or remove the step yourself.'
+        ) from error
 
   def resume(
     self,
@@ -255,7 +259,9 @@ class Manager:
     plan = fn if isinstance(fn, Plan) else self.layout.plan(fn, *args, boxed=boxed, **kwargs)
     self._check_layout(plan)
     self._plan = plan
-    return self.restore(plan, data=data) if self.steps else ResumedState(0, plan.init())
+    self.wait()
+    is_new = not async_save.in_first(self._folder.steps)
+    return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data)
 
   def _layout_or_plan(self, state: Any) -> Layout | Plan:
     """The plan of this run, if this is its state."""
@@ -321,172 +327,107 @@ class Manager:
     """
     self._check_layout(target)
     self.wait()
-    steps = self.steps if step is None else [step]
-    if not steps:
-      raise CheckpointNotFoundError(
-        f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
-      )
-    options = {'memory': self._memory, 'show': self._show} | options
+    options = {'memory': self._request.memory, 'show': self._request.show, 'changes': changes} | options
     if target is None and not options.keys() & {'mesh', 'rules'}:
       options.setdefault('layout', self.layout)
-    for number in reversed(steps):
-      path = self.root / str(number)
-      try:
-        state = restore(path, target, changes=changes, **options)
-      except (CheckpointDamagedError, CheckpointNotFoundError) as error:
-        if number == steps[0]:
-          raise
-        aside = self._set_aside(number)
-        warnings.warn(
-          f'{error}\nIt is kept as {aside.name}; restoring the checkpoint before it.', stacklevel=2
+    if step is not None:
+      return self._restored(step, target, data, options)
+    failed: list[int] = []
+    while True:
+      untried = [number for number in async_save.in_first(self._folder.steps) if number not in failed]
+      if not untried:
+        raise CheckpointNotFoundError(
+          f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
         )
-        continue
-      if data is not None:
-        _set_data(path, data)
-      return ResumedState(number, state)
-    raise AssertionError  # the last step returns or raises
+      try:
+        return self._restored(untried[-1], target, data, options)
+      except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+        failed.append(untried[-1])
+        self._skip(untried[-1], error, failed)
 
-  def _set_aside(self, step: int) -> epath.Path:
-    """Renames a damaged step, so that training can save it again."""
-    path = self.root / str(step)
-    aside = self.root / f'.{step}.damaged'
-    if jax.process_index() == 0:
-      if aside.exists():
-        aside.rmtree()
-      path.rename(aside)
-    if jax.process_count() > 1:
-      async_save.from_first({})
-    self._checkpointer.reload()
-    return aside
+  def _restored(
+    self, step: int, target: Any, data: DataIterator | None, options: dict[str, Any]
+  ) -> ResumedState[Any]:
+    path = self._folder.path(step)
+    if async_save.in_first(lambda: self._folder.is_unchecked(step)):
+      warnings.warn(
+        f'{path} has no record of names and checksums: an old version of Orbax wrote it, or the record is lost. '
+        'It is restored unverified.',
+        stacklevel=3,
+      )
+    try:
+      state = restore(path, target, **options)
+    except CheckpointDamagedError as error:
+      if step in async_save.in_first(self._folder.steps):
+        raise
+      raise CheckpointNotFoundError(
+        f'Step {step} of {self.root} was removed while it was being restored.\nFix: restore a newer one.'
+      ) from error
+    if data is not None:
+      data_positions.move(data, custom_metadata(path), path)
+    return ResumedState(step, state)
+
+  def _skip(self, step: int, error: CheckpointError, failed: list[int]) -> None:
+    """Continues without a step that cannot be restored; raises its error if there are no others."""
+    steps = async_save.in_first(self._folder.steps)
+    if all(number in failed for number in steps):
+      raise error
+    if step not in steps:  # its writer has removed it
+      return
+    aside = '' if self.read_only else async_save.in_first(lambda: self._folder.set_aside(step))
+    if not self.read_only and not aside:
+      self._folder.damaged.add(step)
+    self._history.forget()
+    fate = f'kept as {aside}' if aside else 'skipped'
+    warnings.warn(f'{error}\nIt is {fate}; restoring the checkpoint before it.', stacklevel=3)
+
+  def follow(
+    self, *, after: int = -1, timeout: float | None = None, every: float = 5.0
+  ) -> Iterator[int]:
+    """Yields the steps of a run as they become complete, for example to evaluate them while it continues.
+
+    Another process, on this machine or another one, may write them. The newest step always comes next; the
+    older ones that were missed meanwhile follow, newest first, unless they have been removed.
+
+    Args:
+      after: only steps after this one; default: those that are there already, too.
+      timeout: most seconds to wait for a step; default: until `close` is called in another thread. In a
+        job of several processes, the first one's counts.
+      every: seconds between two looks at the folder.
+
+    Example:
+      >>> layout = Layout({'data': 8})
+      >>> with checkpoint.Manager(tmp / 'followed', layout, every=1) as manager:
+      ...   for step in (1, 2):
+      ...     _ = manager.save(step, {'w': jnp.full(8, step)})
+      >>> with checkpoint.Manager(tmp / 'followed', layout, read_only=True) as manager:
+      ...   for step in manager.follow(timeout=0):
+      ...     print(step, manager.restore(step=step).state['w'][0])
+      2 2
+      1 1
+    """
+    yield from StepFollower(self._folder, after, timeout, every, self._closed)
 
   def wait(self) -> None:
     """Waits for the save in progress; raises its error."""
-    async_save.finish()
+    try:
+      async_save.finish()
+    finally:
+      self._history.settle()
 
   def close(self) -> None:
-    """Waits for the save in progress, and releases the folder."""
-    self._closed = True
+    """Waits for the save in progress, ends `follow`, and lets another manager write to the folder."""
+    self._closed.set()
     try:
       self.wait()
     finally:
-      self._preemption.close()
-      self._checkpointer.close()
-      if self._lock is not None:
-        self._lock.release()
+      if self._preemption is not None:
+        self._preemption.close()
+      if self._writer is not None:
+        self._writer.release()
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *exc: object) -> None:
     self.close()
-
-
-def _every(every: Any) -> Any:
-  return (
-    ocp.training.save_decision_policies.FixedIntervalPolicy(every) if isinstance(every, int) else every
-  )
-
-
-def _keep(keep: Any) -> Any:
-  return ocp.training.preservation_policies.LatestN(keep) if isinstance(keep, int) else keep
-
-
-def _no_check() -> None:
-  pass
-
-
-def _hold(root: epath.Path) -> filelock.BaseFileLock | None:
-  """Takes the lock of the folder, in the first process; None in the others."""
-  lock, message = None, {}
-  if jax.process_index() == 0 and not is_remote(root):
-    root.mkdir(parents=True, exist_ok=True)
-    try:
-      lock = locked(root / 'steps')
-    except CheckpointBusyError:
-      message = {'busy': True}
-  received = async_save.from_first(message) if jax.process_count() > 1 else message
-  if received.get('busy'):
-    raise CheckpointBusyError(
-      f'Another manager has {root} open.\nFix: close it, wait for the other job, or use another folder.'
-    )
-  return lock
-
-
-class _Preemption:
-  """Detects preemption.
-
-  A single process catches SIGTERM. In a job of several processes, JAX does, and makes all of them agree
-  on the step.
-
-  Attributes:
-    saved: whether a state was saved after the signal.
-  """
-
-  def __init__(self) -> None:
-    self.saved = False
-    self._signalled = False
-    self._before: Any = None
-    if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-      self._before = signal.signal(signal.SIGTERM, self._on_signal)
-
-  def _on_signal(self, number: int, frame: Any) -> None:
-    self._signalled = True
-
-  def reached(self, step: int) -> bool:
-    """Whether to save this step and stop. Every process calls this at every step."""
-    if jax.process_count() == 1:
-      return self._signalled
-    try:
-      return multihost_utils.reached_preemption_sync_point(step)
-    except RuntimeError:  # the service is switched off
-      return False
-
-  def close(self) -> None:
-    """Restores the previous handler of SIGTERM."""
-    if self._before is not None:
-      signal.signal(signal.SIGTERM, self._before)
-      self._before = None
-
-
-# -- data iterators
-
-
-def _data_metadata(data: DataIterator | None) -> dict[str, Any]:
-  """The position of each process's iterator, as custom metadata."""
-  if data is None:
-    return {}
-  text = _to_text(reader_of(data).get_state())
-  if jax.process_count() == 1:
-    return {_DATA: [text]}
-  groups = exchange('data', tuple(range(jax.process_count())), text, CALLS, TIMEOUT)
-  by_process = {process: text for processes, text in groups for process in processes}
-  return {_DATA: [by_process[process] for process in sorted(by_process)]}
-
-
-def _to_text(state: Any) -> str:
-  if isinstance(state, bytes):
-    return json.dumps({'bytes': base64.b64encode(state).decode()})
-  try:
-    return json.dumps({'json': state})
-  except TypeError as error:
-    raise CheckpointError(
-      f'The state of the data iterator cannot be saved: {error}.\n'
-      'Fix: let get_state return bytes or a JSON value.'
-    ) from error
-
-
-def _set_data(path: epath.Path, data: DataIterator) -> None:
-  saved = custom_metadata(path).get(_DATA)
-  if saved is None:
-    raise CheckpointError(
-      f'Checkpoint {path} has no position of a data iterator.\n'
-      'Fix: pass data= to every save; or leave it out here, and set the iterator yourself.'
-    )
-  if len(saved) != jax.process_count():
-    raise CheckpointError(
-      f'The number of processes differs: checkpoint {path} has data iterator positions for {len(saved)}, '
-      f'this job has {jax.process_count()}.\n'
-      'Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.'
-    )
-  state = json.loads(saved[jax.process_index()])
-  reader_of(data).set_state(base64.b64decode(state['bytes']) if 'bytes' in state else state['json'])

@@ -11,7 +11,14 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Chang
 from flax_spmd._src.checkpoint.preflight import Preflight, plan_restore
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, open_checkpoint
+from flax_spmd._src.checkpoint.storage.readers import (
+  CheckpointReader,
+  foreign_reader,
+  open_checkpoint,
+  source_reader,
+)
+from flax_spmd._src.checkpoint.storage.source import Source, read_whole
+from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
@@ -98,17 +105,23 @@ def restore(
     dtype(bfloat16)
   """
   async_save.finish()
-  reader, restored = _opened(path, target, layout, mesh, rules, changes, boxed)
-  plan = plan_restore(reader, restored, changes, limit)
-  plan.check()
-  progress = ByteProgress(show, f'restore {reader.path.name}', plan.bytes_read, 'read')
-  try:
-    leaves = load(reader, restored.values, plan.routes, verify=verify, memory=memory)
-  except BaseException:
-    progress.close()
-    raise
-  progress.close(complete=True)
-  return restored.build(leaves)
+  prepared = _prepared(target, layout, mesh, rules, changes)
+
+  def read(source: Source | None) -> Any:
+    reader = foreign_reader(as_path(path)) if source is None else source_reader(source)
+    restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
+    plan = plan_restore(reader, restored, changes, limit)
+    plan.check()
+    progress = ByteProgress(show, f'restore {reader.path.name}', plan.bytes_read, 'read')
+    try:
+      leaves = load(reader, restored.values, plan.routes, verify=verify, memory=memory)
+    except BaseException:
+      progress.close()
+      raise
+    progress.close(complete=True)
+    return restored.build(leaves)
+
+  return read_whole(as_path(path), read)
 
 
 @set_module('flax_spmd.checkpoint')
@@ -144,22 +157,27 @@ def preflight(
     >>> plan.bytes_read, plan.bytes_per_device
     (512, 64)
   """
-  reader, restored = _opened(path, target, layout, mesh, rules, changes, boxed=False)
+  prepared = _prepared(target, layout, mesh, rules, changes)
+  reader = open_checkpoint(path)
+  restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed=False)
   return plan_restore(reader, restored, changes, limit)
 
 
-def _opened(
-  path: Any, target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes, boxed: bool
-) -> tuple[CheckpointReader, RestoreTarget]:
-  """Opens a checkpoint, and determines its restore target."""
-  if target is not None and not layout is mesh is rules is None:
+def _prepared(target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes) -> RestoreTarget | None:
+  """The restore target of a tree; None without a tree."""
+  if target is None:
+    return None
+  if not layout is mesh is rules is None:
     raise TargetError(
       'layout=, mesh= and rules= are for a restore without a target; a target has its own shardings.\n'
       'Fix: leave them out, leave the target out, or plan the target with that layout.'
     )
-  if target is not None:
-    restored = targets.of_tree(target, changes.only)
-    return open_checkpoint(path), restored
-  reader = open_checkpoint(path)
+  return targets.of_tree(target, changes.only)
+
+
+def _of_record(
+  reader: CheckpointReader, layout: Any, mesh: Any, rules: Any, changes: Changes, boxed: bool
+) -> RestoreTarget:
+  """The restore target of a checkpoint's own record."""
   result_layout = targets.layout_of(reader.record, layout, mesh, rules)
-  return reader, targets.of_record(reader.record, result_layout, changes, boxed)
+  return targets.of_record(reader.record, result_layout, changes, boxed)

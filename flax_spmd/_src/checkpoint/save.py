@@ -13,11 +13,9 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of
-from flax_spmd._src.checkpoint.storage.folders import as_path
+from flax_spmd._src.checkpoint.storage.contents import contents_of
 from flax_spmd._src.checkpoint.storage.orbax_context import context
-from flax_spmd._src.checkpoint.storage.readers import OrbaxReader
-from flax_spmd._src.checkpoint.storage.verification import require_undamaged
+from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan
@@ -34,6 +32,7 @@ def save(
   compress: bool = False,
   pack: int = 0,
   memory: int | None = None,
+  durable: bool = True,
   show: bool = False,
 ) -> None:
   """Writes a state, with its logical names and its layout.
@@ -44,14 +43,16 @@ def save(
     path: folder to create.
     state: tree of arrays and numbers, with or without boxes.
     layout: layout of the state, or its plan (`layout.plan(...)`), which has the names of a state without boxes.
-    overwrite: whether to replace a checkpoint at `path`. It stays in place until the new one is complete,
-      and has been read back and verified.
+    overwrite: whether to replace a checkpoint at `path`. It stays current until the new one is complete and
+      durable. Readers of it are not disturbed.
     where: regular expression; only leaves whose paths it matches are saved.
     compress: whether to compress the data (zstd). Compression takes longer than writing, and trained
       parameters hardly shrink; worthwhile for slow or metered storage.
     pack: largest size, in bytes, of arrays to store together. Much faster for thousands of small arrays;
       plain Orbax then cannot read the state's structure.
     memory: most bytes in flight to storage; default: no limit.
+    durable: whether the checkpoint survives a power cut as soon as this returns. False leaves it to the
+      operating system when to write to the disk, as Orbax does.
     show: whether to show a progress bar, on the first process.
 
   Raises:
@@ -79,6 +80,7 @@ def save(
     compress=compress,
     pack=pack,
     memory=memory,
+    durable=durable,
     show=show,
   )
   saving.result()
@@ -95,6 +97,7 @@ def save_async(
   compress: bool = False,
   pack: int = 0,
   memory: int | None = None,
+  durable: bool = True,
   show: bool = False,
 ) -> AsyncSave:
   """Writes a state like `save`, in the background: returns as soon as the state may be changed or donated.
@@ -104,7 +107,7 @@ def save_async(
   of the last save before the program ends: since Python 3.12, a save cannot be completed during exit.
 
   Args:
-    path, state, layout, overwrite, where, compress, pack, memory, show: see `save`.
+    path, state, layout, overwrite, where, compress, pack, memory, durable, show: see `save`.
 
   Returns:
     The save in progress; its `result()` waits for it.
@@ -116,8 +119,8 @@ def save_async(
     >>> saving.done()
     True
   """
-  request = SaveRequest(where, compress, pack, memory, show)
-  return start_save(as_path(path), state, layout, request, overwrite=overwrite, check=overwrite)
+  request = SaveRequest(where, compress, pack, memory, durable, show)
+  return start_save(as_path(path), state, layout, request, overwrite=overwrite)
 
 
 class SaveRequest(NamedTuple):
@@ -127,6 +130,7 @@ class SaveRequest(NamedTuple):
   compress: bool = False
   pack: int = 0
   memory: int | None = None
+  durable: bool = True
   show: bool = False
 
 
@@ -137,7 +141,6 @@ def start_save(
   request: SaveRequest,
   *,
   overwrite: bool = False,
-  check: bool = False,
   extra: Mapping[str, Any] = MappingProxyType({}),
   after: Callable[[], None] | None = None,
 ) -> AsyncSave:
@@ -146,32 +149,22 @@ def start_save(
   Args:
     path, state, layout, overwrite: see `save`.
     request: the other arguments of `save`.
-    check: whether to read the checkpoint back and verify it before it is committed.
     extra: JSON values to store beside the record, by name.
     after: function called in the first process once the checkpoint is committed. No process returns before it.
   """
   async_save.finish()
   contents = contents_of(state, layout, request.where, request.pack)
-  claim = async_save.claim(path, overwrite)
+  claim = async_save.claim(path, overwrite, request.durable)
   progress = ByteProgress(request.show, f'save {path.name}', contents.record.bytes, 'written')
   try:
-    contents = contents.with_checksums()
+    record = contents.pending_record()
     with context(compress=request.compress, memory=request.memory, largest=contents.record.largest):
-      response = ocp.save_async(claim.new, contents.tree, custom_metadata=contents.metadata | extra)
+      response = ocp.save_async(claim.new, contents.tree)
   except BaseException:
     progress.close()
     claim.release()
     raise
-  return async_save.start(
-    response, claim, progress, _read_back(claim.new, contents) if check else _nothing, after or _nothing
-  )
-
-
-def _read_back(folder: Any, contents: Contents) -> Any:
-  """A function that reads a written checkpoint back and verifies it. It holds shardings, but no arrays."""
-  record = contents.record
-  shardings = {path: getattr(leaf, 'sharding', None) for path, leaf in contents.leaves.items()}
-  return lambda: require_undamaged(OrbaxReader(folder, record), shardings)
+  return async_save.start(response, claim, progress, record, extra, after or _nothing)
 
 
 def _nothing() -> None:

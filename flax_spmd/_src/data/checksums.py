@@ -19,7 +19,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -51,16 +51,31 @@ def checksums(leaves: Sequence[Any]) -> list[str]:
     >>> checksums([x, jax.device_put(x, jax.devices()[1])])
     ['c0055d19', 'c0055d19']
   """
+  return pending_checksums(leaves)()
+
+
+def pending_checksums(leaves: Sequence[Any], topic: str = 'sums') -> Callable[[], list[str]]:
+  """Starts `checksums`, and returns a function that completes them, in any thread.
+
+  When this returns, the leaves may be changed or donated: sums on accelerators are queued, and arrays in host
+  memory are kept. numpy arrays, which can be changed in place, are added up at once.
+
+  Args:
+    leaves: as in `checksums`.
+    topic: key of the exchange between processes.
+  """
   arrays = [_array(leaf) for leaf in leaves]
-  sums = [0] * len(arrays)
   on_host = [i for i, array in enumerate(arrays) if _in_host_memory(array)]
-  for i, total in zip(on_host, _host_sums([arrays[i] for i in on_host]), strict=True):
-    sums[i] = total
   on_device = sorted(set(range(len(arrays))) - set(on_host))
-  totals = jax.device_get([on_devices(arrays[i]) for i in on_device])
-  for i, total in zip(on_device, totals, strict=True):
-    sums[i] = int(total)
-  return [f'{total:08x}' for total in sums]
+  complete_host = _pending_host_sums([arrays[i] for i in on_host], topic)
+  totals = [on_devices(arrays[i]) for i in on_device]
+
+  def complete() -> list[str]:
+    sums = dict(zip(on_host, complete_host(), strict=True))
+    sums |= dict(zip(on_device, map(int, jax.device_get(totals)), strict=True))
+    return [f'{sums[i]:08x}' for i in range(len(arrays))]
+
+  return complete
 
 
 def _array(leaf: Any) -> Any:
@@ -75,11 +90,11 @@ def _in_host_memory(array: Any) -> bool:
   )
 
 
-def _over_processes(sums: list[int]) -> list[int]:
+def _over_processes(sums: list[int], topic: str) -> list[int]:
   """Adds up the sums of all processes."""
   if jax.process_count() == 1 or not sums:
     return sums
-  received = exchange('sums', tuple(range(jax.process_count())), json.dumps(sums), CALLS, TIMEOUT)
+  received = exchange(topic, tuple(range(jax.process_count())), json.dumps(sums), CALLS, TIMEOUT)
   parts = [[len(processes) * part for part in json.loads(text)] for processes, text in received]
   return [sum(column) & _MASK for column in zip(*parts, strict=True)]
 
@@ -87,7 +102,7 @@ def _over_processes(sums: list[int]) -> list[int]:
 # -- in host memory
 
 
-def _host_sums(arrays: Sequence[Any]) -> list[int]:
+def _pending_host_sums(arrays: Sequence[Any], topic: str) -> Callable[[], list[int]]:
   """The sums of arrays in host memory: over the shards of this process, then over all processes."""
   sums = [0] * len(arrays)
   small = [i for i, array in enumerate(arrays) if _is_small(array)]
@@ -96,10 +111,19 @@ def _host_sums(arrays: Sequence[Any]) -> list[int]:
   for i, total in zip(owned, _small_sums(whole), strict=True):
     sums[i] = total
   slabs = [(i, slab) for i in set(range(len(arrays))) - set(small) for slab in _slabs(arrays[i])]
-  with ThreadPoolExecutor(os.cpu_count()) as pool:
-    for (i, _), part in zip(slabs, pool.map(lambda pair: _sum(pair[1]), slabs), strict=True):
-      sums[i] = (sums[i] + part) & _MASK
-  return _over_processes(sums)
+
+  def add(some: Sequence[tuple[int, _Slab]]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+      for (i, _), part in zip(some, pool.map(lambda pair: _sum(pair[1]), some), strict=True):
+        sums[i] = (sums[i] + part) & _MASK
+
+  add([pair for pair in slabs if isinstance(arrays[pair[0]], np.ndarray)])
+
+  def complete() -> list[int]:
+    add([pair for pair in slabs if not isinstance(arrays[pair[0]], np.ndarray)])
+    return _over_processes(sums, topic)
+
+  return complete
 
 
 def _is_small(array: Any) -> bool:

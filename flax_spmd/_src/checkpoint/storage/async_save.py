@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -20,8 +21,10 @@ from etils import epath
 
 from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.folders import Claim
+from flax_spmd._src.checkpoint.storage.generations import Claim
 from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat, first_line
+from flax_spmd._src.checkpoint.storage.record import Record
+from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
@@ -72,6 +75,10 @@ class AsyncSave:
     """Whether the save has ended, successfully or not."""
     return self._ended.is_set()
 
+  def error(self) -> BaseException | None:
+    """The error of a save that has ended, without raising it; None if there was none."""
+    return self._error if self.done() else None
+
   def result(self, timeout: float | None = None) -> None:
     """Waits until the checkpoint is complete.
 
@@ -101,23 +108,22 @@ def finish() -> None:
     saving.result()
 
 
-def claim(path: epath.Path, overwrite: bool) -> Claim | NonWriter:
+def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter:
   """The right to write to a path. The first process takes it for all processes of the job.
 
   Raises:
     CheckpointError: the first process cannot take it. Every process raises the error.
   """
   if jax.process_count() == 1:
-    return Claim(path, overwrite)
-  held, message = None, {}
-  if jax.process_index() == 0:
-    try:
-      held = Claim(path, overwrite)
-      message = {'new': os.fspath(held.new)}
-    except Exception as error:
-      message = _as_message(error)
-  received = _from_first_or_raise(message)
-  return held or NonWriter(path, epath.Path(received['new']))
+    return Claim(path, overwrite, durable)
+  held: list[Claim] = []
+
+  def claimed() -> str:
+    held.append(Claim(path, overwrite, durable))
+    return os.fspath(held[0].new)
+
+  new = in_first(claimed)
+  return held[0] if held else NonWriter(path, epath.Path(new), durable)
 
 
 class NonWriter:
@@ -125,50 +131,78 @@ class NonWriter:
 
   Attributes:
     path: path of the checkpoint.
-    new: folder to write to, until the first process commits.
+    new: folder of the generation to write.
   """
 
-  def __init__(self, path: epath.Path, new: epath.Path):
-    self.path, self.new = path, new
+  def __init__(self, path: epath.Path, new: epath.Path, durable: bool):
+    self.path, self.new, self._durable = path, new, durable
 
-  def commit(self) -> None:
+  def sync(self) -> None:
+    """Makes the files that this process has written durable."""
+    if self._durable:
+      own = f'process_{jax.process_index()}'
+      store = open_store(self.new)
+      for name in {
+        name[: name.index(own) + len(own)] for name in store.files() if own in name.split('/')
+      }:
+        store.sync(name)
+
+  def require_lease(self) -> None:
+    """Does nothing: the first process has the lease."""
+
+  def commit(self, record: Record, metadata: Mapping[str, Any]) -> None:
     """Does nothing: the first process commits."""
 
   def release(self) -> None:
     """Does nothing: the first process releases the path."""
 
 
-def from_first(message: Any) -> Any:
-  """Sends a JSON value from the first process to all; the other processes' arguments are ignored."""
+def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:
+  """Calls a function in the first process, and returns its JSON value on every process.
+
+  Args:
+    call: function to call.
+    topic: the key of this kind of call. Threads that run at the same time need one each.
+
+  Raises:
+    CheckpointError: the call failed. Every process raises the error.
+  """
+  if jax.process_count() == 1:
+    return call()
+  message: dict[str, Any] = {}
+  if jax.process_index() == 0:
+    try:
+      message = {'value': call()}
+    except Exception as error:
+      message = {'error': type(error).__name__, 'text': str(error)}
   everyone = tuple(range(jax.process_count()))
-  text = json.dumps(message) if jax.process_index() == 0 else ''
-  groups = exchange('checkpoint', everyone, text, CALLS, TIMEOUT)
-  return json.loads(next(text for processes, text in groups if 0 in processes))
+  groups = exchange(topic, everyone, json.dumps(message), CALLS, TIMEOUT)
+  received = json.loads(next(text for processes, text in groups if 0 in processes))
+  _raise_error(received)
+  return received['value']
 
 
-def _as_message(error: Exception) -> dict[str, str]:
-  """An error as a JSON value, to send to the other processes."""
-  return {'error': type(error).__name__, 'text': str(error)}
-
-
-def _from_first_or_raise(message: Any) -> Any:
-  """The first process's message. If it is an error, every process raises it."""
-  received = from_first(message)
-  if 'error' in received:
-    raise getattr(errors, received['error'], CheckpointError)(received['text'])
-  return received
+def _raise_error(message: dict[str, str]) -> None:
+  if 'error' in message:
+    raise getattr(errors, message['error'], CheckpointError)(message['text'])
 
 
 def start(
-  response: Response, held: Claim | NonWriter, progress: ByteProgress, check: Any, after: Any
+  response: Response,
+  held: Claim | NonWriter,
+  progress: ByteProgress,
+  record: Callable[[], Record],
+  metadata: Mapping[str, Any],
+  after: Callable[[], None],
 ) -> AsyncSave:
-  """Continues a save in the background: waits for Orbax, checks the result, and commits it.
+  """Continues a save in the background: waits for Orbax, completes the record, and commits the checkpoint.
 
   Args:
     response: Orbax's handle of the save.
     held: right to write to the path; released at the end.
     progress: progress bar; closed at the end.
-    check: function called before the commit; raises if the written data are wrong.
+    record: function that completes the record.
+    metadata: JSON values to store beside the record.
     after: function called after the commit, in the first process.
   """
   global _last
@@ -178,9 +212,10 @@ def start(
     failure: BaseException | None = None
     try:
       wait_for(response, held.path, heartbeat)
-      wait_for(_checked_and_committed(check, held, after), held.path, heartbeat)
+      wait_for(_committed(lambda: commit(held, record, metadata, after)), held.path, heartbeat)
     except BaseException as error:
       failure = error
+      held.require_lease()
       raise
     finally:
       heartbeat.stop(failure)
@@ -216,33 +251,44 @@ class _CompletedCall:
     """Returns immediately."""
 
 
-def _checked_and_committed(check: Any, held: Claim | NonWriter, after: Any) -> Response:
-  """Checks and commits a save. In a job of several processes, one may have died: a daemon thread does it."""
-
-  def call() -> None:
-    check()
-    commit(held, after)
-
+def _committed(call: Callable[[], None]) -> Response:
+  """Commits a save. In a job of several processes, one may have died: a daemon thread does it."""
   if jax.process_count() > 1:
     return _BackgroundCall(call)
   call()
   return _CompletedCall()
 
 
-def commit(held: Claim | NonWriter, after: Any) -> None:
-  """Moves the new checkpoint to its path, and calls `after`. No process returns before that is done."""
-  if jax.process_count() == 1:
-    held.commit()
+def commit(
+  held: Claim | NonWriter,
+  record: Callable[[], Record],
+  metadata: Mapping[str, Any],
+  after: Callable[[], None],
+) -> None:
+  """Makes the new checkpoint current, and calls `after`. No process returns before that is done."""
+  completed = record()
+  _in_all(held.sync)
+
+  def committed() -> None:
+    held.commit(completed, metadata)
     after()
+
+  in_first(committed)
+
+
+def _in_all(call: Callable[[], None]) -> None:
+  """Waits until `call` has returned in every process; if it raises in one, all of them raise the error."""
+  if jax.process_count() == 1:
+    call()
     return
   message = {}
   try:
-    if jax.process_index() == 0:
-      held.commit()
-      after()
+    call()
   except Exception as error:
-    message = _as_message(error)
-  _from_first_or_raise(message)
+    message = {'error': type(error).__name__, 'text': str(error)}
+  everyone = tuple(range(jax.process_count()))
+  for _, text in exchange('checkpoint', everyone, json.dumps(message), CALLS, TIMEOUT):
+    _raise_error(json.loads(text))
 
 
 _UNCHANGED = 'the path keeps its previous contents'

@@ -7,7 +7,7 @@ index, and one array per dtype that concatenates the small leaves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +21,8 @@ from flax_spmd._src.checkpoint.storage.record import (
   describe,
   is_key,
   is_unsafe_name,
-  to_json,
 )
-from flax_spmd._src.data.checksums import checksums
+from flax_spmd._src.data.checksums import pending_checksums
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.names import box_trees
@@ -54,19 +53,21 @@ class Contents(NamedTuple):
       return _packed_tree(values, list(self.record.leaves.values()))
     return disk_tree(self.record, values.__getitem__)
 
-  @property
-  def metadata(self) -> dict[str, Any]:
-    """Orbax's custom metadata for the checkpoint."""
-    return to_json(self.record)
+  def pending_record(self) -> Callable[[], Record]:
+    """Starts the checksums, and returns a function that completes the record with them, in any thread.
 
-  def with_checksums(self) -> Contents:
-    """The contents with a checksum of each leaf in the record. Every process calls this."""
-    sums = checksums(list(self.leaves.values()))
-    records = {
-      path: leaf._replace(checksum=total)
-      for (path, leaf), total in zip(self.record.leaves.items(), sums, strict=True)
-    }
-    return self._replace(record=dataclasses.replace(self.record, leaves=records))
+    When this returns, the leaves may be changed or donated. Every process calls this, and the function.
+    """
+    record, complete = self.record, pending_checksums(list(self.leaves.values()), 'saved sums')
+
+    def completed() -> Record:
+      records = {
+        path: leaf._replace(checksum=total)
+        for (path, leaf), total in zip(record.leaves.items(), complete(), strict=True)
+      }
+      return dataclasses.replace(record, leaves=records)
+
+    return completed
 
 
 def check_is_layout(layout: Any) -> None:

@@ -64,17 +64,31 @@ class DiskStore:
       content = _content(self._path(name))
     return None if content is None else (content, _tag(content))
 
-  def write(self, name: str, data: bytes, *, expected: Tag | None = ANY) -> Tag | None:
+  def write(
+    self, name: str, data: bytes, *, expected: Tag | None = ANY, durable: bool = True
+  ) -> Tag | None:
     """See `Store`."""
     path = self._path(name)
     with self._errors('write', name):
       for pause in _PAUSES:
         time.sleep(pause)
         try:
-          return self._write(path, data, expected)
+          return self._write(path, data, expected, durable)
         except FileNotFoundError:  # another process removes the folder
           if pause == _PAUSES[-1]:
             raise
+
+  def remove_if(self, name: str, expected: Tag) -> bool:
+    """See `Store`."""
+    path = self._path(name)
+    with self._errors('remove', name), self._locked():
+      content = _content(path)
+      if content is None or _tag(content) != expected:
+        return False
+      path.unlink()
+      with contextlib.suppress(OSError):
+        path.parent.rmdir()
+      return True
 
   def children(self, folder: str = '') -> list[str]:
     """See `Store`."""
@@ -109,7 +123,11 @@ class DiskStore:
       for pause in _PAUSES:
         time.sleep(pause)
         try:
-          return _remove(path)
+          _remove(path)
+          with contextlib.suppress(OSError):  # folders without files are none, as in a bucket
+            if path.parent != Path(self.root):
+              path.parent.rmdir()
+          return
         except OSError as error:
           if error.errno not in _CHANGING or pause == _PAUSES[-1]:
             raise
@@ -129,17 +147,18 @@ class DiskStore:
   def _path(self, name: str) -> Path:
     return Path(self.root, checked(name, self.root))
 
-  def _write(self, path: Path, data: bytes, expected: Tag | None) -> Tag | None:
+  def _write(self, path: Path, data: bytes, expected: Tag | None, durable: bool) -> Tag | None:
     if not path.parent.is_dir():
       self._durable.clear()
       path.parent.mkdir(parents=True, exist_ok=True)
     with self._locked():
-      if expected != ANY:
-        content = _content(path)
-        if expected != (None if content is None else _tag(content)):
-          return None
-      _replace(path, data)
-    self._sync_above(path.parent)
+      content = _content(path)
+      if expected not in (ANY, None if content is None else _tag(content)):
+        return None
+      _replace(path, data, durable or content is not None)
+    if durable:
+      _sync_folder(path.parent)
+      self._sync_above(path.parent)
     return _tag(data)
 
   @contextlib.contextmanager
@@ -209,7 +228,7 @@ def _is_internal(name: str) -> bool:
   return name == _LOCK or name.endswith(_PART)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes, durable: bool) -> None:
   """Writes a file under another name, and renames it. Whoever left such a name has died: the lock is held."""
   for left in path.parent.glob(f'.{path.name}.*{_PART}'):
     left.unlink(missing_ok=True)
@@ -217,14 +236,14 @@ def _replace(path: Path, data: bytes) -> None:
   try:
     with open(part, 'xb') as file:
       file.write(data)
-      file.flush()
-      _sync(file.fileno(), part)
+      if durable:
+        file.flush()
+        _sync(file.fileno(), part)
     os.replace(part, path)
   except BaseException:
     with contextlib.suppress(OSError):
       part.unlink()
     raise
-  _sync_folder(path.parent)
 
 
 def _sync(descriptor: int, path: Path) -> None:

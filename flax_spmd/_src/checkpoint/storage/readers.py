@@ -19,7 +19,8 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from flax_spmd._src.checkpoint.storage import contents, folders, skeleton
+from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage.head import read_head
 from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
@@ -31,6 +32,8 @@ from flax_spmd._src.checkpoint.storage.record import (
   from_json,
   key_dtype,
 )
+from flax_spmd._src.checkpoint.storage.source import Source, current_source
+from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 _METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
@@ -72,8 +75,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     CheckpointDamagedError: the checkpoint cannot be read.
     CheckpointError: a newer version wrote the checkpoint.
   """
-  given = folders.as_path(path)
-  folder = folders.existing(given)
+  folder = as_path(path)
+  source = current_source(folder)
+  return foreign_reader(folder) if source is None else source_reader(source)
+
+
+def source_reader(source: Source) -> CheckpointReader:
+  """A reader of a generation."""
+  return OrbaxReader(source.path, source.manifest.record, folder=source.folder)
+
+
+def foreign_reader(given: epath.Path) -> CheckpointReader:
+  """A reader of a path without generations: of another library, or of an earlier version of this one."""
+  folder = given
   if folder.is_dir() and (folder / 'checkpoint').is_file():
     return FlaxReader(folder / 'checkpoint')  # of flax, in a folder
   if folder.is_file():
@@ -92,7 +106,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
 
 
 def is_checkpoint(path: epath.Path) -> bool:
-  """Whether a path holds a complete Orbax checkpoint."""
+  """Whether a path holds a complete checkpoint of this package or of Orbax."""
+  if has_generation(path):
+    return True
   if not path.is_dir() or _UNFINISHED in path.name:
     return False
   is_marked = any((path / mark).exists() for mark in (_METADATA, _INDICATOR, _TREE_METADATA))
@@ -109,10 +125,31 @@ def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
   return path, None
 
 
+def has_generation(path: epath.Path) -> bool:
+  """Whether a path has a head that names a generation, or a head that cannot be read."""
+  try:
+    return read_head(open_store(path.parent), path).head.generation is not None
+  except CheckpointError:
+    return True
+
+
 def custom_metadata(path: epath.Path) -> dict[str, Any]:
-  """The custom metadata stored with a checkpoint; raises as `open_checkpoint`."""
+  """The JSON values stored with a checkpoint; raises as `open_checkpoint`."""
+  source = current_source(path)
+  if source is not None:
+    return source.manifest.metadata
   custom = _metadata(path / _METADATA, path).get('custom_metadata')
   return custom if isinstance(custom, dict) else {}
+
+
+def has_metadata(path: epath.Path) -> bool:
+  """Whether a checkpoint has the file that holds its record. Only old versions of Orbax write none."""
+  return has_generation(path) or (path / _METADATA).exists()
+
+
+def has_record(path: epath.Path) -> bool:
+  """Whether a checkpoint has a record of this package."""
+  return has_generation(path) or KEY in custom_metadata(path)
 
 
 def _metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
@@ -148,6 +185,9 @@ def _nearby(path: epath.Path) -> str:
 
 def saved_at(path: epath.Path) -> datetime.datetime | None:
   """The time at which a checkpoint was saved; None if it is not recorded."""
+  source = current_source(path)
+  if source is not None:
+    return datetime.datetime.fromtimestamp(source.manifest.saved / 1e9)
   stamp = _metadata(path / _METADATA, path).get('commit_timestamp_nsecs') if path.is_dir() else None
   return datetime.datetime.fromtimestamp(stamp / 1e9) if isinstance(stamp, int) else None
 
@@ -180,18 +220,22 @@ class OrbaxReader:
   """Reads an Orbax checkpoint, written by this package or another.
 
   Args:
-    path: folder of the checkpoint.
+    path: path of the checkpoint.
     record: description of its arrays.
     part: subfolder with the arrays; default: found by its contents.
+    folder: folder of the Orbax checkpoint; default: the path.
   """
 
-  def __init__(self, path: epath.Path, record: Record, part: str | None = None):
+  def __init__(
+    self, path: epath.Path, record: Record, part: str | None = None, folder: epath.Path | None = None
+  ):
     self.path, self.record, self._part = path, record, part
+    self._folder = folder or path
     self._is_packed = any(leaf.packed for leaf in record.leaves.values())
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
-    _check_names(self.path)
+    _check_names(self._folder)
     return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
@@ -230,7 +274,7 @@ class OrbaxReader:
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
       with context(memory=_in_flight(target, memory)):
-        return ocp.load(self.path, target, checkpointable_name=self._name())
+        return ocp.load(self._folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
       if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
         raise
@@ -240,7 +284,7 @@ class OrbaxReader:
       ) from error
 
   def _name(self) -> str | None:
-    return self._part or _part_with_arrays(self.path)
+    return self._part or _part_with_arrays(self._folder)
 
 
 def _in_flight(target: Any, memory: int | None) -> int:

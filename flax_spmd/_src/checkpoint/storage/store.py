@@ -43,16 +43,28 @@ class Store(Protocol):
     """The content of a file and its tag; None if there is no such file."""
     ...
 
-  def write(self, name: str, data: bytes, *, expected: Tag | None = ANY) -> Tag | None:
-    """Writes a small file, with the folders above it: in one step, and durable when it returns.
+  def write(
+    self, name: str, data: bytes, *, expected: Tag | None = ANY, durable: bool = True
+  ) -> Tag | None:
+    """Writes a small file, with the folders above it, in one step.
 
     Args:
       name: name of the file.
       data: its content.
       expected: the tag that the file must have; None: there must be no file; `ANY`: no condition.
+      durable: whether it survives a power cut when this returns. If not, a power cut leaves the old file or
+        the new one.
 
     Returns:
       The new tag; None if the condition did not hold.
+    """
+    ...
+
+  def remove_if(self, name: str, expected: Tag) -> bool:
+    """Removes a file that still has this tag, and the folder above it if that is empty then.
+
+    Returns:
+      Whether it is removed. A store that cannot check and remove in one step keeps the file.
     """
     ...
 

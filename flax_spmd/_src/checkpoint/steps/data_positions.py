@@ -1,0 +1,77 @@
+"""Data positions: where each process's data iterator was when a step was saved, stored with the step."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+from etils import epath
+
+from flax_spmd._src.data.prefetch import reader_of
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd.errors import CheckpointError
+
+_DATA = 'flax_spmd_data'
+
+
+class DataIterator(Protocol):
+  """An iterator over data whose position can be saved, as those of Grain."""
+
+  def get_state(self) -> Any:
+    """Returns the iterator's position, as bytes or a JSON value."""
+    ...
+
+  def set_state(self, state: Any) -> None:
+    """Moves the iterator to a position."""
+    ...
+
+
+def positions_of(data: DataIterator | None) -> dict[str, Any]:
+  """The position of each process's iterator, to store with a step."""
+  if data is None:
+    return {}
+  text = _to_text(reader_of(data).get_state())
+  if jax.process_count() == 1:
+    return {_DATA: [text]}
+  groups = exchange('data', tuple(range(jax.process_count())), text, CALLS, TIMEOUT)
+  by_process = {process: text for processes, text in groups for process in processes}
+  return {_DATA: [by_process[process] for process in sorted(by_process)]}
+
+
+def _to_text(state: Any) -> str:
+  if isinstance(state, bytes):
+    return json.dumps({'bytes': base64.b64encode(state).decode()})
+  try:
+    return json.dumps({'json': state})
+  except TypeError as error:
+    raise CheckpointError(
+      f'The state of the data iterator cannot be saved: {error}.\n'
+      'Fix: let get_state return bytes or a JSON value.'
+    ) from error
+
+
+def move(data: DataIterator, stored: Mapping[str, Any], path: epath.Path) -> None:
+  """Moves an iterator to this process's position.
+
+  Args:
+    data: the iterator.
+    stored: the JSON values that were stored with a step.
+    path: path of the step, for error texts.
+  """
+  saved = stored.get(_DATA)
+  if saved is None:
+    raise CheckpointError(
+      f'Checkpoint {path} has no position of a data iterator.\n'
+      'Fix: pass data= to every save; or leave it out here, and set the iterator yourself.'
+    )
+  if len(saved) != jax.process_count():
+    raise CheckpointError(
+      f'The number of processes differs: checkpoint {path} has data iterator positions for {len(saved)}, '
+      f'this job has {jax.process_count()}.\n'
+      'Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.'
+    )
+  state = json.loads(saved[jax.process_index()])
+  reader_of(data).set_state(base64.b64decode(state['bytes']) if 'bytes' in state else state['json'])

@@ -1,0 +1,57 @@
+"""Root writer: one manager at a time writes to the root of a run; any number read it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from etils import epath
+
+from flax_spmd._src.checkpoint.storage.async_save import in_first
+from flax_spmd._src.checkpoint.storage.head import HEAD
+from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, idle_head
+from flax_spmd._src.checkpoint.storage.store import open_store
+from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointReadOnlyError
+
+_NAME = '.flax_spmd_manager'  # of the folder whose head carries the lease
+
+
+class RootWriter:
+  """The exclusive right to write to a root, taken by the first process for the whole job.
+
+  Args:
+    root: folder of the run; created if needed.
+
+  Attributes:
+    obstacle: the reason why nobody can write to the root, such as "Read-only file system"; '' if one can.
+
+  Raises:
+    CheckpointBusyError: another manager writes to the root.
+    CheckpointError: the root does not exist, and cannot be created.
+  """
+
+  def __init__(self, root: epath.Path):
+    self._lease: HeadLease | None = None
+    self._store = open_store(root)
+    self.obstacle = in_first(lambda: self._take(root))
+
+  def _take(self, root: epath.Path) -> str:
+    path = root / _NAME
+    try:
+      self._lease = HeadLease(self._store, path, idle_head(self._store, path, overwrite=True))
+    except CheckpointBusyError:
+      raise CheckpointBusyError(
+        f'Another manager has {root} open.\n'
+        'Fix: close it, wait for the other job, use another folder, or pass read_only=True.'
+      ) from None
+    except CheckpointReadOnlyError as error:
+      if not root.is_dir():
+        raise
+      return str(error).splitlines()[0].rstrip('.')
+    return ''
+
+  def release(self) -> None:
+    """Lets another manager write."""
+    if self._lease is not None:
+      with contextlib.suppress(OSError, CheckpointError):  # it expires
+        if self._lease.release() and self._lease.tag is not None:
+          self._store.remove_if(f'{_NAME}/{HEAD}', self._lease.tag)

@@ -1,0 +1,152 @@
+"""Step folder: the checkpoints of a run, in the folders `<root>/<step>`, and how they are listed and removed.
+
+Every listing looks at the storage itself: another process may have saved or removed steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import time
+from typing import Any
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from flax_spmd._src.checkpoint.storage.generations import remove_checkpoint
+from flax_spmd._src.checkpoint.storage.readers import (
+  checkpoints_in,
+  custom_metadata,
+  has_metadata,
+  has_record,
+  saved_at,
+)
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
+
+_STEP = re.compile(r'0|[1-9]\d*')
+_LEFT = re.compile(r'\.\d+\.[0-9a-f]{8}\.removed|\d+\.orbax-checkpoint-tmp.*')
+_METRICS = 'flax_spmd_metrics'
+
+
+class StepFolder:
+  """The folder of a run.
+
+  Attributes:
+    root: path of the folder.
+    damaged: steps that were found damaged, and could not be moved away.
+  """
+
+  def __init__(self, root: epath.Path):
+    self.root = root
+    self.damaged: set[int] = set()
+
+  def path(self, step: int) -> epath.Path:
+    """The path of a step."""
+    return self.root / str(step)
+
+  def steps(self) -> list[int]:
+    """The complete steps at this moment, oldest first."""
+    if not self.root.exists():
+      return []
+    names = [name for name in checkpoints_in(self.root) if _STEP.fullmatch(name)]
+    return sorted({int(name) for name in names} - self.damaged)
+
+  def history(self) -> list[tuple[int, int, Any]]:
+    """Each complete step with its time, in nanoseconds since 1970, and its metrics."""
+    return [(step, _time(self.path(step)), _metrics(self.path(step))) for step in self.steps()]
+
+  def described(self, step: int, nanoseconds: int, metrics: Any) -> ocp.training.CheckpointMetadata:
+    """A step in the terms of Orbax's policies."""
+    return ocp.training.CheckpointMetadata(
+      step, self.path(step), metadata=None, metrics=metrics, commit_timestamp_nsecs=nanoseconds
+    )
+
+  def is_unchecked(self, step: int) -> bool:
+    """Whether nothing is known about the contents of a step, so that damage would go unnoticed.
+
+    Only old versions of Orbax write no metadata. A run does not go back to one: if an earlier step has a
+    record, then this one had one too.
+
+    Raises:
+      CheckpointDamagedError: the record of the step is lost.
+    """
+    path = self.path(step)
+    if not path.exists() or has_metadata(path):
+      return False
+    if any(has_record(self.path(earlier)) for earlier in self.steps() if earlier < step):
+      raise CheckpointDamagedError(
+        f'Checkpoint {path} has lost its record of names and checksums; earlier steps have theirs.\n'
+        'Fix: restore another step; or restore this one unverified, with flax_spmd.checkpoint.restore.'
+      )
+    return True
+
+  def remove(self, step: int) -> None:
+    """Removes a step, unless a reader uses it. A removal that is interrupted leaves no part of it in the list."""
+    if self.path(step).exists():
+      remove_checkpoint(self.path(step))
+
+  def set_aside(self, step: int) -> str:
+    """Moves a damaged step away, and returns its new name. In cloud storage it stays, and '' is returned."""
+    if '://' in str(self.root):
+      return ''
+    aside = self.root / f'.{step}.damaged'
+    if aside.exists():
+      aside.rmtree()
+    self.path(step).rename(aside)
+    return aside.name
+
+  def tidy(self) -> None:
+    """Removes parts of steps that interrupted saves and removals have left. Only the writer may call this."""
+    for child in self.root.iterdir() if self.root.exists() else ():
+      if _LEFT.fullmatch(child.name):
+        child.rmtree()
+
+
+def metrics_metadata(metrics: Any) -> dict[str, Any]:
+  """Metrics as JSON values, to store with a step."""
+  if not metrics:
+    return {}
+  wrong = {}
+  values = {}
+  for name, value in metrics.items():
+    try:
+      values[name] = value if _is_json(value) else float(value)
+    except (TypeError, ValueError):
+      wrong[name] = value
+  if wrong:
+    lines = [
+      f'metrics[{name!r}] is a {type(value).__name__}, not a number.' for name, value in wrong.items()
+    ]
+    raise CheckpointError('\n'.join(lines) + '\nFix: pass numbers.')
+  return {_METRICS: values}
+
+
+def metrics_of(metadata: dict[str, Any]) -> Any:
+  """The metrics among the JSON values stored with a step; None if there are none."""
+  return metadata.get(_METRICS)
+
+
+def _is_json(value: Any) -> bool:
+  try:
+    json.dumps(value)
+  except (TypeError, ValueError):
+    return False
+  return True
+
+
+def _metrics(path: epath.Path) -> Any:
+  """The metrics of a step; those of a step of Orbax are in a file of their own."""
+  with contextlib.suppress(CheckpointDamagedError, ValueError, OSError):
+    file = path / 'metrics' / 'metrics'
+    return json.loads(file.read_text()) if file.exists() else metrics_of(custom_metadata(path))
+  return None
+
+
+def _time(path: epath.Path) -> int:
+  """The time of a save, in nanoseconds since 1970."""
+  with contextlib.suppress(CheckpointDamagedError, OSError):
+    saved = saved_at(path) or datetime.datetime.fromtimestamp(path.stat().mtime)
+    return int(saved.timestamp() * 1e9)
+  return time.time_ns()

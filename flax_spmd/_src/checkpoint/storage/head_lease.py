@@ -1,0 +1,162 @@
+"""HeadLease: the exclusive right to replace a head, renewed until it is released or lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from etils import epath
+
+from flax_spmd._src.checkpoint.storage.head import (
+  HEAD,
+  Head,
+  Lease,
+  StoredHead,
+  is_generation,
+  read_head,
+)
+from flax_spmd._src.checkpoint.storage.liveness import BEAT, drop, has_ended, new_token, stays_silent
+from flax_spmd._src.checkpoint.storage.process_identity import ProcessIdentity, this_process
+from flax_spmd._src.checkpoint.storage.store import Store, Tag
+from flax_spmd.errors import CheckpointBusyError, CheckpointDamagedError, CheckpointError
+
+
+def idle_head(store: Store, path: epath.Path, overwrite: bool = False) -> StoredHead:
+  """The head of a path that no living process writes to.
+
+  Args:
+    store: store of the folder that holds the path.
+    path: path of the checkpoint.
+    overwrite: whether a damaged head is to be replaced.
+
+  Raises:
+    CheckpointBusyError: a living process has the lease. To find that out takes seconds if it runs on
+      another machine, and `LEASE` seconds if it is dead.
+    CheckpointDamagedError: the head is damaged.
+  """
+  name = f'{path.name}/{HEAD}'
+  try:
+    found = read_head(store, path)
+  except CheckpointDamagedError:
+    stored = store.read(name)
+    if not overwrite or stored is None:
+      raise
+    return StoredHead(Head(epoch=_highest_epoch(store, path)), stored[1])
+  lease = found.head.lease
+  if lease is None or has_ended(lease.holder, lease.token):
+    return found
+  if lease.holder.is_local or not stays_silent(store, name, found.tag):
+    raise busy(path, lease.holder)
+  return found
+
+
+def _highest_epoch(store: Store, path: epath.Path) -> int:
+  """The number of leases so far, from the names of generations."""
+  numbers = [name.split('-')[1] for name in store.children(path.name) if is_generation(name)]
+  return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def busy(
+  path: epath.Path, holder: ProcessIdentity | None = None, reason: str = ''
+) -> CheckpointBusyError:
+  """The error for a path that another process writes to."""
+  by = f', by {holder}' if holder else ''
+  return CheckpointBusyError(
+    f'Checkpoint {path} is being written{by}.{reason}\nFix: wait for it, or save to another path.'
+  )
+
+
+class HeadLease:
+  """The lease of a path's head.
+
+  Args:
+    store: store of the folder that holds the path.
+    path: path of the checkpoint.
+    before: the head, as `idle_head` returned it.
+
+  Attributes:
+    head: the head as this process last wrote it.
+    tag: version of that object.
+
+  Raises:
+    CheckpointBusyError: another process has replaced the head since.
+  """
+
+  def __init__(self, store: Store, path: epath.Path, before: StoredHead):
+    self._store, self._path = store, path
+    self._token = new_token()
+    self._writing, self._stopped = threading.RLock(), threading.Event()
+    self._lost = False
+    self.tag: Tag | None = before.tag
+    epoch = before.head.epoch + 1
+    self.head = before.head._replace(epoch=epoch, lease=Lease(this_process(), self._token))
+    try:
+      if not self.put(self.head):
+        raise busy(path)
+    except BaseException:
+      drop(self._token)
+      raise
+    threading.Thread(target=self._renew, name=f'flax_spmd lease {path.name}', daemon=True).start()
+
+  @property
+  def is_lost(self) -> bool:
+    """Whether another process has taken the lease over."""
+    return self._lost
+
+  def put(self, head: Head, durable: bool = False) -> bool:
+    """Replaces the head; returns False, for good, if it no longer is this lease's.
+
+    Raises:
+      CheckpointError: the store failed. Whether the head has been replaced is then unknown.
+    """
+    name = f'{self._path.name}/{HEAD}'
+    with self._writing:
+      if self._lost:
+        return False
+      tag = self._store.write(name, head.to_bytes(), expected=self.tag, durable=durable)
+      if tag is None:  # by another, or by an attempt of ours whose answer was lost
+        found = self._store.read(name)
+        if found is not None and found[0] == head.to_bytes():
+          tag = found[1]
+        elif (stored := read_head(self._store, self._path)).tag is not None and self._is_ours(
+          stored.head
+        ):
+          tag = self._store.write(name, head.to_bytes(), expected=stored.tag, durable=durable)
+      self._lost = tag is None
+      if tag is not None:
+        self.tag, self.head = tag, head
+      return not self._lost
+
+  def _is_ours(self, head: Head) -> bool:
+    return head.lease is not None and head.lease.token == self._token
+
+  def _renew(self) -> None:
+    while not self._stopped.wait(BEAT):
+      with self._writing, contextlib.suppress(OSError, CheckpointError):  # the next beat tries again
+        lease = self.head.lease
+        if self._stopped.is_set() or lease is None:
+          return
+        if not self.put(self.head._replace(lease=lease._replace(beat=lease.beat + 1))):
+          return
+
+  def end(self) -> None:
+    """Stops renewing the lease. The head keeps it until it is replaced."""
+    self._stopped.set()
+    with self._writing:
+      drop(self._token)
+
+  def release(self, **changes: Any) -> bool:
+    """Ends the lease, and puts the head without it; returns False if it was lost.
+
+    Args:
+      **changes: further fields of the head to replace.
+    """
+    self._stopped.set()
+    try:
+      with self._writing:
+        released = self.put(self.head._replace(lease=None, **changes))
+        self._lost = True  # for a commit in another thread
+        return released
+    finally:
+      drop(self._token)

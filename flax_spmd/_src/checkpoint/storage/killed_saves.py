@@ -1,0 +1,92 @@
+"""Killed saves: removes what they left behind at paths that nobody will save to again.
+
+A save to a path without a head first puts `.flax_spmd/<name>-<token>` beside the path, and removes it at its
+end. Every other save in that folder looks through them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from flax_spmd._src.checkpoint.storage.head import HEAD, Head, StoredHead, is_generation, read_head
+from flax_spmd._src.checkpoint.storage.liveness import drop, is_dead, new_token
+from flax_spmd._src.checkpoint.storage.manifest import MANIFEST
+from flax_spmd._src.checkpoint.storage.process_identity import parsed_identity, this_process
+from flax_spmd._src.checkpoint.storage.store import Store
+from flax_spmd.errors import CheckpointError
+
+FOLDER = '.flax_spmd'
+
+
+class Intent:
+  """The mark of a save in progress to a path without a head.
+
+  Args:
+    store: store of the folder that holds the path.
+    name: name of the path.
+  """
+
+  def __init__(self, store: Store, name: str):
+    self._store, self._token = store, new_token()
+    self._file = f'{FOLDER}/{name}-{self._token}'
+    self._content = json.dumps({'name': name, 'holder': this_process()}).encode()
+    self.put()
+
+  def put(self) -> None:
+    """Writes the mark, if it is not there."""
+    self._store.write(self._file, self._content, expected=None, durable=False)
+
+  def remove(self) -> None:
+    """Removes the mark."""
+    self._store.remove(self._file)
+    drop(self._token)
+
+
+def remove_generation(store: Store, folder: str) -> None:
+  """Removes a generation, its manifest first: a reader of it then notices."""
+  store.remove(f'{folder}/{MANIFEST}')
+  store.remove(folder)
+
+
+def remove_killed_saves(store: Store) -> None:
+  """Removes what killed saves to new paths have left in a folder."""
+  for name in store.children(FOLDER):
+    with contextlib.suppress(CheckpointError, OSError):  # the next save tries again
+      _examine(store, f'{FOLDER}/{name}')
+
+
+def _examine(store: Store, file: str) -> None:
+  stored = store.read(file)
+  if stored is None:
+    return
+  try:
+    content = json.loads(stored[0])
+    name, holder = str(content['name']), parsed_identity(content['holder'])
+  except (ValueError, KeyError, TypeError):
+    store.remove(file)
+    return
+  path: Any = store.root / name
+  found = read_head(store, path)
+  if found.head.generation is None:
+    watched = f'{name}/{HEAD}' if found.tag is not None else file
+    token = file.rpartition('-')[2] if found.head.lease is None else found.head.lease.token
+    if not is_dead(store, watched, holder, token, found.tag or stored[1]):
+      return
+    if not _removed(store, path, found):
+      return
+  store.remove(file)
+
+
+def _removed(store: Store, path: Any, found: StoredHead) -> bool:
+  """Removes the generations and the head of a dead writer that has committed nothing."""
+  generations = [name for name in store.children(path.name) if is_generation(name)]
+  fence = Head(epoch=found.head.epoch + 1)  # no older writer can commit after this
+  tag = store.write(f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=False)
+  if tag is None:
+    return False
+  for name in generations:
+    remove_generation(store, f'{path.name}/{name}')
+  store.remove_if(f'{path.name}/{HEAD}', tag)
+  return True

@@ -1,0 +1,104 @@
+"""Manifests: the description of one generation: its record, and the size and checksum of every file.
+
+A manifest is the last file of its generation. The head names its digest, so a manifest that has changed
+since the save, or belongs to another generation, is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any, NamedTuple
+
+from flax_spmd._src.checkpoint.storage.record import KEY, Record, from_json, to_json
+from flax_spmd.errors import CheckpointDamagedError
+
+MANIFEST = 'MANIFEST'
+
+
+class FileRecord(NamedTuple):
+  """A file of a generation.
+
+  Attributes:
+    size: in bytes.
+    checksum: of its contents; see `Store.digest`.
+  """
+
+  size: int
+  checksum: str
+
+
+class Manifest(NamedTuple):
+  """The contents of a `MANIFEST`.
+
+  Attributes:
+    record: description of the arrays.
+    files: every other file of the generation, by path below its folder.
+    metadata: further JSON values, such as metrics.
+    saved: time of the save in nanoseconds since 1970; for information only.
+  """
+
+  record: Record
+  files: dict[str, FileRecord]
+  metadata: dict[str, Any]
+  saved: int
+
+  def to_bytes(self) -> bytes:
+    """The stored form."""
+    return json.dumps(
+      {
+        **to_json(self.record),
+        'files': self.files,
+        'metadata': self.metadata,
+        'saved': self.saved,
+      }
+    ).encode()
+
+
+def new_manifest(record: Record, files: dict[str, FileRecord], metadata: dict[str, Any]) -> Manifest:
+  """A manifest of a generation that is saved now."""
+  return Manifest(record, files, metadata, time.time_ns())
+
+
+def manifest_digest(data: bytes) -> str:
+  """The digest of a stored manifest, for the head."""
+  return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def parsed_manifest(data: bytes, path: Any) -> Manifest:
+  """The manifest stored in `data`.
+
+  Args:
+    data: contents of a `MANIFEST`.
+    path: path of the checkpoint, for errors.
+
+  Raises:
+    CheckpointDamagedError: it is malformed.
+    CheckpointError: a newer version wrote it.
+  """
+  try:
+    content = json.loads(data)
+    record = content[KEY]
+    files = {name: _file(entry) for name, entry in content['files'].items()}
+    metadata, saved = content['metadata'], content['saved']
+    if not (isinstance(metadata, dict) and isinstance(saved, int)):
+      raise ValueError('it has no metadata, or no time')
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    raise damaged_manifest(path, 'it is malformed') from error
+  return Manifest(from_json(record, str(path)), files, metadata, saved)
+
+
+def damaged_manifest(path: Any, reason: str) -> CheckpointDamagedError:
+  """The error for a manifest that cannot be used."""
+  return CheckpointDamagedError(
+    f'Checkpoint {path} cannot be read, because of {MANIFEST}: {reason}.\n'
+    'Fix: restore another checkpoint; this one was changed after it was written.'
+  )
+
+
+def _file(entry: Any) -> FileRecord:
+  size, checksum = entry
+  if not (isinstance(size, int) and isinstance(checksum, str)):
+    raise ValueError(f'a file has the size {size!r} and the checksum {checksum!r}')
+  return FileRecord(size, checksum)

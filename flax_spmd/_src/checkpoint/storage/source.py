@@ -1,0 +1,150 @@
+"""Sources: the generation that a read of a checkpoint reads from, from its first to its last byte."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from etils import epath
+
+from flax_spmd import errors
+from flax_spmd._src.checkpoint.storage.head import is_generation, read_head
+from flax_spmd._src.checkpoint.storage.manifest import (
+  MANIFEST,
+  Manifest,
+  damaged_manifest,
+  manifest_digest,
+  parsed_manifest,
+)
+from flax_spmd._src.checkpoint.storage.pins import Pin
+from flax_spmd._src.checkpoint.storage.store import Store, open_store
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
+
+Result = TypeVar('Result')
+_ATTEMPTS = 20
+
+
+class Source(NamedTuple):
+  """A generation to read.
+
+  Attributes:
+    path: path of the checkpoint.
+    folder: folder of the generation, an Orbax checkpoint.
+    manifest: its manifest.
+  """
+
+  path: epath.Path
+  folder: epath.Path
+  manifest: Manifest
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether no save has begun to remove it: the manifest is the first file to go."""
+    store = open_store(self.folder.parent)
+    return store.read(f'{self.folder.name}/{MANIFEST}') is not None
+
+
+def current_source(path: epath.Path) -> Source | None:
+  """The current generation of a path, or the generation that is the path; None if there is none.
+
+  Raises:
+    CheckpointDamagedError: the head or the manifest cannot be read.
+    CheckpointError: a newer version wrote them.
+  """
+  store = open_store(path.parent)
+  reason = ''
+  for _ in range(_ATTEMPTS):
+    head = read_head(store, path).head
+    if head.generation is None:
+      return _generation_itself(store, path)
+    stored = store.read(f'{path.name}/{head.generation}/{MANIFEST}')
+    if stored is not None and manifest_digest(stored[0]) == head.manifest:
+      return Source(path, path / head.generation, parsed_manifest(stored[0], path))
+    reason = 'it is missing' if stored is None else 'its digest is not the one in HEAD'
+    if read_head(store, path).head.generation == head.generation:
+      break
+  raise damaged_manifest(path, reason)
+
+
+def _generation_itself(store: Store, path: epath.Path) -> Source | None:
+  if not is_generation(path.name):
+    return None
+  stored = store.read(f'{path.name}/{MANIFEST}')
+  return None if stored is None else Source(path, path, parsed_manifest(stored[0], path))
+
+
+def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Result:
+  """Calls `read` with the current generation, which stays until it returns.
+
+  In a job of several processes, every process calls this, and all of them get the same generation. Where
+  pins cannot be written, a save may remove the generation; then the read is repeated.
+
+  Args:
+    path: path of the checkpoint.
+    read: function of the source, or of None if the path has no generations.
+  """
+  for attempt in range(_ATTEMPTS):
+    with _pinned(path) as source:
+      try:
+        result = read(source)
+      except CheckpointDamagedError:
+        if source is None or attempt == _ATTEMPTS - 1 or not _was_replaced(source):
+          raise
+        continue
+      if source is None or source.is_whole or not _was_replaced(source):
+        return result
+  raise CheckpointError(
+    f'Checkpoint {path} was replaced {_ATTEMPTS} times while it was read.\n'
+    'Fix: save less often to this path, or read it from a store that can be written, where reads are protected.'
+  )
+
+
+def _was_replaced(source: Source) -> bool:
+  head = read_head(open_store(source.path.parent), source.path).head
+  return head.generation not in (None, source.folder.name)
+
+
+@contextlib.contextmanager
+def _pinned(path: epath.Path) -> Iterator[Source | None]:
+  """The current generation with a pin, the same one in every process."""
+  store = open_store(path.parent)
+  for _ in range(_ATTEMPTS):
+    pin, generation = None, None
+    try:
+      try:
+        generation = read_head(store, path).head.generation
+        if generation is not None:
+          pin = Pin(store, path.name, generation)
+        source = current_source(path)
+        answer = {'generation': None if source is None else source.folder.name}
+      except CheckpointError as error:
+        answer, source = {'error': type(error).__name__, 'text': str(error)}, None
+        if jax.process_count() == 1:
+          raise
+      agreed = _agreed(answer)
+      if agreed and (source is None or generation in (None, source.folder.name)):
+        yield source
+        return
+    finally:
+      if pin is not None:
+        pin.close()
+  raise CheckpointError(
+    f'Checkpoint {path} is replaced so often that the processes do not find the same generation.\n'
+    'Fix: save less often to this path, or restore another one.'
+  )
+
+
+def _agreed(answer: dict[str, Any]) -> bool:
+  """Whether all processes have found the same generation; raises the error of any of them in all."""
+  if jax.process_count() == 1:
+    return True
+  everyone = tuple(range(jax.process_count()))
+  groups = exchange('checkpoint', everyone, json.dumps(answer), CALLS, TIMEOUT)
+  for _, text in groups:
+    if 'error' in (found := json.loads(text)):
+      raise getattr(errors, found['error'], CheckpointError)(found['text'])
+  return len(groups) == 1
