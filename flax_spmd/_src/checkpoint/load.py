@@ -18,7 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.matching.routes import Route
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
-from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, dtype_of, key_implementation
+from flax_spmd._src.checkpoint.storage.record import (
+  NUMBERS,
+  LeafRecord,
+  device_dtype,
+  dtype_of,
+  key_implementation,
+)
 from flax_spmd._src.checkpoint.storage.verification import damaged, raise_damaged
 from flax_spmd.errors import CheckpointError
 
@@ -51,6 +57,7 @@ def load(
       if records[saved].value is None:
         requests.setdefault(saved, _request(records[saved], route, values[path]))
   leaves = reader.read(requests, memory)
+  _check_width(reader, leaves)
   if verify:
     raise_damaged(reader.path, damaged(leaves, records))
   leaves |= {path: record.value for path, record in records.items() if record.value is not None}
@@ -59,11 +66,29 @@ def load(
   return [results[path] for path in values]
 
 
+def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:
+  """Raises if arrays of 64 bits were narrowed: `jax.enable_x64` applies to one thread, and others read."""
+  records = reader.record.leaves
+  narrow = [
+    f'{path}: {records[path].dtype} became {leaf.dtype}.'
+    for path, leaf in leaves.items()
+    if records[path].dtype.endswith('64') and str(leaf.dtype) == records[path].dtype[:-2] + '32'
+  ]
+  if narrow:
+    raise CheckpointError(
+      f'Checkpoint {reader.path} was read with 64 bits disabled:\n'
+      + '\n'.join(narrow)
+      + '\nFix: enable them for all threads, with jax.config.update("jax_enable_x64", True).'
+    )
+
+
 def _request(record: LeafRecord, route: Route, target: Any) -> Any:
   """The request for a saved leaf: its stored shape and dtype, sharded for the target."""
   if record.dtype in NUMBERS:
     return NUMBERS[record.dtype]
   sharding = getattr(target, 'sharding', None)
+  if device_dtype(record.dtype) != record.dtype:
+    sharding = None  # a device would change the bits before their checksum; the cast is on the host
   if isinstance(sharding, NamedSharding) and (route.step != 'same' or route.keys):
     sharding = NamedSharding(
       sharding.mesh,

@@ -22,7 +22,7 @@ from flax_spmd._src.checkpoint.matching.matcher import match
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
-from flax_spmd._src.checkpoint.storage.record import LeafRecord, leaf_count
+from flax_spmd._src.checkpoint.storage.record import LeafRecord, device_dtype, leaf_count
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import plural, size_text
@@ -124,6 +124,7 @@ def plan_restore(
     for path in kept
     if isinstance(target.values[path], jax.ShapeDtypeStruct)
   ]
+  problems += _too_wide(target.values, target.side.leaves)
   sources = {source for route in matched.routes.values() for source in route.sources}
   per_leaf = {path: _bytes_on_device(value) for path, value in target.values.items()}
   per_device = _on_fullest(target.values, per_leaf)
@@ -177,6 +178,19 @@ def _impossible(
     if leaf.packed is not None or path in shardings
   }
   return impossible(reader.path, leaves, shardings)
+
+
+def _too_wide(values: Mapping[str, Any], leaves: Mapping[str, LeafRecord]) -> list[Problem]:
+  """Problems of target arrays of 64 bits, which JAX cannot make unless they are enabled."""
+  return [
+    Problem(
+      f'{path}: {leaf} in the target, but JAX makes arrays of {device_dtype(leaf.dtype)} of it.',
+      'call jax.config.update("jax_enable_x64", True), or restore into numpy arrays, or pass '
+      f'Changes(dtypes={{{leaf.dtype!r}: {device_dtype(leaf.dtype)!r}}}) and a target of the narrower dtype.',
+    )
+    for path, leaf in leaves.items()
+    if getattr(values[path], 'sharding', None) is not None and device_dtype(leaf.dtype) != leaf.dtype
+  ]
 
 
 def _bytes_on_device(value: Any) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import contents, skeleton
 from flax_spmd._src.checkpoint.storage.head import read_head
 from flax_spmd._src.checkpoint.storage.orbax_context import context
+from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_skipped
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
   LeafRecord,
@@ -101,8 +102,25 @@ def foreign_reader(given: epath.Path) -> CheckpointReader:
   custom = custom_metadata(folder)
   if KEY in custom and part in (None, _PART):
     return OrbaxReader(folder, from_json(custom[KEY], os.fspath(given)))
-  part = part or _part_with_arrays(folder)
-  return OrbaxReader(folder, _foreign_record(folder, part), part)
+  if part is not None:
+    return OrbaxReader(folder, _foreign_record(folder, part), part)
+  return _foreign(folder, _parts_with_arrays(folder))
+
+
+def _foreign(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
+  """The reader of a checkpoint without a record of ours: of its only part with arrays, or of all of them."""
+  readers = {
+    name: OrbaxReader(folder, record, name)
+    for name in names
+    if is_state(record := _foreign_record(folder, name)) or len(names) == 1
+  }
+  if len(names) > 1 and len(readers) != 1:
+    reader = PartsReader(folder, {str(name): each for name, each in readers.items()})
+  else:
+    (reader,) = readers.values()
+  others = {child.name for child in folder.iterdir() if child.is_dir()} if None not in names else set()
+  reader.record = with_skipped(reader.record, [name for name in others if name not in readers])
+  return reader
 
 
 def is_checkpoint(path: epath.Path) -> bool:
@@ -321,21 +339,22 @@ def _parts(path: epath.Path) -> list[str]:
 
 
 def _part_with_arrays(path: epath.Path) -> str | None:
-  """The subfolder of a checkpoint that holds its arrays; None if the checkpoint itself does."""
+  """The subfolder of a checkpoint of ours that holds its arrays; None if the checkpoint itself does."""
+  parts = _parts_with_arrays(path)
+  return _PART if _PART in parts else parts[0]
+
+
+def _parts_with_arrays(path: epath.Path) -> Sequence[str | None]:
+  """The subfolders of a checkpoint that hold arrays; only None if the checkpoint itself does."""
   if (path / _TREE_METADATA).exists():
-    return None
+    return [None]
   parts = _parts(path)
-  if _PART in parts or len(parts) == 1:
-    return _PART if _PART in parts else parts[0]
   if not parts:
     raise CheckpointDamagedError(
       f'Checkpoint {path} has no arrays: none of its folders contains {_TREE_METADATA}.\n'
       'Fix: restore another checkpoint; this one lacks files, or holds no arrays.'
     )
-  raise CheckpointError(
-    f'Checkpoint {path} has {len(parts)} parts with arrays: {", ".join(parts)}.\n'
-    f'Fix: pass the path of one of them, such as {path / parts[0]}.'
-  )
+  return parts
 
 
 def _check_names(path: epath.Path) -> None:

@@ -123,6 +123,13 @@ def _key_shape(dtype: str) -> tuple[int, ...]:
   return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_KEY_DTYPES[dtype]))).shape
 
 
+def device_dtype(dtype: str) -> str:
+  """The dtype that an array of this dtype gets on a device: half as wide for 64 bits, unless JAX has them enabled."""
+  if dtype in _KEY_DTYPES or dtype.startswith(_PYTHON):
+    return dtype
+  return str(jax.dtypes.canonicalize_dtype(dtype_of(dtype)))
+
+
 @functools.cache
 def dtype_of(name: str) -> Any:
   """The dtype of this name.
@@ -147,7 +154,8 @@ class Record:
     leaves: record of each leaf by path, in the order of the skeleton's indices.
     kinds: class name of each optimizer state, by path.
     layout: layout that the state was saved under, as TOML; None if it has no text form.
-    written_by: `flax_spmd`, `orbax` or `flax`. Checkpoints of the latter two have shapes and dtypes only.
+    written_by: `flax_spmd`, `orbax`, `flax` or `t5x`. Checkpoints of others have shapes and dtypes only.
+    skipped: names of the parts of a Composite checkpoint that hold neither arrays nor numbers.
   """
 
   skeleton: Skeleton
@@ -155,6 +163,7 @@ class Record:
   kinds: dict[str, str]
   layout: str | None = None
   written_by: str = 'flax_spmd'
+  skipped: tuple[str, ...] = ()
 
   @property
   def bytes(self) -> int:
