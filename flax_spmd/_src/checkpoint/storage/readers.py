@@ -1,7 +1,7 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
 `OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
-of `flax.training.checkpoints`.
+of `flax.training.checkpoints`, and `T5xReader` those of T5X with the arrays beside them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from flax_spmd._src.checkpoint.storage.record import (
 )
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
+from flax_spmd._src.checkpoint.storage.t5x_reader import T5xReader, is_t5x
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 _METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
+_MSGPACK = 'checkpoint'  # the file of flax and T5X in a folder
 _PART = 'state'  # the folder that Orbax v1 writes arrays to
 _UNFINISHED = 'orbax-checkpoint-tmp'
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
@@ -89,10 +91,10 @@ def source_reader(source: Source) -> CheckpointReader:
 def foreign_reader(given: epath.Path) -> CheckpointReader:
   """A reader of a path without generations: of another library, or of an earlier version of this one."""
   folder = given
-  if folder.is_dir() and (folder / 'checkpoint').is_file():
-    return FlaxReader(folder / 'checkpoint')  # of flax, in a folder
+  if _holds_msgpack(folder):
+    return _msgpack_reader(folder / _MSGPACK)
   if folder.is_file():
-    return FlaxReader(folder)
+    return _msgpack_reader(folder)
   folder, part = _folder_and_part(folder)
   if not is_checkpoint(folder):
     raise CheckpointNotFoundError(
@@ -105,6 +107,16 @@ def foreign_reader(given: epath.Path) -> CheckpointReader:
   if part is not None:
     return OrbaxReader(folder, _foreign_record(folder, part), part)
   return _foreign(folder, _parts_with_arrays(folder))
+
+
+def _holds_msgpack(path: epath.Path) -> bool:
+  """Whether a folder is a checkpoint of flax or T5X. Orbax wrote such a file too, beside its description."""
+  return path.is_dir() and (path / _MSGPACK).is_file() and not (path / _TREE_METADATA).exists()
+
+
+def _msgpack_reader(file: epath.Path) -> CheckpointReader:
+  content = _flax_tree(file)
+  return T5xReader(file, content) if is_t5x(content) else FlaxReader(file, content)
 
 
 def _foreign(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
@@ -215,7 +227,8 @@ def checkpoints_in(folder: epath.Path) -> list[str]:
   return sorted(
     child.name
     for child in folder.iterdir()
-    if not child.name.startswith('.') and (is_checkpoint(child) or _is_flax_file(child))
+    if not child.name.startswith('.')
+    and (is_checkpoint(child) or _is_flax_file(child) or _holds_msgpack(child))
   )
 
 
@@ -432,11 +445,12 @@ class FlaxReader:
 
   Args:
     path: the file.
+    content: its content.
   """
 
-  def __init__(self, path: epath.Path):
+  def __init__(self, path: epath.Path, content: Any):
     self.path = path
-    flat = skeleton.flatten(_flax_tree(path))
+    flat = skeleton.flatten(content)
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
     self.record = Record(flat.skeleton, leaves, {}, None, 'flax')
