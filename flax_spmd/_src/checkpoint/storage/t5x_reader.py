@@ -98,10 +98,11 @@ class T5xReader:
     try:
       metadata = spec['metadata']
       folder = spec['kvstore'].get('path') or spec['path']  # TensorStore before 0.1.14 has it outside
-      stored = dtype_of(np.dtype(spec['dtype'] if 'dtype' in spec else metadata['dtype']).name)
-      shape = tuple(metadata['shape'])
-      if spec['driver'] not in _DRIVERS or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError('an array has an unknown driver, or an invalid shape')
+      dtype, shape = spec['dtype'] if 'dtype' in spec else metadata['dtype'], tuple(metadata['shape'])
+      is_valid = isinstance(dtype, str) and all(type(size) is int and size >= 0 for size in shape)
+      if spec['driver'] not in _DRIVERS or not is_valid:
+        raise ValueError('an unknown driver, or an invalid dtype or shape')
+      stored = dtype_of(np.dtype(dtype).name)
       is_bfloat16 = stored == np.uint16 and type(version) is int and version < _NATIVE_BFLOAT16
       name = checked(folder.rstrip('/'), self.path)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
