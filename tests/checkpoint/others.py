@@ -6,6 +6,7 @@ import tarfile
 import jax
 import ml_dtypes
 import numpy as np
+import tensorstore
 
 FOLDER = pathlib.Path(__file__).with_name('written_by_others')
 
@@ -52,3 +53,9 @@ def assert_bits(restored, saved):
 
 def bfloat16(array):
   return array.astype(ml_dtypes.bfloat16)
+
+
+def bytes_read():
+  """Bytes that TensorStore has read from files in this process."""
+  metrics = tensorstore.experimental_collect_matching_metrics('/tensorstore/kvstore/file/bytes_read')
+  return sum(value['value'] for metric in metrics for value in metric['values'])
