@@ -47,6 +47,7 @@ from flax_spmd.checkpoint import Changes
 LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
 ROUNDS = int(os.environ.get('ROUNDS', '5'))
 SMALL_LEAVES, SMALL_SIZE, SMALL_ROUNDS = 2000, 1024, 3
+MANY_LEAVES = 5000
 PACK = 1 << 16
 RESULT = 'result: '  # begins the line that a process prints for the parent
 RULES = (('vocab', 'model'), ('embed', 'data'), ('mlp', 'model'))
@@ -116,14 +117,37 @@ def our_save(folder: Path) -> Callable[[], Any]:
   return lambda: checkpoint.save(folder / 'new', state, layout=layout())
 
 
+def our_save_not_durable(folder: Path) -> Callable[[], Any]:
+  state = filled(abstract_state(layout()))
+  return lambda: checkpoint.save(folder / 'new', state, layout=layout(), durable=False)
+
+
+def raw_write(folder: Path) -> Callable[[], Any]:
+  """Writes the same bytes to one file, and has the disk confirm it."""
+  arrays = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(filled(abstract_state(layout())))]
+  (folder / 'new').mkdir()
+
+  def save() -> None:
+    with open(folder / 'new' / 'raw', 'wb', buffering=0) as file:
+      for array in arrays:
+        data = memoryview(array).cast('B') if array.ndim else array.tobytes()
+        while data:
+          data = data[file.write(data) :]
+      os.fsync(file.fileno())
+
+  return save
+
+
 def our_compressed_save(folder: Path) -> Callable[[], Any]:
   state = filled(abstract_state(layout()))
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), compress=True)
 
 
 def our_overwrite(folder: Path) -> Callable[[], Any]:
+  """Replaces a state of the same size."""
   state = filled(abstract_state(layout()))
-  checkpoint.save(folder / 'new', {'w': jnp.ones(8)}, layout=layout())
+  checkpoint.save(folder / 'new', state, layout=layout())
+  os.sync()
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), overwrite=True)
 
 
@@ -152,6 +176,11 @@ def our_restore(folder: Path) -> Callable[[], Any]:
   return lambda: checkpoint.restore(folder / 'ours', target)
 
 
+def our_restore_unverified(folder: Path) -> Callable[[], Any]:
+  target = abstract_state(layout(4, 2))
+  return lambda: checkpoint.restore(folder / 'ours', target, verify=False)
+
+
 def put_after(folder: Path) -> Callable[[], Any]:
   """Restores to one device, as without shardings, then reshards to all devices."""
   target = abstract_state(layout(4, 2))
@@ -177,8 +206,10 @@ def single_to_stacked(folder: Path) -> Callable[[], Any]:
 OPERATIONS = {
   f.__name__: f
   for f in (
+    raw_write,
     orbax_save,
     our_save,
+    our_save_not_durable,
     our_compressed_save,
     our_overwrite,
     orbax_save_returns,
@@ -186,6 +217,7 @@ OPERATIONS = {
     sums,
     orbax_restore,
     our_restore,
+    our_restore_unverified,
     put_after,
     stacked_to_single,
     single_to_stacked,
@@ -265,7 +297,7 @@ class Measured(NamedTuple):
 def figures() -> list[Figure]:
   with tempfile.TemporaryDirectory(prefix='flax_spmd_bench_') as temporary:
     folder = Path(temporary)
-    return [*_large_figures(folder), *_small_figures(folder)]
+    return [*_large_figures(folder), *_small_figures(folder), _many_figure(folder)]
 
 
 def _large_figures(folder: Path) -> list[Figure]:
@@ -284,18 +316,27 @@ def _large_figures(folder: Path) -> list[Figure]:
   equal = [one[name].equal for one in rounds for name in one if one[name].equal is not None]
   return [
     exact('size of the state', size / 1e9, 'GB'),
+    timed('write and fsync of the raw bytes', 'raw_write'),
     timed('save, Orbax', 'orbax_save'),
     timed('save', 'our_save'),
+    timed('save, not durable', 'our_save_not_durable'),
     timed('save, compressed', 'our_compressed_save'),
-    timed('save over another, read back', 'our_overwrite'),
-    ratio('save over Orbax', seconds, 'our_save', 'orbax_save', at_most(0.77)),
+    timed('overwrite', 'our_overwrite'),
+    ratio('save over Orbax', seconds, 'our_save', 'orbax_save'),
+    ratio('save over the raw bytes', seconds, 'our_save', 'raw_write', at_most(1.15)),
+    ratio('save, not durable, over Orbax', seconds, 'our_save_not_durable', 'orbax_save', at_most(0.9)),
+    ratio('overwrite over a new save', seconds, 'our_overwrite', 'our_save', at_most(1.1)),
     memory('save, Orbax, memory', 'orbax_save'),
     memory('save, memory', 'our_save', 0.1),
     ratio('checksums, part of a save', seconds, 'sums', 'our_save', at_most(0.25)),
     timed('save_async returns, Orbax', 'orbax_save_returns'),
     timed('save_async returns', 'our_save_returns'),
+    ratio(
+      'save_async returns, over Orbax', seconds, 'our_save_returns', 'orbax_save_returns', at_most(1.5)
+    ),
     timed('restore, Orbax', 'orbax_restore'),
     timed('restore', 'our_restore'),
+    ratio('restore over one without checksums', seconds, 'our_restore', 'our_restore_unverified', at_most(1.3)),
     ratio('restore over Orbax', seconds, 'our_restore', 'orbax_restore', at_most(1.1)),
     ratio('restore over restore and device_put', seconds, 'our_restore', 'put_after', at_most(0.56)),
     memory('restore, Orbax, memory', 'orbax_restore'),
@@ -382,13 +423,25 @@ def _small_figures(folder: Path) -> list[Figure]:
   ]
 
 
-def _new_states(under: spmd.Layout, count: int):
+def _many_figure(folder: Path) -> Figure:
+  under = spmd.Layout({'data': 8}, (('embed', 'data'),))
+  new = _new_names(folder / 'many')
+  states = _new_states(under, 2 * (SMALL_ROUNDS + 1), MANY_LEAVES)
+  arms = {
+    'Orbax': lambda: ocp.save(next(new), next(states)),
+    'packed': lambda: checkpoint.save(next(new), next(states), layout=under, pack=PACK),
+  }
+  saves = measure(arms, rounds=SMALL_ROUNDS, warm_up=1, clock=WALL)
+  return ratio('5,000 leaves, save, packed over Orbax', saves, 'packed', 'Orbax', at_most(0.1))
+
+
+def _new_states(under: spmd.Layout, count: int, leaves: int = SMALL_LEAVES):
   """New small sharded arrays for each call, without cached host copies."""
   batches = [
     under.shard(
       {
         f'leaf_{i:04}': spmd.LogicallyPartitioned(np.full(SMALL_SIZE, i, np.float32), ('embed',))
-        for i in range(SMALL_LEAVES)
+        for i in range(leaves)
       }
     )
     for _ in range(count)

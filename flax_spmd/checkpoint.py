@@ -18,8 +18,10 @@ from flax_spmd._src.checkpoint.manager import Manager as Manager
 from flax_spmd._src.checkpoint.manager import ResumedState as ResumedState
 from flax_spmd._src.checkpoint.matching.allowed_changes import Changes as Changes
 from flax_spmd._src.checkpoint.preflight import Preflight as Preflight
+from flax_spmd._src.checkpoint.restore import SalvagedState as SalvagedState
 from flax_spmd._src.checkpoint.restore import preflight as preflight
 from flax_spmd._src.checkpoint.restore import restore as restore
 from flax_spmd._src.checkpoint.save import save as save
 from flax_spmd._src.checkpoint.save import save_async as save_async
+from flax_spmd._src.checkpoint.save_safetensors import save_safetensors as save_safetensors
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave as AsyncSave

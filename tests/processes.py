@@ -4,11 +4,13 @@ results = run_processes('report(jax.process_index())', processes=2, devices=4)
 [result.value for result in results]   # [0, 1]
 
 The processes run on emulated CPU devices and communicate through gloo. The source has `jax`, `np` and
-`report` in scope, and can import `tests` and `flax_spmd`; `report` takes a JSON value.
+`report` in scope, and can import `tests` and `flax_spmd`; `report` takes a JSON value. The stderr of a process
+that had to be killed ends with the Python stacks of its threads.
 """
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +25,9 @@ ROOT = Path(__file__).parent.parent
 MARK = 'reported: '
 
 MAIN = f"""
-import json, os, runpy, sys, traceback
+import faulthandler, json, os, runpy, signal, sys, traceback
+
+faulthandler.register(signal.SIGUSR1)
 
 try:
   import jax
@@ -150,6 +154,15 @@ def _wait(children: list[subprocess.Popen], timeout: float, grace: float) -> Non
     if any(child.returncode for child in children):
       deadline = min(deadline, time.monotonic() + grace)
     time.sleep(0.05)
+  _write_stacks([child for child in children if child.poll() is None])
+
+
+def _write_stacks(children: list[subprocess.Popen]) -> None:
+  """Lets the processes write the stacks of their threads to stderr, even if they hang outside Python."""
+  for child in children:
+    child.send_signal(signal.SIGUSR1)
+  if children:
+    time.sleep(0.5)
 
 
 def _end(child: subprocess.Popen) -> None:

@@ -508,7 +508,8 @@ class Layout:
       stages: number of stages to cut an unmarked model into, at boundaries between Linen modules, with
         the work balanced as well as these allow. Has to equal the schedule's number of stages.
       threads: whether each rank has its own dispatch thread. Useful if dispatch blocks: small programs on
-        CPUs, and programs that call back into Python.
+        CPUs, and programs that call back into Python. A mesh of several processes is dispatched by one
+        thread per process in any case.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +63,14 @@ def source_line(source: Any) -> str:
 
 
 UNKNOWN_LINE = 'an unknown line'
+
+
+def warn(text: str) -> None:
+  """Warns (UserWarning) of the line that called this package, however deep in it this is called."""
+  frame, level = sys._getframe(1), 2
+  while frame.f_back is not None and _is_package(frame.f_code.co_filename):
+    frame, level = frame.f_back, level + 1
+  warnings.warn(text, stacklevel=level)
 
 
 def _is_package(file: str) -> bool:

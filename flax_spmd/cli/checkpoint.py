@@ -70,6 +70,12 @@ def _add_convert(verbs: Any) -> None:
     help='replace this regular expression in paths; repeatable',
   )
   verb.add_argument(
+    '--rearrange',
+    **repeatable,
+    metavar='REGEX=DIMENSIONS',
+    help="split, reorder or merge dimensions: '/kernel$=out in -> in out'; repeatable",
+  )
+  verb.add_argument(
     '--dtype', **repeatable, metavar='OLD=NEW', help='cast arrays of a dtype to another; repeatable'
   )
   verb.add_argument('--compress', action='store_true', help='compress the data')
@@ -141,12 +147,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-  from flax_spmd._src.checkpoint.storage.record import leaf_count
   from flax_spmd.checkpoint import show, verify
 
   damaged = verify(options.path)
   if damaged:
-    print('\n'.join([f'{options.path} is damaged in {leaf_count(len(damaged))}:', *damaged]))
+    print('\n'.join([f'{options.path} is damaged:', *damaged]))
     return 1
   print(f'{show(options.path).title}: undamaged')
   return 0
@@ -157,6 +162,7 @@ def _convert(options: argparse.Namespace) -> int:
 
   changes = Changes(
     renames=dict(options.rename),
+    rearranged=dict(options.rearrange),
     stacks=dict(map(_stack, options.stack)),
     dtypes=dict(options.dtype) or 'keep',
     only=options.only,

@@ -1,6 +1,5 @@
 """Paths without a checkpoint, and damaged or hostile ones: refused before any array is read or code run."""
 
-import json
 import pickle
 import re
 import shutil
@@ -14,8 +13,9 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd._src.checkpoint.storage.record import digest
 from flax_spmd.checkpoint import Changes
+from tests.checkpoint import damage
+from tests.checkpoint.damage import signed
 from tests.checkpoint.states import LAYOUTS
 
 LAYOUT = LAYOUTS['two_by_four']()
@@ -38,14 +38,15 @@ def there(tmp_path_factory):
 
 @pytest.fixture
 def changed(there, tmp_path):
-  """Copies a checkpoint and edits a JSON file of the copy."""
+  """Copies a checkpoint and edits its manifest, or another JSON file of the copy."""
 
-  def change(edit, name='plain', file='_CHECKPOINT_METADATA'):
+  def change(edit, name='plain', file=None):
     path = tmp_path / 'a'
     shutil.copytree(there / name, path)
-    content = json.loads((path / file).read_text())
-    edit(content)
-    (path / file).write_text(json.dumps(content))
+    if file is None:
+      damage.edit_manifest(path, edit)
+    else:
+      damage.edit_json(damage.generation_of(path) / file, edit)
     return path
 
   return change
@@ -95,7 +96,7 @@ def test_paths_without_a_checkpoint(tmp_path, text_of):
 
 def test_an_unfinished_step(there, tmp_path, text_of):
   unfinished = tmp_path / 'run' / '3.orbax-checkpoint-tmp-17'
-  shutil.copytree(there / 'plain', unfinished)
+  shutil.copytree(there / 'foreign', unfinished)
   fix = 'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
   assert text_of(tmp_path / 'run', FileNotFoundError) == (
     f'There is no checkpoint at {tmp_path / "run"}; the save of 3.orbax-checkpoint-tmp-17 is unfinished.\n{fix}'
@@ -109,24 +110,13 @@ def test_an_unfinished_step(there, tmp_path, text_of):
 def test_missing_parts(there, tmp_path, file):
   path = tmp_path / 'a'
   shutil.copytree(there / 'plain', path)
-  gone = path / 'state' / file
+  gone = damage.generation_of(path) / 'state' / file
   shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
   with pytest.raises(errors.CheckpointError, match=r'(cannot be read|has no arrays): .*\nFix: '):
     checkpoint.restore(path, layout=LAYOUT)
 
 
 # -- wrong records
-
-
-def signed(edit):
-  """An edit of the record, which also updates its digest."""
-
-  def change(content):
-    record = content['custom_metadata']['flax_spmd']
-    edit(record)
-    record['digest'] = digest(record)
-
-  return change
 
 
 def put(value, *keys):
@@ -139,7 +129,7 @@ def put(value, *keys):
 
 
 def test_a_wrong_digest(changed, text_of):
-  path = changed(put([9, 4], 'custom_metadata', 'flax_spmd', 'leaves', 2, 'shape'))
+  path = changed(put([9, 4], 'flax_spmd', 'leaves', 2, 'shape'))
   assert text_of(path) == (
     f'The record of checkpoint {path} is damaged: its digest does not match its content.\n{CHANGED}'
   )
@@ -147,7 +137,7 @@ def test_a_wrong_digest(changed, text_of):
 
 @pytest.mark.parametrize('value', [None, 0, 'x', [], {}, {'format': 1}, {'digest': 'x'}])
 def test_a_record_of_another_type(changed, text_of, value):
-  text = text_of(changed(put(value, 'custom_metadata', 'flax_spmd')))
+  text = text_of(changed(put(value, 'flax_spmd')))
   assert text.startswith('The record of checkpoint ') and text.endswith(CHANGED)
 
 
@@ -231,8 +221,11 @@ def test_deep_nesting(changed, text_of, there, tmp_path):
     deep = {'a': deep}
   text = text_of(changed(signed(put(deep, 'tree'))))
   assert 'is damaged: ' in text
-  path = tmp_path / 'b'
-  shutil.copytree(there / 'plain', path)
+
+
+def test_deep_nesting_in_the_metadata_of_orbax(there, tmp_path, text_of):
+  path = tmp_path / 'a'
+  shutil.copytree(there / 'foreign', path)
   (path / '_CHECKPOINT_METADATA').write_text(
     '{"custom_metadata": ' + '[' * 200_000 + ']' * 200_000 + '}'
   )
@@ -243,7 +236,7 @@ def test_deep_nesting(changed, text_of, there, tmp_path):
 
 def test_a_huge_file(there, tmp_path, text_of):
   path = tmp_path / 'a'
-  shutil.copytree(there / 'plain', path)
+  shutil.copytree(there / 'foreign', path)
   with open(path / '_CHECKPOINT_METADATA', 'r+') as file:
     file.truncate(600 << 20)  # sparse
   assert text_of(path) == (
@@ -254,9 +247,9 @@ def test_a_huge_file(there, tmp_path, text_of):
 @pytest.mark.parametrize(
   'text', ['', 'null', '[]', '{', '\0\1', '\ud800'.encode('utf-8', 'surrogatepass')]
 )
-def test_invalid_metadata(there, tmp_path, text_of, text):
+def test_invalid_metadata_of_orbax(there, tmp_path, text_of, text):
   path = tmp_path / 'a'
-  shutil.copytree(there / 'plain', path)
+  shutil.copytree(there / 'foreign', path)
   (path / '_CHECKPOINT_METADATA').write_bytes(text if isinstance(text, bytes) else text.encode())
   error = text_of(path)
   assert error.startswith(f'Checkpoint {path} cannot be read, because of _CHECKPOINT_METADATA: ')

@@ -142,7 +142,7 @@ def test_changes_for_a_target_are_refused_by_convert(tmp_path):
     checkpoint.convert(tmp_path / 'a', tmp_path / 'b', changes=changes)
   assert str(caught.value) == dedent("""\
     convert has no target, so Changes(axes=..., missing=...) cannot apply.
-    Fix: pass only renames, stacks, dtypes and only.""")
+    Fix: pass only renames, rearranged, stacks, dtypes and only.""")
   assert not (tmp_path / 'b').exists()
 
 
@@ -168,7 +168,7 @@ def test_arguments_of_the_wrong_type(argument):
     str(caught.value)
     == dedent(f"""\
     Changes(...) does not take {name}={value!r}.
-    Fix: renames, stacks and axes are dicts with strings as keys, moved is a name or several, and missing, unused and only are strings.""")
+    Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved is a name or several, and missing, unused and only are strings.""")
   )
 
 

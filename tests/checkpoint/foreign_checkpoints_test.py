@@ -244,11 +244,12 @@ def test_plain_orbax_loads_ours(tmp_path):
     'opt_state': [{'count': target.opt_state[0].count, 'mu': mu, 'nu': nu}, None, None],
     'rng': target.rng,
   }
-  loaded = v1.load(tmp_path / 'a', form)
+  folder = checkpoint.show(tmp_path / 'a').folder
+  loaded = v1.load(folder, form)
   assert_equal(state.params, loaded['params'])
   assert_equal(state.opt_state[0].nu, loaded['opt_state'][0]['nu'])
   assert_equal(state.rng, loaded['rng'])
   assert_matches_target(loaded['params'], target.params)
   with v0.StandardCheckpointer() as checkpointer:
-    again = checkpointer.restore(tmp_path / 'a' / 'state')
+    again = checkpointer.restore(f'{folder}/state')
   assert_equal(state.params, again['params'])

@@ -12,6 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, cli, errors
+from tests.checkpoint import damage
 
 
 @pytest.fixture(scope='module')
@@ -68,7 +69,7 @@ def test_ls_of_an_empty_folder(tmp_path, capsys):
 def test_ls_with_an_unreadable_checkpoint(layout, tmp_path, capsys):
   for name in ('1', '2'):
     checkpoint.save(tmp_path / name, {'w': jnp.ones(3)}, layout=layout)
-  (tmp_path / '1' / '_CHECKPOINT_METADATA').write_text('{"cut')
+  (tmp_path / '1' / 'HEAD').write_text('{"cut')
   code, out, _ = run(capsys, 'ls', tmp_path)
   assert code == 0 and len(out) == 2
   assert out[0].startswith(f'{tmp_path}/1: cannot be read. Checkpoint {tmp_path}/1 cannot be read')
@@ -132,10 +133,7 @@ def test_verify(folder, layout, tmp_path, capsys):
     'v': jnp.ones(3),
   }
   checkpoint.save(tmp_path / 'a', state, layout=layout)
-  (largest,) = sorted((tmp_path / 'a').rglob('d/*'), key=lambda file: file.stat().st_size)[-1:]
-  content = bytearray(largest.read_bytes())
-  content[len(content) // 2] ^= 1
-  largest.write_bytes(content)
+  damage.flip(damage.largest_file(tmp_path / 'a'))
   code, out, _ = run(capsys, 'verify', tmp_path / 'a')
   assert (code, out) == (1, [f'{tmp_path / "a"} is damaged in 1 leaf:', 'w'])
 

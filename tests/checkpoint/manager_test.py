@@ -75,6 +75,22 @@ def train(manager, steps, data, create=create):
   return start, state
 
 
+def as_of_earlier_versions(path, changed=lambda stored: {}):
+  """Rewrites a step in the format of earlier versions: Orbax's files, with the record in their metadata."""
+  (generation,) = path.glob('gen-*')
+  manifest = json.loads((generation / 'MANIFEST').read_text())
+  (generation / 'MANIFEST').unlink()
+  for child in generation.iterdir():
+    child.rename(path / child.name)
+  generation.rmdir()
+  (path / 'HEAD').unlink()
+  metadata = path / '_CHECKPOINT_METADATA'
+  content = json.loads(metadata.read_text())
+  stored = {'flax_spmd': manifest['flax_spmd']} | manifest['metadata']
+  content['custom_metadata'] = stored | changed(stored)
+  metadata.write_text(json.dumps(content))
+
+
 def test_every_and_keep(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=2, keep=2) as manager:
     assert manager.steps == []
@@ -204,9 +220,9 @@ def test_resumes_from_the_newest_undamaged_checkpoint(layout, tmp_path):
 def test_a_half_deleted_newest_step(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     train(manager, 2, Batches())
-  (tmp_path / 'run' / '2' / 'state' / 'manifest.ocdbt').unlink()
+  next((tmp_path / 'run' / '2').glob('gen-*/state/manifest.ocdbt')).unlink()
   with checkpoint.Manager(tmp_path / 'run', layout) as manager:
-    with pytest.warns(UserWarning, match='run/2 cannot be read'):
+    with pytest.warns(UserWarning, match='run/2 is damaged in 2 leaves and 1 file'):
       assert manager.resume(create).step == 1
 
 
@@ -276,10 +292,9 @@ def test_data_iterators_without_a_saved_or_valid_state(layout, tmp_path):
 def test_data_iterators_of_another_number_of_processes(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     train(manager, 1, Batches())
-  metadata = tmp_path / 'run' / '1' / '_CHECKPOINT_METADATA'
-  content = json.loads(metadata.read_text())
-  content['custom_metadata']['flax_spmd_data'] *= 2
-  metadata.write_text(json.dumps(content))
+  as_of_earlier_versions(
+    tmp_path / 'run' / '1', lambda stored: {'flax_spmd_data': 2 * stored['flax_spmd_data']}
+  )
   with checkpoint.Manager(tmp_path / 'run', layout) as manager:
     with pytest.raises(errors.CheckpointError) as caught:
       manager.resume(create, data=Batches())

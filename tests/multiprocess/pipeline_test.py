@@ -84,9 +84,25 @@ def test_a_stage_may_span_processes():
     + """
 devices = np.array(jax.devices()).reshape(2, 2, 2).swapaxes(0, 1).reshape(2, 4)  # by stage, then by process
 layout = spmd.Layout(jax.sharding.Mesh(devices, ('stage', 'data')), (('batch', 'data'),))
-state, losses = run(layout.pipeline_jit(step))
+pipelined = layout.pipeline_jit(step)
+state, losses = run(pipelined)
+for _ in range(5):  # each step has more programs than XLA's CPU client allows per device at a time
+  assert run(pipelined)[1] == losses
 report([losses, run(jax.jit(step))[1]])
 """,
+    processes=2,
+    devices=4,
+  )
+  for result in results:
+    losses, expected = result.value
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_threads_do_not_change_the_order_of_transfers():
+  """With a dispatch thread per rank, transfers in the two directions would start in any order."""
+  results = run_processes(
+    STEP.replace('@schedule@', "'OneFOneB'")
+    + 'report([run(layout.pipeline_jit(step, threads=True))[1], run(jax.jit(step))[1]])',
     processes=2,
     devices=4,
   )

@@ -42,7 +42,7 @@ def convert(
   Args:
     path: checkpoint to convert.
     to: path of the new checkpoint.
-    changes: `renames`, `stacks`, `dtypes` and `only` to apply. Layers are stacked along the first dimension,
+    changes: `renames`, `rearranged`, `stacks`, `dtypes` and `only` to apply. Layers are stacked along the first dimension,
       unless `stacks` gives another one.
     layout: layout to record in the new checkpoint; its mesh may be abstract. Default: the recorded layout,
       or everything replicated if there is none.
@@ -64,7 +64,7 @@ def convert(
   if needs_target:
     raise CheckpointError(
       f'convert has no target, so Changes({"=..., ".join(needs_target)}=...) cannot apply.\n'
-      'Fix: pass only renames, stacks, dtypes and only.'
+      'Fix: pass only renames, rearranged, stacks, dtypes and only.'
     )
   layout = layout or recorded_layout(path)
   tree = restore(path, changes=changes, layout=_on_available_devices(layout), boxed=True, show=show)

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import verification
-from flax_spmd._src.checkpoint.storage.readers import checkpoints_in, open_checkpoint, saved_at
+from flax_spmd._src.checkpoint.storage.readers import (
+  CheckpointReader,
+  checkpoints_in,
+  open_checkpoint,
+  reader_of,
+  saved_at,
+)
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
+from flax_spmd._src.checkpoint.storage.source import read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
@@ -29,12 +36,15 @@ class CheckpointSummary(NamedTuple):
     record: description of its arrays; empty if it cannot be read.
     saved: time of the save; None if it is not recorded.
     error: error text if the checkpoint cannot be read.
+    folder: folder of the arrays, an Orbax checkpoint: `orbax.checkpoint.v1.load(summary.folder)` reads it.
+      The next save to the path replaces it by another folder. None if the checkpoint cannot be read.
   """
 
   path: str
   record: Record
   saved: datetime.datetime | None
   error: str | None = None
+  folder: str | None = None
 
   def records(self) -> list[dict[str, Any]]:
     """One row per leaf, for a data frame or JSON: its path, its size in bytes and the fields of its record."""
@@ -96,7 +106,7 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
   """Summarizes a checkpoint: names, shape, dtype, bytes and saved spec of every leaf. Reads no arrays.
 
   Args:
-    path: checkpoint of this package, plain Orbax, or `flax.training.checkpoints`.
+    path: checkpoint of this package, plain Orbax, `flax.training.checkpoints`, or `safetensors`.
 
   Raises:
     CheckpointError: there is no checkpoint at `path`, or its record is damaged.
@@ -110,7 +120,8 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
     (('embed', 'mlp'), 512)
   """
   reader = open_checkpoint(path)
-  return CheckpointSummary(os.fspath(as_path(path)), reader.record, saved_at(reader.path))
+  folder = os.fspath(reader.folder)
+  return CheckpointSummary(os.fspath(as_path(path)), reader.record, saved_at(reader.path), folder=folder)
 
 
 @set_module('flax_spmd.checkpoint')
@@ -200,13 +211,14 @@ def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
 
 @set_module('flax_spmd.checkpoint')
 def verify(path: str | os.PathLike[str]) -> list[str]:
-  """Reads a whole checkpoint and compares it with its checksums, about 1 GiB at a time.
+  """Reads a whole checkpoint and compares every array and file with its checksum, about 1 GiB at a time.
 
   Args:
     path: checkpoint that `save` wrote.
 
   Returns:
-    The paths of the damaged leaves; empty for an undamaged checkpoint.
+    The paths of the damaged leaves, then those of the damaged files, below the checkpoint; empty for an
+    undamaged checkpoint, which `restore` accepts.
 
   Raises:
     CheckpointDamagedError: the checkpoint cannot be read at all.
@@ -218,10 +230,13 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     >>> checkpoint.verify(tmp / 'step_6')
     []
   """
-  reader = open_checkpoint(path)
+  return read_whole(as_path(path), lambda source: _verified(reader_of(path, source)))
+
+
+def _verified(reader: CheckpointReader) -> list[str]:
   if not any(leaf.checksum for leaf in reader.record.leaves.values()):
     raise CheckpointError(
       f'Checkpoint {reader.path} has no checksums: {reader.record.written_by} wrote it.\n'
       'Fix: convert it with flax-spmd checkpoint convert, which adds them.'
     )
-  return verification.verify(reader)
+  return verification.verify(reader).names

@@ -32,9 +32,11 @@ from flax_spmd._src.checkpoint.steps.root_writer import RootWriter
 from flax_spmd._src.checkpoint.steps.run_history import RunHistory
 from flax_spmd._src.checkpoint.steps.step_folder import StepFolder, metrics_metadata, metrics_of
 from flax_spmd._src.checkpoint.steps.step_follower import StepFollower
-from flax_spmd._src.checkpoint.steps.step_policies import StepPolicies
+from flax_spmd._src.checkpoint.steps.step_policies import History, StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
+from flax_spmd._src.checkpoint.storage.async_save import in_first
 from flax_spmd._src.checkpoint.storage.contents import check_is_layout
+from flax_spmd._src.checkpoint.storage.heartbeat import first_line
 from flax_spmd._src.checkpoint.storage.readers import custom_metadata
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.layout import Layout
@@ -82,7 +84,7 @@ class Manager:
       `orbax.checkpoint.v1.training.preservation_policies`. A step is removed once the new one is complete.
     read_only: whether the manager only restores and follows, beside the one that saves. A root that cannot
       be written to, on a read-only file system or of another user, is opened like this in any case.
-    compress, memory, show: see `save`.
+    compress, memory, durable, show: see `save`.
 
   Attributes:
     root: folder of the run.
@@ -117,6 +119,7 @@ class Manager:
     read_only: bool = False,
     compress: bool = False,
     memory: int | None = None,
+    durable: bool = True,
     show: bool = False,
   ):
     self.root = as_path(root)
@@ -124,10 +127,11 @@ class Manager:
     self._plan = layout if isinstance(layout, Plan) else None
     self.layout = layout.layout if isinstance(layout, Plan) else layout
     self._policies = StepPolicies(every, keep)
-    self._request = SaveRequest(compress=compress, memory=memory, show=show)
+    self._request = SaveRequest(compress=compress, memory=memory, durable=durable, show=show)
     self._closed = threading.Event()
     self._folder = StepFolder(self.root)
     self._history = RunHistory(self._folder)
+    self._in_use: list[int] = []
     self._writer = None if read_only else RootWriter(self.root)
     self._obstacle = (
       'it was opened with read_only=True' if self._writer is None else self._writer.obstacle
@@ -135,7 +139,7 @@ class Manager:
     self.read_only = bool(self._obstacle)
     self._preemption = None if self.read_only else Preemption()
     if not self.read_only:
-      async_save.in_first(self._folder.tidy)
+      in_first(self._folder.tidy)
 
   @property
   def steps(self) -> list[int]:
@@ -179,7 +183,7 @@ class Manager:
     is_new = all(step != saved.step for saved in self._history.steps)
     is_saved = is_new and (force or is_preempted or self._is_due(step, is_preempted))
     if is_saved:
-      self._start(step, state, data_positions.positions_of(data) | metrics_metadata(metrics))
+      self._start(step, state, data_positions.position_of(data), metrics_metadata(metrics))
     if is_preempted:
       self.wait()
       preemption.saved = True
@@ -206,33 +210,49 @@ class Manager:
       is_preempted=is_preempted,
     )
 
-  def _start(self, step: int, state: Any, extra: dict[str, Any]) -> None:
+  def _start(self, step: int, state: Any, position: str | None, metrics: dict[str, Any]) -> None:
     """Starts the save of a step. It ends with the removal of the steps that it replaces."""
     self.wait()
-    steps = [*self._history.steps, self._folder.described(step, time.time_ns(), metrics_of(extra))]
-    kept = async_save.in_first(lambda: [kept.step for kept in self._policies.kept(steps)])
-    removed = [old.step for old in steps if old.step not in kept]
+    steps = [*self._history.steps, self._folder.described(step, time.time_ns(), metrics_of(metrics))]
+    kept: list[int] = []
+
+    def before() -> dict[str, Any]:
+      kept.extend(in_first(lambda: self._kept(steps)))
+      return data_positions.positions_metadata(position) | metrics
+
     saving = start_save(
       self._folder.path(step),
       state,
       self._layout_or_plan(state),
       self._request,
       overwrite=step in self._folder.damaged,
-      extra=extra,
-      after=lambda: self._remove(step, removed),
+      before=before,
+      after=lambda: self._remove(step, [old.step for old in steps if old.step not in kept]),
     )
     self._folder.damaged.discard(step)
     self._history.begin(saving, [saved for saved in steps if saved.step in kept])
 
+  def _kept(self, steps: History) -> list[int]:
+    """The steps to keep; raises an error if another manager has taken the folder over."""
+    if self._writer is not None:
+      self._writer.check()
+    return [step.step for step in self._policies.kept(steps)]
+
   def _remove(self, saved: int, steps: list[int]) -> None:
-    for step in steps:
+    """Removes steps in the first process. Those that readers are using are removed after a later save."""
+    if self._writer is not None:
+      self._writer.check()
+    in_use = []
+    for step in dict.fromkeys([*self._in_use, *steps]):
       try:
-        self._folder.remove(step)
-      except OSError as error:
+        if not self._folder.remove(step):
+          in_use.append(step)
+      except (OSError, CheckpointError) as error:
         raise CheckpointError(
-          f'Step {saved} is saved, but step {step} of {self.root} cannot be removed: {error.strerror or error}.\n'
-          'Fix: make the folder writable, or remove the step yourself.'
+          f'Step {saved} of {self.root} is saved, but step {step} cannot be removed: {first_line(error)}.\n'
+          'Fix: remove it yourself, or make the folder writable; the next save tries again.'
         ) from error
+    self._in_use = in_use
 
   def resume(
     self,
@@ -260,7 +280,7 @@ class Manager:
     self._check_layout(plan)
     self._plan = plan
     self.wait()
-    is_new = not async_save.in_first(self._folder.steps)
+    is_new = not in_first(self._folder.steps)
     return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data)
 
   def _layout_or_plan(self, state: Any) -> Layout | Plan:
@@ -334,7 +354,7 @@ class Manager:
       return self._restored(step, target, data, options)
     failed: list[int] = []
     while True:
-      untried = [number for number in async_save.in_first(self._folder.steps) if number not in failed]
+      untried = [number for number in in_first(self._folder.steps) if number not in failed]
       if not untried:
         raise CheckpointNotFoundError(
           f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
@@ -349,7 +369,7 @@ class Manager:
     self, step: int, target: Any, data: DataIterator | None, options: dict[str, Any]
   ) -> ResumedState[Any]:
     path = self._folder.path(step)
-    if async_save.in_first(lambda: self._folder.is_unchecked(step)):
+    if in_first(lambda: self._folder.is_unchecked(step)):
       warnings.warn(
         f'{path} has no record of names and checksums: an old version of Orbax wrote it, or the record is lost. '
         'It is restored unverified.',
@@ -358,7 +378,7 @@ class Manager:
     try:
       state = restore(path, target, **options)
     except CheckpointDamagedError as error:
-      if step in async_save.in_first(self._folder.steps):
+      if step in in_first(self._folder.steps):
         raise
       raise CheckpointNotFoundError(
         f'Step {step} of {self.root} was removed while it was being restored.\nFix: restore a newer one.'
@@ -369,12 +389,12 @@ class Manager:
 
   def _skip(self, step: int, error: CheckpointError, failed: list[int]) -> None:
     """Continues without a step that cannot be restored; raises its error if there are no others."""
-    steps = async_save.in_first(self._folder.steps)
+    steps = in_first(self._folder.steps)
     if all(number in failed for number in steps):
       raise error
     if step not in steps:  # its writer has removed it
       return
-    aside = '' if self.read_only else async_save.in_first(lambda: self._folder.set_aside(step))
+    aside = '' if self.read_only else in_first(lambda: self._folder.set_aside(step))
     if not self.read_only and not aside:
       self._folder.damaged.add(step)
     self._history.forget()
@@ -406,7 +426,11 @@ class Manager:
       2 2
       1 1
     """
-    yield from StepFollower(self._folder, after, timeout, every, self._closed)
+    if every <= 0:
+      raise CheckpointError(
+        f'every={every} is not positive.\nFix: pass the seconds between two looks at the folder.'
+      )
+    return iter(StepFollower(self._folder, after, timeout, every, self._closed))
 
   def wait(self) -> None:
     """Waits for the save in progress; raises its error."""

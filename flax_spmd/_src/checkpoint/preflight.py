@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, device_dtype, leaf_count
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointMismatchError, Problem, raise_problems
 
@@ -68,9 +68,7 @@ class Preflight(NamedTuple):
     if self.problems:
       return mismatch_text(self.path, self.problems)
     kept = sum(route.step == 'keep' for route in self.routes.values())
-    converted = sum(
-      route.step not in ('same', 'keep') or route.keys is not None for route in self.routes.values()
-    )
+    converted = sum(route.step not in ('same', 'keep') for route in self.routes.values())
     parts = [f'reads {leaf_count(len(self.routes) - kept)} ({size_text(self.bytes_read)})']
     parts += [f'converts {converted} of them'] if converted else []
     parts += [f'keeps {plural(kept, "value")} of the target'] if kept else []
@@ -90,11 +88,10 @@ class Preflight(NamedTuple):
     if self.problems:
       raise CheckpointMismatchError(mismatch_text(self.path, self.problems))
     if self.replicated:
-      warnings.warn(
+      warn(
         f'Every device will hold all {size_text(self.bytes_per_device)} of {self.path}, which was sharded '
         'when it was saved: the target shards nothing. If this is not intended, check the rules with '
-        'layout.check(...).',
-        stacklevel=3,
+        'layout.check(...).'
       )
 
 
@@ -158,7 +155,9 @@ def _saved(reader: CheckpointReader, changes: Changes) -> Side:
   if changes.only is not None:
     check_selection(changes, leaves)
     leaves = {
-      path: leaf for path, leaf in leaves.items() if is_selected(changes, renamed(changes, path))
+      path: leaf
+      for path, leaf in leaves.items()
+      if any(is_selected(changes, new) for new in renamed(changes, path))
     }
   return Side(leaves, kinds)
 
@@ -261,7 +260,7 @@ def _keys(saved: Side, target: RestoreTarget, routes: Mapping[str, Route]) -> li
     f'{path}: {saved.leaves[route.sources[0]]} in the checkpoint, restored as {target.side.leaves[path]} with the '
     'same bits.'
     for path, route in routes.items()
-    if route.keys is not None
+    if route.step == 'keys'
   ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Unpack, overload
 
 from flax_spmd._src.checkpoint import targets
 from flax_spmd._src.checkpoint.load import load
@@ -13,9 +13,8 @@ from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.readers import (
   CheckpointReader,
-  foreign_reader,
   open_checkpoint,
-  source_reader,
+  reader_of,
 )
 from flax_spmd._src.checkpoint.storage.source import Source, read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
@@ -32,6 +31,40 @@ if TYPE_CHECKING:
 Folder = str | os.PathLike[str]
 
 
+@set_module('flax_spmd.checkpoint')
+class SalvagedState(NamedTuple, Generic[State]):
+  """The undamaged part of a damaged checkpoint, as returned by `restore(..., salvage=True)`.
+
+  Attributes:
+    state: tree with the structure of the target; a damaged leaf is the target's own.
+    damaged: what is wrong with each damaged leaf, by its path in the checkpoint.
+    files: what is wrong with each damaged file, by its path below the checkpoint.
+
+  Example:
+    >>> layout = Layout({'data': 8})
+    >>> checkpoint.save(tmp / 'whole', layout.shard({'w': np.ones(8)}), layout)
+    >>> salvaged = checkpoint.restore(tmp / 'whole', salvage=True)
+    >>> salvaged.damaged, salvaged.state['w'].shape
+    ({}, (8,))
+  """
+
+  state: State
+  damaged: dict[str, str]
+  files: dict[str, str]
+
+
+@overload
+def restore(
+  path: Folder, target: None = None, *, salvage: Literal[True], **options: Unpack[RecordRestoreOptions]
+) -> SalvagedState[Any]: ...
+@overload
+def restore(
+  path: Folder, target: Plan[State], *, salvage: Literal[True], **options: Unpack[RestoreOptions]
+) -> SalvagedState[State]: ...
+@overload
+def restore(
+  path: Folder, target: State, *, salvage: Literal[True], **options: Unpack[RestoreOptions]
+) -> SalvagedState[State]: ...
 @overload
 def restore(path: Folder, target: None = None, **options: Unpack[RecordRestoreOptions]) -> Any: ...
 @overload
@@ -51,6 +84,7 @@ def restore(
   rules: Any = None,
   boxed: bool = False,
   verify: bool = True,
+  salvage: bool = False,
   limit: int | None = None,
   memory: int | None = None,
   show: bool = False,
@@ -59,11 +93,11 @@ def restore(
 
   Each device reads only its own shards. All differences from the target are reported before any array is
   read, and the arrays are verified against their checksums. In a job of several processes, every process
-  calls this. Checkpoints of plain Orbax and of `flax.training.checkpoints` can be restored too; they have
-  no names and no checksums.
+  calls this. Checkpoints of plain Orbax, of `flax.training.checkpoints` and of Hugging Face (`safetensors`) can
+  be restored too; they have no names and no checksums.
 
   Args:
-    path: folder written by `save`.
+    path: folder written by `save`, or a folder or file of another format.
     target: state to restore into: `layout.plan(...)`, `layout.abstract(...)`, or an existing state. Mesh, rules and
       boxes may differ from those of the saved state. A state without boxes has no names; its plan has them. Default:
       a tree of dicts and lists, from the checkpoint's own record.
@@ -72,7 +106,10 @@ def restore(
     mesh, rules: mesh and rules of the result, in place of `layout`; default: the recorded ones. Only
       without a target.
     boxed: whether to box leaves that have names. Only without a target.
-    verify: whether to compare checksums.
+    verify: whether to compare checksums: of the arrays that are read and of the files that describe them, and
+      of all files if the whole checkpoint is read.
+    salvage: whether to return what is undamaged of a damaged checkpoint, as a `SalvagedState`, instead of
+      raising `CheckpointDamagedError`.
     limit: bytes that one device may hold; default: its free memory, where the device reports it.
     memory: most bytes in flight from storage; default: an eighth of the state, at least 64 MiB.
     show: whether to show a progress bar, on the first process.
@@ -85,7 +122,7 @@ def restore(
     TargetError: leaves of the target have no shape, dtype or sharding (lists all of them).
     CheckpointMismatchError: checkpoint and target differ in ways that `changes` does not allow, or the
       result does not fit into memory (lists all problems).
-    CheckpointDamagedError: the checkpoint has changed since it was written (lists the damaged leaves).
+    CheckpointDamagedError: the checkpoint has changed since it was written (lists the damaged leaves and files).
     CheckpointError: a newer version wrote the checkpoint; or an earlier `save_async` has failed.
     LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: without a target, the layout cannot shard
       a leaf.
@@ -108,18 +145,21 @@ def restore(
   prepared = _prepared(target, layout, mesh, rules, changes)
 
   def read(source: Source | None) -> Any:
-    reader = foreign_reader(as_path(path)) if source is None else source_reader(source)
+    reader = reader_of(path, source)
     restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
     plan = plan_restore(reader, restored, changes, limit)
     plan.check()
     progress = ByteProgress(show, f'restore {reader.path.name}', plan.bytes_read, 'read')
     try:
-      leaves = load(reader, restored.values, plan.routes, verify=verify, memory=memory)
+      leaves, damage = load(
+        reader, restored.values, plan.routes, verify=verify, memory=memory, salvage=salvage
+      )
     except BaseException:
       progress.close()
       raise
     progress.close(complete=True)
-    return restored.build(leaves)
+    state = restored.build(leaves)
+    return SalvagedState(state, damage.leaves, damage.files) if salvage else state
 
   return read_whole(as_path(path), read)
 

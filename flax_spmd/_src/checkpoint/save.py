@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -13,7 +12,9 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.contents import contents_of
+from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of
+from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
+from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
 from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.layout import Layout
@@ -141,7 +142,7 @@ def start_save(
   request: SaveRequest,
   *,
   overwrite: bool = False,
-  extra: Mapping[str, Any] = MappingProxyType({}),
+  before: Callable[[], Mapping[str, Any]] = dict,
   after: Callable[[], None] | None = None,
 ) -> AsyncSave:
   """Starts a save, which continues in the background. Every save is started here, those of a manager too.
@@ -149,22 +150,37 @@ def start_save(
   Args:
     path, state, layout, overwrite: see `save`.
     request: the other arguments of `save`.
-    extra: JSON values to store beside the record, by name.
+    before: function called first; returns JSON values to store beside the record, by name. Every process
+      may wait for the others in it.
     after: function called in the first process once the checkpoint is committed. No process returns before it.
   """
   async_save.finish()
-  contents = contents_of(state, layout, request.where, request.pack)
-  claim = async_save.claim(path, overwrite, request.durable)
-  progress = ByteProgress(request.show, f'save {path.name}', contents.record.bytes, 'written')
-  try:
-    record = contents.pending_record()
-    with context(compress=request.compress, memory=request.memory, largest=contents.record.largest):
-      response = ocp.save_async(claim.new, contents.tree)
-  except BaseException:
-    progress.close()
-    claim.release()
-    raise
-  return async_save.start(response, claim, progress, record, extra, after or _nothing)
+  heartbeat = Heartbeat()
+
+  def begun() -> AsyncSave:
+    extra = before()
+    contents = contents_of(state, layout, request.where, request.pack)
+    with space_in_errors(path, contents.record.bytes):
+      return written(contents, extra)
+
+  def written(contents: Contents, extra: Mapping[str, Any]) -> AsyncSave:
+    size = contents.record.bytes
+    claim = async_save.claim(path, overwrite, request.durable)
+    progress = ByteProgress(request.show, f'save {path.name}', size, 'written')
+    try:
+      record = contents.pending_record()
+      options = context(
+        claim.new, compress=request.compress, memory=request.memory, largest=contents.record.largest
+      )
+      with options:
+        response = ocp.save_async(claim.new, contents.tree)
+    except BaseException:
+      progress.close()
+      claim.release()
+      raise
+    return async_save.start(response, claim, progress, size, heartbeat, record, extra, after or _nothing)
+
+  return async_save.watched(begun, path, heartbeat)
 
 
 def _nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +11,14 @@ import numpy as np
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
   Changes,
+  arrangement_of,
   check_selection,
   is_selected,
   renamed,
   stacks_of,
 )
 from flax_spmd._src.checkpoint.matching.layer_stacks import restacked
-from flax_spmd._src.checkpoint.matching.routes import Side
+from flax_spmd._src.checkpoint.matching.routes import Route, Side, after
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.record import (
   NUMBERS,
@@ -35,6 +35,7 @@ from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.rules import toml_format
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.state_plan import Plan
 from flax_spmd._src.tree_paths import key_value
 from flax_spmd.errors import (
@@ -222,7 +223,7 @@ def of_record(record: Record, layout: Layout, changes: Changes, boxed: bool) -> 
     LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: leaves cannot be sharded by the layout
       (lists all of them).
   """
-  leaves = _changed(record, changes)
+  leaves = changed_leaves(record, changes)
   _warn_of_typos(leaves.values(), layout)
   tree = _nested({path: _box(leaf) for path, leaf in leaves.items()}, _list_lengths(record.skeleton))
   flat = skeleton.flatten(box_trees.unbox(tree, apply_constraint=False))
@@ -247,7 +248,7 @@ def _warn_of_typos(leaves: Iterable[LeafRecord], layout: Layout) -> None:
   for name in dict.fromkeys(name for leaf in leaves for name in leaf.names or ()):
     meant = did_you_mean(name, known) if isinstance(name, str) and name not in known else ''
     if meant:
-      warnings.warn(f'{name!r}: no rule for this logical name; it is replicated.{meant}', stacklevel=5)
+      warn(f'{name!r}: no rule for this logical name; it is replicated.{meant}')
 
 
 def _with_sharding(value: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -264,19 +265,50 @@ def _box(leaf: LeafRecord) -> Any:
   return (Partitioned if leaf.on_mesh else LogicallyPartitioned)(value, leaf.names)
 
 
-def _changed(record: Record, changes: Changes) -> dict[str, LeafRecord]:
-  """The recorded leaves after renaming, stacking or unstacking, and casting."""
+def changed_leaves(record: Record, changes: Changes) -> dict[str, LeafRecord]:
+  """The recorded leaves after renaming, rearranging, stacking or unstacking, and casting."""
   leaves: dict[str, LeafRecord] = {}
   for path, leaf in record.leaves.items():
     if leaf.is_number and leaf.dtype not in NUMBERS:  # a string, as in checkpoints of plain Orbax
       continue
-    to = renamed(changes, path)
-    if to != path or path not in leaves:
-      leaves[to] = leaf
+    for to in renamed(changes, path):
+      if to != path or path not in leaves:
+        leaves[to] = leaf
   check_selection(changes, record.leaves)
+  leaves = {path: _rearranged(path, leaf, changes) for path, leaf in leaves.items()}
   for stack in stacks_of(changes):
     leaves = restacked(leaves, record.kinds, stack)
+  _check_tree(leaves)
   return {path: _recast(leaf, changes) for path, leaf in leaves.items()}
+
+
+def _rearranged(path: str, leaf: LeafRecord, changes: Changes) -> LeafRecord:
+  """The record of a leaf after its arrangement; the leaf itself if that does not fit, which `match` reports."""
+  arrangement = arrangement_of(changes, path)
+  try:
+    rearrangement = arrangement.of_shape(leaf.shape) if arrangement else None
+  except ValueError:
+    rearrangement = None
+  return leaf if rearrangement is None else after(leaf, Route((), rearrangement=rearrangement), 1)
+
+
+def _check_tree(paths: Iterable[str]) -> None:
+  """Raises CheckpointError if a leaf is at the path of a node."""
+  known = set(paths)
+  problems = [
+    Problem(
+      f'{folder} is a leaf, and {path} is below it.', "rename one, with Changes(renames={'old': 'new'})."
+    )
+    for path in known
+    if (folder := next((f for f in _folders(path) if f in known), None))
+  ]
+  if problems:
+    raise CheckpointError(problems_text(sorted(problems)))
+
+
+def _folders(path: str) -> list[str]:
+  names = path.split('/')
+  return ['/'.join(names[:count]) for count in range(1, len(names))]
 
 
 def _recast(leaf: LeafRecord, changes: Changes) -> LeafRecord:

@@ -368,7 +368,9 @@ class LoweredPipelineStep:
     lowerer = self._lowerer()
     executables = StageCompiler(lowerer, meshes).compile()
     assembler = Assembler(self.call_list, lowerer, executables, mesh, setting.axis)
-    machine = assembler.machine(step.arguments, self._joined.results, setting.threads)
+    # Processes have to dispatch their common transfers in the same order; threads do not keep one.
+    threads = setting.threads and len(processes_of(mesh)) == 1
+    machine = assembler.machine(step.arguments, self._joined.results, threads)
     peaks = Footprint(self.call_list, lowerer.sharding, step.arguments, len(meshes)).peaks(
       {program: one.donated for program, one in executables.items()},
       {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},

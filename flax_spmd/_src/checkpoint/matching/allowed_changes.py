@@ -6,16 +6,19 @@ Nothing is converted implicitly. Every other difference is an error, which names
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
+from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
-from flax_spmd.errors import CheckpointError, did_you_mean, problems_text
+from flax_spmd.errors import CheckpointError, Problem, did_you_mean, problems_text
 
+_MARK = re.compile(r'\{([^{}]*)\}')  # the place of a layer's number, or the names of the layers
 Dtypes = Literal['keep', 'cast'] | Mapping[str, str]
 
 
@@ -29,11 +32,18 @@ class Changes:
 
   Args:
     renames: replacements of regular expressions in saved paths. The first pattern found in a path
-      applies. `{'^opt_state/1/ema/': 'params/'}` restores averages as parameters. `stacks` and `only` refer
-      to renamed paths, `unused` to paths as saved.
+      applies. `{'^opt_state/1/ema/': 'params/'}` restores averages as parameters. Several replacements, in a list,
+      restore one array to several paths, as for tied weights. The arguments below refer to renamed paths, except
+      `unused`, which refers to paths as saved.
+    rearranged: dimensions that are split, reordered or merged, by regular expression; the first one found in a path
+      applies. `{'/kernel$': 'out in -> in out'}` transposes, `'(heads=12 head) embed -> embed heads head'` splits a
+      dimension first. Sizes that the saved shape leaves open are given, as `heads=12`; a leading `...` stands for
+      further dimensions on both sides. It precedes `stacks`.
     stacks: layers stacked in one module on one side, as by `nn.scan`, and in a module each on the other:
-      `{'layers': 'layers_{}'}`, where `{}` stands for the layer's number. If names and shapes leave the
-      stacked dimension open, add it: `{'layers': ('layers_{}', 0)}`. Optimizer state follows its parameters.
+      `{'layers': 'layers_{}'}`, where `{}` stands for the layer's number. Names in its place,
+      `{'qkv': '{query,key,value}'}`, are those of parts that one array holds together. If names and shapes leave the
+      stacked dimension open, add it: `{'layers': ('layers_{}', 0)}`. Several stacks of one array apply in order; the
+      dimension of all but the last is then the first, unless it is given. Optimizer state follows its parameters.
     axes: replacements of logical names whose meaning is unchanged, old to new.
     moved: logical name, or names, of dimensions that may change position, as when a scan's axis changes.
       Optimizer state and unnamed leaves of the same modules follow.
@@ -58,7 +68,8 @@ class Changes:
     dtype('float32')
   """
 
-  renames: tuple[tuple[str, str], ...]
+  renames: tuple[tuple[str, str | tuple[str, ...]], ...]
+  rearranged: tuple[tuple[str, str], ...]
   stacks: tuple[tuple[str, str | tuple[str, int]], ...]
   axes: tuple[tuple[str, str], ...]
   moved: tuple[str, ...]
@@ -70,7 +81,8 @@ class Changes:
   def __init__(
     self,
     *,
-    renames: Mapping[str, str] | None = None,
+    renames: Mapping[str, str | Sequence[str]] | None = None,
+    rearranged: Mapping[str, str] | None = None,
     stacks: Mapping[str, str | tuple[str, int]] | None = None,
     axes: Mapping[str, str] | None = None,
     moved: str | Iterable[str] = (),
@@ -79,9 +91,11 @@ class Changes:
     unused: str | None = None,
     only: str | None = None,
   ):
-    _check_types(renames, stacks, axes, moved, missing, unused, only)
+    mappings = {'renames': renames, 'rearranged': rearranged, 'stacks': stacks, 'axes': axes}
+    _check_types(mappings, moved, {'missing': missing, 'unused': unused, 'only': only})
     values = {
-      'renames': tuple(dict(renames or ()).items()),
+      'renames': tuple((old, _replacement(new)) for old, new in dict(renames or ()).items()),
+      'rearranged': tuple(dict(rearranged or ()).items()),
       'stacks': tuple(dict(stacks or ()).items()),
       'axes': tuple(dict(axes or ()).items()),
       'moved': (moved,) if isinstance(moved, str) else tuple(sorted(set(moved))),
@@ -92,7 +106,8 @@ class Changes:
     }
     for name, value in values.items():
       object.__setattr__(self, name, value)
-    _check_patterns(self.renames, missing, unused)
+    _check_patterns(self, missing, unused)
+    _check_arrangements(self.rearranged)
     for stacked, single in self.stacks:
       _check_stack(stacked, single)
 
@@ -110,22 +125,31 @@ class Changes:
     return f'Changes({", ".join(texts)})'
 
 
-def _check_types(
-  renames: Any, stacks: Any, axes: Any, moved: Any, missing: Any, unused: Any, only: Any
-) -> None:
+def _check_types(mappings: Mapping[str, Any], moved: Any, optional: Mapping[str, Any]) -> None:
   """Raises CheckpointError, listing every argument of the wrong type."""
-  given = {'renames': renames, 'stacks': stacks, 'axes': axes}
-  wrong = [f'{name}={value!r}' for name, value in given.items() if not _is_mapping(value)]
+  wrong = [f'{name}={value!r}' for name, value in mappings.items() if not _is_mapping(value)]
+  renames = mappings['renames']
+  if _is_mapping(renames) and not all(map(_is_replacement, dict(renames or ()).values())):
+    wrong.append(f'renames={renames!r}')
   if not _is_strings((moved,) if isinstance(moved, str) else moved):
     wrong.append(f'moved={moved!r}')
-  optional = {'missing': missing, 'unused': unused, 'only': only}
   wrong += [f'{name}={value!r}' for name, value in optional.items() if not isinstance(value, str | None)]
   if wrong:
     raise CheckpointError(
       f'Changes(...) does not take {", ".join(wrong)}.\n'
-      'Fix: renames, stacks and axes are dicts with strings as keys, moved is a name or several, and missing, '
-      'unused and only are strings.'
+      'Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved is a name or several, and '
+      'missing, unused and only are strings.'
     )
+
+
+def _replacement(new: Any) -> str | tuple[str, ...]:
+  """A replacement, or several; one in a list is one."""
+  several = (new,) if isinstance(new, str) else tuple(new)
+  return several[0] if len(several) == 1 else several
+
+
+def _is_replacement(new: Any) -> bool:
+  return isinstance(new, str) or (isinstance(new, (list, tuple)) and _is_strings(new) and bool(new))
 
 
 def _is_mapping(value: Any) -> bool:
@@ -136,21 +160,48 @@ def _is_strings(values: Any) -> bool:
   return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
 
 
-def _check_patterns(renames: Iterable[tuple[str, str]], missing: str | None, unused: str | None) -> None:
+def _check_patterns(changes: Changes, missing: str | None, unused: str | None) -> None:
   """Raises CheckpointError, listing every regular expression that cannot be searched for or replaced."""
-  problems = [problem_of('renames', pattern, replaced=True) for pattern, _ in renames]
+  problems = [problem_of('renames', pattern, replaced=True) for pattern, _ in changes.renames]
+  problems += [problem_of('rearranged', pattern) for pattern, _ in changes.rearranged]
   problems += [problem_of('missing', missing or ''), problem_of('unused', unused or '')]
   found = [problem for problem in problems if problem is not None]
   if found:
     raise CheckpointError(problems_text(found))
 
 
+def _check_arrangements(rearranged: Iterable[tuple[str, str]]) -> None:
+  """Raises CheckpointError, listing every text that is not an arrangement."""
+  problems = []
+  for pattern, text in rearranged:
+    try:
+      Arrangement(text) if isinstance(text, str) else _refuse('it is not a text')
+    except ValueError as error:
+      fix = "write the saved dimensions, an arrow, and the new ones: 'out in -> in out'."
+      problems.append(
+        Problem(f'rearranged: {text!r} for {pattern!r} is not an arrangement: {error}.', fix)
+      )
+  if problems:
+    raise CheckpointError(problems_text(problems))
+
+
+def _refuse(reason: str) -> None:
+  raise ValueError(reason)
+
+
 def _check_stack(stacked: str, single: Any) -> None:
   pattern = single[0] if isinstance(single, tuple) else single
-  if not isinstance(pattern, str) or pattern.count('{}') != 1:
+  marks = _MARK.findall(pattern) if isinstance(pattern, str) else []
+  if len(marks) != 1:
     raise CheckpointError(
       f'stacks={{{stacked!r}: {single!r}}} has no {{}} for the number of a layer, or several.\n'
       f"Fix: write {{}} once, where the number goes: stacks={{{stacked!r}: '{stacked}_{{}}'}}."
+    )
+  labels = [label.strip() for label in marks[0].split(',')]
+  if marks[0] and (len(set(labels)) < max(len(labels), 2) or any(not x or '/' in x for x in labels)):
+    raise CheckpointError(
+      f'stacks={{{stacked!r}: {single!r}}} does not name several different parts.\n'
+      f"Fix: write their names in order: stacks={{{stacked!r}: '{{query,key,value}}'}}."
     )
 
 
@@ -186,7 +237,7 @@ def is_selected(changes: Changes, path: str) -> bool:
 
 def check_selection(changes: Changes, paths: Iterable[str]) -> None:
   """Raises CheckpointError if none of a checkpoint's paths is in the part to restore."""
-  paths = [renamed(changes, path) for path in paths]
+  paths = [new for path in paths for new in renamed(changes, path)]
   if not any(is_selected(changes, path) for path in paths):
     tops = dict.fromkeys(path.partition('/')[0] for path in paths)
     raise CheckpointError(
@@ -196,13 +247,25 @@ def check_selection(changes: Changes, paths: Iterable[str]) -> None:
     )
 
 
-def renamed(changes: Changes, path: str) -> str:
-  """A saved path after the first rename that applies to it."""
-  for pattern, replacement in changes.renames:
-    result, count = re.subn(pattern, replacement, path, count=1)
-    if count:
-      return result.strip('/')
-  return path
+def renamed(changes: Changes, path: str) -> tuple[str, ...]:
+  """A saved path after the first rename that applies to it: one path, or several."""
+  for pattern, new in changes.renames:
+    several = (new,) if isinstance(new, str) else new
+    results = [re.subn(pattern, replacement, path, count=1) for replacement in several]
+    if results[0][1]:
+      return tuple(result.strip('/') for result, _ in results)
+  return (path,)
+
+
+def arrangement_of(changes: Changes, path: str) -> Arrangement | None:
+  """The arrangement of the saved leaf with this renamed path; None if it stays as it is."""
+  for pattern, text in changes.rearranged:
+    if searcher(pattern)(path):
+      return _arrangement(text)
+  return None
+
+
+_arrangement = functools.lru_cache(maxsize=256)(Arrangement)
 
 
 def renamed_axes(changes: Changes, names: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -247,18 +310,27 @@ class Stack(NamedTuple):
 
   Attributes:
     stacked: path of the stacked module, or its last parts: `decoder/layers`.
-    single: path of a single layer's module, with `{}` for its number: `decoder/layers_{}`.
+    single: path of a single layer's module, with `{}` for its number or its name: `decoder/layers_{}`.
     axis: stacked dimension; None: found by names and shapes.
+    labels: names of the layers, in order; None for layers with numbers.
   """
 
   stacked: str
   single: str
   axis: int | None = None
+  labels: tuple[str, ...] | None = None
 
   @property
   def name(self) -> str:
     """The logical name given to an unnamed stacked dimension: the name of the module."""
     return self.stacked.rpartition('/')[2]
+
+  @property
+  def text(self) -> str:
+    """The single layers' path as it was written."""
+    return (
+      self.single if self.labels is None else self.single.replace('{}', f'{{{",".join(self.labels)}}}')
+    )
 
   def split(self, path: str) -> tuple[str, str] | None:
     """The parts of a path before and after the stacked module; None for a path outside of it."""
@@ -268,21 +340,34 @@ class Stack(NamedTuple):
   def number(self, path: str) -> tuple[str, int] | None:
     """The stacked path and the layer number of a single layer's path; None for another path."""
     before, after = (re.escape(part) for part in self.single.split('{}'))
-    match = re.search(f'(?:^|/)({before}(\\d+){after})(?:/|$)', path)
+    layer = '\\d+' if self.labels is None else '|'.join(map(re.escape, self.labels))
+    match = re.search(f'(?:^|/)({before}({layer}){after})(?:/|$)', path)
     if not match:
       return None
-    return path[: match.start(1)] + self.stacked + path[match.end(1) :], int(match[2])
+    number = int(match[2]) if self.labels is None else self.labels.index(match[2])
+    return path[: match.start(1)] + self.stacked + path[match.end(1) :], number
 
   def single_path(self, path: str, number: int) -> str:
     """The path of a single layer's leaf."""
     before, after = self.split(path) or ('', '')
-    return before + self.single.format(number) + after
+    layer = number if self.labels is None else self.labels[number]
+    return before + self.single.format(layer) + after
+
+  def is_layer(self, number: int) -> bool:
+    """Whether there may be a layer of this number."""
+    return self.labels is None or number < len(self.labels)
 
 
 def stacks_of(changes: Changes) -> tuple[Stack, ...]:
   """The entries of `Changes.stacks`."""
   return tuple(
-    Stack(stacked.strip('/'), pattern.strip('/'), axis)
+    _stack(stacked.strip('/'), pattern.strip('/'), axis)
     for stacked, single in changes.stacks
     for pattern, axis in [single if isinstance(single, tuple) else (single, None)]
   )
+
+
+def _stack(stacked: str, pattern: str, axis: int | None) -> Stack:
+  (mark,) = _MARK.findall(pattern)
+  labels = tuple(label.strip() for label in mark.split(',')) if mark else None
+  return Stack(stacked, _MARK.sub('{}', pattern), axis, labels)

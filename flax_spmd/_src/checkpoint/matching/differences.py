@@ -19,12 +19,13 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
   may_be_missing,
   may_be_unused,
   may_cast,
+  renamed,
   renamed_axes,
   stacks_of,
 )
 from flax_spmd._src.checkpoint.matching.matcher import Matched
 from flax_spmd._src.checkpoint.matching.optimizer_states import state_fields
-from flax_spmd._src.checkpoint.matching.routes import Route, Side, after
+from flax_spmd._src.checkpoint.matching.routes import Route, Side, nodes, record_of
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   dtype_of,
@@ -32,6 +33,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   key_implementation,
   raw_keys,
 )
+from flax_spmd._src.rules.path_patterns import searcher
 from flax_spmd.errors import Problem, did_you_mean
 
 _GUESSES = 40  # each guess is slow
@@ -72,8 +74,15 @@ def _without_effect(saved: Side, target: Side, changes: Changes) -> Iterator[Pro
   sides = saved.leaves, target.leaves
   for stack in stacks_of(changes):
     if not any(stack.split(path) or stack.number(path) for side in sides for path in side):
-      text = f'stacks: no path contains {stack.stacked!r} or {stack.single!r}.'
+      text = f'stacks: no path contains {stack.stacked!r} or {stack.text!r}.'
       yield Problem(text, _SHOW)
+  for pattern, _ in changes.renames if changes.only is not None else ():  # else it is reported anyway
+    if not any(re.search(pattern, path) for path in saved.leaves):
+      yield Problem(f'renames: {pattern!r} matches no path of {changes.only}.', _SHOW)
+  paths = {new for path in saved.leaves for new in renamed(changes, path)}
+  for pattern, _ in changes.rearranged:
+    if not any(map(searcher(pattern), paths)):
+      yield Problem(f'rearranged: {pattern!r} matches no path of the checkpoint.', _SHOW)
   names = {name for side in sides for leaf in side.values() for name in leaf.names or ()}
   texts = {name for name in names if isinstance(name, str)}
   for argument, given in (('moved', changes.moved), ('axes', [old for old, _ in changes.axes])):
@@ -168,23 +177,33 @@ def _of_leaf(
   path: str, route: Route, saved: Side, target: LeafRecord, changes: Changes
 ) -> Iterator[Problem]:
   """The differences between a target leaf and its converted sources."""
-  leaves = [saved.leaves[source] for source in route.sources]
-  for source, leaf in zip(route.sources, leaves, strict=True):
-    if leaf[:2] != leaves[0][:2] or not _agree(leaf.names, leaves[0].names):
-      text = f'{path}: {source} ({leaf}) differs from {route.sources[0]} ({leaves[0]}).'
-      yield Problem(text, 'layers that differ cannot be stacked; save them with equal shapes and names.')
-  converted = after(leaves[0], route, len(leaves))
+  for node in nodes(route):
+    leaves = [(part.sources[0], record_of(part, saved.leaves)) for part in node.operands]
+    first, one = leaves[0]
+    for source, leaf in leaves[1:]:
+      if leaf[:2] != one[:2] or not _agree(leaf.names, one.names):
+        text = f'{path}: {source} ({leaf}) differs from {first} ({one}).'
+        yield Problem(
+          text, 'layers that differ cannot be stacked; save them with equal shapes and names.'
+        )
+  converted = record_of(route, saved.leaves)
   names = renamed_axes(changes, converted.names)
   if not _agree(names, target.names):
     yield _other_names(path, converted, names or (), target)
   elif is_key(converted) != is_key(target):
-    yield Problem(
-      f'{path}: {converted} in the checkpoint, {target} in the target.', _key_fix(converted, target)
-    )
+    text = f'{path}: {converted} in the checkpoint, {target} in the target.'
+    yield Problem(text, _key_fix(converted, target))
   elif converted.shape != target.shape:
-    yield Problem(f'{path}: {converted} in the checkpoint, {target} in the target.', _LEAF_FIX)
+    as_many = math.prod(converted.shape) == math.prod(target.shape) > 1
+    fix = _ARRANGED_FIX if as_many and converted.names is None and not _has_names(saved) else _LEAF_FIX
+    yield Problem(f'{path}: {converted} in the checkpoint, {target} in the target.', fix)
   elif converted.dtype != target.dtype:
     yield from _other_dtype(path, converted, target, changes)
+
+
+def _has_names(side: Side) -> bool:
+  """Whether any leaf has names, as in checkpoints of this package; others may have other dimensions."""
+  return any(leaf.names is not None for leaf in side.leaves.values())
 
 
 def _key_fix(converted: LeafRecord, target: LeafRecord) -> str:
@@ -275,4 +294,8 @@ def _kind(leaf: LeafRecord) -> str:
   return {'uint': 'int', 'bfloat': 'float'}.get(name, name)
 
 
+_ARRANGED_FIX = (
+  'give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass '
+  "Changes(rearranged={'regex': 'out in -> in out'})."
+)
 _LEAF_FIX = 'give the model the sizes and dtypes that it was saved with.'

@@ -32,11 +32,13 @@ def restacked(
   """
   index = ParameterIndex(Side(leaves, kinds))
   counts = _single_counts(leaves, stack)
+  if stack.labels is not None:
+    counts = {path: count for path, count in counts.items() if count == len(stack.labels)}
   sizes = _sizes(leaves, stack, index)
   result: dict[str, LeafRecord] = {}
   for path, leaf in leaves.items():
     single, parts = stack.number(path), stack.split(path)
-    if single is not None:
+    if single is not None and single[0] in counts:
       result[single[0]] = _stacked(leaf, counts[single[0]], stack, index.is_placeholder(path))
     elif parts is not None and parts[0] + stack.stacked in sizes:
       size = sizes[parts[0] + stack.stacked]
@@ -76,7 +78,14 @@ def _sizes(leaves: Mapping[str, LeafRecord], stack: Stack, index: ParameterIndex
         f'The leaves of {stack.stacked} disagree on the stacked dimension: {listed}.\n'
         f'Fix: choose it, Changes(stacks={{{stack.stacked!r}: ({stack.single!r}, 0)}}).'
       )
-  return {module: next(iter(by_value)) for module, by_value in sizes.items()}
+  result = {module: next(iter(by_value)) for module, by_value in sizes.items()}
+  for module, size in result.items() if stack.labels else ():
+    if size != len(stack.labels or ()):
+      raise CheckpointError(
+        f'The leaves of {module} hold {size} parts, and stacks names {len(stack.labels or ())}: {stack.text}.\n'
+        'Fix: name as many parts as the stacked dimension has, or choose another dimension.'
+      )
+  return result
 
 
 def _axis(leaf: LeafRecord, stack: Stack) -> int:

@@ -1,8 +1,9 @@
 """Matching: which saved leaves each target leaf is restored from.
 
 A target leaf is restored from the saved leaf of its own path, after renaming. Inside an optimizer's state, it
-comes from the same field of the state of the same kind, at any position in a chain. A stack relates stacked
-leaves to those of single layers. Leaves left over on either side are reported by `differences`.
+comes from the same field of the state of the same kind, at any position in a chain. A saved leaf is rearranged
+first. A stack relates stacked leaves to those of single layers, which may come from another stack. Leaves left over
+on either side are reported by `differences`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
   Changes,
   Stack,
+  arrangement_of,
   may_be_missing,
   renamed,
   renamed_axes,
@@ -22,7 +24,15 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 )
 from flax_spmd._src.checkpoint.matching.moved_axes import inferred_moves
 from flax_spmd._src.checkpoint.matching.optimizer_states import StateField, moved_states, state_fields
-from flax_spmd._src.checkpoint.matching.routes import Route, Side, after, with_keys, without
+from flax_spmd._src.checkpoint.matching.routes import (
+  Route,
+  Side,
+  converted,
+  nodes,
+  record_of,
+  with_keys,
+  without,
+)
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd._src.text import plural
 from flax_spmd.errors import Problem
@@ -55,15 +65,13 @@ def match(saved: Side, target: Side, changes: Changes) -> Matched:
   matcher.problems += ambiguous
   candidates |= moved
   routes = {
-    path: with_keys(
-      route, after(saved.leaves[route.sources[0]], route, len(route.sources)), target.leaves[path]
-    )
+    path: with_keys(route, record_of(route, saved.leaves), target.leaves[path])
     for path, route in candidates.items()
     if route is not None
   }
   missing = [path for path, route in candidates.items() if route is None]
   used = {source for route in routes.values() for source in route.sources}
-  unused = [old for old in matcher.saved_by_path.values() if old not in used]
+  unused = [old for old in dict.fromkeys(matcher.saved_by_path.values()) if old not in used]
   return Matched(routes, missing, unused, matcher.moved, matcher.problems)
 
 
@@ -75,7 +83,7 @@ class _Matcher:
     self.problems: list[Problem] = []
     self.saved_by_path = self._renamed()
     self._stacks = stacks_of(changes)
-    kinds = {renamed(changes, path): kind for path, kind in saved.kinds.items()}
+    kinds = {to: kind for path, kind in saved.kinds.items() for to in renamed(changes, path)}
     self._saved_fields = state_fields(self.saved_by_path, kinds)
     self._fields = state_fields(target.leaves, target.kinds)
     self.moved = moved_states(self._saved_fields, self._fields, kinds, target.kinds)
@@ -84,8 +92,7 @@ class _Matcher:
     """Saved paths by their renamed paths. A renamed leaf displaces a leaf already at its new path."""
     unchanged: dict[str, str] = {}
     changed: dict[str, str] = {}
-    for path in self.saved:
-      to = renamed(self.changes, path)
+    for path, to in ((old, new) for old in self.saved for new in renamed(self.changes, old)):
       if to == path:
         unchanged[path] = path
       elif to in changed:
@@ -93,7 +100,7 @@ class _Matcher:
         self.problems.append(Problem(text, 'make the pattern in renames match only one of them.'))
       else:
         changed[to] = path
-    for pattern, _ in self.changes.renames:
+    for pattern, _ in self.changes.renames if self.changes.only is None else ():
       if not any(re.search(pattern, path) for path in self.saved):
         text = f'renames: {pattern!r} matches no path of the checkpoint.'
         self.problems.append(Problem(text, _SHOW))
@@ -101,15 +108,48 @@ class _Matcher:
 
   def route(self, path: str, leaf: LeafRecord) -> Route | None:
     """The route of a target leaf; None for an unmatched one."""
-    old = self._look_up(path, path)
+    route = self._found(path, path, leaf, self._stacks)
+    if route is None or route.step in ('stack', 'unstack'):
+      return route
+    order = self._order(record_of(route, self.saved), leaf)
+    return converted([route], 'move', order=order) if order else route
+
+  def _found(
+    self, path: str, other: str, leaf: LeafRecord | None, stacks: tuple[Stack, ...]
+  ) -> Route | None:
+    """The route of a leaf at path `other`, which may be an operand of the target leaf at `path`.
+
+    Args:
+      path: path of the target leaf.
+      other: path of the leaf to find.
+      leaf: its record; None for an operand.
+      stacks: stacks that may have been applied before.
+    """
+    old = self._look_up(path, other)
     if old is not None:
-      order = self._order(self.saved[old], leaf)
-      return Route((old,), 'move', order=order) if order else Route((old,))
-    for stack in self._stacks:
-      route = self._unstacked(stack, path, leaf) or self._stacked(stack, path, leaf)
+      return self._rearranged(old, other)
+    for number, stack in reversed(list(enumerate(stacks))):  # the last one is applied last
+      before = stacks[:number]
+      route = self._unstacked(stack, path, other, leaf, before) or self._stacked(
+        stack, path, other, leaf, before
+      )
       if route is not None:
         return route
     return None
+
+  def _rearranged(self, old: str, path: str) -> Route:
+    """The route of a saved leaf, at its renamed path."""
+    arrangement = arrangement_of(self.changes, path)
+    if arrangement is None:
+      return Route((old,))
+    try:
+      rearrangement = arrangement.of_shape(self.saved[old].shape)
+    except ValueError as error:
+      text = f'{old}: {arrangement.text!r} does not fit {self.saved[old]}: {error}.'
+      if all(text != problem.text for problem in self.problems):
+        self._wrong(text, _ARRANGEMENT)
+      return Route((old,))
+    return Route((old,), 'rearrange', rearrangement=rearrangement)
 
   def _look_up(self, path: str, other: str) -> str | None:
     """The saved leaf at path `other`, on behalf of the target leaf at `path`.
@@ -139,39 +179,61 @@ class _Matcher:
 
   # -- stacks
 
-  def _placeholder(self, path: str, sources: tuple[str, ...], leaf: LeafRecord) -> Route | None:
+  def _placeholder(self, path: str, sources: tuple[str, ...], leaf: LeafRecord | None) -> Route | None:
     """The route of an optimizer's one-element placeholder, which is the same for any number of layers."""
+    if leaf is None:
+      return None
     shapes = {self.saved[source].shape for source in sources} | {leaf.shape}
     is_one = path in self._fields and len(shapes) == 1 and math.prod(leaf.shape) == 1
     return Route(sources) if is_one else None
 
-  def _unstacked(self, stack: Stack, path: str, leaf: LeafRecord) -> Route | None:
-    """The route of a single layer's leaf from a saved stacked leaf."""
-    stacked, number = stack.number(path) or ('', 0)
-    old = self._look_up(path, stacked) if stacked else None
-    axis = self._axis(stack, path, self.saved[old], leaf) if old else None
-    if old is None or axis is None:
-      return self._placeholder(path, (old,), leaf) if old else None
-    return Route((old,), 'unstack', axis, number)
-
-  def _stacked(self, stack: Stack, path: str, leaf: LeafRecord) -> Route | None:
-    """The route of a stacked leaf from the saved leaves of single layers."""
-    if stack.split(path) is None:
+  def _unstacked(
+    self, stack: Stack, path: str, other: str, leaf: LeafRecord | None, before: tuple[Stack, ...]
+  ) -> Route | None:
+    """The route of a single layer's leaf from a stacked one; the arguments of `_found`."""
+    stacked, number = stack.number(other) or ('', 0)
+    found = self._found(path, stacked, None, before) if stacked else None
+    if found is None:
       return None
-    sources: list[str] = []
-    while (old := self._look_up(path, stack.single_path(path, len(sources)))) is not None:
-      sources.append(old)
-    axis = self._axis(stack, path, leaf, self.saved[sources[0]]) if sources else None
+    axis = self._axis(stack, path, record_of(found, self.saved), leaf)
     if axis is None:
-      return self._placeholder(path, tuple(sources), leaf) if sources else None
-    if leaf.shape[axis] != len(sources):
-      self._wrong_count(path, len(sources), leaf.shape[axis])
-    return Route(tuple(sources), 'stack', axis)
+      return self._placeholder(path, found.sources, leaf)
+    return converted([found], 'unstack', axis=axis, layer=number)
 
-  def _axis(self, stack: Stack, path: str, stacked: LeafRecord, single: LeafRecord) -> int | None:
-    """The stacked dimension: the one that a stacked leaf has in addition to a single one."""
+  def _stacked(
+    self, stack: Stack, path: str, other: str, leaf: LeafRecord | None, before: tuple[Stack, ...]
+  ) -> Route | None:
+    """The route of a stacked leaf from the leaves of single layers; the arguments of `_found`."""
+    if stack.split(other) is None:
+      return None
+    found: list[Route] = []
+    while stack.is_layer(len(found)):
+      single = self._found(path, stack.single_path(other, len(found)), None, before)
+      if single is None:
+        break
+      found.append(single)
+    if not found or (stack.labels is not None and len(found) < len(stack.labels)):
+      return None
+    axis = self._axis(stack, path, leaf, record_of(found[0], self.saved))
+    if axis is None:
+      return self._placeholder(path, tuple(s for part in found for s in part.sources), leaf)
+    if leaf is not None and leaf.shape[axis] != len(found):
+      self._wrong_count(path, len(found), leaf.shape[axis])
+    return converted(found, 'stack', axis=axis)
+
+  def _axis(
+    self, stack: Stack, path: str, stacked: LeafRecord | None, single: LeafRecord | None
+  ) -> int | None:
+    """The stacked dimension: the one that a stacked leaf has in addition to a single one.
+
+    One of the two is unknown between two stacks. The dimension is then given, named like the module, or the first.
+    """
+    if stacked is None or single is None:
+      return self._unconfirmed_axis(stack, stacked, single)
     rank = len(stacked.shape)
     axes = [axis for axis in range(rank) if without(stacked.shape, axis) == single.shape]
+    if not axes and not may_be_missing(self.changes, path):
+      return self._misfit_axis(stack, stacked, single)
     if stack.axis is not None:
       return stack.axis % rank if rank and stack.axis % rank in axes else None
     names = stacked.names, single.names
@@ -181,9 +243,29 @@ class _Matcher:
       text = (
         f'{path}: dimensions {" and ".join(map(str, axes))} of {stacked} could each be the stacked one.'
       )
-      choice = f'Changes(stacks={{{stack.stacked!r}: ({stack.single!r}, {axes[0]})}})'
+      choice = f'Changes(stacks={{{stack.stacked!r}: ({stack.text!r}, {axes[0]})}})'
       self._wrong(text, f'choose one: pass {choice}.')
     return axes[0] if axes else None
+
+  def _misfit_axis(self, stack: Stack, stacked: LeafRecord, single: LeafRecord) -> int | None:
+    """The stacked dimension of a leaf with as many elements in other dimensions, to report their shapes."""
+    sizes = [math.prod(without(stacked.shape, axis)) for axis in range(len(stacked.shape))]
+    axes = [axis for axis, size in enumerate(sizes) if size == math.prod(single.shape) > 1]
+    if stack.axis is not None:
+      axes = [axis for axis in axes if axis == stack.axis % len(stacked.shape)]
+    is_insertable = axes and axes[0] <= len(single.shape)
+    return axes[0] if is_insertable else None
+
+  def _unconfirmed_axis(
+    self, stack: Stack, stacked: LeafRecord | None, single: LeafRecord | None
+  ) -> int | None:
+    rank = (
+      len(single.shape) + 1 if single is not None else len(stacked.shape) if stacked is not None else 0
+    )
+    if stack.axis is not None or not rank:
+      return (stack.axis or 0) % rank if rank else None
+    names = (stacked.names if stacked is not None else None) or ()
+    return names.index(stack.name) if names.count(stack.name) == 1 else 0
 
   def check(
     self, routes: Mapping[str, Route | None], target: Mapping[str, LeafRecord]
@@ -194,12 +276,13 @@ class _Matcher:
     """
     odd = self._odd(routes, target)
     checked = {path: None if path in odd else route for path, route in routes.items()}
-    layers: dict[tuple[str, int], dict[int, str]] = {}
+    layers: dict[tuple[Route, int], dict[int, str]] = {}
     for path, route in checked.items():
-      if route and route.step == 'unstack':
-        layers.setdefault((route.sources[0], route.axis), {})[route.layer] = path
-    for (old, axis), paths in layers.items():
-      size = self.saved[old].shape[axis]
+      for node in nodes(route) if route else ():
+        if node.step == 'unstack':
+          layers.setdefault((node.operands[0], node.axis), {})[node.layer] = path
+    for (operand, axis), paths in layers.items():
+      size, old = record_of(operand, self.saved).shape[axis], operand.sources[0]
       for path in (path for layer, path in paths.items() if layer >= size):
         self._wrong(f'{path}: the checkpoint has only {plural(size, "layer")}, in {old}.', _COUNT)
       if len(paths) < size:
@@ -213,7 +296,8 @@ class _Matcher:
     names: dict[str, Any] = {}
     for path, route in routes.items():
       if route and route.step in ('stack', 'unstack'):
-        leaf = self.saved[route.sources[0]] if route.step == 'unstack' else target[path]
+        stacked = record_of(route.operands[0], self.saved)
+        leaf = stacked if route.step == 'unstack' else target[path]
         if leaf.names is not None and leaf.names[route.axis] is not None:
           names[path] = leaf.names[route.axis]
     of_parameters = {name for path, name in names.items() if path not in self._fields}
@@ -241,3 +325,4 @@ _ODD = (
   'with patterns for its paths.'
 )
 _COUNT = 'give the model as many layers as were saved.'
+_ARRANGEMENT = 'correct the arrangement in rearranged; its left side describes the saved dimensions.'

@@ -29,14 +29,18 @@ class DataIterator(Protocol):
     ...
 
 
-def positions_of(data: DataIterator | None) -> dict[str, Any]:
-  """The position of each process's iterator, to store with a step."""
-  if data is None:
+def position_of(data: DataIterator | None) -> str | None:
+  """The position of this process's iterator, as text."""
+  return None if data is None else _to_text(reader_of(data).get_state())
+
+
+def positions_metadata(position: str | None) -> dict[str, Any]:
+  """The positions of all processes, to store with a step. Every process calls this."""
+  if position is None:
     return {}
-  text = _to_text(reader_of(data).get_state())
   if jax.process_count() == 1:
-    return {_DATA: [text]}
-  groups = exchange('data', tuple(range(jax.process_count())), text, CALLS, TIMEOUT)
+    return {_DATA: [position]}
+  groups = exchange('data', tuple(range(jax.process_count())), position, CALLS, TIMEOUT)
   by_process = {process: text for processes, text in groups for process in processes}
   return {_DATA: [by_process[process] for process in sorted(by_process)]}
 

@@ -44,10 +44,18 @@ class RootWriter:
         'Fix: close it, wait for the other job, use another folder, or pass read_only=True.'
       ) from None
     except CheckpointReadOnlyError as error:
-      if not root.is_dir():
+      if '://' not in str(root) and not root.is_dir():
         raise
       return str(error).splitlines()[0].rstrip('.')
     return ''
+
+  def check(self) -> None:
+    """Raises CheckpointBusyError if another manager has taken this one for dead, and writes to the root."""
+    if self._lease is not None and not self._lease.renew():
+      raise CheckpointBusyError(
+        f'Another manager has taken {self._store.root} over, since this process was suspended for a while.\n'
+        'Fix: end this job; the other one continues the run.'
+      )
 
   def release(self) -> None:
     """Lets another manager write."""

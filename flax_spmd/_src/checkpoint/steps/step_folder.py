@@ -16,17 +16,21 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage.generations import remove_checkpoint
+from flax_spmd._src.checkpoint.storage.head import read_head
+from flax_spmd._src.checkpoint.storage.killed_saves import remove_killed_saves
 from flax_spmd._src.checkpoint.storage.readers import (
   checkpoints_in,
   custom_metadata,
   has_metadata,
   has_record,
+  is_checkpoint,
   saved_at,
 )
+from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 _STEP = re.compile(r'0|[1-9]\d*')
-_LEFT = re.compile(r'\.\d+\.[0-9a-f]{8}\.removed|\d+\.orbax-checkpoint-tmp.*')
+_LEFT = re.compile(r'\d+\.orbax-checkpoint-tmp.*')  # of Orbax's Checkpointer
 _METRICS = 'flax_spmd_metrics'
 
 
@@ -82,10 +86,13 @@ class StepFolder:
       )
     return True
 
-  def remove(self, step: int) -> None:
-    """Removes a step, unless a reader uses it. A removal that is interrupted leaves no part of it in the list."""
-    if self.path(step).exists():
-      remove_checkpoint(self.path(step))
+  def remove(self, step: int) -> bool:
+    """Removes a step, unless a reader uses it. One whose removal is interrupted is no longer listed.
+
+    Returns:
+      Whether there is no such step now.
+    """
+    return str(step) not in self._children() or remove_checkpoint(self.path(step))
 
   def set_aside(self, step: int) -> str:
     """Moves a damaged step away, and returns its new name. In cloud storage it stays, and '' is returned."""
@@ -99,9 +106,21 @@ class StepFolder:
 
   def tidy(self) -> None:
     """Removes parts of steps that interrupted saves and removals have left. Only the writer may call this."""
-    for child in self.root.iterdir() if self.root.exists() else ():
-      if _LEFT.fullmatch(child.name):
-        child.rmtree()
+    store = open_store(self.root)
+    for name in self._children():
+      if _LEFT.fullmatch(name):
+        store.remove(name)
+      elif _STEP.fullmatch(name) and self._is_remainder(name):
+        remove_checkpoint(self.root / name)
+    remove_killed_saves(store)
+
+  def _is_remainder(self, name: str) -> bool:
+    """Whether a path has a head, but no checkpoint: its save was killed, or its removal."""
+    path = self.root / name
+    return not is_checkpoint(path) and read_head(open_store(self.root), path).tag is not None
+
+  def _children(self) -> list[str]:
+    return open_store(self.root).children()
 
 
 def metrics_metadata(metrics: Any) -> dict[str, Any]:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # registers its exit hook, which must come before ours below
+import contextvars
 import json
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 from etils import epath
 
 from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.generations import Claim
 from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat, first_line
 from flax_spmd._src.checkpoint.storage.record import Record
@@ -187,10 +189,44 @@ def _raise_error(message: dict[str, str]) -> None:
     raise getattr(errors, message['error'], CheckpointError)(message['text'])
 
 
+Result = TypeVar('Result')
+
+
+def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) -> Result:
+  """Calls a function that waits for other processes; raises an error as soon as one of them has died.
+
+  In a job of several processes, it runs in a thread, since what it waits for may never come.
+
+  Args:
+    call: function to call.
+    path: path of the checkpoint that is being saved.
+    heartbeat: heartbeat of the save; stopped if there is an error.
+
+  Raises:
+    CheckpointError: another process has died, or failed; or the call did.
+  """
+  if jax.process_count() == 1:
+    try:
+      return call()
+    except CheckpointError:
+      raise
+    except OSError as error:
+      raise _failed(error, path) from error
+  results: list[Result] = []
+  try:
+    wait_for(_BackgroundCall(lambda: results.append(call())), path, heartbeat)
+  except BaseException as error:
+    heartbeat.stop(error)
+    raise
+  return results[0]
+
+
 def start(
   response: Response,
   held: Claim | NonWriter,
   progress: ByteProgress,
+  size: int,
+  heartbeat: Heartbeat,
   record: Callable[[], Record],
   metadata: Mapping[str, Any],
   after: Callable[[], None],
@@ -201,12 +237,13 @@ def start(
     response: Orbax's handle of the save.
     held: right to write to the path; released at the end.
     progress: progress bar; closed at the end.
+    size: bytes of the state.
+    heartbeat: heartbeat of the save; stopped at the end.
     record: function that completes the record.
     metadata: JSON values to store beside the record.
     after: function called after the commit, in the first process.
   """
   global _last
-  heartbeat = Heartbeat()
 
   def work() -> None:
     failure: BaseException | None = None
@@ -222,7 +259,11 @@ def start(
       progress.close(complete=failure is None)
       held.release()
 
-  _last = AsyncSave(held.path, work)
+  def explained() -> None:
+    with space_in_errors(held.path, size):
+      work()
+
+  _last = AsyncSave(held.path, explained)
   return _last
 
 
@@ -231,7 +272,10 @@ class _BackgroundCall:
 
   def __init__(self, call: Any):
     self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
-    threading.Thread(target=self._run, args=(call,), name='flax_spmd commit', daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(
+      target=context.run, args=(self._run, call), name='flax_spmd call', daemon=True
+    ).start()
 
   def _run(self, call: Any) -> None:
     try:
@@ -300,12 +344,17 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
   Raises:
     CheckpointError: the save failed here or in another process, or another process died.
   """
+  failed_before = None
   while True:
     try:
       response.result(timeout=_POLL)
       return
     except TimeoutError as error:
-      if failed := heartbeat.failed():
+      failed, failed_before = (
+        failed_before,
+        heartbeat.failed(),
+      )  # this process's own error is about to come
+      if failed:
         process, text = failed
         raise CheckpointError(
           f'The save to {path} failed in process {process}: {text}.\n'
@@ -318,7 +367,7 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
           'A checkpoint at the path is complete: it is the previous one or this one.\n'
           'Fix: start the job again from the last checkpoint.'
         ) from error
-    except CheckpointError:
+    except errors.FlaxSpmdError:
       raise
     except (OSError, ValueError, RuntimeError) as error:
       if 'shutdown' in str(error):
@@ -326,9 +375,13 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
           f'The program ended before {path} was saved.\n'
           f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
         ) from error
-      raise CheckpointError(
-        f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
-      ) from error
+      raise _failed(error, path) from error
+
+
+def _failed(error: Exception, path: epath.Path) -> CheckpointError:
+  return CheckpointError(
+    f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
+  )
 
 
 def _before_shutdown() -> None:

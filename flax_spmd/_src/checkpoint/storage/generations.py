@@ -22,6 +22,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from etils import epath
@@ -42,11 +43,13 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   manifest_digest,
   new_manifest,
 )
-from flax_spmd._src.checkpoint.storage.pins import PIN, pinned_generations
+from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
+_THREADS = 8
+_MARK = '_CHECKPOINT_METADATA'  # of Orbax, and of this package's format 1
 _RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
@@ -65,7 +68,7 @@ class Claim:
   Raises:
     CheckpointExistsError: the path exists, and `overwrite` is False.
     CheckpointBusyError: another process is writing to the path.
-    CheckpointError: the store cannot be reached or written.
+    CheckpointError: the store cannot be reached or written; or the path is a generation.
   """
 
   def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
@@ -74,35 +77,47 @@ class Claim:
     before = idle_head(self._store, path, overwrite)
     self._previous = before.head
     listed = self._store.children(path.name)  # before the lease: see above
-    self._legacy = [] if before.head.generation else [name for name in listed if not _is_ours(name)]
+    self._legacy = _legacy(listed, bool(before.head.generation))
     self._check_free(overwrite)
+    self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
     self._lease, self._intent = self._taken(before)
     self._generation = f'{GENERATION}{self._lease.head.epoch:06d}-{secrets.token_hex(4)}'
     self.new = path / self._generation
-    self._committed = self._uncertain = False
-    self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
+    self._attempted = self._committed = False
     try:
-      self._remove_unpinned(self._garbage)
+      # without a generation and a lease, it may be what a damaged head named
+      garbage = self._garbage if before.head.generation or before.head.lease else []
+      if garbage or any(is_pin(name) for name in listed):
+        self._remove_unpinned(garbage)
     except BaseException:
       self.release()
       raise
 
   def _check_free(self, overwrite: bool) -> None:
+    if is_generation(self.path.name) and self._store.read(HEAD) is not None:
+      raise CheckpointError(
+        f'{self.path} is the current contents of a checkpoint, which no save may change.\n'
+        f'Fix: save to {self.path.parent}, or to another path.'
+      )
     is_file = '://' not in str(self.path) and self.path.is_file()
     if is_file or (not overwrite and (self._previous.generation or self._legacy)):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
-    if before.tag is not None:
-      return HeadLease(self._store, self.path, before), None
+    if before.head.generation is not None:
+      return HeadLease(self._store, self.path, before, durable=bool(self._garbage)), None
     intent = Intent(self._store, self.path.name)
     try:
-      lease = HeadLease(self._store, self.path, before)
+      lease = HeadLease(self._store, self.path, before, durable=bool(self._garbage))
     except BaseException:
       intent.remove()
       raise
-    intent.put()  # a writer that was slow may have been taken for dead
+    try:
+      intent.put()  # a writer that was slow may have been taken for dead
+    except BaseException:
+      lease.end()
+      raise
     return lease, intent
 
   def require_lease(self) -> None:
@@ -125,59 +140,59 @@ class Claim:
       CheckpointError: the store failed.
     """
     folder = f'{self.path.name}/{self._generation}'
-    if self._durable:
-      self._store.sync(folder)
     manifest = new_manifest(record, file_records(self._store, folder), dict(metadata))
     data = manifest.to_bytes()
-    self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=self._durable)
+    self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=False)
+    if self._durable:
+      self._store.sync(folder)
+    self._attempted = True
     self._put_head(Head(self._generation, manifest_digest(data), self._lease.head.epoch))
     self._committed = True
     with contextlib.suppress(OSError, CheckpointError):  # the next save removes what stays
       self._clean_up()
 
   def _put_head(self, head: Head) -> None:
-    """Puts the head that commits. After an error, the head itself decides whether that has happened."""
+    """Puts the head that commits. After an error, it may be there, but not durable: it is put again."""
     try:
-      if self._lease.put(head, durable=self._durable):
-        return
+      put = self._lease.put(head, durable=self._durable)
     except (OSError, CheckpointError):
-      self._uncertain = True
-      found = read_head(self._store, self.path).head
-      self._uncertain = False
-      if found.generation != self._generation:
+      if read_head(self._store, self.path).head != head:
         raise
-    else:
-      if read_head(self._store, self.path).head.generation != self._generation:
-        self.require_lease()
+      put = self._lease.put(head, durable=self._durable)
+    if not put:
+      self.require_lease()
 
   def _clean_up(self) -> None:
     if self._intent is not None:
       self._intent.remove()
     previous = [self._previous.generation] if self._previous.generation else []
-    self._remove_unpinned(self._garbage + previous)
+    if self._garbage or previous:
+      self._remove_unpinned(self._garbage + previous)
     for name in self._legacy:
       self._store.remove(f'{self.path.name}/{name}')
     remove_killed_saves(self._store)
 
   def _remove_unpinned(self, generations: Sequence[str]) -> None:
-    if generations:
-      for generation in set(generations) - pinned_generations(self._store, self.path.name):
-        remove_generation(self._store, f'{self.path.name}/{generation}')
+    for generation in set(generations) - pinned_generations(self._store, self.path.name):
+      remove_generation(self._store, f'{self.path.name}/{generation}')
 
   def release(self) -> None:
     """Releases the path; removes an uncommitted generation."""
     try:
-      if not self._committed and not self._uncertain:
+      if not self._committed:
         with contextlib.suppress(OSError, CheckpointError):
           self._abandon()
     finally:
       self._lease.end()
 
   def _abandon(self) -> None:
-    """Gives the path back as it was. The head goes first: no late commit can then name the generation."""
+    """Gives the path back as it was. The head goes first: no late commit can then name the generation.
+
+    After an attempt to commit, a head that is not durable may name it; then only a released head is proof.
+    """
     released = self._lease.release()
-    if self._lease.head.generation == self._generation:
-      return  # another thread has committed it
+    if self._lease.head.generation == self._generation or (self._attempted and not released):
+      return
     self._remove_own_generation()
     if released and self._previous.generation is None and self._lease.tag is not None:
       self._store.remove_if(f'{self.path.name}/{HEAD}', self._lease.tag)
@@ -189,18 +204,21 @@ class Claim:
     for pause in _RETRIES:
       time.sleep(pause)
       with contextlib.suppress(OSError, CheckpointError):
-        remove_generation(self._store, f'{self.path.name}/{self._generation}')
-        if not self._store.children(f'{self.path.name}/{self._generation}'):
+        left = [n for n in self._store.children(self.path.name) if n.startswith(self._generation)]
+        for name in left:  # the generation, or the folder that Orbax renames to it
+          remove_generation(self._store, f'{self.path.name}/{name}')
+        if not left:
           return
 
 
 def file_records(store: Store, folder: str) -> dict[str, FileRecord]:
   """Size and checksum of every file of a generation, except its manifest."""
-  return {
-    name: FileRecord(size, store.digest(f'{folder}/{name}'))
-    for name, size in store.files(folder).items()
-    if name != MANIFEST
-  }
+  sizes = {name: size for name, size in store.files(folder).items() if name != MANIFEST}
+  with ThreadPoolExecutor(_THREADS) as threads:
+    digests = threads.map(lambda name: store.digest(f'{folder}/{name}'), sizes)
+    return {
+      name: FileRecord(size, digest) for (name, size), digest in zip(sizes.items(), digests, strict=True)
+    }
 
 
 def remove_checkpoint(path: epath.Path) -> bool:
@@ -213,14 +231,26 @@ def remove_checkpoint(path: epath.Path) -> bool:
   try:
     before = idle_head(store, path, overwrite=True)
     listed = store.children(path.name)
+    intent = Intent(store, path.name)  # a later save completes a removal that is interrupted
     lease = HeadLease(store, path, before)
   except CheckpointBusyError:
     return False
-  generation, digest = before.head.generation, before.head.manifest
-  if not lease.put(lease.head._replace(generation=None, manifest=None)):
+  try:
+    if not _removed(store, path, lease, before.head, listed):
+      return False
+    intent.remove()
+    return True
+  finally:
+    lease.end()
+
+
+def _removed(
+  store: Store, path: epath.Path, lease: HeadLease, before: Head, listed: Sequence[str]
+) -> bool:
+  if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
     return False
   if pinned_generations(store, path.name):
-    lease.release(generation=generation, manifest=digest)
+    lease.release(generation=before.generation, manifest=before.manifest)
     return False
   for name in listed:
     if is_generation(name):
@@ -232,5 +262,15 @@ def remove_checkpoint(path: epath.Path) -> bool:
   return True
 
 
+def _legacy(listed: Sequence[str], is_ours: bool) -> list[str]:
+  """What a path holds beside our files: a checkpoint of another format, or what is left of one.
+
+  The file that marks a checkpoint comes last, so that a removal which is interrupted can be continued.
+  """
+  if is_ours and _MARK not in listed:
+    return []  # files that somebody has put beside a checkpoint
+  return sorted((name for name in listed if not _is_ours(name)), key=lambda name: name == _MARK)
+
+
 def _is_ours(name: str) -> bool:
-  return name == HEAD or is_generation(name) or name.startswith((PIN, '.'))
+  return name == HEAD or is_generation(name) or is_pin(name) or name.startswith('.')

@@ -10,6 +10,7 @@ replaced under the condition that it is unchanged, so every new lease invalidate
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -21,6 +22,7 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 HEAD = 'HEAD'
 FORMAT = 2
 GENERATION = 'gen-'
+_GENERATION = re.compile(GENERATION + r'\d{6,}-[0-9a-f]{8}(\.orbax-checkpoint-tmp.*)?')
 
 
 class Lease(NamedTuple):
@@ -92,56 +94,63 @@ def parsed_head(data: bytes, path: Any) -> Head:
   """
   try:
     content = json.loads(data)
-    if content['format'] != FORMAT:
-      raise _newer(path, content['format'])
-    lease = content['lease']
-    head = Head(
-      content['generation'],
-      content['manifest'],
-      content['epoch'],
-      None if lease is None else _lease(lease),
-    )
-    _check(head)
-    return head
+    _expect(isinstance(content, dict), 'it is not a JSON object')
+    found = content['format']
+    head = None if _is_count(found) and found > FORMAT else _head(content)
   except (ValueError, KeyError, TypeError, RecursionError) as error:
-    if isinstance(error, CheckpointError):
-      raise
     raise CheckpointDamagedError(
       f'Checkpoint {path} cannot be read, because of {HEAD}: {_reason(error)}.\n'
       'Fix: restore another checkpoint; this one was changed after it was written.'
     ) from error
+  if head is None:
+    raise CheckpointError(
+      f'Checkpoint {path} has format {found}, but this version reads formats up to {FORMAT}.\n'
+      'Fix: restore it with the version of flax_spmd that wrote it, or a newer one.'
+    )
+  return head
 
 
 def is_generation(name: str) -> bool:
-  """Whether a name is that of a generation's folder."""
-  return name.startswith(GENERATION) and '/' not in name and '\\' not in name
+  """Whether a name is that of a generation's folder, or of one that Orbax has begun."""
+  return _GENERATION.fullmatch(name) is not None
 
 
-def _newer(path: Any, found: Any) -> CheckpointError:
-  return CheckpointError(
-    f'Checkpoint {path} has format {found!r}, but this version reads formats up to {FORMAT}.\n'
-    'Fix: restore it with the version of flax_spmd that wrote it, or a newer one.'
+def _head(content: dict[str, Any]) -> Head:
+  """The validated contents."""
+  generation, digest, epoch = content['generation'], content['manifest'], content['epoch']
+  _expect(_is_count(content['format']) and content['format'] == FORMAT, 'its format is not a number')
+  _expect(
+    generation is None or (isinstance(generation, str) and is_generation(generation)),
+    f'its generation is {generation!r}',
   )
+  _expect(
+    digest is None if generation is None else isinstance(digest, str), f'its manifest is {digest!r}'
+  )
+  _expect(_is_count(epoch), f'its epoch is {epoch!r}')
+  lease = content['lease']
+  return Head(generation, digest, epoch, None if lease is None else _lease(lease))
 
 
 def _lease(content: Any) -> Lease:
+  _expect(isinstance(content, dict), f'its lease is {content!r}')
   lease = Lease(parsed_identity(content['holder']), content['token'], content['beat'])
-  if not (isinstance(lease.token, str) and isinstance(lease.beat, int)):
-    raise ValueError('its lease has no token, or no number of beats')
+  _expect(
+    isinstance(lease.token, str) and _is_count(lease.beat),
+    'its lease has no token, or no number of beats',
+  )
   return lease
 
 
-def _check(head: Head) -> None:
-  named = head.generation is not None
-  if named and not (isinstance(head.generation, str) and is_generation(head.generation)):
-    raise ValueError(f'its generation is {head.generation!r}')
-  if named and not isinstance(head.manifest, str):
-    raise ValueError('it has no digest of a manifest')
-  if not isinstance(head.epoch, int):
-    raise ValueError(f'its epoch is {head.epoch!r}')
+def _is_count(content: Any) -> bool:
+  return type(content) is int and 0 <= content < 2**53  # isinstance would accept a bool
+
+
+def _expect(holds: bool, reason: str) -> None:
+  if not holds:
+    raise ValueError(reason)
 
 
 def _reason(error: Exception) -> str:
   if isinstance(error, KeyError):
     return f'{error} is missing'
-  return 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)
+  return 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)[:200]

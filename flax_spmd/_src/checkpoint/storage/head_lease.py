@@ -74,6 +74,7 @@ class HeadLease:
     store: store of the folder that holds the path.
     path: path of the checkpoint.
     before: the head, as `idle_head` returned it.
+    durable: whether the lease must survive a power cut, as before the removal of what the head has named.
 
   Attributes:
     head: the head as this process last wrote it.
@@ -83,7 +84,7 @@ class HeadLease:
     CheckpointBusyError: another process has replaced the head since.
   """
 
-  def __init__(self, store: Store, path: epath.Path, before: StoredHead):
+  def __init__(self, store: Store, path: epath.Path, before: StoredHead, durable: bool = False):
     self._store, self._path = store, path
     self._token = new_token()
     self._writing, self._stopped = threading.RLock(), threading.Event()
@@ -92,7 +93,7 @@ class HeadLease:
     epoch = before.head.epoch + 1
     self.head = before.head._replace(epoch=epoch, lease=Lease(this_process(), self._token))
     try:
-      if not self.put(self.head):
+      if not self.put(self.head, durable):
         raise busy(path)
     except BaseException:
       drop(self._token)
@@ -115,13 +116,11 @@ class HeadLease:
       if self._lost:
         return False
       tag = self._store.write(name, head.to_bytes(), expected=self.tag, durable=durable)
-      if tag is None:  # by another, or by an attempt of ours whose answer was lost
-        found = self._store.read(name)
-        if found is not None and found[0] == head.to_bytes():
-          tag = found[1]
-        elif (stored := read_head(self._store, self._path)).tag is not None and self._is_ours(
-          stored.head
-        ):
+      if (
+        tag is None
+      ):  # by another, or by an attempt of ours whose answer was lost, and which need not be durable
+        stored = read_head(self._store, self._path)
+        if stored.tag is not None and (stored.head == head or self._is_ours(stored.head)):
           tag = self._store.write(name, head.to_bytes(), expected=stored.tag, durable=durable)
       self._lost = tag is None
       if tag is not None:
@@ -131,13 +130,22 @@ class HeadLease:
   def _is_ours(self, head: Head) -> bool:
     return head.lease is not None and head.lease.token == self._token
 
+  def renew(self) -> bool:
+    """Puts the head with one more beat; returns False if the lease has been lost.
+
+    Raises:
+      CheckpointError: the store failed.
+    """
+    with self._writing:
+      lease = self.head.lease
+      return lease is not None and self.put(
+        self.head._replace(lease=lease._replace(beat=lease.beat + 1))
+      )
+
   def _renew(self) -> None:
     while not self._stopped.wait(BEAT):
       with self._writing, contextlib.suppress(OSError, CheckpointError):  # the next beat tries again
-        lease = self.head.lease
-        if self._stopped.is_set() or lease is None:
-          return
-        if not self.put(self.head._replace(lease=lease._replace(beat=lease.beat + 1))):
+        if self._stopped.is_set() or not self.renew():
           return
 
   def end(self) -> None:

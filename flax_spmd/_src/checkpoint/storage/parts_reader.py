@@ -32,7 +32,8 @@ class PartsReader:
   """
 
   def __init__(self, path: epath.Path, parts: Mapping[str, _Part]):
-    self.path, self._parts = path, parts
+    self.path = self.folder = path
+    self._parts = parts
     self._inner = {
       _joined(name, inner): (name, inner) for name, part in parts.items() for inner in part.record.leaves
     }

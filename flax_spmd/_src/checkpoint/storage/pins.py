@@ -10,6 +10,7 @@ import contextlib
 import json
 import threading
 
+from flax_spmd._src.checkpoint.storage.head import is_generation
 from flax_spmd._src.checkpoint.storage.liveness import BEAT, drop, is_dead, new_token
 from flax_spmd._src.checkpoint.storage.process_identity import parsed_identity, this_process
 from flax_spmd._src.checkpoint.storage.store import Store
@@ -67,14 +68,19 @@ class Pin:
 def pinned_generations(store: Store, name: str) -> set[str]:
   """The generations of a checkpoint that living readers have pinned. Pins of dead readers are removed."""
   pinned = set()
-  for child in store.children(name):
-    if child.startswith(PIN):
-      token, _, generation = child.removeprefix(PIN).partition('-')
-      if _is_dead(store, f'{name}/{child}', token):
-        store.remove(f'{name}/{child}')
-      else:
-        pinned.add(generation)
+  for child in filter(is_pin, store.children(name)):
+    token, _, generation = child.removeprefix(PIN).partition('-')
+    if _is_dead(store, f'{name}/{child}', token):
+      store.remove(f'{name}/{child}')
+    else:
+      pinned.add(generation)
   return pinned
+
+
+def is_pin(name: str) -> bool:
+  """Whether a name is that of a pin."""
+  token, _, generation = name.removeprefix(PIN).partition('-')
+  return name.startswith(PIN) and token.isalnum() and is_generation(generation)
 
 
 def _is_dead(store: Store, name: str, token: str) -> bool:

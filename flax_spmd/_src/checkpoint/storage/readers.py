@@ -1,7 +1,8 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
 `OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
-of `flax.training.checkpoints`, and `T5xReader` those of T5X with the arrays beside them.
+of `flax.training.checkpoints`, `T5xReader` those of T5X with the arrays beside them, and `SafetensorsReader`
+those of Hugging Face.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -20,8 +22,9 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
-from flax_spmd._src.checkpoint.storage.head import read_head
-from flax_spmd._src.checkpoint.storage.orbax_context import context
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.manifest import FileRecord
+from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_skipped
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
@@ -33,6 +36,8 @@ from flax_spmd._src.checkpoint.storage.record import (
   from_json,
   key_dtype,
 )
+from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
+from flax_spmd._src.checkpoint.storage.safetensors_reader import SafetensorsReader
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd._src.checkpoint.storage.t5x_reader import T5xReader, is_t5x
@@ -54,10 +59,12 @@ class CheckpointReader(Protocol):
   Attributes:
     path: folder or file of the checkpoint.
     record: description of its arrays.
+    folder: folder or file that the library whose format it has can read.
   """
 
   path: epath.Path
   record: Record
+  folder: epath.Path
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """Reads leaves by path.
@@ -78,21 +85,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     CheckpointDamagedError: the checkpoint cannot be read.
     CheckpointError: a newer version wrote the checkpoint.
   """
-  folder = as_path(path)
-  source = current_source(folder)
-  return foreign_reader(folder) if source is None else source_reader(source)
+  return reader_of(path, current_source(as_path(path)))
 
 
-def source_reader(source: Source) -> CheckpointReader:
-  """A reader of a generation."""
-  return OrbaxReader(source.path, source.manifest.record, folder=source.folder)
+def reader_of(path: str | os.PathLike[str], source: Source | None) -> CheckpointReader:
+  """A reader of a generation; of the path itself if it has none."""
+  if source is None:
+    return _foreign_reader(as_path(path))
+  return OrbaxReader(
+    source.path, source.manifest.record, folder=source.folder, files=source.manifest.files
+  )
 
 
-def foreign_reader(given: epath.Path) -> CheckpointReader:
+def _foreign_reader(given: epath.Path) -> CheckpointReader:
   """A reader of a path without generations: of another library, or of an earlier version of this one."""
   folder = given
   if _holds_msgpack(folder):
     return _msgpack_reader(folder / _MSGPACK)
+  if is_safetensors(folder) and not is_checkpoint(folder):
+    return SafetensorsReader(folder)
   if folder.is_file():
     return _msgpack_reader(folder)
   folder, part = _folder_and_part(folder)
@@ -106,7 +117,7 @@ def foreign_reader(given: epath.Path) -> CheckpointReader:
     return OrbaxReader(folder, from_json(custom[KEY], os.fspath(given)))
   if part is not None:
     return OrbaxReader(folder, _foreign_record(folder, part), part)
-  return _foreign(folder, _parts_with_arrays(folder))
+  return _reader_of_parts(folder, _parts_with_arrays(folder))
 
 
 def _holds_msgpack(path: epath.Path) -> bool:
@@ -119,17 +130,15 @@ def _msgpack_reader(file: epath.Path) -> CheckpointReader:
   return T5xReader(file, content) if is_t5x(content) else FlaxReader(file, content)
 
 
-def _foreign(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
+def _reader_of_parts(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
   """The reader of a checkpoint without a record of ours: of its only part with arrays, or of all of them."""
-  readers = {
-    name: OrbaxReader(folder, record, name)
-    for name in names
-    if is_state(record := _foreign_record(folder, name)) or len(names) == 1
-  }
-  if len(names) > 1 and len(readers) != 1:
-    reader = PartsReader(folder, {str(name): each for name, each in readers.items()})
-  else:
+  records = {name: _foreign_record(folder, name) for name in names}
+  states = {name: record for name, record in records.items() if is_state(record)} or records
+  readers = {name: OrbaxReader(folder, record, name) for name, record in states.items()}
+  if len(readers) == 1:
     (reader,) = readers.values()
+  else:
+    reader = PartsReader(folder, {str(name): each for name, each in readers.items()})
   others = {child.name for child in folder.iterdir() if child.is_dir()} if None not in names else set()
   reader.record = with_skipped(reader.record, [name for name in others if name not in readers])
   return reader
@@ -228,7 +237,7 @@ def checkpoints_in(folder: epath.Path) -> list[str]:
     child.name
     for child in folder.iterdir()
     if not child.name.startswith('.')
-    and (is_checkpoint(child) or _is_flax_file(child) or _holds_msgpack(child))
+    and (is_checkpoint(child) or _is_flax_file(child) or _holds_msgpack(child) or is_safetensors(child))
   )
 
 
@@ -239,7 +248,7 @@ def _is_flax_file(path: epath.Path) -> bool:
 
 def _why_none(path: epath.Path) -> str:
   """Why a folder is not a checkpoint, for an error text."""
-  if _UNFINISHED in path.name:
+  if _UNFINISHED in path.name or (path / HEAD).exists():
     return ' (an unfinished save)'
   unfinished = [child.name for child in path.iterdir() if _UNFINISHED in child.name]
   return (
@@ -255,18 +264,24 @@ class OrbaxReader:
     record: description of its arrays.
     part: subfolder with the arrays; default: found by its contents.
     folder: folder of the Orbax checkpoint; default: the path.
+    files: the files in it, if they are recorded.
   """
 
   def __init__(
-    self, path: epath.Path, record: Record, part: str | None = None, folder: epath.Path | None = None
+    self,
+    path: epath.Path,
+    record: Record,
+    part: str | None = None,
+    folder: epath.Path | None = None,
+    files: Mapping[str, FileRecord] = MappingProxyType({}),
   ):
     self.path, self.record, self._part = path, record, part
-    self._folder = folder or path
+    self.folder, self.files = folder or path, files
     self._is_packed = any(leaf.packed for leaf in record.leaves.values())
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
-    _check_names(self._folder)
+    _check_names(self.folder)
     return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
@@ -304,8 +319,8 @@ class OrbaxReader:
 
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
-      with context(memory=_in_flight(target, memory)):
-        return ocp.load(self._folder, target, checkpointable_name=self._name())
+      with local_context(self.folder, _in_flight(target, memory)):
+        return ocp.load(self.folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
       if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
         raise
@@ -315,7 +330,7 @@ class OrbaxReader:
       ) from error
 
   def _name(self) -> str | None:
-    return self._part or _part_with_arrays(self._folder)
+    return self._part or _part_with_arrays(self.folder)
 
 
 def _in_flight(target: Any, memory: int | None) -> int:
@@ -449,7 +464,7 @@ class FlaxReader:
   """
 
   def __init__(self, path: epath.Path, content: Any):
-    self.path = path
+    self.path = self.folder = path
     flat = skeleton.flatten(content)
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}

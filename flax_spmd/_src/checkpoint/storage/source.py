@@ -81,7 +81,8 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
   """Calls `read` with the current generation, which stays until it returns.
 
   In a job of several processes, every process calls this, and all of them get the same generation. Where
-  pins cannot be written, a save may remove the generation; then the read is repeated.
+  pins cannot be written, a save may remove the generation; then the read is repeated. If the checkpoint has been
+  removed meanwhile, `read` is called with None.
 
   Args:
     path: path of the checkpoint.
@@ -95,8 +96,10 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
         if source is None or attempt == _ATTEMPTS - 1 or not _was_replaced(source):
           raise
         continue
-      if source is None or source.is_whole or not _was_replaced(source):
+      if source is None or source.is_whole:
         return result
+      if not _was_replaced(source):
+        raise damaged_manifest(path, 'it is missing')
   raise CheckpointError(
     f'Checkpoint {path} was replaced {_ATTEMPTS} times while it was read.\n'
     'Fix: save less often to this path, or read it from a store that can be written, where reads are protected.'
@@ -104,8 +107,11 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
 
 
 def _was_replaced(source: Source) -> bool:
+  """Whether the head names another generation now, or none."""
+  if source.folder == source.path:  # the generation itself was asked for
+    return False
   head = read_head(open_store(source.path.parent), source.path).head
-  return head.generation not in (None, source.folder.name)
+  return head.generation != source.folder.name
 
 
 @contextlib.contextmanager

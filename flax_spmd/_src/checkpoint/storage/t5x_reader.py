@@ -78,7 +78,7 @@ class T5xReader:
   """
 
   def __init__(self, file: epath.Path, content: dict[str, Any]):
-    self.path = file.parent
+    self.path = self.folder = file.parent
     tree = content.get(_STATE, content) if _VERSION in content else content
     flat = skeleton.flatten(self._with_arrays(tree, content.get(_VERSION, 0)))
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
@@ -141,7 +141,7 @@ class T5xReader:
     array, store = self._by_path[path], self._result(path, opened)
     if store.shape != array.shape or store.dtype.numpy_dtype != array.stored:
       raise CheckpointDamagedError(
-        f'Checkpoint {self.path} is damaged in {path}: it has {array.stored}{list(array.shape)}, and '
+        f'Checkpoint {self.path} cannot be read: {path} has {array.stored}{list(array.shape)}, and '
         f'{array.folder} has {store.dtype.name}{list(store.shape)}.\n{_FIX}'
       )
     return {index: store[tuple(slice(*each) for each in index)].read() for index in indices}
@@ -162,7 +162,7 @@ class T5xReader:
       return future.result()
     except (ValueError, OSError) as error:
       raise CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read in {path}: {(str(error).splitlines() or [""])[0][:500]}\n{_FIX}'
+        f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n{_FIX}'
       ) from error
 
 

@@ -1,23 +1,67 @@
-"""Verification: compares a checkpoint's arrays with the checksums in its record, leaf by leaf."""
+"""Verification: compares a checkpoint's arrays and files with the checksums in its record."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.checkpoint.storage.file_damage import file_damage
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
-from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
+from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, OrbaxReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.data.checksums import checksums
-from flax_spmd.errors import CheckpointDamagedError, raise_problems
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.text import plural
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError, raise_problems
 
 GROUP_BYTES = 1 << 30  # read and compared at a time
 _SHOWN = 30
+_CHANGED = 'its content has changed'
 
 
-def damaged(leaves: Mapping[str, Any], records: Mapping[str, LeafRecord]) -> list[str]:
+class Damage(NamedTuple):
+  """The damage of a checkpoint.
+
+  Attributes:
+    leaves: what is wrong with each damaged leaf, by path.
+    files: what is wrong with each damaged file, by path below the checkpoint.
+  """
+
+  leaves: dict[str, str]
+  files: dict[str, str]
+
+  @property
+  def names(self) -> list[str]:
+    """The damaged leaves, then the damaged files."""
+    return [*self.leaves, *self.files]
+
+  def error(self, checkpoint: Any) -> CheckpointDamagedError:
+    """The error that names all of it.
+
+    Args:
+      checkpoint: path of the checkpoint.
+    """
+    counts = [leaf_count(len(self.leaves))] if self.leaves else []
+    counts += [plural(len(self.files), 'file')] if self.files else []
+    lines = [f'{name}: {reason}' for name, reason in (self.leaves | self.files).items()]
+    more = len(lines) - _SHOWN
+    return CheckpointDamagedError(
+      '\n'.join(
+        [
+          f'Checkpoint {checkpoint} is damaged in {" and ".join(counts)}:',
+          *lines[:_SHOWN],
+          *([f'and {more} more'] if more > 0 else []),
+          'Fix: restore another checkpoint, or the undamaged leaves of this one with salvage=True.',
+        ]
+      )
+    )
+
+
+def changed(leaves: Mapping[str, Any], records: Mapping[str, LeafRecord]) -> list[str]:
   """The paths of the leaves whose checksum differs from the recorded one.
 
   Args:
@@ -30,45 +74,115 @@ def damaged(leaves: Mapping[str, Any], records: Mapping[str, LeafRecord]) -> lis
   return [path for path, total in zip(known, sums, strict=True) if total != records[path].checksum]
 
 
-def raise_damaged(checkpoint: Any, paths: list[str]) -> None:
-  """Raises CheckpointDamagedError if any leaves are damaged.
+def read_verified(
+  reader: CheckpointReader,
+  requests: Mapping[str, Any],
+  *,
+  verify: bool = True,
+  memory: int | None = None,
+) -> tuple[dict[str, Any], Damage]:
+  """Reads leaves, and everything that is wrong with them. Every process calls this.
+
+  If all leaves are requested, every file is compared with its checksum; otherwise those that describe the
+  arrays are. The processes of a job share the files.
 
   Args:
-    checkpoint: path of the checkpoint, for the error text.
-    paths: damaged leaves.
+    reader: checkpoint to read.
+    requests: see `CheckpointReader.read`.
+    verify: whether to compare checksums.
+    memory: most bytes in flight from storage.
+
+  Returns:
+    The undamaged leaves by path, and the damage.
   """
-  if paths:
-    more = len(paths) - _SHOWN
-    shown = paths[:_SHOWN] + ([f'and {leaf_count(more, "more ")}'] if more > 0 else [])
-    raise CheckpointDamagedError(
-      f'Checkpoint {checkpoint} is damaged in {leaf_count(len(paths))}:\n'
-      + '\n'.join(shown)
-      + '\nFix: restore another checkpoint; the data of this one have changed since the save.'
+  records = reader.record.leaves
+  everything = all(path in requests or leaf.is_number for path, leaf in records.items())
+  with ThreadPoolExecutor(1) as thread:
+    files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
+    leaves, unread = _read_what_can_be(reader, requests, memory)
+  _check_width(reader, leaves)
+  if verify:
+    unread |= dict.fromkeys(changed(leaves, records), _CHANGED)
+  whole = {path: leaf for path, leaf in leaves.items() if path not in unread}
+  return whole, Damage(unread, _over_processes('files', _result(files)))
+
+
+def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:
+  """Raises if arrays of 64 bits were narrowed: `jax.enable_x64` applies to one thread, and others read."""
+  records = reader.record.leaves
+  narrow = [
+    f'{path}: {records[path].dtype} became {leaf.dtype}.'
+    for path, leaf in leaves.items()
+    if records[path].dtype.endswith('64') and str(leaf.dtype) == records[path].dtype[:-2] + '32'
+  ]
+  if narrow:
+    raise CheckpointError(
+      f'Checkpoint {reader.path} was read with 64 bits disabled:\n'
+      + '\n'.join(narrow)
+      + '\nFix: enable them for all threads, with jax.config.update("jax_enable_x64", True).'
     )
 
 
-def verify(reader: CheckpointReader, shardings: Mapping[str, Any] | None = None) -> list[str]:
-  """The paths of the damaged leaves. Reads the whole checkpoint, about 1 GiB at a time.
+def _result(files: Future[dict[str, str]] | None) -> dict[str, str]:
+  return {} if files is None else files.result()
 
-  Args:
-    reader: a checkpoint with checksums in its record.
-    shardings: sharding of each leaf, by path. A leaf without one is read into host memory.
-  """
-  shardings = shardings or {}
-  wrong: list[str] = []
+
+def _file_damage(reader: CheckpointReader, contents: bool, parts: int) -> dict[str, str]:
+  if not isinstance(reader, OrbaxReader):
+    return {}
+  part = jax.process_index() if parts > 1 else 0
+  wrong = file_damage(reader.folder, reader.files, contents=contents, part=part, parts=parts)
+  return {f'{reader.folder.name}/{name}': text for name, text in wrong.items()}
+
+
+def _read_what_can_be(
+  reader: CheckpointReader, requests: Mapping[str, Any], memory: int | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+  """The leaves that every process can read, and the reasons for the others. It halves what fails."""
+  failure: dict[str, str] = {}
+  leaves: dict[str, Any] = {}
+  try:
+    leaves = reader.read(requests, memory)
+  except CheckpointDamagedError as error:
+    failure = {'reason': str(error).partition('\n')[0]}
+  failure = _over_processes('read', failure)
+  if not failure:
+    return leaves, {}
+  del leaves
+  paths = list(requests)
+  if len(paths) == 1:
+    return {}, {paths[0]: failure['reason'].partition(' cannot be read: ')[2] or failure['reason']}
+  whole: dict[str, Any] = {}
+  unread: dict[str, str] = {}
+  for half in (paths[: len(paths) // 2], paths[len(paths) // 2 :]):
+    read, failed = _read_what_can_be(reader, {path: requests[path] for path in half}, memory)
+    whole |= read
+    unread |= failed
+  return whole, unread
+
+
+def _over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
+  """The texts of all processes, by name."""
+  if jax.process_count() == 1:
+    return texts
+  everyone = tuple(range(jax.process_count()))
+  together: dict[str, str] = {}
+  for _, received in exchange(f'verified {topic}', everyone, json.dumps(texts), CALLS, TIMEOUT):
+    together |= json.loads(received)
+  return dict(sorted(together.items()))
+
+
+def verify(reader: CheckpointReader) -> Damage:
+  """The damage of a whole checkpoint. Reads it about 1 GiB at a time, in this process alone."""
+  damage = Damage({}, _file_damage(reader, True, 1))
   for group in groups(reader.record.leaves):
-    raise_problems(impossible(reader.path, group, shardings))
+    raise_problems(impossible(reader.path, group, {}))
     requests = {
-      path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype), sharding=shardings.get(path))
-      for path, leaf in group.items()
+      path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for path, leaf in group.items()
     }
-    wrong += damaged(reader.read(requests), group)
-  return wrong
-
-
-def require_undamaged(reader: CheckpointReader, shardings: Mapping[str, Any]) -> None:
-  """Reads a whole checkpoint back; raises CheckpointDamagedError unless every checksum matches."""
-  raise_damaged(reader.path, verify(reader, shardings))
+    leaves, unread = _read_what_can_be(reader, requests, None)
+    damage.leaves.update(unread | dict.fromkeys(changed(leaves, group), _CHANGED))
+  return damage
 
 
 def groups(leaves: Mapping[str, LeafRecord]) -> Iterator[dict[str, LeafRecord]]:

@@ -3,6 +3,11 @@
 A process can copy arrays between its own devices only. Between processes a transfer is a collective of
 the two ranks: a `ppermute` over the stage axis of their joint mesh, which both processes run. Both run
 the transfers between them in the same order, so they cannot deadlock.
+
+XLA's CPU client allows 32 unfinished programs per device. A dispatch beyond them waits, and holds a thread
+for each of the program's devices in this process. There are only as many threads as devices (or cores, if
+there are more), so the programs that it waits for may never get one. Therefore a transfer between CPUs
+ends before the next dispatch. There, programs of several devices run one after the other anyway.
 """
 
 from __future__ import annotations
@@ -63,6 +68,7 @@ class ProcessTransfer:
     source_mesh, target_mesh = (submesh(mesh, axis, [rank]) for rank in (source, target))
     self._target_mesh = target_mesh
     self._sends, self._receives = is_local(source_mesh), is_local(target_mesh)
+    self._blocks = joint.devices.flat[0].platform == 'cpu'
     self._avals = list(avals)
     # An array of both ranks has a row per rank, in a new first dimension over the stage axis.
     self._joint = [NamedSharding(joint, PartitionSpec(axis, *spec)) for spec in specs]
@@ -85,6 +91,8 @@ class ProcessTransfer:
       for aval, sharding, each in zip(self._avals, self._joint, shards)
     ]
     permuted = self._permute(joined)
+    if self._blocks:
+      jax.block_until_ready(permuted)
     return self._received(permuted) if self._receives else []
 
   @functools.cached_property

@@ -1,0 +1,136 @@
+"""Conversions: the leaves of a restore, or of an export, from the saved leaves that their routes name.
+
+They run on the devices, one stacked leaf at a time, and free each saved leaf after its last use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_spmd._src.checkpoint.matching.routes import Route, evaluated
+from flax_spmd.errors import CheckpointError
+
+
+def converted_leaves(
+  values: Mapping[str, Any], routes: Mapping[str, Route], leaves: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+  """The target's leaves with their paths. Slices of one saved leaf come together.
+
+  Args:
+    values: target leaves by path. An abstract one without a sharding may get any.
+    routes: route of each, by path.
+    leaves: saved leaves by path; each is removed after its last use.
+  """
+  uses: dict[str, int] = {}
+  for route in routes.values():
+    for saved in route.sources:
+      uses[saved] = uses.get(saved, 0) + 1
+  siblings = _siblings(routes)
+  done: set[str] = set()
+  for path, route in routes.items():
+    if path in done:
+      continue
+    if route.step == 'keep':
+      yield path, values[path]
+      continue
+    together = siblings[_sibling_key(route)] if route.step == 'unstack' else [path]
+    may_alias = route.step not in ('stack', 'unstack')
+    parts = [
+      _unshared(leaves[saved], may_alias and uses[saved] > len(together)) for saved in route.sources
+    ]
+    results = _convert(parts, [routes[p] for p in together], [values[p] for p in together])
+    for saved in route.sources:
+      uses[saved] -= len(together)
+      if not uses[saved]:
+        leaves.pop(saved, None)
+    del parts
+    done.update(together)
+    while results:
+      yield together[-len(results)], results.pop(0)
+
+
+def _unshared(leaf: Any, shared: bool) -> Any:
+  """A copy of a leaf with further uses: donating one result must not invalidate another."""
+  return jnp.copy(leaf) if shared and isinstance(leaf, jax.Array) else leaf
+
+
+def _siblings(routes: Mapping[str, Route]) -> dict[Any, list[str]]:
+  """Target leaves that are slices of one saved leaf along one dimension, by sources, step and axis."""
+  siblings: dict[Any, list[str]] = {}
+  for path, route in routes.items():
+    siblings.setdefault(_sibling_key(route), []).append(path)
+  return siblings
+
+
+def _sibling_key(route: Route) -> Route:
+  return route._replace(layer=0, order=())
+
+
+def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[Any]) -> list[Any]:
+  """One or several target leaves, from the saved leaves that they share."""
+  shardings = tuple(getattr(target, 'sharding', None) for target in targets)
+  if _is_unchanged(parts[0], targets[0], routes[0]):
+    return [parts[0]]
+  on_devices = all(isinstance(part, jax.Array) for part in parts)
+  if not on_devices or not all(hasattr(target, 'sharding') for target in targets):
+    return [_on_host(parts, route, target) for route, target in zip(routes, targets, strict=True)]
+  dtypes = tuple(str(target.dtype) for target in targets)
+  numbers: dict[str, str] = {}
+  numbered = tuple(_numbered(route, numbers) for route in routes)
+  return _program(numbered, dtypes, shardings)(parts)
+
+
+def _is_unchanged(part: Any, target: Any, route: Route) -> bool:
+  """Whether a leaf needs no conversion."""
+  dtype = getattr(target, 'dtype', None)
+  return route.step == 'same' and dtype is not None and getattr(part, 'dtype', None) == dtype
+
+
+def _numbered(route: Route, numbers: dict[str, str]) -> Route:
+  """A route with numbers as its sources, so that equal conversions share a compiled program."""
+  sources = tuple(numbers.setdefault(source, str(len(numbers))) for source in route.sources)
+  return route._replace(sources=sources, parts=tuple(_numbered(part, numbers) for part in route.parts))
+
+
+@functools.lru_cache(maxsize=256)
+def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tuple[Any, ...]) -> Any:
+  def convert(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    results = [evaluated(route, lambda source: parts[int(source)], jnp) for route in routes]
+    return [
+      x if str(x.dtype) == dtype else x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)
+    ]
+
+  return jax.jit(convert, out_shardings=list(shardings))
+
+
+def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
+  """A conversion to or from a numpy array or a Python number."""
+  leaves = dict(zip(route.sources, parts, strict=True))
+  result = evaluated(route, lambda source: _as_numpy(leaves[source]), np)
+  if not hasattr(target, 'dtype'):
+    return type(target)(result.item())
+  result = _cast(np.asarray(result), target.dtype)
+  sharding = getattr(target, 'sharding', None)
+  return result if sharding is None else jax.device_put(result, sharding)
+
+
+def _as_numpy(leaf: Any) -> Any:
+  """A leaf as a numpy array; typed keys, which numpy lacks, as they are."""
+  is_key = jax.dtypes.issubdtype(getattr(leaf, 'dtype', None), jax.dtypes.prng_key)
+  return leaf if is_key else np.asarray(leaf)
+
+
+def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
+  """An array of another dtype. A Python number has to fit; its value may be unknown before the read."""
+  cast = array.astype(dtype)
+  if array.dtype.kind == 'i' and array.ndim == 0 and int(cast) != int(array):
+    raise CheckpointError(
+      f'The number {array} does not fit into {dtype}.\nFix: give the target a wider dtype.'
+    )
+  return cast

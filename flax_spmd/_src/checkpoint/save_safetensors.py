@@ -1,0 +1,290 @@
+"""Saving as safetensors: a state in the format of Hugging Face, under the names and shapes of another library.
+
+The state is the saved side of the same `Changes` that a restore takes, without a target. One array at a time is
+converted, copied to the host, and written by the first process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
+from flax_spmd._src.checkpoint.matching.allowed_changes import (
+  NO_CHANGES,
+  Changes,
+  is_selected,
+  may_be_unused,
+)
+from flax_spmd._src.checkpoint.matching.differences import differences
+from flax_spmd._src.checkpoint.matching.matcher import match
+from flax_spmd._src.checkpoint.matching.routes import Route, Side
+from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.async_save import in_first
+from flax_spmd._src.checkpoint.storage.record import (
+  LeafRecord,
+  Record,
+  by_path,
+  describe,
+  dtype_of,
+  is_unsafe_name,
+)
+from flax_spmd._src.checkpoint.storage.safetensors_files import SUFFIX, is_safetensors
+from flax_spmd._src.checkpoint.storage.safetensors_header import METADATA, tensor_path
+from flax_spmd._src.checkpoint.storage.safetensors_writer import (
+  FORMAT_NAMES,
+  PlannedFile,
+  SafetensorsWriter,
+  planned_files,
+)
+from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.targets import changed_leaves
+from flax_spmd._src.data.gather import gather
+from flax_spmd._src.names import box_trees
+from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import size_text
+from flax_spmd.errors import CheckpointError, CheckpointExistsError, Problem, problems_text
+
+_SHARD_BYTES = 5_000_000_000  # of a folder's files, as in Hugging Face's libraries
+_NEED_TARGET = ('axes', 'moved', 'missing')
+
+
+@set_module('flax_spmd.checkpoint')
+def save_safetensors(
+  path: str | os.PathLike[str],
+  state: Any,
+  *,
+  changes: Changes = NO_CHANGES,
+  max_shard_bytes: int | None = None,
+  metadata: Mapping[str, str] | None = None,
+) -> None:
+  """Writes a state as safetensors, for Hugging Face's libraries.
+
+  The name of a tensor is the path of its array, joined by dots. Optimizer states, structure and logical names are not
+  recorded: use `save` for checkpoints to resume from. In a job of several processes, every process calls this.
+
+  Args:
+    path: file to write (`.safetensors`), or folder for `model.safetensors`. The folder may exist and hold other files.
+    state: tree of arrays and numbers, with or without boxes, sharded or not.
+    changes: changes from the state to the file, as in `restore`: `renames`, `rearranged`, `stacks`, `dtypes`, `only`;
+      `unused` leaves arrays out.
+    max_shard_bytes: bytes of data per file, in a folder: more are written to several files with an index. Default: 5 GB.
+    metadata: texts to store in the header; default: `{'format': 'pt'}`, which `transformers` requires.
+
+  Raises:
+    CheckpointExistsError: `path` exists, or the folder holds safetensors already. It is left unchanged.
+    CheckpointError: the state has leaves that the format cannot hold (lists all of them); `changes` does not fit; or
+      the disk refuses.
+
+  Example:
+    >>> layout = Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
+    >>> kernels = layout.shard(LogicallyPartitioned(np.ones((2, 8, 16), 'float32'), ('layers', 'embed', 'mlp')))
+    >>> changes = checkpoint.Changes(
+    ...   renames={'kernel$': 'weight'}, rearranged={'weight$': '... in out -> ... out in'}, stacks={'layers': 'layers/{}'}
+    ... )
+    >>> checkpoint.save_safetensors(tmp / 'hf', {'layers': {'up': {'kernel': kernels}}}, changes=changes)
+    >>> checkpoint.show(tmp / 'hf').record.leaves['layers/1/up/weight'].shape
+    (16, 8)
+    >>> target = layout.abstract(lambda: {'up': {'weight': jnp.zeros((16, 8))}})
+    >>> checkpoint.restore(tmp / 'hf', target, changes=checkpoint.Changes(only='layers/1'))['up']['weight'].shape
+    (16, 8)
+  """
+  leaves = _leaves(state, changes)
+  routes, records = _routes(leaves, changes)
+  tensors = {path.replace('/', '.'): record for path, record in records.items()}
+  _check_tensors(records)
+  folder, files = _planned(as_path(path), tensors, max_shard_bytes, metadata)
+  in_first(lambda: _check_free(as_path(path), folder))
+  targets = {path: _abstract(record) for path, record in records.items()}
+  arrays = ((path.replace('/', '.'), leaf) for path, leaf in converted_leaves(targets, routes, leaves))
+  _write(as_path(path), folder, files, arrays)
+
+
+def _leaves(state: Any, changes: Changes) -> dict[str, Any]:
+  """The arrays to save, by path; numbers as arrays of rank 0.
+
+  Raises:
+    CheckpointError: `changes` has entries that need a target, or the state has no leaves to save.
+  """
+  needs_target = [name for name in _NEED_TARGET if getattr(changes, name)]
+  if needs_target:
+    raise CheckpointError(
+      f'save_safetensors has no target, so Changes({"=..., ".join(needs_target)}=...) cannot apply.\n'
+      'Fix: pass only renames, rearranged, stacks, dtypes, only and unused.'
+    )
+  flat = skeleton.flatten(box_trees.unbox(state, apply_constraint=False))
+  leaves = by_path(skeleton.paths(flat.skeleton), flat.leaves)
+  kept = {path: leaf for path, leaf in leaves.items() if not may_be_unused(changes, path)}
+  if not kept:
+    raise CheckpointError(
+      'The state has no leaves to save.\nFix: pass a state that contains arrays, and unused= that leaves some.'
+    )
+  problems = [problem for path, leaf in kept.items() for problem in _leaf_problems(path, leaf)]
+  if problems:
+    raise CheckpointError(problems_text(problems))
+  return {path: leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for path, leaf in kept.items()}
+
+
+def _leaf_problems(path: str, leaf: Any) -> Iterator[Problem]:
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    fix = 'save a state with values, as layout.init returns; layout.abstract only plans one.'
+    yield Problem(f'{path} is abstract: it has the shape {leaf.shape} but no values.', fix)
+  elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float)):
+    yield Problem(f'{path} is a {type(leaf).__name__}.', 'keep only numbers and arrays in the state.')
+  elif isinstance(leaf, jax.Array) and leaf.is_deleted():
+    fix = 'save the state that the step returned, not the one that was donated to it.'
+    yield Problem(f'{path} has been deleted, or donated to a jitted function.', fix)
+
+
+def _routes(
+  leaves: Mapping[str, Any], changes: Changes
+) -> tuple[dict[str, Route], dict[str, LeafRecord]]:
+  """The route and the record of each array to write, by path.
+
+  Raises:
+    CheckpointError: the changes do not fit the state.
+  """
+  saved = {path: describe(leaf) for path, leaf in leaves.items()}
+  record = Record({path: number for number, path in enumerate(saved)}, saved, {})
+  results = {
+    path: leaf for path, leaf in changed_leaves(record, changes).items() if is_selected(changes, path)
+  }
+  selected = Side(saved, {})
+  target = Side(results, {})
+  matched = match(selected, target, changes)
+  if changes.only is not None:
+    matched = matched._replace(unused=[])
+  problems = differences(selected, target, matched, changes)
+  if problems:
+    raise CheckpointError(problems_text(problems))
+  return matched.routes, results
+
+
+def _check_tensors(records: Mapping[str, LeafRecord]) -> None:
+  """Raises CheckpointError unless the format can hold every array under its name."""
+  problems = []
+  by_name: dict[str, str] = {}
+  for path, leaf in records.items():
+    other = by_name.setdefault(tensor_path(path), path)
+    if other != path:
+      problems.append(Problem(f'{path} and {other} would be one tensor.', _NAMES))
+    if any(map(is_unsafe_name, tensor_path(path).split('/'))) or path == METADATA:
+      problems.append(Problem(f'{path!r} is not safe as a name.', _NAMES))
+    if leaf.dtype not in FORMAT_NAMES:
+      fix = "keep it out, with Changes(unused='regex'), or save its data: jax.random.key_data(key), or another dtype."
+      problems.append(Problem(f'{path} is {leaf}, which safetensors cannot hold.', fix))
+  if problems:
+    raise CheckpointError(problems_text(problems))
+
+
+_NAMES = 'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.'
+
+
+def _planned(
+  path: Any, tensors: Mapping[str, LeafRecord], most: int | None, metadata: Mapping[str, str] | None
+) -> tuple[Path, list[PlannedFile]]:
+  """The folder and the files to write.
+
+  Raises:
+    CheckpointError: an argument does not fit.
+  """
+  texts = {'format': 'pt'} if metadata is None else dict(metadata)
+  if not all(isinstance(text, str) for pair in texts.items() for text in pair):
+    raise CheckpointError(
+      f'metadata={metadata!r} holds more than strings.\nFix: pass a dict of strings.'
+    )
+  if most is not None and (type(most) is not int or most < 1):
+    raise CheckpointError(
+      f'max_shard_bytes={most!r} is not a number of bytes.\nFix: pass 5_000_000_000.'
+    )
+  if '://' in str(path):
+    raise CheckpointError(
+      f'{path} is in cloud storage, and safetensors are written to disk.\n'
+      'Fix: save to a local folder, and copy it.'
+    )
+  if path.name.endswith(SUFFIX):
+    files = planned_files(tensors, most, texts, path.name)
+    if len(files) > 1:
+      size = size_text(sum(file.bytes for file in files))
+      raise CheckpointError(
+        f'{path} is one file, and {size} do not fit into max_shard_bytes={most}.\n'
+        'Fix: pass a folder, which can hold several files.'
+      )
+    return Path(path).parent, files
+  return Path(path), planned_files(tensors, most or _SHARD_BYTES, texts, None)
+
+
+def _check_free(path: Any, folder: Path) -> None:
+  """Raises CheckpointExistsError if something would be replaced."""
+  if Path(path) != folder:
+    exists = path.exists()
+  else:
+    exists = (path.exists() and not path.is_dir()) or is_safetensors(path)
+  if exists:
+    what = 'holds safetensors' if path.is_dir() else 'exists'
+    raise CheckpointExistsError(
+      f'{path} {what} already.\nFix: save to another path, or remove it first.'
+    )
+
+
+def _abstract(record: LeafRecord) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(record.shape, dtype_of(record.dtype))
+
+
+# -- writing
+
+
+def _write(path: Any, folder: Path, files: list[PlannedFile], arrays: Iterator[tuple[str, Any]]) -> None:
+  """Writes the arrays. The first process writes; the others help to gather."""
+  if jax.process_index() != 0:
+    for _, array in arrays:
+      _to_host(array)
+    in_first(lambda: None)
+    return
+  failure: OSError | None = None
+  try:
+    with SafetensorsWriter(folder, files) as writer:
+      for name, array in arrays:
+        writer.write(name, _to_host(array))
+      writer.commit()
+  except OSError as error:
+    failure = error
+  for _, array in arrays:  # the other processes go on gathering
+    _to_host(array)
+  in_first(lambda: _raise(path, failure))
+
+
+def _raise(path: Any, failure: OSError | None) -> None:
+  if failure is not None:
+    raise CheckpointError(
+      f'{path} could not be written: {failure}.\n'
+      'Fix: make room or choose another disk; nothing is left of this save.'
+    ) from failure
+
+
+def _to_host(array: Any) -> np.ndarray:
+  """A whole array in host memory, of which JAX keeps no copy."""
+  if isinstance(array, np.ndarray):
+    return array
+  if not array.is_fully_addressable and not array.is_fully_replicated:
+    return gather([array])[0]
+  shards = array.addressable_shards
+  if array.is_fully_replicated:
+    return _shard_to_host(shards[0].data)
+  whole = np.empty(array.shape, array.dtype)
+  for shard in shards:
+    if shard.replica_id == 0:
+      whole[shard.index] = _shard_to_host(shard.data)
+  return whole
+
+
+def _shard_to_host(shard: jax.Array) -> np.ndarray:
+  """The values of a shard. An array keeps the copy that is made of it; so a copy on the device is asked."""
+  on_cpu = all(device.platform == 'cpu' for device in shard.devices())
+  return np.asarray(shard if on_cpu else jnp.copy(shard))

@@ -1,0 +1,218 @@
+"""Byte ranges: which bytes of a file hold the parts of an array that a process needs, and how they are read.
+
+An array is stored contiguously, its last dimension fastest. A box is a part of it, a range in each dimension. Boxes that
+together span whole rows, as those of the devices of one process often do, are read once, as one box. A box is
+read in pieces:
+
+- a contiguous piece straight into its array;
+- long runs one by one;
+- short runs together with the bytes between them, from which they are copied.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
+
+_PIECE = 8 << 20  # bytes of one read
+_LONG_RUN = 32 << 10  # bytes; shorter ones cost more calls than their neighbours cost reading
+_ALIGNMENT = 64  # bytes; JAX then takes host memory over without a copy, on CPUs
+
+
+class RangeFile:
+  """A file that several threads read by ranges of bytes.
+
+  Args:
+    path: file on disk, or in cloud storage.
+  """
+
+  def __init__(self, path: epath.Path):
+    self.path = path
+    self._lock = threading.Lock()
+    self._descriptor = os.open(path, os.O_RDONLY) if '://' not in os.fspath(path) else None
+    self._stream: Any = None if self._descriptor is not None else path.open('rb')
+
+  def read_into(self, memory: np.ndarray, offset: int) -> None:
+    """Fills an array of bytes from a position of the file.
+
+    Raises:
+      EOFError: the file ends before.
+    """
+    done = 0
+    while done < memory.size:
+      count = self._read(memory[done:], offset + done)
+      if not count:
+        raise EOFError(f'it ends at byte {offset + done:,}')
+      done += count
+
+  def _read(self, memory: np.ndarray, offset: int) -> int:
+    if self._descriptor is not None:
+      return os.preadv(self._descriptor, [memoryview(memory)], offset)
+    with self._lock:
+      self._stream.seek(offset)
+      data = self._stream.read(memory.size)
+    memory[: len(data)] = np.frombuffer(data, np.uint8)
+    return len(data)
+
+  def close(self) -> None:
+    """Closes the file."""
+    if self._descriptor is not None:
+      os.close(self._descriptor)
+    else:
+      self._stream.close()
+
+
+class Extent(NamedTuple):
+  """The place of an array in a file.
+
+  Attributes:
+    shape: shape of the array.
+    itemsize: bytes of an element.
+    begin: its first byte.
+  """
+
+  shape: tuple[int, ...]
+  itemsize: int
+  begin: int
+
+  @property
+  def strides(self) -> tuple[int, ...]:
+    """Bytes between neighbours along each dimension."""
+    return tuple(self.itemsize * math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+  def position(self, box: Box) -> int:
+    """The first byte of a box."""
+    return self.begin + sum(low * by for (low, _), by in zip(box, self.strides, strict=True))
+
+  def span(self, box: Box) -> int:
+    """Bytes from the first to the last of a nonempty box."""
+    return self.itemsize + sum(
+      (high - low - 1) * by for (low, high), by in zip(box, self.strides, strict=True)
+    )
+
+  def size(self, box: Box) -> int:
+    """Bytes of a box."""
+    return self.itemsize * math.prod(high - low for low, high in box)
+
+
+def box_of(index: Any, shape: tuple[int, ...]) -> Box:
+  """The box of a shard's index."""
+  return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def allocated(extent: Extent, box: Box) -> np.ndarray:
+  """Memory for a box: aligned bytes, as an array of words of the element's size."""
+  size = extent.size(box)
+  memory = np.empty(size + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  words = memory[start : start + size].view(f'u{extent.itemsize}')
+  return words.reshape([high - low for low, high in box])
+
+
+class Piece(NamedTuple):
+  """A part of an array that is read at once.
+
+  Attributes:
+    extent: place of the array.
+    box: the part.
+    memory: array of each box that needs bytes of it, by box.
+  """
+
+  extent: Extent
+  box: Box
+  memory: Mapping[Box, np.ndarray]
+
+  def read(self, file: RangeFile) -> None:
+    """Reads the bytes, and copies them to where they are needed."""
+    position, span = self.extent.position(self.box), self.extent.span(self.box)
+    direct = self._contiguous_memory() if span == self.extent.size(self.box) else None
+    if direct is not None:
+      file.read_into(direct, position)
+      return
+    data = np.empty(span, np.uint8)
+    file.read_into(data, position)
+    lengths = [high - low for low, high in self.box]
+    words = f'u{self.extent.itemsize}'
+    stored = np.ndarray(lengths, words, data, strides=self.extent.strides)
+    for box, memory in self.memory.items():
+      common = _common(self.box, box)
+      memory[_within(common, box)] = stored[_within(common, self.box)]
+
+  def _contiguous_memory(self) -> np.ndarray | None:
+    """The bytes of the one array to fill, if this part is contiguous in it."""
+    if len(self.memory) > 1:
+      return None
+    ((box, memory),) = self.memory.items()
+    part = memory[_within(self.box, box)]
+    return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
+
+def pieces(extent: Extent, memory: Mapping[Box, np.ndarray]) -> Iterator[Piece]:
+  """The pieces to read for several boxes of one array, with the memory of each."""
+  boxes = [box for box in memory if extent.size(box)]
+  for whole, members in _joined(extent, boxes):
+    for part in _divided(extent, whole):
+      yield Piece(extent, part, {box: memory[box] for box in members if _common(part, box) is not None})
+
+
+def _joined(extent: Extent, boxes: list[Box]) -> Iterator[tuple[Box, list[Box]]]:
+  """Boxes joined along the last dimension that any of them divides, if they leave less than half of it out."""
+  divided = [dim for dim, size in enumerate(extent.shape) if any(box[dim] != (0, size) for box in boxes)]
+  if len(boxes) < 2 or not divided:
+    yield from ((box, [box]) for box in boxes)
+    return
+  dim = divided[-1]
+  groups: dict[Any, list[Box]] = {}
+  for box in boxes:
+    groups.setdefault(box[:dim], []).append(box)
+  for members in groups.values():
+    low, high = min(box[dim][0] for box in members), max(box[dim][1] for box in members)
+    if 2 * sum(box[dim][1] - box[dim][0] for box in members) >= high - low:
+      yield (*members[0][:dim], (low, high), *members[0][dim + 1 :]), members
+    else:
+      yield from ((box, [box]) for box in members)
+
+
+def _divided(extent: Extent, box: Box) -> Iterator[Box]:
+  """Parts of a box, each to be read at once."""
+  span, size = extent.span(box), extent.size(box)
+  run = _run(extent, box)
+  if span <= _PIECE and (span == size or run < _LONG_RUN):
+    yield box
+    return
+  dim = next(dim for dim, (low, high) in enumerate(box) if high - low > 1)
+  low, high = box[dim]
+  is_sparse = span > size and run >= _LONG_RUN and extent.strides[dim] > run
+  step = 1 if is_sparse else max(1, _PIECE // extent.strides[dim])
+  for begin in range(low, high, step):
+    yield from _divided(extent, (*box[:dim], (begin, min(begin + step, high)), *box[dim + 1 :]))
+
+
+def _run(extent: Extent, box: Box) -> int:
+  """Bytes of a contiguous run of a box."""
+  run = extent.itemsize
+  for (low, high), size in zip(reversed(box), reversed(extent.shape), strict=True):
+    run *= high - low
+    if high - low < size:
+      break
+  return run
+
+
+def _common(one: Box, other: Box) -> Box | None:
+  """The intersection of two boxes; None if it is empty."""
+  common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+  return common if all(low < high for low, high in common) else None
+
+
+def _within(box: Box | None, outer: Box) -> tuple[Any, ...]:
+  """The index of a box in an array of another one that contains it. It selects an array, of rank 0 too."""
+  ranges = zip(box or (), outer, strict=True)
+  return (*(slice(low - first, high - first) for (low, high), (first, _) in ranges), ...)

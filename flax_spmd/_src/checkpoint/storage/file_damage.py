@@ -1,0 +1,59 @@
+"""File damage: the files of a generation that differ from its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from etils import epath
+
+from flax_spmd._src.checkpoint.storage.manifest import FileRecord
+from flax_spmd._src.checkpoint.storage.store import Store, open_store
+from flax_spmd.errors import CheckpointError
+
+_THREADS = 8
+_DATA = 'd'  # the folder that holds the bytes of arrays
+
+
+def file_damage(
+  folder: epath.Path,
+  files: Mapping[str, FileRecord],
+  *,
+  contents: bool = True,
+  part: int = 0,
+  parts: int = 1,
+) -> dict[str, str]:
+  """What is wrong with each damaged file, by path below `folder`.
+
+  Args:
+    folder: folder of the generation.
+    files: the files of its manifest.
+    contents: whether to read the files with the bytes of arrays too; their sizes are always compared.
+    part: the part of the files whose contents this process compares.
+    parts: number of parts.
+  """
+  store = open_store(folder)
+  sizes = store.files()
+  wrong = {
+    name: text for name, file in files.items() if (text := _wrong_size(sizes.get(name), file.size))
+  }
+  names = [name for name in files if name not in wrong and (contents or _DATA not in name.split('/'))]
+  names = sorted(names)[part::parts]
+  with ThreadPoolExecutor(_THREADS) as threads:
+    changed = threads.map(lambda name: _changed(store, name, files[name].checksum), names)
+    wrong |= {name: text for name, text in zip(names, changed, strict=True) if text}
+  return wrong
+
+
+def _wrong_size(found: int | None, recorded: int) -> str:
+  if found is None:
+    return 'it is missing'
+  return '' if found == recorded else f'it has {found:,} bytes, not {recorded:,}'
+
+
+def _changed(store: Store, name: str, recorded: str) -> str:
+  try:
+    found = store.digest(name, recorded)
+  except CheckpointError as error:
+    return str(error).partition('\n')[0].rstrip('.')
+  return '' if found == recorded else f'its checksum is {found}, not {recorded}'

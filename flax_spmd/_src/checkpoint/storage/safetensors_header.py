@@ -1,0 +1,251 @@
+"""Safetensors headers: the table of contents of one file, checked before any of its data is used.
+
+A file is the length of its header (8 bytes, little-endian), the header, and the data. The header is a JSON object
+with the dtype, the shape and the place of each tensor, in bytes from the end of the header:
+
+    {"__metadata__": {"format": "pt"},
+     "model.norm.weight": {"dtype": "BF16", "shape": [4096], "data_offsets": [0, 8192]}, ...}
+
+As in the format's own library, the tensors cover the data without overlaps and without holes. Anyone may have written
+the file, so a header that claims anything else is refused with every such claim.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from flax_spmd._src.checkpoint.storage.record import dtype_of, is_unsafe_name
+from flax_spmd.errors import CheckpointDamagedError
+
+METADATA = '__metadata__'
+LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+DTYPES = {  # https://github.com/huggingface/safetensors, `Dtype`
+  'BOOL': 'bool',
+  'U8': 'uint8',
+  'I8': 'int8',
+  'F8_E5M2': 'float8_e5m2',
+  'F8_E4M3': 'float8_e4m3fn',
+  'F8_E8M0': 'float8_e8m0fnu',
+  'F8_E4M3FNUZ': 'float8_e4m3fnuz',
+  'F8_E5M2FNUZ': 'float8_e5m2fnuz',
+  'U16': 'uint16',
+  'I16': 'int16',
+  'F16': 'float16',
+  'BF16': 'bfloat16',
+  'U32': 'uint32',
+  'I32': 'int32',
+  'F32': 'float32',
+  'U64': 'uint64',
+  'I64': 'int64',
+  'F64': 'float64',
+  'C64': 'complex64',
+}
+_PACKED = ('F4', 'F6_E2M3', 'F6_E3M2')  # several elements share a byte
+_LARGEST = 2**62  # bytes of an array that numpy can describe
+_SHOWN = 30
+
+
+class TensorEntry(NamedTuple):
+  """One tensor of a file.
+
+  Attributes:
+    name: name in the header.
+    shape: shape of the array.
+    dtype: numpy's name of its dtype.
+    begin, end: bytes of its data, from the start of the file.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: str
+  begin: int
+  end: int
+
+
+def tensor_path(name: str) -> str:
+  """The path of a tensor: its name, whose dots separate modules.
+
+  Example:
+    >>> tensor_path('model.layers.3.mlp.up_proj.weight')
+    'model/layers/3/mlp/up_proj/weight'
+  """
+  return name.replace('.', '/')
+
+
+def read_header(file: epath.Path) -> dict[str, TensorEntry]:
+  """The tensors of a file, by name.
+
+  Raises:
+    CheckpointDamagedError: the file is not a valid safetensors file (lists every problem).
+  """
+  size = file.stat().length
+  try:
+    with file.open('rb') as opened:
+      length = int.from_bytes(opened.read(LENGTH_BYTES), 'little')
+      _expect(size >= LENGTH_BYTES, f'it has {size} bytes, too few for a header.')
+      _expect(
+        length <= size - LENGTH_BYTES,
+        f'its header has {length:,} bytes, and the file {size - LENGTH_BYTES:,} after the length.',
+      )
+      _expect(
+        length <= MOST_HEADER_BYTES,
+        f'its header has {length:,} bytes; the format allows {MOST_HEADER_BYTES:,}.',
+      )
+      content = _parsed(opened.read(length))
+  except ValueError as error:
+    raise invalid(file, [str(error)]) from error
+  start = LENGTH_BYTES + length
+  problems = list(_name_problems(name for name in content if name != METADATA))
+  entries: dict[str, TensorEntry] = {}
+  for name, described in content.items():
+    try:
+      if name == METADATA:
+        _check_metadata(described)
+      else:
+        entries[name] = _entry(name, described, start, size)
+    except ValueError as error:
+      problems.append(str(error))
+  problems += _layout_problems(list(entries.values()), start, size) if not problems else []
+  if problems:
+    raise invalid(file, problems)
+  return entries
+
+
+def invalid(file: epath.Path, problems: Sequence[str]) -> CheckpointDamagedError:
+  """The error for a file that lies about its contents."""
+  shown = list(problems[:_SHOWN])
+  if len(problems) > _SHOWN:
+    shown.append(f'and {len(problems) - _SHOWN} more.')
+  return CheckpointDamagedError(
+    '\n'.join([f'The file {file} is not a valid safetensors file:', *shown, _FIX])
+  )
+
+
+_FIX = 'Fix: copy or download it again; it is incomplete, or was changed after it was written.'
+
+
+def _expect(holds: bool, problem: str) -> None:
+  if not holds:
+    raise ValueError(problem)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+  """The JSON object of a header."""
+  try:
+    _expect(data[:1] == b'{', 'it does not begin with {')
+    content = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+  except (ValueError, RecursionError) as error:
+    reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error).rstrip('.')
+    raise ValueError(f'its header is not a JSON object: {reason}.') from error
+  return content
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+  result: dict[str, Any] = {}
+  for name, value in pairs:
+    _expect(name not in result, f'it has {name!r} twice')
+    result[name] = value
+  return result
+
+
+def _check_metadata(content: Any) -> None:
+  is_texts = isinstance(content, dict) and all(isinstance(text, str) for text in content.values())
+  _expect(is_texts, f'{METADATA}: it is not an object of strings.')
+
+
+def _entry(name: str, content: Any, start: int, size: int) -> TensorEntry:
+  """A checked tensor.
+
+  Args:
+    name: its name.
+    content: its JSON value.
+    start: first byte of the data.
+    size: bytes of the file.
+  """
+  text = repr(name)
+  _expect(isinstance(content, dict), f'{text}: it is not an object.')
+  missing = [field for field in ('dtype', 'shape', 'data_offsets') if field not in content]
+  _expect(not missing, f'{text}: it has no {" and no ".join(missing)}.')
+  dtype, shape, offsets = content['dtype'], content['shape'], content['data_offsets']
+  _expect(dtype not in _PACKED, f'{text}: arrays of {dtype} share bytes, which is not supported.')
+  known = isinstance(dtype, str) and dtype in DTYPES
+  _expect(known, f'{text}: its dtype {_short(dtype)} is unknown.')
+  itemsize = dtype_of(DTYPES[dtype]).itemsize
+  _expect(_is_sizes(shape), f'{text}: its shape {_short(shape)} is not a list of sizes.')
+  fits = math.prod(max(length, 1) for length in shape) * itemsize < _LARGEST
+  _expect(fits, f'{text}: its shape {_short(shape)} is too large.')
+  is_pair = _is_sizes(offsets) and len(offsets) == 2
+  _expect(is_pair, f'{text}: its data_offsets {_short(offsets)} are not two positions.')
+  begin, end = offsets
+  _expect(begin <= end, f'{text}: its data_offsets {offsets} run backwards.')
+  _expect(
+    end <= size - start,
+    f'{text}: its data end at byte {end:,}, and the file has {size - start:,} of data.',
+  )
+  needed = math.prod(shape) * itemsize
+  _expect(
+    end - begin == needed,
+    f'{text}: {dtype}{shape} has {needed:,} bytes, and its data_offsets {end - begin:,}.',
+  )
+  return TensorEntry(name, tuple(shape), DTYPES[dtype], start + begin, start + end)
+
+
+def _is_sizes(content: Any) -> bool:
+  return isinstance(content, list) and all(type(size) is int and size >= 0 for size in content)
+
+
+def _short(value: Any) -> str:
+  """A value of a header for an error text."""
+  text = repr(value)
+  return text if len(text) <= 80 else f'{text[:77]}...'
+
+
+def _layout_problems(entries: Sequence[TensorEntry], start: int, size: int) -> Iterator[str]:
+  """Overlaps of tensors, and bytes of no tensor."""
+  end, before = start, ''
+  for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+    if entry.begin < end:
+      yield f'{entry.name!r} and {before!r} overlap, from byte {entry.begin - start:,} of the data.'
+    elif entry.begin > end:
+      yield _hole(end - start, entry.begin - start)
+    if entry.end >= end:
+      end, before = entry.end, entry.name
+  if end < size:
+    yield _hole(end - start, size - start)
+
+
+def _hole(begin: int, end: int) -> str:
+  return f'bytes {begin:,} to {end:,} of the data belong to no tensor.'
+
+
+def _name_problems(names: Iterator[str]) -> Iterator[str]:
+  """Names that are unsafe as paths, and names with one path."""
+  by_path: dict[str, str] = {}
+  for name in names:
+    if any(map(is_unsafe_name, tensor_path(name).split('/'))) or not _is_text(name):
+      yield f'{name!r} is not safe as a path.'
+    other = by_path.setdefault(tensor_path(name), name)
+    if other != name:
+      yield f'{other!r} and {name!r} have one path, {tensor_path(name)}.'
+
+
+def _is_text(name: str) -> bool:
+  """Whether a name can be written: JSON can hold half a character."""
+  try:
+    return bool(name.encode())
+  except UnicodeEncodeError:
+    return False
+
+
+def header_bytes(entries: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str]) -> bytes:
+  """The length and the header of a file, padded so that its data are aligned to 8 bytes."""
+  content = {METADATA: dict(metadata), **entries} if metadata else dict(entries)
+  text = json.dumps(content, separators=(',', ':')).encode()
+  text += b' ' * (-len(text) % LENGTH_BYTES)
+  return len(text).to_bytes(LENGTH_BYTES, 'little') + text
