@@ -26,6 +26,7 @@ STEPS = {'adafactor': 1, 'adafactor_on_host': 1, 'adamw_bfloat16': 1, 'inference
 FIX = (
   'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
 )
+SALVAGE = 'Fix: restore another checkpoint, or the undamaged leaves of this one with salvage=True.'
 
 
 @pytest.fixture(scope='module')
@@ -225,8 +226,8 @@ def test_a_missing_file(changed, file):
   path = changed()
   (path / 'target.embedding' / file).unlink()
   text = error_of(path)
-  assert text.startswith(f'Checkpoint {path} cannot be read in target/embedding: ')
-  assert text.endswith(f'\n{FIX}')
+  assert text.startswith(f'Checkpoint {path} is damaged in 1 leaf:\ntarget/embedding: ')
+  assert text.endswith(f'\n{SALVAGE}')
   whole = checkpoint.restore(path, layout=BY_PATH, changes=Changes(only='state/param_states'))
   assert flat_of(whole)
 
@@ -235,7 +236,7 @@ def test_a_changed_chunk(changed):
   path = changed()
   chunk = path / 'target.embedding' / '0.0'
   chunk.write_bytes(chunk.read_bytes()[:-3])
-  assert error_of(path).startswith(f'Checkpoint {path} cannot be read in target/embedding: ')
+  assert error_of(path).startswith(f'Checkpoint {path} is damaged in 1 leaf:\ntarget/embedding: ')
 
 
 def test_an_array_of_another_shape(changed):
@@ -243,8 +244,8 @@ def test_an_array_of_another_shape(changed):
   file = path / 'target.embedding' / '.zarray'
   file.write_text(json.dumps({**json.loads(file.read_text()), 'shape': [16, 9]}))
   assert error_of(path) == (
-    f'Checkpoint {path} is damaged in target/embedding: it has bfloat16[16, 8], and target.embedding has '
-    f'bfloat16[16, 9].\n{FIX}'
+    f'Checkpoint {path} is damaged in 1 leaf:\ntarget/embedding: its description is bfloat16[16, 8], and '
+    f'target.embedding has bfloat16[16, 9].\n{SALVAGE}'
   )
 
 

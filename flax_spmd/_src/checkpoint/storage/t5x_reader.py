@@ -141,7 +141,7 @@ class T5xReader:
     array, store = self._by_path[path], self._result(path, opened)
     if store.shape != array.shape or store.dtype.numpy_dtype != array.stored:
       raise CheckpointDamagedError(
-        f'Checkpoint {self.path} cannot be read: {path} has {array.stored}{list(array.shape)}, and '
+        f'Checkpoint {self.path} cannot be read: its description is {array.stored}{list(array.shape)}, and '
         f'{array.folder} has {store.dtype.name}{list(store.shape)}.\n{_FIX}'
       )
     return {index: store[tuple(slice(*each) for each in index)].read() for index in indices}
@@ -154,7 +154,7 @@ class T5xReader:
     if request.sharding is None:
       return slices[_whole(array.shape)]
     return jax.make_array_from_callback(
-      array.shape, request.sharding, lambda index: slices[_plain(index, array.shape)], dtype=array.dtype
+      array.shape, request.sharding, lambda index: slices[_plain(index or (), array.shape)], dtype=array.dtype
     )
 
   def _result(self, path: str, future: Any) -> Any:
