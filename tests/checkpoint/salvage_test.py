@@ -56,7 +56,10 @@ def test_verify_and_restore_agree(whole, tmp_path, kind):
     file = path / original.relative_to(whole)
     damage(file, kind, generator)
     changed = not file.exists() or file.read_bytes() != original.read_bytes()
-    verified, restored = outcome(lambda p=path: checkpoint.verify(p)), outcome(lambda p=path: checkpoint.restore(p))
+    verified, restored = (
+      outcome(lambda p=path: checkpoint.verify(p)),
+      outcome(lambda p=path: checkpoint.restore(p)),
+    )
     assert isinstance(restored, errors.CheckpointError) == changed, (file, restored)
     assert (verified != []) == changed, (file, verified)
     if not isinstance(verified, list):

@@ -195,6 +195,15 @@ def test_without_the_version(there, changed):
 # -- reading
 
 
+def test_in_a_bucket(there, server):
+  path = path_of(there, 'adamw_bfloat16')
+  for file in path.rglob('*'):
+    if file.is_file():
+      server.put(f'{server.bucket}/run/{path.name}/{file.relative_to(path)}', file.read_bytes())
+  restored = checkpoint.restore(f'{server.bucket}/run/{path.name}', layout=BY_PATH)
+  assert_bits(flat_of(restored), saved_arrays(there, 'adamw_bfloat16'))
+
+
 def test_each_slice_is_read_once(there):
   """Also where several devices hold it: a replicated array is read once, not eight times."""
   path = path_of(there, 'inference')

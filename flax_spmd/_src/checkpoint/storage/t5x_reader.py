@@ -20,6 +20,7 @@ import tensorstore
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.buckets import PATIENT, Location
 from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe, dtype_of
 from flax_spmd._src.checkpoint.storage.store import checked
 from flax_spmd.errors import CheckpointDamagedError
@@ -154,7 +155,10 @@ class T5xReader:
     if request.sharding is None:
       return slices[_whole(array.shape)]
     return jax.make_array_from_callback(
-      array.shape, request.sharding, lambda index: slices[_plain(index or (), array.shape)], dtype=array.dtype
+      array.shape,
+      request.sharding,
+      lambda index: slices[_plain(index or (), array.shape)],
+      dtype=array.dtype,
     )
 
   def _result(self, path: str, future: Any) -> Any:
@@ -168,13 +172,13 @@ class T5xReader:
 
 def _opened(folder: epath.Path, array: StoredArray) -> Any:
   """TensorStore's future of an opened array. A missing chunk is an error, not zeros."""
-  path = os.fspath(folder / array.folder) + '/'
+  url = os.fspath(folder / array.folder)
+  if '://' in url:
+    kvstore = Location.of(url).kvstore(PATIENT)
+  else:
+    kvstore = {'driver': 'file', 'path': f'{url}/'}
   return tensorstore.open(
-    {
-      'driver': array.driver,
-      'kvstore': path if '://' in path else {'driver': 'file', 'path': path},
-      'fill_missing_data_reads': False,
-    },
+    {'driver': array.driver, 'kvstore': kvstore, 'fill_missing_data_reads': False},
     read=True,
     open=True,
   )
