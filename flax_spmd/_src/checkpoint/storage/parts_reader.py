@@ -17,7 +17,7 @@ from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, Record
 
 
-class _Part(Protocol):
+class _PartReader(Protocol):
   record: Record
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]: ...
@@ -31,7 +31,7 @@ class PartsReader:
     parts: reader of each part, by its name.
   """
 
-  def __init__(self, path: epath.Path, parts: Mapping[str, _Part]):
+  def __init__(self, path: epath.Path, parts: Mapping[str, _PartReader]):
     self.path = self.folder = path
     self._parts = parts
     self._inner = {
@@ -65,7 +65,7 @@ def _joined(name: str, path: str) -> str:
   return name if path == skeleton.ROOT else f'{name}/{path}'
 
 
-def _joined_record(parts: Mapping[str, _Part]) -> Record:
+def _joined_record(parts: Mapping[str, _PartReader]) -> Record:
   """One record of all parts. Indices of leaves continue from part to part."""
   tree: dict[str, Any] = {}
   leaves: dict[str, LeafRecord] = {}

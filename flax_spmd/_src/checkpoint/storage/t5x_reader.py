@@ -173,10 +173,7 @@ class T5xReader:
 def _opened(folder: epath.Path, array: StoredArray) -> Any:
   """TensorStore's future of an opened array. A missing chunk is an error, not zeros."""
   url = os.fspath(folder / array.folder)
-  if '://' in url:
-    kvstore = Location.of(url).kvstore(PATIENT)
-  else:
-    kvstore = {'driver': 'file', 'path': f'{url}/'}
+  kvstore = Location.of(url).kvstore(PATIENT) if '://' in url else {'driver': 'file', 'path': f'{url}/'}
   return tensorstore.open(
     {'driver': array.driver, 'kvstore': kvstore, 'fill_missing_data_reads': False},
     read=True,
