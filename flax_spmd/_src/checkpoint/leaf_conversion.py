@@ -112,12 +112,18 @@ def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tupl
 def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   """A conversion to or from a numpy array or a Python number."""
   leaves = dict(zip(route.sources, parts, strict=True))
-  result = evaluated(route, lambda source: np.asarray(leaves[source]), np)
+  result = evaluated(route, lambda source: _as_numpy(leaves[source]), np)
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())
-  result = _cast(result, target.dtype)
+  result = _cast(np.asarray(result), target.dtype)
   sharding = getattr(target, 'sharding', None)
   return result if sharding is None else jax.device_put(result, sharding)
+
+
+def _as_numpy(leaf: Any) -> Any:
+  """A leaf as a numpy array; typed keys, which numpy lacks, as they are."""
+  is_key = jax.dtypes.issubdtype(getattr(leaf, 'dtype', None), jax.dtypes.prng_key)
+  return leaf if is_key else np.asarray(leaf)
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:
