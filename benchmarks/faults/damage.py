@@ -6,6 +6,7 @@ name of an array if the values of an array are concerned. Only in HEAD some byte
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,6 @@ from faults.examinations import expect_agreement, number_at
 from faults.known_states import Size, layout, state_of
 from faults.places import Place
 from faults.tally import Harm, Outcome, Tally
-
 from flax_spmd import checkpoint, errors
 
 STORES = ('disk', 'gcs', 's3')
@@ -47,14 +47,12 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     ):
       tally = Tally(campaign, place.store)
       for fault, harmed in faults:
-        tally.trial(fault, lambda: _trial(place, path, whole, harmed))  # noqa: B023
+        tally.trial(fault, functools.partial(_trial, place, path, whole, harmed))
       yield tally.outcome()
     place.clear(path)
 
 
-def _flips(
-  whole: dict[str, bytes], runs: int, drawn: random.Random
-) -> Iterator[tuple[str, Harmed]]:
+def _flips(whole: dict[str, bytes], runs: int, drawn: random.Random) -> Iterator[tuple[str, Harmed]]:
   """One bit of a file in turn, at a random place."""
   names = [name for name, data in whole.items() if data]
   for run_ in range(runs):
@@ -72,9 +70,7 @@ def _cuts(whole: dict[str, bytes]) -> Iterator[tuple[str, Harmed]]:
         yield f'{harm}: {name}', {name: change(data)}
 
 
-def _swaps(
-  whole: dict[str, bytes], runs: int, drawn: random.Random
-) -> Iterator[tuple[str, Harmed]]:
+def _swaps(whole: dict[str, bytes], runs: int, drawn: random.Random) -> Iterator[tuple[str, Harmed]]:
   names = [*whole]
   for _ in range(runs):
     one, two = drawn.sample(names, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import random
 import shutil
@@ -21,7 +22,6 @@ from faults.known_states import Size
 from faults.places import DiskPlace, Place
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import Worker
-
 from flax_spmd import checkpoint
 
 STORES = ('disk',)
@@ -59,7 +59,9 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
         first = drawn.randint(1, calls[mode])
         last = first if drawn.random() < 0.5 else NEVER
         text = f'{mode}, call {first} of {calls[mode]}{"" if first == last else " and all later ones"}'
-        tally.trial(text, lambda: _trial(place, mode, worker, control, (kind, number, first, last)))  # noqa: B023
+        tally.trial(
+          text, functools.partial(_trial, place, mode, worker, control, (kind, number, first, last))
+        )
       yield tally.outcome()
 
 
@@ -112,7 +114,9 @@ def _save(worker: Worker, mode: str, root: str, number: int) -> dict[str, Any]:
   do = 'save_async' if mode == 'async' else 'save'
   path = f'{root}/1' if mode == 'overwrite' else f'{root}/2'
   # the third save replaces what the second one may have left
-  return worker.call(do, LIMIT, path=path, number=number, size=SIZE, overwrite=mode == 'overwrite' or number == 3)
+  return worker.call(
+    do, LIMIT, path=path, number=number, size=SIZE, overwrite=mode == 'overwrite' or number == 3
+  )
 
 
 def _calls(place: Place, mode: str, worker: Worker, control: _Control, kind: int) -> int:

@@ -6,6 +6,7 @@ A tmpfs and an ext4 of a few MB (which need root) and a limit on the size of fil
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import resource
 import subprocess
@@ -18,7 +19,6 @@ from faults.examinations import expect, expect_room, save_next
 from faults.known_states import Size, layout, state_of
 from faults.places import DiskPlace, Place
 from faults.tally import Harm, Outcome, Tally
-
 from flax_spmd import checkpoint, errors
 
 STORES = ('disk',)
@@ -40,7 +40,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     tally, drawn = Tally(campaign, place.store), random.Random(campaign)
     for run_ in range(runs):
       mode, room = MODES[run_ % len(MODES)], drawn.randrange(64 << 10, 900 << 10)
-      tally.trial(f'{mode}, {room} bytes', lambda: _trial(place, mode, room, scarcity))  # noqa: B023
+      tally.trial(f'{mode}, {room} bytes', functools.partial(_trial, place, mode, room, scarcity))
     yield tally.outcome()
 
 
@@ -60,7 +60,9 @@ def _paths(place: DiskPlace, mode: str, root: Path, make_scarce: Callable[[bool]
   save = checkpoint.save_async if mode == 'async' else checkpoint.save
   make_scarce(True)
   try:
-    _expect_failure(lambda: save(path, state_of(2, SIZE), layout=layout(), overwrite=mode == 'overwrite'))
+    _expect_failure(
+      lambda: save(path, state_of(2, SIZE), layout=layout(), overwrite=mode == 'overwrite')
+    )
   finally:
     make_scarce(False)
   expect(str(root / '1'), SIZE, {1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import time
@@ -11,7 +12,6 @@ from faults.examinations import expect
 from faults.known_states import Size
 from faults.places import Place
 from faults.tally import Harm, Outcome, Tally
-
 from tests.processes import run_processes
 
 STORES = ('disk', 'gcs', 's3')
@@ -49,7 +49,9 @@ if jax.process_index() == {victim}:
   time.sleep(60)
 os._exit(0)
 """
-_JAX_MESSAGE = 'another task died'  # process 0 has the coordination service: without it JAX ends the others
+_JAX_MESSAGE = (
+  'another task died'  # process 0 has the coordination service: without it JAX ends the others
+)
 
 
 def run(place: Place, runs: int) -> Iterator[Outcome]:
@@ -59,7 +61,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     drawn = random.Random(victim)
     for _ in range(runs):
       seconds = 0.2 + drawn.uniform(0, 0.5)
-      tally.trial(f'after {seconds:.2f} s', lambda: _trial(place, victim, seconds, size))  # noqa: B023
+      tally.trial(f'after {seconds:.2f} s', functools.partial(_trial, place, victim, seconds, size))
     yield tally.outcome()
 
 

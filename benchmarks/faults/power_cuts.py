@@ -7,6 +7,7 @@ kernel still held in memory is not in it. All that was reported as saved must be
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import shutil
 import subprocess
@@ -20,7 +21,6 @@ from faults.known_states import Size, layout, target_of
 from faults.places import DiskPlace, Place
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import Victims, Worker
-
 from flax_spmd import checkpoint
 
 STORES = ('disk',)
@@ -44,7 +44,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
         moment = MOMENTS[run_ % len(MOMENTS)]
         folder = Path(place.new('power'))
         folder.mkdir()
-        tally.trial(moment, lambda: _trial(folder, mode, moment, victims.take(), drawn))  # noqa: B023
+        tally.trial(moment, functools.partial(_trial, folder, mode, moment, victims.take(), drawn))
         shutil.rmtree(folder)
     yield tally.outcome()
 
@@ -151,7 +151,9 @@ def _copy(folder: Path, at: Path) -> None:
 
 def _examine_paths(root: Path, mode: str, saved: list[int], size: Size) -> None:
   """Restores all that is there; what was reported as saved has to be."""
-  names = [path.name for path in root.iterdir() if not path.name.startswith('.')] if root.exists() else []
+  names = (
+    [path.name for path in root.iterdir() if not path.name.startswith('.')] if root.exists() else []
+  )
   whole = {name: number for name in names if (number := _number(root / name, size)) is not None}
   last = max(saved, default=0)
   if mode in ('overwrite', 'packed'):

@@ -7,6 +7,7 @@ The first one must not report success for data that is not there, nor disturb wh
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     seconds = _unharmed(place, first)
     for _ in range(runs):
       after = drawn.uniform(0, 1.0) * seconds
-      tally.trial(f'after {after:.2f} s', lambda: _trial(place, first, second, after))  # noqa: B023
+      tally.trial(f'after {after:.2f} s', functools.partial(_trial, place, first, second, after))
   yield tally.outcome()
 
 
