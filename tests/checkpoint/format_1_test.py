@@ -79,7 +79,11 @@ def test_inspection(path):
 
 def test_all_kinds_and_both_formats_are_equal(tmp_path):
   state = checkpoint.restore(HERE / 'plain', boxed=True)
-  for kind, options in (('plain', {}), ('packed', {'pack': 1 << 10}), ('compressed', {'compress': True})):
+  for kind, options in (
+    ('plain', {}),
+    ('packed', {'pack': 1 << 10}),
+    ('compressed', {'compress': True}),
+  ):
     checkpoint.save(tmp_path / kind, state, LAYOUT, **options)
     differences = checkpoint.diff(HERE / kind, tmp_path / kind)
     assert [line for line in differences if 'saved as' not in line] == []
@@ -190,7 +194,10 @@ def test_a_flipped_bit(path):
 def test_missing_files(plain, file):
   gone = plain / 'state' / file
   shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-  with pytest.raises(errors.CheckpointDamagedError, match=r'(?s)(cannot be read|has no arrays|damaged in 4 leaves):.*\nFix: '):
+  with pytest.raises(
+    errors.CheckpointDamagedError,
+    match=r'(?s)(cannot be read|has no arrays|damaged in 4 leaves):.*\nFix: ',
+  ):
     checkpoint.restore(plain)
 
 
