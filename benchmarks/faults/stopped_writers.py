@@ -39,9 +39,11 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
 
 
 def _unharmed(place: Place, worker: Worker) -> float:
+  """The seconds that a save takes at least."""
   path = place.new('stopped')
   worker.done('save', path=path, number=1, size=place.size)
-  seconds = worker.call('save', path=path, number=2, size=place.size, overwrite=True)['seconds']
+  options = {'path': path, 'size': place.size, 'overwrite': True}
+  seconds = min(worker.call('save', number=number, **options)['seconds'] for number in (2, 1, 2))
   place.clear(path)
   return seconds
 
