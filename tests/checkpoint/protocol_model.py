@@ -209,7 +209,7 @@ def put_intent(world: World, actor: Actor, rules: Rules) -> Steps:
 @step
 def list_intents(world: World, actor: Actor, rules: Rules) -> Steps:
   """A sweep begins with the intents of some writers that it takes for dead."""
-  for dead in chain.from_iterable(combinations(sorted(world.intents), n) for n in (2, 1)):
+  for dead in chain.from_iterable(combinations(sorted(world.intents), n) for n in (3, 2, 1)):
     intents = frozenset(dead)
     left = world._replace(declared=world.declared | intents)
     if not rules.intent_removed_last:

@@ -66,8 +66,8 @@ SCENARIOS = {
 }
 
 LARGE = {
-  'all on a bucket': lambda rules: State(
-    OLD, (save('A', rules), save('B', rules), deletion(), reader())
+  'deletion, sweep and save': lambda rules: State(
+    OLD, (save('A', rules), deletion(), sweep(), reader('read_only'))
   ),
   'failing first saves': lambda rules: State(
     NEW, (save('A', rules, faulty=True), save('B', rules), sweep())

@@ -80,13 +80,14 @@ class Claim:
     self._legacy = _legacy(listed, bool(before.head.generation))
     self._check_free(overwrite)
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
+    # Without a generation and a lease in the head, it may be what a damaged or lost head named: kept until the commit.
+    self._is_found = bool(self._garbage) and not (before.head.generation or before.head.lease)
     self._lease, self._intent = self._taken(before)
     self._generation = f'{GENERATION}{self._lease.head.epoch:06d}-{secrets.token_hex(4)}'
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      # without a generation and a lease, it may be what a damaged head named
-      garbage = self._garbage if before.head.generation or before.head.lease else []
+      garbage = [] if self._is_found else self._garbage
       if garbage or any(is_pin(name) for name in listed):
         self._remove_unpinned(garbage)
     except BaseException:
@@ -105,11 +106,13 @@ class Claim:
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
-    if before.head.generation is not None:
-      return HeadLease(self._store, self.path, before, durable=bool(self._garbage)), None
+    # A first head has to be whole after a power cut, and one before the removal of garbage has to be there.
+    durable = bool(self._garbage) or before.tag is None
+    if before.head.generation is not None or self._is_found:
+      return HeadLease(self._store, self.path, before, durable), None
     intent = Intent(self._store, self.path.name)
     try:
-      lease = HeadLease(self._store, self.path, before, durable=bool(self._garbage))
+      lease = HeadLease(self._store, self.path, before, durable)
     except BaseException:
       intent.remove()
       raise
