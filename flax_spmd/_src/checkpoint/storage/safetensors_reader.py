@@ -48,7 +48,7 @@ class SafetensorsReader:
   """
 
   def __init__(self, path: epath.Path):
-    self.path = path
+    self.path = self.folder = path
     self._tensors = {tensor_path(name): at for name, at in located_tensors(path).items()}
     paths = sorted(self._tensors, key=_in_numeric_order)
     leaves = {path: _leaf(self._tensors[path][1]) for path in paths}
