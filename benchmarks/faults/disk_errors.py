@@ -21,7 +21,6 @@ from faults.known_states import Size
 from faults.places import DiskPlace, Place
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import Worker
-
 from flax_spmd import checkpoint
 
 STORES = ('disk',)
@@ -112,7 +111,9 @@ def _save(worker: Worker, mode: str, root: str, number: int) -> dict[str, Any]:
   do = 'save_async' if mode == 'async' else 'save'
   path = f'{root}/1' if mode == 'overwrite' else f'{root}/2'
   # the third save replaces what the second one may have left
-  return worker.call(do, LIMIT, path=path, number=number, size=SIZE, overwrite=mode == 'overwrite' or number == 3)
+  return worker.call(
+    do, LIMIT, path=path, number=number, size=SIZE, overwrite=mode == 'overwrite' or number == 3
+  )
 
 
 def _calls(place: Place, mode: str, worker: Worker, control: _Control, kind: int) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
+
+import flax_spmd as spmd
 from faults.known_states import Size, is_state, layout, state_of, target_of
 from faults.places import Place
 from faults.tally import Harm
-
-import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 
 SLACK = 64 << 10  # bytes of records and heads, beside the arrays

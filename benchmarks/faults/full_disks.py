@@ -18,7 +18,6 @@ from faults.examinations import expect, expect_room, save_next
 from faults.known_states import Size, layout, state_of
 from faults.places import DiskPlace, Place
 from faults.tally import Harm, Outcome, Tally
-
 from flax_spmd import checkpoint, errors
 
 STORES = ('disk',)
@@ -60,7 +59,9 @@ def _paths(place: DiskPlace, mode: str, root: Path, make_scarce: Callable[[bool]
   save = checkpoint.save_async if mode == 'async' else checkpoint.save
   make_scarce(True)
   try:
-    _expect_failure(lambda: save(path, state_of(2, SIZE), layout=layout(), overwrite=mode == 'overwrite'))
+    _expect_failure(
+      lambda: save(path, state_of(2, SIZE), layout=layout(), overwrite=mode == 'overwrite')
+    )
   finally:
     make_scarce(False)
   expect(str(root / '1'), SIZE, {1})

@@ -12,7 +12,6 @@ from faults.known_states import layout, state_of, target_of
 from faults.places import Place
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import Victims, Worker
-
 from flax_spmd import checkpoint
 
 STORES = ('disk', 'gcs', 's3')

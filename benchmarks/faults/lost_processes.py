@@ -11,7 +11,6 @@ from faults.examinations import expect
 from faults.known_states import Size
 from faults.places import Place
 from faults.tally import Harm, Outcome, Tally
-
 from tests.processes import run_processes
 
 STORES = ('disk', 'gcs', 's3')
@@ -49,7 +48,9 @@ if jax.process_index() == {victim}:
   time.sleep(60)
 os._exit(0)
 """
-_JAX_MESSAGE = 'another task died'  # process 0 has the coordination service: without it JAX ends the others
+_JAX_MESSAGE = (
+  'another task died'  # process 0 has the coordination service: without it JAX ends the others
+)
 
 
 def run(place: Place, runs: int) -> Iterator[Outcome]:

@@ -14,17 +14,19 @@ from typing import Any
 
 from faults.examinations import expect, expect_agreement, expect_room
 from faults.places import Place
-from faults.stores import Server, ServedPlace
+from faults.stores import ServedPlace, Server
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import Worker, workers
-from tests.object_stores import Answer, Request
-
 from flax_spmd import checkpoint
+from tests.object_stores import Answer, Request
 
 STORES = ('gcs', 's3')
 RUNS = {'gcs': 6, 's3': 6}
 MODES = ('new path', 'overwrite', 'manager')
 LIMIT = 170.0  # seconds for a save that fails; both clients try again for a while
+
+
+Harassment = Callable[[Server], Answer | None]
 
 
 class Fault:
@@ -38,7 +40,7 @@ class Fault:
     count: number of requests to harass.
   """
 
-  def __init__(self, server: Server, where: str, harass: Callable[[], Answer | None], first: int, count: int):
+  def __init__(self, server: Server, where: str, harass: Harassment, first: int, count: int):
     self._server, self._where, self._harass = server, where, harass
     self._first, self._last = first, first + count
     self._lock = threading.Lock()
@@ -51,7 +53,7 @@ class Fault:
       self.seen += 1
       due = self._first <= self.seen < self._last
       self.harassed += due
-    return self._harass() if due else None
+    return self._harass(self._server) if due else None
 
   def __enter__(self) -> Fault:
     setattr(self._server, self._where, self)
@@ -61,22 +63,27 @@ class Fault:
     setattr(self._server, self._where, lambda request: None)
 
 
-def _slow() -> None:
+def _slow(server: Server) -> None:
+  del server
   time.sleep(1.0)
 
 
-def _broken() -> Answer:
-  raise ConnectionResetError('The server dies.')
+def _broken(server: Server) -> Answer:
+  raise ConnectionResetError(f'{server.url} dies')
+
+
+def _refused(status: int, code: str) -> Harassment:
+  return lambda server: server.refusal(status, code)
 
 
 ALL = 1 << 30
-FAULTS: dict[str, tuple[str, Callable[[], Answer | None], int]] = {
-  '403': ('intercept', lambda: Answer(403), ALL),
-  '500, for a while': ('intercept', lambda: Answer(500), 3),
-  '503': ('intercept', lambda: Answer(503), ALL),
+FAULTS: dict[str, tuple[str, Harassment, int]] = {
+  '403': ('intercept', _refused(403, 'AccessDenied'), ALL),
+  '500, three times': ('intercept', _refused(500, 'InternalError'), 3),
+  '503': ('intercept', _refused(503, 'ServiceUnavailable'), ALL),
   'slow': ('intercept', _slow, 20),
   'broken connections': ('intercept', _broken, ALL),
-  'lost answers': ('lose', lambda: Answer(503), 1),
+  'lost answers': ('lose', _refused(503, 'ServiceUnavailable'), 1),
 }
 
 
@@ -85,7 +92,9 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
   with workers(1) as (worker,):
     worker.done('make', numbers=[1, 2, 3], size=place.size)
     calls = {
-      (where, mode): _calls(place, mode, worker, where) for where in ('intercept', 'lose') for mode in MODES
+      (where, mode): _calls(place, mode, worker, where)
+      for where in ('intercept', 'lose')
+      for mode in MODES
     }
     for name, (where, harass, count) in FAULTS.items():
       tally, drawn = Tally(f'server: {name}', place.store), random.Random(name)
@@ -93,7 +102,10 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
         mode = MODES[run_ % len(MODES)]
         first = drawn.randint(1, calls[where, mode])
         fault = Fault(place.server, where, harass, first, count)
-        tally.trial(f'{mode}, from request {first} of {calls[where, mode]} on', lambda: _trial(place, mode, worker, fault))  # noqa: B023
+        tally.trial(
+          f'{mode}, from request {first} of {calls[where, mode]} on',
+          lambda: _trial(place, mode, worker, fault),
+        )  # noqa: B023
       yield tally.outcome()
 
 
@@ -117,7 +129,7 @@ def _save(place: Place, worker: Worker, mode: str, root: str, number: int) -> di
 def _calls(place: ServedPlace, mode: str, worker: Worker, where: str) -> int:
   """The number of requests of a save."""
   root = _prepared(place, mode, worker)
-  with Fault(place.server, where, lambda: None, 1, 0) as fault:
+  with Fault(place.server, where, _slow, 1, 0) as fault:
     answer = _save(place, worker, mode, root, 2)
   worker.call('close')
   place.clear(root)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tensorstore as ts
+
 from faults.known_states import Size
 
 

@@ -20,7 +20,6 @@ from faults.known_states import Size, layout, target_of
 from faults.places import DiskPlace, Place
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import Victims, Worker
-
 from flax_spmd import checkpoint
 
 STORES = ('disk',)
@@ -151,7 +150,9 @@ def _copy(folder: Path, at: Path) -> None:
 
 def _examine_paths(root: Path, mode: str, saved: list[int], size: Size) -> None:
   """Restores all that is there; what was reported as saved has to be."""
-  names = [path.name for path in root.iterdir() if not path.name.startswith('.')] if root.exists() else []
+  names = (
+    [path.name for path in root.iterdir() if not path.name.startswith('.')] if root.exists() else []
+  )
   whole = {name: number for name in names if (number := _number(root / name, size)) is not None}
   last = max(saved, default=0)
   if mode in ('overwrite', 'packed'):

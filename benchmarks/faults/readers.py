@@ -11,7 +11,6 @@ from faults.known_states import Size, layout, state_of, target_of
 from faults.places import Place
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import workers
-
 from flax_spmd import checkpoint
 
 STORES = ('disk', 'gcs', 's3')

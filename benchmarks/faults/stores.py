@@ -32,6 +32,10 @@ class Server(Protocol):
   intercept: Harass
   lose: Harass
 
+  def refusal(self, status: int, code: str) -> Answer:
+    """An error as this server answers it."""
+    ...
+
   def close(self) -> None: ...
 
 
@@ -57,12 +61,16 @@ class _S3(S3Server):
   def _wsgi(self, environ: dict[str, Any], start_response: Any) -> Any:
     begun: list[tuple[Any, ...]] = []
     body = b''.join(super()._wsgi(environ, lambda *arguments: begun.append(arguments)))
-    lost = self.lose(self.requests[-1])
+    lost = self.lose(_request(environ))
     if lost is None:
       start_response(*begun[0])
       return [body]
     start_response(f'{lost.status} X', list(lost.headers.items()))
     return [lost.body]
+
+
+def _request(environ: dict[str, Any]) -> Request:
+  return Request(environ['REQUEST_METHOD'], environ['PATH_INFO'], {}, {})
 
 
 class ServedPlace(BucketPlace):
@@ -91,30 +99,29 @@ def opened(store: str, folder: Path) -> Iterator[Place | None]:
 
 @contextlib.contextmanager
 def _gcs() -> Iterator[Place]:
-  server = _Gcs()
-  server.buckets[BUCKET] = {}
+  server = _Gcs().with_bucket(BUCKET)
   environment = {
     'STORAGE_EMULATOR_HOST': server.url,
     'TENSORSTORE_GCS_HTTP_URL': server.url,
-    'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'token',
+    'GCE_METADATA_ROOT': '127.0.0.1:1',
+    'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',
   }
   with contextlib.closing(server), mock.patch.dict(os.environ, environment):
-    yield ServedPlace('gcs', f'gs://{BUCKET}', {'driver': 'gcs', 'bucket': BUCKET}, server)
+    yield ServedPlace('gcs', server.bucket, {'driver': 'gcs', 'bucket': BUCKET}, server)
 
 
 @contextlib.contextmanager
 def _s3() -> Iterator[Place]:
-  server = _S3()
+  server = _S3().with_bucket(BUCKET)
   environment = {
     'AWS_ENDPOINT_URL': server.url,
     'AWS_ACCESS_KEY_ID': 'key',
     'AWS_SECRET_ACCESS_KEY': 'secret',
     'AWS_DEFAULT_REGION': 'us-east-1',
     'AWS_EC2_METADATA_DISABLED': 'true',
+    'AWS_CONFIG_FILE': os.devnull,
+    'AWS_SHARED_CREDENTIALS_FILE': os.devnull,
   }
   keys = {'driver': 's3', 'bucket': BUCKET, 'endpoint': server.url, 'aws_region': 'us-east-1'}
   with contextlib.closing(server), mock.patch.dict(os.environ, environment):
-    import fsspec
-
-    fsspec.filesystem('s3', skip_instance_cache=True).mkdir(BUCKET)
-    yield ServedPlace('s3', f's3://{BUCKET}', keys, server)
+    yield ServedPlace('s3', server.bucket, keys, server)

@@ -15,7 +15,6 @@ from faults.known_states import Size, layout, state_of
 from faults.places import Place
 from faults.tally import Harm, Outcome, Tally
 from faults.workers import Worker, workers
-
 from flax_spmd import checkpoint
 
 STORES = ('disk', 'gcs', 's3')

@@ -1,7 +1,7 @@
 """Worker: the process that saves, to be killed, stopped or disturbed; it reads commands from stdin and answers on stdout.
 
-    {"do": "save", "path": "...", "number": 2, "size": [4, 64, 0], "overwrite": true}
-    {"saved": 2, "seconds": 0.1}
+{"do": "save", "path": "...", "number": 2, "size": [4, 64, 0], "overwrite": true}
+{"saved": 2, "seconds": 0.1}
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from faults.known_states import Size, layout, state_of
-
 from flax_spmd import checkpoint, errors
 
 ANSWERS = os.dup(1)  # libraries may print

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from faults.tally import Harm
 
 SOURCE = Path(__file__).with_name('worker.py')
+UNSHARE = ('unshare', '--pid', '--fork', '--kill-child', '--mount-proc')
 LIMIT = 180.0  # seconds until a call is taken to hang
 
 
@@ -26,17 +27,18 @@ class Worker:
 
   Args:
     environment: further variables of its environment.
-    prefix: command that starts it, such as `unshare`.
+    elsewhere: whether it runs as on another machine: in a PID namespace of its own, which needs root.
   """
 
-  def __init__(self, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()):
+  def __init__(self, environment: dict[str, str] | None = None, elsewhere: bool = False):
     self._process = subprocess.Popen(
-      [*prefix, sys.executable, str(SOURCE)],
+      [*(UNSHARE if elsewhere else ()), sys.executable, str(SOURCE)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,
       env=os.environ | (environment or {}),
     )
+    self._elsewhere = elsewhere
     self._answers: collections.deque[dict[str, Any]] = collections.deque()
     self._arrived = threading.Condition()
     self._ended = False
@@ -95,9 +97,16 @@ class Worker:
       raise Harm(f'{do} fails: {answer["error"]}: {answer["text"]}')
     return answer['result']
 
+  @property
+  def _pid(self) -> int:
+    """The process that runs Python, as this process knows it."""
+    pid = self._process.pid
+    children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+    return int(children[0]) if self._elsewhere and children else pid
+
   def kill(self) -> list[dict[str, Any]]:
     """Kills the process; returns the messages that it had sent."""
-    self._process.kill()
+    os.kill(self._pid, signal.SIGKILL)
     self._process.wait()
     with self._arrived:
       self._arrived.wait_for(lambda: self._ended, 10)
@@ -105,13 +114,13 @@ class Worker:
 
   def stop(self) -> None:
     """Stops the process until `resume`."""
-    self._process.send_signal(signal.SIGSTOP)
-    state = Path(f'/proc/{self._process.pid}/stat')
+    os.kill(self._pid, signal.SIGSTOP)
+    state = Path(f'/proc/{self._pid}/stat')
     while state.read_text().rpartition(')')[2].split()[0] not in 'TZ':
       time.sleep(0.001)
 
   def resume(self) -> None:
-    self._process.send_signal(signal.SIGCONT)
+    os.kill(self._pid, signal.SIGCONT)
 
   def end(self) -> None:
     """Lets the process end; kills it if it doesn't."""
@@ -122,6 +131,14 @@ class Worker:
     except subprocess.TimeoutExpired:
       self._process.kill()
       self._process.wait()
+
+
+def can_be_elsewhere() -> bool:
+  """Whether processes can be started in a PID namespace of their own."""
+  try:
+    return subprocess.run([*UNSHARE, 'true'], capture_output=True).returncode == 0
+  except OSError:
+    return False
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import io
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -772,3 +773,41 @@ def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Ar
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)
   aval = aval_of(like.shape, like.dtype, True)
   return array.ArrayImpl(aval, sharding, cast(Any, list(shards)), committed=True)
+
+
+@functools.cache
+def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -> None:
+  """Makes Orbax and etils ask how to reach a path in a bucket.
+
+  Orbax 0.12.8 has no option for it: it reaches `gs://` through TensorStore and refuses `s3://`, and lists through
+  fsspec, which remembers lists. A path without an answer is reached as before.
+
+  Args:
+    kvstore: returns the TensorStore spec of a path, or None.
+    files: returns the fsspec file system of a path, or None.
+
+  Raises:
+    AttributeError, ImportError: the installed Orbax or etils has another structure.
+  """
+  from etils.epath import backend, gpath
+  from orbax.checkpoint._src.path import gcs_utils
+  from orbax.checkpoint._src.serialization import tensorstore_utils
+
+  normalize, is_gcs = tensorstore_utils._normalize_path, tensorstore_utils._use_gcs_driver
+  spec, file_system = gcs_utils.get_kvstore_for_gcs, backend.fsspec_backend.fs
+  backend_of = gpath._GPath._backend.fget
+  tensorstore_utils._normalize_path = lambda path: path.rstrip('/') if kvstore(path) else normalize(path)
+  tensorstore_utils._use_gcs_driver = lambda directory: bool(kvstore(directory)) or is_gcs(directory)
+  gcs_utils.get_kvstore_for_gcs = lambda path: kvstore(path) or spec(path)
+  cast(Any, backend.fsspec_backend).fs = lambda path: files(os.fspath(path)) or file_system(path)
+  # With TensorFlow installed, etils would take TensorFlow's file systems.
+  cast(Any, gpath._GPath)._backend = property(
+    lambda path: backend.fsspec_backend if files(path._path_str) else cast(Any, backend_of)(path)
+  )
+
+
+def orbax_kvstore(path: str) -> Any:
+  """The TensorStore spec that Orbax builds for a folder of arrays, without its own layers."""
+  from orbax.checkpoint._src.serialization import tensorstore_utils
+
+  return tensorstore_utils.build_kvstore_tspec(path, use_ocdbt=True)['base']

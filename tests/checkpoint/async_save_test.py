@@ -131,7 +131,7 @@ def test_an_error_before_anything_is_written_frees_the_lock(tmp_path, layout, mo
 
   with monkeypatch.context() as patched:
     patched.setattr('orbax.checkpoint.v1.save_async', broken)
-    with pytest.raises(OSError, match='no such storage'):
+    with pytest.raises(errors.CheckpointError, match=r'a failed: no such storage\.\nFix: '):
       checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
   checkpoint.save(tmp_path / 'a', state_of(layout, 2), layout=layout)
   assert names_in(tmp_path) == {'a'}

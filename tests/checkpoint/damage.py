@@ -19,10 +19,12 @@ def generation_of(path):
 
 
 def edit_json(file, edit):
-  """Edits a JSON file."""
+  """Edits a JSON file, in one step for those who read it."""
   content = json.loads(file.read_text())
   edit(content)
-  file.write_text(json.dumps(content))
+  part = file.with_name(f'.{file.name}.edited')
+  part.write_text(json.dumps(content))
+  part.replace(file)
 
 
 def edit_head(path, edit):

@@ -1,17 +1,13 @@
-"""Killed saves: after a kill at any moment, a complete checkpoint can be restored.
+"""Killed saves: after a kill at any moment, a complete checkpoint can be restored, and the next save goes at once.
 
-A process is killed before or after its n-th operation on files (rename, remove, sync), so that every moment
-between two operations is covered; and at random moments, while Orbax writes.
+A process is killed before or after an operation on files, so that every step of a save is covered; and at
+random moments, while Orbax writes.
 """
 
-import os
 import random
+import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
-from textwrap import dedent
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,41 +15,52 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-
-ROOT = Path(__file__).parents[2]
+from tests.checkpoint import damage
+from tests.checkpoint.forked_processes import forked_processes
 
 VICTIM = """
-  import os, pathlib, shutil, signal, sys
-  import numpy as np
-  import jax.numpy as jnp
-  import flax_spmd as spmd
-  from flax_spmd import checkpoint
-  from flax_spmd._src.checkpoint.storage import folders
-  path, overwrite, moment, when = sys.argv[1], sys.argv[2] == 'True', int(sys.argv[3]), sys.argv[4]
-  layout = spmd.Layout({'data': 8}, (('rows', 'data'),))
-  x = np.random.default_rng(2).standard_normal((512, 512), np.float32)
-  state = layout.shard({'w': spmd.LogicallyPartitioned(x, ('rows', None)), 'step': jnp.int32(2)})
+import os, re, shutil, signal, threading
+from tests.checkpoint.killed_saves_test import state_of
 
-  seen = 0
-  def fatal(call):
-    def counted(*args, **kwargs):
-      global seen
-      seen += 1
-      if seen == moment and when == 'before':
-        os.kill(os.getpid(), signal.SIGKILL)
-      result = call(*args, **kwargs)
-      if seen == moment:
-        os.kill(os.getpid(), signal.SIGKILL)
-      return result
-    return counted
+path, overwrite, when, number, operation = {arguments!r}
+layout = spmd.Layout({{'data': 8}}, (('rows', 'data'),))
+state = state_of(layout, 2)
+seen = 0
 
-  for module, name in ((os, 'rename'), (os, 'replace'), (shutil, 'rmtree'), (os, 'fsync')):
-    setattr(module, name, fatal(getattr(module, name)))
-  print('ready', flush=True)
-  sys.stdin.readline()
-  checkpoint.save(path, state, layout=layout, overwrite=overwrite)
-  print('saved', seen, flush=True)
+def fatal(name, call):
+  def counted(*args, **kwargs):
+    global seen
+    matches = re.search(operation, f'{{name}} {{args[-1] if name == "replace" else args[0]}}')
+    seen += bool(matches)
+    if matches and seen == number and when == 'before':
+      os.kill(os.getpid(), signal.SIGKILL)
+    result = call(*args, **kwargs)
+    if matches and seen == number and when == 'after':
+      os.kill(os.getpid(), signal.SIGKILL)
+    return result
+  return counted
+
+if when == 'delay':
+  threading.Timer(number, os.kill, (os.getpid(), signal.SIGKILL)).start()
+for module, name in ((os, 'rename'), (os, 'replace'), (os, 'unlink'), (shutil, 'rmtree')):
+  setattr(module, name, fatal(name, getattr(module, name)))
+checkpoint.save(path, state, layout, overwrite=overwrite)
 """
+
+# when, the how manieth, and the operation; whether the save has then been committed
+MOMENTS = [
+  (('before', 1, r'replace .*/HEAD'), False),
+  (('after', 1, r'replace .*/HEAD'), False),
+  (('before', 1, r'rename .*/gen-'), False),
+  (('after', 1, r'rename .*/gen-'), False),
+  (('after', 1, r'replace .*/MANIFEST'), False),
+  (('before', 2, r'replace .*/HEAD'), False),
+  (('after', 2, r'replace .*/HEAD'), True),
+]
+CLEANUP = [
+  (('after', 1, r'unlink .*/MANIFEST'), True),
+  (('after', 1, r'rmtree .*/gen-'), True),
+]
 
 
 @pytest.fixture(scope='module')
@@ -80,105 +87,66 @@ def number_of(path, layout):
   return int(restored['step'])
 
 
-def started(path, overwrite, moment=0, when='before'):
-  environment = {
-    **os.environ,
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-    'PYTHONPATH': str(ROOT),
-  }
-  return subprocess.Popen(
-    [sys.executable, '-c', dedent(VICTIM), path, str(overwrite), str(moment), when],
-    env=environment,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  )
+@pytest.fixture(scope='module')
+def victim():
+  """Saves in a process that is killed at a moment; returns its exit code."""
+  with forked_processes() as run:
+
+    def save(path, overwrite, when, number, operation='x^'):
+      return run(VICTIM.format(arguments=(str(path), overwrite, when, number, operation))).code
+
+    yield save
 
 
-def go(process):
-  assert process.stdout.readline() == 'ready\n'
-  process.stdin.write('go\n')
-  process.stdin.flush()
+def names_in(folder):
+  return {child.name for child in folder.iterdir() if child.name != '.flax_spmd.lock'}
 
 
-def output_of(process):
-  text = process.communicate()[0].split()
-  return int(text[1]) if text else None
-
-
-def check_and_save_again(folder, layout, allowed):
+def check_and_save_again(path, layout, allowed):
   """Restores one of the allowed states; then saves again, which leaves no other files."""
-  assert number_of(folder / 'a', layout) in allowed
-  checkpoint.save(folder / 'a', state_of(layout, 3), layout=layout, overwrite=True)
-  assert number_of(folder / 'a', layout) == 3
-  assert {child.name for child in folder.iterdir() if not child.name.endswith('.lock')} == {'a'}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('overwrite', [True, False])
-def test_killed_at_every_file_operation(tmp_path, layout, overwrite):
-  """A save that is not killed counts the operations; the last four, with the replacement, are tested."""
-  if overwrite:
-    checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
-  process = started(tmp_path / 'a', overwrite)
-  go(process)
-  last = output_of(process)
-  assert last >= 2 and number_of(tmp_path / 'a', layout) == 2
-  moments = [(last - back, when) for back in range(4) for when in ('before', 'after') if last > back]
-  for moment, when in moments:
-    folder = tmp_path / f'{moment}_{when}'
-    if overwrite:
-      checkpoint.save(folder / 'a', state_of(layout, 1), layout=layout)
-    process = started(folder / 'a', overwrite, moment, when)
-    go(process)
-    assert output_of(process) is None and process.returncode == -signal.SIGKILL
-    check_and_save_again(folder, layout, (1, 2) if overwrite else (None, 2))
-
-
-def test_killed_between_the_two_moves(tmp_path, layout):
-  """The only moment at which the path is empty: the complete new checkpoint beside it is restored."""
-  checkpoint.save(tmp_path / 'b', state_of(layout, 1), layout=layout)
-  checkpoint.save(tmp_path / 'c', state_of(layout, 2), layout=layout)
-  (tmp_path / 'b').rename(tmp_path / '.a.host-7-12345678.old')
-  (tmp_path / 'c').rename(tmp_path / '.a.host-7-12345678.new')
+  assert number_of(path, layout) in allowed
   begin = time.monotonic()
-  assert number_of(tmp_path / 'a', layout) == 2
+  checkpoint.save(path, state_of(layout, 3), layout=layout, overwrite=True)
   assert time.monotonic() - begin < 5
-  check_and_save_again(tmp_path, layout, (2,))
-
-
-def test_killed_before_the_new_checkpoint_was_complete(tmp_path, layout):
-  """The folder beside the path is not a checkpoint, so the old one is restored."""
-  checkpoint.save(tmp_path / 'b', state_of(layout, 1), layout=layout)
-  (tmp_path / 'b').rename(tmp_path / '.a.host-7-12345678.old')
-  (tmp_path / '.a.host-7-12345678.new.orbax-checkpoint-tmp').mkdir()
-  check_and_save_again(tmp_path, layout, (1,))
-
-
-def test_leftovers_of_a_killed_save_are_removed(tmp_path, layout):
-  for name in (
-    '.a.host-7-12345678.new',
-    '.a.host-7-12345678.new.orbax-checkpoint-tmp',
-    '.a.host-8-87654321.old',
-  ):
-    (tmp_path / name / 'state').mkdir(parents=True)
-  (tmp_path / '.ab.host-7-12345678.new').mkdir()  # of another path
-  checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout, overwrite=True)
-  names = {child.name for child in tmp_path.iterdir()}
-  assert names == {'a', '.a.lock', '.ab.host-7-12345678.new'}
+  assert number_of(path, layout) == 3
+  assert names_in(path) == {'HEAD', damage.generation_of(path).name}
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_of_an_overwrite(tmp_path, layout):
+def test_killed_at_every_step_of_an_overwrite(tmp_path, layout, victim):
+  moments = MOMENTS + CLEANUP
+  paths = [tmp_path / str(number) for number in range(len(moments))]
+  checkpoint.save(paths[0], state_of(layout, 1), layout=layout)
+  for path in paths[1:]:
+    shutil.copytree(paths[0], path)
+  for path, (moment, is_committed) in zip(paths, moments, strict=True):
+    assert victim(path, True, *moment) == -signal.SIGKILL
+    check_and_save_again(path, layout, (2,) if is_committed else (1,))
+  assert names_in(tmp_path) == {path.name for path in paths}
+
+
+@pytest.mark.slow
+def test_killed_at_every_step_of_a_save_to_a_new_path(tmp_path, layout, victim):
+  """The next save to the path goes at once; and the next save beside the paths removes what is incomplete."""
+  again, beside = tmp_path / 'again', tmp_path / 'beside'
+  paths = [again / str(number) for number in range(len(MOMENTS))]
+  for path, (moment, _) in zip(paths, MOMENTS, strict=True):
+    assert victim(path, False, *moment) == -signal.SIGKILL
+  shutil.copytree(again, beside)
+  for path, (_, is_committed) in zip(paths, MOMENTS, strict=True):
+    check_and_save_again(path, layout, (2,) if is_committed else (None,))
+  assert names_in(again) == {path.name for path in paths}
+  checkpoint.save(beside / 'next', state_of(layout, 3), layout=layout)
+  complete = {path.name for path, (_, is_committed) in zip(paths, MOMENTS, strict=True) if is_committed}
+  assert names_in(beside) == {'next', *complete} and complete
+  assert all(number_of(beside / name, layout) == 2 for name in complete)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_of_an_overwrite(tmp_path, layout, victim):
+  checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
   rng = random.Random(0)
-  for run in range(4):
-    folder = tmp_path / str(run)
-    checkpoint.save(folder / 'a', state_of(layout, 1), layout=layout)
-    process = started(folder / 'a', True)
-    go(process)
-    time.sleep(rng.uniform(0, 0.3))
-    process.kill()
-    done = output_of(process) is not None
-    check_and_save_again(folder, layout, (2,) if done else (1, 2))
+  for run in range(6):
+    path = shutil.copytree(tmp_path / 'a', tmp_path / str(run))
+    done = victim(path, True, 'delay', rng.uniform(0, 0.3)) == 0
+    check_and_save_again(path, layout, (2,) if done else (1, 2))

@@ -49,8 +49,8 @@ class Rules(NamedTuple):
   superseded_commit_left_alone: bool = True
   intent_before_take: bool = True
   intent_removed_last: bool = True
-  intent_kept_with_litter: bool = True
   unnamed_before_removal: bool = True
+  unname_durable: bool = True
   synced_before_commit: bool = True
   errors_of_sync_raised: bool = True
   take_durable: bool = True
@@ -79,7 +79,7 @@ class World(NamedTuple):
     saves: number of times that HEAD has named another generation.
     returned: `saves` at the last save that returned.
     disturbed: readers whose pin was declared dead.
-    declared: writers that a sweep has taken for dead.
+    declared: writers that another has taken for dead.
     revived: those that wrote after that.
   """
 
@@ -121,7 +121,6 @@ class Actor(NamedTuple):
   made: bool = False  # whether it made the folder of the path
   beats: bool = False
   attempted: bool = False
-  left: bool = False  # whether it has left something for a later sweep
 
 
 Steps = Iterator[tuple[World, Actor]]
@@ -147,14 +146,16 @@ def generations(world: World) -> frozenset[str]:
 # HEAD
 
 
-def put(world: World, actor: Actor, head: Head | None, expected: str | None, holds: bool) -> World | None:
+def put(
+  world: World, actor: Actor, head: Head | None, expected: str | None, holds: bool
+) -> World | None:
   """A put or removal of HEAD on condition of its tag; None if it is refused. `holds`: the rule of the condition."""
   if holds and expected != (world.head.put if world.head else None):
     return None
   before, after = (h.generation if h else None for h in (world.head, head))
   if before != after:
-    allowed = {'save': actor.generation, 'delete': None}.get(actor.kind, '')
-    if before != base(actor) or after != allowed:
+    allowed = {'save': (base(actor), actor.generation), 'delete': (base(actor), None)}.get(actor.kind)
+    if (before, after) not in (allowed, allowed and allowed[::-1] if actor.kind == 'delete' else None):
       raise Broken(f'lost update: {actor.name} replaces {before} by {after}')
     if before and not actor.overwrite:
       raise Broken(f'{actor.name} overwrites {before}, though it may not')
@@ -167,7 +168,7 @@ def put(world: World, actor: Actor, head: Head | None, expected: str | None, hol
 
 
 def noticed(world: World, actor: Actor) -> World:
-  """Notices a write by an actor that a sweep has taken for dead."""
+  """Notices a write by an actor that another has taken for dead."""
   return world._replace(revived=world.revived | {actor.name}) if actor.name in world.declared else world
 
 
@@ -197,59 +198,70 @@ def settle(world: World, actor: Actor, rules: Rules) -> Steps:
 
 @step
 def put_intent(world: World, actor: Actor, rules: Rules) -> Steps:
-  """Before anything of the path exists."""
-  known = world._replace(intents=world.intents | {actor.name}) if rules.intent_before_take else world
-  yield known, actor._replace(at='read_head')
+  """Before HEAD is put where it names nothing, or soon will. Overwriting needs none: the next save finds its garbage."""
+  needed = rules.intent_before_take and (actor.kind == 'delete' or base(actor) is None)
+  yield (
+    (world._replace(intents=world.intents | {actor.name}) if needed else world),
+    actor._replace(at='take'),
+  )
 
 
 @step
 def list_intents(world: World, actor: Actor, rules: Rules) -> Steps:
   """A sweep begins with the intents of some writers that it takes for dead."""
-  for dead in chain.from_iterable(combinations(sorted(world.intents), n) for n in (2, 1)):
+  for dead in chain.from_iterable(combinations(sorted(world.intents), n) for n in (3, 2, 1)):
     intents = frozenset(dead)
     left = world._replace(declared=world.declared | intents)
     if not rules.intent_removed_last:
       left = left._replace(intents=world.intents - intents)
-    yield left, actor._replace(at='put_intent', intents=intents)
+    yield left, actor._replace(at='read_head', intents=intents)
   yield world, actor._replace(at='finished')
 
 
 @step
 def read_head(world: World, actor: Actor, rules: Rules) -> Steps:
   """Goes on, or gives up. A writer in HEAD is alive or dead, as the observer likes."""
-  generation = world.head.generation if world.head else None
-  nothing = (actor.kind == 'delete' and generation is None) or (
-    actor.kind == 'sweep' and world.head is None and not world.files
-  )
-  free = (generation is None or actor.overwrite) and not nothing
-  if free:
-    listing = rules.garbage_listed_before_take or not rules.garbage_removed_after_take
-    yield world, actor._replace(at='list_garbage' if listing else 'take', seen=world.head)
-  if not free:
+  named = world.head is not None and world.head.generation is not None
+  going = actor._replace(seen=world.head, at='list_garbage')
+  if not rules.garbage_listed_before_take and actor.kind != 'delete':
+    going = going._replace(at=_before_take(actor))
+  if actor.kind == 'sweep' and (named or not (world.head or world.files)):
     yield world, actor._replace(at='remove_intent')
-  elif world.head and world.head.writer:
-    yield world, actor._replace(at='remove_intent', intents=frozenset())
+    return
+  if named <= (actor.overwrite and actor.kind != 'sweep') and named >= (actor.kind == 'delete'):
+    writer = world.head and world.head.writer
+    yield world._replace(declared=world.declared | {writer}) if writer else world, going
+    if writer:
+      yield world, actor._replace(at='finished')
+  else:
+    yield world, actor._replace(at='finished')
+
+
+def _before_take(actor: Actor) -> str:
+  return 'take' if actor.kind == 'sweep' else 'put_intent'
 
 
 @step
 def list_garbage(world: World, actor: Actor, rules: Rules) -> Steps:
   """What is there before the take, and is not named, can never be named after it."""
   taken = actor.tag is not None or not rules.garbage_removed_after_take
-  yield world, actor._replace(at='collect' if taken else 'take', listed=generations(world))
+  yield world, actor._replace(at='collect' if taken else _before_take(actor), listed=generations(world))
 
 
 @step
 def take(world: World, actor: Actor, rules: Rules) -> Steps:
-  """The put that makes every older writer's put fail."""
+  """The put that makes every older writer's put fail. For a sweep it is all of the fence."""
   head, taken = next_head(actor, base(actor), actor.name)
   expected = actor.seen.put if actor.seen else None
   after = put(world, actor, head, expected, rules.conditional_take)
   if after is None:
-    yield world, actor._replace(at='remove_intent', intents=frozenset())
+    yield world, actor._replace(at='finished' if actor.kind == 'sweep' else 'remove_intent')
     return
   then = 'collect' if rules.garbage_listed_before_take else 'list_garbage'
+  if actor.kind == 'sweep' and rules.garbage_listed_before_take:
+    then = 'look_for_pins'
   if not rules.garbage_removed_after_take:
-    then = 'write'
+    then = 'write' if actor.kind == 'save' else 'give_back'
   if actor.kind == 'delete' and rules.unnamed_before_removal:
     then = 'unname'
   yield after, settling(world, taken, then, rules.take_durable)
@@ -265,7 +277,27 @@ def unname(world: World, actor: Actor, rules: Rules) -> Steps:
   if after is None:
     yield world, actor._replace(at='finished')
   else:
-    yield after, settling(world, unnamed._replace(saved=after.saves), 'collect')
+    yield (
+      after,
+      settling(world, unnamed._replace(saved=after.saves), 'look_for_pins', rules.unname_durable),
+    )
+
+
+@step
+def look_for_pins(world: World, actor: Actor, rules: Rules) -> Steps:
+  """A sweep or a deletion removes all or nothing. Pins are alive or dead, as the observer likes."""
+  dead = world.disturbed | {reader for reader, _ in world.pins}
+  yield world._replace(pins=frozenset(), disturbed=dead), actor._replace(at='collect')
+  if world.pins:
+    yield world, actor._replace(at='name_again' if actor.kind == 'delete' else 'finished')
+
+
+@step
+def name_again(world: World, actor: Actor, rules: Rules) -> Steps:
+  """A deletion that finds a pin."""
+  head, renamed = next_head(actor, base(actor), None)
+  after = put(world, actor, head, actor.tag, rules.conditional_release)
+  yield after or world, renamed._replace(at='remove_intent')
 
 
 # Garbage
@@ -284,11 +316,12 @@ def collect(world: World, actor: Actor, rules: Rules) -> Steps:
   if stray:
     dead = world.disturbed | {reader for reader, _ in stray}
     yield world._replace(pins=world.pins - stray, disturbed=dead), actor
+  at = 'give_back'
   if actor.tag is None:  # the rule `garbage_removed_after_take` is left out
-    yield world, actor._replace(at='take', listed=frozenset())
-  else:
-    writes = 'write' if rules.manifest_before_head else 'commit'
-    yield world, actor._replace(at=writes if actor.kind == 'save' else 'give_back', listed=frozenset())
+    at = _before_take(actor)
+  elif actor.kind == 'save':
+    at = 'write' if rules.manifest_before_head else 'commit'
+  yield world, actor._replace(at=at, listed=frozenset())
 
 
 def remove_unless_pinned(world: World, actor: Actor, generation: str, then: str, rules: Rules) -> Steps:
@@ -296,10 +329,10 @@ def remove_unless_pinned(world: World, actor: Actor, generation: str, then: str,
   pins = {pin for pin in world.pins if pin[1] == generation}
   files = FILES if rules.manifest_removed_first else FILES[::-1]
   removing = actor._replace(at='remove', then=then, todo=tuple((generation, file) for file in files))
-  if pins and rules.pins_respected:
+  if pins and rules.pins_respected and actor.kind == 'save':
     dead = world.disturbed | {reader for reader, _ in pins}
     yield world._replace(pins=world.pins - pins, disturbed=dead), removing
-    yield world, actor._replace(at=then, left=True)
+    yield world, actor._replace(at=then)
   else:
     yield world, removing
 
@@ -354,7 +387,10 @@ def beat(world: World, actor: Actor, rules: Rules) -> Steps:
     yield world, actor._replace(at='clean', todo=())
   else:
     yield after, beaten._replace(at='write')
-  yield world._replace(late=world.late | {(actor.tag, head)}), actor._replace(at='write', puts=beaten.puts)
+  yield (
+    world._replace(late=world.late | {(actor.tag, head)}),
+    actor._replace(at='write', puts=beaten.puts),
+  )
 
 
 @step
@@ -385,14 +421,14 @@ def look_up(world: World, actor: Actor, rules: Rules) -> Steps:
   elif mine and head.put == actor.tag:
     yield world, actor._replace(at='commit')
   elif head and head.writer == actor.name:
-    if actor.puts < 4:
+    if actor.attempted and actor.puts < 4:
       yield world, actor._replace(at='commit', tag=head.put)
     then = 'release' if rules.fence_before_own_removal else 'clean'
     yield world, actor._replace(at=then, tag=head.put)
   elif actor.attempted and rules.superseded_commit_left_alone:
     yield world, actor._replace(at='finished')
   else:
-    yield world, actor._replace(at='clean')
+    yield world, actor._replace(at='clean', tag=None)
 
 
 @step
@@ -400,10 +436,7 @@ def release(world: World, actor: Actor, rules: Rules) -> Steps:
   """Gives HEAD back after a failure. A put that is still on its way can then no longer be applied."""
   old = base(actor) if rules.release_names_the_old else actor.generation
   head, released = next_head(actor, old, None)
-  holds = rules.conditional_release
-  if old is None:
-    head, holds = None, rules.conditional_removal_of_head
-  after = put(world, actor, head, actor.tag, holds)
+  after = put(world, actor, head, actor.tag, rules.conditional_release)
   if after is None:
     yield world, actor._replace(at='look_up', tag=None)
   else:
@@ -412,9 +445,10 @@ def release(world: World, actor: Actor, rules: Rules) -> Steps:
 
 @step
 def clean(world: World, actor: Actor, rules: Rules) -> Steps:
-  """Removes the writer's own generation, which can no longer be named."""
+  """Removes the writer's own generation, which can no longer be named; then the HEAD of a first save."""
   files = tuple((actor.generation, file) for file in FILES)
-  yield world, actor._replace(at='remove', then='remove_intent', todo=files)
+  then = 'give_back' if actor.tag and base(actor) is None else 'remove_intent'
+  yield world, actor._replace(at='remove', then=then, todo=files)
 
 
 @step
@@ -437,15 +471,8 @@ def report(world: World, actor: Actor, rules: Rules) -> Steps:
 
 @step
 def give_back(world: World, actor: Actor, rules: Rules) -> Steps:
-  """The end of a sweep or a deletion. An empty path loses its HEAD too."""
-  if actor.kind == 'sweep' and base(actor):
-    head, holds = next_head(actor, base(actor), None)[0], rules.conditional_release
-  elif world.files:  # pinned, or a zombie's: left to the next sweep
-    yield world, actor._replace(at='finished')
-    return
-  else:
-    head, holds = None, rules.conditional_removal_of_head
-  after = put(world, actor, head, actor.tag, holds)
+  """The end of a sweep, a deletion or a failed first save: an empty path loses its HEAD."""
+  after = put(world, actor, None, actor.tag, rules.conditional_removal_of_head)
   if after is None:
     yield world, actor._replace(at='finished')
   else:
@@ -454,9 +481,10 @@ def give_back(world: World, actor: Actor, rules: Rules) -> Steps:
 
 @step
 def remove_intent(world: World, actor: Actor, rules: Rules) -> Steps:
-  """The last step."""
-  gone = frozenset() if actor.left and rules.intent_kept_with_litter else actor.intents | {actor.name}
-  yield world._replace(intents=world.intents - gone), actor._replace(at='finished', intents=frozenset())
+  """The last step. A writer that removes its own intent was not dead."""
+  gone = actor.intents | {actor.name}
+  after = noticed(world._replace(intents=world.intents - gone), actor)
+  yield after, actor._replace(at='finished', intents=frozenset())
 
 
 # Readers
@@ -551,8 +579,22 @@ def successors(state: State, rules: Rules) -> Iterator[tuple[str, State]]:
         yield f'{actor.name} {actor.at}', State(after, others)
 
 
-def explore(start: State, rules: Rules) -> int:
-  """Visits every state that can be reached, breadth first; returns their number.
+class Explored(NamedTuple):
+  """The result of an exploration.
+
+  Attributes:
+    states: number of states.
+    places: places in their programs that actors have reached.
+    ends: the generations that HEAD has named, for each way in which all actors finish.
+  """
+
+  states: int
+  places: frozenset[str]
+  ends: frozenset[frozenset[str]]
+
+
+def explore(start: State, rules: Rules) -> Explored:
+  """Visits every state that can be reached, breadth first.
 
   Raises:
     Broken: a promise does not hold; with the shortest steps that lead there.
@@ -564,7 +606,7 @@ def explore(start: State, rules: Rules) -> int:
     try:
       if state.world not in worlds:
         worlds.add(state.world)
-        check(state.world, rules)
+        check(state.world)
       following = list(successors(state, rules))
     except Broken as error:
       raise Broken('\n'.join([str(error), *steps_to(state, came_from)])) from None
@@ -572,7 +614,9 @@ def explore(start: State, rules: Rules) -> int:
       if after not in came_from:
         came_from[after] = (state, name)
         queue.append(after)
-  return len(queue)
+  places = frozenset(actor.at for state in queue for actor in state.actors)
+  ends = (state.world.named for state in queue if {actor.at for actor in state.actors} == {'finished'})
+  return Explored(len(queue), places, frozenset(ends))
 
 
 def steps_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> list[str]:
@@ -584,7 +628,7 @@ def steps_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> 
   return names[::-1]
 
 
-def check(world: World, rules: Rules) -> None:
+def check(world: World) -> None:
   """The promises that hold in every world.
 
   Raises:
@@ -593,9 +637,9 @@ def check(world: World, rules: Rules) -> None:
   check_head(world)
   if world.disk:
     for after in power_cuts(world):
-      check_fresh_save(after, rules)
-  check_fresh_save(world, rules)
-  check_fresh_sweep(world, rules)
+      check_fresh_save(after)
+  check_fresh_save(world)
+  check_fresh_sweep(world)
 
 
 def check_head(world: World) -> None:
@@ -617,10 +661,10 @@ def power_cuts(world: World) -> Iterator[World]:
       yield World(head, files, world.pins, world.intents)
 
 
-def check_fresh_save(world: World, rules: Rules) -> None:
+def check_fresh_save(world: World) -> None:
   """If all others do nothing more, a save succeeds and leaves HEAD, one generation and nothing else."""
-  fresh = Actor('fresh', 'save', 'put_intent', 'gen-fresh', intents=world.intents)
-  left = run(world, fresh, rules)
+  fresh = Actor('fresh', 'save', 'read_head', 'gen-fresh', intents=world.intents)
+  left = run(world, fresh)
   files = {('gen-fresh', file) for file in FILES}
   if left.head is None or left.head[:2] != ('gen-fresh', None):
     raise Broken('a save finds no way on')
@@ -628,17 +672,19 @@ def check_fresh_save(world: World, rules: Rules) -> None:
     raise Broken(f'litter after a save: {left}')
 
 
-def check_fresh_sweep(world: World, rules: Rules) -> None:
-  """If all others do nothing more, a save to a path beside leaves a checkpoint, or nothing at all."""
-  left = run(world, Actor('sweep', 'sweep', 'list_intents'), rules)
-  named = left.head.generation if left.head else None
-  wrong = generations(left) - {named} or left.intents or (left.head and not named)
-  if wrong and not world.revived:
+def check_fresh_sweep(world: World) -> None:
+  """If all others do nothing more, a save to a path beside leaves a checkpoint, or nothing at all.
+
+  Unless a writer was alive that it took for dead. The next save to the path itself then removes the rest.
+  """
+  left = run(world, Actor('sweep', 'sweep', 'list_intents'))
+  named = left.head is not None and left.head.generation is not None
+  if (left.intents or (not named and (left.head or left.files))) and not world.revived:
     raise Broken(f'litter after a sweep: {left}')
 
 
-def run(world: World, actor: Actor, rules: Rules) -> World:
+def run(world: World, actor: Actor) -> World:
   """Runs one actor to its end: it takes all others for dead."""
   while actor.at != 'finished':
-    world, actor = next(PROGRAM[actor.at](world, actor, rules))
+    world, actor = next(PROGRAM[actor.at](world, actor, Rules()))
   return world

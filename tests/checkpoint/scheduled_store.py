@@ -71,21 +71,25 @@ class World:
 
   Args:
     rng: source of all chance.
+    without: rules that the store leaves out: 'conditions', 'conditional removal', 'sync', 'durable takes', 'durable commits'.
     disk: whether writes are volatile until they are synced, and tags are digests of contents; else a bucket.
     faults: probability of a fault in an operation.
   """
 
-  def __init__(self, rng: random.Random, disk: bool, faults: float = 0.0):
-    self.rng, self.disk, self.faults = rng, disk, faults
+  def __init__(self, rng: random.Random, disk: bool, without: str = ''):
+    self.rng, self.disk, self.without, self.faults = rng, disk, without, 0.0
     self.files: dict[str, bytes] = {}
     self.tags: dict[str, Tag] = {}
-    self.before: dict[str, set[bytes | None]] = {}  # what a power cut may leave beside the present content
+    self.before: dict[
+      str, set[bytes | None]
+    ] = {}  # what a power cut may leave beside the present content
     self.late: list[tuple[str, Tag | None, bytes, str]] = []
     self.named: list[str | None] = [None]  # by HEAD, one after the other
     self.since: dict[bytes | None, int] = {None: 0}  # how many had been named at each content of HEAD
     self.contents: dict[str, dict[str, bytes]] = {}  # of generations that HEAD has named
     self.returned = 0
     self.base: dict[str, str | None] = {}
+    self.leases: set[str] = set()
     self.actors: dict[str, Actor] = {}
     self.by_thread: dict[int, Actor] = {}
     self.writes, self.trace, self.broken = 0, [], ''
@@ -97,7 +101,10 @@ class World:
 
     def known() -> None:
       self.by_thread[threading.get_ident()] = self.actors[name]
-      call()
+      try:
+        call()
+      finally:
+        del self.by_thread[threading.get_ident()]
 
     self.actors[name] = Actor(name, known)
 
@@ -148,22 +155,26 @@ class World:
   def settle_folder(self, name: str) -> None:
     """Makes the names in a file's folder durable."""
     folder = name.rpartition('/')[0]
-    self.before = {other: old for other, old in self.before.items() if other.rpartition('/')[0] != folder}
+    self.before = {
+      other: old for other, old in self.before.items() if other.rpartition('/')[0] != folder
+    }
 
   # Promises
 
   def _check_update(self, content: bytes | None) -> None:
     head = json.loads(content) if content else {'generation': None, 'lease': None}
     before, after, actor = self.named[-1], head['generation'], self.current
-    if head['lease'] is not None and before == after:
+    if head['lease'] is not None and head['lease']['token'] not in self.leases:
+      self.leases.add(head['lease']['token'])
       self.base[actor] = before
     if before != after:
-      own = self.contents.get(after or '', {}) or {
+      own = self.contents.get(after or '') or {
         name: data for name, data in self.files.items() if after and f'/{after}/' in name
       }
-      if before not in (self.base.get(actor), None) or (after and actor not in ('fresh', _writer(own))):
-        if not (actor == 'delete' and after == self.base.get(actor)):
-          self.fail(f'lost update: {actor} replaces {before} by {after}')
+      base, named_again = self.base.get(actor), actor == 'delete' and after == self.base.get(actor)
+      mine = after is None or actor in ('fresh', _writer(own))
+      if not ((before in (base, None) and mine) or named_again):
+        self.fail(f'lost update: {actor} replaces {before} by {after}')
       self.named.append(after)
       self.contents.setdefault(after or '', own)
     self.since[content] = len(self.named) - 1
@@ -202,7 +213,9 @@ class World:
 
 
 def _writer(files: Mapping[str, bytes]) -> str:
-  return next((data.decode().partition(':')[0] for name, data in files.items() if name.endswith('/a')), '')
+  return next(
+    (data.decode().partition(':')[0] for name, data in files.items() if name.endswith('/a')), ''
+  )
 
 
 class ScheduledStore:
@@ -225,15 +238,18 @@ class ScheduledStore:
   ) -> Tag | None:
     """See `Store`."""
     world, full = self.world, self._full(name)
-    shown = data.decode()[:120] if name.endswith('HEAD') else ''
+    shown = data.decode() if name.endswith('HEAD') else ''
     world.operation(f'write {name} {shown}')
     if name.endswith('HEAD') and not world.disk and world.fault():
       return self._unanswered(full, data, expected)
+    if world.without == 'conditions' and name.endswith('HEAD'):
+      expected = ANY
     if expected not in (ANY, world.tags[full] if full in world.files else None):
       world.trace.append('  refused')
       return None
     tag = world.set(full, data, volatile=world.disk)
-    if world.disk and durable:
+    kind = 'durable takes' if '"token"' in shown else 'durable commits'
+    if world.disk and durable and world.without != kind:
       world.operation(f'sync the folder of {name}')
       if world.fault():
         world.trace.append('  EIO')
@@ -259,7 +275,8 @@ class ScheduledStore:
     """See `Store`."""
     self.world.operation(f'remove {name} if unchanged')
     full = self._full(name)
-    if full not in self.world.files or self.world.tags[full] != expected:
+    changed = full not in self.world.files or self.world.tags[full] != expected
+    if changed and self.world.without != 'conditional removal':
       self.world.trace.append('  refused')
       return False
     self.world.set(full, None, volatile=self.world.disk)
@@ -269,7 +286,9 @@ class ScheduledStore:
     """See `Store`."""
     self.world.operation(f'list {folder}')
     prefix = f'{self._full(folder)}/'
-    return sorted({name[len(prefix) :].partition('/')[0] for name in self.world.files if name.startswith(prefix)})
+    return sorted(
+      {name[len(prefix) :].partition('/')[0] for name in self.world.files if name.startswith(prefix)}
+    )
 
   def files(self, folder: str = '') -> dict[str, int]:
     """See `Store`."""
@@ -298,7 +317,8 @@ class ScheduledStore:
     if self.world.disk and self.world.fault():
       self.world.trace.append('  EIO')
       raise CheckpointError('EIO\nFix: none.')
-    self.world.settle(f'{self._full(folder)}/')
+    if self.world.without != 'sync':
+      self.world.settle(f'{self._full(folder)}/')
 
   def write_data(self, name: str, data: bytes) -> None:
     """Writes a file of arrays, as Orbax does."""

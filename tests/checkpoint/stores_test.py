@@ -1,21 +1,17 @@
 """Stores: what all of them promise, checked against a dictionary."""
 
 import secrets
+import subprocess
+import sys
 import threading
 import zlib
+from textwrap import dedent
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from flax_spmd._src.checkpoint.storage.store import ANY, open_store
-
-
-@pytest.fixture(params=['disk'])
-def root(request, tmp_path):
-  return str(tmp_path / 'run')
-
 
 NAMES = st.sampled_from(['HEAD', 'pin-1', 'gen-1/MANIFEST', 'gen-1/d/x', 'gen-10/MANIFEST'])
 FOLDERS = ['', 'gen-1', 'gen-1/d', 'gen-10', 'gen-2']
@@ -29,17 +25,19 @@ class AgainstDict(RuleBasedStateMachine):
   def __init__(self):
     super().__init__()
     self.store = open_store(f'{self.root}/{secrets.token_hex(4)}')
-    self.model, self.tags = {}, {}
+    self.model, self.tags, self.former = {}, {}, []
 
   @rule(name=NAMES, condition=st.sampled_from(['any', 'none', 'current', 'old']), data=st.binary())
   def write(self, name, condition, data):
     data = secrets.token_bytes(8) + data
-    expected = {'any': ANY, 'none': None, 'old': 'old'}.get(condition, self.tags.get(name))
+    former = self.former[-2] if len(self.former) > 1 else None
+    expected = {'any': ANY, 'none': None, 'old': former}.get(condition, self.tags.get(name))
     holds = expected == ANY or expected == self.tags.get(name)
     tag = self.store.write(name, data, expected=expected)
     assert (tag is not None) == holds
     if holds:
       self.model[name], self.tags[name] = data, tag
+      self.former.append(tag)
 
   @rule(name=NAMES | st.sampled_from(FOLDERS))
   def remove(self, name):
@@ -75,7 +73,7 @@ class AgainstDict(RuleBasedStateMachine):
 
 def test_a_store_is_a_dictionary_with_conditions(root):
   machine = type('Machine', (AgainstDict,), {'root': root})
-  run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=12))
+  run_state_machine_as_test(machine, settings=settings(max_examples=20, stateful_step_count=10))
 
 
 def test_exactly_one_writer_wins(root):
@@ -98,3 +96,72 @@ def test_exactly_one_writer_wins(root):
     (winner,) = [result for result in won.values() if result[0] is not None]
     assert stores[0].read('HEAD') == (winner[1], winner[0])
     before = winner[0]
+
+
+COUNTS = """
+  import sys
+  from flax_spmd._src.checkpoint.storage.store import open_store
+  store = open_store(sys.argv[1])
+  done = 0
+  while done < 100:
+    content, tag = store.read('HEAD')
+    number = int(content.split()[0])
+    done += store.write('HEAD', f'{number + 1} {sys.argv[2]}'.encode(), expected=tag) is not None
+"""
+
+
+def test_no_write_of_two_processes_is_lost(root):
+  store = open_store(root)
+  store.write('HEAD', b'0 start')
+  script = dedent(COUNTS)
+  workers = [subprocess.Popen([sys.executable, '-c', script, root, name]) for name in 'ab']
+  assert [worker.wait(120) for worker in workers] == [0, 0]
+  assert store.read('HEAD')[0].split()[0] == b'200'
+
+
+def test_a_name_that_begins_another(root):
+  """Folders end at slashes: `gen-1` is not part of `gen-10`."""
+  store = open_store(root)
+  for name in ('gen-1/x', 'gen-10/x', 'gen-1', 'gen-1.part'):
+    if name != 'gen-1' or '://' in root:
+      store.write(name, name.encode())
+  store.remove('gen-1')
+  assert store.files() == {'gen-10/x': 8, 'gen-1.part': 10}
+  assert store.children() == ['gen-1.part', 'gen-10']
+
+
+def test_names_of_all_kinds(root):
+  store = open_store(root)
+  names = [
+    'a b',
+    'a%20b',
+    'ü',
+    'a+b',
+    'a?b',
+    'a#b',
+    'a*b',
+    'a[b]',
+    "a'b",
+    'a&b=c',
+    'a~',
+    'opt.0.mu',
+    '.hidden',
+  ]
+  for name in names:
+    store.write(f'folder/{name}', name.encode(), expected=None)
+  assert store.files('folder') == {name: len(name.encode()) for name in names}
+  assert store.children('folder') == sorted(names)
+  assert [store.read(f'folder/{name}')[0] for name in names] == [name.encode() for name in names]
+  assert [store.digest(f'folder/{n}', 'crc32') for n in names] == [
+    f'crc32:{zlib.crc32(n.encode()):08x}' for n in names
+  ]
+  store.remove('folder')
+  assert store.files() == {}
+
+
+def test_a_larger_file(root):
+  store = open_store(root)
+  data = secrets.token_bytes(1 << 20) * 40  # more than one part of a read
+  store.write('x', data)
+  assert store.digest('x', 'crc32') == f'crc32:{zlib.crc32(data):08x}'
+  assert store.files() == {'x': len(data)}

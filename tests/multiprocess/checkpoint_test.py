@@ -1,5 +1,7 @@
 """Checkpoints of several real processes: saved and restored by different numbers of them, with shared errors."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
+from flax_spmd._src.checkpoint.storage import async_save
 from tests.processes import run_processes
 
 PRELUDE = """
@@ -177,7 +180,7 @@ def test_two_processes_overwrite_save_in_the_background_and_fail_together(tmp_pa
   assert one[5][1].startswith(of_one) and 'Fix: see the error of that process' in one[5][1]
   assert two[5][1].startswith(f'The save to {tmp_path / "a"} failed: OUT_OF_RANGE: Failed writing: ')
   assert one[6:] == two[6:] == [True, True]
-  assert {child.name for child in tmp_path.iterdir() if not child.name.endswith('.lock')} == {'a', 'b'}
+  assert {child.name for child in tmp_path.iterdir() if child.name != '.flax_spmd.lock'} == {'a', 'b'}
 
 
 KILLED = """
@@ -206,19 +209,19 @@ def test_one_of_two_processes_is_killed(tmp_path, where):
 
 
 BUSY = """
-from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
 report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)))
 """
 
 
 @pytest.mark.slow
-def test_a_busy_path_is_reported_by_every_process(tmp_path):
-  from flax_spmd._src.checkpoint.storage.folders import Claim, as_path
-
-  held = Claim(as_path(tmp_path / 'a'), overwrite=False)
+def test_a_busy_path_is_reported_by_every_process(tmp_path, monkeypatch):
+  layout, go_on, wait_for = layout_of(), threading.Event(), async_save.wait_for
+  monkeypatch.setattr(async_save, 'wait_for', lambda *args: (go_on.wait(300), wait_for(*args)))
+  saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout)
   try:
     results = values_of(run(BUSY, tmp_path))
   finally:
-    held.release()
+    go_on.set()
+    saving.result()
   assert [kind for kind, *_ in results] == 2 * ['CheckpointBusyError']
   assert results[0][1] == results[1][1]

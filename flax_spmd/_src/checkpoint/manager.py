@@ -426,7 +426,11 @@ class Manager:
       2 2
       1 1
     """
-    yield from StepFollower(self._folder, after, timeout, every, self._closed)
+    if every <= 0:
+      raise CheckpointError(
+        f'every={every} is not positive.\nFix: pass the seconds between two looks at the folder.'
+      )
+    return iter(StepFollower(self._folder, after, timeout, every, self._closed))
 
   def wait(self) -> None:
     """Waits for the save in progress; raises its error."""

@@ -12,7 +12,8 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.contents import contents_of
+from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of
+from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
 from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.store import as_path
@@ -159,17 +160,25 @@ def start_save(
   def begun() -> AsyncSave:
     extra = before()
     contents = contents_of(state, layout, request.where, request.pack)
+    with space_in_errors(path, contents.record.bytes):
+      return written(contents, extra)
+
+  def written(contents: Contents, extra: Mapping[str, Any]) -> AsyncSave:
+    size = contents.record.bytes
     claim = async_save.claim(path, overwrite, request.durable)
-    progress = ByteProgress(request.show, f'save {path.name}', contents.record.bytes, 'written')
+    progress = ByteProgress(request.show, f'save {path.name}', size, 'written')
     try:
       record = contents.pending_record()
-      with context(compress=request.compress, memory=request.memory, largest=contents.record.largest):
+      options = context(
+        claim.new, compress=request.compress, memory=request.memory, largest=contents.record.largest
+      )
+      with options:
         response = ocp.save_async(claim.new, contents.tree)
     except BaseException:
       progress.close()
       claim.release()
       raise
-    return async_save.start(response, claim, progress, heartbeat, record, extra, after or _nothing)
+    return async_save.start(response, claim, progress, size, heartbeat, record, extra, after or _nothing)
 
   return async_save.watched(begun, path, heartbeat)
 

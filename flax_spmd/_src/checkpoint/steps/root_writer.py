@@ -51,7 +51,7 @@ class RootWriter:
 
   def check(self) -> None:
     """Raises CheckpointBusyError if another manager has taken this one for dead, and writes to the root."""
-    if self._lease is not None and self._lease.is_lost:
+    if self._lease is not None and not self._lease.renew():
       raise CheckpointBusyError(
         f'Another manager has taken {self._store.root} over, since this process was suspended for a while.\n'
         'Fix: end this job; the other one continues the run.'

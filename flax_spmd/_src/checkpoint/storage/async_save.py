@@ -22,6 +22,7 @@ from etils import epath
 
 from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.generations import Claim
 from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat, first_line
 from flax_spmd._src.checkpoint.storage.record import Record
@@ -205,7 +206,12 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
     CheckpointError: another process has died, or failed; or the call did.
   """
   if jax.process_count() == 1:
-    return call()
+    try:
+      return call()
+    except CheckpointError:
+      raise
+    except OSError as error:
+      raise _failed(error, path) from error
   results: list[Result] = []
   try:
     wait_for(_BackgroundCall(lambda: results.append(call())), path, heartbeat)
@@ -219,6 +225,7 @@ def start(
   response: Response,
   held: Claim | NonWriter,
   progress: ByteProgress,
+  size: int,
   heartbeat: Heartbeat,
   record: Callable[[], Record],
   metadata: Mapping[str, Any],
@@ -230,6 +237,7 @@ def start(
     response: Orbax's handle of the save.
     held: right to write to the path; released at the end.
     progress: progress bar; closed at the end.
+    size: bytes of the state.
     heartbeat: heartbeat of the save; stopped at the end.
     record: function that completes the record.
     metadata: JSON values to store beside the record.
@@ -251,7 +259,11 @@ def start(
       progress.close(complete=failure is None)
       held.release()
 
-  _last = AsyncSave(held.path, work)
+  def explained() -> None:
+    with space_in_errors(held.path, size):
+      work()
+
+  _last = AsyncSave(held.path, explained)
   return _last
 
 
@@ -363,9 +375,13 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
           f'The program ended before {path} was saved.\n'
           f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
         ) from error
-      raise CheckpointError(
-        f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
-      ) from error
+      raise _failed(error, path) from error
+
+
+def _failed(error: Exception, path: epath.Path) -> CheckpointError:
+  return CheckpointError(
+    f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
+  )
 
 
 def _before_shutdown() -> None:

@@ -49,6 +49,7 @@ from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _THREADS = 8
+_MARK = '_CHECKPOINT_METADATA'  # of Orbax, and of this package's format 1
 _RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
@@ -67,7 +68,7 @@ class Claim:
   Raises:
     CheckpointExistsError: the path exists, and `overwrite` is False.
     CheckpointBusyError: another process is writing to the path.
-    CheckpointError: the store cannot be reached or written.
+    CheckpointError: the store cannot be reached or written; or the path is a generation.
   """
 
   def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
@@ -76,34 +77,42 @@ class Claim:
     before = idle_head(self._store, path, overwrite)
     self._previous = before.head
     listed = self._store.children(path.name)  # before the lease: see above
-    self._legacy = [] if before.head.generation else [name for name in listed if not _is_ours(name)]
+    self._legacy = _legacy(listed, bool(before.head.generation))
     self._check_free(overwrite)
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
+    # Without a generation and a lease in the head, it may be what a damaged or lost head named: kept until the commit.
+    self._is_found = bool(self._garbage) and not (before.head.generation or before.head.lease)
     self._lease, self._intent = self._taken(before)
     self._generation = f'{GENERATION}{self._lease.head.epoch:06d}-{secrets.token_hex(4)}'
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      # without a generation and a lease, it may be what a damaged head named
-      known = before.head.generation or before.head.lease
-      if known and (self._garbage or any(is_pin(name) for name in listed)):
-        self._remove_unpinned(self._garbage)
+      garbage = [] if self._is_found else self._garbage
+      if garbage or any(is_pin(name) for name in listed):
+        self._remove_unpinned(garbage)
     except BaseException:
       self.release()
       raise
 
   def _check_free(self, overwrite: bool) -> None:
+    if is_generation(self.path.name) and self._store.read(HEAD) is not None:
+      raise CheckpointError(
+        f'{self.path} is the current contents of a checkpoint, which no save may change.\n'
+        f'Fix: save to {self.path.parent}, or to another path.'
+      )
     is_file = '://' not in str(self.path) and self.path.is_file()
     if is_file or (not overwrite and (self._previous.generation or self._legacy)):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
-    if before.tag is not None:
-      return HeadLease(self._store, self.path, before, durable=bool(self._garbage)), None
+    # A first head has to be whole after a power cut, and one before the removal of garbage has to be there.
+    durable = bool(self._garbage) or before.tag is None
+    if before.head.generation is not None or self._is_found:
+      return HeadLease(self._store, self.path, before, durable), None
     intent = Intent(self._store, self.path.name)
     try:
-      lease = HeadLease(self._store, self.path, before, durable=bool(self._garbage))
+      lease = HeadLease(self._store, self.path, before, durable)
     except BaseException:
       intent.remove()
       raise
@@ -254,6 +263,16 @@ def _removed(
   if lease.release() and lease.tag is not None:
     store.remove_if(f'{path.name}/{HEAD}', lease.tag)
   return True
+
+
+def _legacy(listed: Sequence[str], is_ours: bool) -> list[str]:
+  """What a path holds beside our files: a checkpoint of another format, or what is left of one.
+
+  The file that marks a checkpoint comes last, so that a removal which is interrupted can be continued.
+  """
+  if is_ours and _MARK not in listed:
+    return []  # files that somebody has put beside a checkpoint
+  return sorted((name for name in listed if not _is_ours(name)), key=lambda name: name == _MARK)
 
 
 def _is_ours(name: str) -> bool:

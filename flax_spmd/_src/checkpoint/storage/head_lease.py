@@ -130,13 +130,22 @@ class HeadLease:
   def _is_ours(self, head: Head) -> bool:
     return head.lease is not None and head.lease.token == self._token
 
+  def renew(self) -> bool:
+    """Puts the head with one more beat; returns False if the lease has been lost.
+
+    Raises:
+      CheckpointError: the store failed.
+    """
+    with self._writing:
+      lease = self.head.lease
+      return lease is not None and self.put(
+        self.head._replace(lease=lease._replace(beat=lease.beat + 1))
+      )
+
   def _renew(self) -> None:
     while not self._stopped.wait(BEAT):
       with self._writing, contextlib.suppress(OSError, CheckpointError):  # the next beat tries again
-        lease = self.head.lease
-        if self._stopped.is_set() or lease is None:
-          return
-        if not self.put(self.head._replace(lease=lease._replace(beat=lease.beat + 1))):
+        if self._stopped.is_set() or not self.renew():
           return
 
   def end(self) -> None:

@@ -1,7 +1,7 @@
 """Killed saves: removes what they left behind at paths that nobody will save to again.
 
-A save to a path without a head first puts `.flax_spmd/<name>-<token>` beside the path, and removes it at its
-end. Every other save in that folder looks through them.
+A save to a path whose head names nothing, and a removal, first put `.flax_spmd/<name>-<token>` beside the
+path, and remove it at their end. Every other save in that folder looks through them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from flax_spmd._src.checkpoint.storage.head import HEAD, Head, StoredHead, is_generation, read_head
 from flax_spmd._src.checkpoint.storage.liveness import drop, is_dead, new_token
 from flax_spmd._src.checkpoint.storage.manifest import MANIFEST
+from flax_spmd._src.checkpoint.storage.pins import pinned_generations
 from flax_spmd._src.checkpoint.storage.process_identity import parsed_identity, this_process
 from flax_spmd._src.checkpoint.storage.store import Store
 from flax_spmd.errors import CheckpointError
@@ -81,15 +82,16 @@ def _examine(store: Store, file: str) -> None:
 
 
 def _removed(store: Store, path: Any, found: StoredHead) -> bool:
-  """Removes the generations and the head of a dead writer that has committed nothing."""
-  generations = [name for name in store.children(path.name) if is_generation(name)]
-  if found.tag is None and not generations:
-    return True
+  """Removes the generations and the head of a dead writer that has committed nothing, unless a reader is left."""
+  names = store.children(path.name)
+  generations = [name for name in names if is_generation(name)]
+  if found.tag is None and not generations and (names or not path.is_dir()):
+    return True  # nothing of ours is there
   fence = Head(epoch=found.head.epoch + 1)  # no older writer can commit after this
   tag = store.write(
     f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=bool(generations)
   )
-  if tag is None:
+  if tag is None or pinned_generations(store, path.name):  # a reader, of what a killed removal has left
     return False
   for name in generations:
     remove_generation(store, f'{path.name}/{name}')

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.options import AtomicityMode
+
+from flax_spmd._src.checkpoint.storage import buckets
+
+_OBJECT_SIZE = 400 << 20  # bytes of an object with arrays, sent in one request; Orbax's for GCS
 
 
-def context(*, compress: bool = False, memory: int | None = None, largest: int = 0) -> ocp.Context:
+def context(
+  path: str | os.PathLike[str] | None = None,
+  *,
+  compress: bool = False,
+  memory: int | None = None,
+  largest: int = 0,
+) -> ocp.Context:
   """Orbax's context for the reads and writes of `flax_spmd.checkpoint`.
 
   Args:
+    path: what is read or written, if it may be in a bucket.
     compress: whether to compress the data.
     memory: most bytes in flight between devices and storage.
     largest: bytes of the largest array. Orbax requires `memory` to be larger, so it is raised if needed.
@@ -18,6 +32,10 @@ def context(*, compress: bool = False, memory: int | None = None, largest: int =
   options.array.saving.use_compression = compress
   # In the background, a folder that cannot be made leaves threads waiting for it for minutes.
   options.asynchronous.create_directories_asynchronously = False
+  if path is not None and '://' in os.fspath(path):
+    buckets.reach(os.fspath(path))
+    options.atomicity.mode = AtomicityMode.COMMIT_FILE
+    options.array.saving.ocdbt_target_data_file_size = _OBJECT_SIZE
   if memory is not None:
     memory = max(memory, largest + 1)
     options.memory.write_concurrent_bytes = memory
@@ -25,12 +43,12 @@ def context(*, compress: bool = False, memory: int | None = None, largest: int =
   return options
 
 
-def local_context(memory: int) -> ocp.Context:
+def local_context(path: str | os.PathLike[str], memory: int) -> ocp.Context:
   """Orbax's context for reads of one process. It does not wait for the other processes of the job.
 
   So an error in one process cannot leave the others waiting.
   """
-  options = context(memory=memory)
+  options = context(path, memory=memory)
   options.multiprocessing.active_processes = {jax.process_index()}
   options.multiprocessing.primary_host = jax.process_index()
   return options

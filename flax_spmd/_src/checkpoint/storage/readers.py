@@ -290,7 +290,7 @@ class OrbaxReader:
 
   def _load(self, target: Any, memory: int | None) -> Any:
     try:
-      with local_context(_in_flight(target, memory)):
+      with local_context(self.folder, _in_flight(target, memory)):
         return ocp.load(self.folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
       if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):

@@ -88,22 +88,43 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
     path: path of the checkpoint.
     read: function of the source, or of None if the path has no generations.
   """
-  for attempt in range(_ATTEMPTS):
+  for _ in range(_ATTEMPTS):
     with _pinned(path) as source:
-      try:
-        result = read(source)
-      except CheckpointDamagedError:
-        if source is None or attempt == _ATTEMPTS - 1 or not _was_replaced(source):
-          raise
+      result, error = _attempted(source, read)
+      is_whole = error is None and (source is None or source.is_whole)
+      if _in_any(source is not None and not is_whole and _was_replaced(source)):
         continue
-      if source is None or source.is_whole:
-        return result
-      if not _was_replaced(source):
+      if error is not None:
+        raise error
+      if not is_whole:
         raise damaged_manifest(path, 'it is missing')
+      return result
   raise CheckpointError(
     f'Checkpoint {path} was replaced {_ATTEMPTS} times while it was read.\n'
     'Fix: save less often to this path, or read it from a store that can be written, where reads are protected.'
   )
+
+
+def _attempted(
+  source: Source | None, read: Callable[[Source | None], Any]
+) -> tuple[Any, Exception | None]:
+  """The result of a read, or the error that a removal of its files may have caused."""
+  try:
+    return read(source), None
+  except CheckpointDamagedError as error:
+    return None, error
+  except BaseException:
+    _in_any(False)  # the other processes wait for this one
+    raise
+
+
+def _in_any(flag: bool) -> bool:
+  """Whether a flag is set in any process."""
+  if jax.process_count() == 1:
+    return flag
+  everyone = tuple(range(jax.process_count()))
+  groups = exchange('checkpoint', everyone, str(flag), CALLS, TIMEOUT)
+  return any(text == str(True) for _, text in groups)
 
 
 def _was_replaced(source: Source) -> bool:
@@ -126,13 +147,13 @@ def _pinned(path: epath.Path) -> Iterator[Source | None]:
         if generation is not None:
           pin = Pin(store, path.name, generation)
         source = current_source(path)
-        answer = {'generation': None if source is None else source.folder.name}
+        again = source is not None and generation not in (None, source.folder.name)
+        answer = {'generation': None if source is None else source.folder.name, 'again': again}
       except CheckpointError as error:
         answer, source = {'error': type(error).__name__, 'text': str(error)}, None
         if jax.process_count() == 1:
           raise
-      agreed = _agreed(answer)
-      if agreed and (source is None or generation in (None, source.folder.name)):
+      if _agreed(answer):
         yield source
         return
     finally:
@@ -145,12 +166,13 @@ def _pinned(path: epath.Path) -> Iterator[Source | None]:
 
 
 def _agreed(answer: dict[str, Any]) -> bool:
-  """Whether all processes have found the same generation; raises the error of any of them in all."""
-  if jax.process_count() == 1:
-    return True
-  everyone = tuple(range(jax.process_count()))
-  groups = exchange('checkpoint', everyone, json.dumps(answer), CALLS, TIMEOUT)
-  for _, text in groups:
-    if 'error' in (found := json.loads(text)):
+  """Whether all processes have pinned the same generation; raises the error of any of them in all."""
+  texts = [json.dumps(answer)]
+  if jax.process_count() > 1:
+    everyone = tuple(range(jax.process_count()))
+    texts = [text for _, text in exchange('checkpoint', everyone, texts[0], CALLS, TIMEOUT)]
+  answers = [json.loads(text) for text in texts]
+  for found in answers:
+    if 'error' in found:
       raise getattr(errors, found['error'], CheckpointError)(found['text'])
-  return len(groups) == 1
+  return len(answers) == 1 and not answers[0]['again']

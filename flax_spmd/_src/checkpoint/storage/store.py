@@ -93,6 +93,10 @@ class Store(Protocol):
     """Makes every file and folder below durable, whoever wrote it, and the folders above."""
     ...
 
+  def compares(self) -> bool:
+    """Whether writes with a condition are possible. If not, they raise CheckpointError with the reason."""
+    ...
+
 
 def as_path(path: str | os.PathLike[str]) -> epath.Path:
   """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.
@@ -125,9 +129,14 @@ def open_store(path: str | os.PathLike[str]) -> Store:
   Raises:
     CheckpointError: the path is not one that checkpoints are stored under; see `as_path`.
   """
+  root = as_path(path)
+  if '://' in str(root):
+    from flax_spmd._src.checkpoint.storage.object_store import ObjectStore
+
+    return ObjectStore(root)
   from flax_spmd._src.checkpoint.storage.disk_store import DiskStore
 
-  return DiskStore(as_path(path))
+  return DiskStore(root)
 
 
 def checked(name: str, root: epath.Path) -> str:

@@ -1,0 +1,548 @@
+"""Generations: what is in a path's folder, who may replace it, and what readers and dead processes leave."""
+
+import ctypes
+import json
+import os
+import shutil
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import flax_spmd as spmd
+from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage import liveness
+from flax_spmd._src.checkpoint.storage.disk_store import DiskStore
+from flax_spmd._src.checkpoint.storage.process_identity import this_process
+from tests.checkpoint import damage
+from tests.checkpoint.forked_processes import forked_processes
+
+LAYOUT = spmd.Layout({'data': 8}, (('rows', 'data'),))
+
+
+def save(path, number, **options):
+  """Saves a state that is known by its number."""
+  checkpoint.save(path, state_of(number), LAYOUT, **options)
+
+
+def state_of(number):
+  return {'w': np.full((16, 4), number, np.float32), 'number': number}
+
+
+def number_of(path):
+  """The number of the state at a path, all of which is verified; None if there is none."""
+  try:
+    restored = checkpoint.restore(path, layout=LAYOUT)
+  except errors.CheckpointNotFoundError:
+    return None
+  np.testing.assert_array_equal(restored['w'], state_of(restored['number'])['w'])
+  return restored['number']
+
+
+def names_in(folder):
+  return sorted(child.name for child in folder.iterdir() if child.name != '.flax_spmd.lock')
+
+
+def generations(path):
+  return [name for name in names_in(path) if name.startswith('gen-')]
+
+
+@pytest.fixture(scope='module')
+def elsewhere():
+  """Runs source code in another process."""
+  with forked_processes() as run:
+    yield lambda source: run(
+      f'from tests.checkpoint.generations_test import LAYOUT, number_of, save, state_of\n{source}'
+    )
+
+
+@pytest.fixture
+def during_read(monkeypatch):
+  """Calls a function while a restore reads its arrays."""
+
+  def patch(call):
+    load = ocp.load
+
+    def late(*args, **kwargs):
+      monkeypatch.setattr(ocp, 'load', load)
+      call()
+      return load(*args, **kwargs)
+
+    monkeypatch.setattr(ocp, 'load', late)
+
+  return patch
+
+
+# -- what there is
+
+
+def test_the_folder_of_a_checkpoint(tmp_path):
+  save(tmp_path / 'a', 1)
+  (generation,) = generations(tmp_path / 'a')
+  assert names_in(tmp_path) == ['a']
+  assert names_in(tmp_path / 'a') == ['HEAD', generation]
+  head = damage.head_of(tmp_path / 'a')
+  assert (head['format'], head['generation'], head['epoch'], head['lease']) == (2, generation, 1, None)
+  manifest = json.loads((tmp_path / 'a' / generation / 'MANIFEST').read_text())
+  there = {
+    str(file.relative_to(tmp_path / 'a' / generation)): file.stat().st_size
+    for file in (tmp_path / 'a' / generation).rglob('*')
+    if file.is_file() and file.name != 'MANIFEST'
+  }
+  assert {name: size for name, (size, _) in manifest['files'].items()} == there
+
+
+def test_an_overwrite_makes_another_generation_and_removes_the_old_one(tmp_path):
+  for number in (1, 2, 3):
+    save(tmp_path / 'a', number, overwrite=number > 1)
+    assert number_of(tmp_path / 'a') == number
+    assert len(generations(tmp_path / 'a')) == 1
+  assert generations(tmp_path / 'a')[0].startswith('gen-000003-')
+  assert names_in(tmp_path) == ['a']
+
+
+def test_names_that_begin_alike_are_kept(tmp_path):
+  names = ['step_9', 'step_9.x', 'step_9.orbax', 'step_90', '.step_9', 'step_9-gen']
+  for number, name in enumerate(names):
+    save(tmp_path / name, number)
+  save(tmp_path / 'step_9', 7, overwrite=True)
+  assert [number_of(tmp_path / name) for name in names] == [7, 1, 2, 3, 4, 5]
+  shutil.rmtree(tmp_path / 'step_9')
+  assert [number_of(tmp_path / name) for name in names] == [None, 1, 2, 3, 4, 5]
+  assert names_in(tmp_path) == sorted(names[1:])
+
+
+def test_other_files_in_the_folder_are_not_taken_for_ours(tmp_path):
+  """Files that others have put there: refused without overwrite, replaced with it, as any contents."""
+  for name in ('gen-images', 'gen-1', 'pin-board.txt', 'pin-a-gen-b', 'data'):
+    path = tmp_path / name / 'run'
+    (path / name).mkdir(parents=True)
+    (path / name / 'file').write_text('mine')
+    with pytest.raises(errors.CheckpointExistsError) as caught:
+      save(path, 1)
+    assert str(caught.value) == (
+      f'{path} exists already.\nFix: save to another path, remove it first, or pass overwrite=True.'
+    )
+    assert (path / name / 'file').read_text() == 'mine'
+    save(path, 1, overwrite=True)
+    assert names_in(path) == ['HEAD', *generations(path)]
+
+
+def test_a_file_at_the_path(tmp_path):
+  (tmp_path / 'a').write_text('mine')
+  for overwrite in (False, True):
+    with pytest.raises(errors.CheckpointExistsError) as caught:
+      save(tmp_path / 'a', 1, overwrite=overwrite)
+    assert str(caught.value) == (
+      f'{tmp_path / "a"} exists already.\nFix: save to another path, or remove it first.'
+    )
+  assert (tmp_path / 'a').read_text() == 'mine'
+
+
+def test_deleted_stays_deleted(tmp_path):
+  save(tmp_path / 'b', 1)
+  shutil.copytree(tmp_path / 'b', tmp_path / '.b.host-1-0a0b0c0d.old')  # the former format kept one here
+  shutil.copytree(damage.generation_of(tmp_path / 'b'), tmp_path / '.b.host-1-0a0b0c0d.new')
+  shutil.rmtree(tmp_path / 'b')
+  assert number_of(tmp_path / 'b') is None
+  save(tmp_path / 'b', 2)
+  assert number_of(tmp_path / 'b') == 2
+  (tmp_path / 'b' / 'HEAD').unlink()
+  assert number_of(tmp_path / 'b') is None  # a generation that no head names is not a checkpoint
+  save(tmp_path / 'b', 3)
+  assert number_of(tmp_path / 'b') == 3
+
+
+def test_a_moved_and_a_copied_checkpoint(tmp_path):
+  save(tmp_path / 'a', 1)
+  shutil.copytree(tmp_path / 'a', tmp_path / 'copy')
+  (tmp_path / 'a').rename(tmp_path / 'moved')
+  save(tmp_path / 'copy', 2, overwrite=True)
+  assert [number_of(tmp_path / name) for name in ('a', 'copy', 'moved')] == [None, 2, 1]
+
+
+# -- a generation by its own path
+
+
+def test_a_generation_as_a_path(tmp_path):
+  save(tmp_path / 'a', 1)
+  folder = checkpoint.show(tmp_path / 'a').folder
+  assert folder == str(damage.generation_of(tmp_path / 'a'))
+  assert number_of(folder) == 1
+  assert checkpoint.verify(folder) == [] == checkpoint.diff(folder, tmp_path / 'a')
+  assert checkpoint.show(folder).folder == folder
+  np.testing.assert_array_equal(ocp.load(folder)['w'], state_of(1)['w'])
+
+
+@pytest.mark.parametrize('overwrite', [False, True])
+def test_a_generation_is_never_saved_to(tmp_path, overwrite):
+  save(tmp_path / 'a', 1)
+  folder = damage.generation_of(tmp_path / 'a')
+  with pytest.raises(errors.CheckpointError) as caught:
+    save(folder, 2, overwrite=overwrite)
+  assert str(caught.value) == (
+    f'{folder} is the current contents of a checkpoint, which no save may change.\n'
+    f'Fix: save to {tmp_path / "a"}, or to another path.'
+  )
+  assert number_of(tmp_path / 'a') == 1
+
+
+def test_folders_for_other_libraries(tmp_path):
+  ocp.save(tmp_path / 'plain', {'w': np.ones(3)})
+  assert checkpoint.show(tmp_path / 'plain').folder == str(tmp_path / 'plain')
+  (tmp_path / 'bad').mkdir()
+  (tmp_path / 'bad' / 'HEAD').write_text('{')
+  (bad, _) = checkpoint.ls(tmp_path)
+  assert bad.error and bad.folder is None
+
+
+# -- readers
+
+
+def test_a_reader_keeps_its_generation(tmp_path, during_read, elsewhere):
+  path = tmp_path / 'a'
+  save(path, 1)
+  seen = []
+
+  def overwrite():
+    seen.append(names_in(path))
+    for number in (2, 3):
+      assert elsewhere(f'save({str(path)!r}, {number}, overwrite=True)').code == 0
+    seen.append(generations(path))
+
+  during_read(overwrite)
+  assert number_of(path) == 1
+  assert [name.partition('-')[0] for name in seen[0]] == ['HEAD', 'gen', 'pin']
+  assert len(seen[1]) == 2  # the pinned one and the current one
+  assert number_of(path) == 3
+  assert not [name for name in names_in(path) if name.startswith('pin-')]
+  save(path, 4, overwrite=True)
+  assert (number_of(path), len(generations(path))) == (4, 1)
+
+
+def test_a_reader_in_the_same_process_keeps_its_generation(tmp_path, during_read):
+  path = tmp_path / 'a'
+  save(path, 1)
+  during_read(lambda: save(path, 2, overwrite=True))
+  assert number_of(path) == 1
+  assert number_of(path) == 2
+
+
+KILLED_READER = """
+import os, signal
+ocp.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.restore({path!r}, layout=LAYOUT)
+"""
+
+
+def test_the_pin_of_a_killed_reader_is_removed_by_the_next_save(tmp_path, elsewhere):
+  path = tmp_path / 'a'
+  save(path, 1)
+  assert elsewhere(KILLED_READER.format(path=str(path))).code == -9
+  assert len([name for name in names_in(path) if name.startswith('pin-')]) == 1
+  save(path, 2, overwrite=True)
+  assert names_in(path) == ['HEAD', *generations(path)] and len(generations(path)) == 1
+
+
+FOREIGN = ['other-host', '00000000-0000-0000-0000-000000000000/4026531836', 4711, '1']
+
+
+def put_foreign_pin(path):
+  """A pin of a reader on another machine."""
+  pin = path / f'pin-0123456789abcdef-{damage.head_of(path)["generation"]}'
+  pin.write_text(json.dumps({'holder': FOREIGN, 'beat': 0}))
+  return pin
+
+
+@pytest.fixture
+def short_lease(monkeypatch):
+  monkeypatch.setattr(liveness, 'LEASE', 0.3)
+  monkeypatch.setattr(liveness, 'BEAT', 0.06)
+
+
+def test_the_pin_of_a_reader_elsewhere_holds_while_it_is_renewed(tmp_path, short_lease):
+  path = tmp_path / 'a'
+  save(path, 1)
+  pin, pinned = put_foreign_pin(path), damage.generation_of(path)
+  for beat in range(1, 3):
+    save(path, 1 + beat, overwrite=True)
+    assert pinned.exists()
+    time.sleep(0.35)
+    pin.write_text(json.dumps({'holder': FOREIGN, 'beat': beat}))
+  save(path, 4, overwrite=True)
+  assert pinned.exists()
+  time.sleep(0.35)  # and now without a renewal
+  save(path, 5, overwrite=True)
+  assert not pinned.exists() and not pin.exists() and len(generations(path)) == 1
+
+
+@pytest.mark.parametrize('content', [b'', b'{', b'null', b'[]', b'{"holder": 3}', b'{"holder": []}'])
+def test_a_damaged_pin(tmp_path, content):
+  path = tmp_path / 'a'
+  save(path, 1)
+  put_foreign_pin(path).write_bytes(content)
+  save(path, 2, overwrite=True)
+  assert number_of(path) == 2 and names_in(path) == ['HEAD', *generations(path)]
+
+
+# -- writers on other machines
+
+
+def put_foreign_lease(path, beat=0):
+  """A lease of a writer on another machine."""
+  lease = {'holder': FOREIGN, 'token': '0123456789abcdef', 'beat': beat}
+  damage.edit_head(path, lambda head: head.update(lease=lease, epoch=head['epoch'] + 1))
+
+
+def dead_writers_generation(path):
+  folder = path / 'gen-000002-00000000.orbax-checkpoint-tmp'
+  folder.mkdir()
+  (folder / 'half').write_text('half')
+  return folder
+
+
+def test_a_living_writer_elsewhere(tmp_path, short_lease):
+  path = tmp_path / 'a'
+  save(path, 1)
+  put_foreign_lease(path)
+  ended = threading.Event()
+
+  def beat():
+    number = 0
+    while not ended.wait(0.05):
+      number += 1
+      damage.edit_head(path, lambda head, number=number: head['lease'].update(beat=number))
+
+  thread = threading.Thread(target=beat)
+  thread.start()
+  try:
+    with pytest.raises(errors.CheckpointBusyError) as caught:
+      save(path, 2, overwrite=True)
+  finally:
+    ended.set()
+    thread.join()
+  assert str(caught.value) == (
+    f'Checkpoint {path} is being written, by process 4711 on other-host.\n'
+    'Fix: wait for it, or save to another path.'
+  )
+  assert number_of(path) == 1  # a reader need not wait
+
+
+def test_a_dead_writer_elsewhere(tmp_path, short_lease):
+  path = tmp_path / 'a'
+  save(path, 1)
+  put_foreign_lease(path)
+  left = dead_writers_generation(path)
+  assert number_of(path) == 1
+  save(path, 2, overwrite=True)
+  assert number_of(path) == 2 and not left.exists() and len(generations(path)) == 1
+
+
+@pytest.mark.slow
+def test_a_dead_writer_elsewhere_is_known_within_20_seconds(tmp_path):
+  path = tmp_path / 'a'
+  save(path, 1)
+  put_foreign_lease(path)
+  begin = time.monotonic()
+  save(path, 2, overwrite=True)
+  assert liveness.LEASE <= time.monotonic() - begin < 20 and liveness.LEASE == 15
+  assert number_of(path) == 2
+
+
+def test_a_dead_writer_here_is_known_at_once(tmp_path, elsewhere):
+  path = tmp_path / 'a'
+  save(path, 1)
+  killed = elsewhere(f"""
+import os, signal
+ocp.save_async = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+save({str(path)!r}, 2, overwrite=True)
+""")
+  assert killed.code == -9
+  assert damage.head_of(path)['lease']['holder'][2] != os.getpid()
+  begin = time.monotonic()
+  save(path, 3, overwrite=True)
+  assert time.monotonic() - begin < 5 and number_of(path) == 3
+
+
+def test_a_clock_that_jumps(tmp_path, short_lease, monkeypatch):
+  """Neither a lease nor a pin depends on the time of day."""
+  path = tmp_path / 'a'
+  save(path, 1)
+  for jump in (-1e9, 1e9):
+    monkeypatch.setattr(time, 'time', lambda jump=jump: 1.8e9 + jump)
+    monkeypatch.setattr(time, 'time_ns', lambda jump=jump: int((1.8e9 + jump) * 1e9))
+    save(path, 2, overwrite=True)
+    assert number_of(path) == 2 and len(generations(path)) == 1
+
+
+def test_a_writer_that_was_taken_for_dead(tmp_path, monkeypatch, short_lease):
+  """It fails as busy, and the path keeps what its successor has saved."""
+  path = tmp_path / 'a'
+  save(path, 1)
+  begun = ocp.save_async
+
+  def slow(*args, **kwargs):
+    monkeypatch.setattr(ocp, 'save_async', begun)
+    response = begun(*args, **kwargs)
+    put_foreign_lease(path)  # the successor
+    return response
+
+  monkeypatch.setattr(ocp, 'save_async', slow)
+  with pytest.raises(errors.CheckpointBusyError) as caught:
+    save(path, 2, overwrite=True)
+  assert str(caught.value) == (
+    f'Checkpoint {path} is being written. Another process took this one for dead, and replaced it.\n'
+    'Fix: wait for it, or save to another path.'
+  )
+  assert number_of(path) == 1
+  assert damage.head_of(path)['lease']['holder'] == FOREIGN
+  save(path, 3, overwrite=True)
+  assert number_of(path) == 3 and len(generations(path)) == 1
+
+
+# -- saves to new paths that were killed
+
+
+def intent(folder, name, holder=FOREIGN):
+  """The mark of a save that another process has begun."""
+  (folder / '.flax_spmd').mkdir(exist_ok=True)
+  file = folder / '.flax_spmd' / f'{name}-0123456789abcdef'
+  file.write_text(json.dumps({'name': name, 'holder': holder}))
+  return file
+
+
+def test_a_save_elsewhere_to_a_new_path(tmp_path, short_lease):
+  """The saves beside it leave it alone while it lives, and remove it once it has been silent."""
+  path = tmp_path / 'new'
+  save(path, 1)
+  intent(tmp_path, 'new')
+  damage.edit_head(path, lambda head: head.update(generation=None, manifest=None))
+  put_foreign_lease(path)
+  save(tmp_path / 'beside', 1)
+  assert names_in(tmp_path) == ['.flax_spmd', 'beside', 'new']
+  time.sleep(0.35)
+  save(tmp_path / 'beside', 2, overwrite=True)
+  assert names_in(tmp_path) == ['beside']
+
+
+def test_a_mark_that_its_writer_could_not_remove(tmp_path):
+  """The save was complete."""
+  save(tmp_path / 'done', 1)
+  intent(tmp_path, 'done')
+  save(tmp_path / 'beside', 2)
+  assert names_in(tmp_path) == ['beside', 'done'] and number_of(tmp_path / 'done') == 1
+
+
+@pytest.mark.parametrize('name', ['..', '../other', '/', '', '.', 'a/../..', 'mine', 'HEAD\0'])
+def test_a_hostile_mark_removes_nothing(tmp_path, name):
+  folder = tmp_path / 'folder'
+  for mine in (tmp_path / 'other', folder / 'mine'):
+    mine.mkdir(parents=True)
+    (mine / 'file').write_text('mine')
+  dead = this_process()._replace(pid=2**30)
+  intent(folder, 'x', dead).write_text(json.dumps({'name': name, 'holder': dead}))
+  save(folder / 'a', 1)
+  assert (tmp_path / 'other' / 'file').read_text() == (folder / 'mine' / 'file').read_text() == 'mine'
+  assert number_of(folder / 'a') == 1
+
+
+@pytest.mark.parametrize('content', [b'', b'{', b'null', b'[]', b'{"name": "a"}'])
+def test_a_damaged_mark(tmp_path, content):
+  intent(tmp_path, 'x').write_bytes(content)
+  save(tmp_path / 'a', 1)
+  assert names_in(tmp_path) == ['a']
+
+
+# -- where nothing can be written
+
+
+@pytest.fixture
+def read_only(tmp_path):
+  """Makes a folder read-only: for root, by a mount."""
+  undo = []
+
+  def mount(folder):
+    if os.geteuid() != 0:
+      writable = [file for file in (folder, *folder.rglob('*')) if file.is_dir()]
+      for file in writable:
+        file.chmod(0o500)
+      undo.append(lambda: [file.chmod(0o700) for file in writable])
+      return
+    libc = ctypes.CDLL(None, use_errno=True)
+    name = os.fsencode(folder)
+    bind, remount, readonly = 0x1000, 0x20, 0x1
+    if libc.mount(name, name, None, bind, None) or libc.mount(
+      name, name, None, bind | remount | readonly, None
+    ):
+      pytest.skip(f'this machine allows no mounts: {os.strerror(ctypes.get_errno())}')
+    undo.append(lambda: libc.umount2(name, 2))
+
+  yield mount
+  for call in undo:
+    call()
+
+
+def test_a_read_only_folder(tmp_path, read_only):
+  folder = tmp_path / 'folder'
+  save(folder / 'a', 1)
+  before = sorted(folder.rglob('*'))
+  read_only(folder)
+  assert number_of(folder / 'a') == 1
+  assert checkpoint.verify(folder / 'a') == []
+  assert [summary.error for summary in checkpoint.ls(folder)] == [None]
+  for name, options in (('a', {'overwrite': True}), ('b', {})):
+    with pytest.raises(errors.CheckpointReadOnlyError) as caught:
+      save(folder / name, 2, **options)
+    text = str(caught.value)
+    assert str(folder) in text and text.endswith('Fix: pass a path that this process may write to.')
+  assert sorted(folder.rglob('*')) == before
+
+
+def test_a_read_without_pins_is_repeated(tmp_path, monkeypatch, during_read, elsewhere):
+  """Where a reader may write no pins, a save may remove what it reads: it then reads the next one."""
+  path = tmp_path / 'a'
+  save(path, 1)
+
+  def refuse(*_, **__):
+    raise errors.CheckpointReadOnlyError('read-only')
+
+  monkeypatch.setattr(DiskStore, 'write', refuse)  # of this process
+  during_read(lambda: elsewhere(f'save({str(path)!r}, 2, overwrite=True)'))
+  assert number_of(path) == 2
+
+
+# -- many at once
+
+
+@pytest.mark.slow
+def test_reads_while_another_process_overwrites(tmp_path, elsewhere):
+  """Every read is whole, and none fails."""
+  path = tmp_path / 'a'
+  save(path, 0)
+  ended, numbers = threading.Event(), []
+
+  def write():
+    source = f'for number in range(1, 16): save({str(path)!r}, number, overwrite=True)'
+    assert elsewhere(source).code == 0
+    ended.set()
+
+  thread = threading.Thread(target=write)
+  thread.start()
+  while not ended.is_set():
+    numbers.append(number_of(path))
+  thread.join()
+  assert numbers == sorted(numbers) and len(set(numbers)) > 3
+  assert number_of(path) == 15
+
+
+def test_the_state_survives_every_layout_of_the_writer(tmp_path):
+  """Generations do not depend on the devices of the writer."""
+  for number, devices in enumerate((8, 4, 1)):
+    layout = spmd.Layout(
+      spmd.make_mesh({'data': devices}, devices=jax.devices()[:devices]), (('rows', 'data'),)
+    )
+    checkpoint.save(tmp_path / 'a', state_of(number), layout, overwrite=True)
+    assert number_of(tmp_path / 'a') == number

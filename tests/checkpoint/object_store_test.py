@@ -1,0 +1,285 @@
+"""Stores in buckets: what is sent, what is refused, and errors that name bucket, server and remedy."""
+
+import logging
+import re
+import subprocess
+import sys
+import threading
+from textwrap import dedent
+
+import pytest
+
+from flax_spmd._src.checkpoint.storage import buckets
+from flax_spmd._src.checkpoint.storage.store import open_store
+from flax_spmd.errors import CheckpointError, CheckpointNotFoundError, CheckpointReadOnlyError
+
+CONDITIONS = ('ifGenerationMatch', 'if-match', 'if-none-match')
+QUICK = {'max_retries': 1, 'initial_delay': '1ms', 'max_delay': '1ms'}
+
+
+def writes(server):
+  """The conditions of all writes that a server was asked for."""
+  return [
+    {name for name in CONDITIONS if name in {**request.query, **request.headers}}
+    for request in server.requests
+    if request.method in ('PUT', 'POST') and 'HEAD' in request.path + request.query.get('name', '')
+  ]
+
+
+def test_conditions_are_sent_to_the_server(server):
+  """Not checked by a request before: another writer could come between the two."""
+  store = open_store(f'{server.bucket}/run')
+  tag = store.write('HEAD', b'1', expected=None)
+  store.write('HEAD', b'2', expected=tag)
+  store.write('HEAD', b'3')
+  first, second, third = writes(server)
+  assert first == ({'if-none-match'} if 's3' in server.bucket else {'ifGenerationMatch'})
+  assert second == ({'if-match'} if 's3' in server.bucket else {'ifGenerationMatch'})
+  assert third == set()
+
+
+def test_a_server_that_ignores_conditions(s3):
+  s3.obeys = False
+  store = open_store(f'{s3.bucket}/run')
+  assert not store.compares()
+  with pytest.raises(CheckpointError) as caught:
+    store.write('HEAD', b'1', expected=None)
+  assert str(caught.value) == dedent(f"""\
+    {s3.bucket}/run: the server {s3.url} does not obey conditions of writes (If-Match, If-None-Match), so two writers could damage each other.
+    Fix: save to a bucket of GCS or Amazon S3, or to a server with conditional writes.""")
+  assert store.write('x', b'1')
+  assert store.read('HEAD') is None
+  assert store.files() == {'x': 1}
+
+
+def test_a_server_that_rejects_conditions(s3):
+  s3.intercept = lambda request: (
+    s3.refusal(501, 'NotImplemented') if {'if-match', 'if-none-match'} & set(request.headers) else None
+  )
+  store = open_store(f'{s3.bucket}/run')
+  assert not store.compares()
+  with pytest.raises(CheckpointError, match='does not obey conditions of writes'):
+    store.write('HEAD', b'1', expected=None)
+
+
+def test_conditions_are_tried_once(server):
+  assert open_store(f'{server.bucket}/run').compares()
+  count = len(server.requests)
+  assert open_store(f'{server.bucket}/other').compares()
+  assert len(server.requests) == count
+  assert open_store(server.bucket).files() == {}
+
+
+def test_a_write_whose_answer_is_lost(server):
+  """It is repeated; the repetition fails since the first one succeeded; the content shows it."""
+  store = open_store(f'{server.bucket}/run')
+  tag = store.write('HEAD', b'1', expected=None)
+  lost = []
+
+  def lose(request):
+    if request.method in ('PUT', 'POST') and not lost:
+      lost.append(request)
+      server.put(f'{server.bucket}/run/HEAD', b'2')
+      return server.refusal(503, 'ServiceUnavailable')
+    return None
+
+  server.intercept = lose
+  assert store.write('HEAD', b'2', expected=tag) is not None
+  assert len(lost) == 1
+  assert store.read('HEAD')[0] == b'2'
+
+
+def test_lists_are_never_remembered(server):
+  store = open_store(f'{server.bucket}/run')
+  for number in range(3):
+    server.put(f'{server.bucket}/run/step_{number}/x', b'1')
+    assert store.children() == [f'step_{n}' for n in range(number + 1)]
+    assert store.files() == {f'step_{n}/x': 1 for n in range(number + 1)}
+    assert (store.root / f'step_{number}').exists()
+    assert sorted(child.name for child in store.root.iterdir()) == store.children()
+
+
+def test_a_list_does_not_go_through_what_is_below(server):
+  store = open_store(f'{server.bucket}/run')
+  for number in range(60):
+    server.put(f'{server.bucket}/run/gen-1/d/{number}', b'1')
+  server.put(f'{server.bucket}/run/HEAD', b'1')
+  store.read('HEAD')
+  server.requests.clear()
+  assert store.children() == ['HEAD', 'gen-1']
+  assert len(server.requests) == 1
+
+
+def test_long_lists(server):
+  store = open_store(f'{server.bucket}/run')
+  names = [f'{number:02}' for number in range(50)]
+  for name in names:
+    server.put(f'{server.bucket}/run/gen-1/{name}', b'1')
+  assert store.children('gen-1') == names
+  assert store.files('gen-1') == dict.fromkeys(names, 1)
+  store.remove('gen-1')
+  assert store.children() == []
+
+
+def test_checksums_are_those_of_the_server(server):
+  store = open_store(f'{server.bucket}/run')
+  assert store.compares()
+  store.write('x', b'123')
+  server.requests.clear()
+  digest = store.digest('x')
+  assert digest == 'md5:202cb962ac59075b964b07152d234b70'
+  assert store.digest('x', like=digest) == digest
+  assert not [r for r in server.requests if r.method == 'GET' and r.query.get('alt') == 'media']
+  assert store.digest('x', like='md5:00') == digest
+  assert store.digest('x', like='crc32:00') == 'crc32:884863d2'
+
+
+def test_tags_that_are_no_checksums(s3):
+  """As those of a bucket that encrypts with a key: then the content is read."""
+  s3.encrypts = True
+  store = open_store(f'{s3.bucket}/run')
+  assert store.compares()
+  store.write('x', b'123')
+  assert store.digest('x') == 'crc32:884863d2'
+  assert store.digest('x', like='md5:00') == 'md5:202cb962ac59075b964b07152d234b70'
+
+
+def test_a_bucket_that_is_not_there(server):
+  url = f'{server.bucket}-not'
+  for call in ('read', 'children', 'files', 'compares'):
+    with pytest.raises(CheckpointNotFoundError) as caught:
+      getattr(open_store(url), call)(*(['HEAD'] if call == 'read' else []))
+    assert str(caught.value) == dedent(f"""\
+      There is no bucket {url} ({server.url}).
+      Fix: create it, or correct its name.""")
+
+
+ERRORS = [
+  (403, 'AccessDenied', CheckpointReadOnlyError, 'let an owner of the bucket grant these credentials'),
+  (401, 'Unauthorized', CheckpointError, 'run `gcloud auth|set AWS_PROFILE'),
+  (403, 'SignatureDoesNotMatch', CheckpointError, 'run `gcloud auth|set AWS_PROFILE'),
+  (400, 'ExpiredToken', CheckpointError, 'run `gcloud auth|set AWS_PROFILE'),
+  (400, 'AuthorizationHeaderMalformed', CheckpointError, 'set AWS_DEFAULT_REGION'),
+  (503, 'SlowDown', CheckpointError, 'check the network'),
+  (418, 'Teapot', CheckpointError, 'check the path and the settings of the bucket'),
+]
+
+
+@pytest.mark.parametrize(('status', 'code', 'kind', 'fix'), ERRORS, ids=[error[1] for error in ERRORS])
+def test_refusals(server, status, code, kind, fix, monkeypatch):
+  monkeypatch.setattr(buckets, 'RETRIES', QUICK)
+  store = open_store(f'{server.bucket}/run')
+  store.read('HEAD')
+  server.intercept = lambda request: server.refusal(status, code)
+  with pytest.raises(CheckpointError) as caught:
+    store.write('HEAD', b'1')
+  assert type(caught.value) is kind
+  lines = str(caught.value).splitlines()
+  assert lines[0].startswith(f'Cannot write {server.bucket}/run/HEAD ({server.url}): {code}')
+  assert re.match(f'Fix: ({fix})', lines[1])
+  assert len(lines) == 2
+
+
+def test_text_of_a_refusal(s3):
+  store = open_store(f'{s3.bucket}/run')
+  s3.intercept = lambda request: s3.refusal(403, 'AccessDenied')
+  with pytest.raises(CheckpointError) as caught:
+    store.read('HEAD')
+  assert str(caught.value) == dedent(f"""\
+    Cannot read {s3.bucket}/run/HEAD ({s3.url}): AccessDenied: No.
+    Fix: let an owner of the bucket grant these credentials the right to read there.""")
+
+
+def test_no_credentials(s3, monkeypatch):
+  monkeypatch.delenv('AWS_ACCESS_KEY_ID')
+  monkeypatch.delenv('AWS_SECRET_ACCESS_KEY')
+  monkeypatch.setenv('AWS_REGION', 'elsewhere')  # another connection than that of other tests
+  s3.intercept = lambda request: (
+    None if 'authorization' in request.headers else s3.refusal(403, 'AccessDenied')
+  )
+  with pytest.raises(CheckpointError, match='Fix: set AWS_PROFILE, or AWS_ACCESS_KEY_ID'):
+    open_store(f'{s3.bucket}/run').read('HEAD')
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_a_server_that_does_not_answer(scheme, gcs, s3, monkeypatch):
+  monkeypatch.setattr(buckets, 'RETRIES', QUICK)
+  for name in ('AWS_ENDPOINT_URL', 'STORAGE_EMULATOR_HOST', 'TENSORSTORE_GCS_HTTP_URL'):
+    monkeypatch.setenv(name, 'http://127.0.0.1:1')
+  with pytest.raises(CheckpointError, match=r'connect to server.*\nFix: check the network'):
+    open_store(f'{scheme}://bucket-x/run').read('HEAD')
+
+
+def test_one_of_the_two_emulator_variables(gcs, monkeypatch):
+  monkeypatch.delenv('TENSORSTORE_GCS_HTTP_URL')
+  with pytest.raises(CheckpointError) as caught:
+    open_store(f'{gcs.bucket}/run')
+  assert str(caught.value) == dedent("""\
+    STORAGE_EMULATOR_HOST and TENSORSTORE_GCS_HTTP_URL must both be set, or neither: arrays and small files would go to different servers.
+    Fix: set TENSORSTORE_GCS_HTTP_URL too.""")
+
+
+def test_a_package_that_is_missing():
+  script = """
+    import sys
+    from flax_spmd._src.checkpoint.storage.store import open_store
+    sys.modules.update(gcsfs=None, s3fs=None)
+    for url in ('gs://bucket/run', 's3://bucket/run'):
+      try:
+        open_store(url)
+      except Exception as error:
+        print(type(error).__name__, error)
+  """
+  result = subprocess.run([sys.executable, '-c', dedent(script)], capture_output=True, text=True)
+  assert result.stdout.splitlines() == [
+    'CheckpointError Checkpoints at gs:// need the package gcsfs.',
+    "Fix: pip install 'flax-spmd[gcs]'",
+    'CheckpointError Checkpoints at s3:// need the package s3fs.',
+    "Fix: pip install 'flax-spmd[s3]'",
+  ]
+
+
+def test_a_profile_that_is_missing(s3, monkeypatch):
+  monkeypatch.setenv('AWS_PROFILE', 'nobody')
+  with pytest.raises(CheckpointError) as caught:
+    open_store(f'{s3.bucket}/run').read('HEAD')
+  assert str(caught.value) == dedent("""\
+    The configuration of AWS cannot be used: The config profile (nobody) could not be found.
+    Fix: correct the AWS_* variables, or the files in ~/.aws.""")
+
+
+def test_secrets_are_not_shown(s3, caplog):
+  """A server repeats what it was sent, in the error of a wrong signature even the session token."""
+  store = open_store(f'{s3.bucket}/run')
+  with caplog.at_level(logging.INFO):
+    store.write('HEAD', b'1', expected=None)
+    answer = s3.refusal(403, 'SignatureDoesNotMatch')
+    body = answer.body.replace(
+      b'</Error>', b'<CanonicalRequest>SECRETTEST AKIDTEST</CanonicalRequest></Error>'
+    )
+    headers = {**answer.headers, 'Content-Length': str(len(body))}
+    s3.intercept = lambda request: answer._replace(body=body, headers=headers)
+    for call in (lambda: store.read('HEAD'), store.files):
+      with pytest.raises(CheckpointError) as caught:
+        call()
+      shown = [str(caught.value), str(caught.value.__cause__), repr(store.root), caplog.text]
+      assert not [text for text in shown if 'SECRETTEST' in text or 'AKIDTEST' in text]
+      assert caught.value.__suppress_context__
+  s3.intercept = lambda request: None
+  assert b'SECRETTEST' not in store.read('HEAD')[0]
+
+
+def test_stores_in_many_threads(server):
+  results = []
+
+  def work(number):
+    store = open_store(f'{server.bucket}/run')
+    results.append(store.write(f'pin-{number}', b'1', expected=None))
+
+  threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert all(results)
+  assert len(open_store(f'{server.bucket}/run').children()) == 16
