@@ -45,6 +45,8 @@ def converted_leaves(
       _unshared(leaves[saved], may_alias and uses[saved] > len(together)) for saved in route.sources
     ]
     results = _convert(parts, [routes[p] for p in together], [values[p] for p in together])
+    # Programs run behind: without waiting, the host would enqueue all of them, with all of their arguments.
+    jax.block_until_ready([result for result in results if isinstance(result, jax.Array)])
     for saved in route.sources:
       uses[saved] -= len(together)
       if not uses[saved]:
