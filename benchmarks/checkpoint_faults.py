@@ -39,6 +39,7 @@ from faults import (
   stopped_writers,
   two_writers,
 )
+from faults.places import Place
 from faults.stores import opened
 from faults.tally import Outcome
 from harness import at_most, exact
@@ -72,15 +73,24 @@ def main() -> int:
           print(f'{store}: left out, as its emulation is not installed', file=aside)
           continue
         for name in arguments.campaigns or CAMPAIGNS:
-          campaign = CAMPAIGNS[name]
-          if store not in campaign.STORES:
+          if store not in CAMPAIGNS[name].STORES:
             continue
-          for outcome in campaign.run(place, arguments.runs or campaign.RUNS[store]):
+          for outcome in _outcomes(name, place, arguments.runs):
             outcomes.append(outcome)
             print(_line(outcome), file=aside, flush=True)
   report = reported(outcomes)
   report.publish(arguments.json)
   return 1 if report.missed else 0
+
+
+def _outcomes(name: str, place: Place, runs: int | None) -> Iterator[Outcome]:
+  """Runs a campaign; one that cannot even prepare its trials has failed."""
+  campaign = CAMPAIGNS[name]
+  try:
+    yield from campaign.run(place, runs or campaign.RUNS[place.store])
+  except Exception as error:
+    text = f'{type(error).__name__}: {error}'
+    yield Outcome(name, place.store, 0, 1, {'cannot be tried': 1}, [text])
 
 
 def _arguments():

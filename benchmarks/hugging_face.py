@@ -35,7 +35,7 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint
 from flax_spmd.checkpoint import Changes
 
-LAYERS, EMBED, HEADS, MLP, VOCAB = 6, 2048, 16, 5632, 8192
+LAYERS, EMBED, HEADS, MLP, VOCAB = 3, 1536, 16, 4096, 8192
 ROUNDS = int(os.environ.get('ROUNDS', '7'))
 RESULT = 'result: '
 FILE = 'model.safetensors'

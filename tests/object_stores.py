@@ -368,7 +368,7 @@ class S3Server:
     requests: all requests so far.
     intercept: called with each request; an answer of it replaces the server's own.
     encrypts: whether tags are no checksums, as in a bucket that encrypts with a key.
-    obeys: whether conditions of writes are obeyed; otherwise they are ignored, as by some servers.
+    obeys, obeys_removals: whether conditions are obeyed; otherwise they are ignored, as by some servers.
   """
 
   def __init__(self) -> None:
@@ -401,6 +401,7 @@ class S3Server:
     self._backend = get_backend('s3')['123456789012']['aws']
     self._backend.create_bucket(name, 'us-east-1')
     self.bucket, self.obeys, self.encrypts = f's3://{name}', True, False
+    self.obeys_removals = True
     self.requests.clear()
     self.intercept = lambda request: None
     return self
@@ -445,7 +446,7 @@ class S3Server:
       environ['wsgi.input'].read(int(environ.get('CONTENT_LENGTH') or 0))
       start_response(f'{intercepted.status} X', list(intercepted.headers.items()))
       return [intercepted.body]
-    if not self.obeys:
+    if not self.obeys or (request.method == 'DELETE' and not self.obeys_removals):
       environ = {
         key: value
         for key, value in environ.items()

@@ -6,6 +6,7 @@ name of an array if the values of an array are concerned. Only in HEAD some byte
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     ):
       tally = Tally(campaign, place.store)
       for fault, harmed in faults:
-        tally.trial(fault, lambda: _trial(place, path, whole, harmed))  # noqa: B023
+        tally.trial(fault, functools.partial(_trial, place, path, whole, harmed))
       yield tally.outcome()
     place.clear(path)
 

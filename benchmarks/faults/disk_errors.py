@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import random
 import shutil
@@ -58,7 +59,9 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
         first = drawn.randint(1, calls[mode])
         last = first if drawn.random() < 0.5 else NEVER
         text = f'{mode}, call {first} of {calls[mode]}{"" if first == last else " and all later ones"}'
-        tally.trial(text, lambda: _trial(place, mode, worker, control, (kind, number, first, last)))  # noqa: B023
+        tally.trial(
+          text, functools.partial(_trial, place, mode, worker, control, (kind, number, first, last))
+        )
       yield tally.outcome()
 
 

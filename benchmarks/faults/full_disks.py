@@ -6,6 +6,7 @@ A tmpfs and an ext4 of a few MB (which need root) and a limit on the size of fil
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import resource
 import subprocess
@@ -39,7 +40,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     tally, drawn = Tally(campaign, place.store), random.Random(campaign)
     for run_ in range(runs):
       mode, room = MODES[run_ % len(MODES)], drawn.randrange(64 << 10, 900 << 10)
-      tally.trial(f'{mode}, {room} bytes', lambda: _trial(place, mode, room, scarcity))  # noqa: B023
+      tally.trial(f'{mode}, {room} bytes', functools.partial(_trial, place, mode, room, scarcity))
     yield tally.outcome()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
       seconds = _unharmed(place, mode, victims.take())
       for _ in range(runs):
         after = drawn.uniform(0, 1.15) * seconds
-        tally.trial(f'after {after:.2f} s', lambda: _trial(place, mode, victims.take(), after))  # noqa: B023
+        tally.trial(
+          f'after {after:.2f} s', functools.partial(_trial, place, mode, victims.take(), after)
+        )
     yield tally.outcome()
 
 

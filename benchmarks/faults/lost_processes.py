@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import time
@@ -60,7 +61,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     drawn = random.Random(victim)
     for _ in range(runs):
       seconds = 0.2 + drawn.uniform(0, 0.5)
-      tally.trial(f'after {seconds:.2f} s', lambda: _trial(place, victim, seconds, size))  # noqa: B023
+      tally.trial(f'after {seconds:.2f} s', functools.partial(_trial, place, victim, seconds, size))
     yield tally.outcome()
 
 

@@ -7,6 +7,7 @@ kernel still held in memory is not in it. All that was reported as saved must be
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import shutil
 import subprocess
@@ -43,7 +44,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
         moment = MOMENTS[run_ % len(MOMENTS)]
         folder = Path(place.new('power'))
         folder.mkdir()
-        tally.trial(moment, lambda: _trial(folder, mode, moment, victims.take(), drawn))  # noqa: B023
+        tally.trial(moment, functools.partial(_trial, folder, mode, moment, victims.take(), drawn))
         shutil.rmtree(folder)
     yield tally.outcome()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
     end = time.monotonic() + LIMIT
     writer.ask('loop_until_told', path=path, numbers=[2, 1], size=size)
     for read, _ in zip(itertools.cycle(READS), range(runs), strict=False):
-      tally.trial(read, lambda: _read(read, path, size, seen))  # noqa: B023
+      tally.trial(read, functools.partial(_read, read, path, size, seen))
       if time.monotonic() > end:
         break
     tally.trial('the writer', lambda: _writer_went_on(writer.call('told')))

@@ -5,6 +5,7 @@ Each of them reports success or is refused, and what is there is a state that wa
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
       tally, drawn = Tally(f'two writers: {mode}', place.store), random.Random(mode)
       trial = _managers if mode == 'managers' else _paths
       for run_ in range(runs):
-        tally.trial(f'run {run_}', lambda: trial(place, mode, pair, drawn, size))  # noqa: B023
+        tally.trial(f'run {run_}', functools.partial(trial, place, mode, pair, drawn, size))
       yield tally.outcome()
 
 

@@ -6,22 +6,15 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
-
 import functools
 import json
+import os
 import select
 import shutil
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from faults.known_states import Size, layout, state_of
 from flax_spmd import checkpoint, errors

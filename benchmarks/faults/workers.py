@@ -18,6 +18,11 @@ from typing import Any
 from faults.tally import Harm
 
 SOURCE = Path(__file__).with_name('worker.py')
+ENVIRONMENT = {
+  'PYTHONPATH': os.pathsep.join(map(str, (SOURCE.parents[1], SOURCE.parents[2]))),
+  'JAX_PLATFORMS': 'cpu',
+  'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+}
 UNSHARE = ('unshare', '--pid', '--fork', '--kill-child', '--mount-proc')
 LIMIT = 180.0  # seconds until a call is taken to hang
 
@@ -36,7 +41,7 @@ class Worker:
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,
-      env=os.environ | (environment or {}),
+      env=os.environ | ENVIRONMENT | (environment or {}),
     )
     self._elsewhere = elsewhere
     self._answers: collections.deque[dict[str, Any]] = collections.deque()

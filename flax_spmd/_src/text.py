@@ -13,11 +13,11 @@ def size_text(count: float) -> str:
     >>> size_text(3 * 2**20)
     '3 MiB'
   """
-  for unit in ('B', 'KiB', 'MiB', 'GiB'):
+  for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'):
     if count < 1024:
       return f'{count:.3g} {unit}'
     count /= 1024
-  return f'{count:.3g} TiB'
+  return f'{count:.3g} EiB'
 
 
 def time_text(seconds: float) -> str:

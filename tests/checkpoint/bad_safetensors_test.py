@@ -194,8 +194,9 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path, monkeypatch):
   with pytest.raises(errors.CheckpointDamagedError) as caught:
     checkpoint.restore(file, target)
   assert str(caught.value) == dedent(f"""\
-    Checkpoint {file} cannot be read, because of x.safetensors: it ends at byte 1,000.
-    Fix: copy or download it again; it has changed since it was opened, or its storage fails.""")
+    Checkpoint {file} is damaged in 1 leaf:
+    w: Checkpoint {file} cannot be read, because of x.safetensors: it ends at byte 1,000.
+    Fix: restore another checkpoint, or the undamaged leaves of this one with salvage=True.""")
 
 
 # -- the index

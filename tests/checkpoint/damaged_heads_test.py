@@ -158,7 +158,7 @@ def test_a_damaged_head_is_replaced_when_asked(path):
 def test_the_contents_of_a_damaged_head_stay_until_the_new_ones_are_saved(path, monkeypatch):
   old = damage.generation_of(path)
   (path / 'HEAD').write_bytes(b'{')
-  with monkeypatch.context() as patched, pytest.raises(OSError, match='full'):
+  with monkeypatch.context() as patched, pytest.raises(errors.CheckpointError, match='failed: full'):
     patched.setattr('orbax.checkpoint.v1.save_async', lambda *_: (_ for _ in ()).throw(OSError('full')))
     checkpoint.save(path, state(2), LAYOUT, overwrite=True)
   assert_equal(checkpoint.restore(old), spmd.unbox(state()))

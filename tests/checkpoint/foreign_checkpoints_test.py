@@ -199,17 +199,6 @@ def test_a_number_that_does_not_fit(tmp_path):
   )
 
 
-def test_several_parts(tmp_path):
-  state = {'w': np.ones(8, np.float32)}
-  path = by_v1_part(tmp_path, state).parent
-  with pytest.raises(errors.CheckpointError) as caught:
-    checkpoint.restore(path, state)
-  assert str(caught.value) == dedent(f"""\
-    Checkpoint {path} has 2 parts with arrays: extra, model.
-    Fix: pass the path of one of them, such as {path / 'extra'}.""")
-  assert checkpoint.restore(path / 'extra', {'x': np.zeros(2, np.float32)})['x'].tolist() == [1, 1]
-
-
 def test_a_folder_of_steps(tmp_path):
   by_manager(tmp_path, {'w': np.ones(8, np.float32)})
   with pytest.raises(FileNotFoundError) as caught:

@@ -115,7 +115,7 @@ def test_an_overwrite_replaces_it(path):
 
 def test_a_failed_overwrite_keeps_it(path, monkeypatch):
   before = files_of(path)
-  with monkeypatch.context() as patched, pytest.raises(OSError, match='full'):
+  with monkeypatch.context() as patched, pytest.raises(errors.CheckpointError, match='failed: full'):
     patched.setattr(ocp, 'save_async', lambda *_: (_ for _ in ()).throw(OSError('full')))
     checkpoint.save(path, {'w': jnp.ones(8)}, LAYOUT, overwrite=True)
   assert files_of(path) == before

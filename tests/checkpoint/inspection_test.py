@@ -133,9 +133,12 @@ def test_verify(folder, layout, tmp_path, capsys):
     'v': jnp.ones(3),
   }
   checkpoint.save(tmp_path / 'a', state, layout=layout)
-  damage.flip(damage.largest_file(tmp_path / 'a'))
+  file = damage.largest_file(tmp_path / 'a')
+  damage.flip(file)
   code, out, _ = run(capsys, 'verify', tmp_path / 'a')
-  assert (code, out) == (1, [f'{tmp_path / "a"} is damaged in 1 leaf:', 'w'])
+  below = str(file.relative_to(tmp_path / 'a'))
+  assert (code, out) == (1, [f'{tmp_path / "a"} is damaged:', 'w', below])
+  assert checkpoint.verify(tmp_path / 'a') == ['w', below]
 
 
 def test_verify_without_checksums(tmp_path):

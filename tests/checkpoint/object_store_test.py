@@ -38,6 +38,14 @@ def test_conditions_are_sent_to_the_server(server):
   assert third == set()
 
 
+def test_conditions_of_removals_are_sent_to_the_server(server):
+  store = open_store(f'{server.bucket}/run')
+  tag = store.write('HEAD', b'1', expected=None)
+  assert store.remove_if('HEAD', tag)
+  (removal,) = [r for r in server.requests if r.method == 'DELETE' and r.path.endswith('run/HEAD')]
+  assert {'ifGenerationMatch', 'if-match'} & {*removal.query, *removal.headers}
+
+
 def test_a_server_that_ignores_conditions(s3):
   s3.obeys = False
   store = open_store(f'{s3.bucket}/run')
@@ -269,6 +277,15 @@ def test_secrets_are_not_shown(s3, caplog):
   assert b'SECRETTEST' not in store.read('HEAD')[0]
 
 
+def test_a_password_in_the_url_of_a_server_is_not_shown(s3, monkeypatch):
+  monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://me:SECRETTEST@127.0.0.1:1')
+  monkeypatch.setattr(buckets, 'RETRIES', QUICK)
+  with pytest.raises(CheckpointError) as caught:
+    open_store(f'{s3.bucket}/run').read('HEAD')
+  assert '(http://127.0.0.1:1)' in str(caught.value)
+  assert 'SECRETTEST' not in str(caught.value)
+
+
 def test_stores_in_many_threads(server):
   results = []
 
@@ -283,3 +300,12 @@ def test_stores_in_many_threads(server):
     thread.join()
   assert all(results)
   assert len(open_store(f'{server.bucket}/run').children()) == 16
+
+
+def test_a_server_that_ignores_conditions_of_removals(s3):
+  """Its files are kept: somebody may have written since."""
+  s3.obeys_removals = False
+  store = open_store(f'{s3.bucket}/run')
+  tag = store.write('HEAD', b'1', expected=None)
+  assert not store.remove_if('HEAD', tag)
+  assert store.read('HEAD') == (b'1', tag)

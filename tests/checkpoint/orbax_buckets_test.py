@@ -131,9 +131,18 @@ def test_paths_of_others_are_as_before(s3, mesh):
   open_store(f'{s3.bucket}/run').write('x', b'1')
   with pytest.raises(ValueError, match='Checkpoint path should be absolute'):
     ocp.save(epath.Path(f'{s3.bucket}/runs/gen-1'), tree_of(mesh))
-  files = fsspec.filesystem('s3')
-  assert files is epath.backend.fsspec_backend.fs(f'{s3.bucket}/runs')
-  assert files.dircache.use_listings_cache
+  files = epath.backend.fsspec_backend.fs
+  assert files(f'{s3.bucket}/runs').dircache.use_listings_cache
+  assert not files(f'{s3.bucket}/run/x').dircache.use_listings_cache
+  assert fsspec.filesystem('s3').dircache.use_listings_cache
+
+
+def test_with_tensorflow_installed(server, monkeypatch):
+  """etils would then take TensorFlow's file systems, of which that of S3 is not installed with it."""
+  monkeypatch.setattr('etils.epath.gpath._is_tf_installed', lambda: True)
+  root = open_store(f'{server.bucket}/run').root
+  (root / 'x').write_text('1')
+  assert [child.name for child in root.iterdir()] == ['x']
 
 
 def test_an_orbax_of_another_structure():

@@ -72,6 +72,8 @@ class CheckpointSummary(NamedTuple):
       array = str(leaf.value) if leaf.value is not None else named(leaf)
       table.add_row(path, array, _spec_text(leaf), size_text(leaf.bytes), leaf.checksum or '')
     kinds = [f'{path}: {kind}' for path, kind in self.record.kinds.items()]
+    if self.record.skipped:
+      kinds.append(f'parts without arrays: {", ".join(self.record.skipped)}')
     return Group(self.title, table, *kinds, (self.record.layout or '').rstrip())
 
   def __str__(self) -> str:

@@ -45,6 +45,8 @@ def converted_leaves(
       _unshared(leaves[saved], may_alias and uses[saved] > len(together)) for saved in route.sources
     ]
     results = _convert(parts, [routes[p] for p in together], [values[p] for p in together])
+    # Programs run behind: without waiting, the host would enqueue all of them, with all of their arguments.
+    jax.block_until_ready([result for result in results if isinstance(result, jax.Array)])
     for saved in route.sources:
       uses[saved] -= len(together)
       if not uses[saved]:
@@ -112,12 +114,18 @@ def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tupl
 def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   """A conversion to or from a numpy array or a Python number."""
   leaves = dict(zip(route.sources, parts, strict=True))
-  result = evaluated(route, lambda source: np.asarray(leaves[source]), np)
+  result = evaluated(route, lambda source: _as_numpy(leaves[source]), np)
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())
-  result = _cast(result, target.dtype)
+  result = _cast(np.asarray(result), target.dtype)
   sharding = getattr(target, 'sharding', None)
   return result if sharding is None else jax.device_put(result, sharding)
+
+
+def _as_numpy(leaf: Any) -> Any:
+  """A leaf as a numpy array; typed keys, which numpy lacks, as they are."""
+  is_key = jax.dtypes.issubdtype(getattr(leaf, 'dtype', None), jax.dtypes.prng_key)
+  return leaf if is_key else np.asarray(leaf)
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
 from flax_spmd._src.checkpoint.matching.routes import Route, record_of
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
-from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, dtype_of
+from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, device_dtype, dtype_of
 from flax_spmd._src.checkpoint.storage.verification import Damage, read_verified
 from flax_spmd.errors import CheckpointError
 
@@ -80,6 +80,8 @@ def _requests(records: Mapping[str, LeafRecord], route: Route, target: Any) -> I
       continue
     if spec is not None and isinstance(sharding, NamedSharding):
       placed = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    if device_dtype(record.dtype) != record.dtype:
+      placed = None  # a device would change the bits before their checksum; the cast is on the host
     yield saved, jax.ShapeDtypeStruct(record.shape, dtype_of(record.dtype), sharding=placed)
 
 
@@ -110,6 +112,8 @@ def _entries_before(entries: list[Any], route: Route, sizes: dict[Any, int]) -> 
     return [*entries[: route.axis], *entries[route.axis + 1 :]]
   if route.step == 'move':
     return [entries[route.order.index(dim)] for dim in range(len(entries))]
+  if route.step == 'keys':
+    return entries[:-1] if route.dtype == 'uint32' else [*entries, None]
   return entries if route.rearrangement is None else route.rearrangement.spec_before(entries, sizes)
 
 

@@ -19,13 +19,14 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 from flax_spmd._src.checkpoint.matching.differences import differences
 from flax_spmd._src.checkpoint.matching.matcher import match
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
+from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
-from flax_spmd._src.checkpoint.storage.record import LeafRecord, leaf_count
+from flax_spmd._src.checkpoint.storage.record import LeafRecord, device_dtype, leaf_count
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
-from flax_spmd.errors import CheckpointMismatchError, Problem
+from flax_spmd.errors import CheckpointDamagedError, CheckpointMismatchError, Problem, raise_problems
 
 _LINES = 40
 _SHOWN = 5
@@ -39,7 +40,8 @@ class Preflight(NamedTuple):
     path: path of the checkpoint.
     routes: for each target leaf, the saved leaves it is restored from and their conversion.
     problems: differences and shortages that prevent the restore.
-    notes: optimizer states restored from another path, and leaves or names that are no longer sharded.
+    notes: optimizer states restored from another path, random keys that change between typed keys and their
+      numbers, and leaves or names that are no longer sharded.
     bytes_read: bytes to read from storage, by all processes together.
     bytes_per_device: bytes of the restored state on the fullest device.
     temporary_bytes: further bytes per device during conversions, at most.
@@ -79,8 +81,10 @@ class Preflight(NamedTuple):
     """Raises if there are problems; warns if a sharded state would be replicated.
 
     Raises:
-      CheckpointMismatchError: lists every problem, on at most 40 lines.
+      CheckpointDamagedError: neither the files nor this process could hold the arrays.
+      CheckpointMismatchError: lists every other problem, on at most 40 lines.
     """
+    raise_problems([problem for problem in self.problems if problem.kind is CheckpointDamagedError])
     if self.problems:
       raise CheckpointMismatchError(mismatch_text(self.path, self.problems))
     if self.replicated:
@@ -105,7 +109,8 @@ def plan_restore(
   saved = _saved(reader, changes)
   matched = match(saved, target.side, changes)
   routes = dict(matched.routes)
-  problems = differences(saved, target.side, matched, changes)
+  problems = _impossible(reader, target.values, matched.routes)
+  problems += differences(saved, target.side, matched, changes)
   kept = [path for path in matched.missing if may_be_missing(changes, path)]
   routes.update((path, Route((), 'keep')) for path in kept)
   problems += [
@@ -116,6 +121,7 @@ def plan_restore(
     for path in kept
     if isinstance(target.values[path], jax.ShapeDtypeStruct)
   ]
+  problems += _too_wide(target.values, target.side.leaves)
   sources = {source for route in matched.routes.values() for source in route.sources}
   per_leaf = {path: _bytes_on_device(value) for path, value in target.values.items()}
   per_device = _on_fullest(target.values, per_leaf)
@@ -127,6 +133,7 @@ def plan_restore(
     {path: routes[path] for path in target.values if path in routes},
     problems,
     [f'{to}: restored from {at}, a state of the same kind.' for to, at in matched.moved.items()]
+    + _keys(saved, target, matched.routes)
     + _replicated(saved, target, matched.routes)
     + _no_longer_sharded(saved, target),
     sum(saved.leaves[path].bytes for path in sources),
@@ -153,6 +160,36 @@ def _saved(reader: CheckpointReader, changes: Changes) -> Side:
       if any(is_selected(changes, new) for new in renamed(changes, path))
     }
   return Side(leaves, kinds)
+
+
+def _impossible(
+  reader: CheckpointReader, values: Mapping[str, Any], routes: Mapping[str, Route]
+) -> list[Problem]:
+  """The problem of saved leaves with impossible sizes. All packed leaves are read together."""
+  shardings = {
+    source: getattr(values[path], 'sharding', None)
+    for path, route in routes.items()
+    for source in route.sources
+  }
+  leaves = {
+    path: leaf
+    for path, leaf in reader.record.leaves.items()
+    if leaf.packed is not None or path in shardings
+  }
+  return impossible(reader.path, leaves, shardings)
+
+
+def _too_wide(values: Mapping[str, Any], leaves: Mapping[str, LeafRecord]) -> list[Problem]:
+  """Problems of target arrays of 64 bits, which JAX cannot make unless they are enabled."""
+  return [
+    Problem(
+      f'{path}: {leaf} in the target, but JAX makes arrays of {device_dtype(leaf.dtype)} of it.',
+      'call jax.config.update("jax_enable_x64", True), or restore into numpy arrays, or pass '
+      f'Changes(dtypes={{{leaf.dtype!r}: {device_dtype(leaf.dtype)!r}}}) and a target of the narrower dtype.',
+    )
+    for path, leaf in leaves.items()
+    if getattr(values[path], 'sharding', None) is not None and device_dtype(leaf.dtype) != leaf.dtype
+  ]
 
 
 def _bytes_on_device(value: Any) -> int:
@@ -215,6 +252,16 @@ def _free_bytes(values: Mapping[str, Any]) -> int | None:
 
 def _was_sharded(leaf: LeafRecord) -> bool:
   return leaf.spec is not None and any(axis is not None for axis in leaf.spec)
+
+
+def _keys(saved: Side, target: RestoreTarget, routes: Mapping[str, Route]) -> list[str]:
+  """Notes on random keys that change between typed keys and their numbers."""
+  return [
+    f'{path}: {saved.leaves[route.sources[0]]} in the checkpoint, restored as {target.side.leaves[path]} with the '
+    'same bits.'
+    for path, route in routes.items()
+    if route.step == 'keys'
+  ]
 
 
 def _replicated(saved: Side, target: RestoreTarget, routes: Mapping[str, Route]) -> list[str]:

@@ -26,7 +26,13 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
 from flax_spmd._src.checkpoint.matching.matcher import Matched
 from flax_spmd._src.checkpoint.matching.optimizer_states import state_fields
 from flax_spmd._src.checkpoint.matching.routes import Route, Side, nodes, record_of
-from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of
+from flax_spmd._src.checkpoint.storage.record import (
+  LeafRecord,
+  dtype_of,
+  is_key,
+  key_implementation,
+  raw_keys,
+)
 from flax_spmd._src.rules.path_patterns import searcher
 from flax_spmd.errors import Problem, did_you_mean
 
@@ -184,6 +190,9 @@ def _of_leaf(
   names = renamed_axes(changes, converted.names)
   if not _agree(names, target.names):
     yield _other_names(path, converted, names or (), target)
+  elif is_key(converted) != is_key(target):
+    text = f'{path}: {converted} in the checkpoint, {target} in the target.'
+    yield Problem(text, _key_fix(converted, target))
   elif converted.shape != target.shape:
     as_many = math.prod(converted.shape) == math.prod(target.shape) > 1
     fix = _ARRANGED_FIX if as_many and converted.names is None and not _has_names(saved) else _LEAF_FIX
@@ -195,6 +204,16 @@ def _of_leaf(
 def _has_names(side: Side) -> bool:
   """Whether any leaf has names, as in checkpoints of this package; others may have other dimensions."""
   return any(leaf.names is not None for leaf in side.leaves.values())
+
+
+def _key_fix(converted: LeafRecord, target: LeafRecord) -> str:
+  """The fix of numbers that are not those of the keys on the other side."""
+  keys = converted if is_key(converted) else target
+  raw = raw_keys(keys._replace(shape=()))
+  return (
+    f'keys of {key_implementation(keys.dtype)} are the numbers {raw} each, and keep their bits only in an array of '
+    'that implementation; create the key of the target as it was created for the save, with jax.random.key(..., impl=...).'
+  )
 
 
 def _agree(names: tuple[Any, ...] | None, target: tuple[Any, ...] | None) -> bool:

@@ -30,6 +30,7 @@ from flax_spmd._src.checkpoint.matching.routes import (
   converted,
   nodes,
   record_of,
+  with_keys,
   without,
 )
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
@@ -63,7 +64,11 @@ def match(saved: Side, target: Side, changes: Changes) -> Matched:
   moved, ambiguous = inferred_moves(candidates, saved, target)
   matcher.problems += ambiguous
   candidates |= moved
-  routes = {path: route for path, route in candidates.items() if route is not None}
+  routes = {
+    path: with_keys(route, record_of(route, saved.leaves), target.leaves[path])
+    for path, route in candidates.items()
+    if route is not None
+  }
   missing = [path for path, route in candidates.items() if route is None]
   used = {source for route in routes.values() for source in route.sources}
   unused = [old for old in dict.fromkeys(matcher.saved_by_path.values()) if old not in used]

@@ -11,10 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from flax_spmd._src.checkpoint.matching.arrangements import Rearrangement
-from flax_spmd._src.checkpoint.storage.record import LeafRecord
+import jax
 
-Step = Literal['same', 'keep', 'stack', 'unstack', 'move', 'rearrange']
+from flax_spmd._src.checkpoint.matching.arrangements import Rearrangement
+from flax_spmd._src.checkpoint.storage.record import (
+  LeafRecord,
+  is_key,
+  key_implementation,
+  raw_keys,
+  typed_keys,
+)
+
+Step = Literal['same', 'keep', 'stack', 'unstack', 'move', 'rearrange', 'keys']
 
 
 class Side(NamedTuple):
@@ -39,6 +47,7 @@ class Route(NamedTuple):
     layer: index along the stacked dimension, for `unstack`.
     order: saved dimension of each target dimension, for `move`.
     rearrangement: for `rearrange`.
+    dtype: dtype of the result, for `keys`: random keys change between typed keys and their numbers.
     parts: routes of the operands; empty if these are the sources themselves.
   """
 
@@ -48,6 +57,7 @@ class Route(NamedTuple):
   layer: int = 0
   order: tuple[int, ...] = ()
   rearrangement: Rearrangement | None = None
+  dtype: str = ''
   parts: tuple[Route, ...] = ()
 
   @property
@@ -104,7 +114,31 @@ def evaluated(route: Route, leaf: Callable[[str], Any], xp: Any) -> Any:
     return operands[0][(slice(None),) * route.axis + (route.layer,)]
   if route.rearrangement is not None:
     return route.rearrangement.apply(operands[0])
+  if route.step == 'keys':
+    return _keys(operands[0], route.dtype)
   return xp.transpose(operands[0], route.order) if route.step == 'move' else operands[0]
+
+
+def _keys(x: Any, dtype: str) -> Any:
+  """Typed keys from their numbers, or numbers from typed keys. No bits change."""
+  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(x)
+  return jax.random.wrap_key_data(x, impl=key_implementation(dtype))
+
+
+def with_keys(route: Route, leaf: LeafRecord, target: LeafRecord) -> Route:
+  """The route, with a conversion of random keys if one side has typed keys and the other their numbers.
+
+  The numbers of a key do not name their implementation, so the target decides.
+
+  Args:
+    route: route to extend.
+    leaf: record of its result.
+    target: record of the target leaf.
+  """
+  to_typed = is_key(target) and typed_keys(leaf, target.dtype) is not None
+  to_raw = is_key(leaf) and target.dtype == 'uint32' and raw_keys(leaf).shape == target.shape
+  return converted([route], 'keys', dtype=target.dtype) if to_typed or to_raw else route
 
 
 def without(axes: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
@@ -137,4 +171,6 @@ def after(leaf: LeafRecord, route: Route, layers: int) -> LeafRecord:
     )
   if route.rearrangement is not None:
     return leaf._replace(shape=route.rearrangement.shape, names=route.rearrangement.names(leaf.names))
+  if route.step == 'keys':
+    return raw_keys(leaf) if is_key(leaf) else typed_keys(leaf, route.dtype) or leaf
   return leaf

@@ -142,12 +142,10 @@ class NonWriter:
   def sync(self) -> None:
     """Makes the files that this process has written durable."""
     if self._durable:
-      own = f'process_{jax.process_index()}'
       store = open_store(self.new)
-      for name in {
-        name[: name.index(own) + len(own)] for name in store.files() if own in name.split('/')
-      }:
-        store.sync(name)
+      folders = {_own_folder(name, jax.process_index()) for name in store.files()}
+      for folder in filter(None, folders):
+        store.sync(folder)
 
   def require_lease(self) -> None:
     """Does nothing: the first process has the lease."""
@@ -157,6 +155,18 @@ class NonWriter:
 
   def release(self) -> None:
     """Does nothing: the first process releases the path."""
+
+
+def _own_folder(name: str, process: int) -> str | None:
+  """The folder with a file that Orbax wrote in this process; None for a file of another one.
+
+  Such files are in folders `ocdbt.process_1`, or are named `process_1`.
+  """
+  *folders, file = name.split('/')
+  for depth, folder in enumerate(folders, start=1):
+    if folder.endswith(f'process_{process}'):
+      return '/'.join(folders[:depth])
+  return '/'.join(folders) if file == f'process_{process}' else None
 
 
 def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:

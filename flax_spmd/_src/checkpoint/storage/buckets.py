@@ -12,8 +12,10 @@ remembers nothing, for paths that `reach` has been called with; other users of f
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
+import re
 import threading
 from typing import Any, NamedTuple
 
@@ -52,17 +54,18 @@ class Location(NamedTuple):
   def endpoint(self) -> str:
     """The server, without anything secret."""
     if self.scheme == 's3':
-      return s3_server().endpoint or 'Amazon S3'
-    return os.environ.get(_EMULATOR[1]) or 'Google Cloud Storage'
+      url = s3_server().endpoint or 'Amazon S3'
+    else:
+      url = os.environ.get(_EMULATOR[1]) or 'Google Cloud Storage'
+    return re.sub('//[^/@]*@', '//', url)
 
   @property
   def is_anonymous(self) -> bool:
     """Whether there are no credentials for S3 in any of the usual places."""
     if self.scheme != 's3':
       return False
-    import botocore.session
-
-    return botocore.session.get_session().get_credentials() is None
+    session = importlib.import_module('botocore.session').get_session()
+    return session.get_credentials() is None
 
   def kvstore(self, retries: dict[str, Any] | None = None) -> dict[str, Any]:
     """TensorStore's spec of the location, as of a folder."""

@@ -24,6 +24,7 @@ _PROBE = '.flax_spmd.probe-'
 _CHUNK = 1 << 25
 _MD5 = re.compile(r'"([0-9a-f]{32})"')
 _REJECTS_CONDITIONS = {'NotImplemented', 'InvalidArgument', 'InvalidRequest'}
+_DIFFERS = {'PreconditionFailed', 'NoSuchKey', '404', '412'}
 _ABSENT = b'\x02'  # TensorStore's generation of no object
 
 
@@ -32,10 +33,12 @@ class Abilities(NamedTuple):
 
   Attributes:
     compares: whether the server obeys conditions of writes.
+    compares_removals: whether it obeys conditions of removals.
     tags_are_md5: whether the tag of an object is the MD5 of its content; not if the bucket encrypts with a key.
   """
 
   compares: bool
+  compares_removals: bool
   tags_are_md5: bool
 
 
@@ -61,17 +64,28 @@ class ObjectStore:
   def read(self, name: str) -> tuple[bytes, Tag] | None:
     """See `Store`."""
     with self._calls('read', name):
-      result = self._kv.read(_key(self.root, name)).result()
+      result = self._kv.read(checked(name, self.root)).result()
     return None if result.state == 'missing' else (bytes(result.value), _tag(result.stamp.generation))
 
-  def write(self, name: str, data: bytes, *, expected: Tag | None = ANY) -> Tag | None:
-    """See `Store`."""
-    key = _key(self.root, name)
+  def write(
+    self, name: str, data: bytes, *, expected: Tag | None = ANY, durable: bool = True
+  ) -> Tag | None:
+    """See `Store`. What a server has accepted is durable."""
+    del durable
+    key = checked(name, self.root)
     with self._calls('write', name):
       if expected == ANY:
         return _tag(self._kv.write(key, data).result().generation)
       self._require_comparison()
       return self._compare_and_set(key, data, expected)
+
+  def remove_if(self, name: str, expected: Tag) -> bool:
+    """See `Store`. Some servers obey conditions of writes, and not those of removals."""
+    key = checked(name, self.root)
+    with self._calls('remove', name):
+      if not self._tried().compares_removals:
+        return False
+      return self._compare_and_remove(key, bytes.fromhex(expected))
 
   def children(self, folder: str = '') -> list[str]:
     """See `Store`."""
@@ -140,6 +154,20 @@ class ObjectStore:
     now = self._kv.read(key).result()
     return _tag(now.stamp.generation) if now.state == 'value' and now.value == data else None
 
+  def _compare_and_remove(self, key: str, generation: bytes) -> bool:
+    """Removes an object of this generation. On S3, TensorStore compares in one request and removes in another."""
+    if self._location.scheme == 'gs':
+      return bool(self._kv.write(key, None, if_equal=generation).result().generation)
+    path = '/'.join(filter(None, (self._location.path, key)))
+    tag = generation[1:].decode()
+    try:
+      self._files.call_s3('delete_object', Bucket=self._location.bucket, Key=path, IfMatch=tag)
+    except Exception as error:  # of many kinds
+      if bucket_errors.cause_of(error).code not in _DIFFERS:
+        raise
+      return False
+    return True
+
   def _require_comparison(self) -> None:
     if not self._tried().compares:
       raise CheckpointError(
@@ -162,12 +190,34 @@ class ObjectStore:
   def _tried(self) -> Abilities:
     """What the bucket is able to do."""
     if self._bucket not in _abilities:
-      key, first, second = f'{_PROBE}{secrets.token_hex(8)}', b'1', b'2'
+      key = f'{_PROBE}{secrets.token_hex(8)}'
       try:
-        _abilities[self._bucket] = _abilities_of(self._kv, key, first, second)
+        _abilities[self._bucket] = self._try(key, b'1', b'2')
       finally:
         self._kv.write(key, None).result()
     return _abilities[self._bucket]
+
+  def _try(self, key: str, first: bytes, second: bytes) -> Abilities:
+    """Writes an object twice, and writes and removes it with tags that it does not have."""
+    try:
+      made = self._kv.write(key, first, if_equal=_ABSENT).result().generation
+      again = self._kv.write(key, second, if_equal=_ABSENT).result().generation
+      changed = self._kv.write(key, second, if_equal=made).result().generation
+      stale = self._kv.write(key, first, if_equal=made).result().generation
+    except Exception as error:  # of many kinds
+      if bucket_errors.cause_of(error).code not in _REJECTS_CONDITIONS:
+        raise
+      return Abilities(False, False, False)
+    compares = bool(made and not again and changed and not stale)
+    md5 = hashlib.md5(first, usedforsecurity=False).hexdigest().encode()
+    return Abilities(compares, compares and self._keeps(key, made), md5 in made)
+
+  def _keeps(self, key: str, stale: bytes) -> bool:
+    """Whether a removal with an old tag leaves the object."""
+    try:
+      return not self._compare_and_remove(key, stale)
+    except Exception:  # of many kinds: a server or botocore without conditions of removals
+      return False
 
   def _own_digest(self, name: str, trusted: bool) -> str | None:
     """The server's own MD5 of an object; None if it has none.
@@ -209,24 +259,5 @@ def _list_one(files: Any, location: Location) -> None:
     files.call_s3('list_objects_v2', Bucket=location.bucket, Prefix=location.path, MaxKeys=1)
 
 
-def _key(root: epath.Path, name: str) -> str:
-  return checked(name, root)
-
-
 def _tag(generation: bytes) -> Tag:
   return Tag(generation.hex())
-
-
-def _abilities_of(kv: Any, key: str, first: bytes, second: bytes) -> Abilities:
-  """What a bucket does with an object that is written twice, and with one that is not as expected."""
-  try:
-    made = kv.write(key, first, if_equal=_ABSENT).result().generation
-    again = kv.write(key, second, if_equal=_ABSENT).result().generation
-    changed = kv.write(key, second, if_equal=made).result().generation
-    stale = kv.write(key, first, if_equal=made).result().generation
-  except Exception as error:  # of many kinds
-    if bucket_errors.cause_of(error).code not in _REJECTS_CONDITIONS:
-      raise
-    return Abilities(False, False)
-  md5 = hashlib.md5(first, usedforsecurity=False).hexdigest().encode()
-  return Abilities(bool(made and not again and changed and not stale), md5 in made)

@@ -1,7 +1,8 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
 `OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
-of `flax.training.checkpoints`; `SafetensorsReader` reads those of Hugging Face.
+of `flax.training.checkpoints`, `T5xReader` those of T5X with the arrays beside them, and `SafetensorsReader`
+those of Hugging Face.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from flax_spmd._src.checkpoint.storage import contents, skeleton
 from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
 from flax_spmd._src.checkpoint.storage.manifest import FileRecord
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
+from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_skipped
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
   LeafRecord,
@@ -38,9 +40,11 @@ from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
 from flax_spmd._src.checkpoint.storage.safetensors_reader import SafetensorsReader
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
+from flax_spmd._src.checkpoint.storage.t5x_reader import T5xReader, is_t5x
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 _METADATA, _TREE_METADATA, _INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
+_MSGPACK = 'checkpoint'  # the file of flax and T5X in a folder
 _PART = 'state'  # the folder that Orbax v1 writes arrays to
 _UNFINISHED = 'orbax-checkpoint-tmp'
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
@@ -96,12 +100,12 @@ def reader_of(path: str | os.PathLike[str], source: Source | None) -> Checkpoint
 def _foreign_reader(given: epath.Path) -> CheckpointReader:
   """A reader of a path without generations: of another library, or of an earlier version of this one."""
   folder = given
-  if folder.is_dir() and (folder / 'checkpoint').is_file():
-    return FlaxReader(folder / 'checkpoint')  # of flax, in a folder
+  if _holds_msgpack(folder):
+    return _msgpack_reader(folder / _MSGPACK)
   if is_safetensors(folder) and not is_checkpoint(folder):
     return SafetensorsReader(folder)
   if folder.is_file():
-    return FlaxReader(folder)
+    return _msgpack_reader(folder)
   folder, part = _folder_and_part(folder)
   if not is_checkpoint(folder):
     raise CheckpointNotFoundError(
@@ -111,8 +115,33 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
   custom = custom_metadata(folder)
   if KEY in custom and part in (None, _PART):
     return OrbaxReader(folder, from_json(custom[KEY], os.fspath(given)))
-  part = part or _part_with_arrays(folder)
-  return OrbaxReader(folder, _foreign_record(folder, part), part)
+  if part is not None:
+    return OrbaxReader(folder, _foreign_record(folder, part), part)
+  return _reader_of_parts(folder, _parts_with_arrays(folder))
+
+
+def _holds_msgpack(path: epath.Path) -> bool:
+  """Whether a folder is a checkpoint of flax or T5X. Orbax wrote such a file too, beside its description."""
+  return path.is_dir() and (path / _MSGPACK).is_file() and not (path / _TREE_METADATA).exists()
+
+
+def _msgpack_reader(file: epath.Path) -> CheckpointReader:
+  content = _flax_tree(file)
+  return T5xReader(file, content) if is_t5x(content) else FlaxReader(file, content)
+
+
+def _reader_of_parts(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
+  """The reader of a checkpoint without a record of ours: of its only part with arrays, or of all of them."""
+  records = {name: _foreign_record(folder, name) for name in names}
+  states = {name: record for name, record in records.items() if is_state(record)} or records
+  readers = {name: OrbaxReader(folder, record, name) for name, record in states.items()}
+  if len(readers) == 1:
+    (reader,) = readers.values()
+  else:
+    reader = PartsReader(folder, {str(name): each for name, each in readers.items()})
+  others = {child.name for child in folder.iterdir() if child.is_dir()} if None not in names else set()
+  reader.record = with_skipped(reader.record, [name for name in others if name not in readers])
+  return reader
 
 
 def is_checkpoint(path: epath.Path) -> bool:
@@ -211,7 +240,7 @@ def checkpoints_in(folder: epath.Path) -> list[str]:
     child.name
     for child in folder.iterdir()
     if not child.name.startswith('.')
-    and (is_checkpoint(child) or _is_flax_file(child) or is_safetensors(child))
+    and (is_checkpoint(child) or _is_flax_file(child) or _holds_msgpack(child) or is_safetensors(child))
   )
 
 
@@ -341,21 +370,22 @@ def _parts(path: epath.Path) -> list[str]:
 
 
 def _part_with_arrays(path: epath.Path) -> str | None:
-  """The subfolder of a checkpoint that holds its arrays; None if the checkpoint itself does."""
+  """The subfolder of a checkpoint of ours that holds its arrays; None if the checkpoint itself does."""
+  parts = _parts_with_arrays(path)
+  return _PART if _PART in parts else parts[0]
+
+
+def _parts_with_arrays(path: epath.Path) -> Sequence[str | None]:
+  """The subfolders of a checkpoint that hold arrays; only None if the checkpoint itself does."""
   if (path / _TREE_METADATA).exists():
-    return None
+    return [None]
   parts = _parts(path)
-  if _PART in parts or len(parts) == 1:
-    return _PART if _PART in parts else parts[0]
   if not parts:
     raise CheckpointDamagedError(
       f'Checkpoint {path} has no arrays: none of its folders contains {_TREE_METADATA}.\n'
       'Fix: restore another checkpoint; this one lacks files, or holds no arrays.'
     )
-  raise CheckpointError(
-    f'Checkpoint {path} has {len(parts)} parts with arrays: {", ".join(parts)}.\n'
-    f'Fix: pass the path of one of them, such as {path / parts[0]}.'
-  )
+  return parts
 
 
 def _check_names(path: epath.Path) -> None:
@@ -433,11 +463,12 @@ class FlaxReader:
 
   Args:
     path: the file.
+    content: its content.
   """
 
-  def __init__(self, path: epath.Path):
+  def __init__(self, path: epath.Path, content: Any):
     self.path = self.folder = path
-    flat = skeleton.flatten(_flax_tree(path))
+    flat = skeleton.flatten(content)
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
     self.record = Record(flat.skeleton, leaves, {}, None, 'flax')

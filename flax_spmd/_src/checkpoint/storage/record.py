@@ -94,6 +94,42 @@ def is_key(leaf: LeafRecord) -> bool:
   return leaf.dtype in _KEY_DTYPES
 
 
+def raw_keys(leaf: LeafRecord) -> LeafRecord:
+  """The record of an array of random keys as numbers, which have one more dimension."""
+  names = None if leaf.names is None else (*leaf.names, None)
+  return leaf._replace(shape=(*leaf.shape, *_key_shape(leaf.dtype)), dtype='uint32', names=names)
+
+
+def typed_keys(leaf: LeafRecord, dtype: str) -> LeafRecord | None:
+  """The record of numbers as an array of random keys; None if keys of this dtype have another last dimension."""
+  if leaf.dtype != 'uint32' or leaf.shape[-1:] != _key_shape(dtype):
+    return None
+  names = None if leaf.names is None else leaf.names[:-1]
+  return leaf._replace(shape=leaf.shape[:-1], dtype=dtype, names=names)
+
+
+def key_implementation(dtype: str) -> str:
+  """The implementation of `jax.random` of a dtype of keys.
+
+  Example:
+    >>> key_implementation('key<fry>')
+    'threefry2x32'
+  """
+  return _KEY_DTYPES[dtype]
+
+
+@functools.cache
+def _key_shape(dtype: str) -> tuple[int, ...]:
+  return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=_KEY_DTYPES[dtype]))).shape
+
+
+def device_dtype(dtype: str) -> str:
+  """The dtype that an array of this dtype gets on a device: half as wide for 64 bits, unless JAX has them enabled."""
+  if dtype in _KEY_DTYPES or dtype.startswith(_PYTHON):
+    return dtype
+  return str(jax.dtypes.canonicalize_dtype(dtype_of(dtype)))
+
+
 @functools.cache
 def dtype_of(name: str) -> Any:
   """The dtype of this name.
@@ -118,7 +154,8 @@ class Record:
     leaves: record of each leaf by path, in the order of the skeleton's indices.
     kinds: class name of each optimizer state, by path.
     layout: layout that the state was saved under, as TOML; None if it has no text form.
-    written_by: `flax_spmd`, `orbax` or `flax`. Checkpoints of the latter two have shapes and dtypes only.
+    written_by: `flax_spmd`, `orbax`, `flax` or `t5x`. Checkpoints of others have shapes and dtypes only.
+    skipped: names of the parts of a Composite checkpoint that hold neither arrays nor numbers.
   """
 
   skeleton: Skeleton
@@ -126,6 +163,7 @@ class Record:
   kinds: dict[str, str]
   layout: str | None = None
   written_by: str = 'flax_spmd'
+  skipped: tuple[str, ...] = ()
 
   @property
   def bytes(self) -> int:

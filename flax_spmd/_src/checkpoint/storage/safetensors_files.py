@@ -36,9 +36,15 @@ Located = tuple[epath.Path, TensorEntry]
 
 def is_safetensors(path: epath.Path) -> bool:
   """Whether a path is a file of this format, an index, or a folder with such files."""
-  if path.name.endswith((SUFFIX, INDEX_SUFFIX)) and path.is_file():
-    return True
-  return path.is_dir() and bool(_files_in(path, SUFFIX) or _files_in(path, INDEX_SUFFIX))
+  if path.is_dir():
+    return any(_is_visible(child) for child in path.iterdir())
+  return _is_visible(path)
+
+
+def _is_visible(path: epath.Path) -> bool:
+  """Whether a path is a file or an index that is complete."""
+  named = path.name.endswith((SUFFIX, INDEX_SUFFIX)) and not path.name.startswith('.')
+  return named and path.is_file()
 
 
 def shard_name(stem: str, number: int, count: int) -> str:
@@ -85,8 +91,9 @@ def _path_problems(names: Iterable[str]) -> Iterator[str]:
 
 
 def _files_in(folder: epath.Path, suffix: str) -> list[epath.Path]:
-  files = (child for child in folder.iterdir() if child.name.endswith(suffix))
-  return sorted(child for child in files if not child.name.startswith('.') and child.is_file())
+  return sorted(
+    child for child in folder.iterdir() if child.name.endswith(suffix) and _is_visible(child)
+  )
 
 
 def _chosen(folder: epath.Path) -> epath.Path:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.checkpoint.storage.file_damage import file_damage
+from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, OrbaxReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.data.checksums import checksums
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.text import plural
-from flax_spmd.errors import CheckpointDamagedError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError, raise_problems
 
 GROUP_BYTES = 1 << 30  # read and compared at a time
 _SHOWN = 30
@@ -99,10 +100,27 @@ def read_verified(
   with ThreadPoolExecutor(1) as thread:
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
     leaves, unread = _read_what_can_be(reader, requests, memory)
+  _check_width(reader, leaves)
   if verify:
     unread |= dict.fromkeys(changed(leaves, records), _CHANGED)
   whole = {path: leaf for path, leaf in leaves.items() if path not in unread}
   return whole, Damage(unread, _over_processes('files', _result(files)))
+
+
+def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:
+  """Raises if arrays of 64 bits were narrowed: `jax.enable_x64` applies to one thread, and others read."""
+  records = reader.record.leaves
+  narrow = [
+    f'{path}: {records[path].dtype} became {leaf.dtype}.'
+    for path, leaf in leaves.items()
+    if records[path].dtype.endswith('64') and str(leaf.dtype) == records[path].dtype[:-2] + '32'
+  ]
+  if narrow:
+    raise CheckpointError(
+      f'Checkpoint {reader.path} was read with 64 bits disabled:\n'
+      + '\n'.join(narrow)
+      + '\nFix: enable them for all threads, with jax.config.update("jax_enable_x64", True).'
+    )
 
 
 def _result(files: Future[dict[str, str]] | None) -> dict[str, str]:
@@ -158,6 +176,7 @@ def verify(reader: CheckpointReader) -> Damage:
   """The damage of a whole checkpoint. Reads it about 1 GiB at a time, in this process alone."""
   damage = Damage({}, _file_damage(reader, True, 1))
   for group in groups(reader.record.leaves):
+    raise_problems(impossible(reader.path, group, {}))
     requests = {
       path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for path, leaf in group.items()
     }

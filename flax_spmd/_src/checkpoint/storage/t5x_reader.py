@@ -1,0 +1,218 @@
+"""T5X: checkpoints in its own format, a msgpack file beside a zarr array for each parameter.
+
+    checkpoint_1000/checkpoint                        {'version': 3, 'optimizer': {'target': ..., 'state': ...}}
+    checkpoint_1000/target.encoder.mlp.wi.kernel/     .zarray, 0.0, 0.1, ...
+
+A leaf of the file is an array, or TensorStore's spec of the folder that holds it. Of a spec, only the name of
+the folder, the shape and the dtype are used: drivers, buckets and paths are those of the checkpoint at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+from etils import epath
+
+from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.buckets import PATIENT, Location
+from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe, dtype_of
+from flax_spmd._src.checkpoint.storage.store import checked
+from flax_spmd.errors import CheckpointDamagedError
+
+_STATE, _VERSION = 'optimizer', 'version'
+_NATIVE_BFLOAT16 = (
+  3  # the first version that writes bfloat16 as such; earlier ones write its bits as uint16
+)
+_MIN_IN_FLIGHT = 64 << 20  # bytes
+_DRIVERS = ('zarr', 'zarr3')
+_FIX = (
+  'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
+)
+
+_Index = tuple[tuple[int, int], ...]  # start and stop of each dimension
+
+
+def is_t5x(content: Any) -> bool:
+  """Whether the content of a msgpack file is a checkpoint of T5X, not of `flax.training.checkpoints`."""
+  return isinstance(content, dict) and (set(content) == {_VERSION, _STATE} or _has_specs(content))
+
+
+def _has_specs(node: Any) -> bool:
+  return isinstance(node, dict) and (_is_spec(node) or any(map(_has_specs, node.values())))
+
+
+def _is_spec(node: Any) -> bool:
+  return isinstance(node, dict) and {'driver', 'kvstore', 'metadata'} <= set(node)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+  """An array in a folder of its own.
+
+  Attributes:
+    folder: name of the folder.
+    driver: TensorStore's driver of its format.
+    shape: shape of the array.
+    dtype: dtype of the array.
+    stored: dtype in which its bits are stored.
+  """
+
+  folder: str
+  driver: str
+  shape: tuple[int, ...]
+  dtype: Any
+  stored: Any
+
+
+class T5xReader:
+  """Reads a checkpoint of T5X. Each process reads only its own slices.
+
+  Args:
+    file: the msgpack file.
+    content: its content.
+  """
+
+  def __init__(self, file: epath.Path, content: dict[str, Any]):
+    self.path = self.folder = file.parent
+    tree = content.get(_STATE, content) if _VERSION in content else content
+    flat = skeleton.flatten(self._with_arrays(tree, content.get(_VERSION, 0)))
+    self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
+    leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
+    self.record = Record(flat.skeleton, leaves, {}, None, 't5x')
+
+  def _with_arrays(self, node: Any, version: Any) -> Any:
+    """The tree with its specs as stored arrays."""
+    if _is_spec(node):
+      return self._stored(node, version)
+    if isinstance(node, dict):
+      return {name: self._with_arrays(child, version) for name, child in node.items()}
+    return node
+
+  def _stored(self, spec: dict[str, Any], version: Any) -> StoredArray:
+    """A validated spec. Anyone may have written or damaged it."""
+    try:
+      metadata = spec['metadata']
+      folder = spec['kvstore'].get('path') or spec['path']  # TensorStore before 0.1.14 has it outside
+      dtype, shape = spec['dtype'] if 'dtype' in spec else metadata['dtype'], tuple(metadata['shape'])
+      is_valid = isinstance(dtype, str) and all(type(size) is int and size >= 0 for size in shape)
+      if spec['driver'] not in _DRIVERS or not is_valid:
+        raise ValueError('an unknown driver, or an invalid dtype or shape')
+      stored = dtype_of(np.dtype(dtype).name)
+      is_bfloat16 = stored == np.uint16 and type(version) is int and version < _NATIVE_BFLOAT16
+      name = checked(folder.rstrip('/'), self.path)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+      if isinstance(error, CheckpointDamagedError):
+        raise
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: the description {str(spec)[:500]} of an array is invalid.\n{_FIX}'
+      ) from error
+    return StoredArray(
+      name, spec['driver'], shape, dtype_of('bfloat16') if is_bfloat16 else stored, stored
+    )
+
+  def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """See `CheckpointReader`."""
+    stored = {path: request for path, request in requests.items() if self._is_stored(path)}
+    arrays: dict[str, Any] = {}
+    for group in _groups(stored, memory):
+      arrays |= self._read(group)
+    for path, request in requests.items():
+      if path not in stored:
+        value = np.asarray(self._by_path[path])
+        arrays[path] = value if request.sharding is None else jax.device_put(value, request.sharding)
+    return arrays
+
+  def _is_stored(self, path: str) -> bool:
+    return isinstance(self._by_path[path], StoredArray)
+
+  def _read(self, requests: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads a group of arrays at the same time."""
+    opened = {path: _opened(self.path, self._by_path[path]) for path in requests}
+    reads = {path: self._start(path, opened[path], _indices(requests[path])) for path in requests}
+    return {path: self._array(path, requests[path], reads[path]) for path in requests}
+
+  def _start(self, path: str, opened: Any, indices: Sequence[_Index]) -> dict[_Index, Any]:
+    """Starts the reads of slices of an array."""
+    array, store = self._by_path[path], self._result(path, opened)
+    if store.shape != array.shape or store.dtype.numpy_dtype != array.stored:
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: its description is {array.stored}{list(array.shape)}, and '
+        f'{array.folder} has {store.dtype.name}{list(store.shape)}.\n{_FIX}'
+      )
+    return {index: store[tuple(slice(*each) for each in index)].read() for index in indices}
+
+  def _array(self, path: str, request: Any, reads: Mapping[_Index, Any]) -> Any:
+    array = self._by_path[path]
+    slices = {
+      index: np.asarray(self._result(path, future)).view(array.dtype) for index, future in reads.items()
+    }
+    if request.sharding is None:
+      return slices[_whole(array.shape)]
+    return jax.make_array_from_callback(
+      array.shape,
+      request.sharding,
+      lambda index: slices[_plain(index or (), array.shape)],
+      dtype=array.dtype,
+    )
+
+  def _result(self, path: str, future: Any) -> Any:
+    try:
+      return future.result()
+    except (ValueError, OSError) as error:
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n{_FIX}'
+      ) from error
+
+
+def _opened(folder: epath.Path, array: StoredArray) -> Any:
+  """TensorStore's future of an opened array. A missing chunk is an error, not zeros."""
+  url = os.fspath(folder / array.folder)
+  kvstore = Location.of(url).kvstore(PATIENT) if '://' in url else {'driver': 'file', 'path': f'{url}/'}
+  return tensorstore.open(
+    {'driver': array.driver, 'kvstore': kvstore, 'fill_missing_data_reads': False},
+    read=True,
+    open=True,
+  )
+
+
+def _groups(requests: Mapping[str, Any], memory: int | None) -> Iterator[dict[str, Any]]:
+  """Requests that may be in flight together, one at least."""
+  sizes = {path: _bytes(request) for path, request in requests.items()}
+  limit = memory or max(_MIN_IN_FLIGHT, sum(sizes.values()) // 8)
+  group: dict[str, Any] = {}
+  total = 0
+  for path, request in requests.items():
+    if group and total + sizes[path] > limit:
+      yield group
+      group, total = {}, 0
+    group[path], total = request, total + sizes[path]
+  if group:
+    yield group
+
+
+def _bytes(request: Any) -> int:
+  """Bytes that this process reads of an array."""
+  elements = sum(int(np.prod([stop - start for start, stop in index])) for index in _indices(request))
+  return elements * request.dtype.itemsize
+
+
+def _indices(request: Any) -> list[_Index]:
+  """The slices of an array that this process reads, each once."""
+  if request.sharding is None:
+    return [_whole(request.shape)]
+  indices = request.sharding.addressable_devices_indices_map(request.shape).values()
+  return list(dict.fromkeys(_plain(index, request.shape) for index in indices))
+
+
+def _whole(shape: tuple[int, ...]) -> _Index:
+  return tuple((0, size) for size in shape)
+
+
+def _plain(index: Sequence[slice], shape: tuple[int, ...]) -> _Index:
+  return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
