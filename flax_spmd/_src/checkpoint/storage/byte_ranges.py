@@ -12,6 +12,7 @@ read in pieces:
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,9 @@ Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 
 _PIECE = 8 << 20  # bytes of one read
 _LONG_RUN = 32 << 10  # bytes; shorter ones cost more calls than their neighbours cost reading
+_MAPPED = (
+  1 << 20
+)  # bytes; memory of its own goes back to the system when it is freed, that of the heap may not
 _ALIGNMENT = 64  # bytes; JAX then takes host memory over without a copy, on CPUs
 
 
@@ -111,7 +115,10 @@ def box_of(index: Any, shape: tuple[int, ...]) -> Box:
 def allocated(extent: Extent, box: Box) -> np.ndarray:
   """Memory for a box: aligned bytes, as an array of words of the element's size."""
   size = extent.size(box)
-  memory = np.empty(size + _ALIGNMENT, np.uint8)
+  if size >= _MAPPED:
+    memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+  else:
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
   start = -memory.ctypes.data % _ALIGNMENT
   words = memory[start : start + size].view(f'u{extent.itemsize}')
   return words.reshape([high - low for low, high in box])
