@@ -169,11 +169,7 @@ def start_save(
     progress = ByteProgress(request.show, f'save {path.name}', size, 'written')
     try:
       record = contents.pending_record()
-      options = context(
-        claim.new, compress=request.compress, memory=request.memory, largest=contents.record.largest
-      )
-      with options:
-        response = ocp.save_async(claim.new, contents.tree)
+      response = _begun_by_orbax(claim.new, contents, request)
     except BaseException:
       progress.close()
       claim.release()
@@ -181,6 +177,17 @@ def start_save(
     return async_save.start(response, claim, progress, size, heartbeat, record, extra, after or _nothing)
 
   return async_save.watched(begun, path, heartbeat)
+
+
+def _begun_by_orbax(folder: epath.Path, contents: Contents, request: SaveRequest) -> Any:
+  """Orbax's handle of a save that has begun."""
+  largest = contents.record.largest
+  options = context(folder, compress=request.compress, memory=request.memory, largest=largest)
+  try:
+    with options:
+      return ocp.save_async(folder, contents.tree)
+  except Exception as error:  # of many kinds, for a folder that cannot be made
+    raise async_save.save_error(error, folder.parent) from error
 
 
 def _nothing() -> None:

@@ -221,7 +221,7 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
     except CheckpointError:
       raise
     except OSError as error:
-      raise _failed(error, path) from error
+      raise save_error(error, path) from error
   results: list[Result] = []
   try:
     wait_for(_BackgroundCall(lambda: results.append(call())), path, heartbeat)
@@ -360,10 +360,8 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
       response.result(timeout=_POLL)
       return
     except TimeoutError as error:
-      failed, failed_before = (
-        failed_before,
-        heartbeat.failed(),
-      )  # this process's own error is about to come
+      # an error of another process is raised at the second look: this process's own may be about to come
+      failed, failed_before = failed_before, heartbeat.failed()
       if failed:
         process, text = failed
         raise CheckpointError(
@@ -379,16 +377,17 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
         ) from error
     except errors.FlaxSpmdError:
       raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # clients of buckets have their own classes
       if 'shutdown' in str(error):
         raise CheckpointError(
           f'The program ended before {path} was saved.\n'
           f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
         ) from error
-      raise _failed(error, path) from error
+      raise save_error(error, path) from error
 
 
-def _failed(error: Exception, path: epath.Path) -> CheckpointError:
+def save_error(error: Exception, path: epath.Path) -> CheckpointError:
+  """The error of a save, for one of Orbax or of a client of a bucket."""
   return CheckpointError(
     f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
   )
