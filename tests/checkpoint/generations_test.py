@@ -151,9 +151,13 @@ def test_deleted_stays_deleted(tmp_path):
   save(tmp_path / 'b', 2)
   assert number_of(tmp_path / 'b') == 2
   (tmp_path / 'b' / 'HEAD').unlink()
-  assert number_of(tmp_path / 'b') is None  # a generation that no head names is not a checkpoint
-  save(tmp_path / 'b', 3)
+  with pytest.raises(errors.CheckpointDamagedError, match='has lost its HEAD'):
+    number_of(tmp_path / 'b')
+  with pytest.raises(errors.CheckpointExistsError):
+    save(tmp_path / 'b', 3)
+  save(tmp_path / 'b', 3, overwrite=True)
   assert number_of(tmp_path / 'b') == 3
+  assert len(list((tmp_path / 'b').glob('gen-*'))) == 1
 
 
 def test_a_moved_and_a_copied_checkpoint(tmp_path):

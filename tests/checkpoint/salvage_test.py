@@ -11,7 +11,7 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 
 LAYOUT = spmd.Layout({'data': 8}, (('rows', 'data'),))
-VALUES = {f'w{i}': np.arange(8000.0, dtype=np.float32) + i for i in range(6)} | {'step': np.int32(7)}
+VALUES = {f'w{i}': np.arange(8000.0, dtype=np.float32) + i / 8 for i in range(6)} | {'step': np.int32(7)}
 KINDS = ('flipped', 'halved', 'emptied', 'removed')
 
 
@@ -105,6 +105,20 @@ def test_a_damaged_array_is_salvaged_as_the_target_itself(whole, tmp_path):
   np.testing.assert_array_equal(salvaged.state['w3'], target['w3'])
   for other in VALUES.keys() - {'w3'}:
     np.testing.assert_array_equal(salvaged.state[other], VALUES[other])
+
+
+def test_a_lost_head(whole, tmp_path):
+  path = tmp_path / 'state'
+  shutil.copytree(whole, path)
+  (path / 'HEAD').unlink()
+  generation = next(path.glob('gen-*'))
+  with pytest.raises(errors.CheckpointDamagedError) as caught:
+    checkpoint.restore(path)
+  assert str(caught.value) == (
+    f'Checkpoint {path} has lost its HEAD, so the current one of its generations is unknown: {generation.name}.\n'
+    f'Fix: restore another checkpoint; or a generation, by its path: {generation}.'
+  )
+  np.testing.assert_array_equal(checkpoint.restore(generation)['w1'], VALUES['w1'])
 
 
 def test_a_whole_checkpoint_has_nothing_to_salvage(whole):

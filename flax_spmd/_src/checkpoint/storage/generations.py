@@ -78,8 +78,8 @@ class Claim:
     self._previous = before.head
     listed = self._store.children(path.name)  # before the lease: see above
     self._legacy = _legacy(listed, bool(before.head.generation))
-    self._check_free(overwrite)
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
+    self._check_free(overwrite, is_new=before.tag is None)
     # Without a generation and a lease in the head, it may be what a damaged or lost head named: kept until the commit.
     self._is_found = bool(self._garbage) and not (before.head.generation or before.head.lease)
     self._lease, self._intent = self._taken(before)
@@ -94,16 +94,23 @@ class Claim:
       self.release()
       raise
 
-  def _check_free(self, overwrite: bool) -> None:
+  def _check_free(self, overwrite: bool, is_new: bool) -> None:
     if is_generation(self.path.name) and self._store.read(HEAD) is not None:
       raise CheckpointError(
         f'{self.path} is the current contents of a checkpoint, which no save may change.\n'
         f'Fix: save to {self.path.parent}, or to another path.'
       )
     is_file = '://' not in str(self.path) and self.path.is_file()
-    if is_file or (not overwrite and (self._previous.generation or self._legacy)):
+    exists = (
+      self._previous.generation or self._legacy or (is_new and any(map(self._is_whole, self._garbage)))
+    )
+    if is_file or (exists and not overwrite):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
+
+  def _is_whole(self, generation: str) -> bool:
+    """Whether a generation is complete; without a head, the head has been lost."""
+    return self._store.read(f'{self.path.name}/{generation}/{MANIFEST}') is not None
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
     # A first head has to be whole after a power cut, and one before the removal of garbage has to be there.

@@ -22,7 +22,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
-from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.head import HEAD, is_generation, read_head
 from flax_spmd._src.checkpoint.storage.manifest import FileRecord
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_skipped
@@ -108,6 +108,7 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
     return _msgpack_reader(folder)
   folder, part = _folder_and_part(folder)
   if not is_checkpoint(folder):
+    _check_head(given)
     raise CheckpointNotFoundError(
       f'There is no checkpoint at {given}{_nearby(given)}.\n'
       'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
@@ -212,6 +213,16 @@ def _metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
       f'Checkpoint {checkpoint} cannot be read, because of {file.name}: {reason}.\n'
       'Fix: restore another checkpoint; this one was changed after it was written.'
     ) from error
+
+
+def _check_head(path: epath.Path) -> None:
+  """Raises CheckpointDamagedError for generations without a head, which is written first and removed last."""
+  names = [name for name in checkpoints_in(path) if is_generation(name)] if path.is_dir() else []
+  if names and read_head(open_store(path.parent), path).tag is None:
+    raise CheckpointDamagedError(
+      f'Checkpoint {path} has lost its HEAD, so the current one of its generations is unknown: {", ".join(names)}.\n'
+      f'Fix: restore another checkpoint; or a generation, by its path: {path / names[-1]}.'
+    )
 
 
 def _nearby(path: epath.Path) -> str:
