@@ -197,7 +197,8 @@ def options_of(fn, *others: str) -> dict[str, Any]:
 def test_the_options_for_type_checkers_are_those_of_the_functions():
   assert get_type_hints(JitOptions) == options_of(spmd.Layout.jit)
   assert get_type_hints(PipelineOptions) == options_of(spmd.Layout.pipeline_jit)
-  assert get_type_hints(RecordRestoreOptions) == options_of(spmd.checkpoint.restore)
+  # salvage= decides the type of the result, so the overloads have it.
+  assert get_type_hints(RecordRestoreOptions) == options_of(spmd.checkpoint.restore, 'salvage')
 
 
 def test_types_change_no_signature_at_run_time():

@@ -62,7 +62,7 @@ def test_verify_reads_a_large_checkpoint_in_groups(tmp_path, monkeypatch):
     source.record.leaves[path] = source.record.leaves[path]._replace(checksum='crc32:00000000')
   monkeypatch.setattr(verification, 'GROUP_BYTES', 300)
   assert [len(group) for group in verification.groups(source.record.leaves)] == [2, 2, 1]
-  assert verification.verify(source) == ['w0', 'w4']
+  assert verification.verify(source).names == ['w0', 'w4']
 
 
 def test_a_failed_preflight_prints_its_problems(tmp_path):
