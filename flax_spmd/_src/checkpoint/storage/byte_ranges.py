@@ -59,7 +59,7 @@ class RangeFile:
 
   def _read(self, memory: np.ndarray, offset: int) -> int:
     if self._descriptor is not None:
-      return os.preadv(self._descriptor, [memoryview(memory)], offset)
+      return os.preadv(self._descriptor, [memory.data], offset)
     with self._lock:
       self._stream.seek(offset)
       data = self._stream.read(memory.size)

@@ -42,6 +42,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   FileRecord,
   manifest_digest,
   new_manifest,
+  whole_generations,
 )
 from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
@@ -102,15 +103,13 @@ class Claim:
       )
     is_file = '://' not in str(self.path) and self.path.is_file()
     exists = (
-      self._previous.generation or self._legacy or (is_new and any(map(self._is_whole, self._garbage)))
+      self._previous.generation
+      or self._legacy
+      or (is_new and whole_generations(self._store, self.path.name))
     )
     if is_file or (exists and not overwrite):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
-
-  def _is_whole(self, generation: str) -> bool:
-    """Whether a generation is complete; without a head, the head has been lost."""
-    return self._store.read(f'{self.path.name}/{generation}/{MANIFEST}') is not None
 
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
     # A first head has to be whole after a power cut, and one before the removal of garbage has to be there.

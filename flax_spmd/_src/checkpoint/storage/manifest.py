@@ -11,7 +11,9 @@ import json
 import time
 from typing import Any, NamedTuple
 
+from flax_spmd._src.checkpoint.storage.head import is_generation
 from flax_spmd._src.checkpoint.storage.record import KEY, Record, from_json, to_json
+from flax_spmd._src.checkpoint.storage.store import Store
 from flax_spmd.errors import CheckpointDamagedError
 
 MANIFEST = 'MANIFEST'
@@ -59,6 +61,12 @@ class Manifest(NamedTuple):
 def new_manifest(record: Record, files: dict[str, FileRecord], metadata: dict[str, Any]) -> Manifest:
   """A manifest of a generation that is saved now."""
   return Manifest(record, files, metadata, time.time_ns())
+
+
+def whole_generations(store: Store, name: str) -> list[str]:
+  """The complete generations of a path. Those of a path without a head have lost it: it is removed last."""
+  generations = [child for child in store.children(name) if is_generation(child)]
+  return [child for child in generations if store.read(f'{name}/{child}/{MANIFEST}') is not None]
 
 
 def manifest_digest(data: bytes) -> str:

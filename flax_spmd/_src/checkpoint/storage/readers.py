@@ -22,8 +22,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
-from flax_spmd._src.checkpoint.storage.head import HEAD, is_generation, read_head
-from flax_spmd._src.checkpoint.storage.manifest import FileRecord
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.manifest import FileRecord, whole_generations
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_skipped
 from flax_spmd._src.checkpoint.storage.record import (
@@ -106,9 +106,9 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
     return SafetensorsReader(folder)
   if folder.is_file():
     return _msgpack_reader(folder)
+  _check_head(given)
   folder, part = _folder_and_part(folder)
   if not is_checkpoint(folder):
-    _check_head(given)
     raise CheckpointNotFoundError(
       f'There is no checkpoint at {given}{_nearby(given)}.\n'
       'Fix: pass the path that was given to flax_spmd.checkpoint.save.'
@@ -169,9 +169,13 @@ def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
 
 
 def has_generation(path: epath.Path) -> bool:
-  """Whether a path has a head that names a generation, or a head that cannot be read."""
+  """Whether a path has a head that names a generation, or one that is lost or cannot be read."""
+  store = open_store(path.parent)
   try:
-    return read_head(open_store(path.parent), path).head.generation is not None
+    found = read_head(store, path)
+    if found.tag is None:
+      return bool(whole_generations(store, path.name))
+    return found.head.generation is not None
   except CheckpointError:
     return True
 
@@ -217,8 +221,9 @@ def _metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
 
 def _check_head(path: epath.Path) -> None:
   """Raises CheckpointDamagedError for generations without a head, which is written first and removed last."""
-  names = [name for name in checkpoints_in(path) if is_generation(name)] if path.is_dir() else []
-  if names and read_head(open_store(path.parent), path).tag is None:
+  store = open_store(path.parent)
+  names = whole_generations(store, path.name) if read_head(store, path).tag is None else []
+  if names:
     raise CheckpointDamagedError(
       f'Checkpoint {path} has lost its HEAD, so the current one of its generations is unknown: {", ".join(names)}.\n'
       f'Fix: restore another checkpoint; or a generation, by its path: {path / names[-1]}.'

@@ -197,7 +197,7 @@ def _sync_folder(folder: Path) -> None:
 def _write(descriptor: int, data: np.ndarray, offset: int) -> None:
   done = 0
   while done < data.size:
-    done += os.pwrite(descriptor, memoryview(data[done : done + _CHUNK]), offset + done)
+    done += os.pwrite(descriptor, data[done : done + _CHUNK].data, offset + done)
 
 
 def _index_bytes(files: Sequence[PlannedFile]) -> bytes:
