@@ -42,7 +42,8 @@ def converted_leaves(
     together = siblings[_sibling_key(route)] if route.step == 'unstack' else [path]
     may_alias = route.step not in ('stack', 'unstack')
     parts = [
-      _unshared(leaves[saved], may_alias and uses[saved] > len(together)) for saved in route.sources
+      _unshared(leaves[saved], may_alias and uses[saved] > len(together))
+      for saved in dict.fromkeys(route.sources)
     ]
     results = _convert(parts, [routes[p] for p in together], [values[p] for p in together])
     # Programs run behind: without waiting, the host would enqueue all of them, with all of their arguments.
@@ -75,7 +76,7 @@ def _sibling_key(route: Route) -> Route:
 
 
 def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[Any]) -> list[Any]:
-  """One or several target leaves, from the saved leaves that they share."""
+  """One or several target leaves, from the saved leaves that they share, each of which comes once."""
   shardings = tuple(getattr(target, 'sharding', None) for target in targets)
   if _is_unchanged(parts[0], targets[0], routes[0]):
     return [parts[0]]
@@ -113,7 +114,7 @@ def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tupl
 
 def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   """A conversion to or from a numpy array or a Python number."""
-  leaves = dict(zip(route.sources, parts, strict=True))
+  leaves = dict(zip(dict.fromkeys(route.sources), parts, strict=True))
   result = evaluated(route, lambda source: _as_numpy(leaves[source]), np)
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())
