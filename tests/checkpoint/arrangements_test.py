@@ -375,8 +375,12 @@ def test_parts_of_an_array_as_parts_of_another_one(tmp_path):
   target = LAYOUT.abstract(
     lambda: {'layers': {'q': jnp.zeros((2, 4, 5)), 'kv': jnp.zeros((2, 2, 4, 5))}}
   )
-  layers = checkpoint.restore(tmp_path / 'x.safetensors', target, changes=Changes(stacks=stacks))['layers']
+  layers = checkpoint.restore(tmp_path / 'x.safetensors', target, changes=Changes(stacks=stacks))[
+    'layers'
+  ]
   assert np.array_equal(layers['q'], fused[:, 0]) and np.array_equal(layers['kv'], fused[:, 1:])
   on_host = {'layers': {name: np.zeros(x.shape, np.float32) for name, x in layers.items()}}
-  layers = checkpoint.restore(tmp_path / 'x.safetensors', on_host, changes=Changes(stacks=stacks))['layers']
+  layers = checkpoint.restore(tmp_path / 'x.safetensors', on_host, changes=Changes(stacks=stacks))[
+    'layers'
+  ]
   assert np.array_equal(layers['q'], fused[:, 0]) and np.array_equal(layers['kv'], fused[:, 1:])
