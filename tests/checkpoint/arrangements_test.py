@@ -384,3 +384,26 @@ def test_parts_of_an_array_as_parts_of_another_one(tmp_path):
     'layers'
   ]
   assert np.array_equal(layers['q'], fused[:, 0]) and np.array_equal(layers['kv'], fused[:, 1:])
+
+
+@pytest.mark.parametrize('kinds', ['device, device', 'device, host', 'host, device', 'host, host'])
+def test_tied_arrays_in_places_of_their_own(kinds, tmp_path):
+  save_file({'w': VALUES}, tmp_path / 'x.safetensors')
+  names = ('embed', 'mlp'), ('mlp', 'embed')
+  target = {
+    name: jnp.zeros_like(
+      VALUES, device=LAYOUT.sharding(spmd.LogicallyPartitioned(jnp.zeros(VALUES.shape), axes))
+    )
+    if kind == 'device'
+    else np.zeros_like(VALUES)
+    for name, axes, kind in zip('ab', names, kinds.split(', '), strict=True)
+  }
+  changes = Changes(renames={'^w$': ['a', 'b']})
+  restored = checkpoint.restore(tmp_path / 'x.safetensors', target, changes=changes)
+  for name, leaf in target.items():
+    assert type(restored[name]) is type(leaf) and np.array_equal(restored[name], VALUES)
+    if isinstance(leaf, jax.Array):
+      assert restored[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+  if kinds == 'host, host':
+    restored['a'][:] = 0
+    assert np.array_equal(restored['b'], VALUES)

@@ -59,8 +59,10 @@ def converted_leaves(
 
 
 def _unshared(leaf: Any, shared: bool) -> Any:
-  """A copy of a leaf with further uses: donating one result must not invalidate another."""
-  return jnp.copy(leaf) if shared and isinstance(leaf, jax.Array) else leaf
+  """A copy of a leaf with further uses: donating or changing one result must not change another."""
+  if not shared or not isinstance(leaf, (jax.Array, np.ndarray)):
+    return leaf
+  return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf.copy()
 
 
 def _siblings(routes: Mapping[str, Route]) -> dict[Any, list[str]]:
@@ -79,7 +81,7 @@ def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[An
   """One or several target leaves, from the saved leaves that they share, each of which comes once."""
   shardings = tuple(getattr(target, 'sharding', None) for target in targets)
   if _is_unchanged(parts[0], targets[0], routes[0]):
-    return [parts[0]]
+    return [_placed(parts[0], targets[0])]
   on_devices = all(isinstance(part, jax.Array) for part in parts)
   if not on_devices or not all(hasattr(target, 'sharding') for target in targets):
     return [_on_host(parts, route, target) for route, target in zip(routes, targets, strict=True)]
@@ -93,6 +95,17 @@ def _is_unchanged(part: Any, target: Any, route: Route) -> bool:
   """Whether a leaf needs no conversion."""
   dtype = getattr(target, 'dtype', None)
   return route.step == 'same' and dtype is not None and getattr(part, 'dtype', None) == dtype
+
+
+def _placed(part: Any, target: Any) -> Any:
+  """A leaf as its target is placed. It was read for the first of its targets; tied ones may have other shardings."""
+  sharding = getattr(target, 'sharding', None)
+  if isinstance(target, (np.ndarray, np.generic)):
+    return np.array(part) if isinstance(part, jax.Array) else part
+  if sharding is None:
+    return part
+  is_placed = isinstance(part, jax.Array) and part.sharding.is_equivalent_to(sharding, part.ndim)
+  return part if is_placed else jax.device_put(part, sharding)
 
 
 def _numbered(route: Route, numbers: dict[str, str]) -> Route:
