@@ -354,3 +354,56 @@ def test_layers_of_another_arrangement_are_reported_as_such(tmp_path):
     layers/w: float32[2,8,24] in the checkpoint, float32[2,24,8] in the target.
     Fix: give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass Changes(rearranged={{'regex': 'out in -> in out'}}).""")
   )
+
+
+def test_a_saved_array_may_occur_several_times_in_one_stack(tmp_path):
+  arrays = {name: np.full(3, number, np.float32) for number, name in enumerate(('shared', 'other'))}
+  save_file(arrays, tmp_path / 'tied.safetensors')
+  changes = Changes(
+    renames={'^shared$': ['layers/0/w', 'layers/1/w'], '^other$': 'layers/2/w'},
+    stacks={'layers': ('layers/{}', 0)},
+  )
+  target = LAYOUT.abstract(lambda: {'layers': {'w': jnp.zeros((3, 3))}})
+  w = checkpoint.restore(tmp_path / 'tied.safetensors', target, changes=changes)['layers']['w']
+  assert np.array_equal(w, [[0, 0, 0], [0, 0, 0], [1, 1, 1]])
+
+
+def test_parts_of_an_array_as_parts_of_another_one(tmp_path):
+  fused = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
+  save_file({f'layers.{layer}.qkv': fused[layer] for layer in range(2)}, tmp_path / 'x.safetensors')
+  stacks = {'qkv': '{q,k,v}', 'kv': ('{k,v}', 0), 'layers': ('layers/{}', 0)}
+  target = LAYOUT.abstract(
+    lambda: {'layers': {'q': jnp.zeros((2, 4, 5)), 'kv': jnp.zeros((2, 2, 4, 5))}}
+  )
+  layers = checkpoint.restore(tmp_path / 'x.safetensors', target, changes=Changes(stacks=stacks))[
+    'layers'
+  ]
+  assert np.array_equal(layers['q'], fused[:, 0]) and np.array_equal(layers['kv'], fused[:, 1:])
+  on_host = {'layers': {name: np.zeros(x.shape, np.float32) for name, x in layers.items()}}
+  layers = checkpoint.restore(tmp_path / 'x.safetensors', on_host, changes=Changes(stacks=stacks))[
+    'layers'
+  ]
+  assert np.array_equal(layers['q'], fused[:, 0]) and np.array_equal(layers['kv'], fused[:, 1:])
+
+
+@pytest.mark.parametrize('kinds', ['device, device', 'device, host', 'host, device', 'host, host'])
+def test_tied_arrays_in_places_of_their_own(kinds, tmp_path):
+  save_file({'w': VALUES}, tmp_path / 'x.safetensors')
+  names = ('embed', 'mlp'), ('mlp', 'embed')
+  target = {
+    name: jnp.zeros_like(
+      VALUES, device=LAYOUT.sharding(spmd.LogicallyPartitioned(jnp.zeros(VALUES.shape), axes))
+    )
+    if kind == 'device'
+    else np.zeros_like(VALUES)
+    for name, axes, kind in zip('ab', names, kinds.split(', '), strict=True)
+  }
+  changes = Changes(renames={'^w$': ['a', 'b']})
+  restored = checkpoint.restore(tmp_path / 'x.safetensors', target, changes=changes)
+  for name, leaf in target.items():
+    assert type(restored[name]) is type(leaf) and np.array_equal(restored[name], VALUES)
+    if isinstance(leaf, jax.Array):
+      assert restored[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+  if kinds == 'host, host':
+    restored['a'][:] = 0
+    assert np.array_equal(restored['b'], VALUES)

@@ -94,6 +94,16 @@ def test_paths_without_a_checkpoint(tmp_path, text_of):
   )
 
 
+@pytest.mark.parametrize(
+  'content', [b'\x82\x01\x02\xa11\x03', b'\x91' * 1000 + b'\x01'], ids=['keys', 'depth']
+)
+def test_a_flax_file_that_is_no_tree(content, tmp_path, text_of):
+  """In msgpack: a number and a string as keys of one dict; a thousand lists, each in another one."""
+  file = tmp_path / 'checkpoint_1'
+  file.write_bytes(content)
+  assert text_of(file).startswith(f'The file {file} is not a checkpoint of flax.training.checkpoints: ')
+
+
 def test_an_unfinished_step(there, tmp_path, text_of):
   unfinished = tmp_path / 'run' / '3.orbax-checkpoint-tmp-17'
   shutil.copytree(there / 'foreign', unfinished)

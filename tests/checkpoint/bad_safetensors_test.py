@@ -1,6 +1,7 @@
 """Safetensors that lie: every claim of a header or an index is checked before anything is read."""
 
 import json
+import os
 import struct
 from textwrap import dedent
 
@@ -348,3 +349,26 @@ def test_any_index_is_refused(content, tmp_path_factory):
   folder = tmp_path_factory.mktemp('any')
   indexed(folder, {'weight_map': content})
   assert accepted(folder) in (None, {})
+
+
+@pytest.mark.parametrize('sharded', [True, False])
+def test_a_file_that_is_written_to_during_a_restore(sharded, tmp_path, monkeypatch):
+  """It has no checksums, so nothing else tells the old arrays from the new ones."""
+  file = tmp_path / 'a.safetensors'
+  save_file({'w': np.zeros(8, np.float32)}, file)
+  read = os.preadv
+
+  def other_writer(*arguments):
+    file.write_bytes(file.read_bytes()[:-32] + np.ones(8, np.float32).tobytes())
+    return read(*arguments)
+
+  monkeypatch.setattr(os, 'preadv', other_writer)
+  target = LAYOUT.abstract(lambda: {'w': jnp.zeros(8)}) if sharded else {'w': np.zeros(8, np.float32)}
+  with pytest.raises(errors.CheckpointDamagedError) as caught:
+    checkpoint.restore(file, target)
+  assert str(caught.value) == dedent(f"""\
+    Checkpoint {file} is damaged in 1 leaf:
+    w: Checkpoint {file} cannot be read, because of a.safetensors: it has been written to.
+    Fix: restore another checkpoint, or the undamaged leaves of this one with salvage=True.""")
+  monkeypatch.undo()
+  assert np.array_equal(checkpoint.restore(file, target)['w'], np.ones(8))

@@ -271,6 +271,16 @@ def test_a_full_disk_leaves_nothing(tmp_path):
   assert os.listdir(tmp_path) == []
 
 
+def test_a_name_that_cannot_be_given_leaves_nothing(tmp_path):
+  index = tmp_path / 'a' / 'model.safetensors.index.json'
+  index.mkdir(parents=True)
+  text = refused(
+    checkpoint.save_safetensors, index.parent, {'v': np.ones(8), 'w': np.ones(8)}, max_shard_bytes=64
+  )
+  assert text.endswith('Fix: make room or choose another disk; nothing is left of this save.')
+  assert os.listdir(index.parent) == [index.name]
+
+
 def test_memory_of_a_save_is_that_of_one_array(tmp_path):
   size = 16 << 20
   shape = (8, size // 32)

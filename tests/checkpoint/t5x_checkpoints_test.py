@@ -281,6 +281,7 @@ def test_a_name_that_leads_out(changed, name):
     ('driver', 3),
     ('dtype', 'object'),
     ('dtype', None),
+    ('dtype', 'f4,('),
     ('metadata', {}),
     ('metadata', {'shape': [-1, 8]}),
     ('metadata', {'shape': ['8', 8]}),

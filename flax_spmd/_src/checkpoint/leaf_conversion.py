@@ -42,7 +42,8 @@ def converted_leaves(
     together = siblings[_sibling_key(route)] if route.step == 'unstack' else [path]
     may_alias = route.step not in ('stack', 'unstack')
     parts = [
-      _unshared(leaves[saved], may_alias and uses[saved] > len(together)) for saved in route.sources
+      _unshared(leaves[saved], may_alias and uses[saved] > len(together))
+      for saved in dict.fromkeys(route.sources)
     ]
     results = _convert(parts, [routes[p] for p in together], [values[p] for p in together])
     # Programs run behind: without waiting, the host would enqueue all of them, with all of their arguments.
@@ -58,8 +59,10 @@ def converted_leaves(
 
 
 def _unshared(leaf: Any, shared: bool) -> Any:
-  """A copy of a leaf with further uses: donating one result must not invalidate another."""
-  return jnp.copy(leaf) if shared and isinstance(leaf, jax.Array) else leaf
+  """A copy of a leaf with further uses: donating or changing one result must not change another."""
+  if not shared or not isinstance(leaf, (jax.Array, np.ndarray)):
+    return leaf
+  return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf.copy()
 
 
 def _siblings(routes: Mapping[str, Route]) -> dict[Any, list[str]]:
@@ -75,10 +78,10 @@ def _sibling_key(route: Route) -> Route:
 
 
 def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[Any]) -> list[Any]:
-  """One or several target leaves, from the saved leaves that they share."""
+  """One or several target leaves, from the saved leaves that they share, each of which comes once."""
   shardings = tuple(getattr(target, 'sharding', None) for target in targets)
   if _is_unchanged(parts[0], targets[0], routes[0]):
-    return [parts[0]]
+    return [_placed(parts[0], targets[0])]
   on_devices = all(isinstance(part, jax.Array) for part in parts)
   if not on_devices or not all(hasattr(target, 'sharding') for target in targets):
     return [_on_host(parts, route, target) for route, target in zip(routes, targets, strict=True)]
@@ -92,6 +95,17 @@ def _is_unchanged(part: Any, target: Any, route: Route) -> bool:
   """Whether a leaf needs no conversion."""
   dtype = getattr(target, 'dtype', None)
   return route.step == 'same' and dtype is not None and getattr(part, 'dtype', None) == dtype
+
+
+def _placed(part: Any, target: Any) -> Any:
+  """A leaf as its target is placed. It was read for the first of its targets; tied ones may have other shardings."""
+  sharding = getattr(target, 'sharding', None)
+  if isinstance(target, (np.ndarray, np.generic)):
+    return np.array(part) if isinstance(part, jax.Array) else part
+  if sharding is None:
+    return part
+  is_placed = isinstance(part, jax.Array) and part.sharding.is_equivalent_to(sharding, part.ndim)
+  return part if is_placed else jax.device_put(part, sharding)
 
 
 def _numbered(route: Route, numbers: dict[str, str]) -> Route:
@@ -113,7 +127,7 @@ def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tupl
 
 def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   """A conversion to or from a numpy array or a Python number."""
-  leaves = dict(zip(route.sources, parts, strict=True))
+  leaves = dict(zip(dict.fromkeys(route.sources), parts, strict=True))
   result = evaluated(route, lambda source: _as_numpy(leaves[source]), np)
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())

@@ -351,7 +351,7 @@ class Stack(NamedTuple):
     """The path of a single layer's leaf."""
     before, after = self.split(path) or ('', '')
     layer = number if self.labels is None else self.labels[number]
-    return before + self.single.format(layer) + after
+    return before + self.single.replace('{}', str(layer)) + after
 
   def is_layer(self, number: int) -> bool:
     """Whether there may be a layer of this number."""

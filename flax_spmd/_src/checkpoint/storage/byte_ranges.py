@@ -74,6 +74,14 @@ class RangeFile:
       self._stream.close()
 
 
+def stamp(path: epath.Path) -> tuple[int, int] | None:
+  """The size of a file on disk, and the time of its last change; None in cloud storage, where files are replaced whole."""
+  if '://' in os.fspath(path):
+    return None
+  found = os.stat(path)
+  return found.st_size, found.st_mtime_ns
+
+
 class Extent(NamedTuple):
   """The place of an array in a file.
 

@@ -128,7 +128,12 @@ def _holds_msgpack(path: epath.Path) -> bool:
 
 def _msgpack_reader(file: epath.Path) -> CheckpointReader:
   content = _flax_tree(file)
-  return T5xReader(file, content) if is_t5x(content) else FlaxReader(file, content)
+  try:
+    return T5xReader(file, content) if is_t5x(content) else FlaxReader(file, content)
+  except CheckpointError:
+    raise
+  except (ValueError, TypeError, RecursionError) as error:  # JAX refuses keys of different types
+    raise _not_flax(file, error) from error
 
 
 def _reader_of_parts(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
@@ -506,7 +511,11 @@ def _flax_tree(path: epath.Path) -> Any:
   try:
     return serialization.msgpack_restore(path.read_bytes())
   except Exception as error:  # msgpack raises a dozen kinds
-    raise CheckpointDamagedError(
-      f'The file {path} is not a checkpoint of flax.training.checkpoints: {str(error).rstrip(".")}.\n'
-      'Fix: pass the folder of a checkpoint, or a file that save_checkpoint wrote.'
-    ) from error
+    raise _not_flax(path, error) from error
+
+
+def _not_flax(path: epath.Path, error: Exception) -> CheckpointDamagedError:
+  return CheckpointDamagedError(
+    f'The file {path} is not a checkpoint of flax.training.checkpoints: {str(error).rstrip(".")}.\n'
+    'Fix: pass the folder of a checkpoint, or a file that save_checkpoint wrote.'
+  )

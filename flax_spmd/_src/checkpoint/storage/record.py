@@ -1,6 +1,6 @@
 """Records: the description of a checkpoint's arrays, stored beside them as one JSON object.
 
-The object is in Orbax's custom metadata, under the key `flax_spmd`:
+The object is in the manifest of a generation; in the former format, in Orbax's custom metadata under `flax_spmd`:
 
     {"format": 1, "layout": "<TOML>",
      "tree": {"params": {"w": 0}, ...},
@@ -154,7 +154,7 @@ class Record:
     leaves: record of each leaf by path, in the order of the skeleton's indices.
     kinds: class name of each optimizer state, by path.
     layout: layout that the state was saved under, as TOML; None if it has no text form.
-    written_by: `flax_spmd`, `orbax`, `flax` or `t5x`. Checkpoints of others have shapes and dtypes only.
+    written_by: `flax_spmd`, `orbax`, `flax`, `t5x` or `safetensors`. Checkpoints of others have shapes and dtypes only.
     skipped: names of the parts of a Composite checkpoint that hold neither arrays nor numbers.
   """
 

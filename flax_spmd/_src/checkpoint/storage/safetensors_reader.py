@@ -24,6 +24,7 @@ from flax_spmd._src.checkpoint.storage.byte_ranges import (
   allocated,
   box_of,
   pieces,
+  stamp,
 )
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, dtype_of
 from flax_spmd._src.checkpoint.storage.safetensors_files import located_tensors
@@ -50,6 +51,7 @@ class SafetensorsReader:
   def __init__(self, path: epath.Path):
     self.path = self.folder = path
     self._tensors = {tensor_path(name): at for name, at in located_tensors(path).items()}
+    self._stamps = {file: stamp(file) for file in {file for file, _ in self._tensors.values()}}
     paths = sorted(self._tensors, key=_in_numeric_order)
     leaves = {path: _leaf(self._tensors[path][1]) for path in paths}
     self.record = Record(
@@ -73,6 +75,8 @@ class SafetensorsReader:
         made = {array.path: array.made() for array in batch}
         arriving = [value for value in made.values() if isinstance(value, jax.Array)]
         results |= made
+      for file in files:
+        self._check_unchanged(file)
     return {path: results[path] for path in requests}
 
   def _batches(self, requests: Mapping[str, Any], memory: int | None) -> Iterator[list[_RequestedArray]]:
@@ -104,6 +108,14 @@ class SafetensorsReader:
       piece.read(file)
     except (OSError, EOFError) as error:
       raise self._unreadable(file.path, error) from error
+
+  def _check_unchanged(self, file: epath.Path) -> None:
+    """Raises CheckpointDamagedError for a file that was written to since its header was read: it has no checksums."""
+    try:
+      if stamp(file) != self._stamps[file]:
+        raise EOFError('it has been written to')
+    except (OSError, EOFError) as error:
+      raise self._unreadable(file, error) from error
 
   def _unreadable(self, file: epath.Path, error: Exception) -> CheckpointDamagedError:
     return CheckpointDamagedError(

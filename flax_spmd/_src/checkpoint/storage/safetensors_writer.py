@@ -107,6 +107,7 @@ class SafetensorsWriter:
     self._ending = f'.{os.getpid()}-{secrets.token_hex(4)}.new'
     self._descriptors: list[int] = []
     self._made: list[Path] = []
+    self._named: list[Path] = []
 
   def __enter__(self) -> SafetensorsWriter:
     try:
@@ -138,7 +139,7 @@ class SafetensorsWriter:
     """Makes everything durable, and gives the files their names.
 
     Raises:
-      OSError: the disk refuses; no file has its name.
+      OSError: the disk refuses. No file keeps its name once the context has ended.
     """
     if len(self._files) > 1:
       self._descriptors.append(
@@ -153,6 +154,7 @@ class SafetensorsWriter:
         os.close(descriptor)
     for name in self._names():
       os.rename(self._temporary(name), self._folder / name)
+      self._named.append(self._folder / name)
     for folder in (self._folder, *(made.parent for made in self._made)):
       _sync_folder(folder)
 
@@ -175,6 +177,8 @@ class SafetensorsWriter:
     with contextlib.suppress(OSError):  # the error that is being raised comes first
       for name in self._names():
         self._temporary(name).unlink(missing_ok=True)
+      for file in reversed(self._named):  # the index first: without it, the others are no checkpoint
+        file.unlink(missing_ok=True)
       for folder in self._made:
         folder.rmdir()
 

@@ -106,7 +106,13 @@ class T5xReader:
       stored = dtype_of(np.dtype(dtype).name)
       is_bfloat16 = stored == np.uint16 and type(version) is int and version < _NATIVE_BFLOAT16
       name = checked(folder.rstrip('/'), self.path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (
+      KeyError,
+      TypeError,
+      ValueError,
+      AttributeError,
+      SyntaxError,
+    ) as error:  # numpy parses dtypes
       if isinstance(error, CheckpointDamagedError):
         raise
       raise CheckpointDamagedError(
