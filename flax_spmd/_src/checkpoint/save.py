@@ -61,7 +61,7 @@ def save(
     CheckpointBusyError: another process is writing to `path`.
     LayoutError: the state is not one of the plan.
     CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
-      `save_async` has failed; or the written data could not be verified.
+      `save_async` has failed; or the storage failed.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))
