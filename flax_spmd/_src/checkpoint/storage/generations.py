@@ -164,13 +164,13 @@ class Claim:
       self._clean_up()
 
   def _clean_up(self) -> None:
-    if self._intent is not None:
-      self._intent.remove()
     previous = [self._previous.generation] if self._previous.generation else []
     if self._garbage or previous:
       self._remove_unpinned(self._garbage + previous)
     for name in self._legacy:
       self._store.remove(f'{self.path.name}/{name}')
+    if self._intent is not None:
+      self._intent.remove()
     remove_killed_saves(self._store)
 
   def _remove_unpinned(self, generations: Sequence[str]) -> None:
