@@ -1,5 +1,6 @@
 """Saves in the background: their errors, changes of the state meanwhile, and the order of saves and restores."""
 
+import errno
 import os
 import resource
 import subprocess
@@ -135,6 +136,23 @@ def test_an_error_before_anything_is_written_frees_the_lock(tmp_path, layout, mo
       checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
   checkpoint.save(tmp_path / 'a', state_of(layout, 2), layout=layout)
   assert names_in(tmp_path) == {'a'}
+
+
+def test_a_time_out_of_the_storage(layout, tmp_path, monkeypatch):
+  """It is an error of the save, not of the wait for it."""
+
+  class TimedOut:
+    def result(self, timeout=None):
+      raise TimeoutError(errno.ETIMEDOUT, 'Connection timed out')
+
+  monkeypatch.setattr('orbax.checkpoint.v1.save_async', lambda *args, **kwargs: TimedOut())
+  saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout)
+  with pytest.raises(errors.CheckpointError) as caught:
+    saving.result(timeout=30)
+  assert str(caught.value) == (
+    f'The save to {tmp_path / "a"} failed: [Errno {errno.ETIMEDOUT}] Connection timed out.\n'
+    'Fix: see the error above; the path keeps its previous contents.'
+  )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd._src.checkpoint.storage import liveness
+from flax_spmd._src.checkpoint.storage import head_lease, liveness
 from flax_spmd._src.checkpoint.storage.disk_store import DiskStore
 from flax_spmd._src.checkpoint.storage.process_identity import this_process
 from tests.checkpoint import damage
@@ -405,6 +405,32 @@ def test_a_writer_that_was_taken_for_dead(tmp_path, monkeypatch, short_lease):
   assert damage.head_of(path)['lease']['holder'] == FOREIGN
   save(path, 3, overwrite=True)
   assert number_of(path) == 3 and len(generations(path)) == 1
+
+
+def test_a_commit_whose_answer_is_lost(tmp_path, monkeypatch):
+  """A renewal that waits for the commit does not take its head for one of another process."""
+  path = tmp_path / 'a'
+  save(path, 1)
+  write, read = DiskStore.write, DiskStore.read
+
+  def lost(store, name, data, **options):
+    written = write(store, name, data, **options)
+    if name == 'a/HEAD' and json.loads(data)['lease'] is None:
+      monkeypatch.setattr(DiskStore, 'write', write)
+      monkeypatch.setattr(DiskStore, 'read', slow)
+      time.sleep(0.2)  # a renewal is due
+      raise errors.CheckpointError('no answer')
+    return written
+
+  def slow(store, name):
+    time.sleep(0.2)
+    return read(store, name)
+
+  monkeypatch.setattr(head_lease, 'BEAT', 0.05)
+  monkeypatch.setattr(DiskStore, 'write', lost)
+  save(path, 2, overwrite=True)
+  monkeypatch.setattr(DiskStore, 'read', read)
+  assert number_of(path) == 2 and len(generations(path)) == 1
 
 
 # -- saves to new paths that were killed

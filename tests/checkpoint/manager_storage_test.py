@@ -354,3 +354,15 @@ def test_a_manager_that_lost_its_root_saves_and_removes_nothing(tmp_path):
   assert manager.steps == [1]
   manager.close()
   assert json.loads(head.read_text())['lease']['token'] == 'other'
+
+
+def test_a_manager_that_cannot_be_made_does_not_keep_the_folder(tmp_path, monkeypatch):
+  def refused(store):
+    raise errors.CheckpointError('refused')
+
+  with monkeypatch.context() as patched:
+    patched.setattr('flax_spmd._src.checkpoint.steps.step_folder.remove_killed_saves', refused)
+    with pytest.raises(errors.CheckpointError, match='refused'):
+      manager_of(tmp_path)
+  with manager_of(tmp_path) as manager:
+    assert manager.save(1, state(1))

@@ -137,9 +137,18 @@ class Manager:
       'it was opened with read_only=True' if self._writer is None else self._writer.obstacle
     )
     self.read_only = bool(self._obstacle)
-    self._preemption = None if self.read_only else Preemption()
+    self._preemption: Preemption | None = None
     if not self.read_only:
+      self._begin_writing()
+
+  def _begin_writing(self) -> None:
+    try:
       in_first(self._folder.tidy)
+      self._preemption = Preemption()
+    except BaseException:
+      if self._writer is not None:
+        self._writer.release()
+      raise
 
   @property
   def steps(self) -> list[int]:

@@ -44,8 +44,8 @@ def save(
     path: folder to create.
     state: tree of arrays and numbers, with or without boxes.
     layout: layout of the state, or its plan (`layout.plan(...)`), which has the names of a state without boxes.
-    overwrite: whether to replace a checkpoint at `path`. It stays current until the new one is complete and
-      durable. Readers of it are not disturbed.
+    overwrite: whether to replace what is at `path`. A checkpoint stays current until the new one is complete
+      and durable, and its readers are not disturbed. Any other contents are removed after that.
     where: regular expression; only leaves whose paths it matches are saved.
     compress: whether to compress the data (zstd). Compression takes longer than writing, and trained
       parameters hardly shrink; worthwhile for slow or metered storage.
@@ -61,7 +61,7 @@ def save(
     CheckpointBusyError: another process is writing to `path`.
     LayoutError: the state is not one of the plan.
     CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
-      `save_async` has failed; or the written data could not be verified.
+      `save_async` has failed; or the storage failed.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))

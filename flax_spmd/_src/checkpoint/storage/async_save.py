@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -32,6 +33,7 @@ from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
 
 _POLL = 0.5  # seconds
+_COMMIT = 'commit'  # topic of the exchanges in the background, beside those of the main thread
 
 
 class Response(Protocol):
@@ -124,7 +126,12 @@ def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter
     held.append(Claim(path, overwrite, durable))
     return os.fspath(held[0].new)
 
-  new = in_first(claimed)
+  try:
+    new = in_first(claimed)
+  except BaseException:  # another process has not arrived
+    for taken in held:
+      taken.release()
+    raise
   return held[0] if held else NonWriter(path, epath.Path(new), durable)
 
 
@@ -327,7 +334,7 @@ def commit(
     held.commit(completed, metadata)
     after()
 
-  in_first(committed)
+  in_first(committed, _COMMIT)
 
 
 def _in_all(call: Callable[[], None]) -> None:
@@ -341,7 +348,7 @@ def _in_all(call: Callable[[], None]) -> None:
   except Exception as error:
     message = {'error': type(error).__name__, 'text': str(error)}
   everyone = tuple(range(jax.process_count()))
-  for _, text in exchange('checkpoint', everyone, json.dumps(message), CALLS, TIMEOUT):
+  for _, text in exchange(_COMMIT, everyone, json.dumps(message), CALLS, TIMEOUT):
     _raise_error(json.loads(text))
 
 
@@ -356,10 +363,13 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
   """
   failed_before = None
   while True:
+    began = time.monotonic()
     try:
       response.result(timeout=_POLL)
       return
     except TimeoutError as error:
+      if time.monotonic() - began < _POLL / 2:  # of the storage: a call that has ended raises at once
+        raise save_error(error, path) from error
       # an error of another process is raised at the second look: this process's own may be about to come
       failed, failed_before = failed_before, heartbeat.failed()
       if failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import glob
 import hashlib
 import os
 import secrets
@@ -238,7 +239,7 @@ def _is_internal(name: str) -> bool:
 
 def _replace(path: Path, data: bytes, durable: bool) -> None:
   """Writes a file under another name, and renames it. Whoever left such a name has died: the lock is held."""
-  for left in path.parent.glob(f'.{path.name}.*{_PART}'):
+  for left in path.parent.glob(f'.{glob.escape(path.name)}.*{_PART}'):
     left.unlink(missing_ok=True)
   part = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{_PART}')
   try:

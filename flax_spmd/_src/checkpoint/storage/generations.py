@@ -12,8 +12,8 @@ a writer that was taken for dead can no longer commit. A reader pins the generat
 Generations are removed if neither the head nor a pin names them. A writer lists them *before* it takes the
 lease: so those that it may remove belong to older writers, which can no longer commit them.
 
-Time decides only how soon a dead process is noticed, never whether data are safe. `docs/decisions.md` has
-the argument, and `tests/checkpoint/protocol_model.py` checks it.
+Time decides only how soon a dead process is noticed, never whether data are safe. `docs/crash_consistency.md`
+has the argument, and `tests/checkpoint/protocol_model.py` checks it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from flax_spmd._src.checkpoint.storage.head import (
   Head,
   StoredHead,
   is_generation,
-  read_head,
 )
 from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, busy, idle_head
 from flax_spmd._src.checkpoint.storage.killed_saves import Intent, remove_generation, remove_killed_saves
@@ -155,30 +154,22 @@ class Claim:
     if self._durable:
       self._store.sync(folder)
     self._attempted = True
-    self._put_head(Head(self._generation, manifest_digest(data), self._lease.head.epoch))
+    if not self._lease.commit(
+      Head(self._generation, manifest_digest(data), self._lease.head.epoch), durable=self._durable
+    ):
+      self.require_lease()
     self._committed = True
     with contextlib.suppress(OSError, CheckpointError):  # the next save removes what stays
       self._clean_up()
 
-  def _put_head(self, head: Head) -> None:
-    """Puts the head that commits. After an error, it may be there, but not durable: it is put again."""
-    try:
-      put = self._lease.put(head, durable=self._durable)
-    except (OSError, CheckpointError):
-      if read_head(self._store, self.path).head != head:
-        raise
-      put = self._lease.put(head, durable=self._durable)
-    if not put:
-      self.require_lease()
-
   def _clean_up(self) -> None:
-    if self._intent is not None:
-      self._intent.remove()
     previous = [self._previous.generation] if self._previous.generation else []
     if self._garbage or previous:
       self._remove_unpinned(self._garbage + previous)
     for name in self._legacy:
       self._store.remove(f'{self.path.name}/{name}')
+    if self._intent is not None:
+      self._intent.remove()
     remove_killed_saves(self._store)
 
   def _remove_unpinned(self, generations: Sequence[str]) -> None:

@@ -127,6 +127,23 @@ class HeadLease:
         self.tag, self.head = tag, head
       return not self._lost
 
+  def commit(self, head: Head, durable: bool = False) -> bool:
+    """Puts the last head of this lease; returns False if the lease has been lost.
+
+    After an error, the head may be there, but not durable: it is put again. No renewal comes between, since
+    it would take that head for one of another process.
+
+    Raises:
+      CheckpointError: the store failed, and the head is not there.
+    """
+    with self._writing:
+      try:
+        return self.put(head, durable)
+      except (OSError, CheckpointError):
+        if read_head(self._store, self._path).head != head:
+          raise
+        return self.put(head, durable)
+
   def _is_ours(self, head: Head) -> bool:
     return head.lease is not None and head.lease.token == self._token
 

@@ -90,14 +90,11 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
   """
   for _ in range(_ATTEMPTS):
     with _pinned(path) as source:
-      result, error = _attempted(source, read)
-      is_whole = error is None and (source is None or source.is_whole)
-      if _in_any(source is not None and not is_whole and _was_replaced(source)):
+      result, error, is_replaced = _attempted(source, read)
+      if _in_any(is_replaced):
         continue
       if error is not None:
         raise error
-      if not is_whole:
-        raise damaged_manifest(path, 'it is missing')
       return result
   raise CheckpointError(
     f'Checkpoint {path} was replaced {_ATTEMPTS} times while it was read.\n'
@@ -107,12 +104,18 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
 
 def _attempted(
   source: Source | None, read: Callable[[Source | None], Any]
-) -> tuple[Any, Exception | None]:
-  """The result of a read, or the error that a removal of its files may have caused."""
+) -> tuple[Any, CheckpointDamagedError | None, bool]:
+  """The result of a read, or its error; and whether the generation was replaced, which may be the cause."""
   try:
-    return read(source), None
-  except CheckpointDamagedError as error:
-    return None, error
+    try:
+      result, error = read(source), None
+    except CheckpointDamagedError as damage:
+      result, error = None, damage
+    if source is None:
+      return result, error, False
+    if error is None and not source.is_whole:
+      error = damaged_manifest(source.path, 'it is missing')
+    return result, error, error is not None and _was_replaced(source)
   except BaseException:
     _in_any(False)  # the other processes wait for this one
     raise
