@@ -142,6 +142,18 @@ def test_a_file_at_the_path(tmp_path):
   assert (tmp_path / 'a').read_text() == 'mine'
 
 
+@pytest.mark.parametrize('name', ['a[b]', 'a*', '[run]/1', 'a?'])
+def test_a_path_that_orbax_takes_for_a_pattern(tmp_path, name):
+  with pytest.raises(errors.CheckpointError) as caught:
+    save(tmp_path / name, 1)
+  found = next(character for character in '*?[' if character in name)
+  assert str(caught.value) == (
+    f'{tmp_path / name} contains {found}, which Orbax takes for a pattern of file names.\n'
+    'Fix: save to a path without *, ? and [.'
+  )
+  assert not (tmp_path / name).exists()
+
+
 def test_deleted_stays_deleted(tmp_path):
   save(tmp_path / 'b', 1)
   shutil.copytree(tmp_path / 'b', tmp_path / '.b.host-1-0a0b0c0d.old')  # the former format kept one here

@@ -72,6 +72,7 @@ class Claim:
   """
 
   def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
+    _check_pattern(path)
     self.path, self._durable = path, durable
     self._store = open_store(path.parent)
     before = idle_head(self._store, path, overwrite)
@@ -209,6 +210,16 @@ class Claim:
           remove_generation(self._store, f'{self.path.name}/{name}')
         if not left:
           return
+
+
+def _check_pattern(path: epath.Path) -> None:
+  """Raises for a path that Orbax, which looks for files by patterns below it, would not find again."""
+  found = sorted(set('*?[') & set(str(path)))
+  if found:
+    raise CheckpointError(
+      f'{path} contains {" and ".join(found)}, which Orbax takes for a pattern of file names.\n'
+      'Fix: save to a path without *, ? and [.'
+    )
 
 
 def file_records(store: Store, folder: str) -> dict[str, FileRecord]:
