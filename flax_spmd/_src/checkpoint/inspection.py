@@ -213,6 +213,8 @@ def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
 def verify(path: str | os.PathLike[str]) -> list[str]:
   """Reads a whole checkpoint and compares every array and file with its checksum, about 1 GiB at a time.
 
+  In a job of several processes, every process calls this.
+
   Args:
     path: checkpoint that `save` wrote.
 

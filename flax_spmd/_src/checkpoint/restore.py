@@ -37,8 +37,8 @@ class SalvagedState(NamedTuple, Generic[State]):
 
   Attributes:
     state: tree with the structure of the target; a damaged leaf is the target's own.
-    damaged: what is wrong with each damaged leaf, by its path in the checkpoint.
-    files: what is wrong with each damaged file, by its path below the checkpoint.
+    damaged: reason for each damaged leaf, by its path in the checkpoint.
+    files: reason for each damaged file, by its path below the checkpoint.
 
   Example:
     >>> layout = Layout({'data': 8})
@@ -108,7 +108,7 @@ def restore(
     boxed: whether to box leaves that have names. Only without a target.
     verify: whether to compare checksums: of the arrays that are read and of the files that describe them, and
       of all files if the whole checkpoint is read.
-    salvage: whether to return what is undamaged of a damaged checkpoint, as a `SalvagedState`, instead of
+    salvage: whether to return the undamaged part of a damaged checkpoint, as a `SalvagedState`, instead of
       raising `CheckpointDamagedError`.
     limit: bytes that one device may hold; default: its free memory, where the device reports it.
     memory: most bytes in flight from storage; default: an eighth of the state, at least 64 MiB.

@@ -44,7 +44,7 @@ def save(
     path: folder to create.
     state: tree of arrays and numbers, with or without boxes.
     layout: layout of the state, or its plan (`layout.plan(...)`), which has the names of a state without boxes.
-    overwrite: whether to replace what is at `path`. A checkpoint stays current until the new one is complete
+    overwrite: whether to replace the contents of `path`. A checkpoint stays current until the new one is complete
       and durable, and its readers are not disturbed. Any other contents are removed after that.
     where: regular expression; only leaves whose paths it matches are saved.
     compress: whether to compress the data (zstd). Compression takes longer than writing, and trained

@@ -1,6 +1,6 @@
 """Errors of buckets: those of TensorStore, fsspec and their libraries, with place, server and remedy.
 
-A server's answer may repeat what it was sent, such as a session token. So no more than the code of an error
+A server's answer may repeat parts of the request, such as a session token. So no more than the code of an error
 and its first sentence are shown, and the error itself is not chained.
 """
 
@@ -49,7 +49,7 @@ def explained(error: Exception, verb: str, location: Location, name: str = '') -
 
   Args:
     error: that error.
-    verb: what was tried: 'read', 'write', 'list' or 'remove'.
+    verb: attempted action: 'read', 'write', 'list' or 'remove'.
     location: where.
     name: the file or folder there.
   """

@@ -148,7 +148,7 @@ def _filesystem(scheme: str, *environment: str | None) -> Any:
 
 
 def reach(url: str) -> None:
-  """Makes Orbax reach what is at a URL and below, past every cache, for the rest of the program.
+  """Makes Orbax reach a URL and everything below it, past every cache, for the rest of the program.
 
   Raises:
     CheckpointError: a package is missing, or the installed Orbax has another structure.

@@ -274,7 +274,7 @@ def _removed(
 
 
 def _legacy(listed: Sequence[str], is_ours: bool) -> list[str]:
-  """What a path holds beside our files: a checkpoint of another format, or what is left of one.
+  """The contents of a path beside our files: a checkpoint of another format, or the rest of one.
 
   The file that marks a checkpoint comes last, so that a removal which is interrupted can be continued.
   """

@@ -116,9 +116,8 @@ class HeadLease:
       if self._lost:
         return False
       tag = self._store.write(name, head.to_bytes(), expected=self.tag, durable=durable)
-      if (
-        tag is None
-      ):  # by another, or by an attempt of ours whose answer was lost, and which need not be durable
+      if tag is None:
+        # Another process has put it, or an attempt of ours whose answer was lost, which need not be durable.
         stored = read_head(self._store, self._path)
         if stored.tag is not None and (stored.head == head or self._is_ours(stored.head)):
           tag = self._store.write(name, head.to_bytes(), expected=stored.tag, durable=durable)

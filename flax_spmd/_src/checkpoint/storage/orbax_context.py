@@ -23,7 +23,7 @@ def context(
   """Orbax's context for the reads and writes of `flax_spmd.checkpoint`.
 
   Args:
-    path: what is read or written, if it may be in a bucket.
+    path: folder to read or write, if it may be in a bucket.
     compress: whether to compress the data.
     memory: most bytes in flight between devices and storage.
     largest: bytes of the largest array. Orbax requires `memory` to be larger, so it is raised if needed.

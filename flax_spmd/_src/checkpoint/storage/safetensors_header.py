@@ -118,7 +118,7 @@ def read_header(file: epath.Path) -> dict[str, TensorEntry]:
 
 
 def invalid(file: epath.Path, problems: Sequence[str]) -> CheckpointDamagedError:
-  """The error for a file that lies about its contents."""
+  """The error for a file whose header does not fit its contents."""
   shown = list(problems[:_SHOWN])
   if len(problems) > _SHOWN:
     shown.append(f'and {len(problems) - _SHOWN} more.')

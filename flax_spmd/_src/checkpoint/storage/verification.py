@@ -27,8 +27,8 @@ class Damage(NamedTuple):
   """The damage of a checkpoint.
 
   Attributes:
-    leaves: what is wrong with each damaged leaf, by path.
-    files: what is wrong with each damaged file, by path below the checkpoint.
+    leaves: reason for each damaged leaf, by path.
+    files: reason for each damaged file, by path below the checkpoint.
   """
 
   leaves: dict[str, str]
@@ -173,7 +173,7 @@ def _over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
 
 
 def verify(reader: CheckpointReader) -> Damage:
-  """The damage of a whole checkpoint. Reads it about 1 GiB at a time, in this process alone."""
+  """The damage of a whole checkpoint, read about 1 GiB at a time. Every process calls this, and reads all of it."""
   damage = Damage({}, _file_damage(reader, True, 1))
   for group in groups(reader.record.leaves):
     raise_problems(impossible(reader.path, group, {}))
