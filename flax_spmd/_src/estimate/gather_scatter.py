@@ -54,7 +54,9 @@ def gather(op: Op, context: Context) -> Requirement:
 def scatter(op: Op, context: Context) -> Requirement:
   """A scatter: its result is a partial sum along the axes of positions."""
   tables = len(context.values) // 2
-  dims = _scatter_dims(op, context.result.shape, len(context.values[tables].shape), context.values[-1].shape)
+  dims = _scatter_dims(
+    op, context.result.shape, len(context.values[tables].shape), context.values[-1].shape
+  )
   arrays = (context.result_spec, context.specs[tables], context.specs[-1])
   if not context.rematerialisable[0]:
     arrays = (*arrays, context.specs[0])
@@ -97,7 +99,8 @@ def _dims(
   parallel = dict(zip(table_batch, indices_batch)) | dict(op.attributes.get('iota_dims', ()))
   vector = op.attributes.get('index_vector_dim', (0,))[0]
   positions = zip(
-    (dim for dim in range(rank) if dim != vector), (dim for dim in range(len(rows)) if dim not in windows)
+    (dim for dim in range(rank) if dim != vector),
+    (dim for dim in range(len(rows)) if dim not in windows),
   )
   row_of = dict(positions)
   result = [LookupDim(dim, index, row_of.pop(index)) for dim, index in parallel.items()]
