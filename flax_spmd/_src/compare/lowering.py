@@ -16,7 +16,13 @@ import jax
 
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
-from flax_spmd._src.compat import program_bytes, program_text, target_devices, used_arguments
+from flax_spmd._src.compat import (
+  lower_for_target,
+  program_bytes,
+  program_text,
+  target_devices,
+  used_arguments,
+)
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.rows import Row
@@ -71,7 +77,7 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
     train_step = train_step_on(abstract, train_step)
     state, batch = abstract_arguments(train_step, abstract)
     jitted = train_step.jitted(abstract, donate=True)
-    lowered = jitted.trace(state, batch).lower(lowering_platforms=(target.chip.platform,))
+    lowered = lower_for_target(jitted.trace(state, batch), target.chip.platform, abstract.mesh)
   text = program_text(lowered, locations=False)
   used = set(used_arguments(lowered))
   arrays = enumerate(jax.tree.leaves((state, batch)))

@@ -26,6 +26,7 @@ from flax_spmd._src.estimate.graph import (
   shard_size,
   used_axes,
 )
+from flax_spmd._src.estimate.kernels import unknown_kernel
 from flax_spmd._src.estimate.live_buffers import (
   BARRIER,
   BlockLiveness,
@@ -278,9 +279,9 @@ class _CostWalk:
       self._add_doubts(op, value, spec)
       self._bring(value, spec or self.specs[value], times, op.source)
     self.flops += times * required.flops
-    if op.kind == 'custom_call':
-      name = op.attributes.get('call_target_name', op.kind)
+    if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
+      self.doubts.append(f'{op.source}: the costs of the kernel {name} are unknown')
     for value in op.results:
       self._add_result(value, required, times, op)
 
