@@ -817,6 +817,18 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   )
 
 
+def orbax_operation(at_least: int = 0) -> int:
+  """The number of Orbax's last operation in this process, raised to `at_least`.
+
+  Orbax 0.12.8 puts it into the names of its barriers, and counts operations of one process too.
+  """
+  from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+  while int(OperationIdGenerator.get_current_operation_id()) < at_least:
+    OperationIdGenerator.next_operation_id()
+  return int(OperationIdGenerator.get_current_operation_id())
+
+
 def orbax_kvstore(path: str) -> Any:
   """The TensorStore spec that Orbax builds for a folder of arrays, without its own layers."""
   from orbax.checkpoint._src.serialization import tensorstore_utils
