@@ -257,5 +257,5 @@ def test_plain_orbax_loads_ours(tmp_path):
 
 def test_a_tree_without_leaves(tmp_path):
   path = by_standard(tmp_path, {'empty': {}})
-  assert checkpoint.restore(path, layout=LAYOUT) == {'empty': {}}
+  assert checkpoint.restore(path, layout=LAYOUT) == {}
   assert checkpoint.restore(path, {'empty': {}}) == {'empty': {}}
