@@ -610,8 +610,15 @@ def mlir_context() -> Any:
   return mlir.make_ir_context()
 
 
-def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, int]]:
+def compile_program(
+  code: bytes, devices: np.ndarray, flags: Mapping[str, Any] | None = None
+) -> tuple[str, dict[str, int]]:
   """Compiles MLIR bytecode for devices, possibly those of a topology you don't have.
+
+  Args:
+    code: the program.
+    devices: devices, in the order of the mesh.
+    flags: flags of XLA for this program.
 
   Returns:
     The optimised HLO text, and the compiler's memory statistics in bytes: `arguments`, `results`, `shared`
@@ -620,7 +627,11 @@ def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, in
   """
   client = devices.flat[0].client
   options = compiler.get_compile_options(
-    num_replicas=1, num_partitions=devices.size, device_assignment=devices.reshape(1, -1), backend=client
+    num_replicas=1,
+    num_partitions=devices.size,
+    device_assignment=devices.reshape(1, -1),
+    env_options_overrides=dict(flags or {}),
+    backend=client,
   )
   with mlir_context():
     module = ir.Module.parse(code)
