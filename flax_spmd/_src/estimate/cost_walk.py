@@ -87,6 +87,7 @@ class AnalyzedGraph:
     wire_values: values that are sent in a narrower dtype.
     constants: scalar integer constants.
     uses: number of uses per value.
+    transposed: operands of transposes, by their results.
     loop_sums: values that are added to a loop's carry, with the loop's result.
     invariants: values that are the same in all iterations of some loops, with the number of these loops.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
@@ -100,6 +101,7 @@ class AnalyzedGraph:
     self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
     self.uses: dict[int, int] = {}
+    self.transposed: dict[int, int] = {}
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
     self.loop_sums = loop_sums(graph, self.uses)
@@ -110,6 +112,8 @@ class AnalyzedGraph:
     for op in block.ops:
       for value in op.operands:
         self.uses[value] = self.uses.get(value, 0) + 1
+      if op.kind == 'transpose':
+        self.transposed[op.results[0]] = op.operands[0]
       if op.attributes.get('value') is not None:
         self.constants[op.results[0]] = op.attributes['value']
       if op.kind in _PRODUCTS:
@@ -215,7 +219,7 @@ class _CostWalk:
       reads = () if op.blocks else live.reads[index]
       self.hbm += times * sum(map(self._bytes, (*live.written[index], *reads)))
       if op.kind == 'while':  # its buffers reuse those of operands that end here
-        for operand, result in zip(op.operands, op.results):
+        for operand, result in zip(map(self._before_transposes, op.operands), op.results):
           if operand in alive and operand in live.ending[index]:
             now -= alive.pop(operand)
           alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
@@ -230,6 +234,12 @@ class _CostWalk:
       self._bring(value, required or self.specs[value], times, '')
     self.hbm += times * sum(map(self._bytes, live.returned))
     return peak
+
+  def _before_transposes(self, value: int) -> int:
+    """The array that a loop's operand is a transpose of: on GPUs no copy, as its layout is free."""
+    while value in self.analyzed.transposed and self.platform == 'cuda':
+      value = self.analyzed.transposed[value]
+    return value
 
   def _runs_last(self, op: Op) -> bool:
     """Whether an operation is a product in a loop whose result is reduced over devices.
