@@ -420,6 +420,114 @@ _resolutions = _ReportedCalls('_logical_to_mesh_axes', _resolved_names)
 _constraints = _ReportedCalls('_with_sharding_constraint_one_fallback', _constraint)
 
 
+@functools.cache
+def is_variable_type(cls: type) -> bool:
+  """Whether a class is `nnx.Variable` or derives from it. `flax.nnx` takes a second to import, so it is not imported."""
+  return _has_base(cls, 'flax.nnx.variablelib', 'Variable')
+
+
+@functools.cache
+def is_nnx_module_type(cls: type) -> bool:
+  """Whether the instances of a class have attributes that are nodes of NNX's graphs: modules, optimizers, `Rngs`."""
+  return _has_base(cls, 'flax.nnx.pytreelib', 'Pytree')
+
+
+@functools.cache
+def is_nnx_state_type(cls: type) -> bool:
+  """Whether a class is `nnx.State` or derives from it."""
+  return _has_base(cls, 'flax.nnx.statelib', 'State')
+
+
+def _has_base(cls: type, module: str, name: str) -> bool:
+  return any(base.__name__ == name and base.__module__ == module for base in cls.__mro__)
+
+
+def variable_metadata(variable: Any) -> Mapping[str, Any]:
+  """The metadata of an `nnx.Variable`; not a copy, so that it costs nothing."""
+  return variable._var_metadata
+
+
+def variable_value(variable: Any) -> Any:
+  """The value of an `nnx.Variable` as it is stored, without the hooks of its class."""
+  return variable.get_raw_value()
+
+
+def variable_names(metadata: Mapping[str, Any]) -> Any:
+  """The names in a variable's metadata; None if there are none.
+
+  The key is `out_sharding`. It was `sharding_names`, then `sharding`; Flax 0.12 accepts and renames them where a variable
+  is created, but not in metadata that was made before.
+  """
+  return metadata.get('out_sharding') or metadata.get('sharding_names') or metadata.get('sharding')
+
+
+def _graphlib() -> Any:
+  """NNX's functions for graphs; only called where NNX is in use."""
+  from flax.nnx import graphlib
+
+  return graphlib
+
+
+def nnx_ref_map(nodes: Mapping[int, Any] | None = None) -> Any:
+  """A map from the nodes of an NNX graph, by identity, to their indices; filled by `nnx_split`."""
+  graphlib = _graphlib()
+  return graphlib.RefMap() if nodes is None else graphlib.RefMap.from_indexmap(nodes)
+
+
+def nnx_index_map(nodes: Mapping[int, Any]) -> Any:
+  """A map from the indices of an NNX graph to its nodes; filled by `nnx_merge`."""
+  return _graphlib().IndexMap(nodes)
+
+
+def nnx_split(node: Any, indices: Any, onto: Any = None) -> tuple[Any, list[Any]]:
+  """The structure of a module, and its arrays; `nnx.split` without paths, which take most of its time.
+
+  Args:
+    node: a module or a variable.
+    indices: a `nnx_ref_map` of the graph so far; the nodes of the module are added.
+    onto: a `nnx_ref_map` of another graph, whose nodes a merge is to update.
+  """
+  return _graphlib().flatten(node, ref_index=indices, ref_outer_index=onto, with_paths=False, graph=True)
+
+
+def nnx_merge(structure: Any, leaves: Sequence[Any], nodes: Any, onto: Any = None) -> Any:
+  """The module of a structure and arrays.
+
+  Args:
+    structure, leaves: as `nnx_split` returns them.
+    nodes: a `nnx_index_map` of the graph so far; the nodes of the module are added.
+    onto: a `nnx_index_map` of the nodes to update, where the structure refers to them.
+  """
+  return _graphlib().unflatten(structure, list(leaves), index_ref=nodes, outer_index_outer_ref=onto)
+
+
+def nnx_leaf_paths(structure: Any) -> list[str]:
+  """The path of each array of a structure: `up/kernel`."""
+  graphlib = _graphlib()
+  nodes, attributes = iter(structure.nodes), iter(structure.attributes)
+  paths: list[str] = []
+
+  def visit(node: Any, path: str) -> None:
+    if isinstance(node, graphlib.VariableDef):
+      paths.append(path)
+    for _ in range(getattr(node, 'num_attributes', 0)):
+      key, value = next(attributes)
+      below = f'{path}/{key}' if path else str(key)
+      if isinstance(value, graphlib.NodeAttr):
+        visit(next(nodes), below)
+      elif isinstance(value, graphlib.LeafAttr):
+        paths.append(below)
+
+  visit(next(nodes), '')
+  return paths
+
+
+def without_eager_sharding() -> AbstractContextManager[Any]:
+  """A block in which NNX does not shard variables where they are created; without NNX, nothing."""
+  nnx = sys.modules.get('flax.nnx')
+  return nullcontext() if nnx is None else nnx.use_eager_sharding(False)
+
+
 def current_module() -> str | None:
   """The Linen module that is running, such as `'module decoder/layers'`, or None; for error messages.
 
@@ -826,6 +934,18 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   cast(Any, gpath._GPath)._backend = property(
     lambda path: backend.fsspec_backend if files(path._path_str) else cast(Any, backend_of)(path)
   )
+
+
+def orbax_operation(at_least: int = 0) -> int:
+  """The number of Orbax's last operation in this process, raised to `at_least`.
+
+  Orbax 0.12.8 puts it into the names of its barriers, and counts operations of one process too.
+  """
+  from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+  while int(OperationIdGenerator.get_current_operation_id()) < at_least:
+    OperationIdGenerator.next_operation_id()
+  return int(OperationIdGenerator.get_current_operation_id())
 
 
 def orbax_kvstore(path: str) -> Any:

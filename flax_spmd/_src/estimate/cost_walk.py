@@ -173,6 +173,7 @@ class _PartialSum(NamedTuple):
   natural_sharding: Spec
   partial_axes: tuple[str, ...]
   times: int
+  kind: str  # of the operation that made it
   source: str
   is_total: bool = False  # of all iterations of a loop
 
@@ -189,6 +190,7 @@ class _CostWalk:
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
+    self.kind = ''  # of the current operation
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
     self.doubts: list[str] = []
@@ -264,6 +266,7 @@ class _CostWalk:
 
   def _op(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of an operation, and returns the peak memory of its blocks."""
+    self.kind = op.kind
     if self._add_to_total(op) or self._merge_partial_sums(op) or self._forward_partial_sum(op):
       return 0.0
     if op.kind == 'while':
@@ -322,7 +325,7 @@ class _CostWalk:
     """Records a result in its natural sharding, until an operation needs it otherwise."""
     natural, spec = required.natural_sharding, self.specs[value]
     if required.partial_axes:
-      self.partial_sums[value] = _PartialSum(natural, required.partial_axes, times, op.source)
+      self.partial_sums[value] = _PartialSum(natural, required.partial_axes, times, op.kind, op.source)
     elif natural != spec and len(natural) == len(spec):
       ops = reshard(self._wire_value(value), natural, spec, self.sizes)
       if _are_gathers(ops):
@@ -414,7 +417,7 @@ class _CostWalk:
     )
     if self.platform == 'tpu' and value in self.analyzed.loop_sums:
       ops = without_reduce_scatter(ops)
-    self._add_collectives(ops, partial.times, value, partial.source)
+    self._add_collectives(ops, partial.times, value, partial.source, partial.kind)
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
@@ -476,14 +479,16 @@ class _CostWalk:
       self.hbm += times * copy
     self._add_collectives(ops, times, value, source)
 
-  def _add_collectives(self, ops: Sequence[CollectiveOp], times: int, value: int, source: str) -> None:
+  def _add_collectives(
+    self, ops: Sequence[CollectiveOp], times: int, value: int, source: str, kind: str = ''
+  ) -> None:
     if self.platform == 'cpu':
       ops = without_reduce_scatter(ops)
     for op in ops:  # each reads its operand and writes its result
       growth = shard_count(op.axes, self.sizes) ** _GROWTH.get(op.kind, 0)
       self.hbm += times * op.bytes * (1 + growth)
     dtype = self._wire_value(value).dtype
-    self.combiner.add(value, ops, times, dtype, source, self.loop)
+    self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
     if is_ambiguous(ops) and times * sum(op.bytes for op in ops) > _NEGLIGIBLE:
       self.doubts.append(f'{source}: {" then ".join(op.kind for op in ops)} of one array')
 
