@@ -665,8 +665,13 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
   """The jaxprs among an equation's parameters."""
   for param in params.values():
     for each in param if isinstance(param, (tuple, list)) else (param,):
-      if hasattr(each, 'eqns') or hasattr(each, 'jaxpr'):
+      if is_jaxpr(each):
         yield each
+
+
+def is_jaxpr(param: Any) -> bool:
+  """Whether an equation's parameter is a jaxpr, closed or not."""
+  return hasattr(param, 'eqns') or hasattr(param, 'jaxpr')
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.compare.activation_moves import unconstrained_axes
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import program_bytes, program_text, target_devices
@@ -34,6 +35,7 @@ class LoweredStep(NamedTuple):
     rows: the arrays of the state, with the decisions behind each sharding.
     batch_bytes: bytes of the batch on one device.
     findings: suspicious things about the layout, one line each.
+    unconstrained: the mesh axes of both state and batch, if the step has no constraint.
   """
 
   code: bytes
@@ -43,6 +45,7 @@ class LoweredStep(NamedTuple):
   rows: list[Row]
   batch_bytes: int
   findings: list[str]
+  unconstrained: tuple[str, ...] = ()
 
   @property
   def mesh(self) -> dict[str, int]:
@@ -69,10 +72,14 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
     train_step = train_step_on(abstract, train_step)
     state, batch = abstract_arguments(train_step, abstract)
     jitted = train_step.jitted(abstract, donate=True)
-    lowered = jitted.trace(state, batch).lower(lowering_platforms=(target.chip.platform,))
+    traced = jitted.trace(state, batch)
+    lowered = traced.lower(lowering_platforms=(target.chip.platform,))
   text = program_text(lowered, locations=False)
   return describe_arguments(abstract, state, batch)._replace(
-    code=program_bytes(lowered), identity=identity_of(lowered, text), dtype=dtype_of(text)
+    code=program_bytes(lowered),
+    identity=identity_of(lowered, text),
+    dtype=dtype_of(text),
+    unconstrained=unconstrained_axes(state, batch, traced.jaxpr),
   )
 
 
