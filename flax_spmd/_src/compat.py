@@ -126,7 +126,7 @@ def target_devices(platform: str) -> Iterator[None]:
   JAX's own abstract meshes raise a ValueError. True of jax 0.10.2 to 0.12.
   """
   cast(Any, AbstractMesh).devices = property(_abstract_devices)
-  token = _target_platform.set({'cuda': 'gpu'}.get(platform, platform))
+  token = _target_platform.set({'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform))
   try:
     yield
   finally:
