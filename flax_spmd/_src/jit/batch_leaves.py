@@ -40,7 +40,7 @@ class BatchLeaves(NamedTuple):
   axes: tuple[str, ...]
 
 
-class _Leaf(NamedTuple):
+class _ArgumentArray(NamedTuple):
   """An array of an argument: its position, shape and, if it is on the mesh, sharding."""
 
   position: int
@@ -89,7 +89,7 @@ def batch_leaves(
   return BatchLeaves(tuple(sorted(batch)), axes) if at_stake else None
 
 
-def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_Leaf]]:
+def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterator[list[_ArgumentArray]]:
   """The arrays of each argument, in the order of the leaves of `(args, kwargs)`; those with a dimension first."""
   args, kwargs = dynamic
   position = 0
@@ -97,14 +97,14 @@ def _arguments(dynamic: tuple[tuple, dict[str, Any]], mesh: MeshLike) -> Iterato
     leaves = jax.tree.leaves(argument)
     shapes = (tuple(getattr(leaf, 'shape', ())) for leaf in leaves)
     each = [
-      _Leaf(position + offset, shape, placed_sharding(leaf, mesh))
+      _ArgumentArray(position + offset, shape, placed_sharding(leaf, mesh))
       for offset, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True))
     ]
     position += len(leaves)
     yield sorted(each, key=lambda leaf: not leaf.shape)
 
 
-def _batch_axes(argument: Sequence[_Leaf], default: tuple[str, ...]) -> tuple[str, ...]:
+def _batch_axes(argument: Sequence[_ArgumentArray], default: tuple[str, ...]) -> tuple[str, ...]:
   """The mesh axes of an argument's dimension 0, if all of its arrays may be a batch; else ()."""
   arrays = [leaf for leaf in argument if leaf.shape]
   placed = {_axes_of(leaf) if _is_by_rows(leaf) else () for leaf in arrays if leaf.sharding is not None}
@@ -113,7 +113,7 @@ def _batch_axes(argument: Sequence[_Leaf], default: tuple[str, ...]) -> tuple[st
   return axes if alike else ()
 
 
-def _placed_first(found: Sequence[tuple[tuple[str, ...], Sequence[_Leaf]]]) -> Sequence[Any]:
+def _placed_first(found: Sequence[tuple[tuple[str, ...], Sequence[_ArgumentArray]]]) -> Sequence[Any]:
   """The arguments that are on the mesh, if there are any: they are certain."""
   placed = [one for one in found if any(leaf.sharding is not None for leaf in one[1])]
   return placed or found
@@ -126,13 +126,13 @@ def _axes_of_batches(mesh: MeshLike, rules: Rules) -> tuple[str, ...]:
   return tuple(axis for entry in spec or () for axis in axis_names(entry) if axis in sizes)
 
 
-def _axes_of(leaf: _Leaf) -> tuple[str, ...]:
+def _axes_of(leaf: _ArgumentArray) -> tuple[str, ...]:
   """The mesh axes that an array is sharded over."""
   spec = () if leaf.sharding is None else leaf.sharding.spec
   return tuple(axis for entry in spec for axis in axis_names(entry))
 
 
-def _is_by_rows(leaf: _Leaf) -> bool:
+def _is_by_rows(leaf: _ArgumentArray) -> bool:
   """Whether an array on the mesh is sharded over dimension 0, and no other."""
   entries = () if leaf.sharding is None else tuple(leaf.sharding.spec)
   return bool(entries) and bool(axis_names(entries[0])) and not any(map(axis_names, entries[1:]))
