@@ -26,6 +26,7 @@ from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.tree_names import leaf_names
+from flax_spmd._src.plan.deviations import planned_memory
 from flax_spmd._src.plan.placement_shardings import check_concrete
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.unmatched_paths import check_some_path_matches
@@ -79,7 +80,8 @@ class Plan(Generic[State]):
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
-    self._shardings = planner.leaf_shardings(state)
+    leaves = jax.tree.leaves(state)
+    self._shardings = list(map(_in_planned_memory, planner.leaf_shardings(state), leaves))
     check_some_path_matches(layout.rules, state, self._shardings)
     self._state = _with_shardings(state, self._shardings)
     if layout.strict:
@@ -144,7 +146,7 @@ class Plan(Generic[State]):
     """
     check_concrete(self.layout.mesh)
     leaves = jax.device_put(self._leaves(tree), self._shardings)
-    return jax.tree.structure(self.abstract()).unflatten(leaves)
+    return box_trees.rebuilt(self.abstract(), leaves)
 
   def box(self, state: Any) -> State:
     """The state with the boxes of the plan; it may have them already.
@@ -152,7 +154,7 @@ class Plan(Generic[State]):
     Raises:
       LayoutError: this is not a state of this plan (lists every leaf that differs).
     """
-    return jax.tree.structure(self._state).unflatten(self._leaves(state))
+    return box_trees.rebuilt(self._state, self._leaves(state))
 
   def fits(self, state: Any) -> bool:
     """Whether this is a state of this plan, by its structure and shapes, with or without boxes."""
@@ -183,8 +185,7 @@ class Plan(Generic[State]):
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   """The shape of each leaf by its path, without boxes."""
-  plain = box_trees.unbox(tree, apply_constraint=False)
-  leaves = jax.tree_util.tree_leaves_with_path(plain)
+  leaves = jax.tree_util.tree_leaves_with_path(box_trees.plain(tree))
   return {path_string(path): np.shape(leaf) for path, leaf in leaves}
 
 
@@ -206,11 +207,16 @@ def _differences(
   return missing + more + other
 
 
+def _in_planned_memory(sharding: NamedSharding, leaf: Any) -> NamedSharding:
+  memory = planned_memory(leaf)
+  return sharding if memory is None else sharding.with_memory_kind(memory)
+
+
 def _with_shardings(state: Any, shardings: Sequence[NamedSharding]) -> Any:
-  leaves, treedef = jax.tree.flatten(state)
-  return treedef.unflatten(
+  abstract = (
     jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, 'weak_type', False)
     )
-    for leaf, sharding in zip(leaves, shardings, strict=True)
+    for leaf, sharding in zip(jax.tree.leaves(state), shardings, strict=True)
   )
+  return box_trees.rebuilt(state, abstract)
