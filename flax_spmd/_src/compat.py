@@ -137,7 +137,7 @@ def target_devices(platform: str) -> Iterator[None]:
   JAX's own abstract meshes raise a ValueError. True of jax 0.10.2 to 0.12.
   """
   cast(Any, AbstractMesh).devices = property(_abstract_devices)
-  token = _target_platform.set({'cuda': 'gpu'}.get(platform, platform))
+  token = _target_platform.set({'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform))
   try:
     yield
   finally:
@@ -795,8 +795,13 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
   """The jaxprs among an equation's parameters."""
   for param in params.values():
     for each in param if isinstance(param, (tuple, list)) else (param,):
-      if hasattr(each, 'eqns') or hasattr(each, 'jaxpr'):
+      if is_jaxpr(each):
         yield each
+
+
+def is_jaxpr(param: Any) -> bool:
+  """Whether an equation's parameter is a jaxpr, closed or not."""
+  return hasattr(param, 'eqns') or hasattr(param, 'jaxpr')
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
