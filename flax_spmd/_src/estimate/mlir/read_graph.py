@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxlib.mlir import ir
 
+from flax_spmd._src.compat import kernel_text
 from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op
 from flax_spmd._src.source_lines import line_text, user_frame
 from flax_spmd.errors import EstimatorError
@@ -104,9 +105,18 @@ def _attributes(op: Any) -> dict[str, Any]:
   if op.name in ('stablehlo.constant', 'sdy.constant') and not op.results[0].type.rank:
     scalar = _SCALAR.match(str(op.attributes['value']))
     result['value'] = int(scalar[1]) if scalar else None
+  if op.name == 'stablehlo.custom_call':
+    result['kernel'] = _kernel(op.attributes)
   if op.name == 'stablehlo.compare':
     result['direction'] = str(op.attributes['comparison_direction']).rpartition(' ')[2].rstrip('>')
   return result
+
+
+def _kernel(attributes: Any) -> str:
+  """The target of a custom call and its configuration; those of the kernel inside, if it is known."""
+  if 'kernel' in attributes:
+    return ir.StringAttr(attributes['kernel']).value
+  return kernel_text(attributes)
 
 
 def _pairs(text: str) -> tuple[int, ...]:
