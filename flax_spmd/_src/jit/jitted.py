@@ -49,11 +49,12 @@ from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
-from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated, has_modules
+from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
+from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import MeshError, Problem, raise_problems

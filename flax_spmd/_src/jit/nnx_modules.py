@@ -25,29 +25,10 @@ from jax.tree_util import GetAttrKey
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.arguments import Arguments
+from flax_spmd._src.names.nnx_variables import ends_walk, is_module
 from flax_spmd._src.rules.placements import PlannedResult
 
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
-
-
-def has_modules(tree: Any) -> bool:
-  """Whether a tree has modules, or variables that are not in an `nnx.State`."""
-  return any(is_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_ends_walk))
-
-
-def is_module(node: Any) -> bool:
-  """Whether a node is a module or a variable: an object that a function may change."""
-  return _is_module_type(type(node))
-
-
-@functools.cache
-def _is_module_type(cls: type) -> bool:
-  return compat.is_nnx_module_type(cls) or compat.is_variable_type(cls)
-
-
-def _ends_walk(node: Any) -> bool:
-  cls = type(node)
-  return _is_module_type(cls) or compat.is_nnx_state_type(cls)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -166,7 +147,7 @@ class PureFunction:
     variables = _variables(nodes)
     before = [jax.tree.leaves(variable) for variable in variables]
     origins = compat.nnx_ref_map(nodes)
-    modules = tuple(filter(is_module, jax.tree.leaves((inner_args, inner_kwargs), is_leaf=_ends_walk)))
+    modules = tuple(filter(is_module, jax.tree.leaves((inner_args, inner_kwargs), is_leaf=ends_walk)))
     result = self._fn(*inner_args, **inner_kwargs)
     indices = compat.nnx_ref_map()
     if not _have_structures(_split(modules, indices), (args, kwargs)):
@@ -290,7 +271,7 @@ def _split(tree: Any, indices: Any, onto: Any = None) -> Any:
   return jax.tree.map(
     lambda node: Split(*compat.nnx_split(node, indices, onto)) if is_module(node) else node,
     tree,
-    is_leaf=_ends_walk,
+    is_leaf=ends_walk,
   )
 
 

@@ -27,6 +27,7 @@ from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import OptaxState, optax_fields
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import key_value
+from flax_spmd.errors import LayoutError
 
 
 def static_of_variable(variable: Any) -> tuple[Static | None, Any]:
@@ -63,6 +64,46 @@ def _names(given: Any) -> Any:
   if not isinstance(given, (tuple, list, PartitionSpec)) or not tuple(given):
     return None
   return tuple(tuple(name) if isinstance(name, list) else name for name in given)
+
+
+def has_modules(tree: Any) -> bool:
+  """Whether a tree has modules, or variables that are not in an `nnx.State`."""
+  return any(is_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=ends_walk))
+
+
+def is_module(node: Any) -> bool:
+  """Whether a node is a module or a variable: an object that a function may change."""
+  return _is_module_type(type(node))
+
+
+@functools.cache
+def _is_module_type(cls: type) -> bool:
+  return compat.is_nnx_module_type(cls) or compat.is_variable_type(cls)
+
+
+def ends_walk(node: Any) -> bool:
+  """Whether a node is a module, a variable, or an `nnx.State`, whose variables are only arrays."""
+  cls = type(node)
+  return _is_module_type(cls) or compat.is_nnx_state_type(cls)
+
+
+def check_functional(tree: Any, by: str) -> None:
+  """Checks that arguments have no modules, where these would be copied.
+
+  Args:
+    tree: the arguments.
+    by: the option or function that copies them.
+
+  Raises:
+    LayoutError: they have; changes of their variables would be lost.
+  """
+  if has_modules(tree):
+    kinds = {type(leaf).__name__ for leaf in jax.tree.leaves(tree, is_leaf=ends_walk) if is_module(leaf)}
+    raise LayoutError(
+      f'{by} copies its arguments, and there are NNX modules or variables among them ({", ".join(sorted(kinds))}): '
+      'changes of their variables would be lost.\n'
+      'Fix: pass nnx.state(module), and return the new state.'
+    )
 
 
 def attributes_as_keys(tree: Any) -> Any:
