@@ -37,6 +37,7 @@ ALL = (
   'search --only published',
   'search --only sample',
   'search --only fits',
+  'search --only strangers',
   'search --only search',
 )
 

@@ -1,6 +1,6 @@
 """Accuracy and cost of the search: estimates against compilers and published step times, and the time of a search.
 
-The model is that of `layout_model.py` with 8 layers, for 64 H100s. Four questions:
+The model is that of `layout_model.py` with 8 layers, for 64 H100s. Five questions:
 
 - How far are estimated bytes on the wire and memory from compiled ones, and how good are the layouts that the
   estimates rank first? A new random sample of candidates is estimated and compiled. It is drawn as in a
@@ -8,11 +8,15 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Four questio
   `FLAX_SPMD_CACHE`, so that the same sample is quick the second time.
 - Does the estimate agree with the TPU compiler on whether a candidate fits into the memory of 64 TPUs?
 - How long does a search over at least 1,000 candidates take, including compilation?
+- The same for the steps in `strangers/`, each written in another way, on four targets: wire, memory, FLOPs, the
+  verdict on whether it fits, and the ranking, by model. `--layouts` is the number of layouts for each model and target.
 - Do the time brackets of Llama 2 70B contain the two published step times?
 
     python benchmarks/search.py                        # all; needs the wheels of `flax-spmd[cuda]`
     python benchmarks/search.py --sample 60 --seed 5   # another sample
     python benchmarks/search.py --only search
+    python benchmarks/search.py --only strangers --layouts 8 --seed 5   # minutes for each layout
+    python benchmarks/search.py --only strangers --models t5,gqa --targets h100:8
     python benchmarks/search.py --only fits            # needs the wheels of `flax-spmd[tpu]`
     python benchmarks/search.py --only published       # a second each, and no wheel
 
@@ -31,23 +35,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import layout_model
+import strange_steps
+import strangers
 from harness import Figure, at_least, at_most, cpu_seconds, exact
 from layout_model import LLAMA_70B, Config
 from reporting import Report, Table, parser
+from samples import Pair, Sample, drawn_for, estimates, regret, sample
 
 import flax_spmd as spmd
 from flax_spmd._src.compare.compilation import check_compiler
-from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
-from flax_spmd._src.search.model_facts import ModelFacts, facts_of
-from flax_spmd._src.search.space import Space
-from flax_spmd._src.search.starts import starting_points
 from flax_spmd._src.search.trials import mean_seconds
-from flax_spmd._src.search.user_constraints import constraints_of
-from flax_spmd.errors import LayoutError, TargetDeviceError
-from flax_spmd.explore import Estimator, Outcome, TrainStep, compare, parse_target
+from flax_spmd.errors import TargetDeviceError
+from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
 
 TARGET = 'h100:64'
 MODEL = Config(
@@ -55,7 +57,6 @@ MODEL = Config(
 )
 CREATE = functools.partial(layout_model.create, MODEL)
 BATCH = layout_model.batch(MODEL)
-CHANGES = 6  # at most, from a starting point to a candidate of the sample
 CORES = 2
 TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=1024), 12  # candidates
 
@@ -63,98 +64,13 @@ TPU, LARGER, FITS = 'v5e:8x8', MODEL._replace(batch=1024), 12  # candidates
 # -- the sample
 
 
-def draw(space: Space, count: int, seed: int) -> list[Candidate]:
-  """Candidates as in a search: starting points, each with some random changes."""
-  rng, starts = random.Random(seed), [start.candidate for start in starting_points(space, 10**6)]
-  drawn: dict[Candidate, None] = {}
-  while len(drawn) < count:
-    candidate = rng.choice(starts)
-    for _ in range(rng.randint(0, CHANGES)):
-      candidate = rng.choice(rng.choice([*filter(None, space.coordinates(candidate))]))
-    drawn[candidate] = None
-  return list(drawn)
-
-
-class Pair(NamedTuple):
-  """The estimated and the compiled outcome of a candidate."""
-
-  name: str
-  estimated: Outcome
-  compiled: Outcome
-
-  @property
-  def wire(self) -> float:
-    """Error of the estimated bytes on the wire, in percent."""
-    return _off(*(sum(one.counts.by_axis().values()) for one in self[1:]))
-
-  @property
-  def memory(self) -> float:
-    return _off(*(one.memory.peak for one in self[1:]))
-
-  @property
-  def doubted(self) -> bool:
-    return bool(self.estimated.doubts)
-
-  def record(self) -> dict[str, Any]:
-    figures = {
-      source: {
-        'wire': sum(one.counts.by_axis().values()),
-        'memory': one.memory.peak,
-        'flops': one.counts.flops,
-        'seconds': mean_seconds(one),
-      }
-      for source, one in (('estimated', self.estimated), ('compiled', self.compiled))
-    }
-    return {'name': self.name, 'doubts': self.estimated.doubts, **figures}
-
-
-def _off(estimated: float, compiled: float) -> float:
-  """The error in percent; 0 for values below one MiB."""
-  return 100 * (estimated / compiled - 1) if max(estimated, compiled) > 2**20 and compiled else 0.0
-
-
-def drawn_for(
-  target: str, batch: Any, count: int, seed: int
-) -> tuple[Estimator, ModelFacts, list[Candidate]]:
-  """Candidates for a target."""
-  aim = parse_target(target)
-  train_step = TrainStep(layout_model.step, CREATE, batch)
-  estimator = Estimator(train_step, platform=aim.chip.platform)
-  facts = facts_of(train_step, estimator.names, estimator.parameter_names, estimator.together)
-  space = Space(facts, constraints_of(aim, facts, None, None, None, (), (), None), aim)
-  return estimator, facts, draw(space, count, seed)
-
-
-def sample(count: int, seed: int) -> tuple[list[Pair], float]:
-  """The pairs, and the number of estimates per second and core."""
-  aim = parse_target(TARGET)
-  estimator, facts, drawn = drawn_for(TARGET, BATCH, count, seed)
-  begin = time.process_time()
-  estimated = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
-  rate = len(drawn) / (time.process_time() - begin)
-  log(f'{len(drawn)} candidates, seed {seed}; {rate:.1f} estimates per second and core')
-  usable = {name: one for name, one in estimated.items() if one is not None}
-  layouts = {name: one.layout for name, one in usable.items()}
-  compiled = compare(TrainStep(layout_model.step, CREATE, BATCH), layouts, TARGET, jobs=CORES)
-  failed = [one for one in compiled if one.counts is None]
-  for one in failed:
-    log(f'not compiled: {one.name}: {one.error}')
-  pairs = [Pair(name, one, compiled[name]) for name, one in usable.items()]
-  return [pair for pair in pairs if pair.compiled.counts is not None], rate
-
-
-def _estimated(estimator: Estimator, candidate: Candidate, facts: ModelFacts, aim) -> Outcome | None:
-  try:
-    return estimator.estimate(layout_of(candidate, facts.batch), aim)
-  except LayoutError:
-    return None
-
-
-def regret(pairs: Sequence[Pair], top: int) -> float:
-  """How much slower the best of the `top` estimates is than the best of all when compiled, in percent."""
-  ranked = sorted(pairs, key=lambda pair: mean_seconds(pair.estimated))
-  best = min(mean_seconds(pair.compiled) for pair in pairs)
-  return 100 * (min(mean_seconds(pair.compiled) for pair in ranked[:top]) / best - 1)
+def sample_of_model(count: int, seed: int) -> Sample:
+  """The sample of the model for 64 H100s."""
+  drawn = sample(TrainStep(layout_model.step, CREATE, BATCH), TARGET, count, seed, CORES)
+  log(f'{count} candidates, seed {seed}; {drawn.rate:.1f} estimates per second and core')
+  for name, error in drawn.failed:
+    log(f'not compiled: {name}: {error}')
+  return drawn
 
 
 def sample_figures(pairs: Sequence[Pair], rate: float) -> list[Figure]:
@@ -201,12 +117,11 @@ def sample_table(pairs: Sequence[Pair], seed: int) -> Table:
 
 def fitting(seed: int) -> tuple[list[Figure], Table]:
   """The estimate's and the TPU compiler's verdicts on candidates of which about half fit."""
-  aim, batch = parse_target(TPU), layout_model.batch(LARGER)
-  estimator, facts, drawn = drawn_for(TPU, batch, FITS, seed)
-  estimates = {text_of(one, facts.batch): _estimated(estimator, one, facts, aim) for one in drawn}
-  usable = {name: one for name, one in estimates.items() if one is not None}
+  train_step = TrainStep(layout_model.step, CREATE, layout_model.batch(LARGER))
+  estimated = estimates(*drawn_for(train_step, TPU, FITS, seed), TPU)
+  usable = {name: one for name, one in estimated.items() if one.memory}
   layouts = {name: one.layout for name, one in usable.items()}
-  compiled = compare(TrainStep(layout_model.step, CREATE, batch), layouts, TPU, jobs=CORES)
+  compiled = compare(train_step, layouts, TPU, jobs=CORES)
   # without a program there is no verdict
   verdicts = {one.name: one for one in compiled if one.memory is not None}
   wrong = [name for name, one in verdicts.items() if one.fits != usable[name].fits]
@@ -306,10 +221,21 @@ def main() -> int:
     '--seed', type=int, default=None, help='random seed of the sample (default: a new one)'
   )
   options.add_argument(
-    '--only', choices=('sample', 'fits', 'search', 'published'), help='run only this part'
+    '--only',
+    choices=('sample', 'fits', 'strangers', 'search', 'published'),
+    help='run only this part',
+  )
+  options.add_argument(
+    '--layouts', type=int, default=2, help='layouts of each of the strangers on each target (default 2)'
+  )
+  options.add_argument('--models', default=','.join(strangers.MODELS), help='which of the strangers')
+  options.add_argument('--targets', default=','.join(strange_steps.TARGETS), help='their targets')
+  options.add_argument(
+    '--jobs', type=int, default=CORES, help=f'compilers in parallel (default {CORES})'
   )
   arguments = options.parse_args()
-  available = {target for target in (TARGET, TPU) if _is_available(target)}
+  asked = arguments.targets.split(',')
+  available = {target for target in dict.fromkeys((TARGET, TPU, *asked)) if _is_available(target)}
   with tempfile.TemporaryDirectory() as folder:
     os.environ.setdefault('FLAX_SPMD_CACHE', f'{folder}/sample')
     report = _all(arguments, available, folder)
@@ -324,18 +250,26 @@ def _all(arguments: argparse.Namespace, available: Collection[str], fresh: str) 
   details: dict[str, Any] = {}
   if arguments.only in (None, 'published'):
     collected += published()
+  seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
   if arguments.only in (None, 'sample') and TARGET in available:
-    seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
-    pairs, rate = sample(arguments.sample, seed)
-    collected += sample_figures(pairs, rate)
+    drawn = sample_of_model(arguments.sample, seed)
+    pairs = drawn.pairs
+    collected += sample_figures(pairs, drawn.rate)
     tables.append(sample_table(pairs, seed))
     details['sample'] = {'seed': seed, 'pairs': [pair.record() for pair in pairs]}
   if arguments.only in (None, 'fits') and TPU in available:
-    figures, table = fitting(
-      random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
-    )
+    figures, table = fitting(seed)
     collected += figures
     tables.append(table)
+  targets = [target for target in arguments.targets.split(',') if target in available]
+  if arguments.only in (None, 'strangers') and targets:
+    models = arguments.models.split(',')
+    log(f'strangers, seed {seed}')
+    samples = strange_steps.measured(models, targets, arguments.layouts, seed, arguments.jobs, log)
+    collected += strange_steps.figures(samples)
+    tables += [strange_steps.by_model(samples), strange_steps.worst_layouts(samples)]
+    tables.append(strange_steps.worst_operations(samples))
+    details['strangers'] = strange_steps.details(samples, seed)
   if arguments.only in (None, 'search') and TARGET in available:
     os.environ['FLAX_SPMD_CACHE'] = f'{fresh}/search'  # an empty cache
     figures, details['search'] = searched()

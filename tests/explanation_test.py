@@ -81,8 +81,8 @@ def test_text(explanation):
 
 
 def test_totals(explanation):
-  assert explanation.by_collection['params'] == (3, 20492, 3084, 4180)
-  assert explanation.by_axis['data'] == (1, 16384, 2048, 0)
+  assert explanation.by_collection['params'] == (3, 20492, 3084, 4180, 0)
+  assert explanation.by_axis['data'] == (1, 16384, 2048, 0, 0)
   kernel = explanation.row('params/kernel')
   assert (kernel.copies, kernel.replicated_bytes) == (2, 4096)
 

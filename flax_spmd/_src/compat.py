@@ -25,8 +25,19 @@ import numpy as np
 from flax.core import lift, meta
 from flax.core import spmd as core_spmd
 from flax.linen import spmd as linen_spmd
-from jax._src import array, compiler, core, distributed, pjit, sharding_impls, source_info_util
+from jax._src import (
+  array,
+  compiler,
+  core,
+  custom_partitioning,
+  dispatch,
+  distributed,
+  pjit,
+  sharding_impls,
+  source_info_util,
+)
 from jax._src import config as jax_config
+from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
 from jax._src.interpreters import batching, mlir
@@ -914,8 +925,215 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   )
 
 
+def orbax_operation(at_least: int = 0) -> int:
+  """The number of Orbax's last operation in this process, raised to `at_least`.
+
+  Orbax 0.12.8 puts it into the names of its barriers, and counts operations of one process too.
+  """
+  from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+  while int(OperationIdGenerator.get_current_operation_id()) < at_least:
+    OperationIdGenerator.next_operation_id()
+  return int(OperationIdGenerator.get_current_operation_id())
+
+
 def orbax_kvstore(path: str) -> Any:
   """The TensorStore spec that Orbax builds for a folder of arrays, without its own layers."""
   from orbax.checkpoint._src.serialization import tensorstore_utils
 
   return tensorstore_utils.build_kvstore_tspec(path, use_ocdbt=True)['base']
+
+
+# -- custom partitioning
+
+
+def lower_for_target(traced: Any, platform: str, mesh: AbstractMesh) -> Any:
+  """Lowers a traced program for devices that are absent.
+
+  JAX lowers a function of `custom_partitioning` (cuDNN's attention is one) to a callback of the compiler, which needs
+  devices, and this process. Here the function is partitioned at once: a first lowering contains a placeholder, from
+  which Shardy determines the shardings of the operands and results; in a second one, the function's own lowering for
+  these shardings is in a `shard_map`. True of jax 0.10.2 to 0.12.
+
+  Args:
+    traced: program as `jax.jit(f).trace(...)` returns it.
+    platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
+    mesh: mesh of the program's shardings.
+  """
+  lowered = lower_with_placeholders(traced, platform, mesh)
+  axes = _placeholder_axes(lowered)
+  if not axes:
+    return lowered
+  numbers = itertools.count()
+
+  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+    function = _partitioned(mesh, *axes[str(next(numbers))], **params)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+  return _lowered_by(rule, traced, platform)
+
+
+def lower_with_placeholders(traced: Any, platform: str, mesh: AbstractMesh) -> Any:
+  """Lowers a traced program for absent devices, with a custom call for each function of `custom_partitioning`.
+
+  The custom call has Shardy's rule for the function, and as its attribute `kernel` the target and configuration of the kernel in it.
+  """
+  numbers = itertools.count()
+
+  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+    return _placeholder(ctx, values, mesh, str(next(numbers)), params)
+
+  return _lowered_by(rule, traced, platform)
+
+
+_PLACEHOLDER = 'CustomSPMDPartitioning'
+_callbacks = ('pure_callback', 'io_callback', 'inspect_sharding')  # these do need devices
+
+
+def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
+  """Lowers a program with a rule of its own for `custom_partitioning`, except in a `shard_map` over all axes."""
+
+  def applied(ctx: Any, *values: Any, **params: Any) -> Any:
+    context = ctx.module_context.axis_context
+    names = getattr(context, 'manual_axes', frozenset())
+    if names and names == frozenset(context.mesh.axis_names):
+      call = core.jaxpr_as_fun(params['call'])
+      return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
+    return rule(ctx, *values, **params)
+
+  parameters = mlir.LoweringParameters(
+    override_lowering_rules=cast(Any, ((custom_partitioning.custom_partitioning_p, applied),))
+  )
+  needing = dispatch.prim_requires_devices_during_lowering
+  others = {primitive for primitive in needing if primitive.name not in _callbacks}
+  needing -= others
+  dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+  try:
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+  finally:
+    needing |= others
+    dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+
+
+def _placeholder(
+  ctx: Any, values: Sequence[Any], mesh: AbstractMesh, key: str, params: Mapping[str, Any]
+) -> Any:
+  call, rule = params['call'], params['sharding_rule']
+  results = [
+    ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in call.out_avals
+  ]
+  attributes = {
+    'call_target_name': ir.StringAttr.get(_PLACEHOLDER),
+    'api_version': mlir.i32_attr(2),
+    'backend_config': ir.StringAttr.get(key),
+    'kernel': ir.StringAttr.get(_kernel(ctx, call)),
+  }
+  if rule is not None:
+    types = [value.type for value in values]
+    sizes: Mapping[str, int] = {}
+    if callable(rule):
+      rule = rule(*params['static_args'], mesh, types, results)
+    if isinstance(rule, (list, tuple)) and len(rule) == 2:
+      rule, sizes = rule
+    if isinstance(rule, str):
+      rule = sharding_rules.str_to_sdy_sharding_rule(rule, **sizes)
+    attributes['sdy.sharding_rule'] = sharding_rules.sdy_sharding_rule_to_mlir(rule, types, results)
+  return ir.Operation.create(
+    'stablehlo.custom_call', results=results, operands=list(values), attributes=attributes
+  ).results
+
+
+def _kernel(ctx: Any, call: Any) -> str:
+  """The target and the configuration of the first custom call in a function; its name if it has none."""
+  module = mlir.build_mlir_module_helper(
+    call,
+    name='kernel',
+    platforms=ctx.module_context.platforms,
+    backend=None,
+    axis_context=ctx.module_context.axis_context,
+  )
+  calls = list(_custom_calls(module.operation))
+  return kernel_text(calls[0].attributes) if calls else call.jaxpr.debug_info.func_name
+
+
+def kernel_text(attributes: Any) -> str:
+  """The target and the configuration of a custom call."""
+  config = attributes.get('backend_config', '')
+  text = ir.StringAttr(config).value if isinstance(config, ir.StringAttr) else str(config)
+  return f'{ir.StringAttr(attributes["call_target_name"]).value} {text}'
+
+
+def _custom_calls(module: Any) -> list[Any]:
+  found: list[Any] = []
+
+  def visit(op: Any) -> Any:
+    if op.name == 'stablehlo.custom_call':
+      found.append(op)
+    return ir.WalkResult.ADVANCE
+
+  module.walk(visit)
+  return found
+
+
+def _partitioned(
+  mesh: AbstractMesh, arguments: Sequence[Any], results: Sequence[Any], **params: Any
+) -> Callable[..., Any]:
+  """A function of `custom_partitioning` as its own `partition` makes it for these shardings."""
+  call, in_tree, out_tree = (params[name] for name in ('call', 'in_tree', 'out_tree'))
+  shapes = [
+    tree.unflatten(
+      jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+      for aval, axes in zip(avals, listed, strict=True)
+    )
+    for tree, avals, listed in ((in_tree, call.in_avals, arguments), (out_tree, call.out_avals, results))
+  ]
+  _, local, out, into = params['partition'](*params['static_args'], mesh, *shapes)
+
+  def flat(*args: Any) -> Any:
+    return out_tree.flatten_up_to(local(*in_tree.unflatten(args)))
+
+  return jax.shard_map(
+    flat,
+    mesh=mesh,
+    in_specs=tuple(_specs(in_tree.flatten_up_to(into), call.in_avals)),
+    out_specs=_specs(out_tree.flatten_up_to(out), call.out_avals),
+    check_vma=False,
+  )
+
+
+def _specs(shardings: Iterable[Any], avals: Sequence[Any]) -> list[PartitionSpec]:
+  """The specs of arrays; cuDNN's has one entry too many, which the compiler ignores."""
+  return [
+    PartitionSpec(*each.spec[: len(aval.shape)]) for each, aval in zip(shardings, avals, strict=True)
+  ]
+
+
+def _placeholder_axes(lowered: Any) -> dict[str, tuple[list[Any], list[Any]]]:
+  """Per placeholder, the mesh axes of its operands and results, by Shardy's propagation."""
+  module = lowered.compiler_ir('stablehlo')
+  found: dict[str, tuple[list[Any], list[Any]]] = {}
+  with module.context:
+    copy = module.operation.clone()
+    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
+
+    for op in _custom_calls(copy):
+      if ir.StringAttr(op.attributes['call_target_name']).value == _PLACEHOLDER:
+        key = ir.StringAttr(op.attributes['backend_config']).value
+        found[key] = [*map(_value_axes, op.operands)], [*map(_value_axes, op.results)]
+  return found
+
+
+def _value_axes(value: Any) -> list[tuple[str, ...]]:
+  """The mesh axes of a value after propagation; those of a loop's argument are the loop's."""
+  owner = value.owner
+  if isinstance(owner, ir.Block):
+    op, index = owner.owner, ir.BlockArgument(value).arg_number
+    if 'arg_attrs' in op.attributes:
+      attributes = _dict(op.attributes['arg_attrs'][index])
+      return _axes_of(attributes['sdy.sharding']) if 'sdy.sharding' in attributes else []
+  else:
+    op, index = owner, ir.OpResult(value).result_number
+  attributes = op.attributes
+  if 'sdy.sharding' in attributes:
+    return _axes_of(sdy.TensorShardingPerValueAttr(attributes['sdy.sharding']).shardings[index])
+  return _axes_of(attributes['sharding']) if 'sharding' in attributes else []

@@ -49,14 +49,16 @@ class Total(NamedTuple):
   Attributes:
     arrays: number of arrays.
     bytes: total size, each array counted once.
-    bytes_per_device: bytes of their shards on one device.
+    bytes_per_device: bytes of their shards in the memory of one device.
     replicated_bytes: bytes of all copies but the first, over all devices.
+    host_bytes_per_device: bytes of the shards for one device that are in the memory of its host.
   """
 
   arrays: int
   bytes: int
   bytes_per_device: int
   replicated_bytes: int
+  host_bytes_per_device: int = 0
 
   @classmethod
   def of(cls, rows: Sequence[Row]) -> Total:
@@ -64,8 +66,9 @@ class Total(NamedTuple):
     return cls(
       len(rows),
       sum(row.bytes for row in rows),
-      sum(row.bytes_per_device for row in rows),
+      sum(row.bytes_per_device for row in rows if row.memory is None),
       sum(row.replicated_bytes for row in rows),
+      sum(row.bytes_per_device for row in rows if row.memory is not None),
     )
 
 
@@ -103,8 +106,13 @@ class Explanation(NamedTuple):
 
   @property
   def bytes_per_device(self) -> int:
-    """Bytes that one device holds."""
-    return sum(row.bytes_per_device for row in self.rows)
+    """Bytes in the memory of one device."""
+    return Total.of(self.rows).bytes_per_device
+
+  @property
+  def host_bytes_per_device(self) -> int:
+    """Bytes of the shards for one device that are in the memory of its host."""
+    return Total.of(self.rows).host_bytes_per_device
 
   @property
   def folded(self) -> tuple[FoldedRow, ...]:
@@ -171,7 +179,9 @@ class Explanation(NamedTuple):
       LayoutError: there is no array at this path.
     """
     row = self.row(path)
-    lines = [f'{row.path}: {_array(row)} as {row.spec}, {size_text(row.bytes_per_device)} per device']
+    lines = [
+      f'{row.path}: {_array(row)} as {row.spec}{_memory_text(row)}, {size_text(row.bytes_per_device)} per device'
+    ]
     if row.deviation is not None:
       lines.append(f'  not as planned: {row.deviation.text}')
     if row.owner is not None:
@@ -207,6 +217,7 @@ class Explanation(NamedTuple):
         'dtype': str(row.dtype),
         'names': row.names,
         'spec': str(row.spec),
+        'memory': row.memory or 'device',
         'stored': None if row.stored is None else sharding_text(row.stored, self.layout.mesh),
         'rules': tuple(_rule_texts(decision) or None for decision in row.decisions),
         'bytes': row.bytes,
@@ -379,13 +390,17 @@ def _array(row: Row) -> str:
 def _layout(fold: FoldedRow) -> str:
   """`layers, embed, mlp → model (1)`: the name, mesh axes and rule of every dimension."""
   row = fold.row
-  text = ', '.join(map(_dimension, row.decisions)) or 'replicated'
+  text = (', '.join(map(_dimension, row.decisions)) or 'replicated') + _memory_text(row)
   if row.skipped and not axis_names(tuple(row.spec)):
     text += f' ({", ".join(f"{rule_text(skip.rule)}: {skip.reason}" for skip in row.skipped)})'
   if row.inference is not None:
     parameter = row.inference.parameter or 'a parameter outside this tree'
     text += f' [{row.inference.how} of {parameter if fold.count == 1 else "their parameters"}]'
   return text if row.deviation is None else f'{text} [{row.deviation.text}]'
+
+
+def _memory_text(row: Row) -> str:
+  return '' if row.memory is None else f' in {row.memory}'
 
 
 def _dimension(decision: Decision) -> str:
@@ -411,7 +426,8 @@ def _dim_text(decision: Decision, row: Row) -> str:
 def _total(name: str, total: Total) -> str:
   """`params: 4 arrays, 20 KiB in all, 3 KiB per device, 4 KiB in copies`."""
   count = f'{total.arrays} array{"" if total.arrays == 1 else "s"}'
+  host = f' and {size_text(total.host_bytes_per_device)} in host memory'
   return (
-    f'{name}{count}, {size_text(total.bytes)} in all, {size_text(total.bytes_per_device)} per device, '
-    f'{size_text(total.replicated_bytes)} in copies'
+    f'{name}{count}, {size_text(total.bytes)} in all, {size_text(total.bytes_per_device)}'
+    f'{host if total.host_bytes_per_device else ""} per device, {size_text(total.replicated_bytes)} in copies'
   )

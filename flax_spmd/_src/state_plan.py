@@ -79,7 +79,7 @@ class Plan(Generic[State]):
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
-    self._shardings = planner.leaf_shardings(state)
+    self._shardings = [result.sharding for result in create.plan_of(arrays).results]
     check_some_path_matches(layout.rules, state, self._shardings)
     self._state = _with_shardings(state, self._shardings)
     if layout.strict:

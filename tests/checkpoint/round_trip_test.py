@@ -145,7 +145,7 @@ def test_any_tree_survives(case):
   check(*case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=200)
 @given(CASES)
 @pytest.mark.filterwarnings('ignore:Every device will hold all')

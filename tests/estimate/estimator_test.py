@@ -186,11 +186,13 @@ def test_a_bare_function_is_refused():
   )
 
 
-def test_arrays_that_the_step_does_not_use_cost_nothing():
-  unused = {'x': X, 'mask': jax.ShapeDtypeStruct((X.shape[0],), jnp.int32)}
-  train_step = TrainStep(lambda state, batch: step(state, batch['x']), create, unused)
-  estimate = Estimator(train_step).estimate(DATA, TARGET)
-  assert estimate.memory == Estimator(TrainStep(step, create, X)).estimate(DATA, TARGET).memory
+def test_arrays_that_the_step_does_not_use_occupy_memory_all_the_same():
+  batch = {'x': X, 'mask': jax.ShapeDtypeStruct((X.shape[0],), jnp.int32)}
+  train_step = TrainStep(lambda state, batch: step(state, batch['x']), create, batch)
+  used = Estimator(TRAIN_STEP).estimate(DATA, TARGET).memory
+  unused = Estimator(train_step).estimate(DATA, TARGET).memory
+  mask = 4 * X.shape[0] // 8
+  assert unused == used._replace(batch=used.batch + mask, peak=used.peak + mask)
 
 
 def test_an_error_of_the_step_is_raised_as_it_is():
@@ -381,6 +383,4 @@ def test_lookups_communicate_as_in_compiled_programs():
   for name, one in LOOKUPS.items():
     estimated = estimator.estimate(one, parse_target('cpu:8')).counts.by_kind()
     expected = compiled[name].counts.by_kind()
-    if name == 'columns over the batch':  # an estimate leaves out the gather of the tokens
-      assert expected.pop('all-gather') == 64 * 16 * 4 * 7 / 8
     assert estimated == pytest.approx(expected, rel=1e-3), name

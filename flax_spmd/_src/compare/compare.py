@@ -159,21 +159,24 @@ def _outcome(
 
 def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target: Target) -> Outcome:
   parts = _argument_bytes(lowered)
+  host = sum(row.bytes_per_device for row in lowered.rows if row.memory is not None)
   if result.counts is None:
     temporaries = result.memory.get('temporaries', 0)
     peak = result.used or (sum(parts) + temporaries if temporaries else 0)
     return Outcome.failed(name, lowered.layout, result.error or 'not compiled')._replace(
-      memory=Memory(*parts, temporaries, peak) if peak else None, program=lowered, compiled=result
+      memory=Memory(*parts, temporaries, peak, host) if peak else None, program=lowered, compiled=result
     )
   memory = result.memory
   arguments = memory['arguments']
   peak = arguments + memory['results'] - memory['shared'] + memory['temporaries']
   if target.chip.platform == 'tpu' and memory['peak']:
     peak = memory['peak']  # on TPU, arguments and temporaries do not add up to it
+  temporaries = max(0, peak - arguments)
+  peak += lowered.unused_bytes
   return Outcome(
     name,
     lowered.layout,
-    Memory(*parts, max(0, peak - arguments), peak),
+    Memory(*parts, temporaries, peak, host),
     result.counts,
     cost(result.counts, target, lowered.mesh, lowered.dtype),
     peak <= target.chip.memory,
@@ -188,5 +191,5 @@ def _argument_bytes(lowered: LoweredStep) -> tuple[int, int, int, int]:
   parts = {'params': 0, 'opt_state': 0, '': 0}
   for row in lowered.rows:
     part = next((part for part in row.path.split('/') if part in parts), '')
-    parts[part] += row.bytes_per_device
+    parts[part] += row.bytes_per_device if row.memory is None else 0
   return parts['params'], parts['opt_state'], parts[''], lowered.batch_bytes

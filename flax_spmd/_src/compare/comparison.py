@@ -106,7 +106,8 @@ class Comparison:
     lines = [_difference(other, a.memory.peak, b.memory.peak, 'memory on a device')]
     lines += [
       _difference(other, x, y, field)
-      for field, x, y in zip(Memory._fields[:-1], a.memory[:-1], b.memory[:-1], strict=True)
+      for field, x, y in zip(Memory._fields, a.memory, b.memory, strict=True)
+      if field != 'peak'
     ]
     lines += _wire_differences(other, a.counts, b.counts)
     if a.counts.flops != b.counts.flops:
@@ -171,6 +172,7 @@ class Comparison:
     over = memory.peak - self.target.chip.memory
     fits = 'yes' if outcome.fits else f'no, {size_text(over)} over' if over > 0 else 'no'
     state = size_text(memory.parameters + memory.optimizer + memory.rest)
+    state += f', {size_text(memory.host)} on host' if memory.host else ''
     cells = [outcome.name, fits, size_text(memory.peak), state]
     if counts is None or cost is None:
       return [*cells, '', '', '', '', 'not compiled, see below']

@@ -212,7 +212,7 @@ def _drawing(outcome: Outcome, row: Row) -> str:
 
 
 def _memory_bars(comparison: Comparison, outcomes: Sequence[Outcome]) -> str:
-  kinds = Memory._fields[:-1]
+  kinds = Memory._fields[: Memory._fields.index('peak')]  # the parts of the peak
   rows = []
   for name, memory in (pair for outcome in outcomes for pair in _memories(outcome)):
     parts = [

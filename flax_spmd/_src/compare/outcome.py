@@ -114,6 +114,7 @@ class Memory(NamedTuple):
     batch: bytes of the batch.
     temporaries: bytes of activations, gradients and gathered parameters at the peak.
     peak: peak memory, as reported by the compiler.
+    host: bytes in the memory of the host, not part of the others.
   """
 
   parameters: int
@@ -122,6 +123,7 @@ class Memory(NamedTuple):
   batch: int
   temporaries: int
   peak: int
+  host: int = 0
 
 
 class RankOutcome(NamedTuple):

@@ -1,4 +1,4 @@
-"""Constrained results: the results of a program whose shardings its constraints decide.
+"""Constrained results: the results of a program whose shardings, or memories, the program itself decides.
 
 A function that ends with a sharding constraint has decided the sharding of that result. A constraint on a value of
 a result's shape, anywhere in the function, is likely to reach it: the compiler propagates it.
@@ -7,6 +7,8 @@ a result's shape, anywhere in the function, is likely to reach it: the compiler 
 from __future__ import annotations
 
 from typing import Any
+
+import jax
 
 from flax_spmd._src import compat
 
@@ -38,6 +40,12 @@ def _constrained_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
     for inner in compat.jaxprs_in(equation.params):
       shapes |= _constrained_shapes(inner)
   return shapes
+
+
+def result_memories(jaxpr: Any) -> list[str]:
+  """For each result of a program, the memory that it is in: 'device' or 'pinned_host'."""
+  spaces = [getattr(each.aval, 'memory_space', None) for each in compat.jaxpr_parts(jaxpr).outputs]
+  return ['pinned_host' if space is jax.memory.Space.Host else 'device' for space in spaces]
 
 
 def has_constraints(jaxpr: Any) -> bool:

@@ -47,7 +47,7 @@ from flax_spmd._src.compat import NO_TRACE, trace_context
 from flax_spmd._src.constraint_log import record_constraints
 from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
-from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
+from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
@@ -511,7 +511,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
         raise _TakesModules
       check_meshes(traced.jaxpr, self._mesh)
       constrained = results_of_constrained_shapes(traced.jaxpr)
-      results = tuple(self._plan_results(result, known, constrained))
+      results = tuple(
+        map(_in_memory, self._plan_results(result, known, constrained), result_memories(traced.jaxpr))
+      )
       outputs = _LeafShardings(jax.tree.structure(result), tuple(each.sharding for each in results))
       program = _Program(inputs, outputs, anchored)
       if program not in self.functions:
@@ -609,6 +611,16 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any], anchored: bool) -> Call
     return _on_all_devices(result, jitted._mesh) if anchored else result
 
   return body
+
+
+def _in_memory(planned: PlannedResult, kind: str) -> PlannedResult:
+  """The plan of a result in the memory that the program puts it into, unless the caller's placement has another."""
+  sharding = planned.sharding
+  if sharding is None or (sharding.memory_kind or 'device') == kind:
+    return planned
+  if planned.source == 'placement' and kind == 'device':
+    return planned
+  return planned._replace(sharding=sharding.with_memory_kind(kind))
 
 
 def _put(leaf: Any, sharding: Sharding | None) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
@@ -43,6 +44,13 @@ def stored_sharding(leaf: Any, exists: bool) -> Sharding | None:
     return None
   sharding = getattr(leaf, 'sharding', None)
   return sharding if isinstance(sharding, Sharding) else None
+
+
+def planned_memory(leaf: Any) -> str | None:
+  """The memory of an abstract array with a sharding, which is part of its plan; rules decide no memory."""
+  sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+  kind = None if sharding is None else sharding.memory_kind
+  return None if kind == 'device' else kind
 
 
 def deviation_of(planned: NamedSharding, stored: Sharding, ndim: int, exists: bool) -> Deviation | None:

@@ -127,7 +127,7 @@ class _Kinds:
 
 
 _compared = operator.itemgetter(
-  *map(Row._fields.index, [*Row._fields[1:9], 'inference', 'unnamed', 'stored', 'deviation'])
+  *map(Row._fields.index, [*Row._fields[1:9], 'inference', 'unnamed', 'stored', 'deviation', 'memory'])
 )
 
 
@@ -136,7 +136,7 @@ def _columns(row: Row) -> tuple[Any, ...]:
   inference = row.inference
   inferred = inference and (inference.names, inference.how, _NUMBER.sub('0', inference.parameter or ''))
   placed = row.stored is None or (row.deviation is not None and row.stored)
-  return (*row[1:9], inferred, row.unnamed, placed)
+  return (*row[1:9], inferred, row.unnamed, placed, row.memory)
 
 
 def _boxes(tuples: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], ...]]:

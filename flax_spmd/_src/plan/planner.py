@@ -27,6 +27,7 @@ from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import Inference, infer, infer_without_parameter
 from flax_spmd._src.names.tree_names import TreeNames
+from flax_spmd._src.plan.deviations import planned_memory
 from flax_spmd._src.plan.row_maker import RowMaker
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.array_resolver import (
@@ -330,7 +331,9 @@ class _TreePlan:
       for number, (own, shape, inference, resolution) in enumerate(arrays):
         where = path if len(arrays) == 1 else f'{path}/{number}'
         leaf = own if stored is None else next(leaves)
-        rows.append(maker.row(where, field, static, shape, inference, resolution, leaf))
+        rows.append(
+          maker.row(where, field, static, shape, inference, resolution, leaf, planned_memory(own))
+        )
     return rows
 
   def problems(self) -> list[Problem]:

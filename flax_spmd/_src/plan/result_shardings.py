@@ -13,6 +13,8 @@ A single array says less than a structure: activations may have the shape of a w
 that is itself one array of its shape and dtype, or as a part of an argument with the same key; and if the function
 constrains values of its shape, the constraints decide.
 
+The memory of a result, the device's or the host's, is the one that the program puts it into; see `jitted`.
+
 Nothing else is remembered: neither other calls nor other models matter.
 """
 

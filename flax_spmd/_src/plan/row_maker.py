@@ -47,6 +47,7 @@ class RowMaker:
     inference: Inference | None,
     resolution: Resolution,
     leaf: Any,
+    memory: str | None,
   ) -> Row:
     """The row of one array.
 
@@ -58,6 +59,7 @@ class RowMaker:
       inference: how its names were inferred, if they were.
       resolution: its resolution. The same object stands for arrays with equal names and shapes.
       leaf: the array: on devices, on the host, abstract, or a number.
+      memory: its planned memory; None: that of the device.
     """
     exists = self._is_stored(leaf)
     dtype = self._dtype(leaf, exists)
@@ -69,8 +71,8 @@ class RowMaker:
     stored = None if exists is None else stored_sharding(leaf, exists)
     deviation = None
     if stored is not None and not resolution.problems:
-      deviation = self._deviation(resolution.spec, stored, len(shape), exists)
-    return Row._make((path, *known[1], field, stored, deviation))
+      deviation = self._deviation(resolution.spec, stored, len(shape), exists, memory)
+    return Row._make((path, *known[1], field, stored, deviation, memory))
 
   def _of_kind(
     self, static: Static | None, shape, inference: Inference | None, resolution: Resolution, dtype
@@ -117,10 +119,14 @@ class RowMaker:
       self._dtypes[dtype] = on_device
     return on_device
 
-  def _deviation(self, spec: PartitionSpec, stored: Sharding, ndim: int, exists: Any) -> Any:
-    key = id(stored), id(spec), ndim, exists  # rows keep both objects alive
+  def _deviation(
+    self, spec: PartitionSpec, stored: Sharding, ndim: int, exists: Any, memory: str | None
+  ) -> Any:
+    key = id(stored), id(spec), ndim, exists, memory  # rows keep both objects alive
     if key not in self._deviations:
-      self._deviations[key] = deviation_of(self._sharding_of(spec), stored, ndim, exists)
+      planned = self._sharding_of(spec)
+      planned = planned if memory is None else planned.with_memory_kind(memory)
+      self._deviations[key] = deviation_of(planned, stored, ndim, exists)
     return self._deviations[key]
 
 

@@ -33,6 +33,7 @@ class Row(NamedTuple):
     stored: its own sharding; None for a host array, for an array that is not committed to devices, and
       for an abstract array without a sharding.
     deviation: the difference between its planned and its own sharding, if there is one.
+    memory: its planned memory, such as 'pinned_host'; None: that of the device.
   """
 
   path: str
@@ -52,6 +53,7 @@ class Row(NamedTuple):
   field: str | None
   stored: Sharding | None
   deviation: Deviation | None
+  memory: str | None
 
   @property
   def replicated_bytes(self) -> int:
