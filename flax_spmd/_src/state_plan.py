@@ -25,6 +25,7 @@ from flax_spmd._src.explanation import Explanation, explain_plan
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.names import box_trees
+from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.plan.placement_shardings import check_concrete
 from flax_spmd._src.plan.planner import Planner
@@ -79,7 +80,10 @@ class Plan(Generic[State]):
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
-    self._shardings = [result.sharding for result in create.plan_of(arrays).results]
+    if has_modules(state):  # planned in another order, see `ModulePlans`
+      self._shardings = planner.leaf_shardings(state)
+    else:
+      self._shardings = [result.sharding for result in create.plan_of(arrays).results]
     check_some_path_matches(layout.rules, state, self._shardings)
     self._state = _with_shardings(state, self._shardings)
     if layout.strict:

@@ -133,6 +133,26 @@ def test_a_module_may_be_returned_changed_and_created(layout):
   assert layout.jit(lambda model: model)(model) is model
 
 
+def test_modules_that_change_places_or_contain_themselves(layout):
+  model = nnx.Dict(one=nnx.Param(jnp.array(1)), two=nnx.Param(jnp.array(2)))
+  one, two = model.one, model.two
+
+  @layout.jit
+  def swap(model):
+    model.one, model.two = model.two, model.one
+
+  swap(model)
+  assert model.one is two and model.two is one and (int(one[...]), int(two[...])) == (1, 2)
+  model.itself = model
+
+  @layout.jit
+  def add(model):
+    model.itself.itself.one[...] += 5
+
+  add(model)
+  assert int(two[...]) == 7 and model.itself is model
+
+
 def test_methods_and_shared_modules_in_several_arguments(layout):
   class Counter(nnx.Module):
     def __init__(self):

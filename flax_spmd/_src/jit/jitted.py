@@ -244,6 +244,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def plan_of(self, *args: Any, **kwargs: Any) -> CallPlan:
     """The shardings of a call with these arguments, which may be abstract; compiles nothing."""
+    self._find_modules(args, kwargs)
     if self._modular is None:
       try:
         with self._scope():
@@ -310,12 +311,19 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _apply(self, method: str, args, kwargs) -> Any:
     """Calls, lowers or traces the function that is planned for these arguments."""
+    self._find_modules(args, kwargs)
     if self._modular is None:
       try:
         return self._apply_planned(method, args, kwargs)
       except _TakesModules:
         self._modular = self._made_modular()
     return self._modular.call(method, args, kwargs)
+
+  def _find_modules(self, args, kwargs) -> None:
+    """Finds modules in the arguments of the first call, before JAX flattens them: a module may contain itself."""
+    if self._modular is None and not self._by_signature:
+      if has_modules(self._arguments.dynamic(args, kwargs)):
+        self._modular = self._made_modular()
 
   def _made_modular(self) -> _Modular:
     """The function for arguments and results with modules."""
