@@ -81,9 +81,10 @@ class Plan(Generic[State]):
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
     if has_modules(state):  # planned in another order, see `ModulePlans`
-      self._shardings = planner.leaf_shardings(state)
+      shardings = planner.leaf_shardings(state)
     else:
-      self._shardings = [result.sharding for result in create.plan_of(arrays).results]
+      shardings = [result.sharding for result in create.plan_of(arrays).results]
+    self._shardings: list[Any] = list(shardings)
     check_some_path_matches(layout.rules, state, self._shardings)
     self._state = _with_shardings(state, self._shardings)
     if layout.strict:

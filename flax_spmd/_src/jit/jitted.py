@@ -321,9 +321,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _find_modules(self, args, kwargs) -> None:
     """Finds modules in the arguments of the first call, before JAX flattens them: a module may contain itself."""
-    if self._modular is None and not self._by_signature:
-      if has_modules(self._arguments.dynamic(args, kwargs)):
-        self._modular = self._made_modular()
+    first = self._modular is None and not self._by_signature
+    if first and has_modules(self._arguments.dynamic(args, kwargs)):
+      self._modular = self._made_modular()
 
   def _made_modular(self) -> _Modular:
     """The function for arguments and results with modules."""
