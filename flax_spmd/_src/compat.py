@@ -501,6 +501,11 @@ def nnx_merge(structure: Any, leaves: Sequence[Any], nodes: Any, onto: Any = Non
   return _graphlib().unflatten(structure, list(leaves), index_ref=nodes, outer_index_outer_ref=onto)
 
 
+def nnx_children(module: Any) -> list[tuple[Any, Any]]:
+  """The attributes of a module that JAX takes for its children, with JAX's keys; the module may be among them."""
+  return module._pytree__flatten_with_paths()[0]
+
+
 def nnx_leaf_paths(structure: Any) -> list[str]:
   """The path of each array of a structure: `up/kernel`."""
   graphlib = _graphlib()

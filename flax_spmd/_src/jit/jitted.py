@@ -51,11 +51,12 @@ from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
-from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated, has_modules
+from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
+from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import MeshError, Problem, raise_problems
@@ -253,6 +254,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def plan_of(self, *args: Any, **kwargs: Any) -> CallPlan:
     """The shardings of a call with these arguments, which may be abstract; compiles nothing."""
+    self._find_modules(args, kwargs)
     if self._modular is None:
       try:
         with self._scope():
@@ -319,12 +321,19 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _apply(self, method: str, args, kwargs) -> Any:
     """Calls, lowers or traces the function that is planned for these arguments."""
+    self._find_modules(args, kwargs)
     if self._modular is None:
       try:
         return self._apply_planned(method, args, kwargs)
       except _TakesModules:
         self._modular = self._made_modular()
     return self._modular.call(method, args, kwargs)
+
+  def _find_modules(self, args, kwargs) -> None:
+    """Finds modules in the arguments of the first call, before JAX flattens them: a module may contain itself."""
+    first = self._modular is None and not self._by_signature
+    if first and has_modules(self._arguments.dynamic(args, kwargs)):
+      self._modular = self._made_modular()
 
   def _made_modular(self) -> _Modular:
     """The function for arguments and results with modules."""
