@@ -228,7 +228,7 @@ def rank_memory(plain: Memory, simulation: Simulation) -> Memory:
   live = activations * max(simulation.peaks) // len(simulation.stage_ranks)
   temporaries = gradients // ranks + live
   peak = parameters + optimizer + rest + plain.batch + temporaries
-  return Memory(parameters, optimizer, rest, plain.batch, temporaries, peak)
+  return Memory(parameters, optimizer, rest, plain.batch, temporaries, peak, plain.host // ranks)
 
 
 def rank_cost(plain: Cost, ranks: int, bubble: float) -> Cost:
