@@ -32,6 +32,7 @@ from flax_spmd._src.hlo.counts import Counts
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
+_LOOKUPS = ('gather', 'scatter')
 _PRODUCTS = ('dot_general', 'convolution')
 _NEGLIGIBLE = 2**16  # bytes on the wire in a step; an ambiguous resharding below it raises no doubt
 
@@ -237,6 +238,8 @@ class _CostWalk:
     for value, spec in zip(op.operands, required.operands):
       self._add_doubts(op, value, spec)
       self._bring(value, spec or self.specs[value], times, op.source)
+    if required.doubt and times * max(map(self._bytes, (*op.operands, *op.results))) > _NEGLIGIBLE:
+      self.doubts.append(f'{op.source}: {required.doubt}')
     self.flops += times * required.flops
     if op.kind == 'custom_call':
       name = op.attributes.get('call_target_name', op.kind)
@@ -245,12 +248,14 @@ class _CostWalk:
       self._add_result(value, required, times, op)
 
   def _add_doubts(self, op: Op, value: int, required: Spec | None) -> None:
-    """Notes two cases for which XLA has several ways: activations resharded for a product, sharded slices."""
+    """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
     if required is None or self._bytes(value) < _NEGLIGIBLE:
       return
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
     if op.kind == 'dot_general' and not is_weight and self._differs(op, value, required):
       self.doubts.append(f'{op.source}: activations resharded for a matrix product')
+    if op.kind in _LOOKUPS and not is_weight and self._differs(op, value, required):
+      self.doubts.append(f'{op.source}: activations resharded for a lookup')
     if op.kind in _SLICES and required != self.specs[value]:
       self.doubts.append(f'{op.source}: slice along a sharded dimension')
 
