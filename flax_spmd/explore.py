@@ -18,6 +18,7 @@ from flax_spmd._src.compare.outcome import Outcome as Outcome
 from flax_spmd._src.compare.pipeline_lowering import Pipeline as Pipeline
 from flax_spmd._src.compare.train_step import TrainStep as TrainStep
 from flax_spmd._src.estimate.estimator import Estimator as Estimator
+from flax_spmd._src.search.estimate_check import EstimateCheck as EstimateCheck
 from flax_spmd._src.search.result import RuleEffect as RuleEffect
 from flax_spmd._src.search.result import SearchResult as SearchResult
 from flax_spmd._src.search.search import search as search

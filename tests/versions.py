@@ -13,15 +13,22 @@ import pytest
 _NEW = jax.__version_info__ >= (0, 11)
 
 _DEALT = {
-  # those of files, stores and processes hardly depend on JAX
+  # those of files, stores, processes and text hardly depend on JAX
   'checkpoint/arrangements_test.py',
+  'checkpoint/async_save_test.py',
+  'checkpoint/bad_checkpoints_test.py',
   'checkpoint/bad_safetensors_test.py',
+  'checkpoint/changes_test.py',
+  'checkpoint/conversion_test.py',
   'checkpoint/damaged_heads_test.py',
+  'checkpoint/disk_store_test.py',
   'checkpoint/format_1_test.py',
   'checkpoint/generations_test.py',
   'checkpoint/hugging_face_test.py',
+  'checkpoint/inspection_test.py',
   'checkpoint/interleavings_test.py',
   'checkpoint/killed_saves_test.py',
+  'checkpoint/layout_pairs_test.py',
   'checkpoint/manager_buckets_test.py',
   'checkpoint/manager_policies_test.py',
   'checkpoint/manager_readers_test.py',
@@ -29,13 +36,17 @@ _DEALT = {
   'checkpoint/object_store_test.py',
   'checkpoint/orbax_buckets_test.py',
   'checkpoint/protocol_model_test.py',
+  'checkpoint/restore_arguments_test.py',
   'checkpoint/safetensors_test.py',
   'checkpoint/salvage_test.py',
   'checkpoint/save_safetensors_test.py',
   'checkpoint/stores_test.py',
+  'checkpoint/unusual_states_test.py',
   'compare/pipelines_test.py',
   'pipeline/bad_input_test.py',
   'pipeline/states_test.py',
+  'rules/toml_errors_test.py',
+  'rules/toml_format_test.py',
   'search/pipelines_test.py',
   'search/search_test.py',
 }

@@ -25,8 +25,19 @@ import numpy as np
 from flax.core import lift, meta
 from flax.core import spmd as core_spmd
 from flax.linen import spmd as linen_spmd
-from jax._src import array, compiler, core, distributed, pjit, sharding_impls, source_info_util
+from jax._src import (
+  array,
+  compiler,
+  core,
+  custom_partitioning,
+  dispatch,
+  distributed,
+  pjit,
+  sharding_impls,
+  source_info_util,
+)
 from jax._src import config as jax_config
+from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
 from jax._src.interpreters import batching, mlir
@@ -407,6 +418,114 @@ def _constraint(
 
 _resolutions = _ReportedCalls('_logical_to_mesh_axes', _resolved_names)
 _constraints = _ReportedCalls('_with_sharding_constraint_one_fallback', _constraint)
+
+
+@functools.cache
+def is_variable_type(cls: type) -> bool:
+  """Whether a class is `nnx.Variable` or derives from it. `flax.nnx` takes a second to import, so it is not imported."""
+  return _has_base(cls, 'flax.nnx.variablelib', 'Variable')
+
+
+@functools.cache
+def is_nnx_module_type(cls: type) -> bool:
+  """Whether the instances of a class have attributes that are nodes of NNX's graphs: modules, optimizers, `Rngs`."""
+  return _has_base(cls, 'flax.nnx.pytreelib', 'Pytree')
+
+
+@functools.cache
+def is_nnx_state_type(cls: type) -> bool:
+  """Whether a class is `nnx.State` or derives from it."""
+  return _has_base(cls, 'flax.nnx.statelib', 'State')
+
+
+def _has_base(cls: type, module: str, name: str) -> bool:
+  return any(base.__name__ == name and base.__module__ == module for base in cls.__mro__)
+
+
+def variable_metadata(variable: Any) -> Mapping[str, Any]:
+  """The metadata of an `nnx.Variable`; not a copy, so that it costs nothing."""
+  return variable._var_metadata
+
+
+def variable_value(variable: Any) -> Any:
+  """The value of an `nnx.Variable` as it is stored, without the hooks of its class."""
+  return variable.get_raw_value()
+
+
+def variable_names(metadata: Mapping[str, Any]) -> Any:
+  """The names in a variable's metadata; None if there are none.
+
+  The key is `out_sharding`. It was `sharding_names`, then `sharding`; Flax 0.12 accepts and renames them where a variable
+  is created, but not in metadata that was made before.
+  """
+  return metadata.get('out_sharding') or metadata.get('sharding_names') or metadata.get('sharding')
+
+
+def _graphlib() -> Any:
+  """NNX's functions for graphs; only called where NNX is in use."""
+  from flax.nnx import graphlib
+
+  return graphlib
+
+
+def nnx_ref_map(nodes: Mapping[int, Any] | None = None) -> Any:
+  """A map from the nodes of an NNX graph, by identity, to their indices; filled by `nnx_split`."""
+  graphlib = _graphlib()
+  return graphlib.RefMap() if nodes is None else graphlib.RefMap.from_indexmap(nodes)
+
+
+def nnx_index_map(nodes: Mapping[int, Any]) -> Any:
+  """A map from the indices of an NNX graph to its nodes; filled by `nnx_merge`."""
+  return _graphlib().IndexMap(nodes)
+
+
+def nnx_split(node: Any, indices: Any, onto: Any = None) -> tuple[Any, list[Any]]:
+  """The structure of a module, and its arrays; `nnx.split` without paths, which take most of its time.
+
+  Args:
+    node: a module or a variable.
+    indices: a `nnx_ref_map` of the graph so far; the nodes of the module are added.
+    onto: a `nnx_ref_map` of another graph, whose nodes a merge is to update.
+  """
+  return _graphlib().flatten(node, ref_index=indices, ref_outer_index=onto, with_paths=False, graph=True)
+
+
+def nnx_merge(structure: Any, leaves: Sequence[Any], nodes: Any, onto: Any = None) -> Any:
+  """The module of a structure and arrays.
+
+  Args:
+    structure, leaves: as `nnx_split` returns them.
+    nodes: a `nnx_index_map` of the graph so far; the nodes of the module are added.
+    onto: a `nnx_index_map` of the nodes to update, where the structure refers to them.
+  """
+  return _graphlib().unflatten(structure, list(leaves), index_ref=nodes, outer_index_outer_ref=onto)
+
+
+def nnx_leaf_paths(structure: Any) -> list[str]:
+  """The path of each array of a structure: `up/kernel`."""
+  graphlib = _graphlib()
+  nodes, attributes = iter(structure.nodes), iter(structure.attributes)
+  paths: list[str] = []
+
+  def visit(node: Any, path: str) -> None:
+    if isinstance(node, graphlib.VariableDef):
+      paths.append(path)
+    for _ in range(getattr(node, 'num_attributes', 0)):
+      key, value = next(attributes)
+      below = f'{path}/{key}' if path else str(key)
+      if isinstance(value, graphlib.NodeAttr):
+        visit(next(nodes), below)
+      elif isinstance(value, graphlib.LeafAttr):
+        paths.append(below)
+
+  visit(next(nodes), '')
+  return paths
+
+
+def without_eager_sharding() -> AbstractContextManager[Any]:
+  """A block in which NNX does not shard variables where they are created; without NNX, nothing."""
+  nnx = sys.modules.get('flax.nnx')
+  return nullcontext() if nnx is None else nnx.use_eager_sharding(False)
 
 
 def current_module() -> str | None:
@@ -806,8 +925,215 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   )
 
 
+def orbax_operation(at_least: int = 0) -> int:
+  """The number of Orbax's last operation in this process, raised to `at_least`.
+
+  Orbax 0.12.8 puts it into the names of its barriers, and counts operations of one process too.
+  """
+  from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+  while int(OperationIdGenerator.get_current_operation_id()) < at_least:
+    OperationIdGenerator.next_operation_id()
+  return int(OperationIdGenerator.get_current_operation_id())
+
+
 def orbax_kvstore(path: str) -> Any:
   """The TensorStore spec that Orbax builds for a folder of arrays, without its own layers."""
   from orbax.checkpoint._src.serialization import tensorstore_utils
 
   return tensorstore_utils.build_kvstore_tspec(path, use_ocdbt=True)['base']
+
+
+# -- custom partitioning
+
+
+def lower_for_target(traced: Any, platform: str, mesh: AbstractMesh) -> Any:
+  """Lowers a traced program for devices that are absent.
+
+  JAX lowers a function of `custom_partitioning` (cuDNN's attention is one) to a callback of the compiler, which needs
+  devices, and this process. Here the function is partitioned at once: a first lowering contains a placeholder, from
+  which Shardy determines the shardings of the operands and results; in a second one, the function's own lowering for
+  these shardings is in a `shard_map`. True of jax 0.10.2 to 0.12.
+
+  Args:
+    traced: program as `jax.jit(f).trace(...)` returns it.
+    platform: platform to lower for: 'cuda', 'tpu' or 'cpu'.
+    mesh: mesh of the program's shardings.
+  """
+  lowered = lower_with_placeholders(traced, platform, mesh)
+  axes = _placeholder_axes(lowered)
+  if not axes:
+    return lowered
+  numbers = itertools.count()
+
+  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+    function = _partitioned(mesh, *axes[str(next(numbers))], **params)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+
+  return _lowered_by(rule, traced, platform)
+
+
+def lower_with_placeholders(traced: Any, platform: str, mesh: AbstractMesh) -> Any:
+  """Lowers a traced program for absent devices, with a custom call for each function of `custom_partitioning`.
+
+  The custom call has Shardy's rule for the function, and as its attribute `kernel` the target and configuration of the kernel in it.
+  """
+  numbers = itertools.count()
+
+  def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+    return _placeholder(ctx, values, mesh, str(next(numbers)), params)
+
+  return _lowered_by(rule, traced, platform)
+
+
+_PLACEHOLDER = 'CustomSPMDPartitioning'
+_callbacks = ('pure_callback', 'io_callback', 'inspect_sharding')  # these do need devices
+
+
+def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
+  """Lowers a program with a rule of its own for `custom_partitioning`, except in a `shard_map` over all axes."""
+
+  def applied(ctx: Any, *values: Any, **params: Any) -> Any:
+    context = ctx.module_context.axis_context
+    names = getattr(context, 'manual_axes', frozenset())
+    if names and names == frozenset(context.mesh.axis_names):
+      call = core.jaxpr_as_fun(params['call'])
+      return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
+    return rule(ctx, *values, **params)
+
+  parameters = mlir.LoweringParameters(
+    override_lowering_rules=cast(Any, ((custom_partitioning.custom_partitioning_p, applied),))
+  )
+  needing = dispatch.prim_requires_devices_during_lowering
+  others = {primitive for primitive in needing if primitive.name not in _callbacks}
+  needing -= others
+  dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+  try:
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+  finally:
+    needing |= others
+    dispatch.jaxpr_has_prim_requiring_devices.cache_clear()
+
+
+def _placeholder(
+  ctx: Any, values: Sequence[Any], mesh: AbstractMesh, key: str, params: Mapping[str, Any]
+) -> Any:
+  call, rule = params['call'], params['sharding_rule']
+  results = [
+    ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in call.out_avals
+  ]
+  attributes = {
+    'call_target_name': ir.StringAttr.get(_PLACEHOLDER),
+    'api_version': mlir.i32_attr(2),
+    'backend_config': ir.StringAttr.get(key),
+    'kernel': ir.StringAttr.get(_kernel(ctx, call)),
+  }
+  if rule is not None:
+    types = [value.type for value in values]
+    sizes: Mapping[str, int] = {}
+    if callable(rule):
+      rule = rule(*params['static_args'], mesh, types, results)
+    if isinstance(rule, (list, tuple)) and len(rule) == 2:
+      rule, sizes = rule
+    if isinstance(rule, str):
+      rule = sharding_rules.str_to_sdy_sharding_rule(rule, **sizes)
+    attributes['sdy.sharding_rule'] = sharding_rules.sdy_sharding_rule_to_mlir(rule, types, results)
+  return ir.Operation.create(
+    'stablehlo.custom_call', results=results, operands=list(values), attributes=attributes
+  ).results
+
+
+def _kernel(ctx: Any, call: Any) -> str:
+  """The target and the configuration of the first custom call in a function; its name if it has none."""
+  module = mlir.build_mlir_module_helper(
+    call,
+    name='kernel',
+    platforms=ctx.module_context.platforms,
+    backend=None,
+    axis_context=ctx.module_context.axis_context,
+  )
+  calls = list(_custom_calls(module.operation))
+  return kernel_text(calls[0].attributes) if calls else call.jaxpr.debug_info.func_name
+
+
+def kernel_text(attributes: Any) -> str:
+  """The target and the configuration of a custom call."""
+  config = attributes.get('backend_config', '')
+  text = ir.StringAttr(config).value if isinstance(config, ir.StringAttr) else str(config)
+  return f'{ir.StringAttr(attributes["call_target_name"]).value} {text}'
+
+
+def _custom_calls(module: Any) -> list[Any]:
+  found: list[Any] = []
+
+  def visit(op: Any) -> Any:
+    if op.name == 'stablehlo.custom_call':
+      found.append(op)
+    return ir.WalkResult.ADVANCE
+
+  module.walk(visit)
+  return found
+
+
+def _partitioned(
+  mesh: AbstractMesh, arguments: Sequence[Any], results: Sequence[Any], **params: Any
+) -> Callable[..., Any]:
+  """A function of `custom_partitioning` as its own `partition` makes it for these shardings."""
+  call, in_tree, out_tree = (params[name] for name in ('call', 'in_tree', 'out_tree'))
+  shapes = [
+    tree.unflatten(
+      jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+      for aval, axes in zip(avals, listed, strict=True)
+    )
+    for tree, avals, listed in ((in_tree, call.in_avals, arguments), (out_tree, call.out_avals, results))
+  ]
+  _, local, out, into = params['partition'](*params['static_args'], mesh, *shapes)
+
+  def flat(*args: Any) -> Any:
+    return out_tree.flatten_up_to(local(*in_tree.unflatten(args)))
+
+  return jax.shard_map(
+    flat,
+    mesh=mesh,
+    in_specs=tuple(_specs(in_tree.flatten_up_to(into), call.in_avals)),
+    out_specs=_specs(out_tree.flatten_up_to(out), call.out_avals),
+    check_vma=False,
+  )
+
+
+def _specs(shardings: Iterable[Any], avals: Sequence[Any]) -> list[PartitionSpec]:
+  """The specs of arrays; cuDNN's has one entry too many, which the compiler ignores."""
+  return [
+    PartitionSpec(*each.spec[: len(aval.shape)]) for each, aval in zip(shardings, avals, strict=True)
+  ]
+
+
+def _placeholder_axes(lowered: Any) -> dict[str, tuple[list[Any], list[Any]]]:
+  """Per placeholder, the mesh axes of its operands and results, by Shardy's propagation."""
+  module = lowered.compiler_ir('stablehlo')
+  found: dict[str, tuple[list[Any], list[Any]]] = {}
+  with module.context:
+    copy = module.operation.clone()
+    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
+
+    for op in _custom_calls(copy):
+      if ir.StringAttr(op.attributes['call_target_name']).value == _PLACEHOLDER:
+        key = ir.StringAttr(op.attributes['backend_config']).value
+        found[key] = [*map(_value_axes, op.operands)], [*map(_value_axes, op.results)]
+  return found
+
+
+def _value_axes(value: Any) -> list[tuple[str, ...]]:
+  """The mesh axes of a value after propagation; those of a loop's argument are the loop's."""
+  owner = value.owner
+  if isinstance(owner, ir.Block):
+    op, index = owner.owner, ir.BlockArgument(value).arg_number
+    if 'arg_attrs' in op.attributes:
+      attributes = _dict(op.attributes['arg_attrs'][index])
+      return _axes_of(attributes['sdy.sharding']) if 'sdy.sharding' in attributes else []
+  else:
+    op, index = owner, ir.OpResult(value).result_number
+  attributes = op.attributes
+  if 'sdy.sharding' in attributes:
+    return _axes_of(sdy.TensorShardingPerValueAttr(attributes['sdy.sharding']).shardings[index])
+  return _axes_of(attributes['sharding']) if 'sharding' in attributes else []

@@ -42,6 +42,7 @@ from flax_spmd._src.mesh import (
   make_mesh,
 )
 from flax_spmd._src.multihost import check_same_on_every_process
+from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
@@ -467,6 +468,7 @@ class Layout:
       plan_inputs,
       self._stored_specs,
       functools.partial(check_call, mesh=self._mesh) if self.strict and self._mesh.size > 1 else None,
+      self._plan_results,
     )
 
   @overload
@@ -596,12 +598,11 @@ class Layout:
       P('data', None)
     """
     placement_shardings.check_concrete(self._mesh)
-    leaves, treedef = jax.tree.flatten(tree)
     shardings = self._shardings(tree, placements)
     if self.strict:
       by_rules = tree if placements is None else placement_shardings.unplaced(tree, placements)[0]
       check_state(self._planner, by_rules)
-    return treedef.unflatten(jax.device_put(leaves, shardings))
+    return rebuilt(tree, jax.device_put(jax.tree.leaves(tree), shardings))
 
   @overload
   def replicate(self, tree: HostArray) -> jax.Array: ...
@@ -822,7 +823,7 @@ class Layout:
     def planned(result: Any, *_: Any) -> list[PlannedResult]:
       return [PlannedResult(sharding, 'names') for sharding in self._planner.leaf_shardings(result)]
 
-    create = Jitted(of_arrays, self._in_force, planned, {})
+    create = Jitted(of_arrays, self._in_force, planned, {}, plan_updates=self._plan_results)
     return Plan(self, self._planner, create, arrays, None if compared else (args, kwargs), boxed)
 
   def _shardings(self, tree: Any, placements: Any) -> list[Any]:

@@ -10,6 +10,7 @@ All processes have to call these functions equally often and in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from flax_spmd._src.compat import coordination_service
+from flax_spmd._src.joint_call import JointCall, current_call
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 TIMEOUT = 300.0  # seconds; one process may still compile, or fill its shuffle buffer
@@ -29,6 +31,7 @@ CALLS = 'call it on every process, equally often and in the same order'
 
 _SHOWN_DIFFERENCES = 5
 _MINIMUM_WAIT = 1.0  # seconds; on a busy machine even a value that exists takes a while to arrive
+_LOOK = 1.0  # seconds between two looks at whether another process has failed
 _SOON = 0.2  # seconds in which processes that are in step arrive
 _KEPT = 16  # exchanges whose keys are removed together
 
@@ -100,9 +103,12 @@ def differing_parts(
 
   Raises:
     LayoutError: a member does not arrive in time.
+    FlaxSpmdError: this is part of a joint call, and a process has failed in it.
   """
-  keys = _ExchangeKeys(_service(), f'flax_spmd/{topic}/{_digest(repr(members))}', members, fix, timeout)
-  count = next(_numbers(topic, members))
+  call = current_call()
+  folder = f'{call.folder if call else "flax_spmd"}/{topic}/{_digest(repr(members))}'
+  keys = _ExchangeKeys(_service(), folder, members, fix, timeout, call)
+  count = next(call.counts((topic, members)) if call else _numbers(topic, members))
   number = f'{count // _KEPT}/{count}'
   digests = {name: _digest(text) for name, text in parts.items()}
   if jax.process_index() == members[0]:
@@ -119,6 +125,32 @@ def differing_parts(
     name: [(processes, keys.received_text(number, name, processes[0])) for processes in each]
     for name, each in groups.items()
   }
+
+
+@contextlib.contextmanager
+def joint(kind: str, subject: str) -> Iterator[None]:
+  """A block that every process runs, and that all of them leave with an error if one of them does.
+
+  Args:
+    kind: name of the block.
+    subject: the call, for the errors of the other processes, such as `'The restore of /run/1'`.
+
+  Raises:
+    FlaxSpmdError: a process has raised it in the block; or CheckpointError, for other errors of other processes.
+    LayoutError: a process does not arrive in time.
+  """
+  if jax.process_count() == 1:
+    yield
+    return
+  call = JointCall(kind, subject)
+  with call.entered():
+    try:
+      yield
+      exchange('end', tuple(range(jax.process_count())), '', CALLS, TIMEOUT)
+    except BaseException as error:
+      call.fail(error)
+      raise
+  call.forget_earlier()
 
 
 def report(topic: str, text: str) -> None:
@@ -155,23 +187,43 @@ class _ExchangeKeys(NamedTuple):
   members: tuple[int, ...]
   fix: str
   timeout: float
+  call: JointCall | None = None
 
   def set(self, key: str, value: str) -> None:
-    self.service.key_value_set(f'{self.folder}/{key}', value)
+    with _reachable():
+      self.service.key_value_set(f'{self.folder}/{key}', value)
 
   def delete(self, key: str) -> None:
-    self.service.key_value_delete(f'{self.folder}/{key}')
+    with _reachable():
+      self.service.key_value_delete(f'{self.folder}/{key}')
 
   def get(self, key: str, seconds: float, *, at_least: float = _MINIMUM_WAIT) -> str | None:
-    """The value, or None if it does not arrive in time."""
+    """The value, or None if it does not arrive in time.
+
+    Raises:
+      FlaxSpmdError: another process has failed in the same joint call.
+    """
+    deadline = time.monotonic() + max(at_least, seconds)
+    while True:
+      left = deadline - time.monotonic()
+      if self.call is None or left <= _LOOK:
+        return self._arrived(key, left)
+      value = self._arrived(key, _LOOK)
+      error = self.call.error() if value is None else None
+      if error is not None:
+        value = self._arrived(key, 0)  # what a process sends before it fails is received
+        if value is None:
+          raise error
+      if value is not None:
+        return value
+
+  def _arrived(self, key: str, seconds: float) -> str | None:
+    milliseconds = max(1, round(1000 * seconds))
     try:
-      return self.service.blocking_key_value_get(
-        f'{self.folder}/{key}', round(1000 * max(at_least, seconds))
-      )
-    except jax.errors.JaxRuntimeError as error:
-      if 'DEADLINE_EXCEEDED' in str(error):
-        return None
-      raise
+      with _reachable():
+        return self.service.blocking_key_value_get(f'{self.folder}/{key}', milliseconds)
+    except TimeoutError:
+      return None
 
   def collect_groups(self, number: str, mine: dict[str, str]) -> tuple[list[int], _Groups]:
     """The processes that did not arrive, and the parts that differ between the others.
@@ -230,6 +282,20 @@ class _ExchangeKeys(NamedTuple):
         f'{jax.process_index()} was waiting to compare with {"it" if len(late) == 1 else "them"}.\n'
         f'Fix: {self.fix}'
       )
+
+
+@contextlib.contextmanager
+def _reachable() -> Iterator[None]:
+  """Raises the errors of the coordination service as LayoutError, and as TimeoutError if nothing has arrived."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if 'DEADLINE_EXCEEDED' in str(error):
+      raise TimeoutError from error
+    raise LayoutError(
+      f'The processes of this job cannot communicate: {str(error).splitlines()[0]}.\n'
+      'Fix: check whether process 0, which runs the coordination service of JAX, is alive.'
+    ) from error
 
 
 def _service() -> Any:

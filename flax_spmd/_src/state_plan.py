@@ -144,7 +144,7 @@ class Plan(Generic[State]):
     """
     check_concrete(self.layout.mesh)
     leaves = jax.device_put(self._leaves(tree), self._shardings)
-    return jax.tree.structure(self.abstract()).unflatten(leaves)
+    return box_trees.rebuilt(self.abstract(), leaves)
 
   def box(self, state: Any) -> State:
     """The state with the boxes of the plan; it may have them already.
@@ -152,7 +152,7 @@ class Plan(Generic[State]):
     Raises:
       LayoutError: this is not a state of this plan (lists every leaf that differs).
     """
-    return jax.tree.structure(self._state).unflatten(self._leaves(state))
+    return box_trees.rebuilt(self._state, self._leaves(state))
 
   def fits(self, state: Any) -> bool:
     """Whether this is a state of this plan, by its structure and shapes, with or without boxes."""
@@ -183,8 +183,7 @@ class Plan(Generic[State]):
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   """The shape of each leaf by its path, without boxes."""
-  plain = box_trees.unbox(tree, apply_constraint=False)
-  leaves = jax.tree_util.tree_leaves_with_path(plain)
+  leaves = jax.tree_util.tree_leaves_with_path(box_trees.plain(tree))
   return {path_string(path): np.shape(leaf) for path, leaf in leaves}
 
 
@@ -207,10 +206,10 @@ def _differences(
 
 
 def _with_shardings(state: Any, shardings: Sequence[NamedSharding]) -> Any:
-  leaves, treedef = jax.tree.flatten(state)
-  return treedef.unflatten(
+  abstract = (
     jax.ShapeDtypeStruct(
       leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, 'weak_type', False)
     )
-    for leaf, sharding in zip(leaves, shardings, strict=True)
+    for leaf, sharding in zip(jax.tree.leaves(state), shardings, strict=True)
   )
+  return box_trees.rebuilt(state, abstract)

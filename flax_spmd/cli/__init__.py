@@ -1,4 +1,8 @@
-"""The command line `flax-spmd demo | checkpoint | explain | compare | report | search | targets`."""
+"""The command line `flax-spmd demo | checkpoint | explain | compare | report | search | targets`.
+
+Exit codes: 0; 1 for a verdict, such as a layout that needs more memory than a limit; 2 for a wrong argument or file;
+3 for an exception of the user's own code, with the frames in it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from flax_spmd.cli import checkpoint, demo, explore, search
+from flax_spmd.cli.user_errors import user_error_text
 from flax_spmd.errors import FlaxSpmdError
 
 
@@ -33,3 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except FlaxSpmdError as error:
     print(error, file=sys.stderr)
     return 2
+  except Exception as error:
+    text = user_error_text(error, getattr(options, 'model', ('',))[0])
+    if text is None:
+      raise
+    print(text, file=sys.stderr, end='')
+    return 3

@@ -163,7 +163,18 @@ def _train_step(reference: tuple[str, str], result: Any) -> TrainStep:
       f'{":".join(reference)} returned {type(result).__name__}, not a training step.\n'
       'Fix: return (step, create, batch), or an explore.TrainStep.'
     )
-  return TrainStep(*result)
+  found = TrainStep(*result)
+  wrong = [
+    f'{name} is {type(getattr(found, name)).__name__}'
+    for name in ('step', 'create')
+    if not callable(getattr(found, name))
+  ]
+  if wrong:
+    raise FlaxSpmdError(
+      f'{":".join(reference)} returned a training step whose {" and ".join(wrong)}, not a function.\n'
+      'Fix: return (step, create, batch), where create() returns the state, and step(state, batch) the next one.'
+    )
+  return found
 
 
 def _layout(file: str, devices: int | None) -> Layout:

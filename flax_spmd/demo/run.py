@@ -15,6 +15,7 @@ from rich.text import Text
 from flax_spmd import checkpoint
 from flax_spmd._src.explanation import explain
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.text import size_text
 from flax_spmd.demo.model import Transformer
 from flax_spmd.demo.text import corpus, decode
 from flax_spmd.demo.training import Trainer, TrainingConfig, create_state, optimizer, sample, train
@@ -120,7 +121,7 @@ def _resharded(before: Layout, after: Layout, state: Any, restored: Any) -> Tabl
     if old.names is not None and len(old.shape) > 1:
       kinds.setdefault((old.path.split('/')[0], old.names), (old, new))
   for old, new in list(kinds.values())[:8]:
-    sizes = f'{old.bytes_per_device / 1024:.3g} -> {new.bytes_per_device / 1024:.3g} KiB'
+    sizes = f'{size_text(old.bytes_per_device)} -> {size_text(new.bytes_per_device)}'
     table.add_row(*map(Text, (old.path, str(old.spec), str(new.spec), sizes)))
   return table
 

@@ -85,11 +85,11 @@ def train(
   windows = batches(data, config.batch, config.length, start=steps.start)
   columns = [TextColumn('{task.description}'), BarColumn(), TextColumn('{task.completed}/{task.total}')]
   columns += [
-    TextColumn('loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s'),
+    TextColumn('{task.fields[shown]}'),
     TimeRemainingColumn(),
   ]
   with Progress(*columns, console=console) as progress:
-    bar = progress.add_task(trainer.title, total=len(steps), loss=float('nan'), speed=0)
+    bar = progress.add_task(trainer.title, total=len(steps), shown='')
     begin = None
     for number in steps:
       batch = trainer.layout.shard(next(windows), ('batch', None))
@@ -98,7 +98,7 @@ def train(
       begin = begin or (time.perf_counter(), number)
       done = number - begin[1]
       speed = done * config.batch * config.length / (time.perf_counter() - begin[0])
-      progress.update(bar, advance=1, loss=float(loss), speed=speed)
+      progress.update(bar, advance=1, shown=f'loss {float(loss):.3f}  {speed:,.0f} tokens/s')
   return state, {number: float(loss) for number, loss in losses.items()}
 
 

@@ -192,7 +192,7 @@ def test_a_folder_that_is_removed_meanwhile(tmp_path, monkeypatch):
   def removed_once(source, target):
     calls.append(target)
     if len(calls) == 1:
-      open_store(tmp_path / 'run').remove()
+      open_store(tmp_path).remove('run')
     replace(source, target)
 
   monkeypatch.setattr(os, 'replace', removed_once)

@@ -9,6 +9,7 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint
 import pytest
 from orbax.checkpoint import v1 as ocp
 
@@ -44,6 +45,12 @@ def number_of(path):
 
 def names_in(folder):
   return sorted(child.name for child in folder.iterdir() if child.name != '.flax_spmd.lock')
+
+
+def contents(folder):
+  """The contents of every file below a folder."""
+  files = [file for file in folder.rglob('*') if file.is_file() and file.name != '.flax_spmd.lock']
+  return {file.relative_to(folder): file.read_bytes() for file in files}
 
 
 def generations(path):
@@ -115,20 +122,74 @@ def test_names_that_begin_alike_are_kept(tmp_path):
   assert names_in(tmp_path) == sorted(names[1:])
 
 
-def test_other_files_in_the_folder_are_not_taken_for_ours(tmp_path):
-  """Files that others have put there: refused without overwrite, replaced with it, as any contents."""
-  for name in ('gen-images', 'gen-1', 'pin-board.txt', 'pin-a-gen-b', 'data'):
-    path = tmp_path / name / 'run'
-    (path / name).mkdir(parents=True)
-    (path / name / 'file').write_text('mine')
-    with pytest.raises(errors.CheckpointExistsError) as caught:
-      save(path, 1)
-    assert str(caught.value) == (
-      f'{path} exists already.\nFix: save to another path, remove it first, or pass overwrite=True.'
-    )
-    assert (path / name / 'file').read_text() == 'mine'
-    save(path, 1, overwrite=True)
-    assert names_in(path) == ['HEAD', *generations(path)]
+@pytest.mark.parametrize('overwrite', [False, True])
+def test_files_of_others_are_never_removed(tmp_path, overwrite):
+  """A folder that holds no checkpoint, with names that resemble ours and Orbax's."""
+  names = [
+    'checkpoint',
+    'd',
+    'data',
+    'gen-1',
+    'gen-images',
+    'manifest.ocdbt',
+    'pin-a-gen-b',
+    'pin-board.txt',
+  ]
+  for name in names:
+    (tmp_path / 'run' / name).mkdir(parents=True)
+    (tmp_path / 'run' / name / 'file').write_text('mine')
+  before = contents(tmp_path)
+  with pytest.raises(errors.CheckpointExistsError) as caught:
+    save(tmp_path / 'run', 1, overwrite=overwrite)
+  assert str(caught.value) == (
+    f'{tmp_path / "run"} holds files that belong to no checkpoint: checkpoint, d, data, gen-1, gen-images and 3 more.\n'
+    'Fix: save to another path, or move them away.'
+  )
+  assert contents(tmp_path) == before
+
+
+def test_files_beside_a_checkpoint_of_orbax(tmp_path):
+  """It is replaced alone, and not with somebody's notes beside it."""
+  ocp.save(tmp_path / 'a', {'w': np.zeros(8)})
+  (tmp_path / 'a' / 'notes').mkdir()
+  (tmp_path / 'a' / 'notes' / 'today.txt').write_text('mine')
+  before = contents(tmp_path)
+  with pytest.raises(errors.CheckpointExistsError, match='belong to no checkpoint: notes\\.\n'):
+    save(tmp_path / 'a', 1, overwrite=True)
+  assert contents(tmp_path) == before
+  shutil.rmtree(tmp_path / 'a' / 'notes')
+  save(tmp_path / 'a', 1, overwrite=True)
+  assert names_in(tmp_path / 'a') == ['HEAD', *generations(tmp_path / 'a')]
+
+
+@pytest.mark.parametrize('kind', ['composite', 'standard', 'zarr'])
+def test_checkpoints_that_orbax_wrote_are_replaced(tmp_path, kind):
+  path, tree = tmp_path / 'a', {'w': np.zeros(8), 'b': {'c': np.zeros(2)}}
+  if kind == 'standard':
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+      checkpointer.save(path, tree)
+  elif kind == 'zarr':
+    orbax.checkpoint.PyTreeCheckpointer(use_ocdbt=False).save(path, tree)
+  else:
+    args = orbax.checkpoint.args
+    with orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()) as checkpointer:
+      checkpointer.save(
+        path, args=args.Composite(state=args.StandardSave(tree), meta=args.JsonSave({'a': 1}))
+      )
+  save(path, 1, overwrite=True)
+  assert names_in(path) == ['HEAD', *generations(path)]
+
+
+def test_an_empty_folder(tmp_path):
+  (tmp_path / 'a').mkdir()
+  save(tmp_path / 'a', 1)
+  assert number_of(tmp_path / 'a') == 1
+
+
+def test_the_root_of_the_disk():
+  with pytest.raises(errors.CheckpointError) as caught:
+    save('/', 1, overwrite=True)
+  assert str(caught.value) == '/ is a whole disk.\nFix: save to a path in it, such as /checkpoint.'
 
 
 def test_a_file_at_the_path(tmp_path):

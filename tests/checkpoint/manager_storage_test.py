@@ -234,6 +234,17 @@ with spmd.checkpoint.Manager(sys.argv[1], spmd.Layout({'data': 8}), every=1, kee
   assert {step for steps in seen for step in steps} > {1, 8}
 
 
+def test_notes_in_the_folder_of_a_step_outlive_it(tmp_path):
+  with manager_of(tmp_path, keep=1) as manager:
+    manager.save(1, state(1))
+    manager.wait()
+    (tmp_path / '1' / 'notes.txt').write_text('mine')
+    manager.save(2, state(2))
+    manager.wait()
+    assert manager.steps == [2]
+  assert [child.name for child in (tmp_path / '1').iterdir()] == ['notes.txt']
+
+
 def test_an_interrupted_removal_is_completed_at_opening(tmp_path):
   with manager_of(tmp_path) as manager:
     for step in (1, 2):

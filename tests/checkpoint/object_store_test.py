@@ -9,6 +9,8 @@ from textwrap import dedent
 
 import pytest
 
+import flax_spmd as spmd
+from flax_spmd import checkpoint
 from flax_spmd._src.checkpoint.storage import buckets
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointError, CheckpointNotFoundError, CheckpointReadOnlyError
@@ -127,6 +129,16 @@ def test_long_lists(server):
   assert store.files('gen-1') == dict.fromkeys(names, 1)
   store.remove('gen-1')
   assert store.children() == []
+
+
+def test_a_whole_bucket_is_no_path_of_a_checkpoint(server):
+  server.put(f'{server.bucket}/mine', b'1')
+  with pytest.raises(CheckpointError) as caught:
+    checkpoint.save(server.bucket, {'w': 1}, spmd.Layout({'data': 8}), overwrite=True)
+  assert str(caught.value) == (
+    f'{server.bucket} is a whole bucket.\nFix: save to a path in it, such as {server.bucket}/checkpoint.'
+  )
+  assert open_store(server.bucket).children() == ['mine']
 
 
 def test_checksums_are_those_of_the_server(server):

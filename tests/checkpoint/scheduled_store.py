@@ -303,7 +303,7 @@ class ScheduledStore:
       raise CheckpointError(f'{name} is missing\nFix: none.')
     return checksum(iter([self.world.files[self._full(name)], b'']), like)
 
-  def remove(self, folder_or_file: str = '') -> None:
+  def remove(self, folder_or_file: str) -> None:
     """See `Store`. A folder is removed file by file."""
     full = self._full(folder_or_file)
     for name in self.world.rng.sample(sorted(self.world.files), len(self.world.files)):

@@ -181,8 +181,14 @@ def test_axis_types_that_are_not_a_section():
 )
 def test_formats_of_the_wrong_kind(version, shown):
   assert error_of(file_of().replace('format = 1', f'format = {version}')) == dedent(f"""\
-    The layout file has format {shown}, this version reads up to 1.
-    Fix: upgrade flax_spmd, or start the file with format = 1.""")
+    The layout file has format {shown}.
+    Fix: start the file with format = 1.""")
+
+
+def test_a_section_that_is_no_table():
+  assert error_of('format = 1\nrules = []\n[mesh]\ndata = 8\n') == dedent("""\
+    The layout file has [] for rules, which is a section.
+    Fix: write [rules], and below it clauses = [...].""")
 
 
 TOO_DEEP = (

@@ -286,7 +286,7 @@ def test_a_changed_file_is_a_layout_or_an_error_that_names_the_place(text):
     mistake, _, fix = str(error).partition('\nFix: ')
     assert fix
     assert re.search(
-      r'line \d+|end of document|rules|Rule \d+|mesh axis|an entry|in \[mesh|for mesh|has format|no section',
+      r'line \d+|end of document|rules|Rule \d+|mesh axis|an entry|in \[mesh|for mesh|for rules|has format|has no format|no section',
       mistake,
     )
   else:
@@ -373,8 +373,13 @@ def test_no_toml():
 def test_a_newer_format_and_none():
   assert text_of(errors.RulesError, TEXT.replace('format = 1', 'format = 2')) == dedent("""\
     The layout file has format 2, this version reads up to 1.
-    Fix: upgrade flax_spmd, or start the file with format = 1.""")
-  assert 'has format None' in text_of(errors.RulesError, TEXT.replace('format = 1', ''))
+    Fix: upgrade flax_spmd, or write the file for format = 1.""")
+  assert text_of(errors.RulesError, TEXT.replace('format = 1', '')) == dedent("""\
+    The layout file has no format.
+    Fix: start the file with format = 1.""")
+  assert text_of(errors.RulesError, TEXT.replace('format = 1', 'fromat = 1')).startswith(
+    "The layout file has an entry 'fromat', which means nothing. Did you mean 'format'?"
+  )
 
 
 def test_an_unknown_entry():

@@ -58,6 +58,7 @@ class Formula:
   together = frozenset(
     {frozenset({'embed', 'mlp'}), frozenset({'batch', 'mlp'}), frozenset({'batch', 'embed'})}
   )
+  dtype = 'bf16'
   calls = 0
   interrupt_at = None
   reason = ''
@@ -144,6 +145,111 @@ def same(one, other):
     {k: v for k, v in result.record().items() if k != 'notes'}, default=repr
   )
   return strip(one) == strip(other)
+
+
+# -- the check of the estimates
+
+
+def estimating(monkeypatch, wire, temporaries=1.0):
+  """Makes the estimator wrong: traffic of gathers is off by a factor, which may depend on the layout."""
+
+  def changed(layout, one):
+    factor = wire(layout) if one.kind == 'all-gather' else 1.0
+    return one._replace(bytes=one.bytes * factor, wire=one.wire * factor)
+
+  def estimate(self, layout, target):
+    one = with_lookups(outcome(layout, target, self.state, self.remat))._replace(doubts=())
+    counts = one.counts._replace(
+      collectives=tuple(changed(layout, each) for each in one.counts.collectives)
+    )
+    added = int((temporaries - 1) * one.memory.temporaries)
+    memory = one.memory._replace(
+      temporaries=one.memory.temporaries + added, peak=one.memory.peak + added
+    )
+    bracket = cost(counts, target, dict(layout.mesh.shape))
+    return one._replace(counts=counts, memory=memory, cost=bracket)
+
+  monkeypatch.setattr(Formula, 'estimate', estimate)
+  monkeypatch.setattr(
+    trials,
+    'compare',
+    lambda *args, **options: Comparison(
+      spmd.explore.parse_target(args[2]), [with_lookups(one) for one in compiling(*args, **options)]
+    ),
+  )
+
+
+def with_lookups(one):
+  """The gathers of an outcome as traffic of lookups."""
+  named = tuple(
+    each._replace(op='gather' if each.kind == 'all-gather' else 'dot_general')
+    for each in one.counts.collectives
+  )
+  return one._replace(counts=one.counts._replace(collectives=named))
+
+
+def test_right_estimates_stay_and_the_result_says_what_they_were_checked_by(monkeypatch):
+  estimating(monkeypatch, lambda layout: 1.0)
+  result = run()
+  assert set(result.check.factors.values()) == {1.0} and not result.check.flagged
+  checked = len(result.check.layouts)
+  line = f'Checked against {checked} compiled layouts: wire +0 %, memory +0 %.'
+  assert str(result.check) == line and line in str(result)
+  assert result.record()['check']['wire'] == (0.0,) * checked
+  assert [one.doubts for one in result.estimates if one.counts] == [()] * len(result.estimates)
+
+
+@pytest.mark.parametrize('factor', [0.25, 6.0])
+def test_a_class_of_operations_that_is_wrong_by_a_factor_is_corrected(monkeypatch, factor):
+  estimating(monkeypatch, lambda layout: 1.0)
+  right = run(fresh=True)
+  estimating(monkeypatch, lambda layout: factor, temporaries=factor)
+  result = run(fresh=True)
+  assert result.check.factors['lookups'] == pytest.approx(1 / factor)
+  assert result.check.factors['temporaries'] == pytest.approx(1 / factor, rel=1e-3)
+  assert not result.check.flagged and max(result.check.within) < 0.01
+  assert result.best == right.best
+  known = {one.name: one for one in right.estimates}
+  for one in result.estimates:
+    if one.name in known:
+      assert one.memory.peak == pytest.approx(known[one.name].memory.peak, rel=1e-3)
+      assert one.cost.high == pytest.approx(known[one.name].cost.high, rel=1e-6)
+  assert (
+    f'corrected by lookups x {1 / factor:.2g}, temporaries x {1 / factor:.2g}: wire within 0 %, memory within 0 %'
+    in str(result.check)
+  )
+
+
+def test_estimates_that_no_factor_corrects_are_in_doubt(monkeypatch):
+  estimating(monkeypatch, lambda layout: 0.05 if len(layout.mesh.shape) > 1 else 20.0)
+  result = run(top=6)
+  reason = result.check.flagged['lookups']
+  assert reason.startswith('off by x 0.05 to x 20') and f'not corrected: lookups ({reason})' in str(
+    result
+  )
+  assert result.check.factors['lookups'] == 1.0
+  gathering = [one for one in result.estimates if one.counts.by_kind().get('all-gather')]
+  doubted = [one for one in gathering if f'lookups: {reason}' in one.doubts]
+  assert len(doubted) > len(gathering) / 2
+  assert max(result.check.within) > 1
+
+
+def test_without_compiled_layouts_the_result_is_unchecked():
+  result = run(top=0)
+  assert result.check is None and result.record()['check'] is None
+  assert 'Unchecked: no estimate was compared with a compiled program.' in str(result)
+
+
+def test_anchors_are_compiled_once(monkeypatch):
+  names = []
+
+  def counting(train_step, layouts, target, **options):
+    names.extend(layouts)
+    return compiling(train_step, layouts, target, **options)
+
+  monkeypatch.setattr(trials, 'compare', counting)
+  result = run()
+  assert len(names) == len(set(names)) == len(result.outcomes)
 
 
 # -- the result
@@ -278,9 +384,9 @@ def test_an_interrupted_search_keeps_the_best(monkeypatch):
   monkeypatch.setattr(Formula, 'calls', 0)
   monkeypatch.setattr(Formula, 'interrupt_at', 40)
   part = run(fresh=True)
-  assert len(part.estimates) == 39 and part.best.source == 'estimated'
+  assert len(part.estimates) == 39 and len(part.check.layouts) == 2
   assert part.notes == [
-    'Interrupted after 39 candidates, 0 of them compiled. Repeat the call to continue.'
+    'Interrupted after 39 candidates, 2 of them compiled. Repeat the call to continue.'
   ]
   monkeypatch.setattr(Formula, 'calls', 0)
   monkeypatch.setattr(Formula, 'interrupt_at', None)

@@ -20,6 +20,7 @@ from flax_spmd._src.checkpoint.storage.readers import (
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
 from flax_spmd._src.checkpoint.storage.source import read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import CheckpointError
@@ -232,7 +233,8 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     >>> checkpoint.verify(tmp / 'step_6')
     []
   """
-  return read_whole(as_path(path), lambda source: _verified(reader_of(path, source)))
+  with joint('verify', f'The verification of {path}'):
+    return read_whole(as_path(path), lambda source: _verified(reader_of(path, source)))
 
 
 def _verified(reader: CheckpointReader) -> list[str]:

@@ -36,10 +36,11 @@ from flax_spmd._src.checkpoint.steps.step_policies import History, StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import in_first
 from flax_spmd._src.checkpoint.storage.contents import check_is_layout
-from flax_spmd._src.checkpoint.storage.heartbeat import first_line
 from flax_spmd._src.checkpoint.storage.readers import custom_metadata
 from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.joint_call import first_line
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd.errors import (
@@ -221,6 +222,10 @@ class Manager:
 
   def _start(self, step: int, state: Any, position: str | None, metrics: dict[str, Any]) -> None:
     """Starts the save of a step. It ends with the removal of the steps that it replaces."""
+    with joint('step', f'The save of step {step} to {self.root}'):
+      self._start_jointly(step, state, position, metrics)
+
+  def _start_jointly(self, step: int, state: Any, position: str | None, metrics: dict[str, Any]) -> None:
     self.wait()
     steps = [*self._history.steps, self._folder.described(step, time.time_ns(), metrics_of(metrics))]
     kept: list[int] = []
@@ -288,8 +293,9 @@ class Manager:
     plan = fn if isinstance(fn, Plan) else self.layout.plan(fn, *args, boxed=boxed, **kwargs)
     self._check_layout(plan)
     self._plan = plan
-    self.wait()
-    is_new = not in_first(self._folder.steps)
+    with joint('resume', f'The restore from {self.root}'):
+      self.wait()
+      is_new = not in_first(self._folder.steps)
     return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data)
 
   def _layout_or_plan(self, state: Any) -> Layout | Plan:
@@ -354,25 +360,30 @@ class Manager:
       CheckpointError: see `restore`.
       LayoutError: the target is a plan of another layout.
     """
-    self._check_layout(target)
-    self.wait()
-    options = {'memory': self._request.memory, 'show': self._request.show, 'changes': changes} | options
-    if target is None and not options.keys() & {'mesh', 'rules'}:
-      options.setdefault('layout', self.layout)
-    if step is not None:
-      return self._restored(step, target, data, options)
-    failed: list[int] = []
-    while True:
-      untried = [number for number in in_first(self._folder.steps) if number not in failed]
-      if not untried:
-        raise CheckpointNotFoundError(
-          f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
-        )
-      try:
-        return self._restored(untried[-1], target, data, options)
-      except (CheckpointDamagedError, CheckpointNotFoundError) as error:
-        failed.append(untried[-1])
-        self._skip(untried[-1], error, failed)
+    with joint('restored step', f'The restore from {self.root}'):
+      self._check_layout(target)
+      self.wait()
+      options = {
+        'memory': self._request.memory,
+        'show': self._request.show,
+        'changes': changes,
+      } | options
+      if target is None and not options.keys() & {'mesh', 'rules'}:
+        options.setdefault('layout', self.layout)
+      if step is not None:
+        return self._restored(step, target, data, options)
+      failed: list[int] = []
+      while True:
+        untried = [number for number in in_first(self._folder.steps) if number not in failed]
+        if not untried:
+          raise CheckpointNotFoundError(
+            f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
+          )
+        try:
+          return self._restored(untried[-1], target, data, options)
+        except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+          failed.append(untried[-1])
+          self._skip(untried[-1], error, failed)
 
   def _restored(
     self, step: int, target: Any, data: DataIterator | None, options: dict[str, Any]

@@ -18,8 +18,10 @@ from flax_spmd._src.checkpoint.storage.readers import (
 )
 from flax_spmd._src.checkpoint.storage.source import Source, read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.storage.verification import Damage
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd.errors import TargetError
@@ -141,27 +143,40 @@ def restore(
     >>> checkpoint.restore(tmp / 'step_3', layout=layout, changes=half)['w'].dtype
     dtype(bfloat16)
   """
-  async_save.finish()
-  prepared = _prepared(target, layout, mesh, rules, changes)
+  with joint('restore', f'The restore of {path}'):
+    async_save.finish()
+    prepared = _prepared(target, layout, mesh, rules, changes)
 
-  def read(source: Source | None) -> Any:
-    reader = reader_of(path, source)
-    restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
-    plan = plan_restore(reader, restored, changes, limit)
-    plan.check()
-    progress = ByteProgress(show, f'restore {reader.path.name}', plan.bytes_read, 'read')
-    try:
-      leaves, damage = load(
-        reader, restored.values, plan.routes, verify=verify, memory=memory, salvage=salvage
-      )
-    except BaseException:
-      progress.close()
-      raise
-    progress.close(complete=True)
-    state = restored.build(leaves)
-    return SalvagedState(state, damage.leaves, damage.files) if salvage else state
+    def read(source: Source | None) -> Any:
+      reader = reader_of(path, source)
+      restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
+      plan = plan_restore(reader, restored, changes, limit)
+      plan.check()
+      leaves, damage = _loaded(reader, restored, plan, verify, memory, salvage, show)
+      state = restored.build(leaves)
+      return SalvagedState(state, damage.leaves, damage.files) if salvage else state
 
-  return read_whole(as_path(path), read)
+    return read_whole(as_path(path), read)
+
+
+def _loaded(
+  reader: CheckpointReader,
+  target: RestoreTarget,
+  plan: Preflight,
+  verify: bool,
+  memory: int | None,
+  salvage: bool,
+  show: bool,
+) -> tuple[list[Any], Damage]:
+  """The leaves of a restore, with a progress bar."""
+  progress = ByteProgress(show, f'restore {reader.path.name}', plan.bytes_read, 'read')
+  try:
+    result = load(reader, target.values, plan.routes, verify=verify, memory=memory, salvage=salvage)
+  except BaseException:
+    progress.close()
+    raise
+  progress.close(complete=True)
+  return result
 
 
 @set_module('flax_spmd.checkpoint')

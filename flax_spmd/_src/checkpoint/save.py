@@ -10,13 +10,14 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import async_save
-from flax_spmd._src.checkpoint.storage.async_save import AsyncSave
+from flax_spmd._src.checkpoint.storage.async_save import AsyncSave, error_elsewhere
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
-from flax_spmd._src.checkpoint.storage.orbax_context import context
+from flax_spmd._src.checkpoint.storage.orbax_context import align_operations, context
 from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.joint_call import JointCall
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan
@@ -44,8 +45,8 @@ def save(
     path: folder to create.
     state: tree of arrays and numbers, with or without boxes.
     layout: layout of the state, or its plan (`layout.plan(...)`), which has the names of a state without boxes.
-    overwrite: whether to replace the contents of `path`. A checkpoint stays current until the new one is complete
-      and durable, and its readers are not disturbed. Any other contents are removed after that.
+    overwrite: whether to replace the checkpoint at `path`, of this package or of Orbax. It stays current until the
+      new one is complete and durable, and its readers are not disturbed.
     where: regular expression; only leaves whose paths it matches are saved.
     compress: whether to compress the data (zstd). Compression takes longer than writing, and trained
       parameters hardly shrink; worthwhile for slow or metered storage.
@@ -57,7 +58,7 @@ def save(
     show: whether to show a progress bar, on the first process.
 
   Raises:
-    CheckpointExistsError: `path` exists. It is left unchanged.
+    CheckpointExistsError: `path` exists; or, with `overwrite`, it holds files of others. It is left unchanged.
     CheckpointBusyError: another process is writing to `path`.
     LayoutError: the state is not one of the plan.
     CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
@@ -121,7 +122,7 @@ def save_async(
     True
   """
   request = SaveRequest(where, compress, pack, memory, durable, show)
-  return start_save(as_path(path), state, layout, request, overwrite=overwrite)
+  return start_save(path, state, layout, request, overwrite=overwrite)
 
 
 class SaveRequest(NamedTuple):
@@ -136,7 +137,7 @@ class SaveRequest(NamedTuple):
 
 
 def start_save(
-  path: epath.Path,
+  path: str | os.PathLike[str],
   state: Any,
   layout: Layout | Plan,
   request: SaveRequest,
@@ -154,19 +155,25 @@ def start_save(
       may wait for the others in it.
     after: function called in the first process once the checkpoint is committed. No process returns before it.
   """
-  async_save.finish()
-  heartbeat = Heartbeat()
+  call = JointCall('save', f'The save to {path}', lambda failure: error_elsewhere(path, failure))
+  try:
+    folder = as_path(path)
+    async_save.finish()
+  except BaseException as error:
+    call.fail(error)
+    raise
+  heartbeat = Heartbeat(call)
 
   def begun() -> AsyncSave:
     extra = before()
     contents = contents_of(state, layout, request.where, request.pack)
-    with space_in_errors(path, contents.record.bytes):
+    with space_in_errors(folder, contents.record.bytes):
       return written(contents, extra)
 
   def written(contents: Contents, extra: Mapping[str, Any]) -> AsyncSave:
     size = contents.record.bytes
-    claim = async_save.claim(path, overwrite, request.durable)
-    progress = ByteProgress(request.show, f'save {path.name}', size, 'written')
+    claim = async_save.claim(folder, overwrite, request.durable)
+    progress = ByteProgress(request.show, f'save {folder.name}', size, 'written')
     try:
       record = contents.pending_record()
       response = _begun_by_orbax(claim.new, contents, request)
@@ -176,11 +183,12 @@ def start_save(
       raise
     return async_save.start(response, claim, progress, size, heartbeat, record, extra, after or _nothing)
 
-  return async_save.watched(begun, path, heartbeat)
+  return async_save.watched(begun, folder, heartbeat)
 
 
 def _begun_by_orbax(folder: epath.Path, contents: Contents, request: SaveRequest) -> Any:
   """Orbax's handle of a save that has begun."""
+  align_operations()
   largest = contents.record.largest
   options = context(folder, compress=request.compress, memory=request.memory, largest=largest)
   try:

@@ -118,7 +118,7 @@ def _leaves(state: Any, changes: Changes) -> dict[str, Any]:
       f'save_safetensors has no target, so Changes({"=..., ".join(needs_target)}=...) cannot apply.\n'
       'Fix: pass only renames, rearranged, stacks, dtypes, only and unused.'
     )
-  flat = skeleton.flatten(box_trees.unbox(state, apply_constraint=False))
+  flat = skeleton.flatten(box_trees.plain(state))
   leaves = by_path(skeleton.paths(flat.skeleton), flat.leaves)
   kept = {path: leaf for path, leaf in leaves.items() if not may_be_unused(changes, path)}
   if not kept:

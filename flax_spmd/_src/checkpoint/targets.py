@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def of_tree(tree: Any, only: str | None) -> RestoreTarget:
     tree = tree.abstract()
     named = named.box(tree)
   inner = _part(tree, only)
-  flat = skeleton.flatten(box_trees.unbox(inner, apply_constraint=False))
+  flat = skeleton.flatten(box_trees.plain(inner))
   paths = [_below(only, path) for path in skeleton.paths(flat.skeleton)]
   values = by_path(paths, flat.leaves)
   _check(values)
@@ -90,7 +91,7 @@ def of_tree(tree: Any, only: str | None) -> RestoreTarget:
     for (path, value), given in zip(values.items(), _names(named, only), strict=True)
   }
   kinds = {_below(only, path): kind for path, kind in flat.kinds.items()}
-  return RestoreTarget(values, Side(leaves, kinds), jax.tree.structure(inner).unflatten)
+  return RestoreTarget(values, Side(leaves, kinds), functools.partial(box_trees.rebuilt, inner))
 
 
 def _names(tree: Any, only: str | None) -> list[Any]:
@@ -226,7 +227,7 @@ def of_record(record: Record, layout: Layout, changes: Changes, boxed: bool) -> 
   leaves = changed_leaves(record, changes)
   _warn_of_typos(leaves.values(), layout)
   tree = _nested({path: _box(leaf) for path, leaf in leaves.items()}, _list_lengths(record.skeleton))
-  flat = skeleton.flatten(box_trees.unbox(tree, apply_constraint=False))
+  flat = skeleton.flatten(box_trees.plain(tree))
   shardings = jax.tree.leaves(layout.sharding(tree))
   sharded = {
     path: value if leaves[path].is_number else _with_sharding(value, sharding)

@@ -171,10 +171,12 @@ def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target
   peak = arguments + memory['results'] - memory['shared'] + memory['temporaries']
   if target.chip.platform == 'tpu' and memory['peak']:
     peak = memory['peak']  # on TPU, arguments and temporaries do not add up to it
+  temporaries = max(0, peak - arguments)
+  peak += lowered.unused_bytes
   return Outcome(
     name,
     lowered.layout,
-    Memory(*parts, max(0, peak - arguments), peak, host),
+    Memory(*parts, temporaries, peak, host),
     result.counts,
     cost(result.counts, target, lowered.mesh, lowered.dtype),
     peak <= target.chip.memory,

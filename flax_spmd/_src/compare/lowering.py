@@ -16,7 +16,13 @@ import jax
 
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
-from flax_spmd._src.compat import program_bytes, program_text, target_devices
+from flax_spmd._src.compat import (
+  lower_for_target,
+  program_bytes,
+  program_text,
+  target_devices,
+  used_arguments,
+)
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.rows import Row
@@ -34,6 +40,7 @@ class LoweredStep(NamedTuple):
     rows: the arrays of the state, with the decisions behind each sharding.
     batch_bytes: bytes of the batch on one device.
     findings: suspicious things about the layout, one line each.
+    unused_bytes: bytes on one device of the arrays that the step does not use, and the program does not have.
   """
 
   code: bytes
@@ -43,6 +50,7 @@ class LoweredStep(NamedTuple):
   rows: list[Row]
   batch_bytes: int
   findings: list[str]
+  unused_bytes: int = 0
 
   @property
   def mesh(self) -> dict[str, int]:
@@ -69,10 +77,15 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
     train_step = train_step_on(abstract, train_step)
     state, batch = abstract_arguments(train_step, abstract)
     jitted = train_step.jitted(abstract, donate=True)
-    lowered = jitted.trace(state, batch).lower(lowering_platforms=(target.chip.platform,))
+    lowered = lower_for_target(jitted.trace(state, batch), target.chip.platform, abstract.mesh)
   text = program_text(lowered, locations=False)
+  used = set(used_arguments(lowered))
+  arrays = enumerate(jax.tree.leaves((state, batch)))
   return describe_arguments(abstract, state, batch)._replace(
-    code=program_bytes(lowered), identity=identity_of(lowered, text), dtype=dtype_of(text)
+    code=program_bytes(lowered),
+    identity=identity_of(lowered, text),
+    dtype=dtype_of(text),
+    unused_bytes=sum(_bytes_on_device(array) for index, array in arrays if index not in used),
   )
 
 

@@ -31,7 +31,14 @@ class CollectiveCombiner:
     self._dependences: dict[int, int] = {}
 
   def add(
-    self, value: int, ops: Sequence[CollectiveOp], times: int, dtype: str, source: str, block: int
+    self,
+    value: int,
+    ops: Sequence[CollectiveOp],
+    times: int,
+    dtype: str,
+    kind: str,
+    source: str,
+    block: int,
   ) -> None:
     """Adds collectives that follow each other on one value.
 
@@ -40,13 +47,14 @@ class CollectiveCombiner:
       ops: collectives, in order.
       times: number of runs per step.
       dtype: wire dtype.
+      kind: kind of the operation that needs them.
       source: source line to report.
       block: identity of the loop body; collectives of different loops are not combined.
     """
     for op in ops:
       group_size = shard_count(op.axes, self._sizes)
       if group_size > 1:
-        collective = Collective(op.kind, op.axes, group_size, op.bytes, times, 0.0, dtype, '', source)
+        collective = Collective(op.kind, op.axes, group_size, op.bytes, times, 0.0, dtype, kind, source)
         self._join(value, collective, block)
 
   def _join(self, value: int, one: Collective, block: int) -> None:

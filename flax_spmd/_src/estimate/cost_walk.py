@@ -5,7 +5,8 @@ added, once per run of the enclosing loops. Like XLA, the walk saves communicati
 
 * A value is resharded to one sharding once, however many operations need it.
 * A gather is deferred until an operation needs its result; an elementwise operation often does not.
-* Partial sums that are added to each other are added first, and reduced once.
+* Partial sums that are added to each other are added first, and reduced once; so are those that a loop adds up
+  (`loop_sums`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
-from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op, Spec, shard_count, shard_size
+from flax_spmd._src.estimate.graph import (
+  Block,
+  Graph,
+  GraphValue,
+  Op,
+  Spec,
+  shard_count,
+  shard_size,
+  used_axes,
+)
+from flax_spmd._src.estimate.kernels import unknown_kernel
 from flax_spmd._src.estimate.live_buffers import (
   BARRIER,
   BlockLiveness,
@@ -23,9 +34,16 @@ from flax_spmd._src.estimate.live_buffers import (
   liveness,
   rematerialisable_values,
 )
+from flax_spmd._src.estimate.loop_sums import MOVING_PLATFORMS, loop_sums
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.requirements import Context, Requirement
-from flax_spmd._src.estimate.resharding import CollectiveOp, is_ambiguous, reduce_partial_sum, reshard
+from flax_spmd._src.estimate.resharding import (
+  CollectiveOp,
+  is_ambiguous,
+  reduce_partial_sum,
+  reshard,
+  without_reduce_scatter,
+)
 from flax_spmd._src.estimate.wire_dtypes import wire_values
 from flax_spmd._src.hlo.counts import Counts
 
@@ -65,6 +83,7 @@ class AnalyzedGraph:
     wire_values: values that are sent in a narrower dtype.
     constants: scalar integer constants.
     uses: number of uses per value.
+    loop_sums: values that are added to a loop's carry, with the loop's result.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
   """
 
@@ -78,6 +97,7 @@ class AnalyzedGraph:
     self.uses: dict[int, int] = {}
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
+    self.loop_sums = loop_sums(graph, self.uses)
     self.dtype = _chip_dtype(max(product_sizes, key=lambda dtype: product_sizes[dtype], default='f32'))
 
   def _scan(self, block: Block, product_sizes: dict[str, int]) -> None:
@@ -107,7 +127,11 @@ class AnalyzedGraph:
     return 1
 
   def walk(
-    self, specs: Sequence[Spec], results: Sequence[Spec | None], sizes: Mapping[str, int]
+    self,
+    specs: Sequence[Spec],
+    results: Sequence[Spec | None],
+    sizes: Mapping[str, int],
+    platform: str = 'cuda',
   ) -> WalkResult:
     """The costs under a layout.
 
@@ -115,8 +139,9 @@ class AnalyzedGraph:
       specs: sharding of each value.
       results: sharding that each result of the step needs; None accepts any.
       sizes: size per mesh axis.
+      platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
     """
-    walk = _CostWalk(self, list(specs), sizes)
+    walk = _CostWalk(self, list(specs), sizes, platform)
     peak = walk.block(self.graph.main, self.liveness, 1, results)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
@@ -138,22 +163,28 @@ class _PartialSum(NamedTuple):
   natural_sharding: Spec
   partial_axes: tuple[str, ...]
   times: int
+  kind: str  # of the operation that made it
   source: str
+  is_total: bool = False  # of all iterations of a loop
 
 
 class _CostWalk:
   """One pass, with its running totals."""
 
-  def __init__(self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int]):
-    self.analyzed, self.specs, self.sizes = analyzed, specs, sizes
+  def __init__(
+    self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int], platform: str
+  ):
+    self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
     self.values = analyzed.graph.values
     self.combiner = CollectiveCombiner(sizes)
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
+    self.kind = ''  # of the current operation
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
     self.doubts: list[str] = []
     self.resharded: set[tuple[int, Spec]] = set()
     self.partial_sums: dict[int, _PartialSum] = {}
+    self.totals: dict[int, _PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
     self.deferred_computed: set[int] = set()  # those among them that were computed from several operands
     self.known_bytes: dict[int, float] = {}
@@ -197,14 +228,27 @@ class _CostWalk:
     """Whether an operation is a product in a loop whose result is reduced over devices.
 
     Schedulers delay such a product, which keeps its operands live, in a loop over layers that stacks their
-    gradients. A loop over microbatches, which adds gradients up, can have a whole model as its body, and keeps
+    gradients. They do not if the sum is reduced after the loop. A loop over microbatches, which adds gradients up, can have a whole model as its body, and keeps
     far less of it; it is taken to keep nothing, which is too little for a small body.
     """
-    return self.loop > 0 and op.kind == 'dot_general' and op.results[0] in self.partial_sums
+    product = op.results[0] if op.results else 0
+    partial = self.partial_sums.get(product) if self.loop and op.kind == 'dot_general' else None
+    return partial is not None and not self._is_reduced_later(product, partial)
+
+  def _is_reduced_later(self, value: int, partial: _PartialSum) -> bool:
+    """Whether a partial sum in a loop is added to the loop's carry, which is reduced after the loop."""
+    total = self.analyzed.loop_sums.get(value)
+    return (
+      total is not None
+      and self.platform in MOVING_PLATFORMS
+      and not partial.is_total
+      and used_axes(self.specs[total]).isdisjoint(partial.partial_axes)
+    )
 
   def _op(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of an operation, and returns the peak memory of its blocks."""
-    if self._merge_partial_sums(op) or self._forward_partial_sum(op):
+    self.kind = op.kind
+    if self._add_to_total(op) or self._merge_partial_sums(op) or self._forward_partial_sum(op):
       return 0.0
     if op.kind == 'while':
       return self._loop(op, inner, times)
@@ -241,9 +285,9 @@ class _CostWalk:
     if required.doubt and times * max(map(self._bytes, (*op.operands, *op.results))) > _NEGLIGIBLE:
       self.doubts.append(f'{op.source}: {required.doubt}')
     self.flops += times * required.flops
-    if op.kind == 'custom_call':
-      name = op.attributes.get('call_target_name', op.kind)
+    if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
+      self.doubts.append(f'{op.source}: the costs of the kernel {name} are unknown')
     for value in op.results:
       self._add_result(value, required, times, op)
 
@@ -266,7 +310,7 @@ class _CostWalk:
     """Records a result in its natural sharding, until an operation needs it otherwise."""
     natural, spec = required.natural_sharding, self.specs[value]
     if required.partial_axes:
-      self.partial_sums[value] = _PartialSum(natural, required.partial_axes, times, op.source)
+      self.partial_sums[value] = _PartialSum(natural, required.partial_axes, times, op.kind, op.source)
     elif natural != spec and len(natural) == len(spec):
       ops = reshard(self._wire_value(value), natural, spec, self.sizes)
       if _are_gathers(ops):
@@ -291,6 +335,19 @@ class _CostWalk:
     if op.kind == 'dot_general' and value in self.deferred_computed:
       return self.deferred_gathers.get(value, self.specs[value])
     return self.specs[value]
+
+  def _add_to_total(self, op: Op) -> bool:
+    """Adds a partial sum to a loop's carry, to reduce the total after the loop; returns whether it did."""
+    for value in op.operands if op.kind == 'add' and op.results[0] in self.analyzed.loop_sums else ():
+      total, partial = self.analyzed.loop_sums.get(value, 0), self.partial_sums.get(value)
+      if (
+        partial
+        and self._is_reduced_later(value, partial)
+        and partial.natural_sharding == self.specs[total]
+      ):
+        self.totals[total] = self.partial_sums.pop(value)
+        return True
+    return False
 
   def _merge_partial_sums(self, op: Op) -> bool:
     """Adds two partial sums before either is reduced, if that is their only use; returns whether it did."""
@@ -342,7 +399,9 @@ class _CostWalk:
       self.specs[value],
       self.sizes,
     )
-    self._add_collectives(ops, partial.times, value, partial.source)
+    if self.platform == 'tpu' and value in self.analyzed.loop_sums:
+      ops = without_reduce_scatter(ops)
+    self._add_collectives(ops, partial.times, value, partial.source, partial.kind)
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
@@ -354,6 +413,9 @@ class _CostWalk:
     carried = [self.specs[result] for result in op.results]
     peak = self.block(op.blocks[1], inner[1], iterations, carried)
     self.resharded, self.loop = outside
+    for result in op.results:
+      if result in self.totals:
+        self.partial_sums[result] = self.totals.pop(result)._replace(times=times, is_total=True)
     return peak
 
   def _branch(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
@@ -391,12 +453,16 @@ class _CostWalk:
       self.hbm += times * copy
     self._add_collectives(ops, times, value, source)
 
-  def _add_collectives(self, ops: Sequence[CollectiveOp], times: int, value: int, source: str) -> None:
+  def _add_collectives(
+    self, ops: Sequence[CollectiveOp], times: int, value: int, source: str, kind: str = ''
+  ) -> None:
+    if self.platform == 'cpu':
+      ops = without_reduce_scatter(ops)
     for op in ops:  # each reads its operand and writes its result
       growth = shard_count(op.axes, self.sizes) ** _GROWTH.get(op.kind, 0)
       self.hbm += times * op.bytes * (1 + growth)
     dtype = self._wire_value(value).dtype
-    self.combiner.add(value, ops, times, dtype, source, self.loop)
+    self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
     if is_ambiguous(ops) and times * sum(op.bytes for op in ops) > _NEGLIGIBLE:
       self.doubts.append(f'{source}: {" then ".join(op.kind for op in ops)} of one array')
 

@@ -98,11 +98,10 @@ class Estimator:
       mark_iota_dims(self._module.graph)
     self._analyzed = AnalyzedGraph(self._module.graph)
     self._replaced_arguments = list(_replaced_arguments(self._lowering))
-    parts = [
+    self._parts = [
       *(_part(path) for path, _ in state),
       *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
     ]
-    self._argument_parts = [parts[index] for index in self._lowering.used]
     self._collect_names()
 
   def _collect_names(self) -> None:
@@ -142,17 +141,24 @@ class Estimator:
         f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
       )
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
-    state = jax.tree.leaves(layout.sharding(self._lowering.state))
-    batch = [leaf.sharding for leaf in jax.tree.leaves(abstract_batch(self._train_step, layout))]
-    shardings = [*state, *batch]
+    batch = jax.tree.leaves(abstract_batch(self._train_step, layout))
+    arrays = [*jax.tree.leaves(self._lowering.state), *batch]
+    shardings = [
+      *jax.tree.leaves(layout.sharding(self._lowering.state)),
+      *(leaf.sharding for leaf in batch),
+    ]
     arguments = [
       _spec(shardings[index], len(self._module.graph.values[value].shape))
       for index, value in zip(self._lowering.used, self._module.graph.main.arguments, strict=True)
     ]
     results = [None if index is None else arguments[index] for index in self._replaced_arguments]
     specs = self._module.propagate(sizes, arguments, results, lambda *one: _resolve(layout, *one))
-    costs = self._analyzed.walk(specs, results, sizes)
-    memory = self._memory(arguments, sizes, costs.temporaries)
+    costs = self._analyzed.walk(specs, results, sizes, target.chip.platform)
+    argument_bytes = [
+      int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
+      for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+    memory = self._memory(argument_bytes, costs.temporaries)
     return Outcome(
       '',
       layout,
@@ -172,19 +178,14 @@ class Estimator:
     """The operands' dtype of most of the step's matrix products, such as `bf16` or `f32`."""
     return self._analyzed.dtype
 
-  def _memory(self, arguments: Sequence[Spec], sizes: Mapping[str, int], temporaries: float) -> Memory:
-    """Bytes on one device.
+  def _memory(self, argument_bytes: Sequence[int], temporaries: float) -> Memory:
+    """Bytes on one device; those of the state and the batch count whether the step uses them or not.
 
     If the state is not donated, the old and the new one are both live at the end of the step, when the memory of
     the temporaries is free again.
     """
-    values = self._module.graph.values
-    argument_bytes = [
-      int(shard_size(values[value].shape, spec, sizes) * values[value].itemsize)
-      for value, spec in zip(self._module.graph.main.arguments, arguments)
-    ]
     by_part: dict[str, int] = dict.fromkeys(_PARTS, 0)
-    for part, size in zip(self._argument_parts, argument_bytes):
+    for part, size in zip(self._parts, argument_bytes, strict=True):
       by_part[part] += size
     total = sum(argument_bytes)
     new_state = 0 if self._train_step.donate else total - by_part['batch']

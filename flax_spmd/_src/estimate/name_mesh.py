@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
-from flax_spmd._src.compat import program_bytes, target_devices, used_arguments
+from flax_spmd._src.compat import (
+  lower_with_placeholders,
+  program_bytes,
+  target_devices,
+  used_arguments,
+)
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.rules.table import Rules
@@ -86,7 +91,8 @@ def _lowered(train_step: TrainStepLike, platform: str) -> NamedLowering:
   )
   train_step = train_step_on(layout, train_step)
   state, batch = abstract_arguments(train_step, layout)
-  lowered = train_step.jitted(layout).trace(state, batch).lower(lowering_platforms=(platform,))
+  traced = train_step.jitted(layout).trace(state, batch)
+  lowered = lower_with_placeholders(traced, platform, layout.mesh)
   return NamedLowering(
     program_bytes(lowered), train_step, state, lowered.out_info, used_arguments(lowered)
   )

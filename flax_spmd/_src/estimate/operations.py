@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flax_spmd._src.estimate.gather_scatter import gather, scatter
 from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
+from flax_spmd._src.estimate.kernels import custom_call
 from flax_spmd._src.estimate.matmuls import convolution, dot
 from flax_spmd._src.estimate.requirements import Context, Requirement
 
@@ -193,6 +194,6 @@ _RULES: dict[str, Callable[[Op, Context], Requirement]] = {
   'cholesky': _replicate_matrix,
   'triangular_solve': _replicate_matrix,
   'fft': _replicate_matrix,
-  'custom_call': _any_sharding,
+  'custom_call': custom_call,
   'rng_bit_generator': _any_sharding,
 }

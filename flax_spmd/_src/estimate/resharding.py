@@ -126,6 +126,21 @@ def reduce_partial_sum(
   return [*ops, *reshard(value, tuple(map(tuple, now)), after, sizes)]
 
 
+def without_reduce_scatter(ops: Sequence[CollectiveOp]) -> Sequence[CollectiveOp]:
+  """The same collectives for a compiler without reduce-scatter, as XLA's for CPUs: an all-reduce, and a slice.
+
+  Example:
+    >>> without_reduce_scatter([CollectiveOp('reduce-scatter', ('data',), 256.0)])
+    [CollectiveOp(kind='all-reduce', axes=('data',), bytes=256.0)]
+  """
+  if all(op.kind != 'reduce-scatter' for op in ops):
+    return ops
+  reductions = [op for op in ops if op.kind in ('reduce-scatter', 'all-reduce')]
+  axes = tuple(axis for op in reductions for axis in op.axes)
+  rest = [op for op in ops if op not in reductions]
+  return [CollectiveOp('all-reduce', axes, reductions[0].bytes), *rest]
+
+
 def is_ambiguous(ops: Sequence[CollectiveOp]) -> bool:
   """Whether XLA could choose other collectives: several changes at once, or a permute."""
   kinds = [op.kind for op in ops if op.kind not in ('all-reduce', 'reduce-scatter')]

@@ -19,6 +19,8 @@ _CONVOLUTION = re.compile(r'__(?:cudnn|onednn)\$conv')
 _ATTENTION = re.compile(r'__cudnn\$fmha')
 _CONTRACTING = re.compile(r'lhs_contracting_dimensions\\?":\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'intermediate_tensor_shape\\?":\s*\{.*?dimensions\\?":\s*\[([^\]]*)\]')
+_GIVEN_FLOPS = re.compile(r'cost_estimate\\?"\s*:\s*\{[^}]*?flops\\?"\s*:\s*\\?"?(\d+)')
+_NEGLIGIBLE = re.compile(r'threefry|rng|TopK|topk|callback|annotate', re.IGNORECASE)
 _ANNOTATIONS = re.compile(
   r'AllocateBuffer|ConcatBitcast|AsyncCollective(?:Start|Done)|CreateBuffer|Pin|Unpin'
   r'|Sharding|SPMD(?:FullToShard|ShardToFull)Shape|xla\.sdy\..*|LayoutConstraint'
@@ -154,9 +156,9 @@ def _call_flops(call: Instruction, arrays: Sequence[Shape], result: Shape) -> fl
   name = custom_call_target(call)
   if _CONVOLUTION.match(name):
     return _convolution_call_flops(name, call, arrays, result)
-  if _ATTENTION.match(name):
-    return _attention_flops(name, call, arrays[0])
-  return _gemm_flops(call, arrays[0], result) if _GEMM.match(name) else None
+  if _GEMM.match(name):
+    return _gemm_flops(call, arrays[0], result)
+  return kernel_flops(f'{name} {call.attributes.get("backend_config", "")}', arrays[0].dims)
 
 
 def _gemm_flops(call: Instruction, lhs: Shape, result: Shape) -> float:
@@ -181,14 +183,36 @@ def _convolution_call_flops(
   return _convolution_flops(call, lhs, rhs, result)
 
 
-def _attention_flops(name: str, call: Instruction, query: Shape) -> float | None:
-  """The FLOPs of cuDNN's attention: 2 products forward, and 5 backward, which recomputes the scores.
+def kernel_flops(kernel: str, query: Sequence[int]) -> float | None:
+  """The FLOPs of a kernel, or None if they are unknown.
 
-  The configuration has the scores' shape [batch, heads, length, length]. Masked scores count too, as
-  everywhere.
+  cuDNN's attention has 2 products forward, and 5 backward, which recomputes the scores. Masked scores count too, as
+  everywhere. A kernel for TPUs may have the FLOPs that its author has given it.
+
+  Args:
+    kernel: target of a custom call, and its configuration.
+    query: shape of the first operand.
+
+  Example:
+    >>> kernel_flops('tpu_custom_call {"cost_estimate": {"flops": 8192, "bytes_accessed": 64}}', (8, 16))
+    8192.0
   """
-  match = _SCORES.search(call.attributes.get('backend_config', ''))
-  if not match:
+  name = kernel.partition(' ')[0]
+  if name == 'tpu_custom_call':
+    given = _GIVEN_FLOPS.search(kernel)
+    return float(given[1]) if given else None
+  scores = attention_scores(kernel)
+  if scores is None:
     return None
-  scores = math.prod(int(size) for size in re.findall(r'\d+', match[1]))
-  return (5 if 'Backward' in name else 2) * 2 * scores * query.dims[-1]
+  return (5 if 'Backward' in name else 2) * 2.0 * math.prod(scores) * query[-1]
+
+
+def attention_scores(kernel: str) -> tuple[int, ...] | None:
+  """The shape (batch, heads, length, length) of the scores of cuDNN's attention; None for other kernels."""
+  match = _SCORES.search(kernel) if _ATTENTION.match(kernel) else None
+  return tuple(map(int, re.findall(r'\d+', match[1]))) if match else None
+
+
+def is_negligible_call(name: str) -> bool:
+  """Whether a custom call is an annotation, or costs next to nothing, as random bits do."""
+  return bool(_ANNOTATIONS.fullmatch(name) or _NEGLIGIBLE.search(name))

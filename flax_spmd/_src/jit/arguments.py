@@ -337,12 +337,14 @@ def _listed(names: Sequence[str]) -> str:
 def closed_over(
   fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-  """`fn` as a function of its arrays, closed over all other arguments: numbers, models, functions."""
-  leaves, treedef = jax.tree.flatten((args, kwargs))
-  marks = [is_array(leaf) for leaf in leaves]
+  """`fn` as a function of its arrays and NNX modules, closed over all other arguments: numbers, models, functions."""
+  leaves, treedef = jax.tree.flatten(
+    (args, kwargs), is_leaf=lambda node: compat.is_nnx_module_type(type(node))
+  )
+  marks = [compat.is_nnx_module_type(type(leaf)) or is_array(leaf) for leaf in leaves]
   arrays = [leaf for leaf, mark in zip(leaves, marks, strict=True) if mark]
 
-  @functools.wraps(fn)
+  @functools.wraps(fn, updated=())
   def of_arrays(arrays):
     remaining = iter(arrays)
     filled = [next(remaining) if mark else leaf for leaf, mark in zip(leaves, marks, strict=True)]

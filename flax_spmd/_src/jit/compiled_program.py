@@ -24,7 +24,7 @@ from flax_spmd._src.jit.program_arrays import (
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.second_call import second_call
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.names.box_trees import is_axis_metadata
+from flax_spmd._src.names.box_trees import is_unit
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
@@ -154,9 +154,9 @@ def _with_axes(rows: Iterable[ProgramArray], mesh: Mesh) -> tuple[ProgramArray, 
 
 def _leaves_with_path(tree: Any) -> list[tuple[KeyPath, Any]]:
   """The leaves of a tree; the path of an array in a box is that of the box."""
-  units, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)
+  units, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)
   return [
-    (path if is_axis_metadata(unit) else (*path, *inner), leaf)
+    (path if is_unit(unit) else (*path, *inner), leaf)
     for path, unit in units
     for inner, leaf in jax.tree_util.tree_leaves_with_path(unit)
   ]

@@ -49,6 +49,7 @@ from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
+from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated, has_modules
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
@@ -122,6 +123,10 @@ class _Steady:
     self.call, self.function, self.thread = call, function, thread
 
 
+class _TakesModules(Exception):
+  """Raised while a call is planned: its arguments or its result have NNX modules."""
+
+
 class _Unplanned(Exception):
   """Raised in a trace or, under a strict layout, a compilation that no plan has asked for."""
 
@@ -146,6 +151,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     stored_specs: function from the dynamic arguments to the specs that boxes are opened with; see `InForce`.
     check: function that raises an error if a compiled call is not as it should be; called once for every
       signature, before the call.
+    plan_updates: as `plan_results`, without placements of the caller; for the modules of the arguments.
 
   Attributes:
     in_force: the mesh and rules that the function uses.
@@ -165,8 +171,11 @@ class Jitted(UnderLayout, Generic[P, Result]):
     plan_inputs: InputPlanner | None = None,
     stored_specs: Callable[[Any], Any] | None = None,
     check: CallCheck | None = None,
+    plan_updates: ResultPlanner | None = None,
   ):
-    functools.update_wrapper(self, fn)
+    functools.update_wrapper(self, fn, updated=() if isinstance(fn, type) else ('__dict__',))
+    self._modular: _Modular | None = None
+    self._fn, self._plan_updates = fn, plan_updates or plan_results
     self._mesh = mesh = cast(MeshLike, in_force.mesh)
     self.in_force = in_force
     self._mesh_at_calls = not isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types
@@ -191,6 +200,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
     """Runs the function; compiles it first if these arguments have a new signature."""
+    if self._modular is not None:
+      return self._modular.call('__call__', args, kwargs)
     steady = self._steady
     if steady is None and self._steady_by_structure:
       steady = self._steady_by_structure.get(self._arguments.structure(args, kwargs))
@@ -232,8 +243,13 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def plan_of(self, *args: Any, **kwargs: Any) -> CallPlan:
     """The shardings of a call with these arguments, which may be abstract; compiles nothing."""
-    with self._scope():
-      return self._planned_for(*self._prepared(args, kwargs))[0]
+    if self._modular is None:
+      try:
+        with self._scope():
+          return self._planned_for(*self._prepared(args, kwargs))[0]
+      except _TakesModules:
+        self._modular = self._made_modular()
+    return self._modular.call('plan_of', args, kwargs)
 
   def explain(self, *args: Any, **kwargs: Any) -> ProgramExplanation:
     """Explains the compiled program for these arguments, which may be abstract.
@@ -252,6 +268,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
         f'explain compiles the program, but the mesh {describe(self._mesh)} is abstract.\n'
         'Fix: use a concrete mesh, layout.replace(mesh=make_mesh(...)), or explore.compare.'
       )
+    self.plan_of(*args, **kwargs)  # finds modules
+    if self._modular is not None:
+      return self._modular.call('explain', args, kwargs)
     if self._plan_inputs is not None:
       args, kwargs = self._arguments.by_position(args, kwargs)
     with record_constraints() as constraints:
@@ -290,6 +309,30 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _apply(self, method: str, args, kwargs) -> Any:
     """Calls, lowers or traces the function that is planned for these arguments."""
+    if self._modular is None:
+      try:
+        return self._apply_planned(method, args, kwargs)
+      except _TakesModules:
+        self._modular = self._made_modular()
+    return self._modular.call(method, args, kwargs)
+
+  def _made_modular(self) -> _Modular:
+    """The function for arguments and results with modules."""
+    plans = ModulePlans(self._plan_results, self._plan_updates)
+    inputs, stored = self._plan_inputs, self._stored_specs
+    return _Modular(
+      Jitted(
+        PureFunction(self._fn, self._options),
+        self.in_force,
+        plans.results,
+        self._options,
+        inputs and plans.inputs(inputs),
+        stored and plans.of_modules(stored),
+        self._check,
+      )
+    )
+
+  def _apply_planned(self, method: str, args, kwargs) -> Any:
     with self._scope():
       check_flax_rules(self._name, self.in_force)
       prepared, named = self._prepared(args, kwargs)
@@ -453,14 +496,19 @@ class Jitted(UnderLayout, Generic[P, Result]):
   def _plan(self, signature: Any, args, kwargs) -> CallPlan:
     """Plans a new signature; one thread at a time."""
     with self._planning:
+      dynamic = self._arguments.dynamic(*self._arguments.without_static_objects(args, kwargs))
+      if has_modules(dynamic):
+        raise _TakesModules
       dynamic = self._arguments.dynamic(args, kwargs)
       inputs = self._inputs_of_call(dynamic, kwargs)
       known = dynamic if inputs is None else _with_shardings(dynamic, inputs.shardings)
       anchored = not self._is_on_mesh(known)
       with _planned_traces():
         traced = jax.jit(self._bodies[anchored], **self._options).trace(*args, **kwargs)
-      check_meshes(traced.jaxpr, self._mesh)
       result = traced.out_info
+      if has_modules(result):
+        raise _TakesModules
+      check_meshes(traced.jaxpr, self._mesh)
       constrained = results_of_constrained_shapes(traced.jaxpr)
       results = tuple(
         map(_in_memory, self._plan_results(result, known, constrained), result_memories(traced.jaxpr))
@@ -487,6 +535,25 @@ class Jitted(UnderLayout, Generic[P, Result]):
       return None
     shardings = tuple(self._plan_inputs(dynamic))
     return _LeafShardings(jax.tree.structure(dynamic[0]), shardings)
+
+
+class _Modular:
+  """A function whose arguments or results have NNX modules.
+
+  Args:
+    pure: the function of split modules.
+  """
+
+  def __init__(self, pure: Jitted[..., Updated]):
+    self._pure = pure
+
+  def call(self, method: str, args: Any, kwargs: Any) -> Any:
+    """Calls a method of `Jitted`; a call updates the variables of the caller."""
+    split = SplitCall.of(args, kwargs)
+    result = getattr(self._pure, method)(*split.args, **split.kwargs)
+    if method == '__call__':
+      return split.finished(result)
+    return split.result(result) if method == 'eval_shape' else result
 
 
 def _repeated(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -528,7 +595,7 @@ def _may_run_again(function: Any, args, kwargs) -> bool:
 def _traced_body(jitted: Jitted, fn: Callable[..., Any], anchored: bool) -> Callable[..., Any]:
   """`fn` under the layout, as JAX traces it."""
 
-  @functools.wraps(fn)
+  @functools.wraps(fn, updated=() if isinstance(fn, type) else ('__dict__',))
   def body(*args, **kwargs):
     if not _planned_trace.get():
       raise _Unplanned

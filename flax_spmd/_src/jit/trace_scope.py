@@ -15,7 +15,7 @@ from flax_spmd._src.unbound_axes import explained_axis_names
 
 @contextlib.contextmanager
 def trace_scope(in_force: InForce, owner: str = LAYOUTS_MESH) -> Iterator[None]:
-  """Puts the mesh and rules of a layout in force for a trace.
+  """Puts the mesh and rules of a layout in force for a trace. NNX's own sharding of new variables is off.
 
   Args:
     in_force: the mesh and rules.
@@ -29,6 +29,7 @@ def trace_scope(in_force: InForce, owner: str = LAYOUTS_MESH) -> Iterator[None]:
   with (
     scope(in_force),
     compat.mesh_scope(mesh),
+    compat.without_eager_sharding(),
     explained_mesh_errors(mesh, owner),
     explained_axis_names(),
   ):

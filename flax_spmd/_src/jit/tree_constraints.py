@@ -23,7 +23,7 @@ from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.constraint_log import report_constraint
 from flax_spmd._src.constraints import constrain, mesh_for_constraints, with_logical_constraint
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.names.box_trees import is_axis_metadata, static_of
+from flax_spmd._src.names.box_trees import is_unit, static_of
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.array_resolver import resolver_of
 from flax_spmd._src.rules.clauses import Leaf
@@ -169,7 +169,7 @@ def _constrain_leaves(
   tree: Any, mesh: Any, resolve: Callable[[Leaf, bool], Resolution], kind: str
 ) -> Any:
   """Constrains every array of a tree to its resolved spec; raises the problems of all arrays together."""
-  units, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)
+  units, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)
   problems, resolved = [], []
   for path, unit in units:
     static, value = static_of(unit)

@@ -10,13 +10,16 @@ functions therefore works everywhere.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from flax.core import meta
 
+from flax_spmd._src import compat
 from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Static
 from flax_spmd._src.names.flax_boxes import as_own_box
+from flax_spmd._src.names.nnx_variables import attributes_as_keys, static_of_variable
 from flax_spmd._src.public_module import set_module
 
 
@@ -37,6 +40,17 @@ def is_axis_metadata(val: Any) -> bool:
 def is_box_type(cls: type) -> bool:
   """Cached: this is called for every node of every tree, and abstract base classes are slow."""
   return issubclass(cls, AxisMetadata)
+
+
+@functools.cache
+def is_unit_type(cls: type) -> bool:
+  """Whether an instance of a class carries names around an array: a box, or a variable of NNX."""
+  return is_box_type(cls) or compat.is_variable_type(cls)
+
+
+def is_unit(node: Any) -> bool:
+  """Whether a node carries names around an array; see `is_unit_type`."""
+  return is_unit_type(type(node))
 
 
 @set_module('flax_spmd')
@@ -111,16 +125,43 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
   return meta.replace_boxed(tree, updates)
 
 
+def plain(tree: Any) -> Any:
+  """The tree without boxes and variables, and with the attributes of NNX modules as keys; for paths and shapes.
+
+  A model has the same paths as a module, as its `nnx.state`, and as a pure dictionary.
+  """
+  units, treedef = jax.tree.flatten(attributes_as_keys(tree), is_leaf=is_unit)
+  return treedef.unflatten(static_of(unit)[1] for unit in units)
+
+
+def rebuilt(tree: Any, leaves: Iterable[Any]) -> Any:
+  """The tree with other leaves, in the order of `jax.tree.leaves`; variables that are shared stay shared.
+
+  JAX would make two variables of one that has two places in a tree, as for tied embeddings.
+  """
+  remaining, new_units = iter(leaves), {}
+  units, treedef = jax.tree.flatten(tree, is_leaf=is_unit)
+  if not any(compat.is_variable_type(type(unit)) for unit in units):
+    return jax.tree.structure(tree).unflatten(leaves)
+
+  def new_unit(unit: Any) -> Any:
+    structure = jax.tree.structure(unit)
+    new = structure.unflatten([next(remaining) for _ in range(structure.num_leaves)])
+    return new_units.setdefault(id(unit), new) if compat.is_variable_type(type(unit)) else new
+
+  return treedef.unflatten([new_unit(unit) for unit in units])
+
+
 def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:
   """The static part (None for a bare leaf) and the value of each unit, as two lists."""
-  if not any(map(is_box_type, set(map(type, units)))):
+  if not any(map(is_unit_type, set(map(type, units)))):
     return [None] * len(units), list(units)
   pairs = [static_of(unit) for unit in units]
   return [static for static, _ in pairs], [value for _, value in pairs]
 
 
 def static_of(leaf: Any) -> tuple[Static | None, Any]:
-  """The static part of a box and its value; None and the leaf itself for a bare leaf.
+  """The static part of a box or variable and its value; None and the leaf itself for a bare leaf.
 
   All types of boxes are opened; the names of nested boxes are those of the outermost.
   """
@@ -128,8 +169,10 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
   if cls is LogicallyPartitioned or cls is Partitioned:  # the fast path of every leaf of every tree
     (value,), static = leaf._pair
     return static, value
-  if not is_box_type(cls):
+  if not is_unit_type(cls):
     return None, leaf
+  if compat.is_variable_type(cls):
+    return static_of_variable(leaf)
   box = as_own_box(leaf)
   if box is None:
     return None, unbox(leaf, apply_constraint=False)

@@ -57,16 +57,18 @@ class Static:
   """The static part of a box: names, mesh and rules. Interned, so that equal ones compare by identity.
 
   `stored` is the spec that the box is opened with, in the body of a transformation that has removed an axis of a
-  box that is not stored as its names say (see `InForce`); else None.
+  box that is not stored as its names say (see `InForce`); else None. `or_axes` is whether a name without a rule is the
+  mesh axis of that name, as in NNX.
   """
 
-  __slots__ = ('__weakref__', 'logical', 'mesh', 'names', 'rules', 'stored')
+  __slots__ = ('__weakref__', 'logical', 'mesh', 'names', 'or_axes', 'rules', 'stored')
 
   names: Any
   logical: bool
   mesh: MeshLike | None
   rules: Rules | None
   stored: PartitionSpec | None
+  or_axes: bool
 
   def __new__(
     cls,
@@ -75,13 +77,16 @@ class Static:
     mesh: MeshLike | None = None,
     rules: Rules | None = None,
     stored: PartitionSpec | None = None,
+    or_axes: bool = False,
   ):
     """The interned object with this content."""
-    return _interned(names, logical, mesh, rules, stored)
+    return _interned(names, logical, mesh, rules, stored, or_axes)
 
   def renamed(self, names: Names | None) -> Static | None:
     """The static part with other names, and without a mesh; None for no names."""
-    return None if names is None else Static(tuple(names), self.logical, None, self.rules)
+    if names is None:
+      return None
+    return Static(tuple(names), self.logical, None, self.rules, or_axes=self.or_axes)
 
   def __repr__(self) -> str:
     return repr(self.names)
@@ -94,22 +99,22 @@ class Static:
 
   def __reduce__(self):
     mesh = None if self.mesh is None else PortableMesh.of(self.mesh)
-    return _unpickled_static, (self.names, self.logical, mesh, self.rules)
+    return _unpickled_static, (self.names, self.logical, mesh, self.rules, self.or_axes)
 
 
 def _unpickled_static(
-  names: Any, logical: bool, mesh: PortableMesh | None, rules: Rules | None
+  names: Any, logical: bool, mesh: PortableMesh | None, rules: Rules | None, or_axes: bool = False
 ) -> Static:
   """The static part in this process. Without the devices of its mesh, it has none, and uses that in force."""
   if mesh is None or mesh.devices is None:
-    return Static(names, logical, mesh and mesh.here(), rules)
-  return Static(names, logical, mesh.on_devices(), rules)
+    return Static(names, logical, mesh and mesh.here(), rules, or_axes=or_axes)
+  return Static(names, logical, mesh.on_devices(), rules, or_axes=or_axes)
 
 
 @shared
 def _interned(*content: Any) -> Static:
   static = object.__new__(Static)
-  static.names, static.logical, static.mesh, static.rules, static.stored = content
+  static.names, static.logical, static.mesh, static.rules, static.stored, static.or_axes = content
   return static
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from flax_spmd._src.compat import is_variable_type
 from flax_spmd._src.names.axes_collections import (
   Keys,
   entries_in,
@@ -19,8 +20,9 @@ from flax_spmd._src.names.axes_collections import (
   keys_of,
   placements,
 )
-from flax_spmd._src.names.box_trees import is_axis_metadata, static_of
+from flax_spmd._src.names.box_trees import is_unit, static_of
 from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned
+from flax_spmd._src.names.nnx_variables import with_metadata_names
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.tree_paths import path_string
@@ -50,7 +52,7 @@ def with_names(tree: Any, names: Any) -> Any:
     >>> with_names(state, lambda leaf: ('mlp',) if leaf.path.endswith('/b') else None)['params']['b']
     LogicallyPartitioned(float32[16], names=('mlp',))
   """
-  flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_axis_metadata)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)
   units = [_NamedUnit(path_string(path), keys_of(path), unit) for path, unit in flat]
   given = _by_function(units, names) if callable(names) else _by_tree(units, names)
   raise_problems(
@@ -119,8 +121,10 @@ def _problems(unit: _NamedUnit, given: Iterable[Any]) -> Iterator[Problem]:
 
 
 def _boxed(unit: Any, given: Sequence[Any]) -> Any:
-  """A box around a bare leaf with names; every other unit as it is."""
-  if not given or is_axis_metadata(unit):
+  """A box around a bare leaf with names, or the variable with names; every other unit as it is."""
+  if not given or static_of(unit)[0] is not None:
     return unit
+  if is_variable_type(type(unit)):
+    return with_metadata_names(unit, tuple(given[0]))
   box = Partitioned if isinstance(given[0], PartitionSpec) else LogicallyPartitioned
   return box(unit, tuple(given[0]))

@@ -20,8 +20,10 @@ they are in a collection beside the parameters, the state has none, and gets the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -198,9 +200,27 @@ def are_optimizer_state(tree: Any, is_unit: Callable[[Any], bool]) -> list[bool]
   return [inside for inside, count in counts for _ in range(count)]
 
 
+class OptaxState:
+  """Base class of nodes that stand for a state of Optax in a tree."""
+
+
+@functools.cache
+def optax_fields() -> list[frozenset[str]]:
+  """The fields of each state of Optax, which NNX imports, and this package does not."""
+  modules = [sys.modules.get('optax'), sys.modules.get('optax.contrib')]
+  kinds = [kind for module in modules if module is not None for kind in vars(module).values()]
+  return [
+    frozenset(kind._fields)
+    for kind in kinds
+    if isinstance(kind, type) and kind.__name__.endswith('State') and hasattr(kind, '_fields')
+  ]
+
+
 def _is_optax_state(node: Any) -> bool:
   """Whether a node is a state of Optax; `LookaheadParams` is not."""
   kind = type(node)
+  if isinstance(node, OptaxState):
+    return True
   return kind.__module__.split('.')[0] == 'optax' and kind.__name__.endswith('State')
 
 
@@ -208,6 +228,8 @@ def inside_optax(tree: Any, path: KeyPath) -> bool:
   """Whether a path goes through the state of an Optax optimizer."""
   node = tree
   for entry in path:
+    if isinstance(node, OptaxState):
+      return True
     if isinstance(node, tuple) and type(node).__module__.split('.')[0] == 'optax':
       return True
     node = getattr(node, entry.name) if isinstance(entry, GetAttrKey) else node[key_value(entry)]

@@ -18,11 +18,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force, report_names
 from flax_spmd._src.mesh import MeshLike
-from flax_spmd._src.names.box_trees import is_axis_metadata
-from flax_spmd._src.names.boxes import Static
+from flax_spmd._src.names.box_trees import is_axis_metadata, is_unit, static_of
+from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned, Static
 from flax_spmd._src.names.flax_boxes import as_own_box
+from flax_spmd._src.names.nnx_variables import with_spec
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Names
@@ -39,7 +41,7 @@ def get_partition_spec(tree: Any) -> Any:
   Returns:
     A tree with a spec of names in the place of each box (logical names stay logical), `P()` for an array
     without a box, and None for a Python scalar. A box whose arrays have different names becomes a box of
-    specs.
+    specs. A variable of NNX keeps its place, with the spec as its value.
 
   Example:
     >>> get_partition_spec({'w': LogicallyPartitioned(jnp.ones((8, 16)), ('embed', 'mlp')), 'n': jnp.ones(3)})
@@ -53,7 +55,7 @@ def get_partition_spec(tree: Any) -> Any:
   specs = [by_static[static] for static in names.box_statics]
   if None in names.shapes or names.inferred:  # Python scalars, boxes around several arrays
     specs = [_unit_spec(names, index, spec) for index, spec in enumerate(specs)]
-  return names.treedef.unflatten(specs)
+  return names.treedef.unflatten(map(_in_variable, names.units, specs))
 
 
 @set_module('flax_spmd')
@@ -83,17 +85,19 @@ def get_sharding(tree: Any, mesh: MeshLike) -> Any:
   def resolved(unit, spec):
     if spec is None:
       return None
-    box = as_own_box(unit) if is_axis_metadata(unit) else None
+    box = _as_box(unit)
     return NamedSharding(mesh, spec if box is None else box.replace(names=spec).get_sharding(mesh).spec)
 
   def sharding(unit, spec):
+    if compat.is_variable_type(type(unit)):
+      return with_spec(unit, resolved(unit, compat.variable_value(spec)))
     if not is_axis_metadata(spec):
       return resolved(unit, spec)
     return unit.replace_boxed(
       jax.tree.map(lambda each: resolved(unit, each), spec.value, is_leaf=_is_spec)
     )
 
-  return jax.tree.map(sharding, tree, get_partition_spec(tree), is_leaf=is_axis_metadata)
+  return jax.tree.map(sharding, tree, get_partition_spec(tree), is_leaf=is_unit)
 
 
 @set_module('flax_spmd')
@@ -182,6 +186,18 @@ def _map_specs(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 def _table(rules: Any) -> Rules:
   return in_force().rules if rules is None else Rules.of(rules)
+
+
+def _as_box(unit: Any) -> Partitioned | None:
+  """The names of a box, or of a variable, as a box of ours; None for a bare leaf."""
+  if not compat.is_variable_type(type(unit)):
+    return as_own_box(unit) if is_axis_metadata(unit) else None
+  static, value = static_of(unit)
+  return None if static is None else LogicallyPartitioned(value, static.names, rules=static.rules)
+
+
+def _in_variable(unit: Any, spec: Any) -> Any:
+  return with_spec(unit, spec) if compat.is_variable_type(type(unit)) else spec
 
 
 def _is_spec(x: Any) -> bool:

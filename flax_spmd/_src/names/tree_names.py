@@ -5,7 +5,8 @@
     names.statics    # per box or bare leaf: its names, or None
     names.inferred   # by index: names inferred for optimizer state
 
-Names have carriers: the box around an array, or a collection beside it (`flax_spmd._src.names.axes_collections`). The
+Names have carriers: the box around an array, a variable of NNX (`flax_spmd._src.names.nnx_variables`), or a collection
+beside the array (`flax_spmd._src.names.axes_collections`). The
 reader of a tree's names asks every carrier, and nothing above it distinguishes them.
 
 An array's names are those of its dimensions, in order; the dimensions after the last name have none. Optimizers also
@@ -26,8 +27,9 @@ from flax.linen.partitioning import AxisMetadata
 from jax.tree_util import GetAttrKey, KeyPath
 
 from flax_spmd._src.names.axes_collections import GivenNames, read_collections
-from flax_spmd._src.names.box_trees import is_axis_metadata, is_box_type, statics_of
+from flax_spmd._src.names.box_trees import is_unit, is_unit_type, statics_of
 from flax_spmd._src.names.boxes import Static
+from flax_spmd._src.names.nnx_variables import attributes_as_keys, has_keyed_nodes
 from flax_spmd._src.names.optimizer_state import (
   Inference,
   Shape,
@@ -51,7 +53,7 @@ _OPTIMIZER_KEYS = {'opt_state', 'param_states'}  # of Flax's TrainState, and of 
 class TreeNames:
   """The names in one tree, read once.
 
-  A *unit* is a box, or a leaf outside of any box. Each list has one entry per unit, in tree order; each
+  A *unit* is a box, a variable, or a leaf outside of these. Each list has one entry per unit, in tree order; each
   dictionary is keyed by the unit's index. Properties are computed on first use. Reading raises nothing:
   the planner reports names that do not fit.
 
@@ -59,8 +61,8 @@ class TreeNames:
     tree: any tree, concrete or abstract.
 
   Attributes:
-    tree: the tree.
-    units: its boxes and bare leaves.
+    tree: the tree; the attributes of NNX modules are keys.
+    units: its boxes, variables and bare leaves.
     treedef: its structure, with units as leaves.
     box_statics: the static part of each box; None for a bare leaf.
     values: the value of each box; a bare leaf itself.
@@ -77,12 +79,14 @@ class TreeNames:
     self.tree = tree
     kinds: set[type] = set()
 
-    def is_unit(node: Any) -> bool:
+    def is_seen_unit(node: Any) -> bool:
       kind = type(node)
       kinds.add(kind)
-      return is_box_type(kind)
+      return is_unit_type(kind)
 
-    self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_unit)
+    self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_seen_unit)
+    if has_keyed_nodes(kinds):
+      self.tree = attributes_as_keys(tree)
     self._has_collections = AxisMetadata in kinds
     self.box_statics, self.values = statics_of(self.units)
     self.shapes: list[Any] = [getattr(value, 'shape', None) for value in self.values]
@@ -127,7 +131,7 @@ class TreeNames:
   @functools.cached_property
   def optimizer(self) -> list[bool]:
     """Whether each unit is optimizer state: part of an Optax state, or below one of the usual keys for it."""
-    of_optax = are_optimizer_state(self.tree, is_axis_metadata)
+    of_optax = are_optimizer_state(self.tree, is_unit)
     below = (not _OPTIMIZER_KEYS.isdisjoint(path.split('/')) for path in self.paths)
     return [a or b for a, b in zip(of_optax, below, strict=True)]
 
@@ -193,9 +197,7 @@ class TreeNames:
   @functools.cached_property
   def _key_paths(self) -> list[KeyPath]:
     """JAX's key path of each unit; slower than `paths`, and needed only to look for parameters."""
-    return [
-      path for path, _ in jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_axis_metadata)[0]
-    ]
+    return [path for path, _ in jax.tree_util.tree_flatten_with_path(self.tree, is_leaf=is_unit)[0]]
 
   @functools.cached_property
   def _given(self) -> dict[int, list[GivenNames]]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey
 
-from flax_spmd._src.names.box_trees import is_axis_metadata
+from flax_spmd._src.names.box_trees import is_unit
 from flax_spmd._src.tree_paths import KEY_TEXT, ROOT_PATH
 
 
@@ -67,7 +67,7 @@ class UnitPaths:
         self._visit(child, path, f'{path}/')
 
   def _visit_other(self, node: Any, path: str, prefix: str) -> None:
-    children = None if is_axis_metadata(node) else _children(node)
+    children = None if is_unit(node) else _children(node)
     if children is None:
       self._unit_types.add(type(node))
       self.paths.append(path or ROOT_PATH)
@@ -94,7 +94,7 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     >>> leaves_with_paths({'w': Partitioned(1.0, ('data',)), 'b': 2.0})
     [('b', 2.0), ('w', 1.0)]
   """
-  units = jax.tree.leaves(tree, is_leaf=is_axis_metadata)
+  units = jax.tree.leaves(tree, is_leaf=is_unit)
   return [
     (path, leaf)
     for path, unit in zip(UnitPaths(tree).paths, units, strict=True)

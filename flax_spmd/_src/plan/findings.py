@@ -160,6 +160,7 @@ def _unmatched(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) ->
     row = kind.row
     table = _table_for(planner.rules, row.owner)
     open_name = row.logical and decision.rule is None and isinstance(decision.name, str)
+    open_name = open_name and not axis_names(decision.axes)  # by a rule of its own
     if open_name and table is not None and decision.name not in table.by_name:
       positions[decision.name, table] += kind.positions
   for (name, table), unmatched in positions.items():

@@ -12,11 +12,12 @@ as one error.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -70,7 +71,7 @@ class Planner:
     self._resolutions: dict[Any, Resolution] = {}
     self._by_spec: dict[PartitionSpec, NamedSharding] = {}
     self._by_structure: dict[Any, _TreeShardings] = {}
-    self._of_boxes: dict[Rules, ArrayResolver] = {}
+    self._of_boxes: dict[Any, ArrayResolver] = {}
     self._of_tables: dict[Rules, Planner] = {}
 
   @property
@@ -187,12 +188,12 @@ class Planner:
   def _resolve(self, static: Static | None, leaf: Leaf, owned: bool = True) -> Resolution:
     if static is None:
       return self._resolver.resolve(leaf, self.sizes, owned=owned)
-    resolver = self._resolver if not static.rules else self._resolver_of_box(static.rules)
+    resolver = self._resolver if not static.rules else self._resolver_of_box(static)
     if isinstance(static.names, str):
       return Resolution(PartitionSpec(), (), (_bare_string(static.names),))
     if static.logical:
       report_names(static.names)
-    leaf = leaf._replace(names=tuple(static.names))
+    leaf = leaf._replace(names=self._axes_as_tuples(static))
     resolution = resolver.resolve(leaf, self.sizes, axes=not static.logical, owned=owned)
     if not static.rules:
       return resolution
@@ -236,10 +237,26 @@ class Planner:
       self._by_structure[structure] = shardings
     return shardings
 
-  def _resolver_of_box(self, rules: Rules) -> ArrayResolver:
-    resolver = self._of_boxes.get(rules)
+  def _axes_as_tuples(self, static: Static) -> tuple[Any, ...]:
+    """The names of an array; mesh axes among them, which NNX does not mark, as tuples."""
+    if not static.or_axes:
+      return tuple(static.names)
+    known = self.rules.by_name.keys() | (static.rules.by_name.keys() if static.rules else set())
+    return tuple(
+      (name,) if isinstance(name, str) and name in self.sizes and name not in known else name
+      for name in static.names
+    )
+
+  def _resolver_of_box(self, static: Static) -> ArrayResolver:
+    """The resolver of an array with rules of its own: these alone for a box, before the table's for a variable."""
+    key = static.rules, static.or_axes
+    resolver = self._of_boxes.get(key)
     if resolver is None:
-      resolver = self._of_boxes[rules] = resolver_of(rules)
+      rules = cast(Rules, static.rules)
+      if static.or_axes:
+        policies = dataclasses.asdict(self.rules.policies)
+        rules = Rules.of((*rules.clauses, *self.rules.clauses), **policies)
+      resolver = self._of_boxes[key] = resolver_of(rules)
     return resolver
 
   def _sharding(self, spec: PartitionSpec) -> NamedSharding:
@@ -360,7 +377,7 @@ class _TreePlan:
       return self._resolver.asked_route(Leaf(path, shape or (), dtype, None, optimizer))
     if static.rules or shape is None or isinstance(static.names, str):
       return path  # functions are not called for it
-    leaf = Leaf(path, shape, dtype, tuple(static.names), optimizer)
+    leaf = Leaf(path, shape, dtype, self._planner._axes_as_tuples(static), optimizer)
     return self._resolver.asked_route(leaf, axes=not static.logical)
 
   @functools.cached_property

@@ -135,12 +135,18 @@ def _check_nesting(text: str, what: str) -> None:
     )
 
 
+_SECTION_FORMS = {
+  'mesh': '[mesh], and below it a line such as data = 8 for each axis',
+  'rules': '[rules], and below it clauses = [...]',
+}
+
+
 def _check_sections(table: Mapping[str, Any]) -> None:
-  version = table.get('format')
-  if type(version) is not int or not 1 <= version <= FORMAT:
+  version = table.get('format', FORMAT)
+  if type(version) is int and version > FORMAT:  # it may have entries that this version does not know
     raise RulesError(
-      f'The layout file has format {_shown(version)}, this version reads up to {FORMAT}.\n'
-      f'Fix: upgrade flax_spmd, or start the file with format = {FORMAT}.'
+      f'The layout file has format {version}, this version reads up to {FORMAT}.\n'
+      f'Fix: upgrade flax_spmd, or write the file for format = {FORMAT}.'
     )
   for name in table:
     if name not in _SECTIONS:
@@ -148,13 +154,21 @@ def _check_sections(table: Mapping[str, Any]) -> None:
         f'The layout file has an entry {name!r}, which means nothing.{did_you_mean(name, _SECTIONS)}\n'
         f'Fix: the entries are {", ".join(sorted(_SECTIONS))}.'
       )
+  if 'format' not in table or type(version) is not int or version < 1:
+    has = f'format {_shown(version)}' if 'format' in table else 'no format'
+    raise RulesError(f'The layout file has {has}.\nFix: start the file with format = {FORMAT}.')
   if not isinstance(table.get('strict', False), bool):
     raise RulesError(
       f'The layout file has {table["strict"]!r} for strict.\nFix: write strict = true, or remove it.'
     )
   for name in ('mesh', 'rules'):
-    if not isinstance(table.get(name), dict):
+    if name not in table:
       raise RulesError(f'The layout file has no section [{name}].\nFix: add it.')
+    if not isinstance(table[name], dict):
+      raise RulesError(
+        f'The layout file has {_shown(table[name])} for {name}, which is a section.\n'
+        f'Fix: write {_SECTION_FORMS[name]}.'
+      )
 
 
 def _check_sizes(mesh: Mapping[str, Any]) -> None:

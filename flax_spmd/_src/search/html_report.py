@@ -21,7 +21,7 @@ def page(result: SearchResult) -> str:
   """The page as HTML text."""
   first = [
     f'<p>{safe(result.title)}</p>',
-    *(f'<p class="warning">{safe(note)}</p>' for note in result.notes),
+    *(f'<p class="warning">{safe(note)}</p>' for note in result.remarks),
     section('Layout', f'<pre>{safe(result.toml)}</pre>'),
     section('Effect of each rule', _effects(result.effects)),
     section('Time against memory', _scatter(result)),

@@ -21,12 +21,15 @@ from flax_spmd._src.compare.outcome import Outcome, record
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.html_report import page, signed_size
 from flax_spmd._src.search.trials import mean_seconds
 from flax_spmd._src.text import size_text, time_text
 
 if TYPE_CHECKING:
   from rich.console import RenderableType
+
+_UNCHECKED = 'Unchecked: no estimate was compared with a compiled program.'
 
 
 @set_module('flax_spmd.explore')
@@ -71,6 +74,7 @@ class SearchResult:
     pareto: estimates that fit and that no other estimate beats in both time and memory, fastest first.
     effects: effect of each rule of the best layout.
     notes: remarks on the search, such as an interruption.
+    check: the estimates beside compiled layouts, by which they are corrected; None if nothing was compiled.
 
   Example:
     >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
@@ -96,10 +100,12 @@ class SearchResult:
     effects: Sequence[RuleEffect],
     notes: Sequence[str],
     schedule: Schedule | None = None,
+    check: EstimateCheck | None = None,
   ):
     self.target, self.memory, self.choices, self.presets = target, memory, choices, presets
     self.outcomes, self.estimates = list(outcomes), list(estimates)
     self.effects, self.notes, self.schedule = list(effects), list(notes), schedule
+    self.check = check
     self.best = self.outcomes[0]
     fitting = [one for one in self.estimates if one.memory and one.memory.peak <= memory]
     self.pareto = pareto_front(fitting)
@@ -156,6 +162,7 @@ class SearchResult:
         for one in self.estimates
       ],
       'notes': self.notes,
+      'check': self.check and self.check.record(),
     }
 
   def to_json(self) -> str:
@@ -174,7 +181,7 @@ class SearchResult:
 
   def _parts(self) -> Iterator[Any]:
     yield self.title
-    yield from self.notes
+    yield from self.remarks
     yield ''
     yield self.toml
     if self.best.pipeline:
@@ -192,6 +199,13 @@ class SearchResult:
       f'{self.target.text}: best of {len(self.estimates)} candidates within '
       f'{size_text(self.memory)} per device.'
     )
+
+  @property
+  def remarks(self) -> list[str]:
+    """The check of the estimates in one line, or that there is none, and the notes."""
+    estimated = any(one.source == 'estimated' for one in self.estimates)
+    unchecked = [_UNCHECKED] if estimated else []
+    return [*([str(self.check)] if self.check else unchecked), *self.notes]
 
   def _table(self, title: str, outcomes: Sequence[Outcome]) -> RenderableType:
     from rich.table import Table

@@ -11,6 +11,7 @@ from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.progress import progress
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.descent import BudgetSpent, descend
+from flax_spmd._src.search.estimate_check import check_estimates
 from flax_spmd._src.search.pipelines import PipelineCandidate, PipelineSearch
 from flax_spmd._src.search.result import SearchResult
 from flax_spmd._src.search.rule_effects import rule_effects
@@ -23,6 +24,7 @@ from flax_spmd.errors import InfeasibleError, SearchError
 
 _STARTS = 0.4  # largest share of starting points among the candidates
 _ESTIMATING = 0.6  # share of the time limit
+_ANCHORS = 2  # layouts compiled before the search, to check its estimates
 
 
 class SearchLimits(NamedTuple):
@@ -66,6 +68,7 @@ class SearchRun:
     self.presets: dict[Candidate, str] = {}
     self.compiled: dict[Candidate | PipelineCandidate, Outcome] = {}
     self.notes: list[str] = []
+    self.is_selected = False  # whether the candidates to choose the result from are being compiled
     self.interrupted = False
 
   def run(self) -> SearchResult:
@@ -80,6 +83,7 @@ class SearchRun:
       self._estimate()
       self._compile()
       self._compile_pipelines()
+      self._check()
     except KeyboardInterrupt:
       if not self.trials.estimated:
         raise
@@ -111,6 +115,7 @@ class SearchRun:
   def _estimate(self) -> None:
     starts = self._starts(self.space)
     self.presets = {start.candidate: start.preset for start in starts if start.preset}
+    self._compile_anchors(starts)
     self._explore(self.space, self.trials, starts, 0, 'estimating')
     if not self.trials.estimated:
       raise SearchError(
@@ -144,7 +149,29 @@ class SearchRun:
 
   # -- compilation
 
+  def _compile_anchors(self, starts: Sequence[StartingPoint]) -> None:
+    """Compiles one or two of the starting points, and corrects the estimates by them."""
+    if self.trials.reason or not self.limits.top:
+      return
+    for start in starts[: self.limits.candidates]:
+      if self.limits.time is not None and self._elapsed() > _STARTS * _ESTIMATING * self.limits.time:
+        break
+      self.trials.outcome(start.candidate)
+    if self.trials.estimated:
+      self._compile_all(self._selection.anchors(min(_ANCHORS, self.limits.top)))
+      self._check()
+
+  def _check(self) -> None:
+    """Compares all compiled layouts with their estimates, and corrects all estimates by the result."""
+    if self.trials.reason or not self.limits.top:
+      return
+    plain = {key: one for key, one in self.compiled.items() if isinstance(key, Candidate)}
+    check = check_estimates([(self.trials.uncorrected(key), one) for key, one in plain.items()])
+    if check:
+      self.trials.correct_by(check)
+
   def _compile(self) -> None:
+    self.is_selected = True
     if self.trials.reason:
       self.compiled |= self.trials.estimated
       return
@@ -191,9 +218,10 @@ class SearchRun:
 
   def _result(self) -> SearchResult:
     selection = self._selection
-    outcomes = selection.sorted(self.compiled)
+    outcomes = selection.sorted(self.compiled if self.is_selected else {})
     if not outcomes or not selection.fits(outcomes[0][1]):
-      outcomes = selection.sorted({} if self.compiled and not self.interrupted else self._shown())
+      known = {} if self.compiled and not self.interrupted else {**self._shown(), **self.compiled}
+      outcomes = selection.sorted(known)
     if not outcomes or not selection.fits(outcomes[0][1]):
       raise InfeasibleError(selection.infeasible_text(self.compiled))
     best, _ = outcomes[0]
@@ -208,6 +236,7 @@ class SearchRun:
       presets={one.name: self.presets[key] for key, one in outcomes if key in self.presets},
       effects=rule_effects(candidate, pipeline or self.trials),
       notes=self.notes,
+      check=self.trials.checked_by,
       schedule=pipeline.schedule if pipeline else None,
     )
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.descent import simplified
+from flax_spmd._src.search.estimate_check import traffic
 from flax_spmd._src.search.space import Space
 from flax_spmd._src.search.trials import Trials, fits, mean_seconds, penalized_seconds
 from flax_spmd._src.text import size_text
@@ -15,6 +16,7 @@ from flax_spmd._src.text import size_text
 SLACK = 0.1  # relative error of estimated memory to allow for
 _DOUBT_BONUS = 0.9  # factor on the time of a doubtful estimate, so that it is compiled earlier
 _HOPELESS = 2.0  # a preset this many times slower than the best estimate is not compiled
+_ANCHOR_POOL = 12  # of the best candidates, those to choose anchors from
 _SHOWN = 3  # estimates to show if nothing is compiled
 
 
@@ -46,6 +48,29 @@ class Selection(NamedTuple):
       if one.counts and one.cost and fits(one, self.trials.memory, slack):
         distinct.setdefault(_figures(one), candidate)
     return sorted(distinct.values(), key=lambda candidate: order(self.trials.estimated[candidate]))
+
+  def anchors(self, count: int) -> list[Candidate]:
+    """Candidates whose compiled programs check the estimates: the best one, and one with other operations.
+
+    Args:
+      count: number of candidates.
+    """
+    pool = (self.distinct(SLACK, _priority) or self.smallest())[:_ANCHOR_POOL]
+    chosen: list[Candidate] = []
+    while pool and len(chosen) < count:
+      seen = {name for one in chosen for name in self._classes(one)}
+      pool.remove(best := max(pool, key=lambda one: self._unseen(one, seen) if seen else 0.0))
+      plain = simplified(best, self.trials.cost, self.space.simpler)
+      chosen += [plain] if plain not in chosen else []
+    return chosen
+
+  def _unseen(self, candidate: Candidate, seen: set[str]) -> float:
+    """The share of a candidate's traffic in classes of operations that are not seen yet; of equals, the first."""
+    sizes = self._classes(candidate)
+    return round(sum(sizes[name] for name in sizes.keys() - seen) / (sum(sizes.values()) or 1.0), 1)
+
+  def _classes(self, candidate: Candidate) -> dict[str, float]:
+    return traffic(self.trials.outcome(candidate))
 
   def smallest(self) -> list[Candidate]:
     """The candidate with the lowest peak memory."""

@@ -29,7 +29,9 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
+from flax_spmd._src.search.corrections import corrected
 from flax_spmd._src.search.estimate_cache import EstimateCache, open_cache
+from flax_spmd._src.search.estimate_check import EstimateCheck
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
 from flax_spmd.errors import EstimatorError, LayoutError, PipelineError, SearchError
 
@@ -169,7 +171,8 @@ class Trials:
     lower: lowers the step under another choice; `lower_variant` by default.
 
   Attributes:
-    estimated: outcome per candidate.
+    estimated: outcome per candidate, corrected by the check if there is one.
+    checked_by: what compiled layouts say about the estimates, or None.
   """
 
   def __init__(
@@ -183,6 +186,8 @@ class Trials:
     self.task, self.memory, self.first, self.choices = task, memory, first, choices
     self.batch = first.facts.batch
     self.estimated: dict[Candidate, Outcome] = {}
+    self.checked_by: EstimateCheck | None = None
+    self._uncorrected: dict[Candidate, Outcome] = {}
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
 
@@ -211,13 +216,31 @@ class Trials:
       if variant.estimator is None:
         self.estimated[candidate] = self.compile([candidate])[0]
       else:
-        self.estimated[candidate] = _estimate(variant, name, layout)
+        self._uncorrected[candidate] = _estimate(variant, name, layout)
+        self.estimated[candidate] = self._corrected(self._uncorrected[candidate], variant)
     return self.estimated[candidate]
+
+  def uncorrected(self, candidate: Candidate) -> Outcome:
+    """The estimate of a candidate as it is without a check."""
+    self.outcome(candidate)
+    return self._uncorrected[candidate]
+
+  def correct_by(self, check: EstimateCheck) -> None:
+    """Corrects all estimates, those to come too; corrections of an earlier check are undone."""
+    self.checked_by = check
+    for candidate, outcome in self._uncorrected.items():
+      self.estimated[candidate] = self._corrected(outcome, self.variant(candidate.choices))
+
+  def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
+    if self.checked_by is None or variant.estimator is None:
+      return outcome
+    return corrected(outcome, self.checked_by, self.task.target, self.memory, variant.estimator.dtype)
 
   def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
     """The estimate of a candidate with another rule table on its mesh."""
     layout = layout_of(candidate, self.batch).replace(rules=rules)
-    return _estimate(self.variant(candidate.choices), '', layout)
+    variant = self.variant(candidate.choices)
+    return self._corrected(_estimate(variant, '', layout), variant)
 
   def compile(self, candidates: Sequence[Candidate]) -> list[Outcome]:
     """The compiled outcomes of candidates; a layout that does not fit the model gives a failed outcome."""

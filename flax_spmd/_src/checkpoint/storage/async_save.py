@@ -25,14 +25,16 @@ from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.generations import Claim
-from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat, first_line
+from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import open_store
+from flax_spmd._src.joint_call import Failure, first_line
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
 
 _POLL = 0.5  # seconds
+_SETTLE = 5.0  # seconds; a call in an exchange ends sooner, one in the storage may not
 _COMMIT = 'commit'  # topic of the exchanges in the background, beside those of the main thread
 
 
@@ -230,10 +232,14 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
     except OSError as error:
       raise save_error(error, path) from error
   results: list[Result] = []
+  with heartbeat.call.entered():
+    background = _BackgroundCall(lambda: results.append(call()))
   try:
-    wait_for(_BackgroundCall(lambda: results.append(call())), path, heartbeat)
+    wait_for(background, path, heartbeat)
   except BaseException as error:
     heartbeat.stop(error)
+    if not heartbeat.gone:
+      background.settle()
     raise
   return results[0]
 
@@ -266,7 +272,10 @@ def start(
     failure: BaseException | None = None
     try:
       wait_for(response, held.path, heartbeat)
-      wait_for(_committed(lambda: commit(held, record, metadata, after)), held.path, heartbeat)
+      with heartbeat.call.entered():
+        committed = _committed(lambda: commit(held, record, metadata, after))
+      wait_for(committed, held.path, heartbeat)
+      heartbeat.call.forget_earlier()
     except BaseException as error:
       failure = error
       held.require_lease()
@@ -303,6 +312,10 @@ class _BackgroundCall:
   def result(self, timeout: float | None = None) -> None:
     """Raises the call's error, or TimeoutError."""
     self._future.result(timeout)
+
+  def settle(self) -> None:
+    """Waits for the end of a call that has nothing to wait for any more, so that it holds no path."""
+    concurrent.futures.wait([self._future], _SETTLE)
 
 
 class _CompletedCall:
@@ -371,14 +384,10 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
       if time.monotonic() - began < _POLL / 2:  # of the storage: a call that has ended raises at once
         raise save_error(error, path) from error
       # an error of another process is raised at the second look: this process's own may be about to come
-      failed, failed_before = failed_before, heartbeat.failed()
+      failed, failed_before = failed_before, heartbeat.failure
       if failed:
-        process, text = failed
-        raise CheckpointError(
-          f'The save to {path} failed in process {process}: {text}.\n'
-          f'Fix: see the error of that process; {_UNCHANGED}.'
-        ) from error
-      gone = heartbeat.silent() or ([0] if heartbeat.lost_service else [])
+        raise error_elsewhere(path, failed) from error
+      gone = heartbeat.gone
       if gone:
         raise CheckpointError(
           f'{named(gone).capitalize()} sent no heartbeat for {SILENCE:g} s while {path} was being saved. '
@@ -394,6 +403,14 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
           f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
         ) from error
       raise save_error(error, path) from error
+
+
+def error_elsewhere(path: Any, failure: Failure) -> CheckpointError:
+  """The error of a save that failed in another process."""
+  return CheckpointError(
+    f'The save to {path} failed in process {failure.process}: {failure.reason}.\n'
+    f'Fix: see the error of that process; {_UNCHANGED}.'
+  )
 
 
 def save_error(error: Exception, path: epath.Path) -> CheckpointError:

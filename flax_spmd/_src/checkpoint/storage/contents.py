@@ -91,7 +91,7 @@ def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pac
   check_is_layout(layout)
   if isinstance(layout, Plan):
     state, layout = layout.box(state), layout.layout
-  flat = skeleton.flatten(box_trees.unbox(state, apply_constraint=False))
+  flat = skeleton.flatten(box_trees.plain(state))
   paths = skeleton.paths(flat.skeleton)
   leaves = by_path(paths, [_array(leaf) for leaf in flat.leaves])
   _check(leaves)

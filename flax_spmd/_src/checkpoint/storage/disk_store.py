@@ -18,7 +18,7 @@ import filelock
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked
+from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked, removable
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointError,
@@ -117,9 +117,9 @@ class DiskStore:
     with self._errors('read', name), open(self._path(name), 'rb') as file:
       return checksum(iter(lambda: file.read(_CHUNK), b''), like)
 
-  def remove(self, folder_or_file: str = '') -> None:
+  def remove(self, folder_or_file: str) -> None:
     """See `Store`. Threads of a failed save may still write to the folder, so it tries several times."""
-    path = self._path(folder_or_file)
+    path = Path(self.root, removable(folder_or_file, self.root))
     with self._errors('remove', folder_or_file):
       for pause in _PAUSES:
         time.sleep(pause)

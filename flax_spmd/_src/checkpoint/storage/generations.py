@@ -43,13 +43,14 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   new_manifest,
   whole_generations,
 )
+from flax_spmd._src.checkpoint.storage.orbax_files import orbax_names
 from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _THREADS = 8
-_MARK = '_CHECKPOINT_METADATA'  # of Orbax, and of this package's format 1
+_SHOWN = 5
 _RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
 
@@ -58,7 +59,7 @@ class Claim:
 
   Args:
     path: path of the checkpoint.
-    overwrite: whether existing contents may be replaced.
+    overwrite: whether a checkpoint at the path may be replaced.
     durable: whether `commit` returns only when the checkpoint survives a power cut.
 
   Attributes:
@@ -66,21 +67,26 @@ class Claim:
     new: folder of the generation to write.
 
   Raises:
-    CheckpointExistsError: the path exists, and `overwrite` is False.
+    CheckpointExistsError: the path exists, and `overwrite` is False; or it holds files of others.
     CheckpointBusyError: another process is writing to the path.
-    CheckpointError: the store cannot be reached or written; or the path is a generation.
+    CheckpointError: the store cannot be reached or written; or the path is a generation, or a whole bucket.
   """
 
   def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
-    _check_pattern(path)
+    _check_place(path)
     self.path, self._durable = path, durable
     self._store = open_store(path.parent)
     before = idle_head(self._store, path, overwrite)
     self._previous = before.head
     listed = self._store.children(path.name)  # before the lease: see above
-    self._legacy = _legacy(listed, bool(before.head.generation))
+    others = [name for name in listed if not _is_ours(name)]
+    self._legacy = orbax_names(
+      self._store, path.name, others
+    )  # beside a generation: the rest of an older one
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
     self._check_free(overwrite, is_new=before.tag is None)
+    if not (before.head.generation or self._garbage):
+      _check_foreign(path, [name for name in others if name not in self._legacy])
     # Without a generation and a lease in the head, it may be what a damaged or lost head named: kept until the commit.
     self._is_found = bool(self._garbage) and not (before.head.generation or before.head.lease)
     self._lease, self._intent = self._taken(before)
@@ -212,8 +218,16 @@ class Claim:
           return
 
 
-def _check_pattern(path: epath.Path) -> None:
-  """Raises for a path that Orbax, which looks for files by patterns below it, would not find again."""
+def _check_place(path: epath.Path) -> None:
+  """Raises for a path that cannot be a checkpoint: a whole disk or bucket, or one that Orbax would not find again.
+
+  Orbax looks for files by patterns below a path.
+  """
+  if path == path.parent or ('://' in str(path) and '/' not in str(path).partition('://')[2]):
+    whole = 'bucket' if '://' in str(path) else 'disk'
+    raise CheckpointError(
+      f'{path} is a whole {whole}.\nFix: save to a path in it, such as {path / "checkpoint"}.'
+    )
   found = sorted(set('*?[') & set(str(path)))
   if found:
     raise CheckpointError(
@@ -233,7 +247,7 @@ def file_records(store: Store, folder: str) -> dict[str, FileRecord]:
 
 
 def remove_checkpoint(path: epath.Path) -> bool:
-  """Removes a checkpoint, unless a reader or a writer uses it.
+  """Removes a checkpoint, unless a reader or a writer uses it. Files of others beside it stay.
 
   Returns:
     Whether it has been removed.
@@ -263,24 +277,24 @@ def _removed(
   if pinned_generations(store, path.name):
     lease.release(generation=before.generation, manifest=before.manifest)
     return False
-  for name in listed:
-    if is_generation(name):
-      remove_generation(store, f'{path.name}/{name}')
-    elif name != HEAD:
-      store.remove(f'{path.name}/{name}')
+  for name in filter(is_generation, listed):
+    remove_generation(store, f'{path.name}/{name}')
+  for name in orbax_names(store, path.name, listed):
+    store.remove(f'{path.name}/{name}')
   if lease.release() and lease.tag is not None:
     store.remove_if(f'{path.name}/{HEAD}', lease.tag)
   return True
 
 
-def _legacy(listed: Sequence[str], is_ours: bool) -> list[str]:
-  """The contents of a path beside our files: a checkpoint of another format, or the rest of one.
-
-  The file that marks a checkpoint comes last, so that a removal which is interrupted can be continued.
-  """
-  if is_ours and _MARK not in listed:
-    return []  # files that somebody has put beside a checkpoint
-  return sorted((name for name in listed if not _is_ours(name)), key=lambda name: name == _MARK)
+def _check_foreign(path: epath.Path, names: Sequence[str]) -> None:
+  """Raises for files that belong to no checkpoint: a save would mix with them, and must not remove them."""
+  if names:
+    more = len(names) - _SHOWN
+    listed = ', '.join(names[:_SHOWN]) + (f' and {more} more' if more > 0 else '')
+    raise CheckpointExistsError(
+      f'{path} holds files that belong to no checkpoint: {listed}.\n'
+      'Fix: save to another path, or move them away.'
+    )
 
 
 def _is_ours(name: str) -> bool:

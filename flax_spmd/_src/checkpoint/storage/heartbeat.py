@@ -1,9 +1,8 @@
 """Heartbeats: finds processes of a job that have died or failed, while a save is in progress.
 
 JAX ends the surviving processes some time after one has died (`heartbeat_timeout_seconds`, by default 100).
-A process that waits for the others in a save should report sooner what it means for the checkpoint. So during a save each process writes
-a heartbeat to JAX's coordination service twice a second, or once the error that ended its part, and reads
-those of the others.
+A process that waits for the others in a save should report sooner what it means for the checkpoint. So during a save
+each process writes a heartbeat to JAX's coordination service twice a second, and reads those of the others.
 """
 
 from __future__ import annotations
@@ -15,90 +14,81 @@ import time
 import jax
 
 from flax_spmd._src.compat import coordination_service
+from flax_spmd._src.joint_call import Failure, JointCall
 
 _EVERY = 0.5  # seconds
-_FAILED = 'failed: '
 SILENCE = 12.0  # seconds after which a process is taken for dead; others notice within 15 s
-_numbers = itertools.count()
 
 
 class Heartbeat:
   """Exchanges heartbeats until it is stopped; does nothing in a job of one process.
 
-  Every process makes one at the beginning of each save. Messages of other saves are told apart by the number
-  of the save. A process that has not begun this save yet is not silent: it may still be training.
+  A process that has not begun this save yet is not silent: it may still be training.
+
+  Args:
+    call: the save, which every process makes.
 
   Attributes:
-    lost_service: whether the coordination service is unreachable. It runs in the first process.
+    call: the save.
+    failure: error that another process has published; None if there is none.
   """
 
-  def __init__(self) -> None:
-    self._number = next(_numbers)
+  def __init__(self, call: JointCall) -> None:
+    self.call = call
+    self.failure: Failure | None = None
     self._received: dict[int, tuple[str, float]] = {}
-    self._writing = threading.Lock()
+    self._answered = time.monotonic()  # when the service last answered; a host without power never does
+    self._is_refused = False
     self._stopped = threading.Event()
-    self.lost_service = False
     if jax.process_count() > 1:
-      self._write('0')
       threading.Thread(target=self._run, name='flax_spmd heartbeat', daemon=True).start()
 
-  def silent(self) -> list[int]:
-    """The processes whose last heartbeat is more than `SILENCE` seconds old."""
-    now = time.monotonic()
-    return [process for process, (_, when) in self._received.items() if now - when > SILENCE]
+  @property
+  def gone(self) -> list[int]:
+    """The processes whose last heartbeat is more than `SILENCE` seconds old.
 
-  def failed(self) -> tuple[int, str] | None:
-    """A process that has reported a failure, and its error; None if none has."""
-    for process, (text, _) in self._received.items():
-      if text.startswith(_FAILED):
-        return process, text.removeprefix(_FAILED)
-    return None
+    The coordination service runs in the first process. If it does not answer, nothing is known of the others.
+    """
+    if self._is_refused or time.monotonic() - self._answered > SILENCE:
+      return [0]
+    return [process for process, (_, when) in self._received.items() if self._answered - when > SILENCE]
 
   def stop(self, error: BaseException | None = None) -> None:
-    """Stops; reports `error` to the other processes as the last message."""
+    """Stops; publishes `error` to the other processes."""
     if jax.process_count() > 1 and not self._stopped.is_set():
-      with self._writing:
-        self._stopped.set()
-      if error is not None and not self.lost_service:
-        self._write(f'{_FAILED}{first_line(error.__cause__ or error)}')
+      self._stopped.set()
+      if error is not None and self.gone != [0]:
+        publishing = threading.Thread(target=self.call.fail, args=(error,), daemon=True)
+        publishing.start()
+        publishing.join(SILENCE)
 
   def _run(self) -> None:
     others = [p for p in range(jax.process_count()) if p != jax.process_index()]
-    for beat in itertools.count(1):
+    for beat in itertools.count():
+      try:
+        self._beat(str(beat), others)
+      except jax.errors.JaxRuntimeError:
+        self._is_refused = True
+        return
       if self._stopped.wait(_EVERY):
         return
-      with self._writing:
-        if not self._stopped.is_set():
-          self._write(str(beat))
-      if self.lost_service:
-        return
-      for process in others:
-        text = self._read(process)
-        if text not in (None, self._received.get(process, ('', 0))[0]):
-          self._received[process] = (text, time.monotonic())
 
-  def _write(self, text: str) -> None:
-    try:
-      coordination_service().key_value_set(
-        _key(jax.process_index()), f'{self._number} {text}', allow_overwrite=True
-      )
-    except jax.errors.JaxRuntimeError:  # the service runs in the first process
-      self.lost_service = True
+  def _beat(self, text: str, others: list[int]) -> None:
+    service = coordination_service()
+    service.key_value_set(self._key(jax.process_index()), text, allow_overwrite=True)
+    for process in others:
+      received = self._read(process)
+      if received not in (None, self._received.get(process, ('', 0))[0]):
+        self._received[process] = (received, time.monotonic())
+    self.failure = self.call.failure()
+    self._answered = time.monotonic()
 
   def _read(self, process: int) -> str | None:
     """The last message of a process in this save; None if there is none."""
     try:
-      stored = coordination_service().key_value_try_get(_key(process))
+      return coordination_service().key_value_try_get(self._key(process))
     except jax.errors.JaxRuntimeError:  # no message yet
       return None
-    number, _, text = stored.partition(' ')
-    return text if number == str(self._number) else None
 
-
-def first_line(error: BaseException) -> str:
-  """The first line of an error's text, or its class name."""
-  return (str(error).splitlines() or [type(error).__name__])[0].rstrip('.')[:500]
-
-
-def _key(process: int) -> str:
-  return f'flax_spmd/heartbeat/{process}'
+  def _key(self, process: int) -> str:
+    return f'{self.call.folder}/heartbeat/{process}'

@@ -17,7 +17,7 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage import bucket_errors, buckets
 from flax_spmd._src.checkpoint.storage.buckets import Location
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked
+from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked, removable
 from flax_spmd.errors import CheckpointError
 
 _PROBE = '.flax_spmd.probe-'
@@ -112,14 +112,12 @@ class ObjectStore:
       own = self._own_digest(name, trusted=bool(like))
       return own if own and like in ('', own) else checksum(self._chunks(name), like)
 
-  def remove(self, folder_or_file: str = '') -> None:
+  def remove(self, folder_or_file: str) -> None:
     """See `Store`."""
-    name = checked(folder_or_file, self.root)
+    name = removable(folder_or_file, self.root)
     with self._calls('remove', name):
-      if name:
-        self._kv.write(name, None).result()
-      below = ts.KvStore.KeyRange(f'{name}/', f'{name}0') if name else ts.KvStore.KeyRange()
-      self._kv.delete_range(below).result()
+      self._kv.write(name, None).result()
+      self._kv.delete_range(ts.KvStore.KeyRange(f'{name}/', f'{name}0')).result()
 
   def sync(self, folder_or_file: str = '') -> None:
     """See `Store`. What a server has accepted is durable."""

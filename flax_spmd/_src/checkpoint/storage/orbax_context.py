@@ -9,6 +9,8 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.options import AtomicityMode
 
 from flax_spmd._src.checkpoint.storage import buckets
+from flax_spmd._src.compat import orbax_operation
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 
 _OBJECT_SIZE = 400 << 20  # bytes of an object with arrays, sent in one request; Orbax's for GCS
 
@@ -52,3 +54,15 @@ def local_context(path: str | os.PathLike[str], memory: int) -> ocp.Context:
   options.multiprocessing.active_processes = {jax.process_index()}
   options.multiprocessing.primary_host = jax.process_index()
   return options
+
+
+def align_operations() -> None:
+  """Makes all processes number Orbax's next operation alike.
+
+  Otherwise, after a read in only one of them, or one that failed in only one, they would wait for each other at barriers
+  of different names.
+  """
+  if jax.process_count() > 1:
+    everyone = tuple(range(jax.process_count()))
+    numbers = exchange('operations', everyone, str(orbax_operation()), CALLS, TIMEOUT)
+    orbax_operation(at_least=max(int(number) for _, number in numbers))

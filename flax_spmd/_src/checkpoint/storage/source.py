@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from etils import epath
 
-from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.head import is_generation, read_head
 from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
@@ -80,7 +79,7 @@ def _generation_itself(store: Store, path: epath.Path) -> Source | None:
 def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Result:
   """Calls `read` with the current generation, which stays until it returns.
 
-  In a job of several processes, every process calls this, and all of them get the same generation. Where
+  In a job of several processes, every process calls this in a joint call, and all of them get the same generation. Where
   pins cannot be written, a save may remove the generation; then the read is repeated. If the checkpoint has been
   removed meanwhile, `read` is called with None.
 
@@ -107,18 +106,14 @@ def _attempted(
 ) -> tuple[Any, CheckpointDamagedError | None, bool]:
   """The result of a read, or its error; and whether the generation was replaced, which may be the cause."""
   try:
-    try:
-      result, error = read(source), None
-    except CheckpointDamagedError as damage:
-      result, error = None, damage
-    if source is None:
-      return result, error, False
-    if error is None and not source.is_whole:
-      error = damaged_manifest(source.path, 'it is missing')
-    return result, error, error is not None and _was_replaced(source)
-  except BaseException:
-    _in_any(False)  # the other processes wait for this one
-    raise
+    result, error = read(source), None
+  except CheckpointDamagedError as damage:
+    result, error = None, damage
+  if source is None:
+    return result, error, False
+  if error is None and not source.is_whole:
+    error = damaged_manifest(source.path, 'it is missing')
+  return result, error, error is not None and _was_replaced(source)
 
 
 def _in_any(flag: bool) -> bool:
@@ -145,18 +140,13 @@ def _pinned(path: epath.Path) -> Iterator[Source | None]:
   for _ in range(_ATTEMPTS):
     pin, generation = None, None
     try:
-      try:
-        generation = read_head(store, path).head.generation
-        if generation is not None:
-          pin = Pin(store, path.name, generation)
-        source = current_source(path)
-        again = source is not None and generation not in (None, source.folder.name)
-        answer = {'generation': None if source is None else source.folder.name, 'again': again}
-      except CheckpointError as error:
-        answer, source = {'error': type(error).__name__, 'text': str(error)}, None
-        if jax.process_count() == 1:
-          raise
-      if _agreed(answer):
+      generation = read_head(store, path).head.generation
+      if generation is not None:
+        pin = Pin(store, path.name, generation)
+      source = current_source(path)
+      again = source is not None and generation not in (None, source.folder.name)
+      answer = {'generation': None if source is None else source.folder.name, 'again': again}
+      if _agreed(json.dumps(answer)) and not again:
         yield source
         return
     finally:
@@ -168,14 +158,8 @@ def _pinned(path: epath.Path) -> Iterator[Source | None]:
   )
 
 
-def _agreed(answer: dict[str, Any]) -> bool:
-  """Whether all processes have pinned the same generation; raises the error of any of them in all."""
-  texts = [json.dumps(answer)]
-  if jax.process_count() > 1:
-    everyone = tuple(range(jax.process_count()))
-    texts = [text for _, text in exchange('checkpoint', everyone, texts[0], CALLS, TIMEOUT)]
-  answers = [json.loads(text) for text in texts]
-  for found in answers:
-    if 'error' in found:
-      raise getattr(errors, found['error'], CheckpointError)(found['text'])
-  return len(answers) == 1 and not answers[0]['again']
+def _agreed(answer: str) -> bool:
+  """Whether all processes give the same answer."""
+  if jax.process_count() == 1:
+    return True
+  return len(exchange('checkpoint', tuple(range(jax.process_count())), answer, CALLS, TIMEOUT)) == 1

@@ -85,8 +85,11 @@ class Store(Protocol):
     """
     ...
 
-  def remove(self, folder_or_file: str = '') -> None:
-    """Removes a file, or a folder with everything below. There need not be one; none is there afterwards."""
+  def remove(self, folder_or_file: str) -> None:
+    """Removes a file, or a folder with everything below. There need not be one; none is there afterwards.
+
+    The root itself is refused: it may be a whole bucket.
+    """
     ...
 
   def sync(self, folder_or_file: str = '') -> None:
@@ -151,3 +154,16 @@ def checked(name: str, root: epath.Path) -> str:
       'Fix: restore another checkpoint; this one has been changed since it was written.'
     )
   return name
+
+
+def removable(name: str, root: epath.Path) -> str:
+  """A name, as `checked`, that is not the root's own.
+
+  Raises:
+    CheckpointError: it is.
+  """
+  if not name:
+    raise CheckpointError(
+      f'{root} is not removed as a whole.\nFix: remove the files in it, by their names.'
+    )
+  return checked(name, root)

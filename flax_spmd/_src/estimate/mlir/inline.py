@@ -52,7 +52,7 @@ def _all_ops(op: Any) -> Iterator[Any]:
 
 
 def _inline(call: Any, block: Any) -> None:
-  """Replaces a call by a copy of its function's block."""
+  """Replaces a call by a copy of its function's block, with the call's location as the caller of each operation."""
   substitutes = dict(zip(block.arguments, call.operands))
   before = ir.InsertionPoint(call)
   for view in block.operations:
@@ -62,6 +62,8 @@ def _inline(call: Any, block: Any) -> None:
         result.replace_all_uses_with(substitutes.get(value, value))
       break
     copy = op.clone(before)
+    for each in (copy, *_all_ops(copy)):
+      each.location = ir.Location.callsite(each.location, [call.location])
     _replace_operands(copy, substitutes)
     substitutes |= dict(zip(op.results, copy.results))
   call.erase()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
 
+from flax_spmd._src.compat import kernel_text
 from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op
+from flax_spmd._src.source_lines import line_text, user_frame
 from flax_spmd.errors import EstimatorError
 
 _EDGE = 'sdy.data_flow_edge'
@@ -102,9 +105,18 @@ def _attributes(op: Any) -> dict[str, Any]:
   if op.name in ('stablehlo.constant', 'sdy.constant') and not op.results[0].type.rank:
     scalar = _SCALAR.match(str(op.attributes['value']))
     result['value'] = int(scalar[1]) if scalar else None
+  if op.name == 'stablehlo.custom_call':
+    result['kernel'] = _kernel(op.attributes)
   if op.name == 'stablehlo.compare':
     result['direction'] = str(op.attributes['comparison_direction']).rpartition(' ')[2].rstrip('>')
   return result
+
+
+def _kernel(attributes: Any) -> str:
+  """The target of a custom call and its configuration; those of the kernel inside, if it is known."""
+  if 'kernel' in attributes:
+    return ir.StringAttr(attributes['kernel']).value
+  return kernel_text(attributes)
 
 
 def _pairs(text: str) -> tuple[int, ...]:
@@ -114,9 +126,18 @@ def _pairs(text: str) -> tuple[int, ...]:
 
 
 def _source(op: Any) -> str:
-  """The innermost source line of an operation."""
-  match = _LOCATION.search(str(op.location))
-  return f'{match[1].rpartition("/")[2]}:{match[2]}' if match else ''
+  """The user's source line of an operation, as compiled programs report it."""
+  return _user_line(str(op.location))
+
+
+@functools.lru_cache(4096)
+def _user_line(location: str) -> str:
+  """The user's line in the text of a location, which has the frames of a call stack, innermost first."""
+  frames = _LOCATION.findall(location)
+  if not frames:
+    return ''
+  file, line = frames[user_frame([file for file, _ in frames])]
+  return line_text(file, int(line))
 
 
 def walk(op: Any) -> Iterator[Any]:

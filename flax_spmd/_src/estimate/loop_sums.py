@@ -1,0 +1,63 @@
+"""Loop sums: gradients of weights that a loop adds up in its carry, as in a recurrent network.
+
+    def body(carry, x):
+      total, h = carry
+      return (total + product(x, h), ...), None       # `total` is a loop sum
+
+Along a sharded batch each product is a partial sum. XLA for GPUs and TPUs adds up the partial sums of all iterations
+and reduces their total once after the loop (its pass `while-loop-all-reduce-code-motion`). It does so if
+
+* the partial sum has no use but the addition, and the addition none but the carry;
+* the reduction is an all-reduce: a sum that is sharded over the same axes is reduced in every iteration, by a
+  reduce-scatter on GPUs and by an all-reduce on TPUs;
+* the loop is the innermost one: a total that was reduced after an inner loop is not moved again.
+
+XLA for CPUs reduces in every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from flax_spmd._src.estimate.graph import Block, Graph, Op
+
+_FORWARDS = ('transpose', 'sharding_constraint', 'reshard')  # of a partial sum, without a reduction
+MOVING_PLATFORMS = ('cuda', 'tpu')
+
+
+def loop_sums(graph: Graph, uses: Mapping[int, int]) -> dict[int, int]:
+  """The values that are added to a loop's carry, from the product to the addition.
+
+  Args:
+    graph: the program.
+    uses: number of uses per value.
+
+  Returns:
+    For each such value, the loop's result that it is added to.
+  """
+  return dict(_in_block(graph.main, uses))
+
+
+def _in_block(block: Block, uses: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+  for op in block.ops:
+    for inner in op.blocks:
+      yield from _in_block(inner, uses)
+    if op.kind == 'while':
+      yield from _in_loop(op, op.blocks[1], uses)
+
+
+def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+  producers = {value: op for op in body.ops for value in op.results}
+  for result, carry, returned in zip(loop.results, body.arguments, body.returned):
+    addition = producers.get(returned)
+    if addition is None or addition.kind != 'add' or carry not in addition.operands:
+      continue
+    [value] = [operand for operand in addition.operands if operand != carry] or [carry]
+    if value == carry or uses[carry] > 1 or uses[returned] > 1:
+      continue
+    yield returned, result
+    while uses[value] == 1 and value in producers:
+      yield value, result
+      if producers[value].kind not in _FORWARDS:
+        break
+      value = producers[value].operands[0]

@@ -1,0 +1,339 @@
+"""NNX modules as arguments and results of a jitted function.
+
+    pure = PureFunction(step, arguments, options)         # a function of arrays, for JAX
+    split = SplitCall.of((model, optimizer, x), {})       # modules as arrays, and their structure
+    loss = split.finished(jax.jit(pure)(*split.args))     # updates the variables of model and optimizer
+
+Semantics are those of `nnx.jit`: variables that are shared, in one argument or between arguments, stay shared; the
+function may change variables and the structure of modules; a module that it returns is that of the caller, if the
+caller passed it. An `nnx.State` is a tree of arrays, and nothing is written back to it.
+
+A call costs one traversal of the modules. Only values that have changed leave the program, and they are written to the
+variables directly; modules are rebuilt only if the function has changed their structure.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import GetAttrKey
+
+from flax_spmd._src import compat
+from flax_spmd._src.jit.arguments import Arguments
+from flax_spmd._src.rules.placements import PlannedResult
+
+ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
+
+
+def has_modules(tree: Any) -> bool:
+  """Whether a tree has modules, or variables that are not in an `nnx.State`."""
+  return any(is_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_ends_walk))
+
+
+def is_module(node: Any) -> bool:
+  """Whether a node is a module or a variable: an object that a function may change."""
+  return _is_module_type(type(node))
+
+
+@functools.cache
+def _is_module_type(cls: type) -> bool:
+  return compat.is_nnx_module_type(cls) or compat.is_variable_type(cls)
+
+
+def _ends_walk(node: Any) -> bool:
+  cls = type(node)
+  return _is_module_type(cls) or compat.is_nnx_state_type(cls)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Split:
+  """A module as arrays and their structure.
+
+  Attributes:
+    structure: the module's graph without its arrays.
+    leaves: the value of each variable, and each array that is in no variable.
+  """
+
+  __slots__ = ('leaves', 'structure')
+
+  def __init__(self, structure: Any, leaves: Sequence[Any]):
+    self.structure, self.leaves = structure, leaves
+
+  def tree_flatten(self):
+    return self.leaves, self.structure
+
+  def tree_flatten_with_keys(self):
+    keys = map(GetAttrKey, compat.nnx_leaf_paths(self.structure))
+    return list(zip(keys, self.leaves, strict=True)), self.structure
+
+  @classmethod
+  def tree_unflatten(cls, structure, leaves):
+    return cls(structure, list(leaves))
+
+
+@jax.tree_util.register_pytree_node_class
+class Updated(NamedTuple):
+  """The result of a function of modules.
+
+  Attributes:
+    result: its own result, with modules split.
+    modules: the modules of the arguments, split, if their structure has changed; else empty.
+    values: the new values of variables.
+    numbers: the numbers of these variables, among all variables of the arguments.
+  """
+
+  result: Any
+  modules: tuple[Split, ...]
+  values: tuple[Any, ...]
+  numbers: tuple[int, ...]
+
+  def tree_flatten(self):
+    return self[:3], self.numbers
+
+  @classmethod
+  def tree_unflatten(cls, numbers, children):
+    return cls(children[0], children[1], children[2], numbers)
+
+
+class SplitCall(NamedTuple):
+  """The arguments of a call, with modules split.
+
+  Attributes:
+    args, kwargs: the arguments, for JAX.
+    nodes: the modules and variables of the caller, by their index in the graph.
+  """
+
+  args: tuple[Any, ...]
+  kwargs: dict[str, Any]
+  nodes: Mapping[int, Any]
+
+  @classmethod
+  def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitCall:
+    """Splits the modules of arguments."""
+    indices = compat.nnx_ref_map()
+    args, kwargs = _split((args, kwargs), indices)
+    return cls(args, kwargs, {index: node for node, index in indices.items()})
+
+  def finished(self, updated: Updated) -> Any:
+    """The function's own result, after its updates have been written to the caller's modules."""
+    nodes = compat.nnx_index_map(self.nodes)
+    if updated.modules:
+      new = compat.nnx_index_map({})
+      for module in updated.modules:
+        compat.nnx_merge(module.structure, module.leaves, new, onto=nodes)
+      nodes = new
+    else:
+      variables = _variables(self.nodes)
+      for number, value in zip(updated.numbers, updated.values, strict=True):
+        variables[number].set_raw_value(value)
+    return merged(updated.result, nodes)
+
+  def result(self, updated: Updated) -> Any:
+    """The function's own result, without any update; of an abstract call."""
+    nodes = compat.nnx_index_map({} if updated.modules else self.nodes)
+    merged(updated.modules, nodes)
+    return merged(updated.result, nodes)
+
+
+class PureFunction:
+  """A function of modules as a function of split modules; its result is an `Updated`.
+
+  Args:
+    fn: the function.
+    options: arguments of `jax.jit`, of which donation matters: donated variables are returned even if unchanged.
+  """
+
+  def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]):
+    functools.update_wrapper(self, fn, updated=() if isinstance(fn, type) else ('__dict__',))
+    self._fn = fn
+    self._donated = Arguments.of(
+      fn,
+      {
+        'static_argnums': options.get('donate_argnums'),
+        'static_argnames': options.get('donate_argnames'),
+      },
+    )
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Updated:
+    """Runs the function on merged modules; called while JAX traces."""
+    nodes = compat.nnx_index_map({})
+    inner_args, inner_kwargs = merged((args, kwargs), nodes)
+    variables = _variables(nodes)
+    before = [jax.tree.leaves(variable) for variable in variables]
+    origins = compat.nnx_ref_map(nodes)
+    modules = tuple(filter(is_module, jax.tree.leaves((inner_args, inner_kwargs), is_leaf=_ends_walk)))
+    result = self._fn(*inner_args, **inner_kwargs)
+    indices = compat.nnx_ref_map()
+    if not _have_structures(_split(modules, indices), (args, kwargs)):
+      indices = compat.nnx_ref_map()
+      return Updated(
+        modules=_split(modules, indices, origins), result=_split(result, indices), values=(), numbers=()
+      )
+    kept = self._donated_variables(inner_args, inner_kwargs)
+    changed = tuple(
+      number
+      for number, variable in enumerate(variables)
+      if id(variable) in kept or not _same(before[number], jax.tree.leaves(variable))
+    )
+    values = tuple(compat.variable_value(variables[number]) for number in changed)
+    return Updated(_split(result, indices), (), values, changed)
+
+  def _donated_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """The ids of the variables in donated arguments."""
+    donated = [value for position, value in enumerate(args) if position in self._donated.positions]
+    donated += [value for name, value in kwargs.items() if name in self._donated.names]
+    indices = compat.nnx_ref_map()
+    _split(donated, indices)
+    return {id(node) for node, _ in indices.items()}
+
+
+class ModulePlans:
+  """Functions that plan trees, for trees with split modules: they see modules.
+
+  A module as a tree of JAX has its leaves in another order than a split one, and a shared variable in each of its places.
+
+  Args:
+    plan_results: plan of a function's own result; see `Jitted`.
+    plan_updates: the same without placements, for the modules of the arguments.
+  """
+
+  def __init__(self, plan_results: ResultPlanner, plan_updates: ResultPlanner):
+    self._plan_results, self._plan_updates = plan_results, plan_updates
+
+  def results(self, updated: Updated, dynamic: Any, constrained: Sequence[bool]) -> list[PlannedResult]:
+    """The plan of each leaf of an `Updated`; the new value of a variable is sharded as the variable is."""
+    numbers = jax.tree.structure(updated).unflatten(range(len(constrained)))
+    planned = dict.fromkeys(range(len(constrained)), PlannedResult(None))
+    arguments = merged(dynamic, compat.nnx_index_map({}))
+    described = zip(
+      (self._plan_updates, self._plan_results),
+      _merged_parts(updated, dynamic),
+      _merged_parts(numbers, _filled(dynamic)),
+      strict=True,
+    )
+    for plan, part, numbered in described:
+      order = _leaves(numbered)
+      flags = [number is not None and constrained[number] for number in order]
+      planned |= zip(reversed(order), reversed(plan(part, arguments, flags)), strict=True)
+    planned |= self._values(updated, numbers, dynamic, arguments)
+    return [planned[number] for number in range(len(constrained))]
+
+  def _values(self, updated: Updated, numbers: Updated, dynamic: Any, arguments: Any) -> Any:
+    """The plan of the new values of variables."""
+    args, kwargs = arguments
+    each = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    plans = self._plan_updates(each, arguments, [False] * len(jax.tree.leaves(each)))
+    by_leaf = dict(zip(reversed(_tree_order(dynamic)), reversed(plans), strict=True))
+    nodes = compat.nnx_index_map({})
+    merged(_numbered(dynamic), nodes)
+    variables, shapes = _variables(nodes), [np.shape(leaf) for leaf in jax.tree.leaves(dynamic)]
+    for number, value, leaf_numbers in zip(updated.numbers, updated.values, numbers.values, strict=True):
+      leaves = _leaves(compat.variable_value(variables[number]))
+      described = zip(leaves, jax.tree.leaves(value), _leaves(leaf_numbers), strict=False)
+      for leaf, new, result in described:
+        if shapes[leaf] == np.shape(new) and leaf in by_leaf:
+          yield result, by_leaf[leaf]
+
+  @staticmethod
+  def inputs(plan: Callable[[Any], Sequence[Any]]) -> Callable[[Any], list[Any]]:
+    """A plan of arguments, one value per leaf, for arguments with split modules."""
+
+    def planned(dynamic: Any) -> list[Any]:
+      values = plan(merged(dynamic, compat.nnx_index_map({})))
+      by_leaf = dict(zip(reversed(_tree_order(dynamic)), reversed(values), strict=True))
+      return [by_leaf.get(leaf) for leaf in range(len(jax.tree.leaves(dynamic)))]
+
+    return planned
+
+  @staticmethod
+  def of_modules(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of arguments, for arguments with split modules."""
+    return lambda dynamic: function(merged(dynamic, compat.nnx_index_map({})))
+
+
+def _have_structures(modules: Sequence[Split], arguments: Any) -> bool:
+  """Whether modules are as they were when they were split."""
+  splits = jax.tree.leaves(arguments, is_leaf=lambda node: isinstance(node, Split))
+  before = [each.structure for each in splits if isinstance(each, Split)]
+  return [each.structure for each in modules] == before
+
+
+def merged(tree: Any, nodes: Any) -> Any:
+  """The tree with modules in the place of split ones.
+
+  Args:
+    tree: a tree with split modules.
+    nodes: the nodes of the graph so far, by index; those of the tree are added.
+  """
+  return jax.tree.map(
+    lambda node: (
+      compat.nnx_merge(node.structure, node.leaves, nodes) if isinstance(node, Split) else node
+    ),
+    tree,
+    is_leaf=lambda node: isinstance(node, Split),
+  )
+
+
+def _split(tree: Any, indices: Any, onto: Any = None) -> Any:
+  """The tree with its modules split.
+
+  Args:
+    tree: a tree with modules.
+    indices: the index of each node of the graph so far; those of the tree are added.
+    onto: the index of each node in another graph, in which it is to be updated.
+  """
+  return jax.tree.map(
+    lambda node: Split(*compat.nnx_split(node, indices, onto)) if is_module(node) else node,
+    tree,
+    is_leaf=_ends_walk,
+  )
+
+
+def _merged_parts(updated: Updated, dynamic: Any) -> tuple[Any, Any]:
+  """The modules of an `Updated`, if it has them, and the result, which may contain modules of the arguments."""
+  nodes = compat.nnx_index_map({})
+  if not updated.modules:
+    merged(dynamic, nodes)
+  return merged(updated.modules, nodes), merged(updated.result, nodes)
+
+
+def _tree_order(dynamic: Any) -> list[int]:
+  """The number of each leaf of merged arguments, among the leaves of the split ones."""
+  args, kwargs = merged(_numbered(dynamic), compat.nnx_index_map({}))
+  return _leaves([*args, *(kwargs[name] for name in sorted(kwargs))])
+
+
+def _numbered(tree: Any) -> Any:
+  structure = jax.tree.structure(tree)
+  return structure.unflatten(range(structure.num_leaves))
+
+
+def _filled(tree: Any) -> Any:
+  return jax.tree.map(lambda _: _Filler, tree)
+
+
+class _Filler:
+  """Stands for a leaf that is not a result's own."""
+
+
+def _leaves(tree: Any) -> list[Any]:
+  """The leaves of a tree; None for a filler."""
+  return [None if leaf is _Filler else leaf for leaf in jax.tree.leaves(tree)]
+
+
+def _variables_at(nodes: Mapping[int, Any]) -> list[tuple[int, Any]]:
+  """The variables of a graph, with their index, in its order."""
+  return [(i, nodes[i]) for i in sorted(nodes) if compat.is_variable_type(type(nodes[i]))]
+
+
+def _variables(nodes: Mapping[int, Any]) -> list[Any]:
+  return [variable for _, variable in _variables_at(nodes)]
+
+
+def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+  return len(before) == len(after) and all(map(operator.is_, before, after))

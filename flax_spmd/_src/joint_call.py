@@ -1,0 +1,138 @@
+"""Joint calls: calls that every process of a job makes, and whose errors reach all of them.
+
+A process that fails between two exchanges would leave the others waiting in the next one. So it publishes its error
+under the number of the call, and whoever waits in an exchange of that call looks for it.
+
+    call = JointCall('save', 'The save to /run/1')
+    with call.entered():
+      ...                  # exchanges have keys of their own, and end when a process has failed
+    call.fail(error)       # in the process that fails
+
+All processes make the calls of a kind in the same order. An exchange that was left halfway does not disturb a later call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+
+from flax_spmd import errors
+from flax_spmd._src.compat import coordination_service
+
+_PREFIX = 'flax_spmd/calls'
+_LONGEST = 500  # characters of a reason
+
+
+class Failure(NamedTuple):
+  """The error that ended a call in another process.
+
+  Attributes:
+    process: index of the process.
+    kind: name of the error's class.
+    text: its text.
+    reason: first line of the error that caused it, or of its own.
+  """
+
+  process: int
+  kind: str
+  text: str
+  reason: str
+
+
+class JointCall:
+  """One call of every process.
+
+  Args:
+    kind: name of the function that is called.
+    subject: name of the call in errors, such as `'The save to /run/1'`.
+    error_of: the error to raise here for the failure of another process; default: the same error, or a CheckpointError.
+
+  Attributes:
+    folder: key of everything that the processes exchange in this call.
+  """
+
+  def __init__(self, kind: str, subject: str, error_of: Callable[[Failure], Exception] | None = None):
+    self._error_of = error_of or self._same_error
+    self._kind, self._number = kind, next(_numbers(kind))
+    self._subject, self._outer = subject, _current.get()
+    self._counts: dict[Any, Iterator[int]] = {}
+    self.folder = f'{_PREFIX}/{kind}/{self._number}'
+
+  @contextlib.contextmanager
+  def entered(self) -> Iterator[None]:
+    """Makes this the call that exchanges belong to, in this thread and those that copy its context."""
+    token = _current.set(self)
+    try:
+      yield
+    finally:
+      _current.reset(token)
+
+  def counts(self, key: Any) -> Iterator[int]:
+    """The numbers of the exchanges of a kind in this call."""
+    return self._counts.setdefault(key, itertools.count())
+
+  def fail(self, error: BaseException) -> None:
+    """Publishes an error to the other processes, unless another one has done so."""
+    if jax.process_count() > 1:
+      failure = Failure(
+        jax.process_index(), type(error).__name__, str(error), first_line(error.__cause__ or error)
+      )
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        coordination_service().key_value_set(f'{self.folder}/failed', json.dumps(failure))
+
+  def failure(self) -> Failure | None:
+    """The error of the first process that has published one; None if there is none."""
+    try:
+      return Failure(*json.loads(coordination_service().key_value_try_get(f'{self.folder}/failed')))
+    except jax.errors.JaxRuntimeError:
+      return None
+
+  def error(self) -> Exception | None:
+    """The error to raise here because of another process, in this call or one around it."""
+    failure = self.failure()
+    if failure is not None:
+      return self._error_of(failure)
+    return None if self._outer is None else self._outer.error()
+
+  def _same_error(self, failure: Failure) -> Exception:
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.FlaxSpmdError):
+      return kind(failure.text)
+    return errors.CheckpointError(
+      f'{self._subject} failed in process {failure.process}: {failure.reason}.\n'
+      'Fix: see the error of that process.'
+    )
+
+  def forget_earlier(self) -> None:
+    """Removes what earlier calls have left. The first process calls this when all others are in this call."""
+    if jax.process_count() > 1 and jax.process_index() == 0:
+      for number in range(_forgotten.get(self._kind, 0), self._number):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+          coordination_service().key_value_delete(f'{_PREFIX}/{self._kind}/{number}')
+      _forgotten[self._kind] = self._number
+
+
+_current: ContextVar[JointCall | None] = ContextVar('flax_spmd_joint_call', default=None)
+_forgotten: dict[str, int] = {}  # by kind: the first call whose keys may still be there
+
+
+def current_call() -> JointCall | None:
+  """The call in progress in this thread; None in a job of one process, or outside of all calls."""
+  return _current.get() if jax.process_count() > 1 else None
+
+
+def first_line(error: BaseException) -> str:
+  """The first line of an error's text, or its class name."""
+  return (str(error).splitlines() or [type(error).__name__])[0].rstrip('.')[:_LONGEST]
+
+
+@functools.cache
+def _numbers(kind: str) -> Iterator[int]:
+  return itertools.count()

@@ -1,0 +1,157 @@
+"""NNX variables: the names in the metadata of a `flax.nnx.Variable`, read as those of a box.
+
+    nnx.Param(w, out_sharding=('embed', 'mlp'))                  # names are logical, or mesh axes
+    nnx.Param(w, out_sharding=('embed', 'mlp'), sharding_rules=(('mlp', 'model'),))
+
+NNX does not distinguish logical names from mesh axes: a name without a rule is the mesh axis of that name. A variable's
+own rules come before those of the layout.
+
+An attribute of a module is a key of its state: a module and `nnx.state` of it have the same paths. So a tree is read
+with the attributes of modules as keys (`attributes_as_keys`). The fields of an optimizer remain fields in
+`nnx.Optimizer`; in its state they are keys, and become fields again here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey
+
+from flax_spmd._src import compat
+from flax_spmd._src.names.boxes import Static
+from flax_spmd._src.names.optimizer_state import OptaxState, optax_fields
+from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.tree_paths import key_value
+
+
+def static_of_variable(variable: Any) -> tuple[Static | None, Any]:
+  """The names of a variable (None if it has none) and its value."""
+  metadata = compat.variable_metadata(variable)
+  names = _names(compat.variable_names(metadata))
+  value = compat.variable_value(variable)
+  if names is None:
+    return None, value
+  rules = metadata.get('sharding_rules')
+  return Static(names, True, None, Rules.of(rules) if rules else None, or_axes=True), value
+
+
+def with_spec(variable: Any, spec: Any) -> Any:
+  """The variable with a spec in the place of its value, as `nnx.get_partition_spec` returns it."""
+  return variable.replace(spec)
+
+
+def with_metadata_names(variable: Any, names: tuple[Any, ...]) -> Any:
+  """A copy of a variable with these names."""
+  named = variable.replace(compat.variable_value(variable))
+  named.set_metadata(out_sharding=names)
+  return named
+
+
+def _names(given: Any) -> Any:
+  """Names as a tuple; None for no names. A placement on a mesh has those of its spec."""
+  if isinstance(given, Format):
+    given = given.sharding
+  if isinstance(given, NamedSharding):
+    given = given.spec
+  if isinstance(given, str):
+    return given
+  if not isinstance(given, (tuple, list, PartitionSpec)) or not tuple(given):
+    return None
+  return tuple(tuple(name) if isinstance(name, list) else name for name in given)
+
+
+def attributes_as_keys(tree: Any) -> Any:
+  """The tree with the attributes of NNX modules as keys, and fields of Optax as fields; leaves and their order stay."""
+  return jax.tree.map(
+    lambda node: _keyed(node) if _is_keyed(type(node)) else node,
+    tree,
+    is_leaf=lambda node: _is_keyed(type(node)),
+  )
+
+
+def has_keyed_nodes(kinds: set[type]) -> bool:
+  """Whether nodes of these types have to be read with `attributes_as_keys`."""
+  return any(map(_is_keyed, kinds))
+
+
+@functools.cache
+def _is_keyed(cls: type) -> bool:
+  return compat.is_nnx_module_type(cls) or compat.is_nnx_state_type(cls)
+
+
+class _Keyed:
+  """The children of a node, in its own order, under other keys.
+
+  Attributes:
+    entries: JAX's key of each child.
+    children: the children.
+  """
+
+  def __init__(self, entries: tuple[Any, ...], children: Iterable[Any]):
+    self.entries, self.children = entries, tuple(children)
+
+  def __getitem__(self, key: Any) -> Any:
+    return dict(zip(map(key_value, self.entries), self.children, strict=True))[key]
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__'):
+      raise AttributeError(name)
+    return self[name]
+
+
+class _KeyedOptaxState(_Keyed, OptaxState):
+  """A state of Optax whose fields `nnx.state` has made keys."""
+
+
+for _cls in (_Keyed, _KeyedOptaxState):
+  jax.tree_util.register_pytree_with_keys(
+    _cls, lambda node: (tuple(zip(node.entries, node.children, strict=True)), node.entries), _cls
+  )
+
+
+def _keyed(node: Any) -> Any:
+  """A module or a state, with the keys of its state."""
+  below = _one_level(node)
+  entries = tuple(DictKey(key_value(entry)) for entry, _ in below)
+  is_optimizer = compat.is_nnx_state_type(type(node))
+  return _Keyed(
+    entries,
+    (
+      _optimizer_state(child) if is_optimizer and key_value(entry) == 'opt_state' else _below(child)
+      for entry, child in below
+    ),
+  )
+
+
+def _below(child: Any) -> Any:
+  """A child of a state; nested states are plain dictionaries there."""
+  return _keyed(child) if isinstance(child, dict) else attributes_as_keys(child)
+
+
+def _optimizer_state(node: Any) -> Any:
+  """The state of an optimizer as a part of an NNX state: its levels are dictionaries, down to the parameters' keys."""
+  below = [] if compat.is_variable_type(type(node)) else _one_level(node)
+  keys = {key_value(entry) for entry, _ in below}
+  if keys and all(isinstance(key, int) for key in keys):
+    return _Keyed(
+      tuple(DictKey(key_value(e)) for e, _ in below), (_optimizer_state(c) for _, c in below)
+    )
+  if keys and any(keys <= fields for fields in optax_fields()):
+    entries = tuple(GetAttrKey(key_value(entry)) for entry, _ in below)
+    return _KeyedOptaxState(entries, (_optimizer_state(child) for _, child in below))
+  return node
+
+
+def _one_level(node: Any) -> list[tuple[Any, Any]]:
+  """The children of a node with their keys, without those by which NNX keeps the state of a module itself."""
+  flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
+  return [(path[0], child) for path, child in flat if path and not _is_internal(path[0])]
+
+
+def _is_internal(entry: Any) -> bool:
+  return isinstance(entry, GetAttrKey) and str(entry.name).startswith('_pytree__')

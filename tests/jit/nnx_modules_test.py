@@ -1,0 +1,207 @@
+"""NNX modules under a layout: `init`, `plan` and `jit` take and return them, with the semantics of `nnx.jit`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import flax_spmd as spmd
+
+RULES = (('batch', 'data'), ('mlp', 'model'))  # none for 'embed'
+X = np.random.default_rng(0).normal(size=(16, 32)).astype('float32')
+
+
+@pytest.fixture(scope='module')
+def layout():
+  return spmd.Layout({'data': 2, 'model': 4}, RULES)
+
+
+def named(*names):
+  return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+
+class Model(nnx.Module):
+  """With an embedding used twice, batch statistics, dropout, and a variable that nothing changes."""
+
+  def __init__(self, rngs):
+    self.up = nnx.Linear(32, 64, kernel_init=named('embed', 'mlp'), rngs=rngs)
+    self.down = nnx.Linear(64, 32, kernel_init=named('mlp', 'embed'), rngs=rngs)
+    self.norm = nnx.BatchNorm(64, rngs=rngs)
+    self.drop = nnx.Dropout(0.1, rngs=rngs)
+    self.up_again = self.up.kernel
+
+  def __call__(self, x):
+    x = self.drop(self.norm(nnx.relu(self.up(x))))
+    return self.down(x) @ self.up_again
+
+
+def create():
+  return Model(nnx.Rngs(0))
+
+
+def optimizer_of(model):
+  return nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def step(model, optimizer, x):
+  loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+  optimizer.update(model, grads)
+  return loss
+
+
+def specs(node):
+  return {path: variable.sharding.spec for path, variable in nnx.to_flat_state(nnx.state(node))}
+
+
+def assert_same(one, other):
+  for a, b in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+      a, b = jax.random.key_data(a), jax.random.key_data(b)
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_init_gives_a_module_that_is_born_sharded(layout):
+  model = layout.init(create)
+  assert type(model) is Model and model.up_again is model.up.kernel
+  assert model.up.kernel.sharding.spec == P(None, 'model') and model.down.kernel.sharding.spec == P(
+    'model', None
+  )
+  with nnx.use_eager_sharding(False):
+    assert_same(model, create())
+  abstract = layout.abstract(create)
+  assert abstract.up_again is abstract.up.kernel and specs(abstract) == specs(model)
+  assert isinstance(abstract.up.kernel.get_value(), jax.ShapeDtypeStruct)
+  assert not layout.check(model).of('not as planned')
+
+
+def test_init_takes_modules_and_updates_their_variables(layout):
+  rngs = nnx.Rngs(0)
+  model = layout.init(Model, rngs)
+  fresh = nnx.Rngs(0)
+  with nnx.use_eager_sharding(False):
+    assert_same(model, Model(fresh))
+  assert int(rngs.default.count[...]) == int(fresh.default.count[...]) > 0
+  optimizer = layout.init(optimizer_of, model)
+  assert optimizer.opt_state[0].mu['up']['kernel'].sharding.spec == P(None, 'model')
+
+
+def test_steps_equal_those_of_nnx_jit(layout):
+  model = layout.init(create)
+  optimizer = layout.init(optimizer_of, model)
+  with nnx.use_eager_sharding(False):
+    reference = create()
+    theirs = optimizer_of(reference)
+  before, kernel = specs((model, optimizer)), model.up.kernel
+  ours, by_nnx = layout.jit(step), nnx.jit(step)
+  batch = layout.shard(X, ('batch', None))
+  for _ in range(3):
+    np.testing.assert_allclose(ours(model, optimizer, batch), by_nnx(reference, theirs, X), rtol=1e-4)
+  assert_same(model, reference)
+  assert_same(optimizer, theirs)
+  assert specs((model, optimizer)) == before
+  assert model.up.kernel is kernel is model.up_again
+
+
+def test_donated_modules_are_updated_whole(layout):
+  model = layout.init(create)
+  optimizer = layout.init(optimizer_of, model)
+  donating = layout.jit(step, donate_argnums=(0, 1))
+  old = model.norm.mean[...], model.up.kernel[...]
+  for _ in range(2):
+    donating(model, optimizer, X)
+  assert old[1].is_deleted()
+  assert all(not leaf.is_deleted() for leaf in jax.tree.leaves((model, optimizer)))
+
+
+def test_a_module_may_be_returned_changed_and_created(layout):
+  model = layout.init(create)
+
+  @layout.jit
+  def same_and_new(model):
+    model.drop.deterministic = True
+    model.extra = nnx.Param(jnp.ones((4, 64)), out_sharding=(None, 'mlp'))
+    return model, nnx.Linear(32, 64, kernel_init=named('embed', 'mlp'), rngs=nnx.Rngs(1))
+
+  same, new = same_and_new(model)
+  assert same is model and model.drop.deterministic and model.up_again is model.up.kernel
+  assert model.extra.sharding.spec == P(None, 'model') == new.kernel.sharding.spec
+  assert layout.jit(lambda model: model)(model) is model
+
+
+def test_methods_and_shared_modules_in_several_arguments(layout):
+  class Counter(nnx.Module):
+    def __init__(self):
+      self.count = nnx.Variable(jnp.array(0))
+
+    @spmd.Layout({'data': 8}).jit
+    def add(self, other):
+      self.count[...] += 1
+      other.count[...] += 10
+
+  counter, other = Counter(), Counter()
+  counter.add(other)
+  counter.add(counter)
+  counter.add(other)
+  assert (int(counter.count[...]), int(other.count[...])) == (13, 20)
+
+
+def test_a_module_moves_to_the_layout_of_the_step(layout):
+  model = layout.init(create)
+  optimizer = layout.init(optimizer_of, model)
+  other = layout.replace(rules=(('embed', 'data'), ('mlp', 'model')))
+  other.jit(step)(model, optimizer, X)
+  assert model.up.kernel.sharding.spec == P('data', 'model')
+  assert optimizer.opt_state[0].mu['up']['kernel'].sharding.spec == P('data', 'model')
+
+
+def test_rules_for_arguments_and_results_reach_modules(layout):
+  model = layout.init(create)
+  first = layout.jit(
+    lambda model, x: model(x), in_rules=(None, ('batch', None)), out_rules=('batch', None)
+  )
+  assert first(model, X).sharding.spec == P('data', None)
+  assert int(model.drop.rngs.count[...]) > 0  # the update of a function with rules for its result
+
+
+def test_states_are_functional(layout):
+  graph, state = nnx.split(layout.init(create))
+
+  @layout.jit
+  def forward(state, x):
+    model = nnx.merge(graph, state)
+    y = model(x)
+    return y, nnx.state(model)
+
+  _, new = forward(state, X)
+  assert int(new['drop']['rngs']['count'][...]) > int(state['drop']['rngs']['count'][...])
+  assert new['up']['kernel'].sharding.spec == P(None, 'model')
+
+
+def test_lower_eval_shape_and_explain_change_nothing(layout):
+  model = layout.init(create)
+  optimizer = layout.init(optimizer_of, model)
+  count = int(model.drop.rngs.count[...])
+  jitted = layout.jit(step)
+  assert jitted.eval_shape(model, optimizer, X).shape == ()
+  assert jitted.lower(model, optimizer, X).compile()
+  paths = [array.path for array in jitted.explain(model, optimizer, X).arguments]
+  assert 'argument 0/up/kernel' in paths
+  assert int(model.drop.rngs.count[...]) == count and int(optimizer.step[...]) == 0
+  assert not isinstance(model.up.kernel[...], jax.core.Tracer)
+
+
+def test_a_failed_trace_leaves_the_module(layout):
+  model = layout.init(create)
+  kernel = model.up.kernel[...]
+
+  @layout.jit
+  def broken(model):
+    model.up.kernel[...] = jnp.zeros((32, 64))
+    raise ValueError('no')
+
+  with pytest.raises(ValueError, match='no'):
+    broken(model)
+  assert model.up.kernel[...] is kernel
