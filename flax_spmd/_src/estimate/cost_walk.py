@@ -284,6 +284,7 @@ class _CostWalk:
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt and times * max(map(self._bytes, (*op.operands, *op.results))) > _NEGLIGIBLE:
       self.doubts.append(f'{op.source}: {required.doubt}')
+    self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times

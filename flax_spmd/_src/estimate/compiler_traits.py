@@ -1,7 +1,9 @@
-"""Iota indices: lookups such as `x[jnp.arange(n), labels]`, whose first coordinate only counts.
+"""Compiler traits: the operations that the compilers of the platforms partition in different ways.
 
-A position along which a coordinate counts from 0 to the end of the table's dimension is a batch dimension, although
-the lookup does not declare it as one. XLA finds these dimensions too, and shards them as it shards batch dimensions.
+* Lookups such as `x[jnp.arange(n), labels]`, whose first coordinate only counts. A position along which it counts from
+  0 to the end of the table's dimension is a batch dimension, although the lookup does not declare it as one. The
+  compilers for GPUs and TPUs find these dimensions; the CPU's does not simplify indices before it partitions.
+* `top_k`, which only the TPU's compiler partitions.
 """
 
 from __future__ import annotations
@@ -15,9 +17,26 @@ _LOOKUPS = {'gather': 'start_index_map', 'scatter': 'scatter_dims_to_operand_dim
 _SAME_SHAPE = ('convert', 'copy', 'negate', 'select', 'sharding_constraint')
 
 
-def mark_iota_dims(graph: Graph) -> None:
-  """Adds `iota_dims` to the attributes of lookups: pairs of a dimension of the table and one of the indices."""
-  _IotaDims(graph).visit(graph.main)
+def mark_traits(graph: Graph, platform: str) -> None:
+  """Adds to the attributes of operations how a platform's compiler treats them.
+
+  Lookups get `iota_dims`: pairs of a dimension of the table and one of the indices. `top_k` gets `is_partitioned`.
+
+  Args:
+    graph: the program, which is changed.
+    platform: 'cuda', 'tpu' or 'cpu'.
+  """
+  if platform != 'cpu':
+    _IotaDims(graph).visit(graph.main)
+  _mark_top_k(graph.main, platform == 'tpu')
+
+
+def _mark_top_k(block: Block, is_partitioned: bool) -> None:
+  for op in block.ops:
+    if op.kind == 'top_k' and isinstance(op.attributes, dict):
+      op.attributes['is_partitioned'] = is_partitioned
+    for inner in op.blocks:
+      _mark_top_k(inner, is_partitioned)
 
 
 class _IotaDims:
