@@ -79,7 +79,10 @@ def gather(op: Op, context: Context) -> Requirement:
   """A gather: its rows are partial sums along the axes of looked-up dimensions."""
   table, indices = context.values
   dims = _gather_dims(op, table.shape, len(indices.shape), context.result.shape)
-  arrays, specs = (table, indices, context.result), (*context.specs, context.result_spec)
+  arrays, specs = (
+    (table, indices, context.result),
+    (context.specs[0], context.specs[1], context.result_spec),
+  )
   lookup = _Lookup(dims, arrays, specs, 'lookup', context.sizes)
   chosen = _choose(lookup)
   table_spec, indices_spec, rows_spec = _specs(lookup, chosen)
