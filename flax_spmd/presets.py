@@ -5,7 +5,8 @@
 
 They use common names: 'batch' and 'length' for activations, 'embed', 'mlp', 'heads', 'kv', 'vocab' and
 'expert' for parameters. Names that a model lacks have no effect. In a model without names, parameters are
-sharded by `fsdp` in the tables that have it. The arguments are the names of mesh axes.
+sharded by `fsdp` in the tables that have it, and `Layout.jit` keeps the batch sharded throughout the step. The
+arguments are the names of mesh axes.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def target_devices(platform: str) -> Iterator[None]:
   JAX's own abstract meshes raise a ValueError. True of jax 0.10.2 to 0.12.
   """
   cast(Any, AbstractMesh).devices = property(_abstract_devices)
-  token = _target_platform.set({'cuda': 'gpu'}.get(platform, platform))
+  token = _target_platform.set({'cuda': 'gpu', 'rocm': 'gpu'}.get(platform, platform))
   try:
     yield
   finally:
@@ -501,6 +501,11 @@ def nnx_merge(structure: Any, leaves: Sequence[Any], nodes: Any, onto: Any = Non
   return _graphlib().unflatten(structure, list(leaves), index_ref=nodes, outer_index_outer_ref=onto)
 
 
+def nnx_children(module: Any) -> list[tuple[Any, Any]]:
+  """The attributes of a module that JAX takes for its children, with JAX's keys; the module may be among them."""
+  return module._pytree__flatten_with_paths()[0]
+
+
 def nnx_leaf_paths(structure: Any) -> list[str]:
   """The path of each array of a structure: `up/kernel`."""
   graphlib = _graphlib()
@@ -718,8 +723,15 @@ def mlir_context() -> Any:
   return mlir.make_ir_context()
 
 
-def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, int]]:
+def compile_program(
+  code: bytes, devices: np.ndarray, flags: Mapping[str, Any] | None = None
+) -> tuple[str, dict[str, int]]:
   """Compiles MLIR bytecode for devices, possibly those of a topology you don't have.
+
+  Args:
+    code: the program.
+    devices: devices, in the order of the mesh.
+    flags: flags of XLA for this program.
 
   Returns:
     The optimised HLO text, and the compiler's memory statistics in bytes: `arguments`, `results`, `shared`
@@ -728,7 +740,11 @@ def compile_program(code: bytes, devices: np.ndarray) -> tuple[str, dict[str, in
   """
   client = devices.flat[0].client
   options = compiler.get_compile_options(
-    num_replicas=1, num_partitions=devices.size, device_assignment=devices.reshape(1, -1), backend=client
+    num_replicas=1,
+    num_partitions=devices.size,
+    device_assignment=devices.reshape(1, -1),
+    env_options_overrides=dict(flags or {}),
+    backend=client,
   )
   with mlir_context():
     module = ir.Module.parse(code)
@@ -784,8 +800,13 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
   """The jaxprs among an equation's parameters."""
   for param in params.values():
     for each in param if isinstance(param, (tuple, list)) else (param,):
-      if hasattr(each, 'eqns') or hasattr(each, 'jaxpr'):
+      if is_jaxpr(each):
         yield each
+
+
+def is_jaxpr(param: Any) -> bool:
+  """Whether an equation's parameter is a jaxpr, closed or not."""
+  return hasattr(param, 'eqns') or hasattr(param, 'jaxpr')
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -947,7 +968,7 @@ def orbax_kvstore(path: str) -> Any:
 # -- custom partitioning
 
 
-def lower_for_target(traced: Any, platform: str, mesh: AbstractMesh) -> Any:
+def lower_for_target(traced: Any, platform: str, mesh: Any) -> Any:
   """Lowers a traced program for devices that are absent.
 
   JAX lowers a function of `custom_partitioning` (cuDNN's attention is one) to a callback of the compiler, which needs
@@ -973,7 +994,7 @@ def lower_for_target(traced: Any, platform: str, mesh: AbstractMesh) -> Any:
   return _lowered_by(rule, traced, platform)
 
 
-def lower_with_placeholders(traced: Any, platform: str, mesh: AbstractMesh) -> Any:
+def lower_with_placeholders(traced: Any, platform: str, mesh: Any) -> Any:
   """Lowers a traced program for absent devices, with a custom call for each function of `custom_partitioning`.
 
   The custom call has Shardy's rule for the function, and as its attribute `kernel` the target and configuration of the kernel in it.
@@ -1018,8 +1039,8 @@ def _lowered_by(rule: Callable[..., Any], traced: Any, platform: str) -> Any:
 def _placeholder(
   ctx: Any, values: Sequence[Any], mesh: AbstractMesh, key: str, params: Mapping[str, Any]
 ) -> Any:
-  call, rule = params['call'], params['sharding_rule']
-  results = [
+  call, rule = params['call'], cast(Any, params['sharding_rule'])
+  results: list[Any] = [
     ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in call.out_avals
   ]
   attributes = {
@@ -1030,14 +1051,16 @@ def _placeholder(
   }
   if rule is not None:
     types = [value.type for value in values]
-    sizes: Mapping[str, int] = {}
+    sizes: Mapping[str, Any] = {}
     if callable(rule):
-      rule = rule(*params['static_args'], mesh, types, results)
+      rule = cast(Any, rule(*params['static_args'], mesh, types, results))
     if isinstance(rule, (list, tuple)) and len(rule) == 2:
       rule, sizes = rule
     if isinstance(rule, str):
       rule = sharding_rules.str_to_sdy_sharding_rule(rule, **sizes)
-    attributes['sdy.sharding_rule'] = sharding_rules.sdy_sharding_rule_to_mlir(rule, types, results)
+    attributes['sdy.sharding_rule'] = sharding_rules.sdy_sharding_rule_to_mlir(
+      cast(Any, rule), types, results
+    )
   return ir.Operation.create(
     'stablehlo.custom_call', results=results, operands=list(values), attributes=attributes
   ).results
@@ -1129,7 +1152,7 @@ def _value_axes(value: Any) -> list[tuple[str, ...]]:
   if isinstance(owner, ir.Block):
     op, index = owner.owner, ir.BlockArgument(value).arg_number
     if 'arg_attrs' in op.attributes:
-      attributes = _dict(op.attributes['arg_attrs'][index])
+      attributes = _dict(cast(Any, op.attributes['arg_attrs'])[index])
       return _axes_of(attributes['sdy.sharding']) if 'sdy.sharding' in attributes else []
   else:
     op, index = owner, ir.OpResult(value).result_number

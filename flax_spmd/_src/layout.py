@@ -30,6 +30,7 @@ from flax_spmd._src.data.common_values import check_arguments, check_choice, che
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.data.global_batches import Check, local_indices, local_to_global
 from flax_spmd._src.jit.arguments import Arguments, closed_over
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
 from flax_spmd._src.jit.jitted import Jitted, P, Result
 from flax_spmd._src.jit.named_axis import NamedAxis
 from flax_spmd._src.mesh import (
@@ -49,7 +50,7 @@ from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.open_blocks import close_layout, open_layout
 from flax_spmd._src.plan import findings, placement_shardings
 from flax_spmd._src.plan.planner import common_spec, planner_for
-from flax_spmd._src.plan.result_shardings import plan_results, states_in
+from flax_spmd._src.plan.result_shardings import plan_results, same_forms, states_in
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules import toml_format
@@ -373,6 +374,7 @@ class Layout:
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
+    constrain_batch: bool = True,
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
@@ -413,6 +415,9 @@ class Layout:
       out_axes: with `axis_name`, None for a result that is equal in all parts, the dimension along which the parts
         of a result are joined, or a tree of these that is a prefix of the result. Single numbers are joined to one
         array of them. Default: None; results that differ are an error.
+      constrain_batch: whether a step without any names or constraints keeps its batch sharded throughout, where its
+        state is sharded over the axes of the batch (FSDP). The batch is an argument that is sharded over dimension 0
+        and is not returned. The step is then traced three times.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 
@@ -449,7 +454,9 @@ class Layout:
     axis = NamedAxis.of(axis_name, in_axes, out_axes)
     if fn is None:
       axes = {'axis_name': axis_name, 'in_axes': in_axes, 'out_axes': out_axes}
-      return functools.partial(self.jit, **placements, **axes, **options)
+      return functools.partial(
+        self.jit, **placements, **axes, constrain_batch=constrain_batch, **options
+      )
     check_not_jitted(fn, self._in_force)
     arguments = Arguments.of(fn, options)
     if axis is not None:
@@ -469,6 +476,7 @@ class Layout:
       self._stored_specs,
       functools.partial(check_call, mesh=self._mesh) if self.strict and self._mesh.size > 1 else None,
       self._plan_results,
+      self._batch_of if constrain_batch and self._mesh.size > 1 else None,
     )
 
   @overload
@@ -854,6 +862,15 @@ class Layout:
       next(planned) if unplaced else PlannedResult(sharding, 'placement')
       for sharding, unplaced in zip(placed, is_in_rest, strict=True)
     ]
+
+  def _batch_of(self, dynamic: Any, result: Any, jaxpr: Any) -> BatchLeaves | None:
+    """The batch of a call of a step without names; see `batch_leaves`."""
+
+    def returned() -> set[int]:
+      found = same_forms(result, dynamic, self._mesh)
+      return {position for each in found for position in each}
+
+    return batch_leaves(dynamic, returned, jaxpr, self._mesh, self._rules)
 
   def _stored_specs(self, dynamic: Any) -> tuple[tuple[Any, Any], ...]:
     """The specs that a step opens boxes with; see `Planner.stored_specs`. Each argument is a state of its own."""

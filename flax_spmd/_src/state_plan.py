@@ -26,6 +26,7 @@ from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.tree_names import leaf_names
+from flax_spmd._src.plan.deviations import planned_memory
 from flax_spmd._src.plan.placement_shardings import check_concrete
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.unmatched_paths import check_some_path_matches
@@ -79,7 +80,8 @@ class Plan(Generic[State]):
     self._create = create
     self._arrays, self._uncompared = arrays, arguments
     state = create.eval_shape(arrays)
-    self._shardings = [result.sharding for result in create.plan_of(arrays).results]
+    leaves = jax.tree.leaves(state)
+    self._shardings = list(map(_in_planned_memory, planner.leaf_shardings(state), leaves))
     check_some_path_matches(layout.rules, state, self._shardings)
     self._state = _with_shardings(state, self._shardings)
     if layout.strict:
@@ -203,6 +205,11 @@ def _differences(
     if path in given and planned[path] != given[path]
   ]
   return missing + more + other
+
+
+def _in_planned_memory(sharding: NamedSharding, leaf: Any) -> NamedSharding:
+  memory = planned_memory(leaf)
+  return sharding if memory is None else sharding.with_memory_kind(memory)
 
 
 def _with_shardings(state: Any, shardings: Sequence[NamedSharding]) -> Any:

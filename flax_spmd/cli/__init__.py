@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from flax_spmd.cli import checkpoint, demo, explore, search
-from flax_spmd.cli.user_errors import user_error_text
+from flax_spmd.cli import checkpoint, demo, explore, search, user_errors
 from flax_spmd.errors import FlaxSpmdError
 
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(error, file=sys.stderr)
     return 2
   except Exception as error:
-    text = user_error_text(error, getattr(options, 'model', ('',))[0])
+    text = user_errors.user_error_text(error, getattr(options, 'model', ('',))[0])
     if text is None:
       raise
     print(text, file=sys.stderr, end='')

@@ -253,3 +253,9 @@ def test_plain_orbax_loads_ours(tmp_path):
   with v0.StandardCheckpointer() as checkpointer:
     again = checkpointer.restore(f'{folder}/state')
   assert_equal(state.params, again['params'])
+
+
+def test_a_tree_without_leaves(tmp_path):
+  path = by_standard(tmp_path, {'empty': {}})
+  assert checkpoint.restore(path, layout=LAYOUT) == {}
+  assert checkpoint.restore(path, {'empty': {}}) == {'empty': {}}

@@ -308,6 +308,27 @@ def test_a_reader_in_the_same_process_keeps_its_generation(tmp_path, during_read
   assert number_of(path) == 2
 
 
+def test_a_reader_of_a_generation_by_its_path_keeps_it(tmp_path, during_read):
+  path = tmp_path / 'a'
+  save(path, 1)
+  folder = damage.generation_of(path)
+  during_read(lambda: save(path, 2, overwrite=True))
+  assert number_of(folder) == 1
+  assert (number_of(path), len(generations(path))) == (2, 2)
+  save(path, 3, overwrite=True)
+  assert names_in(path) == ['HEAD', *generations(path)] and not folder.exists()
+
+
+def test_a_copy_of_a_generation_has_no_pins(tmp_path, during_read):
+  save(tmp_path / 'a', 1)
+  folder = damage.generation_of(tmp_path / 'a')
+  shutil.copytree(folder, tmp_path / 'copies' / folder.name)
+  seen = []
+  during_read(lambda: seen.extend(names_in(tmp_path / 'copies')))
+  assert number_of(tmp_path / 'copies' / folder.name) == 1
+  assert seen == [folder.name]
+
+
 KILLED_READER = """
 import os, signal
 ocp.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)

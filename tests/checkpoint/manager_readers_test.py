@@ -13,6 +13,7 @@ from textwrap import dedent
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
@@ -44,6 +45,36 @@ def value(manager, step=None):
   restored = manager.restore(LAYOUT.abstract(lambda: state(0)), step=step)
   assert np.unique(restored.state['w']).size == 1
   return restored.step, float(restored.state['w'][0])
+
+
+class Batches:
+  """A data iterator at a position."""
+
+  def __init__(self, position):
+    self.position = position
+
+  def get_state(self):
+    return self.position
+
+  def set_state(self, state):
+    self.position = state
+
+
+def test_the_position_of_the_data_is_that_of_the_state(tmp_path, monkeypatch):
+  """Another job replaces the step, without a position, while its arrays are read."""
+  with writer(tmp_path) as manager:
+    manager.save(1, state(1), data=Batches(7))
+  load, data = ocp.load, Batches(0)
+
+  def late(*args, **kwargs):
+    monkeypatch.setattr(ocp, 'load', load)
+    checkpoint.save(tmp_path / '1', state(2), LAYOUT, overwrite=True)
+    return load(*args, **kwargs)
+
+  with reader(tmp_path) as manager:
+    monkeypatch.setattr(ocp, 'load', late)
+    restored = manager.restore(step=1, data=data)
+  assert (float(restored.state['w'][0]), data.position) == (1.0, 7)
 
 
 def test_readers_beside_a_writer(tmp_path):

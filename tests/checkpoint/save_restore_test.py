@@ -321,6 +321,31 @@ def test_leaves_that_cannot_be_saved(small):
   assert not (folder / 'new').exists()
 
 
+def test_dtypes_that_cannot_be_saved(small):
+  layout, _, folder = small
+  tree = {
+    'big': {'float': np.ones(3, '>f4'), 'int': np.ones(3, '>i8')},
+    'long': np.ones(3, np.longdouble),
+    'objects': np.array([None]),
+    'ok': np.ones(3, 'float32'),
+    'raw': np.zeros(3, 'V4'),
+    'structured': np.zeros(3, [('a', '>f4')]),
+    'text': np.array(['a']),
+  }
+  assert text_of(ValueError, checkpoint.save, folder / 'new', tree, layout=layout) == dedent(f"""\
+    big/float is an array of dtype >f4.
+    big/int is an array of dtype >i8.
+    long is an array of dtype {np.dtype(np.longdouble)}.
+    objects is an array of dtype object.
+    raw is an array of dtype |V4.
+    structured is an array of dtype [('a', '>f4')].
+    text is an array of dtype <U1.
+    Fix: convert it to the byte order of this machine, with x.astype(x.dtype.newbyteorder("=")).
+    Fix: convert it to float64 or complex128; no longer numbers can be stored.
+    Fix: keep only numbers, numeric arrays and random keys in the state.""")
+  assert not (folder / 'new').exists()
+
+
 def test_two_leaves_with_one_path(small):
   layout, _, folder = small
   tree = {'a/b': jnp.ones(1), 'a': {'b': jnp.ones(1)}}

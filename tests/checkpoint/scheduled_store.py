@@ -16,7 +16,7 @@ from typing import Any
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, Tag
+from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, Tag
 from flax_spmd.errors import CheckpointError
 
 ROOT, NAME = '/root', 'step'
@@ -227,8 +227,9 @@ class ScheduledStore:
   def _full(self, name: str) -> str:
     return f'{self.root}/{name}' if name else str(self.root)
 
-  def read(self, name: str) -> tuple[bytes, Tag] | None:
+  def read(self, name: str, limit: int = LARGEST) -> tuple[bytes, Tag] | None:
     """See `Store`."""
+    del limit
     self.world.operation(f'read {name}')
     full = self._full(name)
     return (self.world.files[full], self.world.tags[full]) if full in self.world.files else None

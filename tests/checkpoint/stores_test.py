@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from flax_spmd._src.checkpoint.storage.store import ANY, open_store
-from flax_spmd.errors import CheckpointError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 NAMES = st.sampled_from(['HEAD', 'pin-1', 'gen-1/MANIFEST', 'gen-1/d/x', 'gen-10/MANIFEST'])
 FOLDERS = ['', 'gen-1', 'gen-1/d', 'gen-10', 'gen-2']
@@ -156,6 +156,18 @@ def test_the_root_is_not_removed(root):
     f'{root} is not removed as a whole.\nFix: remove the files in it, by their names.'
   )
   assert store.children() == ['x']
+
+
+def test_a_file_of_more_bytes_than_expected(root):
+  store = open_store(root)
+  store.write('x', b'12345')
+  assert store.read('x', limit=5)[0] == b'12345'
+  with pytest.raises(CheckpointDamagedError) as caught:
+    store.read('x', limit=4)
+  assert str(caught.value) == (
+    f'{root}/x has more than 4 bytes, as no such file of a checkpoint has.\n'
+    'Fix: restore another checkpoint; this one was changed after it was written.'
+  )
 
 
 def test_names_of_all_kinds(root):

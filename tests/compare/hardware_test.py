@@ -2,12 +2,22 @@
 
 from textwrap import dedent
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import flax_spmd as spmd
 from flax_spmd._src.compare.costs import cost, peak, seconds
-from flax_spmd._src.compare.hardware import chips, compiler_environment, gpu_description, parse_target
+from flax_spmd._src.compare.hardware import (
+  chips,
+  compiler_environment,
+  gpu_description,
+  parse_target,
+  share,
+)
 from flax_spmd._src.hlo.counts import Collective, Counts
 from flax_spmd.errors import TargetDeviceError
+from flax_spmd.explore import Estimator, TrainStep, compare
 
 
 @pytest.mark.parametrize(
@@ -19,6 +29,9 @@ from flax_spmd.errors import TargetDeviceError
     ('a100:4x4', 16, (4, 4)),
     ('v5e:16x16', 256, (16, 16)),
     ('v5p:4x4x8', 128, (4, 4, 8)),
+    ('tpu7x:2x2x1', 8, (2, 2, 1)),  # two devices a chip
+    ('gb200:64', 64, (1, 64)),  # one NVLink domain
+    ('gb300:144', 144, (2, 72)),
   ],
 )
 def test_targets(text, devices, topology):
@@ -37,7 +50,7 @@ def test_available_devices():
       'h1000:8',
       """\
       There is no target 'h1000:8'. Did you mean 'h100'?
-      Fix: use one of v4, v5e, v5p, v6e, a100, h100, h200, b200, cpu, as in 'h100:8', or describe the chip in a TOML file.""",
+      Fix: use one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, b300, gb200, gb300, l40s, mi300, cpu, as in 'h100:8', or describe the chip in a TOML file.""",
     ),
     ('v5e', "The target 'v5e' has no number of chips.\nFix: write, for example, 'v5e:4x4'."),
     (
@@ -122,7 +135,32 @@ def test_environment_of_a_compiler(monkeypatch):
   ]
   assert compiler_environment(parse_target('v5e:4x4'))['TPU_ACCELERATOR_TYPE'] == 'v5litepod-16'
   assert compiler_environment(parse_target('v5p:2x2x4'))['TPU_ACCELERATOR_TYPE'] == 'v5p-32'
+  assert compiler_environment(parse_target('tpu7x:2x2x2'))['TPU_ACCELERATOR_TYPE'] == 'tpu7x-16'
   assert compiler_environment(parse_target('v5e:4x4'))['ALLOW_MULTIPLE_LIBTPU_LOAD'] == '1'
+
+
+def test_a_share_of_chips_with_two_devices():
+  assert share(parse_target('tpu7x:2x2x2'), 4).text == 'tpu7x:1x1x2'
+  assert share(parse_target('tpu7x:2x2x2'), 4).devices == 4
+
+
+def test_a_chip_without_a_compiler_has_estimates():
+  def create():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
+
+  def step(state, x):
+    return jax.tree.map(lambda w: 0.9 * w, state), jnp.sum(x @ state['w'].unbox())
+
+  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+  estimator = Estimator(train_step, platform='rocm')
+  assert estimator.estimate(layout, parse_target('mi300:8')).fits
+  with pytest.raises(TargetDeviceError) as caught:
+    compare(train_step, [layout], 'mi300:8')
+  assert str(caught.value) == (
+    'Nothing compiles for mi300:8 without a mi300, so there are estimates only.\n'
+    'Fix: use search(..., top=0) or Estimator, or a target with a compiler, such as h100:8.'
+  )
 
 
 def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):
@@ -140,6 +178,9 @@ def collective(kind='all-gather', axes=('data',), group=8, wire=1e9, times=1):
     ('v5e:4x4', {'data': 4, 'model': 4}, ('model',), 4, 9.0e10),  # one axis of the torus
     ('v5e:4x4', {'data': 16}, ('data',), 16, 1.8e11),  # both
     ('v5p:2x2x4', {'data': 4, 'model': 4}, ('data',), 4, 3.6e11),
+    ('tpu7x:2x2x1', {'data': 4, 'model': 2}, ('data',), 4, 2.0e11),
+    ('gb200:64', {'data': 8, 'model': 8}, ('data',), 8, 9.0e11),  # one NVLink domain
+    ('gb200:144', {'data': 2, 'model': 72}, ('data',), 2, 5.0e10),
   ],
 )
 def test_bandwidth_of_a_group(target, mesh, axes, group, speed):

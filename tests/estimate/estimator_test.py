@@ -384,3 +384,28 @@ def test_lookups_communicate_as_in_compiled_programs():
     estimated = estimator.estimate(one, parse_target('cpu:8')).counts.by_kind()
     expected = compiled[name].counts.by_kind()
     assert estimated == pytest.approx(expected, rel=1e-3), name
+
+
+def test_collectives_name_the_line_of_the_model_that_needs_them():
+  """Also where JAX traces a function once for several callers, as it does `jnp.take`, and inside of Flax's modules."""
+
+  def made():
+    table = spmd.LogicallyPartitioned(jnp.ones((1024, EMBED)), ('vocab', 'embed'))
+    dense = nn.Dense(MLP).init(jax.random.key(0), jnp.zeros((1, EMBED)))['params']
+    return {'table': table, 'dense': dense}
+
+  def loss(params, tokens):
+    first, second = jnp.take(params['table'].unbox(), tokens, axis=0), params['dense']
+    return jnp.sum(nn.Dense(MLP).apply({'params': second}, first) ** 2)
+
+  def trained(params, tokens):
+    grads = jax.grad(loss)(params, tokens)
+    return jax.tree.map(lambda one, two: one - two, params, grads), 0.0
+
+  estimator = Estimator(TrainStep(trained, made, jax.ShapeDtypeStruct((BATCH,), jnp.int32)))
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+  found = estimator.estimate(layout, TARGET).counts.collectives
+  start = loss.__code__.co_firstlineno
+  lines = {one.op: one.source for one in found}
+  assert lines['scatter'] == f'estimator_test.py:{start + 1}'
+  assert lines['dot_general'] == f'estimator_test.py:{start + 2}'

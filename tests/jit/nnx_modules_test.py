@@ -1,5 +1,6 @@
 """NNX modules under a layout: `init`, `plan` and `jit` take and return them, with the semantics of `nnx.jit`."""
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd.errors import LayoutError
 
 RULES = (('batch', 'data'), ('mlp', 'model'))  # none for 'embed'
 X = np.random.default_rng(0).normal(size=(16, 32)).astype('float32')
@@ -131,6 +133,26 @@ def test_a_module_may_be_returned_changed_and_created(layout):
   assert layout.jit(lambda model: model)(model) is model
 
 
+def test_modules_that_change_places_or_contain_themselves(layout):
+  model = nnx.Dict(one=nnx.Param(jnp.array(1)), two=nnx.Param(jnp.array(2)))
+  one, two = model.one, model.two
+
+  @layout.jit
+  def swap(model):
+    model.one, model.two = model.two, model.one
+
+  swap(model)
+  assert model.one is two and model.two is one and (int(one[...]), int(two[...])) == (1, 2)
+  model.itself = model
+
+  @layout.jit
+  def add(model):
+    model.itself.itself.one[...] += 5
+
+  add(model)
+  assert int(two[...]) == 7 and model.itself is model
+
+
 def test_methods_and_shared_modules_in_several_arguments(layout):
   class Counter(nnx.Module):
     def __init__(self):
@@ -205,3 +227,37 @@ def test_a_failed_trace_leaves_the_module(layout):
   with pytest.raises(ValueError, match='no'):
     broken(model)
   assert model.up.kernel[...] is kernel
+
+
+COPIED = """\
+{by} copies its arguments, and there are NNX modules or variables among them (Model): changes of their variables would \
+be lost.
+Fix: pass nnx.state(module), and return the new state."""
+
+
+@pytest.mark.parametrize(
+  'by, options',
+  [
+    ('in_constraints', {'in_constraints': (P(), None)}),
+    ('axis_name', {'axis_name': 'batch', 'in_axes': (None, 0)}),
+  ],
+)
+def test_options_that_would_lose_updates_are_refused(layout, by, options):
+  model = layout.init(create)
+  with pytest.raises(LayoutError) as error:
+    layout.jit(lambda model, x: model(x).sum(), **options)(model, X)
+  assert str(error.value) == COPIED.format(by=by)
+
+
+def test_a_pipeline_of_modules_is_refused(layout):
+  model = layout.init(create)
+  staged = spmd.Layout({'stage': 2, 'data': 4})
+  with pytest.raises(LayoutError) as error:
+    staged.pipeline_jit(lambda model, x: model(x))(model, X)
+  assert str(error.value) == COPIED.format(by='pipeline_jit')
+
+
+def test_changes_of_a_module_that_is_no_argument_are_refused_by_flax(layout):
+  model = layout.init(create)
+  with pytest.raises(flax.errors.TraceContextError):
+    layout.jit(lambda x: model(x))(X)

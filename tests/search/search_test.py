@@ -234,6 +234,22 @@ def test_estimates_that_no_factor_corrects_are_in_doubt(monkeypatch):
   assert max(result.check.within) > 1
 
 
+def test_estimates_in_doubt_do_not_spoil_the_check_of_the_others(monkeypatch):
+  shards = lambda layout: 'fsdp' in repr(layout.rules)
+  estimating(monkeypatch, lambda layout: 3.0 if shards(layout) else 1.0)
+  certain = Formula.estimate
+
+  def estimate(self, layout, target):
+    doubts = ('weights move',) if shards(layout) else ()
+    return certain(self, layout, target)._replace(doubts=doubts)
+
+  monkeypatch.setattr(Formula, 'estimate', estimate)
+  result = run()
+  assert any('fsdp' in one.name for one in result.outcomes)
+  assert not any('fsdp' in name for name in result.check.layouts)
+  assert not result.check.flagged and result.check.within == (0.0, 0.0)
+
+
 def test_without_compiled_layouts_the_result_is_unchecked():
   result = run(top=0)
   assert result.check is None and result.record()['check'] is None

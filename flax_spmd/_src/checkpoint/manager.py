@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, Self, Unpack, overload
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
-from flax_spmd._src.checkpoint.restore import restore
+from flax_spmd._src.checkpoint.restore import restore_with
 from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
 from flax_spmd._src.checkpoint.save import SaveRequest, start_save
 from flax_spmd._src.checkpoint.steps import data_positions
@@ -36,7 +36,7 @@ from flax_spmd._src.checkpoint.steps.step_policies import History, StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import in_first
 from flax_spmd._src.checkpoint.storage.contents import check_is_layout
-from flax_spmd._src.checkpoint.storage.readers import custom_metadata
+from flax_spmd._src.checkpoint.storage.readers import metadata_of
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.joint_call import first_line
 from flax_spmd._src.layout import Layout
@@ -396,7 +396,9 @@ class Manager:
         stacklevel=3,
       )
     try:
-      state = restore(path, target, **options)
+      state, stored = restore_with(
+        lambda source: {} if data is None else metadata_of(path, source), path, target, **options
+      )
     except CheckpointDamagedError as error:
       if step in in_first(self._folder.steps):
         raise
@@ -404,7 +406,7 @@ class Manager:
         f'Step {step} of {self.root} was removed while it was being restored.\nFix: restore a newer one.'
       ) from error
     if data is not None:
-      data_positions.move(data, custom_metadata(path), path)
+      data_positions.move(data, stored, path)
     return ResumedState(step, state)
 
   def _skip(self, step: int, error: CheckpointError, failed: list[int]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Unpack, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from flax_spmd._src.checkpoint import targets
 from flax_spmd._src.checkpoint.load import load
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
   from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
 
 
+Result = TypeVar('Result')
 Folder = str | os.PathLike[str]
 
 
@@ -143,18 +145,59 @@ def restore(
     >>> checkpoint.restore(tmp / 'step_3', layout=layout, changes=half)['w'].dtype
     dtype(bfloat16)
   """
+  state, _ = restore_with(
+    lambda source: None,
+    path,
+    target,
+    changes=changes,
+    layout=layout,
+    mesh=mesh,
+    rules=rules,
+    boxed=boxed,
+    verify=verify,
+    salvage=salvage,
+    limit=limit,
+    memory=memory,
+    show=show,
+  )
+  return state
+
+
+def restore_with(
+  also: Callable[[Source | None], Result],
+  path: str | os.PathLike[str],
+  target: Any = None,
+  *,
+  changes: Changes = NO_CHANGES,
+  layout: Layout | None = None,
+  mesh: Any = None,
+  rules: Any = None,
+  boxed: bool = False,
+  verify: bool = True,
+  salvage: bool = False,
+  limit: int | None = None,
+  memory: int | None = None,
+  show: bool = False,
+) -> tuple[Any, Result]:
+  """Restores a checkpoint, and reads something else of the same generation.
+
+  Args:
+    also: function of the generation, or of None if the path has none.
+    path, target, changes, layout, mesh, rules, boxed, verify, salvage, limit, memory, show: see `restore`.
+  """
   with joint('restore', f'The restore of {path}'):
     async_save.finish()
     prepared = _prepared(target, layout, mesh, rules, changes)
 
-    def read(source: Source | None) -> Any:
+    def read(source: Source | None) -> tuple[Any, Result]:
       reader = reader_of(path, source)
       restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
       plan = plan_restore(reader, restored, changes, limit)
       plan.check()
+      other = also(source)
       leaves, damage = _loaded(reader, restored, plan, verify, memory, salvage, show)
       state = restored.build(leaves)
-      return SalvagedState(state, damage.leaves, damage.files) if salvage else state
+      return (SalvagedState(state, damage.leaves, damage.files) if salvage else state), other
 
     return read_whole(as_path(path), read)
 

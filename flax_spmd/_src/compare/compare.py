@@ -13,6 +13,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 
+from flax_spmd._src.compare.activation_moves import activation_moves
 from flax_spmd._src.compare.comparison import Comparison
 from flax_spmd._src.compare.compilation import CompileJob, CompileResult, check_compiler, compile_jobs
 from flax_spmd._src.compare.costs import cost
@@ -166,6 +167,8 @@ def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target
     return Outcome.failed(name, lowered.layout, result.error or 'not compiled')._replace(
       memory=Memory(*parts, temporaries, peak, host) if peak else None, program=lowered, compiled=result
     )
+  moves = activation_moves(lowered.unconstrained, lowered.rows, result.counts)
+  lowered = lowered._replace(findings=[*moves, *lowered.findings])
   memory = result.memory
   arguments = memory['arguments']
   peak = arguments + memory['results'] - memory['shared'] + memory['temporaries']

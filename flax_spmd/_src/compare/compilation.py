@@ -123,10 +123,15 @@ def check_compiler(target: Target) -> None:
   """Raises unless this machine can compile for a target.
 
   Raises:
-    TargetDeviceError: a wheel is missing or belongs to another jax version, or the target has too many
-      devices.
+    TargetDeviceError: a wheel is missing or belongs to another jax version, nothing compiles for the chip, or the
+      target has too many devices.
   """
   platform = target.chip.platform
+  if target.chip.compiler == 'none':
+    raise TargetDeviceError(
+      f'Nothing compiles for {target.text} without a {target.chip.name}, so there are estimates only.\n'
+      'Fix: use search(..., top=0) or Estimator, or a target with a compiler, such as h100:8.'
+    )
   if platform == 'cpu' and target.devices > _LARGEST_CPU:
     raise TargetDeviceError(
       f"The CPU's compiler supports up to {_LARGEST_CPU} devices, but {target.text} has {target.devices}.\n"

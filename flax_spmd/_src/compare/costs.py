@@ -132,6 +132,7 @@ def _part(axis: str) -> tuple[str, int]:
 def _torus_axes(one: Collective, target: Target, mesh: Mapping[str, int]) -> int:
   """The number of torus axes that a group spans, if the mesh axes are assigned to them in order."""
   covered, torus = 0, list(target.topology)
+  torus[-1] *= target.chip.cores  # the devices of a chip are adjacent
   for name, size in mesh.items():
     extent, taken = 1, 0
     while torus and extent * torus[0] <= size and size % (extent * torus[0]) == 0:

@@ -26,23 +26,25 @@ from flax_spmd.errors import TargetDeviceError, did_you_mean
 
 @set_module('flax_spmd.explore')
 class Chip(NamedTuple):
-  """A kind of chip.
+  """A kind of chip. Its figures are those of one device.
 
   Attributes:
     name: name in targets, such as `h100`.
-    platform: `tpu`, `cuda` or `cpu`.
+    platform: `tpu`, `cuda`, `rocm` or `cpu`.
     memory: bytes that a program can use.
     bandwidth: bytes per second to and from the memory.
     link: bytes per second that a chip sends: on a TPU along one axis of its torus (both ways around the
       ring), on a GPU to the others of its node.
     network: bytes per second that a chip sends to other nodes (GPU) or slices (TPU).
-    per_node: number of chips in a node.
+    per_node: number of devices in a node. Of `gb200` and `gb300` a rack is one node, with one NVLink domain.
     efficiency: share of the peak that large matrix products reach.
     hop: seconds until the first byte of a transfer arrives.
     flops: dense peak FLOP/s per dtype of the operands.
     source: sources of the figures.
     torus: number of axes of a TPU's torus; 0 for other chips.
-    compiler: entry of `gpus.toml` that describes a GPU to XLA. Default: `name`.
+    compiler: entry of `gpus.toml` that describes a GPU to XLA. Default: `name`. `'none'`: nothing compiles for the chip
+      without one, so it has estimates only.
+    cores: devices of a chip: 2 of `tpu7x`, whose halves are devices of their own.
 
   Example:
     >>> h100 = chips()['h100']
@@ -63,6 +65,7 @@ class Chip(NamedTuple):
   source: str
   torus: int = 0
   compiler: str | None = None
+  cores: int = 1
 
 
 @set_module('flax_spmd.explore')
@@ -86,8 +89,8 @@ class Target(NamedTuple):
 
   @property
   def devices(self) -> int:
-    """Number of chips."""
-    return math.prod(self.topology)
+    """Number of devices: of chips, times the devices of a chip."""
+    return math.prod(self.topology) * self.chip.cores
 
 
 @set_module('flax_spmd.explore')
@@ -162,6 +165,8 @@ def parse_target(text: str, file: str | os.PathLike[str] | None = None) -> Targe
   Example:
     >>> parse_target('h100:64').topology, parse_target('v5e:4x4').devices
     ((8, 8), 16)
+    >>> parse_target('tpu7x:2x2x1').devices  # two of each chip
+    8
   """
   if text == 'here':
     return _available(file)
@@ -221,7 +226,7 @@ def share(target: Target, parts: int) -> Target:
     sizes = [devices // in_node, in_node]
   else:
     sizes = list(target.topology)
-    while (excess := math.prod(sizes) // devices) > 1:
+    while (excess := math.prod(sizes) * chip.cores // devices) > 1:
       # Shares stay compact: the longest divisible side is divided by its smallest common factor.
       sides = [(size, -side) for side, size in enumerate(sizes) if math.gcd(size, excess) > 1]
       side = -max(sides)[1]
@@ -236,9 +241,10 @@ def _available(file: str | os.PathLike[str] | None) -> Target:
   kind = device.device_kind.lower().replace(' ', '')
   names = {'v5lite': 'v5e', 'v5e': 'v5e', 'v6lite': 'v6e', 'v5': 'v5p', 'v4': 'v4'}
   known = chips(file)
-  matched = next((known[name] for name in known if name in kind and name != 'cpu'), None)
+  names_in_kind = [name for name in known if name in kind and name != 'cpu']
+  matched = known[max(names_in_kind, key=len)] if names_in_kind else None  # a GB200 is no B200
   matched = matched or next((known[names[text]] for text in names if text in kind), known['cpu'])
-  sizes = 'x'.join(['1'] * (matched.torus - 1) + [str(count)])
+  sizes = 'x'.join(['1'] * (matched.torus - 1) + [str(max(1, count // matched.cores))])
   return parse_target(f'{matched.name}:{sizes}', file)
 
 
@@ -308,6 +314,6 @@ def _without_device_count(flags: str) -> str:
 
 
 def _accelerator_type(target: Target) -> str:
-  """The accelerator type, such as `v5litepod-16` or `v5p-32`: v4 and v5p count cores, the others chips."""
-  name, count = target.chip.name, target.devices
+  """The accelerator type, such as `v5litepod-16` or `v5p-32`: v5e and v6e count chips, the others cores."""
+  name, count = target.chip.name, math.prod(target.topology)
   return {'v5e': f'v5litepod-{count}', 'v6e': f'v6e-{count}'}.get(name, f'{name}-{2 * count}')

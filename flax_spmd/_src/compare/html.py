@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flax_spmd._src.compare.chart_labels import LINE, name_lines, text_width
 from flax_spmd._src.text import size_text
 
 
@@ -61,28 +62,45 @@ def bars(
     most: value of the full width.
     mark: value of a vertical line, such as a limit, or None.
   """
-  height = len(rows) * (_HEIGHT + 8) + 8
-  scale = _WIDTH / max(most, 1e-30)
-  shapes = []
-  for number, (name, parts, total) in enumerate(rows):
-    x, y = 160.0, 4 + number * (_HEIGHT + 8)
-    shapes.append(
-      f'<text x="150" y="{y + _HEIGHT / 2}" text-anchor="end" dominant-baseline="central">{safe(name)}</text>'
-    )
-    for kind, value, text in parts:
-      width = value * scale
-      shapes.append(
-        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_HEIGHT}" fill="{_COLOURS[kind]}">'
-        f'<title>{safe(text)}</title></rect>'
-      )
-      x += width
-    shapes.append(
-      f'<text x="{x + 6:.1f}" y="{y + _HEIGHT / 2}" dominant-baseline="central">{safe(total)}</text>'
-    )
+  names = [name_lines(name) for name, _, _ in rows]
+  left = max((text_width(line) for lines in names for line in lines), default=0.0) + 10
+  right = max((text_width(total) for _, _, total in rows), default=0.0) + 12
+  scale, y, shapes = _WIDTH / max(most, 1e-30), 4.0, []
+  for lines, row in zip(names, rows, strict=True):
+    height = max(_HEIGHT, len(lines) * LINE)
+    shapes += _bar(row, lines, left, y, height, scale)
+    y += height + 8
   if mark is not None and mark * scale <= _WIDTH:
-    at = 160 + mark * scale
-    shapes.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" class="limit"/>')
-  return svg(160 + _WIDTH + 200, height, shapes)
+    at = left + mark * scale
+    shapes.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{y:.0f}" class="limit"/>')
+  return svg(left + _WIDTH + right, y + 4, shapes)
+
+
+def _bar(
+  row: tuple[str, Sequence[tuple[str, float, str]], str],
+  lines: Sequence[str],
+  left: float,
+  y: float,
+  height: float,
+  scale: float,
+) -> Iterable[str]:
+  """A bar with the lines of its name on its left, and its label on its right."""
+  name, parts, total = row
+  x, middle = left, y + height / 2
+  first = middle - (len(lines) - 1) * LINE / 2
+  spans = ''.join(
+    f'<tspan x="{left - 8:.1f}" y="{first + number * LINE:.1f}">{safe(line)}</tspan>'
+    for number, line in enumerate(lines)
+  )
+  yield f'<text text-anchor="end" dominant-baseline="central"><title>{safe(name)}</title>{spans}</text>'
+  for kind, value, text in parts:
+    width = value * scale
+    yield (
+      f'<rect x="{x:.1f}" y="{middle - _HEIGHT / 2:.1f}" width="{width:.1f}" height="{_HEIGHT}" '
+      f'fill="{_COLOURS[kind]}"><title>{safe(text)}</title></rect>'
+    )
+    x += width
+  yield f'<text x="{x + 6:.1f}" y="{middle:.1f}" dominant-baseline="central">{safe(total)}</text>'
 
 
 def svg(width: float, height: float, shapes: Iterable[str]) -> str:

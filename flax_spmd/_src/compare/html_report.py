@@ -311,11 +311,13 @@ def _roof(comparison: Comparison, outcomes: Sequence[Outcome], reachable: float)
 
   points = ' '.join(f'{x:.1f},{y:.1f}' for x, y in map(at, (low, ridge, high)))
   shapes = [f'<polyline points="{points}" class="roof"/>']
-  for name, x in dots:
+  for number, (name, x) in enumerate(dots, 1):
     left, top = at(x)
     shapes.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5"><title>{safe(name)}</title></circle>')
-    shapes.append(f'<text x="{left + 8:.1f}" y="{top + 14:.1f}">{safe(name)}</text>')
+    # similar layouts have adjacent dots, so numbers alternate between three heights
+    shapes.append(f'<text x="{left + 4:.1f}" y="{top + 16 + 14 * (number % 3):.1f}">{number}</text>')
   shapes.append(
     f'<text x="60" y="{tall + 20}">FLOPs per byte of HBM, logarithmic: 10^{low:.1f} to 10^{high:.1f}</text>'
   )
-  return svg(wide + 200, tall + 30, shapes)
+  listed = ''.join(f'<li>{safe(name)}</li>' for name, _ in dots)
+  return f'{svg(wide + 100, tall + 30, shapes)}<ol>{listed}</ol>'

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.compare.activation_moves import unconstrained_axes
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import (
@@ -40,6 +41,7 @@ class LoweredStep(NamedTuple):
     rows: the arrays of the state, with the decisions behind each sharding.
     batch_bytes: bytes of the batch on one device.
     findings: suspicious things about the layout, one line each.
+    unconstrained: the mesh axes of both state and batch, if the step has no constraint.
     unused_bytes: bytes on one device of the arrays that the step does not use, and the program does not have.
   """
 
@@ -50,6 +52,7 @@ class LoweredStep(NamedTuple):
   rows: list[Row]
   batch_bytes: int
   findings: list[str]
+  unconstrained: tuple[str, ...] = ()
   unused_bytes: int = 0
 
   @property
@@ -77,7 +80,8 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
     train_step = train_step_on(abstract, train_step)
     state, batch = abstract_arguments(train_step, abstract)
     jitted = train_step.jitted(abstract, donate=True)
-    lowered = lower_for_target(jitted.trace(state, batch), target.chip.platform, abstract.mesh)
+    traced = jitted.trace(state, batch)
+    lowered = lower_for_target(traced, target.chip.platform, abstract.mesh)
   text = program_text(lowered, locations=False)
   used = set(used_arguments(lowered))
   arrays = enumerate(jax.tree.leaves((state, batch)))
@@ -85,6 +89,7 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
     code=program_bytes(lowered),
     identity=identity_of(lowered, text),
     dtype=dtype_of(text),
+    unconstrained=unconstrained_axes(state, batch, traced.jaxpr),
     unused_bytes=sum(_bytes_on_device(array) for index, array in arrays if index not in used),
   )
 

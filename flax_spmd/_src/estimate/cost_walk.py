@@ -6,7 +6,7 @@ added, once per run of the enclosing loops. Like XLA, the walk saves communicati
 * A value is resharded to one sharding once, however many operations need it.
 * A gather is deferred until an operation needs its result; an elementwise operation often does not.
 * Partial sums that are added to each other are added first, and reduced once; so are those that a loop adds up
-  (`loop_sums`).
+  (`loops`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from flax_spmd._src.estimate.live_buffers import (
   liveness,
   rematerialisable_values,
 )
-from flax_spmd._src.estimate.loop_sums import MOVING_PLATFORMS, loop_sums
+from flax_spmd._src.estimate.loops import (
+  GATHERING_PLATFORMS,
+  MOVING_PLATFORMS,
+  invariants,
+  loop_sums,
+)
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.requirements import Context, Requirement
 from flax_spmd._src.estimate.resharding import (
@@ -83,7 +88,9 @@ class AnalyzedGraph:
     wire_values: values that are sent in a narrower dtype.
     constants: scalar integer constants.
     uses: number of uses per value.
+    transposed: operands of transposes, by their results.
     loop_sums: values that are added to a loop's carry, with the loop's result.
+    invariants: values that are the same in all iterations of some loops, with the number of these loops.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
   """
 
@@ -95,15 +102,19 @@ class AnalyzedGraph:
     self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
     self.uses: dict[int, int] = {}
+    self.transposed: dict[int, int] = {}
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
     self.loop_sums = loop_sums(graph, self.uses)
+    self.invariants = invariants(graph)
     self.dtype = _chip_dtype(max(product_sizes, key=lambda dtype: product_sizes[dtype], default='f32'))
 
   def _scan(self, block: Block, product_sizes: dict[str, int]) -> None:
     for op in block.ops:
       for value in op.operands:
         self.uses[value] = self.uses.get(value, 0) + 1
+      if op.kind == 'transpose':
+        self.transposed[op.results[0]] = op.operands[0]
       if op.attributes.get('value') is not None:
         self.constants[op.results[0]] = op.attributes['value']
       if op.kind in _PRODUCTS:
@@ -177,6 +188,8 @@ class _CostWalk:
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
     self.values = analyzed.graph.values
     self.combiner = CollectiveCombiner(sizes)
+    self.times_outside: list[int] = []  # of each loop around, how often it runs
+    self.gathered_before = 0.0  # bytes that the present loop finds gathered
     self.loop = 0  # the innermost loop, as its first result; 0 outside of loops
     self.kind = ''  # of the current operation
     self.flops = self.hbm = 0.0
@@ -187,6 +200,7 @@ class _CostWalk:
     self.totals: dict[int, _PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
     self.deferred_computed: set[int] = set()  # those among them that were computed from several operands
+    self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
 
@@ -208,7 +222,7 @@ class _CostWalk:
       reads = () if op.blocks else live.reads[index]
       self.hbm += times * sum(map(self._bytes, (*live.written[index], *reads)))
       if op.kind == 'while':  # its buffers reuse those of operands that end here
-        for operand, result in zip(op.operands, op.results):
+        for operand, result in zip(map(self._before_transposes, op.operands), op.results):
           if operand in alive and operand in live.ending[index]:
             now -= alive.pop(operand)
           alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
@@ -223,6 +237,12 @@ class _CostWalk:
       self._bring(value, required or self.specs[value], times, '')
     self.hbm += times * sum(map(self._bytes, live.returned))
     return peak
+
+  def _before_transposes(self, value: int) -> int:
+    """The array that a loop's operand is a transpose of: on GPUs no copy, as its layout is free."""
+    while value in self.analyzed.transposed and self.platform == 'cuda':
+      value = self.analyzed.transposed[value]
+    return value
 
   def _runs_last(self, op: Op) -> bool:
     """Whether an operation is a product in a loop whose result is reduced over devices.
@@ -280,7 +300,7 @@ class _CostWalk:
   def _compute(self, op: Op, times: int) -> None:
     required = requirement(op, self._context(op))
     for value, spec in zip(op.operands, required.operands):
-      self._add_doubts(op, value, spec)
+      self._add_doubts(op, value, spec, times)
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt and times * max(map(self._bytes, (*op.operands, *op.results))) > _NEGLIGIBLE:
       self.doubts.append(f'{op.source}: {required.doubt}')
@@ -292,9 +312,9 @@ class _CostWalk:
     for value in op.results:
       self._add_result(value, required, times, op)
 
-  def _add_doubts(self, op: Op, value: int, required: Spec | None) -> None:
+  def _add_doubts(self, op: Op, value: int, required: Spec | None, times: int) -> None:
     """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
-    if required is None or self._bytes(value) < _NEGLIGIBLE:
+    if required is None or times * self._bytes(value) < _NEGLIGIBLE:
       return
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
     if op.kind == 'dot_general' and not is_weight and self._differs(op, value, required):
@@ -318,6 +338,7 @@ class _CostWalk:
         self.deferred_gathers[value] = natural
         self.deferred_computed |= {value} if len(op.operands) > 1 else set()
       else:
+        self.exchanged |= {value} if any(op.kind == 'all-to-all' for op in ops) else set()
         self._add_collectives(ops, times, value, op.source)
 
   def _context(self, op: Op) -> Context:
@@ -407,13 +428,18 @@ class _CostWalk:
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
     for operand, result in zip(op.operands, op.results):
+      if operand in self.exchanged and self._bytes(operand) > _NEGLIGIBLE:
+        self.doubts.append(f'{op.source}: all-to-all of an array for a loop, or in its every iteration')
       self._bring(operand, self.specs[result], times, op.source)
-    outside = self.resharded, self.loop
-    self.resharded, self.loop = set(), op.results[0]
+    outside = self.resharded, self.loop, self.gathered_before
+    self.resharded, self.loop, self.gathered_before = set(), op.results[0], 0.0
+    self.times_outside.append(times)
     iterations = times * self.analyzed.trip_count(op)
     carried = [self.specs[result] for result in op.results]
     peak = self.block(op.blocks[1], inner[1], iterations, carried)
-    self.resharded, self.loop = outside
+    peak += self.gathered_before
+    self.times_outside.pop()
+    self.resharded, self.loop, self.gathered_before = outside
     for result in op.results:
       if result in self.totals:
         self.partial_sums[result] = self.totals.pop(result)._replace(times=times, is_total=True)
@@ -450,7 +476,12 @@ class _CostWalk:
     ops = reshard(self._wire_value(value), before, after, self.sizes)
     if any(op.kind == 'all-gather' for op in ops):
       copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
-      self.gathered_bytes += copy
+      loops = self.analyzed.invariants.get(value, 0) if self.platform in GATHERING_PLATFORMS else 0
+      if loops and self.loop:
+        times = self.times_outside[-loops]
+        self.gathered_before += copy
+      else:
+        self.gathered_bytes += copy
       self.hbm += times * copy
     self._add_collectives(ops, times, value, source)
 

@@ -221,6 +221,8 @@ def _written(op: Op, users: Mapping[int, list[Op]], rematerialisable: frozenset[
   for value in op.results:
     if value in rematerialisable or op.blocks or op.kind in _IN_PLACE:
       continue
-    readers = (user for user in users.get(value, ()) if user.kind in _READS or user.blocks)
+    readers = [user for user in users.get(value, ()) if user.kind in _READS or user.blocks]
+    if op.kind == 'transpose' and all(user.blocks for user in readers):
+      continue  # a loop takes its operand in any order of the dimensions
     if op.kind in _WRITES or any(value in user.operands for user in readers):
       yield value

@@ -21,6 +21,7 @@ from jax.tree_util import DictKey
 from flax_spmd._src import compat
 from flax_spmd._src.jit.tree_constraints import with_sharding_constraint
 from flax_spmd._src.mesh import MeshLike, placed_sharding
+from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.rules.placements import is_placement
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
@@ -161,7 +162,11 @@ class Arguments(NamedTuple):
     @functools.wraps(fn)
     def on_entry(*args, **kwargs):
       dynamic = self.dynamic(args, kwargs)
-      dynamic = with_sharding_constraint(dynamic, self.spread(placements, dynamic))
+      by_argument = self.spread(placements, dynamic)
+      placed = [arg for arg, each in zip(dynamic[0], by_argument[0], strict=True) if each is not None]
+      placed += [arg for name, arg in dynamic[1].items() if by_argument[1][name] is not None]
+      check_functional(placed, 'in_constraints')
+      dynamic = with_sharding_constraint(dynamic, by_argument)
       args, kwargs = self.filled(dynamic, args, kwargs)
       return fn(*args, **kwargs)
 

@@ -24,6 +24,7 @@ class JitOptions(CompileOptions, total=False):
   axis_name: str | None
   in_axes: Any
   out_axes: Any
+  constrain_batch: bool
   keep_unused: bool
   inline: bool
   compiler_options: dict[str, Any] | None

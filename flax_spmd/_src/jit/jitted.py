@@ -46,14 +46,17 @@ from flax_spmd._src.active_layout import (
 from flax_spmd._src.compat import NO_TRACE, trace_context
 from flax_spmd._src.constraint_log import record_constraints
 from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
+from flax_spmd._src.jit.batch_constraints import with_batch_constraints
+from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
-from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated, has_modules
+from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
+from flax_spmd._src.names.nnx_variables import has_modules
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import MeshError, Problem, raise_problems
@@ -64,6 +67,8 @@ InputPlanner = Callable[[Any], Sequence[Sharding | None]]
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
 
 CallCheck = Callable[[CompiledCall], None]
+
+BatchFinder = Callable[[Any, Any, Any], BatchLeaves | None]
 
 P = ParamSpec('P')
 Rest = ParamSpec('Rest')
@@ -87,11 +92,13 @@ class _Program(NamedTuple):
     inputs: shardings of the arguments; None if it accepts any.
     outputs: shardings of the results.
     anchored: whether a constraint in its body makes it a program for the whole mesh; no argument does.
+    batch: the arguments whose batch dimension is constrained throughout; None if none is.
   """
 
   inputs: _LeafShardings | None
   outputs: _LeafShardings
   anchored: bool
+  batch: BatchLeaves | None
 
 
 class CallPlan(NamedTuple):
@@ -152,6 +159,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
     check: function that raises an error if a compiled call is not as it should be; called once for every
       signature, before the call.
     plan_updates: as `plan_results`, without placements of the caller; for the modules of the arguments.
+    find_batch: function from the dynamic arguments, the abstract result and the program to the batch that the program
+      should be constrained to. None: it has the constraints that it asks for, and no others.
 
   Attributes:
     in_force: the mesh and rules that the function uses.
@@ -172,6 +181,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     stored_specs: Callable[[Any], Any] | None = None,
     check: CallCheck | None = None,
     plan_updates: ResultPlanner | None = None,
+    find_batch: BatchFinder | None = None,
   ):
     functools.update_wrapper(self, fn, updated=() if isinstance(fn, type) else ('__dict__',))
     self._modular: _Modular | None = None
@@ -183,10 +193,11 @@ class Jitted(UnderLayout, Generic[P, Result]):
     self._plan_inputs = plan_inputs
     self._stored_specs = stored_specs
     self._check = check
+    self._find_batch = find_batch
     self._checked: set[int] = set()  # ids of the plans whose programs have been checked
     self._options = dict(options)
     self._arguments = Arguments.of(fn, options)
-    self._bodies = {anchored: _traced_body(self, fn, anchored) for anchored in (False, True)}
+    self._body = functools.cache(functools.partial(_traced_body, self, fn))
     self.reported: set[str] = set()
     self._planning = threading.RLock()
     self.functions: dict[_Program, Any] = {}
@@ -243,6 +254,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def plan_of(self, *args: Any, **kwargs: Any) -> CallPlan:
     """The shardings of a call with these arguments, which may be abstract; compiles nothing."""
+    self._find_modules(args, kwargs)
     if self._modular is None:
       try:
         with self._scope():
@@ -294,7 +306,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     return self if instance is None else types.MethodType(self, instance)
 
   def __repr__(self) -> str:
-    return f'<layout.jit of {getattr(self, "__qualname__", self._bodies[False])}>'
+    return f'<layout.jit of {getattr(self, "__qualname__", self.__wrapped__)}>'
 
   @property
   def _name(self) -> str:
@@ -309,12 +321,19 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _apply(self, method: str, args, kwargs) -> Any:
     """Calls, lowers or traces the function that is planned for these arguments."""
+    self._find_modules(args, kwargs)
     if self._modular is None:
       try:
         return self._apply_planned(method, args, kwargs)
       except _TakesModules:
         self._modular = self._made_modular()
     return self._modular.call(method, args, kwargs)
+
+  def _find_modules(self, args, kwargs) -> None:
+    """Finds modules in the arguments of the first call, before JAX flattens them: a module may contain itself."""
+    first = self._modular is None and not self._by_signature
+    if first and has_modules(self._arguments.dynamic(args, kwargs)):
+      self._modular = self._made_modular()
 
   def _made_modular(self) -> _Modular:
     """The function for arguments and results with modules."""
@@ -504,7 +523,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       known = dynamic if inputs is None else _with_shardings(dynamic, inputs.shardings)
       anchored = not self._is_on_mesh(known)
       with _planned_traces():
-        traced = jax.jit(self._bodies[anchored], **self._options).trace(*args, **kwargs)
+        traced = jax.jit(self._body(anchored, None), **self._options).trace(*args, **kwargs)
       result = traced.out_info
       if has_modules(result):
         raise _TakesModules
@@ -514,7 +533,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
         map(_in_memory, self._plan_results(result, known, constrained), result_memories(traced.jaxpr))
       )
       outputs = _LeafShardings(jax.tree.structure(result), tuple(each.sharding for each in results))
-      program = _Program(inputs, outputs, anchored)
+      batch = None if self._find_batch is None else self._find_batch(known, result, traced.jaxpr)
+      program = _Program(inputs, outputs, anchored, batch)
       if program not in self.functions:
         self.functions[program] = self._jit(program)
       planned = self._by_signature[signature] = CallPlan(program, results, self.functions[program])
@@ -522,7 +542,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _jit(self, program: _Program) -> Any:
     inputs = {} if program.inputs is None else {'in_shardings': program.inputs.tree()}
-    body = self._bodies[program.anchored]
+    body = self._body(program.anchored, program.batch)
     return jax.jit(body, out_shardings=program.outputs.tree(), **inputs, **self._options)
 
   def _is_on_mesh(self, dynamic: Any) -> bool:
@@ -592,13 +612,12 @@ def _may_run_again(function: Any, args, kwargs) -> bool:
     return not function.trace(*args, **kwargs).jaxpr.effects
 
 
-def _traced_body(jitted: Jitted, fn: Callable[..., Any], anchored: bool) -> Callable[..., Any]:
+def _traced_body(
+  jitted: Jitted, fn: Callable[..., Any], anchored: bool, batch: BatchLeaves | None
+) -> Callable[..., Any]:
   """`fn` under the layout, as JAX traces it."""
 
-  @functools.wraps(fn, updated=() if isinstance(fn, type) else ('__dict__',))
-  def body(*args, **kwargs):
-    if not _planned_trace.get():
-      raise _Unplanned
+  def under_layout(args, kwargs):
     args, kwargs = jitted._arguments.without_static_objects(args, kwargs)
     dynamic = jitted._arguments.dynamic(args, kwargs)
     stored = () if jitted._stored_specs is None else jitted._stored_specs(dynamic)
@@ -606,10 +625,33 @@ def _traced_body(jitted: Jitted, fn: Callable[..., Any], anchored: bool) -> Call
       trace_scope(dataclasses.replace(jitted.in_force, stored=stored)),
       warn_of_unused_annotations(fn, jitted.reported),
     ):
-      result = fn(*args, **kwargs)
+      return fn(*args, **kwargs)
+
+  @functools.wraps(fn, updated=() if isinstance(fn, type) else ('__dict__',))
+  def body(*args, **kwargs):
+    if not _planned_trace.get():
+      raise _Unplanned
+    if batch is None:
+      result = under_layout(args, kwargs)
+    else:
+      result = _with_batch(under_layout, jitted, batch)(args, kwargs)
     return _on_all_devices(result, jitted._mesh) if anchored else result
 
   return body
+
+
+def _with_batch(fn: Callable[..., Any], jitted: Jitted, batch: BatchLeaves) -> Callable[..., Any]:
+  """`fn`, a function of `args` and `kwargs`, with constraints on the batch of its dynamic arguments."""
+
+  def constrained(args, kwargs):
+    leaves, treedef = jax.tree.flatten(jitted._arguments.dynamic(args, kwargs))
+
+    def of_leaves(leaves):
+      return fn(*jitted._arguments.filled(treedef.unflatten(leaves), args, kwargs))
+
+    return with_batch_constraints(of_leaves, batch, jitted._mesh)(leaves)
+
+  return constrained
 
 
 def _in_memory(planned: PlannedResult, kind: str) -> PlannedResult:

@@ -27,6 +27,7 @@ from flax_spmd._src.constraints import constrain_on
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.program_arrays import result_path
 from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
+from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import path_string
@@ -82,6 +83,7 @@ class NamedAxis(NamedTuple):
     def on_all_groups(*args, **kwargs):
       groups = _Groups.of(self.name, mesh, rules)
       dynamic = arguments.dynamic(args, kwargs)
+      check_functional(dynamic, 'axis_name')
       leaves, treedef = jax.tree.flatten(dynamic)
       axes = self._split_axes(arguments, dynamic, groups)
 

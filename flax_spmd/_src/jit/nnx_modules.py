@@ -25,29 +25,10 @@ from jax.tree_util import GetAttrKey
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.arguments import Arguments
+from flax_spmd._src.names.nnx_variables import attributes_as_keys, ends_walk, is_module
 from flax_spmd._src.rules.placements import PlannedResult
 
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
-
-
-def has_modules(tree: Any) -> bool:
-  """Whether a tree has modules, or variables that are not in an `nnx.State`."""
-  return any(is_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_ends_walk))
-
-
-def is_module(node: Any) -> bool:
-  """Whether a node is a module or a variable: an object that a function may change."""
-  return _is_module_type(type(node))
-
-
-@functools.cache
-def _is_module_type(cls: type) -> bool:
-  return compat.is_nnx_module_type(cls) or compat.is_variable_type(cls)
-
-
-def _ends_walk(node: Any) -> bool:
-  cls = type(node)
-  return _is_module_type(cls) or compat.is_nnx_state_type(cls)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -166,10 +147,11 @@ class PureFunction:
     variables = _variables(nodes)
     before = [jax.tree.leaves(variable) for variable in variables]
     origins = compat.nnx_ref_map(nodes)
-    modules = tuple(filter(is_module, jax.tree.leaves((inner_args, inner_kwargs), is_leaf=_ends_walk)))
+    modules = tuple(filter(is_module, jax.tree.leaves((inner_args, inner_kwargs), is_leaf=ends_walk)))
     result = self._fn(*inner_args, **inner_kwargs)
     indices = compat.nnx_ref_map()
-    if not _have_structures(_split(modules, indices), (args, kwargs)):
+    same = _have_structures(_split(modules, indices), (args, kwargs))
+    if not same or any(origins.get(node) != index for node, index in indices.items()):
       indices = compat.nnx_ref_map()
       return Updated(
         modules=_split(modules, indices, origins), result=_split(result, indices), values=(), numbers=()
@@ -209,7 +191,7 @@ class ModulePlans:
     """The plan of each leaf of an `Updated`; the new value of a variable is sharded as the variable is."""
     numbers = jax.tree.structure(updated).unflatten(range(len(constrained)))
     planned = dict.fromkeys(range(len(constrained)), PlannedResult(None))
-    arguments = merged(dynamic, compat.nnx_index_map({}))
+    arguments = _viewed(dynamic)
     described = zip(
       (self._plan_updates, self._plan_results),
       _merged_parts(updated, dynamic),
@@ -244,7 +226,7 @@ class ModulePlans:
     """A plan of arguments, one value per leaf, for arguments with split modules."""
 
     def planned(dynamic: Any) -> list[Any]:
-      values = plan(merged(dynamic, compat.nnx_index_map({})))
+      values = plan(_viewed(dynamic))
       by_leaf = dict(zip(reversed(_tree_order(dynamic)), reversed(values), strict=True))
       return [by_leaf.get(leaf) for leaf in range(len(jax.tree.leaves(dynamic)))]
 
@@ -253,7 +235,7 @@ class ModulePlans:
   @staticmethod
   def of_modules(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of arguments, for arguments with split modules."""
-    return lambda dynamic: function(merged(dynamic, compat.nnx_index_map({})))
+    return lambda dynamic: function(_viewed(dynamic))
 
 
 def _have_structures(modules: Sequence[Split], arguments: Any) -> bool:
@@ -290,7 +272,7 @@ def _split(tree: Any, indices: Any, onto: Any = None) -> Any:
   return jax.tree.map(
     lambda node: Split(*compat.nnx_split(node, indices, onto)) if is_module(node) else node,
     tree,
-    is_leaf=_ends_walk,
+    is_leaf=ends_walk,
   )
 
 
@@ -299,12 +281,18 @@ def _merged_parts(updated: Updated, dynamic: Any) -> tuple[Any, Any]:
   nodes = compat.nnx_index_map({})
   if not updated.modules:
     merged(dynamic, nodes)
-  return merged(updated.modules, nodes), merged(updated.result, nodes)
+  parts = merged(updated.modules, nodes), merged(updated.result, nodes)
+  return attributes_as_keys(parts[0], set()), attributes_as_keys(parts[1], set())
+
+
+def _viewed(dynamic: Any) -> Any:
+  """Split arguments as trees of keys, for plans: a module has a place once, also if it contains itself."""
+  return attributes_as_keys(merged(dynamic, compat.nnx_index_map({})), set())
 
 
 def _tree_order(dynamic: Any) -> list[int]:
   """The number of each leaf of merged arguments, among the leaves of the split ones."""
-  args, kwargs = merged(_numbered(dynamic), compat.nnx_index_map({}))
+  args, kwargs = _viewed(_numbered(dynamic))
   return _leaves([*args, *(kwargs[name] for name in sorted(kwargs))])
 
 

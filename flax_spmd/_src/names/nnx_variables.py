@@ -27,6 +27,7 @@ from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import OptaxState, optax_fields
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import key_value
+from flax_spmd.errors import LayoutError
 
 
 def static_of_variable(variable: Any) -> tuple[Static | None, Any]:
@@ -65,10 +66,55 @@ def _names(given: Any) -> Any:
   return tuple(tuple(name) if isinstance(name, list) else name for name in given)
 
 
-def attributes_as_keys(tree: Any) -> Any:
-  """The tree with the attributes of NNX modules as keys, and fields of Optax as fields; leaves and their order stay."""
+def has_modules(tree: Any) -> bool:
+  """Whether a tree has modules, or variables that are not in an `nnx.State`."""
+  return any(is_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=ends_walk))
+
+
+def is_module(node: Any) -> bool:
+  """Whether a node is a module or a variable: an object that a function may change."""
+  return _is_module_type(type(node))
+
+
+@functools.cache
+def _is_module_type(cls: type) -> bool:
+  return compat.is_nnx_module_type(cls) or compat.is_variable_type(cls)
+
+
+def ends_walk(node: Any) -> bool:
+  """Whether a node is a module, a variable, or an `nnx.State`, whose variables are only arrays."""
+  cls = type(node)
+  return _is_module_type(cls) or compat.is_nnx_state_type(cls)
+
+
+def check_functional(tree: Any, by: str) -> None:
+  """Checks that arguments have no modules, where these would be copied.
+
+  Args:
+    tree: the arguments.
+    by: the option or function that copies them.
+
+  Raises:
+    LayoutError: they have; changes of their variables would be lost.
+  """
+  if has_modules(tree):
+    kinds = {type(leaf).__name__ for leaf in jax.tree.leaves(tree, is_leaf=ends_walk) if is_module(leaf)}
+    raise LayoutError(
+      f'{by} copies its arguments, and there are NNX modules or variables among them ({", ".join(sorted(kinds))}): '
+      'changes of their variables would be lost.\n'
+      'Fix: pass nnx.state(module), and return the new state.'
+    )
+
+
+def attributes_as_keys(tree: Any, seen: set[int] | None = None) -> Any:
+  """The tree with the attributes of NNX modules as keys, and fields of Optax as fields; leaves and their order stay.
+
+  Args:
+    tree: any tree.
+    seen: if given, a module that occurs again is left out, so that a module may contain itself: the ids of those so far.
+  """
   return jax.tree.map(
-    lambda node: _keyed(node) if _is_keyed(type(node)) else node,
+    lambda node: _keyed(node, seen) if _is_keyed(type(node)) else node,
     tree,
     is_leaf=lambda node: _is_keyed(type(node)),
   )
@@ -114,23 +160,29 @@ for _cls in (_Keyed, _KeyedOptaxState):
   )
 
 
-def _keyed(node: Any) -> Any:
+def _keyed(node: Any, seen: set[int] | None) -> Any:
   """A module or a state, with the keys of its state."""
+  if seen is not None:
+    if id(node) in seen:
+      return None
+    seen.add(id(node))
   below = _one_level(node)
   entries = tuple(DictKey(key_value(entry)) for entry, _ in below)
   is_optimizer = compat.is_nnx_state_type(type(node))
   return _Keyed(
     entries,
     (
-      _optimizer_state(child) if is_optimizer and key_value(entry) == 'opt_state' else _below(child)
+      _optimizer_state(child)
+      if is_optimizer and key_value(entry) == 'opt_state'
+      else _below(child, seen)
       for entry, child in below
     ),
   )
 
 
-def _below(child: Any) -> Any:
-  """A child of a state; nested states are plain dictionaries there."""
-  return _keyed(child) if isinstance(child, dict) else attributes_as_keys(child)
+def _below(child: Any, seen: set[int] | None) -> Any:
+  """A child of a module or a state; nested states are plain dictionaries there."""
+  return _keyed(child, seen) if isinstance(child, dict) else attributes_as_keys(child, seen)
 
 
 def _optimizer_state(node: Any) -> Any:
@@ -149,8 +201,10 @@ def _optimizer_state(node: Any) -> Any:
 
 def _one_level(node: Any) -> list[tuple[Any, Any]]:
   """The children of a node with their keys, without those by which NNX keeps the state of a module itself."""
+  if compat.is_nnx_module_type(type(node)):
+    return [(entry, child) for entry, child in compat.nnx_children(node) if not _is_internal(entry)]
   flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
-  return [(path[0], child) for path, child in flat if path and not _is_internal(path[0])]
+  return [(path[0], child) for path, child in flat if path]
 
 
 def _is_internal(entry: Any) -> bool:

@@ -28,6 +28,7 @@ from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.pipeline.argument_checks import check_arrays, named_arguments, named_leaves
 from flax_spmd._src.pipeline.cut import (
   auto_stages,
@@ -147,6 +148,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   def _request(self, args, kwargs) -> Request:
     """The request for these arguments: structure, shapes, dtypes and specs."""
     dynamic = self._arguments.dynamic(args, kwargs)
+    check_functional(dynamic, 'pipeline_jit')
     check_arrays(dynamic)
     leaves, treedef = jax.tree.flatten(dynamic)
     mesh, axis, sizes = self._setting.mesh, self._setting.axis, self._setting.sizes

@@ -25,6 +25,7 @@ from flax_spmd._src.text import plural
 _AGREEMENT = 0.15  # largest relative distance of a layout's factor from the common one
 _NEGLIGIBLE = 0.02  # share of a layout's traffic or memory
 _RELEVANT = 0.05  # share of an estimate's traffic above which a flagged class puts it in doubt
+_SPREAD = 2.0  # largest ratio of the factors of two layouts that have a common one
 _EXACT = 0.02  # a factor this close to 1 is not shown
 _SCALARS = ('flops', 'hbm', 'temporaries')
 _ONE = (1.0, 1.0)
@@ -39,7 +40,7 @@ class EstimateCheck(NamedTuple):
   """The comparison of a search's estimates with compiled layouts.
 
   Attributes:
-    layouts: names of the compiled layouts.
+    layouts: names of the compiled layouts; those whose estimate was in doubt only if all were.
     wire: relative error of the estimated bytes on the wire, before corrections, per layout.
     memory: relative error of the estimated peak memory, before corrections, per layout.
     factors: factor per class of operation, and for `temporaries`, `flops` and `hbm`; classes that need none have 1.
@@ -112,9 +113,11 @@ class _Ratio(NamedTuple):
 def check_estimates(pairs: Sequence[CheckedPair]) -> EstimateCheck | None:
   """The check of some estimates by their compiled outcomes; None without any.
 
-  Pairs without a compiled program, such as those of layouts that do not fit, do not count.
+  Pairs without a compiled program, such as those of layouts that do not fit, do not count. Estimates in doubt count only
+  if all are: their errors are known to be large, and must not spoil the factors of the others.
   """
-  usable = [pair for pair in pairs if all(one.counts and one.memory for one in pair)]
+  compiled = [pair for pair in pairs if all(one.counts and one.memory for one in pair)]
+  usable = [pair for pair in compiled if not pair[0].doubts] or compiled
   if not usable:
     return None
   ratios = [_ratios(*pair) for pair in usable]
@@ -173,7 +176,7 @@ def _common_factor(layouts: Sequence[_Ratio]) -> _CommonFactor | None:
     return _CommonFactor(1.0, 'compiled, but not estimated', (1.0, math.inf)) if missing else None
   factor, span = compiled / estimated, _span(known)
   errors = [abs(factor * one.estimated - one.compiled) / max(one.whole, 1.0) for one in known]
-  if max(errors) > _AGREEMENT:
+  if max(errors) > _AGREEMENT or span[1] > _SPREAD * span[0]:
     reason = f'off by x {span[0]:.2g} to x {span[1]:.2g} in the compiled layouts'
     return _CommonFactor(1.0, reason, span)
   alone = len(known) == 1 and abs(known[0].estimated - known[0].compiled) > _AGREEMENT * known[0].whole

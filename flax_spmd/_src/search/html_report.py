@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flax_spmd._src.compare import html_report as comparison_report
+from flax_spmd._src.compare.chart_labels import size_unit, ticks
 from flax_spmd._src.compare.html import safe, section, svg, table
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.search.trials import mean_seconds
@@ -14,7 +15,7 @@ from flax_spmd._src.text import size_text, time_text
 if TYPE_CHECKING:
   from flax_spmd._src.search.result import RuleEffect, SearchResult
 
-_WIDTH, _HEIGHT = 640, 300  # pixels of the scatter plot
+_LEFT, _TOP, _WIDTH, _HEIGHT = 80, 24, 640, 300  # pixels of the scatter plot
 
 
 def page(result: SearchResult) -> str:
@@ -54,34 +55,80 @@ def signed_size(change: int) -> str:
 
 
 def _scatter(result: SearchResult) -> str:
-  """A dot per estimate, larger on the Pareto front, and a line at the memory budget."""
+  """A dot per estimate, a number for each on the Pareto front, a line at the memory budget, and a list of the numbers.
+
+  A budget of three times the largest estimate or more is left out.
+  """
   known = [one for one in result.estimates if one.cost and one.memory]
   fastest = min((mean_seconds(one) for one in known), default=0.0)
   shown = [one for one in known if mean_seconds(one) <= 4 * fastest and _peak(one) <= 2 * result.memory]
   if not shown:
     return ''
-  slowest, largest = max(map(mean_seconds, shown)), max(result.memory, *map(_peak, shown))
-  at = lambda one: (
-    60 + _peak(one) / largest * _WIDTH,
-    _HEIGHT - 20 - mean_seconds(one) / slowest * (_HEIGHT - 40),
-  )
-  limit = 60 + result.memory / largest * _WIDTH
-  shapes = [f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{_HEIGHT - 20}" class="limit"/>']
-  shapes += _dots(shown, result.pareto, at)
-  shapes.append(
-    f'<text x="60" y="{_HEIGHT}">x: memory per device, up to {size_text(largest)}; '
-    f'y: time per step, up to {time_text(slowest)}</text>'
-  )
-  return svg(_WIDTH + 120, _HEIGHT + 10, shapes)
+  largest = max(map(_peak, shown))
+  far = result.memory > 3 * largest  # then the budget would press all dots to the left
+  plane = _Plane(1.05 * largest if far else max(largest, result.memory), max(map(mean_seconds, shown)))
+  names = {one.name for one in result.pareto}
+  front = sorted((one for one in shown if one.name in names), key=_peak)
+  others = [one for one in shown if one.name not in names]
+  limit = plane.x(result.memory)
+  line = f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{_TOP}" y2="{_TOP + _HEIGHT}" class="limit"/>'
+  shapes = [
+    *plane.axes(),
+    *([] if far else [line]),
+    *(_dot(one, plane, 2, ' opacity="0.4"') for one in others),
+    *(_dot(one, plane, 5) for one in front),
+    *(_number(number, one, plane) for number, one in enumerate(front, 1)),
+  ]
+  listed = ''.join(f'<li>{safe(_described(one))}</li>' for one in front)
+  return svg(_LEFT + _WIDTH + 60, _TOP + _HEIGHT + 44, shapes) + f'<ol>{listed}</ol>'
 
 
-def _dots(shown: Sequence[Outcome], best: Sequence[Outcome], at) -> Iterable[str]:
-  names = {one.name for one in best}
-  for one in shown:
-    left, top = at(one)
-    radius, faint = (5, '') if one.name in names else (2, ' opacity="0.4"')
-    text = f'{one.name}: {size_text(_peak(one))}, {time_text(mean_seconds(one))}'
-    yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="{radius}"{faint}><title>{safe(text)}</title></circle>'
+class _Plane(NamedTuple):
+  """The plane of memory (to the right) and time (upwards), from 0.
+
+  Attributes:
+    memory: bytes at the right end.
+    seconds: seconds at the upper end.
+  """
+
+  memory: float
+  seconds: float
+
+  def x(self, memory: float) -> float:
+    return _LEFT + memory / max(self.memory, 1) * _WIDTH
+
+  def y(self, seconds: float) -> float:
+    return _TOP + _HEIGHT - seconds / max(self.seconds, 1e-30) * _HEIGHT
+
+  def axes(self) -> Iterable[str]:
+    """Ticks with their values, and the titles of both axes."""
+    low = _TOP + _HEIGHT
+    for value in ticks(self.memory, size_unit(self.memory)):
+      x = self.x(value)
+      yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{low}" class="grid"/>'
+      yield f'<text x="{x:.1f}" y="{low + 16}" text-anchor="middle">{size_text(value)}</text>'
+    for value in ticks(self.seconds):
+      y = self.y(value)
+      yield f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
+      text = time_text(value) if value else '0'
+      yield f'<text x="{_LEFT - 6}" y="{y:.1f}" text-anchor="end" dominant-baseline="central">{text}</text>'
+    yield f'<text x="{_LEFT + _WIDTH / 2}" y="{low + 36}" text-anchor="middle">memory per device</text>'
+    yield f'<text x="{_LEFT}" y="14">time per step</text>'
+
+
+def _dot(one: Outcome, plane: _Plane, radius: int, faint: str = '') -> str:
+  left, top = plane.x(_peak(one)), plane.y(mean_seconds(one))
+  title = f'<title>{safe(_described(one))}</title>'
+  return f'<circle cx="{left:.1f}" cy="{top:.1f}" r="{radius}"{faint}>{title}</circle>'
+
+
+def _number(number: int, one: Outcome, plane: _Plane) -> str:
+  left, top = plane.x(_peak(one)) + 7, plane.y(mean_seconds(one)) - 5
+  return f'<text x="{left:.1f}" y="{top:.1f}">{number}</text>'
+
+
+def _described(one: Outcome) -> str:
+  return f'{one.name}: {size_text(_peak(one))}, {time_text(mean_seconds(one))}'
 
 
 def _peak(outcome: Outcome) -> int:

@@ -5,7 +5,8 @@
     result.to_toml('layout.toml')
 
 The step is lowered once and estimated under many layouts, starting from the presets and changing one
-thing at a time (`descent`). The best candidates, doubtful ones among them, and the best mesh of each
+thing at a time (`descent`). One or two of the presets are compiled first, and correct the estimates
+(`estimate_check`). The best candidates, doubtful ones among them, and the best mesh of each
 preset are then compiled by the target's own compiler, and the compiled outcomes decide. Pipelines are
 searched alongside (`pipelines`).
 """
@@ -86,7 +87,7 @@ def search(
     time_limit: seconds for the whole search. With a limit, the result depends on the speed of this
       machine.
     top: number of the best layouts to compile, besides the best of each preset, and number of pipelines
-      to compile (at least one per schedule). With 0, nothing is compiled.
+      to compile (at least one per schedule). With 0, nothing is compiled, and estimates are not checked.
     seed: seed of the random number generator.
     fresh: whether to discard cached estimates.
     hardware: TOML file with descriptions of further chips.

@@ -238,11 +238,11 @@ def is_selected(changes: Changes, path: str) -> bool:
 def check_selection(changes: Changes, paths: Iterable[str]) -> None:
   """Raises CheckpointError if none of a checkpoint's paths is in the part to restore."""
   paths = [new for path in paths for new in renamed(changes, path)]
-  if not any(is_selected(changes, path) for path in paths):
+  if changes.only is not None and not any(is_selected(changes, path) for path in paths):
     tops = dict.fromkeys(path.partition('/')[0] for path in paths)
     raise CheckpointError(
       f'The checkpoint has no part {changes.only!r}; its parts are {", ".join(tops)}.'
-      f'{did_you_mean(changes.only or "", tops)}\n'
+      f'{did_you_mean(changes.only, tops)}\n'
       'Fix: pass Changes(only=...) with one of these parts, or a path inside one.'
     )
 

@@ -19,6 +19,8 @@ from flax_spmd._src.checkpoint.storage.record import (
   Record,
   by_path,
   describe,
+  dtype_name,
+  dtype_of,
   is_key,
   is_unsafe_name,
 )
@@ -32,6 +34,10 @@ from flax_spmd.errors import CheckpointError, Problem, RulesError, problems_text
 
 LEAVES, PACKED = 'leaves', 'packed'  # the two parts of a packed tree
 _ROOT = 'root'
+_LONG = {np.dtype(name) for name in (np.longdouble, np.clongdouble)} - {
+  np.dtype(float),
+  np.dtype(complex),
+}
 
 
 class Contents(NamedTuple):
@@ -143,9 +149,7 @@ def _check(leaves: Mapping[str, Any]) -> None:
     elif not isinstance(leaf, (jax.Array, np.ndarray, bool, int, float)) or _is_unsupported(leaf):
       dtype = getattr(leaf, 'dtype', None)
       kind = f'a {type(leaf).__name__}' if dtype is None else f'an array of dtype {dtype}'
-      problems.append(
-        Problem(f'{path} is {kind}.', 'keep only numbers, numeric arrays and random keys in the state.')
-      )
+      problems.append(Problem(f'{path} is {kind}.', _fix_of(dtype)))
     elif 0 in np.shape(leaf):
       fix = 'keep empty arrays out of the state; Orbax cannot store them.'
       problems.append(Problem(f'{path} is empty: its shape is {np.shape(leaf)}.', fix))
@@ -174,12 +178,25 @@ _NAMES = 'use no empty keys, no "/", "." or "\\" in the keys of the state, and n
 
 
 def _is_unsupported(leaf: Any) -> bool:
-  """Whether a leaf is an array of objects, strings or times, or has a structured dtype."""
-  return (isinstance(leaf, np.ndarray) and leaf.dtype.kind in 'OSUMm') or _has_fields(leaf)
+  """Whether a leaf is an array of something else than numbers, or of numbers that no store has a type for."""
+  dtype = getattr(leaf, 'dtype', None)
+  if dtype is None:
+    return False
+  try:
+    dtype_of(dtype_name(leaf))
+  except TypeError:
+    return True
+  return dtype in _LONG
 
 
-def _has_fields(leaf: Any) -> bool:
-  return getattr(getattr(leaf, 'dtype', None), 'fields', None) is not None
+def _fix_of(dtype: Any) -> str:
+  if dtype in _LONG:
+    return 'convert it to float64 or complex128; no longer numbers can be stored.'
+  if (
+    isinstance(dtype, np.dtype) and not dtype.isnative and dtype.fields is None and dtype.kind in 'iufc'
+  ):
+    return 'convert it to the byte order of this machine, with x.astype(x.dtype.newbyteorder("=")).'
+  return 'keep only numbers, numeric arrays and random keys in the state.'
 
 
 def _selected(paths: Sequence[str], where: str | None) -> dict[str, int]:

@@ -18,7 +18,7 @@ import filelock
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked, removable
+from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, Tag, checked, removable, too_large
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointError,
@@ -59,10 +59,12 @@ class DiskStore:
     self.root = root
     self._durable: set[Path] = set()  # folders that are, with all above
 
-  def read(self, name: str) -> tuple[bytes, Tag] | None:
+  def read(self, name: str, limit: int = LARGEST) -> tuple[bytes, Tag] | None:
     """See `Store`."""
     with self._errors('read', name):
-      content = _content(self._path(name))
+      content = _content(self._path(name), limit + 1)
+    if content is not None and len(content) > limit:
+      raise too_large(self.root, name, limit)
     return None if content is None else (content, _tag(content))
 
   def write(
@@ -226,9 +228,10 @@ def _tag(content: bytes) -> Tag:
   return Tag(hashlib.sha256(content).hexdigest())
 
 
-def _content(path: Path) -> bytes | None:
+def _content(path: Path, most: int = -1) -> bytes | None:
   try:
-    return path.read_bytes()
+    with open(path, 'rb') as file:
+      return file.read(most)
   except (FileNotFoundError, NotADirectoryError):
     return None
 

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.parsed_json import expect, is_count, json_object, parsing
 from flax_spmd._src.checkpoint.storage.process_identity import ProcessIdentity, parsed_identity
 from flax_spmd._src.checkpoint.storage.store import Store, Tag
-from flax_spmd.errors import CheckpointDamagedError, CheckpointError
+from flax_spmd.errors import CheckpointError
 
 HEAD = 'HEAD'
 FORMAT = 2
 GENERATION = 'gen-'
+_LARGEST = 1 << 20  # bytes; a head has 300
 _GENERATION = re.compile(GENERATION + r'\d{6,}-[0-9a-f]{8}(\.orbax-checkpoint-tmp.*)?')
 
 
@@ -75,7 +77,7 @@ class StoredHead(NamedTuple):
 
 def read_head(store: Store, path: epath.Path) -> StoredHead:
   """The head of a path, whose folder is the store's root; raises as `parsed_head`."""
-  stored = store.read(f'{path.name}/{HEAD}')
+  stored = store.read(f'{path.name}/{HEAD}', limit=_LARGEST)
   return (
     StoredHead(Head(), None) if stored is None else StoredHead(parsed_head(stored[0], path), stored[1])
   )
@@ -92,16 +94,10 @@ def parsed_head(data: bytes, path: Any) -> Head:
     CheckpointDamagedError: it is malformed.
     CheckpointError: a newer version wrote it.
   """
-  try:
-    content = json.loads(data)
-    _expect(isinstance(content, dict), 'it is not a JSON object')
+  with parsing(path, HEAD):
+    content = json_object(data)
     found = content['format']
-    head = None if _is_count(found) and found > FORMAT else _head(content)
-  except (ValueError, KeyError, TypeError, RecursionError) as error:
-    raise CheckpointDamagedError(
-      f'Checkpoint {path} cannot be read, because of {HEAD}: {_reason(error)}.\n'
-      'Fix: restore another checkpoint; this one was changed after it was written.'
-    ) from error
+    head = None if is_count(found) and found > FORMAT else _head(content)
   if head is None:
     raise CheckpointError(
       f'Checkpoint {path} has format {found}, but this version reads formats up to {FORMAT}.\n'
@@ -118,39 +114,24 @@ def is_generation(name: str) -> bool:
 def _head(content: dict[str, Any]) -> Head:
   """The validated contents."""
   generation, digest, epoch = content['generation'], content['manifest'], content['epoch']
-  _expect(_is_count(content['format']) and content['format'] == FORMAT, 'its format is not a number')
-  _expect(
+  expect(is_count(content['format']) and content['format'] == FORMAT, 'its format is not a number')
+  expect(
     generation is None or (isinstance(generation, str) and is_generation(generation)),
     f'its generation is {generation!r}',
   )
-  _expect(
+  expect(
     digest is None if generation is None else isinstance(digest, str), f'its manifest is {digest!r}'
   )
-  _expect(_is_count(epoch), f'its epoch is {epoch!r}')
+  expect(is_count(epoch), f'its epoch is {epoch!r}')
   lease = content['lease']
   return Head(generation, digest, epoch, None if lease is None else _lease(lease))
 
 
 def _lease(content: Any) -> Lease:
-  _expect(isinstance(content, dict), f'its lease is {content!r}')
+  expect(isinstance(content, dict), f'its lease is {content!r}')
   lease = Lease(parsed_identity(content['holder']), content['token'], content['beat'])
-  _expect(
-    isinstance(lease.token, str) and _is_count(lease.beat),
+  expect(
+    isinstance(lease.token, str) and is_count(lease.beat),
     'its lease has no token, or no number of beats',
   )
   return lease
-
-
-def _is_count(content: Any) -> bool:
-  return type(content) is int and 0 <= content < 2**53  # isinstance would accept a bool
-
-
-def _expect(holds: bool, reason: str) -> None:
-  if not holds:
-    raise ValueError(reason)
-
-
-def _reason(error: Exception) -> str:
-  if isinstance(error, KeyError):
-    return f'{error} is missing'
-  return 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)[:200]

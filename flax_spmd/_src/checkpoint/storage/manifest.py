@@ -12,6 +12,13 @@ import time
 from typing import Any, NamedTuple
 
 from flax_spmd._src.checkpoint.storage.head import is_generation
+from flax_spmd._src.checkpoint.storage.parsed_json import (
+  damaged_file,
+  expect,
+  is_count,
+  json_object,
+  parsing,
+)
 from flax_spmd._src.checkpoint.storage.record import KEY, Record, from_json, to_json
 from flax_spmd._src.checkpoint.storage.store import Store
 from flax_spmd.errors import CheckpointDamagedError
@@ -85,28 +92,27 @@ def parsed_manifest(data: bytes, path: Any) -> Manifest:
     CheckpointDamagedError: it is malformed.
     CheckpointError: a newer version wrote it.
   """
-  try:
-    content = json.loads(data)
+  with parsing(path, MANIFEST):
+    content = json_object(data)
     record = content[KEY]
+    expect(isinstance(content['files'], dict), f'its files are {content["files"]!r}')
     files = {name: _file(entry) for name, entry in content['files'].items()}
     metadata, saved = content['metadata'], content['saved']
-    if not (isinstance(metadata, dict) and isinstance(saved, int)):
-      raise ValueError('it has no metadata, or no time')
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-    raise damaged_manifest(path, 'it is malformed') from error
+    expect(isinstance(metadata, dict), f'its metadata is {metadata!r}')
+    expect(isinstance(saved, int), f'its time is {saved!r}')
   return Manifest(from_json(record, str(path)), files, metadata, saved)
 
 
 def damaged_manifest(path: Any, reason: str) -> CheckpointDamagedError:
   """The error for a manifest that cannot be used."""
-  return CheckpointDamagedError(
-    f'Checkpoint {path} cannot be read, because of {MANIFEST}: {reason}.\n'
-    'Fix: restore another checkpoint; this one was changed after it was written.'
-  )
+  return damaged_file(path, MANIFEST, reason)
 
 
 def _file(entry: Any) -> FileRecord:
+  expect(isinstance(entry, list) and len(entry) == 2, f'a file is {entry!r}')
   size, checksum = entry
-  if not (isinstance(size, int) and isinstance(checksum, str)):
-    raise ValueError(f'a file has the size {size!r} and the checksum {checksum!r}')
+  expect(
+    is_count(size) and isinstance(checksum, str),
+    f'a file has the size {size!r} and the checksum {checksum!r}',
+  )
   return FileRecord(size, checksum)

@@ -17,7 +17,7 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage import bucket_errors, buckets
 from flax_spmd._src.checkpoint.storage.buckets import Location
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, Tag, checked, removable
+from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, Tag, checked, removable, too_large
 from flax_spmd.errors import CheckpointError
 
 _PROBE = '.flax_spmd.probe-'
@@ -61,10 +61,12 @@ class ObjectStore:
     self._location = Location.of(str(root))
     buckets.reach(str(root))
 
-  def read(self, name: str) -> tuple[bytes, Tag] | None:
+  def read(self, name: str, limit: int = LARGEST) -> tuple[bytes, Tag] | None:
     """See `Store`."""
     with self._calls('read', name):
       result = self._kv.read(checked(name, self.root)).result()
+    if len(result.value or b'') > limit:
+      raise too_large(self.root, name, limit)
     return None if result.state == 'missing' else (bytes(result.value), _tag(result.stamp.generation))
 
   def write(

@@ -187,7 +187,11 @@ def has_generation(path: epath.Path) -> bool:
 
 def custom_metadata(path: epath.Path) -> dict[str, Any]:
   """The JSON values stored with a checkpoint; raises as `open_checkpoint`."""
-  source = current_source(path)
+  return metadata_of(path, current_source(path))
+
+
+def metadata_of(path: epath.Path, source: Source | None) -> dict[str, Any]:
+  """The JSON values stored with a generation; with the path itself if it has none."""
   if source is not None:
     return source.manifest.metadata
   custom = _metadata(path / _METADATA, path).get('custom_metadata')

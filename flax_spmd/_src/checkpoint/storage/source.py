@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.head import is_generation, read_head
+from flax_spmd._src.checkpoint.storage.head import HEAD, is_generation, read_head
 from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
   Manifest,
@@ -136,13 +136,12 @@ def _was_replaced(source: Source) -> bool:
 @contextlib.contextmanager
 def _pinned(path: epath.Path) -> Iterator[Source | None]:
   """The current generation with a pin, the same one in every process."""
-  store = open_store(path.parent)
   for _ in range(_ATTEMPTS):
-    pin, generation = None, None
+    pin = None
     try:
-      generation = read_head(store, path).head.generation
+      owner, generation = _generation_to_pin(path)
       if generation is not None:
-        pin = Pin(store, path.name, generation)
+        pin = Pin(open_store(owner.parent), owner.name, generation)
       source = current_source(path)
       again = source is not None and generation not in (None, source.folder.name)
       answer = {'generation': None if source is None else source.folder.name, 'again': again}
@@ -156,6 +155,13 @@ def _pinned(path: epath.Path) -> Iterator[Source | None]:
     f'Checkpoint {path} is replaced so often that the processes do not find the same generation.\n'
     'Fix: save less often to this path, or restore another one.'
   )
+
+
+def _generation_to_pin(path: epath.Path) -> tuple[epath.Path, str | None]:
+  """A checkpoint, and its generation that a path stands for. A copy of a generation has no checkpoint around it."""
+  head = read_head(open_store(path.parent), path).head
+  is_copy = not is_generation(path.name) or open_store(path.parent).read(HEAD) is None
+  return (path, head.generation) if head.generation or is_copy else (path.parent, path.name)
 
 
 def _agreed(answer: str) -> bool:

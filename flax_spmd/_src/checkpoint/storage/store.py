@@ -23,6 +23,7 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 Tag = NewType('Tag', str)
 ANY: Final = Tag('any')  # the condition of a write that has none
+LARGEST = 512 << 20  # bytes of a small file: a manifest of two million arrays
 _SCHEME = re.compile(r'([a-z][a-z0-9+.-]+):/', re.IGNORECASE)
 _FIX = "Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'."
 
@@ -39,8 +40,12 @@ class Store(Protocol):
 
   root: epath.Path
 
-  def read(self, name: str) -> tuple[bytes, Tag] | None:
-    """The content of a file and its tag; None if there is no such file."""
+  def read(self, name: str, limit: int = LARGEST) -> tuple[bytes, Tag] | None:
+    """The content of a file and its tag; None if there is no such file.
+
+    Raises:
+      CheckpointDamagedError: it has more than `limit` bytes. A bucket's file is read before it is found out.
+    """
     ...
 
   def write(
@@ -167,3 +172,11 @@ def removable(name: str, root: epath.Path) -> str:
       f'{root} is not removed as a whole.\nFix: remove the files in it, by their names.'
     )
   return checked(name, root)
+
+
+def too_large(root: epath.Path, name: str, limit: int) -> CheckpointDamagedError:
+  """The error for a file of more than `limit` bytes."""
+  return CheckpointDamagedError(
+    f'{root / name} has more than {limit:,} bytes, as no such file of a checkpoint has.\n'
+    'Fix: restore another checkpoint; this one was changed after it was written.'
+  )

@@ -1,4 +1,6 @@
-"""Loop sums: gradients of weights that a loop adds up in its carry, as in a recurrent network.
+"""Loops: what compilers move out of them.
+
+A loop sum is a gradient of a weight that a loop adds up in its carry, as in a recurrent network.
 
     def body(carry, x):
       total, h = carry
@@ -12,7 +14,7 @@ and reduces their total once after the loop (its pass `while-loop-all-reduce-cod
   reduce-scatter on GPUs and by an all-reduce on TPUs;
 * the loop is the innermost one: a total that was reduced after an inner loop is not moved again.
 
-XLA for CPUs reduces in every iteration.
+XLA for CPUs reduces in every iteration. But it alone gathers a weight that does not change in the loop once before it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from collections.abc import Iterator, Mapping
 from flax_spmd._src.estimate.graph import Block, Graph, Op
 
 _FORWARDS = ('transpose', 'sharding_constraint', 'reshard')  # of a partial sum, without a reduction
-MOVING_PLATFORMS = ('cuda', 'tpu')
+_VIEWS = (*_FORWARDS, 'convert', 'reshape', 'copy')
+MOVING_PLATFORMS = ('cuda', 'tpu')  # these move sums
+GATHERING_PLATFORMS = ('cpu',)  # these move gathers
 
 
 def loop_sums(graph: Graph, uses: Mapping[int, int]) -> dict[int, int]:
@@ -61,3 +65,22 @@ def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[i
       if producers[value].kind not in _FORWARDS:
         break
       value = producers[value].operands[0]
+
+
+def invariants(graph: Graph) -> dict[int, int]:
+  """The values in loops that are the same in all iterations, with the number of loops around in which they are."""
+  result: dict[int, int] = {}
+  _add_invariants(graph.main, result)
+  return result
+
+
+def _add_invariants(block: Block, result: dict[int, int]) -> None:
+  for op in block.ops:
+    if op.kind in _VIEWS and op.operands[0] in result:
+      result[op.results[0]] = result[op.operands[0]]
+    for inner in op.blocks:
+      if op.kind == 'while':
+        for operand, argument, returned in zip(op.operands, inner.arguments, inner.returned):
+          if argument == returned:
+            result[argument] = 1 + result.get(operand, 0)
+      _add_invariants(inner, result)

@@ -1,0 +1,184 @@
+"""Batch constraints: a traced step whose intermediate values keep the batch sharded.
+
+Where parameters are sharded over the axis of the batch (FSDP) and nothing in a step is constrained, the compiler may
+shard activations as the parameters are, and move them at every layer. Constraints on the batch dimensions of products
+prevent that: the compiler then gathers parameters.
+
+    step = with_batch_constraints(step, BatchLeaves((8, 9), ('data',)), mesh)   # a function of a list of leaves
+
+The batch dimensions follow from a second trace, with twice the batch: they have twice the size. So no operation
+needs a rule, and the model may be of any library. If that trace fails or has other operations, the step stays
+as it is. All other dimensions stay open. Constraints never change values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Var, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_spmd._src import compat
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, shards
+from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.rules.decisions import UNCONSTRAINED
+
+_CONSTRAINED = frozenset(
+  (
+    'dot_general',
+    'conv_general_dilated',
+    'gather',
+    'scatter',
+    'scatter-add',
+    'scatter_add',
+    'reduce_window_max',
+    'select_and_scatter_add',
+  )
+)  # others follow their operands
+_CALLS = frozenset(
+  (
+    'jit',
+    'pjit',
+    'closed_call',
+    'core_call',
+    'checkpoint',
+    'remat2',
+    'scan',
+    'while',
+    'cond',
+    'custom_jvp_call',
+    'custom_vjp_call',
+  )
+)  # the programs of others, such as kernels, are not XLA's
+
+
+class _Unlike(Exception):
+  """Raised where two traces of one function have different operations."""
+
+
+def with_batch_constraints(
+  fn: Callable[[list[Any]], Any], batch: BatchLeaves, mesh: MeshLike
+) -> Callable[[list[Any]], Any]:
+  """A function with its batch dimensions constrained.
+
+  Args:
+    fn: function of a list of arrays, all of which are traced.
+    batch: the positions of the batch in that list, and its mesh axes.
+    mesh: mesh of the constraints.
+  """
+
+  def constrained(leaves: list[Any]) -> Any:
+    program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
+    larger = _larger(fn, batch, leaves)
+    if larger is not None:
+      with contextlib.suppress(_Unlike):
+        program = _Writer(batch, mesh).rewritten(program, larger)
+    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
+
+  return constrained
+
+
+def _larger(fn: Callable[[list[Any]], Any], batch: BatchLeaves, leaves: Sequence[Any]) -> Any:
+  """The program of a function for twice the batch; None if there is none."""
+  doubled: list[Any] = list(leaves)
+  for position in batch.leaves:
+    size, *rest = leaves[position].shape
+    doubled[position] = jax.ShapeDtypeStruct((2 * size, *rest), leaves[position].dtype)
+  try:
+    return jax.make_jaxpr(fn)(doubled)
+  except (
+    Exception
+  ):  # whatever the step raises for another batch, such as one beside a cache of the old size
+    return None
+
+
+class _Writer:
+  """Writes constraints into a program.
+
+  Args:
+    batch: the mesh axes of the batch.
+    mesh: mesh of the constraints.
+  """
+
+  def __init__(self, batch: BatchLeaves, mesh: MeshLike):
+    self._axes, self._mesh = batch.axes, mesh
+    self._shards = shards(mesh, batch.axes)
+    self._written: dict[tuple[int, int], Any] = {}
+    self._constraint = functools.cache(self._new_constraint)
+
+  def rewritten(self, program: Any, larger: Any) -> Any:
+    """A program with its constraints.
+
+    JAX lowers equal programs once if they are one object, so each is written once.
+
+    Args:
+      program: the program, closed or not.
+      larger: the same program for twice the batch.
+
+    Raises:
+      _Unlike: their operations differ.
+    """
+    key = id(program), id(larger)
+    if key not in self._written:
+      inner = getattr(program, 'jaxpr', None)
+      if inner is None:
+        self._written[key] = self._with_constraints(program, larger)
+      else:
+        self._written[key] = program.replace(jaxpr=self._with_constraints(inner, larger.jaxpr))
+    return self._written[key]
+
+  def _with_constraints(self, program: Any, larger: Any) -> Any:
+    if len(program.eqns) != len(larger.eqns):
+      raise _Unlike
+    pairs = zip(program.eqns, larger.eqns, strict=True)
+    return program.replace(eqns=[new for pair in pairs for new in self._equations(*pair)])
+
+  def _equations(self, one: Any, larger: Any) -> Iterator[Any]:
+    """An equation, and the constraints of its results."""
+    name = one.primitive.name
+    if name != larger.primitive.name:
+      raise _Unlike
+    if name in _CALLS:
+      params = {key: self._param(value, larger.params[key]) for key, value in one.params.items()}
+      yield one.replace(params=params)
+      return
+    dimension = _batch_dimension(one, larger, self._shards) if name in _CONSTRAINED else None
+    if dimension is None:
+      yield one
+      return
+    [result] = one.outvars
+    free = Var(result.aval)
+    yield one.replace(outvars=[free])
+    constraint = self._constraint(result.aval.shape, result.aval.dtype, dimension)
+    yield constraint.replace(invars=[free], outvars=[result], source_info=one.source_info)
+
+  def _param(self, value: Any, larger: Any) -> Any:
+    """A parameter of an equation, rewritten if it is a program or several."""
+    if compat.is_jaxpr(value):
+      return self.rewritten(value, larger)
+    if isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value)):
+      return tuple(map(self.rewritten, value, larger))
+    return value
+
+  def _new_constraint(self, shape: tuple[int, ...], dtype: Any, dimension: int) -> Any:
+    """The equation of a constraint that is open in all dimensions but one."""
+    entries: list[Any] = [UNCONSTRAINED] * len(shape)
+    entries[dimension] = self._axes
+    sharding = NamedSharding(self._mesh, PartitionSpec(*entries))
+    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
+      jax.ShapeDtypeStruct(shape, dtype)
+    )
+    return traced.eqns[0]
+
+
+def _batch_dimension(one: Any, larger: Any, parts: int) -> int | None:
+  """The first dimension of an operation's result that grows with the batch; None if it does not divide."""
+  sizes = zip(one.outvars[0].aval.shape, larger.outvars[0].aval.shape, strict=True)
+  growing = [dimension for dimension, (size, twice) in enumerate(sizes) if twice == 2 * size > 0]
+  if not growing or one.outvars[0].aval.shape[growing[0]] % parts:
+    return None
+  return growing[0]

@@ -1,0 +1,171 @@
+"""Steps of models without names, whose batch `layout.jit` keeps sharded under FSDP."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flax_spmd as spmd
+
+FSDP = spmd.presets.fsdp(min_size=64)
+LAYOUT = spmd.Layout({'data': 8}, FSDP)
+X, Y = np.ones((16, 32), np.float32), np.arange(16) % 8
+
+
+class Mlp(nn.Module):
+  """Two blocks, unrolled or scanned, in which only the last dimension changes."""
+
+  scanned: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    if self.scanned:
+      stack = nn.scan(
+        nn.remat(Block), length=2, variable_axes={'params': 0}, split_rngs={'params': True}
+      )
+      x, _ = stack()(x, None)
+    else:
+      for _ in range(2):
+        x, _ = Block()(x, None)
+    return nn.Dense(8)(x)
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(64)(x))), None
+
+
+def loss_of(logits, labels):
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def of_linen(scanned):
+  model, tx = Mlp(scanned), optax.adam(1e-2)
+
+  def create():
+    params = model.init(jax.random.key(0), X)
+    return params, tx.init(params)
+
+  def step(state, batch):
+    params, opt_state = state
+    loss, grads = jax.value_and_grad(lambda p: loss_of(model.apply(p, batch[0]), batch[1]))(params)
+    updates, opt_state = tx.update(grads, opt_state)
+    return (optax.apply_updates(params, updates), opt_state), loss
+
+  return create, step
+
+
+def of_functions():
+  """A model of plain functions, whose batch is two arguments, with accumulation over two microbatches."""
+
+  def create():
+    return {'up': jnp.full((32, 64), 0.1), 'down': jnp.full((64, 8), 0.1)}
+
+  def step(w, x, labels):
+    def loss_and_grads(total, one):
+      loss, grads = jax.value_and_grad(
+        lambda w: loss_of(jnp.tanh(one[0] @ w['up']) @ w['down'], one[1])
+      )(w)
+      return jax.tree.map(jnp.add, total, (loss, grads)), None
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, w)
+    parts = x.reshape(2, -1, 32), labels.reshape(2, -1)
+    (loss, grads), _ = jax.lax.scan(loss_and_grads, zeros, parts)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+
+  return create, step
+
+
+MODELS = {'unrolled': of_linen(False), 'scanned': of_linen(True), 'functions': of_functions()}
+
+
+def arguments(model, layout, shard=True):
+  x, y = layout.shard((X, Y), (('batch', None), ('batch',))) if shard else (X, Y)
+  return (x, y) if model == 'functions' else ((x, y),)
+
+
+def constraints(jitted, *args):
+  return str(jitted.trace(*args).jaxpr).count('sharding_constraint')
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_the_batch_stays_sharded_and_values_stay(model):
+  create, step = MODELS[model]
+  state, results = LAYOUT.init(create), {}
+  for constrain in (False, True):
+    jitted = LAYOUT.jit(step, constrain_batch=constrain)
+    args = arguments(model, LAYOUT)
+    assert (constraints(jitted, state, *args) > 0) == constrain
+    new, loss = jitted(state, *args)
+    assert jax.tree.map(lambda x: x.sharding, new) == jax.tree.map(lambda x: x.sharding, state)
+    results[constrain] = jax.tree.leaves(LAYOUT.gather((new, loss)))
+  for one, other in zip(results[False], results[True], strict=True):
+    np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+
+
+def test_no_activation_moves():
+  """All-to-alls and permutations move activations; FSDP gathers parameters and reduces gradients."""
+  create, step = MODELS['unrolled']
+  for shard in (True, False):
+    explanation = LAYOUT.jit(step).explain(LAYOUT.init(create), *arguments('unrolled', LAYOUT, shard))
+    assert {kind.split()[0] for kind in explanation.by_kind} <= {
+      'all-gather',
+      'all-reduce',
+      'reduce-scatter',
+    }
+
+
+def test_every_constraint_is_open_but_for_the_batch():
+  create, step = MODELS['scanned']
+  text = str(LAYOUT.jit(step).trace(LAYOUT.init(create), *arguments('scanned', LAYOUT)).jaxpr)
+  specs = re.findall(r'sharding_constraint\[.*?spec=P\((.*?)\)', text, re.DOTALL)
+  assert set(specs) == {"'data', UNCONSTRAINED", "'data',"}
+
+
+def named(step):
+  def constrained(state, batch):
+    x = spmd.with_logical_constraint(batch[0], ('batch', 'embed'))
+    return step(state, (x, batch[1]))
+
+  return constrained
+
+
+class Named(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    init = spmd.with_logical_partitioning(nn.initializers.normal(), ('embed', 'mlp'))
+    return x @ self.param('w', init, (32, 8))
+
+
+def test_what_an_author_has_decided_stays():
+  """Names or constraints, replicated parameters, a returned batch, and a step for one batch size."""
+  create, step = MODELS['unrolled']
+  batch, state = arguments('unrolled', LAYOUT), LAYOUT.init(create)
+
+  def program(layout, step, *args):
+    return str(layout.jit(step).trace(*args).jaxpr), str(
+      layout.jit(step, constrain_batch=False).trace(*args).jaxpr
+    )
+
+  def for_16(state, batch):
+    return step(state, (batch[0].reshape(16, 32), batch[1]))
+
+  def same(state, batch):
+    return step(state, batch), batch
+
+  plain = spmd.Layout({'data': 8}, spmd.presets.data_parallel())
+  boxed = LAYOUT.init(Named().init, jax.random.key(0), X)
+  for layout, each, args in (
+    (LAYOUT, named(step), (state, *batch)),
+    (LAYOUT, lambda params, x: Named().apply(params, x).sum(), (boxed, batch[0][0])),
+    (plain, step, (plain.init(create), *batch)),
+    (LAYOUT, same, (state, *batch)),
+    (LAYOUT, for_16, (state, *batch)),
+  ):
+    one, other = program(layout, each, *args)
+    assert one == other
