@@ -55,6 +55,7 @@ from flax_spmd._src.hlo.counts import Counts
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
+_LOOKUPS = ('gather', 'scatter')
 _PRODUCTS = ('dot_general', 'convolution')
 _NEGLIGIBLE = 2**16  # bytes on the wire in a step; an ambiguous resharding below it raises no doubt
 
@@ -301,6 +302,9 @@ class _CostWalk:
     for value, spec in zip(op.operands, required.operands):
       self._add_doubts(op, value, spec, times)
       self._bring(value, spec or self.specs[value], times, op.source)
+    if required.doubt and times * max(map(self._bytes, (*op.operands, *op.results))) > _NEGLIGIBLE:
+      self.doubts.append(f'{op.source}: {required.doubt}')
+    self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
@@ -309,12 +313,14 @@ class _CostWalk:
       self._add_result(value, required, times, op)
 
   def _add_doubts(self, op: Op, value: int, required: Spec | None, times: int) -> None:
-    """Notes two cases for which XLA has several ways: activations resharded for a product, sharded slices."""
+    """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
     if required is None or times * self._bytes(value) < _NEGLIGIBLE:
       return
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
     if op.kind == 'dot_general' and not is_weight and self._differs(op, value, required):
       self.doubts.append(f'{op.source}: activations resharded for a matrix product')
+    if op.kind in _LOOKUPS and not is_weight and self._differs(op, value, required):
+      self.doubts.append(f'{op.source}: activations resharded for a lookup')
     if op.kind in _SLICES and required != self.specs[value]:
       self.doubts.append(f'{op.source}: slice along a sharded dimension')
 

@@ -31,6 +31,7 @@ from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
+from flax_spmd._src.estimate.compiler_traits import mark_traits
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph
 from flax_spmd._src.estimate.graph import Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
@@ -93,6 +94,7 @@ class Estimator:
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
     self._module = mlir.prepare(self._lowering.code, self.parameter_names)
+    mark_traits(self._module.graph, platform)
     self._analyzed = AnalyzedGraph(self._module.graph)
     self._replaced_arguments = list(_replaced_arguments(self._lowering))
     self._parts = [

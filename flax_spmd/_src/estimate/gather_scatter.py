@@ -5,27 +5,35 @@ Each dimension of a lookup has one of four roles, by the arrays that have it:
     role      table  indices  rows    if it is sharded
     batch     yes    yes      yes     each device looks up its own part
     window    yes             yes     each device has a part of each row
-    position         yes      yes     a gather is local; a scatter is a partial sum of each device's own rows
     lookup    yes                     a gather is a partial sum over the shards; a scatter is local
+    position         yes      yes     a gather is local; a scatter is a partial sum of each device's own rows
 
 The table is the operand of a gather, and the result of a scatter, whose first operand is its initial value. The rows
 are the result of a gather, and the updates of a scatter. The other dimensions are replicated: windows that are neither
 one element nor the whole dimension, and the coordinates of an index.
 
-XLA tries the ways that follow from the shardings of the arrays, and takes the one whose collectives receive the fewest
-bytes. So do these rules.
+XLA shards one role after the other over the axes that the arrays already have there; no axis serves two roles. Batch
+dimensions come first. Then comes the role with the smallest largest array, and among equals with the fewest bytes
+to send, as if nothing else were sharded (`PartitionGather` and `EvaluatePartitionCost` in XLA's `spmd` folder).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count
-from flax_spmd._src.estimate.requirements import Context, Requirement, collectives, sent_bytes
-
-_MAX_CHOICES = 1024  # shardings of one lookup to consider
+from flax_spmd._src.estimate.graph import (
+  Axes,
+  GraphValue,
+  Op,
+  Spec,
+  replicated,
+  shard_count,
+  shard_size,
+  used_axes,
+)
+from flax_spmd._src.estimate.requirements import Context, Requirement
+from flax_spmd._src.estimate.resharding import CollectiveOp, reduce_partial_sum, reshard
 
 
 class LookupDim(NamedTuple):
@@ -39,32 +47,173 @@ class LookupDim(NamedTuple):
   indices: int | None
   rows: int | None
 
+  @property
+  def role(self) -> str:
+    """The role of the dimension, as in the table above."""
+    if self.table is None:
+      return 'position'
+    if self.indices is not None:
+      return 'batch'
+    return 'lookup' if self.rows is None else 'window'
+
+
+class _Lookup(NamedTuple):
+  """A gather or scatter.
+
+  Attributes:
+    dims: the dimensions that can be sharded.
+    arrays: table, indices and rows.
+    specs: shardings of the three.
+    summed: role whose shards are partial sums: `lookup` in a gather, `position` in a scatter.
+    sizes: size per mesh axis.
+  """
+
+  dims: Sequence[LookupDim]
+  arrays: tuple[GraphValue, GraphValue, GraphValue]
+  specs: tuple[Spec, Spec, Spec]
+  summed: str
+  sizes: Mapping[str, int]
+
 
 def gather(op: Op, context: Context) -> Requirement:
   """A gather: its rows are partial sums along the axes of looked-up dimensions."""
-  dims = _gather_dims(op, context.values[0].shape, len(context.values[1].shape), context.result.shape)
-  arrays = (context.specs[0], context.specs[1], context.result_spec)
-  options = []
-  for table, indices, rows in _choices(dims, arrays):
-    partial_axes = _axes(table, (one.table for one in dims if one.rows is None and one.indices is None))
-    options.append(Requirement((table, indices), rows, partial_axes))
-  return min(options, key=lambda option: _received_bytes(option, context))
+  table, indices = context.values
+  dims = _gather_dims(op, table.shape, len(indices.shape), context.result.shape)
+  arrays, specs = (
+    (table, indices, context.result),
+    (context.specs[0], context.specs[1], context.result_spec),
+  )
+  lookup = _Lookup(dims, arrays, specs, 'lookup', context.sizes)
+  chosen = _choose(lookup)
+  table_spec, indices_spec, rows_spec = _specs(lookup, chosen)
+  partial_axes = _partial_axes(lookup, chosen)
+  return Requirement((table_spec, indices_spec), rows_spec, partial_axes, doubt=_doubt(lookup, chosen))
 
 
 def scatter(op: Op, context: Context) -> Requirement:
   """A scatter: its result is a partial sum along the axes of positions."""
   tables = len(context.values) // 2
-  dims = _scatter_dims(
-    op, context.result.shape, len(context.values[tables].shape), context.values[-1].shape
-  )
-  arrays = (context.result_spec, context.specs[tables], context.specs[-1])
-  if not context.rematerialisable[0]:
-    arrays = (*arrays, context.specs[0])
+  table, indices, rows = context.values[0], context.values[tables], context.values[-1]
+  dims = _scatter_dims(op, table.shape, len(indices.shape), rows.shape)
+  specs = (context.specs[0], context.specs[tables], context.specs[-1])
+  lookup = _Lookup(dims, (table, indices, rows), specs, 'position', context.sizes)
+  chosen = _choose(lookup)
+  table_spec, indices_spec, rows_spec = _specs(lookup, chosen)
+  operands = (*[table_spec] * tables, indices_spec, *[rows_spec] * tables)
+  partial_axes = _partial_axes(lookup, chosen)
+  return Requirement(operands, table_spec, partial_axes, doubt=_doubt(lookup, chosen))
+
+
+def _choose(lookup: _Lookup) -> dict[LookupDim, Axes]:
+  """The axes of each dimension, one role after the other."""
+  chosen: dict[LookupDim, Axes] = {}
+  roles = ['batch', 'window', 'lookup', 'position']
+  while roles:
+    used = {axis for axes in chosen.values() for axis in axes}
+    options = {role: _role_axes(lookup, role, used) for role in roles}
+    options = {role: axes for role, axes in options.items() if axes}
+    if not options:
+      break
+    role = min(options, key=lambda role: (role != 'batch', *_cost(lookup, chosen | options[role])))
+    chosen |= options[role]
+    roles.remove(role)
+  return chosen
+
+
+def _role_axes(lookup: _Lookup, role: str, used: set[str]) -> dict[LookupDim, Axes]:
+  """The axes over which the dimensions of a role are sharded, without those that serve another role."""
+  dims = [dim for dim in lookup.dims if dim.role == role]
   options = []
-  for table, indices, rows in _choices(dims, arrays):
-    partial_axes = _axes(indices, (one.indices for one in dims if one.table is None))
-    options.append(Requirement((*[table] * tables, indices, *[rows] * tables), table, partial_axes))
-  return min(options, key=lambda option: (sent_bytes(option, context), _received_bytes(option, context)))
+  for array in {'batch': (1, 0), 'window': (0,), 'lookup': (0,), 'position': (1,)}[role]:
+    axes = {dim: _free(lookup.specs[array][dim[array] or 0], used) for dim in dims}
+    options.append({dim: one for dim, one in axes.items() if one})
+  best = max(options, key=lambda axes: shard_count(sum(axes.values(), ()), lookup.sizes))
+  if role != 'position' or (lookup.summed == 'lookup' and not any(lookup.specs[1])):
+    return best
+  return _extended(lookup, best, dims, used)
+
+
+def _free(axes: Axes, used: set[str]) -> Axes:
+  return tuple(axis for axis in axes if axis not in used)
+
+
+def _extended(
+  lookup: _Lookup, axes: dict[LookupDim, Axes], dims: Sequence[LookupDim], used: set[str]
+) -> dict[LookupDim, Axes]:
+  """The axes of positions, with further ones of the rows that no dimension of the indices has."""
+  taken = {axis for one in lookup.specs[1] for axis in one}
+  result = dict(axes)
+  for dim in dims:
+    before, rows = axes.get(dim, ()), _free(lookup.specs[2][dim.rows or 0], used)
+    if rows[: len(before)] == before and not taken.intersection(rows[len(before) :]) and rows:
+      result[dim] = rows
+  return result
+
+
+def _specs(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> tuple[Spec, Spec, Spec]:
+  """The shardings of table, indices and rows."""
+  specs = [list(replicated(len(spec))) for spec in lookup.specs]
+  for one, axes in chosen.items():
+    for spec, dim in zip(specs, one):
+      if dim is not None:
+        spec[dim] = axes
+  table, indices, rows = map(tuple, specs)
+  return table, indices, rows
+
+
+def _partial_axes(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> Axes:
+  return sum((axes for dim, axes in chosen.items() if dim.role == lookup.summed), ())
+
+
+def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> tuple[float, float]:
+  """The bytes of the largest operation on one device, and the bytes that are sent."""
+  specs = _specs(lookup, chosen)
+  sizes = [
+    shard_size(one.shape, spec, lookup.sizes) * one.itemsize for one, spec in zip(lookup.arrays, specs)
+  ]
+  partial_axes = _partial_axes(lookup, chosen)
+  moved = zip(lookup.arrays, lookup.specs, specs)
+  if lookup.summed == 'lookup':
+    result, moved = 2, list(moved)[:2]
+  else:
+    result = 0
+    sizes.append(sizes[0])
+  ops = [op for one, before, after in moved for op in reshard(one, before, after, lookup.sizes)]
+  ops += reduce_partial_sum(
+    lookup.arrays[result], specs[result], partial_axes, lookup.specs[result], lookup.sizes
+  )
+  costs = [_collective_cost(op, lookup.sizes) for op in ops]
+  return max([sum(sizes), *(memory for memory, _ in costs)]), sum(sent for _, sent in costs)
+
+
+def _doubt(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> str:
+  """A doubt if XLA would keep more shards of an array than these rules do.
+
+  Where an array needs an axis that serves another role, XLA moves its shards to axes that the array does not use, and
+  gathers the dimensions that it can spare, looked-up ones first.
+  """
+  devices = shard_count(tuple(lookup.sizes), lookup.sizes)
+  serving = {axis for axes in chosen.values() for axis in axes}
+  for array, before, after in zip((0, 1, 2), lookup.specs, _specs(lookup, chosen)):
+    foreign = serving - used_axes(after)
+    lost = [dim for dim, axes in enumerate(before) if foreign.intersection(axes)]
+    kept = [dim for dim, axes in enumerate(before) if axes and dim not in lost]
+    room = devices // shard_count(tuple(foreign), lookup.sizes)
+    tiles = min(room, shard_count(sum(before, ()), lookup.sizes))
+    role = {one[array]: one.role for one in lookup.dims}
+    spared = all(role.get(dim) == 'window' for dim in kept) or not lost
+    if lost and (shard_count(sum(after, ()), lookup.sizes) < tiles or (array == 0 and not spared)):
+      return 'a mesh axis that shards several dimensions of a lookup'
+  return ''
+
+
+def _collective_cost(op: CollectiveOp, sizes: Mapping[str, int]) -> tuple[float, float]:
+  """The bytes of a collective's arrays, and those that it sends, as XLA counts them before it scatters sums."""
+  group = shard_count(op.axes, sizes)
+  if op.kind in ('all-reduce', 'reduce-scatter'):
+    return 2 * op.bytes, 2 * op.bytes
+  result = op.bytes * group if op.kind == 'all-gather' else op.bytes
+  return result, result if op.kind == 'collective-permute' else result * (group - 1) / group
 
 
 def _gather_dims(op: Op, table: Sequence[int], rank: int, rows: Sequence[int]) -> list[LookupDim]:
@@ -108,45 +257,10 @@ def _dims(
   kept = [dim for dim in range(len(table)) if dim not in missing and dim not in table_batch]
   result += [LookupDim(dim, None, None) for dim in missing if dim not in parallel]
   for dim, row in zip(kept, windows):
+    if dim in parallel:
+      continue
     if rows[row] == table[dim]:
       result.append(LookupDim(dim, None, row))
-    elif rows[row] == 1 and dim not in parallel:
+    elif rows[row] == 1:
       result.append(LookupDim(dim, None, None))
   return result
-
-
-def _choices(dims: Sequence[LookupDim], arrays: Sequence[Spec]) -> Iterator[tuple[Spec, Spec, Spec]]:
-  """The shardings of table, indices and rows in which each dimension is sharded as in one of some arrays, or not.
-
-  Args:
-    dims: the dimensions of the lookup.
-    arrays: shardings of table, indices and rows; then of another table, if there is one.
-  """
-  options = []
-  for one in dims:
-    present = zip((one.table, one.indices, one.rows, one.table), arrays)
-    options.append(list(dict.fromkeys([*(spec[dim] for dim, spec in present if dim is not None), ()])))
-  for choice in itertools.islice(itertools.product(*options), _MAX_CHOICES):
-    axes = [axis for chosen in choice for axis in chosen]
-    if len(set(axes)) == len(axes):
-      specs = [list(replicated(len(spec))) for spec in arrays[:3]]
-      for one, chosen in zip(dims, choice):
-        for spec, dim in zip(specs, one):
-          if dim is not None:
-            spec[dim] = chosen
-      table, indices, rows = map(tuple, specs)
-      yield table, indices, rows
-
-
-def _axes(spec: Spec, dims: Iterable[int | None]) -> Axes:
-  """The axes that some dimensions are sharded over."""
-  return tuple(axis for dim in dims if dim is not None for axis in spec[dim])
-
-
-def _received_bytes(requirement: Requirement, context: Context) -> float:
-  """Bytes of the collectives' results on one device, by which XLA chooses how to partition a lookup."""
-  growth = {'all-gather': 1, 'reduce-scatter': -1}
-  return sum(
-    op.bytes * shard_count(op.axes, context.sizes) ** growth.get(op.kind, 0)
-    for op in collectives(requirement, context)
-  )

@@ -23,6 +23,7 @@ _WRITES = frozenset(
     'scatter',
     'reduce',
     'sort',
+    'top_k',
     'concatenate',
     'custom_call',
     'rng_bit_generator',
@@ -35,7 +36,17 @@ _WRITES = frozenset(
 )
 # Operations whose operands are stored.
 _READS = frozenset(
-  ['dot_general', 'convolution', 'scatter', 'sort', 'custom_call', 'fft', 'cholesky', 'triangular_solve']
+  [
+    'dot_general',
+    'convolution',
+    'scatter',
+    'sort',
+    'top_k',
+    'custom_call',
+    'fft',
+    'cholesky',
+    'triangular_solve',
+  ]
 )
 _IN_PLACE = ('dynamic_update_slice',)
 BARRIER = 'optimization_barrier'  # its results are its operands, one by one

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import Axes, Op, replicated, shard_count
+from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
 from flax_spmd._src.hlo.flops import Window, meetings
 
@@ -120,21 +121,48 @@ def _sharded(factors: Sequence[Factor], choice: Sequence[Axes], context: Context
 
 
 def convolution(op: Op, context: Context) -> Requirement:
-  """A convolution: a product over features at each position of the window, with only batch and features sharded."""
-  left, right, result = op.attributes['dimension_numbers']
+  """A convolution: a product over features at each position of the window."""
   inputs, kernel, outputs = (value.shape for value in (*context.values[:2], context.result))
-  factors = [
-    Factor(left.index('b'), None, result.index('b'), inputs[left.index('b')]),
-    Factor(None, right.index('o'), result.index('f'), kernel[right.index('o')]),
-    Factor(left.index('f'), right.index('i'), None, kernel[right.index('i')]),
-  ]
-  requirement = _cheapest(factors, context)
-  return requirement._replace(flops=requirement.flops * _positions(op, inputs, kernel, outputs))
-
-
-def _positions(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int]) -> float:
-  """The number of (output, kernel) positions over an input element: neither over padding nor over a dilation hole."""
+  windows = _windows(op, kernel)
+  factors, halo_dims = _features(op, inputs, kernel), {}
   left, right, result = op.attributes['dimension_numbers']
+  for dim, window in enumerate(windows):  # of size 1, as the positions are counted below
+    at, over, to = (labels.index(str(dim)) for labels in (left, right, result))
+    if kernel[over] > outputs[to]:  # the gradient of a kernel, whose window is the whole array
+      factors.append(Factor(at, over, None, 1))
+      by_kernel = Window(outputs[to], window.rhs_dilate, window.pad, window.lhs_dilate, window.stride)
+      halo_dims[at] = kernel[over], by_kernel
+    else:
+      factors.append(Factor(at, None, to, 1))
+      halo_dims[at] = outputs[to], window
+  requirement = _cheapest(factors, context)
+  halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
+  flops = requirement.flops * _positions(op, inputs, kernel, outputs)
+  return requirement._replace(flops=flops, halos=halos)
+
+
+def _features(op: Op, inputs: Sequence[int], kernel: Sequence[int]) -> list[Factor]:
+  """The batch and feature dimensions; in a depthwise convolution, features are a batch dimension too."""
+  left, right, result = op.attributes['dimension_numbers']
+  batch, features, contracted = left.index('b'), left.index('f'), right.index('i')
+  of_kernel, of_result = right.index('o'), result.index('f')
+  if (
+    op.attributes.get('batch_group_count', 1) == inputs[batch] > 1
+  ):  # the gradient of a depthwise kernel
+    return [
+      Factor(batch, of_kernel, of_result, kernel[of_kernel]),
+      Factor(features, contracted, None, kernel[contracted]),
+    ]
+  factors = [Factor(batch, None, result.index('b'), inputs[batch])]
+  if op.attributes.get('feature_group_count', 1) == inputs[features] > 1:
+    return [*factors, Factor(features, of_kernel, of_result, kernel[of_kernel])]
+  factors.append(Factor(None, of_kernel, of_result, kernel[of_kernel]))
+  return [*factors, Factor(features, contracted, None, kernel[contracted])]
+
+
+def _windows(op: Op, kernel: Sequence[int]) -> list[Window]:
+  """The window along each spatial dimension."""
+  left, right, _ = op.attributes['dimension_numbers']
   rank = len(left) - 2
   ones = (1,) * rank
   options = (
@@ -144,8 +172,16 @@ def _positions(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Se
     ('rhs_dilation', ones),
   )
   strides, pads, holes, steps = (op.attributes.get(name) or default for name, default in options)
+  return [
+    Window(kernel[right.index(str(dim))], strides[dim], pads[2 * dim], holes[dim], steps[dim])
+    for dim in range(rank)
+  ]
+
+
+def _positions(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int]) -> float:
+  """The number of (output, kernel) positions over an input element: neither over padding nor over a dilation hole."""
+  left, _, result = op.attributes['dimension_numbers']
   count = 1
-  for dim in range(rank):
-    window = Window(kernel[right.index(str(dim))], strides[dim], pads[2 * dim], holes[dim], steps[dim])
+  for dim, window in enumerate(_windows(op, kernel)):
     count *= meetings(inputs[left.index(str(dim))], outputs[result.index(str(dim))], window)
   return count

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flax_spmd._src.estimate.gather_scatter import gather, scatter
 from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
+from flax_spmd._src.estimate.halos import reverse, windowed
 from flax_spmd._src.estimate.kernels import custom_call
 from flax_spmd._src.estimate.matmuls import convolution, dot
 from flax_spmd._src.estimate.requirements import Context, Requirement
@@ -70,7 +71,9 @@ def _broadcast(op: Op, context: Context) -> Requirement:
 
 def _reshape(op: Op, context: Context) -> Requirement:
   natural = reshaped(context.values[0].shape, context.specs[0], context.result.shape, context.sizes)
-  return Requirement((None,), natural)
+  kept = used_axes(natural)
+  operand = tuple(tuple(axis for axis in axes if axis in kept) for axes in context.specs[0])
+  return Requirement((operand,), natural)
 
 
 def reshaped(
@@ -125,7 +128,7 @@ def _slice(op: Op, context: Context) -> Requirement:
   return Requirement((operand, *[None] * (len(context.values) - 1)), operand)
 
 
-def _pad_or_concatenate(op: Op, context: Context) -> Requirement:
+def _concatenate(op: Op, context: Context) -> Requirement:
   """Dimensions that grow are replicated in the operands."""
   operands = (
     _keep_equal_dims(value.shape, context.result.shape, context.result_spec) if value.shape else None
@@ -160,10 +163,19 @@ def _reduce(op: Op, context: Context) -> Requirement:
 
 
 def _sort(op: Op, context: Context) -> Requirement:
-  """The sorted dimension is replicated."""
+  """The sorted dimension is replicated, which is in doubt: XLA can move its axes to another dimension instead."""
   sorted_dim = op.attributes.get('dimension', len(context.result_spec) - 1)
   spec = tuple(() if dim == sorted_dim else axes for dim, axes in enumerate(context.result_spec))
-  return Requirement((spec,) * len(context.values), spec)
+  sharded = any(one[sorted_dim] for one in (*context.specs, context.result_spec))
+  doubt = 'sort along a sharded dimension' if sharded else ''
+  return Requirement((spec,) * len(context.values), spec, doubt=doubt)
+
+
+def _top_k(op: Op, context: Context) -> Requirement:
+  """The largest elements of the last dimension. Not every compiler shards the other dimensions."""
+  is_partitioned = op.attributes.get('is_partitioned')
+  spec = (*context.specs[0][:-1], ()) if is_partitioned else replicated(len(context.result_spec))
+  return Requirement((spec,), spec)
 
 
 def _replicate_matrix(op: Op, context: Context) -> Requirement:
@@ -180,13 +192,16 @@ _RULES: dict[str, Callable[[Op, Context], Requirement]] = {
   'transpose': _transpose,
   'broadcast_in_dim': _broadcast,
   'reshape': _reshape,
-  'slice': _slice,
+  'slice': windowed,
   'dynamic_slice': _slice,
-  'pad': _pad_or_concatenate,
-  'concatenate': _pad_or_concatenate,
+  'pad': windowed,
+  'reduce_window': windowed,
+  'reverse': reverse,
+  'concatenate': _concatenate,
   'dynamic_update_slice': _update,
   'reduce': _reduce,
   'sort': _sort,
+  'top_k': _top_k,
   'dot_general': dot,
   'convolution': convolution,
   'gather': gather,

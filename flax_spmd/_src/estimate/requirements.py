@@ -44,12 +44,16 @@ class Requirement(NamedTuple):
     natural_sharding: sharding in which the result is computed.
     partial_axes: axes along which the result is a partial sum.
     flops: FLOPs on one device, for products.
+    halos: exchanges between the shards of the first operand.
+    doubt: reason why XLA could choose otherwise, or ''.
   """
 
   operands: tuple[Spec | None, ...]
   natural_sharding: Spec
   partial_axes: Axes = ()
   flops: float = 0.0
+  halos: tuple[CollectiveOp, ...] = ()
+  doubt: str = ''
 
 
 def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp]:
