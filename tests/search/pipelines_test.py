@@ -136,7 +136,15 @@ def test_a_schedule_that_keeps_more_activations_needs_more_memory():
 def test_memory_of_a_rank():
   plain = Memory(400, 800, 8, 16, 1200, 2424, host=40)
   memory = rank_memory(plain, OneFOneB(4).simulate(8))
-  assert memory == (100, 200, 2, 16, 100 + 800, 1218, 10)  # gradients, and activations of four microbatches
+  assert memory == (
+    100,
+    200,
+    2,
+    16,
+    100 + 800,
+    1218,
+    10,
+  )  # gradients, and activations of four microbatches
   assert rank_memory(plain, GPipe(4).simulate(8)).temporaries == 100 + 1600
 
 
