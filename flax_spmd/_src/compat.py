@@ -809,6 +809,15 @@ def is_jaxpr(param: Any) -> bool:
   return hasattr(param, 'eqns') or hasattr(param, 'jaxpr')
 
 
+def is_on_host(equation: Any) -> bool:
+  """Whether an equation is computed on the host, or its first result is in the host's memory.
+
+  Before jax 0.12, the equations of `compute_on` are among the others, and their context has the type of computation.
+  """
+  space = getattr(equation.outvars[0].aval, 'memory_space', None)
+  return getattr(equation.ctx, 'compute_type', None) is not None or space is jax.memory.Space.Host
+
+
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   """The number of a scan's operands that are loop constants, and the number that are carried."""
   if 'num_consts' in params:  # before jax 0.12

@@ -417,7 +417,8 @@ class Layout:
         array of them. Default: None; results that differ are an error.
       constrain_batch: whether a step without any names or constraints keeps its batch sharded throughout, where its
         state is sharded over the axes of the batch (FSDP). The batch is an argument that is sharded over dimension 0
-        and is not returned. The step is then traced three times.
+        and is not returned. The step is then traced three times, the second time with twice the batch. Models of NNX
+        are left as they are.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
       keep_unused, inline, compiler_options: as in `jax.jit`.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 
@@ -165,7 +166,69 @@ def test_what_an_author_has_decided_stays():
     (LAYOUT, lambda params, x: Named().apply(params, x).sum(), (boxed, batch[0][0])),
     (plain, step, (plain.init(create), *batch)),
     (LAYOUT, same, (state, *batch)),
-    (LAYOUT, for_16, (state, *batch)),
   ):
     one, other = program(layout, each, *args)
     assert one == other
+  assert constraints(LAYOUT.jit(for_16), state, *batch) == 0
+
+
+W = {'up': np.linspace(0, 1, 32 * 64, dtype=np.float32).reshape(32, 64)}
+
+
+def product(w, x):
+  return (x @ w['up']).sum()
+
+
+def with_fewer_branches(w, x):
+  branches = [lambda x, i=i: product(w, x) * i for i in range(1 + 32 // x.shape[0])]
+  return jax.lax.switch(32 // x.shape[0], branches, x)
+
+
+def with_more_dimensions(w, x):
+  return product(w, x.reshape((4, 4, 32) if x.shape[0] == 16 else (-1, 4, 4, 32)))
+
+
+@pytest.mark.parametrize('step', [with_fewer_branches, with_more_dimensions])
+def test_a_step_that_depends_on_the_size_of_its_batch_stays_as_it_is(step):
+  w = LAYOUT.shard(W)
+  jitted = LAYOUT.jit(step)
+  np.testing.assert_allclose(jitted(w, X), jax.jit(step)(W, X), rtol=1e-5)
+  assert constraints(jitted, w, X) == 0
+
+
+def test_the_traces_leave_nothing_behind():
+  """The step records the size of its batch, and its result has a function of its own, as of another trace."""
+  sizes = []
+
+  def step(w, x):
+    sizes.append(len(x))
+    return jax.tree_util.Partial(lambda total: total, product(w, x))
+
+  w = LAYOUT.shard(W)
+  result = LAYOUT.jit(step)(w, X)
+  np.testing.assert_allclose(result(), product(W, X), rtol=1e-5)
+  assert sizes == [16, 32, 16]
+
+
+def test_a_step_that_refuses_a_second_trace():
+  traces = []
+
+  def step(w, x):
+    traces.append(x)
+    assert len(traces) == 1
+    return product(w, x)
+
+  np.testing.assert_allclose(LAYOUT.jit(step)(LAYOUT.shard(W), X), product(W, X), rtol=1e-5)
+
+
+@pytest.mark.parametrize(('mesh', 'rows'), [({'data': 1, 'model': 8}, 16), ({'data': 8}, 3)])
+def test_a_batch_that_is_not_split_needs_no_further_trace(mesh, rows):
+  layout, sizes = spmd.Layout(mesh, (('batch', 'data'),)), []
+
+  def step(w, x):
+    sizes.append(len(x))
+    return product(w, x)
+
+  w = layout.shard(W, {'up': P(None, 'data')})
+  np.testing.assert_allclose(layout.jit(step)(w, X[:rows]), product(W, X[:rows]), rtol=1e-5)
+  assert sizes == [rows]

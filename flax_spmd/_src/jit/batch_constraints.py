@@ -6,7 +6,7 @@ prevent that: the compiler then gathers parameters.
 
     step = with_batch_constraints(step, BatchLeaves((8, 9), ('data',)), mesh)   # a function of a list of leaves
 
-The batch dimensions follow from a second trace, with twice the batch: they have twice the size. So no operation
+The batch dimensions follow from another trace, with twice the batch: they have twice the size. So no operation
 needs a rule, and the model may be of any library. If that trace fails or has other operations, the step stays
 as it is. All other dimensions stay open. Constraints never change values.
 """
@@ -72,11 +72,12 @@ def with_batch_constraints(
   """
 
   def constrained(leaves: list[Any]) -> Any:
-    program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
     larger = _larger(fn, batch, leaves)
-    if larger is not None:
-      with contextlib.suppress(_Unlike):
-        program = _Writer(batch, mesh).rewritten(program, larger)
+    if larger is None:
+      return fn(leaves)
+    program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
+    with contextlib.suppress(_Unlike):
+      program = _Writer(batch, mesh).rewritten(program, larger)
     return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
   return constrained
@@ -146,7 +147,8 @@ class _Writer:
       params = {key: self._param(value, larger.params[key]) for key, value in one.params.items()}
       yield one.replace(params=params)
       return
-    dimension = _batch_dimension(one, larger, self._shards) if name in _CONSTRAINED else None
+    constrained = name in _CONSTRAINED and not compat.is_on_host(one)
+    dimension = _batch_dimension(one, larger, self._shards) if constrained else None
     if dimension is None:
       yield one
       return
@@ -161,6 +163,8 @@ class _Writer:
     if compat.is_jaxpr(value):
       return self.rewritten(value, larger)
     if isinstance(value, tuple) and value and all(map(compat.is_jaxpr, value)):
+      if len(value) != len(larger):
+        raise _Unlike
       return tuple(map(self.rewritten, value, larger))
     return value
 
@@ -176,9 +180,16 @@ class _Writer:
 
 
 def _batch_dimension(one: Any, larger: Any, parts: int) -> int | None:
-  """The first dimension of an operation's result that grows with the batch; None if it does not divide."""
-  sizes = zip(one.outvars[0].aval.shape, larger.outvars[0].aval.shape, strict=True)
+  """The first dimension of an operation's result that grows with the batch; None if it does not divide.
+
+  Raises:
+    _Unlike: the results have different numbers of dimensions.
+  """
+  shape, shape_of_larger = one.outvars[0].aval.shape, larger.outvars[0].aval.shape
+  if len(shape) != len(shape_of_larger):
+    raise _Unlike
+  sizes = zip(shape, shape_of_larger, strict=True)
   growing = [dimension for dimension, (size, twice) in enumerate(sizes) if twice == 2 * size > 0]
-  if not growing or one.outvars[0].aval.shape[growing[0]] % parts:
+  if not growing or shape[growing[0]] % parts:
     return None
   return growing[0]

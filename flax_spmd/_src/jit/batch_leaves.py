@@ -8,6 +8,7 @@ Nothing marks an argument as a batch, so this is a deduction, and None unless al
 * no array of the arguments has names, and nothing in the step is constrained;
 * the arrays of one argument have dimension 0 in common, sharded over the same mesh axes and nothing else. Arrays
   that are on no mesh yet count too, with the axes of the rule for `batch`;
+* the axes split it into several parts, all of one size;
 * the step does not return that argument;
 * another argument, the state, is sharded over some of these axes. Without that, nothing is at stake.
 """
@@ -78,6 +79,8 @@ def batch_leaves(
   if len(chosen) != 1 or any(TreeNames(dynamic).statics):
     return None
   [(axes, size)] = chosen
+  if shards(mesh, axes) == 1 or size % shards(mesh, axes):
+    return None
   batch = {
     leaf.position
     for each, argument in found

@@ -631,25 +631,38 @@ def _traced_body(
   def body(*args, **kwargs):
     if not _planned_trace.get():
       raise _Unplanned
-    if batch is None:
-      result = under_layout(args, kwargs)
-    else:
-      result = _with_batch(under_layout, jitted, batch)(args, kwargs)
+    if batch is not None:
+      return _with_batch(under_layout, jitted, anchored, batch)(args, kwargs)
+    result = under_layout(args, kwargs)
     return _on_all_devices(result, jitted._mesh) if anchored else result
 
   return body
 
 
-def _with_batch(fn: Callable[..., Any], jitted: Jitted, batch: BatchLeaves) -> Callable[..., Any]:
-  """`fn`, a function of `args` and `kwargs`, with constraints on the batch of its dynamic arguments."""
+def _with_batch(
+  fn: Callable[..., Any], jitted: Jitted, anchored: bool, batch: BatchLeaves
+) -> Callable[..., Any]:
+  """`fn`, a function of `args` and `kwargs`, with constraints on the batch of its dynamic arguments.
+
+  Its program is the trace of the plan, so that static parts of the result, such as functions, are those of the plan. A
+  last trace restores what `fn` has recorded in Python, such as the size of the batch.
+  """
+  statics = {name: value for name, value in jitted._options.items() if name.startswith('static_')}
+  planned = jax.jit(jitted._body(anchored, None), inline=True, **statics)
 
   def constrained(args, kwargs):
     leaves, treedef = jax.tree.flatten(jitted._arguments.dynamic(args, kwargs))
 
     def of_leaves(leaves):
-      return fn(*jitted._arguments.filled(treedef.unflatten(leaves), args, kwargs))
+      filled, named = jitted._arguments.filled(treedef.unflatten(leaves), args, kwargs)
+      return planned(*filled, **named)
 
-    return with_batch_constraints(of_leaves, batch, jitted._mesh)(leaves)
+    result = with_batch_constraints(of_leaves, batch, jitted._mesh)(leaves)
+    with contextlib.suppress(Exception):
+      jax.eval_shape(
+        lambda leaves: fn(*jitted._arguments.filled(treedef.unflatten(leaves), args, kwargs)), leaves
+      )
+    return result
 
   return constrained
 
