@@ -29,7 +29,8 @@ def user_error_text(error: Exception, module: str | None) -> str | None:
   )
   if not described.stack and not isinstance(error, SyntaxError):
     return None
-  described.__notes__ = []  # of JAX, on frames that it has removed
+  notes = getattr(described, '__notes__', None) or []
+  described.__notes__ = [note for note in notes if 'JAX_TRACEBACK_FILTERING' not in note]
   return ''.join(described.format(chain=False))
 
 

@@ -27,6 +27,11 @@ def of_step():
 def of_create():
   return step, lambda: reduce(lambda *_: {}['w'], [1, 2]), BATCH
 
+def of_note():
+  error = RuntimeError('my own')
+  error.add_note('my note')
+  raise error
+
 def of_itself():
   raise RuntimeError('my own')
 
@@ -86,6 +91,8 @@ def test_only_frames_of_the_user_are_shown(run):
   code, err = run('compare', 'of_step', 'layout.toml', '--target', 'cpu:8')
   assert code == 3 and err.count('  File ') == 1 and 'in step' in err
   assert err.endswith('cannot reshape array of shape (8, 8) (size 64) into shape (3, 5) (size 15)\n')
+  code, err = run('explain', 'of_note', 'layout.toml')
+  assert code == 3 and err.endswith('RuntimeError: my own\nmy note\n')
   code, err = run('explain', 'of_create', 'layout.toml')
   assert code == 3 and err.count('  File ') == 2 and err.endswith("KeyError: 'w'\n")
 

@@ -174,6 +174,8 @@ def _common_factor(layouts: Sequence[_Ratio]) -> _CommonFactor | None:
   if not estimated:
     missing = any(one.compiled > _AGREEMENT * one.whole for one in known)
     return _CommonFactor(1.0, 'compiled, but not estimated', (1.0, math.inf)) if missing else None
+  if not compiled:
+    return _CommonFactor(1.0, 'estimated, but not compiled', (0.0, 1.0))
   factor, span = compiled / estimated, _span(known)
   errors = [abs(factor * one.estimated - one.compiled) / max(one.whole, 1.0) for one in known]
   if max(errors) > _AGREEMENT or span[1] > _SPREAD * span[0]:
