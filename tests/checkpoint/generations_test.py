@@ -210,6 +210,15 @@ def test_checkpoints_that_orbax_wrote_are_replaced(tmp_path, kind):
   assert names_in(path) == ['HEAD', *generations(path)]
 
 
+def test_a_checkpoint_of_orbax_that_has_lost_its_record_is_replaced(tmp_path):
+  """A manager saves such a step again; in a bucket, it cannot move the damaged one away."""
+  ocp.save(tmp_path / 'a', {'w': np.zeros(8)})
+  (tmp_path / 'a' / '_CHECKPOINT_METADATA').unlink()
+  (tmp_path / 'a' / 'orbax.checkpoint').unlink()
+  save(tmp_path / 'a', 1, overwrite=True)
+  assert names_in(tmp_path / 'a') == ['HEAD', *generations(tmp_path / 'a')]
+
+
 def test_an_empty_folder(tmp_path):
   (tmp_path / 'a').mkdir()
   save(tmp_path / 'a', 1)

@@ -14,8 +14,8 @@ from flax_spmd._src.checkpoint.storage.store import Store
 
 _RECORD = '_CHECKPOINT_METADATA'
 _TREE = '_METADATA'  # of a tree of arrays that has this folder for itself
-_MARKS = {_RECORD, _TREE, 'orbax.checkpoint'}
-_FILES = {'_sharding', '_strings.json', 'checkpoint', 'commit_success.txt', 'manifest.ocdbt'}
+_MARKS = {_RECORD, _TREE, 'commit_success.txt', 'orbax.checkpoint'}
+_FILES = {'_sharding', '_strings.json', 'checkpoint', 'manifest.ocdbt'}
 _FILES |= {'MANIFEST'}  # ours, in a copy of a generation
 _FOLDERS = {'array_metadatas', 'descriptor'}
 _OF_PROCESS = re.compile(r'ocdbt\.process_\d+')
