@@ -554,9 +554,9 @@ def test_a_commit_whose_answer_is_lost(tmp_path, monkeypatch):
       raise errors.CheckpointError('no answer')
     return written
 
-  def slow(store, name):
+  def slow(store, name, **options):
     time.sleep(0.2)
-    return read(store, name)
+    return read(store, name, **options)
 
   monkeypatch.setattr(head_lease, 'BEAT', 0.05)
   monkeypatch.setattr(DiskStore, 'write', lost)
