@@ -211,7 +211,7 @@ class _ExchangeKeys(NamedTuple):
       value = self._arrived(key, _LOOK)
       error = self.call.error() if value is None else None
       if error is not None:
-        value = self._arrived(key, 0)  # what a process sends before it fails is received
+        value = self._stored(key)  # what a process sends before it fails is received
         if value is None:
           raise error
       if value is not None:
@@ -223,6 +223,13 @@ class _ExchangeKeys(NamedTuple):
       with _reachable():
         return self.service.blocking_key_value_get(f'{self.folder}/{key}', milliseconds)
     except TimeoutError:
+      return None
+
+  def _stored(self, key: str) -> str | None:
+    """The value if it is there now, however long the answer takes on a busy machine."""
+    try:
+      return self.service.key_value_try_get(f'{self.folder}/{key}')
+    except jax.errors.JaxRuntimeError:
       return None
 
   def collect_groups(self, number: str, mine: dict[str, str]) -> tuple[list[int], _Groups]:

@@ -162,12 +162,42 @@ def test_files_beside_a_checkpoint_of_orbax(tmp_path):
   assert names_in(tmp_path / 'a') == ['HEAD', *generations(tmp_path / 'a')]
 
 
-@pytest.mark.parametrize('kind', ['composite', 'standard', 'zarr'])
+@pytest.mark.parametrize('use_ocdbt', [True, False])
+def test_folders_beside_a_tree_of_orbax(tmp_path, use_ocdbt):
+  """Somebody's folders, which resemble parts of a checkpoint, are not taken for parts of it."""
+  path = tmp_path / 'a'
+  orbax.checkpoint.PyTreeCheckpointer(use_ocdbt=use_ocdbt).save(path, {'w': np.zeros(8)})
+  for name, file in (
+    ('best', '_METADATA'),
+    ('checkpoint', '1'),
+    ('images', '.zarray'),
+    ('labels', 'zarr.json'),
+  ):
+    (path / name).mkdir()
+    (path / name / file).write_text('mine')
+  before = contents(tmp_path)
+  with pytest.raises(errors.CheckpointExistsError, match=': best, checkpoint, images, labels\\.\n'):
+    save(path, 1, overwrite=True)
+  assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_inside_one_of_orbax(tmp_path):
+  ocp.save(tmp_path / 'a', {'w': np.zeros(8)})
+  orbax.checkpoint.PyTreeCheckpointer().save(tmp_path / 'a' / 'best', {'w': np.zeros(8)})
+  before = contents(tmp_path)
+  with pytest.raises(errors.CheckpointExistsError, match=': best\\.\n'):
+    save(tmp_path / 'a', 1, overwrite=True)
+  assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize('kind', ['composite', 'standard', 'strings', 'zarr'])
 def test_checkpoints_that_orbax_wrote_are_replaced(tmp_path, kind):
   path, tree = tmp_path / 'a', {'w': np.zeros(8), 'b': {'c': np.zeros(2)}}
   if kind == 'standard':
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
       checkpointer.save(path, tree)
+  elif kind == 'strings':
+    orbax.checkpoint.PyTreeCheckpointer().save(path, tree | {'name': 'a'})
   elif kind == 'zarr':
     orbax.checkpoint.PyTreeCheckpointer(use_ocdbt=False).save(path, tree)
   else:
@@ -178,6 +208,15 @@ def test_checkpoints_that_orbax_wrote_are_replaced(tmp_path, kind):
       )
   save(path, 1, overwrite=True)
   assert names_in(path) == ['HEAD', *generations(path)]
+
+
+def test_a_checkpoint_of_orbax_that_has_lost_its_record_is_replaced(tmp_path):
+  """A manager saves such a step again; in a bucket, it cannot move the damaged one away."""
+  ocp.save(tmp_path / 'a', {'w': np.zeros(8)})
+  (tmp_path / 'a' / '_CHECKPOINT_METADATA').unlink()
+  (tmp_path / 'a' / 'orbax.checkpoint').unlink()
+  save(tmp_path / 'a', 1, overwrite=True)
+  assert names_in(tmp_path / 'a') == ['HEAD', *generations(tmp_path / 'a')]
 
 
 def test_an_empty_folder(tmp_path):
@@ -515,9 +554,9 @@ def test_a_commit_whose_answer_is_lost(tmp_path, monkeypatch):
       raise errors.CheckpointError('no answer')
     return written
 
-  def slow(store, name):
+  def slow(store, name, **options):
     time.sleep(0.2)
-    return read(store, name)
+    return read(store, name, **options)
 
   monkeypatch.setattr(head_lease, 'BEAT', 0.05)
   monkeypatch.setattr(DiskStore, 'write', lost)

@@ -205,6 +205,7 @@ where = '(' if me else None
 report(text_of(lambda: checkpoint.save(folder + '/a', state_of(layout, 2), layout, where=where, overwrite=True)))
 path = folder + '/a' if me else 'ftp://a'
 report(text_of(lambda: checkpoint.save(path, state_of(layout, 2), layout, overwrite=True)))
+report(text_of(lambda: checkpoint.save(folder + f'/of_{me}', state_of(layout, 2), layout)))
 checkpoint.save(folder + '/a', state_of(layout, 3), layout, overwrite=True)
 report(is_state(checkpoint.restore(folder + '/a', layout=layout), 3))
 """
@@ -238,7 +239,16 @@ def test_an_error_in_one_process_ends_the_call_in_all_of_them(tmp_path):
   assert one[5][:2] == zero[5][:2] or one[5][1].startswith(
     f'{save} failed in process 0: ftp://a is a URL'
   )
-  assert [zero[3], zero[6]] == [one[3], one[6]] == [True, True]
+  assert (
+    zero[6][1]
+    == one[6][1]
+    == (
+      f'The processes save to different paths: {tmp_path}/of_0 in process 0, {tmp_path}/of_1 in process 1.\n'
+      'Fix: pass the same path on every process; call it on every process, equally often and in the same order.'
+    )
+  )
+  assert not list(tmp_path.glob('of_*'))
+  assert [zero[3], zero[7]] == [one[3], one[7]] == [True, True]
 
 
 KILLED = """

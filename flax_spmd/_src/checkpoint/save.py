@@ -62,7 +62,7 @@ def save(
     CheckpointBusyError: another process is writing to `path`.
     LayoutError: the state is not one of the plan.
     CheckpointError: the state has leaves that are abstract, or neither arrays nor numbers; or an earlier
-      `save_async` has failed; or the storage failed.
+      `save_async` has failed; or the storage failed; or the processes pass different paths.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('mlp', 'model'),))

@@ -118,10 +118,11 @@ def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter
   """The right to write to a path. The first process takes it for all processes of the job.
 
   Raises:
-    CheckpointError: the first process cannot take it. Every process raises the error.
+    CheckpointError: the first process cannot take it, or the processes pass different paths. Every process raises the error.
   """
   if jax.process_count() == 1:
     return Claim(path, overwrite, durable)
+  _check_same_path(path)
   held: list[Claim] = []
 
   def claimed() -> str:
@@ -135,6 +136,17 @@ def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter
       taken.release()
     raise
   return held[0] if held else NonWriter(path, epath.Path(new), durable)
+
+
+def _check_same_path(path: epath.Path) -> None:
+  """Raises if processes save to different paths: the first one's would be written, and the others' would not."""
+  groups = exchange('path', tuple(range(jax.process_count())), os.fspath(path), CALLS, TIMEOUT)
+  if len(groups) > 1:
+    each = ', '.join(f'{text} in {named(processes)}' for processes, text in groups)
+    raise CheckpointError(
+      f'The processes save to different paths: {each}.\n'
+      f'Fix: pass the same path on every process; {CALLS}.'
+    )
 
 
 class NonWriter:

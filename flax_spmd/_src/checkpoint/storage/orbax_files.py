@@ -13,11 +13,13 @@ from typing import Any
 from flax_spmd._src.checkpoint.storage.store import Store
 
 _RECORD = '_CHECKPOINT_METADATA'
-_MARKS = {_RECORD, '_METADATA', 'orbax.checkpoint'}
-_NAMES = {'_sharding', 'array_metadatas', 'checkpoint', 'commit_success.txt', 'd', 'descriptor'}
-_NAMES |= {'manifest.ocdbt', 'MANIFEST'}  # the second is ours, in a copy of a generation
+_TREE = '_METADATA'  # of a tree of arrays that has this folder for itself
+_MARKS = {_RECORD, _TREE, 'commit_success.txt', 'orbax.checkpoint'}
+_FILES = {'_sharding', '_strings.json', 'checkpoint', 'manifest.ocdbt'}
+_FILES |= {'MANIFEST'}  # ours, in a copy of a generation
+_FOLDERS = {'array_metadatas', 'descriptor'}
 _OF_PROCESS = re.compile(r'ocdbt\.process_\d+')
-_IN_PARTS = {'_METADATA', 'manifest.ocdbt', 'commit_success.txt'}
+_IN_PARTS = {_TREE, 'manifest.ocdbt', 'commit_success.txt'}
 _IN_ARRAYS = {'.zarray', 'zarr.json'}  # that have a folder each
 
 
@@ -34,23 +36,41 @@ def orbax_names(store: Store, folder: str, names: Sequence[str]) -> list[str]:
   marks = sorted(_MARKS & set(names))
   if not marks:
     return []
-  known = _NAMES | (_parts(store, folder) if _RECORD in names else set())
-  others = sorted(set(names) - _MARKS)
-  return [name for name in others if name in known or _is_part(store, folder, name)] + marks
+  is_tree = _TREE in marks
+  known = _FOLDERS | ({'d'} if 'manifest.ocdbt' in names else set())
+  known |= _parts(store, folder) if _RECORD in marks else set()
+  arrays = _arrays(store, folder) if is_tree else set()
+
+  def is_known(name: str) -> bool:
+    if name in known or _OF_PROCESS.fullmatch(name):
+      return True
+    inside = set(store.children(f'{folder}/{name}'))
+    if name in _FILES and not inside:
+      return True
+    if is_tree:
+      return name in arrays and bool(_IN_ARRAYS & inside)
+    return bool(_IN_PARTS & inside) and _RECORD not in inside  # which another checkpoint has
+
+  return [name for name in sorted(set(names) - _MARKS) if is_known(name)] + marks
 
 
 def _parts(store: Store, folder: str) -> set[str]:
   """The names of a checkpoint's parts, as Orbax has recorded them."""
-  stored = store.read(f'{folder}/{_RECORD}')
   try:
-    content: Any = json.loads(stored[0]) if stored else {}
-    return set(dict(content['item_handlers']))
+    return set(dict(_content(store, f'{folder}/{_RECORD}')['item_handlers']))
   except (ValueError, KeyError, TypeError, RecursionError):
     return set()
 
 
-def _is_part(store: Store, folder: str, name: str) -> bool:
-  """Whether a name is that of a folder which Orbax has written."""
-  if _OF_PROCESS.fullmatch(name):
-    return True
-  return bool((_IN_PARTS | _IN_ARRAYS) & set(store.children(f'{folder}/{name}')))
+def _arrays(store: Store, folder: str) -> set[str]:
+  """The names of a tree's arrays, as Orbax has recorded them."""
+  try:
+    leaves = _content(store, f'{folder}/{_TREE}')['tree_metadata'].values()
+    return {'.'.join(str(key['key']) for key in leaf['key_metadata']) for leaf in leaves}
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    return set()
+
+
+def _content(store: Store, file: str) -> Any:
+  stored = store.read(file)
+  return json.loads(stored[0]) if stored else {}
