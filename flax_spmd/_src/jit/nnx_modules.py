@@ -26,6 +26,7 @@ from jax.tree_util import GetAttrKey
 from flax_spmd._src import compat
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.names.nnx_variables import attributes_as_keys, ends_walk, is_module
+from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.rules.placements import PlannedResult
 
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
@@ -239,6 +240,16 @@ class ModulePlans:
   def of_modules(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of arguments, for arguments with split modules."""
     return lambda dynamic: function(_viewed(dynamic))
+
+  @staticmethod
+  def batch(find: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """A search for the batch of a step without names, for arguments with split modules, whose names it can't see."""
+
+    def found(dynamic: Any, updated: Any, jaxpr: Any) -> Any:
+      named = any(TreeNames(_viewed(dynamic)).statics)
+      return None if named else find(dynamic, updated, jaxpr)
+
+    return found
 
 
 def _have_structures(modules: Sequence[Split], arguments: Any) -> bool:
