@@ -153,6 +153,52 @@ def test_modules_that_change_places_or_contain_themselves(layout):
   assert int(two[...]) == 7 and model.itself is model
 
 
+@pytest.mark.parametrize('donated', [None, 0])
+def test_arrays_in_no_variable_are_updated(layout, donated):
+  create = lambda: nnx.Dict(
+    cache=nnx.data(jnp.zeros(8)), w=nnx.Param(jnp.ones(8)), list=nnx.List([jnp.ones(8)])
+  )
+
+  def copy_and_add(model):
+    model.w[...] += 1 + model.cache
+    model.list[0] = model.w[...]  # now also there
+
+  def add(model):
+    model.cache = model.cache + model.w[...]
+
+  def read(model):
+    model.w[...] = model.w[...] + model.cache
+
+  ours, theirs = create(), create()
+  for fn in (add, copy_and_add, add, read, read):
+    layout.jit(fn, donate_argnums=donated)(ours)
+    nnx.jit(fn, donate_argnums=donated)(theirs)
+    assert_same(nnx.Dict(model=ours), nnx.Dict(model=theirs))
+  np.testing.assert_array_equal(ours.cache, theirs.cache)
+  np.testing.assert_array_equal(ours.list[0], theirs.list[0])
+
+
+@pytest.mark.parametrize('names, constrained', [((None, None), True), (('in', 'out'), False)])
+def test_the_batch_of_a_step_without_names_is_constrained(names, constrained):
+  fsdp = spmd.Layout({'data': 8}, (('batch', 'data'), spmd.fsdp('data', min_size=1)))
+  init = {} if constrained else {'kernel_init': named(*names)}
+  model = fsdp.init(lambda: nnx.Linear(32, 64, rngs=nnx.Rngs(0), **init))
+
+  def double(model, x):
+    model.kernel[...] *= 2
+    return model(jnp.sin(x)).sum()
+
+  x = fsdp.shard(X, ('batch', None))
+  text = fsdp.jit(double).lower(model, x).as_text()
+  without = fsdp.jit(double, constrain_batch=False).lower(model, x).as_text()
+  assert (text.count('sharding_constraint') > without.count('sharding_constraint')) == constrained
+  before = model.kernel[...]
+  np.testing.assert_allclose(
+    fsdp.jit(double)(model, x), (jnp.sin(X) @ (2 * before) + model.bias[...][None]).sum(), rtol=1e-4
+  )
+  np.testing.assert_array_equal(model.kernel[...], 2 * before)
+
+
 def test_methods_and_shared_modules_in_several_arguments(layout):
   class Counter(nnx.Module):
     def __init__(self):

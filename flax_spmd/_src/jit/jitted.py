@@ -348,6 +348,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
         inputs and plans.inputs(inputs),
         stored and plans.of_modules(stored),
         self._check,
+        find_batch=self._find_batch and plans.batch(self._find_batch),
       )
     )
 

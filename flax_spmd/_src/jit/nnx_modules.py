@@ -26,6 +26,7 @@ from jax.tree_util import GetAttrKey
 from flax_spmd._src import compat
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.names.nnx_variables import attributes_as_keys, ends_walk, is_module
+from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.rules.placements import PlannedResult
 
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
@@ -145,33 +146,36 @@ class PureFunction:
     nodes = compat.nnx_index_map({})
     inner_args, inner_kwargs = merged((args, kwargs), nodes)
     variables = _variables(nodes)
-    before = [jax.tree.leaves(variable) for variable in variables]
+    before, all_before = _leaves_of(variables), _leaves_of(_arrays((args, kwargs)))
     origins = compat.nnx_ref_map(nodes)
     modules = tuple(filter(is_module, jax.tree.leaves((inner_args, inner_kwargs), is_leaf=ends_walk)))
     result = self._fn(*inner_args, **inner_kwargs)
     indices = compat.nnx_ref_map()
-    same = _have_structures(_split(modules, indices), (args, kwargs))
-    if not same or any(origins.get(node) != index for node, index in indices.items()):
+    split = _split(modules, indices)
+    changed = _changed(before, _leaves_of(variables))
+    # Arrays that are in no variable belong to the structure.
+    same = _have_structures(split, (args, kwargs)) and (
+      len(_changed(all_before, _leaves_of(_arrays(split)))) == len(changed)
+    )
+    kept, has_others = self._donated_arrays(inner_args, inner_kwargs)
+    if not same or has_others or any(origins.get(node) != index for node, index in indices.items()):
       indices = compat.nnx_ref_map()
       return Updated(
         modules=_split(modules, indices, origins), result=_split(result, indices), values=(), numbers=()
       )
-    kept = self._donated_variables(inner_args, inner_kwargs)
-    changed = tuple(
-      number
-      for number, variable in enumerate(variables)
-      if id(variable) in kept or not _same(before[number], jax.tree.leaves(variable))
-    )
-    values = tuple(compat.variable_value(variables[number]) for number in changed)
-    return Updated(_split(result, indices), (), values, changed)
+    changed |= {number for number, variable in enumerate(variables) if id(variable) in kept}
+    numbers = tuple(sorted(changed))
+    values = tuple(compat.variable_value(variables[number]) for number in numbers)
+    return Updated(_split(result, indices), (), values, numbers)
 
-  def _donated_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
-    """The ids of the variables in donated arguments."""
+  def _donated_arrays(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[set[int], bool]:
+    """The ids of the variables in donated modules, and whether these have arrays that are in no variable."""
     donated = [value for position, value in enumerate(args) if position in self._donated.positions]
     donated += [value for name, value in kwargs.items() if name in self._donated.names]
     indices = compat.nnx_ref_map()
-    _split(donated, indices)
-    return {id(node) for node, _ in indices.items()}
+    arrays = _arrays(_split(donated, indices))
+    variables = {id(node) for node, _ in indices.items() if compat.is_variable_type(type(node))}
+    return variables, len(arrays) > len(variables)
 
 
 class ModulePlans:
@@ -237,12 +241,40 @@ class ModulePlans:
     """A function of arguments, for arguments with split modules."""
     return lambda dynamic: function(_viewed(dynamic))
 
+  @staticmethod
+  def batch(find: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """A search for the batch of a step without names, for arguments with split modules, whose names it can't see."""
+
+    def found(dynamic: Any, updated: Any, jaxpr: Any) -> Any:
+      named = any(TreeNames(_viewed(dynamic)).statics)
+      return None if named else find(dynamic, updated, jaxpr)
+
+    return found
+
 
 def _have_structures(modules: Sequence[Split], arguments: Any) -> bool:
   """Whether modules are as they were when they were split."""
-  splits = jax.tree.leaves(arguments, is_leaf=lambda node: isinstance(node, Split))
-  before = [each.structure for each in splits if isinstance(each, Split)]
-  return [each.structure for each in modules] == before
+  return [each.structure for each in modules] == [each.structure for each in _splits(arguments)]
+
+
+def _splits(tree: Any) -> list[Split]:
+  nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Split))
+  return [node for node in nodes if isinstance(node, Split)]
+
+
+def _arrays(tree: Any) -> list[Any]:
+  """The value of each variable, and each array that is in no variable, of the split modules in a tree."""
+  return [leaf for each in _splits(tree) for leaf in each.leaves]
+
+
+def _leaves_of(values: Sequence[Any]) -> list[list[Any]]:
+  return [jax.tree.leaves(value) for value in values]
+
+
+def _changed(before: Sequence[Sequence[Any]], after: Sequence[Sequence[Any]]) -> set[int]:
+  """The positions at which values have other leaves."""
+  pairs = zip(before, after, strict=False)
+  return {number for number, (one, other) in enumerate(pairs) if not _same(one, other)}
 
 
 def merged(tree: Any, nodes: Any) -> Any:
