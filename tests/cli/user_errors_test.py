@@ -48,13 +48,13 @@ def run(tmp_path, monkeypatch, capsys):
   """Runs a command on a function of a model; returns the exit code and what it printed to stderr."""
   layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
   (tmp_path / 'layout.toml').write_text(layout.to_toml())
-  (tmp_path / 'my_model.py').write_text(MODEL)
+  (tmp_path / 'users_model.py').write_text(MODEL)
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.chdir(tmp_path)
-  monkeypatch.delitem(sys.modules, 'my_model', raising=False)
+  monkeypatch.delitem(sys.modules, 'users_model', raising=False)
 
   def call(command, function, *options):
-    code = cli.main([command, f'my_model:{function}', *options])
+    code = cli.main([command, f'users_model:{function}', *options])
     return code, capsys.readouterr().err.replace(str(tmp_path), 'FOLDER')
 
   return call
@@ -81,7 +81,7 @@ def test_a_function_that_raises(run, command, function):
   assert code == 3
   assert err == dedent(f"""\
     Traceback (most recent call last):
-      File "FOLDER/my_model.py", line {number}, in {function}
+      File "FOLDER/users_model.py", line {number}, in {function}
         raise RuntimeError('my own')
     RuntimeError: my own
     """)
@@ -100,7 +100,7 @@ def test_only_frames_of_the_user_are_shown(run):
 def test_parts_of_a_training_step_that_are_not_functions(run):
   assert run('explain', 'not_functions', 'layout.toml') == (
     2,
-    'my_model:not_functions returned a training step whose step is dict and create is int, not a function.\n'
+    'users_model:not_functions returned a training step whose step is dict and create is int, not a function.\n'
     'Fix: return (step, create, batch), where create() returns the state, and step(state, batch) the next one.\n',
   )
 

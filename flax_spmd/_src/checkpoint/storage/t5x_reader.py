@@ -76,6 +76,9 @@ class T5xReader:
   Args:
     file: the msgpack file.
     content: its content.
+
+  Raises:
+    CheckpointDamagedError: it describes no arrays, or one of its descriptions is invalid.
   """
 
   def __init__(self, file: epath.Path, content: dict[str, Any]):
@@ -83,6 +86,10 @@ class T5xReader:
     tree = content.get(_STATE, content) if _VERSION in content else content
     flat = skeleton.flatten(self._with_arrays(tree, content.get(_VERSION, 0)))
     self._by_path = by_path(skeleton.paths(flat.skeleton), flat.leaves)
+    if not self._by_path:
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: {file.name} has no arrays.\n{_FIX}'
+      )
     leaves = {path: describe(leaf) for path, leaf in self._by_path.items()}
     self.record = Record(flat.skeleton, leaves, {}, None, 't5x')
 
