@@ -389,7 +389,11 @@ def test_as_text(tmp_path):
   assert record['best'] == result.best.name and len(record['estimates']) == len(result.estimates)
   result.to_html(tmp_path / 'page.html')
   page = (tmp_path / 'page.html').read_text()
-  assert 'Search for cpu:8' in page and 'Effect of each rule' in page and 'class="limit"' in page
+  assert 'Search for cpu:8' in page and 'Effect of each rule' in page and 'class="grid"' in page
+  assert 'class="limit"' not in page  # the budget is far from all layouts
+  result.memory = max(one.memory.peak for one in result.estimates if one.memory)
+  result.to_html(tmp_path / 'page.html')
+  assert 'class="limit"' in (tmp_path / 'page.html').read_text()
 
 
 # -- interruption and the cache
