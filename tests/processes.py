@@ -150,7 +150,7 @@ def _environment(devices: int, flags: str) -> dict[str, str]:
 def _wait(children: list[subprocess.Popen], timeout: float, grace: float) -> None:
   """Waits until all have ended or time is up; after a failure, only for the grace period."""
   deadline = time.monotonic() + timeout
-  while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+  while None in [child.poll() for child in children] and time.monotonic() < deadline:
     if any(child.returncode for child in children):
       deadline = min(deadline, time.monotonic() + grace)
     time.sleep(0.05)
