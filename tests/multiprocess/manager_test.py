@@ -153,7 +153,7 @@ os._exit(0)
 @pytest.mark.parametrize(
   ('phase', 'victim'),
   [
-    ('before the claim', 1),
+    pytest.param('before the claim', 1, marks=pytest.mark.exhaustive),
     pytest.param('before the write', 1, marks=pytest.mark.exhaustive),
     pytest.param('at the start of the write', 1, marks=pytest.mark.exhaustive),
     pytest.param('during the write', 1, marks=pytest.mark.exhaustive),
