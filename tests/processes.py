@@ -9,8 +9,10 @@ that had to be killed ends with the Python stacks of its threads. `process_paren
 """
 
 import atexit
+import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -133,6 +135,9 @@ def _written(result: Result) -> str:
 
 
 def _free_port() -> int:
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    return free.getsockname()[1]
+  """A free port, of those above the ports that systems give to connections."""
+  while True:
+    port = 61_000 + secrets.randbelow(4_500)
+    with socket.socket() as free, contextlib.suppress(OSError):
+      free.bind(('127.0.0.1', port))
+      return port

@@ -220,18 +220,27 @@ import flax_spmd as spmd
 with spmd.checkpoint.Manager(sys.argv[1], spmd.Layout({'data': 8}), every=1, keep=1) as manager:
   for step in range(1, 9):
     manager.save(step, {'w': jnp.full(8, float(step))})
+    if step in (1, 5):
+      sys.stdin.readline()
 """
   with subprocess.Popen(
-    [sys.executable, '-c', code, str(tmp_path)], env=os.environ | {'PYTHONPATH': str(ROOT)}
+    [sys.executable, '-c', code, str(tmp_path)],
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    stdin=subprocess.PIPE,
+    text=True,
   ) as training:
     with manager_of(tmp_path, read_only=True) as manager:
       while training.poll() is None:
         steps = manager.steps
+        if steps in ([1], [5]) and steps not in seen:  # it goes on once they were seen
+          training.stdin.write('\n')
+          training.stdin.flush()
         if seen or steps:
           seen.append(steps)
+      seen.append(manager.steps)
   assert training.returncode == 0
   assert all(seen) and seen[-1] == [8]
-  assert {step for steps in seen for step in steps} > {1, 8}
+  assert {step for steps in seen for step in steps} >= {1, 5, 8}
 
 
 def test_notes_in_the_folder_of_a_step_outlive_it(tmp_path):

@@ -799,7 +799,7 @@ def test_flax_fails_under_python_O():
     env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=600,
   )
   assert done.returncode == 0, done.stderr
   ours, flaxs = done.stdout.splitlines()

@@ -115,10 +115,10 @@ def test_a_search_that_re_would_not_finish(pattern):
   assert ways(pattern) > MOST_WAYS
   layout = spmd.Layout(spmd.abstract_mesh({'x': 2}), ((pattern, P('x')),))
   tree = {'a' * 200 + '!': jnp.ones(4), 'ab' * 100 + '/': jnp.ones(4)}
-  began = time.perf_counter()
+  began = time.thread_time()
   layout.spec(tree)
   layout.check(tree)
-  assert time.perf_counter() - began < 5
+  assert time.thread_time() - began < 5
 
 
 ORDINARY = [
