@@ -50,21 +50,26 @@ def _run(how: dict[str, Any], number: int) -> None:
     os.dup2(os.open(end, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
   faulthandler.register(signal.SIGUSR1)
   try:
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(
-      coordinator_address=f'127.0.0.1:{how["port"]}',
-      num_processes=how['processes'],
-      process_id=number,
-      cluster_detection_method='deactivate',
-      initialization_timeout=300,
-      heartbeat_timeout_seconds=how['heartbeat'],
-    )
+    if how['joined']:
+      _join(how, number)
     scope = dict(jax=jax, np=np, report=lambda value: print(MARK + json.dumps(value), flush=True))
     runpy.run_path('source.py', init_globals=scope)
   except BaseException:
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)  # an orderly exit would wait for the others, which wait for this one
+
+
+def _join(how: dict[str, Any], number: int) -> None:
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.distributed.initialize(
+    coordinator_address=f'127.0.0.1:{how["port"]}',
+    num_processes=how['processes'],
+    process_id=number,
+    cluster_detection_method='deactivate',
+    initialization_timeout=300,
+    heartbeat_timeout_seconds=how['heartbeat'],
+  )
 
 
 def _wait(children: list[int], timeout: float, grace: float) -> list[int]:

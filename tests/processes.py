@@ -1,9 +1,10 @@
-"""Processes: one Python source run in several processes, joined by `jax.distributed`.
+"""Processes: one Python source run in several processes, joined by `jax.distributed`, or in one of its own.
 
 results = run_processes('report(jax.process_index())', processes=2, devices=4)
 [result.value for result in results]   # [0, 1]
+run_process('report(len(jax.devices()))').value   # 8
 
-The processes run on emulated CPU devices and communicate through gloo. The source has `jax`, `np` and
+The processes run on emulated CPU devices; several communicate through gloo. The source has `jax`, `np` and
 `report` in scope, and can import `tests` and `flax_spmd`; `report` takes a JSON value. The stderr of a process
 that had to be killed ends with the Python stacks of its threads. `process_parent` starts them.
 """
@@ -57,6 +58,7 @@ def run_processes(
   check: bool = True,
   heartbeat: int = 100,
   flags: str = '--xla_backend_optimization_level=0',
+  joined: bool = True,
 ) -> list[Result]:
   """Runs `source` in `processes` processes with `devices` emulated devices each.
 
@@ -69,6 +71,7 @@ def run_processes(
     check: whether a process that fails or is killed fails the test.
     heartbeat: seconds of silence after which JAX takes a process for dead and ends the others.
     flags: further flags of XLA; by default those that compile fast.
+    joined: whether `jax.distributed` joins them.
 
   Returns:
     One result per process, in order.
@@ -88,6 +91,7 @@ def run_processes(
       'timeout': timeout,
       'grace': grace,
       'heartbeat': heartbeat,
+      'joined': joined,
     }
     codes = _returncodes(how)
     results = [_result(folder, number, code) for number, code in enumerate(codes)]
@@ -95,6 +99,12 @@ def run_processes(
   if check and failed:
     raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, results)))
   return results
+
+
+def run_process(source: str, check: bool = True) -> Result:
+  """Runs `source` in one process with 8 devices; without `check`, it may fail or be killed."""
+  [result] = run_processes(source, processes=1, devices=8, joined=False, check=check)
+  return result
 
 
 def _returncodes(how: dict[str, Any]) -> list[int]:

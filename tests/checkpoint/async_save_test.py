@@ -19,6 +19,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import async_save
+from tests.processes import run_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,7 +215,7 @@ def test_a_path_is_busy_during_a_save(tmp_path, layout, monkeypatch):
   """
   with held_up(monkeypatch):
     saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
-    output = run(code).stdout
+    output = run_process(dedent(code)).stdout
   saving.result()
   assert output.startswith(f'CheckpointBusyError Checkpoint {tmp_path / "a"} is being written')
   assert f'process {os.getpid()} on ' in output

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from tests.processes import ROOT
+from tests.processes import ROOT, run_process
 
 LAYOUT = spmd.Layout({'data': 8}, (('embed', 'data'),))
 FORMAT_1 = Path(__file__).parent / 'format_1' / 'run'  # steps 1 and 2, by the last version that wrote it
@@ -333,24 +333,18 @@ def test_a_removal_that_fails_is_reported_and_repeated(tmp_path, monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal
 import flax_spmd as spmd
-manager = spmd.checkpoint.Manager(sys.argv[1], spmd.Layout({'data': 8}))
-print('open', flush=True)
-os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+manager = spmd.checkpoint.Manager(ROOT, spmd.Layout({'data': 8}))
+report('open')
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow
 def test_the_root_of_a_killed_manager_is_free_at_once(tmp_path):
-  result = subprocess.run(
-    [sys.executable, '-c', KILLED, str(tmp_path), 'SIGKILL'],
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert (result.returncode, result.stdout) == (-9, 'open\n')
+  result = run_process(KILLED.replace('ROOT', repr(str(tmp_path))), check=False)
+  assert (result.returncode, result.value) == (-9, 'open')
   with manager_of(tmp_path) as manager:
     assert manager.save(1, state(1))
 
