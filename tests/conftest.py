@@ -18,14 +18,15 @@ import flax_spmd as spmd
 from tests.versions import is_for_another_jax
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-settings.register_profile(
-  'default',
-  deadline=None,
-  max_examples=200,
-  derandomize=True,
-  suppress_health_check=[HealthCheck.too_slow],  # which a loaded machine would fail
-)
-settings.load_profile('default')
+for profile, examples in (('default', 100), ('exhaustive', 400)):
+  settings.register_profile(
+    profile,
+    deadline=None,
+    max_examples=examples,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],  # which a loaded machine would fail
+  )
+settings.load_profile('default')  # `nox -s exhaustive` asks for the other
 
 
 @pytest.hookimpl(tryfirst=True)

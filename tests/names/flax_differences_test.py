@@ -300,6 +300,7 @@ def test_every_optimizer_is_planned(name):
       assert row.spec == P('data', 'model')
 
 
+@pytest.mark.new_jax
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_every_optimizer_trains(name, trained):
   before, after = (states[name] for states in trained)
