@@ -1,8 +1,10 @@
 """Devices and strictness, set once: 8 emulated devices, warnings are errors, rank promotion raises."""
 
 import os
+import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # Programs are small and compiled once; optimising them would take most of the time.
@@ -15,6 +17,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import flax_spmd as spmd
+from flax_spmd._src.compare import compilation
+from tests.processes import run_module
 from tests.versions import is_for_another_jax
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -49,6 +53,15 @@ def pytest_sessionfinish():
 def mesh():
   """Eight devices as data 2 x model 4."""
   return spmd.make_mesh({'data': 2, 'model': 4})
+
+
+@pytest.fixture(scope='module')
+def forked_compilers():
+  """Compilers of `compare` and `search` that start in no time; those of examples and commands start as they do for users."""
+  start = SimpleNamespace(run=run_module, TimeoutExpired=subprocess.TimeoutExpired)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(compilation, 'subprocess', start)
+    yield
 
 
 @pytest.fixture(autouse=True)

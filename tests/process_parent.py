@@ -44,7 +44,8 @@ def _serve() -> None:
 
 def _run(how: dict[str, Any], number: int) -> None:
   """One process."""
-  os.environ.update(how['environment'], JAX_PLATFORMS='cpu', XLA_FLAGS=how['flags'])
+  os.environ.clear()
+  os.environ.update(how['environment'])
   os.chdir(how['folder'])
   for end, descriptor in ((os.devnull, 0), (f'{number}.out', 1), (f'{number}.err', 2)):
     os.dup2(os.open(end, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)

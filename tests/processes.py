@@ -18,13 +18,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 MARK = 'reported: '
 
+_PYTHON = sys.executable
 _parent: Any = None
+_one_at_a_time = threading.Lock()
 
 
 class Result(NamedTuple):
@@ -79,22 +83,16 @@ def run_processes(
   Raises:
     AssertionError: with `check`, if a process failed; the message holds the output of all processes.
   """
-  with tempfile.TemporaryDirectory() as temporary:
-    folder = Path(temporary)
-    (folder / 'source.py').write_text(source)
-    how = {
-      'folder': temporary,
-      'port': _free_port(),
-      'processes': processes,
-      'flags': f'--xla_force_host_platform_device_count={devices} {flags}',
-      'environment': dict(os.environ),
-      'timeout': timeout,
-      'grace': grace,
-      'heartbeat': heartbeat,
-      'joined': joined,
-    }
-    codes = _returncodes(how)
-    results = [_result(folder, number, code) for number, code in enumerate(codes)]
+  how = {
+    'port': _free_port(),
+    'processes': processes,
+    'timeout': timeout,
+    'grace': grace,
+    'heartbeat': heartbeat,
+    'joined': joined,
+  }
+  devices_flag = f'--xla_force_host_platform_device_count={devices}'
+  results = _run(source, os.environ | {'XLA_FLAGS': f'{devices_flag} {flags}'}, how)
   failed = [result.process for result in results if result.returncode]
   if check and failed:
     raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, results)))
@@ -107,22 +105,50 @@ def run_process(source: str, check: bool = True) -> Result:
   return result
 
 
+def run_module(
+  command: Sequence[str], *, env: Mapping[str, str], timeout: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+  """A substitute for `subprocess.run` of `python -m`, which captures the output; another Python starts as usual."""
+  python, _, module, *arguments = command
+  if python != _PYTHON:
+    return subprocess.run(command, env=env, timeout=timeout, **options)
+  source = f"""
+import runpy, sys, warnings
+warnings.simplefilter('default')
+sys.argv[1:] = {arguments!r}
+runpy.run_module({module!r}, run_name='__main__')
+"""
+  how = {'processes': 1, 'timeout': timeout, 'grace': 0, 'joined': False}
+  [result] = _run(source, env, how)
+  return subprocess.CompletedProcess(command, result.returncode, result.stdout, result.stderr)
+
+
+def _run(source: str, environment: Mapping[str, str], how: dict[str, Any]) -> list[Result]:
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = Path(temporary)
+    (folder / 'source.py').write_text(source)
+    own = {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+    codes = _returncodes(how | {'folder': temporary, 'environment': {**environment, **own}})
+    return [_result(folder, number, code) for number, code in enumerate(codes)]
+
+
 def _returncodes(how: dict[str, Any]) -> list[int]:
   """Exit statuses of processes that ran in this way."""
   global _parent
-  if _parent is None:
-    _parent = subprocess.Popen(
-      [sys.executable, '-W', 'error', '-m', 'tests.process_parent'],
-      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
-      cwd=ROOT,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    atexit.register(_end)
-  _parent.stdin.write(json.dumps(how) + '\n')
-  _parent.stdin.flush()
-  answer = _parent.stdout.readline()
+  with _one_at_a_time:
+    if _parent is None:
+      _parent = subprocess.Popen(
+        [_PYTHON, '-W', 'error', '-m', 'tests.process_parent'],
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+      )
+      atexit.register(_end)
+    _parent.stdin.write(json.dumps(how) + '\n')
+    _parent.stdin.flush()
+    answer = _parent.stdout.readline()
   assert answer, 'the parent of the processes has ended'
   return json.loads(answer)
 
