@@ -5,6 +5,7 @@ anew, it initializes its devices, its threads and its connections itself, and en
 """
 
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -29,6 +30,7 @@ from tests.processes import MARK
 
 def _serve() -> None:
   """Runs what is asked for, line by line; a process that was forked returns after its part."""
+  gc.freeze()  # what was imported is not collected again at the end of each process
   for line in sys.stdin:
     how = json.loads(line)
     children = []
