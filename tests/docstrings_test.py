@@ -64,7 +64,13 @@ def names_for_examples(tmp_path):
   return {**ours, **others, **asked_for}
 
 
-@pytest.mark.parametrize('name', MODULES)
+def each(name):
+  """A module as a parameter: examples with compilers that start run on one JAX."""
+  compiles = name in ('flax_spmd._src.compare.compare', 'flax_spmd._src.search.search')
+  return pytest.param(name, marks=pytest.mark.slow if compiles else ())
+
+
+@pytest.mark.parametrize('name', map(each, MODULES))
 def test_examples(name, tmp_path):
   module = importlib.import_module(name)
   runner = doctest.DocTestRunner(optionflags=FLAGS)

@@ -3,8 +3,6 @@
 import json
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -22,7 +20,7 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd.checkpoint import Changes
 from tests.checkpoint.hugging_face_models import FOLDER, HEADS, KV_HEADS, MODELS
-from tests.processes import ROOT
+from tests.processes import run_process
 
 LAYOUT = spmd.Layout(
   {'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model'), ('heads', 'model'), ('vocab', 'model'))
@@ -249,23 +247,21 @@ def test_arguments(tmp_path):
 
 
 FULL = """
-import resource, signal, sys
+import resource, signal
 import numpy as np
 from flax_spmd import checkpoint, errors
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-  checkpoint.save_safetensors(sys.argv[1], {'v': np.ones(8), 'w': np.ones(1 << 20)})
+  checkpoint.save_safetensors(PATH, {'v': np.ones(8), 'w': np.ones(1 << 20)})
 except errors.CheckpointError as error:
   print(type(error).__name__, error)
 """
 
 
 def test_a_full_disk_leaves_nothing(tmp_path):
-  command = [sys.executable, '-c', FULL, str(tmp_path / 'a' / 'b')]
-  environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
-  run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-  assert run.stdout == dedent(f"""\
+  full = run_process(FULL.replace('PATH', repr(str(tmp_path / 'a' / 'b'))))
+  assert full.stdout == dedent(f"""\
     CheckpointError {tmp_path}/a/b could not be written: [Errno 27] File too large.
     Fix: make room or choose another disk; nothing is left of this save.
     """)

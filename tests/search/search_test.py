@@ -3,11 +3,7 @@
 import functools
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from textwrap import dedent
 
 import jax
@@ -23,6 +19,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.search import trials
 from flax_spmd.errors import EstimatorError, InfeasibleError, LayoutError, SearchError, TargetDeviceError
 from flax_spmd.explore import Comparison, Outcome, TrainStep, search
+from tests.processes import run_process
 
 SIZES = {'batch': 512, 'embed': 1024, 'mlp': 4096}
 
@@ -438,8 +435,7 @@ def test_an_interruption_before_the_first_estimate(monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
+import os, signal
 from tests.search import search_test as t
 t.trials.Estimator, t.trials.compare = t.Formula, t.compiling
 plain = t.Formula.estimate
@@ -453,13 +449,8 @@ t.run()
 
 
 def test_a_killed_search_resumes_to_the_same_result(tmp_path, monkeypatch):
-  root = str(Path(__file__).parents[2])
-  ended = subprocess.run(
-    [sys.executable, '-c', KILLED.format(root=root)],
-    env=os.environ | {'PYTHONPATH': root},
-    capture_output=True,
-  )
-  assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+  ended = run_process(KILLED, check=False)
+  assert ended.returncode == -signal.SIGKILL, ended.stderr
   resumed = run()
   # cached candidates are not estimated again; the effects of the winner's rules are
   assert Formula.calls <= len(resumed.estimates) - 49 + len(resumed.effects)
