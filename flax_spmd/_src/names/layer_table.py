@@ -17,7 +17,7 @@ import flax.linen as nn
 
 from flax_spmd._src import compat
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
-from flax_spmd.errors import Problem, did_you_mean, raise_problems
+from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 
 
 class Layer(NamedTuple):
@@ -79,7 +79,12 @@ class LayerTable:
     Raises:
       LayoutError: an entry is invalid, or a key occurs twice (lists all of them).
     """
-    pairs = list(written.items() if isinstance(written, Mapping) else written)
+    pairs: Any = list(written.items()) if isinstance(written, Mapping) else written
+    if not isinstance(pairs, (list, tuple)) or any(type(pair) is not tuple or len(pair) != 2 for pair in pairs):
+      raise LayoutError(
+        f'{written!r} is not a table of names.\n'
+        'Fix: give a dictionary or a sequence of pairs: from types of Flax modules, or expressions for paths, to names.'
+      )
     raise_problems(list(_problems(pairs)))
     return cls(
       tuple((key, value) for key, value in pairs if isinstance(key, str) and not isinstance(value, str)),
@@ -134,12 +139,12 @@ class LayerTable:
 
 def _problems(pairs: Sequence[tuple[Any, Any]]) -> Iterator[Problem]:
   """The problems of a table's form."""
-  seen: set[Any] = set()
+  seen: set[Any] = set()  # of keys of the two kinds
   for key, value in pairs:
     shown = key.__name__ if isinstance(key, type) else repr(key)
-    if key in seen:
+    hashable = key if isinstance(key, (str, type)) else None
+    if hashable in seen:
       yield Problem(f'{shown} is in the table twice.', 'join the two entries.')
-    seen.add(key)
     if isinstance(key, str):
       yield from filter(None, [problem_of(f'Entry {key!r}', key)])
       yield from [] if isinstance(value, str) else _name_problems(shown, value)
@@ -147,6 +152,11 @@ def _problems(pairs: Sequence[tuple[Any, Any]]) -> Iterator[Problem]:
       yield Problem(
         f'{shown} is neither a path expression nor a type of Flax modules.',
         'use a class that derives from flax.linen.Module or flax.nnx.Module, or an expression for paths.',
+      )
+    elif compat.is_lifted_type(key):
+      yield Problem(
+        f'{shown} is a transformed class, which the modules inside do not have.',
+        f'use the class that was transformed, {key.__mro__[1].__name__}.',
       )
     elif not isinstance(value, Mapping):
       yield Problem(
@@ -156,13 +166,14 @@ def _problems(pairs: Sequence[tuple[Any, Any]]) -> Iterator[Problem]:
     else:
       for name, names in value.items():
         yield from [] if callable(names) else _name_problems(f'{shown}, {name!r}', names)
+    seen |= {hashable} - {None}
 
 
 def _name_problems(subject: str, names: Any) -> Iterator[Problem]:
   plain = type(names) is tuple and all(name is None or isinstance(name, str) for name in names)
   if names is not None and not plain:
     yield Problem(
-      f'{subject}: its names are {names!r}, a {type(names).__name__}.',
+      f'{subject}: {names!r} is not a tuple of names.',
       'give a tuple of logical names, or None for an array without names.',
     )
 
