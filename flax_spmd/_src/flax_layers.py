@@ -28,13 +28,15 @@ _ATTENTION: LayerEntry = {
 _DENSE: LayerEntry = {'kernel': ('in', 'out'), 'bias': ('out',)}
 _EMBED: LayerEntry = {'embedding': ('vocab', 'embed')}
 _NORM: LayerEntry = {'scale': ('embed',), 'bias': ('embed',)}
-_CHANNEL_NORM: LayerEntry = {name: ('out',) for name in ('scale', 'bias', 'mean', 'var')}
+_CHANNEL_NORM: LayerEntry = dict.fromkeys(('scale', 'bias', 'mean', 'var'), ('out',))
 
 
 def linen_names() -> dict[type, LayerEntry]:
   """The names of the arrays of each layer of `flax.linen`, by their path below the layer."""
   conv: LayerEntry = {'kernel': _conv_kernel, 'bias': ('out',)}
-  fused: LayerEntry = {f'{gate}{of}/{name}': _DENSE[name] for gate in 'ih' for of in 'ifgo' for name in _DENSE}
+  fused: LayerEntry = {
+    f'{gate}{of}/{name}': _DENSE[name] for gate in 'ih' for of in 'ifgo' for name in _DENSE
+  }
   attentions = (nn.MultiHeadDotProductAttention, nn.MultiHeadAttention)
   return {
     nn.Dense: _DENSE,

@@ -27,10 +27,10 @@ class Linear(nnx.Module):
     self.wi = nnx.Linear(16, 64, rngs=rngs)
 
 
-def text_of(names, create=MLP().init):
-  """The error for a table; of the table itself, or of the model that it is for."""
+def text_of(names):
+  """The error for a table, before or after the model has run."""
   with pytest.raises(LayoutError) as raised:
-    jax.eval_shape(spmd.names_for(create, names), KEY, X)
+    jax.eval_shape(spmd.names_for(MLP().init, names), KEY, X)
   return str(raised.value)
 
 
@@ -173,8 +173,16 @@ def test_layers_that_read_their_variables():
       dense = nn.Dense(16, use_bias=False)
       y = dense(x)
       w = dense.variables['params']['kernel']
-      return x @ w.T + jnp.dot(y, w) + np.float32(2) * jnp.sum(w) + w[0] * w.size
+      return x @ w.T + jnp.dot(y, w) + np.float32(2) * jnp.sum(w) + w[:1] * w.size
 
   plain = Model().init_with_output(KEY, X)
   named = spmd.names_for(Model().init_with_output)(KEY, X)
   np.testing.assert_array_equal(plain[0], named[0])
+
+
+def test_arrays_of_a_normalised_layer_have_names_by_path():
+  """Flax's WeightNorm names its scales by the paths of arrays, which boxes would be part of."""
+  layer = nn.WeightNorm(nn.Dense(4))
+  params = spmd.names_for(layer.init, {'layer_instance/kernel$': ('embed', 'mlp')})(KEY, X)['params']
+  assert params['layer_instance']['kernel'].names == ('embed', 'mlp')
+  assert jax.tree.structure(spmd.unbox(params)) == jax.tree.structure(layer.init(KEY, X)['params'])

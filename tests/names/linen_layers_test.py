@@ -268,7 +268,9 @@ def test_a_cache_is_sharded_and_stays_so():
 def test_a_public_model():
   """ResNet-18 of the package jax-resnet: every kernel is sharded by the names of its layer."""
   layout = spmd.Layout(
-    spmd.abstract_mesh({'data': 2, 'model': 4}), (('out', 'model'), ('in', 'data')), indivisible='replicate'
+    spmd.abstract_mesh({'data': 2, 'model': 4}),
+    (('out', 'model'), ('in', 'data')),
+    indivisible='replicate',
   )
   model = resnet.ResNet18(n_classes=10)
   image = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)

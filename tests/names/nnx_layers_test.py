@@ -1,5 +1,7 @@
 """NNX models without names get those that an author would write; the oracle is the same model, annotated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,11 @@ import flax_spmd as spmd
 
 kernel, bias, ones = nnx.initializers.lecun_normal(), nnx.initializers.zeros, nnx.initializers.ones
 RULES = spmd.Rules(
-  ('heads', 'model'), ('vocab', 'model'), ('out', 'model'), spmd.fsdp('data', min_size=1), indivisible='replicate'
+  ('heads', 'model'),
+  ('vocab', 'model'),
+  ('out', 'model'),
+  spmd.fsdp('data', min_size=1),
+  indivisible='replicate',
 )
 
 
@@ -68,7 +74,12 @@ LAYERS = {
   'dense': dense,
   'attention': attention,
   'general': lambda n, rngs: nnx.LinearGeneral(
-    (4, 4), (2, 8), axis=(-2, -1), use_bias=False, kernel_init=n(kernel, 'in', None, 'out', None), rngs=rngs
+    (4, 4),
+    (2, 8),
+    axis=(-2, -1),
+    use_bias=False,
+    kernel_init=n(kernel, 'in', None, 'out', None),
+    rngs=rngs,
   ),
   'einsum': lambda n, rngs: nnx.Einsum(
     'bld,dhk->blhk', (16, 4, 4), kernel_init=n(kernel, 'in', 'out', None), rngs=rngs
@@ -100,7 +111,7 @@ class Model(nnx.Module):
     self.layers = nnx.List([])
     for layer, stacked in layers:
       if stacked:
-        create = lambda rngs, layer=layer: LAYERS[layer](names, rngs)
+        create = functools.partial(LAYERS[layer], names)
         layers_of = nnx.vmap(create, transform_metadata={nnx.PARTITION_NAME: 'layers'})
         self.layers.append(nnx.List([nnx.split_rngs(splits=3)(layers_of)(rngs)]))
       else:
@@ -213,7 +224,9 @@ def test_names_of_the_model_and_shared_variables_stay():
       self.second.kernel = self.first.kernel
       self.second.bias = nnx.Param(jnp.ones(16))
 
-  model = spmd.names_for(lambda: Tied(nnx.Rngs(0)), {'second/bias': ('c',), 'first/kernel': ('d', 'd')})()
+  model = spmd.names_for(
+    lambda: Tied(nnx.Rngs(0)), {'second/bias': ('c',), 'first/kernel': ('d', 'd')}
+  )()
   assert model.second.kernel is model.first.kernel
   assert model.first.kernel.get_metadata()['out_sharding'] == ('a', 'b')
   assert model.second.bias.get_metadata()['out_sharding'] == ('c',)

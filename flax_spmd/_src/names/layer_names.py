@@ -1,7 +1,7 @@
 """Layer names: names for models that have none, from the types of their layers and the paths of their arrays.
 
-    create = names_for(model.init, {'mlp/wi/kernel$': ('embed', 'mlp')})
-    variables = layout.init(create, key, x)   # as if the model were annotated
+create = names_for(model.init, {'mlp/wi/kernel$': ('embed', 'mlp')})
+variables = layout.init(create, key, x)   # as if the model were annotated
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from flax_spmd.errors import raise_problems
 P = ParamSpec('P')
 Result = TypeVar('Result')
 
-_trace_key = jax.make_user_context(None)  # part of the key of JAX's caches: a trace without names is another one
+_trace_key = jax.make_user_context(
+  None
+)  # part of the key of JAX's caches: a trace without names is another one
 
 
 @set_module('flax_spmd')

@@ -80,7 +80,9 @@ class LayerTable:
       LayoutError: an entry is invalid, or a key occurs twice (lists all of them).
     """
     pairs: Any = list(written.items()) if isinstance(written, Mapping) else written
-    if not isinstance(pairs, (list, tuple)) or any(type(pair) is not tuple or len(pair) != 2 for pair in pairs):
+    if not isinstance(pairs, (list, tuple)) or any(
+      type(pair) is not tuple or len(pair) != 2 for pair in pairs
+    ):
       raise LayoutError(
         f'{written!r} is not a table of names.\n'
         'Fix: give a dictionary or a sequence of pairs: from types of Flax modules, or expressions for paths, to names.'

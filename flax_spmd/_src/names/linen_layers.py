@@ -22,7 +22,10 @@ from flax.core import meta
 from flax_spmd._src.names.boxes import PARTITION_NAME, LogicallyPartitioned
 from flax_spmd._src.names.layer_table import Layer, LayerTable, Origin, fitted
 
-_READS_PATHS = (nn.WeightNorm, nn.SpectralNorm)  # boxes within would be in the names of their own variables
+_READS_PATHS = (
+  nn.WeightNorm,
+  nn.SpectralNorm,
+)  # boxes within would be in the names of their own variables
 
 
 class AddedAxis(NamedTuple):
@@ -86,7 +89,8 @@ class LayerBox(meta.AxisMetadata[Any]):
     if names is None:
       return self.value, origin
     full = tuple(
-      names[each] if isinstance(each, int) else (*each.name, origin.stacked)[0] for each in self.dimensions
+      names[each] if isinstance(each, int) else (*each.name, origin.stacked)[0]
+      for each in self.dimensions
     )
     return LogicallyPartitioned(self.value, full), origin
 

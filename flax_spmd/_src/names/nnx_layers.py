@@ -14,9 +14,7 @@ from flax_spmd._src.names.nnx_variables import is_optimizer, one_level, static_o
 from flax_spmd._src.tree_paths import key_value
 
 
-def name_variables(
-  node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable]
-) -> Iterator[Origin]:
+def name_variables(node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable]) -> Iterator[Origin]:
   """Gives names to the variables of a module that have none, in place; returns the origin of each.
 
   Args:
