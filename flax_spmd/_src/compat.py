@@ -427,6 +427,12 @@ def is_variable_type(cls: type) -> bool:
 
 
 @functools.cache
+def is_random_state_type(cls: type) -> bool:
+  """Whether a class is the type of the key, or of the count, of a stream of random numbers: `nnx.RngState`."""
+  return _has_base(cls, 'flax.nnx.rnglib', 'RngState')
+
+
+@functools.cache
 def is_nnx_module_type(cls: type) -> bool:
   """Whether the instances of a class have attributes that are nodes of NNX's graphs: modules, optimizers, `Rngs`."""
   return _has_base(cls, 'flax.nnx.pytreelib', 'Pytree')
