@@ -427,6 +427,12 @@ def is_variable_type(cls: type) -> bool:
 
 
 @functools.cache
+def is_bridge_box_type(cls: type) -> bool:
+  """Whether a class is the box in which `nnx.bridge.ToLinen` keeps the metadata of a variable."""
+  return _has_base(cls, 'flax.nnx.bridge.variables', 'NNXMeta')
+
+
+@functools.cache
 def is_random_state_type(cls: type) -> bool:
   """Whether a class is the type of the key, or of the count, of a stream of random numbers: `nnx.RngState`."""
   return _has_base(cls, 'flax.nnx.rnglib', 'RngState')

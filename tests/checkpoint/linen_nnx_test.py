@@ -1,5 +1,8 @@
 """The changes between Linen and NNX, derived: every layer of Flax computes the same after a restore, and is the same after one back."""
 
+import itertools
+import textwrap
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,11 @@ from flax import nnx
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
+from flax_spmd.checkpoint import Changes
+from flax_spmd.errors import CheckpointMismatchError
 
-LAYOUT = spmd.Layout({'data': 8}, (spmd.fsdp('data', min_size=1),), indivisible='replicate')
+MESH = spmd.make_mesh({'data': 2}, devices=jax.devices()[:2])
+LAYOUT = spmd.Layout(MESH, (spmd.fsdp('data', min_size=1),), indivisible='replicate')
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype('float32')
 TX = {
   'adam': optax.adam(1e-2),
@@ -139,3 +145,203 @@ def test_every_layer_computes_the_same_and_comes_back(layers, tmp_path):
   placed = dict(nnx.to_flat_state(nnx.state(target)))
   for path, variable in nnx.to_flat_state(nnx.state(restored)):
     assert variable.sharding == placed[path].sharding, path
+
+
+# -- modules in lists and stacks
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _=None):
+    h = nn.Dense(16, name='up')(nn.LayerNorm(name='norm')(x))
+    return x + nn.Dense(8, name='down')(nn.gelu(h)), None
+
+
+class LinenList(nn.Module):
+  def setup(self):
+    self.blocks = [Block() for _ in range(3)]
+    self.last = nn.BatchNorm(use_running_average=True)
+
+  def __call__(self, x):
+    for block in self.blocks:
+      x, _ = block(x)
+    return self.last(x)
+
+
+class LinenScan(nn.Module):
+  axis: int = 0
+
+  @nn.compact
+  def __call__(self, x):
+    scanned = nn.scan(Block, length=3, variable_axes={'params': self.axis}, split_rngs={'params': True})
+    x, _ = scanned(name='blocks')(x, None)
+    return nn.BatchNorm(use_running_average=True, name='last')(x)
+
+
+class NnxBlock(nnx.Module):
+  def __init__(self, rngs):
+    self.norm = nnx.LayerNorm(8, rngs=rngs)
+    self.up = nnx.Linear(8, 16, rngs=rngs)
+    self.down = nnx.Linear(16, 8, rngs=rngs)
+    self.drop = nnx.Dropout(0.0, rngs=rngs)
+
+  def __call__(self, x):
+    return x + self.down(self.drop(nnx.gelu(self.up(self.norm(x)))))
+
+
+class NnxList(nnx.Module):
+  def __init__(self, rngs):
+    self.blocks = nnx.List([NnxBlock(rngs) for _ in range(3)])
+    self.last = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+
+  def __call__(self, x):
+    for block in self.blocks:
+      x = block(x)
+    return self.last(x)
+
+
+class NnxScan(nnx.Module):
+  def __init__(self, rngs):
+    create = nnx.split_rngs(splits=3)(nnx.vmap(NnxBlock, in_axes=0, out_axes=0))
+    self.blocks = create(rngs)
+    self.last = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+
+  def __call__(self, x):
+    step = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return self.last(step(self.blocks, x))
+
+
+QUICK = {(LinenScan, NnxList, 'adafactor'), (LinenList, NnxScan, 'chain')}
+CASES = [
+  case if case in QUICK else pytest.param(*case, marks=pytest.mark.exhaustive)
+  for case in itertools.product((LinenList, LinenScan), (NnxList, NnxScan), TX)
+]
+
+
+@pytest.mark.parametrize('linen_model, nnx_model, tx', CASES)
+def test_lists_and_stacks_with_their_optimizers(linen_model, nnx_model, tx, tmp_path):
+  linen = linen_state(linen_model(), X, TX[tx])
+  target = LAYOUT.init(lambda: nnx_state(nnx_model, TX[tx]))
+  there, back, restored = both_ways(tmp_path, LAYOUT.shard(linen), target)
+  variables = {key: linen[key] for key in ('params', 'batch_stats')}
+  expected = jax.jit(linen_model().apply)(variables, X)
+  np.testing.assert_allclose(
+    LAYOUT.jit(lambda m, x: m(x))(restored.model, X), expected, rtol=1e-4, atol=1e-5
+  )
+  is_stacked = linen_model is LinenScan, nnx_model is NnxScan
+  assert dict(there.stacks) == ({'blocks': 'blocks/{}'} if is_stacked[0] != is_stacked[1] else {})
+
+
+# -- the changes themselves
+
+
+def array(*shape):
+  return np.arange(np.prod(shape, dtype=int), dtype='float32').reshape(shape)
+
+
+class Pair(nnx.Module):
+  def __init__(self):
+    self.up = nnx.Dict(kernel=nnx.Param(jnp.zeros((8, 16))))
+    self.blocks = nnx.List([nnx.Dict(scale=nnx.Param(jnp.zeros(8))) for _ in range(2)])
+
+
+PAIR = {
+  'params': {
+    'up': {'kernel': array(8, 16)},
+    'blocks_0': {'scale': array(8)},
+    'blocks_1': {'scale': array(8) + 1},
+  }
+}
+
+
+def derived(tmp_path, saved, target, **given):
+  checkpoint.save(tmp_path / 'saved', LAYOUT.shard(saved), LAYOUT)
+  return checkpoint.linen_nnx_changes(tmp_path / 'saved', LAYOUT.shard(target), **given)
+
+
+def error_of(tmp_path, saved, target, **given):
+  with pytest.raises(CheckpointMismatchError) as error:
+    derived(tmp_path, saved, target, **given)
+  return str(error.value).replace(str(tmp_path), '...')
+
+
+@pytest.mark.parametrize(
+  'target, renames',
+  [
+    (lambda: Pair(), {r'^params/blocks_(\d+)/': r'blocks/\1/', '^params/': ''}),
+    (lambda: nnx.state(Pair()), {r'^params/blocks_(\d+)/': r'blocks/\1/', '^params/': ''}),
+    (lambda: {'params': Pair()}, {r'^params/blocks_(\d+)/': r'params/blocks/\1/'}),
+    (lambda: (Pair(), 1), {r'^params/blocks_(\d+)/': r'0/blocks/\1/', '^params/': '0/'}),
+  ],
+)
+def test_a_model_may_be_anywhere_in_a_state(target, renames, tmp_path):
+  given = {'changes': Changes(missing='^1$')} if isinstance(target(), tuple) else {}
+  changes = derived(tmp_path, PAIR, target(), **given)
+  assert changes == Changes(renames=renames, missing='^1$' if given else None)
+
+
+def test_moments_of_whole_variables_follow(tmp_path):
+  model = Pair()
+  linen = {'params': PAIR, 'opt_state': TX['adam'].init(PAIR), 'step': jnp.int32(3)}
+  target = nnx.Dict(model=model, optimizer=nnx.Optimizer(model, TX['adam'], wrt=nnx.Param))
+  changes = derived(tmp_path, linen, target)
+  assert changes.renames == (
+    (r'^opt_state/(.+)/params/blocks_(\d+)/', r'optimizer/opt_state/\1/blocks/\2/'),
+    (r'^params/params/blocks_(\d+)/', r'model/blocks/\1/'),
+    (r'^opt_state/(.+)/params/', r'optimizer/opt_state/\1/'),
+    ('^params/params/', 'model/'),
+    ('^opt_state/', 'optimizer/opt_state/'),
+    ('^step$', 'optimizer/step'),
+  )
+  assert changes.dtypes == (('int32', 'uint32'),)
+
+
+def test_a_part_and_a_plan_are_targets(tmp_path):
+  checkpoint.save(tmp_path / 'saved', LAYOUT.shard({**PAIR, 'other': {'w': array(8)}}), LAYOUT)
+  target = LAYOUT.plan(lambda: {'params': Pair()})
+  changes = checkpoint.linen_nnx_changes(tmp_path / 'saved', target, changes=Changes(only='params'))
+  restored = checkpoint.restore(tmp_path / 'saved', target, changes=changes)
+  np.testing.assert_array_equal(restored.blocks[1].scale[...], array(8) + 1)
+
+
+def test_shared_variables_and_streams(tmp_path):
+  model = Pair()
+  model.tied = model.up.kernel
+  model.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(5))
+  placed = LAYOUT.shard(model)
+  changes = derived(tmp_path, PAIR, placed)
+  assert dict(changes.renames)['^params/up/kernel$'] == ('up/kernel', 'tied')
+  assert changes.missing == '^(drop/rngs/count|drop/rngs/key)$'
+  restored = checkpoint.restore(tmp_path / 'saved', placed, changes=changes)
+  assert restored.tied is restored.up.kernel and restored.drop.rngs.key == model.drop.rngs.key
+  np.testing.assert_array_equal(restored.tied[...], array(8, 16))
+  del model.tied
+  checkpoint.save(tmp_path / 'nnx', LAYOUT.shard(model), LAYOUT)
+  back = checkpoint.linen_nnx_changes(tmp_path / 'nnx', LAYOUT.shard(PAIR))
+  assert back.unused == '^(drop/rngs/count|drop/rngs/key)$'
+  assert_equal(
+    checkpoint.restore(tmp_path / 'nnx', LAYOUT.shard(PAIR), changes=back)['params']['up'],
+    {'kernel': jnp.zeros((8, 16))},
+  )
+
+
+def test_modules_with_other_names_are_told_with_the_renames_to_give(tmp_path):
+  saved = {
+    'params': {
+      'Dense_0': {'kernel': array(8, 16)},
+      'blocks_0': {'scale': array(8)},
+      'blocks_1': {'scale': array(8)},
+    }
+  }
+  assert error_of(tmp_path, saved, Pair()) == textwrap.dedent("""\
+    Checkpoint .../saved does not match the target:
+    params/Dense_0/kernel (float32[8,16]) in the checkpoint has no partner in the target.
+    up/kernel (float32[8,16]) in the target has no partner in the checkpoint.
+    Fix: if the modules are the same, pass changes=Changes(renames={'(^|/)Dense_0/': '\\\\1up/'}); to keep the target's \
+values, pass Changes(missing='regex'); to leave saved leaves out, pass Changes(unused='regex').""")
+  given = Changes(renames={'(^|/)Dense_0/': r'\1up/'})
+  changes = checkpoint.linen_nnx_changes(tmp_path / 'saved', LAYOUT.shard(Pair()), changes=given)
+  assert dict(changes.renames) == {
+    '^params/Dense_0/': 'up/',
+    r'^params/blocks_(\d+)/': r'blocks/\1/',
+  }

@@ -152,10 +152,8 @@ class _Derivation:
   def _optimizer(self, old: str, new: str) -> tuple[str, str] | None:
     """The paths of an optimizer's state on both sides, for one of its leaves; None for other leaves."""
     saved = self._saved_paths[self._renamed[old][0]]
-    roots = {
-      path.root for path in self._target_paths.values() if path.group == 'optimizer' and path.root
-    }
-    root = next((root for root in roots if new.startswith(f'{root}/')), None)
+    roots = [path.root for path in self._target_paths.values() if path.group == 'optimizer']
+    root = max((root for root in roots if root and new.startswith(f'{root}/')), key=len, default=None)
     is_state = saved.group == 'optimizer' and root is not None and old.startswith(f'{saved.root}/')
     return (saved.root, root or '') if is_state else None
 

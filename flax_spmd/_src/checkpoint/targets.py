@@ -35,7 +35,6 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import make_mesh
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.boxes import LogicallyPartitioned, Partitioned
-from flax_spmd._src.names.nnx_variables import attributes_as_keys
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.rules import toml_format
 from flax_spmd._src.source_lines import warn
@@ -99,7 +98,7 @@ def of_tree(tree: Any, only: str | None) -> RestoreTarget:
 def variables_of(tree: Any, only: str | None) -> dict[str, Any]:
   """The variable of NNX around each leaf of a target that has one, by path; see `of_tree`."""
   inner = _part(tree.abstract() if isinstance(tree, Plan) else tree, only)
-  units = jax.tree.leaves(attributes_as_keys(inner), is_leaf=box_trees.is_unit)
+  units = jax.tree.leaves(inner, is_leaf=box_trees.is_unit)
   flat = skeleton.flatten(box_trees.plain(inner))
   around = [unit for unit in units for _ in jax.tree.leaves(unit)]
   paths = (_below(only, path) for path in skeleton.paths(flat.skeleton))

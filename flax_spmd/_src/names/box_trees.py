@@ -19,7 +19,11 @@ from flax.core import meta
 from flax_spmd._src import compat
 from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Static
 from flax_spmd._src.names.flax_boxes import as_own_box
-from flax_spmd._src.names.nnx_variables import attributes_as_keys, static_of_variable
+from flax_spmd._src.names.nnx_variables import (
+  attributes_as_keys,
+  static_of_metadata,
+  static_of_variable,
+)
 from flax_spmd._src.public_module import set_module
 
 
@@ -103,7 +107,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   """
 
   def open_box(box):
-    own_box = as_own_box(box)
+    own_box = None if compat.is_bridge_box_type(type(box)) else as_own_box(box)
     inner = box.unbox() if own_box is None else own_box.unbox(apply_constraint)
     return unbox(inner, apply_constraint)
 
@@ -173,6 +177,8 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
     return None, leaf
   if compat.is_variable_type(cls):
     return static_of_variable(leaf)
+  if compat.is_bridge_box_type(cls):
+    return static_of_metadata(leaf.metadata), leaf.value
   box = as_own_box(leaf)
   if box is None:
     return None, unbox(leaf, apply_constraint=False)

@@ -14,7 +14,7 @@ with the attributes of modules as keys (`attributes_as_keys`). The fields of an 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -32,13 +32,16 @@ from flax_spmd.errors import LayoutError
 
 def static_of_variable(variable: Any) -> tuple[Static | None, Any]:
   """The names of a variable (None if it has none) and its value."""
-  metadata = compat.variable_metadata(variable)
+  return static_of_metadata(compat.variable_metadata(variable)), compat.variable_value(variable)
+
+
+def static_of_metadata(metadata: Mapping[str, Any]) -> Static | None:
+  """The names in the metadata of a variable, or of a box of `nnx.bridge`; None if it has none."""
   names = _names(compat.variable_names(metadata))
-  value = compat.variable_value(variable)
-  if names is None:
-    return None, value
   rules = metadata.get('sharding_rules')
-  return Static(names, True, None, Rules.of(rules) if rules else None, or_axes=True), value
+  if names is None:
+    return None
+  return Static(names, True, None, Rules.of(rules) if rules else None, or_axes=True)
 
 
 def with_spec(variable: Any, spec: Any) -> Any:

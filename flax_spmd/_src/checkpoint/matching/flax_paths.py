@@ -90,7 +90,7 @@ def linen_paths(side: Side, renamed: Sequence[str]) -> list[ModulePath]:
   parameters = {path[start:] for path in parts if path[start - 1 : start] == ('params',)}
   divided = []
   for text, path, optimizer in zip(renamed, parts, optimizers, strict=True):
-    is_parameter = not start or path[start - 1] == 'params'
+    is_parameter = not start or path[start - 1 : start] == ('params',)
     if optimizer is not None:
       divided.append(_of_optimizer(text, optimizer, without=('params',)))
     elif is_parameter or (len(path) > start and path[start:] not in parameters):
