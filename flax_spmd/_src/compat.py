@@ -426,6 +426,11 @@ def is_variable_type(cls: type) -> bool:
   return _has_base(cls, 'flax.nnx.variablelib', 'Variable')
 
 
+def has_nnx() -> bool:
+  """Whether NNX has been imported; without it there are no modules of it."""
+  return 'flax.nnx' in sys.modules
+
+
 @functools.cache
 def is_bridge_box_type(cls: type) -> bool:
   """Whether a class is the box in which `nnx.bridge.ToLinen` keeps the metadata of a variable."""

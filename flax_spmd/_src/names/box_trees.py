@@ -21,6 +21,8 @@ from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Parti
 from flax_spmd._src.names.flax_boxes import as_own_box
 from flax_spmd._src.names.nnx_variables import (
   attributes_as_keys,
+  has_modules,
+  rebuilt_modules,
   static_of_metadata,
   static_of_variable,
 )
@@ -139,21 +141,11 @@ def plain(tree: Any) -> Any:
 
 
 def rebuilt(tree: Any, leaves: Iterable[Any]) -> Any:
-  """The tree with other leaves, in the order of `jax.tree.leaves`; variables that are shared stay shared.
-
-  JAX would make two variables of one that has two places in a tree, as for tied embeddings.
-  """
-  remaining, new_units = iter(leaves), {}
-  units, treedef = jax.tree.flatten(tree, is_leaf=is_unit)
-  if not any(compat.is_variable_type(type(unit)) for unit in units):
-    return jax.tree.structure(tree).unflatten(leaves)
-
-  def new_unit(unit: Any) -> Any:
-    structure = jax.tree.structure(unit)
-    new = structure.unflatten([next(remaining) for _ in range(structure.num_leaves)])
-    return new_units.setdefault(id(unit), new) if compat.is_variable_type(type(unit)) else new
-
-  return treedef.unflatten([new_unit(unit) for unit in units])
+  """The tree with other leaves, in the order of `jax.tree.leaves`; modules and variables that are shared stay shared."""
+  units = jax.tree.leaves(tree, is_leaf=is_unit)
+  if any(compat.is_variable_type(type(unit)) for unit in units) or has_modules(tree):
+    return rebuilt_modules(tree, leaves)
+  return jax.tree.structure(tree).unflatten(leaves)
 
 
 def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:

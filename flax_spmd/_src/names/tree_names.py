@@ -30,7 +30,7 @@ from flax_spmd._src import compat
 from flax_spmd._src.names.axes_collections import GivenNames, read_collections
 from flax_spmd._src.names.box_trees import is_unit, is_unit_type, statics_of
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.nnx_variables import attributes_as_keys, has_keyed_nodes
+from flax_spmd._src.names.nnx_variables import attributes_as_keys, check_no_cycles, has_keyed_nodes
 from flax_spmd._src.names.optimizer_state import (
   Inference,
   Shape,
@@ -56,8 +56,8 @@ class TreeNames:
   """The names in one tree, read once.
 
   A *unit* is a box, a variable, or a leaf outside of these. Each list has one entry per unit, in tree order; each
-  dictionary is keyed by the unit's index. Properties are computed on first use. Reading raises nothing:
-  the planner reports names that do not fit.
+  dictionary is keyed by the unit's index. Properties are computed on first use. Reading raises nothing but
+  for a module that contains itself: the planner reports names that do not fit.
 
   Args:
     tree: any tree, concrete or abstract.
@@ -86,6 +86,7 @@ class TreeNames:
       kinds.add(kind)
       return is_unit_type(kind)
 
+    check_no_cycles(tree)
     self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_seen_unit)
     if has_keyed_nodes(kinds):
       self.tree = attributes_as_keys(tree)
