@@ -22,6 +22,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage.direct_reads import DirectReads
 from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
 from flax_spmd._src.checkpoint.storage.manifest import FileRecord, whole_generations
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
@@ -34,6 +35,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   describe,
   dtype_of,
   from_json,
+  is_key,
   key_dtype,
 )
 from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
@@ -310,7 +312,32 @@ class OrbaxReader:
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
     _check_names(self.folder)
-    return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
+    leaves = self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
+    self._check_keys(leaves)
+    return leaves
+
+  @property
+  def has_own_record(self) -> bool:
+    """Whether the record is this package's, and not derived from Orbax's description."""
+    return self.record.written_by == KEY
+
+  def read_directly(
+    self, requests: Mapping[str, Any], memory: int | None = None
+  ) -> tuple[dict[str, Any], dict[str, str]]:
+    """Reads leaves without Orbax's description of the arrays; see `DirectReads.read`."""
+    return DirectReads(self.folder / (self._part or _PART), self.record).read(requests, memory)
+
+  def _check_keys(self, leaves: Mapping[str, Any]) -> None:
+    """Raises if random keys came as their numbers: Orbax keeps their implementation in a file of its own."""
+    records = self.record.leaves
+    wrong = [
+      path for path, leaf in leaves.items() if is_key(records[path]) and str(leaf.dtype) == 'uint32'
+    ]
+    if wrong:
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: the kind of random keys is lost, for {", ".join(wrong)}.\n'
+        'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
+      )
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
     paths = list(self.record.leaves)
