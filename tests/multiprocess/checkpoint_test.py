@@ -132,6 +132,30 @@ def checkpoint_sums_of(number):
   return checksums([values(number)[name] for name in sorted(SHAPES)])
 
 
+SALVAGE = """
+path = folder + '/by_2'
+salvaged = checkpoint.restore(path, layout.abstract(create), salvage=True)
+verified = checkpoint.verify(path)
+report([is_state(salvaged.state, 2), salvaged.damaged, list(salvaged.files) == verified, len(verified)])
+"""
+
+
+@pytest.mark.slow
+def test_arrays_of_two_processes_without_the_index_of_both(tmp_path):
+  """Each process has an index of its own shards. Other processes join them, and so does one."""
+  run("checkpoint.save(folder + '/by_2', state_of(layout, 2), layout=layout)", tmp_path, 2)
+  (state,) = (tmp_path / 'by_2').glob('gen-*/state')
+  for name in ('manifest.ocdbt', '_METADATA'):
+    (state / name).unlink()
+  assert values_of(run(SALVAGE, tmp_path, 2)) == 2 * [[True, {}, True, 2]]
+  layout = spmd.Layout({'data': 8}, (('rows', 'data'),))
+  salvaged = checkpoint.restore(tmp_path / 'by_2', layout.abstract(create), salvage=True)
+  assert is_state(salvaged.state, 2) and salvaged.damaged == {}
+  assert (
+    sorted(salvaged.files) == sorted(checkpoint.verify(tmp_path / 'by_2')) and len(salvaged.files) == 2
+  )
+
+
 TWO = """
 if me:
   open('other', 'w').write(str(os.getpid()))
