@@ -279,6 +279,13 @@ def test_specs_of_boxed_trees(build):
   assert nn.get_partition_spec(build(spmd)) == expected
 
 
+def test_specs_of_a_box_around_nothing_beside_an_array_of_its_name():
+  for lib in (nn, spmd):
+    box = lambda value, lib=lib: lib.LogicallyPartitioned(value, (None,))
+    tree = {'params': box([]), 'kernel': {'params': box(jnp.ones(2))}}
+    assert spmd.get_partition_spec(tree) == nn.get_partition_spec(tree)
+
+
 def test_specs_of_leaves_without_a_box():
   tree = {
     'array': jnp.ones(2),

@@ -172,7 +172,7 @@ def _unit_spec(names: TreeNames, index: int, spec: PartitionSpec) -> Any:
     return spec
   specs = [PartitionSpec(*(inference.names or ())) for inference in names.inferred[index]]
   if len(set(specs)) <= 1:
-    return specs[0] if specs else PartitionSpec()
+    return specs[0] if specs else spec  # of a box around no array
   return jax.tree.structure(names.units[index]).unflatten(specs)
 
 
