@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_spmd._src import compat
-from flax_spmd._src.names.layer_table import Layer, LayerTable, Origin, fitted
+from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
 from flax_spmd._src.names.nnx_variables import is_optimizer, one_level, static_of_variable
 from flax_spmd._src.tree_paths import key_value
 
 
-def name_variables(node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable]) -> Iterator[Origin]:
+def name_variables(
+  node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable]
+) -> Iterator[NameOrigin]:
   """Gives names to the variables of a module that have none, in place; returns the origin of each.
 
   Args:
@@ -24,7 +26,9 @@ def name_variables(node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable
   """
   seen: set[int] = set()
 
-  def visit(node: Any, keys: tuple[str, ...], around: tuple[tuple[int, Any], ...]) -> Iterator[Origin]:
+  def visit(
+    node: Any, keys: tuple[str, ...], around: tuple[tuple[int, Any], ...]
+  ) -> Iterator[NameOrigin]:
     if id(node) in seen or is_optimizer(node):
       return
     seen.add(id(node))
@@ -43,7 +47,7 @@ def _named(
   keys: tuple[str, ...],
   around: tuple[tuple[int, Any], ...],
   tables: Sequence[LayerTable],
-) -> Iterator[Origin]:
+) -> Iterator[NameOrigin]:
   static, value = static_of_variable(variable)
   shape = getattr(value, 'shape', None)
   if static is not None or shape is None:
