@@ -34,6 +34,10 @@ class AddedAxis(NamedTuple):
 
   name: tuple[Any, ...]
 
+  def name_or(self, stacked: str | None) -> Any:
+    """The transformation's name for the dimension, or else that of the table."""
+    return self.name[0] if self.name else stacked
+
 
 class LayerBox(meta.AxisMetadata[Any]):
   """A variable, and the modules that it is in.
@@ -90,7 +94,7 @@ class LayerBox(meta.AxisMetadata[Any]):
     if names is None:
       return self.value, origin
     full = tuple(
-      names[each] if isinstance(each, int) else (*each.name, origin.stacked)[0]
+      each.name_or(origin.stacked) if isinstance(each, AddedAxis) else names[each]
       for each in self.dimensions
     )
     return LogicallyPartitioned(self.value, full), origin
