@@ -120,7 +120,7 @@ jax.tree_util.register_pytree_with_keys(
     ((jax.tree_util.GetAttrKey('value'), box.value),),
     (box.collection, box.dimensions, box.layers),
   ),
-  lambda static, children: LayerBox(*children, *static),
+  lambda static, children: LayerBox(next(iter(children)), *static),
 )
 
 
