@@ -14,7 +14,7 @@ with the attributes of modules as keys (`attributes_as_keys`). The fields of an 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,19 +26,22 @@ from flax_spmd._src import compat
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import OptaxState, optax_fields
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.tree_paths import key_value
+from flax_spmd._src.tree_paths import key_value, path_string
 from flax_spmd.errors import LayoutError
 
 
 def static_of_variable(variable: Any) -> tuple[Static | None, Any]:
   """The names of a variable (None if it has none) and its value."""
-  metadata = compat.variable_metadata(variable)
+  return static_of_metadata(compat.variable_metadata(variable)), compat.variable_value(variable)
+
+
+def static_of_metadata(metadata: Mapping[str, Any]) -> Static | None:
+  """The names in the metadata of a variable, or of a box of `nnx.bridge`; None if it has none."""
   names = _names(compat.variable_names(metadata))
-  value = compat.variable_value(variable)
-  if names is None:
-    return None, value
   rules = metadata.get('sharding_rules')
-  return Static(names, True, None, Rules.of(rules) if rules else None, or_axes=True), value
+  if names is None:
+    return None
+  return Static(names, True, None, Rules.of(rules) if rules else None, or_axes=True)
 
 
 def with_spec(variable: Any, spec: Any) -> Any:
@@ -104,6 +107,66 @@ def check_functional(tree: Any, by: str) -> None:
       'changes of their variables would be lost.\n'
       'Fix: pass nnx.state(module), and return the new state.'
     )
+
+
+def rebuilt_modules(tree: Any, leaves: Iterable[Any]) -> Any:
+  """The tree with other leaves, in the order of `jax.tree.leaves`; modules and variables that are shared stay shared.
+
+  JAX would make two of one that has two places in a tree.
+  """
+  indices = compat.nnx_ref_map()
+  nodes, treedef = jax.tree.flatten(tree, is_leaf=is_module)
+  split = [compat.nnx_split(node, indices) if is_module(node) else (None, [node]) for node in nodes]
+  arrays, structure = jax.tree.flatten([each for _, each in split])
+
+  def merged(values: Iterable[Any]) -> Any:
+    parts = zip((definition for definition, _ in split), structure.unflatten(values), strict=True)
+    index = compat.nnx_index_map({})
+    return treedef.unflatten(
+      part[0] if definition is None else compat.nnx_merge(definition, part, index)
+      for definition, part in parts
+    )
+
+  numbers = jax.tree.leaves(merged(range(len(arrays))))  # of a shared array, once for each of its places
+  new = dict(zip(reversed(numbers), reversed(list(leaves)), strict=True))
+  return merged(new[number] for number in range(len(arrays)))
+
+
+def check_no_cycles(tree: Any) -> None:
+  """Checks that no module of a tree contains itself.
+
+  Raises:
+    LayoutError: one does. JAX would follow the cycle until the stack is full.
+  """
+  if not compat.has_nnx():
+    return
+  acyclic: set[int] = set()
+  for node in jax.tree.leaves(tree, is_leaf=is_module):
+    if compat.is_nnx_module_type(type(node)):
+      _check_below(node, {id(node): ()}, acyclic, ())
+
+
+def _check_below(node: Any, above: dict[int, Any], acyclic: set[int], path: tuple[Any, ...]) -> None:
+  """Checks a module or another node.
+
+  Args:
+    node: the node.
+    above: path of each module around it, by id.
+    acyclic: ids of the modules that have been checked; this one is added.
+    path: its own path.
+  """
+  for entry, child in _one_level(node):
+    below = (*path, entry)
+    if id(child) in above:
+      text = f'{type(child).__name__} contains itself, at {path_string(below)}: it is no tree of arrays.'
+      raise LayoutError(f'{text}\n{_CYCLE_FIX}')
+    if id(child) not in acyclic and not compat.is_variable_type(type(child)) and child is not node:
+      is_inner = compat.is_nnx_module_type(type(child))
+      _check_below(child, {**above, id(child): below} if is_inner else above, acyclic, below)
+  acyclic.add(id(node))
+
+
+_CYCLE_FIX = 'Fix: pass nnx.state(module), which has each variable once. Arguments of functions of layout.jit may be such modules.'
 
 
 def attributes_as_keys(tree: Any, seen: set[int] | None = None) -> Any:
