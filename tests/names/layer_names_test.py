@@ -181,8 +181,32 @@ def test_layers_that_read_their_variables():
 
 
 def test_arrays_of_a_normalised_layer_have_names_by_path():
-  """Flax's WeightNorm names its scales by the paths of arrays, which boxes would be part of."""
-  layer = nn.WeightNorm(nn.Dense(4))
-  params = spmd.names_for(layer.init, {'layer_instance/kernel$': ('embed', 'mlp')})(KEY, X)['params']
-  assert params['layer_instance']['kernel'].names == ('embed', 'mlp')
-  assert jax.tree.structure(spmd.unbox(params)) == jax.tree.structure(layer.init(KEY, X)['params'])
+  """Flax's WeightNorm names its scales by the paths of arrays, which boxes would be part of; also when it runs again."""
+
+  class Model(nn.Module):
+    def setup(self):
+      self.inner = Inner()
+
+    def __call__(self, x):
+      return self.inner.again(self.inner(x))
+
+  class Inner(nn.Module):
+    def setup(self):
+      self.norm = nn.WeightNorm(nn.Dense(16))
+
+    def __call__(self, x):
+      return self.norm(x)
+
+    def again(self, x):
+      return self.norm(x)
+
+  for model in (Model(), nn.WeightNorm(nn.Dense(16))):
+    create = spmd.names_for(model.init, {'layer_instance/kernel$': ('embed', 'mlp')})
+    named, plain = jax.eval_shape(create, KEY, X), jax.eval_shape(model.init, KEY, X)
+    assert jax.tree.structure(spmd.unbox(named)) == jax.tree.structure(plain)
+    [names] = [
+      box.names
+      for box in jax.tree.leaves(named, is_leaf=spmd.is_axis_metadata)
+      if spmd.is_axis_metadata(box)
+    ]
+    assert names == ('embed', 'mlp')

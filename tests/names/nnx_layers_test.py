@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -230,3 +231,14 @@ def test_names_of_the_model_and_shared_variables_stay():
   assert model.second.kernel is model.first.kernel
   assert model.first.kernel.get_metadata()['out_sharding'] == ('a', 'b')
   assert model.second.bias.get_metadata()['out_sharding'] == ('c',)
+
+
+def test_a_bridged_linen_model():
+  """Its variables have the names of the Linen layers, by type and by path."""
+  model = nn.Sequential([nn.Dense(16), nn.Dense(16)])
+  bridge = lambda: nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0))
+  create = lambda: nnx.bridge.lazy_init(bridge(), jnp.ones((1, 16)))
+  named = spmd.names_for(create, {'params/layers_1/kernel': ('embed', 'mlp')})()
+  assert named.layers_0['kernel'].get_metadata()['out_sharding'] == ('in', 'out')
+  assert named.layers_1['kernel'].get_metadata()['out_sharding'] == ('embed', 'mlp')
+  np.testing.assert_array_equal(named(jnp.ones((1, 16))), create()(jnp.ones((1, 16))))

@@ -15,7 +15,7 @@ import jax
 
 from flax_spmd._src import compat, flax_layers
 from flax_spmd._src.names.box_trees import is_unit
-from flax_spmd._src.names.layer_table import LayerTable, Origin
+from flax_spmd._src.names.layer_table import LayerTable, NameOrigin
 from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
 from flax_spmd._src.names.nnx_layers import name_variables
 from flax_spmd._src.public_module import set_module
@@ -59,8 +59,9 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
 
   Example:
     >>> create = names_for(nn.Dense(16).init, {nn.Dense: {'kernel': ('embed', 'mlp')}})
-    >>> create(jax.random.key(0), jnp.ones((1, 8)))['params']
-    {'kernel': LogicallyPartitioned(float32[8,16], names=('embed', 'mlp')), 'bias': LogicallyPartitioned(float32[16], names=('out',))}
+    >>> params = create(jax.random.key(0), jnp.ones((1, 8)))['params']
+    >>> params['kernel'], params['bias']
+    (LogicallyPartitioned(float32[8,16], names=('embed', 'mlp')), LogicallyPartitioned(float32[16], names=('out',)))
   """
   table = LayerTable.of(names)
   linen = (table, LayerTable.of(flax_layers.linen_names()))
@@ -79,7 +80,7 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable]) -> Any:
   own = linen[0]
   flat, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=_is_named)
   nodes = [node for _, node in flat]
-  origins: list[Origin] = []
+  origins: list[NameOrigin] = []
   if any(map(_is_nnx, nodes)):
     nnx = own, LayerTable.of(flax_layers.nnx_names())
     for path, node in flat:

@@ -40,7 +40,7 @@ class Layer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Origin:
+class NameOrigin:
   """The array that a box was made for, and the entry that names it.
 
   Attributes:
@@ -111,7 +111,7 @@ class LayerTable:
           return (cls, name), names(module) if callable(names) else names
     return None
 
-  def idle(self, origins: Sequence[Origin], paths: Iterable[str]) -> Iterator[Problem]:
+  def idle(self, origins: Sequence[NameOrigin], paths: Iterable[str]) -> Iterator[Problem]:
     """The problem of every entry that names nothing. An entry for a type that a model lacks is none.
 
     Args:
@@ -186,7 +186,7 @@ def _is_layer_type(key: Any) -> bool:
 
 def fitted(
   tables: Sequence[LayerTable], path: str, layers: Sequence[Layer], rank: int
-) -> tuple[Any, Origin]:
+) -> tuple[Any, NameOrigin]:
   """The names of an array by the first table that has an entry for it, one for each dimension, and their origin.
 
   Args:
@@ -204,7 +204,7 @@ def fitted(
   own = tables[0].find_path(path) or own
   if own is None:
     names = of_flax[1] if of_flax and of_flax[1] and len(of_flax[1]) == rank else None
-    return names, Origin(path, tuple(layers), None, stacked)
+    return names, NameOrigin(path, tuple(layers), None, stacked)
   key, names = own
   problem = None
   if names is not None and len(names) > rank:
@@ -216,4 +216,4 @@ def fitted(
     )
     names = None
   padded = None if names is None else (*names, *[None] * (rank - len(names)))
-  return padded, Origin(path, tuple(layers), key, stacked, problem)
+  return padded, NameOrigin(path, tuple(layers), key, stacked, problem)

@@ -11,6 +11,7 @@ what does not depend on the place of the modules, since `nn.jit` uses the trace 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +21,7 @@ import numpy as np
 from flax.core import meta
 
 from flax_spmd._src.names.boxes import PARTITION_NAME, LogicallyPartitioned
-from flax_spmd._src.names.layer_table import Layer, LayerTable, Origin, fitted
+from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
 
 _READS_PATHS = (
   nn.WeightNorm,
@@ -32,6 +33,10 @@ class AddedAxis(NamedTuple):
   """A dimension that a transformation has added; `name` is empty if the transformation has none for it."""
 
   name: tuple[Any, ...]
+
+  def name_or(self, stacked: str | None) -> Any:
+    """The transformation's name for the dimension, or else that of the table."""
+    return self.name[0] if self.name else stacked
 
 
 class LayerBox(meta.AxisMetadata[Any]):
@@ -80,7 +85,7 @@ class LayerBox(meta.AxisMetadata[Any]):
     known = any((each.cls, each.below) == (layer.cls, layer.below) for each in self.layers)
     return self if known else self._with(self.dimensions, (*self.layers, layer))
 
-  def named(self, tables: Sequence[LayerTable]) -> tuple[Any, Origin]:
+  def named(self, tables: Sequence[LayerTable]) -> tuple[Any, NameOrigin]:
     """The array with its names in a box of the user's kind, or the array without names; and the origin of the names."""
     outwards = sorted(self.layers, key=lambda layer: layer.below.count('/'), reverse=True)
     path = f'{self.collection}/{outwards[0].below}'
@@ -89,7 +94,7 @@ class LayerBox(meta.AxisMetadata[Any]):
     if names is None:
       return self.value, origin
     full = tuple(
-      names[each] if isinstance(each, int) else (*each.name, origin.stacked)[0]
+      each.name_or(origin.stacked) if isinstance(each, AddedAxis) else names[each]
       for each in self.dimensions
     )
     return LogicallyPartitioned(self.value, full), origin
@@ -115,7 +120,7 @@ jax.tree_util.register_pytree_with_keys(
     ((jax.tree_util.GetAttrKey('value'), box.value),),
     (box.collection, box.dimensions, box.layers),
   ),
-  lambda static, children: LayerBox(children[0], *static),
+  lambda static, children: LayerBox(next(iter(children)), *static),
 )
 
 
@@ -136,25 +141,23 @@ class LinenLayers:
     """Runs a method, then boxes the variables below its module."""
     module = context.module
     reads_paths = isinstance(module, _READS_PATHS)
+    if reads_paths:
+      _put_below(module, lambda collection, variables: _unboxed(variables))
     self._reading_paths += reads_paths
     try:
       result = method(*args, **kwargs)
     finally:
       self._reading_paths -= reads_paths
-    if module.scope is not None and not self._reading_paths and not reads_paths:
-      self._box_variables(module)
+    if not self._reading_paths:
+      _put_below(module, functools.partial(self._box_collection, module))
     return result
 
-  def _box_variables(self, module: nn.Module) -> None:
-    """Puts boxes around the arrays below a module, in the collections that may change."""
-    scope: Any = module.scope
-    for collection, variables in module.variables.items():
-      if scope.is_mutable_collection(collection):
-        others = module.variables.get(f'{collection}_axes', {})  # names as in T5X
-        for name, node in variables.items():
-          new = self._boxed(node, collection, (name,), module, others)
-          if new is not node:
-            scope.put_variable(collection, name, new)
+  def _box_collection(self, module: nn.Module, collection: str, variables: Any) -> dict[str, Any]:
+    """A collection of a module's variables with boxes."""
+    others = module.variables.get(f'{collection}_axes', {})  # names as in T5X
+    return {
+      name: self._boxed(node, collection, (name,), module, others) for name, node in variables.items()
+    }
 
   def _boxed(self, node: Any, collection: str, keys: tuple[str, ...], module: Any, others: Any) -> Any:
     """A part of a module's variables with boxes; arrays with names of their own stay as they are."""
@@ -169,6 +172,24 @@ class LinenLayers:
       return node
     box = LayerBox(node, collection, tuple(range(len(node.shape))))
     return box.inside(Layer.of(module, '/'.join(keys), self._tables))
+
+
+def _put_below(module: nn.Module, change: Callable[[str, Any], Mapping[str, Any]]) -> None:
+  """Changes the variables below a module, in the collections that may change."""
+  if module.scope is None:
+    return
+  scope: Any = module.scope
+  for collection, variables in module.variables.items():
+    if scope.is_mutable_collection(collection):
+      for name, new in change(collection, variables).items():
+        if new is not variables[name]:
+          scope.put_variable(collection, name, new)
+
+
+def _unboxed(variables: Any) -> Any:
+  """Variables without the boxes of this module."""
+  is_box = lambda node: isinstance(node, LayerBox)
+  return jax.tree.map(lambda node: node.value if is_box(node) else node, variables, is_leaf=is_box)
 
 
 def _is_array(value: Any) -> bool:

@@ -5,16 +5,20 @@ A module keeps the types of its layers, so it is named after it is created. Dime
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flax_spmd._src import compat
-from flax_spmd._src.names.layer_table import Layer, LayerTable, Origin, fitted
+from flax_spmd._src.names.boxes import LogicallyPartitioned
+from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
+from flax_spmd._src.names.linen_layers import LayerBox
 from flax_spmd._src.names.nnx_variables import is_optimizer, one_level, static_of_variable
 from flax_spmd._src.tree_paths import key_value
 
 
-def name_variables(node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable]) -> Iterator[Origin]:
+def name_variables(
+  node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable]
+) -> Iterator[NameOrigin]:
   """Gives names to the variables of a module that have none, in place; returns the origin of each.
 
   Args:
@@ -24,7 +28,9 @@ def name_variables(node: Any, keys: tuple[str, ...], tables: Sequence[LayerTable
   """
   seen: set[int] = set()
 
-  def visit(node: Any, keys: tuple[str, ...], around: tuple[tuple[int, Any], ...]) -> Iterator[Origin]:
+  def visit(
+    node: Any, keys: tuple[str, ...], around: tuple[tuple[int, Any], ...]
+  ) -> Iterator[NameOrigin]:
     if id(node) in seen or is_optimizer(node):
       return
     seen.add(id(node))
@@ -43,7 +49,11 @@ def _named(
   keys: tuple[str, ...],
   around: tuple[tuple[int, Any], ...],
   tables: Sequence[LayerTable],
-) -> Iterator[Origin]:
+) -> Iterator[NameOrigin]:
+  metadata = compat.variable_metadata(variable)
+  if metadata.get('linen_meta_type') is LayerBox:
+    yield _named_by_box(variable, metadata, tables)
+    return
   static, value = static_of_variable(variable)
   shape = getattr(value, 'shape', None)
   if static is not None or shape is None:
@@ -55,3 +65,14 @@ def _named(
   if names is not None:
     variable.set_metadata(out_sharding=(*[origin.stacked] * added, *names))
   yield origin
+
+
+def _named_by_box(
+  variable: Any, metadata: Mapping[str, Any], tables: Sequence[LayerTable]
+) -> NameOrigin:
+  """Gives names to a variable of a Linen module that `nnx.bridge` has made of a box."""
+  fields = [metadata[name] for name in ('collection', 'dimensions', 'layers')]
+  named, origin = LayerBox(compat.variable_value(variable), *fields).named(tables)
+  if isinstance(named, LogicallyPartitioned):
+    variable.set_metadata(out_sharding=named.names, linen_meta_type=LogicallyPartitioned)
+  return origin
