@@ -577,6 +577,11 @@ def current_module() -> str | None:
   return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
 
 
+def is_lifted_type(cls: type) -> bool:
+  """Whether a class is that of a transformed module (`nn.scan(Block)`); the modules inside have the class `Block`."""
+  return cls.__module__ == nn.transforms.__name__
+
+
 def coordination_service() -> Any:
   """The client of JAX's coordination service, or None if it is not running. JAX has no public name for it."""
   return distributed.global_state.client

@@ -229,7 +229,7 @@ def _keyed(node: Any, seen: set[int] | None) -> Any:
     if id(node) in seen:
       return None
     seen.add(id(node))
-  below = _one_level(node)
+  below = one_level(node)
   entries = tuple(DictKey(key_value(entry)) for entry, _ in below)
   is_optimizer = compat.is_nnx_state_type(type(node))
   return _Keyed(
@@ -250,7 +250,7 @@ def _below(child: Any, seen: set[int] | None) -> Any:
 
 def _optimizer_state(node: Any) -> Any:
   """The state of an optimizer as a part of an NNX state: its levels are dictionaries, down to the parameters' keys."""
-  below = [] if compat.is_variable_type(type(node)) else _one_level(node)
+  below = [] if compat.is_variable_type(type(node)) else one_level(node)
   keys = {key_value(entry) for entry, _ in below}
   if keys and all(isinstance(key, int) for key in keys):
     return _Keyed(
@@ -262,12 +262,17 @@ def _optimizer_state(node: Any) -> Any:
   return node
 
 
-def _one_level(node: Any) -> list[tuple[Any, Any]]:
+def one_level(node: Any) -> list[tuple[Any, Any]]:
   """The children of a node with their keys, without those by which NNX keeps the state of a module itself."""
   if compat.is_nnx_module_type(type(node)):
     return [(entry, child) for entry, child in compat.nnx_children(node) if not _is_internal(entry)]
   flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
   return [(path[0], child) for path, child in flat if path]
+
+
+def is_optimizer(node: Any) -> bool:
+  """Whether a node is an `nnx.Optimizer`, whose state has the names of its parameters."""
+  return compat.is_nnx_module_type(type(node)) and hasattr(node, 'opt_state')
 
 
 def _is_internal(entry: Any) -> bool:
