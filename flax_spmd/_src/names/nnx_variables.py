@@ -155,7 +155,7 @@ def _check_below(node: Any, above: dict[int, Any], acyclic: set[int], path: tupl
     acyclic: ids of the modules that have been checked; this one is added.
     path: its own path.
   """
-  for entry, child in _one_level(node):
+  for entry, child in one_level(node):
     below = (*path, entry)
     if id(child) in above:
       text = f'{type(child).__name__} contains itself, at {path_string(below)}: it is no tree of arrays.'
