@@ -6,6 +6,9 @@ structure of the arguments selects the program, which costs as much as to flatte
 
 The tiny function has one small argument, committed to a mesh of one device. The state has about 1,000
 leaves without boxes, sharded over 8 devices (`boxes.py` measures the cost of boxes).
+
+The NNX model has as many layers; its functions are compared with `nnx.jit`, which traverses modules in each call too. One
+reads the model and changes nothing, the other changes every parameter.
 """
 
 import os
@@ -16,6 +19,7 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 import jax
 import jax.numpy as jnp
 import states
+from flax import nnx
 from harness import WALL, Figure, added, at_most, measure, ratio
 from reporting import report
 
@@ -26,7 +30,7 @@ RULES = (('mlp', 'model'), ('embed', 'data'))
 
 
 def figures() -> list[Figure]:
-  return [*tiny_figures(), *state_figures(), *several_figures()]
+  return [*tiny_figures(), *state_figures(), *several_figures(), *nnx_figures()]
 
 
 def tiny_figures() -> list[Figure]:
@@ -71,6 +75,40 @@ def several_figures() -> list[Figure]:
     ratio('3 signatures, state returned', rounds, 'ours, state', 'bare, state', at_most(2.2)),
     ratio('3 signatures, a scalar returned', rounds, 'ours, count', 'bare, count', at_most(2.2)),
   ]
+
+
+def nnx_figures() -> list[Figure]:
+  layout = spmd.Layout({'data': 1, 'model': 1}, RULES)
+  create = lambda: nnx.List([_NnxBlock() for _ in range(LAYERS)])
+  arms = {}
+  for name, jit in (('ours', layout.jit), ('nnx.jit', nnx.jit)):
+    model = layout.init(create)
+    arms[f'{name}, read'] = _each(jit(_nnx_count), [model])
+    arms[f'{name}, changed'] = _each(jit(_nnx_add), [model])
+  rounds = measure(arms, rounds=151, calls=3)
+  return [
+    ratio('NNX module read, over nnx.jit', rounds, 'ours, read', 'nnx.jit, read', at_most(1)),
+    ratio('NNX module changed, over nnx.jit', rounds, 'ours, changed', 'nnx.jit, changed', at_most(1)),
+  ]
+
+
+class _NnxBlock(nnx.Module):
+  """A layer of six parameters."""
+
+  def __init__(self):
+    self.kernels = nnx.List(
+      [nnx.Param(jnp.ones((8, 8)), out_sharding=('embed', 'mlp')) for _ in range(6)]
+    )
+
+
+def _nnx_count(model):
+  return model[0].kernels[0][0, 0] + 1
+
+
+def _nnx_add(model):
+  for block in model:
+    for kernel in block.kernels:
+      kernel[...] += 1
 
 
 def _in_mesh(mesh, call, argument):

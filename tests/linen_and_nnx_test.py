@@ -26,7 +26,6 @@ TABLES = {
   'optimizer over': (('batch', 'data'), ('mlp', 'model'), spmd.optimizer_over('data')),
 }
 QUICK = ('optimizer over',)  # the others are `exhaustive`
-LINEN_TO_NNX = {r'blocks_(\d+)': r'blocks/\1'}
 
 
 class LinenBlock(nn.Module):
@@ -157,11 +156,7 @@ def assert_same_places(ours, theirs):
 def continued(layout, path):
   """A checkpoint of Linen as an NNX state under a layout."""
   state = layout.init(nnx_state)
-  changes = checkpoint.Changes(renames=LINEN_TO_NNX, unused='^step$')
-  restored = checkpoint.restore(path, parts(state), changes=changes)
-  state.params = restored['params']
-  state.optimizer.opt_state = restored['opt_state']
-  return state
+  return checkpoint.restore(path, state, changes=checkpoint.linen_nnx_changes(path, state))
 
 
 @pytest.mark.new_jax
@@ -197,8 +192,9 @@ def test_a_linen_run_goes_on_in_nnx_under_another_mesh(tmp_path):
     state, uninterrupted, _ = step(state, tokens)
     losses.append((float(nnx_steps(ours, tokens)[0]), float(uninterrupted)))
   np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-4)
-  checkpoint.save(tmp_path / 'nnx', parts(ours), other)
-  back = checkpoint.Changes(renames={r'blocks/(\d+)': r'blocks_\1'}, missing='^step$')
+  checkpoint.save(tmp_path / 'nnx', ours, other)
+  back = checkpoint.linen_nnx_changes(tmp_path / 'nnx', state)
   linen = checkpoint.restore(tmp_path / 'nnx', state, changes=back)
+  assert int(linen.step) == 3
   assert_close(parts(ours), linen)
   assert_same_places(parts(first.shard(ours)), linen)

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
@@ -237,6 +239,53 @@ def test_lists_and_stacks_with_their_optimizers(linen_model, nnx_model, tx, tmp_
 
 def array(*shape):
   return np.arange(np.prod(shape, dtype=int), dtype='float32').reshape(shape)
+
+
+MODULES = st.lists(
+  st.sampled_from(['x', 'y', 'if', 'a_0', 'a_1', 'b_10', 'layers_2', 'a0', 'opt']),
+  min_size=1,
+  max_size=3,
+)
+
+
+@given(
+  st.lists(MODULES, min_size=1, max_size=8, unique_by=tuple),
+  st.sampled_from([(), ('model',), ('0', 'net')]),
+)
+@settings(max_examples=8, deadline=None)
+def test_every_leaf_of_any_modules_goes_to_its_partner(tmp_path_factory, modules, root):
+  """Arrays of one shape, which only paths distinguish; some are statistics, and all parameters have moments."""
+  linen, nnx_leaves = {'params': {}, 'batch_stats': {}, 'opt_state': {'mu': {}}}, {}
+  for number, names in enumerate(modules):
+    path = [name for part in names for name in nnx_names(part)]
+    leaf = 'mean' if number % 3 == 2 else 'w'
+    put(linen['batch_stats' if leaf == 'mean' else 'params'], [*names, leaf], number)
+    nnx_leaves[(*root, *path, leaf)] = nnx.Param(jnp.float32(-1))
+    if leaf == 'w':
+      put(linen['opt_state']['mu'], [*names, leaf], 100 + number)
+      nnx_leaves[('optimizer', 'opt_state', 'mu', *path, leaf)] = nnx.Param(jnp.float32(-1))
+  folder = tmp_path_factory.mktemp('state')
+  checkpoint.save(folder / 'linen', linen, LAYOUT)
+  target = LAYOUT.shard(nnx.from_flat_state(nnx_leaves))
+  changes = checkpoint.linen_nnx_changes(folder / 'linen', target)
+  restored = dict(nnx.to_flat_state(checkpoint.restore(folder / 'linen', target, changes=changes)))
+  for number, names in enumerate(modules):
+    path = [name for part in names for name in nnx_names(part)]
+    leaf = 'mean' if number % 3 == 2 else 'w'
+    assert restored[(*root, *path, leaf)][...] == number
+    if leaf == 'w':
+      assert restored[('optimizer', 'opt_state', 'mu', *path, leaf)][...] == 100 + number
+
+
+def nnx_names(name):
+  base, _, number = name.rpartition('_')
+  return [base, int(number)] if base else ['if_' if name == 'if' else name]
+
+
+def put(tree, path, value):
+  for name in path[:-1]:
+    tree = tree.setdefault(name, {})
+  tree[path[-1]] = np.float32(value)
 
 
 class Pair(nnx.Module):

@@ -62,6 +62,7 @@ def linen_nnx_changes(
     CheckpointError: the checkpoint cannot be opened, or the target is unusable, as for `restore`.
 
   Example:
+    >>> from flax import nnx
     >>> layout = Layout({'data': 8})
     >>> checkpoint.save(tmp / 'linen', nn.Sequential([nn.Dense(4), nn.Dense(4)]).init(jax.random.key(0), np.ones((1, 8))), layout)
     >>> dense = lambda inputs, rngs: nnx.Linear(inputs, 4, rngs=rngs)

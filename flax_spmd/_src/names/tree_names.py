@@ -124,9 +124,10 @@ class TreeNames:
   def _lost_names(self) -> Iterator[Problem]:
     """The problem of every stacked array in a box of `nnx.bridge`, which loses the dimension that `nn.scan` adds."""
     for index, unit in enumerate(self.units):
-      static, shape = self.box_statics[index], self.shapes[index]
-      is_bridged = static is not None and compat.is_bridge_box_type(type(unit))
-      if is_bridged and not self.optimizer[index] and len(static.names) < len(shape or ()):
+      static, shape = self.box_statics[index], self.shapes[index] or ()
+      if static is None or not compat.is_bridge_box_type(type(unit)) or self.optimizer[index]:
+        continue
+      if len(static.names) < len(shape):
         problem = Problem(
           f'{plural(len(static.names), "name")} {static.names!r} for an array of rank {len(shape)}, in a box of nnx.bridge, '
           'which does not name the dimension that nn.scan or nn.vmap adds.',
