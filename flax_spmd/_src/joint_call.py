@@ -14,7 +14,6 @@ All processes make the calls of a kind in the same order. An exchange that was l
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -120,6 +119,7 @@ class JointCall:
 
 
 _current: ContextVar[JointCall | None] = ContextVar('flax_spmd_joint_call', default=None)
+_counters: dict[str, Iterator[int]] = {}  # by kind
 _forgotten: dict[str, int] = {}  # by kind: the first call whose keys may still be there
 
 
@@ -133,6 +133,6 @@ def first_line(error: BaseException) -> str:
   return (str(error).splitlines() or [type(error).__name__])[0].rstrip('.')[:_LONGEST]
 
 
-@functools.cache
 def _numbers(kind: str) -> Iterator[int]:
-  return itertools.count()
+  """The numbers of the calls of a kind, the same for all threads."""
+  return _counters.setdefault(kind, itertools.count())  # in one step, unlike functools.cache

@@ -154,12 +154,12 @@ class SafetensorsReader:
     memory = {
       box: allocated([high - low for low, high in box], itemsize) for box in _boxes(arranged.request)
     }
-    parts: dict[str, _Part] = {}
+    parts: dict[str, _FilledPart] = {}
     for box, words in memory.items():
       for source, shape, part, view in arranged.placements(box, words):
         file, entry = self._tensors[source]
         extent = Extent(shape, itemsize, entry.begin)
-        parts.setdefault(source, _Part(file, extent, {})).memory[part] = view
+        parts.setdefault(source, _FilledPart(file, extent, {})).memory[part] = view
     return _RequestedArray(name, arranged.request, memory, list(parts.values()))
 
   def _opened(self, path: epath.Path, stack: contextlib.ExitStack) -> RangeFile:
@@ -191,7 +191,7 @@ class SafetensorsReader:
     )
 
 
-class _Part(NamedTuple):
+class _FilledPart(NamedTuple):
   """A saved array that fills memory.
 
   Attributes:
@@ -222,7 +222,7 @@ class _RequestedArray(NamedTuple):
   path: str
   request: Any
   memory: dict[Box, np.ndarray]
-  parts: list[_Part]
+  parts: list[_FilledPart]
 
   @property
   def bytes(self) -> int:
