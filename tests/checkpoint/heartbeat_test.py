@@ -1,93 +1,138 @@
-"""Heartbeats against a coordination service that fails for a while, or for good."""
+"""Heartbeats of a save: silence is a sign of death only where a process was there to notice it."""
 
-import sys
 import threading
-import types
 
 import jax
 import pytest
 
-from flax_spmd._src import joint_call
-from flax_spmd._src.checkpoint.storage import heartbeat
+from flax_spmd._src.checkpoint.storage import async_save, heartbeat
 from flax_spmd._src.joint_call import JointCall
 
 
-class Service:
-  """A coordination service whose writes fail in some rounds.
+class Clock:
+  def __init__(self):
+    self.now = 1000.0
 
-  Attributes:
-    fails: whether the write with this number fails.
-    reached: set once a write with the number `last` was tried.
-  """
-
-  def __init__(self, fails, last):
-    self.fails, self.last, self.writes = fails, last, 0
-    self.values, self.reached = {}, threading.Event()
-
-  def key_value_set(self, key, value, allow_overwrite=False):
-    number, self.writes = self.writes, self.writes + 1
-    if number >= self.last:
-      self.reached.set()
-    if self.fails(number):
-      raise jax.errors.JaxRuntimeError('UNAVAILABLE: for a moment')
-    self.values[key] = value
-
-  def key_value_try_get(self, key):
-    if key not in self.values:
-      raise jax.errors.JaxRuntimeError('NOT_FOUND: ' + key)
-    return self.values[key]
+  def monotonic(self):
+    return self.now
 
 
 @pytest.fixture
-def beating(monkeypatch):
-  """A function that starts heartbeats in one of two processes, with a service."""
-  started = []
-
-  def start(service):
-    monkeypatch.setattr(jax, 'process_count', lambda: 2)
-    for module in (heartbeat, joint_call):
-      monkeypatch.setattr(module, 'coordination_service', lambda: service)
-    started.append(heartbeat.Heartbeat(JointCall('save', 'The save to /a')))
-    assert service.reached.wait(20)
-    return started[-1]
-
-  yield start
-  for each in started:
-    each.stop()
+def clock(monkeypatch):
+  monkeypatch.setattr(heartbeat, 'time', Clock())
+  return heartbeat.time
 
 
-def test_a_failed_write_is_repeated(beating):
-  service = Service(fails=lambda number: number in (1, 2), last=4)
-  beat = beating(service)
-  assert beat.gone == [] and int(service.values[f'{beat.call.folder}/heartbeat/0']) >= 3
+class Service:
+  """The coordination service, with the keys of the other process; `answers` is clear while it is cut off."""
+
+  def __init__(self):
+    self.others, self.answers, self.asked = '0', threading.Event(), threading.Semaphore(0)
+    self.waited_for = threading.Event()
+    self.answers.set()
+
+  def key_value_set(self, key, value, allow_overwrite=False):
+    self.asked.release()
+    if not self.answers.is_set():
+      self.waited_for.set()
+      self.answers.wait()
+
+  def key_value_try_get(self, key):
+    if key.endswith('failed'):
+      raise jax.errors.JaxRuntimeError('no such key')
+    return self.others
 
 
-def test_a_service_that_fails_for_good_is_gone_after_the_silence(beating, monkeypatch):
-  beat = beating(Service(fails=lambda number: number > 0, last=2))
-  assert beat.gone == []
-  now = heartbeat.time.monotonic()
-  later = types.SimpleNamespace(monotonic=lambda: now + heartbeat.SILENCE + 1)
-  monkeypatch.setattr(heartbeat, 'time', later)
-  assert beat.gone == [0]
+@pytest.fixture
+def service(monkeypatch):
+  service = Service()
+  monkeypatch.setattr(heartbeat, 'coordination_service', lambda: service)
+  monkeypatch.setattr('flax_spmd._src.joint_call.coordination_service', lambda: service)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  yield service
+  service.answers.set()
+  for thread in threading.enumerate():
+    if thread.name == 'flax_spmd heartbeat':
+      thread.join(120)
 
 
-def test_threads_number_their_calls_apart():
-  """The first calls of a kind, at once."""
-  before = sys.getswitchinterval()
-  sys.setswitchinterval(1e-6)
-  try:
-    for kind in map(str, range(300)):
-      folders, barrier = [], threading.Barrier(4)
+@pytest.fixture
+def beating(clock, service):
+  """The heartbeat of a save; it has begun."""
+  beating = heartbeat.Heartbeat(JointCall('save', 'The save'))
+  beats(service)
+  yield beating
+  service.answers.set()
+  beating.stop()
 
-      def call(kind=kind, folders=folders, barrier=barrier):
-        barrier.wait()
-        folders.append(JointCall(f'kind {kind}', 'A call').folder)
 
-      threads = [threading.Thread(target=call) for _ in range(4)]
-      for thread in threads:
-        thread.start()
-      for thread in threads:
-        thread.join()
-      assert len(set(folders)) == 4
-  finally:
-    sys.setswitchinterval(before)
+class SlowResponse:
+  """Storage that takes a minute for a save, by the clock of the heartbeat."""
+
+  def __init__(self, clock):
+    self.clock, self.left = clock, 3
+
+  def result(self, timeout):
+    self.left -= 1
+    if self.left:
+      self.clock.now += 30
+      threading.Event().wait(timeout)
+      raise TimeoutError
+
+
+def test_a_long_save_of_one_process(clock, tmp_path):
+  beating = heartbeat.Heartbeat(JointCall('save', 'The save'))
+  clock.now += 100
+  async_save.wait_for(SlowResponse(clock), tmp_path, beating)
+  assert beating.gone() == []
+
+
+def beats(service):
+  """Waits for a heartbeat that begins from now on, and its end."""
+  while service.asked.acquire(blocking=False):
+    pass
+  for _ in range(2):
+    assert service.asked.acquire(timeout=120)
+
+
+def cut_off(service):
+  service.answers.clear()
+  assert service.waited_for.wait(120)
+
+
+def looks(beating, clock, seconds):
+  """Every half second, as a process that waits for a save does."""
+  for _ in range(2 * seconds):
+    clock.now += 0.5
+    gone = beating.gone()
+  return gone
+
+
+def test_a_first_process_that_does_not_answer(clock, service, beating):
+  cut_off(service)
+  assert looks(beating, clock, int(heartbeat.SILENCE)) == []
+  assert looks(beating, clock, 1) == [0]
+
+
+def test_a_process_that_was_suspended_itself(clock, service, beating):
+  cut_off(service)
+  clock.now += 3600
+  assert looks(beating, clock, int(heartbeat.SILENCE)) == []
+  assert looks(beating, clock, 1) == [0]
+
+
+def test_another_process_that_is_silent(clock, service, beating):
+  for _ in range(3):
+    clock.now += 5
+    beats(service)
+    gone = beating.gone()
+  assert gone == [1]
+
+
+def test_another_process_after_this_one_was_suspended(clock, service, beating):
+  clock.now += 3600
+  beats(service)
+  assert beating.gone() == []
+  service.others = '1'
+  beats(service)
+  assert looks(beating, clock, int(heartbeat.SILENCE) // 2) == []

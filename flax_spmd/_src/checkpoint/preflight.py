@@ -107,7 +107,7 @@ def plan_restore(
     changes: differences that are allowed.
     limit: bytes that one device may hold; default: its free memory, where the device reports it.
   """
-  saved = _saved(reader, changes)
+  saved = saved_side(reader, changes)
   matched = match(saved, target.side, changes)
   routes = dict(matched.routes)
   problems = _impossible(reader, target.values, matched.routes)
@@ -181,7 +181,7 @@ def _is_requested(part: str, changes: Changes, paths: Sequence[str]) -> bool:
   return has_targets or not may_be_unused(changes, f'{part}/')
 
 
-def _saved(reader: CheckpointReader, changes: Changes) -> Side:
+def saved_side(reader: CheckpointReader, changes: Changes) -> Side:
   """The checkpoint's side of the match: all of its leaves, or the part to restore."""
   kinds = reader.record.kinds
   leaves = {

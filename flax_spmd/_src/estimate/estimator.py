@@ -17,6 +17,7 @@ Where XLA could choose otherwise, the estimate carries a doubt.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.compiler_traits import mark_traits
-from flax_spmd._src.estimate.cost_walk import AnalyzedGraph
+from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
 from flax_spmd._src.estimate.graph import Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.layout import Layout
@@ -93,10 +94,9 @@ class Estimator:
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._module = mlir.prepare(self._lowering.code, self.parameter_names)
-    mark_traits(self._module.graph, platform)
-    self._analyzed = AnalyzedGraph(self._module.graph)
-    self._replaced_arguments = list(_replaced_arguments(self._lowering))
+    self._program = _Program(self._lowering, self.parameter_names, platform)
+    constrained = self._lowering.with_batch
+    self._with_batch = constrained and _Program(constrained, self.parameter_names, platform, True)
     self._parts = [
       *(_part(path) for path, _ in state),
       *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
@@ -108,7 +108,7 @@ class Estimator:
     together: set[frozenset[str]] = set()
     batch = abstract_batch(self._train_step, self._name_layout())
     named = [(leaf.sharding.spec, leaf.shape) for leaf in jax.tree.leaves((self._lowering.state, batch))]
-    named += [(logical.names, shape) for logical, shape in self._module.constraints]
+    named += [(logical.names, shape) for logical, shape in self._program.module.constraints]
     for names, shape in named:
       dims = {name: size for name, size in zip(names, shape) if isinstance(name, str)}
       for name, size in dims.items():
@@ -140,19 +140,16 @@ class Estimator:
         f'{target.devices}.\nFix: give the layout a mesh of {target.devices} devices.'
       )
     layout = layout.replace(mesh=abstract_mesh(sizes, axis_types=axis_types(layout.mesh)))
-    batch = jax.tree.leaves(abstract_batch(self._train_step, layout))
-    arrays = [*jax.tree.leaves(self._lowering.state), *batch]
+    batch = abstract_batch(self._train_step, layout)
+    arrays = jax.tree.leaves((self._lowering.state, batch))
     shardings = [
       *jax.tree.leaves(layout.sharding(self._lowering.state)),
-      *(leaf.sharding for leaf in batch),
+      *(leaf.sharding for leaf in jax.tree.leaves(batch)),
     ]
-    arguments = [
-      _spec(shardings[index], len(self._module.graph.values[value].shape))
-      for index, value in zip(self._lowering.used, self._module.graph.main.arguments, strict=True)
-    ]
-    results = [None if index is None else arguments[index] for index in self._replaced_arguments]
-    specs = self._module.propagate(sizes, arguments, results, lambda *one: _resolve(layout, *one))
-    costs = self._analyzed.walk(specs, results, sizes, target.chip.platform)
+    program = self._program
+    if self._with_batch and self._lowering.batch_under(layout, batch):
+      program = self._with_batch
+    costs = program.walk(layout, shardings, target.chip.platform)
     argument_bytes = [
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
@@ -175,7 +172,7 @@ class Estimator:
   @property
   def dtype(self) -> str:
     """The operands' dtype of most of the step's matrix products, such as `bf16` or `f32`."""
-    return self._analyzed.dtype
+    return self._program.analyzed.dtype
 
   def _memory(self, argument_bytes: Sequence[int], temporaries: float) -> Memory:
     """Bytes on one device; those of the state and the batch count whether the step uses them or not.
@@ -193,6 +190,42 @@ class Estimator:
     return Memory(parameters, optimizer, rest, batch, extra, total + extra)
 
 
+class _Program:
+  """A lowered step, prepared and analyzed.
+
+  Args:
+    lowering: the step.
+    parameter_names: logical names of dimensions of the state.
+    platform: platform that it is lowered for.
+    is_automatic: whether its constraints are automatic ones, which are left out where they do not divide.
+  """
+
+  def __init__(
+    self,
+    lowering: NamedLowering,
+    parameter_names: frozenset[str],
+    platform: str,
+    is_automatic: bool = False,
+  ):
+    self.used, self.is_automatic = lowering.used, is_automatic
+    self.module = mlir.prepare(lowering.code, parameter_names)
+    mark_traits(self.module.graph, platform)
+    self.analyzed = AnalyzedGraph(self.module.graph)
+    self.replaced_arguments = list(_replaced_arguments(lowering))
+
+  def walk(self, layout: Layout, shardings: Sequence[NamedSharding], platform: str) -> WalkResult:
+    """The costs under a layout, with the shardings of all leaves of the state and the batch."""
+    graph, sizes = self.module.graph, axis_sizes(layout.mesh)
+    arguments = [
+      _spec(shardings[index], len(graph.values[value].shape))
+      for index, value in zip(self.used, graph.main.arguments, strict=True)
+    ]
+    results = [None if index is None else arguments[index] for index in self.replaced_arguments]
+    resolve = functools.partial(_resolve, layout, self.is_automatic)
+    specs = self.module.propagate(sizes, arguments, results, resolve)
+    return self.analyzed.walk(specs, results, sizes, platform)
+
+
 def _memory_doubts(peak: int, limit: int) -> Iterator[str]:
   """A doubt if the peak is close to the limit."""
   if abs(peak / limit - 1) < _MEMORY_ERROR:
@@ -207,12 +240,16 @@ def _spec(sharding: NamedSharding, rank: int) -> Spec:
   return tuple(entries + [()] * (rank - len(entries)))
 
 
-def _resolve(layout: Layout, logical: LogicalSharding, shape: tuple[int, ...]) -> ConstraintSpec | None:
+def _resolve(
+  layout: Layout, is_automatic: bool, logical: LogicalSharding, shape: tuple[int, ...]
+) -> ConstraintSpec | None:
   """The mesh axes of a constraint under a layout; None if the layout has no rules for names."""
   rules = layout.rules
   if not rules.pairs:
     return None
   resolution = resolve_for_constraint(rules, logical.names, shape, layout.mesh)
+  if resolution.problems and is_automatic:
+    return None
   raise_problems([problem.at('constraint') for problem in resolution.problems])
   entries = [*resolution.spec, *[None] * (len(shape) - len(resolution.spec))]
   return [None if entry is UNCONSTRAINED else axis_names(entry) for entry in entries]

@@ -12,6 +12,8 @@ from __future__ import annotations
 import uuid
 from typing import Any, NamedTuple
 
+import jax
+
 from flax_spmd._src.active_layout import record_names
 from flax_spmd._src.compare.lowering import abstract_arguments, abstract_batch
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
@@ -21,8 +23,12 @@ from flax_spmd._src.compat import (
   target_devices,
   used_arguments,
 )
+from flax_spmd._src.jit.batch_constraints import with_batch_constraints
+from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
+from flax_spmd._src.plan.result_shardings import same_forms
+from flax_spmd._src.rules.clauses.fsdp_rule import fsdp
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import EstimatorError, MeshAxisError
 
@@ -51,6 +57,8 @@ class NamedLowering(NamedTuple):
     state: tree of the step's first argument: shapes with shardings, in boxes.
     result: tree of the step's results: shapes.
     used: indices of the leaves of `(state, batch)` that the step uses; the program has no other arguments.
+    jaxpr: the step as traced.
+    with_batch: the same step with its batch constrained; None if no layout constrains it.
   """
 
   code: bytes
@@ -58,6 +66,29 @@ class NamedLowering(NamedTuple):
   state: Any
   result: Any
   used: list[int]
+  jaxpr: Any
+  with_batch: NamedLowering | None = None
+
+  def batch_under(self, layout: Layout, batch: Any) -> BatchLeaves | None:
+    """The batch that `layout.jit` constrains under a layout; None if it adds no constraints.
+
+    Args:
+      layout: layout of the step.
+      batch: tree of the step's second argument: shapes with the layout's shardings.
+    """
+    leaves, treedef = jax.tree.flatten(self.state)
+    shardings = jax.tree.leaves(layout.sharding(self.state))
+    state = treedef.unflatten(
+      jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+      for leaf, sharding in zip(leaves, shardings, strict=True)
+    )
+    dynamic = ((state, batch), {})
+
+    def returned() -> set[int]:
+      found = same_forms(self.result, dynamic, layout.mesh)
+      return {position for each in found for position in each}
+
+    return batch_leaves(dynamic, returned, self.jaxpr, layout.mesh, layout.rules)
 
 
 def lower_on_names(train_step: TrainStepLike, platform: str) -> NamedLowering:
@@ -89,13 +120,39 @@ def _lowered(train_step: TrainStepLike, platform: str) -> NamedLowering:
   layout = Layout(
     abstract_mesh(dict.fromkeys(names, 1) | {_SPARE_AXIS: 2}), Rules(*((name, name) for name in names))
   )
-  train_step = train_step_on(layout, train_step)
+  lowered = _lowered_on(layout, train_step_on(layout, train_step), platform)
+  found = _batch_of(lowered)
+  if found is None:
+    return lowered
+  constrained = _with_batch(lowered.train_step, found, layout)
+  return lowered._replace(with_batch=_lowered_on(layout, constrained, platform))
+
+
+def _lowered_on(layout: Layout, train_step: TrainStep, platform: str) -> NamedLowering:
   state, batch = abstract_arguments(train_step, layout)
   traced = train_step.jitted(layout).trace(state, batch)
   lowered = lower_with_placeholders(traced, platform, layout.mesh)
-  return NamedLowering(
-    program_bytes(lowered), train_step, state, lowered.out_info, used_arguments(lowered)
-  )
+  code, used = program_bytes(lowered), used_arguments(lowered)
+  return NamedLowering(code, train_step, state, lowered.out_info, used, traced.jaxpr)
+
+
+def _batch_of(lowered: NamedLowering) -> BatchLeaves | None:
+  """The batch of a step without names, with the logical name of its first dimension; None if there is none."""
+  mesh = abstract_mesh({_SPARE_AXIS: 2})
+  under = Layout(mesh, Rules(('batch', _SPARE_AXIS), fsdp(_SPARE_AXIS, min_size=1)))
+  found = lowered.batch_under(under, abstract_batch(lowered.train_step, under))
+  return None if found is None else found._replace(axes=('batch',))
+
+
+def _with_batch(train_step: TrainStep, found: BatchLeaves, layout: Layout) -> TrainStep:
+  """A step with its batch constrained, as `layout.jit` does it."""
+
+  def step(*args: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(args)
+    plain = lambda leaves: train_step.step(*treedef.unflatten(leaves))
+    return with_batch_constraints(plain, found, layout.mesh)(leaves)
+
+  return train_step._replace(step=step)
 
 
 def _names_of(train_step: TrainStepLike) -> set[str]:

@@ -149,17 +149,12 @@ def _keep_equal_dims(shape: Sequence[int], other: Sequence[int], spec: Spec) -> 
 
 
 def _reduce(op: Op, context: Context) -> Requirement:
-  """Kept dimensions are sharded as in the result; reduced dimensions keep the other axes, for a partial sum."""
-  reduced = op.attributes['dimensions']
+  """The operand keeps its sharding: along the axes of reduced dimensions, the result is a partial sum."""
+  reduced, operand = op.attributes['dimensions'], context.specs[0]
   values = len(context.values) // 2
-  used = used_axes(context.result_spec)
-  kept = iter(context.result_spec)
-  operand = tuple(
-    tuple(axis for axis in axes if axis not in used) if dim in reduced else next(kept)
-    for dim, axes in enumerate(context.specs[0])
-  )
+  natural = tuple(axes for dim, axes in enumerate(operand) if dim not in reduced)
   partial_axes = tuple(axis for dim in reduced for axis in operand[dim])
-  return Requirement((*[operand] * values, *[None] * values), context.result_spec, partial_axes)
+  return Requirement((*[operand] * values, *[None] * values), natural, partial_axes)
 
 
 def _sort(op: Op, context: Context) -> Requirement:
