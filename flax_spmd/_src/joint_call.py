@@ -8,15 +8,16 @@ under the number of the call, and whoever waits in an exchange of that call look
       ...                  # exchanges have keys of their own, and end when a process has failed
     call.fail(error)       # in the process that fails
 
-All processes make the calls of a kind in the same order. An exchange that was left halfway does not disturb a later call.
+All processes make the calls of a kind in the same order. Processes that wait for each other in different calls get an
+error that names both. An exchange that was left halfway does not disturb a later call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ import jax
 from flax_spmd import errors
 from flax_spmd._src.compat import coordination_service
 
-_PREFIX = 'flax_spmd/calls'
+_PREFIX, _WAITING = 'flax_spmd/calls', 'flax_spmd/waiting'
 _LONGEST = 500  # characters of a reason
 
 
@@ -61,6 +62,8 @@ class JointCall:
   def __init__(self, kind: str, subject: str, error_of: Callable[[Failure], Exception] | None = None):
     self._error_of = error_of or self._same_error
     self._kind, self._number = kind, next(_numbers(kind))
+    _made[kind] = self._number + 1
+    self._has_announced = False
     self._subject, self._outer = subject, _current.get()
     self._counts: dict[Any, Iterator[int]] = {}
     self.folder = f'{_PREFIX}/{kind}/{self._number}'
@@ -73,6 +76,8 @@ class JointCall:
       yield
     finally:
       _current.reset(token)
+      if self._has_announced:
+        self._announce('')
 
   def counts(self, key: Any) -> Iterator[int]:
     """The numbers of the exchanges of a kind in this call."""
@@ -81,25 +86,69 @@ class JointCall:
   def fail(self, error: BaseException) -> None:
     """Publishes an error to the other processes, unless another one has done so."""
     if jax.process_count() > 1:
-      failure = Failure(
-        jax.process_index(), type(error).__name__, str(error), first_line(error.__cause__ or error)
-      )
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
-        coordination_service().key_value_set(f'{self.folder}/failed', json.dumps(failure))
+      self._publish(self.folder, error)
+
+  def _publish(self, folder: str, error: BaseException) -> None:
+    failure = Failure(
+      jax.process_index(), type(error).__name__, str(error), first_line(error.__cause__ or error)
+    )
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      coordination_service().key_value_set(f'{folder}/failed', json.dumps(failure))
 
   def failure(self) -> Failure | None:
     """The error of the first process that has published one; None if there is none."""
-    try:
-      return Failure(*json.loads(coordination_service().key_value_try_get(f'{self.folder}/failed')))
-    except jax.errors.JaxRuntimeError:
-      return None
+    text = _stored(f'{self.folder}/failed')
+    return Failure(*json.loads(text)) if text else None
 
   def error(self) -> Exception | None:
     """The error to raise here because of another process, in this call or one around it."""
     failure = self.failure()
     if failure is not None:
+      other = _stored(f'{self.folder}/crossed')
+      if other:
+        _count(*json.loads(other))
       return self._error_of(failure)
+    crossed = self._crossed()
+    if crossed is not None:
+      return crossed
     return None if self._outer is None else self._outer.error()
+
+  def _crossed(self) -> errors.LayoutError | None:
+    """The error for a process that waits in another call, which this one has not made, as it has not made this one.
+
+    Only calls of main threads are compared: other threads may still make the one that is waited for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+      return None
+    self._announce(json.dumps([self._kind, self._number, self._subject, _made]))
+    for process in range(jax.process_count()):
+      text = _stored(f'{_WAITING}/{process}')
+      kind, number, subject, made = json.loads(text) if text else (self._kind, self._number, '', {})
+      if number < _made.get(kind, 0) or made.get(self._kind, 0) > self._number:
+        continue
+      here, there = (each[:1].lower() + each[1:] for each in (self._subject, subject))
+      error = errors.LayoutError(
+        f'Process {jax.process_index()} waits in {here}, and process {process} in {there}: '
+        'neither makes the call of the other.\n'
+        'Fix: make the same calls on every process, equally often and in the same order.'
+      )
+      _count(kind, number)
+      folder = f'{_PREFIX}/{kind}/{number}'
+      with contextlib.suppress(
+        jax.errors.JaxRuntimeError
+      ):  # the other process may have published its own
+        coordination_service().key_value_set(f'{folder}/crossed', json.dumps([self._kind, self._number]))
+      self._publish(folder, error)
+      return error
+    return None
+
+  def _announce(self, text: str) -> None:
+    """Publishes the call in which this process waits; an empty text once it does not."""
+    self._has_announced = bool(text)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      coordination_service().key_value_set(
+        f'{_WAITING}/{jax.process_index()}', text, allow_overwrite=True
+      )
 
   def _same_error(self, failure: Failure) -> Exception:
     kind = getattr(errors, failure.kind, None)
@@ -120,7 +169,23 @@ class JointCall:
 
 
 _current: ContextVar[JointCall | None] = ContextVar('flax_spmd_joint_call', default=None)
+_counters: dict[str, Iterator[int]] = {}  # by kind
+_made: dict[str, int] = {}  # by kind: the number of calls of this process
 _forgotten: dict[str, int] = {}  # by kind: the first call whose keys may still be there
+
+
+def _count(kind: str, number: int) -> None:
+  """Counts a call that another process has made alone, so that later calls of its kind have one number again."""
+  while _made.get(kind, 0) <= number:
+    _made[kind] = next(_numbers(kind)) + 1
+
+
+def _stored(key: str) -> str | None:
+  """The value of a key, or None."""
+  try:
+    return coordination_service().key_value_try_get(key)
+  except jax.errors.JaxRuntimeError:
+    return None
 
 
 def current_call() -> JointCall | None:
@@ -133,6 +198,6 @@ def first_line(error: BaseException) -> str:
   return (str(error).splitlines() or [type(error).__name__])[0].rstrip('.')[:_LONGEST]
 
 
-@functools.cache
 def _numbers(kind: str) -> Iterator[int]:
-  return itertools.count()
+  """The numbers of the calls of a kind, the same for all threads."""
+  return _counters.setdefault(kind, itertools.count())  # in one step, unlike functools.cache

@@ -52,6 +52,16 @@ def plural(count: int, noun: str) -> str:
   return f'{count} {noun}{"" if count == 1 else "s"}'
 
 
+def with_article(noun: str) -> str:
+  """A noun after its article.
+
+  Example:
+    >>> with_article('str'), with_article('object')
+    ('a str', 'an object')
+  """
+  return f'{"an" if noun[:1].lower() in tuple("aeiou") else "a"} {noun}'
+
+
 _UNITS = {'': 1, 'B': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30, 'TiB': 2**40}
 
 

@@ -206,7 +206,7 @@ def test_leaves_that_the_format_cannot_hold(tmp_path):
   )
   assert refused(checkpoint.save_safetensors, tmp_path / 'x', {'s': 'text', 't': object()}) == dedent("""\
     s is a str.
-    t is a object.
+    t is an object.
     Fix: keep only numbers and arrays in the state.""")
   abstract = jax.ShapeDtypeStruct((2,), np.float32)
   assert 'w is abstract: it has the shape (2,) but no values.' in refused(

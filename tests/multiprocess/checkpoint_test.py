@@ -136,7 +136,7 @@ SALVAGE = """
 path = folder + '/by_2'
 salvaged = checkpoint.restore(path, layout.abstract(create), salvage=True)
 verified = checkpoint.verify(path)
-report([is_state(salvaged.state, 2), salvaged.damaged, list(salvaged.files) == verified, len(verified)])
+report([is_state(salvaged.state, 2), salvaged.damaged, sorted(salvaged.files) == sorted(verified), len(verified)])
 """
 
 
@@ -154,6 +154,30 @@ def test_arrays_of_two_processes_without_the_index_of_both(tmp_path):
   assert (
     sorted(salvaged.files) == sorted(checkpoint.verify(tmp_path / 'by_2')) and len(salvaged.files) == 2
   )
+
+
+ONE_CALL_MORE = """
+checkpoint.save(folder + '/a', state_of(layout, 1), layout=layout)
+if me == 0:
+  report(text_of(lambda: checkpoint.restore(folder + '/a', layout=layout)))  # of this process alone
+else:
+  report(text_of(lambda: checkpoint.verify(folder + '/a')))
+checkpoint.save(folder + '/b', state_of(layout, 2), layout=layout)  # both make these
+report(is_state(checkpoint.restore(folder + '/b', layout=layout), 2) and checkpoint.verify(folder + '/b') == [])
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_make_different_calls(tmp_path):
+  """They are told at once, and not after the 300 s in which a process may arrive."""
+  first, second = (result.reported for result in run(ONE_CALL_MORE, tmp_path, timeout=240))
+  texts = {
+    f'Process {me} waits in the {calls[me]} of {tmp_path}/a, and process {1 - me} in the {calls[1 - me]} of {tmp_path}/a: '
+    'neither makes the call of the other.\nFix: make the same calls on every process, equally often and in the same order.'
+    for me, calls in ((0, ('restore', 'verification')), (1, ('restore', 'verification')))
+  }
+  for (kind, text, seconds), later in (first, second):
+    assert kind == 'LayoutError' and text in texts and seconds < 100 and later is True
 
 
 TWO = """

@@ -1,11 +1,14 @@
 """Loading: reads the saved leaves of a set of routes, verifies them, and converts them to the target's leaves.
 
 Saved leaves are read directly into the shardings of the result: a stacked leaf that is to be unstacked is read
-with the sharding of its layers. Conversions run on the devices.
+with the sharding of its layers. Conversions run on the devices; those of safetensors that only move elements are made
+by reading each saved leaf into its place in the result.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,10 +17,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
+from flax_spmd._src.checkpoint.matching.placements_of_routes import moves_only, placements
 from flax_spmd._src.checkpoint.matching.routes import Route, record_of
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import NUMBERS, LeafRecord, device_dtype, dtype_of
-from flax_spmd._src.checkpoint.storage.verification import Damage, read_verified
+from flax_spmd._src.checkpoint.storage.safetensors_reader import (
+  Arranged,
+  SafetensorsReader,
+  is_in_boxes,
+)
+from flax_spmd._src.checkpoint.storage.verification import Damage, read_arranged, read_verified
 from flax_spmd.errors import CheckpointError
 
 
@@ -48,8 +57,10 @@ def load(
     CheckpointError: a leaf that was read does not match its target.
   """
   records = reader.record.leaves
+  results = _arranged(reader, values, routes, memory)
   requests: dict[str, Any] = {}
-  for path, route in routes.items():
+  others = {path: route for path, route in routes.items() if path not in results}
+  for path, route in others.items():
     for saved, request in _requests(records, route, values[path]):
       if records[saved].value is None:
         requests.setdefault(saved, request)
@@ -58,11 +69,43 @@ def load(
     raise damage.error(reader.path)
   leaves |= {path: record.value for path, record in records.items() if record.value is not None}
   whole = {
-    path: route for path, route in routes.items() if not damage.leaves.keys() & set(route.sources)
+    path: route for path, route in others.items() if not damage.leaves.keys() & set(route.sources)
   }
-  results = dict(converted_leaves(values, whole, leaves))
-  _check(reader, {path: values[path] for path in whole}, results)
+  results |= converted_leaves(values, whole, leaves)
+  _check(reader, {path: values[path] for path in routes if path in whole or path in results}, results)
   return [results.get(path, values[path]) for path in values], damage
+
+
+def _arranged(
+  reader: CheckpointReader, values: Mapping[str, Any], routes: Mapping[str, Route], memory: int | None
+) -> dict[str, Any]:
+  """The target leaves that can be read into place; none if a file cannot be read, which is then looked into."""
+  if not isinstance(reader, SafetensorsReader):
+    return {}
+  records = reader.record.leaves
+  uses = Counter(source for route in routes.values() for source in route.sources)
+  requests: dict[str, Arranged] = {}
+  for path, route in routes.items():
+    dtypes = {records[source].dtype for source in route.sources}
+    is_alone = all(uses[source] == 1 for source in route.sources)
+    if route.step in ('same', 'keep') or not is_alone or dtypes != {_array_dtype(values[path])}:
+      continue
+    request = _request_of(values[path])
+    arranged = Arranged(request, functools.partial(placements, route, records))
+    if moves_only(route) and is_in_boxes(arranged):
+      requests[path] = arranged
+  return read_arranged(reader, requests, memory)
+
+
+def _array_dtype(target: Any) -> str | None:
+  """The dtype of a target leaf, if it gets the bits of a saved leaf; None for Python numbers."""
+  dtype = str(getattr(target, 'dtype', None))
+  on_device = getattr(target, 'sharding', None) is not None
+  return None if dtype == 'None' or (on_device and device_dtype(dtype) != dtype) else dtype
+
+
+def _request_of(target: Any) -> Any:
+  return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=getattr(target, 'sharding', None))
 
 
 def _requests(records: Mapping[str, LeafRecord], route: Route, target: Any) -> Iterator[tuple[str, Any]]:

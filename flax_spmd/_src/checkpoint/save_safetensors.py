@@ -48,7 +48,7 @@ from flax_spmd._src.checkpoint.targets import changed_leaves
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.text import size_text
+from flax_spmd._src.text import size_text, with_article
 from flax_spmd.errors import CheckpointError, CheckpointExistsError, Problem, problems_text
 
 _SHARD_BYTES = 5_000_000_000  # of a folder's files, as in Hugging Face's libraries
@@ -136,7 +136,9 @@ def _leaf_problems(path: str, leaf: Any) -> Iterator[Problem]:
     fix = 'save a state with values, as layout.init returns; layout.abstract only plans one.'
     yield Problem(f'{path} is abstract: it has the shape {leaf.shape} but no values.', fix)
   elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float)):
-    yield Problem(f'{path} is a {type(leaf).__name__}.', 'keep only numbers and arrays in the state.')
+    yield Problem(
+      f'{path} is {with_article(type(leaf).__name__)}.', 'keep only numbers and arrays in the state.'
+    )
   elif isinstance(leaf, jax.Array) and leaf.is_deleted():
     fix = 'save the state that the step returned, not the one that was donated to it.'
     yield Problem(f'{path} has been deleted, or donated to a jitted function.', fix)

@@ -39,6 +39,7 @@ from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.rules import toml_format
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.state_plan import Plan
+from flax_spmd._src.text import with_article
 from flax_spmd._src.tree_paths import key_value
 from flax_spmd.errors import (
   CheckpointDamagedError,
@@ -159,11 +160,11 @@ def _check(values: Mapping[str, Any]) -> None:
 def _incomplete(value: Any) -> str | None:
   """Why a leaf cannot be a target; None if it can."""
   if isinstance(value, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
-    return f'is a {type(value).__name__}, without shape and dtype'
+    return f'is {with_article(type(value).__name__)}, without shape and dtype'
   if isinstance(value, (np.ndarray, np.generic, bool, int, float)):
     return None
   if not hasattr(value, 'dtype'):
-    return f'is a {type(value).__name__}'
+    return f'is {with_article(type(value).__name__)}'
   if getattr(value, 'sharding', None) is None:
     return f'({value.dtype}[{",".join(map(str, value.shape))}]) has no sharding'
   return None

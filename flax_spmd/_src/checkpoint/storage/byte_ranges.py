@@ -7,48 +7,58 @@ read in pieces:
 - a contiguous piece straight into its array;
 - long runs one by one;
 - short runs together with the bytes between them, from which they are copied.
+
+The memory of a box may be a view of another array, with its dimensions in another order: the pieces are then copied to
+their places in that array, through a buffer that fits into the caches of a core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.bucket_errors import explained
+from flax_spmd._src.checkpoint.storage.buckets import Location, filesystem
+from flax_spmd.errors import CheckpointError
+
 Box = tuple[tuple[int, int], ...]  # begin and end in each dimension
 
 _PIECE = 8 << 20  # bytes of one read
+_BUFFER = 1 << 20  # bytes of one read through a buffer, from a disk
 _LONG_RUN = 32 << 10  # bytes; shorter ones cost more calls than their neighbours cost reading
 _MAPPED = (
   1 << 20
 )  # bytes; memory of its own goes back to the system when it is freed, that of the heap may not
 _ALIGNMENT = 64  # bytes; JAX then takes host memory over without a copy, on CPUs
+_HUGE = 4 << 20  # bytes; larger memory is asked for in pages of 2 MiB, which cost a tenth
+_buffers = threading.local()
 
 
 class RangeFile:
   """A file that several threads read by ranges of bytes.
 
   Args:
-    path: file on disk, or in cloud storage.
+    path: file on disk, or object in a bucket, of which no byte is read that is not asked for.
   """
 
   def __init__(self, path: epath.Path):
     self.path = path
-    self._lock = threading.Lock()
-    self._descriptor = os.open(path, os.O_RDONLY) if '://' not in os.fspath(path) else None
-    self._stream: Any = None if self._descriptor is not None else path.open('rb')
+    self._descriptor = None if _is_remote(path) else os.open(path, os.O_RDONLY)
 
   def read_into(self, memory: np.ndarray, offset: int) -> None:
     """Fills an array of bytes from a position of the file.
 
     Raises:
       EOFError: the file ends before.
+      CheckpointError: the bucket refuses it.
     """
     done = 0
     while done < memory.size:
@@ -57,29 +67,60 @@ class RangeFile:
         raise EOFError(f'it ends at byte {offset + done:,}')
       done += count
 
+  def read(self, offset: int, size: int) -> bytes:
+    """Some bytes from a position of the file; raises as `read_into`."""
+    memory = np.empty(size, np.uint8)
+    self.read_into(memory, offset)
+    return memory.tobytes()
+
   def _read(self, memory: np.ndarray, offset: int) -> int:
     if self._descriptor is not None:
       return os.preadv(self._descriptor, [memory.data], offset)
-    with self._lock:
-      self._stream.seek(offset)
-      data = self._stream.read(memory.size)
-    memory[: len(data)] = np.frombuffer(data, np.uint8)
+    part = memory[:_PIECE]
+    with _bucket_calls(self.path) as (files, name):
+      data = files.cat_file(name, start=offset, end=offset + part.size)
+    part[: len(data)] = np.frombuffer(data, np.uint8)
     return len(data)
+
+  @property
+  def piece(self) -> int:
+    """Most bytes to read through a buffer: few from a disk, many from a server that is far away."""
+    return _PIECE if self._descriptor is None else _BUFFER
 
   def close(self) -> None:
     """Closes the file."""
     if self._descriptor is not None:
       os.close(self._descriptor)
-    else:
-      self._stream.close()
 
 
-def stamp(path: epath.Path) -> tuple[int, int] | None:
-  """The size of a file on disk, and the time of its last change; None in cloud storage, where files are replaced whole."""
-  if '://' in os.fspath(path):
-    return None
-  found = os.stat(path)
-  return found.st_size, found.st_mtime_ns
+def stamp(path: epath.Path) -> tuple[Any, ...]:
+  """The version of a file: its size, and the time of its last change; its generation or tag in a bucket.
+
+  Raises:
+    CheckpointError: the bucket refuses it.
+  """
+  if not _is_remote(path):
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+  with _bucket_calls(path) as (files, name):
+    found = files.info(name)
+  return found['size'], found.get('generation') or found.get('ETag')
+
+
+def _is_remote(path: epath.Path) -> bool:
+  return '://' in os.fspath(path)
+
+
+@contextlib.contextmanager
+def _bucket_calls(path: epath.Path) -> Iterator[tuple[Any, str]]:
+  """Fsspec's file system of a bucket, and the name of an object there. Its errors are raised as the checkpoint's."""
+  location = Location.of(os.fspath(path))
+  try:
+    yield filesystem(location.scheme), f'{location.bucket}/{location.path}'
+  except CheckpointError:
+    raise
+  except Exception as error:  # of many kinds
+    raise explained(error, 'read', location) from None
 
 
 class Extent(NamedTuple):
@@ -120,16 +161,26 @@ def box_of(index: Any, shape: tuple[int, ...]) -> Box:
   return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def allocated(extent: Extent, box: Box) -> np.ndarray:
-  """Memory for a box: aligned bytes, as an array of words of the element's size."""
-  size = extent.size(box)
+def allocated(lengths: Sequence[int], itemsize: int) -> np.ndarray:
+  """Memory for a box of these lengths: aligned bytes, as an array of words of the element's size."""
+  size = itemsize * math.prod(lengths)
   if size >= _MAPPED:
-    memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE and hasattr(mmap, 'MADV_HUGEPAGE'):
+      with contextlib.suppress(OSError):  # of a kernel without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapped, np.uint8)
   else:
     memory = np.empty(size + _ALIGNMENT, np.uint8)
   start = -memory.ctypes.data % _ALIGNMENT
-  words = memory[start : start + size].view(f'u{extent.itemsize}')
-  return words.reshape([high - low for low, high in box])
+  return memory[start : start + size].view(f'u{itemsize}').reshape(lengths)
+
+
+def _buffer(size: int) -> np.ndarray:
+  """Bytes to read into, which this thread uses again for its next piece."""
+  if not hasattr(_buffers, 'bytes') or _buffers.bytes.size < size:
+    _buffers.bytes = np.empty(size, np.uint8)
+  return _buffers.bytes[:size]
 
 
 class Piece(NamedTuple):
@@ -152,7 +203,7 @@ class Piece(NamedTuple):
     if direct is not None:
       file.read_into(direct, position)
       return
-    data = np.empty(span, np.uint8)
+    data = _buffer(span)
     file.read_into(data, position)
     lengths = [high - low for low, high in self.box]
     words = f'u{self.extent.itemsize}'
@@ -170,11 +221,18 @@ class Piece(NamedTuple):
     return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
 
-def pieces(extent: Extent, memory: Mapping[Box, np.ndarray]) -> Iterator[Piece]:
-  """The pieces to read for several boxes of one array, with the memory of each."""
+def pieces(extent: Extent, memory: Mapping[Box, np.ndarray], most: int) -> Iterator[Piece]:
+  """The pieces to read for several boxes of one array.
+
+  Args:
+    extent: place of the array.
+    memory: memory of each box; any view of the shape of the box.
+    most: most bytes to read through a buffer.
+  """
   boxes = [box for box in memory if extent.size(box)]
   for whole, members in _joined(extent, boxes):
-    for part in _divided(extent, whole):
+    is_direct = len(members) == 1 and memory[whole].flags.c_contiguous
+    for part in _divided(extent, whole, _PIECE if is_direct else most):
       yield Piece(extent, part, {box: memory[box] for box in members if _common(part, box) is not None})
 
 
@@ -196,19 +254,20 @@ def _joined(extent: Extent, boxes: list[Box]) -> Iterator[tuple[Box, list[Box]]]
       yield from ((box, [box]) for box in members)
 
 
-def _divided(extent: Extent, box: Box) -> Iterator[Box]:
-  """Parts of a box, each to be read at once."""
+def _divided(extent: Extent, box: Box, most: int) -> Iterator[Box]:
+  """Parts of a box, each to be read at once, of `most` bytes if it can be divided so far."""
   span, size = extent.span(box), extent.size(box)
   run = _run(extent, box)
-  if span <= _PIECE and (span == size or run < _LONG_RUN):
+  if span <= most and (span == size or run < _LONG_RUN):
     yield box
     return
   dim = next(dim for dim, (low, high) in enumerate(box) if high - low > 1)
   low, high = box[dim]
   is_sparse = span > size and run >= _LONG_RUN and extent.strides[dim] > run
-  step = 1 if is_sparse else max(1, _PIECE // extent.strides[dim])
+  step = 1 if is_sparse else max(1, most // extent.strides[dim])
   for begin in range(low, high, step):
-    yield from _divided(extent, (*box[:dim], (begin, min(begin + step, high)), *box[dim + 1 :]))
+    part = (*box[:dim], (begin, min(begin + step, high)), *box[dim + 1 :])
+    yield from _divided(extent, part, most)
 
 
 def _run(extent: Extent, box: Box) -> int:

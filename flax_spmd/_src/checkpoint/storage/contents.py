@@ -30,6 +30,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.state_plan import Plan
+from flax_spmd._src.text import with_article
 from flax_spmd.errors import CheckpointError, Problem, RulesError, problems_text
 
 LEAVES, PACKED = 'leaves', 'packed'  # the two parts of a packed tree
@@ -148,7 +149,7 @@ def _check(leaves: Mapping[str, Any]) -> None:
       problems.append(Problem(f'{path} is abstract: it has the shape {leaf.shape} but no values.', fix))
     elif not isinstance(leaf, (jax.Array, np.ndarray, bool, int, float)) or _is_unsupported(leaf):
       dtype = getattr(leaf, 'dtype', None)
-      kind = f'a {type(leaf).__name__}' if dtype is None else f'an array of dtype {dtype}'
+      kind = with_article(type(leaf).__name__) if dtype is None else f'an array of dtype {dtype}'
       problems.append(Problem(f'{path} is {kind}.', _fix_of(dtype)))
     elif 0 in np.shape(leaf):
       fix = 'keep empty arrays out of the state; Orbax cannot store them.'

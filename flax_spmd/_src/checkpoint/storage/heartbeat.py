@@ -7,6 +7,7 @@ each process writes a heartbeat to JAX's coordination service twice a second, an
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -39,7 +40,6 @@ class Heartbeat:
     self._received: dict[int, tuple[str, float]] = {}
     self._answered = time.monotonic()  # when the service last answered; a host without power never does
     self._looked = self._answered
-    self._is_refused = False
     self._stopped = threading.Event()
     if jax.process_count() > 1:
       threading.Thread(target=self._run, name='flax_spmd heartbeat', daemon=True).start()
@@ -57,7 +57,7 @@ class Heartbeat:
       self._answered = now
       self._received = {process: (text, now) for process, (text, _) in self._received.items()}
     self._looked = now
-    if self._is_refused or now - self._answered > SILENCE:
+    if now - self._answered > SILENCE:
       return [0]
     return [process for process, (_, when) in self._received.items() if self._answered - when > SILENCE]
 
@@ -73,11 +73,10 @@ class Heartbeat:
   def _run(self) -> None:
     others = [p for p in range(jax.process_count()) if p != jax.process_index()]
     for beat in itertools.count():
-      try:
+      with contextlib.suppress(
+        jax.errors.JaxRuntimeError
+      ):  # the next one may succeed, until `SILENCE` is over
         self._beat(str(beat), others)
-      except jax.errors.JaxRuntimeError:
-        self._is_refused = True
-        return
       if self._stopped.wait(_EVERY):
         return
 

@@ -11,13 +11,15 @@ of the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.byte_ranges import RangeFile, stamp
 from flax_spmd._src.checkpoint.storage.safetensors_header import (
   TensorEntry,
   read_header,
@@ -57,11 +59,12 @@ def shard_name(stem: str, number: int, count: int) -> str:
   return f'{stem}{SUFFIX}' if count == 1 else f'{stem}-{number:05}-of-{count:05}{SUFFIX}'
 
 
-def located_tensors(path: epath.Path) -> dict[str, Located]:
+def located_tensors(path: epath.Path, before: Callable[[epath.Path], None]) -> dict[str, Located]:
   """The file and the entry of each tensor of a checkpoint, by name.
 
   Args:
     path: file, index or folder.
+    before: called with each file before its header is read.
 
   Raises:
     CheckpointDamagedError: a file or the index is invalid, or they contradict each other.
@@ -69,9 +72,13 @@ def located_tensors(path: epath.Path) -> dict[str, Located]:
   """
   file = _chosen(path) if path.is_dir() else path
   if not file.name.endswith(INDEX_SUFFIX):
+    before(file)
     return {name: (file, entry) for name, entry in read_header(file).items()}
   weight_map = _weight_map(file)
-  headers = {name: read_header(file.parent / name) for name in dict.fromkeys(weight_map.values())}
+  headers: dict[str, Mapping[str, TensorEntry]] = {}
+  for name in dict.fromkeys(weight_map.values()):
+    before(file.parent / name)
+    headers[name] = read_header(file.parent / name)
   lacking = [
     f'{tensor!r} is not in {name}.' for tensor, name in weight_map.items() if tensor not in headers[name]
   ]
@@ -131,14 +138,17 @@ def _check_is_whole(file: epath.Path) -> None:
 def _weight_map(index: epath.Path) -> Mapping[str, str]:
   """The file name of each tensor, from an index; the files exist."""
   try:
-    size = index.stat().length
+    size = stamp(index)[0]
     if size > _MOST_INDEX_BYTES:
       raise ValueError(f'it has {size:,} bytes')
-    content = json.loads(index.read_bytes().decode(), object_pairs_hook=_unique)
+    with contextlib.closing(RangeFile(index)) as opened:
+      content = json.loads(opened.read(0, size).decode(), object_pairs_hook=_unique)
     weight_map = content.get('weight_map') if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
       raise ValueError('it has no object "weight_map"')
-  except (ValueError, RecursionError) as error:
+  except CheckpointError:  # of a bucket
+    raise
+  except (ValueError, EOFError, RecursionError) as error:
     reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error).rstrip('.')
     raise _contradicted(index, [f'it cannot be read: {reason}.']) from error
   problems = [

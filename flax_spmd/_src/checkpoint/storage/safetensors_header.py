@@ -12,6 +12,7 @@ the file, so a header that claims anything else is refused with every such claim
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,9 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.byte_ranges import RangeFile, stamp
 from flax_spmd._src.checkpoint.storage.record import dtype_of, is_unsafe_name
-from flax_spmd.errors import CheckpointDamagedError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 METADATA = '__metadata__'
 LENGTH_BYTES = 8
@@ -84,21 +86,13 @@ def read_header(file: epath.Path) -> dict[str, TensorEntry]:
   Raises:
     CheckpointDamagedError: the file is not a valid safetensors file (lists every problem).
   """
-  size = file.stat().length
+  size = stamp(file)[0]
   try:
-    with file.open('rb') as opened:
-      length = int.from_bytes(opened.read(LENGTH_BYTES), 'little')
-      _expect(size >= LENGTH_BYTES, f'it has {size} bytes, too few for a header.')
-      _expect(
-        length <= size - LENGTH_BYTES,
-        f'its header has {length:,} bytes, and the file {size - LENGTH_BYTES:,} after the length.',
-      )
-      _expect(
-        length <= MOST_HEADER_BYTES,
-        f'its header has {length:,} bytes; the format allows {MOST_HEADER_BYTES:,}.',
-      )
-      content = _parsed(opened.read(length))
-  except ValueError as error:
+    length, text = _length_and_text(file, size)
+    content = _parsed(text)
+  except CheckpointError:  # of a bucket
+    raise
+  except (ValueError, EOFError) as error:
     raise invalid(file, [str(error)]) from error
   start = LENGTH_BYTES + length
   problems = list(_name_problems(name for name in content if name != METADATA))
@@ -115,6 +109,22 @@ def read_header(file: epath.Path) -> dict[str, TensorEntry]:
   if problems:
     raise invalid(file, problems)
   return entries
+
+
+def _length_and_text(file: epath.Path, size: int) -> tuple[int, bytes]:
+  """The length of a header, and the header. No other byte of the file is read."""
+  _expect(size >= LENGTH_BYTES, f'it has {size} bytes, too few for a header.')
+  with contextlib.closing(RangeFile(file)) as opened:
+    length = int.from_bytes(opened.read(0, LENGTH_BYTES), 'little')
+    _expect(
+      length <= size - LENGTH_BYTES,
+      f'its header has {length:,} bytes, and the file {size - LENGTH_BYTES:,} after the length.',
+    )
+    _expect(
+      length <= MOST_HEADER_BYTES,
+      f'its header has {length:,} bytes; the format allows {MOST_HEADER_BYTES:,}.',
+    )
+    return length, opened.read(LENGTH_BYTES, length)
 
 
 def invalid(file: epath.Path, problems: Sequence[str]) -> CheckpointDamagedError:

@@ -13,6 +13,7 @@ from flax_spmd._src.checkpoint.storage.file_damage import file_damage
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, OrbaxReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
+from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
 from flax_spmd._src.data.checksums import checksums
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.text import plural
@@ -101,6 +102,19 @@ def read_verified(
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
     whole, damage = _whole_and_damage(reader, requests, memory, verify)
   return whole, damage._replace(files=damage.files | _over_processes('files', _result(files)))
+
+
+def read_arranged(
+  reader: SafetensorsReader, requests: Mapping[str, Arranged], memory: int | None
+) -> dict[str, Any]:
+  """Reads arrays that are made of saved ones; none of them if any process cannot. Every process calls this."""
+  failure: dict[str, str] = {}
+  results: dict[str, Any] = {}
+  try:
+    results = reader.read_arranged(requests, memory) if requests else {}
+  except CheckpointDamagedError as error:
+    failure = {'reason': str(error)}
+  return {} if _over_processes('arranged', failure) else results
 
 
 def _whole_and_damage(
