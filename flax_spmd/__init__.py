@@ -47,6 +47,7 @@ from flax_spmd._src.names.boxes import Partitioned as Partitioned
 from flax_spmd._src.names.boxes import with_logical_partitioning as with_logical_partitioning
 from flax_spmd._src.names.boxes import with_partitioning as with_partitioning
 from flax_spmd._src.names.given_names import with_names as with_names
+from flax_spmd._src.names.layer_names import names_for as names_for
 from flax_spmd._src.names.remat_scan import remat_scan as remat_scan
 from flax_spmd._src.names.specs import get_partition_spec as get_partition_spec
 from flax_spmd._src.names.specs import get_sharding as get_sharding

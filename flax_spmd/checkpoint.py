@@ -14,6 +14,7 @@ from flax_spmd._src.checkpoint.inspection import diff as diff
 from flax_spmd._src.checkpoint.inspection import ls as ls
 from flax_spmd._src.checkpoint.inspection import show as show
 from flax_spmd._src.checkpoint.inspection import verify as verify
+from flax_spmd._src.checkpoint.linen_nnx import linen_nnx_changes as linen_nnx_changes
 from flax_spmd._src.checkpoint.manager import Manager as Manager
 from flax_spmd._src.checkpoint.manager import ResumedState as ResumedState
 from flax_spmd._src.checkpoint.matching.allowed_changes import Changes as Changes

@@ -7,12 +7,15 @@ They use common names: 'batch' and 'length' for activations, 'embed', 'mlp', 'he
 'expert' for parameters. Names that a model lacks have no effect. In a model without names, parameters are
 sharded by `fsdp` in the tables that have it, and `Layout.jit` keeps the batch sharded throughout the step. The
 arguments are the names of mesh axes.
+
+`layer_names` is the table of names of Flax's own layers, which `names_for` gives a model without names.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from flax_spmd._src import flax_layers
 from flax_spmd._src.rules.clauses import fsdp as fsdp_rule
 from flax_spmd._src.rules.clauses import optimizer_over as optimizer_over_rule
 from flax_spmd._src.rules.table import Rules
@@ -189,3 +192,22 @@ def hybrid_fsdp(shard: Any = 'fsdp', replicate: Any = 'replica', *, min_size: in
     Rules(('batch', ('replica', 'fsdp')), fsdp('fsdp'))
   """
   return Rules(('batch', (replicate, shard)), fsdp_rule(shard, min_size=min_size))
+
+
+def layer_names() -> dict[type, dict[str, Any]]:
+  """The names that `names_for` gives the arrays of Flax's own layers, Linen and NNX alike.
+
+  Returns:
+    For each type of layer, a dictionary from paths of arrays below it to logical names, one for each dimension, or to
+    a function of the layer that returns them. Attention, embeddings and LayerNorm have names of transformers; in other
+    layers, 'in' and 'out' are the dimensions of inputs and outputs.
+
+  Example:
+    >>> names = presets.layer_names()
+    >>> names[nn.Embed], names[nn.Dense]
+    ({'embedding': ('vocab', 'embed')}, {'kernel': ('in', 'out'), 'bias': ('out',)})
+    >>> names[nn.MultiHeadDotProductAttention]['cached_key']
+    ('batch', 'length', 'heads', 'kv')
+  """
+  tables = {**flax_layers.linen_names(), **flax_layers.nnx_names()}
+  return {layer: dict(names) for layer, names in tables.items()}

@@ -283,17 +283,17 @@ def test_recorders_in_two_threads_overlap():
   def first():
     with record_names() as recorded['first']:
       entered.set()
-      assert second_entered.wait(30)
+      assert second_entered.wait(300)
       nn.logical_to_mesh_axes(('a',), (('a', None),))
     left.set()
 
   second_entered = threading.Event()
   thread = threading.Thread(target=first)
   thread.start()
-  assert entered.wait(30)
+  assert entered.wait(300)
   with record_names() as names:
     second_entered.set()
-    assert left.wait(30)
+    assert left.wait(300)
     nn.logical_to_mesh_axes(('b',), (('b', None),))
   thread.join()
   assert (recorded['first'], names) == ({'a'}, {'b'})

@@ -12,14 +12,21 @@ os.environ['FLAX_SPMD_CACHE'] = tempfile.mkdtemp(prefix='flax_spmd_tests_')
 
 import jax
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import flax_spmd as spmd
 from tests.versions import is_for_another_jax
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-settings.register_profile('default', deadline=None, max_examples=200, derandomize=True)
-settings.load_profile('default')
+for profile, examples in (('default', 100), ('exhaustive', 400)):
+  settings.register_profile(
+    profile,
+    deadline=None,
+    max_examples=examples,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],  # which a loaded machine would fail
+  )
+settings.load_profile('default')  # `nox -s exhaustive` asks for the other
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent.parent / 'examples' / 'llama'
 LAYOUTS = FOLDER / 'layouts'
 SMALL = ['--batch=8', '--length=16', '--steps=1000', '--warmup=5', '--log-every=1', '--dtype=float32']
 LAST = 12  # the step after which a run gets SIGTERM
-TIMEOUT = 300  # seconds, for a job that is stuck
+TIMEOUT = 900  # seconds, for a job that is stuck
 LOSS_LINE = re.compile(r'step (\d+)  loss (\d+\.\d+)')
 
 # Of losses printed with five digits, of 10 steps in float32: sums are taken in another order.

@@ -164,6 +164,7 @@ def continued(layout, path):
   return state
 
 
+@pytest.mark.new_jax
 @pytest.mark.parametrize(
   'table',
   [each if each in QUICK else pytest.param(each, marks=pytest.mark.exhaustive) for each in TABLES],
@@ -183,6 +184,7 @@ def test_shardings_losses_and_gradients_are_equal(table, tmp_path):
   assert_same_places(parts(ours), linen)
 
 
+@pytest.mark.old_jax
 def test_a_linen_run_goes_on_in_nnx_under_another_mesh(tmp_path):
   first = spmd.Layout({'data': 2, 'model': 4}, TABLES['tensor'])
   other = spmd.Layout({'data': 4, 'model': 2}, TABLES['fsdp by names'])

@@ -129,7 +129,7 @@ def test_a_state_and_its_structure_are_copied():
 def in_worker(fn, *args):
   """The result of a function of this module in a new process, as data loaders start it."""
   with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
-    return pool.submit(fn, *args).result(timeout=120)
+    return pool.submit(fn, *args).result(timeout=600)
 
 
 def use_everywhere(layout, treedef, box):

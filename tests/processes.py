@@ -1,54 +1,30 @@
-"""Processes: one Python source run in several processes, joined by `jax.distributed`.
+"""Processes: one Python source run in several processes, joined by `jax.distributed`, or in one of its own.
 
 results = run_processes('report(jax.process_index())', processes=2, devices=4)
 [result.value for result in results]   # [0, 1]
+run_process('report(len(jax.devices()))').value   # 8
 
-The processes run on emulated CPU devices and communicate through gloo. The source has `jax`, `np` and
+The processes run on emulated CPU devices; several communicate through gloo. The source has `jax`, `np` and
 `report` in scope, and can import `tests` and `flax_spmd`; `report` takes a JSON value. The stderr of a process
-that had to be killed ends with the Python stacks of its threads.
+that had to be killed ends with the Python stacks of its threads. `process_parent` starts them.
 """
 
+import atexit
+import contextlib
 import json
 import os
-import signal
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 MARK = 'reported: '
 
-MAIN = f"""
-import faulthandler, json, os, runpy, signal, sys, traceback
-
-faulthandler.register(signal.SIGUSR1)
-
-try:
-  import jax
-  import numpy as np
-
-  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-  jax.distributed.initialize(
-    coordinator_address='127.0.0.1:' + sys.argv[2],
-    num_processes=int(sys.argv[3]),
-    process_id=int(sys.argv[4]),
-    cluster_detection_method='deactivate',
-    initialization_timeout=60,
-    heartbeat_timeout_seconds=int(sys.argv[5]),
-  )
-  scope = dict(jax=jax, np=np, report=lambda value: print({MARK!r} + json.dumps(value), flush=True))
-  runpy.run_path(sys.argv[1], init_globals=scope)
-except BaseException:
-  traceback.print_exc()
-  sys.stderr.flush()
-  os._exit(1)  # an orderly exit would wait for the others, which wait for this one
-"""
+_parent: Any = None
 
 
 class Result(NamedTuple):
@@ -77,11 +53,12 @@ def run_processes(
   source: str,
   processes: int,
   devices: int,
-  timeout: float = 120,
+  timeout: float = 600,
   grace: float = 10,
   check: bool = True,
   heartbeat: int = 100,
   flags: str = '--xla_backend_optimization_level=0',
+  joined: bool = True,
 ) -> list[Result]:
   """Runs `source` in `processes` processes with `devices` emulated devices each.
 
@@ -94,6 +71,7 @@ def run_processes(
     check: whether a process that fails or is killed fails the test.
     heartbeat: seconds of silence after which JAX takes a process for dead and ends the others.
     flags: further flags of XLA; by default those that compile fast.
+    joined: whether `jax.distributed` joins them.
 
   Returns:
     One result per process, in order.
@@ -103,77 +81,63 @@ def run_processes(
   """
   with tempfile.TemporaryDirectory() as temporary:
     folder = Path(temporary)
-    (folder / 'main.py').write_text(MAIN)
     (folder / 'source.py').write_text(source)
-    with _started(folder, processes, heartbeat, _environment(devices, flags)) as children:
-      _wait(children, timeout, grace)
-    results = [_result(folder, number, child) for number, child in enumerate(children)]
+    how = {
+      'folder': temporary,
+      'port': _free_port(),
+      'processes': processes,
+      'flags': f'--xla_force_host_platform_device_count={devices} {flags}',
+      'environment': dict(os.environ),
+      'timeout': timeout,
+      'grace': grace,
+      'heartbeat': heartbeat,
+      'joined': joined,
+    }
+    codes = _returncodes(how)
+    results = [_result(folder, number, code) for number, code in enumerate(codes)]
   failed = [result.process for result in results if result.returncode]
   if check and failed:
     raise AssertionError(f'processes {failed} failed\n' + '\n'.join(map(_written, results)))
   return results
 
 
-@contextmanager
-def _started(
-  folder: Path, processes: int, heartbeat: int, environment: dict[str, str]
-) -> Iterator[list[subprocess.Popen]]:
-  """The running processes; kills them at the end."""
-  port = str(_free_port())
-  with ExitStack() as stack:
-    children = []
-    for number in range(processes):
-      command = [sys.executable, folder / 'main.py', folder / 'source.py', port, str(processes)]
-      child = subprocess.Popen(
-        [*command, str(number), str(heartbeat)],
-        stdin=subprocess.DEVNULL,
-        stdout=stack.enter_context(open(folder / f'{number}.out', 'w')),
-        stderr=stack.enter_context(open(folder / f'{number}.err', 'w')),
-        env=environment,
-        cwd=folder,
-      )
-      stack.callback(_end, child)
-      children.append(child)
-    yield children
+def run_process(source: str, check: bool = True) -> Result:
+  """Runs `source` in one process with 8 devices; without `check`, it may fail or be killed."""
+  [result] = run_processes(source, processes=1, devices=8, joined=False, check=check)
+  return result
 
 
-def _environment(devices: int, flags: str) -> dict[str, str]:
-  return {
-    **os.environ,
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} {flags}',
-    'PYTHONPATH': str(ROOT),
-    'PYTHONWARNINGS': 'error',
-  }
+def _returncodes(how: dict[str, Any]) -> list[int]:
+  """Exit statuses of processes that ran in this way."""
+  global _parent
+  if _parent is None:
+    _parent = subprocess.Popen(
+      [sys.executable, '-W', 'error', '-m', 'tests.process_parent'],
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
+      cwd=ROOT,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    atexit.register(_end)
+  _parent.stdin.write(json.dumps(how) + '\n')
+  _parent.stdin.flush()
+  answer = _parent.stdout.readline()
+  assert answer, 'the parent of the processes has ended'
+  return json.loads(answer)
 
 
-def _wait(children: list[subprocess.Popen], timeout: float, grace: float) -> None:
-  """Waits until all have ended or time is up; after a failure, only for the grace period."""
-  deadline = time.monotonic() + timeout
-  while None in [child.poll() for child in children] and time.monotonic() < deadline:
-    if any(child.returncode for child in children):
-      deadline = min(deadline, time.monotonic() + grace)
-    time.sleep(0.05)
-  _write_stacks([child for child in children if child.poll() is None])
+def _end() -> None:
+  """Ends the parent of the processes."""
+  _parent.stdin.close()
+  _parent.wait()
+  _parent.stdout.close()
 
 
-def _write_stacks(children: list[subprocess.Popen]) -> None:
-  """Lets the processes write the stacks of their threads to stderr, even if they hang outside Python."""
-  for child in children:
-    child.send_signal(signal.SIGUSR1)
-  if children:
-    time.sleep(0.5)
-
-
-def _end(child: subprocess.Popen) -> None:
-  child.kill()  # no effect on a process that has ended
-  child.wait()
-
-
-def _result(folder: Path, number: int, child: subprocess.Popen) -> Result:
+def _result(folder: Path, number: int, code: int) -> Result:
   stdout, stderr = ((folder / f'{number}.{end}').read_text(errors='replace') for end in ('out', 'err'))
   reported = [json.loads(line[len(MARK) :]) for line in stdout.splitlines() if line.startswith(MARK)]
-  return Result(number, child.returncode, stdout, stderr, reported)
+  return Result(number, code, stdout, stderr, reported)
 
 
 def _written(result: Result) -> str:
@@ -181,6 +145,9 @@ def _written(result: Result) -> str:
 
 
 def _free_port() -> int:
-  with socket.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    return free.getsockname()[1]
+  """A free port, of those above the ports that systems give to connections."""
+  while True:
+    port = 61_000 + secrets.randbelow(4_500)
+    with socket.socket() as free, contextlib.suppress(OSError):
+      free.bind(('127.0.0.1', port))
+      return port

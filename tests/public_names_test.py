@@ -54,6 +54,7 @@ OWN = {
   'fsdp',
   'gather',
   'make_mesh',
+  'names_for',
   'optimizer_over',
   'prefetch',
   'with_names',

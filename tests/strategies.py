@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
+from hypothesis import settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
@@ -20,6 +21,12 @@ import flax_spmd as spmd
 
 MESH_AXES = ('w', 'x', 'y', 'z')
 LOGICAL_NAMES = ('batch', 'embed', 'heads', 'mlp', 'vocab')
+
+
+def examples(number: int) -> int:
+  """The number of examples of a test that has this one in CI: `nox -s exhaustive` runs four times as many."""
+  return number * settings.default.max_examples // 100
+
 
 mesh_axes = st.sampled_from(MESH_AXES)
 logical_names = st.sampled_from(LOGICAL_NAMES)

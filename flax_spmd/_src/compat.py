@@ -426,6 +426,23 @@ def is_variable_type(cls: type) -> bool:
   return _has_base(cls, 'flax.nnx.variablelib', 'Variable')
 
 
+def has_nnx() -> bool:
+  """Whether NNX has been imported; without it there are no modules of it."""
+  return 'flax.nnx' in sys.modules
+
+
+@functools.cache
+def is_bridge_box_type(cls: type) -> bool:
+  """Whether a class is the box in which `nnx.bridge.ToLinen` keeps the metadata of a variable."""
+  return _has_base(cls, 'flax.nnx.bridge.variables', 'NNXMeta')
+
+
+@functools.cache
+def is_random_state_type(cls: type) -> bool:
+  """Whether a class is the type of the key, or of the count, of a stream of random numbers: `nnx.RngState`."""
+  return _has_base(cls, 'flax.nnx.rnglib', 'RngState')
+
+
 @functools.cache
 def is_nnx_module_type(cls: type) -> bool:
   """Whether the instances of a class have attributes that are nodes of NNX's graphs: modules, optimizers, `Rngs`."""
@@ -508,23 +525,38 @@ def nnx_children(module: Any) -> list[tuple[Any, Any]]:
 
 def nnx_leaf_paths(structure: Any) -> list[str]:
   """The path of each array of a structure: `up/kernel`."""
+  return [path for path, value in _nnx_attributes(structure) if value is _ARRAY]
+
+
+def nnx_static_arrays(structure: Any) -> list[str]:
+  """The path of each array that is part of the structure itself, as one in the place of a number is."""
+  return [path for path, value in _nnx_attributes(structure) if isinstance(value, jax.Array)]
+
+
+_ARRAY = object()
+
+
+def _nnx_attributes(structure: Any) -> list[tuple[str, Any]]:
+  """The path of each array of a structure, with `_ARRAY`, and of each static attribute, with its value."""
   graphlib = _graphlib()
   nodes, attributes = iter(structure.nodes), iter(structure.attributes)
-  paths: list[str] = []
+  found: list[tuple[str, Any]] = []
 
   def visit(node: Any, path: str) -> None:
     if isinstance(node, graphlib.VariableDef):
-      paths.append(path)
+      found.append((path, _ARRAY))
     for _ in range(getattr(node, 'num_attributes', 0)):
       key, value = next(attributes)
       below = f'{path}/{key}' if path else str(key)
       if isinstance(value, graphlib.NodeAttr):
         visit(next(nodes), below)
       elif isinstance(value, graphlib.LeafAttr):
-        paths.append(below)
+        found.append((below, _ARRAY))
+      elif isinstance(value, graphlib.Static):
+        found.append((below, value.value))
 
   visit(next(nodes), '')
-  return paths
+  return found
 
 
 def without_eager_sharding() -> AbstractContextManager[Any]:
@@ -543,6 +575,11 @@ def current_module() -> str | None:
   if not modules:
     return None
   return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
+
+
+def is_lifted_type(cls: type) -> bool:
+  """Whether a class is that of a transformed module (`nn.scan(Block)`); the modules inside have the class `Block`."""
+  return cls.__module__ == nn.transforms.__name__
 
 
 def coordination_service() -> Any:

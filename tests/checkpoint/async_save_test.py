@@ -19,6 +19,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import async_save
+from tests.processes import run_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +64,7 @@ def no_room():
 
 def wait_until_done(saving):
   """Waits without asking for the result, which would raise the error."""
-  end = time.monotonic() + 60
+  end = time.monotonic() + 300
   while not saving.done():
     assert time.monotonic() < end
     time.sleep(0.01)
@@ -161,7 +162,7 @@ def held_up(monkeypatch):
   go_on, wait_for = threading.Event(), async_save.wait_for
 
   def delayed(*args):
-    assert go_on.wait(60)
+    assert go_on.wait(300)
     wait_for(*args)
 
   with monkeypatch.context() as patched:
@@ -214,7 +215,7 @@ def test_a_path_is_busy_during_a_save(tmp_path, layout, monkeypatch):
   """
   with held_up(monkeypatch):
     saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
-    output = run(code).stdout
+    output = run_process(dedent(code)).stdout
   saving.result()
   assert output.startswith(f'CheckpointBusyError Checkpoint {tmp_path / "a"} is being written')
   assert f'process {os.getpid()} on ' in output
@@ -266,7 +267,7 @@ def run(code, *args):
     'PYTHONPATH': str(ROOT),
   }
   command = [sys.executable, '-c', dedent(code), *map(str, args)]
-  return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+  return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 PROGRAM = """

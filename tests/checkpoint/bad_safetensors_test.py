@@ -8,7 +8,7 @@ from textwrap import dedent
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
@@ -319,7 +319,6 @@ def assert_as_theirs(path):
     assert {name: array.tobytes() for name, array in ours.items()} == expected
 
 
-@settings(max_examples=400)
 @given(
   header=st.one_of(st.dictionaries(NAMES, st.one_of(TENSORS, VALUES), max_size=3), VALUES),
   data=st.binary(max_size=40),
@@ -332,7 +331,6 @@ def test_any_header_is_read_rightly_or_refused(header, data, tmp_path_factory):
   assert_as_theirs(folder / 'x.safetensors')
 
 
-@settings(max_examples=200)
 @given(position=st.integers(0, 140), byte=st.integers(0, 255), length=st.integers(0, 200))
 def test_a_damaged_byte_or_a_cut_is_read_rightly_or_refused(position, byte, length, tmp_path_factory):
   file = tmp_path_factory.mktemp('any') / 'x.safetensors'
@@ -343,7 +341,6 @@ def test_a_damaged_byte_or_a_cut_is_read_rightly_or_refused(position, byte, leng
   assert_as_theirs(file)
 
 
-@settings(max_examples=100)
 @given(content=VALUES)
 def test_any_index_is_refused(content, tmp_path_factory):
   folder = tmp_path_factory.mktemp('any')

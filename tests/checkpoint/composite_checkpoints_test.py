@@ -1,6 +1,7 @@
 """Composite checkpoints of Orbax: several items with arrays, restored as one tree."""
 
 import json
+import shutil
 from textwrap import dedent
 
 import jax
@@ -239,3 +240,74 @@ def test_arrays_of_64_bits(tmp_path):
       assert_same(checkpoint.restore(path, layout=LAYOUT), saved)
     finally:
       jax.config.update('jax_enable_x64', False)
+
+
+# -- damaged parts
+
+
+DAMAGES = {
+  'description': ('_METADATA', lambda file: file.write_text('{')),
+  'no description': ('_METADATA', lambda file: file.unlink()),
+  'names': (
+    '_METADATA',
+    lambda file: file.write_text(file.read_text().replace('"key": "mu"', '"key": "../mu"')),
+  ),
+}
+
+
+@pytest.fixture(params=DAMAGES)
+def with_damage(request, written, tmp_path):
+  _, state, path = written
+  shutil.copytree(path, tmp_path / 'a')
+  name, damage = DAMAGES[request.param]
+  damage(tmp_path / 'a' / 'opt_state' / name)
+  return tmp_path / 'a', state
+
+
+def test_a_damaged_part_leaves_the_others(with_damage):
+  path, state = with_damage
+  part = {'params': state['params']}
+  assert_same(checkpoint.restore(path / 'params', state['params']), state['params'])
+  assert_same(checkpoint.restore(path, state, changes=Changes(only='params')), state['params'])
+  assert_same(checkpoint.restore(path, layout=BY_PATH, changes=Changes(only='params')), state['params'])
+  assert_same(checkpoint.restore(path, part, changes=Changes(unused='^opt_state')), part)
+  renamed = Changes(renames={'^params': 'weights'}, unused='^opt_state')
+  assert_same(
+    checkpoint.restore(path, {'weights': state['params']}, changes=renamed), {'weights': state['params']}
+  )
+
+
+def test_a_damaged_part_is_an_error_for_those_who_ask_for_it(with_damage):
+  path, state = with_damage
+  every = {
+    'part': lambda: checkpoint.restore(path / 'opt_state', state['opt_state']),
+    'all': lambda: checkpoint.restore(path, state),
+    'record': lambda: checkpoint.restore(path, layout=BY_PATH),
+    'only': lambda: checkpoint.restore(path, state, changes=Changes(only='opt_state/0')),
+    'only, record': lambda: checkpoint.restore(path, layout=BY_PATH, changes=Changes(only='opt_state')),
+    'unused': lambda: checkpoint.restore(path, state, changes=Changes(unused='')),
+    'missing': lambda: checkpoint.restore(path, state, changes=Changes(missing='', unused='')),
+    'a target without it': lambda: checkpoint.restore(path, {'params': state['params']}),
+    'preflight': lambda: checkpoint.preflight(path, state),
+  }
+  for name, call in every.items():
+    with pytest.raises(errors.CheckpointDamagedError) as caught:
+      call()
+    if name != 'part':
+      reason, fix = str(caught.value).splitlines()
+      assert reason in str(checkpoint.show(path)).splitlines()
+      assert fix == (
+        'Fix: restore another checkpoint; or the other parts of this one, without opt_state, with Changes(only=...) or '
+        'Changes(unused="^opt_state/") and a target.'
+      )
+
+
+def test_all_parts_are_damaged(written, tmp_path):
+  _, state, path = written
+  shutil.copytree(path, tmp_path / 'a')
+  for part in ('opt_state', 'params'):
+    (tmp_path / 'a' / part / '_METADATA').write_text('{')
+  with pytest.raises(
+    errors.CheckpointDamagedError, match=r'because of _METADATA: .*\nFix: restore another'
+  ):
+    checkpoint.restore(tmp_path / 'a', state, changes=Changes(only='params'))

@@ -1,5 +1,6 @@
 """Conversions: stacked, single and moved layers, renames, parts, dtypes, other optimizers; equal to the bit."""
 
+import itertools
 from textwrap import dedent
 
 import jax
@@ -74,8 +75,15 @@ def of_layers(state, model):
 # -- layers
 
 
-@pytest.mark.parametrize('tx', ALL)
-@pytest.mark.parametrize(('model', 'to'), [(a, b) for a in MODELS for b in MODELS if a != b])
+MOVES = list(itertools.permutations(MODELS, 2))
+CASES = [
+  pytest.param(tx, *MOVES[move], marks=() if (number + move) % 3 == 0 else pytest.mark.exhaustive)
+  for number, tx in enumerate(ALL)
+  for move in range(len(MOVES))
+]
+
+
+@pytest.mark.parametrize(('tx', 'model', 'to'), CASES)
 def test_layers_stacked_single_and_moved(saved, tx, model, to):
   """Every optimizer's moments, and leaves without names, follow."""
   state, path = saved(tx, model)

@@ -4,8 +4,6 @@ import errno
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -19,6 +17,7 @@ from flax_spmd.errors import (
   CheckpointNotFoundError,
   CheckpointReadOnlyError,
 )
+from tests.processes import run_process
 
 FSYNC = os.fsync
 
@@ -120,15 +119,16 @@ def test_a_full_disk(tmp_path):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     store = open_store({str(tmp_path)!r})
     store.write('HEAD', b'old')
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
       store.write('HEAD', b'x' * 1000)
     except Exception as error:
+      resource.setrlimit(resource.RLIMIT_FSIZE, before)  # which holds for stdout too
       print(type(error).__name__, error)
     print(store.read('HEAD')[0], store.children())
   """
-  result = subprocess.run([sys.executable, '-c', dedent(script)], capture_output=True, text=True)
-  assert result.stdout.splitlines() == [
+  assert run_process(dedent(script)).stdout.splitlines() == [
     f'CheckpointError Cannot write {tmp_path}/HEAD: File too large (EFBIG).',
     'Fix: check the path and its file system, and repeat the call.',
     "b'old' ['HEAD']",
@@ -147,8 +147,7 @@ def test_killed_writers_leave_nothing_that_disturbs(tmp_path):
       {place} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
       store.write('HEAD', b'new')
     """
-    result = subprocess.run([sys.executable, '-c', dedent(script)])
-    assert result.returncode == -signal.SIGKILL
+    assert run_process(dedent(script), check=False).returncode == -signal.SIGKILL
     assert list(tmp_path.glob('*.part'))
     assert store.children() == ['HEAD']
     assert store.files() == {'HEAD': 3}

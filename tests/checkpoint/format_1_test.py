@@ -12,8 +12,8 @@ from orbax.checkpoint import v1 as ocp
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from tests.checkpoint import damage
-from tests.checkpoint.forked_processes import forked_processes
 from tests.checkpoint.states import assert_equal
+from tests.processes import run_process
 
 HERE = Path(__file__).parent / 'format_1'
 KINDS = ['plain', 'packed', 'compressed']
@@ -150,13 +150,15 @@ def test_an_overwrite_that_was_killed_keeps_it(plain):
 
 def test_an_overwrite_that_was_killed_while_it_removed_the_old_files(plain):
   """The new checkpoint is there; the next save removes what is left of the old one."""
-  with forked_processes() as run:
-    killed = run(f"""
+  source = f"""
 import os, shutil, signal
+import flax_spmd as spmd
+from flax_spmd import checkpoint
 shutil.rmtree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 checkpoint.save({str(plain)!r}, {{'w': np.ones(8, 'float32')}}, spmd.Layout({{'data': 8}}), overwrite=True)
-""")
-  assert killed.code == -9 and (plain / 'state').exists()
+"""
+  assert run_process(source, check=False).returncode == -9
+  assert (plain / 'state').exists()
   assert_equal(checkpoint.restore(plain), {'w': np.ones(8, np.float32)})
   checkpoint.save(plain, {'w': jnp.zeros(8)}, LAYOUT, overwrite=True)
   assert sorted(child.name for child in plain.iterdir()) == ['HEAD', damage.generation_of(plain).name]

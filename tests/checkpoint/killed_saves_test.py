@@ -16,10 +16,12 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import head_lease
 from tests.checkpoint import damage
-from tests.checkpoint.forked_processes import forked_processes
+from tests.processes import run_process
 
 VICTIM = """
 import os, re, shutil, signal, threading
+import flax_spmd as spmd
+from flax_spmd import checkpoint
 from tests.checkpoint.killed_saves_test import state_of
 
 path, overwrite, when, number, operation = {arguments!r}
@@ -87,15 +89,10 @@ def number_of(path, layout):
   return int(restored['step'])
 
 
-@pytest.fixture(scope='module')
-def victim():
+def victim(path, overwrite, when, number, operation='x^'):
   """Saves in a process that is killed at a moment; returns its exit code."""
-  with forked_processes() as run:
-
-    def save(path, overwrite, when, number, operation='x^'):
-      return run(VICTIM.format(arguments=(str(path), overwrite, when, number, operation))).code
-
-    yield save
+  source = VICTIM.format(arguments=(str(path), overwrite, when, number, operation))
+  return run_process(source, check=False).returncode
 
 
 def names_in(folder):
@@ -117,7 +114,7 @@ def check_and_save_again(path, layout, allowed):
 
 
 @pytest.mark.slow
-def test_killed_at_every_step_of_an_overwrite(tmp_path, layout, victim):
+def test_killed_at_every_step_of_an_overwrite(tmp_path, layout):
   moments = MOMENTS + CLEANUP
   paths = [tmp_path / str(number) for number in range(len(moments))]
   checkpoint.save(paths[0], state_of(layout, 1), layout=layout)
@@ -130,7 +127,7 @@ def test_killed_at_every_step_of_an_overwrite(tmp_path, layout, victim):
 
 
 @pytest.mark.slow
-def test_killed_at_every_step_of_a_save_to_a_new_path(tmp_path, layout, victim):
+def test_killed_at_every_step_of_a_save_to_a_new_path(tmp_path, layout):
   """The next save to the path goes at once; and the next save beside the paths removes what is incomplete."""
   again, beside = tmp_path / 'again', tmp_path / 'beside'
   paths = [again / str(number) for number in range(len(MOMENTS))]
@@ -147,7 +144,7 @@ def test_killed_at_every_step_of_a_save_to_a_new_path(tmp_path, layout, victim):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_of_an_overwrite(tmp_path, layout, victim):
+def test_killed_at_random_moments_of_an_overwrite(tmp_path, layout):
   checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
   rng = random.Random(0)
   for run in range(6):

@@ -8,8 +8,6 @@ import pytest
 from flax_spmd import checkpoint
 from tests.checkpoint.states import LAYOUTS, OPTIMIZERS, assert_equal, assert_matches_target, create
 
-PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
-
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
@@ -38,12 +36,21 @@ def check(saved, one, other, tx, was_boxed, boxed):
   assert_matches_target(restored, target)
 
 
-@pytest.mark.parametrize(('one', 'other'), [pair for i, pair in enumerate(PAIRS) if i % 9 in (0, 4)])
-def test_some_pairs(saved, one, other):
-  check(saved, one, other, 'muon', True, False)
+def rotated(one):
+  """Every layout, with each kind of boxes and each optimizer in turn."""
+  kinds = list(itertools.product((True, False), OPTIMIZERS, (True, False)))
+  begin = 5 * list(LAYOUTS).index(one)
+  return [(other, *kinds[(begin + number) % len(kinds)]) for number, other in enumerate(LAYOUTS)]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('one', LAYOUTS)
+def test_each_pair(saved, one):
+  for other, boxed, tx, was_boxed in rotated(one):
+    check(saved, one, other, tx, was_boxed, boxed)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize('tx', OPTIMIZERS)
 @pytest.mark.parametrize('one', LAYOUTS)
 def test_all_pairs(saved, one, tx):

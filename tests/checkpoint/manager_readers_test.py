@@ -283,7 +283,7 @@ def test_follow_sees_the_steps_of_another_process(tmp_path):
     reader(tmp_path) as manager,
   ):
     followed = []
-    for step in manager.follow(timeout=60, every=0.05):
+    for step in manager.follow(timeout=600, every=0.05):
       try:
         followed.append(value(manager, step))
       except errors.CheckpointNotFoundError:
@@ -293,7 +293,7 @@ def test_follow_sees_the_steps_of_another_process(tmp_path):
         training.stdin.flush()
       if step == 5:
         break
-    assert training.wait(60) == 0
+    assert training.wait(600) == 0
   assert followed[-1] == (5, 5.0)
   assert all(step == restored for step, restored in followed)
   assert len({step for step, _ in followed}) == len(followed) >= 2
@@ -304,7 +304,7 @@ def test_follow_ends_after_the_timeout_and_when_the_manager_is_closed(tmp_path):
   with reader(tmp_path) as manager:
     begin = time.monotonic()
     assert list(manager.follow(timeout=0.3, every=0.1)) == [1]
-    assert 0.3 <= time.monotonic() - begin < 60
+    assert 0.3 <= time.monotonic() - begin < 300
     threading.Timer(0.3, manager.close).start()
     begin = time.monotonic()
     assert list(manager.follow(every=600)) == [1]
@@ -324,7 +324,7 @@ def test_follow_without_a_pause_is_refused(tmp_path, every):
 def test_follow_beside_a_save_in_the_same_manager(tmp_path):
   with writer(tmp_path) as manager:
     manager.save(1, state(1))
-    steps = manager.follow(timeout=30, every=0.05)
+    steps = manager.follow(timeout=600, every=0.05)
     assert next(steps) == 1
     manager.save(2, state(2))
     assert list(itertools.islice(steps, 1)) == [2]

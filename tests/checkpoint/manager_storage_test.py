@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from tests.processes import ROOT
+from tests.processes import ROOT, run_process
 
 LAYOUT = spmd.Layout({'data': 8}, (('embed', 'data'),))
 FORMAT_1 = Path(__file__).parent / 'format_1' / 'run'  # steps 1 and 2, by the last version that wrote it
@@ -220,18 +220,27 @@ import flax_spmd as spmd
 with spmd.checkpoint.Manager(sys.argv[1], spmd.Layout({'data': 8}), every=1, keep=1) as manager:
   for step in range(1, 9):
     manager.save(step, {'w': jnp.full(8, float(step))})
+    if step in (1, 5):
+      sys.stdin.readline()
 """
   with subprocess.Popen(
-    [sys.executable, '-c', code, str(tmp_path)], env=os.environ | {'PYTHONPATH': str(ROOT)}
+    [sys.executable, '-c', code, str(tmp_path)],
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    stdin=subprocess.PIPE,
+    text=True,
   ) as training:
     with manager_of(tmp_path, read_only=True) as manager:
       while training.poll() is None:
         steps = manager.steps
+        if steps in ([1], [5]) and steps not in seen:  # it goes on once they were seen
+          training.stdin.write('\n')
+          training.stdin.flush()
         if seen or steps:
           seen.append(steps)
+      seen.append(manager.steps)
   assert training.returncode == 0
   assert all(seen) and seen[-1] == [8]
-  assert {step for steps in seen for step in steps} > {1, 8}
+  assert {step for steps in seen for step in steps} >= {1, 5, 8}
 
 
 def test_notes_in_the_folder_of_a_step_outlive_it(tmp_path):
@@ -324,24 +333,18 @@ def test_a_removal_that_fails_is_reported_and_repeated(tmp_path, monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal
 import flax_spmd as spmd
-manager = spmd.checkpoint.Manager(sys.argv[1], spmd.Layout({'data': 8}))
-print('open', flush=True)
-os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+manager = spmd.checkpoint.Manager(ROOT, spmd.Layout({'data': 8}))
+report('open')
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow
 def test_the_root_of_a_killed_manager_is_free_at_once(tmp_path):
-  result = subprocess.run(
-    [sys.executable, '-c', KILLED, str(tmp_path), 'SIGKILL'],
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert (result.returncode, result.stdout) == (-9, 'open\n')
+  result = run_process(KILLED.replace('ROOT', repr(str(tmp_path))), check=False)
+  assert (result.returncode, result.value) == (-9, 'open')
   with manager_of(tmp_path) as manager:
     assert manager.save(1, state(1))
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from textwrap import dedent
 
 import jax
@@ -15,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from tests.processes import run_process
 
 
 @pytest.fixture(scope='module')
@@ -319,34 +318,20 @@ def test_an_unwritable_folder(layout, tmp_path):
 def test_sigterm_between_two_processes_of_a_run(tmp_path):
   """A real process gets SIGTERM and saves; the next one resumes from there."""
   code = dedent("""
-    import os, sys, signal
+    import os, signal
     import jax.numpy as jnp
     import flax_spmd as spmd
     layout = spmd.Layout({'data': 8})
-    with spmd.checkpoint.Manager(sys.argv[1], layout, every=1000) as manager:
+    with spmd.checkpoint.Manager(ROOT, layout, every=1000) as manager:
       start, state = manager.resume(lambda: {'n': jnp.zeros(8)})
-      print('from', start, float(state['n'][0]), flush=True)
+      report([start, float(state['n'][0])])
       for step in range(start, start + 500):
         state = {'n': state['n'] + 1}
         if step - start == 7: os.kill(os.getpid(), signal.SIGTERM)
         manager.save(step + 1, state)
         if manager.preempted: break
-  """)
-  environment = os.environ | {
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-  }
-  outputs = [
-    subprocess.run(
-      [sys.executable, '-c', code, str(tmp_path / 'run')],
-      env=environment,
-      capture_output=True,
-      text=True,
-      check=True,
-    ).stdout.strip()
-    for _ in range(2)
-  ]
-  assert outputs == ['from 0 0.0', 'from 8 8.0']
+  """).replace('ROOT', repr(str(tmp_path / 'run')))
+  assert [run_process(code).value for _ in range(2)] == [[0, 0.0], [8, 8.0]]
 
 
 @pytest.mark.parametrize('saved', ['the iterator', 'its prefetch', 'the prefetch of its prefetch'])

@@ -2,8 +2,6 @@
 
 import logging
 import re
-import subprocess
-import sys
 import threading
 from textwrap import dedent
 
@@ -14,6 +12,7 @@ from flax_spmd import checkpoint
 from flax_spmd._src.checkpoint.storage import buckets
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointError, CheckpointNotFoundError, CheckpointReadOnlyError
+from tests.processes import run_process
 
 CONDITIONS = ('ifGenerationMatch', 'if-match', 'if-none-match')
 QUICK = {'max_retries': 1, 'initial_delay': '1ms', 'max_delay': '1ms'}
@@ -250,8 +249,7 @@ def test_a_package_that_is_missing():
       except Exception as error:
         print(type(error).__name__, error)
   """
-  result = subprocess.run([sys.executable, '-c', dedent(script)], capture_output=True, text=True)
-  assert result.stdout.splitlines() == [
+  assert run_process(dedent(script)).stdout.splitlines() == [
     'CheckpointError Checkpoints at gs:// need the package gcsfs.',
     "Fix: pip install 'flax-spmd[gcs]'",
     'CheckpointError Checkpoints at s3:// need the package s3fs.',

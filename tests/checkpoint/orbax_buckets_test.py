@@ -1,8 +1,6 @@
 """Orbax in buckets: saves and loads on gs:// and s3://, by several processes too, past every cache."""
 
 import importlib.metadata
-import subprocess
-import sys
 from textwrap import dedent
 
 import fsspec
@@ -17,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage.orbax_context import context
 from flax_spmd._src.checkpoint.storage.store import open_store
-from tests.processes import run_processes
+from tests.processes import run_process, run_processes
 
 
 def tree_of(mesh, number=0):
@@ -161,8 +159,7 @@ def test_an_orbax_of_another_structure():
     'tensorstore_utils._build_ocdbt_kvstore_tspec = lambda **_: dict(base=None)',
   ):
     code = dedent(script).format(change=change)
-    result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-    assert result.stdout.splitlines() == [
+    assert run_process(code).stdout.splitlines() == [
       f'CheckpointError s3://bucket/run cannot be reached with {" and ".join(versions)}: their structure has changed.',
       'Fix: pip install orbax-checkpoint==0.12.8 etils==1.15.0',
     ]

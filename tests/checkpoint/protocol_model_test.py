@@ -16,6 +16,8 @@ from tests.checkpoint.protocol_model import (
   explore,
 )
 
+pytestmark = pytest.mark.old_jax  # it uses no JAX
+
 NEW = World()
 OLD = World(
   Head('gen-old', None, 'old'),

@@ -146,7 +146,6 @@ def test_any_tree_survives(case):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=200)
 @given(CASES)
 @pytest.mark.filterwarnings('ignore:Every device will hold all')
 def test_any_tree_survives_long(case):

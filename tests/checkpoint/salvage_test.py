@@ -1,5 +1,7 @@
 """Damage of every kind: verify and restore agree, name the array and the file, and salvage what is whole."""
 
+import functools
+import itertools
 import random
 import shutil
 
@@ -9,21 +11,57 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from tests.checkpoint.states import assert_equal
 
 LAYOUT = spmd.Layout({'data': 8}, (('rows', 'data'),))
-VALUES = {f'w{i}': np.arange(8000.0, dtype=np.float32) + i / 8 for i in range(6)} | {'step': np.int32(7)}
+VALUES = {f'w{i}': np.arange(8000.0, dtype=np.float32) + i / 8 for i in range(6)} | {
+  'step': np.int32(7),
+  'keys': jax.random.split(jax.random.key(5), 8),
+  'small': {'a': [np.arange(3.0, dtype=np.float32), np.ones((2, 2), bool)], 'rate': 0.25},
+}
+ARRAYS = VALUES.keys() - {'keys', 'small'}
 KINDS = ('flipped', 'halved', 'emptied', 'removed')
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-  path = tmp_path_factory.mktemp('whole') / 'state'
-  arrays = {
-    name: spmd.LogicallyPartitioned(jax.numpy.asarray(value), ('rows',)) if value.ndim else value
-    for name, value in VALUES.items()
-  }
-  checkpoint.save(path, LAYOUT.shard(arrays), LAYOUT)
-  return path
+def written(tmp_path_factory):
+  """A function that writes the values, in a new folder."""
+
+  def write(**options):
+    path = tmp_path_factory.mktemp('whole') / 'state'
+    arrays = {
+      name: spmd.LogicallyPartitioned(jax.numpy.asarray(value), ('rows',))
+      if np.ndim(value) and name != 'small'
+      else value
+      for name, value in VALUES.items()
+    }
+    state = LAYOUT.shard(arrays)
+    state['small']['rate'] = VALUES['small']['rate']  # a number of Python, as whole as the record
+    checkpoint.save(path, state, LAYOUT, **options)
+    return path
+
+  return write
+
+
+@pytest.fixture(scope='module')
+def whole(written):
+  return written()
+
+
+OPTIONS = {'plain': {}, 'packed': {'pack': 4096}, 'compressed': {'compress': True}}
+QUICK = [('plain', 'removed'), ('packed', 'flipped'), ('compressed', 'halved'), ('plain', 'emptied')]
+
+
+@pytest.fixture(scope='module')
+def wholes(written):
+  """A function that returns the checkpoint that was written with some options."""
+  return functools.cache(lambda name: written(**OPTIONS[name]))
+
+
+PAIRS = [
+  pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.exhaustive)
+  for pair in itertools.product(OPTIONS, KINDS)
+]
 
 
 def files_of(path):
@@ -47,13 +85,14 @@ def outcome(call):
     return error
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_verify_and_restore_agree(whole, tmp_path, kind):
-  generator = random.Random(kind)
-  for index, original in enumerate(files_of(whole)):
+@pytest.mark.parametrize(('options', 'kind'), PAIRS)
+def test_verify_and_restore_agree(wholes, tmp_path, options, kind):
+  """Only an array whose own bytes are damaged is lost: Orbax's descriptions and indexes of them are dispensable."""
+  each_whole, generator = wholes(options), random.Random(kind)
+  for index, original in enumerate(files_of(each_whole)):
     path = tmp_path / str(index)
-    shutil.copytree(whole, path)
-    file = path / original.relative_to(whole)
+    shutil.copytree(each_whole, path)
+    file = path / original.relative_to(each_whole)
     damage(file, kind, generator)
     changed = not file.exists() or file.read_bytes() != original.read_bytes()
     verified, restored = (
@@ -61,16 +100,55 @@ def test_verify_and_restore_agree(whole, tmp_path, kind):
       outcome(lambda p=path: checkpoint.restore(p)),
     )
     assert isinstance(restored, errors.CheckpointError) == changed, (file, restored)
-    assert (verified != []) == changed, (file, verified)
-    if not isinstance(verified, list):
-      assert type(verified) is type(restored)
-    elif changed:
-      assert str(file.relative_to(path)) in verified
-      assert str(file.relative_to(path)) in str(restored)
-    salvaged = outcome(lambda p=path: checkpoint.restore(p, salvage=True))
-    if not isinstance(salvaged, errors.CheckpointError):
-      for name in VALUES.keys() - salvaged.damaged.keys():
-        np.testing.assert_array_equal(salvaged.state[name], VALUES[name])
+    if isinstance(verified, errors.CheckpointError):
+      assert file.name in ('HEAD', 'MANIFEST') and type(verified) is type(restored)
+      continue
+    salvaged = checkpoint.restore(path, salvage=True)
+    assert verified == [*salvaged.damaged, *salvaged.files]
+    assert list(salvaged.files) == ([str(file.relative_to(path))] if changed else [])
+    assert all(name in str(restored) for name in verified)
+    if not salvaged.damaged.keys() <= _with_data_in(original):
+      raise AssertionError((file, salvaged.damaged))
+    for name, value in _by_path(VALUES).items():
+      if name not in salvaged.damaged:
+        assert_equal(_by_path(salvaged.state)[name], value)
+
+
+def _by_path(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+  }
+
+
+def _with_data_in(file):
+  """The arrays too large for an index, if the file is one of those with bytes of arrays."""
+  is_data = file.parent.name == 'd' and file.parent.parent.name.startswith('ocdbt.process_')
+  return {name for name in VALUES if name.startswith('w')} if is_data else set()
+
+
+def test_what_cannot_be_salvaged_says_why(whole, tmp_path):
+  """The bytes of an array are in one file only; without both indexes, they cannot be found."""
+  shutil.copytree(whole, tmp_path / 'a')
+  (state,) = (tmp_path / 'a').glob('gen-*/state')
+  for index in state.rglob('manifest.ocdbt'):
+    index.unlink()
+  salvaged = checkpoint.restore(tmp_path / 'a', salvage=True)
+  assert set(salvaged.damaged) == set(_by_path(VALUES)) - {'small/rate'}  # which is in the record
+  assert set(salvaged.damaged.values()) == {'its bytes are in no index that can be read'}
+  assert salvaged.state['small']['rate'] == 0.25
+
+
+def test_another_array_in_the_place_of_one(whole, tmp_path):
+  """Orbax's description is changed, with one bit, so that it reads `w1` twice. The record has the right names."""
+  shutil.copytree(whole, tmp_path / 'a')
+  (file,) = (tmp_path / 'a').glob('gen-*/state/_METADATA')
+  text = file.read_text()
+  assert text.count('"key": "w0"') == 1
+  file.write_text(text.replace('"key": "w0"', '"key": "w1"'))
+  salvaged = checkpoint.restore(tmp_path / 'a', salvage=True)
+  assert salvaged.damaged == {}
+  np.testing.assert_array_equal(salvaged.state['w0'], VALUES['w0'])
 
 
 def damaged_copy(whole, path):
@@ -88,7 +166,7 @@ def damaged_copy(whole, path):
 def test_a_damaged_array_is_salvaged_as_the_target_itself(whole, tmp_path):
   path = tmp_path / 'state'
   file = damaged_copy(whole, path)
-  target = {name: jax.numpy.zeros(value.shape, value.dtype) - 1 for name, value in VALUES.items()}
+  target = VALUES | {name: jax.numpy.zeros_like(VALUES[name]) - 1 for name in ARRAYS}
   name = str(file.relative_to(path))
   with pytest.raises(errors.CheckpointDamagedError) as caught:
     checkpoint.restore(path, target)
@@ -103,7 +181,7 @@ def test_a_damaged_array_is_salvaged_as_the_target_itself(whole, tmp_path):
   assert salvaged.damaged == {'w3': 'its content has changed'}
   assert list(salvaged.files) == [name]
   np.testing.assert_array_equal(salvaged.state['w3'], target['w3'])
-  for other in VALUES.keys() - {'w3'}:
+  for other in ARRAYS - {'w3'}:
     np.testing.assert_array_equal(salvaged.state[other], VALUES[other])
 
 

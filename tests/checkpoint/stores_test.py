@@ -132,7 +132,7 @@ def test_no_write_of_two_processes_is_lost(tmp_path):
   store.write('HEAD', b'0 start')
   script = dedent(COUNTS)
   workers = [subprocess.Popen([sys.executable, '-c', script, root, name]) for name in 'ab']
-  assert [worker.wait(120) for worker in workers] == [0, 0]
+  assert [worker.wait(600) for worker in workers] == [0, 0]
   assert store.read('HEAD')[0].split()[0] == b'200'
 
 

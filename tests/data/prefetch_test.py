@@ -48,7 +48,7 @@ def same(batch):
 
 def settle(source, made):
   """Waits until `made` batches were made, and then a little for one too many."""
-  deadline = time.monotonic() + 10
+  deadline = time.monotonic() + 300
   while source.made < made and time.monotonic() < deadline:
     time.sleep(0.001)
   time.sleep(0.02)
@@ -261,7 +261,7 @@ def at(number):
 
 
 def wait_until_ahead(source, number):
-  deadline = time.monotonic() + 10
+  deadline = time.monotonic() + 300
   while source.state['number'] < number and time.monotonic() < deadline:
     time.sleep(0.001)
   assert source.state['number'] == number

@@ -307,3 +307,31 @@ def test_changes_of_a_module_that_is_no_argument_are_refused_by_flax(layout):
   model = layout.init(create)
   with pytest.raises(flax.errors.TraceContextError):
     layout.jit(lambda x: model(x))(X)
+
+
+def test_an_array_in_the_place_of_a_number_is_told(layout):
+  model = nnx.Dict(numbers=nnx.List([1.0]))
+
+  @layout.jit
+  def broken(model):
+    model.numbers[0] = jnp.ones(8)
+
+  with pytest.raises(LayoutError) as error:
+    broken(model)
+  assert str(error.value) == (
+    'numbers/0: an array in the place of a number, which is part of the structure of its module.\n'
+    'Fix: create it as an array or as an nnx.Variable, so that functions may change it.'
+  )
+  assert model.numbers[0] == 1.0
+
+
+def test_a_module_under_two_layouts_is_reported_and_moves(layout):
+  model = layout.init(create)
+  other = spmd.Layout({'data': 4, 'model': 2}, (*RULES, ('embed', 'data')))
+  assert other.check(model).of('not as planned')
+  value = layout.jit(lambda model, x: model(x).sum())(nnx.clone(model), X)
+  np.testing.assert_allclose(other.jit(lambda model, x: model(x).sum())(model, X), value, rtol=1e-4)
+  other.jit(step)(model, other.init(optimizer_of, model), X)
+  assert model.up.kernel.sharding.mesh == other.mesh and not other.check(other.shard(model)).of(
+    'not as planned'
+  )

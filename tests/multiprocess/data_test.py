@@ -305,19 +305,9 @@ def known_structures(mesh):
   me = jax.process_index()
   for _ in range(1 + 3 * me):
     local_to_global(one_batch(), by_rows(mesh, 'x'))
-  begin = time.monotonic()
-  for _ in range(20):
-    local_to_global(one_batch(), by_rows(mesh, 'x'), check='always')
-  reported = {'always_ms': 50 * (time.monotonic() - begin)}
-  begin = time.monotonic()
-  for _ in range(20):
-    local_to_global(one_batch(), by_rows(mesh, 'x'))
-  reported['known_ms'] = 50 * (time.monotonic() - begin)
-  begin = time.monotonic()
-  for _ in range(20):
-    jax.make_array_from_process_local_data(by_rows(mesh, 'x')['x'], one_batch()['x'])
-  reported['jax_ms'] = 50 * (time.monotonic() - begin)
+  local_to_global(one_batch(), by_rows(mesh, 'x'), check='always')
   local_to_global(one_batch(4), by_rows(mesh, 'x'))
+  reported = {}
   reported['two known structures'] = text_of(
     lambda: local_to_global(one_batch(4 + 4 * me), by_rows(mesh, 'x'), check='always')
   )
@@ -327,10 +317,16 @@ def known_structures(mesh):
   return reported
 
 
+def service():
+  from jax._src import distributed
+
+  return distributed.global_state.client
+
+
 def without_a_service(mesh):
   from jax._src import distributed
 
-  client = distributed.global_state.client
+  client = service()
   distributed.global_state.client = None
   try:
     return text_of(lambda: check_same_on_every_process('it', 'a'))
@@ -375,7 +371,8 @@ def four_processes():
   long = '\n'.join(f'{number} {me // 3}' for number in range(100))
   reported['long'] = text_of(lambda: check_same_on_every_process('a list', long))
   if me in (0, 2):
-    reported['two late'] = text_of(lambda: check_same_on_every_process('it', 'a', timeout=8))
+    service().wait_at_barrier('two late', 300_000, [0, 2])
+    reported['two late'] = text_of(lambda: check_same_on_every_process('it', 'a', timeout=4))
   return reported
 
 
@@ -484,7 +481,7 @@ def test_a_process_that_does_not_arrive(of_two, of_four):
   """)
   assert [of_four[process]['two late'] for process in (0, 2)] == [
     text(f"""
-      Processes 1 and 3 did not arrive within 8 s; process {process} was waiting to compare with them.
+      Processes 1 and 3 did not arrive within 4 s; process {process} was waiting to compare with them.
       Fix: {call}, and {stuck}
     """)
     for process in (0, 2)
@@ -578,7 +575,7 @@ def test_processes_that_fail_or_hang_are_ended():
     raise ValueError('so')
   """)
   begin = time.monotonic()
-  results = run_processes(source, processes=2, devices=1, timeout=600, grace=0.5, check=False)
+  results = run_processes(source, processes=2, devices=1, grace=0.5, check=False)
   assert results[0].returncode == 1 and results[1].returncode < 0  # killed by this test or by JAX
   assert [result.reported for result in results] == [[1], [1]]
   assert results[0].stderr.endswith('ValueError: so\n')

@@ -165,18 +165,18 @@ os._exit(0)
 def test_a_process_that_dies_is_known_within_15_seconds(tmp_path, phase, victim):
   source = DIES.replace('ROOT', repr(str(tmp_path))).replace('PHASES[PHASE]', f'PHASES[{phase!r}]')
   results = run_processes(
-    source.replace('VICTIM', str(victim)), processes=2, devices=2, check=False, grace=60
+    source.replace('VICTIM', str(victim)), processes=2, devices=2, check=False, grace=150
   )
   ended = time.time()
   survivor = results[1 - victim]
   if victim == 1:
     kind, text, seconds = survivor.value
-    assert kind == 'CheckpointError' and seconds <= 60  # 15 on a machine that is not overloaded
+    assert kind == 'CheckpointError' and seconds <= 150  # 15 on a machine that is not overloaded
     assert text.startswith(
       f'Process 1 sent no heartbeat for 12 s while {tmp_path / "2"} was being saved. '
     )
   else:  # the coordination service has died with it, and JAX may end the other process itself
-    assert ended - survivor.reported[0] <= 60 and len(survivor.reported) + survivor.returncode != 1
+    assert ended - survivor.reported[0] <= 150 and len(survivor.reported) + survivor.returncode != 1
   import flax_spmd as spmd
 
   with checkpoint.Manager(tmp_path, spmd.Layout({'data': 8})) as manager:

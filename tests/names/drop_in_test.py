@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
 from tests import strategies
+from tests.strategies import examples
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 X = jnp.ones((8, 16))
@@ -117,7 +118,7 @@ def test_constants():
 # -- names to mesh axes
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(500))
 @given(strategies.names(repeated=True), strategies.rules())
 @example((UNCONSTRAINED, UNCONSTRAINED, None, None, ('x',), ('x',)), ())
 @example((('x', 'y'), 'embed'), (('embed', 'y'), ('embed', 'z')))
@@ -250,7 +251,6 @@ def test_trees_of_specs(tree, mesh):
     assert spmd.logical_to_mesh_sharding(tree, mesh) == nn.logical_to_mesh_sharding(tree, mesh)
 
 
-@settings(max_examples=100)
 @given(
   st.dictionaries(st.sampled_from('abc'), strategies.names().map(lambda n: PartitionSpec(*n))),
   strategies.rules(),

@@ -193,6 +193,7 @@ def boxes(tree):
 WITHOUT_RULES = [name for name in ANNOTATIONS if 'rules' not in name]
 
 
+@pytest.mark.slow
 @cases(
   WITHOUT_RULES,
   {('plain', 'names, mesh of its own'), ('scan over remat', 'names'), ('vmap', 'mesh axes')},

@@ -195,7 +195,7 @@ def parts(size, quick):
   ]
 
 
-@pytest.mark.parametrize('seeds', parts(20, 60))
+@pytest.mark.parametrize('seeds', parts(20, 40))
 def test_names_and_programs_are_those_of_flax(seeds):
   for seed in seeds:
     with about(seed) as case:

@@ -206,3 +206,47 @@ def test_get_sharding_resolves_the_names_of_variables(layout):
   with layout:
     shardings = spmd.get_sharding(state, layout.mesh)
   assert shardings['w'].get_value().spec == P(None, 'model') and shardings['b'].get_value().spec == P()
+
+
+class Shared(nnx.Module):
+  """A module in two places, and a variable."""
+
+  def __init__(self, rngs):
+    self.one = MLP(rngs)
+    self.two = self.one
+    self.list = nnx.List([self.one.up, nnx.data(jnp.arange(8.0))])
+
+
+def test_a_module_that_is_shared_stays_shared(layout, tmp_path):
+  create = lambda: Shared(nnx.Rngs(0))
+  model, other = create(), nnx.Dict(x=nnx.Param(jnp.ones(8)))
+  other.model = model
+  plan = layout.plan(create)
+  placed, placed_other = layout.shard((model, other))
+  assert placed_other.model is placed
+  checkpoint.save(tmp_path / 'model', placed, layout)
+  restored = checkpoint.restore(tmp_path / 'model', placed)
+  for each in (placed, restored, plan.abstract(), plan.box(model), layout.init(create)):
+    assert (
+      each.two is each.one and each.list[0] is each.one.up and each.one.up_again is each.one.up.kernel
+    )
+  for each in (placed, restored):
+    np.testing.assert_array_equal(each.list[1], model.list[1])
+    np.testing.assert_array_equal(each.two.down.kernel[...], model.one.down.kernel[...])
+    assert each.two.down.kernel.sharding.spec == P('model', None)
+  assert model.one.down.kernel.sharding.device_set != placed.one.down.kernel.sharding.device_set
+
+
+@pytest.mark.parametrize('use', ['shard', 'check', 'plan', 'init'])
+def test_a_module_that_contains_itself_is_told(layout, use):
+  def create():
+    model = MLP(nnx.Rngs(0))
+    model.inner = nnx.Dict(back=model)
+    return model
+
+  with pytest.raises(LayoutError) as error:
+    getattr(layout, use)(create() if use in ('shard', 'check') else create)
+  assert str(error.value) == (
+    'MLP contains itself, at inner/back: it is no tree of arrays.\n'
+    'Fix: pass nnx.state(module), which has each variable once. Arguments of functions of layout.jit may be such modules.'
+  )

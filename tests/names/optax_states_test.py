@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from flax.training.train_state import TrainState
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -221,7 +221,6 @@ STATES = {
 }
 
 
-@settings(max_examples=400)
 @given(st.lists(CLAUSES, max_size=5), st.sampled_from(sorted(STATES)))
 def test_no_table_fails_for_optimizer_state_alone(clauses, case):
   rules = spmd.Rules(*clauses)

@@ -57,7 +57,6 @@ def sharded_by_flax(names, shape, rules, mesh):
   return sharding
 
 
-@settings(max_examples=400)
 @given(arrays(), strategies.rules())
 def test_specs_are_those_of_flax(array, rules):
   shape, names = array

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -344,7 +344,6 @@ PIECES = [
 ]
 
 
-@settings(max_examples=500)
 @given(
   st.lists(st.sampled_from(PIECES), max_size=6).map(''.join).filter(compiles),
   st.text(alphabet='ab/0.A|(){-]\\', max_size=8),

@@ -14,6 +14,7 @@ import flax_spmd as spmd
 from flax_spmd import errors
 from flax_spmd._src.rules.bounded_search import MOST_WAYS, UnboundedError, bounded_search, ways
 from flax_spmd._src.rules.path_patterns import searcher
+from tests.strategies import examples
 
 PIECES = [
   *(
@@ -79,7 +80,7 @@ def compiles(pattern):
     return False
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(500))
 @given(
   st.lists(st.sampled_from(PIECES), max_size=7).map(''.join).filter(compiles),
   st.text(alphabet='abA/0.\n', max_size=9),
@@ -115,10 +116,10 @@ def test_a_search_that_re_would_not_finish(pattern):
   assert ways(pattern) > MOST_WAYS
   layout = spmd.Layout(spmd.abstract_mesh({'x': 2}), ((pattern, P('x')),))
   tree = {'a' * 200 + '!': jnp.ones(4), 'ab' * 100 + '/': jnp.ones(4)}
-  began = time.perf_counter()
+  began = time.thread_time()
   layout.spec(tree)
   layout.check(tree)
-  assert time.perf_counter() - began < 5
+  assert time.thread_time() - began < 5
 
 
 ORDINARY = [

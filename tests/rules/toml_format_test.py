@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
+from tests.strategies import examples
 
 TEXT = dedent("""\
   format = 1
@@ -164,7 +165,6 @@ def layouts(draw):
   return spmd.Layout(mesh, draw(st.lists(clauses, max_size=4)))
 
 
-@settings(max_examples=500)
 @given(layouts())
 def test_every_name_of_an_axis_round_trips(layout):
   text = layout.to_toml()
@@ -275,7 +275,7 @@ def changed_texts(draw):
   return text
 
 
-@settings(max_examples=3000)
+@settings(max_examples=examples(1000))
 @given(changed_texts())
 def test_a_changed_file_is_a_layout_or_an_error_that_names_the_place(text):
   try:

@@ -75,6 +75,7 @@ class CheckpointSummary(NamedTuple):
     kinds = [f'{path}: {kind}' for path, kind in self.record.kinds.items()]
     if self.record.skipped:
       kinds.append(f'parts without arrays: {", ".join(self.record.skipped)}')
+    kinds += self.record.unreadable.values()
     return Group(self.title, table, *kinds, (self.record.layout or '').rstrip())
 
   def __str__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
   check_selection,
   is_selected,
   may_be_missing,
+  may_be_unused,
   renamed,
 )
 from flax_spmd._src.checkpoint.matching.differences import differences
@@ -106,7 +107,7 @@ def plan_restore(
     changes: differences that are allowed.
     limit: bytes that one device may hold; default: its free memory, where the device reports it.
   """
-  saved = _saved(reader, changes)
+  saved = saved_side(reader, changes)
   matched = match(saved, target.side, changes)
   routes = dict(matched.routes)
   problems = _impossible(reader, target.values, matched.routes)
@@ -145,7 +146,42 @@ def plan_restore(
   )
 
 
-def _saved(reader: CheckpointReader, changes: Changes) -> Side:
+def check_parts(reader: CheckpointReader, changes: Changes, paths: Iterable[str]) -> None:
+  """Checks the parts of a Composite checkpoint that the restore is of; all of them, unless `changes` leaves some out.
+
+  Args:
+    reader: checkpoint to restore.
+    changes: differences that are allowed.
+    paths: paths of the target, if there is one.
+
+  Raises:
+    CheckpointDamagedError: a part cannot be read (lists all of them).
+  """
+  paths = list(paths)
+  problems = [
+    Problem(reason, _OTHER_PARTS.format(part=part), CheckpointDamagedError)
+    for part, reason in reader.record.unreadable.items()
+    if _is_requested(part, changes, paths)
+  ]
+  raise_problems(problems)
+
+
+_OTHER_PARTS = (
+  'restore another checkpoint; or the other parts of this one, without {part}, with Changes(only=...) or '
+  'Changes(unused="^{part}/") and a target.'
+)
+
+
+def _is_requested(part: str, changes: Changes, paths: Sequence[str]) -> bool:
+  """Whether leaves of a part are to be restored, as far as that can be known without them."""
+  names = renamed(changes, part)
+  if changes.only is not None:
+    return any(f'{changes.only}/'.startswith(f'{name}/') or is_selected(changes, name) for name in names)
+  has_targets = any(path == name or path.startswith(f'{name}/') for path in paths for name in names)
+  return has_targets or not may_be_unused(changes, f'{part}/')
+
+
+def saved_side(reader: CheckpointReader, changes: Changes) -> Side:
   """The checkpoint's side of the match: all of its leaves, or the part to restore."""
   kinds = reader.record.kinds
   leaves = {

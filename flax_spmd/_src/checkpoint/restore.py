@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Un
 from flax_spmd._src.checkpoint import targets
 from flax_spmd._src.checkpoint.load import load
 from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
-from flax_spmd._src.checkpoint.preflight import Preflight, plan_restore
+from flax_spmd._src.checkpoint.preflight import Preflight, check_parts, plan_restore
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.readers import (
@@ -191,6 +191,7 @@ def restore_with(
 
     def read(source: Source | None) -> tuple[Any, Result]:
       reader = reader_of(path, source)
+      check_parts(reader, changes, prepared.values if prepared else ())
       restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
       plan = plan_restore(reader, restored, changes, limit)
       plan.check()
@@ -257,6 +258,7 @@ def preflight(
   """
   prepared = _prepared(target, layout, mesh, rules, changes)
   reader = open_checkpoint(path)
+  check_parts(reader, changes, prepared.values if prepared else ())
   restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed=False)
   return plan_restore(reader, restored, changes, limit)
 

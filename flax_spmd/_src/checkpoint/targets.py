@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from flax_spmd._src import compat
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
   Changes,
   arrangement_of,
@@ -92,6 +93,17 @@ def of_tree(tree: Any, only: str | None) -> RestoreTarget:
   }
   kinds = {_below(only, path): kind for path, kind in flat.kinds.items()}
   return RestoreTarget(values, Side(leaves, kinds), functools.partial(box_trees.rebuilt, inner))
+
+
+def variables_of(tree: Any, only: str | None) -> dict[str, Any]:
+  """The variable of NNX around each leaf of a target that has one, by path; see `of_tree`."""
+  inner = _part(tree.abstract() if isinstance(tree, Plan) else tree, only)
+  units = jax.tree.leaves(inner, is_leaf=box_trees.is_unit)
+  flat = skeleton.flatten(box_trees.plain(inner))
+  around = [unit for unit in units for _ in jax.tree.leaves(unit)]
+  paths = (_below(only, path) for path in skeleton.paths(flat.skeleton))
+  pairs = zip(paths, around, strict=True)
+  return {path: unit for path, unit in pairs if compat.is_variable_type(type(unit))}
 
 
 def _names(tree: Any, only: str | None) -> list[Any]:

@@ -56,7 +56,7 @@ from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
-from flax_spmd._src.names.nnx_variables import has_modules
+from flax_spmd._src.names.nnx_variables import check_no_cycles, has_modules
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import MeshError, Problem, raise_problems
@@ -734,6 +734,7 @@ def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
   without devices (Flax's) have no effect (https://github.com/jax-ml/jax/issues/23634). One open constraint
   on the concrete mesh prevents that.
   """
+  check_no_cycles(result)
   leaves, treedef = jax.tree.flatten(result)
   traced = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
   if traced and isinstance(mesh, Mesh) and AxisType.Explicit not in mesh.axis_types:

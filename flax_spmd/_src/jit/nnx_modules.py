@@ -28,6 +28,7 @@ from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.names.nnx_variables import attributes_as_keys, ends_walk, is_module
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.rules.placements import PlannedResult
+from flax_spmd.errors import LayoutError
 
 ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
 
@@ -152,6 +153,7 @@ class PureFunction:
     result = self._fn(*inner_args, **inner_kwargs)
     indices = compat.nnx_ref_map()
     split = _split(modules, indices)
+    _check_static(split)
     changed = _changed(before, _leaves_of(variables))
     # Arrays that are in no variable belong to the structure.
     same = _have_structures(split, (args, kwargs)) and (
@@ -250,6 +252,20 @@ class ModulePlans:
       return None if named else find(dynamic, updated, jaxpr)
 
     return found
+
+
+def _check_static(modules: Sequence[Split]) -> None:
+  """Checks that no module has an array where it had a number, which NNX keeps in the structure.
+
+  Raises:
+    LayoutError: one has. The array would be lost, or a tracer would get out of the function.
+  """
+  paths = [path for each in modules for path in compat.nnx_static_arrays(each.structure)]
+  if paths:
+    raise LayoutError(
+      f'{", ".join(paths)}: an array in the place of a number, which is part of the structure of its module.\n'
+      'Fix: create it as an array or as an nnx.Variable, so that functions may change it.'
+    )
 
 
 def _have_structures(modules: Sequence[Split], arguments: Any) -> bool:

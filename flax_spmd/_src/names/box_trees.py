@@ -19,7 +19,13 @@ from flax.core import meta
 from flax_spmd._src import compat
 from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Static
 from flax_spmd._src.names.flax_boxes import as_own_box
-from flax_spmd._src.names.nnx_variables import attributes_as_keys, static_of_variable
+from flax_spmd._src.names.nnx_variables import (
+  attributes_as_keys,
+  has_modules,
+  rebuilt_modules,
+  static_of_metadata,
+  static_of_variable,
+)
 from flax_spmd._src.public_module import set_module
 
 
@@ -103,7 +109,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
   """
 
   def open_box(box):
-    own_box = as_own_box(box)
+    own_box = None if compat.is_bridge_box_type(type(box)) else as_own_box(box)
     inner = box.unbox() if own_box is None else own_box.unbox(apply_constraint)
     return unbox(inner, apply_constraint)
 
@@ -135,21 +141,11 @@ def plain(tree: Any) -> Any:
 
 
 def rebuilt(tree: Any, leaves: Iterable[Any]) -> Any:
-  """The tree with other leaves, in the order of `jax.tree.leaves`; variables that are shared stay shared.
-
-  JAX would make two variables of one that has two places in a tree, as for tied embeddings.
-  """
-  remaining, new_units = iter(leaves), {}
-  units, treedef = jax.tree.flatten(tree, is_leaf=is_unit)
-  if not any(compat.is_variable_type(type(unit)) for unit in units):
-    return jax.tree.structure(tree).unflatten(leaves)
-
-  def new_unit(unit: Any) -> Any:
-    structure = jax.tree.structure(unit)
-    new = structure.unflatten([next(remaining) for _ in range(structure.num_leaves)])
-    return new_units.setdefault(id(unit), new) if compat.is_variable_type(type(unit)) else new
-
-  return treedef.unflatten([new_unit(unit) for unit in units])
+  """The tree with other leaves, in the order of `jax.tree.leaves`; modules and variables that are shared stay shared."""
+  units = jax.tree.leaves(tree, is_leaf=is_unit)
+  if any(compat.is_variable_type(type(unit)) for unit in units) or has_modules(tree):
+    return rebuilt_modules(tree, leaves)
+  return jax.tree.structure(tree).unflatten(leaves)
 
 
 def statics_of(units: Sequence[Any]) -> tuple[list[Static | None], list[Any]]:
@@ -173,6 +169,8 @@ def static_of(leaf: Any) -> tuple[Static | None, Any]:
     return None, leaf
   if compat.is_variable_type(cls):
     return static_of_variable(leaf)
+  if compat.is_bridge_box_type(cls):
+    return static_of_metadata(leaf.metadata), leaf.value
   box = as_own_box(leaf)
   if box is None:
     return None, unbox(leaf, apply_constraint=False)

@@ -14,7 +14,7 @@ with the attributes of modules as keys (`attributes_as_keys`). The fields of an 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,19 +26,22 @@ from flax_spmd._src import compat
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import OptaxState, optax_fields
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.tree_paths import key_value
+from flax_spmd._src.tree_paths import key_value, path_string
 from flax_spmd.errors import LayoutError
 
 
 def static_of_variable(variable: Any) -> tuple[Static | None, Any]:
   """The names of a variable (None if it has none) and its value."""
-  metadata = compat.variable_metadata(variable)
+  return static_of_metadata(compat.variable_metadata(variable)), compat.variable_value(variable)
+
+
+def static_of_metadata(metadata: Mapping[str, Any]) -> Static | None:
+  """The names in the metadata of a variable, or of a box of `nnx.bridge`; None if it has none."""
   names = _names(compat.variable_names(metadata))
-  value = compat.variable_value(variable)
-  if names is None:
-    return None, value
   rules = metadata.get('sharding_rules')
-  return Static(names, True, None, Rules.of(rules) if rules else None, or_axes=True), value
+  if names is None:
+    return None
+  return Static(names, True, None, Rules.of(rules) if rules else None, or_axes=True)
 
 
 def with_spec(variable: Any, spec: Any) -> Any:
@@ -106,6 +109,66 @@ def check_functional(tree: Any, by: str) -> None:
     )
 
 
+def rebuilt_modules(tree: Any, leaves: Iterable[Any]) -> Any:
+  """The tree with other leaves, in the order of `jax.tree.leaves`; modules and variables that are shared stay shared.
+
+  JAX would make two of one that has two places in a tree.
+  """
+  indices = compat.nnx_ref_map()
+  nodes, treedef = jax.tree.flatten(tree, is_leaf=is_module)
+  split = [compat.nnx_split(node, indices) if is_module(node) else (None, [node]) for node in nodes]
+  arrays, structure = jax.tree.flatten([each for _, each in split])
+
+  def merged(values: Iterable[Any]) -> Any:
+    parts = zip((definition for definition, _ in split), structure.unflatten(values), strict=True)
+    index = compat.nnx_index_map({})
+    return treedef.unflatten(
+      part[0] if definition is None else compat.nnx_merge(definition, part, index)
+      for definition, part in parts
+    )
+
+  numbers = jax.tree.leaves(merged(range(len(arrays))))  # of a shared array, once for each of its places
+  new = dict(zip(reversed(numbers), reversed(list(leaves)), strict=True))
+  return merged(new[number] for number in range(len(arrays)))
+
+
+def check_no_cycles(tree: Any) -> None:
+  """Checks that no module of a tree contains itself.
+
+  Raises:
+    LayoutError: one does. JAX would follow the cycle until the stack is full.
+  """
+  if not compat.has_nnx():
+    return
+  acyclic: set[int] = set()
+  for node in jax.tree.leaves(tree, is_leaf=is_module):
+    if compat.is_nnx_module_type(type(node)):
+      _check_below(node, {id(node): ()}, acyclic, ())
+
+
+def _check_below(node: Any, above: dict[int, Any], acyclic: set[int], path: tuple[Any, ...]) -> None:
+  """Checks a module or another node.
+
+  Args:
+    node: the node.
+    above: path of each module around it, by id.
+    acyclic: ids of the modules that have been checked; this one is added.
+    path: its own path.
+  """
+  for entry, child in _one_level(node):
+    below = (*path, entry)
+    if id(child) in above:
+      text = f'{type(child).__name__} contains itself, at {path_string(below)}: it is no tree of arrays.'
+      raise LayoutError(f'{text}\n{_CYCLE_FIX}')
+    if id(child) not in acyclic and not compat.is_variable_type(type(child)) and child is not node:
+      is_inner = compat.is_nnx_module_type(type(child))
+      _check_below(child, {**above, id(child): below} if is_inner else above, acyclic, below)
+  acyclic.add(id(node))
+
+
+_CYCLE_FIX = 'Fix: pass nnx.state(module), which has each variable once. Arguments of functions of layout.jit may be such modules.'
+
+
 def attributes_as_keys(tree: Any, seen: set[int] | None = None) -> Any:
   """The tree with the attributes of NNX modules as keys, and fields of Optax as fields; leaves and their order stay.
 
@@ -166,7 +229,7 @@ def _keyed(node: Any, seen: set[int] | None) -> Any:
     if id(node) in seen:
       return None
     seen.add(id(node))
-  below = _one_level(node)
+  below = one_level(node)
   entries = tuple(DictKey(key_value(entry)) for entry, _ in below)
   is_optimizer = compat.is_nnx_state_type(type(node))
   return _Keyed(
@@ -187,7 +250,7 @@ def _below(child: Any, seen: set[int] | None) -> Any:
 
 def _optimizer_state(node: Any) -> Any:
   """The state of an optimizer as a part of an NNX state: its levels are dictionaries, down to the parameters' keys."""
-  below = [] if compat.is_variable_type(type(node)) else _one_level(node)
+  below = [] if compat.is_variable_type(type(node)) else one_level(node)
   keys = {key_value(entry) for entry, _ in below}
   if keys and all(isinstance(key, int) for key in keys):
     return _Keyed(
@@ -199,12 +262,17 @@ def _optimizer_state(node: Any) -> Any:
   return node
 
 
-def _one_level(node: Any) -> list[tuple[Any, Any]]:
+def one_level(node: Any) -> list[tuple[Any, Any]]:
   """The children of a node with their keys, without those by which NNX keeps the state of a module itself."""
   if compat.is_nnx_module_type(type(node)):
     return [(entry, child) for entry, child in compat.nnx_children(node) if not _is_internal(entry)]
   flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)[0]
   return [(path[0], child) for path, child in flat if path]
+
+
+def is_optimizer(node: Any) -> bool:
+  """Whether a node is an `nnx.Optimizer`, whose state has the names of its parameters."""
+  return compat.is_nnx_module_type(type(node)) and hasattr(node, 'opt_state')
 
 
 def _is_internal(entry: Any) -> bool:

@@ -190,7 +190,7 @@ def _table(rules: Any) -> Rules:
 
 def _as_box(unit: Any) -> Partitioned | None:
   """The names of a box, or of a variable, as a box of ours; None for a bare leaf."""
-  if not compat.is_variable_type(type(unit)):
+  if not (compat.is_variable_type(type(unit)) or compat.is_bridge_box_type(type(unit))):
     return as_own_box(unit) if is_axis_metadata(unit) else None
   static, value = static_of(unit)
   return None if static is None else LogicallyPartitioned(value, static.names, rules=static.rules)

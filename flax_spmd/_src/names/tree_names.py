@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,10 +26,11 @@ import numpy as np
 from flax.linen.partitioning import AxisMetadata
 from jax.tree_util import GetAttrKey, KeyPath
 
+from flax_spmd._src import compat
 from flax_spmd._src.names.axes_collections import GivenNames, read_collections
 from flax_spmd._src.names.box_trees import is_unit, is_unit_type, statics_of
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.nnx_variables import attributes_as_keys, has_keyed_nodes
+from flax_spmd._src.names.nnx_variables import attributes_as_keys, check_no_cycles, has_keyed_nodes
 from flax_spmd._src.names.optimizer_state import (
   Inference,
   Shape,
@@ -44,6 +45,7 @@ from flax_spmd._src.names.optimizer_state import (
 )
 from flax_spmd._src.names.unit_paths import UnitPaths
 from flax_spmd._src.rules.decisions import padded
+from flax_spmd._src.text import plural
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem
 
@@ -54,8 +56,8 @@ class TreeNames:
   """The names in one tree, read once.
 
   A *unit* is a box, a variable, or a leaf outside of these. Each list has one entry per unit, in tree order; each
-  dictionary is keyed by the unit's index. Properties are computed on first use. Reading raises nothing:
-  the planner reports names that do not fit.
+  dictionary is keyed by the unit's index. Properties are computed on first use. Reading raises nothing but
+  for a module that contains itself: the planner reports names that do not fit.
 
   Args:
     tree: any tree, concrete or abstract.
@@ -84,6 +86,7 @@ class TreeNames:
       kinds.add(kind)
       return is_unit_type(kind)
 
+    check_no_cycles(tree)
     self.units, self.treedef = jax.tree.flatten(tree, is_leaf=is_seen_unit)
     if has_keyed_nodes(kinds):
       self.tree = attributes_as_keys(tree)
@@ -116,7 +119,21 @@ class TreeNames:
           f'its names differ: {", ".join(texts)}.', 'name the array once, or alike everywhere.'
         )
         found.append(problem.at(self.paths[index]))
-    return found
+    return [*found, *self._lost_names()]
+
+  def _lost_names(self) -> Iterator[Problem]:
+    """The problem of every stacked array in a box of `nnx.bridge`, which loses the dimension that `nn.scan` adds."""
+    for index, unit in enumerate(self.units):
+      static, shape = self.box_statics[index], self.shapes[index]
+      is_bridged = static is not None and compat.is_bridge_box_type(type(unit))
+      if is_bridged and not self.optimizer[index] and len(static.names) < len(shape or ()):
+        problem = Problem(
+          f'{plural(len(static.names), "name")} {static.names!r} for an array of rank {len(shape)}, in a box of nnx.bridge, '
+          'which does not name the dimension that nn.scan or nn.vmap adds.',
+          'create the variable with nnx.with_partitioning(init, names, '
+          'linen_meta_type=flax_spmd.LogicallyPartitioned), whose box does.',
+        )
+        yield problem.at(self.paths[index])
 
   @property
   def paths(self) -> list[str]:

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd._src.active_layout import report_names
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.names.boxes import Static
+from flax_spmd._src.names.nnx_variables import check_no_cycles
 from flax_spmd._src.names.optimizer_state import Inference, infer, infer_without_parameter
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.plan.deviations import planned_memory
@@ -222,6 +223,7 @@ class Planner:
 
   def _tree_shardings(self, tree: Any) -> _TreeShardings:
     """The shardings of a tree, cached by structure (which includes names), shapes and dtypes."""
+    check_no_cycles(tree)
     leaves, treedef = jax.tree.flatten(tree)
     structure: Any = treedef, tuple([getattr(leaf, 'shape', None) for leaf in leaves])
     if self._resolver.looks_at_dtypes:

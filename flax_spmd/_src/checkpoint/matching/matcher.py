@@ -22,6 +22,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
   renamed_axes,
   stacks_of,
 )
+from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
 from flax_spmd._src.checkpoint.matching.moved_axes import inferred_moves
 from flax_spmd._src.checkpoint.matching.optimizer_states import StateField, moved_states, state_fields
 from flax_spmd._src.checkpoint.matching.routes import (
@@ -140,16 +141,19 @@ class _Matcher:
   def _rearranged(self, old: str, path: str) -> Route:
     """The route of a saved leaf, at its renamed path."""
     arrangement = arrangement_of(self.changes, path)
-    if arrangement is None:
-      return Route((old,))
+    return Route((old,)) if arrangement is None else self._arranged(Route((old,)), arrangement, old)
+
+  def _arranged(self, route: Route, arrangement: Arrangement, path: str) -> Route:
+    """A route, rearranged; `path` is for the report of one that does not fit."""
+    record = record_of(route, self.saved)
     try:
-      rearrangement = arrangement.of_shape(self.saved[old].shape)
+      rearrangement = arrangement.of_shape(record.shape)
     except ValueError as error:
-      text = f'{old}: {arrangement.text!r} does not fit {self.saved[old]}: {error}.'
+      text = f'{path}: {arrangement.text!r} does not fit {record}: {error}.'
       if all(text != problem.text for problem in self.problems):
         self._wrong(text, _ARRANGEMENT)
-      return Route((old,))
-    return Route((old,), 'rearrange', rearrangement=rearrangement)
+      return route
+    return converted([route], 'rearrange', rearrangement=rearrangement)
 
   def _look_up(self, path: str, other: str) -> str | None:
     """The saved leaf at path `other`, on behalf of the target leaf at `path`.
@@ -206,6 +210,8 @@ class _Matcher:
     """The route of a stacked leaf from the leaves of single layers; the arguments of `_found`."""
     if stack.split(other) is None:
       return None
+    merged = self._merge(stack, other)
+    leaf = None if merged else leaf
     found: list[Route] = []
     while stack.is_layer(len(found)):
       single = self._found(path, stack.single_path(other, len(found)), None, before)
@@ -219,7 +225,15 @@ class _Matcher:
       return self._placeholder(path, tuple(s for part in found for s in part.sources), leaf)
     if leaf is not None and leaf.shape[axis] != len(found):
       self._wrong_count(path, len(found), leaf.shape[axis])
-    return converted(found, 'stack', axis=axis)
+    route = converted(found, 'stack', axis=axis)
+    return self._arranged(route, merged, other) if merged else route
+
+  def _merge(self, stack: Stack, path: str) -> Arrangement | None:
+    """The arrangement of a stack after stacking, as of gates in one dimension: one that its layers do not have."""
+    arrangement = arrangement_of(self.changes, path)
+    return (
+      None if arrangement is arrangement_of(self.changes, stack.single_path(path, 0)) else arrangement
+    )
 
   def _axis(
     self, stack: Stack, path: str, stacked: LeafRecord | None, single: LeafRecord | None

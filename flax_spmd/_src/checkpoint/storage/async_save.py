@@ -250,7 +250,7 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
     wait_for(background, path, heartbeat)
   except BaseException as error:
     heartbeat.stop(error)
-    if not heartbeat.gone:
+    if not heartbeat.gone():
       background.settle()
     raise
   return results[0]
@@ -399,7 +399,7 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
       failed, failed_before = failed_before, heartbeat.failure
       if failed:
         raise error_elsewhere(path, failed) from error
-      gone = heartbeat.gone
+      gone = heartbeat.gone()
       if gone:
         raise CheckpointError(
           f'{named(gone).capitalize()} sent no heartbeat for {SILENCE:g} s while {path} was being saved. '

@@ -33,7 +33,7 @@ from flax_spmd._src.state_plan import Plan
 from flax_spmd.errors import CheckpointError, Problem, RulesError, problems_text
 
 LEAVES, PACKED = 'leaves', 'packed'  # the two parts of a packed tree
-_ROOT = 'root'
+ROOT_NAME = 'root'  # of a state that is one array
 _LONG = {np.dtype(name) for name in (np.longdouble, np.clongdouble)} - {
   np.dtype(float),
   np.dtype(complex),
@@ -114,7 +114,7 @@ def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pac
 def disk_tree(record: Record, leaf: Any) -> Any:
   """The tree stored on disk, with `leaf(index)` as its leaves. Orbax requires a container at its root."""
   tree = skeleton.unflatten(record.skeleton, leaf)
-  return tree if isinstance(tree, (dict, list)) else {_ROOT: tree}
+  return tree if isinstance(tree, (dict, list)) else {ROOT_NAME: tree}
 
 
 def disk_leaves(record: Record, tree: Any) -> dict[str, Any]:

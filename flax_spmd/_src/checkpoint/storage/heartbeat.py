@@ -38,18 +38,26 @@ class Heartbeat:
     self.failure: Failure | None = None
     self._received: dict[int, tuple[str, float]] = {}
     self._answered = time.monotonic()  # when the service last answered; a host without power never does
+    self._looked = self._answered
     self._is_refused = False
     self._stopped = threading.Event()
     if jax.process_count() > 1:
       threading.Thread(target=self._run, name='flax_spmd heartbeat', daemon=True).start()
 
-  @property
   def gone(self) -> list[int]:
-    """The processes whose last heartbeat is more than `SILENCE` seconds old.
+    """The processes whose last heartbeat is more than `SILENCE` seconds old; none in a job of one process.
 
     The coordination service runs in the first process. If it does not answer, nothing is known of the others.
+    A process that was suspended, or got no time of a processor, starts to wait anew.
     """
-    if self._is_refused or time.monotonic() - self._answered > SILENCE:
+    if jax.process_count() == 1:
+      return []
+    now = time.monotonic()
+    if now - self._looked > SILENCE / 2:
+      self._answered = now
+      self._received = {process: (text, now) for process, (text, _) in self._received.items()}
+    self._looked = now
+    if self._is_refused or now - self._answered > SILENCE:
       return [0]
     return [process for process, (_, when) in self._received.items() if self._answered - when > SILENCE]
 
@@ -57,7 +65,7 @@ class Heartbeat:
     """Stops; publishes `error` to the other processes."""
     if jax.process_count() > 1 and not self._stopped.is_set():
       self._stopped.set()
-      if error is not None and self.gone != [0]:
+      if error is not None and self.gone() != [0]:
         publishing = threading.Thread(target=self.call.fail, args=(error,), daemon=True)
         publishing.start()
         publishing.join(SILENCE)

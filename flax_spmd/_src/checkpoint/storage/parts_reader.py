@@ -49,9 +49,9 @@ class PartsReader:
     return {path: read[name][inner] for path in requests for name, inner in [self._inner[path]]}
 
 
-def with_skipped(record: Record, skipped: Sequence[str]) -> Record:
-  """The record, with the names of the parts that are not read."""
-  return dataclasses.replace(record, skipped=tuple(sorted(skipped)))
+def with_others(record: Record, skipped: Sequence[str], unreadable: Mapping[str, str]) -> Record:
+  """The record, with the names of the parts that are not read, and the reasons for those that cannot be."""
+  return dataclasses.replace(record, skipped=tuple(sorted(skipped)), unreadable=unreadable)
 
 
 def is_state(record: Record) -> bool:

@@ -22,10 +22,11 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage.direct_reads import DirectReads
 from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
 from flax_spmd._src.checkpoint.storage.manifest import FileRecord, whole_generations
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
-from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_skipped
+from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_others
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
   LeafRecord,
@@ -34,6 +35,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   describe,
   dtype_of,
   from_json,
+  is_key,
   key_dtype,
 )
 from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
@@ -49,6 +51,7 @@ _PART = 'state'  # the folder that Orbax v1 writes arrays to
 _UNFINISHED = 'orbax-checkpoint-tmp'
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
 _ARRAYS = 'array_metadatas'
+_INDEX = 'manifest.ocdbt'  # of the bytes of arrays
 _MIN_IN_FLIGHT = 64 << 20  # bytes
 _LARGEST_METADATA = 512 << 20  # bytes; 10,000 leaves take two million
 
@@ -137,16 +140,32 @@ def _msgpack_reader(file: epath.Path) -> CheckpointReader:
 
 
 def _reader_of_parts(folder: epath.Path, names: Sequence[str | None]) -> CheckpointReader:
-  """The reader of a checkpoint without a record of ours: of its only part with arrays, or of all of them."""
-  records = {name: _foreign_record(folder, name) for name in names}
+  """The reader of a checkpoint without a record of ours: of its only part with arrays, or of all of them.
+
+  A part whose description is damaged leaves the others readable; it is an error for those who ask for it.
+
+  Raises:
+    CheckpointDamagedError: no part can be read.
+  """
+  records: dict[str | None, Record] = {}
+  damage: dict[str, CheckpointDamagedError] = {}
+  for name in names:
+    try:
+      records[name] = _foreign_record(folder, name)
+    except CheckpointDamagedError as error:
+      damage[str(name)] = error
+  if not records:
+    raise next(iter(damage.values()))
   states = {name: record for name, record in records.items() if is_state(record)} or records
   readers = {name: OrbaxReader(folder, record, name) for name, record in states.items()}
-  if len(readers) == 1:
+  if len(readers) == 1 and not damage:
     (reader,) = readers.values()
   else:
     reader = PartsReader(folder, {str(name): each for name, each in readers.items()})
   others = {child.name for child in folder.iterdir() if child.is_dir()} if None not in names else set()
-  reader.record = with_skipped(reader.record, [name for name in others if name not in readers])
+  skipped = [name for name in others if name not in readers and name not in damage]
+  reasons = {name: str(error).partition('\n')[0] for name, error in damage.items()}
+  reader.record = with_others(reader.record, skipped, reasons)
   return reader
 
 
@@ -168,7 +187,7 @@ def is_checkpoint(path: epath.Path) -> bool:
 def _folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
   """The checkpoint of a path, and the name of its part if the path is a part of one."""
   has_own = any((path / mark).exists() for mark in (_METADATA, _INDICATOR))
-  if not has_own and (path / _TREE_METADATA).exists() and (path.parent / _METADATA).exists():
+  if not has_own and _may_hold_arrays(path) and (path.parent / _METADATA).exists():
     return path.parent, path.name
   return path, None
 
@@ -309,8 +328,33 @@ class OrbaxReader:
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
-    _check_names(self.folder)
-    return self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
+    _check_names(self.folder, self._name())
+    leaves = self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
+    self._check_keys(leaves)
+    return leaves
+
+  @property
+  def has_own_record(self) -> bool:
+    """Whether the record is this package's, and not derived from Orbax's description."""
+    return self.record.written_by == KEY
+
+  def read_directly(
+    self, requests: Mapping[str, Any], memory: int | None = None
+  ) -> tuple[dict[str, Any], dict[str, str]]:
+    """Reads leaves without Orbax's description of the arrays; see `DirectReads.read`."""
+    return DirectReads(self.folder / (self._part or _PART), self.record).read(requests, memory)
+
+  def _check_keys(self, leaves: Mapping[str, Any]) -> None:
+    """Raises if random keys came as their numbers: Orbax keeps their implementation in a file of its own."""
+    records = self.record.leaves
+    wrong = [
+      path for path, leaf in leaves.items() if is_key(records[path]) and str(leaf.dtype) == 'uint32'
+    ]
+    if wrong:
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: the kind of random keys is lost, for {", ".join(wrong)}.\n'
+        'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
+      )
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
     paths = list(self.record.leaves)
@@ -389,9 +433,13 @@ def _unpacked(vector: np.ndarray, leaf: LeafRecord) -> np.ndarray:
 
 
 def _parts(path: epath.Path) -> list[str]:
-  """The subfolders of a checkpoint that hold arrays."""
-  children = [child for child in path.iterdir() if (child / _TREE_METADATA).exists()]
+  """The subfolders of a checkpoint that hold arrays, or have lost their description."""
+  children = [child for child in path.iterdir() if _may_hold_arrays(child)]
   return sorted(child.name for child in children if not (child / _METADATA).exists())
+
+
+def _may_hold_arrays(part: epath.Path) -> bool:
+  return any((part / mark).exists() for mark in (_TREE_METADATA, _INDEX))
 
 
 def _part_with_arrays(path: epath.Path) -> str | None:
@@ -413,16 +461,21 @@ def _parts_with_arrays(path: epath.Path) -> Sequence[str | None]:
   return parts
 
 
-def _check_names(path: epath.Path) -> None:
-  """Raises if the name of a leaf leads out of the checkpoint: Orbax may use it as a file path."""
-  for folder in (path, *(child for child in path.iterdir() if child.is_dir())):
-    content = _metadata(folder / _TREE_METADATA, path).get('tree_metadata') or {}
-    for key, entry in content.items() if isinstance(content, dict) else ():
-      if any(map(_leads_out, [*re.split(r"'(?:, ')?", key), *_keys(entry)])):
-        raise CheckpointDamagedError(
-          f'Checkpoint {path} has a leaf named {key}, which leads out of its folder.\n'
-          'Fix: do not use this checkpoint; none of its arrays were read.'
-        )
+def _check_names(path: epath.Path, part: str | None) -> None:
+  """Raises if the name of a leaf leads out of the checkpoint: Orbax may use it as a file path.
+
+  Args:
+    path: folder of the checkpoint.
+    part: its part to read; None if its arrays are in the folder itself.
+  """
+  file = (path / part if part else path) / _TREE_METADATA
+  content = _metadata(file, path).get('tree_metadata') or {}
+  for key, entry in content.items() if isinstance(content, dict) else ():
+    if any(map(_leads_out, [*re.split(r"'(?:, ')?", key), *_keys(entry)])):
+      raise CheckpointDamagedError(
+        f'Checkpoint {path} has a leaf named {key}, which leads out of its folder.\n'
+        'Fix: do not use this checkpoint; none of its arrays were read.'
+      )
 
 
 def _keys(entry: Any) -> list[str]:
@@ -437,7 +490,7 @@ def _leads_out(name: str) -> bool:
 
 def _foreign_record(path: epath.Path, part: str | None) -> Record:
   """A record of shapes and dtypes, for a checkpoint that has none."""
-  _check_names(path)
+  _check_names(path, part)
   flat = skeleton.flatten(_foreign_tree(path, part))
   leaves = by_path(skeleton.paths(flat.skeleton), [_foreign_leaf(leaf) for leaf in flat.leaves])
   for name, dtype in _random_keys(path / part if part else path).items():

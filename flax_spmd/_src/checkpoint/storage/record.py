@@ -156,6 +156,7 @@ class Record:
     layout: layout that the state was saved under, as TOML; None if it has no text form.
     written_by: `flax_spmd`, `orbax`, `flax`, `t5x` or `safetensors`. Checkpoints of others have shapes and dtypes only.
     skipped: names of the parts of a Composite checkpoint that hold neither arrays nor numbers.
+    unreadable: the reason for each part of a Composite checkpoint whose description is damaged, by its name.
   """
 
   skeleton: Skeleton
@@ -164,6 +165,7 @@ class Record:
   layout: str | None = None
   written_by: str = 'flax_spmd'
   skipped: tuple[str, ...] = ()
+  unreadable: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def bytes(self) -> int:

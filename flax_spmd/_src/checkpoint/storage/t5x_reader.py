@@ -10,8 +10,7 @@ the folder, the shape and the dtype are used: drivers, buckets and paths are tho
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,22 +19,25 @@ import tensorstore
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import skeleton
-from flax_spmd._src.checkpoint.storage.buckets import PATIENT, Location
 from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe, dtype_of
 from flax_spmd._src.checkpoint.storage.store import checked
+from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
+  Index,
+  assembled,
+  batches,
+  kvstore_of,
+  started,
+)
 from flax_spmd.errors import CheckpointDamagedError
 
 _STATE, _VERSION = 'optimizer', 'version'
 _NATIVE_BFLOAT16 = (
   3  # the first version that writes bfloat16 as such; earlier ones write its bits as uint16
 )
-_MIN_IN_FLIGHT = 64 << 20  # bytes
 _DRIVERS = ('zarr', 'zarr3')
 _FIX = (
   'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
 )
-
-_Index = tuple[tuple[int, int], ...]  # start and stop of each dimension
 
 
 def is_t5x(content: Any) -> bool:
@@ -133,7 +135,7 @@ class T5xReader:
     """See `CheckpointReader`."""
     stored = {path: request for path, request in requests.items() if self._is_stored(path)}
     arrays: dict[str, Any] = {}
-    for group in _groups(stored, memory):
+    for group in batches(stored, memory):
       arrays |= self._read(group)
     for path, request in requests.items():
       if path not in stored:
@@ -147,10 +149,10 @@ class T5xReader:
   def _read(self, requests: Mapping[str, Any]) -> dict[str, Any]:
     """Reads a group of arrays at the same time."""
     opened = {path: _opened(self.path, self._by_path[path]) for path in requests}
-    reads = {path: self._start(path, opened[path], _indices(requests[path])) for path in requests}
+    reads = {path: self._start(path, opened[path], requests[path]) for path in requests}
     return {path: self._array(path, requests[path], reads[path]) for path in requests}
 
-  def _start(self, path: str, opened: Any, indices: Sequence[_Index]) -> dict[_Index, Any]:
+  def _start(self, path: str, opened: Any, request: Any) -> dict[Index, Any]:
     """Starts the reads of slices of an array."""
     array, store = self._by_path[path], self._result(path, opened)
     if store.shape != array.shape or store.dtype.numpy_dtype != array.stored:
@@ -158,21 +160,14 @@ class T5xReader:
         f'Checkpoint {self.path} cannot be read: its description is {array.stored}{list(array.shape)}, and '
         f'{array.folder} has {store.dtype.name}{list(store.shape)}.\n{_FIX}'
       )
-    return {index: store[tuple(slice(*each) for each in index)].read() for index in indices}
+    return started(store, request)
 
-  def _array(self, path: str, request: Any, reads: Mapping[_Index, Any]) -> Any:
+  def _array(self, path: str, request: Any, reads: Mapping[Index, Any]) -> Any:
     array = self._by_path[path]
     slices = {
       index: np.asarray(self._result(path, future)).view(array.dtype) for index, future in reads.items()
     }
-    if request.sharding is None:
-      return slices[_whole(array.shape)]
-    return jax.make_array_from_callback(
-      array.shape,
-      request.sharding,
-      lambda index: slices[_plain(index or (), array.shape)],
-      dtype=array.dtype,
-    )
+    return assembled(request, slices)
 
   def _result(self, path: str, future: Any) -> Any:
     try:
@@ -185,47 +180,12 @@ class T5xReader:
 
 def _opened(folder: epath.Path, array: StoredArray) -> Any:
   """TensorStore's future of an opened array. A missing chunk is an error, not zeros."""
-  url = os.fspath(folder / array.folder)
-  kvstore = Location.of(url).kvstore(PATIENT) if '://' in url else {'driver': 'file', 'path': f'{url}/'}
   return tensorstore.open(
-    {'driver': array.driver, 'kvstore': kvstore, 'fill_missing_data_reads': False},
+    {
+      'driver': array.driver,
+      'kvstore': kvstore_of(folder / array.folder),
+      'fill_missing_data_reads': False,
+    },
     read=True,
     open=True,
   )
-
-
-def _groups(requests: Mapping[str, Any], memory: int | None) -> Iterator[dict[str, Any]]:
-  """Requests that may be in flight together, one at least."""
-  sizes = {path: _bytes(request) for path, request in requests.items()}
-  limit = memory or max(_MIN_IN_FLIGHT, sum(sizes.values()) // 8)
-  group: dict[str, Any] = {}
-  total = 0
-  for path, request in requests.items():
-    if group and total + sizes[path] > limit:
-      yield group
-      group, total = {}, 0
-    group[path], total = request, total + sizes[path]
-  if group:
-    yield group
-
-
-def _bytes(request: Any) -> int:
-  """Bytes that this process reads of an array."""
-  elements = sum(int(np.prod([stop - start for start, stop in index])) for index in _indices(request))
-  return elements * request.dtype.itemsize
-
-
-def _indices(request: Any) -> list[_Index]:
-  """The slices of an array that this process reads, each once."""
-  if request.sharding is None:
-    return [_whole(request.shape)]
-  indices = request.sharding.addressable_devices_indices_map(request.shape).values()
-  return list(dict.fromkeys(_plain(index, request.shape) for index in indices))
-
-
-def _whole(shape: tuple[int, ...]) -> _Index:
-  return tuple((0, size) for size in shape)
-
-
-def _plain(index: Sequence[slice], shape: tuple[int, ...]) -> _Index:
-  return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))

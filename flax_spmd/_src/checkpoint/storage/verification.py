@@ -99,12 +99,40 @@ def read_verified(
   everything = all(path in requests or leaf.is_number for path, leaf in records.items())
   with ThreadPoolExecutor(1) as thread:
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
-    leaves, unread = _read_what_can_be(reader, requests, memory)
+    whole, damage = _whole_and_damage(reader, requests, memory, verify)
+  return whole, damage._replace(files=damage.files | _over_processes('files', _result(files)))
+
+
+def _whole_and_damage(
+  reader: CheckpointReader, requests: Mapping[str, Any], memory: int | None, verify: bool
+) -> tuple[dict[str, Any], Damage]:
+  """The leaves that are whole, and the damage of the others.
+
+  A leaf that Orbax cannot read, or reads with another content, is read again without Orbax's description. Format 1
+  has no checksums of files; there, the whole folder is reported for what Orbax cannot read.
+  """
+  leaves, lost = _read_what_can_be(reader, requests, memory)
   _check_width(reader, leaves)
-  if verify:
-    unread |= dict.fromkeys(changed(leaves, records), _CHANGED)
-  whole = {path: leaf for path, leaf in leaves.items() if path not in unread}
-  return whole, Damage(unread, _over_processes('files', _result(files)))
+  leaves, wrong = _compared(reader, leaves, verify)
+  if not (isinstance(reader, OrbaxReader) and reader.has_own_record and (lost or wrong)):
+    return leaves, Damage(lost | wrong, {})
+  files = (
+    {} if reader.files else dict.fromkeys([reader.folder.name], next(iter(lost.values()), _CHANGED))
+  )
+  found, lost = reader.read_directly({path: requests[path] for path in lost | wrong}, memory)
+  lost = _over_processes('directly', lost)
+  found, wrong = _compared(
+    reader, {path: leaf for path, leaf in found.items() if path not in lost}, verify
+  )
+  return leaves | found, Damage(lost | wrong, files)
+
+
+def _compared(
+  reader: CheckpointReader, leaves: Mapping[str, Any], verify: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+  """The leaves whose checksum is the recorded one, and the reason for each other one."""
+  wrong = dict.fromkeys(changed(leaves, reader.record.leaves) if verify else [], _CHANGED)
+  return {path: leaf for path, leaf in leaves.items() if path not in wrong}, wrong
 
 
 def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:
@@ -150,6 +178,8 @@ def _read_what_can_be(
     return leaves, {}
   del leaves
   paths = list(requests)
+  if isinstance(reader, OrbaxReader) and reader.has_own_record:
+    return {}, dict.fromkeys(paths, failure['reason'])  # each can be read on its own, without Orbax
   if len(paths) == 1:
     return {}, {paths[0]: failure['reason'].partition(' cannot be read: ')[2] or failure['reason']}
   whole: dict[str, Any] = {}
@@ -180,8 +210,9 @@ def verify(reader: CheckpointReader) -> Damage:
     requests = {
       path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for path, leaf in group.items()
     }
-    leaves, unread = _read_what_can_be(reader, requests, None)
-    damage.leaves.update(unread | dict.fromkeys(changed(leaves, group), _CHANGED))
+    _, found = _whole_and_damage(reader, requests, None, verify=True)
+    damage.leaves.update(found.leaves)
+    damage.files.update(found.files)
   return damage
 
 

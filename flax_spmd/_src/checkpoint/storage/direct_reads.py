@@ -1,0 +1,187 @@
+"""Direct reads: the arrays of a damaged checkpoint of ours, by the record alone.
+
+Orbax finds arrays through its own description of the tree, `_METADATA`, and through one index of their bytes,
+`manifest.ocdbt`. Where one of these is damaged, the bytes may still be whole. The record has names, shapes and dtypes,
+and each process has left an index of the bytes that it wrote:
+
+    state/manifest.ocdbt                     the index of all processes, with its nodes in state/d
+    state/ocdbt.process_0/manifest.ocdbt     that of process 0, with nodes and arrays in state/ocdbt.process_0/d
+
+Nothing is written. Every array is read on its own, so that the damage of one leaves the others whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_spmd._src.checkpoint.storage import contents
+from flax_spmd._src.checkpoint.storage.record import (
+  LeafRecord,
+  Record,
+  dtype_of,
+  is_key,
+  key_implementation,
+  raw_keys,
+)
+from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
+  assembled,
+  batches,
+  kvstore_of,
+  started,
+)
+
+_OF_PROCESS = re.compile(r'ocdbt\.process_\d+/?')
+_FORMATS = {'zarr3': b'zarr.json', 'zarr': b'.zarray'}  # the file that describes an array
+_SPEC = re.compile(
+  r' \[[a-z_]+(\[\d+\])?='
+)  # of TensorStore's errors: their context, thousands of characters
+
+
+class DirectReads:
+  """Reads arrays without Orbax's description of them.
+
+  Args:
+    folder: folder of the arrays.
+    record: their description.
+  """
+
+  def __init__(self, folder: epath.Path, record: Record):
+    self._record = record
+    own = [folder / child.name for child in _children(folder) if _OF_PROCESS.fullmatch(child.name)]
+    self._indexes = [[_index_of(folder)], [_index_of(each) for each in sorted(own)]]
+    self._names = _names(record)
+
+  def read(
+    self, requests: Mapping[str, Any], memory: int | None = None
+  ) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arrays that can be read, and the reasons for the others.
+
+    Args:
+      requests, memory: see `CheckpointReader.read`.
+    """
+    leaves: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for group in batches(requests, memory):
+      reads: dict[str, Any] = {}
+      for path, request in group.items():
+        try:
+          stored = _stored_request(self._record.leaves[path], request)
+          reads[path] = stored, started(self._opened(path), stored)
+        except (ValueError, OSError) as error:
+          reasons[path] = _reason(error)
+      for path, (stored, futures) in reads.items():
+        try:
+          slices = {index: np.asarray(future.result()) for index, future in futures.items()}
+        except (ValueError, OSError) as error:
+          reasons[path] = _reason(error)
+        else:
+          leaves[path] = _leaf(self._record.leaves[path], requests[path], assembled(stored, slices))
+    return leaves, reasons
+
+  def _opened(self, path: str) -> Any:
+    """An opened array, of the shape and dtype in the record. A missing chunk is an error, not zeros.
+
+    Raises:
+      ValueError, OSError: it cannot be read, or is another array.
+    """
+    leaf = self._record.leaves[path]
+    driver, kvstore = self._found(self._names[path])
+    store = ts.open(
+      {'driver': driver, 'kvstore': kvstore, 'fill_missing_data_reads': False}, read=True, open=True
+    ).result()
+    plain = raw_keys(leaf) if is_key(leaf) else leaf
+    if leaf.packed is not None and store.rank == 1:
+      begin, size = leaf.packed[1], int(np.prod(leaf.shape, dtype=int))
+      store = store[begin : begin + size][ts.d[:].translate_to[0]]
+      plain = plain._replace(shape=(size,))
+    if (store.shape, store.dtype.numpy_dtype) != (plain.shape, dtype_of(plain.dtype)):
+      raise ValueError(f'{store.dtype.name}{list(store.shape)} is stored in its place')
+    return store
+
+  def _found(self, name: str) -> tuple[str, dict[str, Any]]:
+    """TensorStore's driver and key-value store of an array: from the index of all, or from those of the processes."""
+    failure: Exception = ValueError('its bytes are in no index that can be read')
+    for indexes in self._indexes:
+      keys: dict[bytes, Any] = {}
+      for index in indexes:
+        try:
+          listed = ts.KvStore.open({**index, 'path': f'{name}/'}).result().list().result()
+        except (ValueError, OSError) as error:
+          failure = error
+        else:
+          keys |= {key: index for key in listed if key not in keys}
+      for driver, described in _FORMATS.items():
+        if described in keys:
+          return driver, _joined(name, keys)
+    raise failure
+
+
+def _joined(name: str, keys: Mapping[bytes, Any]) -> dict[str, Any]:
+  """The key-value store of an array whose keys are in several indexes."""
+  layers = [
+    {'base': {**index, 'path': f'{name}/{key.decode()}'}, 'exact': key.decode()}
+    for key, index in keys.items()
+  ]
+  return {'driver': 'kvstack', 'layers': layers}
+
+
+def _index_of(folder: epath.Path) -> dict[str, Any]:
+  return {'driver': 'ocdbt', 'base': kvstore_of(folder)}
+
+
+def _children(folder: epath.Path) -> list[epath.Path]:
+  try:
+    return list(folder.iterdir())
+  except (FileNotFoundError, NotADirectoryError):
+    return []
+
+
+def _names(record: Record) -> dict[str, str]:
+  """The name that Orbax gave each array: the keys of the written tree, joined by dots."""
+  is_packed = any(leaf.packed for leaf in record.leaves.values())
+  if isinstance(record.skeleton, int) and not is_packed:
+    return dict.fromkeys(record.leaves, contents.ROOT_NAME)
+  names = {}
+  for number, (path, leaf) in enumerate(record.leaves.items()):
+    if leaf.packed is not None:
+      names[path] = f'{contents.PACKED}.{leaf.packed[0]}'
+    else:
+      names[path] = f'{contents.LEAVES}.{number}' if is_packed else path.replace('/', '.')
+  return names
+
+
+def _stored_request(leaf: LeafRecord, request: Any) -> Any:
+  """The request for the stored array. Packed ones have one dimension; random keys have one more than they show."""
+  if leaf.packed is not None:
+    return jax.ShapeDtypeStruct((int(np.prod(leaf.shape, dtype=int)),), request.dtype)
+  if not is_key(leaf):
+    return request
+  sharding = request.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  if isinstance(sharding, NamedSharding):
+    entries = [*sharding.spec, *[None] * (len(leaf.shape) + 1 - len(sharding.spec))]
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+  plain = raw_keys(leaf)
+  return jax.ShapeDtypeStruct(plain.shape, dtype_of(plain.dtype), sharding=sharding)
+
+
+def _leaf(leaf: LeafRecord, request: Any, array: Any) -> Any:
+  """The leaf of a stored array."""
+  if is_key(leaf):
+    return jax.random.wrap_key_data(array, impl=key_implementation(leaf.dtype))
+  if leaf.packed is None:
+    return array
+  array = array.reshape(leaf.shape)
+  return array if request.sharding is None else jax.device_put(array, request.sharding)
+
+
+def _reason(error: Exception) -> str:
+  """The first line of TensorStore's error, without its context."""
+  return _SPEC.split((str(error).splitlines() or [''])[0])[0]

@@ -1,0 +1,112 @@
+"""Flax's own layers: the logical names of their arrays, for models whose authors gave none.
+
+    linen_names()[nn.Embed]   # {'embedding': ('vocab', 'embed')}
+
+Both halves have the same keys, as the layers of Linen and of NNX name their arrays alike. The names of a layer whose
+rank varies are a function of the layer. `flax.nnx` takes a second to import, so its half is built on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+
+Names: TypeAlias = tuple[Any, ...] | None
+LayerEntry: TypeAlias = Mapping[str, Names | Callable[[Any], Names]]
+
+_ATTENTION: LayerEntry = {
+  **{f'{each}/kernel': ('embed', 'heads', 'kv') for each in ('query', 'key', 'value')},
+  **{f'{each}/bias': ('heads', 'kv') for each in ('query', 'key', 'value')},
+  **{f'{each}/{name}': ('kv',) for each in ('query_ln', 'key_ln') for name in ('scale', 'bias')},
+  'out/kernel': ('heads', 'kv', 'embed'),
+  'out/bias': ('embed',),
+  'cached_key': ('batch', 'length', 'heads', 'kv'),
+  'cached_value': ('batch', 'length', 'heads', 'kv'),
+}
+_DENSE: LayerEntry = {'kernel': ('in', 'out'), 'bias': ('out',)}
+_EMBED: LayerEntry = {'embedding': ('vocab', 'embed')}
+_NORM: LayerEntry = {'scale': ('embed',), 'bias': ('embed',)}
+_CHANNEL_NORM: LayerEntry = dict.fromkeys(('scale', 'bias', 'mean', 'var'), ('out',))
+
+
+def linen_names() -> dict[type, LayerEntry]:
+  """The names of the arrays of each layer of `flax.linen`, by their path below the layer."""
+  conv: LayerEntry = {'kernel': _conv_kernel, 'bias': ('out',)}
+  fused: LayerEntry = {
+    f'{gate}{of}/{name}': _DENSE[name] for gate in 'ih' for of in 'ifgo' for name in _DENSE
+  }
+  attentions = (nn.MultiHeadDotProductAttention, nn.MultiHeadAttention)
+  return {
+    nn.Dense: _DENSE,
+    nn.DenseGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
+    nn.Einsum: {'kernel': _einsum_kernel},
+    nn.Embed: _EMBED,
+    **dict.fromkeys((nn.Conv, nn.ConvLocal, nn.ConvTranspose), conv),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _NORM),
+    **dict.fromkeys((nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm), _CHANNEL_NORM),
+    **dict.fromkeys(attentions, _ATTENTION),
+    nn.OptimizedLSTMCell: fused,
+  }
+
+
+def nnx_names() -> dict[type, LayerEntry]:
+  """The names of the arrays of each layer of `flax.nnx`, by their path below the layer."""
+  from flax import nnx
+
+  conv: LayerEntry = {'kernel': _conv_kernel, 'bias': ('out',)}
+  return {
+    nnx.Linear: _DENSE,
+    nnx.LinearGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
+    nnx.Einsum: {'kernel': _einsum_kernel},
+    nnx.Embed: _EMBED,
+    **dict.fromkeys((nnx.Conv, nnx.ConvTranspose), conv),
+    **dict.fromkeys((nnx.LayerNorm, nnx.RMSNorm), _NORM),
+    **dict.fromkeys((nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm), _CHANNEL_NORM),
+    nnx.MultiHeadAttention: _ATTENTION,
+    nnx.LoRA: {'lora_a': ('in', None), 'lora_b': (None, 'out')},
+  }
+
+
+def _general_kernel(layer: Any) -> Names:
+  """Batch dimensions, then those of the input, then those of the output; the first of each has the name."""
+  inputs = getattr(layer, 'in_features', None)  # of NNX
+  count = len(_sequence(layer.axis if inputs is None else inputs))
+  return (*_batch(layer), 'in', *[None] * (count - 1), *_outputs(layer))
+
+
+def _general_bias(layer: Any) -> Names:
+  return (*_batch(layer), *_outputs(layer))
+
+
+def _batch(layer: Any) -> list[None]:
+  batch = getattr(layer, 'batch_dims', None)  # of Linen
+  return [None] * len(_sequence(layer.batch_axis if batch is None else batch))
+
+
+def _outputs(layer: Any) -> tuple[Any, ...]:
+  features = getattr(layer, 'out_features', None)  # of NNX
+  return ('out', *[None] * (len(_sequence(layer.features if features is None else features)) - 1))
+
+
+def _conv_kernel(layer: Any) -> Names:
+  """The window, then inputs and outputs; in the transpose of a convolution, outputs and inputs."""
+  ends = ('out', 'in') if getattr(layer, 'transpose_kernel', False) else ('in', 'out')
+  return (*[None] * len(_sequence(layer.kernel_size)), *ends)
+
+
+def _einsum_kernel(layer: Any) -> Names:
+  """The first contracted dimension is an input, and the first that only the result has is an output."""
+  if not layer.einsum_str:
+    return None
+  operands, result = layer.einsum_str.replace(' ', '').replace('...', '').split('->')
+  inputs, kernel = operands.split(',')
+  contracted = [letter for letter in kernel if letter in inputs and letter not in result]
+  made = [letter for letter in kernel if letter not in inputs and letter in result]
+  names = {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')}
+  return tuple(names.get(letter) for letter in kernel)
+
+
+def _sequence(value: Any) -> Sequence[Any] | Mapping[Any, Any]:
+  return (value,) if isinstance(value, int) else value

@@ -1,0 +1,103 @@
+"""Layer names: names for models that have none, from the types of their layers and the paths of their arrays.
+
+create = names_for(model.init, {'mlp/wi/kernel$': ('embed', 'mlp')})
+variables = layout.init(create, key, x)   # as if the model were annotated
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import flax.linen as nn
+import jax
+
+from flax_spmd._src import compat, flax_layers
+from flax_spmd._src.names.box_trees import is_unit
+from flax_spmd._src.names.layer_table import LayerTable, Origin
+from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
+from flax_spmd._src.names.nnx_layers import name_variables
+from flax_spmd._src.public_module import set_module
+from flax_spmd._src.tree_paths import KEY_TEXT, path_string
+from flax_spmd.errors import raise_problems
+
+P = ParamSpec('P')
+Result = TypeVar('Result')
+
+_trace_key = jax.make_user_context(
+  None
+)  # part of the key of JAX's caches: a trace without names is another one
+
+
+@set_module('flax_spmd')
+def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Result]:
+  """A function that creates the same state with names: as if the model were annotated.
+
+  The layers of Flax have the names of `presets.layer_names()`, unless the model or `names` give others. Names of the
+  model itself have priority, then expressions for paths, then types, then Flax's layers.
+
+  Args:
+    create: function that creates the variables of a Linen model, an NNX module, or a state with either. The arrays
+      of Linen get boxes, and those of NNX metadata.
+    names: a dictionary, or a sequence of pairs:
+      an expression for paths (`params/mlp/wi/kernel`, from the top module; in NNX `mlp/wi/kernel`), and the names of
+      an array, or None for no names;
+      a type of modules, and a dictionary from paths of arrays below such a module to names, to None, or to a function
+      of the module that returns them;
+      an expression, and one name, a str, for the dimensions that `nn.scan` and `vmap` add to arrays with such paths.
+      The name in a Linen transformation's `metadata_params` has priority. In NNX, the first dimensions are taken
+      for those of `nnx.vmap`.
+      Names are a tuple, for the dimensions of a single layer.
+
+  Returns:
+    A function with the signature of `create`. It raises `LayoutError` for an entry that names nothing, unless it is
+    for a type that the model lacks, and for more names than dimensions (lists all of them).
+
+  Raises:
+    LayoutError: `names` has an invalid entry, or a key twice (lists all of them).
+
+  Example:
+    >>> create = names_for(nn.Dense(16).init, {nn.Dense: {'kernel': ('embed', 'mlp')}})
+    >>> create(jax.random.key(0), jnp.ones((1, 8)))['params']
+    {'kernel': LogicallyPartitioned(float32[8,16], names=('embed', 'mlp')), 'bias': LogicallyPartitioned(float32[16], names=('out',))}
+  """
+  table = LayerTable.of(names)
+  linen = (table, LayerTable.of(flax_layers.linen_names()))
+
+  @functools.wraps(create, updated=())
+  def named(*args: P.args, **kwargs: P.kwargs) -> Result:
+    with _trace_key(table), nn.intercept_methods(LinenLayers(linen)):
+      result = create(*args, **kwargs)
+    return _named(result, linen)
+
+  return named
+
+
+def _named(result: Any, linen: tuple[LayerTable, LayerTable]) -> Any:
+  """The result with boxes of the user's kind, and with names on the modules of NNX."""
+  own = linen[0]
+  flat, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=_is_named)
+  nodes = [node for _, node in flat]
+  origins: list[Origin] = []
+  if any(map(_is_nnx, nodes)):
+    nnx = own, LayerTable.of(flax_layers.nnx_names())
+    for path, node in flat:
+      origins += name_variables(node, tuple(KEY_TEXT[type(entry)](entry) for entry in path), nnx)
+  for index, node in enumerate(nodes):
+    if isinstance(node, LayerBox):
+      nodes[index], origin = node.named(linen)
+      origins.append(origin)
+  units = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_unit)[0]
+  problems = dict.fromkeys(origin.problem for origin in origins if origin.problem is not None)
+  raise_problems([*problems, *own.idle(origins, [path_string(path) for path, _ in units])])
+  return treedef.unflatten(nodes) if any(isinstance(node, LayerBox) for _, node in flat) else result
+
+
+def _is_nnx(node: Any) -> bool:
+  return compat.is_nnx_module_type(type(node)) or compat.is_variable_type(type(node))
+
+
+def _is_named(node: Any) -> bool:
+  """Whether a node has names to finish, or is a node of NNX, which keeps its identity."""
+  return isinstance(node, LayerBox) or _is_nnx(node)

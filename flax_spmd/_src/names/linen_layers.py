@@ -1,0 +1,175 @@
+"""Linen layers: boxes around the variables that modules create, with the modules that each is in.
+
+    with nn.intercept_methods(LinenLayers(tables)):
+      variables = model.init(key, x)   # a LayerBox around every array
+    names, origin = variables['params']['wi']['kernel'].named(tables)
+
+After a method of a module has run, the variables below the module are boxed in its scope. So `nn.scan`, `nn.vmap`,
+`nn.remat` and shared modules treat them like those of an annotated model, and add dimensions to the boxes. A box has only
+what does not depend on the place of the modules, since `nn.jit` uses the trace of one module for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax.core import meta
+
+from flax_spmd._src.names.boxes import PARTITION_NAME, LogicallyPartitioned
+from flax_spmd._src.names.layer_table import Layer, LayerTable, Origin, fitted
+
+_READS_PATHS = (
+  nn.WeightNorm,
+  nn.SpectralNorm,
+)  # boxes within would be in the names of their own variables
+
+
+class AddedAxis(NamedTuple):
+  """A dimension that a transformation has added; `name` is empty if the transformation has none for it."""
+
+  name: tuple[Any, ...]
+
+
+class LayerBox(meta.AxisMetadata[Any]):
+  """A variable, and the modules that it is in.
+
+  It stands in for the array where a module reads its variables directly: `self.variables['params'][...].T`.
+
+  Args:
+    value: the array.
+    collection: the collection that the variable is in.
+    dimensions: each dimension's position in the array of a single layer, or the axis that has added it.
+    layers: the modules, the innermost first.
+  """
+
+  def __init__(
+    self,
+    value: Any,
+    collection: str,
+    dimensions: tuple[int | AddedAxis, ...],
+    layers: tuple[Layer, ...] = (),
+  ):
+    self.value, self.collection, self.dimensions, self.layers = value, collection, dimensions, layers
+
+  def unbox(self) -> Any:
+    """The array."""
+    return self.value
+
+  def replace_boxed(self, val: Any) -> Self:
+    """The box around another array."""
+    return type(self)(val, self.collection, self.dimensions, self.layers)
+
+  def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    """The box of stacked arrays."""
+    added = AddedAxis((params[PARTITION_NAME],) if PARTITION_NAME in params else ())
+    at = index % (len(self.dimensions) + 1)
+    return self._with((*self.dimensions[:at], added, *self.dimensions[at:]), self.layers)
+
+  def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    """The box of one of the stacked arrays."""
+    dimensions = list(self.dimensions)
+    del dimensions[index]
+    return self._with(tuple(dimensions), self.layers)
+
+  def inside(self, layer: Layer) -> Self:
+    """The box with one more module that it is in."""
+    known = any((each.cls, each.below) == (layer.cls, layer.below) for each in self.layers)
+    return self if known else self._with(self.dimensions, (*self.layers, layer))
+
+  def named(self, tables: Sequence[LayerTable]) -> tuple[Any, Origin]:
+    """The array with its names in a box of the user's kind, or the array without names; and the origin of the names."""
+    outwards = sorted(self.layers, key=lambda layer: layer.below.count('/'), reverse=True)
+    path = f'{self.collection}/{outwards[0].below}'
+    rank = sum(not isinstance(each, AddedAxis) for each in self.dimensions)
+    names, origin = fitted(tables, path, outwards, rank)
+    if names is None:
+      return self.value, origin
+    full = tuple(
+      names[each] if isinstance(each, int) else (*each.name, origin.stacked)[0]
+      for each in self.dimensions
+    )
+    return LogicallyPartitioned(self.value, full), origin
+
+  def _with(self, dimensions: tuple[int | AddedAxis, ...], layers: tuple[Layer, ...]) -> Self:
+    return type(self)(self.value, self.collection, dimensions, layers)
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__') or name == 'value':
+      raise AttributeError(name)
+    return getattr(self.value, name)
+
+  def __jax_array__(self) -> Any:
+    return self.value
+
+  def __getitem__(self, index: Any) -> Any:
+    return self.value[index]
+
+
+jax.tree_util.register_pytree_with_keys(
+  LayerBox,
+  lambda box: (
+    ((jax.tree_util.GetAttrKey('value'), box.value),),
+    (box.collection, box.dimensions, box.layers),
+  ),
+  lambda static, children: LayerBox(children[0], *static),
+)
+
+
+class LinenLayers:
+  """Interceptor of the methods of Linen modules, which boxes the variables of each module.
+
+  Args:
+    tables: the tables whose entries the boxes have.
+  """
+
+  def __init__(self, tables: Sequence[LayerTable]):
+    self._tables = tables
+    self._reading_paths = 0  # number of running methods that read the paths of variables
+
+  def __call__(
+    self, method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+  ) -> Any:
+    """Runs a method, then boxes the variables below its module."""
+    module = context.module
+    reads_paths = isinstance(module, _READS_PATHS)
+    self._reading_paths += reads_paths
+    try:
+      result = method(*args, **kwargs)
+    finally:
+      self._reading_paths -= reads_paths
+    if module.scope is not None and not self._reading_paths and not reads_paths:
+      self._box_variables(module)
+    return result
+
+  def _box_variables(self, module: nn.Module) -> None:
+    """Puts boxes around the arrays below a module, in the collections that may change."""
+    scope: Any = module.scope
+    for collection, variables in module.variables.items():
+      if scope.is_mutable_collection(collection):
+        others = module.variables.get(f'{collection}_axes', {})  # names as in T5X
+        for name, node in variables.items():
+          new = self._boxed(node, collection, (name,), module, others)
+          if new is not node:
+            scope.put_variable(collection, name, new)
+
+  def _boxed(self, node: Any, collection: str, keys: tuple[str, ...], module: Any, others: Any) -> Any:
+    """A part of a module's variables with boxes; arrays with names of their own stay as they are."""
+    if isinstance(node, Mapping):
+      others = others.get(keys[-1], {}) if isinstance(others, Mapping) else {}
+      return {
+        key: self._boxed(each, collection, (*keys, key), module, others) for key, each in node.items()
+      }
+    if isinstance(node, LayerBox):
+      return node.inside(Layer.of(module, '/'.join(keys), self._tables))
+    if not _is_array(node) or f'{keys[-1]}_axes' in others:
+      return node
+    box = LayerBox(node, collection, tuple(range(len(node.shape))))
+    return box.inside(Layer.of(module, '/'.join(keys), self._tables))
+
+
+def _is_array(value: Any) -> bool:
+  return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
