@@ -7,6 +7,7 @@ The models have none of the memory of a chip filled on purpose. So the verdict o
 budget: the median of the compiled peaks of a model on a target.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def measured(
 
 
 def figures(samples: Samples) -> list[Figure]:
-  """The figures over all models."""
+  """The figures over all models; NaN, and no verdict, where no layout of the samples counts for one."""
   pairs = _pairs(samples)
   plain = [pair for pair in pairs if not pair.doubted]
   counted = sum(len(one.pairs) + len(one.failed) for one in samples.values())
@@ -88,7 +89,7 @@ def figures(samples: Samples) -> list[Figure]:
   seconds = sum(one.seconds for one in rated)
   rate = sum(len(one.pairs) for one in rated) / seconds if rated else 0.0
   wrong, verdicts = _verdicts(samples)
-  tops = [[regret(one.pairs, top) for one in rated] for top in (1, 3)]
+  tops = [[regret(one.pairs, top) for one in rated if len(one.pairs) > top] for top in (1, 3)]
   label = 'strangers, not in doubt'
   return [
     exact(f'{label}: wire bytes, median deviation', _median(plain, 'wire'), '%', at_most(5)),
@@ -100,11 +101,12 @@ def figures(samples: Samples) -> list[Figure]:
     exact(f'{label}: time, median deviation', _median(plain, 'time'), '%'),
     exact('strangers: candidates', counted, ''),
     exact('strangers: neither estimated nor compiled', counted - len(pairs), '', at_most(0)),
-    exact('strangers: in doubt', 100 * (1 - len(plain) / max(1, len(pairs))), '%', at_most(20)),
+    exact('strangers: compiled and not in doubt', len(plain), ''),
+    exact('strangers: in doubt', _doubted(pairs), '%', at_most(20)),
     exact('strangers: verdicts on whether it fits', verdicts, ''),
-    exact('strangers: of them, wrong', wrong, '', at_most(0)),
-    exact('strangers: top-1 regret, worst model', max(tops[0], default=0.0), '%', at_most(2)),
-    exact('strangers: top-3 regret, worst model', max(tops[1], default=0.0), '%', at_most(0.5)),
+    exact('strangers: of them, wrong', wrong if verdicts else math.nan, '', at_most(0)),
+    exact('strangers: top-1 regret, worst model', max(tops[0], default=math.nan), '%', at_most(2)),
+    exact('strangers: top-3 regret, worst model', max(tops[1], default=math.nan), '%', at_most(0.5)),
     exact('strangers: estimates, per second and core', rate, '1/s', at_least(20)),
   ]
 
@@ -118,16 +120,21 @@ def _errors(pairs: Sequence[Pair], part: str) -> list[float]:
 
 
 def _median(pairs: Sequence[Pair], part: str) -> float:
-  return statistics.median(_errors(pairs, part)) if pairs else 0.0
+  return statistics.median(_errors(pairs, part)) if pairs else math.nan
 
 
 def _high(pairs: Sequence[Pair], part: str) -> float:
   """The 95th percentile."""
-  return _errors(pairs, part)[round(0.95 * (len(pairs) - 1))] if pairs else 0.0
+  return _errors(pairs, part)[round(0.95 * (len(pairs) - 1))] if pairs else math.nan
 
 
 def _below(pairs: Sequence[Pair]) -> float:
-  return max((-pair.memory for pair in pairs), default=0.0)
+  return max((-pair.memory for pair in pairs), default=math.nan)
+
+
+def _doubted(pairs: Sequence[Pair]) -> float:
+  """The share in doubt, in percent."""
+  return 100 * sum(pair.doubted for pair in pairs) / len(pairs) if pairs else math.nan
 
 
 def _verdicts(samples: Samples) -> tuple[int, int]:
@@ -153,21 +160,20 @@ def by_model(samples: Samples) -> Table:
     plain = [pair for pair in pairs if not pair.doubted]
     failed = sum(len(one.failed) for one in mine.values())
     parts = [f'{_median(plain, part):.1f}, {_high(plain, part):.1f}' for part in ('wire', 'memory')]
-    regrets = [regret(one.pairs, 1) for one in mine.values() if one.pairs]
+    regrets = [regret(one.pairs, 1) for one in mine.values() if len(one.pairs) > 1]
     seconds = sum(one.seconds for one in mine.values() if one.pairs)
-    rows.append(
-      [
-        model,
-        *parts,
-        f'{_below(plain):.1f}',
-        f'{_median(plain, "flops"):.1f}',
-        f'{_median(plain, "time"):.1f}',
-        f'{len(pairs) - len(plain)} of {len(pairs)}',
-        str(failed or ''),
-        f'{max(regrets, default=0.0):.1f}',
-        f'{len(pairs) / seconds if seconds else 0:.0f}',
-      ]
-    )
+    row = [
+      model,
+      *parts,
+      f'{_below(plain):.1f}',
+      f'{_median(plain, "flops"):.1f}',
+      f'{_median(plain, "time"):.1f}',
+      f'{len(pairs) - len(plain)} of {len(pairs)}',
+      str(failed or ''),
+      f'{max(regrets, default=math.nan):.1f}',
+      f'{len(pairs) / seconds if seconds else 0:.0f}',
+    ]
+    rows.append([cell.replace('nan, nan', '-').replace('nan', '-') for cell in row])
   head = ['model', 'wire: median, 95 %', 'memory', 'furthest below', 'FLOPs', 'time', 'in doubt']
   title = (
     f'Errors in percent, of layouts not in doubt, on {", ".join(dict.fromkeys(t for _, t in samples))}'

@@ -17,7 +17,7 @@ SEARCHES = ('published', 'sample', 'fits', 'strangers', 'search')
 @pytest.fixture(scope='module')
 def scripts():
   """The modules of the folder, which are scripts and no package."""
-  names = ('harness', 'reporting', 'render', 'run')
+  names = ('harness', 'reporting', 'render', 'run', 'samples', 'strangers', 'strange_steps')
   sys.path.insert(0, str(FOLDER))
   yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
   sys.path.remove(str(FOLDER))
@@ -71,6 +71,15 @@ def test_headlines_are_recorded_figures(render):
     if not any(each['name'] == figure for one in render.records(name) for each in one['figures'])
   ]
   assert not missing
+
+
+def test_figures_of_no_layout_have_no_verdict(scripts):
+  figures = scripts.strange_steps.figures({})
+  judged = [figure.name for figure in figures if figure.verdict in ('met', 'MISSED')]
+  assert judged == [
+    'strangers: neither estimated nor compiled',
+    'strangers: estimates, per second and core',
+  ]
 
 
 def _record(jax: str, value: float, interval: tuple[float, float]) -> dict:

@@ -94,9 +94,9 @@ class Estimator:
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._program = _Program(self._lowering, self.parameter_names, platform)
+    self._program = _AnalyzedStep(self._lowering, self.parameter_names, platform)
     constrained = self._lowering.with_batch
-    self._with_batch = constrained and _Program(constrained, self.parameter_names, platform, True)
+    self._with_batch = constrained and _AnalyzedStep(constrained, self.parameter_names, platform, True)
     self._parts = [
       *(_part(path) for path, _ in state),
       *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
@@ -190,7 +190,7 @@ class Estimator:
     return Memory(parameters, optimizer, rest, batch, extra, total + extra)
 
 
-class _Program:
+class _AnalyzedStep:
   """A lowered step, prepared and analyzed.
 
   Args:

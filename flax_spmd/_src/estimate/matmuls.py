@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Axes, Op, replicated, shard_count
+from flax_spmd._src.estimate.graph import Axes, Op, replicated, shard_count, used_axes
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
 from flax_spmd._src.hlo.flops import Window, meetings
@@ -74,7 +74,22 @@ def _cheapest(factors: Sequence[Factor], context: Context) -> Requirement:
       best = cost, requirement
   if best is None:
     return _sharded(factors, replicated(len(factors)), context)
-  return best[1]
+  return best[1]._replace(doubt=_doubt(best[1], context))
+
+
+def _doubt(requirement: Requirement, context: Context) -> str:
+  """A doubt if an operand has to give up axes, and as many devices are along axes that the product does not use.
+
+  XLA can then move the shards of the operand to those axes, and share the product among them.
+  """
+  serving = {*used_axes(requirement.natural_sharding), *requirement.partial_axes}
+  taken = {axis.partition('[')[0] for axis in serving}
+  free = shard_count([axis for axis in context.sizes if axis not in taken], context.sizes)
+  for spec, required, is_free in zip(context.specs, requirement.operands, context.rematerialisable):
+    lost = used_axes(spec) & serving - used_axes(required or spec)
+    if lost and not is_free and free >= shard_count(tuple(lost), context.sizes):
+      return 'an operand of a product whose shards can move to unused mesh axes'
+  return ''
 
 
 def _options(factor: Factor, context: Context, partial: set[str]) -> list[Axes]:

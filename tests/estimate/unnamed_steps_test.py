@@ -1,0 +1,68 @@
+"""Steps without names: their automatic batch constraints, against compiled programs."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+
+EMBED, MLP, BATCH = 64, 256, 64
+X = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32)
+
+
+class Residual(nn.Module):
+  """Without names, biases included."""
+
+  @nn.compact
+  def __call__(self, x):
+    for _ in range(2):
+      x = x + nn.Dense(EMBED)(nn.gelu(nn.Dense(MLP)(x)))
+    return x
+
+
+def unnamed_train_step(microbatches):
+  model = Residual()
+
+  def loss(variables, x):
+    rows = x.reshape(microbatches, -1, EMBED)
+    return jnp.mean(jax.lax.map(lambda one: jnp.mean(model.apply(variables, one) ** 2), rows))
+
+  def unnamed_step(variables, x):
+    if microbatches == 1:
+      value, grads = jax.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2))(variables, x)
+    else:
+      value, grads = jax.value_and_grad(loss)(variables, x)
+    return jax.tree.map(lambda old, slope: old - 0.1 * slope, variables, grads), value
+
+  return TrainStep(unnamed_step, lambda: model.init(jax.random.key(0), jnp.ones((1, EMBED))), X)
+
+
+UNNAMED = {
+  'fsdp': spmd.Layout(spmd.abstract_mesh({'data': 8}), spmd.presets.fsdp(min_size=16)),
+  'data': spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),)),
+  'fsdp over one of two axes': spmd.Layout(
+    spmd.abstract_mesh({'data': 4, 'model': 2}), (('batch', 'data'), spmd.fsdp('data', min_size=16))
+  ),
+}
+
+
+def test_a_step_without_names_has_the_batch_constraints_of_layout_jit():
+  """Without them, activations would be sharded as the parameters are; biases' gradients are partial sums."""
+  train_step = unnamed_train_step(1)
+  compiled, estimator = compare(train_step, UNNAMED, 'cpu:8'), Estimator(train_step, platform='cpu')
+  for name, one in UNNAMED.items():
+    estimated = estimator.estimate(one, parse_target('cpu:8'))
+    assert estimated.counts.flops == compiled[name].counts.flops
+    assert estimated.counts.by_kind() == pytest.approx(compiled[name].counts.by_kind(), rel=1e-3), name
+    assert estimated.doubts == ()
+
+
+def test_automatic_constraints_that_do_not_divide_are_left_out():
+  """Microbatches of four examples on eight devices."""
+  train_step = unnamed_train_step(X.shape[0] // 4)
+  estimated = Estimator(train_step, platform='cpu').estimate(UNNAMED['fsdp'], parse_target('cpu:8'))
+  compiled = compare(train_step, {'fsdp': UNNAMED['fsdp']}, 'cpu:8')['fsdp']
+  assert compiled.error is None
+  assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)
