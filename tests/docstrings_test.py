@@ -70,7 +70,7 @@ def each(name):
   return pytest.param(name, marks=pytest.mark.slow if compiles else ())
 
 
-@pytest.mark.parametrize('name', map(each, MODULES))
+@pytest.mark.parametrize('name', list(map(each, MODULES)))
 def test_examples(name, tmp_path):
   module = importlib.import_module(name)
   runner = doctest.DocTestRunner(optionflags=FLAGS)
