@@ -53,7 +53,7 @@ def placements(
   elif route.step == 'stack':
     rest = (*box[:axis], *box[axis + 1 :])
     for layer in range(*box[axis]):
-      part = memory[(slice(None),) * axis + (layer - box[axis][0],)]
+      part = memory[(*(slice(None),) * axis, layer - box[axis][0], ...)]  # of numbers too, a view
       yield from placements(operands[layer], saved, rest, part)
   elif route.step == 'unstack':
     whole = (*box[:axis], (route.layer, route.layer + 1), *box[axis:])
