@@ -14,7 +14,7 @@ from flax_spmd._src.checkpoint.matching.placements_of_routes import moves_only, 
 from flax_spmd._src.checkpoint.matching.routes import Route, after, converted, evaluated, record_of
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
 
-SIZES = st.sampled_from([1, 2, 3, 4, 6])
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 6])
 
 
 @st.composite
@@ -86,7 +86,7 @@ def test_reading_into_place_is_the_conversion(route_and_saved, data):
       assert max(cuts) > 1  # a whole array is always a box
       continue
     for source, shape, part, memory in placed:
-      assert np.shares_memory(memory, shard)
+      assert np.shares_memory(memory, shard) or not shard.size
       memory[...] = arrays[source].reshape(shape)[tuple(slice(*each) for each in part)]
     np.testing.assert_array_equal(shard, expected[tuple(slice(*each) for each in box)])
 

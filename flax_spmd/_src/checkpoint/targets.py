@@ -162,11 +162,18 @@ def _incomplete(value: Any) -> str | None:
   if isinstance(value, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
     return f'is {with_article(type(value).__name__)}, without shape and dtype'
   if isinstance(value, (np.ndarray, np.generic, bool, int, float)):
-    return None
+    is_native = not isinstance(value, np.ndarray) or value.dtype.isnative
+    return None if is_native else f'has the byte order of another machine ({value.dtype.str})'
   if not hasattr(value, 'dtype'):
     return f'is {with_article(type(value).__name__)}'
-  if getattr(value, 'sharding', None) is None:
-    return f'({value.dtype}[{",".join(map(str, value.shape))}]) has no sharding'
+  described = f'({value.dtype}[{",".join(map(str, value.shape))}])'
+  sharding = getattr(value, 'sharding', None)
+  if sharding is None:
+    return f'{described} has no sharding'
+  try:
+    sharding.shard_shape(tuple(value.shape))
+  except ValueError:
+    return f'{described} does not divide into the shards of {sharding}'
   return None
 
 

@@ -90,6 +90,8 @@ def _ranges_of_parts(low: int, high: int, sizes: Sequence[int]) -> list[tuple[in
   Raises:
     ValueError: the range is no box of the parts.
   """
+  if low == high:
+    return [(0, 0)] * len(sizes)
   ranges: list[tuple[int, int]] = []
   for number in range(len(sizes)):
     below = math.prod(sizes[number + 1 :])
