@@ -161,9 +161,10 @@ def _incomplete(value: Any) -> str | None:
   """Why a leaf cannot be a target; None if it can."""
   if isinstance(value, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
     return f'is {with_article(type(value).__name__)}, without shape and dtype'
+  if isinstance(value, np.ndarray) and not value.dtype.isnative:
+    return f'has the byte order of another machine ({value.dtype.str})'
   if isinstance(value, (np.ndarray, np.generic, bool, int, float)):
-    is_native = not isinstance(value, np.ndarray) or value.dtype.isnative
-    return None if is_native else f'has the byte order of another machine ({value.dtype.str})'
+    return None
   if not hasattr(value, 'dtype'):
     return f'is {with_article(type(value).__name__)}'
   described = f'({value.dtype}[{",".join(map(str, value.shape))}])'
