@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from flax_spmd._src.checkpoint.matching.routes import Route, evaluated
 from flax_spmd.errors import CheckpointError
@@ -99,9 +98,8 @@ def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[An
 
 def _devices(sharding: Any) -> tuple[Any, ...]:
   """The devices of a sharding, in the order of its mesh. The arrays of one program have them in one order."""
-  return tuple(
-    sharding.mesh.devices.flat if isinstance(sharding, NamedSharding) else sharding.device_set
-  )
+  mesh = getattr(sharding, 'mesh', None)
+  return tuple(sharding.device_set if mesh is None else mesh.devices.flat)
 
 
 def _is_unchanged(part: Any, target: Any, route: Route) -> bool:
