@@ -112,6 +112,21 @@ def nested(names=('embed', 'mlp'), layers=2, shape=(4, 8)):
   return {'decoder': {'layers': {'mlp': {'w': spmd.LogicallyPartitioned(w, ('layers', *names))}}}}
 
 
+def test_layers_of_one_stack_on_different_devices(tmp_path):
+  first, last = jax.devices()[:4], jax.devices()[4:]
+  meshes = [jax.sharding.Mesh(np.array(devices), 'd') for devices in (first, last, last[::-1])]
+  stack = np.arange(3 * 8.0, dtype=np.float32).reshape(3, 8)
+  path = put(tmp_path / 'a', {'layers': {'w': jnp.asarray(stack)}})
+  target = {
+    f'layers_{i}': {'w': jax.device_put(np.empty(8, np.float32), jax.NamedSharding(mesh, P('d')))}
+    for i, mesh in enumerate(meshes)
+  }
+  restored = checkpoint.restore(path, target, changes=Changes(stacks={'layers': 'layers_{}'}))
+  for i, mesh in enumerate(meshes):
+    np.testing.assert_array_equal(restored[f'layers_{i}']['w'], stack[i])
+    assert restored[f'layers_{i}']['w'].sharding.mesh == mesh
+
+
 def test_nested_modules_and_a_number_inside_a_name(tmp_path):
   state = LAYOUT.shard(nested())
   path = put(tmp_path / 'a', state)

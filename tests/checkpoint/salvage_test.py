@@ -211,3 +211,16 @@ def test_a_part_is_restored_beside_damaged_data(whole, tmp_path):
   changes = checkpoint.Changes(unused='')
   part = checkpoint.restore(tmp_path / 'state', {'w1': VALUES['w1']}, changes=changes)
   np.testing.assert_array_equal(part['w1'], VALUES['w1'])
+
+
+@pytest.mark.parametrize('options', [{}, {'pack': 64}])
+def test_keys_with_slashes_and_dots(tmp_path, options):
+  """Orbax names an array by its keys, joined by dots."""
+  big = np.arange(64, dtype=np.float32)
+  state = {'a/b': {'c.d': big, 'e': np.int8(3)}, 'zeros': np.zeros(64, np.float32), 'li/st': [big + 1]}
+  checkpoint.save(tmp_path / 'a', state, LAYOUT, **options)
+  (file,) = (tmp_path / 'a').glob('gen-*/state/_METADATA')
+  file.unlink()
+  salvaged = checkpoint.restore(tmp_path / 'a', state, salvage=True)
+  assert not salvaged.damaged and list(salvaged.files) == [str(file.relative_to(tmp_path / 'a'))]
+  assert_equal(salvaged.state, state)

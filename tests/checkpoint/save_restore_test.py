@@ -287,6 +287,19 @@ def test_a_target_without_shardings(small):
     Fix: build the target with layout.abstract(...), which sets shapes, dtypes and shardings.""")
 
 
+def test_targets_that_no_array_can_match(small):
+  _, _, folder = small
+  sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), 'd'), P('d'))
+  target = {
+    'b': jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding),
+    'w': np.zeros((8, 4), '>f4'),
+  }
+  assert text_of(TypeError, checkpoint.restore, folder / 'one', target) == dedent(f"""\
+    b (float32[4]) does not divide into the shards of {sharding}.
+    w has the byte order of another machine (>f4).
+    Fix: build the target with layout.abstract(...), which sets shapes, dtypes and shardings.""")
+
+
 def test_a_target_of_numpy_arrays(small):
   _, state, folder = small
   numpy = jax.tree.map(np.asarray, spmd.unbox(state))

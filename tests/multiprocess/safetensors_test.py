@@ -71,6 +71,24 @@ report([reads, bool(equal)])
     assert reads['wide'] <= 2 * whole + (1 << 17)  # half of 64 rows of 256 KiB
 
 
+def test_layers_of_which_each_is_on_one_process(tmp_path):
+  layers = np.arange(2 * 4 * 8, dtype=np.float32).reshape(2, 4, 8)
+  save_file({f'layers.{i}.w': layer for i, layer in enumerate(layers)}, tmp_path / 'model.safetensors')
+  values = run(
+    tmp_path,
+    """
+rows = [jax.sharding.Mesh(mesh.devices[process], ('model',)) for process in range(2)]
+target = {'layers': [
+  {'w': jax.ShapeDtypeStruct((4, 8), np.float32, sharding=NamedSharding(row, P('model')))} for row in rows
+]}
+report([shards(layer['w']) for layer in checkpoint.restore(folder, target)['layers']])
+""",
+  )
+  for process, restored in enumerate(values):
+    expected = [[[[i, i + 1], [None, None]], layers[process, i : i + 1].tolist()] for i in range(4)]
+    assert restored == [expected if layer == process else [] for layer in range(2)]
+
+
 @pytest.mark.parametrize('name', ['llama', 'gpt2'])
 def test_models_of_transformers(name, tmp_path):
   values = run(

@@ -83,12 +83,23 @@ def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[An
   if _is_unchanged(parts[0], targets[0], routes[0]):
     return [_placed(parts[0], targets[0])]
   on_devices = all(isinstance(part, jax.Array) for part in parts)
+  placed = [*(getattr(part, 'sharding', None) for part in parts), *shardings]
+  orders = {_devices(each) for each in placed if each is not None}
+  if on_devices and len(orders) > 1 and all(part.is_fully_addressable for part in parts):
+    # Layers go to the stages of a pipeline, say.
+    parts, on_devices = [_as_numpy(part) for part in parts], False
   if not on_devices or not all(hasattr(target, 'sharding') for target in targets):
     return [_on_host(parts, route, target) for route, target in zip(routes, targets, strict=True)]
   dtypes = tuple(str(target.dtype) for target in targets)
   numbers: dict[str, str] = {}
   numbered = tuple(_numbered(route, numbers) for route in routes)
   return _program(numbered, dtypes, shardings)(parts)
+
+
+def _devices(sharding: Any) -> tuple[Any, ...]:
+  """The devices of a sharding, in the order of its mesh. The arrays of one program have them in one order."""
+  mesh = getattr(sharding, 'mesh', None)
+  return tuple(sharding.device_set if mesh is None else mesh.devices.flat)
 
 
 def _is_unchanged(part: Any, target: Any, route: Route) -> bool:

@@ -161,12 +161,20 @@ def _incomplete(value: Any) -> str | None:
   """Why a leaf cannot be a target; None if it can."""
   if isinstance(value, (jax.sharding.Sharding, jax.sharding.PartitionSpec)):
     return f'is {with_article(type(value).__name__)}, without shape and dtype'
+  if isinstance(value, np.ndarray) and not value.dtype.isnative:
+    return f'has the byte order of another machine ({value.dtype.str})'
   if isinstance(value, (np.ndarray, np.generic, bool, int, float)):
     return None
   if not hasattr(value, 'dtype'):
     return f'is {with_article(type(value).__name__)}'
-  if getattr(value, 'sharding', None) is None:
-    return f'({value.dtype}[{",".join(map(str, value.shape))}]) has no sharding'
+  described = f'({value.dtype}[{",".join(map(str, value.shape))}])'
+  sharding = getattr(value, 'sharding', None)
+  if sharding is None:
+    return f'{described} has no sharding'
+  try:
+    sharding.shard_shape(tuple(value.shape))
+  except ValueError:
+    return f'{described} does not divide into the shards of {sharding}'
   return None
 
 

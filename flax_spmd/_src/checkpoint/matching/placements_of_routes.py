@@ -53,7 +53,7 @@ def placements(
   elif route.step == 'stack':
     rest = (*box[:axis], *box[axis + 1 :])
     for layer in range(*box[axis]):
-      part = memory[(slice(None),) * axis + (layer - box[axis][0],)]
+      part = memory[(*(slice(None),) * axis, layer - box[axis][0], ...)]  # of numbers too, a view
       yield from placements(operands[layer], saved, rest, part)
   elif route.step == 'unstack':
     whole = (*box[:axis], (route.layer, route.layer + 1), *box[axis:])
@@ -90,6 +90,8 @@ def _ranges_of_parts(low: int, high: int, sizes: Sequence[int]) -> list[tuple[in
   Raises:
     ValueError: the range is no box of the parts.
   """
+  if low == high:
+    return [(0, 0)] * len(sizes)
   ranges: list[tuple[int, int]] = []
   for number in range(len(sizes)):
     below = math.prod(sizes[number + 1 :])

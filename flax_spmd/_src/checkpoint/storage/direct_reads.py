@@ -22,7 +22,7 @@ import tensorstore as ts
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd._src.checkpoint.storage import contents
+from flax_spmd._src.checkpoint.storage import contents, skeleton
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -150,11 +150,12 @@ def _names(record: Record) -> dict[str, str]:
   if isinstance(record.skeleton, int) and not is_packed:
     return dict.fromkeys(record.leaves, contents.ROOT_NAME)
   names = {}
+  keys = skeleton.keys(record.skeleton)
   for number, (path, leaf) in enumerate(record.leaves.items()):
     if leaf.packed is not None:
       names[path] = f'{contents.PACKED}.{leaf.packed[0]}'
     else:
-      names[path] = f'{contents.LEAVES}.{number}' if is_packed else path.replace('/', '.')
+      names[path] = f'{contents.LEAVES}.{number}' if is_packed else '.'.join(keys[number])
   return names
 
 

@@ -144,8 +144,11 @@ class SafetensorsReader:
     yield batch
 
   def _position(self, arranged: Arranged) -> tuple[str, int]:
-    """The file of the first array of a request, and its place in it."""
-    file, entry = self._tensors[next(_dry(arranged, _boxes(arranged.request)[0])).source]
+    """The file of the first array of a request, and its place in it; the beginning if other processes have all of it."""
+    boxes = _boxes(arranged.request)
+    if not boxes:
+      return '', 0
+    file, entry = self._tensors[next(_dry(arranged, boxes[0])).source]
     return os.fspath(file), entry.begin
 
   def _requested(self, name: str, arranged: Arranged) -> _RequestedArray:

@@ -82,15 +82,20 @@ def _one_level(node: Any) -> list[tuple[Any, Any]]:
 
 def paths(skeleton: Skeleton) -> list[str]:
   """The path of each leaf, in the order of their indices."""
-  by_index = dict(_walk(skeleton, ROOT, ''))
+  return ['/'.join(names) if names else ROOT for names in keys(skeleton)]
+
+
+def keys(skeleton: Skeleton) -> list[tuple[str, ...]]:
+  """The keys on the way to each leaf, in the order of their indices. A key may hold a slash or a dot."""
+  by_index = dict(_walk(skeleton, ()))
   return [by_index[index] for index in range(len(by_index))]
 
 
-def _walk(skeleton: Skeleton, path: str, prefix: str) -> Iterator[tuple[int, str]]:
+def _walk(skeleton: Skeleton, names: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:
   if isinstance(skeleton, int):
-    yield skeleton, path
+    yield skeleton, names
   for name, child in children(skeleton):
-    yield from _walk(child, prefix + name, f'{prefix}{name}/')
+    yield from _walk(child, (*names, name))
 
 
 def children(skeleton: Skeleton) -> Iterator[tuple[str, Skeleton]]:
