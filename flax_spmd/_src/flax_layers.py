@@ -69,6 +69,20 @@ def nnx_names() -> dict[type, LayerEntry]:
   }
 
 
+def nnx_shape(layer: Any, name: str) -> tuple[int, ...]:
+  """The shape that an array has in a single layer of `flax.nnx`, by the fields of the layer."""
+  inputs, outputs, normalized = (
+    tuple(_sequence(getattr(layer, field, ())))
+    for field in ('in_features', 'out_features', 'num_features')
+  )
+  batch = tuple(getattr(layer, 'batch_axis', {}).values())
+  if name == 'kernel':
+    return getattr(layer, 'kernel_shape', None) or (*batch, *inputs, *outputs)
+  if name == 'embedding':
+    return layer.num_embeddings, layer.features
+  return normalized or (*batch, *outputs)
+
+
 def _general_kernel(layer: Any) -> Names:
   """Batch dimensions, then those of the input, then those of the output; the first of each has the name."""
   inputs = getattr(layer, 'in_features', None)  # of NNX

@@ -173,11 +173,28 @@ def test_layers_that_read_their_variables():
       dense = nn.Dense(16, use_bias=False)
       y = dense(x)
       w = dense.variables['params']['kernel']
-      return x @ w.T + jnp.dot(y, w) + np.float32(2) * jnp.sum(w) + w[:1] * w.size
+      total = sum(jnp.sum(row**2) for row in w) / len(w) - abs(-w).max() * (w > 0).sum()
+      return (
+        x @ w.T + jnp.dot(y, w) + np.float32(2) * jnp.sum(w) + w[:1] * w.size + total + x @ (w * w + 1)
+      )
 
   plain = Model().init_with_output(KEY, X)
   named = spmd.names_for(Model().init_with_output)(KEY, X)
   np.testing.assert_array_equal(plain[0], named[0])
+
+
+def test_arrays_in_a_list():
+  """A parameter may be a tree with sequences; each array has a path."""
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      pair = self.param('pair', lambda key: {'in': [jnp.ones((16, 4)), jnp.ones((4,))]})['in']
+      return x @ pair[0] + pair[1][None]
+
+  params = spmd.names_for(Model().init, {'pair/in/0$': ('embed', 'mlp')})(KEY, X)['params']
+  assert params['pair']['in'][0].names == ('embed', 'mlp')
+  assert params['pair']['in'][1].shape == (4,)
 
 
 def test_arrays_of_a_normalised_layer_have_names_by_path():

@@ -242,3 +242,45 @@ def test_a_bridged_linen_model():
   assert named.layers_0['kernel'].get_metadata()['out_sharding'] == ('in', 'out')
   assert named.layers_1['kernel'].get_metadata()['out_sharding'] == ('embed', 'mlp')
   np.testing.assert_array_equal(named(jnp.ones((1, 16))), create()(jnp.ones((1, 16))))
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda rngs: nnx.Linear(5, 7, rngs=rngs),
+    lambda rngs: nnx.LinearGeneral((5, 6), (7, 8), axis=(-2, -1), batch_axis={0: 9}, rngs=rngs),
+    lambda rngs: nnx.Conv(4, 7, (2, 5), feature_group_count=2, rngs=rngs),
+    lambda rngs: nnx.Einsum('ab,bcd->acd', (5, 6, 7), (6, 7), rngs=rngs),
+    lambda rngs: nnx.Embed(5, 7, rngs=rngs),
+    lambda rngs: nnx.BatchNorm(5, rngs=rngs),
+    lambda rngs: nnx.MultiHeadAttention(2, 6, qkv_features=8, decode=False, rngs=rngs),
+  ],
+)
+def test_stacked_layers_have_the_names_of_a_single_one(make, axis):
+  """The oracle is a single layer, whose names get one more at the dimension that `nnx.vmap` adds."""
+  stacked = nnx.vmap(
+    lambda key: make(nnx.Rngs(key)), out_axes=nnx.StateAxes({nnx.RngState: 0, ...: axis})
+  )
+  keys = jax.random.split(jax.random.key(0), 3)
+  [found, single] = [
+    dict(nnx.to_flat_state(nnx.state(spmd.names_for(create, {'.': 'layers'})(), nnx.Not(nnx.RngState))))
+    for create in (lambda: stacked(keys), lambda: make(nnx.Rngs(0)))
+  ]
+  assert found.keys() == single.keys()
+  for path, variable in single.items():
+    names = variable.get_metadata().get('out_sharding')
+    expected = names and (*names[:axis], 'layers', *names[axis:])
+    assert found[path].get_metadata().get('out_sharding') == expected
+
+
+def test_stacked_variables_of_the_model_have_the_names_of_a_single_one():
+  class Block(nnx.Module):
+    def __init__(self, key):
+      self.linear = nnx.Linear(5, 7, rngs=nnx.Rngs(key))
+      self.scale = nnx.Param(jnp.ones((5, 7)))
+
+  create = lambda: nnx.vmap(Block)(jax.random.split(jax.random.key(0), 3))
+  for own in ({Block: {'scale': ('embed', 'mlp')}}, {'scale$': ('embed', 'mlp')}):
+    block = spmd.names_for(create, {**own, '.': 'layers'})()
+    assert block.scale.get_metadata()['out_sharding'] == ('layers', 'embed', 'mlp')

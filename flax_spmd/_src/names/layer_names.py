@@ -46,8 +46,8 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
       a type of modules, and a dictionary from paths of arrays below such a module to names, to None, or to a function
       of the module that returns them;
       an expression, and one name, a str, for the dimensions that `nn.scan` and `vmap` add to arrays with such paths.
-      The name in a Linen transformation's `metadata_params` has priority. In NNX, the first dimensions are taken
-      for those of `nnx.vmap`.
+      The name in a Linen transformation's `metadata_params` has priority. In NNX, the fields of Flax's layers show
+      which dimensions `nnx.vmap` has added; elsewhere they are the first, as many as the array has beyond its names.
       Names are a tuple, for the dimensions of a single layer.
 
   Returns:

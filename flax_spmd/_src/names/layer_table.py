@@ -98,6 +98,12 @@ class LayerTable:
     """The name of the dimensions that transformations add to an array."""
     return next((name for pattern, name in self.stacks if searcher(pattern)(path)), None)
 
+  def find(self, path: str, layers: Sequence[Layer], index: int) -> tuple[Any, Any] | None:
+    """The key and the names of the entry for an array, in this table, which is number `index` of those of the layers."""
+    return self.find_path(path) or next(
+      (each.found[index] for each in layers if each.found[index]), None
+    )
+
   def find_path(self, path: str) -> tuple[Any, Any] | None:
     """The first expression that matches the path of an array, and its names; None without one."""
     return next((each for each in self.paths if searcher(each[0])(path)), None)
@@ -200,8 +206,7 @@ def fitted(
     than the rank is no entry.
   """
   stacked = tables[0].stacked(path)
-  own, of_flax = (next((layer.found[i] for layer in layers if layer.found[i]), None) for i in (0, 1))
-  own = tables[0].find_path(path) or own
+  own, of_flax = (table.find(path, layers, i) for i, table in enumerate(tables))
   if own is None:
     names = of_flax[1] if of_flax and of_flax[1] and len(of_flax[1]) == rank else None
     return names, NameOrigin(path, tuple(layers), None, stacked)

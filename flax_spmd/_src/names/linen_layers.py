@@ -110,8 +110,21 @@ class LayerBox(meta.AxisMetadata[Any]):
   def __jax_array__(self) -> Any:
     return self.value
 
-  def __getitem__(self, index: Any) -> Any:
-    return self.value[index]
+
+def _of_array(name: str) -> Callable[..., Any]:
+  """A special method of boxes that is the array's."""
+
+  def method(box: LayerBox, *args: Any) -> Any:
+    plain = (each.value if isinstance(each, LayerBox) else each for each in args)
+    return getattr(box.value, name)(*plain)
+
+  return method
+
+
+_BINARY = 'add', 'sub', 'mul', 'matmul', 'truediv', 'floordiv', 'mod', 'pow', 'and', 'or', 'xor'
+_OTHER = 'neg', 'pos', 'abs', 'invert', 'lt', 'le', 'gt', 'ge', 'eq', 'ne', 'getitem', 'iter', 'len'
+for _name in (*_BINARY, *(f'r{each}' for each in _BINARY), *_OTHER):
+  setattr(LayerBox, f'__{_name}__', _of_array(f'__{_name}__'))  # Python finds these in the type only
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -166,6 +179,9 @@ class LinenLayers:
       return {
         key: self._boxed(each, collection, (*keys, key), module, others) for key, each in node.items()
       }
+    if isinstance(node, (list, tuple)):
+      each = [self._boxed(each, collection, (*keys, str(i)), module, {}) for i, each in enumerate(node)]
+      return type(node)(*each) if hasattr(node, '_fields') else type(node)(each)
     if isinstance(node, LayerBox):
       return node.inside(Layer.of(module, '/'.join(keys), self._tables))
     if not _is_array(node) or f'{keys[-1]}_axes' in others:

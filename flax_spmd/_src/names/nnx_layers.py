@@ -1,14 +1,16 @@
 """NNX layers: names in the metadata of the variables of modules that have none.
 
-A module keeps the types of its layers, so it is named after it is created. Dimensions that `nnx.vmap` has added come first.
+A module keeps the types of its layers, so it is named after it is created. The dimensions that `nnx.vmap` has added are
+those that a single layer, by its fields, has not; the first ones, where that is open.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flax_spmd._src import compat
+from flax_spmd._src import compat, flax_layers
 from flax_spmd._src.names.boxes import LogicallyPartitioned
 from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
 from flax_spmd._src.names.linen_layers import LayerBox
@@ -58,13 +60,40 @@ def _named(
   shape = getattr(value, 'shape', None)
   if static is not None or shape is None:
     return
+  path = '/'.join(keys)
   layers = [Layer.of(module, '/'.join(keys[depth:]), tables) for depth, module in around]
-  of_flax = next((layer.found[1] for layer in layers if layer.found[1]), None)
-  added = 0 if of_flax is None or of_flax[1] is None else max(len(shape) - len(of_flax[1]), 0)
-  names, origin = fitted(tables, '/'.join(keys), layers, len(shape) - added)
+  added = _added(shape, around[-1][1] if around else None, path, layers, tables)
+  names, origin = fitted(tables, path, layers, len(shape) - len(added))
   if names is not None:
-    variable.set_metadata(out_sharding=(*[origin.stacked] * added, *names))
+    rest = iter(names)
+    full = tuple(origin.stacked if axis in added else next(rest) for axis in range(len(shape)))
+    variable.set_metadata(out_sharding=full)
   yield origin
+
+
+def _added(
+  shape: tuple[int, ...], module: Any, path: str, layers: Sequence[Layer], tables: Sequence[LayerTable]
+) -> tuple[int, ...]:
+  """The dimensions that `nnx.vmap` has added to an array.
+
+  Args:
+    shape: the array's shape.
+    module: the innermost module that it is in.
+    path, layers, tables: as for `fitted`.
+  """
+  own, of_flax = (table.find(path, layers, i) for i, table in enumerate(tables))
+  if of_flax and of_flax[1]:
+    count = max(len(shape) - len(of_flax[1]), 0)
+  elif own and own[1] and tables[0].stacked(path):
+    return tuple(range(len(shape) - len(own[1])))
+  else:
+    return ()
+  if not layers[-1].found[1]:
+    return tuple(range(count))
+  single = flax_layers.nnx_shape(module, layers[-1].below)
+  axes = list(itertools.combinations(range(len(shape)), count))
+  left = ([size for axis, size in enumerate(shape) if axis not in each] for each in axes)
+  return next((each for each, sizes in zip(axes, left, strict=True) if sizes == list(single)), axes[0])
 
 
 def _named_by_box(
