@@ -195,7 +195,7 @@ class Interleaved(RuleBasedStateMachine):
       model.executor.shutdown()
 
 
-TestInterleaved = Interleaved.TestCase
+TestInterleaved = pytest.mark.slow(Interleaved.TestCase)
 
 
 def test_two_generators_that_take_turns():
@@ -443,6 +443,7 @@ def test_a_copy_has_the_key_of_the_original():
   assert pickle.loads(pickle.dumps(original)).key is original.key
 
 
+@pytest.mark.slow
 def test_layouts_with_equal_functions_share_a_trace_while_the_function_exists():
   traces = []
 

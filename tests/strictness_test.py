@@ -242,6 +242,7 @@ def train(layout, boxed):
   return list(map(float, losses)), count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('boxed', [True, False])
 def test_a_clean_training_run_compiles_once_and_raises_nothing(boxed):
   assert train(STRICT, boxed) == train(LENIENT, boxed)

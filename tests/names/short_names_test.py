@@ -142,6 +142,7 @@ def losses_of(step, state, x):
   return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lib', [spmd, nn])
 def test_an_attention_with_two_names_trains_as_by_flax(lib):
   """Everything under a layout, against Flax's functions by hand."""

@@ -163,6 +163,7 @@ def test_effects_of_a_steady_function_happen_once_per_call():
   assert len(seen) == 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('once', ['donates', 'has effects'])
 def test_a_steady_function_that_runs_once_commits_its_results_as_a_new_one_does(once):
   def double(state, x):
