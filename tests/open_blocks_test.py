@@ -126,7 +126,7 @@ class ThreadModel:
         assert self.run(constrained, X).sharding.is_equivalent_to(expected, 2)
 
 
-@settings(max_examples=150, stateful_step_count=25)
+@settings(max_examples=60, stateful_step_count=25)
 class Interleaved(RuleBasedStateMachine):
   """Blocks of all kinds in two threads, which begin and end in any order."""
 

@@ -195,7 +195,7 @@ def broken(seeds, mutate=lambda patch: None, without=''):
 @pytest.mark.parametrize(
   'seeds',
   [
-    range(800),
+    range(400),
     *(pytest.param(range(n, n + 5000), marks=pytest.mark.exhaustive) for n in range(1000, 31000, 5000)),
   ],
 )
