@@ -76,8 +76,8 @@ def tests(session):
   """The tests, on every installed Python; `nox -s tests -- -k boxes` for a part."""
   install(session, 'test')
   print_versions(session)
-  which = files_of(SAME_JAX) if session.python == '3.13' else []
-  run_tests(session, *(session.posargs or [*which, '-m', 'not exhaustive']))
+  which = [*files_of(SAME_JAX), *QUICK] if session.python == '3.13' else ['-m', 'not exhaustive']
+  run_tests(session, *(session.posargs or which))
 
 
 @nox.session(python=['3.11', '3.12'])
