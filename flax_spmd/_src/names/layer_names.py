@@ -25,9 +25,8 @@ from flax_spmd.errors import raise_problems
 P = ParamSpec('P')
 Result = TypeVar('Result')
 
-_trace_key = jax.make_user_context(
-  None
-)  # part of the key of JAX's caches: a trace without names is another one
+# part of the key of JAX's caches: a trace without names is another one
+_trace_key = jax.make_user_context(None)
 
 
 @set_module('flax_spmd')

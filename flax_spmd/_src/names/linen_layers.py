@@ -23,10 +23,8 @@ from flax.core import meta
 from flax_spmd._src.names.boxes import PARTITION_NAME, LogicallyPartitioned
 from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
 
-_READS_PATHS = (
-  nn.WeightNorm,
-  nn.SpectralNorm,
-)  # boxes within would be in the names of their own variables
+# boxes within these would be in the names of their own variables
+_READS_PATHS = (nn.WeightNorm, nn.SpectralNorm)
 
 
 class AddedAxis(NamedTuple):

@@ -40,9 +40,8 @@ from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
 
 _OF_PROCESS = re.compile(r'ocdbt\.process_\d+/?')
 _FORMATS = {'zarr3': b'zarr.json', 'zarr': b'.zarray'}  # the file that describes an array
-_SPEC = re.compile(
-  r' \[[a-z_]+(\[\d+\])?='
-)  # of TensorStore's errors: their context, thousands of characters
+# the context in TensorStore's errors, thousands of characters
+_SPEC = re.compile(r' \[[a-z_]+(\[\d+\])?=')
 
 
 class DirectReads:

@@ -73,9 +73,7 @@ class Heartbeat:
   def _run(self) -> None:
     others = [p for p in range(jax.process_count()) if p != jax.process_index()]
     for beat in itertools.count():
-      with contextlib.suppress(
-        jax.errors.JaxRuntimeError
-      ):  # the next one may succeed, until `SILENCE` is over
+      with contextlib.suppress(jax.errors.JaxRuntimeError):  # the next one may succeed
         self._beat(str(beat), others)
       if self._stopped.wait(_EVERY):
         return
