@@ -82,7 +82,7 @@ def tests(session):
 
 @nox.session(python=['3.11', '3.12'])
 def exhaustive(session):
-  """Tests too many for CI: all pipelines, more examples, and the slow tests that CI runs on the other JAX."""
+  """Tests too many for CI: all pipelines, more examples, and those that CI runs on the other JAX."""
   install(session, 'test')
   print_versions(session)
   which = ('-m', 'exhaustive or hypothesis', '--hypothesis-profile=exhaustive')
