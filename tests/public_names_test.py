@@ -50,6 +50,7 @@ OWN = {
   'abstract_mesh',
   'constrain',
   'draw',
+  'even_batches',
   'explain',
   'fsdp',
   'gather',
