@@ -59,6 +59,7 @@ from flax_spmd._src.names.specs import logical_to_mesh_axes as logical_to_mesh_a
 from flax_spmd._src.names.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
 from flax_spmd._src.rules.clauses import Leaf as Leaf
 from flax_spmd._src.rules.clauses import fsdp as fsdp
+from flax_spmd._src.rules.clauses import host as host
 from flax_spmd._src.rules.clauses import optimizer_over as optimizer_over
 from flax_spmd._src.rules.decisions import Decision as Decision
 from flax_spmd._src.rules.decisions import Policies as Policies

@@ -54,6 +54,7 @@ OWN = {
   'explain',
   'fsdp',
   'gather',
+  'host',
   'make_mesh',
   'names_for',
   'optimizer_over',

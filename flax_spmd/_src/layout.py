@@ -50,6 +50,7 @@ from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.open_blocks import close_layout, open_layout
 from flax_spmd._src.plan import findings, placement_shardings
+from flax_spmd._src.plan.host_memory import check_memories, check_no_host
 from flax_spmd._src.plan.planner import common_spec, planner_for
 from flax_spmd._src.plan.result_shardings import plan_results, same_forms, states_in
 from flax_spmd._src.plan.rows import Row
@@ -111,6 +112,7 @@ class Layout:
     self._mesh = mesh if isinstance(mesh, (Mesh, AbstractMesh)) else make_mesh(mesh)
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
+    check_memories(self._mesh, self._rules)
     self._strict = bool(strict)
     self._planner = planner_for(self._mesh, self._rules)
     self._in_force = InForce(self._mesh, self._rules, strict=self._strict)
@@ -544,6 +546,7 @@ class Layout:
       >>> sorted(device.id for device in new['second'].devices())
       [4, 5, 6, 7]
     """
+    check_no_host(self._rules, 'layout.pipeline_jit')
     options = {
       'donate_argnums': donate_argnums,
       'donate_argnames': donate_argnames,
@@ -777,6 +780,7 @@ class Layout:
       *(['strict'] if self.strict else []),
       *(f'rule {rule_text(rule)} {_ADDRESS.sub("", repr(clause))}' for rule, clause in rules),
       repr(self._rules.policies),
+      *(f'host rule {rule_text(rule)}' for rule in self._rules.host_rules()),
       *(f'{row.path}: {row.dtype}{list(row.shape)} as {row.spec}' for row in rows),
     ]
     text = '\n'.join(lines)
