@@ -36,6 +36,8 @@ DROP_IN = {
   'with_partitioning',
 }
 OWN = {
+  'DataShard',
+  'EvenBatch',
   'AxisMetadata',
   'Decision',
   'Drawing',

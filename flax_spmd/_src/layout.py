@@ -30,6 +30,7 @@ from flax_spmd._src.data.common_values import check_arguments, check_choice, che
 from flax_spmd._src.data.data_shard import DataShard, data_shard_of
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.data.global_batches import Check, local_indices, local_to_global
+from flax_spmd._src.host_memory import check_memories, check_no_host
 from flax_spmd._src.jit.arguments import Arguments, closed_over
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
 from flax_spmd._src.jit.jitted import Jitted, P, Result
@@ -48,9 +49,9 @@ from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
+from flax_spmd._src.notebook_html import safe
 from flax_spmd._src.open_blocks import close_layout, open_layout
 from flax_spmd._src.plan import findings, placement_shardings
-from flax_spmd._src.plan.host_memory import check_memories, check_no_host
 from flax_spmd._src.plan.planner import common_spec, planner_for
 from flax_spmd._src.plan.result_shardings import plan_results, same_forms, states_in
 from flax_spmd._src.plan.rows import Row
@@ -162,6 +163,12 @@ class Layout:
   def __repr__(self) -> str:
     strict = ', strict=True' if self.strict else ''
     return f'Layout({describe(self._mesh)}, {self._rules!r}{strict})'
+
+  def _repr_html_(self) -> str:
+    strict = ', strict' if self.strict else ''
+    return (
+      f'<p>Layout on <code>{safe(describe(self._mesh))}</code>{strict}</p>{self._rules._repr_html_()}'
+    )
 
   def __copy__(self) -> Self:
     return self

@@ -14,7 +14,7 @@ RULES = (('batch', 'data'), ('embed', 'data'))
 @pytest.mark.parametrize('placement', ['batch', ('batch', None), ('batch', 'embed'), P('data'), P()])
 def test_one_process_reads_everything(placement):
   shard = spmd.Layout({'data': 8}, RULES).data_shard(placement)
-  assert shard == (0, 1, (0,)) and shard.local_size(24) == 24
+  assert shard == spmd.DataShard(0, 1, (0,)) and shard.local_size(24) == 24
 
 
 def test_a_batch_that_does_not_divide():

@@ -140,9 +140,7 @@ def test_modules_of_nnx():
 
 
 def test_estimates_count_the_host_and_its_transfers_apart():
-  """The moments of Adam are in the host's memory, and on the device while the step runs."""
-  shapes = [(leaf.shape, leaf.dtype) for leaf in (X,)]
-  batch = jax.ShapeDtypeStruct(*shapes[0])
+  batch = jax.ShapeDtypeStruct(X.shape, X.dtype)
   estimator = spmd.explore.Estimator(
     spmd.explore.TrainStep(train_step, create, batch, (jax.random.key(0), X))
   )
@@ -156,6 +154,6 @@ def test_estimates_count_the_host_and_its_transfers_apart():
   moments = spmd.explain(layout, layout.abstract(create, jax.random.key(0), X)).host_bytes_per_device
   assert kept.memory.host == 0 and offloaded.memory.host == moments > 0
   assert kept.memory.optimizer - offloaded.memory.optimizer == moments
-  assert offloaded.memory.peak == kept.memory.peak
+  assert kept.memory.peak - offloaded.memory.peak == moments
   assert offloaded.cost.links.pop(('host memory',)) == 2 * moments / 6.4e10
   assert offloaded.cost.links == kept.cost.links and offloaded.cost.high > kept.cost.high

@@ -11,9 +11,10 @@ processes. One index describes a process's rows only if they are one block, and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax.sharding import NamedSharding
@@ -27,7 +28,8 @@ _Pieces: TypeAlias = Mapping[int, tuple[int, ...]]  # by process: the pieces of 
 
 
 @set_module('flax_spmd')
-class DataShard(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class DataShard:
   """The part of a data set that this process reads.
 
   Attributes:

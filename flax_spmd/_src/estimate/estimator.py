@@ -182,7 +182,8 @@ class Estimator:
     """Bytes on one device; those of the state and the batch count whether the step uses them or not.
 
     If the state is not donated, the old and the new one are both live at the end of the step, when the memory of
-    the temporaries is free again. A step has its arrays from the host's memory on the device, as temporaries.
+    the temporaries is free again. So are arrays from the host's memory: the compiler fetches them late where memory
+    is short.
     """
     by_part: dict[str, int] = dict.fromkeys(_PARTS, 0)
     for part, size, hosted in zip(self._parts, argument_bytes, on_host, strict=True):
@@ -190,7 +191,7 @@ class Estimator:
     total = sum(by_part.values())
     host = sum(argument_bytes) - total
     new_state = 0 if self._train_step.donate else total - by_part['batch']
-    extra = max(int(temporaries) + host, new_state)
+    extra = max(int(temporaries), host, new_state)
     parameters, optimizer, rest, batch = (by_part[part] for part in _PARTS)
     return Memory(parameters, optimizer, rest, batch, extra, total + extra, host)
 

@@ -45,6 +45,7 @@ from flax_spmd._src.active_layout import (
 )
 from flax_spmd._src.compat import NO_TRACE, trace_context
 from flax_spmd._src.constraint_log import record_constraints
+from flax_spmd._src.host_memory import on_device
 from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
@@ -57,7 +58,6 @@ from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
 from flax_spmd._src.names.nnx_variables import check_no_cycles, has_modules
-from flax_spmd._src.plan.host_memory import on_device
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import MeshError, Problem, raise_problems

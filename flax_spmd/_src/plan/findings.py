@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from flax_spmd._src.notebook_html import bullets
 from flax_spmd._src.plan.folding import FoldedRow, fold_rows
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.rows import Row
@@ -70,6 +71,9 @@ class Findings(tuple[Finding, ...]):
 
   def __str__(self) -> str:
     return '\n'.join(finding.text for finding in self)
+
+  def _repr_html_(self) -> str:
+    return bullets(finding.text for finding in self) or 'No findings.'
 
   def of(self, kind: str) -> Findings:
     """The findings of one kind."""

@@ -24,6 +24,7 @@ from weakref import WeakMethod, ref
 
 from jax.sharding import PartitionSpec
 
+from flax_spmd._src.notebook_html import bullets, plain_table, safe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import (
   AnnotationRule,
@@ -221,6 +222,13 @@ class Rules(RuleTable):
   def __repr__(self) -> str:
     policies = [f'{name}={value!r}' for name, value in self._policies.changed().items()]
     return f'Rules({", ".join([*map(repr, self._clauses), *policies])})'
+
+  def _repr_html_(self) -> str:
+    rows = [
+      (str(index), f'<code>{safe(repr(clause))}</code>') for index, clause in enumerate(self._clauses)
+    ]
+    policies = (f'{name}={value!r}' for name, value in self._policies.changed().items())
+    return plain_table(('', 'rule'), rows) + bullets(policies)
 
   def at(self, rule: RuleId) -> Any:
     """The clause that a decision's `rule` identifies, as users write it; in a table within the table,

@@ -19,6 +19,7 @@ from flax_spmd._src.compare.comparison import Comparison
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Outcome, record
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.notebook_html import collapsed_page, preformatted, written_page
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.search.estimate_check import EstimateCheck
@@ -169,9 +170,16 @@ class SearchResult:
     """The result as JSON, in bytes per device and seconds per step."""
     return json.dumps(self.record(), indent=2, default=repr)
 
-  def to_html(self, path: str | os.PathLike[str]) -> None:
-    """Writes an HTML page with the result and a full comparison of its outcomes."""
-    Path(path).write_text(page(self), encoding='utf-8')
+  def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+    """An HTML page with the result and a full comparison of its outcomes.
+
+    Args:
+      path: file to write; None: only the text is returned.
+    """
+    return written_page(page(self), path)
+
+  def _repr_html_(self) -> str:
+    return preformatted(self) + collapsed_page('report', page(self))
 
   def __rich__(self) -> RenderableType:
     from rich.console import Group
