@@ -40,7 +40,7 @@ from jax._src import config as jax_config
 from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
-from jax._src.interpreters import batching, mlir
+from jax._src.interpreters import ad, batching, mlir
 from jax._src.lib import _jax, xla_client
 from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import serialize_executable
@@ -277,6 +277,14 @@ class _Detours:
       if not self._users:
         for detour in self._detours:
           detour.close()
+
+
+def detours(methods: Iterable[tuple[type, str]], handler: Callable[..., Any]) -> _Detours:
+  """Detours of methods of classes; the handler is called with a method's name, the method and its arguments."""
+  each = [_Detour(cls, name) for cls, name in methods]
+  for detour, (_, name) in zip(each, methods, strict=True):
+    detour.handler = functools.partial(handler, name)
+  return _Detours(*each)
 
 
 _unbox = _Detour(meta.Partitioned, 'unbox')
@@ -631,7 +639,9 @@ class GroupAxisName(str):
 
 
 def is_mapped(value: Any) -> bool:
-  """Whether a value inside a mapped function has one entry per index of the mapped axis."""
+  """Whether a value inside a mapped function has one entry per index of the mapped axis, also where it is differentiated."""
+  while isinstance(value, ad.JVPTracer):
+    value = value.primal
   return isinstance(value, batching.BatchTracer) and value.batch_dim is not None
 
 

@@ -8,8 +8,9 @@ rank varies are a function of the layer. `flax.nnx` takes a second to import, so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 
@@ -69,6 +70,58 @@ def nnx_names() -> dict[type, LayerEntry]:
   }
 
 
+class Output(NamedTuple):
+  """The result of a layer.
+
+  Attributes:
+    array: the array whose dimensions the result ends with.
+    dimensions: function of the layer and of the array's rank to the positions of these dimensions; None if they are
+      not the last of the result.
+    is_sequence: whether a dimension between the batch and these is a length.
+  """
+
+  array: str
+  dimensions: Callable[[Any, int], tuple[int, ...] | None]
+  is_sequence: bool = True
+
+
+_LAST = Output('kernel', lambda layer, rank: (rank - 1,))
+_CONV = Output('kernel', lambda layer, rank: (rank - 1 - getattr(layer, 'transpose_kernel', False),), False)
+_GENERAL = Output('kernel', lambda layer, rank: _general_result(layer, rank))
+_EINSUM = Output('kernel', lambda layer, rank: _einsum_result(layer))
+_EMBEDDED = Output('embedding', lambda layer, rank: (1,))
+_LOGITS = Output('embedding', lambda layer, rank: (0,))
+
+
+@functools.cache
+def linen_outputs() -> dict[tuple[type, str], Output]:
+  """The results of the methods of layers of `flax.linen`. Those of others have the shardings of their arguments."""
+  return {
+    (nn.Dense, '__call__'): _LAST,
+    (nn.DenseGeneral, '__call__'): _GENERAL,
+    (nn.Einsum, '__call__'): _EINSUM,
+    (nn.Embed, '__call__'): _EMBEDDED,
+    (nn.Embed, 'attend'): _LOGITS,
+    **{(cls, '__call__'): _CONV for cls in (nn.Conv, nn.ConvLocal, nn.ConvTranspose)},
+  }
+
+
+@functools.cache
+def nnx_outputs() -> dict[tuple[type, str], Output]:
+  """The results of the methods of layers of `flax.nnx`."""
+  from flax import nnx
+
+  return {
+    (nnx.Linear, '__call__'): _LAST,
+    (nnx.LinearGeneral, '__call__'): _GENERAL,
+    (nnx.Einsum, '__call__'): _EINSUM,
+    (nnx.Embed, '__call__'): _EMBEDDED,
+    (nnx.Embed, 'attend'): _LOGITS,
+    (nnx.Conv, '__call__'): _CONV,
+    (nnx.ConvTranspose, '__call__'): _CONV,
+  }
+
+
 def nnx_shape(layer: Any, name: str) -> tuple[int, ...]:
   """The shape that an array has in a single layer of `flax.nnx`, by the fields of the layer."""
   inputs, outputs, normalized = (
@@ -120,6 +173,21 @@ def _einsum_kernel(layer: Any) -> Names:
   made = [letter for letter in kernel if letter not in inputs and letter in result]
   names = {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')}
   return tuple(names.get(letter) for letter in kernel)
+
+
+def _general_result(layer: Any, rank: int) -> tuple[int, ...] | None:
+  """The dimensions of the output; batch dimensions would be between those of the argument."""
+  return None if _batch(layer) else tuple(range(rank - len(_outputs(layer)), rank))
+
+
+def _einsum_result(layer: Any) -> tuple[int, ...] | None:
+  """The last dimensions of the result that only the kernel has."""
+  if not layer.einsum_str:
+    return None
+  operands, result = layer.einsum_str.replace(' ', '').split('->')
+  inputs, kernel = operands.split(',')
+  made = [letter for letter in result if letter in kernel and letter not in inputs]
+  return tuple(map(kernel.index, made)) if made and result.endswith(''.join(made)) else None
 
 
 def _sequence(value: Any) -> Sequence[Any] | Mapping[Any, Any]:
