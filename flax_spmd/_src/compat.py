@@ -40,7 +40,7 @@ from jax._src import config as jax_config
 from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import batching, mlir
 from jax._src.lib import _jax, xla_client
 from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import serialize_executable
@@ -640,7 +640,7 @@ class GroupAxisName(str):
 
 def is_mapped(value: Any) -> bool:
   """Whether a value inside a mapped function has one entry per index of the mapped axis, also where it is differentiated."""
-  while isinstance(value, ad.JVPTracer):
+  while hasattr(value, 'primal'):
     value = value.primal
   return isinstance(value, batching.BatchTracer) and value.batch_dim is not None
 
