@@ -42,9 +42,10 @@ def linen_names() -> dict[type, LayerEntry]:
   return {
     nn.Dense: _DENSE,
     nn.DenseGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
-    nn.Einsum: {'kernel': _einsum_kernel},
+    nn.Einsum: {'kernel': _einsum_kernel, 'bias': _einsum_bias},
     nn.Embed: _EMBED,
-    **dict.fromkeys((nn.Conv, nn.ConvLocal, nn.ConvTranspose), conv),
+    **dict.fromkeys((nn.Conv, nn.ConvTranspose), conv),
+    nn.ConvLocal: {'kernel': _conv_kernel, 'bias': _local_bias},
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _NORM),
     **dict.fromkeys((nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm), _CHANNEL_NORM),
     **dict.fromkeys(attentions, _ATTENTION),
@@ -60,7 +61,7 @@ def nnx_names() -> dict[type, LayerEntry]:
   return {
     nnx.Linear: _DENSE,
     nnx.LinearGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
-    nnx.Einsum: {'kernel': _einsum_kernel},
+    nnx.Einsum: {'kernel': _einsum_kernel, 'bias': _einsum_bias},
     nnx.Embed: _EMBED,
     **dict.fromkeys((nnx.Conv, nnx.ConvTranspose), conv),
     **dict.fromkeys((nnx.LayerNorm, nnx.RMSNorm), _NORM),
@@ -133,7 +134,7 @@ def nnx_shape(layer: Any, name: str) -> tuple[int, ...]:
     return getattr(layer, 'kernel_shape', None) or (*batch, *inputs, *outputs)
   if name == 'embedding':
     return layer.num_embeddings, layer.features
-  return normalized or (*batch, *outputs)
+  return normalized or tuple(getattr(layer, 'bias_shape', None) or ()) or (*batch, *outputs)
 
 
 def _general_kernel(layer: Any) -> Names:
@@ -163,16 +164,34 @@ def _conv_kernel(layer: Any) -> Names:
   return (*[None] * len(_sequence(layer.kernel_size)), *ends)
 
 
+def _local_bias(layer: Any) -> Names:
+  """The places of the window, then outputs: a convolution without shared weights has a bias for each place."""
+  return (*[None] * len(_sequence(layer.kernel_size)), 'out')
+
+
 def _einsum_kernel(layer: Any) -> Names:
   """The first contracted dimension is an input, and the first that only the result has is an output."""
   if not layer.einsum_str:
     return None
+  _, kernel, _, names = _einsum_letters(layer)
+  return tuple(names.get(letter) for letter in kernel)
+
+
+def _einsum_bias(layer: Any) -> Names:
+  """The dimensions of the result that the kernel has."""
+  if not layer.einsum_str:
+    return None
+  _, kernel, result, names = _einsum_letters(layer)
+  return tuple(names.get(letter) for letter in result if letter in kernel)
+
+
+def _einsum_letters(layer: Any) -> tuple[str, str, str, dict[str, str]]:
+  """The letters of inputs, kernel and result, and the names of letters."""
   operands, result = layer.einsum_str.replace(' ', '').replace('...', '').split('->')
   inputs, kernel = operands.split(',')
   contracted = [letter for letter in kernel if letter in inputs and letter not in result]
   made = [letter for letter in kernel if letter not in inputs and letter in result]
-  names = {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')}
-  return tuple(names.get(letter) for letter in kernel)
+  return inputs, kernel, result, {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')}
 
 
 def _general_result(layer: Any, rank: int) -> tuple[int, ...] | None:
@@ -184,8 +203,7 @@ def _einsum_result(layer: Any) -> tuple[int, ...] | None:
   """The last dimensions of the result that only the kernel has."""
   if not layer.einsum_str:
     return None
-  operands, result = layer.einsum_str.replace(' ', '').split('->')
-  inputs, kernel = operands.split(',')
+  inputs, kernel, result, _ = _einsum_letters(layer)
   made = [letter for letter in result if letter in kernel and letter not in inputs]
   return tuple(map(kernel.index, made)) if made and result.endswith(''.join(made)) else None
 
