@@ -2,7 +2,7 @@
 
 It is a bracket, not a prediction. A step has three parts: matrix products (FLOPs over the reachable share of
 the peak), memory (bytes over the bandwidth of HBM) and communication (bytes over the bandwidth of the
-links). The low end assumes that they overlap fully, so it is the slowest part; the high end assumes no
+links), with the transfers to and from the host's memory. The low end assumes that they overlap fully, so it is the slowest part; the high end assumes no
 overlap, so it is their sum. The formulas are from "How to Scale Your Model"
 (https://jax-ml.github.io/scaling-book/roofline/ and /sharding/); the bytes that a collective sends are
 computed by `hlo.collectives.wire`.
@@ -22,13 +22,17 @@ _FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
 
 
+HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
+
+
 class Cost(NamedTuple):
   """The time of a step, in seconds.
 
   Attributes:
     compute: time of the matrix products, at the reachable share of the peak.
     memory: time to read and write HBM.
-    links: time of communication per tuple of mesh axes.
+    links: time of communication per tuple of mesh axes; of arrays that are in the host's memory between steps, under
+      `HOST_LINK`.
     low: time of the step if everything overlaps.
     high: time of the step if nothing overlaps.
     bound: slowest part: `compute`, `memory`, or the mesh axes of the slowest communication.
@@ -42,7 +46,9 @@ class Cost(NamedTuple):
   bound: str
 
 
-def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = 'bf16') -> Cost:
+def cost(
+  counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = 'bf16', host_bytes: int = 0
+) -> Cost:
   """The time bracket of a step.
 
   Args:
@@ -50,6 +56,7 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
     target: the hardware.
     mesh: size per mesh axis, in order; devices along the last axis are adjacent.
     dtype: dtype of the operands of the matrix products.
+    host_bytes: bytes that the step reads from the host's memory, and writes back to it.
   """
   chip = target.chip
   compute = counts.flops / (peak(chip, dtype) * chip.efficiency)
@@ -57,6 +64,8 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
   links: dict[tuple[str, ...], float] = {}
   for one in counts.collectives:
     links[one.axes] = links.get(one.axes, 0.0) + seconds(one, target, mesh)
+  if host_bytes:
+    links[HOST_LINK] = 2 * host_bytes / chip.host
   communication = sum(links.values())
   parts = {'compute': compute, 'memory': memory, 'communication': communication}
   slowest = max(parts, key=lambda name: parts[name])
