@@ -24,7 +24,7 @@ from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import plural, time_text
 
 # Ends of the bracket after calibration on one step of the same model, fitted to published step times.
-_CALIBRATED = (0.93, 1.07)
+CALIBRATED = (0.93, 1.07)
 _FIX = 'Fix: pass pairs of an outcome of compare or Estimator and the seconds of a whole step of it.'
 
 
@@ -114,8 +114,8 @@ def calibrate(
     _mean([*paces[:index], *paces[index + 1 :]]) / one - 1
     for index, one in enumerate(paces if len(paces) > 1 else ())
   )
-  low = min(_CALIBRATED[0], *(one / pace for one in paces), 1.0)
-  high = max(_CALIBRATED[1], *(one / pace for one in paces), 1.0)
+  low = min(CALIBRATED[0], *(one / pace for one in paces), 1.0)
+  high = max(CALIBRATED[1], *(one / pace for one in paces), 1.0)
   chip = chip._replace(pace=pace, spread=(low, high))
   return Calibration(chip, tuple(map(_label, (outcome for outcome, _ in measured))), errors)
 
