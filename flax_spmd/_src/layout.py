@@ -72,7 +72,6 @@ Tree = TypeVar('Tree')
 HostArray = np.ndarray | np.generic | complex  # and bool, int, float
 
 
-
 @set_module('flax_spmd')
 class Layout:
   """A mesh and a rule table: they determine the sharding of every array of a model.

@@ -1,8 +1,8 @@
 """Costs: a bracket for the time of a step, from its counts and the target's figures (roofline).
 
 A step has three parts: products (FLOPs over the reachable share of the peak), memory (bytes over the bandwidth of HBM)
-and communication (bytes over the bandwidth of the links, transfers to and from host memory included). Programs overlap them in part. The expected time is the p-norm
-of the parts: 1 would add them up, and infinity would take the slowest.
+and communication (bytes over the bandwidth of the links), transfers to and from host memory included. Programs overlap
+them in part. The expected time is the p-norm of the parts: 1 would add them up, and infinity would take the slowest.
 
 The reachable shares, the exponent and the width of the bracket are fitted to published step times of JAX programs
 (`benchmarks/published.toml`), each predicted by the others. Where communication takes longer than in any of them,
@@ -23,8 +23,6 @@ from flax_spmd._src.hlo.counts import Collective, Counts
 
 _FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips without the faster one
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
-
-
 HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
 # Fitted to published step times; `benchmarks/published_steps.py` does it again.
 EXPECTED = 1.3  # exponent of the norm

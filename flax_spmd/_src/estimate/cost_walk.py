@@ -340,7 +340,9 @@ class _CostWalk:
     for value in op.results:
       self._add_result(value, required, times, op)
 
-  def _add_doubts(self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int) -> None:
+  def _add_doubts(
+    self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int
+  ) -> None:
     """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
     if spec is None or (is_weight and op.kind not in _SLICES):
@@ -421,7 +423,9 @@ class _CostWalk:
       return False
     wide = self.values[op.results[0]].dtype
     is_scattered = [each.kind == 'scatter' and each.array.dtype == wide for each in (one, other)]
-    if is_scattered[0] != is_scattered[1]:  # XLA scatters into the other sum: a table that is a matrix too
+    if (
+      is_scattered[0] != is_scattered[1]
+    ):  # XLA scatters into the other sum: a table that is a matrix too
       self._reduce(op.operands[is_scattered[0]])
       one = self.partial_sums[op.operands[is_scattered[1]]]
     for value in op.operands:

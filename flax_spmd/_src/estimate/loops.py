@@ -92,8 +92,10 @@ def _forwarded(block: Block, uses: Mapping[int, int], sums: Mapping[int, int]) -
     if op.kind in _IN_SUMS:
       [result, operand] = op.results[0], op.operands[0]
       is_alone = uses[operand] == 1
-      if (op.kind in _FORWARDS and is_alone) or result in sums or (
-        result in added and op.kind == 'convert' and is_alone
+      if (
+        (op.kind in _FORWARDS and is_alone)
+        or result in sums
+        or (result in added and op.kind == 'convert' and is_alone)
       ):
         yield result
       if result in added and op.kind != 'slice' and is_alone:

@@ -94,14 +94,15 @@ def accumulate(
 
   batch = jax.tree.map(jnp.asarray, batch)
   start = [
-    None if stacked else each.state(count, result)
-    for each, stacked, result in zip(ops, stacks, results)
+    None if stacked else each.state(count, result) for each, stacked, result in zip(ops, stacks, results)
   ]
   indices = jnp.arange(count) if any(map(operations.is_custom, ops)) else None
   carry, rows = lax.scan(one_pass, start, (batch, indices))
   stacked_rows = iter(rows)
   return treedef.unflatten(
-    operations.finished(each, next(stacked_rows) if old is None else old, count, microbatches is not None)
+    operations.finished(
+      each, next(stacked_rows) if old is None else old, count, microbatches is not None
+    )
     for each, old in zip(ops, carry)
   )
 
@@ -143,7 +144,9 @@ def _size(batch: Any, axis: int) -> int:
       + '\nFix: close over values that are not split into microbatches.'
     )
   if type(axis) is not int:
-    raise PipelineError(f'accumulate: axis={axis!r} is not an integer.\nFix: pass one dimension for all arrays.')
+    raise PipelineError(
+      f'accumulate: axis={axis!r} is not an integer.\nFix: pass one dimension for all arrays.'
+    )
   named = [
     (path_string(path), jax.typeof(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
   ]

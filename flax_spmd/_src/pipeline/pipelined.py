@@ -369,7 +369,9 @@ class LoweredPipelineStep:
     """
     setting = self._traced._setting
     submeshes.check_concrete(setting.mesh)
-    with joint('pipeline programs', f'The compilation of {setting.name}', setting.processes, PipelineError):
+    with joint(
+      'pipeline programs', f'The compilation of {setting.name}', setting.processes, PipelineError
+    ):
       return self.compile_jointly()
 
   def _check_agreement(self) -> None:

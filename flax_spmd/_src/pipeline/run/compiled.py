@@ -117,7 +117,10 @@ class CompiledPipeline:
     return self._result.unflatten(self.machine(leaves))
 
   def _compare(self, leaves: Sequence[Any]) -> None:
-    users = [[p for use in uses for p in submeshes.processes_of(use.sharding.mesh)] for uses in self.machine.arguments]
+    users = [
+      [p for use in uses for p in submeshes.processes_of(use.sharding.mesh)]
+      for uses in self.machine.arguments
+    ]
     check_same_arguments(self._setting, named_arguments(self._request.treedef.unflatten(leaves)), users)
     self._is_compared = True
 
