@@ -279,6 +279,14 @@ class _Detours:
           detour.close()
 
 
+def detours(methods: Iterable[tuple[type, str]], handler: Callable[..., Any]) -> _Detours:
+  """Detours of methods of classes; the handler is called with a method's name, the method and its arguments."""
+  each = [_Detour(cls, name) for cls, name in methods]
+  for detour, (_, name) in zip(each, methods, strict=True):
+    detour.handler = functools.partial(handler, name)
+  return _Detours(*each)
+
+
 _unbox = _Detour(meta.Partitioned, 'unbox')
 _unbox_logical = _Detour(linen_spmd.LogicallyPartitioned, 'unbox')
 _remove_axis = _Detour(meta.Partitioned, 'remove_axis')
@@ -631,7 +639,9 @@ class GroupAxisName(str):
 
 
 def is_mapped(value: Any) -> bool:
-  """Whether a value inside a mapped function has one entry per index of the mapped axis."""
+  """Whether a value inside a mapped function has one entry per index of the mapped axis, also where it is differentiated."""
+  while hasattr(value, 'primal'):
+    value = value.primal
   return isinstance(value, batching.BatchTracer) and value.batch_dim is not None
 
 

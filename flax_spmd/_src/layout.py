@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,9 +56,8 @@ from flax_spmd._src.plan.result_shardings import plan_results, same_forms, state
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules import toml_format
-from flax_spmd._src.rules.decisions import rule_text
 from flax_spmd._src.rules.placements import PlannedResult
-from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.rules.table import Rules, layout_lines
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd._src.strictness import check_call, check_state
 from flax_spmd.errors import LayoutError
@@ -73,8 +71,6 @@ if TYPE_CHECKING:
 Key = TypeVar('Key')
 Tree = TypeVar('Tree')
 HostArray = np.ndarray | np.generic | complex  # and bool, int, float
-
-_ADDRESS = re.compile(' at 0x[0-9a-f]+')  # in the repr of a function; differs between processes
 
 
 @set_module('flax_spmd')
@@ -780,14 +776,10 @@ class Layout:
     check_choice(values)
     if jax.process_count() == 1:
       return
-    rules = self._rules.all_rules(annotations=True)
     rows = [] if tree is None or values else self.rows(tree)
     lines = [
-      f'mesh {describe(self._mesh)}',
+      *layout_lines(self._mesh, self._rules),
       *(['strict'] if self.strict else []),
-      *(f'rule {rule_text(rule)} {_ADDRESS.sub("", repr(clause))}' for rule, clause in rules),
-      repr(self._rules.policies),
-      *(f'host rule {rule_text(rule)}' for rule in self._rules.host_rules()),
       *(f'{row.path}: {row.dtype}{list(row.shape)} as {row.spec}' for row in rows),
     ]
     text = '\n'.join(lines)

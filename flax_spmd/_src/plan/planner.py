@@ -394,7 +394,7 @@ class _TreePlan:
   @functools.cached_property
   def _derived(self) -> dict[int, list[tuple[Inference, Resolution]]]:
     """Per array of a unit, optimizer state that a path rule for parameters of another shape reaches."""
-    if not self._resolver.looks_at_paths:
+    if not self._resolver.has_path_rules:
       return {}
     names, rules = self._names, self._path_rules
     candidates = [

@@ -45,6 +45,7 @@ class ArrayResolver:
 
   Attributes:
     has_owners: whether some rule decides arrays as a whole: a rule for paths, or a function.
+    has_path_rules: whether some rule is for paths.
     looks_at_paths: whether any rule reads an array's path.
     looks_at_dtypes: whether any rule reads its dtype; if not, names and shape determine the resolution.
     looks_at_optimizer: whether any rule reads whether it is optimizer state.
@@ -77,6 +78,7 @@ class ArrayResolver:
     reads = frozenset().union(*(clause.reads for clause in rules.parsed))
     self.asks_functions = any('path' in clause.reads for _, clause in self._owners)
     self.has_owners = bool(self._paths or self._owners)
+    self.has_path_rules = bool(self._paths)
     self.looks_at_paths = 'path' in reads
     self.looks_at_dtypes = 'dtype' in reads
     inner = [resolver for _, resolver in self._tables.values() if resolver is not None]

@@ -24,6 +24,7 @@ from weakref import WeakMethod, ref
 
 from jax.sharding import PartitionSpec
 
+from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.notebook_html import bullets, plain_table, safe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import (
@@ -42,6 +43,7 @@ from flax_spmd._src.rules.clauses import (
 from flax_spmd._src.rules.decisions import Axes, Names, Policies, Resolution, RuleId, rule_text
 from flax_spmd._src.rules.logical_axes import Resolver
 from flax_spmd._src.rules.toml_values import quoted
+from flax_spmd._src.text import without_addresses
 from flax_spmd.errors import (
   MeshAxisError,
   Problem,
@@ -473,3 +475,16 @@ def _is_table(clause: Any) -> bool:
 
 def _as_tuple(rule: RuleId) -> tuple[int, ...]:
   return rule if isinstance(rule, tuple) else (rule,)
+
+
+def layout_lines(mesh: MeshLike, rules: Rules) -> list[str]:
+  """A mesh and a table as lines of text: equal for equal layouts, in every process."""
+  return [
+    f'mesh {describe(mesh)}',
+    *(
+      f'rule {rule_text(rule)} {without_addresses(repr(clause))}'
+      for rule, clause in rules.all_rules(annotations=True)
+    ),
+    repr(rules.policies),
+    *(f'host rule {rule_text(rule)}' for rule in rules.host_rules()),
+  ]
