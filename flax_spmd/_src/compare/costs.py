@@ -1,8 +1,8 @@
 """Costs: a bracket for the time of a step, from its counts and the target's figures (roofline).
 
 A step has three parts: products (FLOPs over the reachable share of the peak), memory (bytes over the bandwidth of HBM)
-and communication (bytes over the bandwidth of the links). Programs overlap them in part. The expected time is the p-norm
-of the parts: 1 would add them up, and infinity would take the slowest.
+and communication (bytes over the bandwidth of the links), transfers to and from host memory included. Programs overlap
+them in part. The expected time is the p-norm of the parts: 1 would add them up, and infinity would take the slowest.
 
 The reachable shares, the exponent and the width of the bracket are fitted to published step times of JAX programs
 (`benchmarks/published.toml`), each predicted by the others. Where communication takes longer than in any of them,
@@ -23,8 +23,7 @@ from flax_spmd._src.hlo.counts import Collective, Counts
 
 _FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips without the faster one
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
-
-
+HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
 # Fitted to published step times; `benchmarks/published_steps.py` does it again.
 EXPECTED = 1.3  # exponent of the norm
 HBM_SHARE = 0.8  # of the traffic that is counted, the part that is not cached
@@ -40,7 +39,8 @@ class Cost(NamedTuple):
   Attributes:
     compute: time of the products, at the reachable share of the peak.
     memory: time to read and write HBM.
-    links: time of communication per tuple of mesh axes.
+    links: time of communication per tuple of mesh axes; of arrays that are in the host's memory between steps, under
+      `HOST_LINK`.
     low: least time of the step; no published step is faster.
     high: time of the step if little overlaps.
     bound: slowest part: `compute`, `memory`, or the mesh axes of the slowest communication.
@@ -54,7 +54,9 @@ class Cost(NamedTuple):
   bound: str
 
 
-def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = 'bf16') -> Cost:
+def cost(
+  counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = 'bf16', host_bytes: int = 0
+) -> Cost:
   """The time bracket of a step.
 
   Args:
@@ -62,6 +64,7 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
     target: the hardware.
     mesh: size per mesh axis, in order; devices along the last axis are adjacent.
     dtype: dtype of the operands of the matrix products.
+    host_bytes: bytes that the step reads from the host's memory, and writes back to it.
   """
   chip = target.chip
   compute = counts.flops / (peak(chip, dtype) * chip.efficiency)
@@ -69,6 +72,8 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
   links: dict[tuple[str, ...], float] = {}
   for one in counts.collectives:
     links[one.axes] = links.get(one.axes, 0.0) + seconds(one, target, mesh)
+  if host_bytes:
+    links[HOST_LINK] = 2 * host_bytes / chip.host
   communication = sum(links.values())
   parts = {'compute': compute, 'memory': memory, 'communication': communication}
   slowest = max(parts, key=lambda name: parts[name])

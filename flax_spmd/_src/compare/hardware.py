@@ -47,6 +47,7 @@ class Chip(NamedTuple):
     compiler: entry of `gpus.toml` that describes a GPU to XLA. Default: `name`. `'none'`: nothing compiles for the chip
       without one, so it has estimates only.
     cores: devices of a chip: 2 of `tpu7x`, whose halves are devices of their own.
+    host: bytes per second from the host's memory, and as many to it. Default: that of PCIe 3.0 x16.
     pace: measured over expected time of steps; `calibrate` sets it.
     spread: ends of time brackets, as factors on the expected time.
 
@@ -70,6 +71,7 @@ class Chip(NamedTuple):
   torus: int = 0
   compiler: str | None = None
   cores: int = 1
+  host: float = 1.6e10
   pace: float = 1.0
   spread: tuple[float, ...] = _SPREAD
 
