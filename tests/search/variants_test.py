@@ -121,3 +121,12 @@ def test_ties_are_named(tmp_path, batches):
     assert f'As fast as the best, within 2 %: {result.ties[0]}' in re.sub(r'\s+', ' ', text)
   result.to_html(tmp_path / 'page.html')
   assert ('As fast as the best' in (tmp_path / 'page.html').read_text()) == bool(result.ties)
+
+
+def test_few_candidates_try_every_choice_or_name_those_that_they_do_not():
+  few = search({'batch': (64, 128, 256), 'length': (128,)})
+  assert {one.batch for one in few.estimates} == {1.0, 2.0, 4.0} and few.notes == []
+  result = spmd.search(train_step_of, 'h100:8', choices={'batch': (64, 128, 256)}, candidates=1, top=0)
+  assert result.notes == [
+    "2 of 3 combinations of choices were not tried, such as {'batch': 128}: raise candidates."
+  ]
