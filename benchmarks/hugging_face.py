@@ -95,7 +95,7 @@ def theirs_then_numpy(folder: Path) -> Any:
     if not found:
       others[name] = array
       continue
-    number, _, kind = rest.partition('.')
+    kind = rest.partition('.')[2]
     head = array.shape[0] // HEADS
     if kind.startswith('self_attn.o_'):
       array = array.reshape(-1, HEADS, head).transpose(1, 2, 0)

@@ -79,7 +79,11 @@ def test_every_dtype_on_every_route(tmp_path_factory, mesh, name, on_devices, se
 
 def test_dtypes_that_no_store_has(tmp_path, mesh):
   layout = spmd.Layout(mesh)
-  state = {'a': jnp.arange(8).astype('uint4'), 'b': np.ones(4, ml_dtypes.float6_e2m3fn), 'c': jnp.ones(2)}
+  state = {
+    'a': jnp.arange(8).astype('uint4'),
+    'b': np.ones(4, ml_dtypes.float6_e2m3fn),
+    'c': jnp.ones(2),
+  }
   with pytest.raises(CheckpointError) as raised:
     checkpoint.save(tmp_path / 'a', state, layout)
   how = 'restore it with Changes(dtypes='

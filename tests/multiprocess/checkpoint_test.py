@@ -210,7 +210,9 @@ report(text_of(lambda: checkpoint.save(folder + '/a', mine | steps, layout))[:2]
 @pytest.mark.slow
 def test_processes_that_save_states_of_different_steps(tmp_path):
   differing = [f'{name} differs between process 0 and process 1.' for name in ('count', 'plain', 'step')]
-  fix = 'Fix: save the same state on every process; one of them may have made a call more than the others.'
+  fix = (
+    'Fix: save the same state on every process; one of them may have made a call more than the others.'
+  )
   for result in run(OF_TWO_STEPS, tmp_path):
     assert result.reported == [['CheckpointError', '\n'.join([*differing, fix])]]
   with pytest.raises(spmd.errors.CheckpointNotFoundError):
