@@ -9,11 +9,12 @@ under the number of the call, and whoever waits in an exchange of that call look
     call.fail(error)       # in the process that fails
 
 All processes make the calls of a kind in the same order. Processes that wait for each other in different calls get an
-error that names both. An exchange that was left halfway does not disturb a later call.
+error that names both; a process that waits for one that has ended gets an error at once. An exchange that was left halfway does not disturb a later call.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -27,7 +28,7 @@ import jax
 from flax_spmd import errors
 from flax_spmd._src.compat import coordination_service
 
-_PREFIX, _WAITING = 'flax_spmd/calls', 'flax_spmd/waiting'
+_PREFIX, _WAITING, _ENDED = 'flax_spmd/calls', 'flax_spmd/waiting', 'flax_spmd/ended'
 _LONGEST = 500  # characters of a reason
 
 
@@ -118,10 +119,23 @@ class JointCall:
       if other:
         _count(*json.loads(other))
       return self._error_of(failure)
-    crossed = self._crossed()
-    if crossed is not None:
-      return crossed
+    alone = self._left_alone() or self._crossed()
+    if alone is not None:
+      return alone
     return None if self._outer is None else self._outer.error()
+
+  def _left_alone(self) -> errors.LayoutError | None:
+    """The error for processes that have ended without this call."""
+    for process in range(jax.process_count()):
+      text = _stored(f'{_ENDED}/{process}')
+      calls = json.loads(text).get(self._kind, 0) if text else self._number + 1
+      if calls <= self._number:
+        return errors.LayoutError(
+          f'{self._subject} is call {self._number + 1} of {self._kind!r} in process {jax.process_index()}, and process '
+          f'{process} has ended after {calls}.\n'
+          'Fix: make the same calls on every process, equally often and in the same order.'
+        )
+    return None
 
   def _crossed(self) -> errors.LayoutError | None:
     """The error for a process that waits in another call, which this one has not made, as it has not made this one.
@@ -191,6 +205,14 @@ def _count(kind: str, number: int) -> None:
   """Counts a call that another process has made alone, so that later calls of its kind have one number again."""
   while _made.get(kind, 0) <= number:
     _made[kind] = next(_numbers(kind)) + 1
+
+
+@atexit.register
+def _announce_end() -> None:
+  """Publishes the number of calls of each kind that this process has made, and makes no more."""
+  if _made and jax.process_count() > 1:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      coordination_service().key_value_set(f'{_ENDED}/{jax.process_index()}', json.dumps(_made))
 
 
 def _stored(key: str) -> str | None:

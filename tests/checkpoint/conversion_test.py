@@ -611,3 +611,22 @@ def test_a_restored_state_can_be_donated_as_a_whole(saved, tmp_path, conversion)
   assert all(x.is_deleted() for x in arrays)
   for x, y in zip(before, after, strict=True):
     np.testing.assert_array_equal(x + 1, y)
+
+
+def test_keys_for_stages_on_different_devices(tmp_path, mesh):
+  """numpy, which slices what goes to several meshes, has no keys."""
+  keys = jax.random.split(jax.random.key(7), 2)
+  checkpoint.save(tmp_path / 'stacked', {'layers': {'key': keys}}, spmd.Layout(mesh))
+  stages = [jax.sharding.SingleDeviceSharding(device) for device in jax.devices()[2:4]]
+  target = {
+    f'layers_{i}': {'key': jax.ShapeDtypeStruct((), keys.dtype, sharding=stage)}
+    for i, stage in enumerate(stages)
+  }
+  changes = Changes(stacks={'layers': 'layers_{}'})
+  single = checkpoint.restore(tmp_path / 'stacked', target, changes=changes)
+  for i, stage in enumerate(stages):
+    key = single[f'layers_{i}']['key']
+    assert key.sharding == stage and (jax.random.key_data(key) == jax.random.key_data(keys[i])).all()
+  checkpoint.save(tmp_path / 'single', single, spmd.Layout(mesh))
+  stacked = checkpoint.restore(tmp_path / 'single', {'layers': {'key': keys}}, changes=changes)
+  assert (jax.random.key_data(stacked['layers']['key']) == jax.random.key_data(keys)).all()

@@ -180,6 +180,45 @@ def test_processes_that_make_different_calls(tmp_path):
     assert kind == 'LayoutError' and text in texts and seconds < 100 and later is True
 
 
+ONE_SAVE_MORE = """
+checkpoint.save(folder + '/a', state_of(layout, 1), layout)
+if me == 0:
+  report(text_of(lambda: checkpoint.save(folder + '/b', state_of(layout, 1), layout)))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
+  first, second = run(ONE_SAVE_MORE, tmp_path, timeout=240)
+  [[kind, text, seconds]] = first.reported
+  assert [kind, text] == [
+    'LayoutError',
+    f"The save to {tmp_path}/b is call 2 of 'save' in process 0, and process 1 has ended after 1.\n"
+    'Fix: make the same calls on every process, equally often and in the same order.',
+  ]
+  assert seconds < 100 and not second.reported
+  assert is_state(checkpoint.restore(tmp_path / 'a', layout=layout_of()), 1)
+
+
+OF_TWO_STEPS = """
+mine = state_of(layout, 1 + me)  # shards of two steps
+steps = {'step': np.int32(me), 'count': 10 + me, 'same': np.ones(3)}
+report(text_of(lambda: checkpoint.save(folder + '/a', mine | steps, layout))[:2])
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_save_states_of_different_steps(tmp_path):
+  differing = [f'{name} differs between process 0 and process 1.' for name in ('count', 'plain', 'step')]
+  fix = (
+    'Fix: save the same state on every process; one of them may have made a call more than the others.'
+  )
+  for result in run(OF_TWO_STEPS, tmp_path):
+    assert result.reported == [['CheckpointError', '\n'.join([*differing, fix])]]
+  with pytest.raises(spmd.errors.CheckpointNotFoundError):
+    checkpoint.restore(tmp_path / 'a', layout=layout_of())
+
+
 TWO = """
 if me:
   open('other', 'w').write(str(os.getpid()))

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import verification
-from flax_spmd._src.checkpoint.storage.readers import (
-  CheckpointReader,
-  checkpoints_in,
-  open_checkpoint,
-  reader_of,
-  saved_at,
-)
+from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, open_checkpoint, reader_of
+from flax_spmd._src.checkpoint.storage.recognition import checkpoints_in, saved_at
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
 from flax_spmd._src.checkpoint.storage.source import read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path

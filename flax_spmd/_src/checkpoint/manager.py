@@ -36,7 +36,7 @@ from flax_spmd._src.checkpoint.steps.step_policies import History, StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import in_first
 from flax_spmd._src.checkpoint.storage.contents import check_is_layout
-from flax_spmd._src.checkpoint.storage.readers import metadata_of
+from flax_spmd._src.checkpoint.storage.recognition import metadata_of
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.joint_call import first_line
 from flax_spmd._src.layout import Layout

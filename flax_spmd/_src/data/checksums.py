@@ -33,6 +33,7 @@ _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
 _MIXER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift, then multiply
 _LAST = 16  # shift
 _MASK = 0xFFFFFFFF
+_NARROW = {f'{sign}int{bits}' for sign in ('', 'u') for bits in (1, 2, 4)}
 _BLOCK = 1 << 17  # words: fits into a cache, and numpy releases the interpreter lock for a while
 _SMALL = 1 << 14  # bytes: JAX caches the host copy of an array, so it should be small
 _BATCH = 1 << 10  # small arrays
@@ -203,7 +204,7 @@ def _slabs(array: Any, alone: bool) -> Iterator[_Slab]:
     if alone or _is_first(array):
       yield _Slab(array, (0,) * array.ndim, shape)
   elif array.is_fully_replicated:
-    if _is_first(array):
+    if alone or _is_first(array):
       yield _Slab(np.asarray(array.addressable_data(0)), (0,) * array.ndim, shape)
   else:
     for shard in array.addressable_shards:
@@ -272,7 +273,7 @@ def _widened(data: Any, xp: Any) -> Any:
   name = str(data.dtype)
   if name == 'bool':
     return data.astype(xp.uint8)
-  if name.startswith(('int4', 'int2', 'uint4', 'uint2')):
+  if name in _NARROW:
     return data.astype(xp.uint8 if name.startswith('u') else xp.int8)
   return data.astype(xp.float32) if name.startswith('float4') else data
 

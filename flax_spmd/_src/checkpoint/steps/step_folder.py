@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage.generations import remove_checkpoint
 from flax_spmd._src.checkpoint.storage.head import read_head
 from flax_spmd._src.checkpoint.storage.killed_saves import remove_killed_saves
-from flax_spmd._src.checkpoint.storage.readers import (
+from flax_spmd._src.checkpoint.storage.recognition import (
   custom_metadata,
   has_metadata,
   has_record,

@@ -7,11 +7,14 @@ index, and one array per dtype that concatenates the small leaves.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.record import (
@@ -24,9 +27,10 @@ from flax_spmd._src.checkpoint.storage.record import (
   is_key,
   is_unsafe_name,
 )
-from flax_spmd._src.data.checksums import pending_checksums
+from flax_spmd._src.data.checksums import own_checksums, pending_checksums
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.state_plan import Plan
@@ -34,6 +38,7 @@ from flax_spmd._src.text import with_article
 from flax_spmd.errors import CheckpointError, Problem, RulesError, problems_text
 
 LEAVES, PACKED = 'leaves', 'packed'  # the two parts of a packed tree
+_MOST_COMMON = 1 << 12  # elements
 ROOT_NAME = 'root'  # of a state that is one array
 _LONG = {np.dtype(name) for name in (np.longdouble, np.clongdouble)} - {
   np.dtype(float),
@@ -66,8 +71,10 @@ class Contents(NamedTuple):
     When this returns, the leaves may be changed or donated. Every process calls this, and the function.
     """
     record, complete = self.record, pending_checksums(list(self.leaves.values()), 'saved sums')
+    common = _common_sums(self.leaves) if jax.process_count() > 1 else {}
 
     def completed() -> Record:
+      _check_common(common)
       records = {
         path: leaf._replace(checksum=total)
         for (path, leaf), total in zip(record.leaves.items(), complete(), strict=True)
@@ -75,6 +82,37 @@ class Contents(NamedTuple):
       return dataclasses.replace(record, leaves=records)
 
     return completed
+
+
+def _common_sums(leaves: Mapping[str, Any]) -> dict[str, str]:
+  """A text for each number and each small array of which every process has a copy: step counters, say."""
+  texts = {path: repr(leaf) for path, leaf in leaves.items() if not hasattr(leaf, 'dtype')}
+  copies = [path for path, leaf in leaves.items() if path not in texts and _is_common(leaf)]
+  return texts | dict(zip(copies, own_checksums([leaves[path] for path in copies]), strict=True))
+
+
+def _is_common(leaf: Any) -> bool:
+  """Whether every process has the whole of an array, and reads it in no time."""
+  is_small = math.prod(leaf.shape) <= _MOST_COMMON
+  if isinstance(leaf, np.ndarray):
+    return is_small
+  owners = {device.process_index for device in leaf.sharding.device_set}
+  return is_small and leaf.is_fully_replicated and len(owners) == jax.process_count()
+
+
+def _check_common(texts: Mapping[str, str]) -> None:
+  """Raises if copies differ between processes: their shards would be of different steps, too."""
+  if jax.process_count() == 1:
+    return
+  everyone = tuple(range(jax.process_count()))
+  differing = differing_parts('common', everyone, texts, CALLS, TIMEOUT)
+  if differing:
+    fix = 'save the same state on every process; one of them may have made a call more than the others.'
+    problems = [
+      Problem(f'{path} differs between {" and ".join(named(members) for members, _ in groups)}.', fix)
+      for path, groups in differing.items()
+    ]
+    raise CheckpointError(problems_text(problems))
 
 
 def check_is_layout(layout: Any) -> None:
@@ -203,7 +241,18 @@ def _is_unsupported(leaf: Any) -> bool:
     dtype_of(dtype_name(leaf))
   except TypeError:
     return True
-  return dtype in _LONG
+  return dtype in _LONG or (dtype_name(leaf) != 'bool' and _has_no_store(dtype))
+
+
+def _has_no_store(dtype: Any) -> bool:
+  """Whether TensorStore, which writes the arrays, lacks a dtype of numbers: some of less than a byte, say."""
+  if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    return False
+  try:
+    ts.dtype(dtype)
+  except (TypeError, ValueError):
+    return True
+  return False
 
 
 def _fix_of(dtype: Any) -> str:
@@ -213,6 +262,11 @@ def _fix_of(dtype: Any) -> str:
     isinstance(dtype, np.dtype) and not dtype.isnative and dtype.fields is None and dtype.kind in 'iufc'
   ):
     return 'convert it to the byte order of this machine, with x.astype(x.dtype.newbyteorder("=")).'
+  if dtype is not None and jnp.issubdtype(dtype, jnp.number) and _has_no_store(dtype):
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    wide = 'bfloat16' if is_float else 'uint8' if str(dtype).startswith('u') else 'int8'
+    cast = f"x.astype('{wide}'), and restore it with Changes(dtypes={{'{wide}': '{dtype}'}})"
+    return f'save {cast}; TensorStore, which writes the arrays, has no {dtype}.'
   return 'keep only numbers, numeric arrays and random keys in the state.'
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -53,7 +54,9 @@ def _put(value: Any, sharding: Sharding) -> jax.Array:
     return nowhere(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
   numbers = np.asarray(jax.random.key_data(value))
   shards = [
-    jax.device_put(jax.random.wrap_key_data(numbers[index], impl=jax.random.key_impl(value)), device)
+    jax.device_put(
+      jax.random.wrap_key_data(jnp.asarray(numbers[index]), impl=jax.random.key_impl(value)), device
+    )
     for device, index in sharding.addressable_devices_indices_map(value.shape).items()
   ]
   return jax.make_array_from_single_device_arrays(value.shape, sharding, shards, dtype=value.dtype)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.checkpoint.storage.file_damage import file_damage
+from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
-from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, OrbaxReader
+from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
 from flax_spmd._src.data.checksums import checksums, own_checksums

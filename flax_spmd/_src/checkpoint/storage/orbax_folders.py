@@ -1,0 +1,105 @@
+"""Orbax's folders: the files that mark a checkpoint, the parts with arrays, and the names that its descriptions claim.
+
+Anyone may have written or damaged them: sizes and names are checked before they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+from flax_spmd.errors import CheckpointDamagedError
+
+METADATA, TREE_METADATA, INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
+PART = 'state'  # the folder that Orbax v1 writes arrays to
+UNFINISHED = 'orbax-checkpoint-tmp'
+_INDEX = 'manifest.ocdbt'  # of the bytes of arrays
+_LARGEST_METADATA = 512 << 20  # bytes; 10,000 leaves take two million
+
+
+def read_metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
+  """A metadata file of Orbax. Anyone may have written or damaged it."""
+  if not file.exists():
+    return {}
+  try:
+    size = file.stat().length
+    if size > _LARGEST_METADATA:
+      raise ValueError(f'it has {size:,} bytes')
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict):
+      raise ValueError('it is not a JSON object')
+    return content
+  except (ValueError, RecursionError) as error:
+    reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)
+    raise CheckpointDamagedError(
+      f'Checkpoint {checkpoint} cannot be read, because of {file.name}: {reason}.\n'
+      'Fix: restore another checkpoint; this one was changed after it was written.'
+    ) from error
+
+
+def folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:
+  """The checkpoint of a path, and the name of its part if the path is a part of one."""
+  has_own = any((path / mark).exists() for mark in (METADATA, INDICATOR))
+  if not has_own and may_hold_arrays(path) and (path.parent / METADATA).exists():
+    return path.parent, path.name
+  return path, None
+
+
+def parts_of(path: epath.Path) -> list[str]:
+  """The subfolders of a checkpoint that hold arrays, or have lost their description."""
+  children = [child for child in path.iterdir() if may_hold_arrays(child)]
+  return sorted(child.name for child in children if not (child / METADATA).exists())
+
+
+def may_hold_arrays(part: epath.Path) -> bool:
+  return any((part / mark).exists() for mark in (TREE_METADATA, _INDEX))
+
+
+def part_with_arrays(path: epath.Path) -> str | None:
+  """The subfolder of a checkpoint of ours that holds its arrays; None if the checkpoint itself does."""
+  parts = parts_with_arrays(path)
+  return PART if PART in parts else parts[0]
+
+
+def parts_with_arrays(path: epath.Path) -> Sequence[str | None]:
+  """The subfolders of a checkpoint that hold arrays; only None if the checkpoint itself does."""
+  if (path / TREE_METADATA).exists():
+    return [None]
+  parts = parts_of(path)
+  if not parts:
+    raise CheckpointDamagedError(
+      f'Checkpoint {path} has no arrays: none of its folders contains {TREE_METADATA}.\n'
+      'Fix: restore another checkpoint; this one lacks files, or holds no arrays.'
+    )
+  return parts
+
+
+def check_names(path: epath.Path, part: str | None) -> None:
+  """Raises if the name of a leaf leads out of the checkpoint: Orbax may use it as a file path.
+
+  Args:
+    path: folder of the checkpoint.
+    part: its part to read; None if its arrays are in the folder itself.
+  """
+  file = (path / part if part else path) / TREE_METADATA
+  content = read_metadata(file, path).get('tree_metadata') or {}
+  for key, entry in content.items() if isinstance(content, dict) else ():
+    if any(map(_leads_out, [*re.split(r"'(?:, ')?", key), *_keys(entry)])):
+      raise CheckpointDamagedError(
+        f'Checkpoint {path} has a leaf named {key}, which leads out of its folder.\n'
+        'Fix: do not use this checkpoint; none of its arrays were read.'
+      )
+
+
+def _keys(entry: Any) -> list[str]:
+  """The keys on the way to a leaf, which Orbax stores beside the leaf's own name."""
+  keys = entry.get('key_metadata') if isinstance(entry, dict) else None
+  return [str(key.get('key')) for key in keys or () if isinstance(key, dict)]
+
+
+def _leads_out(name: str) -> bool:
+  return name.startswith(('/', '\\')) or '..' in re.split(r'[/\\]', name)

@@ -1,0 +1,221 @@
+"""The reader of Orbax's checkpoints, with a record of ours or with one that is derived from Orbax's description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage.direct_reads import DirectReads
+from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, nowhere, put
+from flax_spmd._src.checkpoint.storage.manifest import FileRecord
+from flax_spmd._src.checkpoint.storage.orbax_context import local_context
+from flax_spmd._src.checkpoint.storage.orbax_folders import (
+  PART,
+  check_names,
+  part_with_arrays,
+  read_metadata,
+)
+from flax_spmd._src.checkpoint.storage.record import (
+  KEY,
+  LeafRecord,
+  Record,
+  by_path,
+  dtype_of,
+  is_key,
+  key_dtype,
+)
+from flax_spmd.errors import CheckpointDamagedError
+
+_ARRAYS = 'array_metadatas'
+_MIN_IN_FLIGHT = 64 << 20  # bytes
+
+
+class OrbaxReader:
+  """Reads an Orbax checkpoint, written by this package or another.
+
+  Args:
+    path: path of the checkpoint.
+    record: description of its arrays.
+    part: subfolder with the arrays; default: found by its contents.
+    folder: folder of the Orbax checkpoint; default: the path.
+    files: the files in it, if they are recorded.
+  """
+
+  def __init__(
+    self,
+    path: epath.Path,
+    record: Record,
+    part: str | None = None,
+    folder: epath.Path | None = None,
+    files: Mapping[str, FileRecord] = MappingProxyType({}),
+  ):
+    self.path, self.record, self._part = path, record, part
+    self.folder, self.files = folder or path, files
+    self._is_packed = any(leaf.packed for leaf in record.leaves.values())
+
+  def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
+    """See `CheckpointReader`."""
+    check_names(self.folder, self._name())
+    own = {path: each for path, each in requests.items() if not is_elsewhere(_sharding(each))}
+    leaves = self._read_packed(own, memory) if self._is_packed else self._read(own, memory)
+    self._check_keys(leaves)
+    return {path: leaves[path] if path in own else nowhere(each) for path, each in requests.items()}
+
+  @property
+  def has_own_record(self) -> bool:
+    """Whether the record is this package's, and not derived from Orbax's description."""
+    return self.record.written_by == KEY
+
+  def read_directly(
+    self, requests: Mapping[str, Any], memory: int | None = None
+  ) -> tuple[dict[str, Any], dict[str, str]]:
+    """Reads leaves without Orbax's description of the arrays; see `DirectReads.read`."""
+    return DirectReads(self.folder / (self._part or PART), self.record).read(requests, memory)
+
+  def _check_keys(self, leaves: Mapping[str, Any]) -> None:
+    """Raises if random keys came as their numbers: Orbax keeps their implementation in a file of its own."""
+    records = self.record.leaves
+    wrong = [
+      path for path, leaf in leaves.items() if is_key(records[path]) and str(leaf.dtype) == 'uint32'
+    ]
+    if wrong:
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: the kind of random keys is lost, for {", ".join(wrong)}.\n'
+        'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
+      )
+
+  def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
+    paths = list(self.record.leaves)
+    target = contents.disk_tree(
+      self.record, lambda index: _orbax_request(requests.get(paths[index], ...))
+    )
+    leaves = contents.disk_leaves(self.record, self._load(target, memory)) if requests else {}
+    return {path: leaves[path] for path in requests}
+
+  def _read_packed(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
+    records = self.record.leaves
+    indices = {path: str(i) for i, path in enumerate(records)}
+    large = {
+      indices[path]: _orbax_request(requests.get(path, ...))
+      for path, leaf in records.items()
+      if leaf.packed is None and not leaf.is_number
+    }
+    sizes: dict[str, int] = {}
+    for leaf in records.values():
+      if leaf.packed:
+        sizes[leaf.packed[0]] = sizes.get(leaf.packed[0], 0) + int(np.prod(leaf.shape, dtype=int))
+    packed = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
+    tree = self._load({contents.LEAVES: large, contents.PACKED: packed}, memory)
+    leaves = {}
+    for path in requests:
+      leaf = records[path]
+      if leaf.packed is None:
+        leaves[path] = tree[contents.LEAVES][indices[path]]
+      else:
+        leaves[path] = _unpacked(tree[contents.PACKED][leaf.packed[0]], leaf)
+    small = [path for path in requests if records[path].packed and requests[path].sharding is not None]
+    sharded = put([leaves[p] for p in small], [requests[p].sharding for p in small])
+    return leaves | dict(zip(small, sharded, strict=True))
+
+  def _load(self, target: Any, memory: int | None) -> Any:
+    try:
+      with local_context(self.folder, _in_flight(target, memory)):
+        return ocp.load(self.folder, target, checkpointable_name=self._name())
+    except Exception as error:  # Orbax raises many kinds for missing or malformed files
+      if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
+        raise
+      raise CheckpointDamagedError(
+        f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
+        'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
+      ) from error
+
+  def _name(self) -> str | None:
+    return self._part or part_with_arrays(self.folder)
+
+
+def _in_flight(target: Any, memory: int | None) -> int:
+  """The limit of bytes in flight. Without any limit, the host would hold up to twice the state.
+
+  It exceeds the largest array, which Orbax reads as a whole.
+  """
+  arrays = [leaf for leaf in jax.tree.leaves(target) if hasattr(leaf, 'shape')]
+  sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays]
+  return max(memory or max(_MIN_IN_FLIGHT, sum(sizes) // 8), 1 + max(sizes, default=0))
+
+
+def _sharding(request: Any) -> Any:
+  """The sharding of a request; None for a numpy array or a Python number."""
+  return getattr(request, 'sharding', None)
+
+
+def _orbax_request(leaf: Any) -> Any:
+  """A request in Orbax's terms: a sharded abstract array, a numpy array, or `...` for a leaf to skip.
+
+  numpy has no random keys: without a sharding, they are read onto a device of this process.
+  """
+  if leaf is ... or isinstance(leaf, type) or leaf.sharding is not None:
+    return leaf
+  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return leaf.update(sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+  return np.empty(leaf.shape, leaf.dtype)
+
+
+def _unpacked(vector: np.ndarray, leaf: LeafRecord) -> np.ndarray:
+  _, offset = leaf.packed or ('', 0)
+  return vector[offset : offset + int(np.prod(leaf.shape, dtype=int))].reshape(leaf.shape)
+
+
+def foreign_record(path: epath.Path, part: str | None) -> Record:
+  """A record of shapes and dtypes, for a checkpoint that has none."""
+  check_names(path, part)
+  flat = skeleton.flatten(_foreign_tree(path, part))
+  leaves = by_path(skeleton.paths(flat.skeleton), [_foreign_leaf(leaf) for leaf in flat.leaves])
+  for name, dtype in _random_keys(path / part if part else path).items():
+    leaf = leaves.get(name)
+    if leaf is not None and leaf.shape:
+      leaves[name] = LeafRecord(leaf.shape[:-1], dtype)
+  return Record(flat.skeleton, leaves, {}, None, 'orbax')
+
+
+def _random_keys(folder: epath.Path) -> dict[str, str]:
+  """The dtypes of arrays of random keys, by path. Orbax describes such an array as its key data."""
+  dtypes = {}
+  for file in (folder / _ARRAYS).iterdir() if (folder / _ARRAYS).is_dir() else ():
+    for entry in read_metadata(file, folder).get('array_metadatas') or ():
+      array = entry.get('array_metadata') if isinstance(entry, dict) else None
+      array = array if isinstance(array, dict) else {}
+      extra = array.get('ext_metadata')
+      dtype = key_dtype(extra.get('random_key_impl')) if isinstance(extra, dict) else None
+      if dtype is not None:
+        dtypes[str(array.get('param_name')).replace('.', '/')] = dtype
+  return dtypes
+
+
+def _foreign_tree(path: epath.Path, part: str | None) -> Any:
+  """A tree with Orbax's metadata of each leaf as its leaves."""
+  try:
+    tree = ocp.metadata(path, checkpointable_name=part).metadata
+    reason = 'Orbax returns no metadata, as for a state that contains a Python bool'
+  except Exception as error:  # of many kinds
+    tree, reason = None, (str(error).splitlines() or [''])[0][:500]
+  if tree is None:
+    raise CheckpointDamagedError(
+      f'Checkpoint {path} cannot be read: {reason}.\n'
+      'Fix: load it with orbax.checkpoint, and save it with flax_spmd.checkpoint.save.'
+    )
+  return tree
+
+
+def _foreign_leaf(leaf: Any) -> LeafRecord:
+  """The record of a leaf of Orbax's metadata: an array's metadata, or a sample value of its Python type."""
+  if hasattr(leaf, 'shape'):
+    return LeafRecord(tuple(leaf.shape), str(leaf.dtype))
+  return LeafRecord((), f'python.{type(leaf).__name__}')

@@ -1,0 +1,142 @@
+"""Recognition: whether a path holds a checkpoint, of which kind, with which metadata; and the reason if it holds none."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Any
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.manifest import whole_generations
+from flax_spmd._src.checkpoint.storage.orbax_folders import (
+  INDICATOR,
+  METADATA,
+  TREE_METADATA,
+  UNFINISHED,
+  parts_of,
+  read_metadata,
+)
+from flax_spmd._src.checkpoint.storage.record import (
+  KEY,
+)
+from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
+from flax_spmd._src.checkpoint.storage.source import Source, current_source
+from flax_spmd._src.checkpoint.storage.store import open_store
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
+
+MSGPACK = 'checkpoint'  # the file of flax and T5X in a folder
+_FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
+
+
+def is_checkpoint(path: epath.Path) -> bool:
+  """Whether a path holds a complete checkpoint of this package or of Orbax."""
+  if has_generation(path):
+    return True
+  if not path.is_dir() or UNFINISHED in path.name:
+    return False
+  try:
+    is_marked = any((path / mark).exists() for mark in (METADATA, INDICATOR, TREE_METADATA))
+    if not is_marked and not parts_of(path):
+      return False
+    return (path / METADATA).exists() or ocp.is_orbax_checkpoint(path)
+  except FileNotFoundError:  # it is being removed
+    return False
+
+
+def has_generation(path: epath.Path) -> bool:
+  """Whether a path has a head that names a generation, or one that is lost or cannot be read."""
+  store = open_store(path.parent)
+  try:
+    found = read_head(store, path)
+    if found.tag is None:
+      return bool(whole_generations(store, path.name))
+    return found.head.generation is not None
+  except CheckpointError:
+    return True
+
+
+def custom_metadata(path: epath.Path) -> dict[str, Any]:
+  """The JSON values stored with a checkpoint; raises as `open_checkpoint`."""
+  return metadata_of(path, current_source(path))
+
+
+def metadata_of(path: epath.Path, source: Source | None) -> dict[str, Any]:
+  """The JSON values stored with a generation; with the path itself if it has none."""
+  if source is not None:
+    return source.manifest.metadata
+  custom = read_metadata(path / METADATA, path).get('custom_metadata')
+  return custom if isinstance(custom, dict) else {}
+
+
+def has_metadata(path: epath.Path) -> bool:
+  """Whether a checkpoint has the file that holds its record. Only old versions of Orbax write none."""
+  return has_generation(path) or (path / METADATA).exists()
+
+
+def has_record(path: epath.Path) -> bool:
+  """Whether a checkpoint has a record of this package."""
+  return has_generation(path) or KEY in custom_metadata(path)
+
+
+def saved_at(path: epath.Path) -> datetime.datetime | None:
+  """The time at which a checkpoint was saved; None if it is not recorded."""
+  source = current_source(path)
+  if source is not None:
+    return datetime.datetime.fromtimestamp(source.manifest.saved / 1e9)
+  stamp = read_metadata(path / METADATA, path).get('commit_timestamp_nsecs') if path.is_dir() else None
+  return datetime.datetime.fromtimestamp(stamp / 1e9) if isinstance(stamp, int) else None
+
+
+def checkpoints_in(folder: epath.Path) -> list[str]:
+  """The names of the checkpoints in a folder."""
+  return sorted(
+    child.name
+    for child in folder.iterdir()
+    if not child.name.startswith('.')
+    and (is_checkpoint(child) or _is_flax_file(child) or holds_msgpack(child) or is_safetensors(child))
+  )
+
+
+def holds_msgpack(path: epath.Path) -> bool:
+  """Whether a folder is a checkpoint of flax or T5X. Orbax wrote such a file too, beside its description."""
+  return path.is_dir() and (path / MSGPACK).is_file() and not (path / TREE_METADATA).exists()
+
+
+def _is_flax_file(path: epath.Path) -> bool:
+  """Whether a path looks like a file of `flax.training.checkpoints`."""
+  return path.is_file() and _FLAX_FILE.match(path.name) is not None
+
+
+def check_head(path: epath.Path) -> None:
+  """Raises CheckpointDamagedError for generations without a head, which is written first and removed last."""
+  store = open_store(path.parent)
+  names = whole_generations(store, path.name) if read_head(store, path).tag is None else []
+  if names:
+    raise CheckpointDamagedError(
+      f'Checkpoint {path} has lost its HEAD, so the current one of its generations is unknown: {", ".join(names)}.\n'
+      f'Fix: restore another checkpoint; or a generation, by its path: {path / names[-1]}.'
+    )
+
+
+def nearby(path: epath.Path) -> str:
+  """A hint at the right path: checkpoints in the folder, or beside it."""
+  if path.is_dir():
+    inside = checkpoints_in(path)
+    return f'; it holds the checkpoints {", ".join(inside)}' if inside else _why_none(path)
+  if not path.parent.is_dir():
+    return f'; {path.parent} does not exist either'
+  beside = checkpoints_in(path.parent)
+  return f'; beside it are {", ".join(beside)}' if beside else ''
+
+
+def _why_none(path: epath.Path) -> str:
+  """Why a folder is not a checkpoint, for an error text."""
+  if UNFINISHED in path.name or (path / HEAD).exists():
+    return ' (an unfinished save)'
+  unfinished = [child.name for child in path.iterdir() if UNFINISHED in child.name]
+  return (
+    f'; the save of {unfinished[0]} is unfinished' if unfinished else ' (a folder without a checkpoint)'
+  )
