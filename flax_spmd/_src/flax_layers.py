@@ -87,7 +87,9 @@ class Output(NamedTuple):
 
 
 _LAST = Output('kernel', lambda layer, rank: (rank - 1,))
-_CONV = Output('kernel', lambda layer, rank: (rank - 1 - getattr(layer, 'transpose_kernel', False),), False)
+_CONV = Output(
+  'kernel', lambda layer, rank: (rank - 1 - getattr(layer, 'transpose_kernel', False),), False
+)
 _GENERAL = Output('kernel', lambda layer, rank: _general_result(layer, rank))
 _EINSUM = Output('kernel', lambda layer, rank: _einsum_result(layer))
 _EMBEDDED = Output('embedding', lambda layer, rank: (1,))
@@ -191,7 +193,12 @@ def _einsum_letters(layer: Any) -> tuple[str, str, str, dict[str, str]]:
   inputs, kernel = operands.split(',')
   contracted = [letter for letter in kernel if letter in inputs and letter not in result]
   made = [letter for letter in kernel if letter not in inputs and letter in result]
-  return inputs, kernel, result, {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')}
+  return (
+    inputs,
+    kernel,
+    result,
+    {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')},
+  )
 
 
 def _general_result(layer: Any, rank: int) -> tuple[int, ...] | None:

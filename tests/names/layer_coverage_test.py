@@ -51,7 +51,9 @@ LINEN = {
 }
 NNX = {
   'BatchNorm': lambda r: nnx.BatchNorm(8, rngs=r),
-  'Bidirectional': lambda r: nnx.Bidirectional(nnx.RNN(nnx.GRUCell(8, 8, rngs=r)), nnx.RNN(nnx.LSTMCell(8, 8, rngs=r)), rngs=r),
+  'Bidirectional': lambda r: nnx.Bidirectional(
+    nnx.RNN(nnx.GRUCell(8, 8, rngs=r)), nnx.RNN(nnx.LSTMCell(8, 8, rngs=r)), rngs=r
+  ),
   'Conv': lambda r: nnx.Conv(8, 8, (3,), rngs=r),
   'ConvTranspose': lambda r: nnx.ConvTranspose(8, 8, (3,), rngs=r),
   'Dict': lambda r: nnx.Dict(a=nnx.Linear(8, 8, rngs=r)),
@@ -110,7 +112,9 @@ def test_every_array_of_a_linen_layer_has_names(name):
   model, x = LINEN[name]()
   variables = jax.eval_shape(spmd.names_for(model.init), KEY, x)
   flat = jax.tree_util.tree_leaves_with_path(variables, is_leaf=spmd.is_axis_metadata)
-  bare = {jax.tree_util.keystr(path) for path, leaf in flat if not spmd.is_axis_metadata(leaf) and leaf.ndim}
+  bare = {
+    jax.tree_util.keystr(path) for path, leaf in flat if not spmd.is_axis_metadata(leaf) and leaf.ndim
+  }
   assert bare == set()
 
 
@@ -119,4 +123,6 @@ def test_every_array_of_a_layer_of_nnx_has_names(name):
   with nnx.use_eager_sharding(False):
     model = nnx.eval_shape(spmd.names_for(lambda: NNX[name](nnx.Rngs(0))))
   flat = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState)))
-  assert {path for path, each in flat if each.ndim and not each.get_metadata().get('out_sharding')} == set()
+  assert {
+    path for path, each in flat if each.ndim and not each.get_metadata().get('out_sharding')
+  } == set()

@@ -18,7 +18,14 @@ from flax_spmd._src import compat
 KEY = jax.random.key(0)
 OPEN = jax.P.UNCONSTRAINED
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, spmd.presets.fsdp_tensor_parallel(min_size=1))
-RULES = (('batch', 'data'), ('layers', None), ('out', 'model'), ('vocab', 'model'), ('length', None), ('in', None))
+RULES = (
+  ('batch', 'data'),
+  ('layers', None),
+  ('out', 'model'),
+  ('vocab', 'model'),
+  ('length', None),
+  ('in', None),
+)
 OUT = spmd.Layout(LAYOUT.mesh, RULES)
 
 
@@ -210,13 +217,17 @@ def test_decoding_step_by_step():
     mine, yours = changed['cache'], by_flax['cache']
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     assert jax.tree.structure(mine) == jax.tree.structure(yours)
-  assert constraints(LAYOUT, named, cache['cache'], TOKENS[:, :1])[(8, 1, 64), str(jax.P('data', None, 'model'))]
+  assert constraints(LAYOUT, named, cache['cache'], TOKENS[:, :1])[
+    (8, 1, 64), str(jax.P('data', None, 'model'))
+  ]
 
 
 def test_variables_that_apply_creates_have_names():
   """Those that it gets do not."""
   model, params = Decoder(decode=True), Decoder().init(KEY, TOKENS)['params']
-  create = spmd.names_for(lambda: model.apply({'params': params}, TOKENS, mutable=['cache', 'params'])[1], TABLE)
+  create = spmd.names_for(
+    lambda: model.apply({'params': params}, TOKENS, mutable=['cache', 'params'])[1], TABLE
+  )
   created = jax.eval_shape(create)
   assert created['cache']['attention']['cached_key'].names == ('batch', 'length', 'heads', 'kv')
   assert jax.tree.structure(created['params']) == jax.tree.structure(params)
@@ -228,7 +239,9 @@ def test_examples_of_a_mapped_model_have_no_constraints(inner):
   model = Stack(((dense, ''), (einsum, 'remat')))
   params = jax.eval_shape(model.init, KEY, jnp.ones((8, 16)))
   fn = spmd.names_for(inner(lambda x, params: model.apply(params, x).sum()))
-  mapped = lambda params, x: jax.tree.map(jnp.sum, fn(x, jax.tree.map(lambda p: jnp.broadcast_to(p, (8, *p.shape)), params)))
+  mapped = lambda params, x: jax.tree.map(
+    jnp.sum, fn(x, jax.tree.map(lambda p: jnp.broadcast_to(p, (8, *p.shape)), params))
+  )
   assert not constraints(OUT, mapped, params, jnp.ones((8, 8, 16)))
 
 
@@ -296,7 +309,10 @@ def test_flax_is_as_it_was_outside():
   'layout',
   [
     spmd.Layout(LAYOUT.mesh, (('mlp', 'model'), ('embed', 'data'))),
-    spmd.Layout(spmd.make_mesh({'data': 2, 'model': 4}, axis_types=jax.sharding.AxisType.Explicit), spmd.presets.tensor_parallel()),
+    spmd.Layout(
+      spmd.make_mesh({'data': 2, 'model': 4}, axis_types=jax.sharding.AxisType.Explicit),
+      spmd.presets.tensor_parallel(),
+    ),
   ],
 )
 def test_layouts_that_ask_for_no_constraints(layout):
@@ -308,5 +324,7 @@ def test_layouts_that_ask_for_no_constraints(layout):
 def test_strict_rules_need_no_rule_for_the_length():
   rules = spmd.Rules(*spmd.presets.tensor_parallel(), ('embed', None), ('kv', None), unmatched='error')
   params = jax.eval_shape(Decoder().init, KEY, TOKENS)['params']
-  found = constraints(spmd.Layout(LAYOUT.mesh, rules), spmd.names_for(loss_of(Decoder()), TABLE), params, TOKENS)
+  found = constraints(
+    spmd.Layout(LAYOUT.mesh, rules), spmd.names_for(loss_of(Decoder()), TABLE), params, TOKENS
+  )
   assert found[(8, 6, 64), str(jax.P('data', None, 'model'))]

@@ -73,7 +73,9 @@ class LayerOutputs:
     static, array = static_of(module.scope.get_variable('params', output.array))
     if array is None:
       return result
-    static = static or _names_of_author(module, output.array, array) or self._names(around, output.array, array)
+    static = (
+      static or _names_of_author(module, output.array, array) or self._names(around, output.array, array)
+    )
     return self._constrained(result, output, module, array, static)
 
   def of_nnx(self, layer: Any, method: str, args: Any, result: Any) -> Any:
@@ -106,7 +108,9 @@ class LayerOutputs:
     ]
     return _static(fitted(self._tables, '/'.join(('params', *path, name)), layers, array.ndim)[0])
 
-  def _constrained(self, result: Any, output: Output, layer: Any, array: Any, static: Static | None) -> Any:
+  def _constrained(
+    self, result: Any, output: Output, layer: Any, array: Any, static: Static | None
+  ) -> Any:
     """A result with its constraint, if its names and its batch are known, and the rules have one for the batch."""
     positions = output.dimensions(layer, array.ndim)
     if static is None or positions is None or not isinstance(result, Tracer) or compat.is_mapped(result):
@@ -130,8 +134,12 @@ def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
     return result
   plain = [name for name in names if isinstance(name, str)]
   unmatched = [name for name in plain if name not in rules.by_name]
-  is_unclear = len({*plain}) < len(plain) or or_axes and any(name in axis_sizes(mesh) for name in unmatched)
-  if is_unclear or not all(name is None or name is UNCONSTRAINED or isinstance(name, str) for name in names):
+  is_unclear = (
+    len({*plain}) < len(plain) or or_axes and any(name in axis_sizes(mesh) for name in unmatched)
+  )
+  if is_unclear or not all(
+    name is None or name is UNCONSTRAINED or isinstance(name, str) for name in names
+  ):
     return result
   dropped = unmatched if rules.policies.unmatched == 'error' else {'length'}.intersection(unmatched)
   return with_logical_constraint(result, tuple(None if name in dropped else name for name in names))
@@ -150,7 +158,9 @@ def _names_of_author(module: nn.Module, name: str, array: Any) -> Static | None:
   return static_of(box)[0]
 
 
-def _output_of(cls: type, method: str, outputs: Callable[[], dict[tuple[type, str], Output]]) -> Output | None:
+def _output_of(
+  cls: type, method: str, outputs: Callable[[], dict[tuple[type, str], Output]]
+) -> Output | None:
   """The description of a method of a layer; None for another method or type."""
   return next((found for base in cls.__mro__ if (found := outputs().get((base, method)))), None)
 
