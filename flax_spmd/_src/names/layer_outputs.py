@@ -86,7 +86,7 @@ class LayerOutputs:
     variable = output and getattr(layer, output.array, None)
     if output is None or first is None or compat.is_mapped(first) or variable is None:
       return result
-    starts_model = self.batch is None or output.array == 'embedding' and method == '__call__'
+    starts_model = self.batch is None or (output.array == 'embedding' and method == '__call__')
     if starts_model and first.ndim > 1:
       self.batch = first.shape[0]
     static, array = static_of_variable(variable)
@@ -135,7 +135,7 @@ def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
   plain = [name for name in names if isinstance(name, str)]
   unmatched = [name for name in plain if name not in rules.by_name]
   is_unclear = (
-    len({*plain}) < len(plain) or or_axes and any(name in axis_sizes(mesh) for name in unmatched)
+    len({*plain}) < len(plain) or (or_axes and any(name in axis_sizes(mesh) for name in unmatched))
   )
   if is_unclear or not all(
     name is None or name is UNCONSTRAINED or isinstance(name, str) for name in names
