@@ -18,7 +18,7 @@ from flax_spmd._src.names.box_trees import is_unit
 from flax_spmd._src.names.layer_outputs import nnx_outputs_constrained
 from flax_spmd._src.names.layer_table import LayerTable
 from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
-from flax_spmd._src.names.nnx_layers import name_variables
+from flax_spmd._src.names.nnx_layers import name_optimizer_state, name_variables
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.tree_paths import KEY_TEXT, path_string
 from flax_spmd.errors import raise_problems
@@ -87,8 +87,10 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayer
   origins = layers.origins
   if any(map(_is_nnx, nodes)):
     nnx = own, LayerTable.of(flax_layers.nnx_names())
-    for path, node in flat:
-      origins += name_variables(node, tuple(KEY_TEXT[type(entry)](entry) for entry in path), nnx)
+    paths = [tuple(KEY_TEXT[type(entry)](entry) for entry in path) for path, _ in flat]
+    for path, node in zip(paths, nodes, strict=True):
+      origins += name_variables(node, path, nnx)
+    name_optimizer_state(zip(paths, nodes, strict=True))
   for index, node in enumerate(nodes):
     if isinstance(node, LayerBox):
       nodes[index], origin = node.named(linen)

@@ -134,8 +134,8 @@ def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
     return result
   plain = [name for name in names if isinstance(name, str)]
   unmatched = [name for name in plain if name not in rules.by_name]
-  is_unclear = (
-    len({*plain}) < len(plain) or (or_axes and any(name in axis_sizes(mesh) for name in unmatched))
+  is_unclear = len({*plain}) < len(plain) or (
+    or_axes and any(name in axis_sizes(mesh) for name in unmatched)
   )
   if is_unclear or not all(
     name is None or name is UNCONSTRAINED or isinstance(name, str) for name in names
@@ -151,7 +151,7 @@ def _static(names: Any) -> Static | None:
 
 def _names_of_author(module: nn.Module, name: str, array: Any) -> Static | None:
   """The names that the initializer of a parameter gives, if it has names to give: those of a wrapped initializer."""
-  initializer = getattr(module, f'{name}_init', None)
+  initializer: Any = getattr(module, f'{name}_init', None)
   if not hasattr(initializer, '__wrapped__'):
     return None
   box = jax.eval_shape(lambda key: initializer(key, array.shape, array.dtype), jax.random.key(0))
