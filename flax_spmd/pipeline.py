@@ -8,12 +8,14 @@
 A schedule is a value: the tasks of every rank, in order. `layout.pipeline_jit` runs it.
 """
 
-from flax_spmd._src.pipeline.accumulate import Add as Add
-from flax_spmd._src.pipeline.accumulate import Concat as Concat
-from flax_spmd._src.pipeline.accumulate import Max as Max
-from flax_spmd._src.pipeline.accumulate import Mean as Mean
 from flax_spmd._src.pipeline.accumulate import accumulate as accumulate
+from flax_spmd._src.pipeline.cut.stage_marks import place_with as place_with
 from flax_spmd._src.pipeline.cut.stage_marks import stage_end as stage_end
+from flax_spmd._src.pipeline.operations import Add as Add
+from flax_spmd._src.pipeline.operations import Concat as Concat
+from flax_spmd._src.pipeline.operations import Max as Max
+from flax_spmd._src.pipeline.operations import Mean as Mean
+from flax_spmd._src.pipeline.operations import Stack as Stack
 from flax_spmd._src.pipeline.schedules.classic import Eager1F1B as Eager1F1B
 from flax_spmd._src.pipeline.schedules.classic import GPipe as GPipe
 from flax_spmd._src.pipeline.schedules.classic import Interleaved1F1B as Interleaved1F1B

@@ -809,6 +809,11 @@ def compile_program(
   return compiled.hlo_modules()[0].to_string(), memory
 
 
+def memory_kinds(device: Any) -> list[str]:
+  """The kinds of memory that a device can use, such as 'device' and 'pinned_host'; a topology's are not known."""
+  return [memory.kind for memory in device.addressable_memories()]
+
+
 def named_sharding(sharding: Sharding, mesh: Mesh, rank: int) -> Sharding:
   """The same sharding with the axis names of a mesh, if there is one.
 

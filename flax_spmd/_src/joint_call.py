@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -53,14 +53,24 @@ class JointCall:
   Args:
     kind: name of the function that is called.
     subject: name of the call in errors, such as `'The save to /run/1'`.
-    error_of: the error to raise here for the failure of another process; default: the same error, or a CheckpointError.
+    error_of: the error to raise here for the failure of another process; default: the same error.
+    members: the processes that make the call, in order; default: all.
+    other_error: class of the error here for an error of another process that is not of this package.
 
   Attributes:
     folder: key of everything that the processes exchange in this call.
   """
 
-  def __init__(self, kind: str, subject: str, error_of: Callable[[Failure], Exception] | None = None):
-    self._error_of = error_of or self._same_error
+  def __init__(
+    self,
+    kind: str,
+    subject: str,
+    error_of: Callable[[Failure], Exception] | None = None,
+    members: Sequence[int] | None = None,
+    other_error: type[errors.FlaxSpmdError] = errors.CheckpointError,
+  ):
+    self._error_of, self._other_error = error_of or self._same_error, other_error
+    self._members = list(range(jax.process_count()) if members is None else members)
     self._kind, self._number = kind, next(_numbers(kind))
     _made[kind] = self._number + 1
     self._has_announced = False
@@ -120,15 +130,18 @@ class JointCall:
     """
     if threading.current_thread() is not threading.main_thread():
       return None
-    self._announce(json.dumps([self._kind, self._number, self._subject, _made]))
-    for process in range(jax.process_count()):
+    me = jax.process_index()
+    self._announce(json.dumps([self._kind, self._number, self._subject, _made, self._members]))
+    for process in self._members:
       text = _stored(f'{_WAITING}/{process}')
-      kind, number, subject, made = json.loads(text) if text else (self._kind, self._number, '', {})
-      if number < _made.get(kind, 0) or made.get(self._kind, 0) > self._number:
+      if not text:
+        continue
+      kind, number, subject, made, members = json.loads(text)
+      if me not in members or number < _made.get(kind, 0) or made.get(self._kind, 0) > self._number:
         continue
       here, there = (each[:1].lower() + each[1:] for each in (self._subject, subject))
       error = errors.LayoutError(
-        f'Process {jax.process_index()} waits in {here}, and process {process} in {there}: '
+        f'Process {me} waits in {here}, and process {process} in {there}: '
         'neither makes the call of the other.\n'
         'Fix: make the same calls on every process, equally often and in the same order.'
       )
@@ -154,14 +167,14 @@ class JointCall:
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.FlaxSpmdError):
       return kind(failure.text)
-    return errors.CheckpointError(
+    return self._other_error(
       f'{self._subject} failed in process {failure.process}: {failure.reason}.\n'
       'Fix: see the error of that process.'
     )
 
   def forget_earlier(self) -> None:
     """Removes what earlier calls have left. The first process calls this when all others are in this call."""
-    if jax.process_count() > 1 and jax.process_index() == 0:
+    if jax.process_count() > 1 and jax.process_index() == self._members[0]:
       for number in range(_forgotten.get(self._kind, 0), self._number):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
           coordination_service().key_value_delete(f'{_PREFIX}/{self._kind}/{number}')

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src.active_layout import InForce, check_not_jitted
 from flax_spmd._src.data.common_values import check_arguments, check_choice, check_values
+from flax_spmd._src.data.data_shard import DataShard, data_shard_of
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.data.global_batches import Check, local_indices, local_to_global
 from flax_spmd._src.jit.arguments import Arguments, closed_over
@@ -49,14 +49,14 @@ from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.open_blocks import close_layout, open_layout
 from flax_spmd._src.plan import findings, placement_shardings
+from flax_spmd._src.plan.host_memory import check_memories, check_no_host
 from flax_spmd._src.plan.planner import common_spec, planner_for
 from flax_spmd._src.plan.result_shardings import plan_results, same_forms, states_in
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules import toml_format
-from flax_spmd._src.rules.decisions import rule_text
 from flax_spmd._src.rules.placements import PlannedResult
-from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.rules.table import Rules, layout_lines
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd._src.strictness import check_call, check_state
 from flax_spmd.errors import LayoutError
@@ -70,8 +70,6 @@ if TYPE_CHECKING:
 Key = TypeVar('Key')
 Tree = TypeVar('Tree')
 HostArray = np.ndarray | np.generic | complex  # and bool, int, float
-
-_ADDRESS = re.compile(' at 0x[0-9a-f]+')  # in the repr of a function; differs between processes
 
 
 @set_module('flax_spmd')
@@ -110,6 +108,7 @@ class Layout:
     self._mesh = mesh if isinstance(mesh, (Mesh, AbstractMesh)) else make_mesh(mesh)
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
+    check_memories(self._mesh, self._rules)
     self._strict = bool(strict)
     self._planner = planner_for(self._mesh, self._rules)
     self._in_force = InForce(self._mesh, self._rules, strict=self._strict)
@@ -543,6 +542,7 @@ class Layout:
       >>> sorted(device.id for device in new['second'].devices())
       [4, 5, 6, 7]
     """
+    check_no_host(self._rules, 'layout.pipeline_jit')
     options = {
       'donate_argnums': donate_argnums,
       'donate_argnames': donate_argnames,
@@ -705,6 +705,37 @@ class Layout:
       local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     )
 
+  def data_shard(self, placement: Any = 'batch') -> DataShard:
+    """The part of a data set that this process reads, as index and count for Grain, tf.data or Hugging Face's datasets.
+
+    `local_indices` serves every mesh; an index and a count only those in which every process holds one block of
+    rows, as it does by default. Processes that hold the same rows have the same index.
+
+    Args:
+      placement: logical name of the rows, or the placement of a whole batch: logical names or a PartitionSpec. Rows
+        are the first dimension.
+
+    Returns:
+      A `DataShard`: `index`, `count`, `processes`, and `local_size(rows)`, this process's rows of a batch.
+
+    Raises:
+      MeshError: the mesh is abstract.
+      LayoutError: a name has no rule, or the rows of a process are no block; the message lists the rows of all processes.
+
+    Example:
+      >>> layout = Layout({'data': 8}, (('batch', 'data'),))
+      >>> shard = layout.data_shard('batch')
+      >>> shard.index, shard.count, shard.local_size(256)
+      (0, 1, 256)
+      >>> records = range(1000)[shard.index :: shard.count]  # without a loader
+    """
+    placement_shardings.check_concrete(self._mesh)
+    placement = (placement,) if isinstance(placement, str) else placement
+    placement_shardings.check_row_placement(placement, self._planner)
+    rank = max(1, len(placement))
+    [sharding] = self._shardings(jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32), placement)
+    return data_shard_of(sharding, rank, repr(placement))
+
   def check_processes(self, tree: Any = None, *, values: bool | Literal['part'] = False) -> None:
     """Checks that all processes have the same layout, shard `tree` alike and hold the same values in common.
 
@@ -738,13 +769,10 @@ class Layout:
     check_choice(values)
     if jax.process_count() == 1:
       return
-    rules = self._rules.all_rules(annotations=True)
     rows = [] if tree is None or values else self.rows(tree)
     lines = [
-      f'mesh {describe(self._mesh)}',
+      *layout_lines(self._mesh, self._rules),
       *(['strict'] if self.strict else []),
-      *(f'rule {rule_text(rule)} {_ADDRESS.sub("", repr(clause))}' for rule, clause in rules),
-      repr(self._rules.policies),
       *(f'{row.path}: {row.dtype}{list(row.shape)} as {row.spec}' for row in rows),
     ]
     text = '\n'.join(lines)

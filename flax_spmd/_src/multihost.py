@@ -23,7 +23,7 @@ import jax
 
 from flax_spmd._src.compat import coordination_service
 from flax_spmd._src.joint_call import JointCall, current_call
-from flax_spmd.errors import LayoutError, Problem, raise_problems
+from flax_spmd.errors import CheckpointError, FlaxSpmdError, LayoutError, Problem, raise_problems
 
 TIMEOUT = 300.0  # seconds; one process may still compile, or fill its shuffle buffer
 CALLS = 'call it on every process, equally often and in the same order'
@@ -34,6 +34,11 @@ _LOOK = 1.0  # seconds between two looks at whether another process has failed
 _SOON = 0.2  # seconds in which processes that are in step arrive
 _KEPT = 16  # exchanges whose keys are removed together
 _counters: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}  # by topic and members
+
+
+def everyone() -> tuple[int, ...]:
+  """All processes of the job."""
+  return tuple(range(jax.process_count()))
 
 
 def check_same_on_every_process(subject: str, value_text: str, *, timeout: float = TIMEOUT) -> None:
@@ -52,9 +57,8 @@ def check_same_on_every_process(subject: str, value_text: str, *, timeout: float
     >>> check_same_on_every_process('the layout', Layout({'data': 8}).to_toml())
   """
   if jax.process_count() > 1:
-    everyone = tuple(range(jax.process_count()))
     fix = f'{CALLS}, and check which of them is stuck or has exited.'
-    raise_problems(text_problems(exchange('same', everyone, f'{subject}\n{value_text}', fix, timeout)))
+    raise_problems(text_problems(exchange('same', everyone(), f'{subject}\n{value_text}', fix, timeout)))
 
 
 def text_problems(texts: Sequence[tuple[list[int], str]]) -> list[Problem]:
@@ -128,25 +132,33 @@ def differing_parts(
 
 
 @contextlib.contextmanager
-def joint(kind: str, subject: str) -> Iterator[None]:
+def joint(
+  kind: str,
+  subject: str,
+  members: tuple[int, ...] | None = None,
+  other_error: type[FlaxSpmdError] = CheckpointError,
+) -> Iterator[None]:
   """A block that every process runs, and that all of them leave with an error if one of them does.
 
   Args:
     kind: name of the block.
     subject: the call, for the errors of the other processes, such as `'The restore of /run/1'`.
+    members: the processes that run it, in order; default: all.
+    other_error: class of the error for other errors of other processes than those of this package.
 
   Raises:
-    FlaxSpmdError: a process has raised it in the block; or CheckpointError, for other errors of other processes.
+    FlaxSpmdError: a process has raised it in the block; or `other_error`, for other errors of other processes.
     LayoutError: a process does not arrive in time.
   """
-  if jax.process_count() == 1:
+  members = everyone() if members is None else members
+  if members == (jax.process_index(),):
     yield
     return
-  call = JointCall(kind, subject)
+  call = JointCall(f'{kind} of {ranges(members)}', subject, None, members, other_error)
   with call.entered():
     try:
       yield
-      exchange('end', tuple(range(jax.process_count())), '', CALLS, TIMEOUT)
+      exchange('end', members, '', CALLS, TIMEOUT)
     except BaseException as error:
       call.fail(error)
       raise
@@ -154,20 +166,27 @@ def joint(kind: str, subject: str) -> Iterator[None]:
 
 
 def report(topic: str, text: str) -> None:
-  """Publishes a text under a topic, for other processes to receive."""
-  _service().key_value_set(f'flax_spmd/reported/{topic}', text)
+  """Publishes a text under a topic of the joint call, for other processes to receive."""
+  _reported(jax.process_index(), TIMEOUT).set(topic, text)
 
 
 def received(topic: str, process: int, *, timeout: float = TIMEOUT) -> str:
-  """The text that a process reports under a topic; waits for it.
+  """The text that a process reports under a topic of the joint call; waits for it.
 
   Raises:
+    FlaxSpmdError: a process has failed in the joint call.
     LayoutError: the process does not report it in time.
   """
-  keys = _ExchangeKeys(_service(), 'flax_spmd/reported', (process,), CALLS, timeout)
+  keys = _reported(process, timeout)
   text = keys.get(topic, timeout)
   keys.check_arrived([process] if text is None else [])
   return text or ''
+
+
+def _reported(process: int, timeout: float) -> _ExchangeKeys:
+  call = current_call()
+  folder = f'{call.folder if call else "flax_spmd"}/reported'
+  return _ExchangeKeys(_service(), folder, (process,), CALLS, timeout, call)
 
 
 def _numbers(topic: str, members: tuple[int, ...]) -> Iterator[int]:

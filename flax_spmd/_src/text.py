@@ -79,3 +79,16 @@ def parse_size(size: int | str) -> int:
   if not match:
     raise ValueError(f'{size!r} is not a size; write it as 14GiB')
   return int(float(match[1]) * _UNITS[match[2] or ''])
+
+
+def without_addresses(text: str) -> str:
+  """A repr without addresses of objects, which differ between processes.
+
+  Example:
+    >>> without_addresses('<function f at 0x7f3a>')
+    '<function f>'
+  """
+  return _ADDRESS.sub('', text)
+
+
+_ADDRESS = re.compile(' at 0x[0-9a-f]+')

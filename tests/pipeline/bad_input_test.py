@@ -482,10 +482,10 @@ def test_objects_that_are_not_ops():
   ops = {'a': 'sum', 'b': jnp.add, 'c': None, 'd': np.ones(2), 'e': Mean}
   assert combined(ops, lambda x: dict.fromkeys('abcde', x)) == dedent("""\
     accumulate: results that cannot be combined:
-      result a: 'sum' is not an op; the ops are Add, Mean, Max and Concat.
-      result b: add is not an op; the ops are Add, Mean, Max and Concat.
-      result c: None is not an op; the ops are Add, Mean, Max and Concat.
-      result d: array([1., 1.]) is not an op; the ops are Add, Mean, Max and Concat.
+      result a: 'sum' is not an op; the ops are Add, Mean, Max, Stack, Concat, and objects with methods state and update.
+      result b: add is not an op; the ops are Add, Mean, Max, Stack, Concat, and objects with methods state and update.
+      result c: None is not an op; the ops are Add, Mean, Max, Stack, Concat, and objects with methods state and update.
+      result d: array([1., 1.]) is not an op; the ops are Add, Mean, Max, Stack, Concat, and objects with methods state and update.
     Fix: choose an op that supports each result, or cast the result inside the function.""")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flax_spmd._src.compare.costs import Cost
+from flax_spmd._src.compare.costs import Cost, coverage
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.html_report import page
 from flax_spmd._src.compare.outcome import Memory, Outcome, collective_text, record
@@ -134,7 +134,8 @@ class Comparison:
   def __rich__(self) -> RenderableType:
     from rich.console import Group
 
-    return Group(self._title(), self._table(), *self._details(), *filter(None, [self.note]))
+    notes = filter(None, [self.note, coverage(self.target.chip)])
+    return Group(self._title(), self._table(), *self._details(), *notes)
 
   def _title(self) -> str:
     chip = self.target.chip

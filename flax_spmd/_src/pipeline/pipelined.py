@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from typing import Any, Generic
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted
 from flax_spmd._src.jit.arguments import Arguments
@@ -28,6 +28,7 @@ from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.nnx_variables import check_functional
 from flax_spmd._src.pipeline.argument_checks import check_arrays, named_arguments, named_leaves
 from flax_spmd._src.pipeline.cut import (
@@ -42,7 +43,7 @@ from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
 from flax_spmd._src.pipeline.cut.task_programs import TaskPrograms
-from flax_spmd._src.pipeline.run import memory, offline, submeshes
+from flax_spmd._src.pipeline.run import agreement, memory, offline, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder, ScheduledStep, timeline
 from flax_spmd._src.pipeline.run.call_text import listing
@@ -50,7 +51,6 @@ from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
 from flax_spmd._src.pipeline.run.memory import Footprint
 from flax_spmd._src.pipeline.run.offline import Offline
-from flax_spmd._src.pipeline.run.process_transfer import processes_of
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import StageCompiler
 from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
@@ -106,7 +106,8 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     submeshes.check_axis(mesh, rules, axis)
     check_schedule(schedule, 'pipeline_jit')
     self._fn, self._arguments = fn, Arguments.of(fn, options)
-    self._setting = Setting(mesh, rules, axis, schedule, self._arguments, threads, stages)
+    name = f'pipeline_jit of {getattr(fn, "__name__", type(fn).__name__)}'
+    self._setting = Setting(name, mesh, rules, axis, schedule, self._arguments, threads, stages)
     self._plan_results, self._plan_inputs = plan_results, plan_inputs
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
@@ -131,7 +132,9 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     with self._lock:
       request = self._request(args, kwargs)
       if request.key not in self._compiled:
-        self._compiled[request.key] = self._traced(request).lower().compile()
+        subject = f'The compilation of {self._setting.name}'
+        with joint('pipeline', subject, self._setting.processes, PipelineError):
+          self._compiled[request.key] = self._traced(request).lower().compile_jointly()
       return self._compiled[request.key]
 
   def trace(self, *args: Any, **kwargs: Any) -> TracedPipelineStep:
@@ -252,7 +255,7 @@ class TracedPipelineStep:
     """
     begin = time.perf_counter()
     step = microbatch_loop.read_step(self.jaxpr)
-    stages, mesh = self._setting.stages, self._setting.mesh
+    stages = self._setting.stages
     if stages is not None and not stage_assignment.stage_ends(step.loop.body.equations):
       step.loop.body = auto_stages.with_ends(step.loop.body, stages)
     schedule = step.loop.schedule or self._setting.schedule
@@ -263,7 +266,7 @@ class TracedPipelineStep:
     programs = task_programs.split(cut, split)
     joined = outside_loop.join(step, programs, ranks)
     assignment = outside_loop.assign_ranks(joined)
-    several = isinstance(mesh, Mesh) and len(processes_of(mesh)) > 1
+    several = len(self._setting.processes) > 1
     builder = CallListBuilder(joined, assignment, programs, order, ranks, step.arguments, several)
     call_list = builder.build()
     times = {**self.times, 'plan': time.perf_counter() - begin}
@@ -362,7 +365,29 @@ class LoweredPipelineStep:
 
     Raises:
       PipelineError: the mesh is abstract, or a rank's devices have less memory than its stages need.
+      LayoutError: processes have other layouts, schedules, arguments or programs; every process raises it.
     """
+    setting = self._traced._setting
+    submeshes.check_concrete(setting.mesh)
+    with joint(
+      'pipeline programs', f'The compilation of {setting.name}', setting.processes, PipelineError
+    ):
+      return self.compile_jointly()
+
+  def _check_agreement(self) -> None:
+    """Raises unless all processes have the same pipeline."""
+    traced, setting = self._traced, self._traced._setting
+    parts = [
+      agreement.setting_lines(setting, self.schedule, self._step.loop.count),
+      agreement.argument_lines(traced._request, traced._donations, traced._planned),
+      agreement.task_lines(self.call_list),
+      agreement.program_lines(self.call_list),
+    ]
+    agreement.check_same_pipeline(setting, parts, agreement.closed_over(self.call_list))
+
+  def compile_jointly(self) -> CompiledPipeline:
+    """Compiles the programs within a joint call of the processes of the mesh."""
+    self._check_agreement()
     setting, step = self._traced._setting, self._step
     begin = time.perf_counter()
     mesh = submeshes.check_concrete(setting.mesh)
@@ -371,7 +396,7 @@ class LoweredPipelineStep:
     executables = StageCompiler(lowerer, meshes).compile()
     assembler = Assembler(self.call_list, lowerer, executables, mesh, setting.axis)
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
-    threads = setting.threads and len(processes_of(mesh)) == 1
+    threads = setting.threads and len(setting.processes) == 1
     machine = assembler.machine(step.arguments, self._joined.results, threads)
     peaks = Footprint(self.call_list, lowerer.sharding, step.arguments, len(meshes)).peaks(
       {program: one.donated for program, one in executables.items()},

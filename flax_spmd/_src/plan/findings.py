@@ -175,8 +175,8 @@ def _table_for(rules: Rules, owner: RuleId | None) -> Rules | None:
   if owner is None:
     return rules
   first, *rest = owner if isinstance(owner, tuple) else (owner,)
-  clause = rules.clauses[first]
-  inner = clause[1] if isinstance(clause, tuple) and isinstance(clause[1], Rules) else None
+  table = rules.parsed[first].table
+  inner = table if isinstance(table, Rules) else None
   return None if inner is None else _table_for(inner, tuple(rest) or None)
 
 

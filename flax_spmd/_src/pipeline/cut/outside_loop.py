@@ -22,6 +22,7 @@ from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.stage_assignment import Body
+from flax_spmd._src.pipeline.cut.stage_marks import place_with_p
 from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
 from flax_spmd.errors import PipelineError
 
@@ -186,21 +187,37 @@ def assign_ranks(joined: JoinedStep) -> RankAssignment:
   while pending:
     equation = pending.pop()
     operands = [value for value in equation.values if value in rank_of]
-    if not operands and not equation.has_effects:
+    if not operands and not equation.has_effects and equation.primitive is not place_with_p:
       free.append(equation)
       continue
+    deciding = _anchor(equation, operands) if equation.primitive is place_with_p else operands
     ranks = {rank_of[value] for value in operands}
     if equation.name == 'cond' and equation not in split and len(ranks) > 1:
       parts = _branch_per_rank(equation, rank_of)
       split.update(parts)
       pending += parts[::-1]
       continue
-    rank = rank_of[max(operands, key=lambda value: value.bytes)] if operands else 0
+    rank = rank_of[max(deciding, key=lambda value: value.bytes)] if deciding else 0
     at = max((level.get(value, 0) + (rank_of[value] != rank) for value in operands), default=0)
     bound[at, rank].append(equation)
     rank_of.update(dict.fromkeys(equation.outputs, rank))
     level.update(dict.fromkeys(equation.outputs, at))
   return RankAssignment(dict(sorted(bound.items(), key=lambda item: item[0])), free, rank_of)
+
+
+def _anchor(equation: Equation, operands: Sequence[Value]) -> list[Value]:
+  """The value whose rank runs a `place_with`, among the operands that have a rank.
+
+  Raises:
+    PipelineError: it does not depend on the loop.
+  """
+  anchor = equation.inputs[1]
+  if anchor not in operands:
+    raise PipelineError(
+      f'place_with at {equation.source_line}: the anchor does not depend on the microbatch loop, so it is '
+      'on no particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
+    )
+  return [value for value in operands if value is anchor]
 
 
 def _in_order(equations: Sequence[Equation]) -> list[Equation]:

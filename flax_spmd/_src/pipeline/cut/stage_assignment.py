@@ -219,10 +219,16 @@ def check_outside(equations: Sequence[Equation]) -> None:
 
 def source_lines(equations: Sequence[Equation]) -> str:
   """The source lines of equations, as text of one line each."""
-  counts = Counter(one.source_line for one in equations)
+  counts = Counter(map(_named_line, equations))
   return first_lines(
     [f'  {line}' + (f', {count} times' if count > 1 else '') for line, count in counts.items()]
   )
+
+
+def _named_line(equation: Equation) -> str:
+  """The source line of an equation, with the name of the stage that it ends."""
+  name = equation.params.get('name') if equation.primitive is stage_end_p else None
+  return equation.source_line + (f' ({name})' if name else '')
 
 
 def _check_count(count: int, stages: int, title: str, body: Body) -> None:

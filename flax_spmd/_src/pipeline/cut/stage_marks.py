@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -32,7 +33,7 @@ _numbers = itertools.count()  # of marks: a backward mark has that of its forwar
 
 
 @set_module('flax_spmd.pipeline')
-def stage_end(x: Any) -> Any:
+def stage_end(x: Any, name: str | None = None) -> Any:
   """Ends a stage of a pipeline; outside a pipeline, the identity.
 
   The next stage starts with the operations that use the result. Later stages may use other values of
@@ -40,17 +41,23 @@ def stage_end(x: Any) -> Any:
 
   Args:
     x: a tree of arrays and numbers, of any dtypes.
+    name: name of the stage, for errors.
 
   Returns:
     The same tree.
 
   Raises:
-    PipelineError: the tree has no array, or a leaf that is neither array nor number.
+    PipelineError: the tree has no array, or a leaf that is neither array nor number; or the name is no string.
 
   Example:
     >>> stage_end({'h': jnp.ones(2), 'ids': jnp.arange(2)})['ids']
     Array([0, 1], dtype=int32)
   """
+  if name is not None and not isinstance(name, str):
+    raise PipelineError(
+      f'stage_end: the name {name!r} is not a string.\n'
+      'Fix: pass all arrays as one tree, stage_end((x, y)), and the name as a string.'
+    )
   leaves, treedef = jax.tree.flatten(x)
   if not leaves:
     raise PipelineError(
@@ -64,7 +71,38 @@ def stage_end(x: Any) -> Any:
       + first_lines(strange)
       + '\nFix: pass arrays and numbers only; every stage can use the rest as it is.'
     )
-  return treedef.unflatten(stage_end_p.bind(*leaves, direction='forward', number=next(_numbers)))
+  params = {'direction': 'forward', 'number': next(_numbers), 'name': name}
+  return treedef.unflatten(stage_end_p.bind(*leaves, **params))
+
+
+@set_module('flax_spmd.pipeline')
+def place_with(x: Any, anchor: Any) -> Any:
+  """Computes a value on the rank of another one, after the microbatch loop; elsewhere, the identity.
+
+  A pipeline runs an operation after the loop on the rank of its largest operand. This one makes `x`
+  on the rank of `anchor` instead, so that what is computed from both needs no transfer of `anchor`.
+
+  Args:
+    x: a tree of arrays.
+    anchor: a tree of arrays that depends on the loop, such as a gradient; its largest array counts.
+
+  Returns:
+    `x`.
+
+  Raises:
+    PipelineError: the tree `anchor` has no array; in a pipeline, it does not depend on the loop.
+
+  Example:
+    >>> place_with(jnp.ones(2), jnp.zeros(3))
+    Array([1., 1.], dtype=float32)
+  """
+  anchors = jax.tree.leaves(anchor)
+  if not anchors:
+    raise PipelineError(
+      f'place_with: the anchor {anchor!r} has no array.\nFix: pass an array of the rank, such as a gradient.'
+    )
+  largest = max(anchors, key=jnp.size)
+  return jax.tree.map(lambda leaf: place_with_p.bind(leaf, largest)[0], x)
 
 
 @contextlib.contextmanager
@@ -91,13 +129,18 @@ def _may_end(results: Any) -> Any:
   return treedef.unflatten(leaves)
 
 
+def _define(primitive: Primitive, results: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+  """Defines a primitive that returns some of its operands."""
+  primitive.multiple_results = True
+  primitive.def_impl(lambda *operands, **_: list(results(operands)))
+  primitive.def_abstract_eval(lambda *operands, **_: list(results(operands)))
+  mlir.register_lowering(primitive, lambda ctx, *operands, **_: results(operands))
+
+
 def _identity(name: str) -> Primitive:
   """A primitive that returns its operands, of any number."""
   primitive = Primitive(name)
-  primitive.multiple_results = True
-  primitive.def_impl(lambda *operands, **_: list(operands))
-  primitive.def_abstract_eval(lambda *operands, **_: list(operands))
-  mlir.register_lowering(primitive, lambda ctx, *operands, **_: operands)
+  _define(primitive, lambda operands: operands)
 
   def batch(operands, dimensions, **params):
     return primitive.bind(*operands, **params), dimensions
@@ -139,6 +182,16 @@ microbatch_p = _identity('microbatch')
 
 may_end_p = _identity('may_end')
 """Marks a possible stage end, after a Linen module. It has the parameters of `stage_end_p`."""
+
+place_with_p = Primitive('place_with')
+"""Returns its first operand. An equation after the loop runs on the rank of its second operand."""
+
+_define(place_with_p, lambda operands: operands[:1])
+batching.primitive_batchers[place_with_p] = lambda operands, dimensions: (
+  place_with_p.bind(*operands),
+  dimensions[:1],
+)
+ad.primitive_jvps[place_with_p] = lambda primals, tangents: (place_with_p.bind(*primals), tangents[:1])
 
 _differentiable(stage_end_p)
 _differentiable(may_end_p)

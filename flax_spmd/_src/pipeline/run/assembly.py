@@ -20,10 +20,10 @@ from flax_spmd._src.pipeline.cut.equations import Constant, Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send, StageProgram
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
-from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer, is_local, processes_of
+from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
 from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
-from flax_spmd._src.pipeline.run.submeshes import submesh
+from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
 
 
 class Assembler:

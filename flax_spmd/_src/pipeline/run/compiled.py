@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
+from flax_spmd._src.pipeline.run.agreement import check_same_arguments
 from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
@@ -54,6 +55,7 @@ class CompiledPipeline:
     self._setting, self._request, self._result = setting, request, result
     self._arguments = setting.arguments
     self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
+    self._is_compared = len(setting.processes) == 1
     self.machine, self.executables, self.memory, self.times = machine, executables, memory, times
 
   @property
@@ -106,8 +108,21 @@ class CompiledPipeline:
     return self._result.unflatten(results), seconds
 
   def run(self, leaves: Sequence[Any]) -> Any:
-    """Runs the pipeline on leaves that `leaves` returned."""
+    """Runs the pipeline on leaves that `leaves` returned.
+
+    The first time, processes compare the arguments on the host.
+    """
+    if not self._is_compared:
+      self._compare(leaves)
     return self._result.unflatten(self.machine(leaves))
+
+  def _compare(self, leaves: Sequence[Any]) -> None:
+    users = [
+      [p for use in uses for p in submeshes.processes_of(use.sharding.mesh)]
+      for uses in self.machine.arguments
+    ]
+    check_same_arguments(self._setting, named_arguments(self._request.treedef.unflatten(leaves)), users)
+    self._is_compared = True
 
   def leaves(self, args, kwargs) -> list[Any] | None:
     """The leaves of arguments; None if the pipeline was compiled for other ones."""

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
-from flax_spmd._src.pipeline.run.process_transfer import is_local
-from flax_spmd._src.pipeline.run.submeshes import union, view
+from flax_spmd._src.pipeline.run.submeshes import is_local, union, view
 from flax_spmd._src.pipeline.schedules.tasks import Step, Task
 
 

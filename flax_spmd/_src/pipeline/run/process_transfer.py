@@ -21,18 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd._src.pipeline.run.submeshes import submesh
+from flax_spmd._src.pipeline.run.submeshes import is_local, submesh
 from flax_spmd.errors import PipelineError
-
-
-def processes_of(mesh: Mesh) -> set[int]:
-  """The processes that own devices of a mesh."""
-  return {device.process_index for device in mesh.devices.flat}
-
-
-def is_local(mesh: Mesh) -> bool:
-  """Whether this process owns devices of a mesh."""
-  return jax.process_index() in processes_of(mesh)
 
 
 class ProcessTransfer:

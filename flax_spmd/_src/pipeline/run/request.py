@@ -7,12 +7,12 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.mesh import MeshLike, axis_sizes
-from flax_spmd._src.pipeline.run.submeshes import submesh
+from flax_spmd._src.pipeline.run.submeshes import processes_of, submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.rules.table import Rules
 
@@ -22,6 +22,7 @@ class Setting:
   """The settings of a pipeline: the arguments of `pipeline_jit`.
 
   Attributes:
+    name: the pipeline, in errors.
     mesh, rules: the layout.
     axis: the mesh axis of the stages.
     schedule: default schedule, for an `accumulate` without one.
@@ -30,6 +31,7 @@ class Setting:
     stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
   """
 
+  name: str
   mesh: MeshLike
   rules: Rules
   axis: str
@@ -42,6 +44,13 @@ class Setting:
   def sizes(self) -> dict[str, int]:
     """Size per mesh axis."""
     return axis_sizes(self.mesh)
+
+  @functools.cached_property
+  def processes(self) -> tuple[int, ...]:
+    """The processes that own devices of the mesh, in order; this one for an abstract mesh."""
+    if not isinstance(self.mesh, Mesh):
+      return (jax.process_index(),)
+    return tuple(sorted(processes_of(self.mesh)))
 
   @functools.cached_property
   def ranks(self) -> list[MeshLike]:

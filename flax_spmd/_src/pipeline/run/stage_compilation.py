@@ -7,8 +7,8 @@ compiles as one. Equal programs, as of a model's middle stages, compile once and
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
-import itertools
 import json
 import os
 import threading
@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src import multihost as processes
 from flax_spmd._src.pipeline.run.call_list import Call, StageProgram
-from flax_spmd._src.pipeline.run.process_transfer import processes_of
 from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
+from flax_spmd._src.pipeline.run.submeshes import processes_of
 from flax_spmd.errors import PipelineError
 
 
@@ -63,7 +63,6 @@ class StageCompiler:
     self._shared: dict[str, Future[tuple[Any, Mesh]]] = {}
     self._lock = threading.Lock()
     self._several = len(set().union(*map(processes_of, meshes))) > 1
-    self._number = next(_numbers)  # equal on all processes: they compile the same pipelines in order
 
   def compile(self) -> dict[StageProgram, Executable]:
     """Compiles all programs, as many in parallel as there are cores."""
@@ -73,7 +72,8 @@ class StageCompiler:
       while waiting or running:
         ready = [call for call in waiting if None not in map(self._lowerer.spec, call.inputs)]
         waiting = [call for call in waiting if call not in ready]
-        running.update({pool.submit(self._compile, call): call.program for call in ready})
+        for call in ready:  # each thread is in the joint call of this one
+          running[pool.submit(contextvars.copy_context().run, self._compile, call)] = call.program
         if not running:
           names = ', '.join(call.program.name for call in waiting)
           raise AssertionError(f'programs wait for each other: {names}')
@@ -87,7 +87,7 @@ class StageCompiler:
   def _compile(self, call: Call) -> Executable:
     """Compiles a program; for another process's rank, receives the specs of its results instead."""
     owners = sorted(processes_of(self._meshes[call.program.rank]))
-    topic = f'pipeline/{self._number}/{call.program.rank}/{call.program.name}'
+    topic = f'{call.program.rank}/{call.program.name}'
     if jax.process_index() not in owners:
       specs = [_spec_from(each) for each in json.loads(processes.received(topic, owners[0]))]
       return Executable(call.program, None, specs, (), False, 0.0)
@@ -125,9 +125,6 @@ class StageCompiler:
       return compiled, True
     moved = compat.reloaded(compiled, list(source_mesh.devices.flat), list(mesh.devices.flat))
     return (lowered.compile(), False) if moved is None else (moved, True)
-
-
-_numbers = itertools.count()
 
 
 def _spec_from(entries: list[Any]) -> PartitionSpec:

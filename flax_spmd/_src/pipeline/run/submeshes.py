@@ -32,6 +32,16 @@ def submesh(mesh: AnyMesh, axis: str, ranks: Sequence[int]) -> AnyMesh:
   return cast(Any, Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
 
+def processes_of(mesh: Mesh) -> set[int]:
+  """The processes that own devices of a mesh."""
+  return {device.process_index for device in mesh.devices.flat}
+
+
+def is_local(mesh: Mesh) -> bool:
+  """Whether this process owns devices of a mesh."""
+  return jax.process_index() in processes_of(mesh)
+
+
 def check_concrete(mesh: MeshLike) -> Mesh:
   """The mesh, if it has devices.
 

@@ -1,0 +1,239 @@
+"""Agreement between processes: the text of a pipeline, compared before anything is compiled.
+
+Each process compiles the programs of its own ranks only. So nothing in JAX notices that two processes have
+other schedules, which wait for each other's transfers, or other learning rates, which are part of the programs.
+
+The text has a line per setting, argument, task and operation. It is equal for equal pipelines: it has no
+addresses, no source lines and no order of sets. The digests of the texts are exchanged, and the texts only
+if they differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
+
+from flax_spmd._src import compat
+from flax_spmd._src.data.common_values import CommonPiece, value_parts, value_problems
+from flax_spmd._src.data.digests import digests
+from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, text_problems
+from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
+from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
+from flax_spmd._src.pipeline.run.call_list import Call, CallList, StageProgram
+from flax_spmd._src.pipeline.run.request import Request, Setting
+from flax_spmd._src.pipeline.schedules.schedule import Schedule
+from flax_spmd._src.rules.table import layout_lines
+from flax_spmd._src.text import without_addresses
+from flax_spmd.errors import PipelineError, raise_problems
+
+_SAME_ARRAYS = 'close over equal arrays on every process, or pass them as arguments.'
+_SAME_ARGUMENTS = 'pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
+_SHOWN = 4  # elements of an array that a line shows as they are
+
+
+def check_same_pipeline(
+  setting: Setting, parts: Sequence[Iterable[str]], arrays: Sequence[tuple[str, Any]]
+) -> None:
+  """Raises on every process of the mesh unless all have the same pipeline.
+
+  Args:
+    setting: the settings of the pipeline.
+    parts: the lines of its text, in parts: the first one that differs is reported.
+    arrays: the closed-over arrays, with their names.
+
+  Raises:
+    LayoutError: pipelines or arrays differ (the message has the first lines that do, and the processes).
+    PipelineError: this process has no devices of the mesh.
+  """
+  members = setting.processes
+  if jax.process_index() not in members:
+    raise PipelineError(
+      f'Process {jax.process_index()} compiles {setting.name}, and its mesh has devices of '
+      f'{named(members)} only.\nFix: call it on these processes only.'
+    )
+  if len(members) == 1:
+    return
+  texts = {str(number): '\n'.join([setting.name, *part]) for number, part in enumerate(parts)}
+  pieces = [CommonPiece(name, (), members, array) for name, array in arrays]
+  differing = differing_parts('pipeline', members, texts | value_parts(pieces), CALLS, TIMEOUT)
+  first = next((differing[name] for name in texts if name in differing), ())
+  raise_problems(text_problems(first) or value_problems(differing, _SAME_ARRAYS))
+
+
+def check_same_arguments(
+  setting: Setting, leaves: Sequence[tuple[str, Any]], users: Sequence[Iterable[int]]
+) -> None:
+  """Raises on every process unless processes that use the same argument pass equal values for it.
+
+  Arrays on devices of the mesh are not compared, and neither is an argument that one process uses.
+
+  Args:
+    setting: the settings of the pipeline.
+    leaves: the arguments, with their paths.
+    users: per argument, the processes whose ranks use it.
+
+  Raises:
+    LayoutError: the paths, values or digests that differ, and the processes.
+  """
+  pieces = [
+    CommonPiece(f'argument {name} ({jax.typeof(leaf).str_short()})', (), tuple(sorted(each)), leaf)
+    for (name, leaf), each in zip(leaves, map(set, users), strict=True)
+    if len(each) > 1 and jax.process_index() in each and not getattr(leaf, 'committed', False)
+  ]
+  differing = differing_parts('arguments', setting.processes, value_parts(pieces), CALLS, TIMEOUT)
+  raise_problems(value_problems(differing, _SAME_ARGUMENTS))
+
+
+def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
+  """The layout, the devices of each rank, the schedule and the microbatches."""
+  yield f'jax {jax.__version__}, jax_threefry_partitionable {compat.threefry_partitionable()}'
+  yield from layout_lines(setting.mesh, setting.rules)
+  for rank, mesh in enumerate(setting.ranks):
+    devices = [device.id for device in getattr(mesh, 'devices', np.empty(0)).flat]
+    yield f'rank {rank} of axis {setting.axis}: devices {devices}'
+  yield f'schedule {schedule}'
+  yield f'microbatches {microbatches}'
+
+
+def argument_lines(
+  request: Request, donated: Sequence[bool], planned: Sequence[PartitionSpec | None]
+) -> Iterator[str]:
+  """The arguments and the specs of the results."""
+  texts = map(argument_text, request.avals, request.specs)
+  for (name, text), gone in zip(named_arguments(request.treedef.unflatten(texts)), donated, strict=True):
+    yield f'argument {name}: {text}{", donated" if gone else ""}'
+  yield f'static {_param_text(request.static)}'
+  for number, spec in enumerate(planned):
+    if spec is not None:
+      yield f'result {number}: {spec}'
+
+
+def task_lines(call_list: CallList) -> Iterator[str]:
+  """The tasks of each rank, in order."""
+  counts: dict[int, int] = defaultdict(int)
+  for one in call_list.calls:
+    if isinstance(one, Call):
+      rank = one.program.rank
+      yield f'task {counts[rank]} of rank {rank}: {one.when.step if one.when else one.program.name}'
+      counts[rank] += 1
+
+
+def program_lines(call_list: CallList) -> Iterator[str]:
+  """The operations of each program."""
+  numbers: dict[Value, int] = {}
+  for program in _programs(call_list):
+    yield f'program {program.name} of rank {program.rank}: {_names(program.inputs, numbers)}'
+    for number, one in enumerate(program.equations):
+      yield f'operation {number} of {program.name}: {_equation_text(one, numbers)}'
+    yield f'results of {program.name}: {_names(program.outputs, numbers)}'
+
+
+def closed_over(call_list: CallList) -> list[tuple[str, Any]]:
+  """The closed-over arrays of the programs, with a name each."""
+  constants = dict.fromkeys(
+    (program.name, value)
+    for program in _programs(call_list)
+    for value in program.inputs
+    if isinstance(value, Constant)
+  )
+  return [
+    (f'closed-over array {number} of {name} ({value.aval.str_short()})', value.array)
+    for number, (name, value) in enumerate(constants)
+    if getattr(value.array, 'is_fully_addressable', True)
+  ]
+
+
+def _programs(call_list: CallList) -> list[StageProgram]:
+  return list(dict.fromkeys(one.program for one in call_list.calls if isinstance(one, Call)))
+
+
+def _names(values: Iterable[Value], numbers: dict[Value, int]) -> str:
+  return ', '.join(
+    f'%{numbers.setdefault(value, len(numbers))} {value.aval.str_short()}' for value in values
+  )
+
+
+def _equation_text(equation: Equation, numbers: dict[Value, int]) -> str:
+  """An operation: its name, parameters, operands and results."""
+  operands = ', '.join(
+    _names([atom], numbers) if isinstance(atom, Value) else _literal_text(atom)
+    for atom in equation.inputs
+  )
+  params = _params_text(equation.params)
+  return f'{equation.name}{params} {operands} -> {_names(equation.outputs, numbers)}'
+
+
+def _params_text(params: Mapping[str, Any]) -> str:
+  """The parameters that have a value, in brackets; not the number of a mark, which counts the marks before."""
+  skipped = {'number'} if 'direction' in params else ()
+  texts = [
+    f'{key}={_param_text(value)}'
+    for key, value in params.items()
+    if value is not None and key not in skipped
+  ]
+  return f'[{", ".join(texts)}]' if texts else ''
+
+
+def _param_text(param: Any) -> str:
+  """A parameter, without addresses and with sets in order."""
+  if compat.is_jaxpr(param):
+    return _jaxpr_text(param)
+  if isinstance(param, (list, tuple)):
+    return f'({", ".join(map(_param_text, param))})'
+  if isinstance(param, (set, frozenset)):
+    return f'{{{", ".join(sorted(map(_param_text, param)))}}}'
+  if isinstance(param, Mapping):
+    return (
+      f'{{{", ".join(f"{_param_text(key)}: {_param_text(value)}" for key, value in param.items())}}}'
+    )
+  if isinstance(param, (np.ndarray, jax.Array)):
+    return _array_text(param)
+  if callable(param):
+    return getattr(param, '__qualname__', type(param).__qualname__)
+  text = without_addresses(repr(param))
+  return ' '.join(sorted(re.findall(r'[\w.]+', text))) if '{' in text else text  # may have a set inside
+
+
+def _jaxpr_text(jaxpr: Any) -> str:
+  """A jaxpr within a parameter, in one line."""
+  parts = compat.jaxpr_parts(jaxpr)
+  numbers: dict[Any, int] = {}
+
+  def names(atoms: Iterable[Any]) -> str:
+    return ', '.join(
+      _literal_text(atom)
+      if isinstance(atom, Literal)
+      else f'%{numbers.setdefault(atom, len(numbers))} {atom.aval.str_short()}'
+      for atom in atoms
+    )
+
+  operations = (
+    f'{one.primitive.name}{_params_text(one.params)} {names(one.invars)} -> {names(one.outvars)}'
+    for one in parts.equations
+  )
+  constants = ', '.join(map(_array_text, parts.arrays))
+  head = f'{names(parts.inputs)}; {names(parts.constants)} = {constants}'
+  return f'{{{head}: {"; ".join(operations)}: {names(parts.outputs)}}}'
+
+
+def _literal_text(literal: Any) -> str:
+  return f'{_array_text(literal.val)} {literal.aval.str_short()}'
+
+
+def _array_text(value: Any) -> str:
+  """A number, a small array, or the digest of a large one."""
+  if not getattr(value, 'is_fully_addressable', True):
+    return str(jax.typeof(value))
+  is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+  array = np.asarray(jax.random.key_data(value) if is_key else value)
+  if array.size > _SHOWN:
+    return f'digest {digests([array])[0]}'
+  texts = list(map(str, array.flat))  # the shortest that are exact
+  return ' '.join(texts) if array.ndim else texts[0]

@@ -1,0 +1,105 @@
+"""Processes with different pipelines: an error in all of them before anything runs, which names the difference."""
+
+from tests.processes import run_processes
+
+SETUP = """
+import jax.numpy as jnp
+import flax_spmd as spmd
+from flax_spmd import pipeline
+
+me = jax.process_index()
+
+def outcome(schedule=pipeline.OneFOneB(2), rate=0.1, microbatches=4, activation=jnp.tanh, rules=(),
+            shift=0.0, dtype=np.float32, scale=1.0, fails=False):
+  def step(w, batch):
+    if fails:
+      raise FileNotFoundError('no such file')
+    def loss(w, x):
+      h = pipeline.stage_end(activation(x @ w['a']))
+      return ((h @ w['b'] - x - table) ** 2).mean()
+    loss, grads = pipeline.accumulate(
+      lambda x: jax.value_and_grad(loss)(w, x), batch, op=pipeline.Mean, microbatches=microbatches)
+    return jax.tree.map(lambda w, g: w - rate * g, w, grads), loss
+  table = jnp.arange(8, dtype=jnp.float32) + shift
+  layout = spmd.Layout({'stage': 2, 'data': 2}, (('batch', 'data'), *rules))
+  w = {name: np.full((8, 8), scale, dtype) for name in 'ab'}
+  try:
+    return float(layout.pipeline_jit(step, schedule=schedule)(w, np.ones((8, 8), np.float32) * scale)[1])
+  except (spmd.errors.FlaxSpmdError, FileNotFoundError) as error:
+    return [type(error).__name__, *str(error).splitlines()]
+"""
+SAME = 'Fix: create it from the same code, arguments, files and number of devices on every process.'
+SUBJECT = 'pipeline_jit of step, line'
+
+
+def test_processes_with_other_pipelines_are_told_before_anything_runs():
+  """All of these trained on or blocked; one joint job shows that an error leaves the next pipeline intact."""
+  cases = {
+    'rate': 'rate=0.3 if me else 0.1',
+    'schedule': 'schedule=pipeline.GPipe(2) if me else pipeline.OneFOneB(2)',
+    'microbatches': 'microbatches=2 + 2 * me',
+    'activation': 'activation=jnp.sin if me else jnp.tanh',
+    'layout': "rules=(('embed', 'data'),) if me else ()",
+    'constant': 'shift=float(me)',
+    'dtype': 'dtype=np.float16 if me else np.float32',
+    'fails': 'fails=me == 1',
+    'argument': 'scale=1.0 + me',
+    'equal': '',
+  }
+  source = '\n'.join(f'report(outcome({each}))' for each in cases.values())
+  results = run_processes(SETUP + source, processes=2, devices=2, timeout=100)
+  first, second = (dict(zip(cases, result.reported, strict=True)) for result in results)
+  assert first.pop('fails') == [
+    'PipelineError',
+    'The compilation of pipeline_jit of step failed in process 1: no such file.',
+    'Fix: see the error of that process.',
+  ]
+  assert second.pop('fails') == ['FileNotFoundError', 'no such file']
+  expected = {
+    'rate': [
+      f"{SUBJECT} 61: 'operation 1 of end_0: mul 0.1 float32[], %54 float32[8,8] -> %55 float32[8,8]' in process 0, "
+      "'operation 1 of end_0: mul 0.3 float32[], %54 float32[8,8] -> %55 float32[8,8]' in process 1.",
+      f"{SUBJECT} 67: 'operation 2 of end_1: mul 0.1 float32[], %61 float32[8,8] -> %62 float32[8,8]' in process 0, "
+      "'operation 2 of end_1: mul 0.3 float32[], %61 float32[8,8] -> %62 float32[8,8]' in process 1.",
+      SAME,
+    ],
+    'schedule': [
+      f"{SUBJECT} 7: 'schedule OneFOneB(ranks=2)' in process 0, 'schedule GPipe(ranks=2)' in process 1.",
+      SAME,
+    ],
+    'microbatches': [
+      f"{SUBJECT} 8: 'microbatches 2' in process 0, 'microbatches 4' in process 1.",
+      SAME,
+    ],
+    'activation': [
+      f"{SUBJECT} 33: 'operation 1 of fwd_0: tanh %19 float32[2,8] -> %20 float32[2,8]' in process 0, "
+      "'operation 1 of fwd_0: sin %19 float32[2,8] -> %20 float32[2,8]' in process 1.",
+      f"{SUBJECT} 34: 'results of fwd_0: %20 float32[2,8]' in process 0, "
+      "'results of fwd_0: %19 float32[2,8], %20 float32[2,8]' in process 1.",
+      f"{SUBJECT} 53: 'operation 0 of bwd_0: one_minus_square %43 float32[2,8] -> %47 float32[2,8]' in process 0, "
+      "'operation 0 of bwd_0: cos %43 float32[2,8] -> %47 float32[2,8]' in process 1.",
+      SAME,
+    ],
+    'layout': [
+      f"{SUBJECT} 4: no line in process 0, \"rule 1 ('embed', 'data')\" in process 1.",
+      SAME,
+    ],
+    'constant': [
+      'closed-over array 0 of bwd_1 (float32[8]): digest 7a4de46932449862 in process 0, '
+      'digest f778a385f24704a2 in process 1.',
+      'Fix: close over equal arrays on every process, or pass them as arguments.',
+    ],
+    'dtype': [
+      f"{SUBJECT} 1: 'argument 0/a: float32[8, 8]' in process 0, 'argument 0/a: float16[8, 8]' in process 1.",
+      f"{SUBJECT} 2: 'argument 0/b: float32[8, 8]' in process 0, 'argument 0/b: float16[8, 8]' in process 1.",
+      SAME,
+    ],
+  }
+  argument, equal = first.pop('argument'), first.pop('equal')
+  assert first == {name: ['LayoutError', *text] for name, text in expected.items()}
+  assert argument[1].startswith('argument 1 (float32[8,8]): digest ')
+  assert argument[1:][1:] == [
+    'Fix: pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
+  ]
+  assert second == first | {'argument': argument, 'equal': equal}
+  assert isinstance(equal, float)
