@@ -357,3 +357,44 @@ def test_the_most_specific_entry_wins():
     'derived': ('own', None),
   }
   assert isinstance(params['derived']['bias'], jax.Array)
+
+
+def test_loops_that_call_methods_of_their_module():
+  """In a method that has variables already: `nn.while_loop` and `nn.scan` carry them as they are."""
+
+  class Counting(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      count = self.variable('state', 'count', jnp.zeros, (4,))
+      count.value = count.value + 1
+      return nn.Dense(4)(x)
+
+  class Model(nn.Module):
+    def setup(self):
+      self.inner = Counting()
+
+    def again(self, x):
+      return self.inner(x)
+
+    @nn.compact
+    def __call__(self, x):
+      total = self.variable('state', 'total', jnp.zeros, (4,))
+      x = self.inner(x)
+
+      def body(module, carry):
+        number, x = carry
+        total = module.variable('state', 'total', jnp.zeros, (4,))
+        total.value = total.value + x.sum(0)
+        return number + 1, module.again(x)
+
+      carried = {'carry_variables': ['state'], 'broadcast_variables': ['params']}
+      _, x = nn.while_loop(lambda module, carry: carry[0] < 3, body, self, (0, x), **carried)
+      total.value = total.value + 1
+      options = {'variable_carry': 'state', 'variable_broadcast': 'params', 'length': 2}
+      return nn.scan(lambda module, x, _: (module.again(x), None), **options)(self, x, None)[0]
+
+  x = jnp.ones((1, 4))
+  named, plain = spmd.names_for(Model().init)(KEY, x), Model().init(KEY, x)
+  assert named['params']['inner']['Dense_0']['kernel'].names == ('in', 'out')
+  np.testing.assert_array_equal(named['state']['total'], plain['state']['total'])
+  assert jax.tree.structure(nn.unbox(named)) == jax.tree.structure(plain)

@@ -217,6 +217,89 @@ def test_a_model_and_its_optimizer_at_once():
   assert mu['attention']['query']['kernel'].sharding.spec == jax.P('data', 'model', None)
 
 
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.up, self.norm = nnx.Linear(16, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs)
+    self.down = nnx.LoRALinear(32, 16, lora_rank=4, rngs=rngs)
+
+
+def by_layer(params):
+  return jax.tree_util.tree_map_with_path(lambda path, _: 'ab'['up' in str(path)], params)
+
+
+def large(params):
+  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+EACH = {'a': optax.adam(1e-2), 'b': optax.sgd(1e-2, momentum=0.9)}
+OPTIMIZERS = {
+  'adam': optax.adam(1e-2),
+  'chain': optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), optax.ema(0.9)),
+  'inject_hyperparams': optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+  'multi_steps': optax.MultiSteps(optax.adam(1e-2), 2),
+  'masked': optax.masked(optax.adam(1e-2), large),
+  'multi_transform': optax.multi_transform(EACH, by_layer),
+}
+FILTERS = {
+  'all': nnx.Param,
+  'lora': nnx.LoRAParam,
+  'path': nnx.All(nnx.Param, nnx.PathContains('up')),
+}
+
+
+class Both(nnx.Module):
+  def __init__(self, tx, wrt):
+    self.z = nnx.Dict(net=Net(nnx.Rngs(0)))
+    self.a = nnx.List([nnx.Optimizer(self.z.net, tx, wrt=wrt)])
+
+
+def pair(tx, wrt):
+  net = Net(nnx.Rngs(0))
+  return net, nnx.Optimizer(net, tx, wrt=wrt)
+
+
+PLACES = {
+  'pair': pair,
+  'reversed': lambda *args: pair(*args)[::-1],
+  'dictionaries': lambda *args: dict(zip(('z', 'a'), ([each] for each in pair(*args)), strict=True)),
+  'one module': lambda *args: {'x': [Both(*args)]},
+  'two': lambda *args: {'x': [Both(*args)], 'a': {'b': pair(*args)}},
+  'joined': lambda tx, wrt: [nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), tx, wrt=wrt)],
+}
+
+
+@given(
+  st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(sorted(FILTERS)), st.sampled_from(sorted(PLACES))
+)
+@settings(max_examples=15)
+def test_state_of_an_optimizer_that_is_created_with_its_model(optimizer, wrt, place):
+  """It is sharded as the parameters are, wherever the two are in the result."""
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), RULES)
+  create = lambda: PLACES[place](OPTIMIZERS[optimizer], FILTERS[wrt])
+  result = layout.abstract(spmd.names_for(create))
+  is_node = lambda node: isinstance(node, (nnx.Module, nnx.Optimizer))
+  nodes = [
+    each
+    for _, top in jax.tree.leaves_with_path(result, is_leaf=is_node)
+    for _, each in nnx.iter_graph(top)
+  ]
+  nets = [each for each in nodes if isinstance(each, Net)]
+  parameters = {
+    path: each.get_value() for net in nets for path, each in nnx.to_flat_state(nnx.state(net))
+  }
+  state = [
+    each
+    for node in nodes
+    if isinstance(node, nnx.Optimizer)
+    for each in nnx.to_flat_state(nnx.state(node.opt_state))
+  ]
+  arrays = [(path, each.get_value()) for path, each in state if getattr(each.get_value(), 'ndim', 0)]
+  assert arrays
+  for path, array in arrays:
+    [own] = [value for below, value in parameters.items() if path[-len(below) :] == below]
+    assert (array.shape, array.sharding) == (own.shape, own.sharding)
+
+
 def test_names_of_the_model_and_shared_variables_stay():
   class Tied(nnx.Module):
     def __init__(self, rngs):

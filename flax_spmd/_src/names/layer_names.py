@@ -18,7 +18,7 @@ from flax_spmd._src.names.box_trees import is_unit
 from flax_spmd._src.names.layer_outputs import nnx_outputs_constrained
 from flax_spmd._src.names.layer_table import LayerTable
 from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
-from flax_spmd._src.names.nnx_layers import name_variables
+from flax_spmd._src.names.nnx_layers import name_optimizer_state, name_variables
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.tree_paths import KEY_TEXT, path_string
 from flax_spmd.errors import raise_problems
@@ -32,14 +32,17 @@ _trace_key = jax.make_user_context(None)
 
 @set_module('flax_spmd')
 def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Result]:
-  """A function that creates the same state with names: as if the model were annotated.
+  """A function that creates the same state with names, or makes the same step: as if the model were annotated.
 
   The layers of Flax have the names of `presets.layer_names()`, unless the model or `names` give others. Names of the
   model itself have priority, then expressions for paths, then types, then Flax's layers.
 
+  Inside a program under rules with one for `batch`, the results of Flax's layers are constrained, by the names that
+  their dimensions have in the layer's array: `('batch', 'length', 'mlp')` for a kernel `('embed', 'mlp')`.
+
   Args:
     create: function that creates the variables of a Linen model, an NNX module, or a state with either. The arrays
-      of Linen get boxes, and those of NNX metadata.
+      of Linen get boxes, and those of NNX metadata. Or a step: variables that `apply` gets stay as they are.
     names: a dictionary, or a sequence of pairs:
       an expression for paths (`params/mlp/wi/kernel`, from the top module; in NNX `mlp/wi/kernel`), and the names of
       an array, or None for no names;
@@ -51,8 +54,8 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
       Names are a tuple, for the dimensions of a single layer.
 
   Returns:
-    A function with the signature of `create`. It raises `LayoutError` for an entry that names nothing, unless it is
-    for a type that the model lacks, and for more names than dimensions (lists all of them).
+    A function with the signature of `create`. It raises `LayoutError` for an entry that names nothing in a state that it
+    creates, unless it is for a type that the model lacks, and for more names than dimensions (lists all of them).
 
   Raises:
     LayoutError: `names` has an invalid entry, or a key twice (lists all of them).
@@ -84,8 +87,10 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayer
   origins = layers.origins
   if any(map(_is_nnx, nodes)):
     nnx = own, LayerTable.of(flax_layers.nnx_names())
-    for path, node in flat:
-      origins += name_variables(node, tuple(KEY_TEXT[type(entry)](entry) for entry in path), nnx)
+    paths = [tuple(KEY_TEXT[type(entry)](entry) for entry in path) for path, _ in flat]
+    for path, node in zip(paths, nodes, strict=True):
+      origins += name_variables(node, path, nnx)
+    name_optimizer_state(zip(paths, nodes, strict=True))
   for index, node in enumerate(nodes):
     if isinstance(node, LayerBox):
       nodes[index], origin = node.named(linen)

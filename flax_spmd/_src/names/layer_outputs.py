@@ -151,7 +151,7 @@ def _static(names: Any) -> Static | None:
 
 def _names_of_author(module: nn.Module, name: str, array: Any) -> Static | None:
   """The names that the initializer of a parameter gives, if it has names to give: those of a wrapped initializer."""
-  initializer = getattr(module, f'{name}_init', None)
+  initializer: Any = getattr(module, f'{name}_init', None)
   if not hasattr(initializer, '__wrapped__'):
     return None
   box = jax.eval_shape(lambda key: initializer(key, array.shape, array.dtype), jax.random.key(0))

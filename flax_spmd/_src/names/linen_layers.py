@@ -209,9 +209,21 @@ class LinenLayers:
     if collection in self._given:
       return {}
     others = module.variables.get(f'{collection}_axes', {})  # names as in T5X
+    held = self._held_outside(module, collection)
     return {
-      name: self._boxed(node, collection, (name,), module, others) for name, node in variables.items()
+      name: self._boxed(node, collection, (name,), module, others)
+      for name, node in variables.items()
+      if name not in held
     }
+
+  def _held_outside(self, module: nn.Module, collection: str) -> Any:
+    """The variables of a module that a running method of it had before a lifted function began, such as a loop.
+
+    Their boxes would change what a loop carries. The outer method boxes them at its end.
+    """
+    alike = (each for each in self._running[:-1] if each.path == module.path)
+    outer = next((each for each in alike if each.scope is not module.scope), None)
+    return () if outer is None or outer.scope is None else outer.variables.get(collection, {})
 
   def _boxed(self, node: Any, collection: str, keys: tuple[str, ...], module: Any, others: Any) -> Any:
     """A part of a module's variables with boxes; arrays with names of their own stay as they are."""

@@ -7,7 +7,7 @@ those that a single layer, by its fields, has not; the first ones, where that is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax_spmd._src import compat, flax_layers
@@ -33,7 +33,7 @@ def name_variables(
   def visit(
     node: Any, keys: tuple[str, ...], around: tuple[tuple[int, Any], ...]
   ) -> Iterator[NameOrigin]:
-    if id(node) in seen or is_optimizer(node):
+    if id(node) in seen:
       return
     seen.add(id(node))
     if compat.is_variable_type(type(node)):
@@ -41,9 +41,69 @@ def name_variables(
       return
     inside = (*around, (len(keys), node)) if compat.is_nnx_module_type(type(node)) else around
     for entry, child in one_level(node):
-      yield from visit(child, (*keys, str(key_value(entry))), inside)
+      if not _is_state(node, entry):
+        yield from visit(child, (*keys, str(key_value(entry))), inside)
 
   return visit(node, keys, ())
+
+
+def name_optimizer_state(nodes: Iterable[tuple[tuple[str, ...], Any]]) -> None:
+  """Gives the state of optimizers that has no names those of its parameters, as an optimizer of named ones would have.
+
+  An optimizer that is created together with its model has copied the metadata of parameters without names. Its paths end
+  as those of the parameters do. Of several alike, the nearest in the tree is the parameter.
+
+  Args:
+    nodes: the modules and variables of a result, with their paths; parameters have names.
+  """
+  found: dict[bool, list[tuple[tuple[str, ...], Any]]] = {False: [], True: []}
+  seen: set[int] = set()
+
+  def visit(node: Any, keys: tuple[str, ...], is_state: bool) -> None:
+    if id(node) in seen:
+      return
+    seen.add(id(node))
+    if compat.is_variable_type(type(node)):
+      found[is_state].append((keys, node))
+      return
+    for entry, child in one_level(node):
+      visit(child, (*keys, str(key_value(entry))), is_state or _is_state(node, entry))
+
+  for keys, node in nodes:
+    visit(node, keys, False)
+  parameters = [(keys, each, static_of_variable(each)[0]) for keys, each in found[False]]
+  by_name: dict[str, list[Any]] = {}
+  for parameter in parameters:
+    by_name.setdefault(parameter[0][-1] if parameter[0] else '', []).append(parameter)
+  for keys, variable in found[True]:
+    static, value = static_of_variable(variable)
+    if static is None and getattr(value, 'ndim', 0):
+      names = _names_of_nearest(keys, by_name.get(keys[-1], ()))
+      if names is not None:
+        variable.set_metadata(out_sharding=names)
+
+
+def _is_state(node: Any, entry: Any) -> bool:
+  """Whether a child of a node is the state of an optimizer; an `nnx.ModelAndOptimizer` has its model beside it."""
+  return is_optimizer(node) and key_value(entry) == 'opt_state'
+
+
+def _names_of_nearest(keys: tuple[str, ...], parameters: Iterable[Any]) -> Any:
+  """The names of the parameter of an array of optimizer state; None if it has none, or several parameters differ."""
+
+  def nearness(path: tuple[str, ...]) -> tuple[int, int]:
+    return _common(reversed(keys), reversed(path)), _common(keys, path)
+
+  scored = [(nearness(path), static) for path, _, static in parameters]
+  best = max((score for score, _ in scored), default=None)
+  names = {None if static is None else static.names for score, static in scored if score == best}
+  return names.pop() if len(names) == 1 else None
+
+
+def _common(one: Iterable[str], other: Iterable[str]) -> int:
+  """The number of entries at the beginning that are equal."""
+  pairs = zip(one, other, strict=False)
+  return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _named(
