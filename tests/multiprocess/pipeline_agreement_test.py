@@ -1,7 +1,5 @@
 """Processes with different pipelines: an error in all of them before anything runs, which names the difference."""
 
-import pytest
-
 from tests.processes import run_processes
 
 SETUP = """

@@ -34,9 +34,7 @@ from flax_spmd._src.text import without_addresses
 from flax_spmd.errors import PipelineError, raise_problems
 
 _SAME_ARRAYS = 'close over equal arrays on every process, or pass them as arguments.'
-_SAME_ARGUMENTS = (
-  'pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
-)
+_SAME_ARGUMENTS = 'pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
 _SHOWN = 4  # elements of an array that a line shows as they are
 
 
@@ -95,7 +93,7 @@ def check_same_arguments(
 
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
   """The layout, the devices of each rank, the schedule and the microbatches."""
-  yield f'jax {jax.__version__}, jax_threefry_partitionable {compat.threefry_partitionable()}'
+  yield f'jaxlib {compat.jaxlib_version()}, jax_threefry_partitionable {compat.threefry_partitionable()}'
   yield from layout_lines(setting.mesh, setting.rules)
   for rank, mesh in enumerate(setting.ranks):
     devices = [device.id for device in getattr(mesh, 'devices', np.empty(0)).flat]
@@ -109,9 +107,7 @@ def argument_lines(
 ) -> Iterator[str]:
   """The arguments and the specs of the results."""
   texts = map(argument_text, request.avals, request.specs)
-  for (name, text), gone in zip(
-    named_arguments(request.treedef.unflatten(texts)), donated, strict=True
-  ):
+  for (name, text), gone in zip(named_arguments(request.treedef.unflatten(texts)), donated, strict=True):
     yield f'argument {name}: {text}{", donated" if gone else ""}'
   yield f'static {_param_text(request.static)}'
   for number, spec in enumerate(planned):
@@ -167,7 +163,8 @@ def _names(values: Iterable[Value], numbers: dict[Value, int]) -> str:
 def _equation_text(equation: Equation, numbers: dict[Value, int]) -> str:
   """An operation: its name, parameters, operands and results."""
   operands = ', '.join(
-    _names([atom], numbers) if isinstance(atom, Value) else _literal_text(atom) for atom in equation.inputs
+    _names([atom], numbers) if isinstance(atom, Value) else _literal_text(atom)
+    for atom in equation.inputs
   )
   params = _params_text(equation.params)
   return f'{equation.name}{params} {operands} -> {_names(equation.outputs, numbers)}'
@@ -193,7 +190,9 @@ def _param_text(param: Any) -> str:
   if isinstance(param, (set, frozenset)):
     return f'{{{", ".join(sorted(map(_param_text, param)))}}}'
   if isinstance(param, Mapping):
-    return f'{{{", ".join(f"{_param_text(key)}: {_param_text(value)}" for key, value in param.items())}}}'
+    return (
+      f'{{{", ".join(f"{_param_text(key)}: {_param_text(value)}" for key, value in param.items())}}}'
+    )
   if isinstance(param, (np.ndarray, jax.Array)):
     return _array_text(param)
   if callable(param):

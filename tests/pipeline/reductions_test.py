@@ -189,11 +189,14 @@ def test_axes_that_a_batch_lacks():
   assert text_of(lambda: accumulate(lambda x: 0.0, batch, axis=1)) == dedent("""\
     accumulate: a batch is split along its dimension 1, but these leaves have no such dimension: y: float32[4], z.
     Fix: close over values that are not split into microbatches.""")
-  assert text_of(lambda: accumulate(lambda x: 0.0, {'x': X, 'y': X[0]}, axis=1)) == dedent("""\
+  assert (
+    text_of(lambda: accumulate(lambda x: 0.0, {'x': X, 'y': X[0]}, axis=1))
+    == dedent("""\
     accumulate: the arrays of a batch need the same dimension 1, of size 1 or more:
       x: float32[4, 8, 16]
       y: float32[8, 16]
     Fix: give every array the same number of microbatches or examples; close over values that are not split.""")
+  )
   assert text_of(lambda: accumulate(lambda x: 0.0, X, axis='data')) == dedent("""\
     accumulate: axis='data' is not an integer.
     Fix: pass one dimension for all arrays.""")
@@ -224,7 +227,7 @@ def test_anchors_that_are_on_no_rank():
   text = text_of(lambda: LAYOUT.pipeline_jit(step).lower(PARAMS, X, Y))
   line = text.split(':')[1]
   assert text == (
-    f'place_with at operations_test.py:{line}: the anchor does not depend on the microbatch loop, so it is on no '
+    f'place_with at reductions_test.py:{line}: the anchor does not depend on the microbatch loop, so it is on no '
     'particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
   )
   assert text_of(lambda: place_with(1.0, {})) == (
