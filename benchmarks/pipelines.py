@@ -60,7 +60,7 @@ RESIDUALS_KIB = 2063  # JaxPP's residuals of a microbatch on a middle stage, wit
 PROCESSES = 3
 SLEEP = 0.03  # seconds; a callback to Python alone takes about a millisecond
 SLEEPS = 'fwd', 'bwd', 'wgrad'
-PACKAGE = Path(pipeline.__file__).parent
+PACKAGE = Path(pipeline.__file__).parent / '_src' / 'pipeline'
 
 
 def figures() -> list[Figure]:

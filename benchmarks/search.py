@@ -10,7 +10,7 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Five questio
 - How long does a search over at least 1,000 candidates take, including compilation?
 - The same for the steps in `strangers/`, each written in another way, on four targets: wire, memory, FLOPs, the
   verdict on whether it fits, and the ranking, by model. `--layouts` is the number of layouts for each model and target.
-- Do the time brackets of Llama 2 70B contain the two published step times?
+- How many published step times are in the brackets that are fitted to the others? See `published_steps.py`.
 
     python benchmarks/search.py                        # all; needs the wheels of `flax-spmd[cuda]`
     python benchmarks/search.py --sample 60 --seed 5   # another sample
@@ -18,7 +18,7 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Five questio
     python benchmarks/search.py --only strangers --layouts 8 --seed 5   # minutes for each layout
     python benchmarks/search.py --only strangers --models t5,gqa --targets h100:8
     python benchmarks/search.py --only fits            # needs the wheels of `flax-spmd[tpu]`
-    python benchmarks/search.py --only published       # a second each, and no wheel
+    python benchmarks/search.py --only published       # seconds each; needs cuDNN, for its attention
 
 No device is needed. The exit code is 1 if a target is missed.
 """
@@ -38,10 +38,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import layout_model
+import published_steps
 import strange_steps
 import strangers
 from harness import Figure, at_least, at_most, cpu_seconds, exact
-from layout_model import LLAMA_70B, Config
+from layout_model import Config
 from reporting import Report, Table, parser
 from samples import Pair, Sample, drawn_for, estimates, regret, sample
 
@@ -49,7 +50,7 @@ import flax_spmd as spmd
 from flax_spmd._src.compare.compilation import check_compiler
 from flax_spmd._src.search.trials import mean_seconds
 from flax_spmd.errors import TargetDeviceError
-from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
+from flax_spmd.explore import TrainStep, compare, parse_target
 
 TARGET = 'h100:64'
 MODEL = Config(
@@ -172,31 +173,6 @@ def searched() -> tuple[list[Figure], dict[str, Any]]:
   return figures, {'wall': wall, 'cpu': spent, 'best': result.best.name, 'layout': result.toml}
 
 
-# -- published step times
-
-# Seconds per step: NVIDIA's 7.908 s for Llama 2 70B, and MaxText's 900 tokens per second and chip with 4 sequences
-# of 4096 per chip. Both are FSDP; the efficiencies in hardware.toml are derived from them.
-PUBLISHED = {('h100:64', 128): 7.908, ('v6e:16x16', 1024): 4 * 4096 / 900}
-
-
-def published() -> list[Figure]:
-  """The brackets that should contain the published step times."""
-  figures: list[Figure] = []
-  for (text, sequences), known in PUBLISHED.items():
-    aim, model = parse_target(text), LLAMA_70B._replace(vocab=32000, batch=sequences)
-    create = functools.partial(layout_model.create, model)
-    train_step = TrainStep(layout_model.step, create, layout_model.batch(model))
-    estimator = Estimator(train_step, platform=aim.chip.platform)
-    rules = layout_model.table({'batch': 'fsdp', 'embed': 'fsdp'})
-    cost = estimator.estimate(spmd.Layout(spmd.abstract_mesh({'fsdp': aim.devices}), rules), aim).cost
-    label = f'Llama 2 70B, {text}, {known:.1f} s published'
-    figures += [
-      exact(f'{label}: low end of the bracket', cost.low, 's', at_most(known)),
-      exact(f'{label}: its high end', cost.high, 's', at_least(known)),
-    ]
-  return figures
-
-
 def log(text: str) -> None:
   """Prints progress to stderr."""
   print(text, file=sys.stderr, flush=True)
@@ -248,8 +224,11 @@ def _all(arguments: argparse.Namespace, available: Collection[str], fresh: str) 
   collected: list[Figure] = []
   tables: list[Table] = []
   details: dict[str, Any] = {}
-  if arguments.only in (None, 'published'):
-    collected += published()
+  if arguments.only in (None, 'published') and TARGET in available:
+    steps = published_steps.published()
+    collected += published_steps.figures(steps)
+    tables.append(published_steps.table(steps))
+    details['published'] = published_steps.details(steps)
   seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
   if arguments.only in (None, 'sample') and TARGET in available:
     drawn = sample_of_model(arguments.sample, seed)

@@ -22,6 +22,9 @@ from flax_spmd._src.active_layout import set_logical_axis_rules as set_logical_a
 from flax_spmd._src.constraints import RulesFallback as RulesFallback
 from flax_spmd._src.constraints import constrain as constrain
 from flax_spmd._src.constraints import with_logical_constraint as with_logical_constraint
+from flax_spmd._src.data.data_shard import DataShard as DataShard
+from flax_spmd._src.data.even_batches import EvenBatch as EvenBatch
+from flax_spmd._src.data.even_batches import even_batches as even_batches
 from flax_spmd._src.data.gather import gather as gather
 from flax_spmd._src.data.prefetch import prefetch as prefetch
 from flax_spmd._src.draw.drawing import Drawing as Drawing
@@ -56,6 +59,7 @@ from flax_spmd._src.names.specs import logical_to_mesh_axes as logical_to_mesh_a
 from flax_spmd._src.names.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
 from flax_spmd._src.rules.clauses import Leaf as Leaf
 from flax_spmd._src.rules.clauses import fsdp as fsdp
+from flax_spmd._src.rules.clauses import host as host
 from flax_spmd._src.rules.clauses import optimizer_over as optimizer_over
 from flax_spmd._src.rules.decisions import Decision as Decision
 from flax_spmd._src.rules.decisions import Policies as Policies

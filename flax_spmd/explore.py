@@ -7,6 +7,8 @@
 estimates a layout without a compiler. Nothing is allocated, and nothing runs.
 """
 
+from flax_spmd._src.compare.calibration import Calibration as Calibration
+from flax_spmd._src.compare.calibration import calibrate as calibrate
 from flax_spmd._src.compare.compare import compare as compare
 from flax_spmd._src.compare.comparison import Comparison as Comparison
 from flax_spmd._src.compare.compilation import clear_cache as clear_cache

@@ -57,7 +57,7 @@ def test_invalid_rules_in_a_table():
     Rule 2 is ('embed',), which is not a rule.
     Rule 3 is ('mlp', 4), which is not a rule.
     Rule 4 is (5, 'model'), which is not a rule.
-    Fix: write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), ('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...), optimizer_over(...) or a function of a leaf.""")
+    Fix: write every rule as ('logical name', mesh axes), ('path regex', PartitionSpec), ('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...), optimizer_over(...), host(...) or a function of a leaf.""")
   )
 
 

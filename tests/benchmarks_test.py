@@ -4,10 +4,14 @@ import importlib
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from flax_spmd import explore
+from flax_spmd._src.compare import costs
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / 'benchmarks'
@@ -17,7 +21,16 @@ SEARCHES = ('published', 'sample', 'fits', 'strangers', 'search')
 @pytest.fixture(scope='module')
 def scripts():
   """The modules of the folder, which are scripts and no package."""
-  names = ('harness', 'reporting', 'render', 'run', 'samples', 'strangers', 'strange_steps')
+  names = (
+    'harness',
+    'reporting',
+    'render',
+    'run',
+    'samples',
+    'strangers',
+    'strange_steps',
+    'published_steps',
+  )
   sys.path.insert(0, str(FOLDER))
   yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
   sys.path.remove(str(FOLDER))
@@ -71,6 +84,34 @@ def test_headlines_are_recorded_figures(render):
     if not any(each['name'] == figure for one in render.records(name) for each in one['figures'])
   ]
   assert not missing
+
+
+def test_time_brackets_are_those_fitted_to_the_published_steps(render, scripts):
+  [record] = render.records('search_published')
+  module = scripts.published_steps
+  steps = [module.Step(**step) for step in record['details']['published']['steps']]
+  fitted = module.fitted(steps)
+  assert fitted == record['details']['published']['fitted']
+  assert fitted['common'] == module.Common()._asdict()
+  figures = {one['name']: one['value'] for one in record['figures']}
+  assert figures['published: steps'] == costs.PUBLISHED
+  assert figures['published: of them in their bracket'] == costs.INSIDE
+  assert figures['published: faster than the low end'] == 0
+  known = explore.chips()
+  for step in steps:
+    chip = known[step.target.partition(':')[0]]
+    assert chip.efficiency == fitted['efficiencies'][step.die]
+    assert chip.spread == pytest.approx(fitted['spread'], abs=1e-3)
+
+
+def test_every_published_step_names_its_source_and_is_in_the_results(render, scripts):
+  [record] = render.records('search_published')
+  content = tomllib.loads((FOLDER / 'published.toml').read_text())
+  steps = record['details']['published']['steps']
+  assert [(one['target'], one['model'], one['batch']) for one in content['steps']] == [
+    (one['target'], one['model'], one['batch']) for one in steps
+  ]
+  assert all(re.match(r'https://github.com/\S+/\S+$', one['source']) for one in steps)
 
 
 def test_figures_of_no_layout_have_no_verdict(scripts):

@@ -36,6 +36,8 @@ DROP_IN = {
   'with_partitioning',
 }
 OWN = {
+  'DataShard',
+  'EvenBatch',
   'AxisMetadata',
   'Decision',
   'Drawing',
@@ -50,9 +52,11 @@ OWN = {
   'abstract_mesh',
   'constrain',
   'draw',
+  'even_batches',
   'explain',
   'fsdp',
   'gather',
+  'host',
   'make_mesh',
   'names_for',
   'optimizer_over',

@@ -279,6 +279,14 @@ class _Detours:
           detour.close()
 
 
+def detours(methods: Iterable[tuple[type, str]], handler: Callable[..., Any]) -> _Detours:
+  """Detours of methods of classes; the handler is called with a method's name, the method and its arguments."""
+  each = [_Detour(cls, name) for cls, name in methods]
+  for detour, (_, name) in zip(each, methods, strict=True):
+    detour.handler = functools.partial(handler, name)
+  return _Detours(*each)
+
+
 _unbox = _Detour(meta.Partitioned, 'unbox')
 _unbox_logical = _Detour(linen_spmd.LogicallyPartitioned, 'unbox')
 _remove_axis = _Detour(meta.Partitioned, 'remove_axis')
@@ -631,7 +639,9 @@ class GroupAxisName(str):
 
 
 def is_mapped(value: Any) -> bool:
-  """Whether a value inside a mapped function has one entry per index of the mapped axis."""
+  """Whether a value inside a mapped function has one entry per index of the mapped axis, also where it is differentiated."""
+  while hasattr(value, 'primal'):
+    value = value.primal
   return isinstance(value, batching.BatchTracer) and value.batch_dim is not None
 
 
@@ -797,6 +807,11 @@ def compile_program(
     'peak': getattr(stats, 'peak_memory_in_bytes', 0),
   }
   return compiled.hlo_modules()[0].to_string(), memory
+
+
+def memory_kinds(device: Any) -> list[str]:
+  """The kinds of memory that a device can use, such as 'device' and 'pinned_host'; a topology's are not known."""
+  return [memory.kind for memory in device.addressable_memories()]
 
 
 def named_sharding(sharding: Sharding, mesh: Mesh, rank: int) -> Sharding:

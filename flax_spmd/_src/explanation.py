@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.draw.drawing import Drawing, draw
 from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.notebook_html import bullets, collapsed, plain_table, safe
 from flax_spmd._src.plan.deviations import sharding_text
 from flax_spmd._src.plan.findings import Findings, find
 from flax_spmd._src.plan.folding import FoldedRow, fold_rows
@@ -305,8 +306,19 @@ class Explanation(NamedTuple):
     cells = [
       (fold.name, _arrays(fold), _layout(fold), size_text(fold.bytes_per_device)) for fold in self.folded
     ]
-    table: Any = TextTable(('path', 'array', 'sharded over (rule)', 'per device'), cells)
+    table: Any = TextTable(_TITLES, cells)
     return Group(Text(repr(self.layout)), table, Text(self._summary()))
+
+  def _repr_html_(self) -> str:
+    rows = [
+      (_html_name(fold), *map(safe, (_arrays(fold), _layout(fold), size_text(fold.bytes_per_device))))
+      for fold in self.folded
+    ]
+    totals = '<br>'.join(map(safe, self._totals()))
+    return (
+      f'{collapsed("layout", self.layout._repr_html_())}{plain_table(_TITLES, rows)}<p>{totals}</p>'
+      f'{bullets(finding.text for finding in self.findings)}'
+    )
 
   def __str__(self) -> str:
     from rich.console import Console
@@ -316,7 +328,7 @@ class Explanation(NamedTuple):
     console.print(self)
     return '\n'.join(line.rstrip() for line in file.getvalue().splitlines())
 
-  def _summary(self) -> str:
+  def _totals(self) -> list[str]:
     lines = [_total('', Total.of(self.rows))]
     collections = self.by_collection
     if len(collections) > 1 and len(collections) == len(
@@ -324,7 +336,10 @@ class Explanation(NamedTuple):
     ):
       lines += [_total(f'{name}: ', total) for name, total in collections.items()]
     lines += [_total(f'over {axis!r}: ', total) for axis, total in self.by_axis.items() if total.arrays]
-    return '\n'.join([*lines, *(f'- {finding.text}' for finding in self.findings)])
+    return lines
+
+  def _summary(self) -> str:
+    return '\n'.join([*self._totals(), *(f'- {finding.text}' for finding in self.findings)])
 
 
 @set_module('flax_spmd')
@@ -373,6 +388,16 @@ def explain_plan(layout: Layout, planned: Any, stored: Any = None) -> Explanatio
   planner = planner_for(layout.mesh, layout.rules)
   rows = tuple(planner.checked_rows(planned, stored))
   return Explanation(layout, rows, find(planner, rows))
+
+
+_TITLES = ('path', 'array', 'sharded over (rule)', 'per device')
+
+
+def _html_name(fold: FoldedRow) -> str:
+  """The path of a row; the paths of all its arrays if a click unfolds them."""
+  if fold.count == 1:
+    return safe(fold.name)
+  return collapsed(fold.name, '<br>'.join(safe(row.path) for row in fold.rows))
 
 
 def _arrays(fold: FoldedRow) -> str:

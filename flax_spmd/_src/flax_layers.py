@@ -8,8 +8,9 @@ rank varies are a function of the layer. `flax.nnx` takes a second to import, so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 
@@ -41,9 +42,10 @@ def linen_names() -> dict[type, LayerEntry]:
   return {
     nn.Dense: _DENSE,
     nn.DenseGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
-    nn.Einsum: {'kernel': _einsum_kernel},
+    nn.Einsum: {'kernel': _einsum_kernel, 'bias': _einsum_bias},
     nn.Embed: _EMBED,
-    **dict.fromkeys((nn.Conv, nn.ConvLocal, nn.ConvTranspose), conv),
+    **dict.fromkeys((nn.Conv, nn.ConvTranspose), conv),
+    nn.ConvLocal: {'kernel': _conv_kernel, 'bias': _local_bias},
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _NORM),
     **dict.fromkeys((nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm), _CHANNEL_NORM),
     **dict.fromkeys(attentions, _ATTENTION),
@@ -59,13 +61,67 @@ def nnx_names() -> dict[type, LayerEntry]:
   return {
     nnx.Linear: _DENSE,
     nnx.LinearGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
-    nnx.Einsum: {'kernel': _einsum_kernel},
+    nnx.Einsum: {'kernel': _einsum_kernel, 'bias': _einsum_bias},
     nnx.Embed: _EMBED,
     **dict.fromkeys((nnx.Conv, nnx.ConvTranspose), conv),
     **dict.fromkeys((nnx.LayerNorm, nnx.RMSNorm), _NORM),
     **dict.fromkeys((nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm), _CHANNEL_NORM),
     nnx.MultiHeadAttention: _ATTENTION,
     nnx.LoRA: {'lora_a': ('in', None), 'lora_b': (None, 'out')},
+  }
+
+
+class Output(NamedTuple):
+  """The result of a layer.
+
+  Attributes:
+    array: the array whose dimensions the result ends with.
+    dimensions: function of the layer and of the array's rank to the positions of these dimensions; None if they are
+      not the last of the result.
+    is_sequence: whether a dimension between the batch and these is a length.
+  """
+
+  array: str
+  dimensions: Callable[[Any, int], tuple[int, ...] | None]
+  is_sequence: bool = True
+
+
+_LAST = Output('kernel', lambda layer, rank: (rank - 1,))
+_CONV = Output(
+  'kernel', lambda layer, rank: (rank - 1 - getattr(layer, 'transpose_kernel', False),), False
+)
+_GENERAL = Output('kernel', lambda layer, rank: _general_result(layer, rank))
+_EINSUM = Output('kernel', lambda layer, rank: _einsum_result(layer))
+_EMBEDDED = Output('embedding', lambda layer, rank: (1,))
+_LOGITS = Output('embedding', lambda layer, rank: (0,))
+
+
+@functools.cache
+def linen_outputs() -> dict[tuple[type, str], Output]:
+  """The results of the methods of layers of `flax.linen`. Those of others have the shardings of their arguments."""
+  return {
+    (nn.Dense, '__call__'): _LAST,
+    (nn.DenseGeneral, '__call__'): _GENERAL,
+    (nn.Einsum, '__call__'): _EINSUM,
+    (nn.Embed, '__call__'): _EMBEDDED,
+    (nn.Embed, 'attend'): _LOGITS,
+    **{(cls, '__call__'): _CONV for cls in (nn.Conv, nn.ConvLocal, nn.ConvTranspose)},
+  }
+
+
+@functools.cache
+def nnx_outputs() -> dict[tuple[type, str], Output]:
+  """The results of the methods of layers of `flax.nnx`."""
+  from flax import nnx
+
+  return {
+    (nnx.Linear, '__call__'): _LAST,
+    (nnx.LinearGeneral, '__call__'): _GENERAL,
+    (nnx.Einsum, '__call__'): _EINSUM,
+    (nnx.Embed, '__call__'): _EMBEDDED,
+    (nnx.Embed, 'attend'): _LOGITS,
+    (nnx.Conv, '__call__'): _CONV,
+    (nnx.ConvTranspose, '__call__'): _CONV,
   }
 
 
@@ -80,7 +136,7 @@ def nnx_shape(layer: Any, name: str) -> tuple[int, ...]:
     return getattr(layer, 'kernel_shape', None) or (*batch, *inputs, *outputs)
   if name == 'embedding':
     return layer.num_embeddings, layer.features
-  return normalized or (*batch, *outputs)
+  return normalized or tuple(getattr(layer, 'bias_shape', None) or ()) or (*batch, *outputs)
 
 
 def _general_kernel(layer: Any) -> Names:
@@ -110,16 +166,53 @@ def _conv_kernel(layer: Any) -> Names:
   return (*[None] * len(_sequence(layer.kernel_size)), *ends)
 
 
+def _local_bias(layer: Any) -> Names:
+  """The places of the window, then outputs: a convolution without shared weights has a bias for each place."""
+  return (*[None] * len(_sequence(layer.kernel_size)), 'out')
+
+
 def _einsum_kernel(layer: Any) -> Names:
   """The first contracted dimension is an input, and the first that only the result has is an output."""
   if not layer.einsum_str:
     return None
+  _, kernel, _, names = _einsum_letters(layer)
+  return tuple(names.get(letter) for letter in kernel)
+
+
+def _einsum_bias(layer: Any) -> Names:
+  """The dimensions of the result that the kernel has."""
+  if not layer.einsum_str:
+    return None
+  _, kernel, result, names = _einsum_letters(layer)
+  return tuple(names.get(letter) for letter in result if letter in kernel)
+
+
+def _einsum_letters(layer: Any) -> tuple[str, str, str, dict[str, str]]:
+  """The letters of inputs, kernel and result, and the names of letters."""
   operands, result = layer.einsum_str.replace(' ', '').replace('...', '').split('->')
   inputs, kernel = operands.split(',')
   contracted = [letter for letter in kernel if letter in inputs and letter not in result]
   made = [letter for letter in kernel if letter not in inputs and letter in result]
-  names = {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')}
-  return tuple(names.get(letter) for letter in kernel)
+  return (
+    inputs,
+    kernel,
+    result,
+    {**dict.fromkeys(contracted[:1], 'in'), **dict.fromkeys(made[:1], 'out')},
+  )
+
+
+def _general_result(layer: Any, rank: int) -> tuple[int, ...] | None:
+  """The dimensions of the output; batch dimensions would be between those of the argument."""
+  return None if _batch(layer) else tuple(range(rank - len(_outputs(layer)), rank))
+
+
+def _einsum_result(layer: Any) -> tuple[int, ...] | None:
+  """The last dimensions of the result that only the kernel has."""
+  if not layer.einsum_str:
+    return None
+  inputs, kernel, result, _ = _einsum_letters(layer)
+  made = [letter for letter in result if letter in kernel and letter not in inputs]
+  return tuple(map(kernel.index, made)) if made and result.endswith(''.join(made)) else None
 
 
 def _sequence(value: Any) -> Sequence[Any] | Mapping[Any, Any]:

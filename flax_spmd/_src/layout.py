@@ -26,8 +26,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src.active_layout import InForce, check_not_jitted
 from flax_spmd._src.data.common_values import check_arguments, check_choice, check_values
+from flax_spmd._src.data.data_shard import DataShard, data_shard_of
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.data.global_batches import Check, local_indices, local_to_global
+from flax_spmd._src.host_memory import check_memories, check_no_host
 from flax_spmd._src.jit.arguments import Arguments, closed_over
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
 from flax_spmd._src.jit.jitted import Jitted, P, Result
@@ -46,6 +48,7 @@ from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
+from flax_spmd._src.notebook_html import safe
 from flax_spmd._src.open_blocks import close_layout, open_layout
 from flax_spmd._src.plan import findings, placement_shardings
 from flax_spmd._src.plan.planner import common_spec, planner_for
@@ -106,6 +109,7 @@ class Layout:
     self._mesh = mesh if isinstance(mesh, (Mesh, AbstractMesh)) else make_mesh(mesh)
     self._rules = Rules.of(rules, **policies)
     self._rules.check_axes(axis_sizes(self._mesh))
+    check_memories(self._mesh, self._rules)
     self._strict = bool(strict)
     self._planner = planner_for(self._mesh, self._rules)
     self._in_force = InForce(self._mesh, self._rules, strict=self._strict)
@@ -155,6 +159,12 @@ class Layout:
   def __repr__(self) -> str:
     strict = ', strict=True' if self.strict else ''
     return f'Layout({describe(self._mesh)}, {self._rules!r}{strict})'
+
+  def _repr_html_(self) -> str:
+    strict = ', strict' if self.strict else ''
+    return (
+      f'<p>Layout on <code>{safe(describe(self._mesh))}</code>{strict}</p>{self._rules._repr_html_()}'
+    )
 
   def __copy__(self) -> Self:
     return self
@@ -546,6 +556,7 @@ class Layout:
       >>> sorted(device.id for device in new['second'].devices())
       [4, 5, 6, 7]
     """
+    check_no_host(self._rules, 'layout.pipeline_jit')
     options = {
       'donate_argnums': donate_argnums,
       'donate_argnames': donate_argnames,
@@ -718,6 +729,37 @@ class Layout:
     return treedef.unflatten(
       local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     )
+
+  def data_shard(self, placement: Any = 'batch') -> DataShard:
+    """The part of a data set that this process reads, as index and count for Grain, tf.data or Hugging Face's datasets.
+
+    `local_indices` serves every mesh; an index and a count only those in which every process holds one block of
+    rows, as it does by default. Processes that hold the same rows have the same index.
+
+    Args:
+      placement: logical name of the rows, or the placement of a whole batch: logical names or a PartitionSpec. Rows
+        are the first dimension.
+
+    Returns:
+      A `DataShard`: `index`, `count`, `processes`, and `local_size(rows)`, this process's rows of a batch.
+
+    Raises:
+      MeshError: the mesh is abstract.
+      LayoutError: a name has no rule, or the rows of a process are no block; the message lists the rows of all processes.
+
+    Example:
+      >>> layout = Layout({'data': 8}, (('batch', 'data'),))
+      >>> shard = layout.data_shard('batch')
+      >>> shard.index, shard.count, shard.local_size(256)
+      (0, 1, 256)
+      >>> records = range(1000)[shard.index :: shard.count]  # without a loader
+    """
+    placement_shardings.check_concrete(self._mesh)
+    placement = (placement,) if isinstance(placement, str) else placement
+    placement_shardings.check_row_placement(placement, self._planner)
+    rank = max(1, len(placement))
+    [sharding] = self._shardings(jax.ShapeDtypeStruct((self._mesh.size,) * rank, np.float32), placement)
+    return data_shard_of(sharding, rank, repr(placement))
 
   def check_processes(self, tree: Any = None, *, values: bool | Literal['part'] = False) -> None:
     """Checks that all processes have the same layout, shard `tree` alike and hold the same values in common.

@@ -297,9 +297,23 @@ def test_data_iterators_of_another_number_of_processes(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout) as manager:
     with pytest.raises(errors.CheckpointError) as caught:
       manager.resume(create, data=Batches())
-  assert str(caught.value) == dedent(f"""\
-    The number of processes differs: checkpoint {tmp_path / 'run' / '1'} has data iterator positions for 2, this job has 1.
-    Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.""")
+  assert (
+    str(caught.value)
+    == dedent(f"""\
+    The number of processes differs: checkpoint {tmp_path / 'run' / '1'} has data iterator positions for 2, this job has 1, which read other parts of the data.
+    Fix: pass data_from=, a function from the list of their positions to the one of this process; lambda states: states[0] where a position counts global batches.""")
+  )
+  received = []
+
+  def first(states):
+    received.append(states)
+    return states[0]
+
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    moved, trained = Batches(), Batches()
+    assert manager.resume(create, data=moved, data_from=first).step == 1
+  next(trained)
+  assert moved.get_state() == trained.get_state() and received == [2 * [moved.get_state()]]
 
 
 def test_an_unwritable_folder(layout, tmp_path):

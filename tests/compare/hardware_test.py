@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import flax_spmd as spmd
-from flax_spmd._src.compare.costs import cost, peak, seconds
+from flax_spmd._src.compare.costs import cost, coverage, peak, seconds
 from flax_spmd._src.compare.hardware import (
   chips,
   compiler_environment,
@@ -79,23 +79,24 @@ def test_every_chip_has_its_figures_and_sources():
       assert f'device_memory_size: {chip.memory}' in gpu_description(chip)
 
 
+MINE = dedent("""\
+  [x1]
+  platform = "cpu"
+  memory = 1000
+  bandwidth = 1e9
+  link = 1e9
+  network = 1e8
+  per_node = 2
+  efficiency = 0.5
+  hop = 0.0
+  flops = {bf16 = 1e12}
+  source = "made up"
+""")
+
+
 def test_user_chips(tmp_path):
   file = tmp_path / 'mine.toml'
-  file.write_text(
-    dedent("""\
-      [x1]
-      platform = "cpu"
-      memory = 1000
-      bandwidth = 1e9
-      link = 1e9
-      network = 1e8
-      per_node = 2
-      efficiency = 0.5
-      hop = 0.0
-      flops = {bf16 = 1e12}
-      source = "made up"
-    """)
-  )
+  file.write_text(MINE)
   assert parse_target('x1:4', str(file)).topology == (2, 2)
   assert 'h100' in chips(str(file)) and chips(file) == chips(str(file))
   file.write_text(file.read_text().replace('1e12', '2e12'))
@@ -203,13 +204,45 @@ def test_a_dtype_without_a_peak():
   assert peak(h100._replace(flops={'bf16': 3.0, 'f32': 1.0}), 'f64') == 1.0
 
 
+@pytest.mark.parametrize('spread', ['[0.9]', '[1.1, 0.9]', '[0.0, 1.0]'])
+def test_a_bracket_that_is_none(tmp_path, spread):
+  file = tmp_path / 'mine.toml'
+  file.write_text(MINE + f'spread = {spread}\n')
+  with pytest.raises(TargetDeviceError) as caught:
+    parse_target('x1:4', file)
+  assert str(caught.value) == (
+    f'{file}, [x1]: spread = {spread} and pace = 1.0 are no bracket.\n'
+    'Fix: give spread two factors, the lower one first, and pace one, all larger than 0.'
+  )
+
+
 def test_the_bracket():
   parsed = parse_target('h100:8')
-  counts = Counts(989e12 * 0.6, 3.35e12 / 2, (collective(wire=4.5e11 / 4),), (), ())
+  efficiency, (low, high) = parsed.chip.efficiency, parsed.chip.spread
+  counts = Counts(989e12 * efficiency, 3.35e12 / 2, (collective(wire=4.5e11 / 4),), (), ())
   bracket = cost(counts, parsed, {'data': 8})
-  assert bracket.compute == pytest.approx(1.0) and bracket.memory == pytest.approx(0.5)
+  assert bracket.compute == pytest.approx(1.0) and bracket.memory == pytest.approx(0.4)
   assert bracket.links[('data',)] == pytest.approx(0.25, rel=1e-3)
-  assert bracket.low == pytest.approx(1.0) and bracket.high == pytest.approx(1.75, rel=1e-3)
+  together = lambda exponent: (1 + 0.4**exponent + 0.25**exponent) ** (1 / exponent)
+  assert bracket.low == pytest.approx(low * together(1.5), rel=1e-3)
+  assert bracket.high == pytest.approx(high * together(1.3), rel=1e-3)
   assert bracket.bound == 'compute'
   slow = cost(counts._replace(collectives=(collective(wire=4.5e12),)), parsed, {'data': 8})
   assert slow.bound == 'data'
+  assert slow.low == pytest.approx(
+    low * 10, rel=1e-2
+  )  # longer than any that is published: all may overlap,
+  assert slow.high == pytest.approx(high * 11.4, rel=1e-2)  # or nothing
+  paced = parsed._replace(chip=parsed.chip._replace(pace=2.0, spread=(0.9, 1.1)))
+  assert cost(counts, paced, {'data': 8}).low == pytest.approx(2 * 0.9 / low * bracket.low)
+
+
+def test_every_page_says_how_far_brackets_can_be_trusted():
+  h100, b200 = chips()['h100'], chips()['b200']
+  assert coverage(h100) == (
+    'Time brackets: of 37 published steps, 36 lie in their bracket when it is fitted to the others, and none is faster.'
+  )
+  assert coverage(b200) == 'Time brackets: a guess, since no published step of b200 was compared.'
+  assert coverage(h100._replace(pace=1.25)) == (
+    'Time brackets: calibrated by measured steps, which take 1.25 x the expected time.'
+  )

@@ -144,7 +144,7 @@ class Named(nn.Module):
 
 
 def test_what_an_author_has_decided_stays():
-  """Names or constraints, replicated parameters, a returned batch, and a step for one batch size."""
+  """Names or constraints, replicated parameters, and a returned batch."""
   create, step = MODELS['unrolled']
   batch, state = arguments('unrolled', LAYOUT), LAYOUT.init(create)
 
@@ -152,9 +152,6 @@ def test_what_an_author_has_decided_stays():
     return str(layout.jit(step).trace(*args).jaxpr), str(
       layout.jit(step, constrain_batch=False).trace(*args).jaxpr
     )
-
-  def for_16(state, batch):
-    return step(state, (batch[0].reshape(16, 32), batch[1]))
 
   def same(state, batch):
     return step(state, batch), batch
@@ -169,7 +166,26 @@ def test_what_an_author_has_decided_stays():
   ):
     one, other = program(layout, each, *args)
     assert one == other
-  assert constraints(LAYOUT.jit(for_16), state, *batch) == 0
+
+
+def test_a_step_that_has_the_size_of_its_batch_as_a_constant():
+  """Dimensions of that size are the batch, unless a parameter has one too."""
+  create, step = MODELS['unrolled']
+  batch, state = arguments('unrolled', LAYOUT), LAYOUT.init(create)
+
+  def for_16(state, batch):
+    return step(state, (batch[0] * jnp.ones((16, 32)), batch[1]))
+
+  explanation = LAYOUT.jit(for_16).explain(state, *batch)
+  kinds = {kind.split()[0] for kind in explanation.by_kind}
+  assert kinds <= {'all-gather', 'all-reduce', 'reduce-scatter'}
+  new, loss = LAYOUT.jit(for_16)(state, *batch)
+  plain, expected = jax.jit(step)(LAYOUT.gather(state), (X, Y))
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  for one, other in zip(jax.tree.leaves(new), jax.tree.leaves(plain), strict=True):
+    np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+  ambiguous = LAYOUT.shard({'w': np.ones((32, 16), np.float32)})
+  assert constraints(LAYOUT.jit(lambda w, x: (x * jnp.ones((16, 32))) @ w['w']), ambiguous, X) == 0
 
 
 W = {'up': np.linspace(0, 1, 32 * 64, dtype=np.float32).reshape(32, 64)}

@@ -347,3 +347,50 @@ def test_a_busy_path_is_reported_by_every_process(tmp_path, monkeypatch):
     saving.result()
   assert [kind for kind, *_ in results] == 2 * ['CheckpointBusyError']
   assert results[0][1] == results[1][1]
+
+
+ANY_DEVICES = """
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from safetensors.numpy import save_file
+rows = layout.mesh.devices  # each has those of a process
+meshes = [Mesh(row, ('x',)) for row in rows] + [Mesh(each.ravel(), ('x',)) for each in (rows[1, ::-1], rows, rows.T[::-1])]
+rng = np.random.default_rng(0)
+stack, biases = rng.standard_normal((8, 16, 8), np.float32), rng.integers(0, 99, 8).astype(np.int16)
+keys = jax.random.split(jax.random.key(7), 8)
+saved = {'layers': {'w': stack, 'b': biases, 'key': keys}, 'tied': stack[0]}
+state = jax.jit(lambda: saved, out_shardings=NamedSharding(layout.mesh, P()))()
+checkpoint.save(folder + '/plain', state, layout)
+checkpoint.save(folder + '/packed', state, layout, pack=1000)
+checkpoint.save_safetensors(folder + '/hf', {'layers': {'w': stack, 'b': biases}, 'tied': stack[0]})
+
+def drawn(like):
+  spec = P('x') if like.ndim and rng.integers(2) else P()
+  sharding = NamedSharding(meshes[rng.integers(len(meshes))], spec)
+  return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+def is_equal(array, expected):
+  plain = jax.random.key_data if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else np.asarray
+  return all(np.array_equal(plain(s.data), plain(expected[s.index[:array.ndim]])) for s in array.addressable_shards)
+
+for number, path in enumerate(3 * ['/plain', '/packed', '/hf']):
+  layers = {name: x for name, x in saved['layers'].items() if path != '/hf' or name != 'key'}
+  whole = number > 5  # no leaf is sliced
+  expected = {'layers': layers} if whole else {f'layers_{i}': {name: x[i] for name, x in layers.items()} for i in range(8)}
+  expected |= {'tied': stack[0], 'again': stack[0]}
+  changes = checkpoint.Changes(renames={'tied': ['tied', 'again']}, stacks={} if whole else {'layers': ('layers_{}', 0)})
+  restored = checkpoint.restore(folder + path, jax.tree.map(drawn, expected), changes=changes)
+  report(jax.tree.map(is_equal, restored, expected))
+
+report(text_of(lambda: checkpoint.save(folder + '/own', {'a': jnp.ones(8), 'b': np.ones(8)}, layout))[:2])
+"""
+
+
+@pytest.mark.slow
+def test_slices_of_one_array_and_tied_arrays_for_devices_of_any_processes(tmp_path):
+  fix = 'Fix: shard it over devices of all processes, as layout.shard does; or pass numpy arrays, equal in all of them.'
+  for process, result in enumerate(run(ANY_DEVICES, tmp_path)):
+    *equal, error = result.reported
+    assert len(equal) == 9
+    for each in equal:
+      assert jax.tree.leaves(each) == [True] * len(jax.tree.leaves(each))
+    assert error == ['CheckpointError', f'a is on devices of process {process} alone.\n{fix}']

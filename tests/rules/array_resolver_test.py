@@ -232,8 +232,9 @@ CLAUSES = st.recursive(
     avoid=st.sampled_from(['', 'w', 'x']),
   )
   | st.sampled_from([by_shape, by_path, by_optimizer]),
-  lambda inner: st.tuples(
-    PATTERNS, st.lists(inner, max_size=4).map(lambda clauses: spmd.Rules(*clauses))
+  lambda inner: (
+    st.tuples(PATTERNS, st.lists(inner, max_size=4).map(lambda clauses: spmd.Rules(*clauses)))
+    | inner.map(spmd.host)
   ),
   max_leaves=8,
 )

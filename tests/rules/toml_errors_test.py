@@ -44,7 +44,7 @@ def test_invalid_tables_in_a_file(clause, text):
 
 
 FORMS = (
-  '["name", "axis"], {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"}, {optimizer_over = "axis"} or '
+  '["name", "axis"], {host = {...}}, {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"}, {optimizer_over = "axis"} or '
   '{annotation = "name", ...} with one of spec, rules, fsdp and optimizer_over'
 )
 
@@ -95,7 +95,7 @@ def test_rules_with_values_of_the_wrong_kind(rule):
       '["batch", 3]',
       "rules: Rule 0 is ('batch', 3), which is not a rule.\nFix: write every rule as ('logical name', mesh axes), "
       "('path regex', PartitionSpec), ('path regex', Rules), ('@annotation', PartitionSpec), fsdp(...), "
-      'optimizer_over(...) or a function of a leaf.',
+      'optimizer_over(...), host(...) or a function of a leaf.',
     ),
     (
       '["@grads", "data"]',

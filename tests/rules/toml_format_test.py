@@ -131,8 +131,9 @@ CLAUSES = st.recursive(
   | st.tuples(PATHS, SPECS)
   | FILLS
   | st.tuples(NAME.map('@{}'.format), SPECS | FILLS),
-  lambda inner: st.tuples(
-    PATHS | NAME.map('@{}'.format), st.lists(inner, max_size=3).map(lambda c: spmd.Rules(*c))
+  lambda inner: (
+    st.tuples(PATHS | NAME.map('@{}'.format), st.lists(inner, max_size=3).map(lambda c: spmd.Rules(*c)))
+    | inner.filter(lambda clause: not str(clause).startswith(("('@", "host(('@"))).map(spmd.host)
   ),
   max_leaves=6,
 )
@@ -340,7 +341,7 @@ def test_a_clause_that_means_nothing():
     text
     == dedent("""\
     The layout file has a rule rules.clauses[2] that means nothing: {'pth': 'kernel$', 'spec': []}. Did you mean 'path'?
-    Fix: write ["name", "axis"], {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"}, {optimizer_over = "axis"} or {annotation = "name", ...} with one of spec, rules, fsdp and optimizer_over.""")
+    Fix: write ["name", "axis"], {host = {...}}, {path = "regex", spec = [...]}, {path = "regex", rules = {...}}, {fsdp = "axis"}, {optimizer_over = "axis"} or {annotation = "name", ...} with one of spec, rules, fsdp and optimizer_over.""")
   )
 
 

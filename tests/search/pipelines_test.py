@@ -19,7 +19,7 @@ from flax_spmd.pipeline import GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from tests.compare.pipelines_test import BATCH, OPTIMIZER, TARGET, Model, create, step
 
 UNMARKED = {'marked': (False,)}
-NAME = 'OneFOneB(ranks=4): stage 4, '
+NAME = 'OneFOneB(ranks=4): stage=4,'
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -1,6 +1,7 @@
 """The search with a formula as its estimator, so that the best layout is known."""
 
 import functools
+import html
 import json
 import math
 import signal
@@ -384,7 +385,8 @@ def test_as_text(tmp_path):
   )
   record = json.loads(result.to_json())
   assert record['best'] == result.best.name and len(record['estimates']) == len(result.estimates)
-  result.to_html(tmp_path / 'page.html')
+  text = result.to_html(tmp_path / 'page.html')
+  assert text == result.to_html() and html.escape(text) in result._repr_html_()
   page = (tmp_path / 'page.html').read_text()
   assert 'Search for cpu:8' in page and 'Effect of each rule' in page and 'class="grid"' in page
   assert 'class="limit"' not in page  # the budget is far from all layouts

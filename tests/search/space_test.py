@@ -57,7 +57,7 @@ def test_a_candidate_as_a_layout():
   layout = layout_of(candidate, BATCH)
   assert dict(layout.mesh.shape) == {'replica': 4, 'data': 8, 'model': 2}
   assert layout.rules == spmd.Rules(('batch', ('replica', 'data')), ('mlp', 'model'), spmd.fsdp('data'))
-  text = 'replica 4, data 8, model 2: batch replica+data; mlp model; fsdp data; remat=full'
+  text = 'replica=4,data=8,model=2: batch=replica,data mlp=model fsdp=data remat=full'
   assert text_of(candidate, BATCH) == text
 
 
@@ -71,7 +71,7 @@ def test_axes_for_the_optimizer_are_added_to_those_of_the_names():
 def test_a_candidate_with_paths():
   candidate = one(8, 8, rules={'batch': (0,)}, path_rules=(('(^|/)wi$', 2, 1, (1,)),))
   assert rules_of(candidate, BATCH) == spmd.Rules(('batch', 'data'), ('(^|/)wi$', P(None, 'model')))
-  assert text_of(candidate, BATCH) == 'data 8, model 8: batch data; (^|/)wi$ [1] model'
+  assert text_of(candidate, BATCH) == 'data=8,model=8: batch=data (^|/)wi$[1]=model'
 
 
 def test_axes_are_named_by_their_use():

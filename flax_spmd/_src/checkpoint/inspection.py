@@ -21,6 +21,7 @@ from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_co
 from flax_spmd._src.checkpoint.storage.source import read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.multihost import joint
+from flax_spmd._src.notebook_html import bullets, collapsed, plain_table, preformatted, safe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import CheckpointError
@@ -67,7 +68,7 @@ class CheckpointSummary(NamedTuple):
     from rich.table import Table
 
     table = Table(box=None, header_style='bold')
-    for title in ('path', 'array', 'saved spec', 'bytes', 'checksum'):
+    for title in _TITLES:
       table.add_column(title, overflow='fold')
     for path, leaf in self.record.leaves.items():
       array = str(leaf.value) if leaf.value is not None else named(leaf)
@@ -78,6 +79,24 @@ class CheckpointSummary(NamedTuple):
     kinds += self.record.unreadable.values()
     return Group(self.title, table, *kinds, (self.record.layout or '').rstrip())
 
+  def _repr_html_(self) -> str:
+    rows = [
+      tuple(
+        map(
+          safe,
+          (
+            path,
+            leaf.value if leaf.value is not None else named(leaf),
+            _spec_text(leaf),
+            size_text(leaf.bytes),
+          ),
+        )
+      )
+      for path, leaf in self.record.leaves.items()
+    ]
+    layout = collapsed('layout', preformatted(self.record.layout.rstrip())) if self.record.layout else ''
+    return f'<p>{safe(self.title)}</p>{plain_table(_TITLES[:4], rows) if rows else ""}{layout}'
+
   def __str__(self) -> str:
     from rich.console import Console
 
@@ -85,6 +104,23 @@ class CheckpointSummary(NamedTuple):
     with console.capture() as captured:
       console.print(self, markup=False, highlight=False, soft_wrap=True)
     return '\n'.join(line.rstrip() for line in captured.get().splitlines())
+
+
+_TITLES = ('path', 'array', 'saved spec', 'bytes', 'checksum')
+
+
+class CheckpointList(list[CheckpointSummary]):
+  """The checkpoints in a folder; a notebook shows one a line, which unfolds."""
+
+  def _repr_html_(self) -> str:
+    return ''.join(collapsed(each.title, each._repr_html_()) for each in self) or 'No checkpoints.'
+
+
+class CheckpointDifferences(list[str]):
+  """The differences between two checkpoints; a notebook shows one a line."""
+
+  def _repr_html_(self) -> str:
+    return bullets(self) or 'No differences.'
 
 
 def named(leaf: LeafRecord) -> str:
@@ -127,7 +163,7 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
 
 
 @set_module('flax_spmd.checkpoint')
-def ls(root: str | os.PathLike[str]) -> list[CheckpointSummary]:
+def ls(root: str | os.PathLike[str]) -> CheckpointList:
   """Summarizes the checkpoints in a folder, sorted by name, numeric names by value.
 
   A checkpoint that cannot be read is listed with its error.
@@ -152,7 +188,7 @@ def ls(root: str | os.PathLike[str]) -> list[CheckpointSummary]:
     checkpoints_in(folder),
     key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name),
   )
-  return [_summary(folder / name) for name in names]
+  return CheckpointList(_summary(folder / name) for name in names)
 
 
 def _summary(path: epath.Path) -> CheckpointSummary:
@@ -163,7 +199,7 @@ def _summary(path: epath.Path) -> CheckpointSummary:
 
 
 @set_module('flax_spmd.checkpoint')
-def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> CheckpointDifferences:
   """Compares two checkpoints by their records, contents by their checksums. Reads no arrays.
 
   Args:
@@ -199,7 +235,7 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str
   ]
   if a.layout != b.layout:
     lines.append('the layouts differ')
-  return lines
+  return CheckpointDifferences(lines)
 
 
 def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_spmd._src.checkpoint.matching.routes import Route, evaluated
+from flax_spmd._src.checkpoint.storage.host_shards import put
 from flax_spmd.errors import CheckpointError
 
 
@@ -84,7 +85,7 @@ def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[An
     return [_placed(parts[0], targets[0])]
   on_devices = all(isinstance(part, jax.Array) for part in parts)
   placed = [*(getattr(part, 'sharding', None) for part in parts), *shardings]
-  orders = {_devices(each) for each in placed if each is not None}
+  orders = {device_order(each) for each in placed if each is not None}
   if on_devices and len(orders) > 1 and all(part.is_fully_addressable for part in parts):
     # Layers go to the stages of a pipeline, say.
     parts, on_devices = [_as_numpy(part) for part in parts], False
@@ -96,7 +97,7 @@ def _convert(parts: Sequence[Any], routes: Sequence[Route], targets: Sequence[An
   return _program(numbered, dtypes, shardings)(parts)
 
 
-def _devices(sharding: Any) -> tuple[Any, ...]:
+def device_order(sharding: Any) -> tuple[Any, ...]:
   """The devices of a sharding, in the order of its mesh. The arrays of one program have them in one order."""
   mesh = getattr(sharding, 'mesh', None)
   return tuple(sharding.device_set if mesh is None else mesh.devices.flat)
@@ -116,7 +117,10 @@ def _placed(part: Any, target: Any) -> Any:
   if sharding is None:
     return part
   is_placed = isinstance(part, jax.Array) and part.sharding.is_equivalent_to(sharding, part.ndim)
-  return part if is_placed else jax.device_put(part, sharding)
+  if is_placed:
+    return part
+  is_shared = isinstance(part, jax.Array) and not part.is_fully_addressable
+  return jax.device_put(part, sharding) if is_shared else put([part], [sharding])[0]
 
 
 def _numbered(route: Route, numbers: dict[str, str]) -> Route:
@@ -139,18 +143,22 @@ def _program(routes: tuple[Route, ...], dtypes: tuple[str, ...], shardings: tupl
 def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   """A conversion to or from a numpy array or a Python number."""
   leaves = dict(zip(dict.fromkeys(route.sources), parts, strict=True))
-  result = evaluated(route, lambda source: _as_numpy(leaves[source]), np)
+  of_keys = any(map(_is_key, parts))
+  result = evaluated(route, lambda source: _as_numpy(leaves[source]), jnp if of_keys else np)
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())
-  result = _cast(np.asarray(result), target.dtype)
+  result = _as_numpy(result) if _is_key(result) else _cast(np.asarray(result), target.dtype)
   sharding = getattr(target, 'sharding', None)
-  return result if sharding is None else jax.device_put(result, sharding)
+  return result if sharding is None else put([result], [sharding])[0]
 
 
 def _as_numpy(leaf: Any) -> Any:
-  """A leaf as a numpy array; typed keys, which numpy lacks, as they are."""
-  is_key = jax.dtypes.issubdtype(getattr(leaf, 'dtype', None), jax.dtypes.prng_key)
-  return leaf if is_key else np.asarray(leaf)
+  """A leaf as a numpy array; typed keys, which numpy lacks, on a device of this process."""
+  return jax.device_put(leaf, jax.local_devices()[0]) if _is_key(leaf) else np.asarray(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+  return jax.dtypes.issubdtype(getattr(leaf, 'dtype', None), jax.dtypes.prng_key)
 
 
 def _cast(array: np.ndarray, dtype: Any) -> np.ndarray:

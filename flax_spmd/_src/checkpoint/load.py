@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
+from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves, device_order
 from flax_spmd._src.checkpoint.matching.placements_of_routes import moves_only, placements
 from flax_spmd._src.checkpoint.matching.routes import Route, record_of
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
@@ -60,8 +60,11 @@ def load(
   results = _arranged(reader, values, routes, memory)
   requests: dict[str, Any] = {}
   others = {path: route for path, route in routes.items() if path not in results}
+  on_hosts = _read_on_hosts(others, values)
   for path, route in others.items():
     for saved, request in _requests(records, route, values[path]):
+      if saved in on_hosts and hasattr(request, 'sharding'):
+        request = request.update(sharding=None)
       if records[saved].value is None:
         requests.setdefault(saved, request)
   leaves, damage = read_verified(reader, requests, verify=verify, memory=memory)
@@ -74,6 +77,26 @@ def load(
   results |= converted_leaves(values, whole, leaves)
   _check(reader, {path: values[path] for path in routes if path in whole or path in results}, results)
   return [results.get(path, values[path]) for path in values], damage
+
+
+def _read_on_hosts(routes: Mapping[str, Route], values: Mapping[str, Any]) -> set[str]:
+  """The saved leaves that every process of several reads as a whole, since their targets are on different devices.
+
+  No process could slice an array on the devices of one target for another. All sources of a leaf are read alike.
+  """
+  if jax.process_count() == 1:
+    return set()
+  orders: dict[str, set[Any]] = {}
+  for path, route in routes.items():
+    sharding = getattr(values[path], 'sharding', None)
+    for source in route.sources if sharding is not None else ():
+      orders.setdefault(source, set()).add(device_order(sharding))
+  found = {source for source, each in orders.items() if len(each) > 1}
+  before = -1
+  while before < len(found):
+    before = len(found)
+    found |= {each for route in routes.values() if found & set(route.sources) for each in route.sources}
+  return found
 
 
 def _arranged(

@@ -26,7 +26,7 @@ from flax_spmd._src.checkpoint.restore import restore_with
 from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
 from flax_spmd._src.checkpoint.save import SaveRequest, start_save
 from flax_spmd._src.checkpoint.steps import data_positions
-from flax_spmd._src.checkpoint.steps.data_positions import DataIterator
+from flax_spmd._src.checkpoint.steps.data_positions import DataIterator, MergedPositions
 from flax_spmd._src.checkpoint.steps.preemption import Preemption
 from flax_spmd._src.checkpoint.steps.root_writer import RootWriter
 from flax_spmd._src.checkpoint.steps.run_history import RunHistory
@@ -273,6 +273,7 @@ class Manager:
     fn: Callable[..., State] | Plan[State],
     *args: Any,
     data: DataIterator | None = None,
+    data_from: MergedPositions | None = None,
     boxed: bool = True,
     **kwargs: Any,
   ) -> ResumedState[State]:
@@ -282,6 +283,7 @@ class Manager:
       fn: function that creates a state, or its plan; see `layout.plan`.
       *args, **kwargs, boxed: see `layout.plan`.
       data: iterator, or its `prefetch`, to move to its saved position.
+      data_from: see `restore`.
 
     Returns:
       The number of completed steps, 0 for a new state, and the state.
@@ -296,7 +298,7 @@ class Manager:
     with joint('resume', f'The restore from {self.root}'):
       self.wait()
       is_new = not in_first(self._folder.steps)
-    return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data)
+    return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data, data_from=data_from)
 
   def _layout_or_plan(self, state: Any) -> Layout | Plan:
     """The plan of this run, if this is its state."""
@@ -316,6 +318,7 @@ class Manager:
     *,
     step: int | None = None,
     data: DataIterator | None = None,
+    data_from: MergedPositions | None = None,
     **options: Unpack[RecordRestoreOptions],
   ) -> ResumedState[Any]: ...
   @overload
@@ -325,6 +328,7 @@ class Manager:
     *,
     step: int | None = None,
     data: DataIterator | None = None,
+    data_from: MergedPositions | None = None,
     **options: Unpack[RestoreOptions],
   ) -> ResumedState[State]: ...
   @overload
@@ -334,6 +338,7 @@ class Manager:
     *,
     step: int | None = None,
     data: DataIterator | None = None,
+    data_from: MergedPositions | None = None,
     **options: Unpack[RestoreOptions],
   ) -> ResumedState[State]: ...
   def restore(
@@ -342,6 +347,7 @@ class Manager:
     *,
     step: int | None = None,
     data: DataIterator | None = None,
+    data_from: MergedPositions | None = None,
     changes: Changes = NO_CHANGES,
     **options: Any,
   ) -> ResumedState:
@@ -352,6 +358,8 @@ class Manager:
       step: step to restore; default: the newest. If that is damaged, it is renamed with a warning, and
         the checkpoint before it is restored.
       data: iterator, or its `prefetch`, to move to its saved position.
+      data_from: function from the list of positions of all processes that saved to the position of this process;
+        called only in a job of another number of processes.
       changes: differences between checkpoint and target to allow.
       **options: other arguments of `restore`.
 
@@ -371,7 +379,7 @@ class Manager:
       if target is None and not options.keys() & {'mesh', 'rules'}:
         options.setdefault('layout', self.layout)
       if step is not None:
-        return self._restored(step, target, data, options)
+        return self._restored(step, target, (data, data_from), options)
       failed: list[int] = []
       while True:
         untried = [number for number in in_first(self._folder.steps) if number not in failed]
@@ -380,14 +388,19 @@ class Manager:
             f'There are no checkpoints in {self.root} yet.\nFix: call resume, which creates a state if there are none.'
           )
         try:
-          return self._restored(untried[-1], target, data, options)
+          return self._restored(untried[-1], target, (data, data_from), options)
         except (CheckpointDamagedError, CheckpointNotFoundError) as error:
           failed.append(untried[-1])
           self._skip(untried[-1], error, failed)
 
   def _restored(
-    self, step: int, target: Any, data: DataIterator | None, options: dict[str, Any]
+    self,
+    step: int,
+    target: Any,
+    moved: tuple[DataIterator | None, MergedPositions | None],
+    options: dict[str, Any],
   ) -> ResumedState[Any]:
+    data, data_from = moved
     path = self._folder.path(step)
     if in_first(lambda: self._folder.is_unchecked(step)):
       warnings.warn(
@@ -406,7 +419,7 @@ class Manager:
         f'Step {step} of {self.root} was removed while it was being restored.\nFix: restore a newer one.'
       ) from error
     if data is not None:
-      data_positions.move(data, stored, path)
+      data_positions.move(data, stored, path, data_from)
     return ResumedState(step, state)
 
   def _skip(self, step: int, error: CheckpointError, failed: list[int]) -> None:

@@ -14,8 +14,8 @@ def name_lines(name: str) -> list[str]:
   """A name in lines that fit beside a chart; the end of a very long one is left out.
 
   Example:
-    >>> name_lines('data 8, model 4: batch data; heads mlp model; fsdp data')
-    ['data 8, model 4: batch data; heads mlp', 'model; fsdp data']
+    >>> name_lines('data=8,model=4: batch=data heads,mlp=model fsdp=data')
+    ['data=8,model=4: batch=data heads,mlp=model', 'fsdp=data']
   """
   return textwrap.wrap(name, _WIDEST, max_lines=_MOST_LINES, placeholder=' …') or ['']
 

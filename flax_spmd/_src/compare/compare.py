@@ -181,7 +181,7 @@ def _step_outcome(name: str, lowered: LoweredStep, result: CompileResult, target
     lowered.layout,
     Memory(*parts, temporaries, peak, host),
     result.counts,
-    cost(result.counts, target, lowered.mesh, lowered.dtype),
+    cost(result.counts, target, lowered.mesh, lowered.dtype, host),
     peak <= target.chip.memory,
     None,
     lowered,

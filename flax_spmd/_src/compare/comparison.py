@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flax_spmd._src.compare.costs import Cost
+from flax_spmd._src.compare.costs import Cost, coverage
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.html_report import page
 from flax_spmd._src.compare.outcome import Memory, Outcome, collective_text, record
 from flax_spmd._src.hlo.counts import Collective, Counts
+from flax_spmd._src.notebook_html import (
+  collapsed,
+  collapsed_page,
+  plain_table,
+  preformatted,
+  safe,
+  written_page,
+)
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text, time_text
 from flax_spmd.errors import TargetDeviceError, did_you_mean
@@ -127,14 +134,32 @@ class Comparison:
     """The comparison as JSON text, with bytes and seconds per device and step."""
     return json.dumps(self.record(), indent=2)
 
-  def to_html(self, path: str | os.PathLike[str]) -> None:
-    """Writes a self-contained HTML report with tables and charts."""
-    Path(path).write_text(page(self), encoding='utf-8')
+  def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+    """A self-contained HTML report with tables and charts.
+
+    Args:
+      path: file to write; None: only the text is returned.
+    """
+    return written_page(page(self), path)
+
+  def __repr__(self) -> str:
+    names = ', '.join(outcome.name for outcome in self.outcomes)
+    return f'<comparison of {names} on {self.target.text}>'
+
+  def _repr_html_(self) -> str:
+    cells = [tuple(map(safe, self._cells(outcome))) for outcome in self.outcomes]
+    rows = [(*row, *[''] * (len(_TITLES) - len(row))) for row in cells]
+    details = preformatted('\n'.join(self._details()))
+    return (
+      f'<p>{safe(self._title())}</p>{plain_table(_TITLES, rows)}{collapsed("collectives and findings", details)}'
+      f'{collapsed_page("report", page(self))}'
+    )
 
   def __rich__(self) -> RenderableType:
     from rich.console import Group
 
-    return Group(self._title(), self._table(), *self._details(), *filter(None, [self.note]))
+    notes = filter(None, [self.note, coverage(self.target.chip)])
+    return Group(self._title(), self._table(), *self._details(), *notes)
 
   def _title(self) -> str:
     chip = self.target.chip
@@ -148,18 +173,7 @@ class Comparison:
 
     several = ['from'] if ', ' in self.source else []  # a single source is in the title
     table = Table(box=None, header_style='bold')
-    for title in (
-      'layout',
-      'fits',
-      'memory',
-      'state',
-      'temporaries',
-      'FLOPs',
-      'on the wire',
-      'time',
-      'bound by',
-      *several,
-    ):
+    for title in (*_TITLES, *several):
       table.add_column(title, overflow='fold')
     for outcome in self.outcomes:
       table.add_row(*self._cells(outcome), *([outcome.source] if several else []))
@@ -252,3 +266,16 @@ def _change(kind: str, before: float, after: float) -> str:
   if not after:
     return f'no {kind}'
   return f'{kind}, {size_text(after)} instead of {size_text(before)}' if before else f'{kind}'
+
+
+_TITLES = (
+  'layout',
+  'fits',
+  'memory',
+  'state',
+  'temporaries',
+  'FLOPs',
+  'on the wire',
+  'time',
+  'bound by',
+)

@@ -276,7 +276,8 @@ def cache_folder() -> Path:
 def cache_key(program: LoweredStep, target: Target) -> str:
   """A digest of a program, its target and all versions involved."""
   versions = [jaxlib_version(), *map(_version, ('libtpu', 'jax-cuda12-plugin', 'flax-spmd'))]
-  about = [_FORMAT, program.identity, target, list(program.mesh.items()), versions]
+  chip = target.chip._replace(efficiency=1.0, pace=1.0, spread=())  # figures of times, not of programs
+  about = [_FORMAT, program.identity, target._replace(chip=chip), list(program.mesh.items()), versions]
   return hashlib.sha256(repr(about).encode()).hexdigest()[:40]
 
 

@@ -1,11 +1,14 @@
 """Costs: a bracket for the time of a step, from its counts and the target's figures (roofline).
 
-It is a bracket, not a prediction. A step has three parts: matrix products (FLOPs over the reachable share of
-the peak), memory (bytes over the bandwidth of HBM) and communication (bytes over the bandwidth of the
-links). The low end assumes that they overlap fully, so it is the slowest part; the high end assumes no
-overlap, so it is their sum. The formulas are from "How to Scale Your Model"
-(https://jax-ml.github.io/scaling-book/roofline/ and /sharding/); the bytes that a collective sends are
-computed by `hlo.collectives.wire`.
+A step has three parts: products (FLOPs over the reachable share of the peak), memory (bytes over the bandwidth of HBM)
+and communication (bytes over the bandwidth of the links), transfers to and from host memory included. Programs overlap
+them in part. The expected time is the p-norm of the parts: 1 would add them up, and infinity would take the slowest.
+
+The reachable shares, the exponent and the width of the bracket are fitted to published step times of JAX programs
+(`benchmarks/published.toml`), each predicted by the others. Where communication takes longer than in any of them,
+the bracket is wider. The formulas of the parts are from "How to Scale Your Model"
+(https://jax-ml.github.io/scaling-book/roofline/ and /sharding/); the bytes that a collective sends are computed by
+`hlo.collectives.wire`.
 """
 
 from __future__ import annotations
@@ -20,17 +23,26 @@ from flax_spmd._src.hlo.counts import Collective, Counts
 
 _FALLBACK = {'f8': 'bf16', 'int8': 'bf16', 'f16': 'bf16'}  # dtype used by chips without the faster one
 _PART = re.compile(r'(.*)\[(\d+)/(\d+)\]\Z')
+HOST_LINK = ('host memory',)  # beside the tuples of mesh axes
+# Fitted to published step times; `benchmarks/published_steps.py` does it again.
+EXPECTED = 1.3  # exponent of the norm
+HBM_SHARE = 0.8  # of the traffic that is counted, the part that is not cached
+PUBLISHED, INSIDE = 37, 36  # published steps, and those in the bracket that is fitted to the others
+# Exponents at the ends of a bracket: as published, and where communication takes longer than in any published step.
+_OVERLAPPED, _SERIAL = (1.5, 4.0), (1.3, 1.0)
+_KNOWN, _UNKNOWN = 0.6, 1.6  # time of communication over that of products, at which each of them holds
 
 
 class Cost(NamedTuple):
   """The time of a step, in seconds.
 
   Attributes:
-    compute: time of the matrix products, at the reachable share of the peak.
+    compute: time of the products, at the reachable share of the peak.
     memory: time to read and write HBM.
-    links: time of communication per tuple of mesh axes.
-    low: time of the step if everything overlaps.
-    high: time of the step if nothing overlaps.
+    links: time of communication per tuple of mesh axes; of arrays that are in the host's memory between steps, under
+      `HOST_LINK`.
+    low: least time of the step; no published step is faster.
+    high: time of the step if little overlaps.
     bound: slowest part: `compute`, `memory`, or the mesh axes of the slowest communication.
   """
 
@@ -42,7 +54,9 @@ class Cost(NamedTuple):
   bound: str
 
 
-def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = 'bf16') -> Cost:
+def cost(
+  counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = 'bf16', host_bytes: int = 0
+) -> Cost:
   """The time bracket of a step.
 
   Args:
@@ -50,19 +64,64 @@ def cost(counts: Counts, target: Target, mesh: Mapping[str, int], dtype: str = '
     target: the hardware.
     mesh: size per mesh axis, in order; devices along the last axis are adjacent.
     dtype: dtype of the operands of the matrix products.
+    host_bytes: bytes that the step reads from the host's memory, and writes back to it.
   """
   chip = target.chip
   compute = counts.flops / (peak(chip, dtype) * chip.efficiency)
-  memory = counts.hbm_bytes / chip.bandwidth
+  memory = HBM_SHARE * counts.hbm_bytes / chip.bandwidth
   links: dict[tuple[str, ...], float] = {}
   for one in counts.collectives:
     links[one.axes] = links.get(one.axes, 0.0) + seconds(one, target, mesh)
+  if host_bytes:
+    links[HOST_LINK] = 2 * host_bytes / chip.host
   communication = sum(links.values())
   parts = {'compute': compute, 'memory': memory, 'communication': communication}
   slowest = max(parts, key=lambda name: parts[name])
   if slowest == 'communication':
     slowest = '+'.join(max(links, key=lambda axes: links[axes])) or 'communication'
-  return Cost(compute, memory, links, max(parts.values()), sum(parts.values()), slowest)
+  low, high = (
+    chip.pace * factor * together(list(parts.values()), exponent)
+    for factor, exponent in zip(chip.spread, exponents(compute, communication), strict=True)
+  )
+  return Cost(compute, memory, links, low, high, slowest)
+
+
+def exponents(compute: float, communication: float) -> tuple[float, float]:
+  """The exponents at both ends of a bracket."""
+  ratio = communication / compute if compute else math.inf
+  doubt = min(1.0, max(0.0, (ratio - _KNOWN) / (_UNKNOWN - _KNOWN)))
+  low, high = (known + doubt * (other - known) for known, other in (_OVERLAPPED, _SERIAL))
+  return low, high
+
+
+def coverage(chip: Chip) -> str:
+  """A sentence on how far the time brackets of a chip can be trusted."""
+  if chip.pace != 1.0:
+    return (
+      f'Time brackets: calibrated by measured steps, which take {chip.pace:.2f} x the expected time.'
+    )
+  if chip.spread == Chip._field_defaults['spread']:
+    return f'Time brackets: a guess, since no published step of {chip.name} was compared.'
+  return (
+    f'Time brackets: of {PUBLISHED} published steps, {INSIDE} lie in their bracket when it is fitted to the others, '
+    'and none is faster.'
+  )
+
+
+def together(parts: Sequence[float], exponent: float) -> float:
+  """The time of parts that overlap: their p-norm, between the slowest and the sum.
+
+  Example:
+    >>> together([3.0, 4.0], 1.0), together([3.0, 4.0], 2.0)
+    (7.0, 5.0)
+  """
+  longest = max(parts)
+  return longest and longest * sum((part / longest) ** exponent for part in parts) ** (1 / exponent)
+
+
+def expected(cost: Cost, chip: Chip) -> float:
+  """The expected time of a step, in seconds."""
+  return chip.pace * together([cost.compute, cost.memory, sum(cost.links.values())], EXPECTED)
 
 
 def peak(chip: Chip, dtype: str) -> float:

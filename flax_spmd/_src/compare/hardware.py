@@ -23,6 +23,8 @@ import jax
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import TargetDeviceError, did_you_mean
 
+_SPREAD = (0.8, 1.3)  # of chips without published step times
+
 
 @set_module('flax_spmd.explore')
 class Chip(NamedTuple):
@@ -37,7 +39,7 @@ class Chip(NamedTuple):
       ring), on a GPU to the others of its node.
     network: bytes per second that a chip sends to other nodes (GPU) or slices (TPU).
     per_node: number of devices in a node. Of `gb200` and `gb300` a rack is one node, with one NVLink domain.
-    efficiency: share of the peak that large matrix products reach.
+    efficiency: share of the peak that the products of a step reach, those of attention included.
     hop: seconds until the first byte of a transfer arrives.
     flops: dense peak FLOP/s per dtype of the operands.
     source: sources of the figures.
@@ -45,6 +47,9 @@ class Chip(NamedTuple):
     compiler: entry of `gpus.toml` that describes a GPU to XLA. Default: `name`. `'none'`: nothing compiles for the chip
       without one, so it has estimates only.
     cores: devices of a chip: 2 of `tpu7x`, whose halves are devices of their own.
+    host: bytes per second from the host's memory, and as many to it. Default: that of PCIe 3.0 x16.
+    pace: measured over expected time of steps; `calibrate` sets it.
+    spread: ends of time brackets, as factors on the expected time.
 
   Example:
     >>> h100 = chips()['h100']
@@ -66,6 +71,9 @@ class Chip(NamedTuple):
   torus: int = 0
   compiler: str | None = None
   cores: int = 1
+  host: float = 1.6e10
+  pace: float = 1.0
+  spread: tuple[float, ...] = _SPREAD
 
 
 @set_module('flax_spmd.explore')
@@ -148,7 +156,14 @@ def _chip(name: str, table: Any, where: str) -> Chip:
       f'{where}, [{name}]: {", ".join(problems)}.\n'
       f'Fix: give each chip {", ".join(required)}, as flax_spmd/_src/compare/hardware.toml does.'
     )
-  return Chip(name=name, **table)
+  chip = Chip(name=name, **table)
+  spread = tuple(chip.spread)
+  if len(spread) != 2 or not 0 < spread[0] <= spread[1] or chip.pace <= 0:
+    raise TargetDeviceError(
+      f'{where}, [{name}]: spread = {list(spread)} and pace = {chip.pace} are no bracket.\n'
+      'Fix: give spread two factors, the lower one first, and pace one, all larger than 0.'
+    )
+  return chip._replace(spread=spread)
 
 
 @set_module('flax_spmd.explore')

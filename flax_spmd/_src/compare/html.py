@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flax_spmd._src.compare.chart_labels import LINE, name_lines, text_width
+from flax_spmd._src.notebook_html import safe
 from flax_spmd._src.text import size_text
-
-
-def safe(text: Any) -> str:
-  """Text with HTML's special characters escaped."""
-  return html.escape(str(text))
 
 
 def section(title: str, content: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
-from flax_spmd._src.compare.costs import peak
+from flax_spmd._src.compare.costs import coverage, peak
 from flax_spmd._src.compare.html import bars, byte_cell, legend, safe, section, svg, table
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.draw.drawing import draw
@@ -71,7 +71,7 @@ def _paragraphs(comparison: Comparison) -> Iterable[str]:
   yield (
     f'<p>{comparison.target.devices} devices, {size_text(chip.memory)} each. Figures are per device and per '
     f'step. Memory, FLOPs and bytes: <b>{safe(comparison.source)}</b>. Times: <b>estimated</b> from these and '
-    f'from {safe(chip.source)}; at best everything overlaps, at worst nothing does.</p>'
+    f'from {safe(chip.source)}. {safe(coverage(chip))}</p>'
   )
   if comparison.note:
     yield f'<p class="warning">{safe(comparison.note)}</p>'

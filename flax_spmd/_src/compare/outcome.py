@@ -32,6 +32,7 @@ class Outcome(NamedTuple):
     source: origin of the figures: `estimated`, or `compiled:h100`.
     doubts: reasons why an estimate could be inaccurate.
     pipeline: ranks and schedule of a pipeline; None for a single program.
+    batch: elements of the batch, relative to the first choice of a search. Layouts are ranked by time over `batch`.
 
   Example:
     >>> from flax_spmd.explore import Estimator
@@ -58,6 +59,7 @@ class Outcome(NamedTuple):
   source: str = ''
   doubts: tuple[str, ...] = ()
   pipeline: PipelineRanks | None = None
+  batch: float = 1.0
 
   @property
   def mesh(self) -> dict[str, int]:
@@ -89,6 +91,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
     'source': outcome.source,
     'doubts': list(outcome.doubts),
     'fits': outcome.fits,
+    'batch': outcome.batch,
     'error': outcome.error,
     'memory': outcome.memory and outcome.memory._asdict(),
     'flops': counts and counts.flops,

@@ -31,8 +31,9 @@ class BatchSource:
     return has_positions(self._iterator())
 
   def is_of(self, iterator: object) -> bool:
-    """Whether the batches come from this very iterator."""
-    return self._batches is iterator
+    """Whether the batches come from this very iterator, through `even_batches` or not."""
+    reads_from = getattr(self._batches, 'reads_from', None)
+    return self._batches is iterator or (callable(reads_from) and bool(reads_from(iterator)))
 
   def begin(self) -> None:
     """Remembers the position where the thread begins to read."""

@@ -54,7 +54,12 @@ def checksums(leaves: Sequence[Any]) -> list[str]:
   return pending_checksums(leaves)()
 
 
-def pending_checksums(leaves: Sequence[Any], topic: str = 'sums') -> Callable[[], list[str]]:
+def own_checksums(leaves: Sequence[Any]) -> list[str]:
+  """`checksums` of leaves that this process holds as a whole. It exchanges nothing with other processes."""
+  return pending_checksums(leaves, None)()
+
+
+def pending_checksums(leaves: Sequence[Any], topic: str | None = 'sums') -> Callable[[], list[str]]:
   """Starts `checksums`, and returns a function that completes them, in any thread.
 
   When this returns, the leaves may be changed or donated: sums on accelerators are queued, and arrays in host
@@ -62,7 +67,7 @@ def pending_checksums(leaves: Sequence[Any], topic: str = 'sums') -> Callable[[]
 
   Args:
     leaves: as in `checksums`.
-    topic: key of the exchange between processes.
+    topic: key of the exchange between processes; None if this process holds all of each leaf.
   """
   arrays = [_array(leaf) for leaf in leaves]
   on_host = [i for i, array in enumerate(arrays) if _in_host_memory(array)]
@@ -90,9 +95,9 @@ def _in_host_memory(array: Any) -> bool:
   )
 
 
-def _over_processes(sums: list[int], topic: str) -> list[int]:
+def _over_processes(sums: list[int], topic: str | None) -> list[int]:
   """Adds up the sums of all processes."""
-  if jax.process_count() == 1 or not sums:
+  if jax.process_count() == 1 or not sums or topic is None:
     return sums
   received = exchange(topic, tuple(range(jax.process_count())), json.dumps(sums), CALLS, TIMEOUT)
   parts = [[len(processes) * part for part in json.loads(text)] for processes, text in received]
@@ -102,15 +107,16 @@ def _over_processes(sums: list[int], topic: str) -> list[int]:
 # -- in host memory
 
 
-def _pending_host_sums(arrays: Sequence[Any], topic: str) -> Callable[[], list[int]]:
+def _pending_host_sums(arrays: Sequence[Any], topic: str | None) -> Callable[[], list[int]]:
   """The sums of arrays in host memory: over the shards of this process, then over all processes."""
   sums = [0] * len(arrays)
   small = [i for i, array in enumerate(arrays) if _is_small(array)]
-  owned = [i for i in small if _is_first(arrays[i])]
+  alone = topic is None
+  owned = [i for i in small if alone or _is_first(arrays[i])]
   whole = jax.device_get([arrays[i] for i in owned])  # one call for all: far cheaper than one for each
   for i, total in zip(owned, _small_sums(whole), strict=True):
     sums[i] = total
-  slabs = [(i, slab) for i in set(range(len(arrays))) - set(small) for slab in _slabs(arrays[i])]
+  slabs = [(i, slab) for i in set(range(len(arrays))) - set(small) for slab in _slabs(arrays[i], alone)]
 
   def add(some: Sequence[tuple[int, _Slab]]) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -190,11 +196,11 @@ class _Slab(NamedTuple):
   whole: tuple[int, ...]
 
 
-def _slabs(array: Any) -> Iterator[_Slab]:
-  """The parts of an array that this process adds up. Each element belongs to one part of one process."""
+def _slabs(array: Any, alone: bool) -> Iterator[_Slab]:
+  """The parts of an array that this process adds up. Each element belongs to one part of one process, or each is alone."""
   shape = tuple(array.shape)
   if isinstance(array, np.ndarray):
-    if _is_first(array):
+    if alone or _is_first(array):
       yield _Slab(array, (0,) * array.ndim, shape)
   elif array.is_fully_replicated:
     if _is_first(array):

@@ -16,12 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
+from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
 from flax_spmd._src.estimate.graph import (
   Block,
   Graph,
   GraphValue,
   Op,
   Spec,
+  replicated,
   shard_count,
   shard_size,
   used_axes,
@@ -37,6 +39,8 @@ from flax_spmd._src.estimate.live_buffers import (
 from flax_spmd._src.estimate.loops import (
   GATHERING_PLATFORMS,
   MOVING_PLATFORMS,
+  WIDENING_PLATFORMS,
+  forwarded_sums,
   invariants,
   loop_sums,
 )
@@ -47,6 +51,7 @@ from flax_spmd._src.estimate.resharding import (
   is_ambiguous,
   reduce_partial_sum,
   reshard,
+  wire_bytes,
   without_reduce_scatter,
 )
 from flax_spmd._src.estimate.wire_dtypes import wire_values
@@ -57,7 +62,6 @@ _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _LOOKUPS = ('gather', 'scatter')
 _PRODUCTS = ('dot_general', 'convolution')
-_NEGLIGIBLE = 2**16  # bytes on the wire in a step; an ambiguous resharding below it raises no doubt
 
 
 class WalkResult(NamedTuple):
@@ -89,6 +93,7 @@ class AnalyzedGraph:
     constants: scalar integer constants.
     uses: number of uses per value.
     transposed: operands of transposes, by their results.
+    forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
     invariants: values that are the same in all iterations of some loops, with the number of these loops.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
@@ -106,6 +111,7 @@ class AnalyzedGraph:
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
     self.loop_sums = loop_sums(graph, self.uses)
+    self.forwarded = forwarded_sums(graph, self.uses, self.loop_sums)
     self.invariants = invariants(graph)
     self.dtype = _chip_dtype(max(product_sizes, key=lambda dtype: product_sizes[dtype], default='f32'))
 
@@ -156,7 +162,9 @@ class AnalyzedGraph:
     peak = walk.block(self.graph.main, self.liveness, 1, results)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
-    return WalkResult(counts, peak, tuple(dict.fromkeys(walk.doubts)))
+    held = sum(map(walk._bytes, self.graph.main.arguments))
+    doubts = walk.doubts.texts(sum(one.wire for one in collectives), held + peak, walk.flops)
+    return WalkResult(counts, peak, doubts)
 
 
 def _chip_dtype(dtype: str) -> str:
@@ -169,14 +177,34 @@ def _are_gathers(ops: Sequence[CollectiveOp]) -> bool:
 
 
 class _PartialSum(NamedTuple):
-  """A partial sum on each device, not yet reduced."""
+  """A partial sum on each device, not yet reduced.
 
+  Its shape and dtype are those in which it is reduced: before a conversion to a wider dtype.
+  """
+
+  array: GraphValue
   natural_sharding: Spec
   partial_axes: tuple[str, ...]
   times: int
   kind: str  # of the operation that made it
   source: str
   is_total: bool = False  # of all iterations of a loop
+
+  def of(self, op: Op, values: Sequence[GraphValue]) -> _PartialSum | None:
+    """The sum after an operation that only rearranges or widens it; None if the operation cuts a sharded dimension."""
+    before, after = (values[value] for value in (op.operands[0], op.results[0]))
+    natural, array = self.natural_sharding, self.array
+    if op.kind == 'transpose':
+      natural = tuple(natural[dim] for dim in op.attributes['permutation'])
+    elif op.kind == 'reshape':
+      if used_axes(natural):
+        return None
+      natural = replicated(len(after.shape))
+    elif op.kind == 'slice' and any(
+      axes and one != other for axes, one, other in zip(natural, before.shape, after.shape)
+    ):
+      return None
+    return self._replace(natural_sharding=natural, array=array._replace(shape=after.shape))
 
 
 class _CostWalk:
@@ -194,7 +222,7 @@ class _CostWalk:
     self.kind = ''  # of the current operation
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
-    self.doubts: list[str] = []
+    self.doubts = Doubts()
     self.resharded: set[tuple[int, Spec]] = set()
     self.partial_sums: dict[int, _PartialSum] = {}
     self.totals: dict[int, _PartialSum] = {}  # results of the present loops that are reduced after them
@@ -300,29 +328,42 @@ class _CostWalk:
   def _compute(self, op: Op, times: int) -> None:
     required = requirement(op, self._context(op))
     for value, spec in zip(op.operands, required.operands):
-      self._add_doubts(op, value, spec, times)
+      self._add_doubts(op, value, required, spec, times)
       self._bring(value, spec or self.specs[value], times, op.source)
-    if required.doubt and times * max(map(self._bytes, (*op.operands, *op.results))) > _NEGLIGIBLE:
-      self.doubts.append(f'{op.source}: {required.doubt}')
+    if required.doubt:
+      self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
     self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
-      self.doubts.append(f'{op.source}: the costs of the kernel {name} are unknown')
+      self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNBOUNDED)
     for value in op.results:
       self._add_result(value, required, times, op)
 
-  def _add_doubts(self, op: Op, value: int, required: Spec | None, times: int) -> None:
+  def _add_doubts(
+    self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int
+  ) -> None:
     """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
-    if required is None or times * self._bytes(value) < _NEGLIGIBLE:
-      return
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
-    if op.kind == 'dot_general' and not is_weight and self._differs(op, value, required):
-      self.doubts.append(f'{op.source}: activations resharded for a matrix product')
-    if op.kind in _LOOKUPS and not is_weight and self._differs(op, value, required):
-      self.doubts.append(f'{op.source}: activations resharded for a lookup')
-    if op.kind in _SLICES and required != self.specs[value]:
-      self.doubts.append(f'{op.source}: slice along a sharded dimension')
+    if spec is None or (is_weight and op.kind not in _SLICES):
+      return
+    if op.kind == 'dot_general' and self._differs(op, value, spec):
+      reason = 'activations resharded for a matrix product'
+    elif op.kind in _LOOKUPS and self._differs(op, value, spec):
+      reason = 'activations resharded for a lookup'
+    elif op.kind in _SLICES and spec != self.specs[value]:
+      reason = 'slice along a sharded dimension'
+    else:
+      return
+    self.doubts.add(op.source, reason, self._bound(op, required, times))
+
+  def _bound(self, op: Op, required: Requirement, times: int) -> Bound:
+    """The most that another way to partition an operation could change: all of its arrays gathered."""
+    bound = Bound(flops=times * required.flops)
+    for value in (*op.operands, *op.results):
+      if value not in self.analyzed.rematerialisable:
+        bound = bound.plus(gathered(self._wire_value(value), self.specs[value], self.sizes, times))
+    return bound
 
   def _differs(self, op: Op, value: int, required: Spec) -> bool:
     return bool(reshard(self.values[value], self._operand_spec(value, op), required, self.sizes))
@@ -331,7 +372,9 @@ class _CostWalk:
     """Records a result in its natural sharding, until an operation needs it otherwise."""
     natural, spec = required.natural_sharding, self.specs[value]
     if required.partial_axes:
-      self.partial_sums[value] = _PartialSum(natural, required.partial_axes, times, op.kind, op.source)
+      self.partial_sums[value] = _PartialSum(
+        self.values[value], natural, required.partial_axes, times, op.kind, op.source
+      )
     elif natural != spec and len(natural) == len(spec):
       ops = reshard(self._wire_value(value), natural, spec, self.sizes)
       if _are_gathers(ops):
@@ -376,25 +419,34 @@ class _CostWalk:
     if op.kind != 'add' or not all(value in self.partial_sums for value in op.operands):
       return False
     one, other = (self.partial_sums[value] for value in op.operands)
-    if one[:2] != other[:2] or any(self.analyzed.uses[value] > 1 for value in op.operands):
+    if one[1:3] != other[1:3] or any(self.analyzed.uses[value] > 1 for value in op.operands):
       return False
+    wide = self.values[op.results[0]].dtype
+    is_scattered = [each.kind == 'scatter' and each.array.dtype == wide for each in (one, other)]
+    if (
+      is_scattered[0] != is_scattered[1]
+    ):  # XLA scatters into the other sum: a table that is a matrix too
+      self._reduce(op.operands[is_scattered[0]])
+      one = self.partial_sums[op.operands[is_scattered[1]]]
     for value in op.operands:
-      del self.partial_sums[value]
-    self.partial_sums[op.results[0]] = one
+      self.partial_sums.pop(value, None)
+    self.partial_sums[op.results[0]] = one._replace(array=self.values[op.results[0]])
     return True
 
   def _forward_partial_sum(self, op: Op) -> bool:
-    """Transposes or constrains a partial sum before it is reduced, if that is its only use; returns whether it did."""
-    transposed = op.kind == 'transpose'
-    if not (transposed or op.kind in _CONSTRAINTS) or self.analyzed.uses[op.operands[0]] > 1:
+    """Rearranges or widens a partial sum before it is reduced, if all of its uses do; returns whether it did."""
+    partial = self.partial_sums.get(op.operands[0]) if op.operands else None
+    if partial is None or op.results[0] not in self.analyzed.forwarded:
       return False
-    partial = self.partial_sums.pop(op.operands[0], None)
-    if partial and transposed:
-      natural = tuple(partial.natural_sharding[dim] for dim in op.attributes['permutation'])
-      partial = partial._replace(natural_sharding=natural)
-    if partial:
-      self.partial_sums[op.results[0]] = partial
-    return partial is not None
+    if op.kind == 'convert' and not self.loop and self.platform not in WIDENING_PLATFORMS:
+      return False
+    forwarded = partial.of(op, self.values)
+    if forwarded is None:
+      return False
+    self.partial_sums[op.results[0]] = forwarded
+    if self.analyzed.uses[op.operands[0]] == 1:
+      del self.partial_sums[op.operands[0]]
+    return True
 
   def _constrain(self, operand: int, result: int, times: int, source: str) -> None:
     """Reshards a value as a constraint demands; a gather is deferred until an operation needs it."""
@@ -415,21 +467,24 @@ class _CostWalk:
       self.specs[value] = required
       self.known_bytes.pop(value, None)
     ops = reduce_partial_sum(
-      self.values[value],
+      partial.array,
       partial.natural_sharding,
       partial.partial_axes,
       self.specs[value],
       self.sizes,
     )
-    if self.platform == 'tpu' and value in self.analyzed.loop_sums:
+    is_widened = partial.array.itemsize < self.values[value].itemsize
+    if value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened):
       ops = without_reduce_scatter(ops)
-    self._add_collectives(ops, partial.times, value, partial.source, partial.kind)
+    self._add_collectives(ops, partial.times, value, partial.source, partial.kind, partial.array.dtype)
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
     for operand, result in zip(op.operands, op.results):
-      if operand in self.exchanged and self._bytes(operand) > _NEGLIGIBLE:
-        self.doubts.append(f'{op.source}: all-to-all of an array for a loop, or in its every iteration')
+      if operand in self.exchanged:
+        every = times * self.analyzed.trip_count(op)
+        bound = gathered(self.values[operand], self.specs[operand], self.sizes, every)
+        self.doubts.add(op.source, 'all-to-all of an array for a loop, or in its every iteration', bound)
       self._bring(operand, self.specs[result], times, op.source)
     outside = self.resharded, self.loop, self.gathered_before
     self.resharded, self.loop, self.gathered_before = set(), op.results[0], 0.0
@@ -476,8 +531,12 @@ class _CostWalk:
     ops = reshard(self._wire_value(value), before, after, self.sizes)
     if any(op.kind == 'all-gather' for op in ops):
       copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
-      loops = self.analyzed.invariants.get(value, 0) if self.platform in GATHERING_PLATFORMS else 0
-      if loops and self.loop:
+      loops = self.analyzed.invariants.get(value, 0) if self.loop else 0
+      if loops and self.platform not in GATHERING_PLATFORMS:
+        saved = times - self.times_outside[-loops]
+        bound = gathered(self._wire_value(value), before, self.sizes, saved)
+        self.doubts.add(source, 'a gather in a loop that can move out of it', bound)
+      elif loops:
         times = self.times_outside[-loops]
         self.gathered_before += copy
       else:
@@ -486,17 +545,26 @@ class _CostWalk:
     self._add_collectives(ops, times, value, source)
 
   def _add_collectives(
-    self, ops: Sequence[CollectiveOp], times: int, value: int, source: str, kind: str = ''
+    self,
+    ops: Sequence[CollectiveOp],
+    times: int,
+    value: int,
+    source: str,
+    kind: str = '',
+    dtype: str = '',
   ) -> None:
     if self.platform == 'cpu':
       ops = without_reduce_scatter(ops)
     for op in ops:  # each reads its operand and writes its result
       growth = shard_count(op.axes, self.sizes) ** _GROWTH.get(op.kind, 0)
       self.hbm += times * op.bytes * (1 + growth)
-    dtype = self._wire_value(value).dtype
+    dtype = dtype or self._wire_value(value).dtype
     self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
-    if is_ambiguous(ops) and times * sum(op.bytes for op in ops) > _NEGLIGIBLE:
-      self.doubts.append(f'{source}: {" then ".join(op.kind for op in ops)} of one array')
+    if is_ambiguous(ops):
+      bound = gathered(self._wire_value(value), self.specs[value], self.sizes, times)
+      sent = times * wire_bytes(ops, self.sizes)
+      bound = bound._replace(wire=max(bound.wire, sent))
+      self.doubts.add(source, f'{" then ".join(op.kind for op in ops)} of one array', bound)
 
   def _wire_value(self, value: int) -> GraphValue:
     """A value with the dtype in which it is sent."""

@@ -39,6 +39,7 @@ from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import size_text
 from flax_spmd._src.tree_paths import path_string
@@ -154,13 +155,14 @@ class Estimator:
       int(shard_size(array.shape, _spec(sharding, len(array.shape)), sizes) * array.dtype.itemsize)
       for array, sharding in zip(arrays, shardings, strict=True)
     ]
-    memory = self._memory(argument_bytes, costs.temporaries)
+    on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
+    memory = self._memory(argument_bytes, on_host, costs.temporaries)
     return Outcome(
       '',
       layout,
       memory,
       costs.counts,
-      cost(costs.counts, target, sizes, self.dtype),
+      cost(costs.counts, target, sizes, self.dtype, memory.host),
       memory.peak <= target.chip.memory,
       None,
       None,
@@ -174,20 +176,24 @@ class Estimator:
     """The operands' dtype of most of the step's matrix products, such as `bf16` or `f32`."""
     return self._program.analyzed.dtype
 
-  def _memory(self, argument_bytes: Sequence[int], temporaries: float) -> Memory:
+  def _memory(
+    self, argument_bytes: Sequence[int], on_host: Sequence[bool], temporaries: float
+  ) -> Memory:
     """Bytes on one device; those of the state and the batch count whether the step uses them or not.
 
     If the state is not donated, the old and the new one are both live at the end of the step, when the memory of
-    the temporaries is free again.
+    the temporaries is free again. So are arrays from the host's memory: the compiler fetches them late where memory
+    is short.
     """
     by_part: dict[str, int] = dict.fromkeys(_PARTS, 0)
-    for part, size in zip(self._parts, argument_bytes, strict=True):
-      by_part[part] += size
-    total = sum(argument_bytes)
+    for part, size, hosted in zip(self._parts, argument_bytes, on_host, strict=True):
+      by_part[part] += 0 if hosted else size
+    total = sum(by_part.values())
+    host = sum(argument_bytes) - total
     new_state = 0 if self._train_step.donate else total - by_part['batch']
-    extra = max(int(temporaries), new_state)
+    extra = max(int(temporaries), host, new_state)
     parameters, optimizer, rest, batch = (by_part[part] for part in _PARTS)
-    return Memory(parameters, optimizer, rest, batch, extra, total + extra)
+    return Memory(parameters, optimizer, rest, batch, extra, total + extra, host)
 
 
 class _AnalyzedStep:

@@ -13,6 +13,9 @@ from flax_spmd._src.estimate.graph import Axes, GraphValue, Op, Spec, replicated
 from flax_spmd._src.estimate.requirements import Context, Requirement
 from flax_spmd._src.hlo.flops import attention_scores, is_negligible_call, kernel_flops
 
+_PLACEMENTS = ('annotate_device_placement', 'MoveToHost', 'MoveToDevice')
+_MOVED = 'a value moves between device and host; estimates count it as memory of the device throughout'
+
 
 def custom_call(op: Op, context: Context) -> Requirement:
   """A custom call; every operand may have any sharding, except in attention."""
@@ -20,7 +23,8 @@ def custom_call(op: Op, context: Context) -> Requirement:
   scores = attention_scores(kernel)
   flops = kernel_flops(kernel, context.values[0].shape if context.values else ()) or 0.0
   if scores is None or len(context.result_spec) != 4:
-    return Requirement((None,) * len(context.values), context.result_spec, flops=flops)
+    doubt = _MOVED if kernel.partition(' ')[0] in _PLACEMENTS else ''
+    return Requirement((None,) * len(context.values), context.result_spec, flops=flops, doubt=doubt)
   query, heads_dim = context.values[0].shape, _heads_dim(context.values[0], scores)
   batch, heads = context.specs[0][0], context.specs[0][heads_dim]
   operands = tuple(

@@ -19,18 +19,23 @@ XLA for CPUs reduces in every iteration. But it alone gathers a weight that does
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from flax_spmd._src.estimate.graph import Block, Graph, Op
 
 _FORWARDS = ('transpose', 'sharding_constraint', 'reshard')  # of a partial sum, without a reduction
+_IN_SUMS = (*_FORWARDS, 'convert', 'reshape', 'slice')  # also forwarded on the way to an addition
 _VIEWS = (*_FORWARDS, 'convert', 'reshape', 'copy')
 MOVING_PLATFORMS = ('cuda', 'tpu')  # these move sums
+WIDENING_PLATFORMS = ('cuda',)  # these widen partial sums to add them before they are reduced
 GATHERING_PLATFORMS = ('cpu',)  # these move gathers
 
 
 def loop_sums(graph: Graph, uses: Mapping[int, int]) -> dict[int, int]:
   """The values that are added to a loop's carry, from the product to the addition.
+
+  A product may be cut first, if all of its parts are added to carries: those of several weights in one product.
 
   Args:
     graph: the program.
@@ -52,6 +57,7 @@ def _in_block(block: Block, uses: Mapping[int, int]) -> Iterator[tuple[int, int]
 
 def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[int, int]]:
   producers = {value: op for op in body.ops for value in op.results}
+  parts: Counter[int] = Counter()  # per value that is cut, the number of its parts on the way to a carry
   for result, carry, returned in zip(loop.results, body.arguments, body.returned):
     addition = producers.get(returned)
     if addition is None or addition.kind != 'add' or carry not in addition.operands:
@@ -60,11 +66,42 @@ def _in_loop(loop: Op, body: Block, uses: Mapping[int, int]) -> Iterator[tuple[i
     if value == carry or uses[carry] > 1 or uses[returned] > 1:
       continue
     yield returned, result
-    while uses[value] == 1 and value in producers:
-      yield value, result
-      if producers[value].kind not in _FORWARDS:
+    while value in producers:
+      op = producers[value]
+      if uses[value] > 1 and parts[value] < uses[value]:
         break
-      value = producers[value].operands[0]
+      yield value, result
+      if op.kind not in _IN_SUMS:
+        break
+      value = op.operands[0]
+      parts[value] += op.kind == 'slice'
+
+
+def forwarded_sums(graph: Graph, uses: Mapping[int, int], sums: Mapping[int, int]) -> frozenset[int]:
+  """The results of operations that rearrange or widen a partial sum before it is reduced.
+
+  A sum is widened before it is reduced if it is then added to another one, or to a loop's carry; it is cut only on
+  the way to carries.
+  """
+  return frozenset(_forwarded(graph.main, uses, sums))
+
+
+def _forwarded(block: Block, uses: Mapping[int, int], sums: Mapping[int, int]) -> Iterator[int]:
+  added = {value for op in block.ops if op.kind == 'add' for value in op.operands if uses[value] == 1}
+  for op in reversed(block.ops):
+    if op.kind in _IN_SUMS:
+      [result, operand] = op.results[0], op.operands[0]
+      is_alone = uses[operand] == 1
+      if (
+        (op.kind in _FORWARDS and is_alone)
+        or result in sums
+        or (result in added and op.kind == 'convert' and is_alone)
+      ):
+        yield result
+      if result in added and op.kind != 'slice' and is_alone:
+        added.add(operand)
+    for inner in op.blocks:
+      yield from _forwarded(inner, uses, sums)
 
 
 def invariants(graph: Graph) -> dict[int, int]:

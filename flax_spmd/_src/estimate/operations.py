@@ -71,7 +71,7 @@ def _broadcast(op: Op, context: Context) -> Requirement:
 
 def _reshape(op: Op, context: Context) -> Requirement:
   natural = reshaped(context.values[0].shape, context.specs[0], context.result.shape, context.sizes)
-  kept = used_axes(natural)
+  kept = {*used_axes(natural)} | {axis.partition('[')[0] for axis in used_axes(natural)}
   operand = tuple(tuple(axis for axis in axes if axis in kept) for axes in context.specs[0])
   return Requirement((operand,), natural)
 
@@ -86,6 +86,8 @@ def reshaped(
     (('data',),)
     >>> reshaped((8, 6), (('data',), ()), (4, 2, 6), {'data': 4})
     (('data',), (), ())
+    >>> reshaped((8, 6), (('data',), ()), (2, 4, 6), {'data': 4})  # its outer and its inner half
+    (('data[2/2]',), ('data[2/4]',), ())
   """
   result: list[Axes] = [()] * len(new_shape)
   old = new = 0
@@ -117,6 +119,11 @@ def _assign_axes(shape, spec, old_dims, new_shape, new_dims, result: list[Axes],
     assigned: list[str] = []
     while axes and new_shape[dim] % shard_count([*assigned, axes[0]], sizes) == 0:
       assigned.append(axes.pop(0))
+    if axes and axes[0] in sizes and dim != new_dims[-1]:
+      outer = new_shape[dim] // shard_count(assigned, sizes)
+      if outer > 1 and sizes[axes[0]] % outer == 0:
+        assigned.append(f'{axes[0]}[{outer}/{outer}]')
+        axes[0] = f'{axes[0]}[{sizes[axes[0]] // outer}/{sizes[axes[0]]}]'
     result[dim] = tuple(assigned)
     if new_shape[dim] not in (1, shard_count(assigned, sizes)):
       break

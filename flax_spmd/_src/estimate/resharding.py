@@ -52,6 +52,7 @@ def reshard(
   """
   if before == after:
     return []
+  before, after = _in_parts(before, after, sizes), _in_parts(after, before, sizes)
   now = [list(axes) for axes in before]
   _slice(now, before, after)
   ops: list[CollectiveOp] = []
@@ -75,6 +76,26 @@ def reshard(
   if reordered:
     add('collective-permute', reordered)
   return ops
+
+
+def _in_parts(spec: Spec, other: Spec, sizes: Mapping[str, int]) -> Spec:
+  """A sharding with each axis split in two where the other sharding has both parts of it.
+
+  Example:
+    >>> _in_parts(((), ('data',)), (('data[2/2]',), ('data[2/4]',)), {'data': 4})
+    ((), ('data[2/2]', 'data[2/4]'))
+  """
+  parts: dict[str, list[str]] = {}
+  for axis in (axis for axes in other for axis in axes if '[' in axis):
+    parts.setdefault(axis.partition('[')[0], []).append(axis)
+  parts = {name: found for name, found in parts.items() if shard_count(found, sizes) == sizes.get(name)}
+  if not parts:
+    return spec
+  outermost = lambda axis: int(axis.rpartition('/')[2][:-1])
+  return tuple(
+    tuple(part for axis in axes for part in sorted(parts.get(axis, [axis]), key=outermost))
+    for axes in spec
+  )
 
 
 def _slice(now: list[list[str]], before: Spec, after: Spec) -> None:
@@ -114,7 +135,6 @@ def reduce_partial_sum(
     [CollectiveOp(kind='reduce-scatter', axes=('data',), bytes=256.0)]
   """
   now = [list(axes) for axes in before]
-  _slice(now, before, tuple(tuple(axis for axis in axes if axis not in partial_axes) for axes in after))
   ops: list[CollectiveOp] = []
   scattered = [(axis, dim) for dim, axes in enumerate(after) for axis in axes if axis in partial_axes]
   for axis, dim in scattered:
@@ -142,7 +162,14 @@ def without_reduce_scatter(ops: Sequence[CollectiveOp]) -> Sequence[CollectiveOp
 
 
 def is_ambiguous(ops: Sequence[CollectiveOp]) -> bool:
-  """Whether XLA could choose other collectives: several changes at once, or a permute."""
+  """Whether XLA could choose other collectives: several changes at once, or a permute.
+
+  A part of an axis that moves to the dimension with the rest of it, as in a reshape, is one change.
+  """
+  if len(ops) == 2 and [op.kind for op in ops] == ['all-to-all', 'collective-permute']:
+    moved, reordered = ops[0].axes, ops[1].axes
+    if len(moved) == 1 and '[' in moved[0] and {*moved} < {*reordered}:
+      return len({axis.partition('[')[0] for axis in reordered}) > 1
   kinds = [op.kind for op in ops if op.kind not in ('all-reduce', 'reduce-scatter')]
   return len(kinds) > 1 or 'collective-permute' in kinds
 

@@ -33,6 +33,7 @@ class _BlockDtypes:
     self.use_dtypes: dict[int, set[str | None]] = {}  # None: the value's own dtype
     self.use_counts: Counter[int] = Counter()
     self.reshaped: set[int] = set()
+    self.matrices: set[int] = set()  # operands of products that take them without a reshape
 
   def visit(self, block: Block) -> None:
     for op in block.ops:
@@ -46,6 +47,13 @@ class _BlockDtypes:
       for inner in op.blocks:
         _BlockDtypes(self.graph, self.result).visit(inner)
       count = max(1, self.use_counts[op.results[0]]) if op.kind in _ALIASES else 1
+      if op.kind == 'dot_general':
+        sides = zip(op.operands, ('lhs', 'rhs'))
+        self.matrices |= {value for value, side in sides if self._is_matrix(op, value, side)}
+      elif op.kind == 'convolution':
+        self.matrices.update(op.operands)
+      elif op.kind in _ALIASES and op.results[0] in self.matrices:
+        self.matrices.add(op.operands[0])
       for value in op.operands:
         self._add_use(value, self._operand_dtype(op), count)
       if op.kind == 'convert':
@@ -67,8 +75,15 @@ class _BlockDtypes:
 
   def _has_one_use(self, convert: Op) -> bool:
     [result] = convert.results
-    is_matrix = len(self.values[result].shape) <= 2
+    is_matrix = len(self.values[result].shape) <= 2 or result in self.matrices
     return self.use_counts[result] <= 1 or not is_matrix or convert.operands[0] in self.reshaped
+
+  def _is_matrix(self, op: Op, value: int, side: str) -> bool:
+    """Whether a product has at most one contracted and one other dimension of an operand, besides batch dimensions."""
+    batch = op.attributes.get(f'{side}_batching_dimensions', ())
+    contracted = op.attributes.get(f'{side}_contracting_dimensions', ())
+    others = len(self.values[value].shape) - len(batch) - len(contracted)
+    return len(contracted) <= 1 and others <= 1
 
   def _narrow_if_all_uses_do(self, value: int) -> None:
     dtypes = self.use_dtypes.get(value, {None})

@@ -7,8 +7,9 @@ prevent that: the compiler then gathers parameters.
     step = with_batch_constraints(step, BatchLeaves((8, 9), ('data',)), mesh)   # a function of a list of leaves
 
 The batch dimensions follow from another trace, with twice the batch: they have twice the size. So no operation
-needs a rule, and the model may be of any library. If that trace fails or has other operations, the step stays
-as it is. All other dimensions stay open. Constraints never change values.
+needs a rule, and the model may be of any library. That trace fails where a step has the size of its batch from
+elsewhere, as a constant. Then the batch dimensions are those of that size, if no other argument has a dimension of
+it. Where neither holds, the step stays as it is. All other dimensions stay open. Constraints never change values.
 """
 
 from __future__ import annotations
@@ -73,11 +74,12 @@ def with_batch_constraints(
 
   def constrained(leaves: list[Any]) -> Any:
     larger = _larger(fn, batch, leaves)
-    if larger is None:
+    size = _own_size(batch, leaves) if larger is None else None
+    if larger is None and size is None:
       return fn(leaves)
     program, result = jax.make_jaxpr(fn, return_shape=True)(leaves)
     with contextlib.suppress(_Unlike):
-      program = _Writer(batch, mesh).rewritten(program, larger)
+      program = _Writer(batch, mesh, size).rewritten(program, program if larger is None else larger)
     return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
   return constrained
@@ -97,16 +99,24 @@ def _larger(fn: Callable[[list[Any]], Any], batch: BatchLeaves, leaves: Sequence
     return None
 
 
+def _own_size(batch: BatchLeaves, leaves: Sequence[Any]) -> int | None:
+  """The size of the batch; None if another argument has a dimension of that size."""
+  size = leaves[batch.leaves[0]].shape[0]
+  others = (leaf for position, leaf in enumerate(leaves) if position not in batch.leaves)
+  return None if any(size in leaf.shape for leaf in others) else size
+
+
 class _Writer:
   """Writes constraints into a program.
 
   Args:
     batch: the mesh axes of the batch.
     mesh: mesh of the constraints.
+    size: size of the batch, if dimensions of that size are the batch; None: those that grow with it.
   """
 
-  def __init__(self, batch: BatchLeaves, mesh: MeshLike):
-    self._axes, self._mesh = batch.axes, mesh
+  def __init__(self, batch: BatchLeaves, mesh: MeshLike, size: int | None = None):
+    self._axes, self._mesh, self._size = batch.axes, mesh, size
     self._shards = shards(mesh, batch.axes)
     self._written: dict[tuple[int, int], Any] = {}
     self._constraint = functools.cache(self._new_constraint)
@@ -148,7 +158,7 @@ class _Writer:
       yield one.replace(params=params)
       return
     constrained = name in _CONSTRAINED and not compat.is_on_host(one)
-    dimension = _batch_dimension(one, larger, self._shards) if constrained else None
+    dimension = self._batch_dimension(one, larger) if constrained else None
     if dimension is None:
       yield one
       return
@@ -157,6 +167,24 @@ class _Writer:
     yield one.replace(outvars=[free])
     constraint = self._constraint(result.aval.shape, result.aval.dtype, dimension)
     yield constraint.replace(invars=[free], outvars=[result], source_info=one.source_info)
+
+  def _batch_dimension(self, one: Any, larger: Any) -> int | None:
+    """The first dimension of an operation's result that is of the batch; None if it does not divide.
+
+    Raises:
+      _Unlike: the results have different numbers of dimensions.
+    """
+    shape, shape_of_larger = one.outvars[0].aval.shape, larger.outvars[0].aval.shape
+    if len(shape) != len(shape_of_larger):
+      raise _Unlike
+    sizes = zip(shape, shape_of_larger, strict=True)
+    of_batch = (
+      dimension
+      for dimension, (size, other) in enumerate(sizes)
+      if (other == 2 * size > 0 if self._size is None else size == self._size)
+    )
+    first = next(of_batch, None)
+    return None if first is None or shape[first] % self._shards else first
 
   def _param(self, value: Any, larger: Any) -> Any:
     """A parameter of an equation, rewritten if it is a program or several."""
@@ -177,19 +205,3 @@ class _Writer:
       jax.ShapeDtypeStruct(shape, dtype)
     )
     return traced.eqns[0]
-
-
-def _batch_dimension(one: Any, larger: Any, parts: int) -> int | None:
-  """The first dimension of an operation's result that grows with the batch; None if it does not divide.
-
-  Raises:
-    _Unlike: the results have different numbers of dimensions.
-  """
-  shape, shape_of_larger = one.outvars[0].aval.shape, larger.outvars[0].aval.shape
-  if len(shape) != len(shape_of_larger):
-    raise _Unlike
-  sizes = zip(shape, shape_of_larger, strict=True)
-  growing = [dimension for dimension, (size, twice) in enumerate(sizes) if twice == 2 * size > 0]
-  if not growing or shape[growing[0]] % parts:
-    return None
-  return growing[0]

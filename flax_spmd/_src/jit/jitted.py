@@ -45,6 +45,7 @@ from flax_spmd._src.active_layout import (
 )
 from flax_spmd._src.compat import NO_TRACE, trace_context
 from flax_spmd._src.constraint_log import record_constraints
+from flax_spmd._src.host_memory import on_device
 from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
@@ -530,8 +531,12 @@ class Jitted(UnderLayout, Generic[P, Result]):
         raise _TakesModules
       check_meshes(traced.jaxpr, self._mesh)
       constrained = results_of_constrained_shapes(traced.jaxpr)
+      keeps_host = self.in_force.rules.uses_host
       results = tuple(
-        map(_in_memory, self._plan_results(result, known, constrained), result_memories(traced.jaxpr))
+        _in_memory(planned, kind, keeps_host)
+        for planned, kind in zip(
+          self._plan_results(result, known, constrained), result_memories(traced.jaxpr), strict=True
+        )
       )
       outputs = _LeafShardings(jax.tree.structure(result), tuple(each.sharding for each in results))
       batch = None if self._find_batch is None else self._find_batch(known, result, traced.jaxpr)
@@ -619,6 +624,8 @@ def _traced_body(
   """`fn` under the layout, as JAX traces it."""
 
   def under_layout(args, kwargs):
+    if jitted.in_force.rules.uses_host:
+      args, kwargs = on_device((args, kwargs))
     args, kwargs = jitted._arguments.without_static_objects(args, kwargs)
     dynamic = jitted._arguments.dynamic(args, kwargs)
     stored = () if jitted._stored_specs is None else jitted._stored_specs(dynamic)
@@ -668,12 +675,15 @@ def _with_batch(
   return constrained
 
 
-def _in_memory(planned: PlannedResult, kind: str) -> PlannedResult:
-  """The plan of a result in the memory that the program puts it into, unless the caller's placement has another."""
+def _in_memory(planned: PlannedResult, kind: str, keeps_host: bool) -> PlannedResult:
+  """The plan of a result in the memory that the program puts it into.
+
+  A caller's placement comes first, and so does a layout that puts arrays into the host's memory itself.
+  """
   sharding = planned.sharding
   if sharding is None or (sharding.memory_kind or 'device') == kind:
     return planned
-  if planned.source == 'placement' and kind == 'device':
+  if kind == 'device' and (keeps_host or planned.source == 'placement'):
     return planned
   return planned._replace(sharding=sharding.with_memory_kind(kind))
 

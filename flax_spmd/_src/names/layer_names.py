@@ -15,7 +15,8 @@ import jax
 
 from flax_spmd._src import compat, flax_layers
 from flax_spmd._src.names.box_trees import is_unit
-from flax_spmd._src.names.layer_table import LayerTable, NameOrigin
+from flax_spmd._src.names.layer_outputs import nnx_outputs_constrained
+from flax_spmd._src.names.layer_table import LayerTable
 from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
 from flax_spmd._src.names.nnx_layers import name_variables
 from flax_spmd._src.public_module import set_module
@@ -67,19 +68,20 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
 
   @functools.wraps(create, updated=())
   def named(*args: P.args, **kwargs: P.kwargs) -> Result:
-    with _trace_key(table), nn.intercept_methods(LinenLayers(linen)):
+    layers = LinenLayers(linen)
+    with _trace_key(table), nn.intercept_methods(layers), nnx_outputs_constrained(layers.outputs):
       result = create(*args, **kwargs)
-    return _named(result, linen)
+    return _named(result, linen, layers)
 
   return named
 
 
-def _named(result: Any, linen: tuple[LayerTable, LayerTable]) -> Any:
+def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayers) -> Any:
   """The result with boxes of the user's kind, and with names on the modules of NNX."""
   own = linen[0]
   flat, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=_is_named)
   nodes = [node for _, node in flat]
-  origins: list[NameOrigin] = []
+  origins = layers.origins
   if any(map(_is_nnx, nodes)):
     nnx = own, LayerTable.of(flax_layers.nnx_names())
     for path, node in flat:
@@ -90,7 +92,9 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable]) -> Any:
       origins.append(origin)
   units = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_unit)[0]
   problems = dict.fromkeys(origin.problem for origin in origins if origin.problem is not None)
-  raise_problems([*problems, *own.idle(origins, [path_string(path) for path, _ in units])])
+  creates = layers.has_initialized or not layers.outputs.has_run
+  idle = own.idle(origins, [path_string(path) for path, _ in units]) if creates else ()
+  raise_problems([*problems, *idle])
   return treedef.unflatten(nodes) if any(isinstance(node, LayerBox) for _, node in flat) else result
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from flax.core import meta
 
 from flax_spmd._src.names.boxes import PARTITION_NAME, LogicallyPartitioned
+from flax_spmd._src.names.layer_outputs import LayerOutputs
 from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
 
 # boxes within these would be in the names of their own variables
@@ -136,21 +137,52 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class LinenLayers:
-  """Interceptor of the methods of Linen modules, which boxes the variables of each module.
+  """Interceptor of the methods of Linen modules: boxes the variables that they create, and constrains their results.
+
+  Variables that a call of `apply` gets stay as they are.
 
   Args:
     tables: the tables whose entries the boxes have.
+
+  Attributes:
+    outputs: the constraints of results.
+    origins: those of the variables that calls of `apply` have created.
+    has_initialized: whether there was a call of `init`.
   """
 
   def __init__(self, tables: Sequence[LayerTable]):
-    self._tables = tables
+    self._tables, self.outputs = tables, LayerOutputs(tables)
+    self._running: list[nn.Module] = []
+    self._given: frozenset[str] = frozenset()  # the collections that `apply` gets
     self._reading_paths = 0  # number of running methods that read the paths of variables
+    self.origins: list[NameOrigin] = []
+    self.has_initialized = False
 
   def __call__(
     self, method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
   ) -> Any:
-    """Runs a method, then boxes the variables below its module."""
+    """Runs a method; then boxes the variables below its module, or constrains its result."""
     module = context.module
+    is_init = module.scope is not None and module.is_initializing()
+    is_outermost = not self._running
+    if is_outermost:
+      self._given = frozenset() if is_init else frozenset(module.variables if module.scope else ())
+      self.has_initialized |= is_init
+      if not is_init:
+        self.outputs.start_model((args, kwargs))
+    self._running.append(module)
+    try:
+      result = self._ran(method, args, kwargs, module)
+      if is_init:
+        return result
+      if is_outermost:
+        _put_below(module, self._finished)
+      return self.outputs.of_linen(self._running, context.method_name, result)
+    finally:
+      self._running.pop()
+
+  def _ran(self, method: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module) -> Any:
+    """The result of a method, with boxes around the variables that it has created."""
     reads_paths = isinstance(module, _READS_PATHS)
     if reads_paths:
       _put_below(module, lambda collection, variables: _unboxed(variables))
@@ -163,8 +195,19 @@ class LinenLayers:
       _put_below(module, functools.partial(self._box_collection, module))
     return result
 
+  def _finished(self, collection: str, variables: Any) -> Any:
+    """The variables that a call of `apply` has created, with their names."""
+    if collection in self._given:
+      return {}
+    flat, treedef = jax.tree.flatten(variables, is_leaf=lambda node: isinstance(node, LayerBox))
+    named = [each.named(self._tables) if isinstance(each, LayerBox) else (each, None) for each in flat]
+    self.origins += [origin for _, origin in named if origin is not None]
+    return treedef.unflatten(value for value, _ in named)
+
   def _box_collection(self, module: nn.Module, collection: str, variables: Any) -> dict[str, Any]:
     """A collection of a module's variables with boxes."""
+    if collection in self._given:
+      return {}
     others = module.variables.get(f'{collection}_axes', {})  # names as in T5X
     return {
       name: self._boxed(node, collection, (name,), module, others) for name, node in variables.items()

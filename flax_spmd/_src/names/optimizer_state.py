@@ -217,9 +217,13 @@ def optax_fields() -> list[frozenset[str]]:
 
 
 def _is_optax_state(node: Any) -> bool:
-  """Whether a node is a state of Optax; `LookaheadParams` is not."""
-  kind = type(node)
-  if isinstance(node, OptaxState):
+  return _is_optax_type(type(node))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_optax_type(kind: type) -> bool:
+  """Whether nodes of a type are states of Optax; `LookaheadParams` are not."""
+  if issubclass(kind, OptaxState):
     return True
   return kind.__module__.split('.')[0] == 'optax' and kind.__name__.endswith('State')
 

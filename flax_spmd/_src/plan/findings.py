@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from flax_spmd._src.notebook_html import bullets
 from flax_spmd._src.plan.folding import FoldedRow, fold_rows
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.plan.rows import Row
@@ -70,6 +71,9 @@ class Findings(tuple[Finding, ...]):
 
   def __str__(self) -> str:
     return '\n'.join(finding.text for finding in self)
+
+  def _repr_html_(self) -> str:
+    return bullets(finding.text for finding in self) or 'No findings.'
 
   def of(self, kind: str) -> Findings:
     """The findings of one kind."""
@@ -175,8 +179,8 @@ def _table_for(rules: Rules, owner: RuleId | None) -> Rules | None:
   if owner is None:
     return rules
   first, *rest = owner if isinstance(owner, tuple) else (owner,)
-  clause = rules.clauses[first]
-  inner = clause[1] if isinstance(clause, tuple) and isinstance(clause[1], Rules) else None
+  table = rules.parsed[first].table
+  inner = table if isinstance(table, Rules) else None
   return None if inner is None else _table_for(inner, tuple(rest) or None)
 
 

@@ -25,7 +25,7 @@ from flax_spmd._src.rules.decisions import UNCONSTRAINED, aligned
 from flax_spmd._src.rules.placements import is_table, parts
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import path_string
-from flax_spmd.errors import FlaxSpmdError, MeshError, Problem, did_you_mean, raise_problems
+from flax_spmd.errors import FlaxSpmdError, LayoutError, MeshError, Problem, did_you_mean, raise_problems
 
 Default = Callable[[Any], Sequence[Sharding | None]]
 
@@ -37,6 +37,30 @@ def check_concrete(mesh: MeshLike) -> None:
       f'The mesh {describe(mesh)} is abstract: there are no devices to place arrays on.\n'
       'Fix: use a layout over a concrete mesh, made by Layout({...}, rules) or make_mesh.'
     )
+
+
+def check_row_placement(placement: Any, planner: Planner) -> None:
+  """Raises `LayoutError` unless a placement has rows and every logical name in it a rule.
+
+  Without a rule, a misspelt name would make every process read the whole data set.
+  """
+  if not isinstance(placement, (tuple, PartitionSpec)) or placement == ():
+    raise LayoutError(
+      f'{placement!r} is no placement of a batch.\n'
+      "Fix: pass the logical name of its rows, or ('batch', None), or a PartitionSpec."
+    )
+  names = () if isinstance(placement, PartitionSpec) else placement
+  by_name = planner.rules.by_name
+  raise_problems(
+    [
+      Problem(
+        f'dim {dim} {name!r}: no rule for this logical name.{did_you_mean(name, by_name)}',
+        f'add a rule to the layout; ({name!r}, None) for rows that every process reads.',
+      )
+      for dim, name in enumerate(names)
+      if isinstance(name, str) and name not in by_name and name not in planner.sizes
+    ]
+  )
 
 
 def shardings_by(

@@ -70,7 +70,7 @@ class Planner:
     self._resolver = resolver_of(rules)
     self._by_key: dict[Any, NamedSharding] = {}
     self._resolutions: dict[Any, Resolution] = {}
-    self._by_spec: dict[PartitionSpec, NamedSharding] = {}
+    self._by_spec: dict[Any, NamedSharding] = {}
     self._by_structure: dict[Any, _TreeShardings] = {}
     self._of_boxes: dict[Any, ArrayResolver] = {}
     self._of_tables: dict[Rules, Planner] = {}
@@ -261,10 +261,10 @@ class Planner:
       resolver = self._of_boxes[key] = resolver_of(rules)
     return resolver
 
-  def _sharding(self, spec: PartitionSpec) -> NamedSharding:
-    sharding = self._by_spec.get(spec)
+  def _sharding(self, spec: PartitionSpec, memory: str | None = None) -> NamedSharding:
+    sharding = self._by_spec.get((spec, memory))
     if sharding is None:
-      sharding = self._by_spec[spec] = NamedSharding(self.mesh, spec)
+      sharding = self._by_spec[spec, memory] = NamedSharding(self.mesh, spec, memory_kind=memory)
     return sharding
 
 
@@ -334,7 +334,16 @@ class _TreePlan:
         where = path if len(arrays) == 1 else f'{path}/{number}'
         leaf = own if stored is None else next(leaves)
         rows.append(
-          maker.row(where, field, static, shape, inference, resolution, leaf, planned_memory(own))
+          maker.row(
+            where,
+            field,
+            static,
+            shape,
+            inference,
+            resolution,
+            leaf,
+            resolution.memory or planned_memory(own),
+          )
         )
     return rows
 
@@ -385,7 +394,7 @@ class _TreePlan:
   @functools.cached_property
   def _derived(self) -> dict[int, list[tuple[Inference, Resolution]]]:
     """Per array of a unit, optimizer state that a path rule for parameters of another shape reaches."""
-    if not self._resolver.looks_at_paths:
+    if not self._resolver.has_path_rules:
       return {}
     names, rules = self._names, self._path_rules
     candidates = [
@@ -409,7 +418,7 @@ class _TreePlan:
     return list(map(rules.__getitem__, self._routes))
 
   def _search(self, rule: Any) -> Search:
-    return searcher(self._planner.rules.at(rule)[0])
+    return searcher(cast(PathRule, self._planner.rules.parsed_at(rule)).pattern)
 
   def _derive(self, index: int, parameter: int, field: str) -> list[tuple[Inference, Resolution]] | None:
     """The resolutions of optimizer state, as the rule for its parameter implies; None: its own is right."""
@@ -441,7 +450,12 @@ class _TreePlan:
     entries = (*whole.spec, *(None,) * (len(full) - len(whole.spec)))
     inferred = [infer(entries, full, shape, field, path) for _, shape, _ in arrays]
     return [
-      (each, self._widened(index, leaf, shape, self._by_entries(each, shape, whole.owner)))
+      (
+        each,
+        self._widened(
+          index, leaf, shape, self._by_entries(each, shape, whole.owner)._replace(memory=whole.memory)
+        ),
+      )
       for (leaf, shape, _), each in zip(arrays, inferred, strict=True)
     ]
 
@@ -472,7 +486,9 @@ class _TreePlan:
     if self._names.statics[index] is None or self._names.shapes[index] is not None:
       resolution = self._resolution(index)
       if not resolution.problems:
-        self._planner._by_key[self._keys[index]] = self._planner._sharding(resolution.spec)
+        self._planner._by_key[self._keys[index]] = self._planner._sharding(
+          resolution.spec, resolution.memory
+        )
 
   def _resolution(self, index: int) -> Resolution:
     """The resolution of a unit that is one array, shared by arrays with equal keys."""
@@ -499,7 +515,9 @@ class _TreePlan:
     resolutions = [array.resolution for array in self._arrays(index)]
     if any(resolution.problems for resolution in resolutions):
       return None
-    shardings = [self._planner._sharding(resolution.spec) for resolution in resolutions]
+    shardings = [
+      self._planner._sharding(resolution.spec, resolution.memory) for resolution in resolutions
+    ]
     if len(set(shardings)) <= 1:
       return shardings[0] if shardings else self._planner.replicated
     if (

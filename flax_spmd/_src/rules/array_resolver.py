@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jax import dtypes
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.rules.clauses import (
+  HOST_MEMORY,
   FillingClause,
   Leaf,
   OwningClause,
@@ -43,6 +45,7 @@ class ArrayResolver:
 
   Attributes:
     has_owners: whether some rule decides arrays as a whole: a rule for paths, or a function.
+    has_path_rules: whether some rule is for paths.
     looks_at_paths: whether any rule reads an array's path.
     looks_at_dtypes: whether any rule reads its dtype; if not, names and shape determine the resolution.
     looks_at_optimizer: whether any rule reads whether it is optimizer state.
@@ -75,6 +78,7 @@ class ArrayResolver:
     reads = frozenset().union(*(clause.reads for clause in rules.parsed))
     self.asks_functions = any('path' in clause.reads for _, clause in self._owners)
     self.has_owners = bool(self._paths or self._owners)
+    self.has_path_rules = bool(self._paths)
     self.looks_at_paths = 'path' in reads
     self.looks_at_dtypes = 'dtype' in reads
     inner = [resolver for _, resolver in self._tables.values() if resolver is not None]
@@ -127,6 +131,24 @@ class ArrayResolver:
       >>> resolver_of(table).resolve(Leaf('dense/kernel', (8, 16)), {'data': 4}).spec
       P(None, 'data')
     """
+    resolution = self._resolved(leaf, sizes, axes=axes, fill=fill, owned=owned)
+    return self.in_memory(resolution, leaf)
+
+  def in_memory(self, resolution: Resolution, leaf: Leaf) -> Resolution:
+    """The resolution with the host's memory, if a rule with `host` owns the array or shards a dimension of it."""
+    hosted = self._rules.hosted
+    if not hosted or resolution.problems or leaf.size <= 1:
+      return resolution
+    if leaf.dtype is not None and dtypes.issubdtype(leaf.dtype, dtypes.extended):
+      return resolution
+    decided = {rule for each in resolution.decisions for rule in (each.rule, each.further)}
+    decided.add(resolution.owner)
+    first = {rule[0] if isinstance(rule, tuple) else rule for rule in decided}
+    return resolution._replace(memory=HOST_MEMORY) if first & hosted else resolution
+
+  def _resolved(
+    self, leaf: Leaf, sizes: Mapping[str, int] | None, *, axes: bool, fill: bool, owned: bool
+  ) -> Resolution:
     given, leaf = leaf, _with_padded_names(leaf)
     owner = self._owner(leaf, None if axes else given.names) if owned else None
     if isinstance(owner, Resolution):
@@ -157,7 +179,7 @@ class ArrayResolver:
     if leaf.optimizer and sizes is not None and not resolution.problems:
       for rule, clause in self._widenings_for(resolution.owner):
         resolution = clause.widen(rule, resolution, leaf, sizes)
-    return resolution
+    return self.in_memory(resolution, leaf)
 
   def _widenings_for(self, owner: RuleId | None) -> list[tuple[RuleId, WideningClause]]:
     """The rules that add axes to an array: those of the table within the table, if one owns it."""
@@ -283,7 +305,7 @@ class ArrayResolver:
     return resolution._replace(decisions=decisions)
 
   def _text(self, index: int) -> str:
-    clause = self._rules.clauses[index]
+    clause = self._rules.parsed[index].written
     shown = clause[0] if isinstance(clause, tuple) else clause
     return f'rule {index} {shown!r}'
 

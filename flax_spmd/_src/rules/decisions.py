@@ -96,6 +96,7 @@ class Resolution(NamedTuple):
     problems: every problem, without the array's path.
     owner: id of the rule that owns the whole array (a path rule, a function); None: its names decided.
     skipped: the `fsdp` and `optimizer_over` rules that found no dimension to shard.
+    memory: 'pinned_host' if a rule with `host` decided; None: the memory of the device.
 
   Example:
     >>> found = Rules(('mlp', 'model')).resolve(('embed', 'mlp'))
@@ -108,6 +109,7 @@ class Resolution(NamedTuple):
   problems: tuple[Problem, ...] = ()
   owner: RuleId | None = None
   skipped: tuple[Skipped, ...] = ()
+  memory: str | None = None
 
   def stored(self) -> Resolution:
     """The resolution of an array in memory: a dimension that is still UNCONSTRAINED is replicated.
@@ -138,6 +140,7 @@ class Resolution(NamedTuple):
       tuple(problem.at(f'in the table of {where}', separator=': ') for problem in self.problems),
       rule if self.owner is None else _within(rule, self.owner),
       _all_within(rule, self.skipped),
+      self.memory,
     )
 
 

@@ -25,16 +25,20 @@ from weakref import WeakMethod, ref
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.mesh import MeshLike, describe
+from flax_spmd._src.notebook_html import bullets, plain_table, safe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import (
   AnnotationRule,
   Clause,
   Fsdp,
   FunctionRule,
+  Host,
   NameRule,
   OptimizerOver,
   PathRule,
   RuleTable,
+  host_problems,
+  without_host,
 )
 from flax_spmd._src.rules.decisions import Axes, Names, Policies, Resolution, RuleId, rule_text
 from flax_spmd._src.rules.logical_axes import Resolver
@@ -89,8 +93,12 @@ class Rules(RuleTable):
   """
 
   def __init__(self, /, *clauses: Any, **policies: Any):
-    self._parsed = _parsed(clauses)
-    self._clauses = tuple(clause.written for clause in self._parsed)
+    described = _parsed(clauses)
+    self._parsed = tuple(clause for clause, _ in described)
+    self._hosted = frozenset(index for index, (_, hosted) in enumerate(described) if hosted)
+    self._clauses = tuple(
+      Host(clause.written) if hosted else clause.written for clause, hosted in described
+    )
     self._policies = _read_policies(policies)
     # equal to its clauses as a tuple, if the policies are the defaults
     self._hash = hash((self._clauses, self._policies) if self._policies.changed() else self._clauses)
@@ -112,7 +120,7 @@ class Rules(RuleTable):
         f'A rule table is a tuple or a list of rules, got {rules!r}.\n'
         "Fix: write it as (('batch', 'data'), ('hidden', 'model'))."
       )
-    if _parse(rules) is not None:
+    if _parse(rules)[0] is not None:
       raise RulesError(
         f'{rules!r} is one rule, where a table of rules is expected.\n'
         f'Fix: write a table of one rule with a comma, ({rules!r},).'
@@ -126,8 +134,28 @@ class Rules(RuleTable):
 
   @property
   def parsed(self) -> tuple[Clause, ...]:
-    """The clauses as objects, in order."""
+    """The clauses as objects, in order; without `host`."""
     return self._parsed
+
+  @property
+  def hosted(self) -> frozenset[int]:
+    """The indices of the clauses with `host`."""
+    return self._hosted
+
+  def host_rules(self) -> list[RuleId]:
+    """The ids of all clauses with `host`, in tables within the table too."""
+    inner = [
+      (index, *_as_tuple(rule))
+      for index, clause in enumerate(self._parsed)
+      if isinstance(clause.table, Rules)
+      for rule in clause.table.host_rules()
+    ]
+    return [*sorted(self._hosted), *inner]
+
+  @cached_property
+  def uses_host(self) -> bool:
+    """Whether any clause has `host`, in tables within the table too."""
+    return bool(self.host_rules())
 
   @cached_property
   def pairs(self) -> tuple[tuple[str, Axes], ...]:
@@ -197,11 +225,20 @@ class Rules(RuleTable):
     policies = [f'{name}={value!r}' for name, value in self._policies.changed().items()]
     return f'Rules({", ".join([*map(repr, self._clauses), *policies])})'
 
+  def _repr_html_(self) -> str:
+    rows = [
+      (str(index), f'<code>{safe(repr(clause))}</code>') for index, clause in enumerate(self._clauses)
+    ]
+    policies = (f'{name}={value!r}' for name, value in self._policies.changed().items())
+    return plain_table(('', 'rule'), rows) + bullets(policies)
+
   def at(self, rule: RuleId) -> Any:
     """The clause that a decision's `rule` identifies, as users write it; in a table within the table,
     the inner one.
     """
-    return self.parsed_at(rule).written
+    first, *rest = rule if isinstance(rule, tuple) else (rule,)
+    inner = self._parsed[first].table if rest else None
+    return inner.at(tuple(rest)) if isinstance(inner, Rules) else self._clauses[first]
 
   def parsed_at(self, rule: RuleId) -> Clause:
     """The clause that a decision's `rule` identifies, as an object."""
@@ -267,7 +304,8 @@ class Rules(RuleTable):
       >>> rules.resolve(('mlp', 'heads')).decisions[0]
       Decision(dim=0, name='mlp', axes='data', rule=2, skipped=(Skipped(rule=1, reason='taken', axes=('model',)),), further=None)
     """
-    return Resolver(self._clauses, self.by_name, self._policies, sizes).resolve(names, shape)
+    written = tuple(clause.written for clause in self._parsed)
+    return Resolver(written, self.by_name, self._policies, sizes).resolve(names, shape)
 
   def spec(self, names: Names | None) -> PartitionSpec | None:
     """The PartitionSpec of an array with these logical names; None for None.
@@ -306,7 +344,8 @@ class Rules(RuleTable):
   def _entry(self, index: int, indent: str) -> str:
     clause = self._parsed[index]
     try:
-      return clause.toml_entry(indent)
+      entry = clause.toml_entry(indent)
+      return f'{{host = {entry}}}' if index in self._hosted else entry
     except RulesError:
       raise
     except ValueError as error:
@@ -348,6 +387,8 @@ def _without_functions(written: Any) -> Any:
   """A clause, or a part of one, with weak references to its functions, which are equal for equal functions."""
   if isinstance(written, Rules):
     return written.content
+  if isinstance(written, Host):
+    return Host, _without_functions(written.inner)
   if isinstance(written, tuple) and not isinstance(written, PartitionSpec):
     return tuple(map(_without_functions, written))
   if FunctionRule.parse(written) is None:
@@ -362,30 +403,50 @@ def _unpickled(clauses: tuple[Any, ...], policies: dict[str, Any]) -> Rules:
   return Rules(*clauses, **policies)
 
 
-def _parsed(clauses: Sequence[Any]) -> tuple[Clause, ...]:
-  """Clauses as objects, inserted tables flattened; raises one error with every invalid one."""
+def _parsed(clauses: Sequence[Any]) -> tuple[tuple[Clause, bool], ...]:
+  """Clauses as objects, each with whether it has `host`; inserted tables flattened.
+
+  Raises:
+    RulesError: lists every invalid clause.
+  """
   flat: list[Any] = []
   for clause in clauses:
-    flat.extend(clause if isinstance(clause, Rules) or _is_table(clause) else [clause])
-  parsed = [(clause, _parse(clause)) for clause in flat]
+    inner = clause.inner if isinstance(clause, Host) else clause
+    is_table = isinstance(inner, Rules) or _is_table(inner)
+    flat.extend(
+      [*map(Host, inner)] if is_table and inner is not clause else inner if is_table else [clause]
+    )
+  parsed = [(clause, *_parse(clause)) for clause in flat]
   problems = [
     problem
-    for index, (written, clause) in enumerate(parsed)
-    for problem in ([_invalid(index, written)] if clause is None else clause.problems(index))
+    for index, (written, clause, hosted) in enumerate(parsed)
+    for problem in (
+      *(host_problems(index, written, clause) if hosted else ()),
+      *(
+        []
+        if clause is None and hosted
+        else [_invalid(index, written)]
+        if clause is None
+        else clause.problems(index)
+      ),
+    )
   ]
   if problems:
     raise RulesError(problems_text(problems))
-  return tuple(clause for _, clause in parsed if clause is not None)
+  return tuple((clause, hosted) for _, clause, hosted in parsed if clause is not None)
 
 
-def _parse(written: Any) -> Clause | None:
+def _parse(written: Any) -> tuple[Clause | None, bool]:
+  """The clause without `host`, or None if it is no clause; and whether it has `host`."""
+  written, hosted = without_host(written, lambda clause: Rules.of((clause,)))
   if isinstance(written, Clause):
-    return written
-  return next((clause for kind in KINDS if (clause := kind.parse(written)) is not None), None)
+    return written, hosted
+  parsed = (clause for kind in KINDS if (clause := kind.parse(written)) is not None)
+  return next(parsed, None), hosted
 
 
 def _invalid(index: int, clause: Any) -> Problem:
-  forms = [kind.form for kind in KINDS]
+  forms = [kind.form for kind in (*KINDS[:-1], Host, KINDS[-1])]
   return Problem(
     f'Rule {index} is {clause!r}, which is not a rule.',
     f'write every rule as {", ".join(forms[:-1])} or {forms[-1]}.',
@@ -425,4 +486,5 @@ def layout_lines(mesh: MeshLike, rules: Rules) -> list[str]:
       for rule, clause in rules.all_rules(annotations=True)
     ),
     repr(rules.policies),
+    *(f'host rule {rule_text(rule)}' for rule in rules.host_rules()),
   ]

@@ -182,26 +182,26 @@ def layout_of(candidate: Candidate, batch: frozenset[str]) -> Layout:
 
 
 def text_of(candidate: Candidate, batch: frozenset[str]) -> str:
-  """A candidate in one line.
+  """A candidate in one line, in the spelling of the command line's `--mesh` and `--pin`.
 
   Example:
     >>> candidate = Candidate((Axis(8), Axis(4)), (('batch', (0,)), ('heads', (1,)), ('mlp', (1,))))
     >>> text_of(candidate, frozenset({'batch'}))
-    'data 8, model 4: batch data; heads mlp model'
+    'data=8,model=4: batch=data heads,mlp=model'
   """
   names = axis_names(candidate, batch)
-  mesh = ', '.join(f'{name} {axis.size}' for name, axis in zip(names, candidate.axes, strict=True))
-  axes = lambda numbers: '+'.join(names[number] for number in numbers)
+  mesh = ','.join(f'{name}={axis.size}' for name, axis in zip(names, candidate.axes, strict=True))
+  axes = lambda numbers: ','.join(names[number] for number in numbers)
   parts = [
-    f'{" ".join(name for name, _ in rules)} {axes(over)}'
+    f'{",".join(name for name, _ in rules)}={axes(over)}'
     for over, rules in itertools.groupby(candidate.name_rules, key=lambda rule: rule[1])
   ]
-  parts += [f'{text} [{dim}] {axes(over)}' for text, _, dim, over in candidate.path_rules]
+  parts += [f'{text}[{dim}]={axes(over)}' for text, _, dim, over in candidate.path_rules]
   size = '' if candidate.min_size == MIN_SIZE else f' min_size={candidate.min_size}'
-  parts += [f'fsdp {axes(candidate.fsdp_axes)}{size}'] if candidate.fsdp_axes else []
-  parts += [f'zero1 {axes(candidate.zero1_axes)}{size}'] if candidate.zero1_axes else []
+  parts += [f'fsdp={axes(candidate.fsdp_axes)}{size}'] if candidate.fsdp_axes else []
+  parts += [f'zero1={axes(candidate.zero1_axes)}{size}'] if candidate.zero1_axes else []
   parts += [f'{name}={value}' for name, value in candidate.choices]
-  return f'{mesh}: {"; ".join(parts) or "replicated"}'
+  return f'{mesh}: {" ".join(parts) or "replicated"}'
 
 
 def _unwrapped(axes: Sequence[str]) -> Any:

@@ -39,7 +39,7 @@ def corrected(
   return outcome._replace(
     memory=outcome.memory._replace(temporaries=temporaries, peak=peak),
     counts=counts,
-    cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype),
+    cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype, outcome.memory.host),
     fits=peak <= target.chip.memory,
     doubts=(*outcome.doubts, *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
   )

@@ -49,7 +49,7 @@ class EstimateCheck(NamedTuple):
     within: largest relative errors of wire and memory after corrections; a layout is corrected by the others.
 
   Example:
-    >>> check = explore.EstimateCheck(('data 8',), (-0.01,), (0.04,), {'products': 1.0}, {}, {}, (0.01, 0.04))
+    >>> check = explore.EstimateCheck(('data=8: batch=data',), (-0.01,), (0.04,), {'products': 1.0}, {}, {}, (0.01, 0.04))
     >>> print(check)
     Checked against 1 compiled layout: wire -1 %, memory +4 %.
   """

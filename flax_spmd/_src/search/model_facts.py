@@ -45,6 +45,7 @@ class ModelFacts(NamedTuple):
     batch: names of the batch dimension.
     min_sizes: values of `min_size` for `fsdp` that make a difference for this model.
     paths: for a model without names, its kinds of parameters.
+    batch_elements: number of elements of all arrays of the batch.
   """
 
   names: Mapping[str, tuple[int, ...]]
@@ -53,6 +54,7 @@ class ModelFacts(NamedTuple):
   batch: frozenset[str]
   min_sizes: tuple[int, ...]
   paths: tuple[PathKind, ...] = ()
+  batch_elements: int = 1
 
   def divides(self, name: str, shards: int) -> bool:
     """Whether every dimension with a name is divisible into this number of shards."""
@@ -90,7 +92,10 @@ def facts_of(
   sizes = tuple(sorted({leaf.shape[0] for leaf in leaves if getattr(leaf, 'shape', ())}))
   known = {**names, **{name: sizes for name in first if name not in names}}
   paths = () if parameters else _path_kinds(rows)
-  return ModelFacts(known, parameters, together, first & known.keys(), _min_sizes(rows), paths)
+  elements = sum(math.prod(getattr(leaf, 'shape', ())) for leaf in leaves)
+  return ModelFacts(
+    known, parameters, together, first & known.keys(), _min_sizes(rows), paths, max(1, elements)
+  )
 
 
 def _names_of_state(

@@ -166,7 +166,7 @@ class PipelineTrials(Trials):
 
   def name(self, candidate: Candidate) -> str:
     """The name of a candidate's outcome."""
-    return f'{self.schedule}: {AXIS} {self.schedule.ranks}, {text_of(candidate, self.batch)}'
+    return f'{self.schedule}: {AXIS}={self.schedule.ranks},{text_of(candidate, self.batch)}'
 
   def row(self, candidate: Candidate) -> Pipeline:
     """The row of a comparison that compiles a candidate."""

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax_spmd._src.compare.comparison import Comparison
+from flax_spmd._src.compare.costs import coverage
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Outcome, record
 from flax_spmd._src.layout import Layout
+from flax_spmd._src.notebook_html import collapsed_page, preformatted, written_page
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.search.estimate_check import EstimateCheck
@@ -29,6 +31,9 @@ from flax_spmd._src.text import size_text, time_text
 if TYPE_CHECKING:
   from rich.console import RenderableType
 
+# The median error of a published step's time that is predicted by another of its model and chip. A smaller difference of
+# two times is none.
+NOISE = 0.02
 _UNCHECKED = 'Unchecked: no estimate was compared with a compiled program.'
 
 
@@ -70,6 +75,7 @@ class SearchResult:
     schedule: schedule of the best layout if it is a pipeline, for `layout.pipeline_jit`; else None.
     outcomes: compiled outcomes, best first; the best estimates if nothing was compiled.
     estimates: every estimated outcome.
+    ties: names of the outcomes that are as fast as the best one, within 2 %; the best one is not among them.
     presets: name of the preset, by the names of outcomes that are presets.
     pareto: estimates that fit and that no other estimate beats in both time and memory, fastest first.
     effects: effect of each rule of the best layout.
@@ -107,6 +113,8 @@ class SearchResult:
     self.effects, self.notes, self.schedule = list(effects), list(notes), schedule
     self.check = check
     self.best = self.outcomes[0]
+    ranks = ranks_of(self.outcomes)
+    self.ties = [one.name for one, rank in zip(self.outcomes[1:], ranks[1:]) if rank == ranks[0]]
     fitting = [one for one in self.estimates if one.memory and one.memory.peak <= memory]
     self.pareto = pareto_front(fitting)
 
@@ -148,6 +156,7 @@ class SearchResult:
       'choices': self.choices,
       'schedule': None if self.schedule is None else str(self.schedule),
       'best': self.best.name,
+      'ties': self.ties,
       'outcomes': [record(one) | {'preset': self.presets.get(one.name)} for one in self.outcomes],
       'effects': [one._asdict() | {'rule': repr(one.rule)} for one in self.effects],
       'pareto': [one.name for one in self.pareto],
@@ -156,6 +165,7 @@ class SearchResult:
           'name': one.name,
           'memory': one.memory and one.memory.peak,
           'seconds': one.cost and [one.cost.low, one.cost.high],
+          'batch': one.batch,
           'doubts': list(one.doubts),
           'error': one.error,
         }
@@ -169,9 +179,16 @@ class SearchResult:
     """The result as JSON, in bytes per device and seconds per step."""
     return json.dumps(self.record(), indent=2, default=repr)
 
-  def to_html(self, path: str | os.PathLike[str]) -> None:
-    """Writes an HTML page with the result and a full comparison of its outcomes."""
-    Path(path).write_text(page(self), encoding='utf-8')
+  def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+    """An HTML page with the result and a full comparison of its outcomes.
+
+    Args:
+      path: file to write; None: only the text is returned.
+    """
+    return written_page(page(self), path)
+
+  def _repr_html_(self) -> str:
+    return preformatted(self) + collapsed_page('report', page(self))
 
   def __rich__(self) -> RenderableType:
     from rich.console import Group
@@ -191,32 +208,39 @@ class SearchResult:
     yield self._table('Layouts, best first', self.outcomes)
     yield ''
     yield self._table('Time against memory (estimated)', self.pareto)
+    yield coverage(self.target.chip)
 
   @property
   def title(self) -> str:
     """The target, the number of candidates and the memory budget, in one line."""
-    return (
+    title = (
       f'{self.target.text}: best of {len(self.estimates)} candidates within '
       f'{size_text(self.memory)} per device.'
     )
+    sizes = {one.batch for one in self.estimates}
+    return f'{title} Ranked by time per element of the batch.' if len(sizes) > 1 else title
 
   @property
   def remarks(self) -> list[str]:
     """The check of the estimates in one line, or that there is none, and the notes."""
     estimated = any(one.source == 'estimated' for one in self.estimates)
     unchecked = [_UNCHECKED] if estimated else []
-    return [*([str(self.check)] if self.check else unchecked), *self.notes]
+    equal = (
+      f'As fast as the best, within {100 * NOISE:.0f} %: {"; ".join(self.ties)}.' if self.ties else ''
+    )
+    checked = [str(self.check)] if self.check else unchecked
+    return [*checked, *([equal] if equal else []), *self.notes]
 
   def _table(self, title: str, outcomes: Sequence[Outcome]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, header_style='bold', title=title, title_justify='left')
-    for column in ('memory', 'time', 'source', 'layout'):
+    for column in ('rank', 'memory', 'time', 'source', 'layout'):
       table.add_column(column, overflow='fold')
-    for one in outcomes:
+    for rank, one in zip(ranks_of(outcomes), outcomes, strict=True):
       preset = self.presets.get(one.name)
       name = f'{one.name} (preset {preset})' if preset else one.name
-      table.add_row(*_figures(one), one.source + (', rough' if one.doubts else ''), name)
+      table.add_row(rank, *_figures(one), one.source + (', rough' if one.doubts else ''), name)
     return table
 
   def __str__(self) -> str:
@@ -234,6 +258,27 @@ def _figures(outcome: Outcome) -> tuple[str, str]:
     return '', 'not compiled'
   cost = outcome.cost
   return size_text(outcome.memory.peak), f'{time_text(cost.low)} to {time_text(cost.high)}'
+
+
+def ranks_of(outcomes: Sequence[Outcome]) -> list[str]:
+  """The ranks of outcomes in their order: `1=` for several that are as fast as the first of them; '' without a time."""
+  ranks: list[str] = []
+  group: list[int] = []
+  for index, one in enumerate([*outcomes, None]):
+    first = outcomes[group[0]] if group else None
+    if one and first and one.fits == first.fits and _is_tie(first, one):
+      group.append(index)
+      continue
+    text = f'{group[0] + 1}{"=" if len(group) > 1 else ""}' if first and first.cost else ''
+    ranks += [text] * len(group)
+    group = [index]
+  return ranks
+
+
+def _is_tie(first: Outcome, other: Outcome) -> bool:
+  """Whether two outcomes are equally fast."""
+  one, two = mean_seconds(first), mean_seconds(other)
+  return abs(two - one) < NOISE * one if one < float('inf') else first.cost is other.cost is None
 
 
 def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -81,6 +81,7 @@ class SearchRun:
     self._add_notes()
     try:
       self._estimate()
+      self._note_untried_choices()
       self._compile()
       self._compile_pipelines()
       self._check()
@@ -124,6 +125,13 @@ class SearchRun:
       )
     for number, (space, trials) in enumerate(self.pipelines, 1):
       self._explore(space, trials, self._starts(space), number, f'estimating {trials.schedule}')
+
+  def _note_untried_choices(self) -> None:
+    tried = {candidate.choices for candidate in self.trials.estimated}
+    missing = [one for one in self.space.combinations if one not in tried]
+    if missing:
+      number = f'{len(missing)} of {len(missing) + len(tried)} combinations of choices'
+      self.notes.append(f'{number} were not tried, such as {dict(missing[0])}: raise candidates.')
 
   def _starts(self, space: Space) -> list[StartingPoint]:
     return starting_points(space, max(1, int(_STARTS * self.limits.candidates)))

@@ -72,6 +72,7 @@ def search(
       program.
     choices: values to try for arguments of the step, such as `{'remat': ('none', 'full')}`. Parameters
       of `create` with the same names receive them too, and those of a function that returns the step first.
+      That function may also choose the batch by them; layouts are then ranked by time per element of the batch.
     pipelines: schedules to try for the step as a pipeline, such as `OneFOneB(ranks=4)`. Ranks are along a
       mesh axis `stage`; the other axes are within a rank. The step must take its gradients in
       `pipeline.accumulate`; a model without stage ends is cut into equal stages.

@@ -143,4 +143,4 @@ def _priority(outcome: Outcome) -> float:
 
 def _figures(outcome: Outcome) -> Any:
   """Memory and time, which are equal for equal programs."""
-  return outcome.memory, outcome.cost and (outcome.cost.low, outcome.cost.high)
+  return outcome.memory, outcome.batch, outcome.cost and (outcome.cost.low, outcome.cost.high)

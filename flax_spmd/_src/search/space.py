@@ -131,6 +131,12 @@ class Space(NamedTuple):
     several = dict.fromkeys(tuple(group) for group in groups.values() if len(group) > 1)
     yield from map(list, several)
 
+  @property
+  def combinations(self) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """The combinations of choices, the first values first."""
+    for values in itertools.product(*self.choices.values()):
+      yield tuple(zip(self.choices, values, strict=True))
+
   def _change_names(self, candidate: Candidate, names: Sequence[str]) -> Iterator[Candidate]:
     for over in _permutations(len(candidate.axes)):
       changed = candidate

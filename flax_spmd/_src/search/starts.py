@@ -57,10 +57,18 @@ def starting_points(space: Space, limit: int) -> list[StartingPoint]:
   """Up to `limit` distinct legal starting points, presets first.
 
   If none is legal (as with more devices than sequences), axes that do not divide their dimensions are
-  dropped.
+  dropped. At the end are the first of them under the other choices of the step's arguments.
   """
   points = _legal(space, space.legal) or _legal(space, lambda one: space.legal(space.divisible(one)))
-  return [StartingPoint(candidate, name) for candidate, name in points.items()][:limit]
+  starts = [StartingPoint(candidate, name) for candidate, name in points.items()][:limit]
+  others = list(space.combinations)[1:]
+  each = max(1, limit // (len(others) + 1))
+  chosen = [
+    start._replace(candidate=start.candidate._replace(choices=choices))
+    for choices in others
+    for start in starts[:each]
+  ]
+  return [*starts[: max(1, limit - len(chosen))], *chosen][:limit]
 
 
 def _legal(space: Space, legal: Callable[[Candidate], Candidate | None]) -> dict[Candidate, str]:

@@ -216,7 +216,7 @@ class Trials:
       if variant.estimator is None:
         self.estimated[candidate] = self.compile([candidate])[0]
       else:
-        self._uncorrected[candidate] = _estimate(variant, name, layout)
+        self._uncorrected[candidate] = self._estimate(variant, name, layout)
         self.estimated[candidate] = self._corrected(self._uncorrected[candidate], variant)
     return self.estimated[candidate]
 
@@ -236,11 +236,15 @@ class Trials:
       return outcome
     return corrected(outcome, self.checked_by, self.task.target, self.memory, variant.estimator.dtype)
 
+  def _estimate(self, variant: TaskVariant, name: str, layout: Layout) -> Outcome:
+    [outcome] = _relative([_estimate(variant, name, layout)], variant, self.first)
+    return outcome
+
   def with_rules(self, candidate: Candidate, rules: Rules) -> Outcome:
     """The estimate of a candidate with another rule table on its mesh."""
     layout = layout_of(candidate, self.batch).replace(rules=rules)
     variant = self.variant(candidate.choices)
-    return self._corrected(_estimate(variant, '', layout), variant)
+    return self._corrected(self._estimate(variant, '', layout), variant)
 
   def compile(self, candidates: Sequence[Candidate]) -> list[Outcome]:
     """The compiled outcomes of candidates; a layout that does not fit the model gives a failed outcome."""
@@ -249,7 +253,9 @@ class Trials:
       by_choices.setdefault(candidate.choices, []).append(candidate)
     outcomes: dict[Candidate, Outcome] = {}
     for choices, group in by_choices.items():
-      outcomes |= dict(zip(group, self._compile(self.variant(choices).task, group), strict=True))
+      variant = self.variant(choices)
+      compiled = _relative(self._compile(variant.task, group), variant, self.first)
+      outcomes |= dict(zip(group, compiled, strict=True))
     return [outcomes[candidate] for candidate in candidates]
 
   def _compile(self, task: SearchTask, group: Sequence[Candidate]) -> list[Outcome]:
@@ -295,9 +301,17 @@ def _estimate(variant: TaskVariant, name: str, layout: Layout) -> Outcome:
   return outcome or Outcome.failed(name, layout, 'not estimated')
 
 
+def _relative(outcomes: Sequence[Outcome], variant: TaskVariant, first: TaskVariant) -> list[Outcome]:
+  """Outcomes of a variant with the size of its batch, relative to the first variant's."""
+  batch = variant.facts.batch_elements / first.facts.batch_elements
+  return [one._replace(batch=batch) for one in outcomes]
+
+
 def mean_seconds(outcome: Outcome) -> float:
-  """The geometric mean of a time bracket, in seconds; infinite if there is no bracket."""
-  return (outcome.cost.low * outcome.cost.high) ** 0.5 if outcome.cost else float('inf')
+  """The geometric mean of a time bracket, in seconds for the first choice's batch; infinite if there is no bracket."""
+  if outcome.cost is None:
+    return float('inf')
+  return (outcome.cost.low * outcome.cost.high) ** 0.5 / outcome.batch
 
 
 def penalized_seconds(outcome: Outcome, memory: int) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import jax
 from etils import epath
@@ -15,6 +15,8 @@ from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd.errors import CheckpointError
 
 _DATA = 'flax_spmd_data'
+
+MergedPositions: TypeAlias = Callable[[list[Any]], Any]
 
 
 class DataIterator(Protocol):
@@ -57,13 +59,17 @@ def _to_text(state: Any) -> str:
     ) from error
 
 
-def move(data: DataIterator, stored: Mapping[str, Any], path: epath.Path) -> None:
+def move(
+  data: DataIterator, stored: Mapping[str, Any], path: epath.Path, merged: MergedPositions | None
+) -> None:
   """Moves an iterator to this process's position.
 
   Args:
     data: the iterator.
     stored: the JSON values that were stored with a step.
     path: path of the step, for error texts.
+    merged: function from the positions of all processes that saved to the one of this process, for jobs of
+      another number of processes.
   """
   saved = stored.get(_DATA)
   if saved is None:
@@ -71,11 +77,21 @@ def move(data: DataIterator, stored: Mapping[str, Any], path: epath.Path) -> Non
       f'Checkpoint {path} has no position of a data iterator.\n'
       'Fix: pass data= to every save; or leave it out here, and set the iterator yourself.'
     )
-  if len(saved) != jax.process_count():
+  states = list(map(_from_text, saved))
+  if len(states) == jax.process_count():
+    state = states[jax.process_index()]
+  elif merged is not None:
+    state = merged(states)
+  else:
     raise CheckpointError(
       f'The number of processes differs: checkpoint {path} has data iterator positions for {len(saved)}, '
-      f'this job has {jax.process_count()}.\n'
-      'Fix: leave data= out, and set the iterators yourself: each reads another part of the data now.'
+      f'this job has {jax.process_count()}, which read other parts of the data.\n'
+      'Fix: pass data_from=, a function from the list of their positions to the one of this process; '
+      'lambda states: states[0] where a position counts global batches.'
     )
-  state = json.loads(saved[jax.process_index()])
-  reader_of(data).set_state(base64.b64decode(state['bytes']) if 'bytes' in state else state['json'])
+  reader_of(data).set_state(state)
+
+
+def _from_text(text: str) -> Any:
+  state = json.loads(text)
+  return base64.b64decode(state['bytes']) if 'bytes' in state else state['json']

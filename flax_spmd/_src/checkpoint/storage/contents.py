@@ -109,7 +109,9 @@ def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pac
   }
   kept = {index: indices[path] for index, path in enumerate(paths) if path in indices}
   record = Record(skeleton.pruned(flat.skeleton, kept), records, flat.kinds, _toml(layout))
-  return _packed(Contents({path: leaves[path] for path in indices}, record), pack)
+  contents = _packed(Contents({path: leaves[path] for path in indices}, record), pack)
+  _check_processes(contents)
+  return contents
 
 
 def disk_tree(record: Record, leaf: Any) -> Any:
@@ -161,6 +163,20 @@ def _check(leaves: Mapping[str, Any]) -> None:
   if not leaves:
     problems = [Problem('The state has no leaves.', 'save a state that contains arrays.')]
   if problems:
+    raise CheckpointError(problems_text(problems))
+
+
+def _check_processes(contents: Contents) -> None:
+  """Raises for arrays that Orbax cannot store in a job of several processes, where it takes them for copies."""
+  me, records = jax.process_index(), contents.record.leaves
+  local = [
+    path
+    for path, leaf in contents.leaves.items()
+    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and records[path].packed is None
+  ]
+  if local and jax.process_count() > 1:
+    fix = 'shard it over devices of all processes, as layout.shard does; or pass numpy arrays, equal in all of them.'
+    problems = [Problem(f'{path} is on devices of process {me} alone.', fix) for path in local]
     raise CheckpointError(problems_text(problems))
 
 

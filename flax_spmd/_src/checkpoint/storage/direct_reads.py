@@ -23,6 +23,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage.host_shards import put
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -179,7 +180,7 @@ def _leaf(leaf: LeafRecord, request: Any, array: Any) -> Any:
   if leaf.packed is None:
     return array
   array = array.reshape(leaf.shape)
-  return array if request.sharding is None else jax.device_put(array, request.sharding)
+  return array if request.sharding is None else put([array], [request.sharding])[0]
 
 
 def _reason(error: Exception) -> str:

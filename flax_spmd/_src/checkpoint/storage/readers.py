@@ -24,6 +24,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import contents, skeleton
 from flax_spmd._src.checkpoint.storage.direct_reads import DirectReads
 from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, nowhere, put
 from flax_spmd._src.checkpoint.storage.manifest import FileRecord, whole_generations
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_others
@@ -329,9 +330,10 @@ class OrbaxReader:
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
     _check_names(self.folder, self._name())
-    leaves = self._read_packed(requests, memory) if self._is_packed else self._read(requests, memory)
+    own = {path: each for path, each in requests.items() if not is_elsewhere(_sharding(each))}
+    leaves = self._read_packed(own, memory) if self._is_packed else self._read(own, memory)
     self._check_keys(leaves)
-    return leaves
+    return {path: leaves[path] if path in own else nowhere(each) for path, each in requests.items()}
 
   @property
   def has_own_record(self) -> bool:
@@ -386,7 +388,7 @@ class OrbaxReader:
       else:
         leaves[path] = _unpacked(tree[contents.PACKED][leaf.packed[0]], leaf)
     small = [path for path in requests if records[path].packed and requests[path].sharding is not None]
-    sharded = jax.device_put([leaves[p] for p in small], [requests[p].sharding for p in small])
+    sharded = put([leaves[p] for p in small], [requests[p].sharding for p in small])
     return leaves | dict(zip(small, sharded, strict=True))
 
   def _load(self, target: Any, memory: int | None) -> Any:
@@ -413,6 +415,11 @@ def _in_flight(target: Any, memory: int | None) -> int:
   arrays = [leaf for leaf in jax.tree.leaves(target) if hasattr(leaf, 'shape')]
   sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays]
   return max(memory or max(_MIN_IN_FLIGHT, sum(sizes) // 8), 1 + max(sizes, default=0))
+
+
+def _sharding(request: Any) -> Any:
+  """The sharding of a request; None for a numpy array or a Python number."""
+  return getattr(request, 'sharding', None)
 
 
 def _orbax_request(leaf: Any) -> Any:
@@ -557,7 +564,7 @@ class FlaxReader:
     return {
       path: self._by_path[path]
       if request.sharding is None
-      else jax.device_put(self._by_path[path], request.sharding)
+      else put([self._by_path[path]], [request.sharding])[0]
       for path, request in requests.items()
     }
 

@@ -29,6 +29,7 @@ from flax_spmd._src.checkpoint.storage.byte_ranges import (
   pieces,
   stamp,
 )
+from flax_spmd._src.checkpoint.storage.host_shards import from_callback
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record
 from flax_spmd._src.checkpoint.storage.safetensors_files import located_tensors
 from flax_spmd._src.checkpoint.storage.safetensors_header import TensorEntry, tensor_path
@@ -238,8 +239,8 @@ class _RequestedArray(NamedTuple):
     shards = {box: words.view(dtype) for box, words in self.memory.items()}
     if self.request.sharding is None:
       return shards[_whole(shape)]
-    return jax.make_array_from_callback(
-      shape, self.request.sharding, lambda index: shards[box_of(index or (), shape)], dtype=dtype
+    return from_callback(
+      shape, dtype, self.request.sharding, lambda index: shards[box_of(index or (), shape)]
     )
 
 

@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import tensorstore
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.host_shards import put
 from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe, dtype_of
 from flax_spmd._src.checkpoint.storage.store import checked
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
@@ -140,7 +140,7 @@ class T5xReader:
     for path, request in requests.items():
       if path not in stored:
         value = np.asarray(self._by_path[path])
-        arrays[path] = value if request.sharding is None else jax.device_put(value, request.sharding)
+        arrays[path] = value if request.sharding is None else put([value], [request.sharding])[0]
     return arrays
 
   def _is_stored(self, path: str) -> bool:

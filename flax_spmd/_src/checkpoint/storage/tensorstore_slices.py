@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from flax_spmd._src.checkpoint.storage.buckets import PATIENT, Location
+from flax_spmd._src.checkpoint.storage.host_shards import from_callback
 
 Index = tuple[tuple[int, int], ...]  # start and stop of each dimension
 
@@ -57,8 +57,8 @@ def assembled(request: Any, slices: Mapping[Index, np.ndarray]) -> Any:
   shape = tuple(request.shape)
   if request.sharding is None:
     return slices[_whole(shape)]
-  return jax.make_array_from_callback(
-    shape, request.sharding, lambda index: slices[_plain(index or (), shape)], dtype=request.dtype
+  return from_callback(
+    shape, request.dtype, request.sharding, lambda index: slices[_plain(index or (), shape)]
   )
 
 

@@ -14,7 +14,7 @@ from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, OrbaxReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
-from flax_spmd._src.data.checksums import checksums
+from flax_spmd._src.data.checksums import checksums, own_checksums
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, raise_problems
@@ -62,17 +62,25 @@ class Damage(NamedTuple):
     )
 
 
-def changed(leaves: Mapping[str, Any], records: Mapping[str, LeafRecord]) -> list[str]:
-  """The paths of the leaves whose checksum differs from the recorded one.
+def changed(
+  leaves: Mapping[str, Any], records: Mapping[str, LeafRecord], requests: Mapping[str, Any]
+) -> list[str]:
+  """The paths of the leaves whose checksum differs from the recorded one, in any process.
 
   Args:
     leaves: arrays as stored in the checkpoint, by path. In a job of several processes, every process
       passes the same paths.
     records: record of each leaf, by path. Leaves without a checksum are skipped.
+    requests: see `CheckpointReader.read`. Of leaves without a sharding, each process compares its own copy.
   """
   known = [path for path in leaves if records[path].checksum is not None]
-  sums = checksums([leaves[path] for path in known])
-  return [path for path, total in zip(known, sums, strict=True) if total != records[path].checksum]
+  whole = [path for path in known if requests[path].sharding is None]
+  shared = [path for path in known if requests[path].sharding is not None]
+  sums = dict(zip(whole, own_checksums([leaves[path] for path in whole]), strict=True))
+  wrong = {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
+  wrong = _over_processes('whole', wrong) if whole else wrong
+  sums = dict(zip(shared, checksums([leaves[path] for path in shared]), strict=True))
+  return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
 
 
 def read_verified(
@@ -127,7 +135,7 @@ def _whole_and_damage(
   """
   leaves, lost = _read_what_can_be(reader, requests, memory)
   _check_width(reader, leaves)
-  leaves, wrong = _compared(reader, leaves, verify)
+  leaves, wrong = _compared(reader, requests, leaves, verify)
   if not (isinstance(reader, OrbaxReader) and reader.has_own_record and (lost or wrong)):
     return leaves, Damage(lost | wrong, {})
   files = (
@@ -136,16 +144,16 @@ def _whole_and_damage(
   found, lost = reader.read_directly({path: requests[path] for path in lost | wrong}, memory)
   lost = _over_processes('directly', lost)
   found, wrong = _compared(
-    reader, {path: leaf for path, leaf in found.items() if path not in lost}, verify
+    reader, requests, {path: leaf for path, leaf in found.items() if path not in lost}, verify
   )
   return leaves | found, Damage(lost | wrong, files)
 
 
 def _compared(
-  reader: CheckpointReader, leaves: Mapping[str, Any], verify: bool
+  reader: CheckpointReader, requests: Mapping[str, Any], leaves: Mapping[str, Any], verify: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
   """The leaves whose checksum is the recorded one, and the reason for each other one."""
-  wrong = dict.fromkeys(changed(leaves, reader.record.leaves) if verify else [], _CHANGED)
+  wrong = dict.fromkeys(changed(leaves, reader.record.leaves, requests) if verify else [], _CHANGED)
   return {path: leaf for path, leaf in leaves.items() if path not in wrong}, wrong
 
 

@@ -7,6 +7,7 @@
     optimizer_over('data')                 one dimension of optimizer state, over further axes
     function(leaf) -> PartitionSpec | None any function
     ('@weights', ...)                      values that a program annotates
+    host(...)                              around any of these: the arrays are in the host's memory
 
 In a clause, None is a decision (this dimension is replicated) and `PartitionSpec.UNCONSTRAINED` is not: it
 leaves the dimension open. `fsdp` may shard it; otherwise a stored array is replicated there, and inside a
@@ -24,6 +25,11 @@ from flax_spmd._src.rules.clauses.base import WideningClause as WideningClause
 from flax_spmd._src.rules.clauses.fsdp_rule import Fsdp as Fsdp
 from flax_spmd._src.rules.clauses.fsdp_rule import fsdp as fsdp
 from flax_spmd._src.rules.clauses.function_rule import FunctionRule as FunctionRule
+from flax_spmd._src.rules.clauses.host_rule import HOST_MEMORY as HOST_MEMORY
+from flax_spmd._src.rules.clauses.host_rule import Host as Host
+from flax_spmd._src.rules.clauses.host_rule import host as host
+from flax_spmd._src.rules.clauses.host_rule import host_problems as host_problems
+from flax_spmd._src.rules.clauses.host_rule import without_host as without_host
 from flax_spmd._src.rules.clauses.name_rule import NameRule as NameRule
 from flax_spmd._src.rules.clauses.optimizer_over_rule import OptimizerOver as OptimizerOver
 from flax_spmd._src.rules.clauses.optimizer_over_rule import optimizer_over as optimizer_over

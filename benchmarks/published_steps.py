@@ -1,0 +1,263 @@
+"""Published step times, and the time brackets of the same steps.
+
+`published.toml` has the steps. Each is written as a program (`published_model.py`) and estimated. The fit has one number
+for each chip, the share of its peak that products reach, and two for all: the exponent by which the parts of a step
+overlap, and the share of memory traffic that counts. Every figure is of steps that were left out: their chip's share, the
+common numbers and the bracket's ends are fitted to the other steps.
+"""
+
+import itertools
+import math
+import statistics
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import published_model
+from harness import Figure, at_least, at_most, exact
+from reporting import Table
+
+import flax_spmd as spmd
+from flax_spmd._src.compare import costs
+from flax_spmd._src.compare.calibration import CALIBRATED
+from flax_spmd.explore import Estimator, parse_target
+
+FILE = Path(__file__).with_name('published.toml')
+DIES = {'h200': 'h100'}  # another memory, the same products
+MARGIN = 0.99  # of the low end, below the fastest step relative to its expected time
+EXPONENTS, HBM_SHARES = (1.2, 1.3, 1.5, 1.7), (0.6, 0.8, 1.0)
+
+
+class Step(NamedTuple):
+  """A published step, with the parts of its time in seconds: products at the peak, traffic and wire at full bandwidth."""
+
+  target: str
+  model: str
+  batch: int
+  seconds: float
+  products: float
+  memory: float
+  links: float
+  source: str
+
+  @property
+  def die(self) -> str:
+    chip = self.target.partition(':')[0]
+    return DIES.get(chip, chip)
+
+
+class Common(NamedTuple):
+  """The numbers that all chips share."""
+
+  exponent: float = costs.EXPECTED
+  hbm_share: float = costs.HBM_SHARE
+
+
+# -- estimates
+
+
+def published() -> list[Step]:
+  """The published steps, each estimated for its target; seconds each, and no compiler."""
+  content = tomllib.loads(FILE.read_text())
+  return [_estimated(entry, content) for entry in content['steps']]
+
+
+def _estimated(entry: dict[str, Any], content: dict[str, Any]) -> Step:
+  target, tokens = parse_target(entry['target']), entry['batch'] * entry['length']
+  keep = None if entry['keep'] == 'all' else tuple(entry['keep'])
+  model = published_model.Decoder(
+    **content['models'][entry['model']], keep=keep, kernel='kernel' not in entry.get('note', '')
+  )
+  train_step = published_model.train_step(model, entry['batch'] * target.devices, entry['length'])
+  # cuDNN's attention has the products of every attention kernel; no kernel of a TPU can be partitioned here
+  estimator = Estimator(train_step, platform='cuda')
+  layout = spmd.Layout(spmd.abstract_mesh(entry['mesh']), published_model.rules_for(entry['mesh']))
+  counts = estimator.estimate(layout, target).counts
+  seconds = entry.get('seconds') or (
+    model.published_flops(tokens, entry['length'], entry['formula'] == 'causal') / entry['tflops'] / 1e12
+  )
+  links = sum(costs.seconds(one, target, entry['mesh']) for one in counts.collectives)
+  products, memory = (
+    counts.flops / costs.peak(target.chip, 'bf16'),
+    counts.hbm_bytes / target.chip.bandwidth,
+  )
+  source = f'{content["sources"][entry["source"]]}/{entry["path"]}'
+  return Step(entry['target'], entry['model'], entry['batch'], seconds, products, memory, links, source)
+
+
+# -- the fit
+
+
+def expected(step: Step, efficiency: float, common: Common) -> float:
+  parts = [step.products / efficiency, common.hbm_share * step.memory, step.links]
+  return costs.together(parts, common.exponent)
+
+
+def efficiency_of(steps: Sequence[Step], common: Common) -> float:
+  """The share of the peak with which the mean logarithmic error of some steps is zero."""
+  low, high = 0.05, 2.0
+  for _ in range(30):
+    middle = math.sqrt(low * high)
+    error = sum(math.log(expected(step, middle, common) / step.seconds) for step in steps)
+    low, high = (middle, high) if error > 0 else (low, middle)
+  return middle
+
+
+def efficiencies(steps: Sequence[Step], common: Common) -> dict[str, float]:
+  """The share of each die."""
+  by_die: dict[str, list[Step]] = {}
+  for step in steps:
+    by_die.setdefault(step.die, []).append(step)
+  return {die: efficiency_of(group, common) for die, group in by_die.items()}
+
+
+def fit(steps: Sequence[Step]) -> Common:
+  """The common numbers with the least squared logarithmic errors, each die at its best share."""
+
+  def error(common: Common) -> float:
+    shares = efficiencies(steps, common)
+    return sum(math.log(step.seconds / expected(step, shares[step.die], common)) ** 2 for step in steps)
+
+  grid = itertools.product(EXPONENTS, HBM_SHARES)
+  return min((Common(*numbers) for numbers in grid), key=error)
+
+
+def ends(step: Step, efficiency: float, common: Common) -> tuple[float, float]:
+  """The ends of the bracket of a step, as `costs.cost` computes them for a spread of (1, 1)."""
+  compute = step.products / efficiency
+  parts = [compute, common.hbm_share * step.memory, step.links]
+  low, high = (costs.together(parts, exponent) for exponent in costs.exponents(compute, parts[2]))
+  return low, high
+
+
+def spread_of(steps: Sequence[Step], common: Common) -> tuple[float, float]:
+  """The factors on both ends that make the brackets contain all steps, each with its die's share by the others."""
+  ratios = []
+  for step in steps:
+    others = [one for one in steps if one is not step and one.die == step.die]
+    if others:
+      low, high = ends(step, efficiency_of(others, common), common)
+      ratios.append((step.seconds / low, step.seconds / high))
+  return MARGIN * min(low for low, _ in ratios), max(high for _, high in ratios)
+
+
+class Prediction(NamedTuple):
+  """A step and its bracket by the other steps."""
+
+  step: Step
+  low: float
+  high: float
+
+  @property
+  def ratio(self) -> float:
+    """Published time over the bracket's middle."""
+    return self.step.seconds / math.sqrt(self.low * self.high)
+
+  @property
+  def is_inside(self) -> bool:
+    return self.low <= self.step.seconds <= self.high
+
+
+def left_out(steps: Sequence[Step]) -> list[Prediction]:
+  """The bracket of each step by all others; steps of dies without another step are not among them."""
+  found = []
+  for step in steps:
+    others = [one for one in steps if one is not step]
+    alike = [one for one in others if one.die == step.die]
+    if alike:
+      common = fit(others)
+      spread = spread_of(others, common)
+      low, high = ends(step, efficiency_of(alike, common), common)
+      found.append(Prediction(step, spread[0] * low, spread[1] * high))
+  return found
+
+
+class Calibrated(NamedTuple):
+  """A prediction after calibration by one other step of the same model and die."""
+
+  error: float
+  is_inside: bool
+
+
+def calibrated(steps: Sequence[Step], common: Common) -> list[Calibrated]:
+  """Each step, calibrated by each other one of the same model and die."""
+  shares, found = efficiencies(steps, common), []
+  for measured, step in itertools.permutations(steps, 2):
+    if (measured.model, measured.die) == (step.model, step.die):
+      share = shares[step.die]
+      pace = measured.seconds / expected(measured, share, common)
+      low, high = (pace * end for end in ends(step, share, common))
+      inside = CALIBRATED[0] * low <= step.seconds <= CALIBRATED[1] * high
+      found.append(Calibrated(pace * expected(step, share, common) / step.seconds - 1, inside))
+  return found
+
+
+# -- the report
+
+
+def figures(steps: Sequence[Step]) -> list[Figure]:
+  """The figures of the published steps."""
+  found = left_out(steps)
+  widths = [one.high / one.low for one in found]
+  off = [abs(one.ratio - 1) for one in found]
+  after = calibrated(steps, fit(steps))
+  errors = sorted(abs(one.error) for one in after)
+  inside = sum(one.is_inside for one in found)
+  faster = sum(one.step.seconds < one.low for one in found)
+  return [
+    exact('published: steps', len(found), '', at_least(12)),
+    exact('published: of them in their bracket', inside, '', at_least(math.ceil(0.8 * len(found)))),
+    exact('published: faster than the low end', faster, '', at_most(0)),
+    exact('published: width of the bracket, median', statistics.median(widths), 'x', at_most(1.35)),
+    exact('published: width of the bracket, largest', max(widths), 'x', at_most(1.35)),
+    exact('published: off the middle, median', 100 * statistics.median(off), '%', at_most(10)),
+    exact('calibrated: pairs of steps of one model and chip', len(after), ''),
+    exact('calibrated: off, median', 100 * statistics.median(errors), '%', at_most(5)),
+    exact('calibrated: off by at most 5 %', 100 * sum(one <= 0.05 for one in errors) / len(errors), '%'),
+    exact(
+      'calibrated: in their bracket',
+      100 * sum(one.is_inside for one in after) / len(after),
+      '%',
+      at_least(80),
+    ),
+  ]
+
+
+def table(steps: Sequence[Step]) -> Table:
+  """Each step with its bracket by the others."""
+  rows = [
+    [
+      one.step.target,
+      one.step.model,
+      str(one.step.batch),
+      f'{one.step.seconds:.3g}',
+      f'{one.low:.3g} to {one.high:.3g}',
+      f'{100 * (one.ratio - 1):+.0f}',
+      '' if one.is_inside else 'outside',
+    ]
+    for one in left_out(steps)
+  ]
+  head = [
+    'target',
+    'model',
+    'sequences per device',
+    'published, s',
+    'bracket, s',
+    'off the middle, %',
+    '',
+  ]
+  return Table('Published steps, each predicted by the others', head, rows)
+
+
+def fitted(steps: Sequence[Step]) -> dict[str, Any]:
+  """The numbers that the package has, as fitted to all steps."""
+  common = fit(steps)
+  shares = {die: round(share, 3) for die, share in efficiencies(steps, common).items()}
+  spread = [round(end, 3) for end in spread_of(steps, common)]
+  return {'common': common._asdict(), 'efficiencies': shares, 'spread': spread}
+
+
+def details(steps: Sequence[Step]) -> dict[str, Any]:
+  """The estimates of the steps, and the numbers that are fitted to them."""
+  return {'steps': [step._asdict() for step in steps], 'fitted': fitted(steps)}

@@ -1,0 +1,64 @@
+"""Host memory: arrays that rules with `host` keep in the memory of the host between steps.
+
+A program computes on arrays in the device's memory. `on_device` moves those that it received in the host's; the
+output shardings of the program move its results back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from flax_spmd._src import compat
+from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.rules.clauses import HOST_MEMORY
+from flax_spmd._src.rules.decisions import rule_text
+from flax_spmd._src.rules.table import Rules
+from flax_spmd.errors import MeshError, Problem, raise_problems
+
+
+def check_memories(mesh: MeshLike, rules: Rules) -> None:
+  """Raises `MeshError` if a rule has `host`, and the devices of the mesh cannot use the host's memory."""
+  if not isinstance(mesh, Mesh) or not rules.uses_host:
+    return
+  kinds = compat.memory_kinds(mesh.devices.flat[0])
+  if HOST_MEMORY in kinds:
+    return
+  platform = mesh.devices.flat[0].platform
+  fix = 'remove host(...) from the rules, or use a backend with this memory: GPUs, TPUs, and CPUs since JAX 0.4.31.'
+  raise_problems(
+    [
+      Problem(
+        f'rule {rule_text(rule)} {rules.at(rule)!r}: {platform} devices have no memory {HOST_MEMORY!r}, only '
+        f'{", ".join(map(repr, kinds))}.',
+        fix,
+        MeshError,
+      )
+      for rule in rules.host_rules()
+    ]
+  )
+
+
+def check_no_host(rules: Rules, function: str) -> None:
+  """Raises `LayoutError` if a rule has `host`, for a function that moves no arrays between memories."""
+  raise_problems(
+    [
+      Problem(
+        f'rule {rule_text(rule)} {rules.at(rule)!r}: {function} moves no arrays out of the memory of the host.',
+        'use layout.jit, or rules without host(...).',
+      )
+      for rule in rules.host_rules()
+    ]
+  )
+
+
+def on_device(tree: Any) -> Any:
+  """A tree of traced arguments with every array in the memory of the device."""
+  return jax.tree.map(_on_device, tree)
+
+
+def _on_device(leaf: Any) -> Any:
+  space = getattr(getattr(leaf, 'aval', None), 'memory_space', None)
+  return jax.device_put(leaf, jax.memory.Space.Device) if space is jax.memory.Space.Host else leaf

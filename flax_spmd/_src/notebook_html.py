@@ -1,0 +1,57 @@
+"""Notebook HTML: elements of which values make the HTML that a notebook shows for them (`_repr_html_`).
+
+They need no script, and no style but the notebook's own, so they show wherever a notebook is shown.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+_REPORT_HEIGHT = 600  # pixels
+
+
+def safe(text: Any) -> str:
+  """Text with HTML's special characters escaped."""
+  return html.escape(str(text))
+
+
+def plain_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """A table of cells that are HTML, aligned to the left."""
+  align = ' style="text-align: left"'
+  head = ''.join(f'<th{align}>{safe(title)}</th>' for title in titles)
+  lines = (''.join(f'<td{align}>{cell}</td>' for cell in row) for row in rows)
+  body = ''.join(f'<tr>{line}</tr>' for line in lines)
+  return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def bullets(lines: Iterable[Any]) -> str:
+  """A list of texts; '' if there are none."""
+  items = ''.join(f'<li>{safe(line)}</li>' for line in lines)
+  return f'<ul>{items}</ul>' if items else ''
+
+
+def preformatted(text: Any) -> str:
+  """A text with its line breaks and spaces."""
+  return f'<pre>{safe(text)}</pre>'
+
+
+def collapsed(summary: Any, content: str) -> str:
+  """HTML that a click on a text unfolds."""
+  return f'<details><summary>{safe(summary)}</summary>{content}</details>'
+
+
+def collapsed_page(summary: Any, page: str) -> str:
+  """A whole HTML page, with its own style and scripts, that a click on a text unfolds."""
+  frame = f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: {_REPORT_HEIGHT}px; border: 0"></iframe>'
+  return collapsed(summary, frame)
+
+
+def written_page(page: str, path: str | os.PathLike[str] | None) -> str:
+  """A whole HTML page, after it is written to a file if there is a path."""
+  if path is not None:
+    Path(path).write_text(page, encoding='utf-8')
+  return page

@@ -1,0 +1,195 @@
+"""Loaders in a job of several processes: the data shard of each, uneven ends, and positions for other jobs."""
+
+from textwrap import dedent
+
+import pytest
+
+from tests.processes import run_processes
+
+SHARDS = """
+import warnings
+import jax
+from jax.sharding import Mesh, PartitionSpec as P
+import flax_spmd as spmd
+
+devices, me = np.array(jax.devices()), jax.process_index()
+rules = (('batch', 'data'), ('wide', ('data', 'model')))
+layouts = {
+  'all': spmd.Layout({'data': 8}, rules[:1]),
+  'pairs': spmd.Layout({'data': 2, 'model': 4}, rules),
+  'crossed': spmd.Layout(Mesh(devices.reshape(2, 4).T, ('data', 'model')), rules),
+  'alike': spmd.Layout(Mesh(devices.reshape(4, 2).T, ('data', 'model')), rules),
+}
+
+def part_of(layout, shard, name):
+  rows = np.arange(32)[shard.index :: shard.count]  # as a loader shards them
+  assert len(rows) == shard.local_size(32)
+  whole = layout.gather(layout.local_to_global(rows, (name,), check='always'))
+  assert sorted(whole.tolist()) == list(range(32))
+  return [shard.index, shard.count, list(shard.processes)]
+
+found = {}
+for key, name in [('all', 'batch'), ('pairs', 'batch'), ('pairs', 'wide'), ('alike', 'batch')]:
+  layout = layouts[key]
+  found[f'{key} {name}'] = part_of(layout, layout.data_shard(name), name)
+found['spec'] = part_of(layouts['pairs'], layouts['pairs'].data_shard(P('data')), 'batch')
+report(found)
+try:
+  layouts['crossed'].data_shard(('wide', None))
+except spmd.errors.LayoutError as error:
+  report(str(error))
+two = spmd.Layout(Mesh(devices[:4], ('data',)), rules[:1])
+try:
+  report(two.data_shard('batch').index)
+except spmd.errors.LayoutError as error:
+  report(str(error))
+
+# any order of the devices: a shard is what local_indices gives, or there is none
+rng, kinds = np.random.default_rng(0), set()
+for _ in range(150):
+  shape = [(8,), (2, 4), (4, 2), (2, 2, 2)][rng.integers(4)]
+  order = devices.reshape(4, 2)[rng.permutation(4)].reshape(-1) if rng.integers(2) else rng.permutation(devices)
+  axes = rng.permutation(['a', 'b', 'c'][: len(shape)]).tolist()
+  mesh = Mesh(order.reshape(shape), ('a', 'b', 'c')[: len(shape)])
+  layout = spmd.Layout(mesh, (('batch', tuple(axes[: rng.integers(1, len(axes) + 1)])),))
+  rows, = layout.local_indices(jax.ShapeDtypeStruct((64,), 'int32'), ('batch',))
+  try:
+    shard = layout.data_shard('batch')
+  except spmd.errors.LayoutError:
+    kinds.add('none')
+    continue
+  size = shard.local_size(64)
+  assert rows.tolist() == list(range(shard.index * size, (shard.index + 1) * size)), (mesh, rows, shard)
+  kinds.add(shard.count)
+report(sorted(map(str, kinds)))
+"""
+
+
+@pytest.mark.slow
+def test_the_data_shard_of_each_process():
+  results = [result.reported for result in run_processes(SHARDS, processes=4, devices=2)]
+  for me, (found, crossed, two, kinds) in enumerate(results):
+    pair = [0, 1] if me < 2 else [2, 3]
+    assert found == {
+      'all batch': [me, 4, [me]],
+      'pairs batch': [me // 2, 2, pair],
+      'pairs wide': [me, 4, [me]],
+      'alike batch': [0, 1, [0, 1, 2, 3]],
+      'spec': [me // 2, 2, pair],
+    }
+    where = "of every 8, by ('wide', None) as P(('data', 'model'), None) over {'data': 4, 'model': 2}"
+    assert (
+      crossed
+      == dedent(f"""\
+      process 0: rows 0, 2 {where}: no single data shard.
+      process 2: rows 1, 3 {where}: no single data shard.
+      process 1: rows 4, 6 {where}: no single data shard.
+      process 3: rows 5, 7 {where}: no single data shard.
+      Fix: load the rows of layout.local_indices instead of a shard; or order the devices of the mesh such that every process holds one block of rows, of one size, which is either equal to those of another process or apart from them.""")
+    )
+    assert (
+      two
+      == [
+        0,
+        1,
+        *2
+        * [
+          dedent(f"""\
+      Process {me} has no device of the mesh, only processes 0-1, so it has no rows of a batch to load.
+      Fix: load data on processes 0-1 only, or use a mesh with devices of all processes.""")
+        ],
+      ][me]
+    )
+    assert kinds == ['1', '2', '4', 'none']
+
+
+UNEVEN = """
+import flax_spmd as spmd
+
+layout = spmd.Layout({'data': 4}, (('batch', 'data'),))
+shard = layout.data_shard('batch')
+rows = np.arange(1, 14)[shard.index :: shard.count]  # 7 and 6
+
+def batches(size):
+  for start in range(0, len(rows), size):
+    yield {'x': rows[start : start + size], 'number': 7}
+
+def totals(size, last):
+  place = lambda each: layout.local_to_global(tuple(each), ({'x': ('batch',), 'number': None}, ('batch',)))
+  ready = spmd.prefetch(spmd.even_batches(batches(size), size, last), place)
+  return [[int(batch['x'].sum()), int(mask.sum()), mask.size] for batch, mask in ready]
+
+report([totals(2, 'pad'), totals(6, 'pad'), totals(2, 'drop')])
+
+def failing():
+  yield np.ones(2)
+  if shard.index:
+    raise OSError('the disk is gone')
+  yield np.ones(2)
+
+def error_of(made):
+  try:
+    list(made)
+  except Exception as error:
+    return f'{type(error).__name__}: {error}'
+
+report(error_of(spmd.even_batches(failing(), 2)))
+report(error_of(spmd.even_batches([np.ones(2)][: shard.index], 2)))
+"""
+
+
+@pytest.mark.slow
+def test_uneven_ends_of_two_processes():
+  results = [result.reported for result in run_processes(UNEVEN, processes=2, devices=2)]
+  for me, (totals, failed, none) in enumerate(results):
+    assert totals == [
+      [[10, 4, 4], [26, 4, 4], [42, 4, 4], [13, 1, 4]],
+      [[78, 12, 12], [13, 1, 12]],
+      [[10, 4, 4], [26, 4, 4], [42, 4, 4]],
+    ]
+    assert (
+      failed
+      == (
+        'LayoutError: The batches of process 1 raised OSError: the disk is gone\n'
+        'Fix: mend the batches of that process; its own error has the traceback.',
+        'OSError: the disk is gone',
+      )[me]
+    )
+    assert none == (
+      'LayoutError: process 0: no batch at all, while other processes have one.\n'
+      'Fix: use a data set with at least one row for each data shard, or fewer shards.'
+    )
+
+
+RESUMED = """
+import flax_spmd as spmd
+
+class Strided:
+  'Global batches of 8 records, of which this process reads its shard; a position counts batches.'
+  def __init__(self, shard): self.shard, self.at = shard, 0
+  def __iter__(self): return self
+  def __next__(self):
+    size, self.at = self.shard.local_size(8), self.at + 1
+    return (np.arange(800)[self.shard.index :: self.shard.count])[(self.at - 1) * size : self.at * size]
+  def get_state(self): return {'batch': self.at}
+  def set_state(self, state): self.at = state['batch']
+
+layout = spmd.Layout({'data': 4}, (('batch', 'data'),))
+data = Strided(layout.data_shard('batch'))
+place = lambda rows: layout.local_to_global(rows, ('batch',))
+seen = []
+with spmd.checkpoint.Manager(ROOT, layout, every=1) as manager:
+  start, state = manager.resume(lambda: {'n': np.zeros(())}, data=data, data_from=lambda states: states[0])
+  for step, batch in zip(range(start, start + 3), spmd.prefetch(data, place)):
+    seen.append(sorted(layout.gather(batch).tolist()))
+    manager.save(step + 1, state, data=data)
+report(seen)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_of_another_number_of_processes_reads_on_where_the_other_ended(tmp_path):
+  source = RESUMED.replace('ROOT', repr(str(tmp_path / 'run')))
+  for turn, processes in enumerate((2, 1, 4)):
+    for result in run_processes(source, processes=processes, devices=4 // processes):
+      assert result.value == [list(range(8 * at, 8 * at + 8)) for at in range(3 * turn, 3 * turn + 3)]

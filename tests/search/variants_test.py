@@ -1,0 +1,132 @@
+"""Searches over what users tune besides layouts: batches, lengths, remat policies; and layouts that are equally fast."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import flax_spmd as spmd
+from flax_spmd._src.search.result import ranks_of
+from flax_spmd.explore import Estimator, TrainStep, parse_target
+
+WIDTH, LAYERS = 1024, 4
+
+
+def create():
+  names = 'layers', 'embed', 'mlp'
+  return {'w': spmd.LogicallyPartitioned(jnp.ones((LAYERS, WIDTH, WIDTH)), names)}
+
+
+def train_step_of(layout, batch=64, length=128, keep=('out',)):
+  """A step with the choices of a user: sequences, their length, and the values that are kept."""
+  policy = keep if callable(keep) else jax.checkpoint_policies.save_only_these_names(*keep)
+
+  def layer(x, w):
+    y = checkpoint_name(x @ w, 'out')
+    return checkpoint_name(jax.nn.gelu(y), 'active'), None
+
+  def step(state, x):
+    def loss(state):
+      y, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy, prevent_cse=False), x, state['w'].unbox())
+      return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
+
+  return TrainStep(step, create, jax.ShapeDtypeStruct((batch, length, WIDTH), jnp.float32))
+
+
+def search(choices, **options):
+  return spmd.search(train_step_of, 'h100:8', choices=choices, candidates=12, top=0, **options)
+
+
+@pytest.fixture(scope='module')
+def batches():
+  return search({'batch': (64, 4096)})
+
+
+def test_batches_are_ranked_by_time_per_element(batches):
+  assert batches.choices == {'batch': 4096}  # the gradients are reduced once for all of it
+  by_batch = {one.batch for one in batches.estimates}
+  assert by_batch == {1.0, 64.0}
+  assert 'Ranked by time per element of the batch.' in str(batches)
+  best, small = (
+    batches.best,
+    min((one for one in batches.estimates if one.batch == 1), key=lambda one: one.cost.low),
+  )
+  assert small.cost.low < best.cost.low and best.cost.low / 64 < small.cost.low
+
+
+def test_lengths_count_as_elements():
+  result = search({'length': (128, 512), 'batch': (64,)})
+  assert {one.batch for one in result.estimates} == {1.0, 4.0}
+
+
+def test_values_that_move_to_the_host_are_in_doubt():
+  offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=['out'],
+    offload_src='device',
+    offload_dst='pinned_host',
+  )
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+  estimates = {
+    policy: Estimator(lambda layout, policy=policy: train_step_of(layout, keep=policy)).estimate(
+      layout, parse_target('h100:8')
+    )
+    for policy in (('out',), offload)
+  }
+  moved = 'a value moves between device and host; estimates count it as memory of the device throughout'
+  assert [any(moved in doubt for doubt in one.doubts) for one in estimates.values()] == [False, True]
+
+
+def test_remat_policies_and_memory():
+  kept = ('out', 'active')
+  wide = search({'keep': ((), kept)}, mesh={'data': 8}, pin={'batch': 'data'})
+  assert wide.choices == {'keep': kept}  # nothing is computed twice
+  peaks = {}
+  for one in wide.estimates:
+    name = 'kept' if 'active' in one.name else 'recomputed'
+    peaks[name] = max(peaks.get(name, 0), one.memory.peak)
+  budget = (peaks['kept'] + peaks['recomputed']) // 2
+  tight = search({'keep': ((), kept)}, mesh={'data': 8}, pin={'batch': 'data'}, memory=budget)
+  assert tight.choices == {'keep': ()}
+
+
+def test_equally_fast_layouts_share_a_rank(batches):
+  plain = batches.best
+  scaled = lambda factor: plain._replace(
+    cost=plain.cost._replace(low=factor * plain.cost.low, high=factor * plain.cost.high),
+    name=str(factor),
+  )
+  times = [scaled(factor) for factor in (1.0, 1.015, 1.03, 1.1, 1.11, 1.5)]
+  assert ranks_of(times) == ['1=', '1=', '3', '4=', '4=', '6']
+  assert ranks_of([scaled(1.0), scaled(1.01)._replace(fits=False), plain._replace(cost=None)]) == [
+    '1',
+    '2',
+    '',
+  ]
+  assert ranks_of([]) == []
+
+
+def test_ties_are_named(tmp_path, batches):
+  ranks = ranks_of(batches.outcomes)
+  assert batches.ties == [one.name for one, rank in zip(batches.outcomes, ranks) if rank == '1='][1:]
+  result = search({'batch': (64,)}, mesh={'data': 8})
+  text = str(result)
+  assert re.search(r'rank +memory +time', text)
+  if result.ties:
+    assert f'As fast as the best, within 2 %: {result.ties[0]}' in re.sub(r'\s+', ' ', text)
+  result.to_html(tmp_path / 'page.html')
+  assert ('As fast as the best' in (tmp_path / 'page.html').read_text()) == bool(result.ties)
+
+
+def test_few_candidates_try_every_choice_or_name_those_that_they_do_not():
+  few = search({'batch': (64, 128, 256), 'length': (128,)})
+  assert {one.batch for one in few.estimates} == {1.0, 2.0, 4.0} and few.notes == []
+  result = spmd.search(train_step_of, 'h100:8', choices={'batch': (64, 128, 256)}, candidates=1, top=0)
+  assert result.notes == [
+    "2 of 3 combinations of choices were not tried, such as {'batch': 128}: raise candidates."
+  ]
