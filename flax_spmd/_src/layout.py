@@ -43,7 +43,7 @@ from flax_spmd._src.mesh import (
   describe,
   make_mesh,
 )
-from flax_spmd._src.multihost import check_same_on_every_process
+from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process
 from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import leaf_names
@@ -504,6 +504,7 @@ class Layout:
     out_rules: Any = None,
     stages: int | None = None,
     threads: bool = False,
+    timeout: float = TIMEOUT,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -527,6 +528,9 @@ class Layout:
       threads: whether each rank has its own dispatch thread. Useful if dispatch blocks: small programs on
         CPUs, and programs that call back into Python. A mesh of several processes is dispatched by one
         thread per process in any case.
+      timeout: seconds that a transfer between processes may take, with the time for which one waits for the
+        other. Then all processes end the step with an error that names the rank. The default suits ranks that
+        load data for minutes; pass 30, say, if they don't.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -534,7 +538,10 @@ class Layout:
 
     Raises:
       PipelineError: the mesh lacks the axis, or a rule uses it. A call raises it too, before anything is
-        compiled: stages, schedule and mesh do not match, or the function cannot be cut.
+        compiled: stages, schedule and mesh do not match, or the function cannot be cut. In a job of several
+        processes a call also raises it if a rank of another process has ended or is stalled.
+      LayoutError: processes have other layouts, schedules, batches or programs; raised by all, before anything
+        is compiled.
 
     Example:
       >>> layout = Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))
@@ -565,6 +572,7 @@ class Layout:
         out_rules=out_rules,
         stages=stages,
         threads=threads,
+        timeout=timeout,
         **options,
       )
     plan_inputs = None
@@ -575,7 +583,17 @@ class Layout:
     from flax_spmd._src.pipeline.pipelined import Pipelined  # with SciPy's graphs, 0.4 s to import
 
     return Pipelined(
-      fn, self._mesh, self._rules, axis, schedule, plan_results, plan_inputs, threads, stages, options
+      fn,
+      self._mesh,
+      self._rules,
+      axis,
+      schedule,
+      plan_results,
+      plan_inputs,
+      threads,
+      stages,
+      timeout,
+      options,
     )
 
   @overload

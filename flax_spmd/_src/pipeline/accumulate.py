@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_spmd._src.pipeline import operations
+from flax_spmd._src.pipeline import reductions
 from flax_spmd._src.pipeline.argument_checks import unexpected_leaves
 from flax_spmd._src.pipeline.cut.stage_marks import microbatch_p
-from flax_spmd._src.pipeline.operations import Add
+from flax_spmd._src.pipeline.reductions import Add
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.public_module import set_module
@@ -78,8 +78,8 @@ def accumulate(
   avals = jax.tree.map(jax.typeof, batch)
   one = jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype), avals)
   results, treedef = jax.tree.flatten(jax.eval_shape(traced, one))
-  ops = operations.of_results(op, treedef.unflatten(results), count)
-  stacks = [isinstance(each, operations.STACKING) for each in ops]
+  ops = reductions.of_results(op, treedef.unflatten(results), count)
+  stacks = [isinstance(each, reductions.STACKING) for each in ops]
 
   def one_pass(carry, each):
     microbatch, index = each
@@ -96,11 +96,11 @@ def accumulate(
   start = [
     None if stacked else each.state(count, result) for each, stacked, result in zip(ops, stacks, results)
   ]
-  indices = jnp.arange(count) if any(map(operations.is_custom, ops)) else None
+  indices = jnp.arange(count) if any(map(reductions.is_custom, ops)) else None
   carry, rows = lax.scan(one_pass, start, (batch, indices))
   stacked_rows = iter(rows)
   return treedef.unflatten(
-    operations.finished(
+    reductions.finished(
       each, next(stacked_rows) if old is None else old, count, microbatches is not None
     )
     for each, old in zip(ops, carry)

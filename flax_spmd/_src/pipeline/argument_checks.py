@@ -18,6 +18,13 @@ from flax_spmd.errors import PipelineError
 _MAX_REPR = 60  # characters of a value in a message
 
 
+def check_seconds(seconds: float, name: str) -> None:
+  """Raises PipelineError unless a number is positive."""
+  is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+  if not is_number or not seconds > 0:
+    raise PipelineError(f'{name} is {seconds!r}.\nFix: pass a positive number of seconds.')
+
+
 def unexpected_leaves(tree: Any) -> list[str]:
   """One line per leaf that is neither an array nor a number.
 

@@ -13,3 +13,4 @@ class PipelineOptions(CompileOptions, total=False):
   schedule: Schedule | None
   stages: int | None
   threads: bool
+  timeout: float

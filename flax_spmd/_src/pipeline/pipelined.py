@@ -30,7 +30,12 @@ from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.nnx_variables import check_functional
-from flax_spmd._src.pipeline.argument_checks import check_arrays, named_arguments, named_leaves
+from flax_spmd._src.pipeline.argument_checks import (
+  check_arrays,
+  check_seconds,
+  named_arguments,
+  named_leaves,
+)
 from flax_spmd._src.pipeline.cut import (
   auto_stages,
   microbatch_loop,
@@ -81,6 +86,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       (or None) of each leaf. None: arguments keep their shardings.
     threads: whether each rank is dispatched by its own thread.
     stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
+    timeout: seconds that a transfer between processes may take.
     options: arguments of `jax.jit` for static and donated arguments.
   """
 
@@ -98,6 +104,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     plan_inputs: InputPlanner | None,
     threads: bool,
     stages: int | None,
+    timeout: float,
     options: Mapping[str, Any],
   ):
     self.in_force = InForce(mesh, rules)
@@ -105,9 +112,10 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     functools.update_wrapper(self, fn)
     submeshes.check_axis(mesh, rules, axis)
     check_schedule(schedule, 'pipeline_jit')
+    check_seconds(timeout, 'pipeline_jit: timeout')
     self._fn, self._arguments = fn, Arguments.of(fn, options)
     name = f'pipeline_jit of {getattr(fn, "__name__", type(fn).__name__)}'
-    self._setting = Setting(name, mesh, rules, axis, schedule, self._arguments, threads, stages)
+    self._setting = Setting(name, mesh, rules, axis, schedule, self._arguments, threads, stages, timeout)
     self._plan_results, self._plan_inputs = plan_results, plan_inputs
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}

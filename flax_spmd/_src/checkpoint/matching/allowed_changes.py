@@ -305,7 +305,7 @@ def is_lossless(saved: str, target: str) -> bool:
   return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp - a.nmant >= b.minexp - b.nmant
 
 
-class Stack(NamedTuple):
+class LayerStack(NamedTuple):
   """One entry of `Changes.stacks`: layers stacked in one module, and the same layers in a module each.
 
   Attributes:
@@ -358,7 +358,7 @@ class Stack(NamedTuple):
     return self.labels is None or number < len(self.labels)
 
 
-def stacks_of(changes: Changes) -> tuple[Stack, ...]:
+def stacks_of(changes: Changes) -> tuple[LayerStack, ...]:
   """The entries of `Changes.stacks`."""
   return tuple(
     _stack(stacked.strip('/'), pattern.strip('/'), axis)
@@ -367,7 +367,7 @@ def stacks_of(changes: Changes) -> tuple[Stack, ...]:
   )
 
 
-def _stack(stacked: str, pattern: str, axis: int | None) -> Stack:
+def _stack(stacked: str, pattern: str, axis: int | None) -> LayerStack:
   (mark,) = _MARK.findall(pattern)
   labels = tuple(label.strip() for label in mark.split(',')) if mark else None
-  return Stack(stacked, _MARK.sub('{}', pattern), axis, labels)
+  return LayerStack(stacked, _MARK.sub('{}', pattern), axis, labels)

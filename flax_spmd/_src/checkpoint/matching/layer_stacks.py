@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flax_spmd._src.checkpoint.matching.allowed_changes import Stack
+from flax_spmd._src.checkpoint.matching.allowed_changes import LayerStack
 from flax_spmd._src.checkpoint.matching.optimizer_states import ParameterIndex
 from flax_spmd._src.checkpoint.matching.routes import Side, without
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
@@ -18,7 +18,7 @@ from flax_spmd.errors import CheckpointError
 
 
 def restacked(
-  leaves: Mapping[str, LeafRecord], kinds: Mapping[str, str], stack: Stack
+  leaves: Mapping[str, LeafRecord], kinds: Mapping[str, str], stack: LayerStack
 ) -> dict[str, LeafRecord]:
   """The leaves after stacking the single layers of one stack, and unstacking its stacked modules.
 
@@ -49,7 +49,7 @@ def restacked(
   return result
 
 
-def _single_counts(leaves: Mapping[str, LeafRecord], stack: Stack) -> dict[str, int]:
+def _single_counts(leaves: Mapping[str, LeafRecord], stack: LayerStack) -> dict[str, int]:
   """The number of single layers that have a leaf, by its path in the stacked module."""
   counts: dict[str, int] = {}
   for path in leaves:
@@ -59,7 +59,7 @@ def _single_counts(leaves: Mapping[str, LeafRecord], stack: Stack) -> dict[str, 
   return counts
 
 
-def _sizes(leaves: Mapping[str, LeafRecord], stack: Stack, index: ParameterIndex) -> dict[str, int]:
+def _sizes(leaves: Mapping[str, LeafRecord], stack: LayerStack, index: ParameterIndex) -> dict[str, int]:
   """The number of layers of each stacked module."""
   sizes: dict[str, dict[int, str]] = {}
   names: dict[str, dict[str, str]] = {}
@@ -88,7 +88,7 @@ def _sizes(leaves: Mapping[str, LeafRecord], stack: Stack, index: ParameterIndex
   return result
 
 
-def _axis(leaf: LeafRecord, stack: Stack) -> int:
+def _axis(leaf: LeafRecord, stack: LayerStack) -> int:
   """The stacked dimension of a leaf."""
   if stack.axis is not None:
     return stack.axis % len(leaf.shape)
@@ -96,13 +96,13 @@ def _axis(leaf: LeafRecord, stack: Stack) -> int:
   return names.index(stack.name) if names.count(stack.name) == 1 else 0
 
 
-def _unstacked(leaf: LeafRecord, stack: Stack) -> LeafRecord:
+def _unstacked(leaf: LeafRecord, stack: LayerStack) -> LeafRecord:
   axis = _axis(leaf, stack) if leaf.shape else 0
   names = None if leaf.names is None else without(leaf.names, axis)
   return leaf._replace(shape=without(leaf.shape, axis), names=names)
 
 
-def _stacked(leaf: LeafRecord, count: int, stack: Stack, is_placeholder: bool) -> LeafRecord:
+def _stacked(leaf: LeafRecord, count: int, stack: LayerStack, is_placeholder: bool) -> LeafRecord:
   if is_placeholder:
     return leaf
   axis = (stack.axis or 0) % (len(leaf.shape) + 1)

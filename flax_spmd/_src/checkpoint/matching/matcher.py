@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
   Changes,
-  Stack,
+  LayerStack,
   arrangement_of,
   may_be_missing,
   renamed,
@@ -116,7 +116,7 @@ class _Matcher:
     return converted([route], 'move', order=order) if order else route
 
   def _found(
-    self, path: str, other: str, leaf: LeafRecord | None, stacks: tuple[Stack, ...]
+    self, path: str, other: str, leaf: LeafRecord | None, stacks: tuple[LayerStack, ...]
   ) -> Route | None:
     """The route of a leaf at path `other`, which may be an operand of the target leaf at `path`.
 
@@ -192,7 +192,12 @@ class _Matcher:
     return Route(sources) if is_one else None
 
   def _unstacked(
-    self, stack: Stack, path: str, other: str, leaf: LeafRecord | None, before: tuple[Stack, ...]
+    self,
+    stack: LayerStack,
+    path: str,
+    other: str,
+    leaf: LeafRecord | None,
+    before: tuple[LayerStack, ...],
   ) -> Route | None:
     """The route of a single layer's leaf from a stacked one; the arguments of `_found`."""
     stacked, number = stack.number(other) or ('', 0)
@@ -205,7 +210,12 @@ class _Matcher:
     return converted([found], 'unstack', axis=axis, layer=number)
 
   def _stacked(
-    self, stack: Stack, path: str, other: str, leaf: LeafRecord | None, before: tuple[Stack, ...]
+    self,
+    stack: LayerStack,
+    path: str,
+    other: str,
+    leaf: LeafRecord | None,
+    before: tuple[LayerStack, ...],
   ) -> Route | None:
     """The route of a stacked leaf from the leaves of single layers; the arguments of `_found`."""
     if stack.split(other) is None:
@@ -228,7 +238,7 @@ class _Matcher:
     route = converted(found, 'stack', axis=axis)
     return self._arranged(route, merged, other) if merged else route
 
-  def _merge(self, stack: Stack, path: str) -> Arrangement | None:
+  def _merge(self, stack: LayerStack, path: str) -> Arrangement | None:
     """The arrangement of a stack after stacking, as of gates in one dimension: one that its layers do not have."""
     arrangement = arrangement_of(self.changes, path)
     return (
@@ -236,7 +246,7 @@ class _Matcher:
     )
 
   def _axis(
-    self, stack: Stack, path: str, stacked: LeafRecord | None, single: LeafRecord | None
+    self, stack: LayerStack, path: str, stacked: LeafRecord | None, single: LeafRecord | None
   ) -> int | None:
     """The stacked dimension: the one that a stacked leaf has in addition to a single one.
 
@@ -261,7 +271,7 @@ class _Matcher:
       self._wrong(text, f'choose one: pass {choice}.')
     return axes[0] if axes else None
 
-  def _misfit_axis(self, stack: Stack, stacked: LeafRecord, single: LeafRecord) -> int | None:
+  def _misfit_axis(self, stack: LayerStack, stacked: LeafRecord, single: LeafRecord) -> int | None:
     """The stacked dimension of a leaf with as many elements in other dimensions, to report their shapes."""
     sizes = [math.prod(without(stacked.shape, axis)) for axis in range(len(stacked.shape))]
     axes = [axis for axis, size in enumerate(sizes) if size == math.prod(single.shape) > 1]
@@ -271,7 +281,7 @@ class _Matcher:
     return axes[0] if is_insertable else None
 
   def _unconfirmed_axis(
-    self, stack: Stack, stacked: LeafRecord | None, single: LeafRecord | None
+    self, stack: LayerStack, stacked: LeafRecord | None, single: LeafRecord | None
   ) -> int | None:
     rank = (
       len(single.shape) + 1 if single is not None else len(stacked.shape) if stacked is not None else 0

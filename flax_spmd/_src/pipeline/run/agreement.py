@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.data.common_values import CommonPiece, value_parts, value_problems
@@ -93,10 +93,10 @@ def check_same_arguments(
 
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
   """The layout, the devices of each rank, the schedule and the microbatches."""
-  yield f'jax {jax.__version__}, jax_threefry_partitionable {compat.threefry_partitionable()}'
+  yield f'jaxlib {compat.jaxlib_version()}, jax_threefry_partitionable {compat.threefry_partitionable()}'
   yield from layout_lines(setting.mesh, setting.rules)
   for rank, mesh in enumerate(setting.ranks):
-    devices = [device.id for device in getattr(mesh, 'devices', np.empty(0)).flat]
+    devices = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else []
     yield f'rank {rank} of axis {setting.axis}: devices {devices}'
   yield f'schedule {schedule}'
   yield f'microbatches {microbatches}'

@@ -18,9 +18,11 @@ from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send, StageProgram
+from flax_spmd._src.pipeline.run.call_text import arrays_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
 from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer
+from flax_spmd._src.pipeline.run.rank_watch import TransferProgress
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
 from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
@@ -48,6 +50,7 @@ class Assembler:
     self._mesh, self._axis = mesh, axis
     self._ranks = [submesh(mesh, axis, [rank]) for rank in range(mesh.shape[axis])]
     self._registers: dict[Buffer, int] = {}
+    self._progress = TransferProgress()
 
   def machine(self, arguments: Sequence[Value], results: Sequence[Value], threads: bool) -> Machine:
     """The step as a machine.
@@ -66,7 +69,8 @@ class Assembler:
       constants,
       len(self._registers),
       DispatchThreads(code) if threads else None,
-      functools.partial(_argument_transfer, self._mesh, self._axis),
+      functools.partial(_argument_transfer, self._mesh, self._axis, self._progress),
+      self._progress,
     )
 
   def _register(self, buffer: Buffer) -> int:
@@ -120,7 +124,10 @@ class Assembler:
       if not is_local(source) and not is_local(target):
         return None
       specs = [self._lowerer.spec(buffer) or PartitionSpec() for buffer in send.buffers]
-      return ProcessTransfer(self._mesh, self._axis, send.buffers[0].rank, send.rank, avals, specs)
+      source_rank, text = send.buffers[0].rank, arrays_text(send.buffers)
+      return ProcessTransfer(
+        self._mesh, self._axis, source_rank, send.rank, avals, specs, self._progress, text
+      )
     if not is_local(source):
       return None
     sender = compat.DeviceCopy(avals, [self._lowerer.sharding(buffer) for buffer in send.arrived])
@@ -160,7 +167,7 @@ class Assembler:
 
 
 def _argument_transfer(
-  mesh: Mesh, axis: str, leaf: Any, sharding: Any, rank: int
+  mesh: Mesh, axis: str, progress: TransferProgress, leaf: Any, sharding: Any, rank: int
 ) -> ProcessTransfer | None:
   """A transfer of an argument to a rank from another process's; None where this process needs none."""
   if not isinstance(leaf, jax.Array) or leaf.sharding.device_set >= sharding.device_set:
@@ -170,5 +177,8 @@ def _argument_transfer(
     if leaf.sharding.device_set >= set(source_mesh.devices.flat):
       several = len(processes_of(source_mesh) | processes_of(sharding.mesh)) > 1
       part = several and (is_local(source_mesh) or is_local(sharding.mesh))
-      return ProcessTransfer(mesh, axis, source, rank, [leaf], [sharding.spec]) if part else None
+      if not part:
+        return None
+      text = f'an argument, {jax.typeof(leaf).str_short()}'
+      return ProcessTransfer(mesh, axis, source, rank, [leaf], [sharding.spec], progress, text)
   return None

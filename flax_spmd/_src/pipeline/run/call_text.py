@@ -28,8 +28,13 @@ def _lines(calls: Iterable[Call | Send]) -> Iterator[str]:
       arrays = f'{_count(len(one.inputs))} -> {_count(len(one.outputs))}'
     else:
       ranks = f'rank {one.buffers[0].rank} -> rank {one.rank}'
-      arrays = ', '.join(map(_text, one.buffers))
+      arrays = arrays_text(one.buffers)
     yield f'{ranks:{_WIDTH}}{arrays}'
+
+
+def arrays_text(buffers: Iterable[Buffer]) -> str:
+  """`float32[8,4] of microbatch 0, float32[8]`."""
+  return ', '.join(map(_text, buffers))
 
 
 def _count(number: int) -> str:

@@ -18,6 +18,7 @@ from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.agreement import check_same_arguments
 from flax_spmd._src.pipeline.run.call_list import StageProgram
 from flax_spmd._src.pipeline.run.machine import Machine
+from flax_spmd._src.pipeline.run.rank_watch import RankWatch
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
 from flax_spmd._src.pipeline.run.state_init import init_on_stages
@@ -55,6 +56,9 @@ class CompiledPipeline:
     self._setting, self._request, self._result = setting, request, result
     self._arguments = setting.arguments
     self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
+    several = len(setting.processes) > 1
+    watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.progress)
+    self._run: Callable[[Callable[[], Any]], Any] = watch.run if several else lambda step: step()
     self._is_compared = len(setting.processes) == 1
     self.machine, self.executables, self.memory, self.times = machine, executables, memory, times
 
@@ -104,7 +108,8 @@ class CompiledPipeline:
     Returns:
       The result, and the seconds that each task took: costs for `schedule.simulate` and `schedule.draw`.
     """
-    results, seconds = self.machine.measure(self._checked(args, kwargs))
+    leaves = self._checked(args, kwargs)
+    results, seconds = self._run(lambda: self.machine.measure(leaves))
     return self._result.unflatten(results), seconds
 
   def run(self, leaves: Sequence[Any]) -> Any:
@@ -114,7 +119,7 @@ class CompiledPipeline:
     """
     if not self._is_compared:
       self._compare(leaves)
-    return self._result.unflatten(self.machine(leaves))
+    return self._result.unflatten(self._run(lambda: self.machine(leaves)))
 
   def _compare(self, leaves: Sequence[Any]) -> None:
     users = [

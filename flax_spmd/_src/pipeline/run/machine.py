@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
+from flax_spmd._src.pipeline.run.rank_watch import TransferProgress
 from flax_spmd._src.pipeline.run.submeshes import is_local, union, view
 from flax_spmd._src.pipeline.schedules.tasks import Step, Task
 
@@ -88,6 +89,7 @@ class Machine:
     size: number of registers.
     threads: the dispatching threads; None: the caller's thread dispatches everything.
     transfer: returns the transfer that brings an argument from another process, or None.
+    progress: the transfer between processes that runs.
   """
 
   code: list[MachineInstruction]
@@ -97,6 +99,7 @@ class Machine:
   size: int
   threads: DispatchThreads | None
   transfer: Callable[[Any, NamedSharding, int], Any]
+  progress: TransferProgress
 
   def __call__(self, leaves: Sequence[Any]) -> list[Any]:
     """Runs the step on its arguments' leaves."""

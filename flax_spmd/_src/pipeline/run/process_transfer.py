@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd._src.pipeline.run.submeshes import is_local, submesh
+from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
+from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
 from flax_spmd.errors import PipelineError
 
 
@@ -33,6 +34,8 @@ class ProcessTransfer:
     source, target: the two ranks.
     avals: shapes and dtypes of the arrays.
     specs: specs of the arrays, the same on both ranks.
+    progress: where a transfer that runs is recorded.
+    text: the arrays, for errors.
 
   Raises:
     PipelineError: some arrays are typed PRNG keys.
@@ -46,6 +49,8 @@ class ProcessTransfer:
     target: int,
     avals: Sequence[Any],
     specs: Sequence[PartitionSpec],
+    progress: TransferProgress,
+    text: str,
   ):
     if any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
       raise PipelineError(
@@ -58,6 +63,10 @@ class ProcessTransfer:
     source_mesh, target_mesh = (submesh(mesh, axis, [rank]) for rank in (source, target))
     self._target_mesh = target_mesh
     self._sends, self._receives = is_local(source_mesh), is_local(target_mesh)
+    other = target if self._sends else source
+    others = processes_of(target_mesh if self._sends else source_mesh) - {jax.process_index()}
+    self._wait = Wait(other, tuple(sorted(others)), f'rank {source} -> rank {target}: {text}')
+    self._progress = progress
     self._blocks = joint.devices.flat[0].platform == 'cpu'
     self._avals = list(avals)
     # An array of both ranks has a row per rank, in a new first dimension over the stage axis.
@@ -69,6 +78,10 @@ class ProcessTransfer:
 
   def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
     """Runs the transfer; returns the arrays in the receiving process, nothing in the sending one."""
+    with self._progress.waiting(self._wait):
+      return self._run(arrays)
+
+  def _run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     shards: list[list[jax.Array]] = [[] for _ in self._avals]
     if self._sends:
       for each, row in zip(shards, _adding_row(tuple(self._source_row))(list(arrays))):

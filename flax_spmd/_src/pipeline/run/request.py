@@ -28,6 +28,7 @@ class Setting:
     schedule: default schedule, for an `accumulate` without one.
     arguments: the function's parameters, static and not.
     threads: whether each rank is dispatched by its own thread.
+    timeout: seconds that a transfer between processes may take.
     stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
   """
 
@@ -39,6 +40,7 @@ class Setting:
   arguments: Arguments
   threads: bool
   stages: int | None
+  timeout: float
 
   @functools.cached_property
   def sizes(self) -> dict[str, int]:

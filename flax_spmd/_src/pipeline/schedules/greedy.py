@@ -9,36 +9,81 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flax_spmd._src.pipeline.schedules.stage_ranks import check_positive
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Order, Task, inputs
+from flax_spmd._src.public_module import set_module
+from flax_spmd.errors import PipelineError
 
 _PRIORITY = {'bwd': 0, 'fwd': 1, 'wgrad': 2}
 
 
-@functools.lru_cache(maxsize=16)
-def greedy(stage_ranks: tuple[int, ...], microbatches: int, live: int) -> tuple[Order, ...]:
-  """The tasks of every rank, for equal task times and instant transfers.
+@set_module('flax_spmd.pipeline')
+def greedy(
+  stage_ranks: Sequence[int], microbatches: int, live: int, split: bool = True
+) -> tuple[Order, ...]:
+  """A schedule by simulation: a free rank takes the task that can start first.
+
+  Task times are equal and transfers instant. Ties go to backwards, then forwards, then weight gradients; among
+  forwards to the last stage, among backwards to the first.
 
   Args:
-    stage_ranks: per stage, its rank; successive stages have the same rank or neighbouring ones.
+    stage_ranks: per stage, its rank.
     microbatches: number of microbatches.
-    live: largest number of live activations per rank, each of one stage and one microbatch. As many as
-      there are stages avoid a deadlock: once rank 0 has run that many forwards, the first has returned.
+    live: largest number of live activations per rank, each of one stage and one microbatch.
+    split: whether weight gradients are tasks of their own, after the backwards.
+
+  Returns:
+    Per rank, its tasks in order: for the rule of a `Schedule.of`.
+
+  Raises:
+    PipelineError: a number is not positive, the ranks are not 0, 1, ... without gaps, or `live` is too small.
 
   Example:
-    >>> [str(task) for task in greedy((0, 0), 1, 2)[0]]
+    >>> [str(task) for task in pipeline.greedy((0, 0), 1, 2)[0]]
     ['fwd_0__0', 'fwd_1__0', 'bwd_1__0', 'bwd_0__0', 'wgrad_0__0', 'wgrad_1__0']
   """
-  ranks = [_GreedyRank(rank, stage_ranks, microbatches, live) for rank in sorted(set(stage_ranks))]
+  placed = tuple(stage_ranks)
+  if not placed or set(placed) != set(range(len(set(placed)))):
+    raise PipelineError(
+      f'greedy: the ranks {placed} are not 0, 1, ... without gaps.\n'
+      'Fix: pass the rank of every stage, such as (0, 1, 2, 2, 1, 0).'
+    )
+  check_positive(microbatches, 'greedy: microbatches')
+  check_positive(live, 'greedy: live')
+  orders = _simulated(placed, microbatches, live, split)
+  if sum(map(len, orders)) < (3 if split else 2) * len(placed) * microbatches:
+    raise PipelineError(
+      f'greedy: with at most {live} live activation{"s" * (live != 1)} per rank, the ranks wait for each other.\n'
+      f'Fix: pass live={len(placed)}, the number of stages, or more.'
+    )
+  return orders
+
+
+@functools.lru_cache(maxsize=16)
+def _simulated(
+  stage_ranks: tuple[int, ...], microbatches: int, live: int, split: bool
+) -> tuple[Order, ...]:
+  """The tasks of every rank, up to a deadlock.
+
+  As many live activations as stages avoid one: once rank 0 has run that many forwards, the first has returned.
+  """
+  count = len(set(stage_ranks))
+  ranks = [_GreedyRank(rank, stage_ranks, microbatches, live, split) for rank in range(count)]
+  near: list[set[int]] = [{rank} for rank in range(count)]  # with stages before or after those of a rank
+  for one, other in itertools.pairwise(stage_ranks):
+    near[one].add(other)
+    near[other].add(one)
   ended: dict[Task, int] = {}
   ready = [rank.best(ended) for rank in ranks]
   while chosen := min(filter(None, ready), key=_order_of, default=None):
     ended[chosen.task] = chosen.start + 1
     at = stage_ranks[chosen.task.stage]
     ranks[at].run(chosen)
-    for neighbour in range(max(0, at - 1), min(len(ranks), at + 2)):  # only these can have a new task
+    for neighbour in near[at]:  # only these can have a new task
       ready[neighbour] = ranks[neighbour].best(ended)
   return tuple(tuple(rank.order) for rank in ranks)
 
@@ -59,7 +104,8 @@ def _order_of(ready: _ReadyTask) -> tuple[int, int, int]:
 class _GreedyRank:
   """The state of one rank during the simulation."""
 
-  def __init__(self, rank: int, stage_ranks: Sequence[int], microbatches: int, live: int):
+  def __init__(self, rank: int, stage_ranks: Sequence[int], microbatches: int, live: int, split: bool):
+    self._kinds = KINDS if split else KINDS[:2]
     self._own = [stage for stage, other in enumerate(stage_ranks) if other == rank]
     self._stages, self._microbatches, self._room = len(stage_ranks), microbatches, live
     self._next: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -68,7 +114,7 @@ class _GreedyRank:
 
   def best(self, ended: dict[Task, int]) -> _ReadyTask | None:
     """The task to run next, if any is ready."""
-    tasks = [Task(kind, stage, self._next[kind, stage]) for kind in KINDS for stage in self._own]
+    tasks = [Task(kind, stage, self._next[kind, stage]) for kind in self._kinds for stage in self._own]
     return min(
       (ready for task in tasks if (ready := self._if_ready(task, ended))), key=_order_of, default=None
     )
@@ -78,7 +124,7 @@ class _GreedyRank:
     self.order.append(task)
     self._next[task.kind, task.stage] += 1
     self._free = chosen.start + 1
-    self._room += (task.kind == 'wgrad') - (task.kind == 'fwd')
+    self._room += (task.kind == self._kinds[-1]) - (task.kind == 'fwd')
 
   def _if_ready(self, task: Task, ended: dict[Task, int]) -> _ReadyTask | None:
     needed = inputs(task, self._stages)

@@ -84,11 +84,12 @@ class KimiK2(Schedule):
   The extra forward lets communication within a stage (expert parallelism) overlap with a backward. A
   weight gradient directly follows its backward, so that the backward's result is sent in the meantime.
   Microbatches run in equal rounds, as in `Interleaved1F1B`. Kimi K2, section 2.4,
-  https://arxiv.org/abs/2507.20534.
+  https://arxiv.org/abs/2507.20534. The split is the paper's; JaxPP's schedule of this name has no split.
 
   Attributes:
     ranks: number of ranks, p.
     chunks: number of stages per rank, v.
+    split: whether weight gradients are tasks of their own.
 
   Example:
     >>> [kind(ranks=4).simulate(8, transfer=0.5).makespan for kind in (pipeline.Interleaved1F1B, KimiK2)]
@@ -96,6 +97,7 @@ class KimiK2(Schedule):
   """
 
   chunks: int = 2
+  split: bool = True
 
   @property
   def stage_ranks(self) -> tuple[int, ...]:
@@ -106,7 +108,7 @@ class KimiK2(Schedule):
     forwards, backwards, warm_up = interleaved(self.stages_of(rank), rank, self.ranks, microbatches)
     for task in alternate(forwards, backwards, warm_up + 1):
       yield task
-      if task.kind == 'bwd':
+      if task.kind == 'bwd' and self.split:
         yield Task('wgrad', task.stage, task.microbatch)
 
   def _limitation(self, microbatches: int) -> str | None:

@@ -227,7 +227,7 @@ def test_anchors_that_are_on_no_rank():
   text = text_of(lambda: LAYOUT.pipeline_jit(step).lower(PARAMS, X, Y))
   line = text.split(':')[1]
   assert text == (
-    f'place_with at operations_test.py:{line}: the anchor does not depend on the microbatch loop, so it is on no '
+    f'place_with at reductions_test.py:{line}: the anchor does not depend on the microbatch loop, so it is on no '
     'particular rank.\nFix: pass a result of the loop, such as the gradient of a parameter.'
   )
   assert text_of(lambda: place_with(1.0, {})) == (

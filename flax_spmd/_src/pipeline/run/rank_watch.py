@@ -1,0 +1,204 @@
+"""Rank watch: ends a step whose rank waits for a rank of another process that is dead or stalled.
+
+A transfer between processes is a collective operation: it blocks the thread that waits for it, and nothing in
+Python can interrupt it. So a step of several processes runs in a thread of its own, and the caller's thread
+looks at it once a second. It raises
+
+- the error of another process in the same step,
+- an error if another process waits in another call, such as a save, that this one never makes,
+- an error after `timeout` seconds in one transfer. Each process publishes the transfer that it waits in, so the
+  error names the rank at the end of the chain, which waits for nobody.
+
+The thread stays blocked after such an error, as no device program can be cancelled. The interpreter would wait
+for it at its end, so the process then leaves at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from flax_spmd._src import compat
+from flax_spmd._src.joint_call import JointCall, first_line
+from flax_spmd._src.multihost import named, ranges
+from flax_spmd.errors import FlaxSpmdError, PipelineError
+
+_LOOK = 1.0  # seconds between two looks at the thread
+_WAITS = 'flax_spmd/pipeline waits'
+
+
+class Wait(NamedTuple):
+  """A transfer between processes.
+
+  Attributes:
+    rank: the rank of another process that takes part.
+    processes: its processes.
+    text: the transfer, as in the list of calls.
+  """
+
+  rank: int
+  processes: tuple[int, ...]
+  text: str
+
+
+class TransferProgress:
+  """The transfer that the thread of a step is in.
+
+  Attributes:
+    current: the transfer, and when it began; None between two transfers.
+  """
+
+  def __init__(self) -> None:
+    self.current: tuple[Wait, float] | None = None
+
+  @contextlib.contextmanager
+  def waiting(self, wait: Wait) -> Iterator[None]:
+    """A block that runs a transfer; an error leaves it in `current`."""
+    self.current = wait, time.monotonic()
+    yield
+    self.current = None
+
+
+class RankWatch:
+  """Runs the steps of one pipeline of several processes.
+
+  Args:
+    subject: the pipeline, in errors.
+    processes: the processes of its mesh, in order.
+    timeout: seconds that a transfer may take.
+    progress: the progress of its transfers.
+  """
+
+  def __init__(
+    self, subject: str, processes: tuple[int, ...], timeout: float, progress: TransferProgress
+  ):
+    self._subject, self._processes = subject, processes
+    self._timeout, self._progress = timeout, progress
+    self._published = ''
+
+  def run(self, step: Callable[[], Any]) -> Any:
+    """The result of a step.
+
+    Raises:
+      PipelineError: a rank of another process ended or stalled (the message names it and the transfer).
+      FlaxSpmdError: another process has raised it in this step.
+    """
+    kind = f'pipeline step of {ranges(self._processes)}'
+    call = JointCall(kind, f'A step of {self._subject}', None, self._processes, PipelineError)
+    with call.entered():
+      try:
+        return self._watched(step, call)
+      except BaseException as error:
+        call.fail(error)
+        raise
+
+  def _watched(self, step: Callable[[], Any], call: JointCall) -> Any:
+    thread = _StepThread(step)
+    thread.start()
+    while not thread.done.wait(_LOOK):
+      error = call.error() or self._overdue()
+      if error is not None:
+        _leave_at_exit(thread)
+        raise error
+    self._publish('')
+    if thread.error is None:
+      return thread.result
+    if self._progress.current is None or isinstance(thread.error, FlaxSpmdError):
+      raise thread.error
+    wait, _ = self._progress.current
+    self._progress.current = None
+    raise PipelineError(
+      f'{self._place(wait)} has ended, or the connection to it: {self._here(wait)}, and it failed: '
+      f'{first_line(thread.error)}.\n'
+      'Fix: see the end of its output; then restart all processes from the newest checkpoint.'
+    ) from thread.error
+
+  def _overdue(self) -> PipelineError | None:
+    """The error if the transfer takes too long; publishes it to the others until then."""
+    current = self._progress.current
+    if current is None:
+      return None
+    wait, begin = current
+    self._publish(json.dumps([wait.rank, wait.processes, wait.text]))
+    if time.monotonic() - begin < self._timeout:
+      return None
+    last, chain = wait, ''
+    for _ in self._processes:
+      later = _published(last.processes)
+      if later is None or jax.process_index() in later.processes:
+        break
+      chain = (
+        f'; {named(last.processes)}, of rank {last.rank}, waits in turn in the transfer "{later.text}"'
+      )
+      last = later
+    return PipelineError(
+      f'{self._place(last)} is stalled: {self._here(wait)} for {self._timeout:g} s{chain}.\n'
+      'Fix: check whether that process is stuck, stopped or outside of the step (loading data, say), and restart '
+      'all processes from the newest checkpoint; pass a longer timeout= to pipeline_jit if it is only slow.'
+    )
+
+  def _place(self, wait: Wait) -> str:
+    return f'{self._subject}: rank {wait.rank}, of {named(wait.processes)},'
+
+  def _here(self, wait: Wait) -> str:
+    return f'process {jax.process_index()} waited in the transfer "{wait.text}"'
+
+  def _publish(self, text: str) -> None:
+    """Publishes the transfer that this process waits in, for the errors of others."""
+    if text != self._published:
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        key = f'{_WAITS}/{jax.process_index()}'
+        compat.coordination_service().key_value_set(key, text, allow_overwrite=True)
+    self._published = text
+
+
+def _published(processes: tuple[int, ...]) -> Wait | None:
+  """The transfer that one of some processes waits in; None if they wait in none."""
+  for process in processes:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      text = compat.coordination_service().key_value_try_get(f'{_WAITS}/{process}')
+      if text:
+        rank, others, transfer = json.loads(text)
+        return Wait(rank, tuple(others), transfer)
+  return None
+
+
+class _StepThread(threading.Thread):
+  """A thread that runs a step, and may stay blocked for ever."""
+
+  def __init__(self, step: Callable[[], Any]):
+    super().__init__(name='pipeline step', daemon=True)
+    self._step, self._x64 = step, compat.x64_enabled()
+    self.done = threading.Event()
+    self.result: Any = None
+    self.error: BaseException | None = None
+
+  def run(self) -> None:
+    try:
+      with jax.enable_x64(self._x64):  # a setting of each thread
+        self.result = self._step()
+    except BaseException as error:
+      self.error = error
+    finally:
+      self.done.set()
+
+
+def _leave_at_exit(thread: threading.Thread) -> None:
+  """Ends the process without waiting for a thread that is still blocked when the interpreter ends."""
+
+  def leave() -> None:
+    if thread.is_alive():
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(1)
+
+  atexit.register(leave)

@@ -1,0 +1,211 @@
+"""Ranks of other processes that die, stall or make another call: an error that names the rank and the transfer."""
+
+import re
+
+import pytest
+
+from tests.processes import run_processes
+
+STEP = """
+import os, signal, time
+import jax.numpy as jnp
+import flax_spmd as spmd
+from flax_spmd import pipeline
+
+me = jax.process_index()
+layout = spmd.Layout({'stage': STAGES, 'data': 1}, ())
+w = {str(k): np.eye(8, dtype=np.float32) for k in range(STAGES)}
+batch = np.ones((4, 2, 8), np.float32)
+
+def loss(w, x):
+  for k in range(STAGES):
+    x = pipeline.stage_end(jnp.tanh(x @ w[str(k)]))
+  return (x ** 2).mean()
+
+def train_step(w, batch):
+  value, grads = pipeline.accumulate(
+    lambda x: jax.value_and_grad(loss)(w, x), batch, pipeline.OneFOneB(STAGES), pipeline.Mean)
+  return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), value
+
+step = layout.pipeline_jit(train_step, timeout=TIMEOUT)
+"""
+
+
+def run(source, stages, timeout, **options):
+  step = STEP.replace('STAGES', str(stages)).replace('TIMEOUT', str(timeout))
+  return run_processes(step + source, processes=stages, devices=1, timeout=100, **options)
+
+
+def test_a_stalled_rank_is_named_by_all_others():
+  """The last process stops coming; the second waits for it, and the first for the second."""
+  source = """
+for number in range(3):
+  if number == 2 and me == 2:
+    time.sleep(9)
+  begin = time.monotonic()
+  try:
+    w, value = step(w, batch)
+    float(value)
+  except spmd.errors.PipelineError as error:
+    report([number, time.monotonic() - begin, str(error)])
+    break
+"""
+  results = run(source, 3, 4, check=False)
+  for result in results[:2]:
+    number, seconds, text = result.value
+    assert number == 2 and seconds < 8
+    assert re.fullmatch(
+      r'pipeline_jit of train_step: rank 2, of process 2, is stalled: process \d waited in the transfer '
+      r'"rank \d -> rank \d: float32\[.*\]( of microbatch \d)?" for 4 s'
+      r'(; process 1, of rank 1, waits in turn in the transfer "rank \d -> rank \d: float32.*")?\.\n'
+      r'Fix: check whether that process is stuck, stopped or outside of the step \(loading data, say\), and restart all '
+      r'processes from the newest checkpoint; pass a longer timeout= to pipeline_jit if it is only slow\.',
+      text,
+    )
+    assert result.returncode in (0, 1)  # it ended by itself
+
+
+def test_a_rank_that_dies_is_named():
+  source = """
+for number in range(100_000):
+  if number == 2 and me == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+  try:
+    w, value = step(w, batch)
+    float(value)
+  except spmd.errors.PipelineError as error:
+    report([number, str(error)])
+    os._exit(3)
+"""
+  [survivor, victim] = run(source, 2, 10, check=False, grace=30)
+  assert victim.returncode == -9 and survivor.returncode == 3
+  number, text = survivor.value
+  assert number == 2
+  assert text.startswith(
+    'pipeline_jit of train_step: rank 1, of process 1, has ended, or the connection to it: process 0 '
+  )
+
+
+def test_a_process_that_compiles_anew_is_told():
+  """One process passes a batch of another shape in the third step."""
+  source = """
+for number in range(3):
+  try:
+    w, value = step(w, batch[:2] if number == 2 and me == 1 else batch)
+  except spmd.errors.FlaxSpmdError as error:
+    report([number, type(error).__name__, str(error)])
+"""
+  results = run(source, 2, 30, check=False)
+  for result in results:
+    number, kind, text = result.value
+    assert (number, kind) == (2, 'LayoutError')
+    assert re.fullmatch(
+      r'Process (\d) waits in (a step|the compilation) of pipeline_jit of train_step, and process (?!\1)\d in '
+      r'(?!\2)(a step|the compilation) of pipeline_jit of train_step: neither makes the call of the other\.\n'
+      'Fix: make the same calls on every process, equally often and in the same order.',
+      text,
+    )
+
+
+@pytest.mark.parametrize('timeout', [0, -1, None, True, '30'])
+def test_timeouts_that_are_no_seconds(timeout):
+  import flax_spmd as spmd
+
+  with pytest.raises(spmd.errors.PipelineError) as caught:
+    spmd.Layout({'stage': 2}).pipeline_jit(lambda x: x, timeout=timeout)
+  assert str(caught.value) == (
+    f'pipeline_jit: timeout is {timeout!r}.\nFix: pass a positive number of seconds.'
+  )
+
+
+TRAIN = """
+import os, random, signal, threading
+import jax.numpy as jnp, optax
+import flax_spmd as spmd
+from flax_spmd import pipeline
+
+STEPS, LAYERS = 12, 4
+devices = np.array(jax.devices()).reshape(2, STAGES).T  # every stage has a device of each process
+layout = spmd.Layout(jax.sharding.Mesh(devices, ('stage', 'data')), (('batch', 'data'),))
+optimizer = optax.adam(1e-2, eps=1e-3)
+
+def create():
+  w = {str(k): jax.random.normal(jax.random.key(k), (16, 16)) / 4 for k in range(LAYERS)}
+  return w, optimizer.init(w)
+
+def loss(w, x):
+  for k in range(LAYERS):
+    x = jnp.tanh(x @ w[str(k)])
+    if (k + 1) % (LAYERS // STAGES) == 0:
+      x = pipeline.stage_end(x)
+  return ((x - 0.5) ** 2).mean()
+
+def train_step(state, batch):
+  w, moments = state
+  value, grads = pipeline.accumulate(
+    lambda x: jax.value_and_grad(loss)(w, x), batch, pipeline.OneFOneB(STAGES), pipeline.Mean)
+  updates, moments = optimizer.update(grads, moments, w)
+  return (optax.apply_updates(w, updates), moments), value
+
+def batch(number):
+  return np.random.default_rng(number).normal(size=(4, 2, 16)).astype(np.float32)
+
+step = layout.pipeline_jit(train_step, timeout=20)
+compiled = step.compile(layout.abstract(create), batch(0))
+target = jax.tree.map(
+  lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+  layout.abstract(create), compiled.input_shardings[0][0])
+def train():
+  with spmd.checkpoint.Manager(ROOT, layout, every=2, keep=2, durable=False) as manager:
+    first, state = manager.restore(target) if manager.steps else (0, compiled.init(create))
+    report(first)
+    if VICTIM == jax.process_index():
+      moment = random.Random(SEED)
+      after, delay = moment.randrange(4, STEPS - 1), moment.uniform(0, 0.1)
+    for number in range(first, STEPS):
+      if VICTIM == jax.process_index() and number == after:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+      state, value = step(state, batch(number))
+      manager.save(number + 1, state)
+    if VICTIM == jax.process_index():
+      os.kill(os.getpid(), signal.SIGKILL)
+  return state
+
+try:
+  state = train()
+except spmd.errors.FlaxSpmdError as error:
+  report(str(error))
+  os._exit(4)
+if VICTIM < 0:
+  expected = jax.jit(create)()
+  for number in range(STEPS):
+    expected, _ = jax.jit(train_step)(expected, batch(number))
+  for actual, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+    for shard in actual.addressable_shards:
+      np.testing.assert_allclose(shard.data, np.asarray(one)[shard.index], rtol=1e-4, atol=1e-5)
+  report('trained')
+"""
+
+
+@pytest.mark.parametrize(
+  'seed', [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))]
+)
+def test_training_goes_on_with_fewer_stages_after_a_death(seed, tmp_path):
+  """Four stages, each in two processes; one is killed at a random moment; then two stages go on from the newest checkpoint."""
+
+  def train(stages, victim):
+    source = TRAIN.replace('STAGES', str(stages)).replace('ROOT', repr(str(tmp_path / 'run')))
+    source = source.replace('VICTIM', str(victim)).replace('SEED', str(seed))
+    return run_processes(source, 2, stages, timeout=120, grace=60, check=victim < 0, heartbeat=30)
+
+  victim = 1 - seed % 2
+  results = train(4, victim)
+  assert results[victim].returncode == -9
+  if victim == 1:  # the death of process 0, which coordinates, lets JAX end the other one at any time
+    survivor = results[0]
+    assert survivor.returncode == 4, survivor.stderr
+    assert 'process 1' in survivor.value.lower()
+  assert results[1 - victim].returncode not in (0, -9)
+  for result in train(2, -1):
+    first, last = result.reported
+    assert first >= 2 and last == 'trained'
