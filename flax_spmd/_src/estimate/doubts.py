@@ -85,9 +85,9 @@ class Doubts:
     matter = [
       (text, bound)
       for text, bound in largest
-      if bound.wire > _LISTED * total.wire
-      or bound.memory > _LISTED * total.memory
-      or bound.flops > _LISTED * total.flops
+      if bound.wire >= _LISTED * total.wire > 0
+      or bound.memory >= _LISTED * total.memory > 0
+      or bound.flops >= _LISTED * total.flops > 0
     ]
     return tuple(text + _extent(bound) for text, bound in matter)
 
