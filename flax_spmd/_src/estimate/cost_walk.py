@@ -31,6 +31,7 @@ from flax_spmd._src.estimate.graph import (
 from flax_spmd._src.estimate.kernels import unknown_kernel
 from flax_spmd._src.estimate.live_buffers import (
   BARRIER,
+  WRITES,
   BlockLiveness,
   argument_derived_values,
   liveness,
@@ -41,8 +42,8 @@ from flax_spmd._src.estimate.loops import (
   MOVING_PLATFORMS,
   WIDENING_PLATFORMS,
   forwarded_sums,
-  invariants,
   loop_sums,
+  origins,
 )
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.requirements import Context, Requirement
@@ -60,6 +61,7 @@ from flax_spmd._src.hlo.counts import Counts
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
+_ACTIVATIONS = ('tanh', 'logistic', 'erf')  # kept or computed again, as the compiler likes
 _LOOKUPS = ('gather', 'scatter')
 _PRODUCTS = ('dot_general', 'convolution')
 
@@ -95,7 +97,7 @@ class AnalyzedGraph:
     transposed: operands of transposes, by their results.
     forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
-    invariants: values that are the same in all iterations of some loops, with the number of these loops.
+    origins: number of loops around the place where each value is computed.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
   """
 
@@ -112,7 +114,7 @@ class AnalyzedGraph:
     self._scan(graph.main, product_sizes)
     self.loop_sums = loop_sums(graph, self.uses)
     self.forwarded = forwarded_sums(graph, self.uses, self.loop_sums)
-    self.invariants = invariants(graph)
+    self.origins = origins(graph)
     self.dtype = _chip_dtype(max(product_sizes, key=lambda dtype: product_sizes[dtype], default='f32'))
 
   def _scan(self, block: Block, product_sizes: dict[str, int]) -> None:
@@ -255,7 +257,8 @@ class _CostWalk:
             now -= alive.pop(operand)
           alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
           now += alive[result]
-      peak = max(peak, now + inner_peak + self.gathered_bytes)
+      reused = self._reused(op, live.written[index], live.ending[index], alive)
+      peak = max(peak, now - reused + inner_peak + self.gathered_bytes)
       if fills_stacks and self._runs_last(op):
         held.update(live.reads[index])
       for value in live.ending[index]:
@@ -265,6 +268,16 @@ class _CostWalk:
       self._bring(value, required or self.specs[value], times, '')
     self.hbm += times * sum(map(self._bytes, live.returned))
     return peak
+
+  def _reused(
+    self, op: Op, written: Sequence[int], ending: Sequence[int], alive: Mapping[int, float]
+  ) -> float:
+    """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does."""
+    if op.kind in WRITES:
+      return 0.0
+    results = [(self.values[value].dtype, alive[value]) for value in written]
+    ends = [(self.values[value].dtype, alive.get(value)) for value in ending]
+    return sum(size for dtype, size in results if (dtype, size) in ends)
 
   def _before_transposes(self, value: int) -> int:
     """The array that a loop's operand is a transpose of: on GPUs no copy, as its layout is free."""
@@ -308,6 +321,9 @@ class _CostWalk:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0
+    if op.kind in _ACTIVATIONS and self.analyzed.uses.get(op.results[0], 0) > 1:
+      bound = Bound(memory=self._bytes(op.results[0]))
+      self.doubts.add(op.source, 'an activation that is kept for its gradient', bound)
     if op.results[0] not in self.analyzed.rematerialisable and not self._is_local(op):
       self._compute(op, times)
     return 0.0
@@ -337,6 +353,7 @@ class _CostWalk:
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
       self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNBOUNDED)
+    self._doubt_memory(op)
     for value in op.results:
       self._add_result(value, required, times, op)
 
@@ -347,9 +364,9 @@ class _CostWalk:
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
     if spec is None or (is_weight and op.kind not in _SLICES):
       return
-    if op.kind == 'dot_general' and self._differs(op, value, spec):
+    if op.kind == 'dot_general' and self._changes(op, value, spec):
       reason = 'activations resharded for a matrix product'
-    elif op.kind in _LOOKUPS and self._differs(op, value, spec):
+    elif op.kind in _LOOKUPS and not self._is_usual(op, value, self._changes(op, value, spec)):
       reason = 'activations resharded for a lookup'
     elif op.kind in _SLICES and spec != self.specs[value]:
       reason = 'slice along a sharded dimension'
@@ -365,8 +382,21 @@ class _CostWalk:
         bound = bound.plus(gathered(self._wire_value(value), self.specs[value], self.sizes, times))
     return bound
 
-  def _differs(self, op: Op, value: int, required: Spec) -> bool:
-    return bool(reshard(self.values[value], self._operand_spec(value, op), required, self.sizes))
+  def _doubt_memory(self, op: Op) -> None:
+    """Notes operations around which compilers store more than `live_buffers` counts, with the bytes to expect."""
+    [result] = op.results[:1] or [0]
+    if op.kind == 'convolution':  # its neighbours are copied in another layout, or to float32
+      self.doubts.add(op.source, 'copies beside a convolution', Bound(memory=2 * self._bytes(result)))
+    elif op.kind == 'pad' and any(op.attributes.get('interior_padding') or ()):
+      self.doubts.add(op.source, 'temporaries of a scan', Bound(memory=2 * self._bytes(result)))
+
+  def _is_usual(self, op: Op, value: int, changes: Sequence[CollectiveOp]) -> bool:
+    """Whether the rows of a scatter go from positions to windows, as gradients of a table that FSDP shards."""
+    is_rows = op.kind == 'scatter' and value == op.operands[-1] and len(self.values[value].shape) > 2
+    return not changes or (is_rows and [one.kind for one in changes] == ['all-to-all'])
+
+  def _changes(self, op: Op, value: int, required: Spec) -> Sequence[CollectiveOp]:
+    return reshard(self.values[value], self._operand_spec(value, op), required, self.sizes)
 
   def _add_result(self, value: int, required: Requirement, times: int, op: Op) -> None:
     """Records a result in its natural sharding, until an operation needs it otherwise."""
@@ -531,7 +561,7 @@ class _CostWalk:
     ops = reshard(self._wire_value(value), before, after, self.sizes)
     if any(op.kind == 'all-gather' for op in ops):
       copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
-      loops = self.analyzed.invariants.get(value, 0) if self.loop else 0
+      loops = len(self.times_outside) - self.analyzed.origins.get(value, len(self.times_outside))
       if loops and self.platform not in GATHERING_PLATFORMS:
         saved = times - self.times_outside[-loops]
         bound = gathered(self._wire_value(value), before, self.sizes, saved)

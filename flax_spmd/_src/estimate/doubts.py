@@ -5,7 +5,7 @@ the arrays of the operation whole. An estimate is in doubt if all of its doubts 
 the accuracy that estimates have without one.
 
     doubts = Doubts()
-    doubts.add("model.py:31", "slice along a sharded dimension", Bound(wire=2**20))
+    doubts.add('model.py:31', 'slice along a sharded dimension', Bound(wire=2**20))
     doubts.texts(wire=2**30, memory=2**30, flops=1e12)      # (): a thousandth of the traffic
 """
 
@@ -19,6 +19,7 @@ from flax_spmd._src.estimate.graph import GraphValue, Spec, shard_count, shard_s
 from flax_spmd._src.text import size_text
 
 _WIRE, _MEMORY, _FLOPS = 0.05, 0.05, 0.01  # shares of a step's costs; doubts below them do not matter
+_LISTED = 0.01  # share of all doubts; those below it are not listed
 _LEAST = 2**14  # bytes on the wire; a step with less counts as this much
 
 
@@ -81,7 +82,19 @@ class Doubts:
     if is_small and total.flops <= _FLOPS * flops:
       return ()
     largest = sorted(self._bounds.items(), key=lambda item: -item[1].wire)
-    return tuple(
-      text if math.isinf(bound.wire) else f'{text}, by up to {size_text(bound.wire)} on the wire'
+    matter = [
+      (text, bound)
       for text, bound in largest
-    )
+      if bound.wire >= _LISTED * total.wire > 0
+      or bound.memory >= _LISTED * total.memory > 0
+      or bound.flops >= _LISTED * total.flops > 0
+    ]
+    return tuple(text + _extent(bound) for text, bound in matter)
+
+
+def _extent(bound: Bound) -> str:
+  if math.isinf(bound.wire):
+    return ''
+  if bound.wire:
+    return f', by up to {size_text(bound.wire)} on the wire'
+  return f', by about {size_text(bound.memory)} of memory'

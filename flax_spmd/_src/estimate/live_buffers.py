@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flax_spmd._src.estimate.graph import Block, Graph, Op
 
 # Operations that store their results.
-_WRITES = frozenset(
+WRITES = frozenset(
   [
     'dot_general',
     'convolution',
@@ -95,7 +95,7 @@ def rematerialisable_values(graph: Graph) -> frozenset[int]:
 def _add_rematerialisable(block: Block, graph: Graph, result: set[int]) -> None:
   for op in block.ops:
     scalar = op.kind == 'broadcast_in_dim' and not graph.values[op.operands[0]].shape
-    fused = op.kind not in _WRITES and not op.blocks and op.operands
+    fused = op.kind not in WRITES and not op.blocks and op.operands
     if op.kind in _REMATERIALISABLE or scalar or (fused and result.issuperset(op.operands)):
       result.update(op.results)
     for inner in op.blocks:
@@ -224,5 +224,5 @@ def _written(op: Op, users: Mapping[int, list[Op]], rematerialisable: frozenset[
     readers = [user for user in users.get(value, ()) if user.kind in _READS or user.blocks]
     if op.kind == 'transpose' and all(user.blocks for user in readers):
       continue  # a loop takes its operand in any order of the dimensions
-    if op.kind in _WRITES or any(value in user.operands for user in readers):
+    if op.kind in WRITES or any(value in user.operands for user in readers):
       yield value

@@ -104,20 +104,24 @@ def _forwarded(block: Block, uses: Mapping[int, int], sums: Mapping[int, int]) -
       yield from _forwarded(inner, uses, sums)
 
 
-def invariants(graph: Graph) -> dict[int, int]:
-  """The values in loops that are the same in all iterations, with the number of loops around in which they are."""
-  result: dict[int, int] = {}
-  _add_invariants(graph.main, result)
+def origins(graph: Graph) -> dict[int, int]:
+  """The number of loops around the place where each value is computed, or where the value it is a view of is."""
+  result = dict.fromkeys(graph.main.arguments, 0)
+  _add_origins(graph.main, 0, result)
   return result
 
 
-def _add_invariants(block: Block, result: dict[int, int]) -> None:
+def _add_origins(block: Block, depth: int, result: dict[int, int]) -> None:
   for op in block.ops:
-    if op.kind in _VIEWS and op.operands[0] in result:
-      result[op.results[0]] = result[op.operands[0]]
+    origin = result[op.operands[0]] if op.kind in _VIEWS else depth
+    result |= dict.fromkeys(op.results, origin)
+    is_loop = op.kind == 'while'
     for inner in op.blocks:
-      if op.kind == 'while':
-        for operand, argument, returned in zip(op.operands, inner.arguments, inner.returned):
-          if argument == returned:
-            result[argument] = 1 + result.get(operand, 0)
-      _add_invariants(inner, result)
+      result |= dict.fromkeys(inner.arguments, depth + is_loop)
+      views = {view.results[0]: view.operands[0] for view in inner.ops if view.kind in _VIEWS}
+      for operand, argument, returned in zip(op.operands, inner.arguments, inner.returned):
+        while returned in views:
+          returned = views[returned]
+        if is_loop and argument == returned:
+          result[argument] = result[operand]
+      _add_origins(inner, depth + is_loop, result)

@@ -1,0 +1,67 @@
+"""Partial sums of one array, and arrays that are reshaped: the traffic of compiled programs, by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd.explore import Estimator, TrainStep, parse_target
+
+ROWS, WIDTH, BATCH = 512, 256, 64
+TABLE = 4 * ROWS * WIDTH * 7 / 8  # bytes of a reduce-scatter of the table in float32
+DATA = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+INPUTS = {
+  'x': jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
+  'ids': jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+}
+
+
+def create():
+  return {'w': spmd.LogicallyPartitioned(jnp.ones((ROWS, WIDTH)), ('vocab', 'embed'))}
+
+
+def tied(dtype, lookups):
+  """A step with a table that is looked up, and a matrix too."""
+
+  def loss(state, batch):
+    w = state['w'].unbox()
+    rows = [w.astype(dtype)[batch['ids'] + number].astype(jnp.float32) for number in range(lookups)]
+    return sum(jnp.sum(jnp.tanh(row) ** (2 + number)) for number, row in enumerate(rows)) + jnp.sum(
+      jnp.tanh(batch['x'] @ w.T) ** 2
+    )
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
+
+  return TrainStep(step, create, INPUTS)
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'lookups', 'target', 'sent'),
+  [
+    (jnp.float32, 1, 'h100:8', 4),  # one all-reduce of the lookup, one of the product
+    (jnp.float32, 1, 'v5e:2x4', 4),
+    (jnp.bfloat16, 1, 'h100:8', 2),  # added in float32 before they are reduced
+    (jnp.bfloat16, 1, 'v5e:2x4', 3),
+    (jnp.bfloat16, 2, 'h100:8', 2),
+    (jnp.bfloat16, 2, 'v5e:2x4', 4),
+  ],
+)
+def test_the_gradient_of_a_tied_table_is_reduced_as_in_compiled_programs(dtype, lookups, target, sent):
+  aim = parse_target(target)
+  outcome = Estimator(tied(dtype, lookups), platform=aim.chip.platform).estimate(DATA, aim)
+  assert outcome.doubts == ()
+  assert outcome.counts.by_kind()['all-reduce'] == pytest.approx(sent * TABLE, rel=0.01)
+
+
+def test_a_batch_that_is_cut_into_microbatches_moves_once():
+  def step(state, batch):
+    parts = spmd.with_logical_constraint(batch['x'].reshape(4, -1, WIDTH), (None, 'batch', None))
+    return state, jax.lax.map(lambda x: jnp.sum(jnp.tanh(x) @ state['w'].unbox().T), parts)
+
+  outcome = Estimator(TrainStep(step, create, INPUTS)).estimate(DATA, parse_target('h100:8'))
+  shard = 4 * BATCH * WIDTH / 8
+  kinds = outcome.counts.by_kind()
+  assert (kinds['collective-permute'], kinds['all-to-all']) == (shard, shard * 3 / 4)
+  assert 'all-gather' not in kinds and outcome.doubts == ()
