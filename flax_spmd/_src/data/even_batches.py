@@ -73,11 +73,11 @@ def even_batches(
   """
   if last not in ('pad', 'drop'):
     raise LayoutError(f"last={last!r} is not a choice.\nFix: pass 'pad' or 'drop'.")
-  if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+  if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
     raise LayoutError(
       f'even_batches cannot make batches of {size!r} rows.\nFix: pass a size of 1 or more.'
     )
-  return EvenBatches(batches, size, last, timeout)
+  return EvenBatches(batches, int(size), last, timeout)
 
 
 _FULL, _SHORT, _END, _NONE, _FAILED = 'full', 'short', 'end', 'end without a batch', 'failed: '
