@@ -11,6 +11,7 @@ what does not depend on the place of the modules, since `nn.jit` uses the trace 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 from flax.core import meta
 
+from flax_spmd._src import compat
 from flax_spmd._src.names.boxes import PARTITION_NAME, LogicallyPartitioned
 from flax_spmd._src.names.layer_outputs import LayerOutputs
 from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
@@ -168,18 +170,29 @@ class LinenLayers:
     if is_outermost:
       self._given = frozenset() if is_init else frozenset(module.variables if module.scope else ())
       self.has_initialized |= is_init
-      if not is_init:
-        self.outputs.start_model((args, kwargs))
     self._running.append(module)
     try:
-      result = self._ran(method, args, kwargs, module)
-      if is_init:
-        return result
-      if is_outermost:
-        _put_below(module, self._finished)
-      return self.outputs.of_linen(self._running, context.method_name, result)
+      with self._in_outputs(args, kwargs, context.method_name, is_init):
+        result = self._ran(method, args, kwargs, module)
+        if is_init:
+          return result
+        if is_outermost:
+          _put_below(module, self._finished)
+        return self.outputs.of_linen(self._running, context.method_name, result)
     finally:
       self._running.pop()
+
+  def _in_outputs(
+    self, args: Any, kwargs: Any, method: str, is_init: bool
+  ) -> contextlib.AbstractContextManager[None]:
+    """The block in which a method of the last module runs."""
+    if is_init:
+      return contextlib.nullcontext()
+    if len(self._running) == 1:
+      return self.outputs.in_model((args, kwargs))
+    if compat.is_lifted(type(self._running[-1]), method):
+      return self.outputs.in_place(self._running)
+    return contextlib.nullcontext()
 
   def _ran(self, method: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module) -> Any:
     """The result of a method, with boxes around the variables that it has created."""
