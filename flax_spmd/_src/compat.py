@@ -590,14 +590,6 @@ def is_lifted_type(cls: type) -> bool:
   return cls.__module__ == nn.transforms.__name__
 
 
-def is_lifted(cls: type, method: str) -> bool:
-  """Whether a class of modules, or a method of it, is transformed (`nn.jit`), so that JAX may have its trace in a cache."""
-  function = getattr(cls, method, None)
-  while function is not None and getattr(function, '__globals__', None) is not vars(nn.transforms):
-    function = getattr(function, '__wrapped__', None)
-  return function is not None or is_lifted_type(cls)
-
-
 def coordination_service() -> Any:
   """The client of JAX's coordination service, or None if it is not running. JAX has no public name for it."""
   return distributed.global_state.client

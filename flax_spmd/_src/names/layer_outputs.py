@@ -33,7 +33,7 @@ from flax_spmd._src.names.layer_table import Layer, LayerTable, fitted
 from flax_spmd._src.names.nnx_variables import static_of_variable
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
-# part of the key of JAX's caches: the batch of a model of Linen, and the place of a transformed module
+# part of the key of JAX's caches: the batch of the model of Linen that is running
 _trace_key = jax.make_user_context(None)
 _active: ContextVar[LayerOutputs | None] = ContextVar('flax_spmd_layer_outputs', default=None)
 
@@ -51,7 +51,9 @@ class LayerOutputs:
   def __init__(self, tables: Sequence[LayerTable]):
     self._tables = tables
     self._batch: int | None = None  # that of the model of Linen that is running
-    self._starts: weakref.WeakKeyDictionary[Any, _Start] = weakref.WeakKeyDictionary()  # of NNX, by trace
+    self._starts: weakref.WeakKeyDictionary[Any, _Start] = (
+      weakref.WeakKeyDictionary()
+    )  # of NNX, by trace
     self.has_run = False
 
   @contextlib.contextmanager
@@ -59,22 +61,15 @@ class LayerOutputs:
     """The block in which an outermost module runs; the batch has the size of its first array."""
     first = _first_array(args)
     self.has_run = True
-    before, self._batch = self._batch, None if first is None or compat.is_mapped(first) else first.shape[0]
+    before, self._batch = (
+      self._batch,
+      None if first is None or compat.is_mapped(first) else first.shape[0],
+    )
     try:
-      with _trace_key((self._batch, ())):
+      with _trace_key(self._batch):
         yield
     finally:
       self._batch = before
-
-  @contextlib.contextmanager
-  def in_place(self, around: Sequence[nn.Module]) -> Iterator[None]:
-    """The block in which a transformed module runs. `nn.jit` would use its trace for one at another place.
-
-    Args:
-      around: the modules whose methods are running, the outermost first.
-    """
-    with _trace_key((self._batch, tuple((type(each), each.path) for each in around[:-1]), around[-1].path)):
-      yield
 
   def of_linen(self, around: Sequence[nn.Module], method: str, result: Any) -> Any:
     """The result of a method of the last of some modules, constrained if it is a layer's.
@@ -105,7 +100,9 @@ class LayerOutputs:
     if output is None or first is None or compat.is_mapped(first) or variable is None:
       return result
     static, array = static_of_variable(variable)
-    batch = self._batch_of_nnx(first, array.shape, is_embed=(output.array, method) == ('embedding', '__call__'))
+    batch = self._batch_of_nnx(
+      first, array.shape, is_embed=(output.array, method) == ('embedding', '__call__')
+    )
     if static is None:
       found = (table.find_type(layer, output.array) for table in (self._tables[0], _flax_table()))
       static = _static(next((names for _, names in filter(None, found)), None))

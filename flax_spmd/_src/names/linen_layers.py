@@ -21,7 +21,6 @@ import jax
 import numpy as np
 from flax.core import meta
 
-from flax_spmd._src import compat
 from flax_spmd._src.names.boxes import PARTITION_NAME, LogicallyPartitioned
 from flax_spmd._src.names.layer_outputs import LayerOutputs
 from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
@@ -172,7 +171,8 @@ class LinenLayers:
       self.has_initialized |= is_init
     self._running.append(module)
     try:
-      with self._in_outputs(args, kwargs, context.method_name, is_init):
+      starts = is_outermost and not is_init
+      with self.outputs.in_model((args, kwargs)) if starts else contextlib.nullcontext():
         result = self._ran(method, args, kwargs, module)
         if is_init:
           return result
@@ -181,18 +181,6 @@ class LinenLayers:
         return self.outputs.of_linen(self._running, context.method_name, result)
     finally:
       self._running.pop()
-
-  def _in_outputs(
-    self, args: Any, kwargs: Any, method: str, is_init: bool
-  ) -> contextlib.AbstractContextManager[None]:
-    """The block in which a method of the last module runs."""
-    if is_init:
-      return contextlib.nullcontext()
-    if len(self._running) == 1:
-      return self.outputs.in_model((args, kwargs))
-    if compat.is_lifted(type(self._running[-1]), method):
-      return self.outputs.in_place(self._running)
-    return contextlib.nullcontext()
 
   def _ran(self, method: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module) -> Any:
     """The result of a method, with boxes around the variables that it has created."""
