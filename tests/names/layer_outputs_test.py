@@ -387,3 +387,14 @@ def test_positions_do_not_change_the_batch_in_nnx(positions_first):
   found = constraints(LAYOUT, spmd.names_for(step, TABLE), TOKENS)
   assert {shape for shape, _ in found} >= {(8, 6, 16), (8, 6, 64), (4, 6, 16), (4, 6, 64)}
   assert (6, 6, 4) not in {shape for shape, _ in found}
+
+
+def test_a_name_that_has_the_axis_of_the_batch_is_left_out_under_strict_rules():
+  """Rules without conflicts among arrays, such as those of FSDP, are valid for a step too."""
+  rules = spmd.Rules(('batch', 'data'), ('embed', 'data'), ('mlp', 'model'), conflict='error')
+  params = jax.eval_shape(Decoder().init, KEY, TOKENS)['params']
+  found = constraints(
+    spmd.Layout(LAYOUT.mesh, rules), spmd.names_for(loss_of(Decoder()), TABLE), params, TOKENS
+  )
+  assert found[(8, 6, 64), str(jax.P('data', None, 'model'))]
+  assert found[(8, 6, 16), str(jax.P('data', None, None))]

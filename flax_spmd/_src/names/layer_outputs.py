@@ -180,7 +180,11 @@ def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
   ):
     return result
   dropped = unmatched if rules.policies.unmatched == 'error' else {'length'}.intersection(unmatched)
-  return with_logical_constraint(result, tuple(None if name in dropped else name for name in names))
+  if rules.policies.conflict == 'error':  # the names are for arrays, where the batch is in no conflict
+    rules = rules.replace(conflict='skip')
+  return with_logical_constraint(
+    result, tuple(None if name in dropped else name for name in names), rules
+  )
 
 
 def _static(names: Any) -> Static | None:
