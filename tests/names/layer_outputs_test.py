@@ -328,3 +328,73 @@ def test_strict_rules_need_no_rule_for_the_length():
     spmd.Layout(LAYOUT.mesh, rules), spmd.names_for(loss_of(Decoder()), TABLE), params, TOKENS
   )
   assert found[(8, 6, 64), str(jax.P('data', None, 'model'))]
+
+
+def test_a_jitted_part_depends_on_nothing_that_ran_before():
+  """JAX has one trace of it in its cache: another batch around it, and other tables around those, are other traces."""
+  layer, other, model = *(nnx.Linear(16, 16, rngs=nnx.Rngs(0)) for _ in range(2)), nn.Dense(16)
+  part, linen = jax.jit(lambda x: layer(x)), jax.jit(model.apply)
+  params = jax.eval_shape(model.init, KEY, jnp.ones((8, 16)))
+  inner = spmd.names_for(lambda params, x: linen(params, x), {nn.Dense: {'kernel': ('in', None)}})
+  calls = [
+    (lambda x: part(x).sum() + other(x[:4]), jnp.ones((8, 16))),
+    (lambda x: other(x[:4]).sum() + part(x), jnp.ones((8, 16))),
+    (spmd.names_for(inner, {nn.Dense: {'kernel': ('in', 'out')}}), params, jnp.ones((8, 16))),
+    (inner, params, jnp.ones((8, 16))),
+  ]
+
+  def alone(fn, *args):
+    part.clear_cache(), linen.clear_cache()
+    return constraints(OUT, spmd.names_for(fn), *args)
+
+  expected = [alone(*call) for call in calls]
+  for order in (calls, calls[::-1]):
+    part.clear_cache(), linen.clear_cache()
+    found = {id(call): constraints(OUT, spmd.names_for(call[0]), *call[1:]) for call in order}
+    assert [found[id(call)] for call in calls] == expected
+  assert all(expected) and expected[2] != expected[3]
+
+
+def test_a_step_whose_trace_is_in_the_cache_of_jax():
+  """Nothing runs in the second call; entries for the state are no errors there either."""
+  model, x = nn.Dense(16), jnp.ones((8, 16))
+  step = spmd.names_for(jax.jit(model.apply), {'^other/kernel$': ('in', 'mlp')})
+  params = model.init(KEY, x)
+  np.testing.assert_array_equal(step(params, x), step(params, x))
+
+
+class Biased(nnx.Module):
+  """A decoder with positions of a batch of one before the tokens or after them, and a bias by distance."""
+
+  def __init__(self, rngs, positions_first):
+    self.embed, self.bias = nnx.Embed(32, 16, rngs=rngs), nnx.Embed(8, 4, rngs=rngs)
+    self.positions, self.wi = nnx.Embed(64, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)
+    self.positions_first = positions_first
+
+  def __call__(self, tokens):
+    places = jnp.arange(tokens.shape[1])
+    embeds = (lambda: self.embed(tokens)), (lambda: self.positions(places[None]))
+    one, other = (each() for each in embeds[:: -1 if self.positions_first else 1])
+    bias = self.bias(abs(places[:, None] - places[None]))
+    return self.wi(one + other) + bias.sum()
+
+
+@pytest.mark.parametrize('positions_first', [False, True])
+def test_positions_do_not_change_the_batch_in_nnx(positions_first):
+  """Nor do distances; a model that runs again on another batch does."""
+  model = Biased(nnx.Rngs(0), positions_first)
+  step = lambda tokens: model(tokens).sum() + model(tokens[:4]).sum()
+  found = constraints(LAYOUT, spmd.names_for(step, TABLE), TOKENS)
+  assert {shape for shape, _ in found} >= {(8, 6, 16), (8, 6, 64), (4, 6, 16), (4, 6, 64)}
+  assert (6, 6, 4) not in {shape for shape, _ in found}
+
+
+def test_a_name_that_has_the_axis_of_the_batch_is_left_out_under_strict_rules():
+  """Rules without conflicts among arrays, such as those of FSDP, are valid for a step too."""
+  rules = spmd.Rules(('batch', 'data'), ('embed', 'data'), ('mlp', 'model'), conflict='error')
+  params = jax.eval_shape(Decoder().init, KEY, TOKENS)['params']
+  found = constraints(
+    spmd.Layout(LAYOUT.mesh, rules), spmd.names_for(loss_of(Decoder()), TABLE), params, TOKENS
+  )
+  assert found[(8, 6, 64), str(jax.P('data', None, 'model'))]
+  assert found[(8, 6, 16), str(jax.P('data', None, None))]

@@ -26,8 +26,8 @@ from flax_spmd.errors import raise_problems
 P = ParamSpec('P')
 Result = TypeVar('Result')
 
-# part of the key of JAX's caches: a trace without names is another one
-_trace_key = jax.make_user_context(None)
+# part of the key of JAX's caches: the tables of all calls around a trace
+_trace_key = jax.make_user_context(())
 
 
 @set_module('flax_spmd')
@@ -72,7 +72,8 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
   @functools.wraps(create, updated=())
   def named(*args: P.args, **kwargs: P.kwargs) -> Result:
     layers = LinenLayers(linen)
-    with _trace_key(table), nn.intercept_methods(layers), nnx_outputs_constrained(layers.outputs):
+    key = _trace_key((*_trace_key.value, table))
+    with key, nn.intercept_methods(layers), nnx_outputs_constrained(layers.outputs):
       result = create(*args, **kwargs)
     return _named(result, linen, layers)
 
@@ -97,7 +98,8 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayer
       origins.append(origin)
   units = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_unit)[0]
   problems = dict.fromkeys(origin.problem for origin in origins if origin.problem is not None)
-  creates = layers.has_initialized or not layers.outputs.has_run
+  # a model whose trace JAX has in its cache does not run
+  creates = layers.has_initialized or (bool(origins) and not layers.outputs.has_run)
   idle = own.idle(origins, [path_string(path) for path, _ in units]) if creates else ()
   raise_problems([*problems, *idle])
   return treedef.unflatten(nodes) if any(isinstance(node, LayerBox) for _, node in flat) else result

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -32,6 +33,8 @@ from flax_spmd._src.names.layer_table import Layer, LayerTable, fitted
 from flax_spmd._src.names.nnx_variables import static_of_variable
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
+# part of the key of JAX's caches: the batch of the model of Linen that is running
+_trace_key = jax.make_user_context(None)
 _active: ContextVar[LayerOutputs | None] = ContextVar('flax_spmd_layer_outputs', default=None)
 
 
@@ -42,21 +45,31 @@ class LayerOutputs:
     tables: the user's table and that of Flax's layers, for Linen.
 
   Attributes:
-    batch: size of the batch of the model that is running; None if it is unknown.
     has_run: whether a model, or a layer of NNX, has run.
   """
 
   def __init__(self, tables: Sequence[LayerTable]):
     self._tables = tables
-    self.batch: int | None = None
+    self._batch: int | None = None  # that of the model of Linen that is running
+    self._starts: weakref.WeakKeyDictionary[Any, _Start] = (
+      weakref.WeakKeyDictionary()
+    )  # of NNX, by trace
     self.has_run = False
 
-  def start_model(self, args: Any) -> None:
-    """Takes the size of the batch from the arguments of the outermost module: that of the first array."""
-    arrays = (leaf for leaf in jax.tree.leaves(args) if getattr(leaf, 'ndim', 0))
-    first = next(arrays, None)
+  @contextlib.contextmanager
+  def in_model(self, args: Any) -> Iterator[None]:
+    """The block in which an outermost module runs; the batch has the size of its first array."""
+    first = _first_array(args)
     self.has_run = True
-    self.batch = None if first is None or compat.is_mapped(first) else first.shape[0]
+    before, self._batch = (
+      self._batch,
+      None if first is None or compat.is_mapped(first) else first.shape[0],
+    )
+    try:
+      with _trace_key(self._batch):
+        yield
+    finally:
+      self._batch = before
 
   def of_linen(self, around: Sequence[nn.Module], method: str, result: Any) -> Any:
     """The result of a method of the last of some modules, constrained if it is a layer's.
@@ -76,27 +89,40 @@ class LayerOutputs:
     static = (
       static or _names_of_author(module, output.array, array) or self._names(around, output.array, array)
     )
-    return self._constrained(result, output, module, array, static)
+    return self._constrained(result, output, module, array, static, self._batch)
 
   def of_nnx(self, layer: Any, method: str, args: Any, result: Any) -> Any:
     """The result of a method of a layer of NNX, constrained."""
     self.has_run = True
     output = _output_of(type(layer), method, nnx_outputs)
-    first = next((leaf for leaf in jax.tree.leaves(args) if getattr(leaf, 'ndim', 0)), None)
+    first = _first_array(args)
     variable = output and getattr(layer, output.array, None)
     if output is None or first is None or compat.is_mapped(first) or variable is None:
       return result
-    starts_model = self.batch is None or (output.array == 'embedding' and method == '__call__')
-    if starts_model and first.ndim > 1:
-      self.batch = first.shape[0]
     static, array = static_of_variable(variable)
+    batch = self._batch_of_nnx(
+      first, array.shape, is_embed=(output.array, method) == ('embedding', '__call__')
+    )
     if static is None:
       found = (table.find_type(layer, output.array) for table in (self._tables[0], _flax_table()))
       static = _static(next((names for _, names in filter(None, found)), None))
     elif isinstance(static.names, tuple) and len(static.names) > array.ndim:  # in the body of nnx.scan
       stacks = {name for _, name in self._tables[0].stacks}
       static = _static(tuple(name for name in static.names if name not in stacks)[-array.ndim :])
-    return self._constrained(result, output, layer, array, static)
+    return self._constrained(result, output, layer, array, static, batch)
+
+  def _batch_of_nnx(self, first: Any, shape: tuple[int, ...], is_embed: bool) -> int | None:
+    """The size of the batch in the trace in progress: that of the first layer's argument.
+
+    The first layer of a model that runs again is recognized by the shape of its embedding. An embedding of positions may
+    have a batch of one.
+    """
+    trace = compat.trace_context.trace
+    start = self._starts.get(trace)
+    is_again = is_embed and start is not None and (start.batch == 1 or start.shape == shape)
+    if first.ndim > 1 and (start is None or is_again):
+      start = self._starts[trace] = _Start(first.shape[0], shape)
+    return None if start is None else start.batch
 
   def _names(self, around: Sequence[nn.Module], name: str, array: Any) -> Static | None:
     """The names of a parameter of the last module, by the tables."""
@@ -109,7 +135,7 @@ class LayerOutputs:
     return _static(fitted(self._tables, '/'.join(('params', *path, name)), layers, array.ndim)[0])
 
   def _constrained(
-    self, result: Any, output: Output, layer: Any, array: Any, static: Static | None
+    self, result: Any, output: Output, layer: Any, array: Any, static: Static | None, batch: int | None
   ) -> Any:
     """A result with its constraint, if its names and its batch are known, and the rules have one for the batch."""
     positions = output.dimensions(layer, array.ndim)
@@ -118,13 +144,25 @@ class LayerOutputs:
     first = result.ndim - len(positions)
     is_result = first > 0 and result.shape[first:] == tuple(array.shape[each] for each in positions)
     names = static.names
-    if not is_result or result.shape[0] != self.batch or not static.logical or static.rules is not None:
+    if not is_result or result.shape[0] != batch or not static.logical or static.rules is not None:
       return result
     if not isinstance(names, tuple) or len(names) != array.ndim:
       return result
     last = tuple(names[each] for each in positions)
     between = ('length',) if first == 2 and output.is_sequence else (UNCONSTRAINED,) * (first - 1)
     return _with_constraint(result, ('batch', *between, *last), static.or_axes)
+
+
+class _Start(NamedTuple):
+  """The first layer of a model of NNX: the size of its batch, and the shape of its array."""
+
+  batch: int
+  shape: tuple[int, ...]
+
+
+def _first_array(args: Any) -> Any:
+  """The first array with dimensions in some arguments; None without one."""
+  return next((leaf for leaf in jax.tree.leaves(args) if getattr(leaf, 'ndim', 0)), None)
 
 
 def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
@@ -142,7 +180,11 @@ def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
   ):
     return result
   dropped = unmatched if rules.policies.unmatched == 'error' else {'length'}.intersection(unmatched)
-  return with_logical_constraint(result, tuple(None if name in dropped else name for name in names))
+  if rules.policies.conflict == 'error':  # the names are for arrays, where the batch is in no conflict
+    rules = rules.replace(conflict='skip')
+  return with_logical_constraint(
+    result, tuple(None if name in dropped else name for name in names), rules
+  )
 
 
 def _static(names: Any) -> Static | None:

@@ -11,6 +11,7 @@ what does not depend on the place of the modules, since `nn.jit` uses the trace 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -168,16 +169,16 @@ class LinenLayers:
     if is_outermost:
       self._given = frozenset() if is_init else frozenset(module.variables if module.scope else ())
       self.has_initialized |= is_init
-      if not is_init:
-        self.outputs.start_model((args, kwargs))
     self._running.append(module)
     try:
-      result = self._ran(method, args, kwargs, module)
-      if is_init:
-        return result
-      if is_outermost:
-        _put_below(module, self._finished)
-      return self.outputs.of_linen(self._running, context.method_name, result)
+      starts = is_outermost and not is_init
+      with self.outputs.in_model((args, kwargs)) if starts else contextlib.nullcontext():
+        result = self._ran(method, args, kwargs, module)
+        if is_init:
+          return result
+        if is_outermost:
+          _put_below(module, self._finished)
+        return self.outputs.of_linen(self._running, context.method_name, result)
     finally:
       self._running.pop()
 
