@@ -14,7 +14,7 @@ BATCH, LENGTH = 2048, 16
 
 
 class Model(nn.Module):
-  """A model without names on its parameters, for one batch size; `fsdp` shards the columns of its table."""
+  """A model without names on its parameters, for one batch size, which a parameter has too."""
 
   constrained: bool
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
         x = spmd.with_logical_constraint(x, ('batch',))
       h = nn.tanh(x @ param(f'up{number}', (32, 64)))
       x = x + h @ param(f'down{number}', (64, 32))
-    return x @ table.T
+    return x @ table.T + param('bias', (BATCH,)).mean()
 
 
 def train_step(constrained):

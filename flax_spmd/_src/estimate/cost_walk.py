@@ -61,7 +61,6 @@ from flax_spmd._src.hlo.counts import Counts
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
-_ACTIVATIONS = ('tanh', 'logistic', 'erf')  # kept or computed again, as the compiler likes
 _LOOKUPS = ('gather', 'scatter')
 _PRODUCTS = ('dot_general', 'convolution')
 
@@ -321,9 +320,6 @@ class _CostWalk:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0
-    if op.kind in _ACTIVATIONS and self.analyzed.uses.get(op.results[0], 0) > 1:
-      bound = Bound(memory=self._bytes(op.results[0]))
-      self.doubts.add(op.source, 'an activation that is kept for its gradient', bound)
     if op.results[0] not in self.analyzed.rematerialisable and not self._is_local(op):
       self._compute(op, times)
     return 0.0

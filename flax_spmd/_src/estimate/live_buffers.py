@@ -1,7 +1,7 @@
 """Liveness: which values of a program occupy memory, and when.
 
 A compiler fuses elementwise operations into their users, and a fused value is never stored as a whole. Stored are
-the results of products, reductions, lookups and loops, and the operands of products. A stored value is live until
+the results of products, reductions, lookups and loops, the operands of products, and activations. A stored value is live until
 the last operation that reads it, directly or through fused values.
 
 All of this follows from the program, whatever its layout, so it is computed once.
@@ -48,6 +48,9 @@ _READS = frozenset(
     'triangular_solve',
   ]
 )
+# Elementwise operations whose results are stored if several operations use them, as those of activations and of their
+# gradients do: compilers do not compute them twice.
+_EXPENSIVE = ('tanh', 'logistic', 'erf')
 _IN_PLACE = ('dynamic_update_slice',)
 BARRIER = 'optimization_barrier'  # its results are its operands, one by one
 # Operations that only rearrange, convert or slice their first operand.
@@ -224,5 +227,6 @@ def _written(op: Op, users: Mapping[int, list[Op]], rematerialisable: frozenset[
     readers = [user for user in users.get(value, ()) if user.kind in _READS or user.blocks]
     if op.kind == 'transpose' and all(user.blocks for user in readers):
       continue  # a loop takes its operand in any order of the dimensions
-    if op.kind in WRITES or any(value in user.operands for user in readers):
+    is_kept = op.kind in _EXPENSIVE and len(users.get(value, ())) > 1
+    if op.kind in WRITES or is_kept or any(value in user.operands for user in readers):
       yield value
