@@ -1,5 +1,6 @@
 """The HTML that notebooks show for values: whole, well-formed, escaped, and with everything that the text has."""
 
+import dataclasses
 from html.parser import HTMLParser
 
 import jax
@@ -79,6 +80,12 @@ def test_an_explanation_folds_its_rows():
   assert all(line in text for line in found.texts if line.startswith(('4 arrays', "over 'model'")))
 
 
+def test_large_trees_show_their_first_rows():
+  tree = {f'{number}<': jax.ShapeDtypeStruct((8, number), np.float32) for number in range(1, 2004)}
+  found = shown(spmd.explain(LAYOUT, tree))
+  assert found.tags.count('tr') == 2000 + 1 + 3 and 'and 3 more, which print shows.' in found.texts
+
+
 def test_findings():
   w = spmd.LogicallyPartitioned(jnp.ones((8, 16)), ('embed', '<mpl>'))
   findings = LAYOUT.check({'w': w})
@@ -130,3 +137,14 @@ def test_checkpoints(tmp_path):
   ]
   assert shown(checkpoint.diff(tmp_path / '1', tmp_path / '2')).texts == ['w: contents differ']
   assert shown(checkpoint.diff(tmp_path / '1', tmp_path / '1')).texts == ['No differences.']
+
+
+def test_the_remarks_on_a_checkpoint(tmp_path):
+  checkpoint.save(tmp_path / '1', {'w': np.ones(2), 'b': (np.ones(1),)}, layout=LAYOUT)
+  one = checkpoint.show(tmp_path / '1')
+  damaged = one._replace(record=dataclasses.replace(one.record, unreadable={'x': 'x: <unreadable>'}))
+  assert 'x: <unreadable>' in shown(damaged).texts and 'x: <unreadable>' in str(damaged)
+  leaf = next(iter(one.record.leaves.values()))
+  large = dataclasses.replace(one.record, leaves={str(number): leaf for number in range(2001)})
+  listed = type(checkpoint.ls(tmp_path))([one._replace(record=large)] * 2)
+  assert shown(listed).tags == ['ul', 'li', 'li']

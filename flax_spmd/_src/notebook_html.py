@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+MOST_ROWS = 2000  # in a notebook, which saves them in its file
 _REPORT_HEIGHT = 600  # pixels
 
 
@@ -20,12 +21,16 @@ def safe(text: Any) -> str:
 
 
 def plain_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table of cells that are HTML, aligned to the left."""
+  """A table of cells that are HTML, aligned to the left; its first `MOST_ROWS` rows, and the number of others."""
   align = ' style="text-align: left"'
   head = ''.join(f'<th{align}>{safe(title)}</th>' for title in titles)
-  lines = (''.join(f'<td{align}>{cell}</td>' for cell in row) for row in rows)
+  rows = list(rows)
+  lines = (''.join(f'<td{align}>{cell}</td>' for cell in row) for row in rows[:MOST_ROWS])
   body = ''.join(f'<tr>{line}</tr>' for line in lines)
-  return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+  others = (
+    f'<p>and {len(rows) - MOST_ROWS} more, which print shows.</p>' if len(rows) > MOST_ROWS else ''
+  )
+  return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{others}'
 
 
 def bullets(lines: Iterable[Any]) -> str:

@@ -73,6 +73,23 @@ def test_a_calibrated_chip_can_be_calibrated_again(tmp_path):
   assert second.chip == calibrate([(known, 3 * known.cost.high)], 'h100:8').chip
 
 
+def test_costs_of_another_chip_are_refused():
+  """They are taken for the pace of this one otherwise: the counts are equal, the figures are not."""
+  for other in ('a100:8', 'h200:8', 'v5e:2x4', 'cpu:8'):
+    known = estimator().estimate(LAYOUTS['data'], parse_target(other))._replace(name='data')
+    with pytest.raises(ValueError) as caught:
+      calibrate([(known, 1.0)], 'h100:8')
+    assert str(caught.value) == f'data: the outcome has the times of another chip than h100\n{FIX}'
+    assert calibrate(iter([(known, known.cost.high)]), other).names == ('data',)
+
+
+def test_a_pace_far_from_one_is_reported():
+  known = outcome('data')
+  milliseconds = str(calibrate([(known, 1e3 * known.cost.high)], 'h100:8'))
+  assert ', far from 1: check that the times are seconds of one whole step; brackets' in milliseconds
+  assert 'far from 1' not in str(calibrate([(known, known.cost.high)], 'h100:8'))
+
+
 FIX = 'Fix: pass pairs of an outcome of compare or Estimator and the seconds of a whole step of it.'
 
 
@@ -92,5 +109,12 @@ def test_impossible_measurements():
   with pytest.raises(ValueError) as caught:
     calibrate([], 'h100:8')
   assert str(caught.value) == f'No step was measured.\n{FIX}'
+  pipeline = known._replace(pipeline=object())
+  with pytest.raises(ValueError) as caught:
+    calibrate([(pipeline, 1.0), (known, '3')], 'h100:8')
+  assert str(caught.value) == (
+    'data: the outcome is a pipeline, whose time has bubbles that a pace would count again\n'
+    f"data: '3' is no time\n{FIX}"
+  )
   with pytest.raises(ValueError, match='for 8 devices of some chip, not for h100:16'):
     calibrate([(known, 1.0)], 'h100:16')

@@ -107,3 +107,8 @@ def test_invalid_arguments():
   assert (
     str(caught.value) == 'even_batches cannot make batches of 0 rows.\nFix: pass a size of 1 or more.'
   )
+
+
+def test_sizes_of_numpy():
+  [(rows, mask)] = spmd.even_batches([np.ones(3)], np.int64(4))
+  assert rows.tolist() == [1, 1, 1, 0] and mask.sum() == 3

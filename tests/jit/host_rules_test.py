@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, fsdp, host, optimizer_over
@@ -113,6 +114,42 @@ def test_a_program_that_moves_its_state_itself_keeps_its_results():
   state = step(step(state))
   assert kinds(state) == {'pinned_host'} and state['n'] == 2
   np.testing.assert_array_equal(state['w'], np.full((8, 8), 3))
+
+
+@pytest.mark.parametrize('types', [('Explicit', 'Explicit'), ('Auto', 'Explicit'), ('Explicit', 'Auto')])
+def test_explicit_axes(types):
+  """Types decide the specs of results there, and have no memory."""
+  axis_types = tuple(getattr(jax.sharding.AxisType, name) for name in types)
+  mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=axis_types)
+  ended = []
+  for rule in (host(fsdp('model', min_size=1)), fsdp('model', min_size=1)):
+    layout = spmd.Layout(mesh, (('batch', 'data'), ('^mu', spmd.Rules(rule)), fsdp('model', min_size=1)))
+    make = lambda: {'mu': jnp.zeros((32, 64)), 'w': jnp.ones((32, 64))}
+    state, x = layout.init(make), layout.shard(X, ('batch', None))
+
+    @layout.jit(donate_argnums=0)
+    def step(state, x):
+      gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state['w'])
+      mu = 0.9 * state['mu'] + gradient
+      return {'mu': mu, 'w': state['w'] - 0.1 * mu}
+
+    for _ in range(3):
+      state = step(state, x)
+    ended.append(state)
+  hosted, kept = ended
+  assert hosted['mu'].sharding.memory_kind == 'pinned_host' and kinds(kept) == {'device'}
+  assert hosted['mu'].sharding.spec == kept['mu'].sharding.spec
+  jax.tree.map(np.testing.assert_array_equal, hosted, kept)
+
+
+def test_an_array_in_another_memory_than_required():
+  layout = on((host(fsdp('data', min_size=1)),))
+  with pytest.raises(spmd.errors.LayoutError) as caught:
+    layout.jit(lambda w: w + 1, in_rules=(P('data'),))(layout.shard(np.ones((8, 8))))
+  mesh = "on {'data': 2, 'model': 4} in"
+  assert str(caught.value).splitlines()[0] == (
+    f"argument 0 is sharded as P('data', None) {mesh} pinned_host, but in_rules require P('data',) {mesh} device."
+  )
 
 
 def test_modules_of_nnx():

@@ -104,6 +104,7 @@ def test_the_data_shard_of_each_process():
 
 
 UNEVEN = """
+import jax
 import flax_spmd as spmd
 
 layout = spmd.Layout({'data': 4}, (('batch', 'data'),))
@@ -134,14 +135,36 @@ def error_of(made):
     return f'{type(error).__name__}: {error}'
 
 report(error_of(spmd.even_batches(failing(), 2)))
-report(error_of(spmd.even_batches([np.ones(2)][: shard.index], 2)))
+empty = spmd.even_batches([{'x': np.ones((2, 3), 'int8'), 'number': 7}][: shard.index] * 2, 2)
+report([[batch['x'].tolist(), str(batch['x'].dtype), batch['number'], mask.tolist()] for batch, mask in empty])
+local = type('Local', (), {})
+jax.tree_util.register_pytree_node(local, lambda one: ((one.x,), None), lambda _, x: local())
+own = local()
+own.x = np.ones(2)
+report(error_of(spmd.even_batches([own][: shard.index], 2)))
+
+class Positions:
+  'Three batches in process 0, two in process 1.'
+  at = 0
+  def __iter__(self): return self
+  def __next__(self):
+    self.at += 1
+    if self.at > 3 - shard.index:
+      raise StopIteration
+    return np.full(2, self.at)
+  def get_state(self): return self.at
+  def set_state(self, state): self.at = state
+
+resumed = spmd.even_batches(Positions(), 2)
+resumed.set_state(2)
+report([rows.tolist() for rows, _ in resumed])
 """
 
 
 @pytest.mark.slow
 def test_uneven_ends_of_two_processes():
   results = [result.reported for result in run_processes(UNEVEN, processes=2, devices=2)]
-  for me, (totals, failed, none) in enumerate(results):
+  for me, (totals, failed, empty, unpickled, resumed) in enumerate(results):
     assert totals == [
       [[10, 4, 4], [26, 4, 4], [42, 4, 4], [13, 1, 4]],
       [[78, 12, 12], [13, 1, 12]],
@@ -155,10 +178,13 @@ def test_uneven_ends_of_two_processes():
         'OSError: the disk is gone',
       )[me]
     )
-    assert none == (
-      'LayoutError: process 0: no batch at all, while other processes have one.\n'
-      'Fix: use a data set with at least one row for each data shard, or fewer shards.'
+    row = [0, 0, 0] if me == 0 else [1, 1, 1]
+    assert empty == 2 * [[[row, row], 'int8', 7, [me == 1, me == 1]]]
+    assert unpickled == (
+      'LayoutError: process 0: no batch at all, and those of the other processes cannot be sent.\n'
+      'Fix: use batches of types that pickle supports.'
     )
+    assert resumed == [[[3, 3]], [[0, 0]]][me]
 
 
 RESUMED = """

@@ -16,7 +16,14 @@ from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_co
 from flax_spmd._src.checkpoint.storage.source import read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.multihost import joint
-from flax_spmd._src.notebook_html import bullets, collapsed, plain_table, preformatted, safe
+from flax_spmd._src.notebook_html import (
+  MOST_ROWS,
+  bullets,
+  collapsed,
+  plain_table,
+  preformatted,
+  safe,
+)
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import CheckpointError
@@ -68,11 +75,14 @@ class CheckpointSummary(NamedTuple):
     for path, leaf in self.record.leaves.items():
       array = str(leaf.value) if leaf.value is not None else named(leaf)
       table.add_row(path, array, _spec_text(leaf), size_text(leaf.bytes), leaf.checksum or '')
+    return Group(self.title, table, *self._remarks(), (self.record.layout or '').rstrip())
+
+  def _remarks(self) -> list[str]:
+    """The kinds of nodes, the parts without arrays, and those that cannot be read."""
     kinds = [f'{path}: {kind}' for path, kind in self.record.kinds.items()]
     if self.record.skipped:
       kinds.append(f'parts without arrays: {", ".join(self.record.skipped)}')
-    kinds += self.record.unreadable.values()
-    return Group(self.title, table, *kinds, (self.record.layout or '').rstrip())
+    return [*kinds, *self.record.unreadable.values()]
 
   def _repr_html_(self) -> str:
     rows = [
@@ -90,7 +100,8 @@ class CheckpointSummary(NamedTuple):
       for path, leaf in self.record.leaves.items()
     ]
     layout = collapsed('layout', preformatted(self.record.layout.rstrip())) if self.record.layout else ''
-    return f'<p>{safe(self.title)}</p>{plain_table(_TITLES[:4], rows) if rows else ""}{layout}'
+    table = plain_table(_TITLES[:4], rows) if rows else ''
+    return f'<p>{safe(self.title)}</p>{table}{bullets(self._remarks())}{layout}'
 
   def __str__(self) -> str:
     from rich.console import Console
@@ -105,9 +116,11 @@ _TITLES = ('path', 'array', 'saved spec', 'bytes', 'checksum')
 
 
 class CheckpointList(list[CheckpointSummary]):
-  """The checkpoints in a folder; a notebook shows one a line, which unfolds."""
+  """The checkpoints in a folder; a notebook shows one a line, which unfolds if there are few arrays."""
 
   def _repr_html_(self) -> str:
+    if sum(len(each.record.leaves) for each in self) > MOST_ROWS:
+      return bullets(each.title for each in self)
     return ''.join(collapsed(each.title, each._repr_html_()) for each in self) or 'No checkpoints.'
 
 

@@ -15,16 +15,18 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
-from flax_spmd._src.compare.costs import expected
+from flax_spmd._src.compare.costs import HBM_SHARE, Cost, expected
 from flax_spmd._src.compare.hardware import Chip, Target, parse_target
 from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import plural, time_text
 
 # Ends of the bracket after calibration on one step of the same model, fitted to published step times.
 CALIBRATED = (0.93, 1.07)
+_FAR = 10.0  # no published step has such a pace
 _FIX = 'Fix: pass pairs of an outcome of compare or Estimator and the seconds of a whole step of it.'
 
 
@@ -63,6 +65,8 @@ class Calibration(NamedTuple):
   def __str__(self) -> str:
     low, high = self.chip.spread
     text = f'{self.chip.name}, calibrated by {plural(len(self.names), "measured step")}: pace {self.chip.pace:.3g}'
+    if not 1 / _FAR < self.chip.pace < _FAR:
+      text += ', far from 1: check that the times are seconds of one whole step'
     if self.errors:
       text += f', the others predict each within {100 * max(map(abs, self.errors)):.0f} %'
     return f'{text}; brackets from {low:.2f} to {high:.2f} of the expected time.'
@@ -89,7 +93,8 @@ def calibrate(
 
   Raises:
     TargetDeviceError: the target is unknown.
-    ValueError: nothing was measured, an outcome is not one of the target or has no costs, or a time is impossible.
+    ValueError: nothing was measured, an outcome is not one of the target, has no costs or is a pipeline's, or a time is
+      impossible.
 
   Example:
     >>> create = lambda: {'w': LogicallyPartitioned(jnp.ones((64, 256)), ('embed', 'mlp'))}
@@ -101,7 +106,7 @@ def calibrate(
     >>> calibration.names
     ('data',)
   """
-  parsed = parse_target(target, hardware)
+  parsed, measured = parse_target(target, hardware), list(measured)
   problems = [
     f'{_label(one)}: {text}' for one, time in measured if (text := _problem(one, time, parsed))
   ]
@@ -143,10 +148,23 @@ def _problem(outcome: Outcome, seconds: float, target: Target) -> str:
     return (
       f'the outcome is for {devices} devices of {compiled_for or "some chip"}, not for {target.text}'
     )
+  if outcome.pipeline is not None:
+    return 'the outcome is a pipeline, whose time has bubbles that a pace would count again'
+  if not _is_of(outcome.cost, outcome.counts, chip):
+    return f'the outcome has the times of another chip than {chip.name}'
   least = outcome.counts.flops / max(chip.flops.values())
+  if not isinstance(seconds, SupportsFloat):
+    return f'{seconds!r} is no time'
   if not least < seconds < math.inf:
     return f'{seconds:g} s is impossible: its products alone take {time_text(least)} at the peak of {chip.name}'
   return ''
+
+
+def _is_of(cost: Cost, counts: Counts, chip: Chip) -> bool:
+  """Whether a cost has the figures of a chip: its products and its traffic to HBM take as long."""
+  compute = (counts.flops / (peak * chip.efficiency) for peak in chip.flops.values())
+  memory = HBM_SHARE * counts.hbm_bytes / chip.bandwidth
+  return math.isclose(cost.memory, memory) and any(math.isclose(cost.compute, one) for one in compute)
 
 
 def _toml(chip: Chip) -> str:

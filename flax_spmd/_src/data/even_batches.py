@@ -9,7 +9,9 @@ wait for ever. The processes agree before each batch, through the coordination s
 
 from __future__ import annotations
 
+import base64
 import itertools
+import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -59,8 +61,8 @@ def even_batches(
     and `set_state`, so `prefetch` and `checkpoint.Manager` accept it.
 
   Raises:
-    LayoutError: an argument is invalid, a batch has more rows or arrays of different lengths, a process has no
-      batch at all while others have, or its batches raise an error. Every process raises it.
+    LayoutError: an argument is invalid, a batch has more rows or arrays of different lengths, or the batches of a process
+      raise an error. Every process raises it.
 
   Example:
     >>> rows = [np.ones((4, 2)), np.ones((3, 2))]
@@ -71,11 +73,11 @@ def even_batches(
   """
   if last not in ('pad', 'drop'):
     raise LayoutError(f"last={last!r} is not a choice.\nFix: pass 'pad' or 'drop'.")
-  if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+  if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
     raise LayoutError(
       f'even_batches cannot make batches of {size!r} rows.\nFix: pass a size of 1 or more.'
     )
-  return EvenBatches(batches, size, last, timeout)
+  return EvenBatches(batches, int(size), last, timeout)
 
 
 _FULL, _SHORT, _END, _NONE, _FAILED = 'full', 'short', 'end', 'end without a batch', 'failed: '
@@ -103,9 +105,10 @@ class EvenBatches(Iterator[EvenBatch]):
     of_all = self._agreed(state)
     if set(of_all) <= {_END, _NONE} or (self._last == 'drop' and set(of_all) != {_FULL}):
       raise StopIteration
-    raise_problems(_without_batch(of_all))
-    self._ended = False
     self._previous = self._previous if batch is NO_BATCH else batch
+    if _NONE in of_all:
+      self._receive_structure(of_all[_NONE])
+    self._ended = False
     filled = jax.tree.map(lambda leaf: _filled(leaf, rows, self._size), self._previous)
     return EvenBatch(filled, np.arange(self._size) < rows)
 
@@ -157,6 +160,19 @@ class EvenBatches(Iterator[EvenBatch]):
     )
     return of_all
 
+  def _receive_structure(self, without: list[int]) -> None:
+    """Gives processes that have had no batch, since a resume say, an empty one of another process.
+
+    Raises:
+      LayoutError: batches of the others are objects that cannot be pickled.
+    """
+    texts = [text for text in self._exchanged(_empty_text(self._previous)) if text]
+    if not texts:
+      text = f'{named(without)}: no batch at all, and those of the other processes cannot be sent.'
+      raise_problems([Problem(text, 'use batches of types that pickle supports.')])
+    if self._previous is NO_BATCH:
+      self._previous = pickle.loads(base64.b64decode(texts[0]))
+
   def _exchanged(self, state: str) -> dict[str, list[int]]:
     if jax.process_count() == 1:
       return {state: [0]}
@@ -169,12 +185,15 @@ class EvenBatches(Iterator[EvenBatch]):
 _SEE = 'mend the batches of that process; its own error has the traceback.'
 
 
-def _without_batch(of_all: dict[str, list[int]]) -> list[Problem]:
-  """The processes that cannot fill up with batches of zeros, since they have had no batch."""
-  if _NONE not in of_all:
-    return []
-  text = f'{named(of_all[_NONE])}: no batch at all, while other processes have one.'
-  return [Problem(text, 'use a data set with at least one row for each data shard, or fewer shards.')]
+def _empty_text(batch: Any) -> str:
+  """A batch without its rows, as text; '' if there is none, or if it cannot be pickled."""
+  if batch is NO_BATCH:
+    return ''
+  empty = jax.tree.map(lambda leaf: np.asarray(leaf)[:0] if np.ndim(leaf) else leaf, batch)
+  try:
+    return base64.b64encode(pickle.dumps(empty)).decode()
+  except Exception:  # pickle raises many kinds
+    return ''
 
 
 def _rows(batch: Any, size: int) -> int:

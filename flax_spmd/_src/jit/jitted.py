@@ -721,8 +721,10 @@ def check_shardings(args: Any, shardings: Sequence[Sharding | None]) -> None:
 
 
 def _sharding_texts(one: Any, other: Any) -> tuple[str, str]:
-  """Two shardings as text: specs and meshes, and the device order if only that differs."""
+  """Two shardings as text: specs and meshes, memories if they differ, and the device order if only that differs."""
   texts = _sharding_text(one), _sharding_text(other)
+  if one.memory_kind != other.memory_kind:
+    return f'{texts[0]} in {one.memory_kind}', f'{texts[1]} in {other.memory_kind or "device"}'
   if texts[0] != texts[1]:
     return texts
   ids = ([device.id for device in each.mesh.devices.flat] for each in (one, other))

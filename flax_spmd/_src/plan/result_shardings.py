@@ -21,7 +21,7 @@ Nothing else is remembered: neither other calls nor other models matter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from jax.tree_util import DictKey, GetAttrKey, KeyPath
 from flax_spmd._src.mesh import MeshLike, placed_sharding
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.plan.planner import Planner
+from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import key_value
 
@@ -53,7 +54,12 @@ def plan_results(
       mesh.
   """
   inputs = _placed(arguments, planner.mesh)
-  found = [] if _is_typed(planner.mesh) else _match(_Subtrees(result), _Subtrees(arguments), inputs)
+  typed = _is_typed(planner.mesh)
+  found = (
+    []
+    if typed and not planner.rules.uses_host
+    else _match(_Subtrees(result), _Subtrees(arguments), inputs)
+  )
   matches = [
     (part, sources[0])
     for part, sources in found
@@ -61,6 +67,7 @@ def plan_results(
   ]
   named = _by_names(result, arguments, matches, planner)
   kept = _kept(matches, inputs)
+  kept = _kept_on_host(kept, result) if typed else kept
   return [
     PlannedResult(named[index], 'names') if named[index] is not None else kept.get(index, _FREE)
     for index in range(len(named))
@@ -229,6 +236,23 @@ def _kept(
     for offset in range(part.stop - part.start)
     if inputs[source.start + offset] is not None
   }
+
+
+def _kept_on_host(kept: Mapping[int, PlannedResult], result: Any) -> dict[int, PlannedResult]:
+  """The plans of those leaves that come out in the host's memory, sharded as their types."""
+  leaves = jax.tree.leaves(result)
+  return {
+    index: planned._replace(sharding=_as_typed(planned.sharding, leaves[index].sharding))
+    for index, planned in kept.items()
+    if planned.sharding is not None and planned.sharding.memory_kind == HOST_MEMORY
+  }
+
+
+def _as_typed(sharding: Any, of_type: Any) -> Any:
+  """A sharding with the spec of a type, which has Explicit axes only: if others exist, the sharding as it is."""
+  if {*sharding.mesh.axis_types} != {AxisType.Explicit}:
+    return sharding
+  return NamedSharding(sharding.mesh, of_type.spec, memory_kind=sharding.memory_kind)
 
 
 def _by_names(
