@@ -100,12 +100,26 @@ class OpenMesh:
 
 # before jax 0.11 they are in jax._src.config
 _of_meshes: Any = mesh_lib if hasattr(mesh_lib, 'device_context') else jax_config
+_UNSET: Any = jax_config.config_ext.unset
 _abstract_mesh, _devices = _of_meshes.abstract_mesh_context_manager, _of_meshes.device_context
 
 
 def _mesh_state() -> tuple[Any, Any]:
   """The abstract mesh and the devices that this thread has set."""
   return _abstract_mesh.get_local(), _devices.get_local()
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+  """A block in which JAX has no current mesh: `use_abstract_mesh` cannot change the size of one."""
+  before = _mesh_state()
+  _abstract_mesh.set_local(_UNSET)
+  _devices.set_local(_UNSET)
+  try:
+    yield
+  finally:
+    _abstract_mesh.set_local(before[0])
+    _devices.set_local(before[1])
 
 
 def concrete_mesh() -> Mesh | None:
@@ -617,6 +631,25 @@ def interrupt_compilation(interrupt: Callable[[], None]) -> None:
 def x64_enabled() -> bool:
   """Whether arrays have 64 bits by default in this thread. JAX's type stubs omit the option."""
   return bool(getattr(jax.config, 'jax_enable_x64'))  # noqa: B009
+
+
+def with_settings(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """A function that keeps this thread's settings of JAX, such as `jax.enable_x64`, in other threads."""
+  local = [(state, state.get_local()) for state in _STATES]
+  own = [(state, value) for state, value in local if value is not _UNSET]
+  if not own:
+    return fn
+
+  def run(*args: Any) -> Any:
+    with contextlib.ExitStack() as settings:
+      for state, value in own:
+        settings.enter_context(state(value))
+      return fn(*args)
+
+  return run
+
+
+_STATES: tuple[Any, ...] = tuple(jax_config.config_states.values())
 
 
 def threefry_partitionable() -> bool:

@@ -126,7 +126,7 @@ class JointCall:
 
   def _left_alone(self) -> errors.LayoutError | None:
     """The error for processes that have ended without this call."""
-    for process in range(jax.process_count()):
+    for process in self._members:
       text = _stored(f'{_ENDED}/{process}')
       calls = json.loads(text).get(self._kind, 0) if text else self._number + 1
       if calls <= self._number:

@@ -105,3 +105,65 @@ def test_processes_with_other_pipelines_are_told_before_anything_runs():
   ]
   assert second == first | {'argument': argument, 'equal': equal}
   assert isinstance(equal, float)
+
+
+def test_equal_programs_agree():
+  """What differs between the processes is part of no program; 64-bit numbers are a setting of the calling thread."""
+  source = """
+import dataclasses
+import jax.numpy as jnp
+import flax_spmd as spmd
+from flax_spmd import pipeline
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+  process: int
+
+def step(w, batch, host):
+  def loss(w, x):
+    h = pipeline.stage_end(jnp.tanh(x @ w['a']))
+    h = h + jax.random.normal(jax.random.key(1), h.shape, h.dtype)
+    return ((h @ w['b'] - x) ** 2).mean()
+  return pipeline.accumulate(
+    lambda x: jax.value_and_grad(loss)(w, x), batch, op=pipeline.Mean, microbatches=4)
+
+layout = spmd.Layout({'stage': 2, 'data': 1}, ())
+step_ = layout.pipeline_jit(step, schedule=pipeline.OneFOneB(2), static_argnames='host')
+arguments = {'a': np.eye(8), 'b': np.eye(8)}, np.ones((8, 8))
+with jax.enable_x64(True):
+  host = Host(jax.process_index())
+  report([float(jax.jit(step, static_argnames='host')(*arguments, host)[0]), float(step_(*arguments, host)[0])])
+"""
+  for result in run_processes(source, processes=2, devices=1, timeout=100):
+    expected, actual = result.value
+    assert abs(actual - expected) < 1e-12
+
+
+def test_a_process_outside_of_the_mesh_may_end(tmp_path):
+  """The first rank waits for longer than a look, and the third process has ended by then."""
+  source = """
+import time
+import jax.numpy as jnp
+import flax_spmd as spmd
+from flax_spmd import pipeline
+
+everyone = spmd.Layout({'data': 3}, (('batch', 'data'),))
+state = {'w': everyone.local_to_global(np.ones((1, 2), np.float32), ('batch', None))}
+spmd.checkpoint.save('FOLDER', state, everyone)  # a joint call
+if jax.process_index() < 2:
+  def step(w, batch):
+    loss = lambda w, x: (pipeline.stage_end(x @ w['a']) @ w['b']).mean()
+    return pipeline.accumulate(
+      lambda x: jax.value_and_grad(loss)(w, x), batch, op=pipeline.Mean, microbatches=2)
+  layout = spmd.Layout(jax.sharding.Mesh(jax.devices()[:2], ('stage',)), ())
+  step_ = layout.pipeline_jit(step, schedule=pipeline.OneFOneB(2))
+  arguments = {'a': np.eye(8, dtype=np.float32), 'b': np.eye(8, dtype=np.float32)}, np.ones((4, 8), np.float32)
+  step_(*arguments)
+  time.sleep(3 * jax.process_index())
+  report(float(step_(*arguments)[0]))
+else:
+  report(None)
+"""
+  source = source.replace('FOLDER', str(tmp_path / 'state'))
+  results = run_processes(source, processes=3, devices=1, timeout=100)
+  assert [result.value for result in results] == [1.0, 1.0, None]

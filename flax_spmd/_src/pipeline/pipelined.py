@@ -21,6 +21,7 @@ from typing import Any, Generic
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
@@ -192,7 +193,8 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     shapes = [
       jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in request.avals
     ]
-    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    with compat.without_mesh():  # a block around the call may have set one of another size
+      jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     check_meshes(jaxpr, abstract, _OF_A_STAGE)
     known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]

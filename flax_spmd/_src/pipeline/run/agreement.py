@@ -109,7 +109,6 @@ def argument_lines(
   texts = map(argument_text, request.avals, request.specs)
   for (name, text), gone in zip(named_arguments(request.treedef.unflatten(texts)), donated, strict=True):
     yield f'argument {name}: {text}{", donated" if gone else ""}'
-  yield f'static {_param_text(request.static)}'
   for number, spec in enumerate(planned):
     if spec is not None:
       yield f'result {number}: {spec}'

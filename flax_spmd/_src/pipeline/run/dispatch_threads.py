@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from flax_spmd._src import compat
+
 
 class ThreadInstruction(NamedTuple):
   """An instruction with its synchronization.
@@ -75,7 +77,8 @@ class DispatchThreads:
           for one in arrived:
             one.set()
 
-    for future in [self._pool.submit(work, parts) for parts in self._parts.values()]:
+    with_settings = compat.with_settings(work)
+    for future in [self._pool.submit(with_settings, parts) for parts in self._parts.values()]:
       future.result()
     if failed:
       raise failed[0]

@@ -104,11 +104,14 @@ class RankWatch:
   def _watched(self, step: Callable[[], Any], call: JointCall) -> Any:
     thread = _StepThread(step)
     thread.start()
-    while not thread.done.wait(_LOOK):
-      error = call.error() or self._overdue()
-      if error is not None:
-        _leave_at_exit(thread)
-        raise error
+    try:
+      while not thread.done.wait(_LOOK):
+        error = call.error() or self._overdue()
+        if error is not None:
+          raise error
+    except BaseException:  # KeyboardInterrupt, too
+      _leave_at_exit(thread)
+      raise
     self._publish('')
     if thread.error is None:
       return thread.result
@@ -177,15 +180,14 @@ class _StepThread(threading.Thread):
 
   def __init__(self, step: Callable[[], Any]):
     super().__init__(name='pipeline step', daemon=True)
-    self._step, self._x64 = step, compat.x64_enabled()
+    self._step = compat.with_settings(step)
     self.done = threading.Event()
     self.result: Any = None
     self.error: BaseException | None = None
 
   def run(self) -> None:
     try:
-      with jax.enable_x64(self._x64):  # a setting of each thread
-        self.result = self._step()
+      self.result = self._step()
     except BaseException as error:
       self.error = error
     finally:

@@ -68,12 +68,13 @@ class StageCompiler:
     """Compiles all programs, as many in parallel as there are cores."""
     waiting = list(self._lowerer.first.values())
     running: dict[Future[Executable], StageProgram] = {}
+    compile_ = compat.with_settings(self._compile)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
       while waiting or running:
         ready = [call for call in waiting if None not in map(self._lowerer.spec, call.inputs)]
         waiting = [call for call in waiting if call not in ready]
         for call in ready:  # each thread is in the joint call of this one
-          running[pool.submit(contextvars.copy_context().run, self._compile, call)] = call.program
+          running[pool.submit(contextvars.copy_context().run, compile_, call)] = call.program
         if not running:
           names = ', '.join(call.program.name for call in waiting)
           raise AssertionError(f'programs wait for each other: {names}')

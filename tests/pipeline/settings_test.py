@@ -1,0 +1,67 @@
+"""Settings of JAX around a call, which JAX stores per thread: they hold in the threads of a pipeline, too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.scipy.special import betainc
+
+import flax_spmd as spmd
+from flax_spmd.pipeline import Mean, OneFOneB, accumulate, stage_end
+
+LAYOUT = spmd.Layout({'stage': 2, 'data': 2}, (('batch', 'data'),))
+OTHER = spmd.Layout({'data': 8}, ())
+RNG = np.random.default_rng(0)
+WEIGHTS = {name: RNG.normal(size=(8, 8)) for name in 'ab'}
+BATCH = RNG.normal(size=(16, 8))
+
+
+def step(w, batch, key):
+  """A step whose lowering depends on the settings: of random numbers, and of `betainc`, a loop."""
+
+  def loss(w, x):
+    h = stage_end(jnp.tanh(x @ w['a']))
+    y = (h + jax.random.normal(key, h.shape, h.dtype)) @ w['b']
+    return (betainc(2.0, 3.0, jax.nn.sigmoid(y)) ** 2).mean()
+
+  return accumulate(lambda x: jax.value_and_grad(loss)(w, x), batch, op=Mean, microbatches=4)
+
+
+@pytest.mark.parametrize(
+  'block',
+  [
+    lambda: jax.enable_x64(True),
+    lambda: jax.threefry_partitionable(False),
+    lambda: jax.set_mesh(LAYOUT.mesh),
+    lambda: LAYOUT,
+    lambda: OTHER,
+  ],
+  ids=['x64', 'threefry', 'set_mesh', 'layout', 'other_layout'],
+)
+def test_equal_to_jit_in_the_same_block(block):
+  pipelined = LAYOUT.pipeline_jit(step, schedule=OneFOneB(2))
+  with block():
+    arguments = *jax.tree.map(jnp.asarray, (WEIGHTS, BATCH)), jax.random.key(3)
+    expected, actual = jax.jit(step)(*arguments), pipelined(*arguments)
+    again = pipelined(*arguments)
+  for result in (actual, again):
+    assert jax.tree.map(jnp.shape, result) == jax.tree.map(jnp.shape, expected)
+    for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+      assert one.dtype == other.dtype
+      tolerance = 1e-12 if one.dtype == np.float64 else 1e-5
+      np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize('threads', [True, False])
+def test_debug_nans_raises(threads):
+  def step(w, batch):
+    def loss(w, x):
+      return jnp.log(stage_end(x @ w['a']) @ w['b'] - 1e6).mean()
+
+    return accumulate(lambda x: jax.value_and_grad(loss)(w, x), batch, op=Mean, microbatches=4)
+
+  pipelined = LAYOUT.pipeline_jit(step, schedule=OneFOneB(2), threads=threads)
+  arguments = jax.tree.map(np.float32, (WEIGHTS, BATCH))
+  assert np.isnan(pipelined(*arguments)[0])
+  with jax.debug_nans(True), pytest.raises(Exception, match='nan'):  # of a private class of JAX
+    pipelined(*arguments)
