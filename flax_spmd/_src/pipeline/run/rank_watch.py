@@ -33,6 +33,7 @@ from flax_spmd._src.multihost import named, ranges
 from flax_spmd.errors import FlaxSpmdError, PipelineError
 
 _LOOK = 1.0  # seconds between two looks at the thread
+_LEADER_STAYS = 3 * _LOOK
 _WAITS = 'flax_spmd/pipeline waits'
 
 
@@ -195,10 +196,15 @@ class _StepThread(threading.Thread):
 
 
 def _leave_at_exit(thread: threading.Thread) -> None:
-  """Ends the process without waiting for a thread that is still blocked when the interpreter ends."""
+  """Ends the process without waiting for a thread that is still blocked when the interpreter ends.
+
+  JAX aborts all other processes when process 0 ends, so that one leaves them the time to raise their own errors.
+  """
 
   def leave() -> None:
     if thread.is_alive():
+      if jax.process_index() == 0:
+        time.sleep(_LEADER_STAYS)
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(1)
