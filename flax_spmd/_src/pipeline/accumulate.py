@@ -64,6 +64,7 @@ def accumulate(
   one, of the same shape and dtype. A schedule may run the microbatches of a stage in any order.
 
   Example:
+    >>> from flax_spmd.pipeline import Mean
     >>> w = jnp.ones(3)
     >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
     >>> batch = jnp.arange(12.0).reshape(4, 3)

@@ -28,6 +28,7 @@ class Add:
   """The sum over the microbatches, in the dtype of the results.
 
   Example:
+    >>> from flax_spmd.pipeline import accumulate
     >>> float(accumulate(lambda x: x.sum(), jnp.array([[1.0], [3.0]]), op=Add))
     4.0
   """
@@ -49,6 +50,7 @@ class Mean(Add):
   """The mean over the microbatches.
 
   Example:
+    >>> from flax_spmd.pipeline import accumulate
     >>> float(accumulate(lambda x: x.sum(), jnp.array([[1.0], [3.0]]), op=Mean))
     2.0
   """
@@ -62,6 +64,7 @@ class Max:
   """The elementwise maximum over the microbatches.
 
   Example:
+    >>> from flax_spmd.pipeline import accumulate
     >>> float(accumulate(lambda x: x.sum(), jnp.array([[1.0], [3.0]]), op=Max))
     3.0
   """
@@ -88,6 +91,7 @@ class Stack:
     axis: the new dimension; negative counts from the end.
 
   Example:
+    >>> from flax_spmd.pipeline import accumulate
     >>> accumulate(lambda x: x.sum(), jnp.array([[1.0], [3.0]]), op=Stack())
     Array([1., 3.], dtype=float32)
     >>> accumulate(lambda x: 2 * x, jnp.ones((4, 3)), op=Stack(axis=1)).shape
@@ -106,6 +110,7 @@ class Concat:
     axis: axis of a result to concatenate along; negative counts from the end.
 
   Example:
+    >>> from flax_spmd.pipeline import accumulate
     >>> accumulate(lambda x: 2 * x, jnp.array([[1.0, 2.0], [3.0, 4.0]]), op=Concat())
     Array([2., 4., 6., 8.], dtype=float32)
   """
