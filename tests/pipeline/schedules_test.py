@@ -598,7 +598,7 @@ LINES = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bw
     ),
     (
       lambda: KimiK2(4).validate(11),
-      'KimiK2(ranks=4, chunks=2): 11 microbatches cannot be split into 2 equal rounds.\n'
+      'KimiK2(ranks=4, chunks=2, split=True): 11 microbatches cannot be split into 2 equal rounds.\n'
       'Fix: use 10 or 12 microbatches.',
     ),
     (
