@@ -115,7 +115,9 @@ def test_an_interruption_of_the_compilation_of_pipelines(result, monkeypatch):
 # -- estimates
 
 
-def test_an_estimate_is_near_the_compiled_outcome(result):
+def test_an_estimate_is_near_the_compiled_outcome():
+  """For CPUs, estimates gather weights before the loop, which a pipeline does not have; so none are gathered here."""
+  result = run(OneFOneB(4), forbid=['mlp', 'batch'])
   [pipelined] = pipelines_of(result.outcomes)
   [rough] = [one for one in result.estimates if one.name == pipelined.name]
   assert rough.source == 'estimated' and rough.doubts[-1] == DOUBT
