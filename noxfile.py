@@ -16,7 +16,6 @@ PYTHONS = ['3.11', '3.12', '3.13']
 SAME_JAX = (
   'active_layout',
   'cli',
-  'docstrings',
   'explanation',
   'layout',
   'mesh',
@@ -31,6 +30,7 @@ INSTALLED = (
   'checkpoint/conversion',
   'checkpoint/save_restore',
   'compare/hardware',
+  'docstrings',
   'hlo/parser',
   'release',
   'state_plan',
