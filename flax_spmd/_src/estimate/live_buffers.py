@@ -48,9 +48,9 @@ _READS = frozenset(
     'triangular_solve',
   ]
 )
-# Elementwise operations whose results are stored if several operations use them, as those of activations and of their
-# gradients do: compilers do not compute them twice.
-_EXPENSIVE = ('tanh', 'logistic', 'erf')
+# Elementwise operations whose results are stored if several operations use them, as an activation and its gradient do:
+# XLA for GPUs does not compute them twice. The same holds of `erfc`, in the exact GELU, but that is expanded before.
+_EXPENSIVE = ('tanh',)
 _IN_PLACE = ('dynamic_update_slice',)
 BARRIER = 'optimization_barrier'  # its results are its operands, one by one
 # Operations that only rearrange, convert or slice their first operand.

@@ -1,4 +1,4 @@
-"""Operations: reductions of the results of microbatches, as `accumulate` takes them.
+"""Reductions: operations that combine the results of microbatches, as `accumulate` takes them.
 
     accumulate(value_and_grad, batch, op=(Stack(), Mean))     # every loss, the mean of the gradients
 
