@@ -9,7 +9,8 @@ under the number of the call, and whoever waits in an exchange of that call look
     call.fail(error)       # in the process that fails
 
 All processes make the calls of a kind in the same order. Processes that wait for each other in different calls get an
-error that names both; a process that waits for one that has ended gets an error at once. An exchange that was left halfway does not disturb a later call.
+error that names both; a process that waits for one that has ended gets an error at once. An exchange that was left
+halfway does not disturb a later call.
 """
 
 from __future__ import annotations

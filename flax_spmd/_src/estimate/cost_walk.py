@@ -288,8 +288,9 @@ class _CostWalk:
     """Whether an operation is a product in a loop whose result is reduced over devices.
 
     Schedulers delay such a product, which keeps its operands live, in a loop over layers that stacks their
-    gradients. They do not if the sum is reduced after the loop. A loop over microbatches, which adds gradients up, can have a whole model as its body, and keeps
-    far less of it; it is taken to keep nothing, which is too little for a small body.
+    gradients. They do not if the sum is reduced after the loop. A loop over microbatches, which adds gradients up, can
+    have a whole model as its body, and keeps far less of it; it is taken to keep nothing, which is too little for a
+    small body.
     """
     product = op.results[0] if op.results else 0
     partial = self.partial_sums.get(product) if self.loop and op.kind == 'dot_general' else None
