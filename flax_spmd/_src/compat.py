@@ -44,6 +44,7 @@ from jax._src.interpreters import batching, mlir
 from jax._src.lib import _jax, xla_client
 from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import serialize_executable
+from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 from jax.lax import conv_general_dilated_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -673,9 +674,37 @@ class GroupAxisName(str):
 
 def is_mapped(value: Any) -> bool:
   """Whether a value inside a mapped function has one entry per index of the mapped axis, also where it is differentiated."""
+  value = _undifferentiated(value)
+  return isinstance(value, batching.BatchTracer) and value.batch_dim is not None
+
+
+def staged(value: Any) -> Any:
+  """The value of the program that JAX is tracing, also where it is differentiated; None for another value.
+
+  Its attribute `val` is its variable, and `parent` its equation, or None for an argument or a constant.
+  """
+  value = _undifferentiated(value)
+  is_variable = isinstance(value, partial_eval.DynamicJaxprTracer) and not isinstance(value.val, Literal)
+  return value if is_variable else None
+
+
+def trace_of(tracer: Any) -> Any:
+  """The trace that a traced value is of."""
+  return tracer._trace
+
+
+def is_in_vmap(tracer: Any) -> bool:
+  """Whether the program that a traced value is of is a part of a mapped function."""
+  trace = trace_of(tracer)
+  while trace is not None and not isinstance(trace, batching.BatchTrace):
+    trace = getattr(trace, 'parent_trace', None)
+  return trace is not None
+
+
+def _undifferentiated(value: Any) -> Any:
   while hasattr(value, 'primal'):
     value = value.primal
-  return isinstance(value, batching.BatchTracer) and value.batch_dim is not None
+  return value
 
 
 def _on_groups(primitive: Any) -> Callable[[Callable[..., Any]], None]:

@@ -74,13 +74,19 @@ def einsum(x, constrain):
   return constrain(y, *leading(x.ndim - 1), 'out', None).reshape(x.shape)
 
 
+def over_places(x, constrain, cls, **options):
+  """A convolution; the places of `x` are the dimensions between the batch and the features."""
+  places = x if x.ndim > 2 else x[:, None]
+  y = cls(16, (1,) * (places.ndim - 2), **options)(places)
+  return constrain(y, 'batch', *[OPEN] * (places.ndim - 2), 'out').reshape(x.shape)
+
+
 def convolution(x, constrain):
-  return constrain(nn.Conv(16, (1,) * max(x.ndim - 2, 1))(x), 'batch', *[OPEN] * (x.ndim - 2), 'out')
+  return over_places(x, constrain, nn.Conv)
 
 
 def transposed(x, constrain):
-  layer = nn.ConvTranspose(16, (1,) * max(x.ndim - 2, 1), transpose_kernel=True)
-  return constrain(layer(x), 'batch', *[OPEN] * (x.ndim - 2), 'out')
+  return over_places(x, constrain, nn.ConvTranspose, transpose_kernel=True)
 
 
 def embedded(x, constrain):

@@ -171,14 +171,15 @@ class LinenLayers:
       self.has_initialized |= is_init
     self._running.append(module)
     try:
-      starts = is_outermost and not is_init
-      with self.outputs.in_model((args, kwargs)) if starts else contextlib.nullcontext():
+      if is_init:
+        return self._ran(method, args, kwargs, module)
+      if not is_outermost:
+        self.outputs.begin((args, kwargs))
+      with self.outputs.in_model((args, kwargs)) if is_outermost else contextlib.nullcontext():
         result = self._ran(method, args, kwargs, module)
-        if is_init:
-          return result
         if is_outermost:
           _put_below(module, self._finished)
-        return self.outputs.of_linen(self._running, context.method_name, result)
+        return self.outputs.of_linen(self._running, context.method_name, (args, kwargs), result)
     finally:
       self._running.pop()
 
