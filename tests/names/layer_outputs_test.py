@@ -369,6 +369,48 @@ def test_a_step_whose_trace_is_in_the_cache_of_jax():
   np.testing.assert_array_equal(step(params, x), step(params, x))
 
 
+class Twins(nn.Module):
+  """Equal modules, whose paths and parents differ."""
+
+  around: object = nn.jit
+
+  @nn.compact
+  def __call__(self, x):
+    for name in ('a', 'b'):
+      x = self.around(Pair)(name=name)(x)
+    return Parent(self.around, name='parent')(x)
+
+
+class Parent(nn.Module):
+  around: object
+
+  @nn.compact
+  def __call__(self, x):
+    return self.around(Pair)(name='a')(x)
+
+
+class Pair(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(16)(x)
+
+
+def test_equal_modules_under_nn_jit_have_the_names_of_their_own_paths():
+  """They share a trace in Flax; the oracle is the model without `nn.jit`."""
+  table = {
+    '/a/Dense_0/kernel$': ('in', 'out'),
+    '/b/Dense_0/kernel$': ('in', None),
+    Parent: {'a/Dense_0/kernel': (None, 'length')},
+  }
+  x, plain = jnp.ones((8, 16)), Twins(lambda cls: cls)
+  params = jax.eval_shape(plain.init, KEY, x)
+  for entries in (table, table | {'/a/Dense_0/kernel$': ('out', 'in')}):
+    expected = constraints(OUT, spmd.names_for(plain.apply, entries), params, x)
+    for _ in range(2):
+      assert constraints(OUT, spmd.names_for(Twins().apply, entries), params, x) == expected
+  assert not constraints(OUT, Twins().apply, params, x)
+
+
 class Biased(nnx.Module):
   """A decoder with positions of a batch of one before the tokens or after them, and a bias by distance."""
 

@@ -45,11 +45,13 @@ class LayerOutputs:
     tables: the user's table and that of Flax's layers, for Linen.
 
   Attributes:
+    running: the modules of Linen whose methods are running, the outermost first.
     has_run: whether a model, or a layer of NNX, has run.
   """
 
   def __init__(self, tables: Sequence[LayerTable]):
     self._tables, self._lineage = tables, BatchLineage()
+    self.running: list[nn.Module] = []
     self.has_run = False
 
   @contextlib.contextmanager
@@ -75,16 +77,9 @@ class LayerOutputs:
       if self._lineage.may_start(first, again):
         self._lineage.start(first)
 
-  def of_linen(self, around: Sequence[nn.Module], method: str, args: Any, result: Any) -> Any:
-    """The result of a method of the last of some modules, constrained if it is a layer's.
-
-    Args:
-      around: the modules whose methods are running, the outermost first.
-      method: name of the method.
-      args: its arguments.
-      result: its result.
-    """
-    module = around[-1]
+  def of_linen(self, method: str, args: Any, result: Any) -> Any:
+    """The result of a method of the innermost module, constrained if it is a layer's."""
+    module = self.running[-1]
     output = _output_of(type(module), method, linen_outputs)
     if output is None or compat.is_lifted_type(type(module)) or module.scope is None:
       return result
@@ -92,7 +87,7 @@ class LayerOutputs:
     if array is None or not self._has_batch(output, method, args, result):
       return result
     static = (
-      static or _names_of_author(module, output.array, array) or self._names(around, output.array, array)
+      static or _names_of_author(module, output.array, array) or self._names(module, output.array, array)
     )
     return _constrained(result, output, module, array, static)
 
@@ -119,10 +114,10 @@ class LayerOutputs:
     self.begin(args, again=(output.array, method) == ('embedding', '__call__'))
     return self._lineage.has_batch(result)
 
-  def _names(self, around: Sequence[nn.Module], name: str, array: Any) -> Static | None:
-    """The names of a parameter of the last module, by the tables."""
-    path = around[-1].path
-    outer = {each.path: each for each in around if path[: len(each.path)] == each.path}
+  def _names(self, module: nn.Module, name: str, array: Any) -> Static | None:
+    """The names of a parameter of a module, by the tables."""
+    path = module.path
+    outer = {each.path: each for each in self.running if path[: len(each.path)] == each.path}
     layers = [
       Layer.of(outer[each], '/'.join((*path[len(each) :], name)), self._tables)
       for each in sorted(outer, key=len)
@@ -214,16 +209,25 @@ def _called(method: str, original: Callable[..., Any], layer: Any, *args: Any, *
   return result if outputs is None else outputs.of_nnx(layer, method, (args, kwargs), result)
 
 
+def _fingerprint(original: Callable[..., Any], module: nn.Module) -> Any:
+  """The fingerprint of a module under `nn.jit`, with its place in the model, where results have names by their place."""
+  outputs = _active.get()
+  return original(module), outputs and (*map(type, outputs.running), *module.path)
+
+
+_linen_detour = compat.module_fingerprint_detour(_fingerprint)
+
+
 @contextlib.contextmanager
-def nnx_outputs_constrained(outputs: LayerOutputs) -> Iterator[None]:
-  """A block in which the results of layers of NNX are constrained, in this task."""
-  if not compat.has_nnx():
-    yield
-    return
+def outputs_constrained(outputs: LayerOutputs) -> Iterator[None]:
+  """A block in which the results of layers are constrained, in this task."""
+  detours = [_linen_detour, *([_nnx_detours()] if compat.has_nnx() else [])]
   token = _active.set(outputs)
-  _nnx_detours().begin()
+  for each in detours:
+    each.begin()
   try:
     yield
   finally:
-    _nnx_detours().end()
+    for each in detours:
+      each.end()
     _active.reset(token)
