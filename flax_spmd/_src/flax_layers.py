@@ -1,15 +1,15 @@
 """Flax's own layers: the logical names of their arrays, for models whose authors gave none.
 
-    layer_names(nn)[nn.Embed]   # {'embedding': ('vocab', 'embed')}
+    layer_names('flax.linen')[nn.Embed]   # {'embedding': ('vocab', 'embed')}
 
 One table serves both libraries, as the layers of Linen and of NNX name their arrays alike. The names of a layer whose
-rank varies are a function of the layer. `flax.nnx` takes a second to import, so the caller does that where it is needed.
+rank varies are a function of the layer. `flax.nnx` takes a second to import, so it is imported where it is needed.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 Names: TypeAlias = tuple[Any, ...] | None
@@ -28,7 +28,7 @@ _ATTENTION: LayerEntry = {
 _DENSE: LayerEntry = {'kernel': ('in', 'out'), 'bias': ('out',)}
 
 
-def layer_names(flax: ModuleType) -> dict[type, LayerEntry]:
+def layer_names(library: str) -> dict[type, LayerEntry]:
   """The names of the arrays of each layer of `flax.linen` or `flax.nnx`, by their path below the layer."""
   entries: dict[str, LayerEntry] = {
     'Dense Linear': _DENSE,
@@ -42,10 +42,10 @@ def layer_names(flax: ModuleType) -> dict[type, LayerEntry]:
     'MultiHeadDotProductAttention MultiHeadAttention': _ATTENTION,
     'LoRA': {'lora_a': ('in', None), 'lora_b': (None, 'out')},
   }
-  if hasattr(flax, 'compact'):  # that of NNX has two layers
+  if library == 'flax.linen':  # that of NNX has two layers
     gates = (f'{gate}{of}' for gate in 'ih' for of in 'ifgo')
     entries['OptimizedLSTMCell'] = {f'{each}/{name}': _DENSE[name] for each in gates for name in _DENSE}
-  return _of_library(flax, entries)
+  return _of_library(library, entries)
 
 
 class Output(NamedTuple):
@@ -73,7 +73,7 @@ _EMBEDDED = Output('embedding', lambda layer, rank: (1,))
 _LOGITS = Output('embedding', lambda layer, rank: (0,))
 
 
-def layer_outputs(flax: ModuleType) -> dict[tuple[type, str], Output]:
+def layer_outputs(library: str) -> dict[tuple[type, str], Output]:
   """The results of the methods of layers of `flax.linen` or `flax.nnx`. Those of others have the shardings of their arguments."""
   called = {
     'Dense Linear': _LAST,
@@ -82,12 +82,13 @@ def layer_outputs(flax: ModuleType) -> dict[tuple[type, str], Output]:
     'Embed': _EMBEDDED,
     'Conv ConvLocal ConvTranspose': _CONV,
   }
-  of_calls = {(cls, '__call__'): output for cls, output in _of_library(flax, called).items()}
-  return {**of_calls, **{(cls, 'attend'): _LOGITS for cls in _of_library(flax, {'Embed': _LOGITS})}}
+  of_calls = {(cls, '__call__'): output for cls, output in _of_library(library, called).items()}
+  return {**of_calls, **{(cls, 'attend'): _LOGITS for cls in _of_library(library, {'Embed': _LOGITS})}}
 
 
-def _of_library(flax: ModuleType, entries: Mapping[str, Entry]) -> dict[type, Entry]:
+def _of_library(library: str, entries: Mapping[str, Entry]) -> dict[type, Entry]:
   """The entries of the classes that a library has, by their names in either."""
+  flax = importlib.import_module(library)
   pairs = ((name, entry) for names, entry in entries.items() for name in names.split())
   return {getattr(flax, name): entry for name, entry in pairs if hasattr(flax, name)}
 

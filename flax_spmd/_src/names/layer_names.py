@@ -67,7 +67,7 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
     (LogicallyPartitioned(float32[8,16], names=('embed', 'mlp')), LogicallyPartitioned(float32[16], names=('out',)))
   """
   table = LayerTable.of(names)
-  linen = table, table_of_flax(nn)
+  linen = table, table_of_flax('flax.linen')
 
   @functools.wraps(create, updated=())
   def named(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -87,9 +87,7 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayer
   nodes = [node for _, node in flat]
   origins = layers.origins
   if any(map(_is_nnx, nodes)):
-    from flax import nnx
-
-    of_nnx = own, table_of_flax(nnx)
+    of_nnx = own, table_of_flax('flax.nnx')
     paths = [tuple(KEY_TEXT[type(entry)](entry) for entry in path) for path, _ in flat]
     for path, node in zip(paths, nodes, strict=True):
       origins += name_variables(node, path, of_nnx)

@@ -14,7 +14,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -81,7 +80,7 @@ class LayerOutputs:
   def of_linen(self, method: str, args: Any, result: Any) -> Any:
     """The result of a method of the innermost module, constrained if it is a layer's."""
     module = self.running[-1]
-    output = _output_of(type(module), method, nn)
+    output = _output_of(type(module), method, 'flax.linen')
     if output is None or compat.is_lifted_type(type(module)) or module.scope is None:
       return result
     static, array = static_of(module.scope.get_variable('params', output.array))
@@ -94,16 +93,16 @@ class LayerOutputs:
 
   def of_nnx(self, layer: Any, method: str, args: Any, result: Any) -> Any:
     """The result of a method of a layer of NNX, constrained."""
-    from flax import nnx
-
     self.has_run = True
-    output = _output_of(type(layer), method, nnx)
+    output = _output_of(type(layer), method, 'flax.nnx')
     variable = output and getattr(layer, output.array, None)
     if output is None or variable is None or not self._has_batch(output, method, args, result):
       return result
     static, array = static_of_variable(variable)
     if static is None:
-      found = (table.find_type(layer, output.array) for table in (self._tables[0], table_of_flax(nnx)))
+      found = (
+        table.find_type(layer, output.array) for table in (self._tables[0], table_of_flax('flax.nnx'))
+      )
       static = _static(next((names for _, names in filter(None, found)), None))
     elif isinstance(static.names, tuple) and len(static.names) > array.ndim:  # in the body of nnx.scan
       stacks = {name for _, name in self._tables[0].stacks}
@@ -189,7 +188,7 @@ def _names_of_author(module: nn.Module, name: str, array: Any) -> Static | None:
   return static_of(box)[0]
 
 
-def _output_of(cls: type, method: str, library: ModuleType) -> Output | None:
+def _output_of(cls: type, method: str, library: str) -> Output | None:
   """The description of a method of a layer; None for another method or type."""
   outputs = _outputs(library)
   return next((found for base in cls.__mro__ if (found := outputs.get((base, method)))), None)
@@ -200,9 +199,7 @@ _outputs = functools.cache(layer_outputs)
 
 @functools.cache
 def _nnx_detours() -> Any:
-  from flax import nnx
-
-  return compat.detours(_outputs(nnx), _called)
+  return compat.detours(_outputs('flax.nnx'), _called)
 
 
 def _called(method: str, original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import flax.linen as nn
@@ -149,8 +148,8 @@ class LayerTable:
 
 
 @functools.cache
-def table_of_flax(library: ModuleType) -> LayerTable:
-  """The table of the layers of `flax.linen` or `flax.nnx`."""
+def table_of_flax(library: str) -> LayerTable:
+  """The table of the layers of `flax.linen` or `flax.nnx`, by its name."""
   return LayerTable.of(layer_names(library))
 
 
