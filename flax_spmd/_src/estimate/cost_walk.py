@@ -18,6 +18,7 @@ from typing import NamedTuple
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
 from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
 from flax_spmd._src.estimate.graph import (
+  PRODUCTS,
   Block,
   Graph,
   GraphValue,
@@ -62,7 +63,6 @@ _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _LOOKUPS = ('gather', 'scatter')
-_PRODUCTS = ('dot_general', 'convolution')
 
 
 class WalkResult(NamedTuple):
@@ -125,7 +125,7 @@ class AnalyzedGraph:
         self.transposed[op.results[0]] = op.operands[0]
       if op.attributes.get('value') is not None:
         self.constants[op.results[0]] = op.attributes['value']
-      if op.kind in _PRODUCTS:
+      if op.kind in PRODUCTS:
         dtype = self.graph.values[op.operands[0]].dtype
         size = math.prod(self.graph.values[op.results[0]].shape)
         product_sizes[dtype] = product_sizes.get(dtype, 0) + size
@@ -600,7 +600,7 @@ class _CostWalk:
 
   def _written_bytes(self, op: Op, value: int) -> float:
     """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
-    if value not in self.partial_sums or op.kind not in _PRODUCTS or self.loop:
+    if value not in self.partial_sums or op.kind not in PRODUCTS or self.loop:
       return self._bytes(value)
     natural = self.partial_sums[value].natural_sharding
     return shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
