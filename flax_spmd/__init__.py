@@ -57,6 +57,7 @@ from flax_spmd._src.names.specs import get_sharding as get_sharding
 from flax_spmd._src.names.specs import logical_to_mesh as logical_to_mesh
 from flax_spmd._src.names.specs import logical_to_mesh_axes as logical_to_mesh_axes
 from flax_spmd._src.names.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
+from flax_spmd._src.reshard.reshard_plan import ReshardPlan as ReshardPlan
 from flax_spmd._src.rules.clauses import Leaf as Leaf
 from flax_spmd._src.rules.clauses import fsdp as fsdp
 from flax_spmd._src.rules.clauses import host as host

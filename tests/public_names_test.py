@@ -47,6 +47,7 @@ OWN = {
   'Plan',
   'Policies',
   'ProgramExplanation',
+  'ReshardPlan',
   'Resolution',
   'Rules',
   'abstract_mesh',

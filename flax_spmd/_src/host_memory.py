@@ -1,11 +1,12 @@
 """Host memory: arrays that rules with `host` keep in the memory of the host between steps.
 
 A program computes on arrays in the device's memory. `on_device` moves those that it received in the host's; the
-output shardings of the program move its results back.
+output shardings of the program move its results back, and `on_host` those whose shardings the compiler chooses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -62,3 +63,14 @@ def on_device(tree: Any) -> Any:
 def _on_device(leaf: Any) -> Any:
   space = getattr(getattr(leaf, 'aval', None), 'memory_space', None)
   return jax.device_put(leaf, jax.memory.Space.Device) if space is jax.memory.Space.Host else leaf
+
+
+def on_host(result: Any, hosted: Collection[int]) -> Any:
+  """A traced result with some of its leaves, by their indices, in the memory of the host."""
+  if not hosted:
+    return result
+  leaves, treedef = jax.tree.flatten(result)
+  return treedef.unflatten(
+    jax.device_put(leaf, jax.memory.Space.Host) if index in hosted else leaf
+    for index, leaf in enumerate(leaves)
+  )

@@ -55,6 +55,13 @@ from flax_spmd._src.plan.planner import common_spec, planner_for
 from flax_spmd._src.plan.result_shardings import plan_results, same_forms, states_in
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.reshard.reshard_plan import (
+  ReshardPlan,
+  cast_dtype,
+  check_devices,
+  check_dtypes,
+  plan_transfers,
+)
 from flax_spmd._src.rules import toml_format
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules, layout_lines
@@ -657,6 +664,95 @@ class Layout:
       P()
     """
     return self.shard(tree, PartitionSpec())
+
+  def reshard(
+    self,
+    state: Tree,
+    to: Layout | Plan[Tree],
+    *,
+    dtype: Any = None,
+    donate: bool = False,
+    limit: int | None = None,
+  ) -> Tree:
+    """Transfers a state of this layout to another one: other rules, mesh, devices or dtype. Values stay equal to the bit.
+
+    Arrays move one after the other, over the interconnect where both meshes have equally many devices, otherwise
+    through the host. With `donate`, a device holds at most the larger of its two sides, the result of one array, and
+    temporary memory of 1/32 of the larger side or 4 MiB: 1.1 times the larger side, if no array is more than 6 % of it.
+    `plan_reshard` has the exact figures.
+
+    Args:
+      state: arrays with or without boxes, NNX variables or modules; leaves may be numpy arrays and numbers.
+      to: the other layout. Or the plan of the state there, for a state without boxes, which has no names.
+      dtype: dtype of the floating-point arrays of the result; default: their own.
+      donate: whether to free every array when its result is complete. Otherwise the result shares no memory with
+        the state.
+      limit: bytes that one device may hold; default: its free memory, where the device reports it.
+
+    Returns:
+      The state, with every leaf as a `jax.Array` on the other mesh.
+
+    Warns:
+      UserWarning: a state without names that is sharded now will be replicated on every device.
+
+    Raises:
+      MeshError: the other mesh is abstract.
+      LayoutError: a device lacks memory; an array is on devices of other processes, or on none of this layout's;
+        or the state is not one of the plan. Nothing has moved then.
+      MeshAxisError, UnmatchedNameError, ConflictError: the other layout cannot shard an array.
+
+    Example:
+      >>> layout, serving = Layout({'data': 8}, (('embed', 'data'),)), Layout({'model': 4}, (('mlp', 'model'),))
+      >>> state = layout.shard({'w': LogicallyPartitioned(np.ones((8, 16), 'float32'), ('embed', 'mlp'))})
+      >>> w = layout.reshard(state, serving, dtype='bfloat16')['w'].value
+      >>> w.dtype, w.sharding.spec, w.sharding.num_devices
+      (dtype(bfloat16), P(None, 'model'), 4)
+    """
+    plan = self.plan_reshard(state, to, dtype=dtype, donate=donate, limit=limit)
+    plan.check()
+    made = plan.run(jax.tree.leaves(state))
+    return rebuilt(to.abstract() if isinstance(to, Plan) else state, made)
+
+  def plan_reshard(
+    self,
+    state: Any,
+    to: Layout | Plan[Any],
+    *,
+    dtype: Any = None,
+    donate: bool = False,
+    limit: int | None = None,
+  ) -> ReshardPlan:
+    """The plan of a `reshard`: bytes on the wire, and the peak of each device. Compiles programs; moves nothing.
+
+    A lack of memory is returned in the result, not raised.
+
+    Args:
+      state, to, dtype, donate, limit: see `reshard`; the arrays may be abstract, with shardings.
+
+    Raises:
+      MeshError, LayoutError, MeshAxisError, UnmatchedNameError, ConflictError: see `reshard`.
+
+    Example:
+      >>> layout, serving = Layout({'data': 8}, (('embed', 'data'),)), Layout({'model': 4}, (('mlp', 'model'),))
+      >>> state = layout.shard({'w': LogicallyPartitioned(np.ones((8, 16), 'float32'), ('embed', 'mlp'))})
+      >>> plan = layout.plan_reshard(state, serving, donate=True)
+      >>> print(str(plan).splitlines()[-1])
+      Peak of 192 B on device 0: state 64 B (freed on the way), result 128 B.
+      >>> plan.wire_bytes, [row.way for row in plan.rows]
+      (1024, ['host'])
+    """
+    other = to.layout if isinstance(to, Plan) else to
+    placement_shardings.check_concrete(other.mesh)
+    shardings = to.shardings_of(state) if isinstance(to, Plan) else other._shardings_by_rules(state)
+    paths, leaves = zip(*leaves_with_paths(state), strict=True) if jax.tree.leaves(state) else ((), ())
+    check_devices(paths, leaves, self._mesh)
+    dtypes = [cast_dtype(leaf, dtype) for leaf in leaves]
+    if isinstance(to, Plan):
+      check_dtypes(paths, dtypes, [leaf.dtype for leaf in jax.tree.leaves(to.abstract())])
+    has_names = isinstance(to, Plan) or any(leaf_names(state))
+    return plan_transfers(
+      paths, leaves, shardings, dtypes, donate=donate, limit=limit, has_names=has_names
+    )
 
   def gather(self, tree: Any) -> Any:
     """Every array of a tree as a full numpy array, on every process; see `flax_spmd.gather`.

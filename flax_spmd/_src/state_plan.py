@@ -156,6 +156,15 @@ class Plan(Generic[State]):
     """
     return box_trees.rebuilt(self._state, self._leaves(state))
 
+  def shardings_of(self, state: Any) -> list[NamedSharding]:
+    """The planned sharding of each leaf of a state of this plan.
+
+    Raises:
+      LayoutError: this is not a state of this plan (lists every leaf that differs).
+    """
+    self._leaves(state)
+    return list(self._shardings)
+
   def fits(self, state: Any) -> bool:
     """Whether this is a state of this plan, by its structure and shapes, with or without boxes."""
     return _shapes(state) == _shapes(self._state)

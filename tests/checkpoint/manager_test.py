@@ -292,7 +292,11 @@ def test_data_iterators_of_another_number_of_processes(layout, tmp_path):
   with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
     train(manager, 1, Batches())
   as_of_earlier_versions(
-    tmp_path / 'run' / '1', lambda stored: {'flax_spmd_data': 2 * stored['flax_spmd_data']}
+    tmp_path / 'run' / '1',
+    lambda stored: {
+      'flax_spmd_data': 2 * stored['flax_spmd_data'],
+      'flax_spmd_data_rows': ['rows 0-1/2', 'rows 1/2-1'],
+    },
   )
   with checkpoint.Manager(tmp_path / 'run', layout) as manager:
     with pytest.raises(errors.CheckpointError) as caught:

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
@@ -67,6 +68,37 @@ def test_a_step_keeps_its_losses_and_the_state_its_memory(rules, boxed):
   jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state), jax.tree.leaves(same))
   assert kinds(state.opt_state) == {'pinned_host'} and kinds(state.params) == {'device'}
   assert not layout.check(layout.plan(create, jax.random.key(0), X, boxed=boxed).box(state)).suspicious
+
+
+@pytest.mark.parametrize('types', ['Auto', 'Explicit'])
+@pytest.mark.parametrize('spec', [P('model'), P(None, 'model')])
+def test_a_constraint_decides_the_sharding_of_an_array_and_no_memory(types, spec):
+  mesh = jax.make_mesh(
+    (2, 4), ('data', 'model'), axis_types=2 * (getattr(jax.sharding.AxisType, types),)
+  )
+  layout = spmd.Layout(mesh, (host(fsdp('data', min_size=1)),))
+
+  @layout.jit(donate_argnums=0)
+  def step(moment):
+    fresh = TrainState.create(apply_fn=None, params={}, tx=optax.sgd(0.1))  # equal to no other
+    return spmd.constrain(2 * moment, spec) + 1, (moment.sum(), fresh)
+
+  expected = NamedSharding(mesh, spec, memory_kind='pinned_host')
+  moment = layout.shard(np.arange(64.0).reshape(8, 8), expected)
+  for _ in range(3):
+    before, (moment, _) = moment, step(moment)
+    assert moment.sharding.is_equivalent_to(expected, 2)
+  assert before.is_deleted()
+  np.testing.assert_array_equal(moment, 8 * np.arange(64.0).reshape(8, 8) + 7)
+
+
+def test_a_result_of_two_arrays_on_the_host_that_are_sharded_differently():
+  layout = on((host(fsdp('model', min_size=1)),))
+  one, two = layout.shard(np.ones((8, 8)), P('data')), layout.shard(np.ones((8, 8)), P('model'))
+  hosted = [jax.device_put(each, each.sharding.with_memory_kind('pinned_host')) for each in (one, two)]
+  add = layout.jit(lambda x, y: x + y)
+  assert add(*hosted).sharding.memory_kind == 'pinned_host'
+  assert add(hosted[0], two).sharding.memory_kind == 'device'
 
 
 def test_bytes_of_device_and_host_are_apart():

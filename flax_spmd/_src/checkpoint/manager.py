@@ -232,7 +232,7 @@ class Manager:
 
     def before() -> dict[str, Any]:
       kept.extend(in_first(lambda: self._kept(steps)))
-      return data_positions.positions_metadata(position) | metrics
+      return data_positions.positions_metadata(position, self.layout) | metrics
 
     saving = start_save(
       self._folder.path(step),
@@ -357,9 +357,10 @@ class Manager:
       target: state to restore into, see `restore`; default: from the record, under the manager's layout.
       step: step to restore; default: the newest. If that is damaged, it is renamed with a warning, and
         the checkpoint before it is restored.
-      data: iterator, or its `prefetch`, to move to its saved position.
+      data: iterator, or its `prefetch`, to move to its saved position: that of a process that read the rows of this
+        one, by the rule of 'batch'. Without such a rule, rows are the same if mesh and devices are.
       data_from: function from the list of positions of all processes that saved to the position of this process;
-        called only in a job of another number of processes.
+        called only if none of them read its rows, as in a job of another number of processes.
       changes: differences between checkpoint and target to allow.
       **options: other arguments of `restore`.
 
@@ -419,7 +420,7 @@ class Manager:
         f'Step {step} of {self.root} was removed while it was being restored.\nFix: restore a newer one.'
       ) from error
     if data is not None:
-      data_positions.move(data, stored, path, data_from)
+      data_positions.move(data, stored, path, data_from, self.layout)
     return ResumedState(step, state)
 
   def _skip(self, step: int, error: CheckpointError, failed: list[int]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import TypeAlias
 
 import jax
@@ -79,6 +80,42 @@ def data_shard_of(sharding: NamedSharding, rank: int, placement: str) -> DataSha
   Raises:
     LayoutError: the rows of some process are no block, or blocks differ in size or overlap in part.
   """
+  pieces, count = _pieces(sharding, rank)
+  me = jax.process_index()
+  if me not in pieces:
+    raise LayoutError(
+      f'Process {me} has no device of the mesh, only {named(pieces)}, so it has no rows of a batch to load.\n'
+      f'Fix: load data on {named(pieces)} only, or use a mesh with devices of all processes.'
+    )
+  raise_problems(
+    _problems(pieces, count, f'{placement} as {sharding.spec} over {describe(sharding.mesh)}')
+  )
+  mine = pieces[me]
+  same = tuple(process for process, each in pieces.items() if each == mine)
+  return DataShard(mine[0] // len(mine), count // len(mine), same)
+
+
+def rows_of_processes(sharding: NamedSharding) -> list[str]:
+  """The fractions of a batch's rows that each process holds, as text: '0-1/4, 1/2-3/4'; empty without devices.
+
+  Args:
+    sharding: sharding of the rows, of a batch of any size.
+  """
+  pieces, count = _pieces(sharding, 1)
+
+  def text(mine: tuple[int, ...]) -> str:
+    starts = [each for each in mine if each - 1 not in mine]
+    stops = [each + 1 for each in mine if each + 1 not in mine]
+    return ', '.join(
+      f'{Fraction(start, count)}-{Fraction(stop, count)}'
+      for start, stop in zip(starts, stops, strict=True)
+    )
+
+  return [text(pieces.get(process, ())) for process in range(jax.process_count())]
+
+
+def _pieces(sharding: NamedSharding, rank: int) -> tuple[_Pieces, int]:
+  """The pieces of the rows that each process holds, and the number of all pieces."""
   size = sharding.num_devices  # divisible into any number of pieces on these devices
   of_process: dict[int, set[int]] = defaultdict(set)
   for device, piece in sharding.devices_indices_map((size,) * rank).items():
@@ -89,18 +126,7 @@ def data_shard_of(sharding: NamedSharding, rank: int, placement: str) -> DataSha
     process: tuple(sorted(map(position.__getitem__, of_process[process])))
     for process in sorted(of_process)
   }
-  me = jax.process_index()
-  if me not in pieces:
-    raise LayoutError(
-      f'Process {me} has no device of the mesh, only {named(pieces)}, so it has no rows of a batch to load.\n'
-      f'Fix: load data on {named(pieces)} only, or use a mesh with devices of all processes.'
-    )
-  raise_problems(
-    _problems(pieces, len(starts), f'{placement} as {sharding.spec} over {describe(sharding.mesh)}')
-  )
-  mine = pieces[me]
-  same = tuple(process for process, each in pieces.items() if each == mine)
-  return DataShard(mine[0] // len(mine), len(starts) // len(mine), same)
+  return pieces, len(starts)
 
 
 def _problems(pieces: _Pieces, count: int, placement: str) -> list[Problem]:

@@ -216,7 +216,7 @@ class _AnalyzedStep:
     self.used, self.is_automatic = lowering.used, is_automatic
     self.module = mlir.prepare(lowering.code, parameter_names)
     mark_traits(self.module.graph, platform)
-    self.analyzed = AnalyzedGraph(self.module.graph)
+    self.analyzed = AnalyzedGraph(self.module.graph, platform)
     self.replaced_arguments = list(_replaced_arguments(lowering))
     leaves = len(jax.tree.leaves(lowering.state))
     self.first_of_batch = sum(index < leaves for index in lowering.used)

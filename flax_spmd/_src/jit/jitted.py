@@ -45,7 +45,7 @@ from flax_spmd._src.active_layout import (
 )
 from flax_spmd._src.compat import NO_TRACE, trace_context
 from flax_spmd._src.constraint_log import record_constraints
-from flax_spmd._src.host_memory import on_device
+from flax_spmd._src.host_memory import on_device, on_host
 from flax_spmd._src.jit.arguments import Arguments, abstract_leaf
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
 from flax_spmd._src.jit.batch_leaves import BatchLeaves
@@ -94,12 +94,14 @@ class _Program(NamedTuple):
     outputs: shardings of the results.
     anchored: whether a constraint in its body makes it a program for the whole mesh; no argument does.
     batch: the arguments whose batch dimension is constrained throughout; None if none is.
+    hosted: the leaves of the result that its body moves to the host's memory, as their shardings are the compiler's.
   """
 
   inputs: _LeafShardings | None
   outputs: _LeafShardings
   anchored: bool
   batch: BatchLeaves | None
+  hosted: tuple[int, ...]
 
 
 class CallPlan(NamedTuple):
@@ -525,7 +527,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       known = dynamic if inputs is None else _with_shardings(dynamic, inputs.shardings)
       anchored = not self._is_on_mesh(known)
       with _planned_traces():
-        traced = jax.jit(self._body(anchored, None), **self._options).trace(*args, **kwargs)
+        traced = jax.jit(self._body(anchored, None, ()), **self._options).trace(*args, **kwargs)
       result = traced.out_info
       if has_modules(result):
         raise _TakesModules
@@ -540,7 +542,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
       )
       outputs = _LeafShardings(jax.tree.structure(result), tuple(each.sharding for each in results))
       batch = None if self._find_batch is None else self._find_batch(known, result, traced.jaxpr)
-      program = _Program(inputs, outputs, anchored, batch)
+      hosted = tuple(index for index, each in enumerate(results) if each.on_host)
+      program = _Program(inputs, outputs, anchored, batch, hosted)
       if program not in self.functions:
         self.functions[program] = self._jit(program)
       planned = self._by_signature[signature] = CallPlan(program, results, self.functions[program])
@@ -548,7 +551,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _jit(self, program: _Program) -> Any:
     inputs = {} if program.inputs is None else {'in_shardings': program.inputs.tree()}
-    body = self._body(program.anchored, program.batch)
+    body = self._body(program.anchored, program.batch, program.hosted)
     return jax.jit(body, out_shardings=program.outputs.tree(), **inputs, **self._options)
 
   def _is_on_mesh(self, dynamic: Any) -> bool:
@@ -619,9 +622,13 @@ def _may_run_again(function: Any, args, kwargs) -> bool:
 
 
 def _traced_body(
-  jitted: Jitted, fn: Callable[..., Any], anchored: bool, batch: BatchLeaves | None
+  jitted: Jitted,
+  fn: Callable[..., Any],
+  anchored: bool,
+  batch: BatchLeaves | None,
+  hosted: tuple[int, ...],
 ) -> Callable[..., Any]:
-  """`fn` under the layout, as JAX traces it."""
+  """`fn` under the layout, as JAX traces it; see `_Program`."""
 
   def under_layout(args, kwargs):
     if jitted.in_force.rules.uses_host:
@@ -639,12 +646,20 @@ def _traced_body(
   def body(*args, **kwargs):
     if not _planned_trace.get():
       raise _Unplanned
+    if hosted:
+      return on_host(_planned_program(jitted, anchored, batch)(*args, **kwargs), hosted)
     if batch is not None:
       return _with_batch(under_layout, jitted, anchored, batch)(args, kwargs)
     result = under_layout(args, kwargs)
     return _on_all_devices(result, jitted._mesh) if anchored else result
 
   return body
+
+
+def _planned_program(jitted: Jitted, anchored: bool, batch: BatchLeaves | None) -> Any:
+  """The function as another program contains it: the trace of the plan, not a new one."""
+  statics = {name: value for name, value in jitted._options.items() if name.startswith('static_')}
+  return jax.jit(jitted._body(anchored, batch, ()), inline=True, **statics)
 
 
 def _with_batch(
@@ -655,8 +670,7 @@ def _with_batch(
   Its program is the trace of the plan, so that static parts of the result, such as functions, are those of the plan. A
   last trace restores what `fn` has recorded in Python, such as the size of the batch.
   """
-  statics = {name: value for name, value in jitted._options.items() if name.startswith('static_')}
-  planned = jax.jit(jitted._body(anchored, None), inline=True, **statics)
+  planned = _planned_program(jitted, anchored, None)
 
   def constrained(args, kwargs):
     leaves, treedef = jax.tree.flatten(jitted._arguments.dynamic(args, kwargs))

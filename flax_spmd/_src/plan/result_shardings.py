@@ -13,7 +13,8 @@ A single array says less than a structure: activations may have the shape of a w
 that is itself one array of its shape and dtype, or as a part of an argument with the same key; and if the function
 constrains values of its shape, the constraints decide.
 
-The memory of a result, the device's or the host's, is the one that the program puts it into; see `jitted`.
+The memory of a result, the device's or the host's, is the one that the program puts it into; see `jitted`. Under rules
+with `host`, it is that of the arguments above, also where a constraint or the compiler decides the sharding.
 
 Nothing else is remembered: neither other calls nor other models matter.
 """
@@ -34,8 +35,6 @@ from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import key_value
-
-_FREE = PlannedResult(None)
 
 
 def plan_results(
@@ -68,8 +67,11 @@ def plan_results(
   named = _by_names(result, arguments, matches, planner)
   kept = _kept(matches, inputs)
   kept = _kept_on_host(kept, result) if typed else kept
+  on_host = _from_the_host(found, inputs) if planner.rules.uses_host else ()
   return [
-    PlannedResult(named[index], 'names') if named[index] is not None else kept.get(index, _FREE)
+    PlannedResult(named[index], 'names')
+    if named[index] is not None
+    else kept.get(index, PlannedResult(None, on_host=index in on_host))
     for index in range(len(named))
   ]
 
@@ -253,6 +255,19 @@ def _as_typed(sharding: Any, of_type: Any) -> Any:
   if {*sharding.mesh.axis_types} != {AxisType.Explicit}:
     return sharding
   return NamedSharding(sharding.mesh, of_type.spec, memory_kind=sharding.memory_kind)
+
+
+def _from_the_host(
+  found: Iterable[tuple[_Subtree, Sequence[_Subtree]]], inputs: Sequence[NamedSharding | None]
+) -> set[int]:
+  """The leaves of a result whose arguments are all in the host's memory, whatever decides about their sharding."""
+  hosted = [sharding is not None and sharding.memory_kind == HOST_MEMORY for sharding in inputs]
+  return {
+    part.start + offset
+    for part, sources in found
+    for offset in range(part.stop - part.start)
+    if sources and all(hosted[source.start + offset] for source in sources)
+  }
 
 
 def _by_names(

@@ -36,10 +36,12 @@ class PlannedResult(NamedTuple):
     sharding: the sharding that it is pinned to; None if the compiler chooses.
     source: the origin of the sharding: 'placement', 'names', or the index of the leaf, among those of the arguments,
       whose sharding it keeps. None: the compiler.
+    on_host: whether the result is moved to the host's memory, if the compiler chooses its sharding.
   """
 
   sharding: Sharding | None
   source: str | int | None = None
+  on_host: bool = False
 
 
 def parts(tree: Any, placements: Any) -> tuple[list[PlacedPart], Any]:

@@ -1,4 +1,8 @@
-"""Data positions: where each process's data iterator was when a step was saved, stored with the step."""
+"""Data positions: where each process's data iterator was when a step was saved, stored with the step.
+
+A position is one of the data that its process reads, and another mesh may give these data to another process. So the
+rows of each process are stored too, and a process gets the position of one that read its rows.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 
+from flax_spmd._src.data.data_shard import rows_of_processes
 from flax_spmd._src.data.prefetch import reader_of
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.layout import Layout
+from flax_spmd._src.mesh import describe
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, ranges
 from flax_spmd.errors import CheckpointError
 
 _DATA = 'flax_spmd_data'
+_ROWS = 'flax_spmd_data_rows'
 
 MergedPositions: TypeAlias = Callable[[list[Any]], Any]
 
@@ -36,15 +46,37 @@ def position_of(data: DataIterator | None) -> str | None:
   return None if data is None else _to_text(reader_of(data).get_state())
 
 
-def positions_metadata(position: str | None) -> dict[str, Any]:
-  """The positions of all processes, to store with a step. Every process calls this."""
+def positions_metadata(position: str | None, layout: Layout) -> dict[str, Any]:
+  """The positions of all processes, and their rows, to store with a step. Every process calls this."""
   if position is None:
     return {}
+  rows = _rows(layout)
   if jax.process_count() == 1:
-    return {_DATA: [position]}
+    return {_DATA: [position], _ROWS: rows}
   groups = exchange('data', tuple(range(jax.process_count())), position, CALLS, TIMEOUT)
   by_process = {process: text for processes, text in groups for process in processes}
-  return {_DATA: [by_process[process] for process in sorted(by_process)]}
+  return {_DATA: [by_process[process] for process in sorted(by_process)], _ROWS: rows}
+
+
+def _rows(layout: Layout) -> list[str]:
+  """The rows of a batch that each process reads, as text: those of the name 'batch'.
+
+  A table without this name leaves them open. Processes then read the same rows if they have the same devices of the
+  same mesh.
+  """
+  mesh, count = layout.mesh, jax.process_count()
+  if count == 1:
+    return ['rows 0-1']
+  if not isinstance(mesh, Mesh):
+    return []
+  if 'batch' in layout.rules.by_name:
+    batch = jax.ShapeDtypeStruct((mesh.size,), np.float32)
+    return [f'rows {rows}' for rows in rows_of_processes(layout.sharding(batch, ('batch',)))]
+  owners = [device.process_index for device in mesh.devices.flat]
+  return [
+    f'the rows of devices {ranges([index for index, owner in enumerate(owners) if owner == process])} of {describe(mesh)}'
+    for process in range(count)
+  ]
 
 
 def _to_text(state: Any) -> str:
@@ -60,7 +92,11 @@ def _to_text(state: Any) -> str:
 
 
 def move(
-  data: DataIterator, stored: Mapping[str, Any], path: epath.Path, merged: MergedPositions | None
+  data: DataIterator,
+  stored: Mapping[str, Any],
+  path: epath.Path,
+  merged: MergedPositions | None,
+  layout: Layout,
 ) -> None:
   """Moves an iterator to this process's position.
 
@@ -68,8 +104,9 @@ def move(
     data: the iterator.
     stored: the JSON values that were stored with a step.
     path: path of the step, for error texts.
-    merged: function from the positions of all processes that saved to the one of this process, for jobs of
-      another number of processes.
+    merged: function from the positions of all processes that saved to the one of this process, if none of them
+      read its rows.
+    layout: layout of this job.
   """
   saved = stored.get(_DATA)
   if saved is None:
@@ -77,19 +114,38 @@ def move(
       f'Checkpoint {path} has no position of a data iterator.\n'
       'Fix: pass data= to every save; or leave it out here, and set the iterator yourself.'
     )
-  states = list(map(_from_text, saved))
-  if len(states) == jax.process_count():
-    state = states[jax.process_index()]
+  states, me = list(map(_from_text, saved)), jax.process_index()
+  read, mine = stored.get(_ROWS), _rows(layout)[me : me + 1]
+  if read is None:  # written by an earlier version
+    readers = [me] if len(states) == jax.process_count() else []
+  else:
+    readers = [process for process, rows in enumerate(read) if [rows] == mine]
+  if readers:
+    state = states[me if me in readers else readers[0]]
   elif merged is not None:
     state = merged(states)
   else:
-    raise CheckpointError(
-      f'The number of processes differs: checkpoint {path} has data iterator positions for {len(saved)}, '
-      f'this job has {jax.process_count()}, which read other parts of the data.\n'
-      'Fix: pass data_from=, a function from the list of their positions to the one of this process; '
-      'lambda states: states[0] where a position counts global batches.'
-    )
+    raise CheckpointError(f'{_difference(path, len(states), read, mine)}\n{_FIX}')
   reader_of(data).set_state(state)
+
+
+def _difference(path: epath.Path, saved: int, read: list[str] | None, mine: list[str]) -> str:
+  if saved != jax.process_count() or read is None:
+    return (
+      f'The number of processes differs: checkpoint {path} has data iterator positions for {saved}, '
+      f'this job has {jax.process_count()}, which read other parts of the data.'
+    )
+  return (
+    f'Processes read other parts of the data than those that wrote checkpoint {path}: '
+    f'process {jax.process_index()} reads {"".join(mine) or "no rows"}; '
+    f'{"; ".join(f"process {process} read {rows}" for process, rows in enumerate(read))}.'
+  )
+
+
+_FIX = (
+  'Fix: pass data_from=, a function from the list of their positions to the one of this process; '
+  'lambda states: states[0] where a position counts global batches.'
+)
 
 
 def _from_text(text: str) -> Any:

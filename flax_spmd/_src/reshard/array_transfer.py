@@ -1,0 +1,306 @@
+"""Array transfers: the way of one array from its sharding to another one, on the same or other devices.
+
+    transfer = transfer_of(array, target, dtype, most)   # compiles the array's program, if there is one
+    transfer.wire, transfer.needed(device)               # bytes; nothing moves
+    moved = transfer.run(array, keep=True)
+
+Four ways, the first that serves:
+
+* nothing moves: every device has its slice already;
+* whole shards are copied from device to device;
+* a program on the source's devices cuts the shards as the target has them, with the interconnect's collectives, and
+  whole shards are copied where the devices differ;
+* the host cuts them: it reads the slices, and writes each shard of the target.
+
+A program is used if both meshes have equally many devices, and if the compiler asks for no more temporary memory than
+`most`. The host's way takes no memory of devices beside source and target.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from flax_spmd._src import compat
+from flax_spmd._src.hlo.counts import count
+
+Index: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+
+
+class TransferProgram(NamedTuple):
+  """A compiled program that changes sharding and dtype of an array on its devices.
+
+  Attributes:
+    run: the program.
+    result: sharding of its result.
+    temporary: bytes of temporary memory on each device.
+    wire: bytes that all devices send.
+  """
+
+  run: Any
+  result: Sharding
+  temporary: int
+  wire: int
+
+
+class ArrayTransfer(NamedTuple):
+  """The way of one array to its target.
+
+  Attributes:
+    way: 'stays', 'copied', 'program' or 'host'.
+    source: its sharding; None for an array of numpy or a number.
+    target: the sharding of the result.
+    shape, before, after: shape, and the dtypes of array and result.
+    program: the program; None without one.
+    wire: bytes that leave a device, or the host, for another.
+  """
+
+  way: str
+  source: Sharding | None
+  target: NamedSharding
+  shape: tuple[int, ...]
+  before: Any
+  after: Any
+  program: TransferProgram | None
+  wire: int
+
+  def held(self) -> dict[Any, int]:
+    """Bytes of the array on each device."""
+    return {} if self.source is None else _bytes_of(self.source, self.shape, self.before)
+
+  def made(self) -> dict[Any, int]:
+    """Bytes of the result on each device."""
+    return _bytes_of(self.target, self.shape, self.after)
+
+  def staged(self) -> dict[Any, int]:
+    """Bytes on each device beside array and result, at most: of the program, and of its result before it is copied."""
+    if self.program is None:
+      return {}
+    result = _bytes_of(self.program.result, self.shape, self.after)
+    copied = not _same_slices(self.program.result, self.target, self.shape)
+    return {device: self.program.temporary + copied * size for device, size in result.items()}
+
+  def run(self, array: Any, keep: bool) -> jax.Array:
+    """The array as its target; shares no memory with the array if that is to be kept."""
+    if self.way == 'host':
+      return self._through_host(array)
+    if self.program is not None:
+      array = jax.block_until_ready(self.program.run(array))
+    if self.way != 'copied' and _same_slices(array.sharding, self.target, self.shape):
+      keep = keep and self.program is None
+      return jax.device_put(array, self.target, may_alias=not keep)
+    return _copied(array, self.target)
+
+  def _through_host(self, array: Any) -> jax.Array:
+    if not jnp.issubdtype(self.before, jax.dtypes.prng_key):
+      return _through_host(array, self.target, self.after)
+    spec = PartitionSpec(*self.target.spec, *[None] * (1 + len(self.shape) - len(self.target.spec)))
+    numbers = _through_host(jax.random.key_data(array), self.target.update(spec=spec), np.uint32)
+    return jax.device_put(
+      jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array)), self.target
+    )
+
+
+def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> ArrayTransfer:
+  """The way of an array.
+
+  Args:
+    array: an array, abstract or not, or a number.
+    target: sharding of the result.
+    dtype: dtype of the result.
+    most: bytes of temporary memory that a program may take on a device.
+  """
+  shape, before = tuple(np.shape(array)), dtype_of(array)
+  source = getattr(array, 'sharding', None)
+  transfer = ArrayTransfer('host', source, target, shape, before, dtype, None, 0)
+  if source is None:
+    return transfer._replace(wire=sum(transfer.made().values()))
+  if _memory(source) == _memory(target) and before == dtype and _same_slices(source, target, shape):
+    return transfer._replace(way='stays')
+  is_key = jnp.issubdtype(before, jax.dtypes.prng_key)
+  if _memory(source) == _memory(target) == 'device' and not is_key:
+    found = _on_devices(transfer, bool(getattr(array, 'weak_type', False)), most)
+    if found is not None:
+      return found
+  read = len(set(_slices(source, shape).values())) * _shard_bytes(source, shape, before)
+  return transfer._replace(wire=read + sum(transfer.made().values()))
+
+
+def dtype_of(leaf: Any) -> Any:
+  """The dtype that a leaf has as an array of JAX."""
+  is_array = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+  return leaf.dtype if is_array else jnp.result_type(leaf)
+
+
+def _on_devices(transfer: ArrayTransfer, weak: bool, most: int) -> ArrayTransfer | None:
+  """The way without the host; None if there is none."""
+  source, target, shape = _named(transfer.source), transfer.target, transfer.shape
+  result = source
+  if not _has_shards_of(transfer.source, target, shape):
+    result = source and _mirrored(source, target)
+  elif transfer.before == transfer.after:
+    return transfer._replace(
+      way='copied', wire=_copied_bytes(transfer.source, target, shape, transfer.after)
+    )
+  if source is None or result is None:
+    return None
+  program = _program(shape, transfer.before, weak, source, result, transfer.after)
+  if program.temporary > most:
+    return None
+  wire = program.wire + _copied_bytes(result, target, shape, transfer.after)
+  return transfer._replace(way='program', program=program, wire=wire)
+
+
+def _named(sharding: Any) -> NamedSharding | None:
+  """The sharding over a mesh with Auto axes: types of axes mean nothing for arrays. None if JAX knows no mesh."""
+  if isinstance(sharding, NamedSharding):
+    return _on(sharding, sharding.mesh.devices)
+  if isinstance(sharding, SingleDeviceSharding):
+    [device] = sharding.device_set
+    return NamedSharding(Mesh(np.array([device], object), ('device',)), PartitionSpec())
+  return None
+
+
+def _mirrored(source: NamedSharding, target: NamedSharding) -> NamedSharding | None:
+  """The target's slices on the source's devices, in their order; None if their numbers differ."""
+  devices, wanted = np.asarray(source.mesh.devices), np.asarray(target.mesh.devices)
+  return _on(target, devices.reshape(wanted.shape)) if devices.size == wanted.size else None
+
+
+def _on(sharding: NamedSharding, devices: Any) -> NamedSharding:
+  """A sharding on devices in the shape of its mesh, with Auto axes."""
+  return NamedSharding(Mesh(devices, sharding.mesh.axis_names), sharding.spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(
+  shape: tuple[int, ...],
+  before: Any,
+  weak: bool,
+  source: NamedSharding,
+  result: NamedSharding,
+  after: Any,
+) -> TransferProgram:
+  """The compiled program of one kind of array."""
+
+  def changed(x):
+    return x if x.dtype == after else x.astype(after)
+
+  abstract = jax.ShapeDtypeStruct(shape, before, sharding=source, weak_type=weak)
+  with compat.mesh_scope(source.mesh):  # whatever mesh is in force
+    compiled = jax.jit(changed, out_shardings=result).lower(abstract).compile()
+  memory = compiled.memory_analysis()
+  temporary = memory.temp_size_in_bytes if memory else math.prod(shape) * after.itemsize
+  counts = count(compiled.as_text() or '', {'devices': result.num_devices})
+  sent = sum(one.wire for one in counts.collectives) * result.num_devices
+  return TransferProgram(compiled, result, temporary, int(sent))
+
+
+def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
+  """An array whose shards are those of the target, on other devices."""
+  shards = {shard.device: shard.data for shard in array.addressable_shards}
+  pairs = _copies(array.sharding, target, array.shape)
+  singles = [SingleDeviceSharding(device) for _, device in pairs]
+  moved = jax.device_put([shards[device] for device, _ in pairs], singles, may_alias=False)
+  return jax.make_array_from_single_device_arrays(array.shape, target, moved)
+
+
+def _copies(source: Any, target: Any, shape: tuple[int, ...]) -> list[tuple[Any, Any]]:
+  """For each device of the target, the device that its shard is copied from: itself, or each of the holders in turn."""
+  holders: dict[Index, list[Any]] = defaultdict(list)
+  for device, index in _slices(source, shape).items():
+    holders[index].append(device)
+  pairs = []
+  for number, (device, index) in enumerate(_slices(target, shape).items()):
+    found = holders[index]
+    pairs.append((device if device in found else found[number % len(found)], device))
+  return pairs
+
+
+def _copied_bytes(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> int:
+  """Bytes that copies of whole shards send to other devices."""
+  moved = sum(one != other for one, other in _copies(source, target, shape))
+  return moved * _shard_bytes(target, shape, dtype)
+
+
+def _through_host(array: Any, target: NamedSharding, dtype: Any) -> jax.Array:
+  """An array whose shards the host cuts. It holds one array at a time."""
+  pieces = _host_pieces(array)
+  shape = tuple(np.shape(array))
+
+  @functools.cache
+  def shard(index: Index) -> np.ndarray:
+    made = np.empty([stop - start for start, stop in index], dtype)
+    for at, piece in pieces.items():
+      common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(index, at, strict=True)]
+      if all(start < stop for start, stop in common):
+        made[_within(common, index)] = piece[_within(common, at)]
+    return made
+
+  return jax.make_array_from_callback(shape, target, lambda index: shard(_ranges(index, shape)))
+
+
+def _host_pieces(array: Any) -> dict[Index, np.ndarray]:
+  """The distinct slices of an array on the host.
+
+  An array of JAX keeps the copy that it was read into; arrays of the same shards that are made for the read do not last.
+  """
+  if not isinstance(array, jax.Array):
+    whole = np.asarray(array)
+    return {tuple((0, size) for size in whole.shape): whole}
+  distinct = {_ranges(shard.index, array.shape): shard for shard in array.addressable_shards}
+  once = {
+    index: jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
+    for index, shard in distinct.items()
+  }
+  for each in once.values():
+    each.copy_to_host_async()
+  return {index: np.asarray(each) for index, each in once.items()}
+
+
+def _within(common: Any, index: Index) -> tuple[slice, ...]:
+  return tuple(
+    slice(start - first, stop - first) for (start, stop), (first, _) in zip(common, index, strict=True)
+  )
+
+
+def _same_slices(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
+  return _slices(source, shape) == _slices(target, shape)
+
+
+def _has_shards_of(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
+  """Whether every shard of the target is one of the source."""
+  return set(_slices(target, shape).values()) <= set(_slices(source, shape).values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _slices(sharding: Any, shape: tuple[int, ...]) -> Mapping[Any, Index]:
+  """The slice of each device."""
+  return {device: _ranges(index, shape) for device, index in sharding.devices_indices_map(shape).items()}
+
+
+def _ranges(index: Any, shape: tuple[int, ...]) -> Index:
+  return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def _memory(sharding: Any) -> str:
+  return sharding.memory_kind or 'device'
+
+
+def _bytes_of(sharding: Any, shape: tuple[int, ...], dtype: Any) -> dict[Any, int]:
+  """Bytes on each device; an array in the host's memory takes none."""
+  if _memory(sharding) != 'device':
+    return {}
+  return dict.fromkeys(_slices(sharding, shape), _shard_bytes(sharding, shape, dtype))
+
+
+def _shard_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:
+  return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
