@@ -22,10 +22,10 @@ _HAS = ((BATCH, LEFT, CONTRACTED), (BATCH, RIGHT, CONTRACTED), (BATCH, LEFT, RIG
 
 
 class ProductDim(NamedTuple):
-  """A dimension of a product: its role, and its index in the left and right operands and the result."""
+  """A dimension of a product: its role, and its place in the left and right operands and the result."""
 
   role: int
-  index: tuple[int | None, int | None, int | None]
+  places: tuple[int | None, int | None, int | None]
 
 
 class ProductPlan(NamedTuple):
@@ -74,7 +74,8 @@ class _DeviceGroup(NamedTuple):
     return tuple(axis for role in roles for dim in self.of(array, role) for axis in spec[dim])
 
   def of(self, array: int, role: int) -> list[int]:
-    return [dim.index[array] for dim in self.dims if dim.role == role and dim.index[array] is not None]
+    places = (dim.places[array] for dim in self.dims if dim.role == role)
+    return [place for place in places if place is not None]
 
   def bytes(self, array: int, spec: Spec | None = None) -> float:
     value = self.arrays[array]
@@ -88,7 +89,7 @@ class _DeviceGroup(NamedTuple):
     """An array that is only sharded along one role, as another array is."""
     spec = list(replicated(len(self.specs[array])))
     for dim in self.dims:
-      here, there = dim.index[array], dim.index[other]
+      here, there = dim.places[array], dim.places[other]
       if dim.role == role and here is not None and there is not None:
         spec[here] = self.specs[other][there]
     return tuple(spec)
@@ -212,7 +213,7 @@ def _whole(group: _DeviceGroup, may_reshard: bool) -> ProductPlan | None:
   none = [replicated(len(spec)) for spec in specs]
   whole = lambda array, role: tiles(array, role) == count
   if whole(0, BATCH) and whole(1, BATCH) and matched(1, 0, BATCH) == specs[1]:
-    return ProductPlan(specs[:2], matched(2, 0, BATCH))
+    return ProductPlan((specs[0], specs[1]), matched(2, 0, BATCH))
   for one in (0, 1):
     if whole(one, BATCH) and whole(2, BATCH) and matched(2, one, BATCH) == specs[2]:
       return ProductPlan((matched(0, one, BATCH), matched(1, one, BATCH)), specs[2])
@@ -245,7 +246,7 @@ def _by_batch(group: _DeviceGroup, strict: bool) -> ProductPlan | None:
   count = group.tiles(2, BATCH)
   if count == 1 or count not in (group.tiles(0, BATCH), group.tiles(1, BATCH)):
     return None
-  dims = [dim.index for dim in group.dims if dim.role == BATCH]
+  dims = [dim.places for dim in group.dims if dim.role == BATCH]
   alike = all(
     shard_count(group.specs[0][a or 0], group.sizes) == shard_count(group.specs[1][b or 0], group.sizes)
     for a, b, _ in dims
@@ -299,8 +300,8 @@ def _by_kept(group: _DeviceGroup, strict: bool) -> ProductPlan | None:
     return None
   matching, dims = found
   other = 1 - matching
-  axes = tuple(axis for dim in dims for axis in group.specs[2][dim.index[2] or 0])
-  wanted = {dim.index[matching] or 0: group.specs[2][dim.index[2] or 0] for dim in dims}
+  axes = tuple(axis for dim in dims for axis in group.specs[2][dim.places[2] or 0])
+  wanted = {dim.places[matching] or 0: group.specs[2][dim.places[2] or 0] for dim in dims}
   specs = [*group.specs]
   specs[matching] = group.aligned(matching, wanted)
   if strict and specs[matching] != group.specs[matching]:
@@ -327,7 +328,7 @@ def _kept_match(group: _DeviceGroup) -> tuple[int, list[ProductDim]] | None:
 
 def _is_alike(group: _DeviceGroup, array: int, dim: ProductDim) -> bool:
   mine, result = (
-    shard_count(group.specs[each][dim.index[each] or 0], group.sizes) for each in (array, 2)
+    shard_count(group.specs[each][dim.places[each] or 0], group.sizes) for each in (array, 2)
   )
   return mine == result > 1
 
@@ -372,7 +373,7 @@ def _dims_over(spec: Spec, free: Axes, axes: Axes) -> list[int] | None:
 
 def _by_contracted(group: _DeviceGroup, strict: bool) -> ProductPlan | None:
   """Devices grouped by contracted dimensions: the result is a partial sum."""
-  dims = [dim.index for dim in group.dims if dim.role == CONTRACTED]
+  dims = [dim.places for dim in group.dims if dim.role == CONTRACTED]
   count = lambda array, index: shard_count(group.specs[array][index[array] or 0], group.sizes)
   if not group.tiles(0, CONTRACTED) == group.tiles(1, CONTRACTED) > 1:
     dims = [index for index in dims if count(0, index) == count(1, index) > 1]
@@ -418,7 +419,7 @@ def _coarser(group: _DeviceGroup, specs: Sequence[Spec], axes: Axes) -> Spec | N
   one = int(sharded[1])
   coarse = [*replicated(len(specs[2]))]
   for dim in group.dims:
-    here, there = dim.index[one], dim.index[2]
+    here, there = dim.places[one], dim.places[2]
     if here is not None and there is not None:
       coarse[there] = tuple(rest[one][here])
   fine = all(tuple(after[: len(before)]) == before for before, after in zip(coarse, group.specs[2]))

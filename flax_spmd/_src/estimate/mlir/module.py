@@ -31,7 +31,8 @@ from flax_spmd._src.estimate.mlir.shardings import (
 
 _PREPARE = (
   'builtin.module(symbol-dce,cse,sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,'
-  'sdy-add-data-flow-edges,sdy-apply-sharding-constraints)'
+  'sdy-add-data-flow-edges,sdy-apply-sharding-constraints,'
+  'func.func(sdy-populate-op-sharding-rules))'
 )
 _PROPAGATE = 'builtin.module(sdy-user-priority-propagate)'
 
@@ -41,7 +42,9 @@ class PreparedModule:
 
   Shardings of activations are propagated first, then those of parameters, by Shardy's priorities. XLA has no such
   order, but it visits operations in another order than these bindings. Where both kinds reach a value, such as a
-  residual that a scan keeps for its backward pass, XLA comes to the activation's sharding first.
+  residual that a scan keeps for its backward pass, XLA comes to the activation's sharding first. A constraint of a
+  weight that is larger than the activation that it is multiplied with counts as one of an activation: where both want
+  an axis, Shardy prefers the larger array.
 
   Args:
     code: MLIR bytecode of the lowered step.
