@@ -342,6 +342,8 @@ class _CostWalk:
 
   def _compute(self, op: Op, times: int) -> None:
     required = requirement(op, self._context(op))
+    if required.is_settled and self._are_resharded(op, required):
+      required = required._replace(halos=())
     for value, spec in zip(op.operands, required.operands):
       self._add_doubts(op, value, required, spec, times)
       self._bring(value, spec or self.specs[value], times, op.source)
@@ -359,6 +361,13 @@ class _CostWalk:
     self._doubt_memory(op)
     for value in op.results:
       self._add_result(value, required, times, op)
+
+  def _are_resharded(self, op: Op, required: Requirement) -> bool:
+    """Whether all operands of an operation were brought to the required shardings before."""
+    return all(
+      spec == self.specs[value] or (value, spec) in self.resharded
+      for value, spec in zip(op.operands, required.operands)
+    )
 
   def _add_doubts(
     self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int
@@ -620,11 +629,8 @@ class _CostWalk:
       self.hbm += times * op.bytes * (1 + growth)
     dtype = dtype or self._wire_value(value).dtype
     self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
-    if (
-      len(ops) > 1
-      and ops[-1].kind == 'collective-permute'
-      and not any('[' in axis for axis in ops[0].axes)
-    ):
+    kinds = [op.kind for op in ops]
+    if kinds == ['all-to-all', 'collective-permute'] and not any('[' in axis for axis in ops[0].axes):
       self.doubts.add(source, 'buffers of an exchange', Bound(memory=2 * ops[-1].bytes))
     if is_ambiguous(ops):
       bound = gathered(self._wire_value(value), self.specs[value], self.sizes, times)

@@ -57,6 +57,7 @@ class _DeviceGroup(NamedTuple):
     specs: their shardings over `axes`.
     axes: axes within the group.
     sizes: size per mesh axis.
+    is_outermost: whether this group has all devices.
   """
 
   dims: Sequence[ProductDim]
@@ -64,6 +65,7 @@ class _DeviceGroup(NamedTuple):
   specs: tuple[Spec, ...]
   axes: Axes
   sizes: Mapping[str, int]
+  is_outermost: bool = True
 
   def tiles(self, array: int, *roles: int) -> int:
     """The number of shards of an array along the dimensions of some roles; of all of them without roles."""
@@ -134,7 +136,7 @@ class _DeviceGroup(NamedTuple):
       arrays.append(value._replace(shape=shape))
     inside = tuple(tuple(tuple(a for a in axes if a not in grouped) for axes in spec) for spec in specs)
     left = tuple(axis for axis in self.axes if axis not in grouped)
-    return self._replace(arrays=tuple(arrays), specs=inside, axes=left)
+    return self._replace(arrays=tuple(arrays), specs=inside, axes=left, is_outermost=False)
 
 
 def partitioned(
@@ -171,8 +173,9 @@ def _solved(group: _DeviceGroup) -> ProductPlan:
   for strict in (True, False):
     if plan := _attempt(group, strict):
       return plan
-  kept = group.tiles(2) * group.tiles(0, BATCH, LEFT) * group.tiles(1, BATCH, RIGHT)
-  if kept > 1 or min(group.tiles(0), group.tiles(1)) > 1:
+  kept = group.tiles(0, BATCH, LEFT) * group.tiles(1, BATCH, RIGHT)
+  is_contested = kept > 1 or min(group.tiles(0), group.tiles(1)) > 1
+  if group.tiles(2) > 1 or (group.is_outermost and is_contested):
     raise _Unmodelled  # shards that the other arrays could be resharded for
   return ProductPlan((left, right), result)
 

@@ -46,9 +46,9 @@ def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
   factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
   cheapest = _cheapest(factors, context)
-  if not cheapest.doubt and all(
-    required == spec for required, spec in zip(cheapest.operands, context.specs)
-  ):
+  kept = zip(cheapest.operands, context.specs)
+  scattered = used_axes(context.result_spec).intersection(cheapest.partial_axes)
+  if not cheapest.doubt and not scattered and all(required == spec for required, spec in kept):
     return cheapest
   return _grouped(factors, context) or cheapest
 
