@@ -1,6 +1,6 @@
 """Accuracy and cost of the search: estimates against compilers and published step times, and the time of a search.
 
-The model is that of `layout_model.py` with 8 layers, for 64 H100s. Five questions:
+The model is that of `layout_model.py` with 8 layers, for 64 H100s. Six questions:
 
 - How far are estimated bytes on the wire and memory from compiled ones, and how good are the layouts that the
   estimates rank first? A new random sample of candidates is estimated and compiled. It is drawn as in a
@@ -10,6 +10,7 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Five questio
 - How long does a search over at least 1,000 candidates take, including compilation?
 - The same for the steps in `strangers/`, each written in another way, on four targets: wire, memory, FLOPs, the
   verdict on whether it fits, and the ranking, by model. `--layouts` is the number of layouts for each model and target.
+- How much memory do the activations of 16 functions take, in two dtypes? See `activations.py`.
 - How many published step times are in the brackets that are fitted to the others? See `published_steps.py`.
 
     python benchmarks/search.py                        # all; needs the wheels of `flax-spmd[cuda]`
@@ -17,6 +18,7 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Five questio
     python benchmarks/search.py --only search
     python benchmarks/search.py --only strangers --layouts 8 --seed 5   # minutes for each layout
     python benchmarks/search.py --only strangers --models t5,gqa --targets h100:8
+    python benchmarks/search.py --only activations     # minutes
     python benchmarks/search.py --only fits            # needs the wheels of `flax-spmd[tpu]`
     python benchmarks/search.py --only published       # seconds each; needs cuDNN, for its attention
 
@@ -37,6 +39,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import activations
 import layout_model
 import published_steps
 import strange_steps
@@ -198,7 +201,7 @@ def main() -> int:
   )
   options.add_argument(
     '--only',
-    choices=('sample', 'fits', 'strangers', 'search', 'published'),
+    choices=('activations', 'sample', 'fits', 'strangers', 'search', 'published'),
     help='run only this part',
   )
   options.add_argument(
@@ -211,7 +214,11 @@ def main() -> int:
   )
   arguments = options.parse_args()
   asked = arguments.targets.split(',')
-  available = {target for target in dict.fromkeys((TARGET, TPU, *asked)) if _is_available(target)}
+  available = {
+    target
+    for target in dict.fromkeys((TARGET, TPU, activations.TARGET, *asked))
+    if _is_available(target)
+  }
   with tempfile.TemporaryDirectory() as folder:
     os.environ.setdefault('FLAX_SPMD_CACHE', f'{folder}/sample')
     report = _all(arguments, available, folder)
@@ -249,6 +256,8 @@ def _all(arguments: argparse.Namespace, available: Collection[str], fresh: str) 
     tables += [strange_steps.by_model(samples), strange_steps.worst_layouts(samples)]
     tables.append(strange_steps.worst_operations(samples))
     details['strangers'] = strange_steps.details(samples, seed)
+  if arguments.only in (None, 'activations') and activations.TARGET in available:
+    collected += activations.figures()
   if arguments.only in (None, 'search') and TARGET in available:
     os.environ['FLAX_SPMD_CACHE'] = f'{fresh}/search'  # an empty cache
     figures, details['search'] = searched()

@@ -360,6 +360,24 @@ def test_placing_on_an_abstract_mesh():
   assert text_of(errors.MeshError, lay.init, lambda: jnp.ones(64)) == expected
 
 
+def test_a_function_in_the_block_of_another_number_of_devices():
+  eight, four = (
+    layout(mesh={'data': 8}),
+    layout(mesh=spmd.make_mesh({'data': 4}, devices=jax.devices()[:4])),
+  )
+  expected = dedent("""\
+    A function is traced on the layout's mesh, {'data': 8}, under a mesh of another number of devices, {'data': 4}: JAX does not change between them inside a program.
+    Fix: call the function outside of the block (`with layout:`, `jax.set_mesh`) or the program of that mesh.""")
+  x = jnp.ones(8)
+  for ask in (
+    lambda: eight.jit(jnp.sin)(x),
+    lambda: eight.init(lambda: {'w': x}),
+    lambda: four.jit(lambda x: eight.jit(jnp.sin)(x))(x),
+  ):
+    with four:
+      assert text_of(errors.MeshError, ask) == expected
+
+
 @pytest.mark.parametrize('kind', ['jit', 'pipeline_jit'])
 def test_a_step_that_is_already_jitted(kind):
   """Its own mesh and rules would hold: a comparison would be one of the same program with itself."""

@@ -276,7 +276,7 @@ def test_a_failed_trace_leaves_the_module(layout):
 
 
 COPIED = """\
-{by} copies its arguments, and there are NNX modules or variables among them (Model): changes of their variables would \
+{by} copies its arguments, and there are NNX modules or variables among them ({kinds}): changes of their variables would \
 be lost.
 Fix: pass nnx.state(module), and return the new state."""
 
@@ -284,15 +284,15 @@ Fix: pass nnx.state(module), and return the new state."""
 @pytest.mark.parametrize(
   'by, options',
   [
-    ('in_constraints', {'in_constraints': (P(), None)}),
-    ('axis_name', {'axis_name': 'batch', 'in_axes': (None, 0)}),
+    ('in_constraints', {'in_constraints': (P(), P(), None)}),
+    ('axis_name', {'axis_name': 'batch', 'in_axes': (None, None, 0)}),
   ],
 )
 def test_options_that_would_lose_updates_are_refused(layout, by, options):
   model = layout.init(create)
   with pytest.raises(LayoutError) as error:
-    layout.jit(lambda model, x: model(x).sum(), **options)(model, X)
-  assert str(error.value) == COPIED.format(by=by)
+    layout.jit(step, **options)(model, optimizer_of(model), X)
+  assert str(error.value) == COPIED.format(by=by, kinds='Model, Optimizer')
 
 
 def test_a_pipeline_of_modules_is_refused(layout):
@@ -300,7 +300,7 @@ def test_a_pipeline_of_modules_is_refused(layout):
   staged = spmd.Layout({'stage': 2, 'data': 4})
   with pytest.raises(LayoutError) as error:
     staged.pipeline_jit(lambda model, x: model(x))(model, X)
-  assert str(error.value) == COPIED.format(by='pipeline_jit')
+  assert str(error.value) == COPIED.format(by='pipeline_jit', kinds='Model')
 
 
 def test_changes_of_a_module_that_is_no_argument_are_refused_by_flax(layout):
@@ -328,7 +328,18 @@ def test_an_array_in_the_place_of_a_number_is_told(layout):
 def test_a_module_under_two_layouts_is_reported_and_moves(layout):
   model = layout.init(create)
   other = spmd.Layout({'data': 4, 'model': 2}, (*RULES, ('embed', 'data')))
-  assert other.check(model).of('not as planned')
+  moved = [
+    f"{path}: planned P({after}), stored as P({before}) on {{'data': 2, 'model': 4}}"
+    for path, after, before in (
+      ('down/kernel', "'model', 'data'", "'model', None"),
+      ('up/kernel', "'data', 'model'", "None, 'model'"),
+      ('up_again', "'data', 'model'", "None, 'model'"),
+    )
+  ]
+  assert str(other.check(model)) == (
+    f'3 arrays not on the planned mesh ({"; ".join(moved)}). '
+    'Fix: move them with layout.shard(tree), or plan an abstract tree with this layout.'
+  )
   value = layout.jit(lambda model, x: model(x).sum())(nnx.clone(model), X)
   np.testing.assert_allclose(other.jit(lambda model, x: model(x).sum())(model, X), value, rtol=1e-4)
   other.jit(step)(model, other.init(optimizer_of, model), X)

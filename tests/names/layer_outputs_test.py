@@ -74,13 +74,19 @@ def einsum(x, constrain):
   return constrain(y, *leading(x.ndim - 1), 'out', None).reshape(x.shape)
 
 
+def over_places(x, constrain, cls, **options):
+  """A convolution; the places of `x` are the dimensions between the batch and the features."""
+  places = x if x.ndim > 2 else x[:, None]
+  y = cls(16, (1,) * (places.ndim - 2), **options)(places)
+  return constrain(y, 'batch', *[OPEN] * (places.ndim - 2), 'out').reshape(x.shape)
+
+
 def convolution(x, constrain):
-  return constrain(nn.Conv(16, (1,) * max(x.ndim - 2, 1))(x), 'batch', *[OPEN] * (x.ndim - 2), 'out')
+  return over_places(x, constrain, nn.Conv)
 
 
 def transposed(x, constrain):
-  layer = nn.ConvTranspose(16, (1,) * max(x.ndim - 2, 1), transpose_kernel=True)
-  return constrain(layer(x), 'batch', *[OPEN] * (x.ndim - 2), 'out')
+  return over_places(x, constrain, nn.ConvTranspose, transpose_kernel=True)
 
 
 def embedded(x, constrain):
@@ -361,6 +367,48 @@ def test_a_step_whose_trace_is_in_the_cache_of_jax():
   step = spmd.names_for(jax.jit(model.apply), {'^other/kernel$': ('in', 'mlp')})
   params = model.init(KEY, x)
   np.testing.assert_array_equal(step(params, x), step(params, x))
+
+
+class Twins(nn.Module):
+  """Equal modules, whose paths and parents differ."""
+
+  around: object = nn.jit
+
+  @nn.compact
+  def __call__(self, x):
+    for name in ('a', 'b'):
+      x = self.around(Pair)(name=name)(x)
+    return Parent(self.around, name='parent')(x)
+
+
+class Parent(nn.Module):
+  around: object
+
+  @nn.compact
+  def __call__(self, x):
+    return self.around(Pair)(name='a')(x)
+
+
+class Pair(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(16)(x)
+
+
+def test_equal_modules_under_nn_jit_have_the_names_of_their_own_paths():
+  """They share a trace in Flax; the oracle is the model without `nn.jit`."""
+  table = {
+    '/a/Dense_0/kernel$': ('in', 'out'),
+    '/b/Dense_0/kernel$': ('in', None),
+    Parent: {'a/Dense_0/kernel': (None, 'length')},
+  }
+  x, plain = jnp.ones((8, 16)), Twins(lambda cls: cls)
+  params = jax.eval_shape(plain.init, KEY, x)
+  for entries in (table, table | {'/a/Dense_0/kernel$': ('out', 'in')}):
+    expected = constraints(OUT, spmd.names_for(plain.apply, entries), params, x)
+    for _ in range(2):
+      assert constraints(OUT, spmd.names_for(Twins().apply, entries), params, x) == expected
+  assert not constraints(OUT, Twins().apply, params, x)
 
 
 class Biased(nnx.Module):

@@ -133,26 +133,38 @@ def test_rules_of_a_variable_come_before_those_of_the_layout(layout):
   assert theirs['w'].get_value() == P('data', 'model')
 
 
+class Misspelled(nnx.Module):
+  def __init__(self):
+    names = {
+      'kernel_metadata': {'out_sharding': ('embedd', 'mlp')},
+      'bias_metadata': {'out_sharding': ('mpl',)},
+    }
+    self.up = nnx.Linear(8, 16, rngs=nnx.Rngs(0), **names)
+
+
 def test_a_name_without_a_rule_follows_the_policies_of_the_table(layout):
-  state = {'w': nnx.Param(jnp.ones((8, 16)), out_sharding=('embedd', 'mlp'))}
-  assert layout.spec(state) == {'w': P(None, 'model')}
-  assert str(layout.check(state).suspicious) == (
-    "name 'embedd' has no rule and is replicated (1 array: w). Did you mean 'embed'?"
+  assert str(layout.check(layout.abstract(Misspelled)).of('unmatched')) == (
+    "name 'mpl' has no rule and is replicated (1 array: up/bias). Did you mean 'mlp'?\n"
+    "name 'embedd' has no rule and is replicated (1 array: up/kernel). Did you mean 'embed'?"
   )
   with pytest.raises(UnmatchedNameError) as error:
-    layout.replace(unmatched='error').spec(state)
+    layout.replace(unmatched='error').init(Misspelled)
   assert str(error.value) == textwrap.dedent("""\
-    w, dim 0 'embedd': no rule for this logical name (names ('embedd', 'mlp')). Did you mean 'embed'?
+    up/bias, dim 0 'mpl': no rule for this logical name (names ('mpl',)). Did you mean 'mlp'?
+    up/kernel, dim 0 'embedd': no rule for this logical name (names ('embedd', 'mlp')). Did you mean 'embed'?
+    Fix: correct the name, or add a rule for it; ('mpl', None) replicates it.
     Fix: correct the name, or add a rule for it; ('embedd', None) replicates it.""")
 
 
 def test_more_names_than_dimensions_are_an_error_before_anything_runs(layout):
   def create():
-    return nnx.State({'w': nnx.Param(jnp.ones(16), out_sharding=('embed', 'mlp'))})
+    names = {'w': nnx.Param(jnp.ones(16), out_sharding=('embed', 'mlp'))}
+    return nnx.State({**names, 'scale': nnx.Param(jnp.ones(()), out_sharding=('mlp',))})
 
   with pytest.raises(LayoutError) as error:
     layout.init(create)
   assert str(error.value) == textwrap.dedent("""\
+    scale: 1 name ('mlp',) for an array of rank 0, shape ().
     w: 2 names ('embed', 'mlp') for an array of rank 1, shape (16,).
     Fix: give at most one name per dimension.""")
 

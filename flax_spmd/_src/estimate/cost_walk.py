@@ -84,6 +84,7 @@ class AnalyzedGraph:
 
   Args:
     graph: the program.
+    platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
 
   Attributes:
     graph: the program.
@@ -100,11 +101,11 @@ class AnalyzedGraph:
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
   """
 
-  def __init__(self, graph: Graph):
+  def __init__(self, graph: Graph, platform: str = 'cuda'):
     self.graph = graph
     self.rematerialisable = rematerialisable_values(graph)
     self.argument_derived = argument_derived_values(graph)
-    self.liveness = liveness(graph.main, self.rematerialisable)
+    self.liveness = liveness(graph, platform)
     self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
     self.uses: dict[int, int] = {}

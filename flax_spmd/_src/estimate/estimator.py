@@ -216,7 +216,7 @@ class _AnalyzedStep:
     self.used, self.is_automatic = lowering.used, is_automatic
     self.module = mlir.prepare(lowering.code, parameter_names)
     mark_traits(self.module.graph, platform)
-    self.analyzed = AnalyzedGraph(self.module.graph)
+    self.analyzed = AnalyzedGraph(self.module.graph, platform)
     self.replaced_arguments = list(_replaced_arguments(lowering))
 
   def walk(self, layout: Layout, shardings: Sequence[NamedSharding], platform: str) -> WalkResult:

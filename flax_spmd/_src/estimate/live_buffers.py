@@ -4,7 +4,7 @@ A compiler fuses elementwise operations into their users, and a fused value is n
 the results of products, reductions, lookups and loops, the operands of products, and activations. A stored value is live until
 the last operation that reads it, directly or through fused values.
 
-All of this follows from the program, whatever its layout, so it is computed once.
+All of this follows from the program, whatever its layout, so it is computed once. `kept_results` has the exceptions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import Block, Graph, Op
+from flax_spmd._src.estimate.kept_results import fused_operands, kept_values
 
 # Operations that store their results.
 WRITES = frozenset(
@@ -48,9 +49,7 @@ _READS = frozenset(
     'triangular_solve',
   ]
 )
-# Elementwise operations whose results are stored if several operations use them, as an activation and its gradient do:
-# XLA for GPUs does not compute them twice. The same holds of `erfc`, in the exact GELU, but that is expanded before.
-_EXPENSIVE = ('tanh',)
+_PRODUCTS = ('dot_general', 'convolution')
 _IN_PLACE = ('dynamic_update_slice',)
 BARRIER = 'optimization_barrier'  # its results are its operands, one by one
 # Operations that only rearrange, convert or slice their first operand.
@@ -88,21 +87,23 @@ class BlockLiveness(NamedTuple):
   inner: tuple[tuple[BlockLiveness, ...], ...]
 
 
-def rematerialisable_values(graph: Graph) -> frozenset[int]:
-  """The values of which every device can compute any shard by itself."""
+def rematerialisable_values(graph: Graph, kept: frozenset[int] = frozenset()) -> frozenset[int]:
+  """The values of which every device can compute any shard by itself; not `kept` ones, and what follows from these."""
   result: set[int] = set()
-  _add_rematerialisable(graph.main, graph, result)
+  _add_rematerialisable(graph.main, graph, kept, result)
   return frozenset(result)
 
 
-def _add_rematerialisable(block: Block, graph: Graph, result: set[int]) -> None:
+def _add_rematerialisable(block: Block, graph: Graph, kept: frozenset[int], result: set[int]) -> None:
   for op in block.ops:
+    if kept.issuperset(op.results) and op.results:
+      continue
     scalar = op.kind == 'broadcast_in_dim' and not graph.values[op.operands[0]].shape
     fused = op.kind not in WRITES and not op.blocks and op.operands
     if op.kind in _REMATERIALISABLE or scalar or (fused and result.issuperset(op.operands)):
       result.update(op.results)
     for inner in op.blocks:
-      _add_rematerialisable(inner, graph, result)
+      _add_rematerialisable(inner, graph, kept, result)
 
 
 def argument_derived_values(graph: Graph) -> frozenset[int]:
@@ -128,21 +129,62 @@ def _add_argument_derived(block: Block, result: set[int]) -> None:
         result.update(loop_result for loop_result, value in pairs if value in result)
 
 
-def liveness(block: Block, rematerialisable: frozenset[int]) -> BlockLiveness:
-  """The liveness of a block and of the blocks in it."""
+class _Exceptions(NamedTuple):
+  """Values that are stored, or not, whatever operation computes them.
+
+  Attributes:
+    rematerialisable: values that every device computes by itself.
+    kept: elementwise results that are stored.
+    fused: operands of products that are not stored.
+  """
+
+  rematerialisable: frozenset[int]
+  kept: frozenset[int]
+  fused: frozenset[int]
+
+
+def liveness(graph: Graph, platform: str) -> BlockLiveness:
+  """The liveness of the main block of a program, and of the blocks in it.
+
+  Args:
+    graph: the program.
+    platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
+  """
+  kept = kept_values(graph)
+  exceptions = _Exceptions(rematerialisable_values(graph, kept), kept, fused_operands(graph, platform))
+  return _liveness(graph.main, exceptions)
+
+
+def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
   users = _users(block.ops)
-  written = tuple(tuple(_written(op, users, rematerialisable)) for op in block.ops)
-  scan = _ReadScan(rematerialisable, {value for values in written for value in values})
+  written = tuple(tuple(_written(op, users, exceptions)) for op in block.ops)
+  scan = _ReadScan(exceptions.rematerialisable, {value for values in written for value in values})
   reads = tuple(map(scan.visit, block.ops, written))
   returned = scan.copied_out(block.returned)
   ending: list[list[int]] = [[] for _ in block.ops]
+  later = _later_products(block.ops)
   for value, index in scan.last_reads.items():
     if value in scan.stored and index < len(block.ops):
-      ending[index].append(value)
+      ending[later.get(index, index)].append(value)
   for index, op in enumerate(block.ops):  # results of a loop that are never read
     ending[index] += [value for value in op.results if op.blocks and value not in scan.last_reads]
-  inner = tuple(tuple(liveness(one, rematerialisable) for one in op.blocks) for op in block.ops)
+  inner = tuple(tuple(_liveness(one, exceptions) for one in op.blocks) for op in block.ops)
   return BlockLiveness(written, reads, tuple(map(tuple, ending)), returned, inner)
+
+
+def _later_products(ops: Sequence[Op]) -> dict[int, int]:
+  """By the index of a product, that of the next one with a common operand.
+
+  In a backward pass, these are the gradients of a weight and of an activation. JAX computes the weight's first; XLA
+  has the activation's first, since more depends on it, so what the weight's reads is still in memory.
+  """
+  result: dict[int, int] = {}
+  last: dict[int, int] = {}  # by operand
+  for index, op in enumerate(ops):
+    if op.kind in _PRODUCTS:
+      result |= {last[value]: index for value in op.operands if value in last}
+      last |= dict.fromkeys(op.operands, index)
+  return result
 
 
 class _Sources(dict[int, frozenset[int]]):
@@ -219,14 +261,16 @@ def _captured(op: Op) -> tuple[int, ...]:
   return tuple(result)
 
 
-def _written(op: Op, users: Mapping[int, list[Op]], rematerialisable: frozenset[int]) -> Iterator[int]:
+def _written(op: Op, users: Mapping[int, list[Op]], exceptions: _Exceptions) -> Iterator[int]:
   """The results of an operation that occupy new memory."""
   for value in op.results:
-    if value in rematerialisable or op.blocks or op.kind in _IN_PLACE:
+    if value in exceptions.rematerialisable or op.blocks or op.kind in _IN_PLACE:
       continue
     readers = [user for user in users.get(value, ()) if user.kind in _READS or user.blocks]
+    if value in exceptions.fused and all(user.kind == 'dot_general' for user in readers):
+      continue
     if op.kind == 'transpose' and all(user.blocks for user in readers):
       continue  # a loop takes its operand in any order of the dimensions
-    is_kept = op.kind in _EXPENSIVE and len(users.get(value, ())) > 1
-    if op.kind in WRITES or is_kept or any(value in user.operands for user in readers):
+    is_read = any(value in user.operands for user in readers)
+    if op.kind in WRITES or value in exceptions.kept or is_read:
       yield value

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, shards
 from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.operand_dimensions import CALLS
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
 _CONSTRAINED = frozenset(
@@ -40,21 +41,7 @@ _CONSTRAINED = frozenset(
     'select_and_scatter_add',
   )
 )  # others follow their operands
-_CALLS = frozenset(
-  (
-    'jit',
-    'pjit',
-    'closed_call',
-    'core_call',
-    'checkpoint',
-    'remat2',
-    'scan',
-    'while',
-    'cond',
-    'custom_jvp_call',
-    'custom_vjp_call',
-  )
-)  # the programs of others, such as kernels, are not XLA's
+_CALLS = CALLS | {'scan', 'while', 'cond'}  # the programs of others, such as kernels, are not XLA's
 
 
 class _Unlike(Exception):

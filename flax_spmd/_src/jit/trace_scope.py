@@ -9,8 +9,9 @@ from typing import cast
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, scope
 from flax_spmd._src.jit.foreign_meshes import LAYOUTS_MESH, explained_mesh_errors
-from flax_spmd._src.mesh import MeshLike
+from flax_spmd._src.mesh import MeshLike, current_mesh, describe
 from flax_spmd._src.unbound_axes import explained_axis_names
+from flax_spmd.errors import MeshError
 
 
 @contextlib.contextmanager
@@ -22,10 +23,11 @@ def trace_scope(in_force: InForce, owner: str = LAYOUTS_MESH) -> Iterator[None]:
     owner: the name of the mesh, for error texts.
 
   Raises:
-    MeshError: as for `explained_mesh_errors`.
+    MeshError: another number of devices is in force around it; or as for `explained_mesh_errors`.
     AxisNameError, LayoutError: as for `explained_axis_names`.
   """
   mesh = cast(MeshLike, in_force.mesh)
+  _check_devices(mesh, owner)
   with (
     scope(in_force),
     compat.mesh_scope(mesh),
@@ -34,3 +36,14 @@ def trace_scope(in_force: InForce, owner: str = LAYOUTS_MESH) -> Iterator[None]:
     explained_axis_names(),
   ):
     yield
+
+
+def _check_devices(mesh: MeshLike, owner: str) -> None:
+  """Checks that the mesh around a trace has as many devices as its own, as JAX requires."""
+  around = current_mesh()
+  if around is not None and around.size != mesh.size:
+    raise MeshError(
+      f'A function is traced on {owner}, {describe(mesh)}, under a mesh of another number of devices, '
+      f'{describe(around)}: JAX does not change between them inside a program.\n'
+      'Fix: call the function outside of the block (`with layout:`, `jax.set_mesh`) or the program of that mesh.'
+    )

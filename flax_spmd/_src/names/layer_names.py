@@ -15,7 +15,7 @@ import jax
 
 from flax_spmd._src import compat, flax_layers
 from flax_spmd._src.names.box_trees import is_unit
-from flax_spmd._src.names.layer_outputs import nnx_outputs_constrained
+from flax_spmd._src.names.layer_outputs import outputs_constrained
 from flax_spmd._src.names.layer_table import LayerTable
 from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
 from flax_spmd._src.names.nnx_layers import name_optimizer_state, name_variables
@@ -73,7 +73,7 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
   def named(*args: P.args, **kwargs: P.kwargs) -> Result:
     layers = LinenLayers(linen)
     key = _trace_key((*_trace_key.value, table))
-    with key, nn.intercept_methods(layers), nnx_outputs_constrained(layers.outputs):
+    with key, nn.intercept_methods(layers), outputs_constrained(layers.outputs):
       result = create(*args, **kwargs)
     return _named(result, linen, layers)
 

@@ -4,18 +4,17 @@
     y = outputs.of_nnx(layer, '__call__', (x,), y)   # ('batch', 'length', 'mlp') for a kernel ('embed', 'mlp')
 
 The last dimensions of a result are those of the layer's array, and have its names. The first dimension is the batch if
-it has the size of the model's batch; a single one between them is the length. Others stay open. A result whose batch is
-unknown stays as it is: one in a `vmap` over examples, or an embedding of positions.
+it comes from that of the model's arguments; a single one between them is the length. Others stay open. A result without
+the batch stays as it is: one in a `vmap` over examples, or an embedding of positions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -27,14 +26,15 @@ from flax_spmd._src.active_layout import in_force
 from flax_spmd._src.constraints import mesh_for_constraints, with_logical_constraint
 from flax_spmd._src.flax_layers import Output, linen_outputs, nnx_names, nnx_outputs
 from flax_spmd._src.mesh import axis_sizes, axis_types
+from flax_spmd._src.names.batch_lineage import BatchLineage
 from flax_spmd._src.names.box_trees import static_of
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.layer_table import Layer, LayerTable, fitted
 from flax_spmd._src.names.nnx_variables import static_of_variable
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
-# part of the key of JAX's caches: the batch of the model of Linen that is running
-_trace_key = jax.make_user_context(None)
+# part of the key of JAX's caches: whether a model of Linen is mapped over examples
+_trace_key = jax.make_user_context(False)
 _active: ContextVar[LayerOutputs | None] = ContextVar('flax_spmd_layer_outputs', default=None)
 
 
@@ -45,124 +45,108 @@ class LayerOutputs:
     tables: the user's table and that of Flax's layers, for Linen.
 
   Attributes:
+    running: the modules of Linen whose methods are running, the outermost first.
     has_run: whether a model, or a layer of NNX, has run.
   """
 
   def __init__(self, tables: Sequence[LayerTable]):
-    self._tables = tables
-    self._batch: int | None = None  # that of the model of Linen that is running
-    self._starts: weakref.WeakKeyDictionary[Any, _Start] = (
-      weakref.WeakKeyDictionary()
-    )  # of NNX, by trace
+    self._tables, self._lineage = tables, BatchLineage()
+    self.running: list[nn.Module] = []
     self.has_run = False
 
   @contextlib.contextmanager
   def in_model(self, args: Any) -> Iterator[None]:
-    """The block in which an outermost module runs; the batch has the size of its first array."""
-    first = _first_array(args)
+    """The block in which an outermost module of Linen runs; its arguments have the batch in dimension 0."""
+    arrays = _arrays(args)
+    is_mapped = any(map(compat.is_mapped, arrays))
     self.has_run = True
-    before, self._batch = (
-      self._batch,
-      None if first is None or compat.is_mapped(first) else first.shape[0],
-    )
-    try:
-      with _trace_key(self._batch):
-        yield
-    finally:
-      self._batch = before
+    for each in () if is_mapped else arrays:
+      if each is arrays[0] or _is_batch_beside(each, arrays[0]):
+        self._lineage.start(each)
+    with _trace_key(is_mapped):
+      yield
 
-  def of_linen(self, around: Sequence[nn.Module], method: str, result: Any) -> Any:
-    """The result of a method of the last of some modules, constrained if it is a layer's.
+  def begin(self, args: Any, again: bool = False) -> None:
+    """Takes the first array of some arguments for a batch, where no model has begun, such as in the body of a loop.
 
     Args:
-      around: the modules whose methods are running, the outermost first.
-      method: name of the method.
-      result: its result.
+      args: arguments of a method of Linen, or of a layer.
+      again: whether another batch may begin. Models begin with a lookup; positions that they count are no batch.
     """
-    module = around[-1]
+    for first in _arrays(args)[:1]:
+      if self._lineage.may_start(first, again):
+        self._lineage.start(first)
+
+  def of_linen(self, method: str, args: Any, result: Any) -> Any:
+    """The result of a method of the innermost module, constrained if it is a layer's."""
+    module = self.running[-1]
     output = _output_of(type(module), method, linen_outputs)
     if output is None or compat.is_lifted_type(type(module)) or module.scope is None:
       return result
     static, array = static_of(module.scope.get_variable('params', output.array))
-    if array is None:
+    if array is None or not self._has_batch(output, method, args, result):
       return result
     static = (
-      static or _names_of_author(module, output.array, array) or self._names(around, output.array, array)
+      static or _names_of_author(module, output.array, array) or self._names(module, output.array, array)
     )
-    return self._constrained(result, output, module, array, static, self._batch)
+    return _constrained(result, output, module, array, static)
 
   def of_nnx(self, layer: Any, method: str, args: Any, result: Any) -> Any:
     """The result of a method of a layer of NNX, constrained."""
     self.has_run = True
     output = _output_of(type(layer), method, nnx_outputs)
-    first = _first_array(args)
     variable = output and getattr(layer, output.array, None)
-    if output is None or first is None or compat.is_mapped(first) or variable is None:
+    if output is None or variable is None or not self._has_batch(output, method, args, result):
       return result
     static, array = static_of_variable(variable)
-    batch = self._batch_of_nnx(
-      first, array.shape, is_embed=(output.array, method) == ('embedding', '__call__')
-    )
     if static is None:
       found = (table.find_type(layer, output.array) for table in (self._tables[0], _flax_table()))
       static = _static(next((names for _, names in filter(None, found)), None))
     elif isinstance(static.names, tuple) and len(static.names) > array.ndim:  # in the body of nnx.scan
       stacks = {name for _, name in self._tables[0].stacks}
       static = _static(tuple(name for name in static.names if name not in stacks)[-array.ndim :])
-    return self._constrained(result, output, layer, array, static, batch)
+    return _constrained(result, output, layer, array, static)
 
-  def _batch_of_nnx(self, first: Any, shape: tuple[int, ...], is_embed: bool) -> int | None:
-    """The size of the batch in the trace in progress: that of the first layer's argument.
+  def _has_batch(self, output: Output, method: str, args: Any, result: Any) -> bool:
+    """Whether dimension 0 of a layer's result is the batch."""
+    if compat.is_mapped(result) or not isinstance(result, Tracer):
+      return False
+    self.begin(args, again=(output.array, method) == ('embedding', '__call__'))
+    return self._lineage.has_batch(result)
 
-    The first layer of a model that runs again is recognized by the shape of its embedding. An embedding of positions may
-    have a batch of one.
-    """
-    trace = compat.trace_context.trace
-    start = self._starts.get(trace)
-    is_again = is_embed and start is not None and (start.batch == 1 or start.shape == shape)
-    if first.ndim > 1 and (start is None or is_again):
-      start = self._starts[trace] = _Start(first.shape[0], shape)
-    return None if start is None else start.batch
-
-  def _names(self, around: Sequence[nn.Module], name: str, array: Any) -> Static | None:
-    """The names of a parameter of the last module, by the tables."""
-    path = around[-1].path
-    outer = {each.path: each for each in around if path[: len(each.path)] == each.path}
+  def _names(self, module: nn.Module, name: str, array: Any) -> Static | None:
+    """The names of a parameter of a module, by the tables."""
+    path = module.path
+    outer = {each.path: each for each in self.running if path[: len(each.path)] == each.path}
     layers = [
       Layer.of(outer[each], '/'.join((*path[len(each) :], name)), self._tables)
       for each in sorted(outer, key=len)
     ]
     return _static(fitted(self._tables, '/'.join(('params', *path, name)), layers, array.ndim)[0])
 
-  def _constrained(
-    self, result: Any, output: Output, layer: Any, array: Any, static: Static | None, batch: int | None
-  ) -> Any:
-    """A result with its constraint, if its names and its batch are known, and the rules have one for the batch."""
-    positions = output.dimensions(layer, array.ndim)
-    if static is None or positions is None or not isinstance(result, Tracer) or compat.is_mapped(result):
-      return result
-    first = result.ndim - len(positions)
-    is_result = first > 0 and result.shape[first:] == tuple(array.shape[each] for each in positions)
-    names = static.names
-    if not is_result or result.shape[0] != batch or not static.logical or static.rules is not None:
-      return result
-    if not isinstance(names, tuple) or len(names) != array.ndim:
-      return result
-    last = tuple(names[each] for each in positions)
-    between = ('length',) if first == 2 and output.is_sequence else (UNCONSTRAINED,) * (first - 1)
-    return _with_constraint(result, ('batch', *between, *last), static.or_axes)
+
+def _arrays(args: Any) -> list[Any]:
+  """The arrays with dimensions in some arguments."""
+  return [leaf for leaf in jax.tree.leaves(args) if getattr(leaf, 'ndim', 0)]
 
 
-class _Start(NamedTuple):
-  """The first layer of a model of NNX: the size of its batch, and the shape of its array."""
-
-  batch: int
-  shape: tuple[int, ...]
+def _is_batch_beside(array: Any, first: Any) -> bool:
+  """Whether an argument of a model has the batch of the first one; lists, such as one of positions, have not."""
+  return array.ndim > 1 and array.shape[0] == first.shape[0]
 
 
-def _first_array(args: Any) -> Any:
-  """The first array with dimensions in some arguments; None without one."""
-  return next((leaf for leaf in jax.tree.leaves(args) if getattr(leaf, 'ndim', 0)), None)
+def _constrained(result: Any, output: Output, layer: Any, array: Any, static: Static | None) -> Any:
+  """A result that begins with the batch, with its constraint, if its names are known and the rules have one for it."""
+  positions = output.dimensions(layer, array.ndim)
+  if static is None or positions is None or not static.logical or static.rules is not None:
+    return result
+  names, first = static.names, result.ndim - len(positions)
+  is_result = first > 0 and result.shape[first:] == tuple(array.shape[each] for each in positions)
+  if not is_result or not isinstance(names, tuple) or len(names) != array.ndim:
+    return result
+  last = tuple(names[each] for each in positions)
+  between = ('length',) if first == 2 and output.is_sequence else (UNCONSTRAINED,) * (first - 1)
+  return _with_constraint(result, ('batch', *between, *last), static.or_axes)
 
 
 def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
@@ -180,7 +164,9 @@ def _with_constraint(result: Any, names: tuple[Any, ...], or_axes: bool) -> Any:
   ):
     return result
   dropped = unmatched if rules.policies.unmatched == 'error' else {'length'}.intersection(unmatched)
-  if rules.policies.conflict == 'error':  # the names are for arrays, where the batch is in no conflict
+  # the other names are for arrays, which have no batch: it has its axes, whatever the order of the rules
+  rules = tuple(pair for pair in rules.pairs if pair[0] == 'batch') + rules
+  if rules.policies.conflict == 'error':
     rules = rules.replace(conflict='skip')
   return with_logical_constraint(
     result, tuple(None if name in dropped else name for name in names), rules
@@ -223,16 +209,25 @@ def _called(method: str, original: Callable[..., Any], layer: Any, *args: Any, *
   return result if outputs is None else outputs.of_nnx(layer, method, (args, kwargs), result)
 
 
+def _fingerprint(original: Callable[..., Any], module: nn.Module) -> Any:
+  """The fingerprint of a module under `nn.jit`, with its place in the model, where results have names by their place."""
+  outputs = _active.get()
+  return original(module), outputs and (*map(type, outputs.running), *module.path)
+
+
+_linen_detour = compat.module_fingerprint_detour(_fingerprint)
+
+
 @contextlib.contextmanager
-def nnx_outputs_constrained(outputs: LayerOutputs) -> Iterator[None]:
-  """A block in which the results of layers of NNX are constrained, in this task."""
-  if not compat.has_nnx():
-    yield
-    return
+def outputs_constrained(outputs: LayerOutputs) -> Iterator[None]:
+  """A block in which the results of layers are constrained, in this task."""
+  detours = [_linen_detour, *([_nnx_detours()] if compat.has_nnx() else [])]
   token = _active.set(outputs)
-  _nnx_detours().begin()
+  for each in detours:
+    each.begin()
   try:
     yield
   finally:
-    _nnx_detours().end()
+    for each in detours:
+      each.end()
     _active.reset(token)

@@ -153,7 +153,6 @@ class LinenLayers:
 
   def __init__(self, tables: Sequence[LayerTable]):
     self._tables, self.outputs = tables, LayerOutputs(tables)
-    self._running: list[nn.Module] = []
     self._given: frozenset[str] = frozenset()  # the collections that `apply` gets
     self._reading_paths = 0  # number of running methods that read the paths of variables
     self.origins: list[NameOrigin] = []
@@ -165,22 +164,23 @@ class LinenLayers:
     """Runs a method; then boxes the variables below its module, or constrains its result."""
     module = context.module
     is_init = module.scope is not None and module.is_initializing()
-    is_outermost = not self._running
+    is_outermost = not self.outputs.running
     if is_outermost:
       self._given = frozenset() if is_init else frozenset(module.variables if module.scope else ())
       self.has_initialized |= is_init
-    self._running.append(module)
+    self.outputs.running.append(module)
     try:
-      starts = is_outermost and not is_init
-      with self.outputs.in_model((args, kwargs)) if starts else contextlib.nullcontext():
+      if is_init:
+        return self._ran(method, args, kwargs, module)
+      if not is_outermost:
+        self.outputs.begin((args, kwargs))
+      with self.outputs.in_model((args, kwargs)) if is_outermost else contextlib.nullcontext():
         result = self._ran(method, args, kwargs, module)
-        if is_init:
-          return result
         if is_outermost:
           _put_below(module, self._finished)
-        return self.outputs.of_linen(self._running, context.method_name, result)
+        return self.outputs.of_linen(context.method_name, (args, kwargs), result)
     finally:
-      self._running.pop()
+      self.outputs.running.pop()
 
   def _ran(self, method: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module) -> Any:
     """The result of a method, with boxes around the variables that it has created."""
@@ -222,7 +222,7 @@ class LinenLayers:
 
     Their boxes would change what a loop carries. The outer method boxes them at its end.
     """
-    alike = (each for each in self._running[:-1] if each.path == module.path)
+    alike = (each for each in self.outputs.running[:-1] if each.path == module.path)
     outer = next((each for each in alike if each.scope is not module.scope), None)
     return () if outer is None or outer.scope is None else outer.variables.get(collection, {})
 

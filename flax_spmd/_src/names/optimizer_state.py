@@ -192,12 +192,14 @@ def are_optimizer_state(tree: Any, is_unit: Callable[[Any], bool]) -> list[bool]
     tree: any tree.
     is_unit: whether a node is a box.
   """
-  nodes = jax.tree.leaves(tree, is_leaf=lambda node: is_unit(node) or _is_optax_state(node))
-  counts = (
-    (True, len(jax.tree.leaves(node, is_leaf=is_unit))) if _is_optax_state(node) else (False, 1)
-    for node in nodes
-  )
-  return [inside for inside, count in counts for _ in range(count)]
+  nodes = jax.tree.leaves(tree, is_leaf=lambda node: _is_optax_type(type(node)) or is_unit(node))
+  states = [_is_optax_type(type(node)) for node in nodes]
+  if not any(states):
+    return states
+  counts = [
+    len(jax.tree.leaves(node, is_leaf=is_unit)) if state else 1 for node, state in zip(nodes, states)
+  ]
+  return [state for state, count in zip(states, counts) for _ in range(count)]
 
 
 class OptaxState:
@@ -214,10 +216,6 @@ def optax_fields() -> list[frozenset[str]]:
     for kind in kinds
     if isinstance(kind, type) and kind.__name__.endswith('State') and hasattr(kind, '_fields')
   ]
-
-
-def _is_optax_state(node: Any) -> bool:
-  return _is_optax_type(type(node))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ _BINARY = frozenset(
   for kind in ('add', 'divide', 'maximum', 'minimum', 'multiply', 'power', 'subtract')
 )
 _UNARY = 'stablehlo.negate'
+_CHEAP_CHLO = ('chlo.square', 'chlo.conj', 'chlo.next_after', 'chlo.erf')
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -80,15 +81,20 @@ def _replace_operands(op: Any, substitutes: Mapping[Any, Any]) -> None:
 
 
 def replace_chlo(module: Any) -> None:
-  """Replaces elementwise CHLO operations (`square`, `erf`, ...), which Shardy does not know, by conversions.
+  """Replaces elementwise CHLO operations (`square`, `erf`, ...), which Shardy does not know, by ones that it knows.
 
-  XLA expands them before it propagates shardings. Here only the fact that they are elementwise matters.
+  XLA expands them before it propagates shardings. Here only their cost matters: a conversion is cheap, and a sine is
+  stored if it is used more than once, as are the long polynomials of `erfc`, `lgamma` and the like.
   """
   for op in list(_all_ops(module)):
     if op.name.startswith('chlo.') and len(op.results) == 1 and _is_elementwise(op):
+      expensive = op.name not in _CHEAP_CHLO and not _is_boolean(op.results[0])
       with ir.InsertionPoint(op):
         substitute = ir.Operation.create(
-          'stablehlo.convert', results=[op.results[0].type], operands=[op.operands[0]], loc=op.location
+          'stablehlo.sine' if expensive else 'stablehlo.convert',
+          results=[op.results[0].type],
+          operands=[op.operands[0]],
+          loc=op.location,
         )
       op.results[0].replace_all_uses_with(substitute.results[0])
       op.erase()

@@ -1,0 +1,86 @@
+"""What a layer keeps for its backward pass: the expected numbers are those of compiled programs for an H100.
+
+`benchmarks/search.py --only activations` measures them, and more functions, against the compiler.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_spmd as spmd
+from flax_spmd.explore import Estimator, TrainStep, parse_target
+
+ROWS, WIDTH = 2**20, 64
+LAYOUT = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+EXACT = functools.partial(jax.nn.gelu, approximate=False)
+
+
+def mish(x):
+  return x * jnp.tanh(jax.nn.softplus(x))
+
+
+def dropout(function):
+  def dropped(x, number):
+    key = jax.random.fold_in(jax.random.key(0), number)
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), function(x) / 0.9, 0)
+
+  return dropped
+
+
+def temporaries(function, dtype, layers, biased):
+  """Of layers `x + function(x @ up) @ down`, in arrays of the shape of `x @ up`."""
+
+  def create():
+    return [(jnp.ones((WIDTH, 4 * WIDTH)), jnp.ones((4 * WIDTH, WIDTH))) for _ in range(layers)]
+
+  def loss(weights, x):
+    for number, (up, down) in enumerate(weights):
+      h = x @ up.astype(dtype)
+      h = h + up[:1].astype(dtype) if biased else h
+      x = x + function(h, number) @ down.astype(dtype)
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+  train_step = TrainStep(
+    lambda weights, x: jax.grad(loss)(weights, x), create, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
+  )
+  outcome = Estimator(train_step).estimate(LAYOUT, parse_target('h100:8'))
+  return outcome.memory.temporaries / (ROWS * 4 * WIDTH * jnp.dtype(dtype).itemsize / 8)
+
+
+def kept_per_layer(function, dtype, biased=False):
+  first, second = (temporaries(function, dtype, layers, biased) for layers in (2, 3))
+  return second - first - 1 / 4  # the sum that the next layer reads
+
+
+@pytest.mark.parametrize(
+  ('function', 'dtype', 'arrays'),
+  [
+    (jax.nn.relu, 'bfloat16', 1),  # computed again as the products read it
+    (jax.nn.silu, 'bfloat16', 2),
+    (jax.nn.gelu, 'bfloat16', 3),  # its tanh too
+    (jax.nn.gelu, 'float32', 2),  # which is computed again in 32 bits
+    (EXACT, 'bfloat16', 3),
+    (EXACT, 'float32', 3),
+    (mish, 'float32', 3),
+  ],
+)
+def test_arrays_that_a_layer_keeps(function, dtype, arrays):
+  assert kept_per_layer(lambda x, _: function(x), dtype) == pytest.approx(arrays, abs=0.01)
+
+
+def test_with_a_bias_the_operand_of_a_product_is_stored():
+  assert kept_per_layer(lambda x, _: jax.nn.relu(x), 'bfloat16', True) == pytest.approx(2, abs=0.01)
+
+
+@pytest.mark.parametrize(('dtype', 'arrays'), [('bfloat16', 2.5), ('float32', 2.25)])
+def test_dropout_keeps_one_byte_an_element(dtype, arrays):
+  assert kept_per_layer(dropout(jax.nn.relu), dtype) == pytest.approx(arrays, abs=0.01)
+
+
+def test_without_dropout_in_the_backward_pass_nothing_of_it_is_kept():
+  def noisy(x, number):
+    return jax.nn.relu(x) + jax.lax.stop_gradient(dropout(jnp.ones_like)(x, number))
+
+  assert kept_per_layer(noisy, 'bfloat16') == pytest.approx(2, abs=0.01)
