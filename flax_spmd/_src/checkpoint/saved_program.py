@@ -175,7 +175,7 @@ def load_program(path: Folder, mesh: Mesh | None = None) -> SavedProgram:
     return SavedProgram(path, head, exported, mesh)
   except Exception as error:
     raise CheckpointError(
-      f'JAX {jax.__version__} cannot run {path}, which JAX {head["jax"]} has exported: {first_line(error)}\n'
+      f'JAX {jax.__version__} cannot run {path}, which JAX {head["jax"]} has exported: {first_line(error)}.\n'
       'Fix: save it with this version of JAX; an export serves newer versions for six months.'
     ) from error
 
@@ -199,7 +199,7 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
     donated = [each.donated for each in _infos(step.lower(*args).args_info)]
   except Exception as error:
     raise CheckpointError(
-      f'The step cannot be exported to {path}: {first_line(error)}\n'
+      f'The step cannot be exported to {path}: {first_line(error)}.\n'
       'Fix: jax.export has to support everything in it; pass its arguments by position, as arrays.'
     ) from error
   count = len(exported.in_avals)
