@@ -86,7 +86,7 @@ def test_arguments_are_transferred_and_compared(saved):
   program = checkpoint.load_program(saved)
   w, x = np.arange(128, dtype=np.float32).reshape(8, 16), np.ones((4, 8), np.float32)
   for boxed in (w, spmd.LogicallyPartitioned(w, ('embed', 'mlp'))):
-    np.testing.assert_array_equal(program({'w': boxed}, x), x @ w)
+    np.testing.assert_array_equal(program({'w': boxed}, x.astype(np.float64)), x @ w)
   assert repr(program) == f"<program {saved} of 2 arrays on {{'data': 2, 'model': 4}}>"
   with pytest.raises(errors.LayoutError) as caught:
     program({'v': w}, np.ones((4, 7), np.float32))

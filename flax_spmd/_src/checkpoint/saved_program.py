@@ -313,5 +313,6 @@ def _differences(wanted: Mapping[str, str], given: Mapping[str, Any]) -> Iterato
 
 
 def _text(array: Any) -> str:
-  dtype = array.dtype if hasattr(array, 'dtype') else jnp.result_type(array)
+  is_array = isinstance(array, (jax.Array, jax.core.ShapedArray))
+  dtype = array.dtype if is_array else jnp.result_type(array)  # as JAX makes one of it
   return f'{dtype}[{",".join(map(str, np.shape(array)))}]'
