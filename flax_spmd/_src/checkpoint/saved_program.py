@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ from flax_spmd.errors import (
 )
 
 _FORMAT = 1
+_JAX = metadata.version('jax')
 Folder = str | os.PathLike[str]
 
 
@@ -175,7 +177,7 @@ def load_program(path: Folder, mesh: Mesh | None = None) -> SavedProgram:
     return SavedProgram(path, head, exported, mesh)
   except Exception as error:
     raise CheckpointError(
-      f'JAX {jax.__version__} cannot run {path}, which JAX {head["jax"]} has exported: {first_line(error)}.\n'
+      f'JAX {_JAX} cannot run {path}, which JAX {head["jax"]} has exported: {first_line(error)}.\n'
       'Fix: save it with this version of JAX; an export serves newer versions for six months.'
     ) from error
 
@@ -219,7 +221,7 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
   mesh = step.in_force.mesh
   head = {
     'flax_spmd_program': _FORMAT,
-    'jax': jax.__version__,
+    'jax': _JAX,
     'platforms': list(exported.platforms),
     'axes': axis_sizes(mesh),
     'types': {name: kind.name for name, kind in axis_types(mesh).items()},
