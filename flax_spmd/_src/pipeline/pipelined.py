@@ -63,6 +63,7 @@ from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import Task
+from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
@@ -264,7 +265,8 @@ class TracedPipelineStep:
       PipelineError: the step cannot be cut, or the schedule does not match its stages or the mesh.
     """
     begin = time.perf_counter()
-    step = microbatch_loop.read_step(self.jaxpr)
+    mesh = self._setting.ranks[0].abstract_mesh
+    step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs)
     stages = self._setting.stages
     if stages is not None and not stage_assignment.stage_ends(step.loop.body.equations):
       step.loop.body = auto_stages.with_ends(step.loop.body, stages)
@@ -277,10 +279,22 @@ class TracedPipelineStep:
     joined = outside_loop.join(step, programs, ranks)
     assignment = outside_loop.assign_ranks(joined)
     several = len(self._setting.processes) > 1
-    builder = CallListBuilder(joined, assignment, programs, order, ranks, step.arguments, several)
+    arguments = step.arguments, self._succeeded(step, joined.results)
+    builder = CallListBuilder(joined, assignment, programs, order, ranks, *arguments, several)
     call_list = builder.build()
     times = {**self.times, 'plan': time.perf_counter() - begin}
     return LoweredPipelineStep(self, step, programs, joined, call_list, schedule, times)
+
+  def _succeeded(self, step: StepParts, results: Sequence[Value]) -> dict[Value, Value]:
+    """The argument whose place each result takes in the next step; predictions take that of no batch."""
+    leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._request.avals]
+    numbers = successors(self._result, self._request.treedef.unflatten(leaves))
+    pairs = zip(results, numbers, strict=True)
+    return {
+      result: step.arguments[number]
+      for result, number in pairs
+      if number is not None and step.arguments[number] not in step.batch
+    }
 
   def _order(
     self, loop: Loop, schedule: Schedule | None

@@ -30,6 +30,7 @@ VIEWS = frozenset(
     'transpose',
     'rev',
     'slice',
+    'dynamic_slice',
     'copy',
     'stop_gradient',
     'sharding_constraint',

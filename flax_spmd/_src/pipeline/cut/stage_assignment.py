@@ -28,7 +28,8 @@ class Body:
   Attributes:
     equations: its operations.
     invariants: inputs that are the same for all microbatches.
-    slices: inputs of one microbatch, slices of the batch.
+    index: the number of the microbatch; None without a loop.
+    rows: for each input of one microbatch, the array of the batch that it is a row of.
     carried: inputs carried over from the pass before.
     updated: the carried values after the pass.
     kept: results of one microbatch.
@@ -37,11 +38,17 @@ class Body:
 
   equations: list[Equation]
   invariants: list[Value]
-  slices: list[Value]
+  index: Value | None
+  rows: Mapping[Value, Atom]
   carried: list[Value]
   updated: list[Value]
   kept: list[Value]
   idle: list[Equation] = dataclasses.field(default_factory=list)
+
+  @property
+  def inputs(self) -> set[Value]:
+    """All inputs."""
+    return {*self.invariants, *self.carried, *(() if self.index is None else (self.index,))}
 
   @property
   def results(self) -> list[Value]:

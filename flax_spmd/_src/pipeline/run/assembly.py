@@ -87,7 +87,7 @@ class Assembler:
       dead = tuple(map(self._register, ends.get(number, ())))
       if isinstance(one, Call):
         inputs, outputs, rank = one.inputs, one.outputs, one.program.rank
-        function, step = self._executables[one.program].compiled, one.when and one.when.step
+        function, step = self._executables[one.program].compiled, one.step
       else:
         inputs, outputs, rank = one.buffers, one.arrived, one.buffers[0].rank
         function, step = self._sender(one), None
@@ -144,15 +144,16 @@ class Assembler:
       buffer for one in self._call_list.calls if isinstance(one, Call) for buffer in one.inputs
     )
     uses: dict[Value, list[Use]] = {}
-    constants: dict[int, jax.Array] = {}
+    constants: dict[int, tuple[Any, NamedSharding]] = {}
     for buffer in used:
       if isinstance(buffer.value, Constant) and self._is_local(buffer):
         sharding = self._lowerer.sharding(buffer)
-        constants[self._register(buffer)] = jax.device_put(buffer.value.array, sharding)
+        constants[self._register(buffer)] = buffer.value.array, sharding
       elif buffer not in computed:
         use = Use(self._register(buffer), self._lowerer.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
-    return uses, constants
+    arrays, shardings = zip(*constants.values()) if constants else ((), ())
+    return uses, dict(zip(constants, jax.device_put(list(arrays), list(shardings))))
 
   def _result(self, atom: Value, numbers: Mapping[Value, int]) -> Result:
     if isinstance(atom, Constant):

@@ -16,6 +16,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
@@ -67,12 +72,28 @@ class ScheduledStep(NamedTuple):
 
 
 class Call(NamedTuple):
-  """A run of a program; `when` is None outside the loop."""
+  """A run of a program.
+
+  Attributes:
+    program: the program.
+    inputs, outputs: the buffers that it reads and writes.
+    when: its time in the schedule; None outside the loop.
+    stores: whether it only stores the results of these tasks, right after them.
+  """
 
   program: StageProgram
   inputs: list[Buffer]
   outputs: list[Buffer]
   when: ScheduledStep | None = None
+  stores: bool = False
+
+  @property
+  def step(self) -> Step | None:
+    """The tasks that it runs, if any."""
+    return None if self.when is None or self.stores else self.when.step
+
+  def __str__(self) -> str:
+    return str(self.step or self.program.name)
 
 
 class Send(NamedTuple):
@@ -109,6 +130,8 @@ class CallListBuilder:
     order: the tasks of all ranks in the schedule's order, by start.
     stage_ranks: the rank of each stage.
     arguments: the arguments of the step.
+    succeeded: the argument whose place each result takes in the next step. The result is sent to the
+      ranks that use the argument.
     broadcast_small: whether results up to 512 bytes are sent to every rank. Set when ranks belong to
       several processes.
   """
@@ -121,18 +144,22 @@ class CallListBuilder:
     order: Sequence[ScheduledStep],
     stage_ranks: Sequence[int],
     arguments: Iterable[Value],
+    succeeded: Mapping[Value, Value],
     broadcast_small: bool = False,
   ):
     self._joined, self._assignment, self._programs = joined, assignment, programs
     self._order, self._stage_ranks, self._broadcast_small = order, stage_ranks, broadcast_small
-    self._arguments = set(arguments)
+    self._arguments, self._succeeded = set(arguments), succeeded
     self._ranks = range(max(stage_ranks) + 1)
     self._producer = programs.producers()
     self._before = {one.before: one for one in programs.accumulators}
     self._after = {one.after: one for one in programs.accumulators}
     self._readers = _readers(programs)
+    self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[tuple[str, int, int], ...], StageProgram] = {}
     self._updates: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
+    self._stack_programs: dict[tuple[tuple[Value, ...], bool], StageProgram] = {}
+    self._stored: Counter[Value] = Counter()
     self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
 
   def build(self) -> CallList:
@@ -165,7 +192,36 @@ class CallListBuilder:
     }:
       self._updates[accumulator] += sum((one.kind, one.stage) == accumulator.task for one in tasks)
     outputs = [self._buffer(program, value, microbatches) for value in program.outputs]
-    return [Call(program, inputs, outputs, scheduled)]
+    return [Call(program, inputs, outputs, scheduled), *self._stack_calls(outputs, scheduled)]
+
+  def _stack_calls(self, outputs: Sequence[Buffer], scheduled: ScheduledStep) -> list[Call]:
+    """The calls that store results of microbatches as rows of their stacks, right after their task."""
+    rows: dict[int | None, list[Buffer]] = defaultdict(list)
+    for buffer in outputs:
+      if buffer.value in self._joined.stacks:
+        rows[buffer.microbatch].append(buffer)
+    return [
+      self._stack_call(microbatch, buffers, scheduled)
+      for microbatch, buffers in rows.items()
+      if microbatch is not None
+    ]
+
+  def _stack_call(self, microbatch: int, rows: list[Buffer], when: ScheduledStep) -> Call:
+    """The call for the results of one microbatch. The first one creates the stacks."""
+    values, rank = tuple(row.value for row in rows), rows[0].rank
+    done, count = self._stored[values[0]], len(self._joined.indices)
+    self._stored.update(values)
+    if (values, done == 0) not in self._stack_programs:
+      stacks = [self._joined.stacks[value] for value in values]
+      self._stack_programs[values, done == 0] = _stack_program(values, stacks, rank, done == 0)
+    program = self._stack_programs[values, done == 0]
+    inputs = list(rows)
+    if done:
+      index = Buffer(self._joined.indices[microbatch], None, rank)
+      inputs += [index, *(Buffer(stack, done, rank) for stack in program.inputs[len(values) + 1 :])]
+    version = None if done + 1 == count else done + 1
+    outputs = [Buffer(self._joined.stacks[value], version, rank) for value in values]
+    return Call(program, inputs, outputs, when, stores=True)
 
   def _stage_program(self, key: tuple[tuple[str, int, int], ...]) -> StageProgram:
     """One program of several tasks; `key` has the kind, stage and microbatch index of each."""
@@ -189,7 +245,7 @@ class CallListBuilder:
         if value in self._after:  # the next task of this program adds to it
           inner[self._after[value].before, 0] = result
           outputs = [one for one in outputs if ports[one][0] is not value]
-        elif value not in self._joined.kept and all(
+        elif value not in self._results and all(
           (*reader, slot) in own_tasks for reader in self._readers[value]
         ):
           continue
@@ -206,7 +262,8 @@ class CallListBuilder:
     self, value: Value, slot: int, inner: dict[Port, Value], ports: dict[Value, Port]
   ) -> Value:
     """The value inside a program that stands for one of the step: a separate one per microbatch."""
-    per_microbatch = value in self._producer or value in self._joined.slices or (value, slot) in inner
+    index = self._programs.body.index
+    per_microbatch = value in self._producer or value is index or (value, slot) in inner
     port = value, slot if per_microbatch else 0
     if port not in inner:
       inner[port] = Value(value.aval)
@@ -224,10 +281,10 @@ class CallListBuilder:
         return Buffer(self._joined.final[accumulator], None, rank)
       start = self._joined.start[accumulator]
       return Buffer(accumulator.before, updates, rank) if updates else Buffer(start, None, rank)
-    if value in self._joined.slices:
-      return Buffer(self._joined.slices[value][microbatch], None, rank)
+    if value is self._programs.body.index:
+      return Buffer(self._joined.indices[microbatch], None, rank)
     if value in self._joined.kept:
-      return Buffer(self._joined.kept[value][microbatch], None, rank)
+      return Buffer(self._joined.kept[value], None, rank)
     return Buffer(value, microbatch if value in self._producer else None, rank)
 
   # -- before and after the loop
@@ -241,9 +298,7 @@ class CallListBuilder:
       for value in task.inputs:
         if value in self._before:
           needed[self._joined.start[self._before[value]]] = None
-        elif value in self._joined.slices:
-          needed.update(dict.fromkeys(self._joined.slices[value]))
-        elif value not in self._producer:
+        elif value not in self._producer and value is not self._programs.body.index:
           needed[value] = None
     return list(needed)
 
@@ -276,11 +331,14 @@ class CallListBuilder:
     return dict(sorted(ends.items())), result_ranks
 
   def _ranks_of(self, value: Value, uses: Mapping[int, set[Value]]) -> list[int]:
-    """The ranks that keep a result: its producer, or the ranks that use its arguments anyway."""
+    """The ranks that keep a result: its producer and the ranks that use it in the next step.
+
+    A result of arguments alone is kept by the ranks that use its arguments anyway.
+    """
     if value in self._assignment.rank_of:
-      rank = self._assignment.rank_of[value]
-      others = [other for other in self._ranks if other != rank]
-      return [rank, *others] if self._broadcast_small and value.bytes <= _SMALL_RESULT else [rank]
+      producer, argument = self._assignment.rank_of[value], self._succeeded.get(value)
+      everywhere = self._broadcast_small and value.bytes <= _SMALL_RESULT
+      return [rank for rank in self._ranks if everywhere or rank == producer or argument in uses[rank]]
     needs = set(eq.free_values(self._assignment.closure([value])))
     ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
     ranks = ranks or list(self._ranks)
@@ -334,6 +392,29 @@ def _outside_program(
   )
 
 
+def _stack_program(
+  values: Sequence[Value], stacks: Sequence[Value], rank: int, first: bool
+) -> StageProgram:
+  """Stores results of a microbatch in stacks; the first time it creates them, with the results in all rows."""
+  equations: list[Equation] = []
+  outputs: list[Value] = []
+  index = Value(jax.typeof(np.uint32(0)))
+  for value, stack in zip(values, stacks, strict=True):
+    if first:
+      new, results = eq.traced(lambda row: [jnp.broadcast_to(row, stack.aval.shape)], value)  # noqa: B023
+    else:
+      new, results = eq.traced(_with_row, stack, value, index)
+    equations += new
+    outputs += results
+  inputs = [*values] if first else [*values, index, *stacks]
+  name = f'stack_{rank}' + ('_first' if first else '')
+  return StageProgram(name, rank, equations, inputs, outputs)
+
+
+def _with_row(stack: Any, row: Any, index: Any) -> list[Any]:
+  return [lax.dynamic_update_index_in_dim(stack, row, index, 0)]
+
+
 def _readers(programs: TaskPrograms) -> dict[Value, list[tuple[str, int]]]:
   """The tasks that read each value."""
   readers: dict[Value, list[tuple[str, int]]] = defaultdict(list)
@@ -377,6 +458,8 @@ def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple
   Calls of the loop sort by time, with ends before starts. Calls before the loop come first and calls
   after it last, in the order given.
   """
+  if call.when is not None and call.stores:
+    return (call.when.end, True), (call.when.end, True)
   if call.when is not None:
     return (call.when.start, True), (call.when.end, False)
   begun = any(isinstance(one, Call) and one.when is not None for _, one in before)

@@ -23,8 +23,7 @@ def listing(call_list: CallList) -> str:
 def _lines(calls: Iterable[Call | Send]) -> Iterator[str]:
   for one in calls:
     if isinstance(one, Call):
-      name = one.program.name if one.when is None else str(one.when.step)
-      ranks = f'rank {one.program.rank}: {name}'
+      ranks = f'rank {one.program.rank}: {one}'
       arrays = f'{_count(len(one.inputs))} -> {_count(len(one.outputs))}'
     else:
       ranks = f'rank {one.buffers[0].rank} -> rank {one.rank}'

@@ -51,7 +51,10 @@ class Footprint:
       for buffer in (*inputs, *outputs)
     }
     self._arguments = set(arguments)
-    self._results = {buffer for each in call_list.results.values() for buffer in each}
+    written = {buffer for _, outputs in self._accesses for buffer in outputs}
+    given = self._last.keys() - written
+    self._kept = given.union(*call_list.results.values())
+    self._closed_over = [buffer for buffer in given if buffer.value not in self._arguments]
     self.sizes = {buffer: _shard_bytes(sharding(buffer), buffer.value.aval) for buffer in self._last}
 
   @property
@@ -69,7 +72,7 @@ class Footprint:
       temporaries: bytes of temporary memory of each program, beside its arguments and results.
     """
     alive = [0] * self._ranks
-    for buffer in self.held:
+    for buffer in (*self.held, *self._closed_over):
       alive[buffer.rank] += self.sizes[buffer]
     peaks = list(alive)
     for number, (one, (inputs, outputs)) in enumerate(zip(self._calls, self._accesses)):
@@ -82,11 +85,7 @@ class Footprint:
       rank = outputs[0].rank if outputs else inputs[0].rank if inputs else 0
       peaks[rank] = max(peaks[rank], alive[rank] + (0 if program is None else temporaries[program]))
       for buffer in {*inputs, *outputs} - reused:
-        if (
-          self._last[buffer] == number
-          and buffer.value not in self._arguments
-          and buffer not in self._results
-        ):
+        if self._last[buffer] == number and buffer not in self._kept:
           alive[buffer.rank] -= self.sizes[buffer]
     return peaks
 

@@ -96,7 +96,8 @@ class StageLowerer:
       )
       for value, buffer in zip(program.inputs, call.inputs, strict=True)
     ]
-    results = [self._given.get(buffer.value) for buffer in call.outputs]
+    old = {buffer.value: self.spec(buffer) for buffer in call.inputs}  # a new version keeps its spec
+    results = [old.get(buffer.value, self._given.get(buffer.value)) for buffer in call.outputs]
     if not arguments:  # then only the results place it on its devices
       results = [spec or PartitionSpec() for spec in results]
     donated = self._donated(call, results)
