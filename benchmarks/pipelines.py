@@ -349,7 +349,7 @@ def moved_after(call_list: CallList) -> int:
     if isinstance(one, Call) and one.when is not None
     for buffer in one.inputs
   }
-  sent = [buffer for one in call_list.calls if isinstance(one, Send) for buffer in one.arrived]
+  sent = [buffer for one in call_list.calls if isinstance(one, Send) for buffer in one.outputs]
   return sum(buffer.value.bytes for buffer in sent if buffer not in in_loop)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
 from flax_spmd._src.pipeline.cut.task_programs import TaskPrograms
 from flax_spmd._src.pipeline.run import agreement, memory, offline, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
-from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder, ScheduledStep, timeline
+from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
 from flax_spmd._src.pipeline.run.call_text import listing
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
@@ -61,6 +62,7 @@ from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import StageCompiler
 from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
+from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
@@ -298,7 +300,7 @@ class TracedPipelineStep:
 
   def _order(
     self, loop: Loop, schedule: Schedule | None
-  ) -> tuple[list[ScheduledStep], tuple[int, ...], str]:
+  ) -> tuple[list[TimedStep], tuple[int, ...], str]:
     """The scheduled steps in order, the rank of each stage, and the schedule's name for errors."""
     ranks, axis = len(self._setting.ranks), self._setting.axis
     if schedule is not None and schedule.ranks != ranks:
@@ -309,7 +311,7 @@ class TracedPipelineStep:
     if loop.once:
       stage_ranks = _default_ranks(loop, ranks, axis) if schedule is None else schedule.stage_ranks
       once = [
-        ScheduledStep(Task('fwd', stage, 0), stage, stage + 1) for stage in range(len(stage_ranks))
+        TimedStep(Task('fwd', stage, 0), stage, stage + 1, (1,)) for stage in range(len(stage_ranks))
       ]
       return once, stage_ranks, 'this pipeline'
     if schedule is None:
@@ -317,8 +319,9 @@ class TracedPipelineStep:
         f'The microbatch loop at {loop.source_line} has no schedule.\n'
         f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
       )
-    steps = schedule.simulate(loop.count).steps
-    return timeline(steps), schedule.stage_ranks, str(schedule)
+    steps = itertools.chain.from_iterable(schedule.simulate(loop.count).steps)
+    by_start = sorted(steps, key=lambda one: one.start)
+    return by_start, schedule.stage_ranks, str(schedule)
 
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
@@ -335,7 +338,7 @@ def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
   return assign_ranks(ranks, stages // ranks, 'loop')
 
 
-def _turns(order: Sequence[ScheduledStep], last: int) -> bool:
+def _turns(order: Sequence[TimedStep], last: int) -> bool:
   """Whether the last stage runs each microbatch's backward right after its forward."""
   tasks = [task for one in order for task in one.step.tasks]
   tasks = [task for task in tasks if task.stage == last and task.kind != 'wgrad']

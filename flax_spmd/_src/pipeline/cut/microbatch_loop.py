@@ -100,14 +100,10 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   equations, results = eq.flatten(jaxpr, arguments, opens)
   within = [one for one in equations if any(map(marked, one.jaxprs)) or any(map(passes, one.jaxprs))]
   loops = [one for one in within if one.name == 'scan']
-  ends = [one for one in equations if one.primitive in (stage_end_p, may_end_p)]
-  ends = (
-    ends
-    if not any(map(_has_microbatches, loops))
-    else [one for one in ends if one.primitive is stage_end_p]
-  )
-  if ends and any(map(_has_microbatches, loops)):
-    loop = next(filter(_has_microbatches, loops))
+  loop = next(filter(_has_microbatches, loops), None)
+  kinds = (stage_end_p, may_end_p) if loop is None else (stage_end_p,)
+  ends = [one for one in equations if one.primitive in kinds]
+  if ends and loop is not None:
     raise PipelineError(
       f'Stages end outside the microbatch loop, which is at {loop.source_line}:\n{source_lines(ends)}\n'
       'Fix: call the model only inside the function that is passed to accumulate.'

@@ -12,6 +12,7 @@ is recomputed where it is used, not sent. The residuals of each stage are chosen
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
@@ -42,7 +43,7 @@ class TaskProgram:
   equations: list[Equation]
   outputs: list[Value]
 
-  @property
+  @functools.cached_property
   def inputs(self) -> list[Value]:
     """The values that it reads but does not compute."""
     return eq.free_values(self.equations)

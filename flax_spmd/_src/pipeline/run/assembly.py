@@ -86,15 +86,13 @@ class Assembler:
     for number, one in enumerate(self._call_list.calls):
       dead = tuple(map(self._register, ends.get(number, ())))
       if isinstance(one, Call):
-        inputs, outputs, rank = one.inputs, one.outputs, one.program.rank
-        function, step = self._executables[one.program].compiled, one.step
+        function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
       else:
-        inputs, outputs, rank = one.buffers, one.arrived, one.buffers[0].rank
-        function, step = self._sender(one), None
+        function, rank, step = self._sender(one), one.buffers[0].rank, None
       if function is not None:
         inputs, outputs = (
           tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
-          for buffers in (inputs, outputs)
+          for buffers in (one.inputs, one.outputs)
         )
         code.append(
           MachineInstruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step)
@@ -102,18 +100,11 @@ class Assembler:
     return code
 
   def _ends(self) -> dict[int, list[Buffer]]:
-    """The buffers whose last reader is a call or send, by its index in the call list."""
-    last: dict[Buffer, int] = {}
-    for number, one in enumerate(self._call_list.calls):
-      inputs, outputs = (
-        (one.inputs, one.outputs) if isinstance(one, Call) else (one.buffers, one.arrived)
-      )
-      last.update(dict.fromkeys((*inputs, *outputs), number))
-    for buffer in (buffer for buffers in self._call_list.results.values() for buffer in buffers):
-      last.pop(buffer, None)
+    """The buffers whose last use is a call or send, by its index in the call list."""
     ends: dict[int, list[Buffer]] = {}
-    for buffer, number in last.items():
-      ends.setdefault(number, []).append(buffer)
+    for buffer, number in self._call_list.last_use.items():
+      if buffer not in self._call_list.returned:
+        ends.setdefault(number, []).append(buffer)
     return ends
 
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
@@ -130,16 +121,11 @@ class Assembler:
       )
     if not is_local(source):
       return None
-    sender = compat.DeviceCopy(avals, [self._lowerer.sharding(buffer) for buffer in send.arrived])
+    sender = compat.DeviceCopy(avals, [self._lowerer.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))
 
   def _initial_registers(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
     """The registers filled before the first instruction: with arguments, and with closed-over arrays."""
-    computed = {
-      buffer
-      for one in self._call_list.calls
-      for buffer in (one.outputs if isinstance(one, Call) else one.arrived)
-    }
     used = dict.fromkeys(
       buffer for one in self._call_list.calls if isinstance(one, Call) for buffer in one.inputs
     )
@@ -149,7 +135,7 @@ class Assembler:
       if isinstance(buffer.value, Constant) and self._is_local(buffer):
         sharding = self._lowerer.sharding(buffer)
         constants[self._register(buffer)] = buffer.value.array, sharding
-      elif buffer not in computed:
+      elif buffer not in self._call_list.written:
         use = Use(self._register(buffer), self._lowerer.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
     arrays, shardings = zip(*constants.values()) if constants else ((), ())

@@ -11,6 +11,7 @@ known before anything runs, and with it when its memory is free.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,14 +64,6 @@ class StageProgram:
   ports: dict[Value, Port] = dataclasses.field(default_factory=dict)
 
 
-class ScheduledStep(NamedTuple):
-  """A task, or several fused ones, with start and end if every task took one unit of time."""
-
-  step: Step
-  start: float
-  end: float
-
-
 class Call(NamedTuple):
   """A run of a program.
 
@@ -84,7 +77,7 @@ class Call(NamedTuple):
   program: StageProgram
   inputs: list[Buffer]
   outputs: list[Buffer]
-  when: ScheduledStep | None = None
+  when: TimedStep | None = None
   stores: bool = False
 
   @property
@@ -103,12 +96,18 @@ class Send(NamedTuple):
   rank: int
 
   @property
-  def arrived(self) -> list[Buffer]:
+  def inputs(self) -> list[Buffer]:
+    """The buffers that it reads."""
+    return self.buffers
+
+  @property
+  def outputs(self) -> list[Buffer]:
     """The copies on the receiving rank."""
     return [buffer._replace(rank=self.rank) for buffer in self.buffers]
 
 
-class CallList(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CallList:
   """A whole step.
 
   Attributes:
@@ -118,6 +117,23 @@ class CallList(NamedTuple):
 
   calls: list[Call | Send]
   results: dict[Value, list[Buffer]]
+
+  @functools.cached_property
+  def last_use(self) -> dict[Buffer, int]:
+    """The index of the last call or send that reads or writes each buffer."""
+    return {
+      buffer: number for number, one in enumerate(self.calls) for buffer in (*one.inputs, *one.outputs)
+    }
+
+  @functools.cached_property
+  def written(self) -> set[Buffer]:
+    """The buffers that calls and sends write: all but the arguments and closed-over arrays."""
+    return {buffer for one in self.calls for buffer in one.outputs}
+
+  @functools.cached_property
+  def returned(self) -> set[Buffer]:
+    """The buffers of all results."""
+    return set().union(*self.results.values())
 
 
 class CallListBuilder:
@@ -141,7 +157,7 @@ class CallListBuilder:
     joined: JoinedStep,
     assignment: RankAssignment,
     programs: TaskPrograms,
-    order: Sequence[ScheduledStep],
+    order: Sequence[TimedStep],
     stage_ranks: Sequence[int],
     arguments: Iterable[Value],
     succeeded: Mapping[Value, Value],
@@ -176,7 +192,7 @@ class CallListBuilder:
 
   # -- the loop
 
-  def _loop_call(self, scheduled: ScheduledStep) -> list[Call]:
+  def _loop_call(self, scheduled: TimedStep) -> list[Call]:
     """A scheduled step as a call; empty if its tasks have no program."""
     tasks = [task for task in scheduled.step.tasks if (task.kind, task.stage) in self._programs.tasks]
     if not tasks:
@@ -194,7 +210,7 @@ class CallListBuilder:
     outputs = [self._buffer(program, value, microbatches) for value in program.outputs]
     return [Call(program, inputs, outputs, scheduled), *self._stack_calls(outputs, scheduled)]
 
-  def _stack_calls(self, outputs: Sequence[Buffer], scheduled: ScheduledStep) -> list[Call]:
+  def _stack_calls(self, outputs: Sequence[Buffer], scheduled: TimedStep) -> list[Call]:
     """The calls that store results of microbatches as rows of their stacks, right after their task."""
     rows: dict[int | None, list[Buffer]] = defaultdict(list)
     for buffer in outputs:
@@ -206,7 +222,7 @@ class CallListBuilder:
       if microbatch is not None
     ]
 
-  def _stack_call(self, microbatch: int, rows: list[Buffer], when: ScheduledStep) -> Call:
+  def _stack_call(self, microbatch: int, rows: list[Buffer], when: TimedStep) -> Call:
     """The call for the results of one microbatch. The first one creates the stacks."""
     values, rank = tuple(row.value for row in rows), rows[0].rank
     done, count = self._stored[values[0]], len(self._joined.indices)
@@ -465,9 +481,3 @@ def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple
   begun = any(isinstance(one, Call) and one.when is not None for _, one in before)
   at = math.inf if begun else -math.inf
   return (at, True), (at, True)
-
-
-def timeline(runs: Iterable[Iterable[TimedStep]]) -> list[ScheduledStep]:
-  """The steps of all ranks, by start."""
-  steps = [ScheduledStep(run.step, run.start, run.end) for each in runs for run in each]
-  return sorted(steps, key=lambda one: one.start)
