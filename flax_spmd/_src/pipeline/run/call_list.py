@@ -203,9 +203,8 @@ class CallListBuilder:
       self._stage_programs[key] = self._stage_program(key)
     program = self._stage_programs[key]
     inputs = [self._buffer(program, value, microbatches) for value in program.inputs]
-    for accumulator in {
-      self._after[one]: None for one, _ in program.ports.values() if one in self._after
-    }:
+    written = (program.ports[one][0] for one in program.outputs)
+    for accumulator in {self._after[one]: None for one in written if one in self._after}:
       self._updates[accumulator] += sum((one.kind, one.stage) == accumulator.task for one in tasks)
     outputs = [self._buffer(program, value, microbatches) for value in program.outputs]
     return [Call(program, inputs, outputs, scheduled), *self._stack_calls(outputs, scheduled)]
