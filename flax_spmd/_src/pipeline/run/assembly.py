@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
+from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send, StageProgram
 from flax_spmd._src.pipeline.run.call_text import arrays_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
@@ -139,7 +140,7 @@ class Assembler:
         use = Use(self._register(buffer), self._lowerer.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
     arrays, shardings = zip(*constants.values()) if constants else ((), ())
-    return uses, dict(zip(constants, jax.device_put(list(arrays), list(shardings))))
+    return uses, dict(zip(constants, submeshes.put(arrays, shardings)))
 
   def _result(self, atom: Value, numbers: Mapping[Value, int]) -> Result:
     if isinstance(atom, Constant):
