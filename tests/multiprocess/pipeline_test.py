@@ -10,7 +10,7 @@ STEP = """
 import jax.numpy as jnp, optax
 import flax_spmd as spmd
 from flax_spmd import pipeline
-from flax_spmd.pipeline import Mean, accumulate, stage_end
+from flax_spmd.pipeline import Mean, Stack, accumulate, stage_end
 
 key = jax.random.key(0)
 params = {
@@ -28,9 +28,9 @@ def loss(params, x):
 
 def step(state, batch):
   params, moments = state
-  value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, schedule, Mean)
+  values, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, schedule, (Stack, Mean))
   updates, moments = optimizer.update(grads, moments, params)
-  return (optax.apply_updates(params, updates), moments), value
+  return (optax.apply_updates(params, updates), moments), values.mean()
 
 def run(step):
   state, losses = jax.tree.map(np.asarray, (params, optimizer.init(params))), []

@@ -25,7 +25,7 @@ from jax import lax
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
-from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
 
@@ -174,8 +174,8 @@ class CallListBuilder:
     self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[tuple[str, int, int], ...], StageProgram] = {}
     self._updates: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
-    self._stack_programs: dict[tuple[tuple[Value, ...], bool], StageProgram] = {}
-    self._stored: Counter[Value] = Counter()
+    self._stack_programs: dict[tuple[Key, bool], StageProgram] = {}
+    self._stored: Counter[Key] = Counter()
     self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
 
   def build(self) -> CallList:
@@ -211,32 +211,27 @@ class CallListBuilder:
 
   def _stack_calls(self, outputs: Sequence[Buffer], scheduled: TimedStep) -> list[Call]:
     """The calls that store results of microbatches as rows of their stacks, right after their task."""
-    rows: dict[int | None, list[Buffer]] = defaultdict(list)
+    rows: dict[tuple[int | None, Key], list[Buffer]] = defaultdict(list)
     for buffer in outputs:
       if buffer.value in self._joined.stacks:
-        rows[buffer.microbatch].append(buffer)
-    return [
-      self._stack_call(microbatch, buffers, scheduled)
-      for microbatch, buffers in rows.items()
-      if microbatch is not None
-    ]
+        rows[buffer.microbatch, self._producer[buffer.value]].append(buffer)
+    return [self._stack_call(task, buffers, scheduled) for (_, task), buffers in rows.items()]
 
-  def _stack_call(self, microbatch: int, rows: list[Buffer], when: TimedStep) -> Call:
-    """The call for the results of one microbatch. The first one creates the stacks."""
-    values, rank = tuple(row.value for row in rows), rows[0].rank
-    done, count = self._stored[values[0]], len(self._joined.indices)
-    self._stored.update(values)
-    if (values, done == 0) not in self._stack_programs:
-      stacks = [self._joined.stacks[value] for value in values]
-      self._stack_programs[values, done == 0] = _stack_program(values, stacks, rank, done == 0)
-    program = self._stack_programs[values, done == 0]
+  def _stack_call(self, task: Key, rows: list[Buffer], when: TimedStep) -> Call:
+    """The call for the results of a task and one microbatch. The first one creates the stacks."""
+    (_, microbatch, rank), done = rows[0], self._stored[task]
+    self._stored[task] += 1
+    stacks = [self._joined.stacks[row.value] for row in rows]
+    if (task, done == 0) not in self._stack_programs:
+      values = [row.value for row in rows]
+      self._stack_programs[task, done == 0] = _stack_program(task, values, stacks, rank, done == 0)
     inputs = list(rows)
     if done:
-      index = Buffer(self._joined.indices[microbatch], None, rank)
-      inputs += [index, *(Buffer(stack, done, rank) for stack in program.inputs[len(values) + 1 :])]
-    version = None if done + 1 == count else done + 1
-    outputs = [Buffer(self._joined.stacks[value], version, rank) for value in values]
-    return Call(program, inputs, outputs, when, stores=True)
+      index = self._joined.indices[microbatch or 0]
+      inputs += [Buffer(index, None, rank), *(Buffer(stack, done, rank) for stack in stacks)]
+    version = None if done + 1 == len(self._joined.indices) else done + 1
+    outputs = [Buffer(stack, version, rank) for stack in stacks]
+    return Call(self._stack_programs[task, done == 0], inputs, outputs, when, stores=True)
 
   def _stage_program(self, key: tuple[tuple[str, int, int], ...]) -> StageProgram:
     """One program of several tasks; `key` has the kind, stage and microbatch index of each."""
@@ -408,7 +403,7 @@ def _outside_program(
 
 
 def _stack_program(
-  values: Sequence[Value], stacks: Sequence[Value], rank: int, first: bool
+  task: Key, values: Sequence[Value], stacks: Sequence[Value], rank: int, first: bool
 ) -> StageProgram:
   """Stores results of a microbatch in stacks; the first time it creates them, with the results in all rows."""
   equations: list[Equation] = []
@@ -422,7 +417,7 @@ def _stack_program(
     equations += new
     outputs += results
   inputs = [*values] if first else [*values, index, *stacks]
-  name = f'stack_{rank}' + ('_first' if first else '')
+  name = f'stack_{task[0]}_{task[1]}' + ('_first' if first else '')
   return StageProgram(name, rank, equations, inputs, outputs)
 
 
