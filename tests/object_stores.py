@@ -445,7 +445,7 @@ class S3Server:
     if intercepted is not None:
       environ['wsgi.input'].read(int(environ.get('CONTENT_LENGTH') or 0))
       start_response(f'{intercepted.status} X', list(intercepted.headers.items()))
-      return [intercepted.body]
+      return [b'' if request.method == 'HEAD' else intercepted.body]
     if not self.obeys or (request.method == 'DELETE' and not self.obeys_removals):
       environ = {
         key: value

@@ -1,7 +1,8 @@
-"""Lost servers: an object store refuses, fails, is slow, breaks connections or loses its answers during a save.
+"""Lost servers: an object store refuses, fails, is slow, breaks connections or loses its answers during a save or a restore.
 
 A save returns with a CheckpointError or has worked; the old checkpoint stays whole; as soon as the server is back, the next
 save works. A server that has done what it was asked, and whose answer is lost, must not make a save report what is not so.
+A manager restores the newest step, or reports an error: a server that is away is no reason for an older one.
 """
 
 from __future__ import annotations
@@ -108,6 +109,39 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
           functools.partial(_trial, place, mode, worker, fault),
         )
       yield tally.outcome()
+    yield from _restores(place, worker, runs)
+
+
+def _restores(place: ServedPlace, worker: Worker, runs: int) -> Iterator[Outcome]:
+  root = place.new('server')
+  worker.done('open', root=root, keep=2)
+  for number in (1, 2):
+    worker.done('step', number=number, size=place.size)
+  worker.done('close')
+  with Fault(place.server, 'intercept', _slow, 1, 0) as fault:
+    worker.done('newest', root=root, size=place.size)
+  requests = fault.seen
+  for name, (where, harass, count) in FAULTS.items():
+    if where == 'intercept':
+      tally, drawn = Tally(f'server, restore: {name}', place.store), random.Random(name)
+      for _ in range(runs):
+        first = drawn.randint(1, requests)
+        fault = Fault(place.server, where, harass, first, count)
+        trial = functools.partial(_restore_trial, place, root, worker, fault)
+        tally.trial(f'from request {first} of {requests} on', trial)
+      yield tally.outcome()
+  place.clear(root)
+
+
+def _restore_trial(place: ServedPlace, root: str, worker: Worker, fault: Fault) -> str:
+  with fault:
+    answer = worker.call('newest', LIMIT, root=root, size=place.size)
+  if not answer['ok'] and not answer['clear']:
+    raise Harm(f'{answer["error"]}: {answer["text"]}')
+  if answer['ok'] and answer['result'] != 2:
+    raise Harm(f'step {answer["result"]} is restored, and step 2 is whole')
+  expect(f'{root}/2', place.size, {2})
+  return 'restored' if answer['ok'] else answer['error']
 
 
 def _prepared(place: Place, mode: str, worker: Worker) -> str:

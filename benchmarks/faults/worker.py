@@ -16,7 +16,7 @@ import time
 import warnings
 from typing import Any
 
-from faults.known_states import Size, layout, state_of
+from faults.known_states import Size, is_state, layout, state_of
 from flax_spmd import checkpoint, errors
 
 ANSWERS = os.dup(1)  # libraries may print
@@ -61,6 +61,14 @@ class Actions:
   def steps(self) -> list[int]:
     assert self._manager is not None
     return self._manager.steps
+
+  def newest(self, root: str, size: list[int]) -> int:
+    """Restores the newest step, beside the manager that writes; returns its number, which is that of its state."""
+    with checkpoint.Manager(root, layout(), read_only=True) as manager:
+      step, state = manager.restore()
+    if not is_state(state, step, Size(*size)):
+      raise RuntimeError(f'step {step} is restored, but is not its state')
+    return step
 
   def close(self) -> None:
     manager, self._manager = self._manager, None

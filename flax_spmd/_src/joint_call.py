@@ -19,7 +19,6 @@ import atexit
 import contextlib
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ import jax
 
 from flax_spmd import errors
 from flax_spmd._src.compat import coordination_service
+from flax_spmd._src.whereabouts import Question, is_main_thread, programs, start_answering
 
 _PREFIX, _WAITING, _ENDED = 'flax_spmd/calls', 'flax_spmd/waiting', 'flax_spmd/ended'
 _LONGEST = 500  # characters of a reason
@@ -75,7 +75,8 @@ class JointCall:
     self._members = list(range(jax.process_count()) if members is None else members)
     self._kind, self._number = kind, next(_numbers(kind))
     _made[kind] = self._number + 1
-    self._has_announced = False
+    self._has_announced = self._is_undone = False
+    self._question = Question()
     self._subject, self._outer = subject, _current.get()
     self._counts: dict[Any, Iterator[int]] = {}
     self.folder = f'{_PREFIX}/{kind}/{self._number}'
@@ -88,8 +89,15 @@ class JointCall:
       yield
     finally:
       _current.reset(token)
-      if self._has_announced:
-        self._announce('')
+      self.leave()
+
+  def leave(self) -> None:
+    """Takes back what this process has published of a call that it does not wait in any more."""
+    if self._has_announced:
+      self._announce('')
+    if self._is_undone:
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        coordination_service().key_value_delete(self.folder)
 
   def counts(self, key: Any) -> Iterator[int]:
     """The numbers of the exchanges of a kind in this call."""
@@ -97,7 +105,7 @@ class JointCall:
 
   def fail(self, error: BaseException) -> None:
     """Publishes an error to the other processes, unless another one has done so."""
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and not self._is_undone:
       self._publish(self.folder, error)
 
   def _publish(self, folder: str, error: BaseException) -> None:
@@ -120,7 +128,7 @@ class JointCall:
       if other:
         _count(*json.loads(other))
       return self._error_of(failure)
-    alone = self._left_alone() or self._crossed()
+    alone = self._left_alone() or self._crossed() or self._passed()
     if alone is not None:
       return alone
     return None if self._outer is None else self._outer.error()
@@ -141,9 +149,9 @@ class JointCall:
   def _crossed(self) -> errors.LayoutError | None:
     """The error for a process that waits in another call, which this one has not made, as it has not made this one.
 
-    Only calls of main threads are compared: other threads may still make the one that is waited for.
+    Only calls that main threads wait for are compared: other threads may still make the one that is waited for.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_in_front():
       return None
     me = jax.process_index()
     self._announce(json.dumps([self._kind, self._number, self._subject, _made, self._members]))
@@ -169,6 +177,36 @@ class JointCall:
       self._publish(folder, error)
       return error
     return None
+
+  def _passed(self) -> errors.LayoutError | None:
+    """The error for a process that has begun a program of all processes instead of this call.
+
+    The call does not count then: the next one of its kind is that of the other processes.
+    """
+    if not _is_in_front():
+      return None
+    for process, other in self._question.answers(self._members).items():
+      if other.calls.get(self._kind, 0) <= self._number and other.programs > programs():
+        self._undo()
+        subject = self._subject[:1].lower() + self._subject[1:]
+        return errors.LayoutError(
+          f'Process {process} has gone past {subject}: it has begun {other.programs} programs of layout.jit, and process '
+          f'{jax.process_index()} has begun {programs()}. It is in {other.line}.\n'
+          'Fix: make the same calls on every process, equally often and in the same order.'
+        )
+    return None
+
+  def lines_of(self, processes: list[int]) -> dict[int, str]:
+    """The user's line that each of these processes was in when it last answered a question of this call."""
+    return {process: other.line for process, other in self._question.answers(processes).items()}
+
+  def _undo(self) -> None:
+    """Takes the call back, and those around it."""
+    self._is_undone = True
+    if _made.get(self._kind) == self._number + 1:
+      _made[self._kind], _counters[self._kind] = self._number, itertools.count(self._number)
+    if self._outer is not None:
+      self._outer._undo()
 
   def _announce(self, text: str) -> None:
     """Publishes the call in which this process waits; an empty text once it does not."""
@@ -196,6 +234,22 @@ class JointCall:
       _forgotten[self._kind] = self._number
 
 
+@contextlib.contextmanager
+def in_front() -> Iterator[None]:
+  """A block whose calls in threads with its context count as calls of this thread, which waits for them."""
+  token = _front.set(_is_in_front())
+  try:
+    yield
+  finally:
+    _front.reset(token)
+
+
+def _is_in_front() -> bool:
+  """Whether the main thread waits for this call."""
+  return _front.get() or is_main_thread()
+
+
+_front: ContextVar[bool] = ContextVar('flax_spmd_in_front', default=False)
 _current: ContextVar[JointCall | None] = ContextVar('flax_spmd_joint_call', default=None)
 _counters: dict[str, Iterator[int]] = {}  # by kind
 _made: dict[str, int] = {}  # by kind: the number of calls of this process
@@ -222,6 +276,11 @@ def _stored(key: str) -> str | None:
     return coordination_service().key_value_try_get(key)
   except jax.errors.JaxRuntimeError:
     return None
+
+
+def answer_others() -> None:
+  """Lets the other processes know where this one is, if they wait for it."""
+  start_answering(_made)
 
 
 def current_call() -> JointCall | None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from flax_spmd._src.compat import coordination_service
-from flax_spmd._src.joint_call import JointCall, current_call
+from flax_spmd._src.joint_call import JointCall, answer_others, current_call
 from flax_spmd.errors import CheckpointError, FlaxSpmdError, LayoutError, Problem, raise_problems
 
 TIMEOUT = 300.0  # seconds; one process may still compile, or fill its shuffle buffer
@@ -109,6 +109,7 @@ def differing_parts(
     LayoutError: a member does not arrive in time.
     FlaxSpmdError: this is part of a joint call, and a process has failed in it.
   """
+  answer_others()
   call = current_call()
   folder = f'{call.folder if call else "flax_spmd"}/{topic}/{_digest(repr(members))}'
   keys = _ExchangeKeys(_service(), folder, members, fix, timeout, call)
@@ -302,9 +303,11 @@ class _ExchangeKeys(NamedTuple):
 
   def check_arrived(self, late: list[int]) -> None:
     if late:
+      lines = self.call.lines_of(late) if self.call else {}
+      where = ''.join(f' Process {process} is in {line}.' for process, line in lines.items())
       raise LayoutError(
         f'{named(late).capitalize()} did not arrive within {self.timeout:g} s; process '
-        f'{jax.process_index()} was waiting to compare with {"it" if len(late) == 1 else "them"}.\n'
+        f'{jax.process_index()} was waiting to compare with {"it" if len(late) == 1 else "them"}.{where}\n'
         f'Fix: {self.fix}'
       )
 

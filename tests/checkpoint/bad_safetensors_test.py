@@ -53,6 +53,11 @@ HEADERS = {
     b'',
     "'a': its data_offsets [16, 0] run backwards.",
   ),
+  'before the data': (
+    {'a': {**W, 'data_offsets': [-16, 0]}},
+    b'',
+    "'a': its data_offsets [-16, 0] are not two positions.",
+  ),
   'another size': (
     {'a': {**W, 'shape': [2, 3]}},
     b'\0' * 16,

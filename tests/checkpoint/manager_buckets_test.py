@@ -1,5 +1,7 @@
 """The manager on disk, GCS and S3: one writer, readers that follow, retention, and a damaged newest step."""
 
+import signal
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage.store import open_store
+from tests.processes import run_process
 
 LAYOUT = spmd.Layout({'data': 8})
 
@@ -55,3 +58,33 @@ def test_a_damaged_newest_step_is_replaced(root):
     assert manager.steps == [1]
     save(manager, 2, offset=10)
     assert manager.steps == [1, 2] and value(manager) == (2, 12.0)
+
+
+KILLED = """
+import os, signal
+import signal
+
+import jax.numpy as jnp
+import flax_spmd as spmd
+from flax_spmd import checkpoint
+from flax_spmd._src.checkpoint.storage.head_lease import HeadLease
+
+HeadLease.commit = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.save({url!r}, {{'w': jnp.full(8, 1.0)}}, spmd.Layout({{'data': 8}}))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_killed_save_in_a_bucket(server):
+  """It blocks neither its path nor others, and a later save beside it removes what it left."""
+  store, state = open_store(f'{server.bucket}/run'), {'w': jnp.full(8, 2.0)}
+  for path in ('a', 'b'):
+    url = f'{server.bucket}/run/{path}'
+    assert run_process(KILLED.format(url=url), check=False).returncode == -signal.SIGKILL
+    assert [name for name in store.files(path) if name.endswith('MANIFEST')]
+    with pytest.raises(errors.CheckpointNotFoundError, match='an unfinished save'):
+      checkpoint.restore(url, layout=LAYOUT)
+    assert checkpoint.ls(f'{server.bucket}/run') == []
+  checkpoint.save(f'{server.bucket}/run/a', state, LAYOUT)
+  assert store.children() == ['a'] and len(store.children('a')) == 2
+  assert float(checkpoint.restore(f'{server.bucket}/run/a', layout=LAYOUT)['w'][0]) == 2

@@ -13,8 +13,9 @@ from flax_spmd._src.checkpoint.storage import verification
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, open_checkpoint, reader_of
 from flax_spmd._src.checkpoint.storage.recognition import checkpoints_in, saved_at
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
+from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.source import read_whole
-from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.notebook_html import (
   MOST_ROWS,
@@ -190,7 +191,11 @@ def ls(root: str | os.PathLike[str]) -> CheckpointList:
     ['9', '10']
   """
   folder = as_path(root)
-  if not folder.is_dir():
+  with refusals(folder):
+    is_folder = folder.is_dir()
+  if not is_folder:
+    if '://' in str(folder):
+      open_store(folder).children()  # raises if there is no bucket
     raise CheckpointError(f'There is no folder {folder}.\nFix: pass a folder that contains checkpoints.')
   names = sorted(
     checkpoints_in(folder),

@@ -60,6 +60,7 @@ from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
 from flax_spmd._src.names.nnx_variables import check_no_cycles, has_modules
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.tree_paths import path_string
+from flax_spmd._src.whereabouts import counted
 from flax_spmd.errors import MeshError, Problem, raise_problems
 
 InputPlanner = Callable[[Any], Sequence[Sharding | None]]
@@ -367,7 +368,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
       if known and method == '__call__' and prepared is args and named is kwargs:
         self._hand_over(planned.function, args, kwargs)
       with _planned_traces():
-        return getattr(planned.function, method)(*prepared, **named)
+        apply = getattr(planned.function, method)
+        is_begun = method == '__call__' and trace_context.trace is NO_TRACE
+        return (counted(self._mesh, apply) if is_begun else apply)(*prepared, **named)
 
   def _check_once(self, planned: CallPlan, args, kwargs) -> None:
     """Checks the compiled program of a planned call, which JAX keeps for the call itself."""
@@ -409,6 +412,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     call = function if self._check is None else functools.partial(_repeated, function)
     if self._mesh_at_calls:
       call = functools.partial(self._in_scope, call)
+    call = counted(self._mesh, call)
     steady = _Steady(call, function, get_ident())
     if structure is None:
       self._steady = steady

@@ -25,6 +25,7 @@ from flax_spmd._src.checkpoint.storage.recognition import (
   is_checkpoint,
   saved_at,
 )
+from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
@@ -85,8 +86,9 @@ class StepFolder:
       CheckpointDamagedError: the record of the step is lost.
     """
     path = self.path(step)
-    if not path.exists() or has_metadata(path):
-      return False
+    with refusals(path):
+      if not path.exists() or has_metadata(path):
+        return False
     if any(has_record(self.path(earlier)) for earlier in self.steps() if earlier < step):
       raise CheckpointDamagedError(
         f'Checkpoint {path} has lost its record of names and checksums; earlier steps have theirs.\n'
@@ -165,15 +167,18 @@ def _is_json(value: Any) -> bool:
 
 def _metrics(path: epath.Path) -> Any:
   """The metrics of a step; those of a step of Orbax are in a file of their own."""
-  with contextlib.suppress(CheckpointDamagedError, ValueError, OSError):
-    file = path / 'metrics' / 'metrics'
+  file = path / 'metrics' / 'metrics'
+  with (
+    refusals(path),
+    contextlib.suppress(CheckpointDamagedError, json.JSONDecodeError, UnicodeDecodeError),
+  ):
     return json.loads(file.read_text()) if file.exists() else metrics_of(custom_metadata(path))
   return None
 
 
 def _time(path: epath.Path) -> int:
   """The time of a save, in nanoseconds since 1970."""
-  with contextlib.suppress(CheckpointDamagedError, OSError):
+  with refusals(path), contextlib.suppress(CheckpointDamagedError, FileNotFoundError):
     saved = saved_at(path) or datetime.datetime.fromtimestamp(path.stat().mtime)
     return int(saved.timestamp() * 1e9)
   return time.time_ns()

@@ -28,7 +28,7 @@ from flax_spmd._src.checkpoint.storage.generations import Claim
 from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import open_store
-from flax_spmd._src.joint_call import Failure, first_line
+from flax_spmd._src.joint_call import Failure, first_line, in_front
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
@@ -244,7 +244,7 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
     except OSError as error:
       raise save_error(error, path) from error
   results: list[Result] = []
-  with heartbeat.call.entered():
+  with heartbeat.call.entered(), in_front():
     background = _BackgroundCall(lambda: results.append(call()))
   try:
     wait_for(background, path, heartbeat)
@@ -253,6 +253,7 @@ def watched(call: Callable[[], Result], path: epath.Path, heartbeat: Heartbeat) 
     if not heartbeat.gone():
       background.settle()
     raise
+  heartbeat.call.leave()
   return results[0]
 
 

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from flax_spmd._src.checkpoint.storage.buckets import Location
 from flax_spmd.errors import CheckpointError, CheckpointNotFoundError, CheckpointReadOnlyError
 
+_RANGE = re.compile(
+  r'.*Error reading Byte range \[.*?: '
+)  # the array that TensorStore read, and its drivers
 _STATUS = re.compile(r"http_response_code='(\d+)'")
 _IDENTITY = {
   'InvalidAccessKeyId',
@@ -43,8 +46,24 @@ class Cause(NamedTuple):
   code: str
   status: int
 
+  @property
+  def is_refusal(self) -> bool:
+    """Whether the server, or the way to it, has refused the call: nothing is known of what it was about."""
+    return (
+      self.status in (401, 403, 408, 429)
+      or self.status >= 500
+      or self.code in _IDENTITY | _REGION
+      or any(word in self.text for word in _SILENT)
+      or self.lacks_credentials
+    )
 
-def explained(error: Exception, verb: str, location: Location, name: str = '') -> CheckpointError:
+  @property
+  def lacks_credentials(self) -> bool:
+    """Whether the client has found none, and has not asked the server."""
+    return 'credentials' in self.text.lower() and not self.status
+
+
+def explained(error: BaseException, verb: str, location: Location, name: str = '') -> CheckpointError:
   """The error to raise for one of TensorStore's or fsspec's.
 
   Args:
@@ -58,7 +77,8 @@ def explained(error: Exception, verb: str, location: Location, name: str = '') -
   text = f'Cannot {verb} {url} ({location.endpoint}): {cause.text}.\nFix: '
   if isinstance(error, FileNotFoundError):
     return CheckpointNotFoundError(f'{text}pass the path of a checkpoint.')
-  if cause.status == 401 or cause.code in _IDENTITY or (cause.status == 403 and location.is_anonymous):
+  unknown = cause.status == 401 or cause.code in _IDENTITY or cause.lacks_credentials
+  if unknown or (cause.status == 403 and location.is_anonymous):
     return CheckpointError(f'{text}{_LOGIN[location.scheme]}')
   if cause.code in _REGION or cause.status in (301, 307):
     return CheckpointError(f"{text}set AWS_DEFAULT_REGION to the bucket's region.")
@@ -83,7 +103,8 @@ def cause_of(error: BaseException) -> Cause:
   client = error.__cause__ if hasattr(error.__cause__, 'response') else error
   response = getattr(client, 'response', None)
   response = response if isinstance(response, dict) else {}
-  first = re.split(r' \[\w|\n', str(error))[0].rstrip('. ')[:_LONGEST] or type(error).__name__
+  first = _RANGE.sub('', re.split(r' \[[a-zA-Z]|\n', str(error))[0])  # without TensorStore's context
+  first = first.rstrip('. ')[:_LONGEST] or type(error).__name__
   text = re.sub(r'^[A-Z_]+: (All \d+ retry attempts failed: )?', '', first)
   match = _STATUS.search(str(error))
   status = match[1] if match else getattr(error, 'code', None)

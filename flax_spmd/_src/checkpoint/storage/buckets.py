@@ -139,12 +139,23 @@ def _filesystem(scheme: str, *environment: str | None) -> Any:
       config_kwargs={'connect_timeout': 10, 'read_timeout': 60, 'retries': {'max_attempts': 2}}
     )
   try:
-    return fsspec.filesystem(scheme, **options)
+    files = fsspec.filesystem(scheme, **options)
+    if scheme == 'gs':
+      files.isdir = functools.partial(_is_folder, files)
+    return files
   except ImportError as error:
     package, extra = _PACKAGES[scheme]
     raise CheckpointError(
       f"Checkpoints at {scheme}:// need the package {package}.\nFix: pip install 'flax-spmd[{extra}]'"
     ) from error
+
+
+def _is_folder(files: Any, path: str) -> bool:
+  """Whether a path is a folder. gcsfs takes a refusal for absence."""
+  try:
+    return files.info(path)['type'] == 'directory'
+  except FileNotFoundError:
+    return False
 
 
 def reach(url: str) -> None:

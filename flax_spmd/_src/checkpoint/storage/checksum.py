@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable
 
-from flax_spmd.errors import CheckpointError
+from flax_spmd.errors import CheckpointDamagedError
 
 ALGORITHMS = ('crc32', 'md5')  # the first is the fastest, the second is stored by buckets
 
@@ -19,7 +19,7 @@ def checksum(chunks: Iterable[bytes], like: str = '') -> str:
     like: a checksum with the algorithm to use; '': CRC-32.
 
   Raises:
-    CheckpointError: the algorithm is unknown.
+    CheckpointDamagedError: the algorithm is unknown.
   """
   algorithm = like.partition(':')[0] or ALGORITHMS[0]
   if algorithm == 'crc32':
@@ -32,7 +32,7 @@ def checksum(chunks: Iterable[bytes], like: str = '') -> str:
     for chunk in chunks:
       md5.update(chunk)
     return f'md5:{md5.hexdigest()}'
-  raise CheckpointError(
+  raise CheckpointDamagedError(
     f'The checksum {like!r} is of an unknown kind; known: {", ".join(ALGORITHMS)}.\n'
     'Fix: update flax-spmd, if a newer version wrote the checkpoint; otherwise restore another one.'
   )

@@ -32,6 +32,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   key_implementation,
   raw_keys,
 )
+from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   assembled,
   batches,
@@ -54,7 +55,7 @@ class DirectReads:
   """
 
   def __init__(self, folder: epath.Path, record: Record):
-    self._record = record
+    self._record, self._folder = record, folder
     own = [folder / child.name for child in _children(folder) if _OF_PROCESS.fullmatch(child.name)]
     self._indexes = [[_index_of(folder)], [_index_of(each) for each in sorted(own)]]
     self._names = _names(record)
@@ -76,12 +77,12 @@ class DirectReads:
           stored = _stored_request(self._record.leaves[path], request)
           reads[path] = stored, started(self._opened(path), stored)
         except (ValueError, OSError) as error:
-          reasons[path] = _reason(error)
+          reasons[path] = self._reason(error)
       for path, (stored, futures) in reads.items():
         try:
           slices = {index: np.asarray(future.result()) for index, future in futures.items()}
         except (ValueError, OSError) as error:
-          reasons[path] = _reason(error)
+          reasons[path] = self._reason(error)
         else:
           leaves[path] = _leaf(self._record.leaves[path], requests[path], assembled(stored, slices))
     return leaves, reasons
@@ -115,6 +116,7 @@ class DirectReads:
         try:
           listed = ts.KvStore.open({**index, 'path': f'{name}/'}).result().list().result()
         except (ValueError, OSError) as error:
+          self._reason(error)
           failure = error
         else:
           keys |= {key: index for key in listed if key not in keys}
@@ -122,6 +124,17 @@ class DirectReads:
         if described in keys:
           return driver, _joined(name, keys)
     raise failure
+
+  def _reason(self, error: Exception) -> str:
+    """The first line of TensorStore's error, without its context.
+
+    Raises:
+      CheckpointError: the read was refused.
+    """
+    refused = refusal(error, self._folder)
+    if refused is not None:
+      raise refused from None
+    return _SPEC.split((str(error).splitlines() or [''])[0])[0]
 
 
 def _joined(name: str, keys: Mapping[bytes, Any]) -> dict[str, Any]:
@@ -181,8 +194,3 @@ def _leaf(leaf: LeafRecord, request: Any, array: Any) -> Any:
     return array
   array = array.reshape(leaf.shape)
   return array if request.sharding is None else put([array], [request.sharding])[0]
-
-
-def _reason(error: Exception) -> str:
-  """The first line of TensorStore's error, without its context."""
-  return _SPEC.split((str(error).splitlines() or [''])[0])[0]

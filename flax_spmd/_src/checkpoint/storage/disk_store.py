@@ -21,6 +21,7 @@ from flax_spmd._src.checkpoint.storage.checksum import checksum
 from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, Tag, checked, removable, too_large
 from flax_spmd.errors import (
   CheckpointBusyError,
+  CheckpointDamagedError,
   CheckpointError,
   CheckpointNotFoundError,
   CheckpointReadOnlyError,
@@ -36,11 +37,22 @@ _CHANGING = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY}
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
-_FIXES = {
+_DAMAGED = {errno.EIO, errno.EUCLEAN}
+# of reads that say nothing about the content
+READ_FIXES = {
+  errno.EACCES: 'let the owner of the files grant this process the right to read them.',
+  errno.EPERM: 'let the owner of the files grant this process the right to read them.',
+  errno.EMFILE: 'raise the limit of open files (ulimit -n), and repeat the call.',
+  errno.ENFILE: 'raise the limit of open files of the machine, and repeat the call.',
+  errno.ESTALE: 'mount the file system again, and repeat the call.',
+  errno.ENOTCONN: 'mount the file system again, and repeat the call.',
+  errno.ETIMEDOUT: 'check the network and the file server, and repeat the call.',
+  errno.EHOSTDOWN: 'check the network and the file server, and repeat the call.',
+}
+_FIXES = READ_FIXES | {
   errno.ENOSPC: 'free space on the disk, and repeat the call.',
   errno.EDQUOT: 'free space, or have the quota raised, and repeat the call.',
   errno.EIO: 'check the disk, whose driver reports the cause in the system log; use another one until then.',
-  errno.ESTALE: 'mount the file system again, and repeat the call.',
 }
 _FIX = 'check the path and its file system, and repeat the call.'
 
@@ -221,7 +233,9 @@ class DiskStore:
         raise CheckpointReadOnlyError(
           f'{text}Fix: pass a path that this process may write to.'
         ) from error
-      raise CheckpointError(f'{text}Fix: {_FIXES.get(code, _FIX)}') from error
+      is_damage = verb in ('read', 'list') and code in _DAMAGED
+      kind = CheckpointDamagedError if is_damage else CheckpointError
+      raise kind(f'{text}Fix: {_FIXES.get(code, _FIX)}') from error
 
 
 def _tag(content: bytes) -> Tag:

@@ -9,7 +9,7 @@ from etils import epath
 
 from flax_spmd._src.checkpoint.storage.manifest import FileRecord
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
-from flax_spmd.errors import CheckpointError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 _THREADS = 8
 _DATA = 'd'  # the folder that holds the bytes of arrays
@@ -54,6 +54,6 @@ def _wrong_size(found: int | None, recorded: int) -> str:
 def _changed(store: Store, name: str, recorded: str) -> str:
   try:
     found = store.digest(name, recorded)
-  except CheckpointError as error:
+  except (CheckpointDamagedError, CheckpointNotFoundError) as error:
     return str(error).partition('\n')[0].rstrip('.')
   return '' if found == recorded else f'its checksum is {found}, not {recorded}'

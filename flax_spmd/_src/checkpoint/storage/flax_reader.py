@@ -14,6 +14,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   by_path,
   describe,
 )
+from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd.errors import CheckpointDamagedError
 
 
@@ -49,7 +50,7 @@ def flax_tree(path: epath.Path) -> Any:
   try:
     return serialization.msgpack_restore(path.read_bytes())
   except Exception as error:  # msgpack raises a dozen kinds
-    raise not_flax(path, error) from error
+    raise refusal(error, path) or not_flax(path, error) from error
 
 
 def not_flax(path: epath.Path, error: Exception) -> CheckpointDamagedError:

@@ -41,8 +41,9 @@ class Heartbeat:
     self._answered = time.monotonic()  # when the service last answered; a host without power never does
     self._looked = self._answered
     self._stopped = threading.Event()
+    self._beating = threading.Thread(target=self._run, name='flax_spmd heartbeat', daemon=True)
     if jax.process_count() > 1:
-      threading.Thread(target=self._run, name='flax_spmd heartbeat', daemon=True).start()
+      self._beating.start()
 
   def gone(self) -> list[int]:
     """The processes whose last heartbeat is more than `SILENCE` seconds old; none in a job of one process.
@@ -66,9 +67,14 @@ class Heartbeat:
     if jax.process_count() > 1 and not self._stopped.is_set():
       self._stopped.set()
       if error is not None and self.gone() != [0]:
-        publishing = threading.Thread(target=self.call.fail, args=(error,), daemon=True)
+        publishing = threading.Thread(target=self._fail, args=(error,), daemon=True)
         publishing.start()
         publishing.join(SILENCE)
+
+  def _fail(self, error: BaseException) -> None:
+    self.call.fail(error)
+    self._beating.join()
+    self.call.leave()
 
   def _run(self) -> None:
     others = [p for p in range(jax.process_count()) if p != jax.process_index()]

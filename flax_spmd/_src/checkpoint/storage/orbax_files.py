@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flax_spmd._src.checkpoint.storage.store import Store
+from flax_spmd._src.checkpoint.storage.store import Store, Tag
 
 _RECORD = '_CHECKPOINT_METADATA'
 _TREE = '_METADATA'  # of a tree of arrays that has this folder for itself
@@ -56,21 +56,22 @@ def orbax_names(store: Store, folder: str, names: Sequence[str]) -> list[str]:
 
 def _parts(store: Store, folder: str) -> set[str]:
   """The names of a checkpoint's parts, as Orbax has recorded them."""
+  stored = store.read(f'{folder}/{_RECORD}')
   try:
-    return set(dict(_content(store, f'{folder}/{_RECORD}')['item_handlers']))
+    return set(dict(_content(stored)['item_handlers']))
   except (ValueError, KeyError, TypeError, RecursionError):
     return set()
 
 
 def _arrays(store: Store, folder: str) -> set[str]:
   """The names of a tree's arrays, as Orbax has recorded them."""
+  stored = store.read(f'{folder}/{_TREE}')
   try:
-    leaves = _content(store, f'{folder}/{_TREE}')['tree_metadata'].values()
+    leaves = _content(stored)['tree_metadata'].values()
     return {'.'.join(str(key['key']) for key in leaf['key_metadata']) for leaf in leaves}
   except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
     return set()
 
 
-def _content(store: Store, file: str) -> Any:
-  stored = store.read(file)
+def _content(stored: tuple[bytes, Tag] | None) -> Any:
   return json.loads(stored[0]) if stored else {}

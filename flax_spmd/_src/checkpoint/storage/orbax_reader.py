@@ -32,6 +32,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   is_key,
   key_dtype,
 )
+from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd.errors import CheckpointDamagedError
 
 _ARRAYS = 'array_metadatas'
@@ -130,9 +131,10 @@ class OrbaxReader:
       with local_context(self.folder, _in_flight(target, memory)):
         return ocp.load(self.folder, target, checkpointable_name=self._name())
     except Exception as error:  # Orbax raises many kinds for missing or malformed files
-      if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
+      refused = refusal(error, self.path)
+      if refused is None and (isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)):
         raise
-      raise CheckpointDamagedError(
+      raise refused or CheckpointDamagedError(
         f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n'
         'Fix: restore another checkpoint; files of this one are missing, or have changed since it was written.'
       ) from error
@@ -205,6 +207,9 @@ def _foreign_tree(path: epath.Path, part: str | None) -> Any:
     tree = ocp.metadata(path, checkpointable_name=part).metadata
     reason = 'Orbax returns no metadata, as for a state that contains a Python bool'
   except Exception as error:  # of many kinds
+    refused = refusal(error, path)
+    if refused is not None:
+      raise refused from error
     tree, reason = None, (str(error).splitlines() or [''])[0][:500]
   if tree is None:
     raise CheckpointDamagedError(

@@ -30,6 +30,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   Record,
   from_json,
 )
+from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
 from flax_spmd._src.checkpoint.storage.safetensors_reader import SafetensorsReader
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
@@ -70,7 +71,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     CheckpointDamagedError: the checkpoint cannot be read.
     CheckpointError: a newer version wrote the checkpoint.
   """
-  return reader_of(path, current_source(as_path(path)))
+  with refusals(path):
+    return reader_of(path, current_source(as_path(path)))
 
 
 def reader_of(path: str | os.PathLike[str], source: Source | None) -> CheckpointReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 from typing import Any
@@ -22,6 +23,7 @@ from flax_spmd._src.checkpoint.storage.orbax_folders import (
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
 )
+from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.safetensors_files import is_safetensors
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import open_store
@@ -35,15 +37,14 @@ def is_checkpoint(path: epath.Path) -> bool:
   """Whether a path holds a complete checkpoint of this package or of Orbax."""
   if has_generation(path):
     return True
-  if not path.is_dir() or UNFINISHED in path.name:
-    return False
-  try:
+  with refusals(path), contextlib.suppress(FileNotFoundError):  # it is being removed
+    if not path.is_dir() or UNFINISHED in path.name:
+      return False
     is_marked = any((path / mark).exists() for mark in (METADATA, INDICATOR, TREE_METADATA))
     if not is_marked and not parts_of(path):
       return False
     return (path / METADATA).exists() or ocp.is_orbax_checkpoint(path)
-  except FileNotFoundError:  # it is being removed
-    return False
+  return False
 
 
 def has_generation(path: epath.Path) -> bool:
@@ -92,12 +93,17 @@ def saved_at(path: epath.Path) -> datetime.datetime | None:
 
 def checkpoints_in(folder: epath.Path) -> list[str]:
   """The names of the checkpoints in a folder."""
-  return sorted(
-    child.name
-    for child in folder.iterdir()
-    if not child.name.startswith('.')
-    and (is_checkpoint(child) or _is_flax_file(child) or holds_msgpack(child) or is_safetensors(child))
-  )
+  children = [folder / name for name in open_store(folder).children() if not name.startswith('.')]
+  return [child.name for child in children if _may_be_checkpoint(child)]
+
+
+def _may_be_checkpoint(path: epath.Path) -> bool:
+  """Whether a path is a checkpoint of any kind, or may not be looked at; whoever opens it gets the reason."""
+  try:
+    with refusals(path):
+      return is_checkpoint(path) or _is_flax_file(path) or holds_msgpack(path) or is_safetensors(path)
+  except CheckpointError:
+    return True
 
 
 def holds_msgpack(path: epath.Path) -> bool:
@@ -124,7 +130,7 @@ def check_head(path: epath.Path) -> None:
 def nearby(path: epath.Path) -> str:
   """A hint at the right path: checkpoints in the folder, or beside it."""
   if path.is_dir():
-    inside = checkpoints_in(path)
+    inside = [] if (path / HEAD).exists() else checkpoints_in(path)  # its generations are not committed
     return f'; it holds the checkpoints {", ".join(inside)}' if inside else _why_none(path)
   if not path.parent.is_dir():
     return f'; {path.parent} does not exist either'

@@ -31,9 +31,10 @@ from flax_spmd._src.checkpoint.storage.byte_ranges import (
 )
 from flax_spmd._src.checkpoint.storage.host_shards import from_callback
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record
+from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.safetensors_files import located_tensors
 from flax_spmd._src.checkpoint.storage.safetensors_header import TensorEntry, tensor_path
-from flax_spmd.errors import CheckpointDamagedError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 _BATCH_BYTES = 32 << 20
 _THREADS = 8
@@ -188,8 +189,8 @@ class SafetensorsReader:
     except (OSError, EOFError) as error:
       raise self._unreadable(file, error) from error
 
-  def _unreadable(self, file: epath.Path, error: Exception) -> CheckpointDamagedError:
-    return CheckpointDamagedError(
+  def _unreadable(self, file: epath.Path, error: Exception) -> CheckpointError:
+    return refusal(error, file) or CheckpointDamagedError(
       f'Checkpoint {self.path} cannot be read, because of {file.name}: {error}.\n'
       'Fix: copy or download it again; it has changed since it was opened, or its storage fails.'
     )

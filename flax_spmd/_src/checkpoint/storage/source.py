@@ -19,6 +19,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   parsed_manifest,
 )
 from flax_spmd._src.checkpoint.storage.pins import Pin
+from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
@@ -89,7 +90,7 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
   """
   for _ in range(_ATTEMPTS):
     with _pinned(path) as source:
-      result, error, is_replaced = _attempted(source, read)
+      result, error, is_replaced = _attempted(path, source, read)
       if _in_any(is_replaced):
         continue
       if error is not None:
@@ -102,11 +103,12 @@ def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Res
 
 
 def _attempted(
-  source: Source | None, read: Callable[[Source | None], Any]
+  path: epath.Path, source: Source | None, read: Callable[[Source | None], Any]
 ) -> tuple[Any, CheckpointDamagedError | None, bool]:
   """The result of a read, or its error; and whether the generation was replaced, which may be the cause."""
   try:
-    result, error = read(source), None
+    with refusals(path):
+      result, error = read(source), None
   except CheckpointDamagedError as damage:
     result, error = None, damage
   if source is None:

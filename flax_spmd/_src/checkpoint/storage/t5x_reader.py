@@ -20,6 +20,7 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.host_shards import put
 from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe, dtype_of
+from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import checked
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   Index,
@@ -173,7 +174,7 @@ class T5xReader:
     try:
       return future.result()
     except (ValueError, OSError) as error:
-      raise CheckpointDamagedError(
+      raise refusal(error, self.path) or CheckpointDamagedError(
         f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n{_FIX}'
       ) from error
 
