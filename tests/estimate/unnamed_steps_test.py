@@ -3,7 +3,9 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import flax_spmd as spmd
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
@@ -66,3 +68,36 @@ def test_automatic_constraints_that_do_not_divide_are_left_out():
   compiled = compare(train_step, {'fsdp': UNNAMED['fsdp']}, 'cpu:8')['fsdp']
   assert compiled.error is None
   assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)
+
+
+@pytest.mark.parametrize('rule', [spmd.fsdp('data', min_size=1), spmd.optimizer_over('data')])
+def test_modules_are_estimated_as_their_states(rule):
+  """The parameters that a step returns keep their sharding: under ZeRO-1 they are gathered."""
+
+  def create():
+    model = nnx.Sequential(
+      nnx.Linear(512, 2048, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(2048, 512, rngs=nnx.Rngs(1))
+    )
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+  def step(modules, x):
+    model, optimizer = modules
+    value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, gradients)
+    return modules, value
+
+  def functional(state, x):
+    modules = nnx.merge(graph, state)
+    value = step(modules, x)[1]
+    return nnx.state(modules), value
+
+  graph = nnx.graphdef(nnx.eval_shape(create))
+  x = jax.ShapeDtypeStruct((64, 512), 'float32')
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'), rule))
+  ours, theirs = (
+    Estimator(TrainStep(each, made, x)).estimate(layout, parse_target('h100:8'))
+    for each, made in ((step, create), (functional, lambda: nnx.state(create())))
+  )
+  assert ours.counts.by_axis() == theirs.counts.by_axis()
+  assert ours.memory == theirs.memory
+  assert 'all-gather' in {one.kind for one in ours.counts.collectives}

@@ -38,6 +38,7 @@ from flax_spmd._src.estimate.graph import Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
+from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import HOST_MEMORY
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
@@ -217,7 +218,9 @@ class _AnalyzedStep:
     self.module = mlir.prepare(lowering.code, parameter_names)
     mark_traits(self.module.graph, platform)
     self.analyzed = AnalyzedGraph(self.module.graph, platform)
-    self.replaced_arguments = list(_replaced_arguments(lowering))
+    numbers = {index: number for number, index in enumerate(lowering.used)}
+    replaced = successors(lowering.result, lowering.arguments)
+    self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
     leaves = len(jax.tree.leaves(lowering.state))
     self.first_of_batch = sum(index < leaves for index in lowering.used)
 
@@ -267,25 +270,3 @@ def _part(path: Any) -> str:
   """The part of the state that an array belongs to, by its path."""
   names = path_string(path).split('/')
   return next((name for name in names if name in ('params', 'opt_state')), '')
-
-
-def _replaced_arguments(lowering: NamedLowering) -> Iterator[int | None]:
-  """Per result of the step, the number of the argument that it replaces: the state's, or None for other results."""
-  state, result = lowering.state, lowering.result
-  numbers = {index: number for number, index in enumerate(lowering.used)}
-  starts: list[tuple[Any, int]] = [(state, 0)]
-  start = 0
-  for child in jax.tree.leaves(state, is_leaf=lambda node: node is not state):
-    starts.append((child, start))
-    start += len(jax.tree.leaves(child))
-  for part in result if type(result) in (tuple, list) else [result]:
-    leaves = jax.tree.leaves(part)
-    first = next((first for tree, first in starts if leaves and _is_alike(tree, part)), None)
-    yield from (None if first is None else numbers.get(first + index) for index in range(len(leaves)))
-
-
-def _is_alike(tree: Any, other: Any) -> bool:
-  """Whether two trees have the same structure, and their arrays the same shapes."""
-  return jax.tree.structure(tree) == jax.tree.structure(other) and all(
-    one.shape == two.shape for one, two in zip(jax.tree.leaves(tree), jax.tree.leaves(other))
-  )

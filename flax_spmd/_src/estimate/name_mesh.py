@@ -55,7 +55,8 @@ class NamedLowering(NamedTuple):
     code: MLIR bytecode of the step.
     train_step: the step, built on the mesh if it is built on any.
     state: tree of the step's first argument: shapes with shardings, in boxes.
-    result: tree of the step's results: shapes.
+    arguments: `(args, kwargs)` of the program, with modules as their states: shapes.
+    result: tree of the program's results, likewise.
     used: indices of the leaves of `(state, batch)` that the step uses; the program has no other arguments.
     jaxpr: the step as traced.
     with_batch: the same step with its batch constrained; None if no layout constrains it.
@@ -64,6 +65,7 @@ class NamedLowering(NamedTuple):
   code: bytes
   train_step: TrainStep
   state: Any
+  arguments: Any
   result: Any
   used: list[int]
   jaxpr: Any
@@ -76,13 +78,15 @@ class NamedLowering(NamedTuple):
       layout: layout of the step.
       batch: tree of the step's second argument: shapes with the layout's shardings.
     """
-    leaves, treedef = jax.tree.flatten(self.state)
-    shardings = jax.tree.leaves(layout.sharding(self.state))
-    state = treedef.unflatten(
+    leaves = jax.tree.leaves((self.state, batch))
+    shardings = [
+      *jax.tree.leaves(layout.sharding(self.state)),
+      *(leaf.sharding for leaf in jax.tree.leaves(batch)),
+    ]
+    dynamic = jax.tree.structure(self.arguments).unflatten(
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
       for leaf, sharding in zip(leaves, shardings, strict=True)
     )
-    dynamic = ((state, batch), {})
 
     def returned() -> set[int]:
       found = same_forms(self.result, dynamic, layout.mesh)
@@ -133,7 +137,7 @@ def _lowered_on(layout: Layout, train_step: TrainStep, platform: str) -> NamedLo
   traced = train_step.jitted(layout).trace(state, batch)
   lowered = lower_with_placeholders(traced, platform, layout.mesh)
   code, used = program_bytes(lowered), used_arguments(lowered)
-  return NamedLowering(code, train_step, state, lowered.out_info, used, traced.jaxpr)
+  return NamedLowering(code, train_step, state, lowered.args_info, lowered.out_info, used, traced.jaxpr)
 
 
 def _batch_of(lowered: NamedLowering) -> BatchLeaves | None:
