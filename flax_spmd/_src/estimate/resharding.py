@@ -319,6 +319,8 @@ def is_ambiguous(ops: Sequence[CollectiveOp]) -> bool:
     moved, reordered = ops[0].axes, ops[1].axes
     if len(moved) == 1 and '[' in moved[0] and {*moved} < {*reordered}:
       return len({axis.partition('[')[0] for axis in reordered}) > 1
+  if kinds == ['collective-permute', 'all-gather']:
+    return False
   return len(kinds) > 1 and any('[' in axis for op in ops for axis in op.axes)
 
 
