@@ -7,6 +7,7 @@
     plan         residuals of a stage, programs compiled, bytes moved after the loop, simulated schedules
     sleeping     stages that sleep instead of computing, so that ranks overlap on any number of cores:
                  wall time over simulated time
+    equal stages one program for all stages beside a program per stage: see `one_program`
     code         lines of `flax_spmd.pipeline`, without blank lines, comments and docstrings
 
 The devices are emulated on the same cores, so a pipeline is faster than one device only if its programs
@@ -43,6 +44,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_program
 import optax
 from flax.training.train_state import TrainState
 from harness import WALL, Figure, Target, at_most, equal, exact, measure, ratio, summary
@@ -75,6 +77,7 @@ def figures() -> list[Figure]:
     *sharing_figures(),
     *bubble_figures(),
     *sleeping_figures(),
+    *one_program.figures(),
     exact('lines of code', code_lines(PACKAGE), 'lines', at_most(3000)),
   ]
 
@@ -349,7 +352,7 @@ def moved_after(call_list: CallList) -> int:
     if isinstance(one, Call) and one.when is not None
     for buffer in one.inputs
   }
-  sent = [buffer for one in call_list.calls if isinstance(one, Send) for buffer in one.arrived]
+  sent = [buffer for one in call_list.calls if isinstance(one, Send) for buffer in one.outputs]
   return sum(buffer.value.bytes for buffer in sent if buffer not in in_loop)
 
 

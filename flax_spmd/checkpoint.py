@@ -25,4 +25,7 @@ from flax_spmd._src.checkpoint.restore import restore as restore
 from flax_spmd._src.checkpoint.save import save as save
 from flax_spmd._src.checkpoint.save import save_async as save_async
 from flax_spmd._src.checkpoint.save_safetensors import save_safetensors as save_safetensors
+from flax_spmd._src.checkpoint.saved_program import SavedProgram as SavedProgram
+from flax_spmd._src.checkpoint.saved_program import load_program as load_program
+from flax_spmd._src.checkpoint.saved_program import save_program as save_program
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave as AsyncSave

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
+
 from flax_spmd._src import flax_layers
 from flax_spmd._src.rules.clauses import fsdp as fsdp_rule
 from flax_spmd._src.rules.clauses import optimizer_over as optimizer_over_rule
@@ -209,5 +211,7 @@ def layer_names() -> dict[type, dict[str, Any]]:
     >>> names[nn.MultiHeadDotProductAttention]['cached_key']
     ('batch', 'length', 'heads', 'kv')
   """
-  tables = {**flax_layers.linen_names(), **flax_layers.nnx_names()}
+  from flax import nnx
+
+  tables = {**flax_layers.layer_names(nn), **flax_layers.layer_names(nnx)}
   return {layer: dict(names) for layer, names in tables.items()}

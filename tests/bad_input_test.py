@@ -360,6 +360,27 @@ def test_placing_on_an_abstract_mesh():
   assert text_of(errors.MeshError, lay.init, lambda: jnp.ones(64)) == expected
 
 
+def test_a_model_that_reads_boxed_variables_directly():
+  class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+      embed = nn.Embed(8, 4, name='embed')
+      return embed(tokens) @ self.variables['params']['embed']['embedding'].T
+
+  tokens = jnp.ones((2, 3), int)
+  params = spmd.names_for(Tied().init)(jax.random.key(0), tokens)
+  assert Tied().apply(spmd.unbox(params), tokens).shape == (2, 3, 8)
+  with pytest.raises(AttributeError) as caught:
+    Tied().apply(params, tokens)
+  assert (
+    str(caught.value)
+    == dedent("""\
+    'LogicallyPartitioned' object has no attribute 'T': it is a box around an array, with names ('vocab', 'embed').
+    Fix: pass flax_spmd.unbox(variables) to a model that reads its variables directly, or create them without boxes, by layout.init(..., boxed=False).""")
+  )
+  assert not hasattr(params['params']['embed']['embedding'], 'other')
+
+
 def test_a_function_in_the_block_of_another_number_of_devices():
   eight, four = (
     layout(mesh={'data': 8}),

@@ -1086,6 +1086,28 @@ def orbax_operation(at_least: int = 0) -> int:
   return int(OperationIdGenerator.get_current_operation_id())
 
 
+@functools.cache
+def store_absent_arrays() -> None:
+  """Makes Orbax write nothing for an array without a shard on this process.
+
+  Orbax 0.12.8 reads the shape of a shard from the first one of this process, and raises IndexError if there is none.
+
+  Raises:
+    AttributeError, ImportError: the installed Orbax has another structure.
+  """
+  from orbax.checkpoint._src.serialization import replica_slices
+
+  slices_of = replica_slices.get_replica_slices
+
+  def slices(arr: jax.Array, *args: Any, **kwargs: Any) -> Any:
+    if arr.addressable_shards:
+      return slices_of(arr, *args, **kwargs)
+    shard = arr.sharding.shard_shape(arr.shape)
+    return replica_slices.ReplicaSlices(arr.shape, shard, arr.sharding, arr.dtype, False, [])
+
+  replica_slices.get_replica_slices = slices
+
+
 def orbax_kvstore(path: str) -> Any:
   """The TensorStore spec that Orbax builds for a folder of arrays, without its own layers."""
   from orbax.checkpoint._src.serialization import tensorstore_utils

@@ -1,21 +1,20 @@
 """Flax's own layers: the logical names of their arrays, for models whose authors gave none.
 
-    linen_names()[nn.Embed]   # {'embedding': ('vocab', 'embed')}
+    layer_names(nn)[nn.Embed]   # {'embedding': ('vocab', 'embed')}
 
-Both halves have the same keys, as the layers of Linen and of NNX name their arrays alike. The names of a layer whose
-rank varies are a function of the layer. `flax.nnx` takes a second to import, so its half is built on request.
+One table serves both libraries, as the layers of Linen and of NNX name their arrays alike. The names of a layer whose
+rank varies are a function of the layer. `flax.nnx` takes a second to import, so the caller does that where it is needed.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
-
-import flax.linen as nn
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 Names: TypeAlias = tuple[Any, ...] | None
 LayerEntry: TypeAlias = Mapping[str, Names | Callable[[Any], Names]]
+Entry = TypeVar('Entry')
 
 _ATTENTION: LayerEntry = {
   **{f'{each}/kernel': ('embed', 'heads', 'kv') for each in ('query', 'key', 'value')},
@@ -27,48 +26,26 @@ _ATTENTION: LayerEntry = {
   'cached_value': ('batch', 'length', 'heads', 'kv'),
 }
 _DENSE: LayerEntry = {'kernel': ('in', 'out'), 'bias': ('out',)}
-_EMBED: LayerEntry = {'embedding': ('vocab', 'embed')}
-_NORM: LayerEntry = {'scale': ('embed',), 'bias': ('embed',)}
-_CHANNEL_NORM: LayerEntry = dict.fromkeys(('scale', 'bias', 'mean', 'var'), ('out',))
 
 
-def linen_names() -> dict[type, LayerEntry]:
-  """The names of the arrays of each layer of `flax.linen`, by their path below the layer."""
-  conv: LayerEntry = {'kernel': _conv_kernel, 'bias': ('out',)}
-  fused: LayerEntry = {
-    f'{gate}{of}/{name}': _DENSE[name] for gate in 'ih' for of in 'ifgo' for name in _DENSE
+def layer_names(flax: ModuleType) -> dict[type, LayerEntry]:
+  """The names of the arrays of each layer of `flax.linen` or `flax.nnx`, by their path below the layer."""
+  entries: dict[str, LayerEntry] = {
+    'Dense Linear': _DENSE,
+    'DenseGeneral LinearGeneral': {'kernel': _general_kernel, 'bias': _general_bias},
+    'Einsum': {'kernel': _einsum_kernel, 'bias': _einsum_bias},
+    'Embed': {'embedding': ('vocab', 'embed')},
+    'Conv ConvTranspose': {'kernel': _conv_kernel, 'bias': ('out',)},
+    'ConvLocal': {'kernel': _conv_kernel, 'bias': _local_bias},
+    'LayerNorm RMSNorm': {'scale': ('embed',), 'bias': ('embed',)},
+    'BatchNorm GroupNorm InstanceNorm': dict.fromkeys(('scale', 'bias', 'mean', 'var'), ('out',)),
+    'MultiHeadDotProductAttention MultiHeadAttention': _ATTENTION,
+    'LoRA': {'lora_a': ('in', None), 'lora_b': (None, 'out')},
   }
-  attentions = (nn.MultiHeadDotProductAttention, nn.MultiHeadAttention)
-  return {
-    nn.Dense: _DENSE,
-    nn.DenseGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
-    nn.Einsum: {'kernel': _einsum_kernel, 'bias': _einsum_bias},
-    nn.Embed: _EMBED,
-    **dict.fromkeys((nn.Conv, nn.ConvTranspose), conv),
-    nn.ConvLocal: {'kernel': _conv_kernel, 'bias': _local_bias},
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _NORM),
-    **dict.fromkeys((nn.BatchNorm, nn.GroupNorm, nn.InstanceNorm), _CHANNEL_NORM),
-    **dict.fromkeys(attentions, _ATTENTION),
-    nn.OptimizedLSTMCell: fused,
-  }
-
-
-def nnx_names() -> dict[type, LayerEntry]:
-  """The names of the arrays of each layer of `flax.nnx`, by their path below the layer."""
-  from flax import nnx
-
-  conv: LayerEntry = {'kernel': _conv_kernel, 'bias': ('out',)}
-  return {
-    nnx.Linear: _DENSE,
-    nnx.LinearGeneral: {'kernel': _general_kernel, 'bias': _general_bias},
-    nnx.Einsum: {'kernel': _einsum_kernel, 'bias': _einsum_bias},
-    nnx.Embed: _EMBED,
-    **dict.fromkeys((nnx.Conv, nnx.ConvTranspose), conv),
-    **dict.fromkeys((nnx.LayerNorm, nnx.RMSNorm), _NORM),
-    **dict.fromkeys((nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm), _CHANNEL_NORM),
-    nnx.MultiHeadAttention: _ATTENTION,
-    nnx.LoRA: {'lora_a': ('in', None), 'lora_b': (None, 'out')},
-  }
+  if hasattr(flax, 'compact'):  # that of NNX has two layers
+    gates = (f'{gate}{of}' for gate in 'ih' for of in 'ifgo')
+    entries['OptimizedLSTMCell'] = {f'{each}/{name}': _DENSE[name] for each in gates for name in _DENSE}
+  return _of_library(flax, entries)
 
 
 class Output(NamedTuple):
@@ -96,33 +73,23 @@ _EMBEDDED = Output('embedding', lambda layer, rank: (1,))
 _LOGITS = Output('embedding', lambda layer, rank: (0,))
 
 
-@functools.cache
-def linen_outputs() -> dict[tuple[type, str], Output]:
-  """The results of the methods of layers of `flax.linen`. Those of others have the shardings of their arguments."""
-  return {
-    (nn.Dense, '__call__'): _LAST,
-    (nn.DenseGeneral, '__call__'): _GENERAL,
-    (nn.Einsum, '__call__'): _EINSUM,
-    (nn.Embed, '__call__'): _EMBEDDED,
-    (nn.Embed, 'attend'): _LOGITS,
-    **{(cls, '__call__'): _CONV for cls in (nn.Conv, nn.ConvLocal, nn.ConvTranspose)},
+def layer_outputs(flax: ModuleType) -> dict[tuple[type, str], Output]:
+  """The results of the methods of layers of `flax.linen` or `flax.nnx`. Those of others have the shardings of their arguments."""
+  called = {
+    'Dense Linear': _LAST,
+    'DenseGeneral LinearGeneral': _GENERAL,
+    'Einsum': _EINSUM,
+    'Embed': _EMBEDDED,
+    'Conv ConvLocal ConvTranspose': _CONV,
   }
+  of_calls = {(cls, '__call__'): output for cls, output in _of_library(flax, called).items()}
+  return {**of_calls, **{(cls, 'attend'): _LOGITS for cls in _of_library(flax, {'Embed': _LOGITS})}}
 
 
-@functools.cache
-def nnx_outputs() -> dict[tuple[type, str], Output]:
-  """The results of the methods of layers of `flax.nnx`."""
-  from flax import nnx
-
-  return {
-    (nnx.Linear, '__call__'): _LAST,
-    (nnx.LinearGeneral, '__call__'): _GENERAL,
-    (nnx.Einsum, '__call__'): _EINSUM,
-    (nnx.Embed, '__call__'): _EMBEDDED,
-    (nnx.Embed, 'attend'): _LOGITS,
-    (nnx.Conv, '__call__'): _CONV,
-    (nnx.ConvTranspose, '__call__'): _CONV,
-  }
+def _of_library(flax: ModuleType, entries: Mapping[str, Entry]) -> dict[type, Entry]:
+  """The entries of the classes that a library has, by their names in either."""
+  pairs = ((name, entry) for names, entry in entries.items() for name in names.split())
+  return {getattr(flax, name): entry for name, entry in pairs if hasattr(flax, name)}
 
 
 def nnx_shape(layer: Any, name: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass: the expected numbers are those of compiled programs for an H100.
+"""The arrays that a layer keeps for its backward pass, in compiled programs for an H100 and for a TPU v5e.
 
 `benchmarks/search.py --only activations` measures them, and more functions, against the compiler.
 """
@@ -29,7 +29,7 @@ def dropout(function):
   return dropped
 
 
-def temporaries(function, dtype, layers, biased):
+def temporaries(function, dtype, layers, biased=False, target='h100:8'):
   """Of layers `x + function(x @ up) @ down`, in arrays of the shape of `x @ up`."""
 
   def create():
@@ -45,12 +45,13 @@ def temporaries(function, dtype, layers, biased):
   train_step = TrainStep(
     lambda weights, x: jax.grad(loss)(weights, x), create, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
   )
-  outcome = Estimator(train_step).estimate(LAYOUT, parse_target('h100:8'))
+  aim = parse_target(target)
+  outcome = Estimator(train_step, platform=aim.chip.platform).estimate(LAYOUT, aim)
   return outcome.memory.temporaries / (ROWS * 4 * WIDTH * jnp.dtype(dtype).itemsize / 8)
 
 
-def kept_per_layer(function, dtype, biased=False):
-  first, second = (temporaries(function, dtype, layers, biased) for layers in (2, 3))
+def kept_per_layer(function, dtype, **options):
+  first, second = (temporaries(function, dtype, layers, **options) for layers in (2, 3))
   return second - first - 1 / 4  # the sum that the next layer reads
 
 
@@ -71,7 +72,9 @@ def test_arrays_that_a_layer_keeps(function, dtype, arrays):
 
 
 def test_with_a_bias_the_operand_of_a_product_is_stored():
-  assert kept_per_layer(lambda x, _: jax.nn.relu(x), 'bfloat16', True) == pytest.approx(2, abs=0.01)
+  assert kept_per_layer(lambda x, _: jax.nn.relu(x), 'bfloat16', biased=True) == pytest.approx(
+    2, abs=0.01
+  )
 
 
 @pytest.mark.parametrize(('dtype', 'arrays'), [('bfloat16', 2.5), ('float32', 2.25)])
@@ -84,3 +87,10 @@ def test_without_dropout_in_the_backward_pass_nothing_of_it_is_kept():
     return jax.nn.relu(x) + jax.lax.stop_gradient(dropout(jnp.ones_like)(x, number))
 
   assert kept_per_layer(noisy, 'bfloat16') == pytest.approx(2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+  'function', [lambda x, _: jax.nn.relu(x), lambda x, _: EXACT(x), dropout(jax.nn.gelu)]
+)
+def test_tpus_compute_every_function_again_as_the_products_read_it(function):
+  assert kept_per_layer(function, 'bfloat16', target='v5e:2x4') == pytest.approx(1, abs=0.01)

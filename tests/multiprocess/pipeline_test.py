@@ -2,13 +2,15 @@
 
 import pytest
 
+import flax_spmd as spmd
+from flax_spmd import checkpoint
 from tests.processes import run_processes
 
 STEP = """
 import jax.numpy as jnp, optax
 import flax_spmd as spmd
 from flax_spmd import pipeline
-from flax_spmd.pipeline import Mean, accumulate, stage_end
+from flax_spmd.pipeline import Mean, Stack, accumulate, stage_end
 
 key = jax.random.key(0)
 params = {
@@ -26,9 +28,9 @@ def loss(params, x):
 
 def step(state, batch):
   params, moments = state
-  value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, schedule, Mean)
+  values, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), batch, schedule, (Stack, Mean))
   updates, moments = optimizer.update(grads, moments, params)
-  return (optax.apply_updates(params, updates), moments), value
+  return (optax.apply_updates(params, updates), moments), values.mean()
 
 def run(step):
   state, losses = jax.tree.map(np.asarray, (params, optimizer.init(params))), []
@@ -51,19 +53,36 @@ pipelined = layout.pipeline_jit(step)
     pytest.param(4, 'ZeroBubbleV', marks=pytest.mark.exhaustive),
   ],
 )
-def test_processes_have_their_own_stages(processes, schedule):
-  """All ranks receive the losses; parameters are equal on their ranks; no process compiles another one's programs."""
+def test_processes_have_their_own_stages(processes, schedule, tmp_path):
+  """All ranks receive the losses; parameters are equal on their ranks; no process compiles another one's programs.
+
+  Each process saves the arrays of its own stages. The checkpoint is restored onto the same stages, and in one process.
+  """
   results = run_processes(
     STEP.replace('@schedule@', repr(schedule))
+    + f'path = {str(tmp_path / "saved")!r}'
     + """
+from flax_spmd import checkpoint
+
 state, losses = run(pipelined)
 expected, expected_losses = run(jax.jit(step))
 np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
 for actual, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
   for shard in actual.addressable_shards:
     np.testing.assert_allclose(shard.data, one[shard.index], atol=1e-5)
-ranks = {program.rank for program, one in pipelined.compile(state, batch).executables.items() if one.compiled is not None}
-report([sorted(ranks), sorted(name for name, one in state[0].items() if one.addressable_shards)])
+compiled = pipelined.compile(state, batch)
+ranks = {program.rank for program, one in compiled.executables.items() if one.compiled is not None}
+held = {name: float(one.addressable_data(0).sum()) for name, one in state[0].items() if one.addressable_shards}
+
+checkpoint.save(path, state, layout)
+restored = checkpoint.restore(path, jax.tree.map(
+  lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, compiled.input_shardings[0][0]
+))
+try:
+  checkpoint.save(path + ' packed', {'w': state[0]['3']}, layout, pack=1 << 20)
+except Exception as error:
+  packed = str(error)
+report([sorted(ranks), held, packed, float(compiled(restored, batch)[1]) == float(compiled(state, batch)[1])])
 """,
     processes=processes,
     devices=8 // processes,
@@ -72,8 +91,22 @@ report([sorted(ranks), sorted(name for name, one in state[0].items() if one.addr
   assert [result.value[0] for result in results] == [
     [process * each + number for number in range(each)] for process in range(processes)
   ]
-  held = [name for result in results for name in result.value[1]]
-  assert sorted(held) == ['0', '1', '2', '3']  # by one process each
+  held = [(name, total) for result in results for name, total in result.value[1].items()]
+  assert sorted(name for name, _ in held) == [
+    '0',
+    '0',
+    '1',
+    '2',
+    '3',
+  ]  # the shared one by both of its stages
+  assert all(result.value[3] for result in results)
+  assert results[0].value[2] == (
+    f'w is on devices of process {processes - 1} alone.\n'
+    'Fix: save this state with pack=0: every process stores the packed arrays of all.'
+  )
+  params, _ = checkpoint.restore(tmp_path / 'saved', layout=spmd.Layout({'data': 8}))
+  for name, total in held:
+    assert float(params[name].sum()) == pytest.approx(total, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from flax_spmd.pipeline import (
   KimiK2,
   Mean,
   OneFOneB,
+  Stack,
   ZeroBubbleH1,
   ZeroBubbleV,
   accumulate,
@@ -520,6 +521,38 @@ def test_registers_are_emptied(schedule):
 
 
 # -- programs
+
+
+def two_products(w, x):
+  """Gradients of a weight of both stages, and all predictions."""
+
+  def loss(w, x):
+    y = stage_end(jnp.tanh(x @ w)) @ w
+    return jnp.mean(y**2), y
+
+  one = lambda x: jax.value_and_grad(loss, has_aux=True)(w, x)
+  (_, predictions), grads = accumulate(one, x, OneFOneB(2), ((Mean, Stack), Mean))
+  return grads, predictions
+
+
+def test_programs_do_not_grow_with_the_microbatches():
+  def programs(microbatches):
+    shapes = jax.ShapeDtypeStruct((32, 32), jnp.float32), jnp.ones((microbatches, 8, 32))
+    calls = layout_of(2).pipeline_jit(two_products).lower(*shapes).call_list.calls
+    each = {one.program for one in calls if isinstance(one, Call)}
+    return sorted((one.name, len(one.equations), len(one.inputs), len(one.outputs)) for one in each)
+
+  assert programs(4) == programs(64)
+
+
+def test_a_result_is_kept_where_its_argument_is_used():
+  """So the next step sends nothing. A prediction of the shape of the batch stays where it is computed."""
+  w, x = jnp.eye(32), jnp.ones((4, 8, 32))
+  compiled = layout_of(2).pipeline_jit(two_products).compile(w, x)
+  grads, predictions = compiled(w, x)
+  assert_equal((grads, predictions), jax.jit(two_products)(w, x), 1e-6)
+  assert grads.sharding == compiled.input_shardings[0][0]
+  assert len(devices(grads)) == 2 * len(devices(predictions)) == 8
 
 
 def test_equal_stages_are_compiled_once():

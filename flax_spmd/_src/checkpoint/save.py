@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave, error_elsewhere
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of
+from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of, is_of_one_process
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
 from flax_spmd._src.checkpoint.storage.orbax_context import align_operations, context
@@ -190,7 +190,13 @@ def _begun_by_orbax(folder: epath.Path, contents: Contents, request: SaveRequest
   """Orbax's handle of a save that has begun."""
   align_operations()
   largest = contents.record.largest
-  options = context(folder, compress=request.compress, memory=request.memory, largest=largest)
+  options = context(
+    folder,
+    compress=request.compress,
+    memory=request.memory,
+    largest=largest,
+    of_stages=any(map(is_of_one_process, contents.leaves.values())),
+  )
   try:
     with options:
       return ocp.save_async(folder, contents.tree)

@@ -197,8 +197,8 @@ class _PipelineAnalysis:
     """The milliseconds of each task at the `low` or `high` end; 0 for one without its own program."""
     milliseconds: dict[Task, float] = defaultdict(float)
     for call in self._calls:
-      if call.when is not None:
-        tasks = call.when.step.tasks
+      if call.step is not None:
+        tasks = call.step.tasks
         seconds: float = getattr(self._costs[call.program], end)
         milliseconds.update((task, 1e3 * seconds / len(tasks)) for task in tasks)
     return milliseconds

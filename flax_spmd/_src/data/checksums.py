@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, processes_of
 
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
 _MIXER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift, then multiply
@@ -74,11 +74,14 @@ def pending_checksums(leaves: Sequence[Any], topic: str | None = 'sums') -> Call
   on_host = [i for i, array in enumerate(arrays) if _in_host_memory(array)]
   on_device = sorted(set(range(len(arrays))) - set(on_host))
   complete_host = _pending_host_sums([arrays[i] for i in on_host], topic)
-  totals = [on_devices(arrays[i]) for i in on_device]
+  totals = {i: on_devices(arrays[i]) for i in on_device if arrays[i].sharding.addressable_devices}
+  elsewhere = [i for i in on_device if topic is not None and not _has_devices_of_all(arrays[i])]
 
   def complete() -> list[str]:
-    sums = dict(zip(on_host, complete_host(), strict=True))
-    sums |= dict(zip(on_device, map(int, jax.device_get(totals)), strict=True))
+    sums = dict.fromkeys(on_device, 0) | dict(zip(totals, map(int, jax.device_get([*totals.values()]))))
+    own = [sums[i] if _is_first(arrays[i]) else 0 for i in elsewhere]
+    shared = [*on_host, *elsewhere]
+    sums |= dict(zip(shared, _over_processes([*complete_host(), *own], topic), strict=True))
     return [f'{sums[i]:08x}' for i in range(len(arrays))]
 
   return complete
@@ -96,6 +99,11 @@ def _in_host_memory(array: Any) -> bool:
   )
 
 
+def _has_devices_of_all(array: Any) -> bool:
+  """Whether every process has devices of an array, and so computes its sum."""
+  return len(processes_of([array.sharding])) == jax.process_count()
+
+
 def _over_processes(sums: list[int], topic: str | None) -> list[int]:
   """Adds up the sums of all processes."""
   if jax.process_count() == 1 or not sums or topic is None:
@@ -109,7 +117,7 @@ def _over_processes(sums: list[int], topic: str | None) -> list[int]:
 
 
 def _pending_host_sums(arrays: Sequence[Any], topic: str | None) -> Callable[[], list[int]]:
-  """The sums of arrays in host memory: over the shards of this process, then over all processes."""
+  """The sums of arrays in host memory, over the shards of this process."""
   sums = [0] * len(arrays)
   small = [i for i, array in enumerate(arrays) if _is_small(array)]
   alone = topic is None
@@ -128,7 +136,7 @@ def _pending_host_sums(arrays: Sequence[Any], topic: str | None) -> Callable[[],
 
   def complete() -> list[int]:
     add([pair for pair in slabs if not isinstance(arrays[pair[0]], np.ndarray)])
-    return _over_processes(sums, topic)
+    return sums
 
   return complete
 

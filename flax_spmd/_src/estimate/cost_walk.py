@@ -18,6 +18,7 @@ from typing import NamedTuple
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
 from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
 from flax_spmd._src.estimate.graph import (
+  PRODUCTS,
   Block,
   Graph,
   GraphValue,
@@ -62,7 +63,6 @@ _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _LOOKUPS = ('gather', 'scatter')
-_PRODUCTS = ('dot_general', 'convolution')
 
 
 class WalkResult(NamedTuple):
@@ -125,7 +125,7 @@ class AnalyzedGraph:
         self.transposed[op.results[0]] = op.operands[0]
       if op.attributes.get('value') is not None:
         self.constants[op.results[0]] = op.attributes['value']
-      if op.kind in _PRODUCTS:
+      if op.kind in PRODUCTS:
         dtype = self.graph.values[op.operands[0]].dtype
         size = math.prod(self.graph.values[op.results[0]].shape)
         product_sizes[dtype] = product_sizes.get(dtype, 0) + size
@@ -191,6 +191,7 @@ class _PartialSum(NamedTuple):
   kind: str  # of the operation that made it
   source: str
   is_total: bool = False  # of all iterations of a loop
+  is_cut: bool = False  # sharded over partial axes before it is widened
 
   def of(self, op: Op, values: Sequence[GraphValue]) -> _PartialSum | None:
     """The sum after an operation that only rearranges or widens it; None if the operation cuts a sharded dimension."""
@@ -341,12 +342,18 @@ class _CostWalk:
 
   def _compute(self, op: Op, times: int) -> None:
     required = requirement(op, self._context(op))
+    if required.is_settled and self._are_resharded(op, required):
+      required = required._replace(halos=())
     for value, spec in zip(op.operands, required.operands):
       self._add_doubts(op, value, required, spec, times)
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt:
       self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
     self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
+    if required.halos and not required.is_settled:
+      self.doubts.add(
+        op.source, 'parts of shards that devices exchange', self._bound(op, required, times)
+      )
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
@@ -355,6 +362,13 @@ class _CostWalk:
     for value in op.results:
       self._add_result(value, required, times, op)
 
+  def _are_resharded(self, op: Op, required: Requirement) -> bool:
+    """Whether all operands of an operation were brought to the required shardings before."""
+    return all(
+      spec == self.specs[value] or (value, spec) in self.resharded
+      for value, spec in zip(op.operands, required.operands)
+    )
+
   def _add_doubts(
     self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int
   ) -> None:
@@ -362,9 +376,9 @@ class _CostWalk:
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
     if spec is None or (is_weight and op.kind not in _SLICES):
       return
-    if op.kind == 'dot_general' and self._changes(op, value, spec):
+    if op.kind == 'dot_general' and not required.is_settled and self._changes(op, value, spec):
       reason = 'activations resharded for a matrix product'
-    elif op.kind in _LOOKUPS and not self._is_usual(op, value, self._changes(op, value, spec)):
+    elif op.kind in _LOOKUPS and not self._is_usual(op, value, required, self._changes(op, value, spec)):
       reason = 'activations resharded for a lookup'
     elif op.kind in _SLICES and spec != self.specs[value]:
       reason = 'slice along a sharded dimension'
@@ -388,10 +402,29 @@ class _CostWalk:
     elif op.kind == 'pad' and any(op.attributes.get('interior_padding') or ()):
       self.doubts.add(op.source, 'temporaries of a scan', Bound(memory=2 * self._bytes(result)))
 
-  def _is_usual(self, op: Op, value: int, changes: Sequence[CollectiveOp]) -> bool:
-    """Whether the rows of a scatter go from positions to windows, as gradients of a table that FSDP shards."""
+  def _is_usual(
+    self, op: Op, value: int, required: Requirement, changes: Sequence[CollectiveOp]
+  ) -> bool:
+    """Whether an operand of a lookup moves as for a table that all devices have a part of, as FSDP's.
+
+    The indices are gathered then. The rows of a scatter, which has as many updates as tables, are too, or they move
+    from positions to windows.
+    """
+    if not changes or required.partial_axes:
+      return not changes
+    kinds = [one.kind for one in changes]
+    if value == op.operands[len(op.operands) // 2]:
+      return kinds == ['all-gather']
     is_rows = op.kind == 'scatter' and value == op.operands[-1] and len(self.values[value].shape) > 2
-    return not changes or (is_rows and [one.kind for one in changes] == ['all-to-all'])
+    whole = is_rows and self._is_on_all(required.natural_sharding)
+    is_gathered = kinds == ['all-gather'] and self._is_on_all(self.specs[value])
+    return whole and (is_gathered or kinds in (['all-to-all'], ['all-to-all', 'collective-permute']))
+
+  def _is_on_all(self, spec: Spec) -> bool:
+    """Whether no two devices have the same shard."""
+    return shard_count([axis for axes in spec for axis in axes], self.sizes) == math.prod(
+      self.sizes.values()
+    )
 
   def _changes(self, op: Op, value: int, required: Spec) -> Sequence[CollectiveOp]:
     return reshard(self.values[value], self._operand_spec(value, op), required, self.sizes)
@@ -471,16 +504,24 @@ class _CostWalk:
     forwarded = partial.of(op, self.values)
     if forwarded is None:
       return False
+    if op.kind == 'convert':
+      axes = used_axes(self.specs[op.operands[0]])
+      forwarded = forwarded._replace(is_cut=not axes.isdisjoint(partial.partial_axes))
     self.partial_sums[op.results[0]] = forwarded
     if self.analyzed.uses[op.operands[0]] == 1:
       del self.partial_sums[op.operands[0]]
     return True
 
   def _constrain(self, operand: int, result: int, times: int, source: str) -> None:
-    """Reshards a value as a constraint demands; a gather is deferred until an operation needs it."""
+    """Reshards a value as a constraint demands; a gather is deferred until an operation needs it.
+
+    Compilers move a constraint of a value that a loop does not change out of the loop.
+    """
     present = self.deferred_gathers.get(operand, self.specs[operand])
     ops = reshard(self._wire_value(operand), present, self.specs[result], self.sizes)
-    if _are_gathers(ops):
+    if _are_gathers(ops) and self._loops_since(operand):
+      self._bring(operand, self.specs[result], times, source)
+    elif _are_gathers(ops):
       self.deferred_gathers[result] = present
       self.deferred_computed |= {result} if operand in self.deferred_computed else set()
     else:
@@ -501,7 +542,7 @@ class _CostWalk:
       self.specs[value],
       self.sizes,
     )
-    is_widened = partial.array.itemsize < self.values[value].itemsize
+    is_widened = partial.array.itemsize < self.values[value].itemsize and not partial.is_cut
     if value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened):
       ops = without_reduce_scatter(ops)
     self._add_collectives(ops, partial.times, value, partial.source, partial.kind, partial.array.dtype)
@@ -559,18 +600,18 @@ class _CostWalk:
     ops = reshard(self._wire_value(value), before, after, self.sizes)
     if any(op.kind == 'all-gather' for op in ops):
       copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
-      loops = len(self.times_outside) - self.analyzed.origins.get(value, len(self.times_outside))
-      if loops and self.platform not in GATHERING_PLATFORMS:
-        saved = times - self.times_outside[-loops]
-        bound = gathered(self._wire_value(value), before, self.sizes, saved)
-        self.doubts.add(source, 'a gather in a loop that can move out of it', bound)
-      elif loops:
+      loops = self._loops_since(value)
+      if loops and (self.platform in GATHERING_PLATFORMS or self.kind in _CONSTRAINTS):
         times = self.times_outside[-loops]
         self.gathered_before += copy
       else:
         self.gathered_bytes += copy
       self.hbm += times * copy
     self._add_collectives(ops, times, value, source)
+
+  def _loops_since(self, value: int) -> int:
+    """The number of present loops that do not change a value."""
+    return len(self.times_outside) - self.analyzed.origins.get(value, len(self.times_outside))
 
   def _add_collectives(
     self,
@@ -588,6 +629,9 @@ class _CostWalk:
       self.hbm += times * op.bytes * (1 + growth)
     dtype = dtype or self._wire_value(value).dtype
     self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
+    kinds = [op.kind for op in ops]
+    if kinds == ['all-to-all', 'collective-permute'] and not any('[' in axis for axis in ops[0].axes):
+      self.doubts.add(source, 'buffers of an exchange', Bound(memory=2 * ops[-1].bytes))
     if is_ambiguous(ops):
       bound = gathered(self._wire_value(value), self.specs[value], self.sizes, times)
       sent = times * wire_bytes(ops, self.sizes)
@@ -600,7 +644,7 @@ class _CostWalk:
 
   def _written_bytes(self, op: Op, value: int) -> float:
     """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
-    if value not in self.partial_sums or op.kind not in _PRODUCTS or self.loop:
+    if value not in self.partial_sums or op.kind not in PRODUCTS or self.loop:
       return self._bytes(value)
     natural = self.partial_sums[value].natural_sharding
     return shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize

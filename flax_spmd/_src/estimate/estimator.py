@@ -218,6 +218,8 @@ class _AnalyzedStep:
     mark_traits(self.module.graph, platform)
     self.analyzed = AnalyzedGraph(self.module.graph, platform)
     self.replaced_arguments = list(_replaced_arguments(lowering))
+    leaves = len(jax.tree.leaves(lowering.state))
+    self.first_of_batch = sum(index < leaves for index in lowering.used)
 
   def walk(self, layout: Layout, shardings: Sequence[NamedSharding], platform: str) -> WalkResult:
     """The costs under a layout, with the shardings of all leaves of the state and the batch."""
@@ -228,7 +230,7 @@ class _AnalyzedStep:
     ]
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
-    specs = self.module.propagate(sizes, arguments, results, resolve)
+    specs = self.module.propagate(sizes, arguments, results, resolve, self.first_of_batch)
     return self.analyzed.walk(specs, results, sizes, platform)
 
 

@@ -123,6 +123,9 @@ def _choose(lookup: _Lookup) -> dict[LookupDim, Axes]:
 def _role_axes(lookup: _Lookup, role: str, used: set[str]) -> dict[LookupDim, Axes]:
   """The axes over which the dimensions of a role are sharded, without those that serve another role."""
   dims = [dim for dim in lookup.dims if dim.role == role]
+  if role == 'batch':  # the table keeps the shards of its other dimensions
+    mine = {dim.table for dim in dims}
+    used = used | {axis for dim, axes in enumerate(lookup.specs[0]) if dim not in mine for axis in axes}
   options = []
   for array in {'batch': (1, 0), 'window': (0,), 'lookup': (0,), 'position': (1,)}[role]:
     axes = {dim: _free(lookup.specs[array][dim[array] or 0], used) for dim in dims}

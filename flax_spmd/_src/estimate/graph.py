@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 Axes: TypeAlias = tuple[str, ...]
 Spec: TypeAlias = tuple[Axes, ...]
 
+PRODUCTS = ('dot_general', 'convolution')
+
 _BITS = re.compile(r'[a-z]+(\d+)')
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Block, Graph, Op
+from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
 from flax_spmd._src.estimate.kept_results import fused_operands, kept_values
 
 # Operations that store their results.
@@ -49,7 +49,6 @@ _READS = frozenset(
     'triangular_solve',
   ]
 )
-_PRODUCTS = ('dot_general', 'convolution')
 _IN_PLACE = ('dynamic_update_slice',)
 BARRIER = 'optimization_barrier'  # its results are its operands, one by one
 # Operations that only rearrange, convert or slice their first operand.
@@ -150,7 +149,7 @@ def liveness(graph: Graph, platform: str) -> BlockLiveness:
     graph: the program.
     platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
   """
-  kept = kept_values(graph)
+  kept = kept_values(graph, platform)
   exceptions = _Exceptions(rematerialisable_values(graph, kept), kept, fused_operands(graph, platform))
   return _liveness(graph.main, exceptions)
 
@@ -181,7 +180,7 @@ def _later_products(ops: Sequence[Op]) -> dict[int, int]:
   result: dict[int, int] = {}
   last: dict[int, int] = {}  # by operand
   for index, op in enumerate(ops):
-    if op.kind in _PRODUCTS:
+    if op.kind in PRODUCTS:
       result |= {last[value]: index for value in op.operands if value in last}
       last |= dict.fromkeys(op.operands, index)
   return result
@@ -267,8 +266,8 @@ def _written(op: Op, users: Mapping[int, list[Op]], exceptions: _Exceptions) -> 
     if value in exceptions.rematerialisable or op.blocks or op.kind in _IN_PLACE:
       continue
     readers = [user for user in users.get(value, ()) if user.kind in _READS or user.blocks]
-    if value in exceptions.fused and all(user.kind == 'dot_general' for user in readers):
-      continue
+    if value in exceptions.fused:
+      readers = [user for user in readers if user.kind not in PRODUCTS]
     if op.kind == 'transpose' and all(user.blocks for user in readers):
       continue  # a loop takes its operand in any order of the dimensions
     is_read = any(value in user.operands for user in readers)

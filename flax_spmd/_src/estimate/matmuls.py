@@ -12,6 +12,14 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flax_spmd._src.estimate.dot_groups import (
+  BATCH,
+  CONTRACTED,
+  LEFT,
+  RIGHT,
+  ProductDim,
+  partitioned,
+)
 from flax_spmd._src.estimate.graph import Axes, Op, replicated, shard_count, used_axes
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
@@ -37,7 +45,38 @@ class Factor(NamedTuple):
 def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
   factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
-  return _cheapest(factors, context)
+  cheapest = _cheapest(factors, context)
+  kept = zip(cheapest.operands, context.specs)
+  scattered = used_axes(context.result_spec).intersection(cheapest.partial_axes)
+  if not cheapest.doubt and not scattered and all(required == spec for required, spec in kept):
+    return cheapest
+  return _grouped(factors, context) or cheapest
+
+
+def _grouped(factors: Sequence[Factor], context: Context) -> Requirement | None:
+  """A product whose operands have to be resharded; None if it is not modelled."""
+  if any(context.rematerialisable):
+    return None
+  arrays = *context.wire_values, context.result
+  dims = [ProductDim(_role(factor), factor[:3]) for factor in factors]
+  plan = partitioned(dims, arrays, (*context.specs, context.result_spec), context.sizes)
+  if plan is None:
+    return None
+  choice = [
+    plan.natural[factor.result] if factor.result is not None else plan.operands[0][factor.left or 0]
+    for factor in factors
+  ]
+  flops = _sharded(factors, choice, context).flops
+  permutes = tuple(permute for _, permute in plan.permutes)
+  return Requirement(plan.operands, plan.natural, plan.partial, flops, permutes, is_settled=True)
+
+
+def _role(factor: Factor) -> int:
+  if factor.result is None:
+    return CONTRACTED
+  if factor.right is None:
+    return LEFT
+  return RIGHT if factor.left is None else BATCH
 
 
 def dot_factors(op: Op, left: Sequence[int], right: Sequence[int]) -> list[Factor]:

@@ -46,6 +46,7 @@ class Requirement(NamedTuple):
     flops: FLOPs on one device, for products.
     halos: exchanges between the shards of the first operand.
     doubt: reason why XLA could choose otherwise, or ''.
+    is_settled: whether XLA's choice for operands that are resharded is known.
   """
 
   operands: tuple[Spec | None, ...]
@@ -54,6 +55,7 @@ class Requirement(NamedTuple):
   flops: float = 0.0
   halos: tuple[CollectiveOp, ...] = ()
   doubt: str = ''
+  is_settled: bool = False
 
 
 def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp]:

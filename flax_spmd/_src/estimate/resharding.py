@@ -3,20 +3,23 @@
 * An axis that is added to a dimension is a slice, and free.
 * An axis that moves to another dimension is an all-to-all.
 * An axis that is removed is an all-gather.
-* A new order of the axes of one dimension is a collective-permute.
-* A partial sum is reduce-scattered along the axes that the result is sharded over, and all-reduced along the rest.
+* As many shards of each dimension on other devices are a collective-permute. XLA counts shards, so it also brings
+  them into another order by a permute: before a gather, and after a slice or an all-to-all.
+* A partial sum is reduce-scattered along the axes that cut its result first, and all-reduced along the rest.
 
     reshard(value, (('data',), ()), ((), ('data',)), sizes)   # one all-to-all over data
 
-How XLA combines several of these changes is not modelled: `is_ambiguous` detects them.
+These rules were compared with compiled programs (`tests/estimate/resharding_test.py`); where they are too few,
+`is_ambiguous` detects it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Axes, GraphValue, Spec, shard_count, shard_size
+from flax_spmd._src.estimate.graph import Axes, GraphValue, Spec, axis_size, shard_count, shard_size
 from flax_spmd._src.hlo.collectives import wire
 
 
@@ -52,29 +55,160 @@ def reshard(
   """
   if before == after:
     return []
+  if moved := _permuted(value, before, after, sizes):
+    return [moved]
   before, after = _in_parts(before, after, sizes), _in_parts(after, before, sizes)
+  if coarser := _coarsened(value, before, after, sizes):
+    return coarser
+  if _is_finer(before, after, sizes):
+    is_sliced = all(other[: len(one)] == one for one, other in zip(before, after))
+    return [] if is_sliced else [_permute(value, after, _all_axes((*before, *after)), sizes)]
   now = [list(axes) for axes in before]
-  _slice(now, before, after)
-  ops: list[CollectiveOp] = []
+  _slice(now, after, {to for _, to in _moves(before, after)})
+  sliced = tuple(map(tuple, now))
+  if sliced != before and all(one[: len(other)] == other for one, other in zip(sliced, after)):
+    return _coarsened(value, sliced, after, sizes)
+  if exchanged := _exchanged(value, sliced, after, sizes):
+    return exchanged
+  return _moved(value, before, after, sizes)
 
-  def add(kind: str, axes: Sequence[str]) -> None:
-    ops.append(CollectiveOp(kind, tuple(axes), _shard_bytes(value, now, sizes)))
 
-  target_dims = {axis: dim for dim, axes in enumerate(after) for axis in axes}
+def _moved(value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]) -> list[CollectiveOp]:
+  """The collectives where some axes move and others are removed or added.
+
+  XLA gathers an array whole if axes move from between others, or while another dimension gets new shards.
+  """
+  moves = _moves(before, after)
+  targets, kept = {to for _, to in moves}, {*_all_axes(after)}
+  now = [list(axes) for axes in before]
+  _slice(now, after, targets)
+  is_cut = any(dim not in targets and len(now[dim]) > len(axes) for dim, axes in enumerate(before))
+  is_inner = all(before[dim][-len(axes) :] == axes for (dim, _), axes in moves.items())
+  if moves and (is_cut or not is_inner):
+    return [CollectiveOp('all-gather', _all_axes(before), _shard_bytes(value, before, sizes))]
+  ops = _gather(value, now, sorted(targets), kept, sizes)
+  for (dim, to), axes in moves.items():
+    ops.append(CollectiveOp('all-to-all', axes, _shard_bytes(value, now, sizes)))
+    now[dim] = [axis for axis in now[dim] if axis not in axes]
+    now[to] += axes
+  ops += _gather(value, now, range(len(now)), kept, sizes)
+  _slice(now, after, set())
+  last = _permuted(value, tuple(map(tuple, now)), after, sizes)
+  return [*ops, last] if last else ops
+
+
+def _gather(
+  value: GraphValue,
+  now: list[list[str]],
+  dims: Sequence[int],
+  kept: Collection[str],
+  sizes: Mapping[str, int],
+) -> list[CollectiveOp]:
+  """The gather of the axes of some dimensions that are not kept; they are removed from `now`."""
+  removed = tuple(axis for dim in dims for axis in now[dim] if axis not in kept)
+  if not removed:
+    return []
+  shard = _shard_bytes(value, now, sizes)
+  for dim in dims:
+    now[dim] = [axis for axis in now[dim] if axis in kept]
+  return [CollectiveOp('all-gather', removed, shard)]
+
+
+def _all_axes(spec: Spec) -> Axes:
+  return tuple(axis for axes in spec for axis in axes)
+
+
+def _coarsened(
+  value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+) -> list[CollectiveOp]:
+  """The collectives to fewer shards of some dimensions; [] if another dimension gets more of them.
+
+  Unless the shards that remain are the outermost ones, a permute brings them into order first.
+  """
+  ratios = [shard_count(one, sizes) / shard_count(other, sizes) for one, other in zip(before, after)]
+  if any(ratio % 1 for ratio in ratios):
+    return []
+  shard = _shard_bytes(value, before, sizes)
+  if all(one[: len(other)] == other for one, other in zip(before, after)):
+    removed = (axis for one, other in zip(before, after) for axis in one[len(other) :])
+    return [CollectiveOp('all-gather', tuple(removed), shard)]
+  removed = (axis for one, ratio in zip(before, ratios) for axis in _innermost(one, int(ratio), sizes))
+  moved = CollectiveOp('collective-permute', _all_axes(before), shard)
+  return [moved, CollectiveOp('all-gather', tuple(removed), shard)]
+
+
+def _innermost(axes: Axes, count: int, sizes: Mapping[str, int]) -> Iterator[str]:
+  """The innermost axes of a dimension with a number of positions, and the part of the next one."""
+  for axis in reversed(axes):
+    size = axis_size(axis, sizes)
+    if count >= size:
+      yield axis
+      count //= size
+    elif count > 1:
+      yield f'{axis.partition("[")[0]}[{count}/{size}]'
+      return
+
+
+def _moves(before: Spec, after: Spec) -> dict[tuple[int, int], Axes]:
+  """The axes that move from one dimension to another."""
+  targets = {axis: dim for dim, axes in enumerate(after) for axis in axes}
+  moves: dict[tuple[int, int], Axes] = {}
   for dim, axes in enumerate(before):
     for axis in axes:
-      if target_dims.get(axis, dim) != dim:
-        add('all-to-all', [axis])
-        now[dim].remove(axis)
-        now[target_dims[axis]].append(axis)
-  removed = [axis for axes in now for axis in axes if axis not in target_dims]
-  if removed:
-    add('all-gather', removed)
-    now = [[axis for axis in axes if axis not in removed] for axes in now]
-  _slice(now, before, after)
-  reordered = [axis for axes, target in zip(now, after) if tuple(axes) != target for axis in axes]
-  if reordered:
-    add('collective-permute', reordered)
+      to = targets.get(axis, dim)
+      if to != dim:
+        moves[dim, to] = (*moves.get((dim, to), ()), axis)
+  return moves
+
+
+def _permuted(
+  value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+) -> CollectiveOp | None:
+  """The permute between two shardings with as many shards of each dimension; None for others."""
+  counts = [[shard_count(axes, sizes) for axes in spec] for spec in (before, after)]
+  if before == after or counts[0] != counts[1]:
+    return None
+  pairs = zip(before, after)
+  axes = tuple(axis for one, other in pairs if one != other for axis in (*one, *other))
+  return _permute(value, before, axes, sizes)
+
+
+def _permute(value: GraphValue, spec: Spec, axes: Axes, sizes: Mapping[str, int]) -> CollectiveOp:
+  size = shard_size(value.shape, spec, sizes) * value.itemsize
+  return CollectiveOp('collective-permute', tuple(dict.fromkeys(axes)), size)
+
+
+def _is_finer(before: Spec, after: Spec, sizes: Mapping[str, int]) -> bool:
+  return all(
+    shard_count(other, sizes) % shard_count(one, sizes) == 0 for one, other in zip(before, after)
+  )
+
+
+def _exchanged(
+  value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+) -> list[CollectiveOp]:
+  """The all-to-alls that move shards between dimensions, and a permute if their order is another then; [] for others."""
+  fewer: dict[int, list[int]] = {}
+  more: dict[int, list[int]] = {}
+  for dim, (one, other) in enumerate(zip(before, after)):
+    held, wanted = shard_count(one, sizes), shard_count(other, sizes)
+    if max(held, wanted) % min(held, wanted):
+      return []
+    if held != wanted:
+      ratios = fewer if held > wanted else more
+      ratios.setdefault(max(held, wanted) // min(held, wanted), []).append(dim)
+  if {ratio: len(fewer[ratio]) for ratio in fewer} != {ratio: len(more[ratio]) for ratio in more}:
+    return []
+  now, ops = [*before], []
+  shard = _shard_bytes(value, before, sizes)
+  for ratio, dims in fewer.items():
+    for dim, to in zip(dims, more[ratio]):
+      axes = tuple(_innermost(now[dim], ratio, sizes))[::-1]
+      ops.append(CollectiveOp('all-to-all', axes, shard))
+      now[dim] = now[dim][: len(now[dim]) - len(axes)]
+      now[to] = (*now[to], *axes)
+  if tuple(now) != after:
+    ops.append(_permute(value, after, _all_axes((*before, *after)), sizes))
   return ops
 
 
@@ -98,14 +232,17 @@ def _in_parts(spec: Spec, other: Spec, sizes: Mapping[str, int]) -> Spec:
   )
 
 
-def _slice(now: list[list[str]], before: Spec, after: Spec) -> None:
-  """Adds the axes of `after` that no dimension is sharded over yet; the local slices cost nothing."""
+def _slice(now: list[list[str]], after: Spec, targets: Collection[int]) -> None:
+  """Adds the axes of `after` that no dimension is sharded over yet; the local slices cost nothing.
+
+  Dimensions that get axes from others are sliced in any order, as a permute follows.
+  """
   for dim, axes in enumerate(after):
-    if tuple(now[dim]) == axes[: len(now[dim])]:
-      for axis in axes[len(now[dim]) :]:
+    if dim in targets or tuple(now[dim]) == axes[: len(now[dim])]:
+      for axis in axes[0 if dim in targets else len(now[dim]) :]:
         if _is_unused(axis, now):
           now[dim].append(axis)
-        else:
+        elif dim not in targets:
           break
 
 
@@ -136,7 +273,8 @@ def reduce_partial_sum(
   """
   now = [list(axes) for axes in before]
   ops: list[CollectiveOp] = []
-  scattered = [(axis, dim) for dim, axes in enumerate(after) for axis in axes if axis in partial_axes]
+  is_permuted = _permuted(value, before, after, sizes)
+  scattered = [] if is_permuted else [*_scattered(before, partial_axes, after)]
   for axis, dim in scattered:
     ops.append(CollectiveOp('reduce-scatter', (axis,), _shard_bytes(value, now, sizes)))
     now[dim].append(axis)
@@ -144,6 +282,14 @@ def reduce_partial_sum(
   if rest:
     ops.append(CollectiveOp('all-reduce', rest, _shard_bytes(value, now, sizes)))
   return [*ops, *reshard(value, tuple(map(tuple, now)), after, sizes)]
+
+
+def _scattered(before: Spec, partial_axes: Axes, after: Spec) -> Iterator[tuple[str, int]]:
+  """The axes that a sum is scattered over, with their dimensions: those that cut the terms' shards first."""
+  for dim, (held, axes) in enumerate(zip(before, after)):
+    if axes[: len(held)] == held:
+      for axis in itertools.takewhile(partial_axes.__contains__, axes[len(held) :]):
+        yield axis, dim
 
 
 def without_reduce_scatter(ops: Sequence[CollectiveOp]) -> Sequence[CollectiveOp]:
@@ -162,16 +308,18 @@ def without_reduce_scatter(ops: Sequence[CollectiveOp]) -> Sequence[CollectiveOp
 
 
 def is_ambiguous(ops: Sequence[CollectiveOp]) -> bool:
-  """Whether XLA could choose other collectives: several changes at once, or a permute.
+  """Whether XLA could choose other collectives: several all-to-alls, a permute after a gather, or parts of axes.
 
   A part of an axis that moves to the dimension with the rest of it, as in a reshape, is one change.
   """
-  if len(ops) == 2 and [op.kind for op in ops] == ['all-to-all', 'collective-permute']:
+  kinds = [op.kind for op in ops if op.kind not in ('all-reduce', 'reduce-scatter')]
+  if kinds.count('all-to-all') > 1 or ('all-gather' in kinds and kinds[-1] == 'collective-permute'):
+    return True
+  if len(ops) == 2 and kinds == ['all-to-all', 'collective-permute']:
     moved, reordered = ops[0].axes, ops[1].axes
     if len(moved) == 1 and '[' in moved[0] and {*moved} < {*reordered}:
       return len({axis.partition('[')[0] for axis in reordered}) > 1
-  kinds = [op.kind for op in ops if op.kind not in ('all-reduce', 'reduce-scatter')]
-  return len(kinds) > 1 or 'collective-permute' in kinds
+  return len(kinds) > 1 and any('[' in axis for op in ops for axis in op.axes)
 
 
 def wire_bytes(ops: Sequence[CollectiveOp], sizes: Mapping[str, int]) -> float:

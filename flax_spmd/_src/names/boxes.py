@@ -118,6 +118,12 @@ def _interned(*content: Any) -> Static:
   return static
 
 
+_READ_DIRECTLY = (
+  'Fix: pass flax_spmd.unbox(variables) to a model that reads its variables directly, or create them without boxes, '
+  'by layout.init(..., boxed=False).'
+)
+
+
 @set_module('flax_spmd')
 class Partitioned(_Base):
   """A value and the mesh axes that its dimensions are sharded over.
@@ -150,6 +156,13 @@ class Partitioned(_Base):
     def __dict__(self) -> dict[str, Any]:
       """The fields, for `nnx.bridge`, which reads a box by `vars(box)`."""
       return self._fields()
+
+    def __getattr__(self, name: str) -> Any:
+      """Raises: a box has few of an array's attributes. A model that reads its variables directly asks for others."""
+      text = f'{type(self).__name__!r} object has no attribute {name!r}'
+      if not name.startswith('_') and hasattr(jax.Array, name):
+        text += f': it is a box around an array, with names {self.names!r}.\n{_READ_DIRECTLY}'
+      raise AttributeError(text)
 
   @property
   def static(self) -> Static:

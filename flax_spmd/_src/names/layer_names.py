@@ -13,10 +13,10 @@ from typing import Any, ParamSpec, TypeVar
 import flax.linen as nn
 import jax
 
-from flax_spmd._src import compat, flax_layers
+from flax_spmd._src import compat
 from flax_spmd._src.names.box_trees import is_unit
 from flax_spmd._src.names.layer_outputs import outputs_constrained
-from flax_spmd._src.names.layer_table import LayerTable
+from flax_spmd._src.names.layer_table import LayerTable, table_of_flax
 from flax_spmd._src.names.linen_layers import LayerBox, LinenLayers
 from flax_spmd._src.names.nnx_layers import name_optimizer_state, name_variables
 from flax_spmd._src.public_module import set_module
@@ -67,7 +67,7 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
     (LogicallyPartitioned(float32[8,16], names=('embed', 'mlp')), LogicallyPartitioned(float32[16], names=('out',)))
   """
   table = LayerTable.of(names)
-  linen = (table, LayerTable.of(flax_layers.linen_names()))
+  linen = table, table_of_flax(nn)
 
   @functools.wraps(create, updated=())
   def named(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -87,10 +87,12 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayer
   nodes = [node for _, node in flat]
   origins = layers.origins
   if any(map(_is_nnx, nodes)):
-    nnx = own, LayerTable.of(flax_layers.nnx_names())
+    from flax import nnx
+
+    of_nnx = own, table_of_flax(nnx)
     paths = [tuple(KEY_TEXT[type(entry)](entry) for entry in path) for path, _ in flat]
     for path, node in zip(paths, nodes, strict=True):
-      origins += name_variables(node, path, nnx)
+      origins += name_variables(node, path, of_nnx)
     name_optimizer_state(zip(paths, nodes, strict=True))
   for index, node in enumerate(nodes):
     if isinstance(node, LayerBox):

@@ -14,6 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -24,12 +25,12 @@ from jax.sharding import AxisType
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import in_force
 from flax_spmd._src.constraints import mesh_for_constraints, with_logical_constraint
-from flax_spmd._src.flax_layers import Output, linen_outputs, nnx_names, nnx_outputs
+from flax_spmd._src.flax_layers import Output, layer_outputs
 from flax_spmd._src.mesh import axis_sizes, axis_types
 from flax_spmd._src.names.batch_lineage import BatchLineage
 from flax_spmd._src.names.box_trees import static_of
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.layer_table import Layer, LayerTable, fitted
+from flax_spmd._src.names.layer_table import Layer, LayerTable, fitted, table_of_flax
 from flax_spmd._src.names.nnx_variables import static_of_variable
 from flax_spmd._src.rules.decisions import UNCONSTRAINED
 
@@ -80,7 +81,7 @@ class LayerOutputs:
   def of_linen(self, method: str, args: Any, result: Any) -> Any:
     """The result of a method of the innermost module, constrained if it is a layer's."""
     module = self.running[-1]
-    output = _output_of(type(module), method, linen_outputs)
+    output = _output_of(type(module), method, nn)
     if output is None or compat.is_lifted_type(type(module)) or module.scope is None:
       return result
     static, array = static_of(module.scope.get_variable('params', output.array))
@@ -93,14 +94,16 @@ class LayerOutputs:
 
   def of_nnx(self, layer: Any, method: str, args: Any, result: Any) -> Any:
     """The result of a method of a layer of NNX, constrained."""
+    from flax import nnx
+
     self.has_run = True
-    output = _output_of(type(layer), method, nnx_outputs)
+    output = _output_of(type(layer), method, nnx)
     variable = output and getattr(layer, output.array, None)
     if output is None or variable is None or not self._has_batch(output, method, args, result):
       return result
     static, array = static_of_variable(variable)
     if static is None:
-      found = (table.find_type(layer, output.array) for table in (self._tables[0], _flax_table()))
+      found = (table.find_type(layer, output.array) for table in (self._tables[0], table_of_flax(nnx)))
       static = _static(next((names for _, names in filter(None, found)), None))
     elif isinstance(static.names, tuple) and len(static.names) > array.ndim:  # in the body of nnx.scan
       stacks = {name for _, name in self._tables[0].stacks}
@@ -186,21 +189,20 @@ def _names_of_author(module: nn.Module, name: str, array: Any) -> Static | None:
   return static_of(box)[0]
 
 
-def _output_of(
-  cls: type, method: str, outputs: Callable[[], dict[tuple[type, str], Output]]
-) -> Output | None:
+def _output_of(cls: type, method: str, library: ModuleType) -> Output | None:
   """The description of a method of a layer; None for another method or type."""
-  return next((found for base in cls.__mro__ if (found := outputs().get((base, method)))), None)
+  outputs = _outputs(library)
+  return next((found for base in cls.__mro__ if (found := outputs.get((base, method)))), None)
 
 
-@functools.cache
-def _flax_table() -> LayerTable:
-  return LayerTable.of(nnx_names())
+_outputs = functools.cache(layer_outputs)
 
 
 @functools.cache
 def _nnx_detours() -> Any:
-  return compat.detours(nnx_outputs(), _called)
+  from flax import nnx
+
+  return compat.detours(_outputs(nnx), _called)
 
 
 def _called(method: str, original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,16 @@ module, then that of the most derived type.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import flax.linen as nn
 
 from flax_spmd._src import compat
+from flax_spmd._src.flax_layers import layer_names
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 
@@ -143,6 +146,12 @@ class LayerTable:
             f'{cls.__name__}, {name!r}: names nothing, as no such layer has that array.{near}',
             'correct the path below the layer, or leave the entry out.',
           )
+
+
+@functools.cache
+def table_of_flax(library: ModuleType) -> LayerTable:
+  """The table of the layers of `flax.linen` or `flax.nnx`."""
+  return LayerTable.of(layer_names(library))
 
 
 def _problems(pairs: Sequence[tuple[Any, Any]]) -> Iterator[Problem]:

@@ -32,11 +32,11 @@ def unexpected_leaves(tree: Any) -> list[str]:
     >>> unexpected_leaves({'x': 1.0, 'name': 'a'})
     ["  name: 'a' is a str"]
   """
-  return [
-    f'  {path_string(path)}: {_leaf_text(leaf)}'
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    if not _is_array(leaf)
-  ]
+  return _unexpected(named_leaves(tree))
+
+
+def _unexpected(named: Sequence[tuple[str, Any]]) -> list[str]:
+  return [f'  {name}: {_leaf_text(leaf)}' for name, leaf in named if not _is_array(leaf)]
 
 
 def _leaf_text(leaf: Any) -> str:
@@ -71,9 +71,7 @@ def check_arrays(dynamic: tuple[tuple, dict[str, Any]]) -> None:
   Raises:
     PipelineError: the paths of those that are not.
   """
-  unexpected = [
-    f'  {name}: {_leaf_text(leaf)}' for name, leaf in named_arguments(dynamic) if not _is_array(leaf)
-  ]
+  unexpected = _unexpected(named_arguments(dynamic))
   if unexpected:
     raise PipelineError(
       'Arguments are not arrays:\n'

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
 from flax_spmd._src.pipeline.cut.task_programs import TaskPrograms
 from flax_spmd._src.pipeline.run import agreement, memory, offline, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
-from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder, ScheduledStep, timeline
+from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
 from flax_spmd._src.pipeline.run.call_text import listing
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
@@ -61,8 +62,10 @@ from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import StageCompiler
 from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
+from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import Task
+from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import PipelineError
@@ -264,7 +267,8 @@ class TracedPipelineStep:
       PipelineError: the step cannot be cut, or the schedule does not match its stages or the mesh.
     """
     begin = time.perf_counter()
-    step = microbatch_loop.read_step(self.jaxpr)
+    mesh = self._setting.ranks[0].abstract_mesh
+    step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs)
     stages = self._setting.stages
     if stages is not None and not stage_assignment.stage_ends(step.loop.body.equations):
       step.loop.body = auto_stages.with_ends(step.loop.body, stages)
@@ -277,14 +281,26 @@ class TracedPipelineStep:
     joined = outside_loop.join(step, programs, ranks)
     assignment = outside_loop.assign_ranks(joined)
     several = len(self._setting.processes) > 1
-    builder = CallListBuilder(joined, assignment, programs, order, ranks, step.arguments, several)
+    arguments = step.arguments, self._succeeded(step, joined.results)
+    builder = CallListBuilder(joined, assignment, programs, order, ranks, *arguments, several)
     call_list = builder.build()
     times = {**self.times, 'plan': time.perf_counter() - begin}
     return LoweredPipelineStep(self, step, programs, joined, call_list, schedule, times)
 
+  def _succeeded(self, step: StepParts, results: Sequence[Value]) -> dict[Value, Value]:
+    """The argument whose place each result takes in the next step; predictions take that of no batch."""
+    leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._request.avals]
+    numbers = successors(self._result, self._request.treedef.unflatten(leaves))
+    pairs = zip(results, numbers, strict=True)
+    return {
+      result: step.arguments[number]
+      for result, number in pairs
+      if number is not None and step.arguments[number] not in step.batch
+    }
+
   def _order(
     self, loop: Loop, schedule: Schedule | None
-  ) -> tuple[list[ScheduledStep], tuple[int, ...], str]:
+  ) -> tuple[list[TimedStep], tuple[int, ...], str]:
     """The scheduled steps in order, the rank of each stage, and the schedule's name for errors."""
     ranks, axis = len(self._setting.ranks), self._setting.axis
     if schedule is not None and schedule.ranks != ranks:
@@ -295,7 +311,7 @@ class TracedPipelineStep:
     if loop.once:
       stage_ranks = _default_ranks(loop, ranks, axis) if schedule is None else schedule.stage_ranks
       once = [
-        ScheduledStep(Task('fwd', stage, 0), stage, stage + 1) for stage in range(len(stage_ranks))
+        TimedStep(Task('fwd', stage, 0), stage, stage + 1, (1,)) for stage in range(len(stage_ranks))
       ]
       return once, stage_ranks, 'this pipeline'
     if schedule is None:
@@ -303,8 +319,9 @@ class TracedPipelineStep:
         f'The microbatch loop at {loop.source_line} has no schedule.\n'
         f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
       )
-    steps = schedule.simulate(loop.count).steps
-    return timeline(steps), schedule.stage_ranks, str(schedule)
+    steps = itertools.chain.from_iterable(schedule.simulate(loop.count).steps)
+    by_start = sorted(steps, key=lambda one: one.start)
+    return by_start, schedule.stage_ranks, str(schedule)
 
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
@@ -321,7 +338,7 @@ def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
   return assign_ranks(ranks, stages // ranks, 'loop')
 
 
-def _turns(order: Sequence[ScheduledStep], last: int) -> bool:
+def _turns(order: Sequence[TimedStep], last: int) -> bool:
   """Whether the last stage runs each microbatch's backward right after its forward."""
   tasks = [task for one in order for task in one.step.tasks]
   tasks = [task for task in tasks if task.stage == last and task.kind != 'wgrad']

@@ -89,6 +89,19 @@ def same_forms(result: Any, arguments: Any, mesh: MeshLike) -> list[tuple[int, .
   return found
 
 
+def successors(result: Any, arguments: Any) -> list[int | None]:
+  """For each leaf of a result, the leaf of the arguments whose place it takes in the next call.
+
+  None if it has the form of no argument, or of several. The arguments are those of `plan_results`.
+  """
+  found: list[int | None] = [None] * len(jax.tree.leaves(result))
+  each_of_its_own = range(len(jax.tree.leaves(arguments)))
+  for part, sources in _match(_Subtrees(result), _Subtrees(arguments), each_of_its_own):
+    if len(sources) == 1:
+      found[part.start : part.stop] = range(sources[0].start, sources[0].stop)
+  return found
+
+
 def _placed(arguments: Any, mesh: MeshLike) -> list[NamedSharding | None]:
   return [placed_sharding(leaf, mesh) for leaf in jax.tree.leaves(arguments)]
 

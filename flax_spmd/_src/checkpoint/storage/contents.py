@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, with_copy_elsewhere
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -30,7 +31,7 @@ from flax_spmd._src.checkpoint.storage.record import (
 from flax_spmd._src.data.checksums import own_checksums, pending_checksums
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.layout import Layout
-from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named
+from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, everyone, named, processes_of
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.state_plan import Plan
@@ -60,7 +61,10 @@ class Contents(NamedTuple):
   @property
   def tree(self) -> Any:
     """The tree that Orbax writes."""
-    values = list(self.leaves.values())
+    values = [
+      with_copy_elsewhere(leaf) if is_of_one_process(leaf) and leaf.is_fully_addressable else leaf
+      for leaf in self.leaves.values()
+    ]
     if any(leaf.packed for leaf in self.record.leaves.values()):
       return _packed_tree(values, list(self.record.leaves.values()))
     return disk_tree(self.record, values.__getitem__)
@@ -104,8 +108,7 @@ def _check_common(texts: Mapping[str, str]) -> None:
   """Raises if copies differ between processes: their shards would be of different steps, too."""
   if jax.process_count() == 1:
     return
-  everyone = tuple(range(jax.process_count()))
-  differing = differing_parts('common', everyone, texts, CALLS, TIMEOUT)
+  differing = differing_parts('common', everyone(), texts, CALLS, TIMEOUT)
   if differing:
     fix = 'save the same state on every process; one of them may have made a call more than the others.'
     problems = [
@@ -204,17 +207,28 @@ def _check(leaves: Mapping[str, Any]) -> None:
     raise CheckpointError(problems_text(problems))
 
 
+def is_of_one_process(leaf: Any) -> bool:
+  """Whether a leaf is on devices of one process of several: that of a pipeline's stage, say."""
+  several = jax.process_count() > 1 and isinstance(leaf, jax.Array)
+  return several and len(processes_of([leaf.sharding])) == 1
+
+
 def _check_processes(contents: Contents) -> None:
-  """Raises for arrays that Orbax cannot store in a job of several processes, where it takes them for copies."""
-  me, records = jax.process_index(), contents.record.leaves
-  local = [
-    path
+  """Raises for arrays of which each process has its own, on its own devices: which one is meant is unknown."""
+  if jax.process_count() == 1:
+    return
+  owners = {
+    path: named(processes_of([leaf.sharding]))
     for path, leaf in contents.leaves.items()
-    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and records[path].packed is None
-  ]
-  if local and jax.process_count() > 1:
+    if isinstance(leaf, jax.Array) and contents.record.leaves[path].packed is None
+  }
+  differing = differing_parts('owners', everyone(), owners, CALLS, TIMEOUT)
+  if differing:
     fix = 'shard it over devices of all processes, as layout.shard does; or pass numpy arrays, equal in all of them.'
-    problems = [Problem(f'{path} is on devices of process {me} alone.', fix) for path in local]
+    problems = [
+      Problem(f'{path} is on devices of {owners.get(path) or groups[0][1]} alone.', fix)
+      for path, groups in differing.items()
+    ]
     raise CheckpointError(problems_text(problems))
 
 
@@ -304,6 +318,12 @@ def _packed(contents: Contents, pack: int) -> Contents:
   ]
   if not small or not pack:
     return contents
+  absent = [path for path in small if is_elsewhere(getattr(contents.leaves[path], 'sharding', None))]
+  if absent:
+    fix = 'save this state with pack=0: every process stores the packed arrays of all.'
+    owners = ((path, named(processes_of([contents.leaves[path].sharding]))) for path in absent)
+    problems = [Problem(f'{path} is on devices of {owner} alone.', fix) for path, owner in owners]
+    raise CheckpointError(problems_text(problems))
   leaves = dict(contents.leaves)
   leaves.update(zip(small, gather([leaves[path] for path in small]), strict=True))
   sizes: dict[str, int] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 
 def is_elsewhere(sharding: Sharding | None) -> bool:
@@ -21,6 +21,31 @@ def nowhere(array: Any) -> jax.Array:
   return jax.make_array_from_single_device_arrays(
     tuple(array.shape), array.sharding, [], dtype=array.dtype
   )
+
+
+def with_copy_elsewhere(array: jax.Array) -> jax.Array:
+  """An array of this process alone, as the first of two copies; the second is on devices of other processes.
+
+  Orbax refuses to store an array of one process of several, since it takes it for one that each process has. It
+  stores the first copy of an array, and this process holds no part of the second.
+  """
+  others = [device for device in jax.devices() if device.process_index != jax.process_index()]
+  sharding = array.sharding
+  if (
+    not isinstance(sharding, NamedSharding)
+    or array.is_fully_replicated
+    or sharding.mesh.size > len(others)
+  ):
+    [first, *_] = sorted(sharding.device_set, key=lambda device: device.id)
+    array = jax.device_put(array, SingleDeviceSharding(first))
+    devices, names, spec = np.array([first, others[0]]), ('copy',), PartitionSpec()
+  else:
+    own = sharding.mesh.devices
+    devices = np.stack([own, np.array(others[: own.size]).reshape(own.shape)])
+    names, spec = ('copy', *sharding.mesh.axis_names), sharding.spec
+  shards = [shard.data for shard in array.addressable_shards]
+  joint = NamedSharding(Mesh(devices, names), spec)
+  return jax.make_array_from_single_device_arrays(array.shape, joint, shards, dtype=array.dtype)
 
 
 def from_callback(

@@ -9,7 +9,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.options import AtomicityMode
 
 from flax_spmd._src.checkpoint.storage import buckets
-from flax_spmd._src.compat import orbax_operation
+from flax_spmd._src.compat import orbax_operation, store_absent_arrays
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 
 _OBJECT_SIZE = 400 << 20  # bytes of an object with arrays, sent in one request; Orbax's for GCS
@@ -21,6 +21,7 @@ def context(
   compress: bool = False,
   memory: int | None = None,
   largest: int = 0,
+  of_stages: bool = False,
 ) -> ocp.Context:
   """Orbax's context for the reads and writes of `flax_spmd.checkpoint`.
 
@@ -29,9 +30,14 @@ def context(
     compress: whether to compress the data.
     memory: most bytes in flight between devices and storage.
     largest: bytes of the largest array. Orbax requires `memory` to be larger, so it is raised if needed.
+    of_stages: whether arrays are on devices of one process of several. Then the first copy of each array is
+      written; else each copy writes a part.
   """
   options = ocp.Context()
   options.array.saving.use_compression = compress
+  if of_stages:
+    store_absent_arrays()
+    options.array.saving.use_replica_parallel = False
   # In the background, a folder that cannot be made leaves threads waiting for it for minutes.
   options.asynchronous.create_directories_asynchronously = False
   if path is not None and '://' in os.fspath(path):

@@ -16,7 +16,7 @@ from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
-from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, paired, positions_of
+from flax_spmd._src.pipeline.cut.stage_assignment import Body, Positions, assign, paired
 from flax_spmd._src.pipeline.cut.stage_marks import may_end_p, stage_end_p
 from flax_spmd.errors import PipelineError
 
@@ -44,7 +44,7 @@ def with_ends(body: Body, stages: int) -> Body:
   positions = Positions(
     count + 1, any(direction == 'backward' for direction, _ in marks.values()), False
   )
-  position = positions_of(body, positions, marks)
+  position, _ = assign(body, positions, marks)
   costs = [0.0] * (count + 1)
   for one in body.equations:
     if one.primitive is not may_end_p:

@@ -62,6 +62,7 @@ class Equation:
     outputs: values.
     context: the JAX settings that it was traced under.
     source: JAX's source info, a stack of the user's program.
+    effects: whether it has side effects; None until `has_effects` is first read.
   """
 
   primitive: Primitive
@@ -70,6 +71,7 @@ class Equation:
   outputs: list[Value]
   context: Any = None
   source: Any = None
+  effects: bool | None = None
 
   @property
   def name(self) -> str:
@@ -84,7 +86,9 @@ class Equation:
   @property
   def has_effects(self) -> bool:
     """Whether it has side effects."""
-    return any(map(has_effects, self.jaxprs)) or self.name in _EFFECTS
+    if self.effects is None:
+      self.effects = any(map(has_effects, self.jaxprs)) or self.name in _EFFECTS
+    return self.effects
 
   @property
   def jaxprs(self) -> Iterator[Any]:

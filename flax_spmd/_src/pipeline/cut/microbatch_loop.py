@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
@@ -30,7 +35,6 @@ class Loop:
   Attributes:
     body: one pass of the loop; its invariants are values of the step.
     count: number of microbatches.
-    batch: the arrays that `body.slices` are slices of.
     starts: initial values of `body.carried`.
     finals: final values of `body.updated`.
     stacks: the values of `body.kept` of all microbatches, stacked.
@@ -41,7 +45,6 @@ class Loop:
 
   body: Body
   count: int
-  batch: list[Atom]
   starts: list[Atom]
   finals: list[Value]
   stacks: list[Value]
@@ -66,9 +69,22 @@ class StepParts:
   loop: Loop
   results: list[Value]
 
+  @property
+  def batch(self) -> set[Value]:
+    """The values that microbatches depend on; all inputs of a function without a loop."""
+    if self.loop.once:
+      return set(self.arguments)
+    rows = self.loop.body.rows.values()
+    return set(rows).union(*(one.values for one in eq.needed(self.equations, rows)))
 
-def read_step(jaxpr: Any) -> StepParts:
+
+def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) -> StepParts:
   """Splits a step's jaxpr into the microbatch loop and the rest.
+
+  Args:
+    jaxpr: the step.
+    mesh: the mesh of a stage.
+    specs: the spec of each input.
 
   Raises:
     PipelineError: there are no stage ends, or several loops with stage ends, or the loop is inside
@@ -84,14 +100,10 @@ def read_step(jaxpr: Any) -> StepParts:
   equations, results = eq.flatten(jaxpr, arguments, opens)
   within = [one for one in equations if any(map(marked, one.jaxprs)) or any(map(passes, one.jaxprs))]
   loops = [one for one in within if one.name == 'scan']
-  ends = [one for one in equations if one.primitive in (stage_end_p, may_end_p)]
-  ends = (
-    ends
-    if not any(map(_has_microbatches, loops))
-    else [one for one in ends if one.primitive is stage_end_p]
-  )
-  if ends and any(map(_has_microbatches, loops)):
-    loop = next(filter(_has_microbatches, loops))
+  loop = next(filter(_has_microbatches, loops), None)
+  kinds = (stage_end_p, may_end_p) if loop is None else (stage_end_p,)
+  ends = [one for one in equations if one.primitive in kinds]
+  if ends and loop is not None:
     raise PipelineError(
       f'Stages end outside the microbatch loop, which is at {loop.source_line}:\n{source_lines(ends)}\n'
       'Fix: call the model only inside the function that is passed to accumulate.'
@@ -100,6 +112,9 @@ def read_step(jaxpr: Any) -> StepParts:
     return _once(arguments, equations, results)
   _check_loops(within, loops)
   [loop] = loops
+  if mesh.size > 1:
+    at = equations.index(loop)
+    equations[at:at] = _on_every_device(loop, mesh, dict(zip(arguments, specs, strict=True)))
   return _looped(arguments, equations, results, loop, marked, passes)
 
 
@@ -157,8 +172,8 @@ def _once(arguments, equations, results) -> StepParts:
   constants = [value for value in eq.free_values(equations) if isinstance(value, Constant)]
   inputs = {*arguments, *constants}
   kept = [atom for atom in dict.fromkeys(results) if isinstance(atom, Value) and atom not in inputs]
-  body = Body(equations, [*arguments, *constants], [], [], [], kept)
-  loop = Loop(body, 1, [], [], [], kept, None, once=True)
+  body = Body(equations, [*arguments, *constants], None, {}, [], [], kept)
+  loop = Loop(body, 1, [], [], kept, None, once=True)
   return StepParts(arguments, [], loop, results)
 
 
@@ -179,22 +194,63 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
   idle = [one for one in whole if _is_end(one) and one not in set(inside)]
   schedule = next((one.params['schedule'] for one in inside if one.primitive is microbatch_p), None)
   hoisted, inside = _hoisted(inside, {*before, *slices})
-  body = Body(inside, [], slices, before, outputs[:carried], outputs[carried:], idle)
-  own = {*before, *slices}.union(*(one.outputs for one in inside))
+  rows, index = dict(zip(slices, batch, strict=True)), Value(jax.typeof(np.uint32(0)))
+  inside = [*_rows_taken(rows, index), *inside]
+  body = Body(inside, [], index, rows, before, outputs[:carried], outputs[carried:], idle)
+  own = {*before, index}.union(*(one.outputs for one in inside))
   body.invariants = [value for value in eq.free_values(inside) if value not in own]
-  index = equations.index(scan)
+  at = equations.index(scan)
   loop = Loop(
     body,
     scan.params['length'],
-    batch,
     starts,
     scan.outputs[:carried],
     scan.outputs[carried:],
     schedule,
     source_line=scan.source_line,
   )
-  rest = [*equations[:index], *hoisted, *equations[index + 1 :]]
+  rest = [*equations[:at], *hoisted, *equations[at + 1 :]]
   return StepParts(arguments, rest, loop, results)
+
+
+def _on_every_device(
+  loop: Equation, mesh: AbstractMesh, specs: Mapping[Value, PartitionSpec]
+) -> list[Equation]:
+  """Replaces the arrays of the batch by ones that are not sharded over microbatches; returns the equations.
+
+  A program that takes one microbatch from an array would otherwise move all of it.
+  """
+  constraints: list[Equation] = []
+  for number in range(sum(compat.scan_counts(loop.params)), len(loop.inputs)):
+    array = loop.inputs[number]
+    spec = specs.get(array) if isinstance(array, Value) else None
+    if spec is None or any(spec[:1]):
+      others = [PartitionSpec.UNCONSTRAINED] * (len(array.aval.shape) - 1)
+      sharding = NamedSharding(mesh, PartitionSpec(None, *others))
+      new, [loop.inputs[number]] = eq.traced(
+        lambda x: [lax.with_sharding_constraint(x, sharding)],  # noqa: B023
+        array,
+      )
+      constraints += new
+  return constraints
+
+
+def _rows_taken(rows: Mapping[Value, Atom], index: Value) -> list[Equation]:
+  """The equations that take the rows of a microbatch from the arrays of the batch, by its number.
+
+  So each task takes its own rows, and no program has a result per microbatch.
+  """
+  taken: list[Equation] = []
+  traces: dict[Any, Any] = {}
+  for value, whole in rows.items():
+    equations, _ = eq.traced(_row, whole, index, known=traces)
+    equations[-1].outputs = [value]
+    taken += equations
+  return taken
+
+
+def _row(whole: Any, index: Any) -> list[Any]:
+  return [lax.dynamic_index_in_dim(whole, index, keepdims=False)]
 
 
 def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation], list[Value]]:

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
-from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
+from flax_spmd._src.pipeline.cut.equations import Atom, Constant, Equation, Value
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.stage_assignment import Body
 from flax_spmd._src.pipeline.cut.stage_marks import place_with_p
@@ -32,19 +33,21 @@ class JoinedStep(NamedTuple):
 
   Attributes:
     equations: the equations outside the loop.
-    slices: for each slice of the batch, its value for each microbatch.
+    indices: the number of each microbatch, as arrays.
     start, final: the initial and final value of each accumulator.
-    kept: for each result of a microbatch, its value for each microbatch.
+    kept: for each result of a function without a loop, its value outside.
+    stacks: for each result of a microbatch, the array with a row for each microbatch.
     results: outputs of the step.
     invariants: values that every pass of the loop reads.
     rank_of: the rank that computes each value that comes from the loop.
   """
 
   equations: list[Equation]
-  slices: dict[Value, list[Value]]
+  indices: list[Constant]
   start: dict[Accumulator, Value]
   final: dict[Accumulator, Value]
-  kept: dict[Value, list[Value]]
+  kept: dict[Value, Value]
+  stacks: dict[Value, Value]
   results: list[Value]
   invariants: list[Value]
   rank_of: dict[Value, int]
@@ -52,8 +55,7 @@ class JoinedStep(NamedTuple):
   @property
   def outputs(self) -> list[Value]:
     """The values that the results of the step or the loop's tasks read."""
-    slices = [value for values in self.slices.values() for value in values]
-    return [*self.results, *self.invariants, *slices, *self.start.values()]
+    return [*self.results, *self.invariants, *self.start.values()]
 
 
 def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) -> JoinedStep:
@@ -67,10 +69,6 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   loop, body, producer = step.loop, programs.body, programs.producers()
   before: list[Equation] = []
   traces: dict[Any, Any] = {}
-  slices = {}
-  for value, whole in zip(body.slices, loop.batch, strict=True):
-    cuts, slices[value] = eq.traced(lambda x: [x[i] for i in range(loop.count)], whole)
-    before += cuts
   known: dict[Value, Atom] = {}
   after: list[Equation] = []
   rank_of: dict[Value, int] = {}
@@ -85,19 +83,19 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
   for origin, whole in enumerate(loop.finals):
     parts = [final[one] for one in programs.accumulators if one.origin == origin]
     known[whole] = _total(parts, after) if parts else _unchanged(loop, programs, origin)
-  kept: dict[Value, list[Value]] = {}
+  outside: dict[Value, Value] = {}
   for value, stack in zip(body.kept, loop.stacks, strict=True):
     if value in producer:
-      if value not in kept:
-        kept[value] = [Value(value.aval) for _ in range(loop.count)]
-        rank_of.update(dict.fromkeys(kept[value], stage_ranks[producer[value][1]]))
-      known[stack] = kept[value][0] if loop.once else _stacked(kept[value], after)
+      known[stack] = outside.setdefault(value, Value(stack.aval))
+      rank_of[outside[value]] = stage_ranks[producer[value][1]]
     else:
       known[stack] = _unprocessed(loop, body, value, before)
+  kept, stacks = (outside, {}) if loop.once else ({}, outside)
+  indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
   rest = [one.replaced(known) for one in step.equations]
   results = eq.resolved(known, step.results)
   return JoinedStep(
-    [*before, *after, *rest], slices, start, final, kept, results, body.invariants, rank_of
+    [*before, *after, *rest], indices, start, final, kept, stacks, results, body.invariants, rank_of
   )
 
 
@@ -111,10 +109,6 @@ def _zeros(x: Any) -> list[Any]:
 
 def _added(a: Any, b: Any) -> list[Any]:
   return [lax.add(a, b)]
-
-
-def _rows(*rows: Any) -> list[Any]:
-  return [jnp.stack(rows)]
 
 
 def _total(parts: list[Value], equations: list[Equation]) -> Value:
@@ -133,16 +127,10 @@ def _unchanged(loop: Loop, programs: TaskPrograms, origin: int) -> Atom:
   return loop.starts[origin] if after is before else after
 
 
-def _stacked(values: list[Value], equations: list[Equation]) -> Value:
-  stacking, [stack] = eq.traced(_rows, *values)
-  equations += stacking
-  return stack
-
-
 def _unprocessed(loop: Loop, body: Body, value: Value, equations: list[Equation]) -> Atom:
   """A stacked result that no task computes: the batch itself, or an invariant, broadcast."""
-  if value in body.slices:
-    return loop.batch[body.slices.index(value)]
+  if value in body.rows:
+    return body.rows[value]
   if value in body.carried:
     raise PipelineError(
       f'The microbatch loop at {loop.source_line} carries a value and also returns it from every pass: '

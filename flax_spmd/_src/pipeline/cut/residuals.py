@@ -20,71 +20,18 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from flax_spmd._src.pipeline.cut.equations import Equation, Value
 
-VIEWS = frozenset(
-  [
-    'iota',
-    'broadcast_in_dim',
-    'reshape',
-    'squeeze',
-    'expand_dims',
-    'transpose',
-    'rev',
-    'slice',
-    'copy',
-    'stop_gradient',
-    'sharding_constraint',
-  ]
+_VIEWS = (
+  'iota broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice copy stop_gradient '
+  'sharding_constraint'
 )
+_ELEMENTWISE = (
+  'abs add add_any and ceil clamp convert_element_type cos div eq erf exp exp2 expm1 floor ge gt integer_pow '
+  'is_finite le log log1p logistic lt max min mul ne neg not or pad pow reduce_max reduce_sum rsqrt select_n '
+  'sign sin sqrt square sub tanh xor'
+)
+VIEWS = frozenset(_VIEWS.split())
 """Operations without arithmetic, cheaper to repeat than to store their results."""
-
-CHEAP = VIEWS | frozenset(
-  [
-    'abs',
-    'add',
-    'and',
-    'ceil',
-    'clamp',
-    'convert_element_type',
-    'cos',
-    'div',
-    'eq',
-    'erf',
-    'exp',
-    'exp2',
-    'expm1',
-    'floor',
-    'ge',
-    'gt',
-    'integer_pow',
-    'is_finite',
-    'le',
-    'log',
-    'log1p',
-    'logistic',
-    'lt',
-    'max',
-    'min',
-    'mul',
-    'ne',
-    'neg',
-    'not',
-    'or',
-    'pad',
-    'pow',
-    'reduce_max',
-    'reduce_sum',
-    'rsqrt',
-    'select_n',
-    'sign',
-    'sin',
-    'sqrt',
-    'square',
-    'sub',
-    'tanh',
-    'xor',
-    'add_any',
-  ]
-)
+CHEAP = VIEWS | frozenset(_ELEMENTWISE.split())
 """Memory-bound elementwise operations, cheaper to repeat than to store their results."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from flax_spmd._src.pipeline.cut import equations as eq
@@ -28,7 +29,8 @@ class Body:
   Attributes:
     equations: its operations.
     invariants: inputs that are the same for all microbatches.
-    slices: inputs of one microbatch, slices of the batch.
+    index: the number of the microbatch; None without a loop.
+    rows: for each input of one microbatch, the array of the batch that it is a row of.
     carried: inputs carried over from the pass before.
     updated: the carried values after the pass.
     kept: results of one microbatch.
@@ -37,11 +39,17 @@ class Body:
 
   equations: list[Equation]
   invariants: list[Value]
-  slices: list[Value]
+  index: Value | None
+  rows: Mapping[Value, Atom]
   carried: list[Value]
   updated: list[Value]
   kept: list[Value]
   idle: list[Equation] = dataclasses.field(default_factory=list)
+
+  @property
+  def inputs(self) -> set[Value]:
+    """All inputs."""
+    return {*self.invariants, *self.carried, *(() if self.index is None else (self.index,))}
 
   @property
   def results(self) -> list[Value]:
@@ -83,17 +91,12 @@ class Positions:
     """The stage of a position."""
     return position if position < self.stages else 2 * self.stages - 1 - position
 
-  @property
-  def first_backward(self) -> int:
-    """The first position that can have gradients."""
-    return self.stages
-
   def around(self, direction: str, mark: int) -> tuple[int, int]:
     """The last position before a mark, and the first position after it."""
     if direction == 'forward':
       return self.at(mark), self.at(mark + 1)
     after = 2 * self.stages - 1 - mark
-    return self.at(max(after - 1, self.first_backward)), self.at(after)
+    return self.at(max(after - 1, self.stages)), self.at(after)
 
 
 @dataclasses.dataclass
@@ -134,10 +137,10 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> StageAs
   count = sum(direction == 'forward' for direction, _ in marks.values())
   _check_count(count, stages, title, body)
   positions = Positions(stages, 'backward' in ends, 'backward' in ends and (turn or count < stages))
-  position, free = _assign(body, positions, marks, {})
+  position, free = assign(body, positions, marks)
   if positions.backward:
     body, floors = _inlined(body, _calls_to_inline(body, positions, position, split), position)
-    position, free = _assign(body, positions, marks, floors)
+    position, free = assign(body, positions, marks, floors)
   border = {value for one in body.equations if one in marks for value in one.values}
   return StageAssignment(_without_marks(body), positions, position, free, border)
 
@@ -259,18 +262,11 @@ def fitting_stages(count: int) -> str:
   return f'{count} or {count + 1} stages' if count else '1 stage'
 
 
-def positions_of(
-  body: Body, positions: Positions, marks: Mapping[Equation, tuple[str, int]]
-) -> dict[Equation, int]:
-  """The position of every equation of a body, cut at some marks."""
-  return _assign(body, positions, marks, {})[0]
-
-
-def _assign(
+def assign(
   body: Body,
   positions: Positions,
   marks: Mapping[Equation, tuple[str, int]],
-  floors: Mapping[Equation, int],
+  floors: Mapping[Equation, int] = MappingProxyType({}),
 ) -> tuple[dict[Equation, int], set[Equation]]:
   """The position of every equation, and the equations that depend on no mark.
 
@@ -336,17 +332,13 @@ def _calls_to_inline(
     inside
   the call. In the backward pass: all calls, if gradients of weights are separate tasks.
   """
-  backward = [one for one in body.equations if position[one] >= positions.first_backward]
+  backward = [one for one in body.equations if position[one] >= positions.stages]
   late = {value for one in backward for value in one.values}
   calls = {}
   for one in body.equations:
-    if (
-      position[one] < positions.first_backward
-      and one.name in eq.JITS
-      and not late.isdisjoint(one.outputs)
-    ):
+    if position[one] < positions.stages and one.name in eq.JITS and not late.isdisjoint(one.outputs):
       calls[one] = eq.JITS
-    elif split and position[one] >= positions.first_backward and one.name in eq.JITS | eq.REMATS:
+    elif split and position[one] >= positions.stages and one.name in eq.JITS | eq.REMATS:
       calls[one] = eq.JITS | eq.REMATS
   return calls
 

@@ -12,6 +12,7 @@ is recomputed where it is used, not sent. The residuals of each stage are chosen
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
@@ -42,7 +43,7 @@ class TaskProgram:
   equations: list[Equation]
   outputs: list[Value]
 
-  @property
+  @functools.cached_property
   def inputs(self) -> list[Value]:
     """The values that it reads but does not compute."""
     return eq.free_values(self.equations)
@@ -210,7 +211,6 @@ def _choose_residuals(
   """Moves equations that only a backward needs into it; returns the equations that backwards repeat."""
   positions, repeated = cut.positions, {}
   results = {*cut.body.results, *cut.border}
-  outside = {*cut.body.invariants, *cut.body.slices, *cut.body.carried}
   for stage in range(positions.stages):
     back = 2 * positions.stages - 1 - stage
     if positions.at(stage) != stage:
@@ -219,8 +219,8 @@ def _choose_residuals(
     others.append([one for one in members[stage] if one.has_effects])
     outputs = results.union(*(one.values for equations in others for one in equations))
     later = {value for at in list(members) if at > stage for one in members[at] for value in one.outputs}
-    used = {value for one in members[back] for value in one.values} - later - outside
-    choice = residuals.choose(members[stage], used, outputs, outside)
+    used = {value for one in members[back] for value in one.values} - later - cut.body.inputs
+    choice = residuals.choose(members[stage], used, outputs, cut.body.inputs)
     for equation in choice.moved:
       cut.position[equation] = back
     members[back] += choice.moved
@@ -256,7 +256,7 @@ def _tasks(
         own.add(equation)
         pending += equation.values
     bodies[at] = sorted(own, key=order.__getitem__)
-  read = {atom for atom in cut.body.results if isinstance(atom, Value)}
+  read = {value for value in cut.body.results if value not in cut.body.rows}
   read = read.union(*map(eq.free_values, bodies.values()))
   tasks = []
   for at, equations in bodies.items():
@@ -304,10 +304,10 @@ def _accumulators(
   for before, after, (origin, first) in zip(body.carried, body.updated, origins, strict=True):
     task = producer.get(after)
     others = users[before] - {task}
-    if others or after in body.slices:
+    if others or after in body.rows:
       readers = sorted(others, key=lambda key: (KINDS.index(key[0]), key[1]))
       reads = ' and '.join(map(_task_text, readers)) or 'no task'
-      sets = 'the batch' if after in body.slices else _task_text(task)
+      sets = 'the batch' if after in body.rows else _task_text(task)
       problems.append(f'  {before.aval.str_short()}: set by {sets}, read by {reads}')
     if task is not None:
       accumulators.append(Accumulator(before, after, task, origin, first))

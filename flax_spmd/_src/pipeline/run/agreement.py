@@ -120,7 +120,7 @@ def task_lines(call_list: CallList) -> Iterator[str]:
   for one in call_list.calls:
     if isinstance(one, Call):
       rank = one.program.rank
-      yield f'task {counts[rank]} of rank {rank}: {one.when.step if one.when else one.program.name}'
+      yield f'task {counts[rank]} of rank {rank}: {one}'
       counts[rank] += 1
 
 

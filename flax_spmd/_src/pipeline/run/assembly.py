@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
+from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send, StageProgram
 from flax_spmd._src.pipeline.run.call_text import arrays_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
@@ -86,15 +87,13 @@ class Assembler:
     for number, one in enumerate(self._call_list.calls):
       dead = tuple(map(self._register, ends.get(number, ())))
       if isinstance(one, Call):
-        inputs, outputs, rank = one.inputs, one.outputs, one.program.rank
-        function, step = self._executables[one.program].compiled, one.when and one.when.step
+        function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
       else:
-        inputs, outputs, rank = one.buffers, one.arrived, one.buffers[0].rank
-        function, step = self._sender(one), None
+        function, rank, step = self._sender(one), one.buffers[0].rank, None
       if function is not None:
         inputs, outputs = (
           tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
-          for buffers in (inputs, outputs)
+          for buffers in (one.inputs, one.outputs)
         )
         code.append(
           MachineInstruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step)
@@ -102,18 +101,11 @@ class Assembler:
     return code
 
   def _ends(self) -> dict[int, list[Buffer]]:
-    """The buffers whose last reader is a call or send, by its index in the call list."""
-    last: dict[Buffer, int] = {}
-    for number, one in enumerate(self._call_list.calls):
-      inputs, outputs = (
-        (one.inputs, one.outputs) if isinstance(one, Call) else (one.buffers, one.arrived)
-      )
-      last.update(dict.fromkeys((*inputs, *outputs), number))
-    for buffer in (buffer for buffers in self._call_list.results.values() for buffer in buffers):
-      last.pop(buffer, None)
+    """The buffers whose last use is a call or send, by its index in the call list."""
     ends: dict[int, list[Buffer]] = {}
-    for buffer, number in last.items():
-      ends.setdefault(number, []).append(buffer)
+    for buffer, number in self._call_list.last_use.items():
+      if buffer not in self._call_list.returned:
+        ends.setdefault(number, []).append(buffer)
     return ends
 
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
@@ -130,29 +122,25 @@ class Assembler:
       )
     if not is_local(source):
       return None
-    sender = compat.DeviceCopy(avals, [self._lowerer.sharding(buffer) for buffer in send.arrived])
+    sender = compat.DeviceCopy(avals, [self._lowerer.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))
 
   def _initial_registers(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
     """The registers filled before the first instruction: with arguments, and with closed-over arrays."""
-    computed = {
-      buffer
-      for one in self._call_list.calls
-      for buffer in (one.outputs if isinstance(one, Call) else one.arrived)
-    }
     used = dict.fromkeys(
       buffer for one in self._call_list.calls if isinstance(one, Call) for buffer in one.inputs
     )
     uses: dict[Value, list[Use]] = {}
-    constants: dict[int, jax.Array] = {}
+    constants: dict[int, tuple[Any, NamedSharding]] = {}
     for buffer in used:
       if isinstance(buffer.value, Constant) and self._is_local(buffer):
         sharding = self._lowerer.sharding(buffer)
-        constants[self._register(buffer)] = jax.device_put(buffer.value.array, sharding)
-      elif buffer not in computed:
+        constants[self._register(buffer)] = buffer.value.array, sharding
+      elif buffer not in self._call_list.written:
         use = Use(self._register(buffer), self._lowerer.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
-    return uses, constants
+    arrays, shardings = zip(*constants.values()) if constants else ((), ())
+    return uses, dict(zip(constants, submeshes.put(arrays, shardings)))
 
   def _result(self, atom: Value, numbers: Mapping[Value, int]) -> Result:
     if isinstance(atom, Constant):

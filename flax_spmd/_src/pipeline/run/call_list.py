@@ -11,15 +11,21 @@ known before anything runs, and with it when its memory is free.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
-from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
 
@@ -58,21 +64,29 @@ class StageProgram:
   ports: dict[Value, Port] = dataclasses.field(default_factory=dict)
 
 
-class ScheduledStep(NamedTuple):
-  """A task, or several fused ones, with start and end if every task took one unit of time."""
-
-  step: Step
-  start: float
-  end: float
-
-
 class Call(NamedTuple):
-  """A run of a program; `when` is None outside the loop."""
+  """A run of a program.
+
+  Attributes:
+    program: the program.
+    inputs, outputs: the buffers that it reads and writes.
+    when: its time in the schedule; None outside the loop.
+    stores: whether it only stores the results of these tasks, right after them.
+  """
 
   program: StageProgram
   inputs: list[Buffer]
   outputs: list[Buffer]
-  when: ScheduledStep | None = None
+  when: TimedStep | None = None
+  stores: bool = False
+
+  @property
+  def step(self) -> Step | None:
+    """The tasks that it runs, if any."""
+    return None if self.when is None or self.stores else self.when.step
+
+  def __str__(self) -> str:
+    return str(self.step or self.program.name)
 
 
 class Send(NamedTuple):
@@ -82,12 +96,18 @@ class Send(NamedTuple):
   rank: int
 
   @property
-  def arrived(self) -> list[Buffer]:
+  def inputs(self) -> list[Buffer]:
+    """The buffers that it reads."""
+    return self.buffers
+
+  @property
+  def outputs(self) -> list[Buffer]:
     """The copies on the receiving rank."""
     return [buffer._replace(rank=self.rank) for buffer in self.buffers]
 
 
-class CallList(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CallList:
   """A whole step.
 
   Attributes:
@@ -97,6 +117,23 @@ class CallList(NamedTuple):
 
   calls: list[Call | Send]
   results: dict[Value, list[Buffer]]
+
+  @functools.cached_property
+  def last_use(self) -> dict[Buffer, int]:
+    """The index of the last call or send that reads or writes each buffer."""
+    return {
+      buffer: number for number, one in enumerate(self.calls) for buffer in (*one.inputs, *one.outputs)
+    }
+
+  @functools.cached_property
+  def written(self) -> set[Buffer]:
+    """The buffers that calls and sends write: all but the arguments and closed-over arrays."""
+    return {buffer for one in self.calls for buffer in one.outputs}
+
+  @functools.cached_property
+  def returned(self) -> set[Buffer]:
+    """The buffers of all results."""
+    return set().union(*self.results.values())
 
 
 class CallListBuilder:
@@ -109,6 +146,8 @@ class CallListBuilder:
     order: the tasks of all ranks in the schedule's order, by start.
     stage_ranks: the rank of each stage.
     arguments: the arguments of the step.
+    succeeded: the argument whose place each result takes in the next step. The result is sent to the
+      ranks that use the argument.
     broadcast_small: whether results up to 512 bytes are sent to every rank. Set when ranks belong to
       several processes.
   """
@@ -118,21 +157,25 @@ class CallListBuilder:
     joined: JoinedStep,
     assignment: RankAssignment,
     programs: TaskPrograms,
-    order: Sequence[ScheduledStep],
+    order: Sequence[TimedStep],
     stage_ranks: Sequence[int],
     arguments: Iterable[Value],
+    succeeded: Mapping[Value, Value],
     broadcast_small: bool = False,
   ):
     self._joined, self._assignment, self._programs = joined, assignment, programs
     self._order, self._stage_ranks, self._broadcast_small = order, stage_ranks, broadcast_small
-    self._arguments = set(arguments)
+    self._arguments, self._succeeded = set(arguments), succeeded
     self._ranks = range(max(stage_ranks) + 1)
     self._producer = programs.producers()
     self._before = {one.before: one for one in programs.accumulators}
     self._after = {one.after: one for one in programs.accumulators}
     self._readers = _readers(programs)
+    self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[tuple[str, int, int], ...], StageProgram] = {}
     self._updates: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
+    self._stack_programs: dict[tuple[Key, bool], StageProgram] = {}
+    self._stored: Counter[Key] = Counter()
     self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
 
   def build(self) -> CallList:
@@ -149,7 +192,7 @@ class CallListBuilder:
 
   # -- the loop
 
-  def _loop_call(self, scheduled: ScheduledStep) -> list[Call]:
+  def _loop_call(self, scheduled: TimedStep) -> list[Call]:
     """A scheduled step as a call; empty if its tasks have no program."""
     tasks = [task for task in scheduled.step.tasks if (task.kind, task.stage) in self._programs.tasks]
     if not tasks:
@@ -160,12 +203,35 @@ class CallListBuilder:
       self._stage_programs[key] = self._stage_program(key)
     program = self._stage_programs[key]
     inputs = [self._buffer(program, value, microbatches) for value in program.inputs]
-    for accumulator in {
-      self._after[one]: None for one, _ in program.ports.values() if one in self._after
-    }:
+    written = (program.ports[one][0] for one in program.outputs)
+    for accumulator in {self._after[one]: None for one in written if one in self._after}:
       self._updates[accumulator] += sum((one.kind, one.stage) == accumulator.task for one in tasks)
     outputs = [self._buffer(program, value, microbatches) for value in program.outputs]
-    return [Call(program, inputs, outputs, scheduled)]
+    return [Call(program, inputs, outputs, scheduled), *self._stack_calls(outputs, scheduled)]
+
+  def _stack_calls(self, outputs: Sequence[Buffer], scheduled: TimedStep) -> list[Call]:
+    """The calls that store results of microbatches as rows of their stacks, right after their task."""
+    rows: dict[tuple[int | None, Key], list[Buffer]] = defaultdict(list)
+    for buffer in outputs:
+      if buffer.value in self._joined.stacks:
+        rows[buffer.microbatch, self._producer[buffer.value]].append(buffer)
+    return [self._stack_call(task, buffers, scheduled) for (_, task), buffers in rows.items()]
+
+  def _stack_call(self, task: Key, rows: list[Buffer], when: TimedStep) -> Call:
+    """The call for the results of a task and one microbatch. The first one creates the stacks."""
+    (_, microbatch, rank), done = rows[0], self._stored[task]
+    self._stored[task] += 1
+    stacks = [self._joined.stacks[row.value] for row in rows]
+    if (task, done == 0) not in self._stack_programs:
+      values = [row.value for row in rows]
+      self._stack_programs[task, done == 0] = _stack_program(task, values, stacks, rank, done == 0)
+    inputs = list(rows)
+    if done:
+      index = self._joined.indices[microbatch or 0]
+      inputs += [Buffer(index, None, rank), *(Buffer(stack, done, rank) for stack in stacks)]
+    version = None if done + 1 == len(self._joined.indices) else done + 1
+    outputs = [Buffer(stack, version, rank) for stack in stacks]
+    return Call(self._stack_programs[task, done == 0], inputs, outputs, when, stores=True)
 
   def _stage_program(self, key: tuple[tuple[str, int, int], ...]) -> StageProgram:
     """One program of several tasks; `key` has the kind, stage and microbatch index of each."""
@@ -189,7 +255,7 @@ class CallListBuilder:
         if value in self._after:  # the next task of this program adds to it
           inner[self._after[value].before, 0] = result
           outputs = [one for one in outputs if ports[one][0] is not value]
-        elif value not in self._joined.kept and all(
+        elif value not in self._results and all(
           (*reader, slot) in own_tasks for reader in self._readers[value]
         ):
           continue
@@ -206,7 +272,8 @@ class CallListBuilder:
     self, value: Value, slot: int, inner: dict[Port, Value], ports: dict[Value, Port]
   ) -> Value:
     """The value inside a program that stands for one of the step: a separate one per microbatch."""
-    per_microbatch = value in self._producer or value in self._joined.slices or (value, slot) in inner
+    index = self._programs.body.index
+    per_microbatch = value in self._producer or value is index or (value, slot) in inner
     port = value, slot if per_microbatch else 0
     if port not in inner:
       inner[port] = Value(value.aval)
@@ -224,10 +291,10 @@ class CallListBuilder:
         return Buffer(self._joined.final[accumulator], None, rank)
       start = self._joined.start[accumulator]
       return Buffer(accumulator.before, updates, rank) if updates else Buffer(start, None, rank)
-    if value in self._joined.slices:
-      return Buffer(self._joined.slices[value][microbatch], None, rank)
+    if value is self._programs.body.index:
+      return Buffer(self._joined.indices[microbatch], None, rank)
     if value in self._joined.kept:
-      return Buffer(self._joined.kept[value][microbatch], None, rank)
+      return Buffer(self._joined.kept[value], None, rank)
     return Buffer(value, microbatch if value in self._producer else None, rank)
 
   # -- before and after the loop
@@ -241,9 +308,7 @@ class CallListBuilder:
       for value in task.inputs:
         if value in self._before:
           needed[self._joined.start[self._before[value]]] = None
-        elif value in self._joined.slices:
-          needed.update(dict.fromkeys(self._joined.slices[value]))
-        elif value not in self._producer:
+        elif value not in self._producer and value is not self._programs.body.index:
           needed[value] = None
     return list(needed)
 
@@ -276,11 +341,14 @@ class CallListBuilder:
     return dict(sorted(ends.items())), result_ranks
 
   def _ranks_of(self, value: Value, uses: Mapping[int, set[Value]]) -> list[int]:
-    """The ranks that keep a result: its producer, or the ranks that use its arguments anyway."""
+    """The ranks that keep a result: its producer and the ranks that use it in the next step.
+
+    A result of arguments alone is kept by the ranks that use its arguments anyway.
+    """
     if value in self._assignment.rank_of:
-      rank = self._assignment.rank_of[value]
-      others = [other for other in self._ranks if other != rank]
-      return [rank, *others] if self._broadcast_small and value.bytes <= _SMALL_RESULT else [rank]
+      producer, argument = self._assignment.rank_of[value], self._succeeded.get(value)
+      everywhere = self._broadcast_small and value.bytes <= _SMALL_RESULT
+      return [rank for rank in self._ranks if everywhere or rank == producer or argument in uses[rank]]
     needs = set(eq.free_values(self._assignment.closure([value])))
     ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
     ranks = ranks or list(self._ranks)
@@ -334,6 +402,29 @@ def _outside_program(
   )
 
 
+def _stack_program(
+  task: Key, values: Sequence[Value], stacks: Sequence[Value], rank: int, first: bool
+) -> StageProgram:
+  """Stores results of a microbatch in stacks; the first time it creates them, with the results in all rows."""
+  equations: list[Equation] = []
+  outputs: list[Value] = []
+  index = Value(jax.typeof(np.uint32(0)))
+  for value, stack in zip(values, stacks, strict=True):
+    if first:
+      new, results = eq.traced(lambda row: [jnp.broadcast_to(row, stack.aval.shape)], value)  # noqa: B023
+    else:
+      new, results = eq.traced(_with_row, stack, value, index)
+    equations += new
+    outputs += results
+  inputs = [*values] if first else [*values, index, *stacks]
+  name = f'stack_{task[0]}_{task[1]}' + ('_first' if first else '')
+  return StageProgram(name, rank, equations, inputs, outputs)
+
+
+def _with_row(stack: Any, row: Any, index: Any) -> list[Any]:
+  return [lax.dynamic_update_index_in_dim(stack, row, index, 0)]
+
+
 def _readers(programs: TaskPrograms) -> dict[Value, list[tuple[str, int]]]:
   """The tasks that read each value."""
   readers: dict[Value, list[tuple[str, int]]] = defaultdict(list)
@@ -377,14 +468,10 @@ def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple
   Calls of the loop sort by time, with ends before starts. Calls before the loop come first and calls
   after it last, in the order given.
   """
+  if call.when is not None and call.stores:
+    return (call.when.end, True), (call.when.end, True)
   if call.when is not None:
     return (call.when.start, True), (call.when.end, False)
   begun = any(isinstance(one, Call) and one.when is not None for _, one in before)
   at = math.inf if begun else -math.inf
   return (at, True), (at, True)
-
-
-def timeline(runs: Iterable[Iterable[TimedStep]]) -> list[ScheduledStep]:
-  """The steps of all ranks, by start."""
-  steps = [ScheduledStep(run.step, run.start, run.end) for each in runs for run in each]
-  return sorted(steps, key=lambda one: one.start)

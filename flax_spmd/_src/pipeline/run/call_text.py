@@ -8,37 +8,29 @@ The lines are in the order in which a single process would dispatch them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send
+from flax_spmd._src.text import plural
 
 _WIDTH = 28  # of the first column
 
 
 def listing(call_list: CallList) -> str:
   """The calls and sends of a step, one per line."""
-  return '\n'.join(_lines(call_list.calls))
+  return '\n'.join(map(_line, call_list.calls))
 
 
-def _lines(calls: Iterable[Call | Send]) -> Iterator[str]:
-  for one in calls:
-    if isinstance(one, Call):
-      name = one.program.name if one.when is None else str(one.when.step)
-      ranks = f'rank {one.program.rank}: {name}'
-      arrays = f'{_count(len(one.inputs))} -> {_count(len(one.outputs))}'
-    else:
-      ranks = f'rank {one.buffers[0].rank} -> rank {one.rank}'
-      arrays = arrays_text(one.buffers)
-    yield f'{ranks:{_WIDTH}}{arrays}'
+def _line(one: Call | Send) -> str:
+  if isinstance(one, Call):
+    inputs, outputs = plural(len(one.inputs), 'array'), plural(len(one.outputs), 'array')
+    return f'{f"rank {one.program.rank}: {one}":{_WIDTH}}{inputs} -> {outputs}'
+  return f'{f"rank {one.buffers[0].rank} -> rank {one.rank}":{_WIDTH}}{arrays_text(one.buffers)}'
 
 
 def arrays_text(buffers: Iterable[Buffer]) -> str:
   """`float32[8,4] of microbatch 0, float32[8]`."""
   return ', '.join(map(_text, buffers))
-
-
-def _count(number: int) -> str:
-  return f'{number} array{"s" * (number != 1)}'
 
 
 def _text(buffer: Buffer) -> str:

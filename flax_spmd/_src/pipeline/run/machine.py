@@ -42,13 +42,14 @@ class MachineInstruction(NamedTuple):
   sends: bool
   step: Step | None
 
-  def run(self, registers: list[Any]) -> None:
-    """Executes the instruction on the registers."""
+  def run(self, registers: list[Any]) -> Sequence[Any]:
+    """Executes the instruction on the registers; returns its results."""
     results = self.function(*[registers[number] for number in self.inputs])
     for number, result in zip(self.outputs, results):
       registers[number] = result
     for number in self.dead:
       registers[number] = None
+    return results
 
 
 class Use(NamedTuple):
@@ -115,16 +116,12 @@ class Machine:
     """Runs the step one instruction at a time; returns the results and the seconds per task."""
     registers, seconds = self._loaded(leaves), {}
     for one in self.code:
-      values = jax.block_until_ready([registers[number] for number in one.inputs])
+      jax.block_until_ready([registers[number] for number in one.inputs])
       begin = time.perf_counter()
-      results = jax.block_until_ready(one.function(*values))
+      jax.block_until_ready(one.run(registers))
       taken = time.perf_counter() - begin
       if one.step is not None:
         seconds.update(dict.fromkeys(one.step.tasks, taken / len(one.step.tasks)))
-      for number, result in zip(one.outputs, results):
-        registers[number] = result
-      for number in one.dead:
-        registers[number] = None
     return [self._result(one, registers, leaves) for one in self.results], seconds
 
   def _loaded(self, leaves: Sequence[Any]) -> list[Any]:

@@ -40,24 +40,19 @@ class Footprint:
     arguments: Iterable[Value],
     ranks: int,
   ):
-    self._calls, self._ranks = call_list.calls, ranks
-    self._accesses = [
-      (one.inputs, one.outputs) if isinstance(one, Call) else (one.buffers, one.arrived)
-      for one in call_list.calls
-    ]
-    self._last = {
-      buffer: number
-      for number, (inputs, outputs) in enumerate(self._accesses)
-      for buffer in (*inputs, *outputs)
-    }
+    self._call_list, self._ranks = call_list, ranks
+    given = call_list.last_use.keys() - call_list.written
+    self._kept = given | call_list.returned
     self._arguments = set(arguments)
-    self._results = {buffer for each in call_list.results.values() for buffer in each}
-    self.sizes = {buffer: _shard_bytes(sharding(buffer), buffer.value.aval) for buffer in self._last}
+    self._closed_over = [buffer for buffer in given if buffer.value not in self._arguments]
+    self.sizes = {
+      buffer: _shard_bytes(sharding(buffer), buffer.value.aval) for buffer in call_list.last_use
+    }
 
   @property
   def held(self) -> list[Buffer]:
     """The buffers of the arguments."""
-    return [buffer for buffer in self._last if buffer.value in self._arguments]
+    return [buffer for buffer in self._call_list.last_use if buffer.value in self._arguments]
 
   def peaks(
     self, donated: Mapping[StageProgram, Sequence[int]], temporaries: Mapping[StageProgram, int]
@@ -69,10 +64,11 @@ class Footprint:
       temporaries: bytes of temporary memory of each program, beside its arguments and results.
     """
     alive = [0] * self._ranks
-    for buffer in self.held:
+    for buffer in (*self.held, *self._closed_over):
       alive[buffer.rank] += self.sizes[buffer]
     peaks = list(alive)
-    for number, (one, (inputs, outputs)) in enumerate(zip(self._calls, self._accesses)):
+    for number, one in enumerate(self._call_list.calls):
+      inputs, outputs = one.inputs, one.outputs
       program = one.program if isinstance(one, Call) else None
       reused = set() if program is None else {inputs[index] for index in donated[program]}
       for buffer in outputs:
@@ -82,11 +78,7 @@ class Footprint:
       rank = outputs[0].rank if outputs else inputs[0].rank if inputs else 0
       peaks[rank] = max(peaks[rank], alive[rank] + (0 if program is None else temporaries[program]))
       for buffer in {*inputs, *outputs} - reused:
-        if (
-          self._last[buffer] == number
-          and buffer.value not in self._arguments
-          and buffer not in self._results
-        ):
+        if self._call_list.last_use[buffer] == number and buffer not in self._kept:
           alive[buffer.rank] -= self.sizes[buffer]
     return peaks
 

@@ -59,6 +59,7 @@ class StageCompiler:
 
   def __init__(self, lowerer: StageLowerer, meshes: Sequence[Mesh]):
     self._lowerer, self._meshes = lowerer, meshes
+    self._numbers = {program: number for number, program in enumerate(lowerer.first)}
     self._done: dict[StageProgram, Executable] = {}
     self._shared: dict[str, Future[tuple[Any, Mesh]]] = {}
     self._lock = threading.Lock()
@@ -88,7 +89,7 @@ class StageCompiler:
   def _compile(self, call: Call) -> Executable:
     """Compiles a program; for another process's rank, receives the specs of its results instead."""
     owners = sorted(processes_of(self._meshes[call.program.rank]))
-    topic = f'{call.program.rank}/{call.program.name}'
+    topic = str(self._numbers[call.program])
     if jax.process_index() not in owners:
       specs = [_spec_from(each) for each in json.loads(processes.received(topic, owners[0]))]
       return Executable(call.program, None, specs, (), False, 0.0)

@@ -63,7 +63,7 @@ class StageLowerer:
         self.first.setdefault(one.program, one)
         self._origin.update((buffer, (one.program, number)) for number, buffer in enumerate(one.outputs))
       else:
-        self._origin.update((new, self._origin[old]) for old, new in zip(one.buffers, one.arrived))
+        self._origin.update((new, self._origin[old]) for old, new in zip(one.inputs, one.outputs))
     self._last = _used_last(call_list, donatable)
 
   def spec(self, buffer: Buffer) -> PartitionSpec | None:
@@ -96,7 +96,8 @@ class StageLowerer:
       )
       for value, buffer in zip(program.inputs, call.inputs, strict=True)
     ]
-    results = [self._given.get(buffer.value) for buffer in call.outputs]
+    old = {buffer.value: self.spec(buffer) for buffer in call.inputs}  # a new version keeps its spec
+    results = [old.get(buffer.value, self._given.get(buffer.value)) for buffer in call.outputs]
     if not arguments:  # then only the results place it on its devices
       results = [spec or PartitionSpec() for spec in results]
     donated = self._donated(call, results)
@@ -135,23 +136,15 @@ def _function(program: StageProgram) -> Callable[..., list[Any]]:
 
 def _used_last(call_list: CallList, donatable: set[Value]) -> dict[StageProgram, set[int]]:
   """Per program, the indices of the inputs that have no later reader, in any of its calls."""
-  last: dict[Buffer, int] = {}
-  for number, one in enumerate(call_list.calls):
-    last.update(dict.fromkeys(one.inputs if isinstance(one, Call) else one.buffers, number))
-  computed = {buffer for one in call_list.calls if isinstance(one, Call) for buffer in one.outputs}
-  computed.update(
-    buffer for one in call_list.calls if not isinstance(one, Call) for buffer in one.arrived
-  )
-  results = {buffer for buffers in call_list.results.values() for buffer in buffers}
   used_last: dict[StageProgram, set[int]] = {}
   for number, one in enumerate(call_list.calls):
     if isinstance(one, Call):
       free = {
         index
         for index, buffer in enumerate(one.inputs)
-        if last[buffer] == number
-        and buffer not in results
-        and (buffer in computed or buffer.value in donatable)
+        if call_list.last_use[buffer] == number
+        and buffer not in call_list.returned
+        and (buffer in call_list.written or buffer.value in donatable)
         and one.inputs.count(buffer) == 1
       }
       used_last[one.program] = used_last.get(one.program, free) & free

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Kind, Step, Task
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
@@ -59,11 +58,6 @@ class InterleavedGPipe(Schedule):
   """
 
   chunks: int = 2
-
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return assign_ranks(self.ranks, self.chunks, 'loop')
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
     stages = self.stages_of(rank)
@@ -146,11 +140,6 @@ class Interleaved1F1B(Schedule):
     if self.fuse not in ('last', 'steady', None):
       hint = did_you_mean(str(self.fuse), ('last', 'steady'))
       raise PipelineError(f"fuse={self.fuse!r} is unknown.{hint}\nFix: use 'last', 'steady' or None.")
-
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return assign_ranks(self.ranks, self.chunks, 'loop')
 
   def _order(self, rank: int, microbatches: int) -> Iterable[Step]:
     stages = self.stages_of(rank)

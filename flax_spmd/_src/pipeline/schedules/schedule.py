@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.simulation import EQUAL, Costs, Simulation, simulate
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
@@ -49,6 +49,7 @@ class Schedule(abc.ABC):
   """
 
   ranks: int
+  _arrangement: ClassVar[tuple[Placement, int]] = 'loop', 1  # and the stages per rank, without `chunks`
 
   def __post_init__(self):
     for field in ('ranks', 'chunks'):
@@ -110,7 +111,8 @@ class Schedule(abc.ABC):
   @property
   def stage_ranks(self) -> tuple[int, ...]:
     """Per stage, its rank."""
-    return assign_ranks(self.ranks, 1, 'loop')
+    placement, chunks = self._arrangement
+    return assign_ranks(self.ranks, getattr(self, 'chunks', chunks), placement)
 
   @property
   def stages(self) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from flax_spmd._src.pipeline.schedules.classic import alternate, interleaved, tasks, uneven_rounds
 from flax_spmd._src.pipeline.schedules.greedy import greedy
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
 from flax_spmd._src.pipeline.schedules.tasks import FusedTask, Order, Step, Task
 from flax_spmd._src.public_module import set_module
 
@@ -67,10 +66,7 @@ class ZeroBubbleV(Schedule):
     (0.059, (8, 8, 8, 8))
   """
 
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return assign_ranks(self.ranks, 2, 'v')
+  _arrangement = 'v', 2
 
   def _order(self, rank: int, microbatches: int) -> Order:
     return greedy(self.stage_ranks, microbatches, live=self.stages)[rank]
@@ -98,11 +94,6 @@ class KimiK2(Schedule):
 
   chunks: int = 2
   split: bool = True
-
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return assign_ranks(self.ranks, self.chunks, 'loop')
 
   def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
     forwards, backwards, warm_up = interleaved(self.stages_of(rank), rank, self.ranks, microbatches)
@@ -139,10 +130,7 @@ class DualPipeV(Schedule):
 
   fuse: bool = False
 
-  @property
-  def stage_ranks(self) -> tuple[int, ...]:
-    """Per stage, its rank."""
-    return assign_ranks(self.ranks, 2, 'v')
+  _arrangement = 'v', 2
 
   def _limitation(self, microbatches: int) -> str | None:
     if microbatches < 2 * self.ranks:
