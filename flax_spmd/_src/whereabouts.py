@@ -128,11 +128,12 @@ def _answer(calls: Mapping[str, int]) -> None:
     time.sleep(_EVERY)
     service = coordination_service()
     asked = None if service is None else _stored(service, _ASKED)
-    if asked not in (None, seen):
-      seen = asked
-      text = json.dumps(Whereabouts(_begun, dict(calls), _line()))
-      with contextlib.suppress(jax.errors.JaxRuntimeError):
-        service.key_value_set(f'{_ANSWERS}/{jax.process_index()}', text, allow_overwrite=True)
+    if service is None or asked in (None, seen):
+      continue
+    seen = asked
+    text = json.dumps(Whereabouts(_begun, dict(calls), _line()))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      service.key_value_set(f'{_ANSWERS}/{jax.process_index()}', text, allow_overwrite=True)
 
 
 def _line() -> str:
