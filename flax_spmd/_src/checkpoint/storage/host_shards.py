@@ -40,7 +40,7 @@ def with_copy_elsewhere(array: jax.Array) -> jax.Array:
     array = jax.device_put(array, SingleDeviceSharding(first))
     devices, names, spec = np.array([first, others[0]]), ('copy',), PartitionSpec()
   else:
-    own = sharding.mesh.devices
+    own = np.asarray(sharding.mesh.devices)
     devices = np.stack([own, np.array(others[: own.size]).reshape(own.shape)])
     names, spec = ('copy', *sharding.mesh.axis_names), sharding.spec
   shards = [shard.data for shard in array.addressable_shards]

@@ -75,7 +75,8 @@ class StepParts:
     if self.loop.once:
       return set(self.arguments)
     rows = self.loop.body.rows.values()
-    return set(rows).union(*(one.values for one in eq.needed(self.equations, rows)))
+    own = {atom for atom in rows if isinstance(atom, Value)}
+    return own.union(*(one.values for one in eq.needed(self.equations, rows)))
 
 
 def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) -> StepParts:
@@ -225,7 +226,7 @@ def _on_every_device(
     array = loop.inputs[number]
     spec = specs.get(array) if isinstance(array, Value) else None
     if spec is None or any(spec[:1]):
-      others = [PartitionSpec.UNCONSTRAINED] * (len(array.aval.shape) - 1)
+      others = [PartitionSpec.UNCONSTRAINED] * (len(eq.abstract(array).shape) - 1)
       sharding = NamedSharding(mesh, PartitionSpec(None, *others))
       new, [loop.inputs[number]] = eq.traced(
         lambda x: [lax.with_sharding_constraint(x, sharding)],  # noqa: B023
