@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.joint_call import first_line
-from flax_spmd._src.mesh import axis_sizes, axis_types, describe, make_mesh
+from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.box_trees import plain
 from flax_spmd._src.names.nnx_variables import has_modules
@@ -218,7 +219,7 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
     out_tree=jax.tree.structure(tuple(range(results))),
   )
   payload = bytes(flat.serialize())
-  mesh = step.in_force.mesh
+  mesh = cast(MeshLike, step.in_force.mesh)
   head = {
     'flax_spmd_program': _FORMAT,
     'jax': _JAX,
@@ -295,7 +296,7 @@ def _check_convention(version: int) -> None:
 
 def _check_package() -> None:
   try:
-    import flatbuffers  # noqa: F401
+    importlib.import_module('flatbuffers')
   except ImportError:
     raise CheckpointError(
       "jax.export stores programs with flatbuffers, which is not installed.\nFix: pip install 'flax-spmd[export]'."
@@ -315,6 +316,6 @@ def _differences(wanted: Mapping[str, str], given: Mapping[str, Any]) -> Iterato
 
 
 def _text(array: Any) -> str:
-  is_array = isinstance(array, (jax.Array, jax.core.ShapedArray))
-  dtype = array.dtype if is_array else jnp.result_type(array)  # as JAX makes one of it
+  on_host = isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, 'dtype')
+  dtype = jnp.result_type(array) if on_host else array.dtype
   return f'{dtype}[{",".join(map(str, np.shape(array)))}]'
