@@ -29,7 +29,7 @@ def dropout(function):
   return dropped
 
 
-def temporaries(function, dtype, layers, biased=False, target='h100:8'):
+def temporaries(function, dtype, layers, biased=False, target='h100:8', platform=None):
   """Of layers `x + function(x @ up) @ down`, in arrays of the shape of `x @ up`."""
 
   def create():
@@ -46,7 +46,7 @@ def temporaries(function, dtype, layers, biased=False, target='h100:8'):
     lambda weights, x: jax.grad(loss)(weights, x), create, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
   )
   aim = parse_target(target)
-  outcome = Estimator(train_step, platform=aim.chip.platform).estimate(LAYOUT, aim)
+  outcome = Estimator(train_step, platform=platform or aim.chip.platform).estimate(LAYOUT, aim)
   return outcome.memory.temporaries / (ROWS * 4 * WIDTH * jnp.dtype(dtype).itemsize / 8)
 
 
@@ -94,3 +94,11 @@ def test_without_dropout_in_the_backward_pass_nothing_of_it_is_kept():
 )
 def test_tpus_compute_every_function_again_as_the_products_read_it(function):
   assert kept_per_layer(function, 'bfloat16', target='v5e:2x4') == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(('target', 'arrays'), [('h100:8', 3), ('v5e:2x4', 1)])
+def test_the_target_decides_whatever_platform_the_step_is_lowered_for(target, arrays):
+  """One estimator may estimate for several targets."""
+  for platform in ('cuda', 'tpu'):
+    kept = kept_per_layer(lambda x, _: jax.nn.gelu(x), 'bfloat16', target=target, platform=platform)
+    assert kept == pytest.approx(arrays, abs=0.01)

@@ -84,13 +84,11 @@ class AnalyzedGraph:
 
   Args:
     graph: the program.
-    platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
 
   Attributes:
     graph: the program.
     rematerialisable: values that every device can compute by itself.
     argument_derived: arguments of the step, and views of them.
-    liveness: liveness of the main block.
     wire_values: values that are sent in a narrower dtype.
     constants: scalar integer constants.
     uses: number of uses per value.
@@ -101,11 +99,11 @@ class AnalyzedGraph:
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
   """
 
-  def __init__(self, graph: Graph, platform: str = 'cuda'):
+  def __init__(self, graph: Graph):
     self.graph = graph
     self.rematerialisable = rematerialisable_values(graph)
     self.argument_derived = argument_derived_values(graph)
-    self.liveness = liveness(graph, platform)
+    self._liveness: dict[str, BlockLiveness] = {}
     self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
     self.uses: dict[int, int] = {}
@@ -134,6 +132,12 @@ class AnalyzedGraph:
     for value in block.returned:
       self.uses[value] = self.uses.get(value, 0) + 1
 
+  def liveness(self, platform: str) -> BlockLiveness:
+    """The liveness of the main block on a platform: that of the target, whatever platform the step is lowered for."""
+    if platform not in self._liveness:
+      self._liveness[platform] = liveness(self.graph, platform)
+    return self._liveness[platform]
+
   def trip_count(self, loop: Op) -> int:
     """The number of iterations of a loop: up to the constant in its condition; 1 without a constant."""
     condition = loop.blocks[0]
@@ -161,7 +165,7 @@ class AnalyzedGraph:
       platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
     """
     walk = _CostWalk(self, list(specs), sizes, platform)
-    peak = walk.block(self.graph.main, self.liveness, 1, results)
+    peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     held = sum(map(walk._bytes, self.graph.main.arguments))

@@ -217,7 +217,7 @@ class _AnalyzedStep:
     self.used, self.is_automatic = lowering.used, is_automatic
     self.module = mlir.prepare(lowering.code, parameter_names)
     mark_traits(self.module.graph, platform)
-    self.analyzed = AnalyzedGraph(self.module.graph, platform)
+    self.analyzed = AnalyzedGraph(self.module.graph)
     numbers = {index: number for number, index in enumerate(lowering.used)}
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
