@@ -304,7 +304,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
   def _anew(self) -> Jitted[P, Result]:
     """The function without plans: static parts of its result, such as an optimizer, may be others in each trace."""
     anew = Jitted(
-      self._fn,
+      cast(Callable[P, Result], self._fn),
       self.in_force,
       self._plan_results,
       self._options,
