@@ -58,8 +58,8 @@ from flax_spmd._src.public_module import set_module
 from flax_spmd._src.reshard.reshard_plan import (
   ReshardPlan,
   cast_dtype,
-  check_devices,
   check_dtypes,
+  check_leaves,
   plan_transfers,
 )
 from flax_spmd._src.rules import toml_format
@@ -697,8 +697,9 @@ class Layout:
 
     Raises:
       MeshError: the other mesh is abstract.
-      LayoutError: a device lacks memory; an array is on devices of other processes, or on none of this layout's;
-        or the state is not one of the plan. Nothing has moved then.
+      LayoutError: a device lacks memory; an array is on devices of other processes, or on none of this layout's; a leaf
+        is deleted, abstract, traced, or no number; the state is not one of the plan; `dtype` is no floating-point
+        one. Nothing has moved then.
       MeshAxisError, UnmatchedNameError, ConflictError: the other layout cannot shard an array.
 
     Example:
@@ -741,11 +742,15 @@ class Layout:
       >>> plan.wire_bytes, [row.way for row in plan.rows]
       (1024, ['host'])
     """
+    if not isinstance(to, (Layout, Plan)):
+      raise LayoutError(
+        f'A {type(to).__name__} is no layout.\nFix: pass a Layout, or a plan of one, as `to`.'
+      )
     other = to.layout if isinstance(to, Plan) else to
     placement_shardings.check_concrete(other.mesh)
     shardings = to.shardings_of(state) if isinstance(to, Plan) else other._shardings_by_rules(state)
     paths, leaves = zip(*leaves_with_paths(state), strict=True) if jax.tree.leaves(state) else ((), ())
-    check_devices(paths, leaves, self._mesh)
+    check_leaves(paths, leaves, self._mesh)
     dtypes = [cast_dtype(leaf, dtype) for leaf in leaves]
     if isinstance(to, Plan):
       check_dtypes(paths, dtypes, [leaf.dtype for leaf in jax.tree.leaves(to.abstract())])

@@ -112,6 +112,15 @@ def raised(kind, call):
   return str(caught.value)
 
 
+def test_numbers_and_typed_keys_as_arguments(tmp_path):
+  """JAX exports those of no mesh."""
+  step = LAYOUT.jit(lambda x, n, key: x * n + jax.random.uniform(key, x.shape))
+  x, key = LAYOUT.shard(X, ('batch',)), jax.random.key(3)
+  checkpoint.save_program(tmp_path / 'step', step, x, 3, key)
+  program = checkpoint.load_program(tmp_path / 'step')
+  np.testing.assert_array_equal(program(x, 3, key), step(x, 3, key))
+
+
 def test_another_version_of_jax(saved, tmp_path):
   future = jax.export.maximum_supported_calling_convention_version + 1
   payload = saved.read_bytes().partition(b'\n')[2]

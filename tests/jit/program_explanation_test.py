@@ -7,7 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
@@ -230,6 +232,19 @@ def test_a_program_that_was_traced_before_is_explained_in_full():
   jitted(x)
   assert len(jitted.explain(x).constraints) == len(jitted.explain(x).constraints) == 1
   np.testing.assert_array_equal(jitted(x), 2 * np.ones((4, 8)))
+
+
+def test_static_parts_of_the_result_that_every_trace_makes_anew():
+  """As the optimizer of a train state."""
+
+  def create_state(x):
+    return TrainState.create(apply_fn=None, params={'w': jnp.tanh(x)}, tx=optax.adam(1e-3))
+
+  jitted = layout.jit(create_state)
+  for _ in range(2):
+    explanation = jitted.explain(np.ones((8, 4), np.float32))
+    assert 'result params/w' in {array.path for array in explanation.results}
+  np.testing.assert_array_equal(jitted(np.ones((8, 4), np.float32)).params['w'], np.tanh(np.float32(1)))
 
 
 def test_placements_of_arguments():

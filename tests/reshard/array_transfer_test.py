@@ -121,3 +121,36 @@ def test_an_array_that_occurs_twice_moves_once():
   after = layout.reshard(state, to, donate=True)
   assert after['a'].value is after['b'].value and w.is_deleted()
   assert max(plan.source_bytes.values()) == 256 and max(plan.target_bytes.values()) == 128
+
+
+def test_weak_types_stay():
+  layout = spmd.Layout({'data': 8})
+  weak = jnp.asarray(2.0)
+  state = {'one': weak, 'all': layout.shard(jnp.asarray(3.0)), 'number': 4, 'strong': np.float32(5)}
+  for to in (layout, spmd.Layout({'model': 8}), spmd.Layout({'model': 3})):
+    for donate in (False, True):
+      given = {**state, 'one': weak + 0, 'all': state['all'] + 0}
+      after = layout.reshard(given, to, donate=donate)
+      assert {key: leaf.weak_type for key, leaf in after.items()} == {
+        'one': True, 'all': True, 'number': True, 'strong': False
+      }  # fmt: skip
+      assert [float(after[key]) for key in sorted(after)] == [3, 4, 2, 5]
+      assert all(leaf.sharding == NamedSharding(to.mesh, P()) for leaf in after.values())
+  assert not layout.reshard(state, layout, dtype='bfloat16')['one'].weak_type
+
+
+def test_donated_arrays_that_share_memory():
+  """`jax.device_put` shares buffers with its argument: all of them, or those of some devices."""
+  layout, to = spmd.Layout({'data': 8}), spmd.Layout({'model': 4}, (('mlp', 'model'),))
+  for names in ((None, 'mlp'), ()):
+    one = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), jax.devices()[0])
+    every = layout.shard(one)
+    same = spmd.Layout({'other': 8}).shard(every)
+    arrays = {'b': same, 'a': every, 'c': one}
+    shared = [array.addressable_shards[0].data.unsafe_buffer_pointer() for array in arrays.values()]
+    assert len(set(shared)) == 1
+    state = {key: spmd.LogicallyPartitioned(array, names) for key, array in arrays.items()}
+    after = layout.reshard(state, to, donate=True)
+    for key, array in arrays.items():
+      np.testing.assert_array_equal(after[key].value, np.arange(64.0).reshape(8, 8))
+      assert array.is_deleted()

@@ -179,3 +179,42 @@ def test_a_sharding_that_is_not_of_names():
   after = FSDP.reshard(state, spmd.Layout({'model': 8}, (('^w', P('model')),)))
   assert after['w'].sharding == NamedSharding(after['w'].sharding.mesh, P('model'))
   np.testing.assert_array_equal(after['w'], np.arange(16.0))
+
+
+def test_leaves_that_cannot_move():
+  """Every one is named before anything moves, so that a donated state is whole."""
+  gone = jnp.ones(8)
+  gone.delete()
+  whole = state_of(FSDP)
+  state = {'state': whole, 'gone': gone, 'text': 'adam', 'large': 2**40}
+  with pytest.raises(spmd.errors.LayoutError) as caught:
+    FSDP.reshard(state, HALF, donate=True)
+  assert str(caught.value) == dedent("""\
+    gone has been deleted, or donated to a jitted function.
+    large: 1099511627776 is no array or number of JAX.
+    text: 'adam' is no array or number of JAX.
+    Fix: pass the state that the step returned, not the one that was donated to it.
+    Fix: keep it out of the state that moves.""")
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(whole))
+  with pytest.raises(spmd.errors.LayoutError) as caught:
+    FSDP.reshard({'w': jax.ShapeDtypeStruct((8,), jnp.float32)}, HALF)
+  assert str(caught.value) == (
+    'w: it is abstract, and has no values.\nFix: reshard arrays; plan_reshard plans abstract ones.'
+  )
+
+
+def test_calls_that_are_none_of_reshard_s():
+  state = {'w': jnp.ones(8)}
+  for call, text in (
+    (lambda: jax.jit(lambda state: FSDP.reshard(state, HALF))(state),
+     'w: it is a value in a function that JAX traces.\n'
+     'Fix: call reshard outside of jitted functions; inside, use with_sharding_constraint.'),
+    (lambda: FSDP.reshard(state, HALF, dtype='int8'),
+     "dtype='int8' has no floating-point numbers, which the arrays have.\n"
+     'Fix: pass a floating-point dtype, such as bfloat16; quantize the state in a function of its own.'),
+    (lambda: FSDP.reshard(state, HALF.mesh),
+     'A Mesh is no layout.\nFix: pass a Layout, or a plan of one, as `to`.'),
+  ):  # fmt: skip
+    with pytest.raises(spmd.errors.LayoutError) as caught:
+      call()
+    assert str(caught.value) == text

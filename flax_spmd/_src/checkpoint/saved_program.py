@@ -79,8 +79,7 @@ class SavedProgram:
     self._path, self._result = path, head['result']
     paths = skeleton.paths(head['arguments'])
     self.arguments = dict(zip(paths, map(_text, exported.in_avals), strict=True))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    self._shardings = [each or replicated for each in exported.in_shardings_jax(mesh)]
+    self._shardings = [_on(mesh, each) for each in cast(Any, exported).in_shardings_jax(None)]
     self._dtypes = [each.dtype for each in exported.in_avals]
     self._run = jax.jit(exported.call, donate_argnums=tuple(head['donated']))
     abstract = [
@@ -272,6 +271,18 @@ def _mesh_of(path: Any, head: Mapping[str, Any], mesh: Mesh | None) -> Mesh:
     )
   types = {name: AxisType[kind] for name, kind in head['types'].items()}
   return mesh or make_mesh(axes, devices=jax.devices()[:needed], axis_types=types)
+
+
+def _on(mesh: Mesh, sharding: Any) -> NamedSharding:
+  """An exported sharding on a mesh; numbers and typed keys have one without axes, on no mesh."""
+  if sharding is None or not sharding.mesh.axis_names:
+    return NamedSharding(mesh, PartitionSpec())
+  own, wanted = (
+    (each.axis_names, each.axis_sizes, each.axis_types) for each in (mesh.abstract_mesh, sharding.mesh)
+  )
+  if own != wanted:
+    raise ValueError(f'it is a program for the mesh {sharding.mesh}, not for {mesh.abstract_mesh}')
+  return sharding.update(mesh=mesh)
 
 
 def _check_platform(path: Any, head: Mapping[str, Any], mesh: Mesh) -> None:

@@ -290,8 +290,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
     if self._plan_inputs is not None:
       args, kwargs = self._arguments.by_position(args, kwargs)
     with record_constraints() as constraints:
-      result = self.eval_shape(*args, **kwargs)
-      compiled = self.lower(*args, **kwargs).compile()
+      anew = self._anew()
+      result = anew.eval_shape(*args, **kwargs)
+      compiled = anew.lower(*args, **kwargs).compile()
     dynamic = self._arguments.dynamic(*self._arguments.with_static_objects(args, kwargs))
     required = self._plan_inputs and self._plan_inputs(dynamic)
     results = self.plan_of(*args, **kwargs).results
@@ -299,6 +300,22 @@ class Jitted(UnderLayout, Generic[P, Result]):
     return explain_program(
       self._name, self._mesh, rules, compiled, dynamic, required, result, results, constraints
     )
+
+  def _anew(self) -> Jitted[P, Result]:
+    """The function without plans: static parts of its result, such as an optimizer, may be others in each trace."""
+    anew = Jitted(
+      cast(Callable[P, Result], self._fn),
+      self.in_force,
+      self._plan_results,
+      self._options,
+      self._plan_inputs,
+      self._stored_specs,
+      self._check,
+      self._plan_updates,
+      self._find_batch,
+    )
+    anew.reported = self.reported
+    return anew
 
   @overload
   def __get__(self, instance: None, owner: type | None = None) -> Self: ...

@@ -61,6 +61,7 @@ class ArrayTransfer(NamedTuple):
     shape, before, after: shape, and the dtypes of array and result.
     program: the program; None without one.
     wire: bytes that leave a device, or the host, for another.
+    is_weak: whether the result has a weak type, as numbers of Python have.
   """
 
   way: str
@@ -71,6 +72,7 @@ class ArrayTransfer(NamedTuple):
   after: Any
   program: TransferProgram | None
   wire: int
+  is_weak: bool = False
 
   def held(self) -> dict[Any, int]:
     """Bytes of the array on each device."""
@@ -90,6 +92,9 @@ class ArrayTransfer(NamedTuple):
 
   def run(self, array: Any, keep: bool) -> jax.Array:
     """The array as its target; shares no memory with the array if that is to be kept."""
+    if self.is_weak:  # what is made of shards has a strong type
+      is_new = self.source is None or (self.way == 'stays' and not keep)
+      return jax.device_put(array if is_new else jnp.copy(array), self.target)
     if self.way == 'host':
       return self._through_host(array)
     if self.program is not None:
@@ -120,14 +125,17 @@ def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> Arr
   """
   shape, before = tuple(np.shape(array)), dtype_of(array)
   source = getattr(array, 'sharding', None)
-  transfer = ArrayTransfer('host', source, target, shape, before, dtype, None, 0)
+  is_weak = bool(getattr(array, 'weak_type', isinstance(array, (int, float, complex))))
+  on_device = source is None or _memory(source) == 'device'
+  keeps = is_weak and before == dtype and on_device
+  transfer = ArrayTransfer('host', source, target, shape, before, dtype, None, 0, keeps)
   if source is None:
     return transfer._replace(wire=sum(transfer.made().values()))
   if _memory(source) == _memory(target) and before == dtype and _same_slices(source, target, shape):
     return transfer._replace(way='stays')
   is_key = jnp.issubdtype(before, jax.dtypes.prng_key)
   if _memory(source) == _memory(target) == 'device' and not is_key:
-    found = _on_devices(transfer, bool(getattr(array, 'weak_type', False)), most)
+    found = _on_devices(transfer, is_weak, most)
     if found is not None:
       return found
   read = len(set(_slices(source, shape).values())) * _shard_bytes(source, shape, before)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from flax_spmd._src.mesh import describe
@@ -28,7 +30,7 @@ from flax_spmd._src.reshard.array_transfer import ArrayTransfer, dtype_of, trans
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
 from flax_spmd._src.text_table import TextTable
-from flax_spmd.errors import Problem, raise_problems
+from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 _SHARE = 32  # a program may take this part of the larger side
 _LEAST = 2**22  # or this many bytes
@@ -108,19 +110,32 @@ class ReshardPlan:
       )
 
   def run(self, leaves: Sequence[Any]) -> list[jax.Array]:
-    """The arrays of the state, in the order of its leaves, as their results."""
-    left, kept = Counter(map(id, leaves)), _staying(leaves, self._jobs)
+    """The arrays of the state, in the order of its leaves, as their results.
+
+    Raises:
+      LayoutError: an array is abstract (lists all of them).
+    """
+    raise_problems(
+      [
+        Problem(
+          f'{row.path}: it is abstract, and has no values.',
+          'reshard arrays; plan_reshard plans abstract ones.',
+        )
+        for row, (number, _) in zip(self.rows, self._jobs, strict=True)
+        if isinstance(leaves[number], jax.ShapeDtypeStruct)
+      ]
+    )
     results: list[Any] = [None] * len(leaves)
     made: dict[Any, jax.Array] = {}
-    for number, transfer in self._jobs:
-      leaf = leaves[number]
-      key = id(leaf), transfer.target, str(transfer.after)
-      left[id(leaf)] -= 1
+    freed = _freed(leaves, self._jobs) if self.donate else [()] * len(leaves)
+    for (number, transfer), unused in zip(self._jobs, freed, strict=True):
+      key = id(leaves[number]), transfer.target, str(transfer.after)
       if key not in made:
-        made[key] = jax.block_until_ready(transfer.run(leaf, keep=not self.donate))
+        made[key] = jax.block_until_ready(transfer.run(leaves[number], keep=not self.donate))
       results[number] = made[key]
-      if self.donate and not left[id(leaf)] and isinstance(leaf, jax.Array) and id(leaf) not in kept:
-        leaf.delete()
+      for each in unused:
+        if isinstance(leaves[each], jax.Array):
+          leaves[each].delete()
     return results
 
   def __str__(self) -> str:
@@ -169,22 +184,49 @@ def _cells(rows: Sequence[ReshardRow]) -> list[tuple[str, ...]]:
 def cast_dtype(leaf: Any, dtype: Any) -> Any:
   """The dtype of a leaf as a result: `dtype`, if there is one and the leaf has floating-point numbers."""
   own = dtype_of(leaf)
-  return jnp.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
+  if dtype is None or not jnp.issubdtype(own, jnp.floating):
+    return own
+  if not jnp.issubdtype(dtype, jnp.floating):
+    raise LayoutError(
+      f'dtype={jnp.dtype(dtype).name!r} has no floating-point numbers, which the arrays have.\n'
+      'Fix: pass a floating-point dtype, such as bfloat16; quantize the state in a function of its own.'
+    )
+  return jnp.dtype(dtype)
 
 
-def check_devices(paths: Sequence[str], leaves: Sequence[Any], mesh: Any) -> None:
-  """Raises `LayoutError` for arrays that are on a mesh without any device of the layout's."""
-  own = set(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-  raise_problems(
-    [
-      Problem(
-        f'{path}: it is stored as {_text(leaf.sharding)}, on no device of the layout on {describe(mesh)}.',
-        'call reshard of the layout that the state has; the one that it is to have is `to`.',
+def check_leaves(paths: Sequence[str], leaves: Sequence[Any], mesh: Any) -> None:
+  """Raises `LayoutError` for leaves that no reshard can move, and for arrays on no device of the layout's mesh."""
+  found = (_problem_of(path, leaf, mesh) for path, leaf in zip(paths, leaves, strict=True))
+  raise_problems([problem for problem in found if problem])
+
+
+def _problem_of(path: str, leaf: Any, mesh: Any) -> Problem | None:
+  if isinstance(leaf, Tracer):
+    return Problem(
+      f'{path}: it is a value in a function that JAX traces.',
+      'call reshard outside of jitted functions; inside, use with_sharding_constraint.',
+    )
+  if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+    try:
+      np.zeros((), dtype_of(leaf))[...] = leaf if isinstance(leaf, int) else 0
+    except (TypeError, OverflowError):
+      return Problem(
+        f'{path}: {leaf!r:.40} is no array or number of JAX.', 'keep it out of the state that moves.'
       )
-      for path, leaf in zip(paths, leaves, strict=True)
-      if own and isinstance(leaf, jax.Array) and leaf.committed and not own & leaf.sharding.device_set
-    ]
-  )
+  elif isinstance(leaf, jax.Array) and leaf.is_deleted():
+    fix = 'pass the state that the step returned, not the one that was donated to it.'
+    return Problem(f'{path} has been deleted, or donated to a jitted function.', fix)
+  elif isinstance(leaf, jax.Array) and _is_elsewhere(leaf, mesh):
+    return Problem(
+      f'{path}: it is stored as {_text(leaf.sharding)}, on no device of the layout on {describe(mesh)}.',
+      'call reshard of the layout that the state has; the one that it is to have is `to`.',
+    )
+  return None
+
+
+def _is_elsewhere(array: jax.Array, mesh: Any) -> bool:
+  devices = set(mesh.devices.flat) if isinstance(mesh, Mesh) else array.sharding.device_set
+  return array.committed and not devices & array.sharding.device_set
 
 
 def check_dtypes(paths: Sequence[str], dtypes: Sequence[Any], planned: Sequence[Any]) -> None:
@@ -315,11 +357,11 @@ def _peaks(
   """The most bytes on each device at one time, and those of the results."""
   now, peak = defaultdict(int, source), defaultdict(int, source)
   target: dict[Any, int] = defaultdict(int)
-  left, done, kept = Counter(map(id, leaves)), set(), _staying(leaves, jobs)
-  for number, transfer in jobs:
-    leaf = leaves[number]
-    key = id(leaf), transfer.target, str(transfer.after)
-    left[id(leaf)] -= 1
+  done: set[Any] = set()
+  freed = _freed(leaves, jobs) if donate else [()] * len(leaves)
+  transfers = dict(jobs)
+  for (number, transfer), unused in zip(jobs, freed, strict=True):
+    key = id(leaves[number]), transfer.target, str(transfer.after)
     reused = donate and transfer.way == 'stays'
     for device, size in () if key in done else transfer.made().items():
       target[device] += size
@@ -328,15 +370,37 @@ def _peaks(
     for device in {*transfer.made(), *staged}:
       peak[device] = max(peak[device], now[device] + staged.get(device, 0))
     done.add(key)
-    if donate and not left[id(leaf)] and id(leaf) not in kept:
-      for device, size in transfer.held().items():
+    for each in unused:
+      for device, size in transfers[each].held().items():
         now[device] -= size
   return dict(peak), dict(target)
 
 
-def _staying(leaves: Sequence[Any], jobs: Sequence[tuple[int, ArrayTransfer]]) -> set[int]:
-  """The arrays whose memory a result has taken over where nothing is kept, by their ids."""
-  return {id(leaves[number]) for number, transfer in jobs if transfer.way == 'stays'}
+def _freed(leaves: Sequence[Any], jobs: Sequence[tuple[int, ArrayTransfer]]) -> list[tuple[int, ...]]:
+  """For each transfer, the leaves that are freed after it: no later one reads their memory, and no result has it."""
+  memory = [_memory_of(leaf) for leaf in leaves]
+  left = Counter(each for held in memory for each in held)
+  kept = {each for number, transfer in jobs if transfer.way == 'stays' for each in memory[number]}
+  waiting: dict[int, int] = {}
+  freed = []
+  for number, _ in jobs:
+    left.subtract(memory[number])
+    if not kept & memory[number]:
+      waiting[id(leaves[number])] = number
+    unused = [key for key, each in waiting.items() if not any(left[one] for one in memory[each])]
+    freed.append(tuple(waiting.pop(key) for key in unused))
+  return freed
+
+
+def _memory_of(leaf: Any) -> frozenset[Any]:
+  """The buffers of a leaf: arrays that JAX has made of one another may share some. Other leaves have their own."""
+  is_plain = isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  if not is_plain or not leaf.size:
+    return frozenset([id(leaf)])
+  return frozenset(
+    (shard.device.id, shard.data.sharding.memory_kind, shard.data.unsafe_buffer_pointer())
+    for shard in leaf.addressable_shards
+  )
 
 
 def _row(path: str, transfer: ArrayTransfer) -> ReshardRow:
