@@ -101,8 +101,10 @@ def changed(saved, path, head=(), payload=None):
   """A copy of a program with other values in its first line, and another export."""
   line, _, old = saved.read_bytes().partition(b'\n')
   payload = old if payload is None else payload
-  digest = {'sha256': hashlib.sha256(payload).hexdigest()}
-  path.write_bytes(json.dumps(json.loads(line) | digest | dict(head)).encode() + b'\n' + payload)
+  new = json.loads(line) | dict(head)
+  rest = json.dumps({name: value for name, value in new.items() if name != 'sha256'}).encode()
+  digest = {'sha256': hashlib.sha256(rest + b'\n' + payload).hexdigest()}
+  path.write_bytes(json.dumps(new | digest | dict(head)).encode() + b'\n' + payload)
   return path
 
 
@@ -155,6 +157,13 @@ def test_files_that_are_no_programs(saved, tmp_path):
   assert raised(errors.CheckpointDamagedError, lambda: load(damaged)) == (
     f'{damaged} has changed since it was written.\nFix: save the program again.'
   )
+  content = saved.read_bytes()
+  for old, new in ((b'"w"', b'"v"'), (b'"axes"', b'"axis"'), (b'"donated": []', b'"donated": [1]')):
+    damaged.write_bytes(content.replace(old, new, 1))
+    assert damaged.read_bytes() != content
+    assert 'has changed since it was written' in raised(
+      errors.CheckpointDamagedError, lambda: load(damaged)
+    )
   newer = changed(saved, tmp_path / 'newer', {'flax_spmd_program': 2})
   assert raised(errors.CheckpointError, lambda: load(newer)) == (
     f'A newer version of flax_spmd wrote {newer} (format 2).\nFix: upgrade flax_spmd.'

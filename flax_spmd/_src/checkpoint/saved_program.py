@@ -228,9 +228,14 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
     'arguments': arguments.skeleton,
     'result': result,
     'donated': [index for index, one in enumerate(donated) if one],
-    'sha256': hashlib.sha256(payload).hexdigest(),
   }
-  return json.dumps(head).encode() + b'\n' + payload
+  return json.dumps(head | {'sha256': _digest(head, payload)}).encode() + b'\n' + payload
+
+
+def _digest(head: Mapping[str, Any], payload: bytes) -> str:
+  """The digest of everything in a file but itself."""
+  rest = {name: value for name, value in head.items() if name != 'sha256'}
+  return hashlib.sha256(json.dumps(rest).encode() + b'\n' + payload).hexdigest()
 
 
 def _infos(tree: Any) -> list[Any]:
@@ -251,7 +256,7 @@ def _read(path: Any, content: bytes) -> tuple[dict[str, Any], bytes]:
     raise CheckpointError(
       f'A newer version of flax_spmd wrote {path} (format {version}).\nFix: upgrade flax_spmd.'
     )
-  if hashlib.sha256(payload).hexdigest() != head.get('sha256'):
+  if _digest(head, payload) != head.get('sha256'):
     raise CheckpointDamagedError(
       f'{path} has changed since it was written.\nFix: save the program again.'
     )
