@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
@@ -97,6 +97,29 @@ def test_arguments_are_transferred_and_compared(saved):
     Fix: pass the arguments that the step was saved with; program.arguments lists their arrays.""")
 
 
+@pytest.mark.parametrize(
+  'args',
+  [
+    (np.float32(2), 3),
+    (X, 3),
+    (jnp.float32(2), jnp.ones(4)),
+    ({'w': jax.ShapeDtypeStruct((4,), 'float32')}, True),
+  ],
+  ids=lambda args: '',
+)
+def test_scalars_and_arrays_without_shardings(tmp_path, args):
+  """JAX exports scalars without a mesh if no array has one; weak types stay weak."""
+  step = LAYOUT.jit(lambda x, y: jax.tree.map(lambda leaf: leaf * y, x))
+  checkpoint.save_program(tmp_path / 'p', step, *args)
+  given = jax.tree.map(
+    lambda leaf: np.ones(leaf.shape, leaf.dtype) if hasattr(leaf, 'shape') else leaf, args
+  )
+  result, expected = checkpoint.load_program(tmp_path / 'p')(*given), step(*given)
+  for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+    assert one.dtype == other.dtype and one.sharding.mesh.size == LAYOUT.mesh.size
+    np.testing.assert_array_equal(one, other)
+
+
 def changed(saved, path, head=(), payload=None):
   """A copy of a program with other values in its first line, and another export."""
   line, _, old = saved.read_bytes().partition(b'\n')
@@ -139,6 +162,16 @@ def test_another_number_of_devices(saved, tmp_path):
   assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, four)) == (
     f"{saved} is a program for the mesh {{'data': 2, 'model': 4}}, not for {{'model': 4}}.\n"
     'Fix: save it under a layout on these devices, or load it on 8 devices.'
+  )
+  other = spmd.make_mesh({'model': 4, 'data': 2})
+  assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, other)) == (
+    f"{saved} is a program for the mesh {{'data': 2, 'model': 4}}, not for {{'model': 4, 'data': 2}}.\n"
+    'Fix: save it under a layout on these devices, or load it on 8 devices.'
+  )
+  explicit = spmd.make_mesh({'data': 2, 'model': 4}, axis_types=AxisType.Explicit)
+  assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, explicit)) == (
+    f'{saved} is a program for a mesh with axes of types data: Auto, model: Auto, not data: Explicit, model: Explicit.\n'
+    'Fix: pass those to make_mesh as axis_types, or pass no mesh.'
   )
   turned = spmd.make_mesh({'data': 2, 'model': 4}, devices=jax.devices()[::-1])
   assert checkpoint.load_program(saved, turned).mesh == turned
@@ -187,6 +220,9 @@ def test_steps_that_cannot_be_saved(tmp_path, monkeypatch):
   assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda x, kind: x), x, 'relu')) == (
     'The step has 1 array as arguments, but 2 leaves: the others are static.\n'
     'Fix: bind static arguments with functools.partial before layout.jit.'
+  )
+  assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda: jnp.ones(8)))) == (
+    'The step has no arguments, which give a program its devices.\nFix: pass it an array, such as a random key.'
   )
   callback = LAYOUT.jit(lambda x: jax.pure_callback(np.sin, x, x))
   text = raised(errors.CheckpointError, lambda: save(callback, x))
