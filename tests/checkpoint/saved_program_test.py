@@ -217,10 +217,13 @@ def test_steps_that_cannot_be_saved(tmp_path, monkeypatch):
   assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda m, x: m(x)), linear, x)) == (
     'The arguments have modules of NNX, which are code of the model.\nFix: nnx.split them, and merge them in the step.'
   )
-  assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda x, kind: x), x, 'relu')) == (
-    'The step has 1 array as arguments, but 2 leaves: the others are static.\n'
-    'Fix: bind static arguments with functools.partial before layout.jit.'
-  )
+  for array in (x, np.float32(1)):
+    assert raised(
+      errors.CheckpointError, lambda: save(LAYOUT.jit(lambda x, kind: x), array, 'relu')
+    ) == (
+      'The step has 1 array as arguments, but 2 leaves: the others are static.\n'
+      'Fix: bind static arguments with functools.partial before layout.jit.'
+    )
   assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda: jnp.ones(8)))) == (
     'The step has no arguments, which give a program its devices.\nFix: pass it an array, such as a random key.'
   )

@@ -205,17 +205,8 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
       f'The step cannot be exported to {path}: {first_line(error)}.\n'
       'Fix: jax.export has to support everything in it; pass its arguments by position, as arrays.'
     ) from error
-  count = len(exported.in_avals)
-  if count != len(arguments.leaves):
-    raise CheckpointError(
-      f'The step has {plural(count, "array")} as arguments, but {len(arguments.leaves)} leaves: the others are static.\n'
-      'Fix: bind static arguments with functools.partial before layout.jit.'
-    )
-  if not count:
-    raise CheckpointError(
-      'The step has no arguments, which give a program its devices.\nFix: pass it an array, such as a random key.'
-    )
-  results = len(exported.out_avals)
+  count, results = len(exported.in_avals), len(exported.out_avals)
+  _check_count(count, len(arguments.leaves))
   result = skeleton.flatten(plain(exported.out_tree.unflatten(range(results)))).skeleton
   flat = dataclasses.replace(
     exported,
@@ -236,6 +227,19 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
   return json.dumps(head | {'sha256': _digest(head, payload)}).encode() + b'\n' + payload
 
 
+def _check_count(count: int, leaves: int) -> None:
+  """Checks the number of a program's arguments against that of the leaves that were passed."""
+  if count != leaves:
+    raise CheckpointError(
+      f'The step has {plural(count, "array")} as arguments, but {leaves} leaves: the others are static.\n'
+      'Fix: bind static arguments with functools.partial before layout.jit.'
+    )
+  if not count:
+    raise CheckpointError(
+      'The step has no arguments, which give a program its devices.\nFix: pass it an array, such as a random key.'
+    )
+
+
 def _for_mesh(exporting: Any, args: Any, mesh: Any) -> export.Exported:
   """The export for a mesh. Scalars are replicated on it, since JAX gives them a mesh without axes if nothing else has one."""
   exported = exporting(*args)
@@ -244,6 +248,8 @@ def _for_mesh(exporting: Any, args: Any, mesh: Any) -> export.Exported:
     return exported
   everywhere = NamedSharding(mesh, PartitionSpec())
   leaves, treedef = jax.tree.flatten(args)
+  if len(leaves) != len(exported.in_avals):  # some are static
+    return exported
   leaves = [
     jax.ShapeDtypeStruct((), aval.dtype, weak_type=aval.weak_type, sharding=everywhere)
     if aval.shape == ()
