@@ -217,10 +217,9 @@ def test_steps_that_cannot_be_saved(tmp_path, monkeypatch):
   assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda m, x: m(x)), linear, x)) == (
     'The arguments have modules of NNX, which are code of the model.\nFix: nnx.split them, and merge them in the step.'
   )
+  static = LAYOUT.jit(lambda x, kind: x)
   for array in (x, np.float32(1)):
-    assert raised(
-      errors.CheckpointError, lambda: save(LAYOUT.jit(lambda x, kind: x), array, 'relu')
-    ) == (
+    assert raised(errors.CheckpointError, lambda array=array: save(static, array, 'relu')) == (
       'The step has 1 array as arguments, but 2 leaves: the others are static.\n'
       'Fix: bind static arguments with functools.partial before layout.jit.'
     )
