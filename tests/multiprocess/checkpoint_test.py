@@ -183,7 +183,7 @@ if me == 0:
 
 @pytest.mark.slow
 def test_calls_that_one_process_makes_alone(tmp_path):
-  """It is told within seconds, and not after the 300 in which a process may arrive; the next common calls work.
+  """It gets an error within seconds, and not after the 300 in which a process may arrive; the next common calls work.
 
   The other process waits in another call, then in a program for the devices of the first one, and then ends.
   """
