@@ -17,19 +17,20 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.core import ShapedArray
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.joint_call import first_line
-from flax_spmd._src.mesh import axis_sizes, axis_types, describe, make_mesh
+from flax_spmd._src.mesh import MeshLike, axis_sizes, axis_types, describe, make_mesh
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.box_trees import plain
 from flax_spmd._src.names.nnx_variables import has_modules
@@ -196,7 +197,7 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
       'Fix: nnx.split them, and merge them in the step.'
     )
   _check_package()
-  arguments, mesh = skeleton.flatten(plain(list(args))), step.in_force.mesh
+  arguments, mesh = skeleton.flatten(plain(list(args))), cast(MeshLike, step.in_force.mesh)
   try:
     exported = _for_mesh(export.export(step, platforms=platforms), args, mesh)
     donated = [each.donated for each in _infos(step.lower(*args).args_info)]
@@ -240,7 +241,7 @@ def _check_count(count: int, leaves: int) -> None:
     )
 
 
-def _for_mesh(exporting: Any, args: Any, mesh: Any) -> export.Exported:
+def _for_mesh(exporting: Any, args: Any, mesh: MeshLike) -> export.Exported:
   """The export for a mesh. Scalars are replicated on it, since JAX gives them a mesh without axes if nothing else has one."""
   exported = exporting(*args)
   with contextlib.suppress(ValueError):
@@ -358,6 +359,6 @@ def _differences(wanted: Mapping[str, str], given: Mapping[str, Any]) -> Iterato
 
 
 def _text(array: Any) -> str:
-  is_array = isinstance(array, (jax.Array, jax.core.ShapedArray))
+  is_array = isinstance(array, (jax.Array, ShapedArray))
   dtype = array.dtype if is_array else jnp.result_type(array)  # as JAX makes one of it
   return f'{dtype}[{",".join(map(str, np.shape(array)))}]'
