@@ -15,7 +15,7 @@ from flax_spmd._src.compare import costs
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / 'benchmarks'
-SEARCHES = ('published', 'sample', 'fits', 'strangers', 'search')
+SEARCHES = ('published', 'activations', 'sample', 'fits', 'strangers', 'search')
 
 
 @pytest.fixture(scope='module')
@@ -67,9 +67,9 @@ def test_benchmarks_are_run_by_name(scripts):
   for arguments in (['search', '--sample', '20'], ['search --sample 20'], ['search --sample', '20']):
     assert scripts.run.commands_of(arguments) == ([['search', '--sample', '20']], False)
   assert scripts.run.commands_of(['search --only fits', 'search'])[0] == [
-    search[2],
-    *search[:2],
-    *search[3:],
+    search[3],
+    *search[:3],
+    *search[4:],
   ]
   assert len(scripts.run.commands_of([])[0]) == len(scripts.run.ALL)
   for name in ('boxen', ''):

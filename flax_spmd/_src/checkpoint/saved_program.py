@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.core import ShapedArray
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import skeleton
@@ -339,7 +339,7 @@ def _check_convention(version: int) -> None:
 
 def _check_package() -> None:
   try:
-    import flatbuffers  # noqa: F401
+    importlib.import_module('flatbuffers')
   except ImportError:
     raise CheckpointError(
       "jax.export stores programs with flatbuffers, which is not installed.\nFix: pip install 'flax-spmd[export]'."
@@ -359,6 +359,6 @@ def _differences(wanted: Mapping[str, str], given: Mapping[str, Any]) -> Iterato
 
 
 def _text(array: Any) -> str:
-  is_array = isinstance(array, (jax.Array, ShapedArray))
-  dtype = array.dtype if is_array else jnp.result_type(array)  # as JAX makes one of it
+  on_host = isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, 'dtype')
+  dtype = jnp.result_type(array) if on_host else array.dtype
   return f'{dtype}[{",".join(map(str, np.shape(array)))}]'
