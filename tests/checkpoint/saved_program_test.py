@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
@@ -97,12 +97,37 @@ def test_arguments_are_transferred_and_compared(saved):
     Fix: pass the arguments that the step was saved with; program.arguments lists their arrays.""")
 
 
+@pytest.mark.parametrize(
+  'args',
+  [
+    (np.float32(2), 3),
+    (X, 3),
+    (jnp.float32(2), jnp.ones(4)),
+    ({'w': jax.ShapeDtypeStruct((4,), 'float32')}, True),
+  ],
+  ids=lambda args: '',
+)
+def test_scalars_and_arrays_without_shardings(tmp_path, args):
+  """JAX exports scalars without a mesh if no array has one; weak types stay weak."""
+  step = LAYOUT.jit(lambda x, y: jax.tree.map(lambda leaf: leaf * y, x))
+  checkpoint.save_program(tmp_path / 'p', step, *args)
+  given = jax.tree.map(
+    lambda leaf: np.ones(leaf.shape, leaf.dtype) if hasattr(leaf, 'shape') else leaf, args
+  )
+  result, expected = checkpoint.load_program(tmp_path / 'p')(*given), step(*given)
+  for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+    assert one.dtype == other.dtype and one.sharding.mesh.size == LAYOUT.mesh.size
+    np.testing.assert_array_equal(one, other)
+
+
 def changed(saved, path, head=(), payload=None):
   """A copy of a program with other values in its first line, and another export."""
   line, _, old = saved.read_bytes().partition(b'\n')
   payload = old if payload is None else payload
-  digest = {'sha256': hashlib.sha256(payload).hexdigest()}
-  path.write_bytes(json.dumps(json.loads(line) | digest | dict(head)).encode() + b'\n' + payload)
+  new = json.loads(line) | dict(head)
+  rest = json.dumps({name: value for name, value in new.items() if name != 'sha256'}).encode()
+  digest = {'sha256': hashlib.sha256(rest + b'\n' + payload).hexdigest()}
+  path.write_bytes(json.dumps(new | digest | dict(head)).encode() + b'\n' + payload)
   return path
 
 
@@ -147,6 +172,16 @@ def test_another_number_of_devices(saved, tmp_path):
     f"{saved} is a program for the mesh {{'data': 2, 'model': 4}}, not for {{'model': 4}}.\n"
     'Fix: save it under a layout on these devices, or load it on 8 devices.'
   )
+  other = spmd.make_mesh({'model': 4, 'data': 2})
+  assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, other)) == (
+    f"{saved} is a program for the mesh {{'data': 2, 'model': 4}}, not for {{'model': 4, 'data': 2}}.\n"
+    'Fix: save it under a layout on these devices, or load it on 8 devices.'
+  )
+  explicit = spmd.make_mesh({'data': 2, 'model': 4}, axis_types=AxisType.Explicit)
+  assert raised(errors.MeshError, lambda: checkpoint.load_program(saved, explicit)) == (
+    f'{saved} is a program for a mesh with axes of types data: Auto, model: Auto, not data: Explicit, model: Explicit.\n'
+    'Fix: pass those to make_mesh as axis_types, or pass no mesh.'
+  )
   turned = spmd.make_mesh({'data': 2, 'model': 4}, devices=jax.devices()[::-1])
   assert checkpoint.load_program(saved, turned).mesh == turned
 
@@ -164,6 +199,13 @@ def test_files_that_are_no_programs(saved, tmp_path):
   assert raised(errors.CheckpointDamagedError, lambda: load(damaged)) == (
     f'{damaged} has changed since it was written.\nFix: save the program again.'
   )
+  content = saved.read_bytes()
+  for old, new in ((b'"w"', b'"v"'), (b'"axes"', b'"axis"'), (b'"donated": []', b'"donated": [1]')):
+    damaged.write_bytes(content.replace(old, new, 1))
+    assert damaged.read_bytes() != content
+    assert 'has changed since it was written' in raised(
+      errors.CheckpointDamagedError, lambda: load(damaged)
+    )
   newer = changed(saved, tmp_path / 'newer', {'flax_spmd_program': 2})
   assert raised(errors.CheckpointError, lambda: load(newer)) == (
     f'A newer version of flax_spmd wrote {newer} (format 2).\nFix: upgrade flax_spmd.'
@@ -184,9 +226,14 @@ def test_steps_that_cannot_be_saved(tmp_path, monkeypatch):
   assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda m, x: m(x)), linear, x)) == (
     'The arguments have modules of NNX, which are code of the model.\nFix: nnx.split them, and merge them in the step.'
   )
-  assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda x, kind: x), x, 'relu')) == (
-    'The step has 1 array as arguments, but 2 leaves: the others are static.\n'
-    'Fix: bind static arguments with functools.partial before layout.jit.'
+  static = LAYOUT.jit(lambda x, kind: x)
+  for array in (x, np.float32(1)):
+    assert raised(errors.CheckpointError, lambda array=array: save(static, array, 'relu')) == (
+      'The step has 1 array as arguments, but 2 leaves: the others are static.\n'
+      'Fix: bind static arguments with functools.partial before layout.jit.'
+    )
+  assert raised(errors.CheckpointError, lambda: save(LAYOUT.jit(lambda: jnp.ones(8)))) == (
+    'The step has no arguments, which give a program its devices.\nFix: pass it an array, such as a random key.'
   )
   callback = LAYOUT.jit(lambda x: jax.pure_callback(np.sin, x, x))
   text = raised(errors.CheckpointError, lambda: save(callback, x))

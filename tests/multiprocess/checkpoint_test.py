@@ -183,7 +183,7 @@ if me == 0:
 
 @pytest.mark.slow
 def test_calls_that_one_process_makes_alone(tmp_path):
-  """It is told within seconds, and not after the 300 in which a process may arrive; the next common calls work.
+  """It gets an error within seconds, and not after the 300 in which a process may arrive; the next common calls work.
 
   The other process waits in another call, then in a program for the devices of the first one, and then ends.
   """
@@ -448,3 +448,31 @@ def test_slices_of_one_array_and_tied_arrays_for_devices_of_any_processes(tmp_pa
     for each in equal:
       assert jax.tree.leaves(each) == [True] * len(jax.tree.leaves(each))
     assert error == ['CheckpointError', f'a is on devices of process {process} alone.\n{fix}']
+
+
+OF_ONE_PROCESS = """
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from flax_spmd._src.checkpoint.storage.host_shards import nowhere
+
+value = np.arange(16, dtype=np.float32)
+meshes = [Mesh(row, ('copy',)) for row in layout.mesh.devices]  # each has the devices of a process
+target = {
+  f'{kind} {spec} {owner}': jax.ShapeDtypeStruct((16,), np.float32, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+  for owner, mesh in enumerate(meshes) for kind in ('pinned_host', 'device') for spec in (P(), P('copy'))
+}
+state = {
+  name: jax.device_put(value, each.sharding) if each.sharding.addressable_devices else nowhere(each)
+  for name, each in target.items()
+}
+checkpoint.save(folder + '/a', state, layout)
+restored = checkpoint.restore(folder + '/a', target)
+report([
+  restored[name].sharding == each.sharding and all(np.array_equal(s.data, value[s.index]) for s in restored[name].addressable_shards)
+  for name, each in target.items()
+])
+"""
+
+
+@pytest.mark.slow
+def test_arrays_of_one_process_in_either_memory_on_axes_of_any_name(tmp_path):
+  assert values_of(run(OF_ONE_PROCESS, tmp_path)) == [[True] * 8] * 2

@@ -10,6 +10,7 @@ a state, since `jax.export` stores no classes of the model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -124,8 +125,8 @@ def save_program(path: Folder, step: Any, *args: Any, platforms: Sequence[str] |
     platforms: platforms that it is to run on, such as `('cpu', 'tpu')`; default: the present one.
 
   Raises:
-    CheckpointError: `step` is no function of `layout.jit`; it takes or returns modules of NNX, or static arguments; or
-      it cannot be exported, because of a host callback for example.
+    CheckpointError: `step` is no function of `layout.jit`; it takes or returns modules of NNX, or static arguments; it
+      has no arguments; or it cannot be exported, because of a host callback for example.
 
   Example:
     >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -153,7 +154,7 @@ def load_program(path: Folder, mesh: Mesh | None = None) -> SavedProgram:
     CheckpointNotFoundError: there is no such file.
     CheckpointDamagedError: the file is no program, or has changed since it was written.
     CheckpointError: this version of JAX cannot run it, or this platform.
-    MeshError: there are too few devices, or `mesh` has other axes.
+    MeshError: there are too few devices, or `mesh` has other axes, or the same in another order.
 
   Example:
     >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -195,22 +196,17 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
       'Fix: nnx.split them, and merge them in the step.'
     )
   _check_package()
-  arguments = skeleton.flatten(plain(list(args)))
+  arguments, mesh = skeleton.flatten(plain(list(args))), cast(MeshLike, step.in_force.mesh)
   try:
-    exported = export.export(step, platforms=platforms)(*args)
+    exported = _for_mesh(export.export(step, platforms=platforms), args, mesh)
     donated = [each.donated for each in _infos(step.lower(*args).args_info)]
   except Exception as error:
     raise CheckpointError(
       f'The step cannot be exported to {path}: {first_line(error)}.\n'
       'Fix: jax.export has to support everything in it; pass its arguments by position, as arrays.'
     ) from error
-  count = len(exported.in_avals)
-  if count != len(arguments.leaves):
-    raise CheckpointError(
-      f'The step has {plural(count, "array")} as arguments, but {len(arguments.leaves)} leaves: the others are static.\n'
-      'Fix: bind static arguments with functools.partial before layout.jit.'
-    )
-  results = len(exported.out_avals)
+  count, results = len(exported.in_avals), len(exported.out_avals)
+  _check_count(count, len(arguments.leaves))
   result = skeleton.flatten(plain(exported.out_tree.unflatten(range(results)))).skeleton
   flat = dataclasses.replace(
     exported,
@@ -218,7 +214,6 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
     out_tree=jax.tree.structure(tuple(range(results))),
   )
   payload = bytes(flat.serialize())
-  mesh = cast(MeshLike, step.in_force.mesh)
   head = {
     'flax_spmd_program': _FORMAT,
     'jax': _JAX,
@@ -228,9 +223,48 @@ def _exported(path: Any, step: Any, args: Any, platforms: Sequence[str] | None) 
     'arguments': arguments.skeleton,
     'result': result,
     'donated': [index for index, one in enumerate(donated) if one],
-    'sha256': hashlib.sha256(payload).hexdigest(),
   }
-  return json.dumps(head).encode() + b'\n' + payload
+  return json.dumps(head | {'sha256': _digest(head, payload)}).encode() + b'\n' + payload
+
+
+def _check_count(count: int, leaves: int) -> None:
+  """Checks the number of a program's arguments against that of the leaves that were passed."""
+  if count != leaves:
+    raise CheckpointError(
+      f'The step has {plural(count, "array")} as arguments, but {leaves} leaves: the others are static.\n'
+      'Fix: bind static arguments with functools.partial before layout.jit.'
+    )
+  if not count:
+    raise CheckpointError(
+      'The step has no arguments, which give a program its devices.\nFix: pass it an array, such as a random key.'
+    )
+
+
+def _for_mesh(exporting: Any, args: Any, mesh: MeshLike) -> export.Exported:
+  """The export for a mesh. Scalars are replicated on it, since JAX gives them a mesh without axes if nothing else has one."""
+  exported = exporting(*args)
+  with contextlib.suppress(ValueError):
+    exported.in_shardings_jax(mesh)
+    return exported
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  leaves, treedef = jax.tree.flatten(args)
+  if len(leaves) != len(exported.in_avals):  # some are static
+    return exported
+  leaves = [
+    jax.ShapeDtypeStruct((), aval.dtype, weak_type=aval.weak_type, sharding=everywhere)
+    if aval.shape == ()
+    else leaf
+    for leaf, aval in zip(leaves, exported.in_avals, strict=True)
+  ]
+  exported = exporting(*treedef.unflatten(leaves))
+  exported.in_shardings_jax(mesh)
+  return exported
+
+
+def _digest(head: Mapping[str, Any], payload: bytes) -> str:
+  """The digest of everything in a file but itself."""
+  rest = {name: value for name, value in head.items() if name != 'sha256'}
+  return hashlib.sha256(json.dumps(rest).encode() + b'\n' + payload).hexdigest()
 
 
 def _infos(tree: Any) -> list[Any]:
@@ -251,7 +285,7 @@ def _read(path: Any, content: bytes) -> tuple[dict[str, Any], bytes]:
     raise CheckpointError(
       f'A newer version of flax_spmd wrote {path} (format {version}).\nFix: upgrade flax_spmd.'
     )
-  if hashlib.sha256(payload).hexdigest() != head.get('sha256'):
+  if _digest(head, payload) != head.get('sha256'):
     raise CheckpointDamagedError(
       f'{path} has changed since it was written.\nFix: save the program again.'
     )
@@ -263,13 +297,22 @@ def _mesh_of(path: Any, head: Mapping[str, Any], mesh: Mesh | None) -> Mesh:
   axes = head['axes']
   needed = int(np.prod(list(axes.values()), dtype=int))
   fix = f'save it under a layout on these devices, or load it on {plural(needed, "device")}.'
-  if mesh is not None and axis_sizes(mesh) != axes:
+  types = {name: AxisType[kind] for name, kind in head['types'].items()}
+  if mesh is not None and list(axis_sizes(mesh).items()) != list(axes.items()):
     raise MeshError(f'{path} is a program for the mesh {axes}, not for {describe(mesh)}.\nFix: {fix}')
+  if mesh is not None and axis_types(mesh) != types:
+    own, other = (
+      ', '.join(f'{name}: {kind.name}' for name, kind in each.items())
+      for each in (types, axis_types(mesh))
+    )
+    raise MeshError(
+      f'{path} is a program for a mesh with axes of types {own}, not {other}.\n'
+      'Fix: pass those to make_mesh as axis_types, or pass no mesh.'
+    )
   if mesh is None and jax.device_count() < needed:
     raise MeshError(
       f'{path} is a program for the mesh {axes}, but there are only {plural(jax.device_count(), "device")}.\nFix: {fix}'
     )
-  types = {name: AxisType[kind] for name, kind in head['types'].items()}
   return mesh or make_mesh(axes, devices=jax.devices()[:needed], axis_types=types)
 
 

@@ -38,7 +38,7 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _DAMAGED = {errno.EIO, errno.EUCLEAN}
-# of reads that say nothing about the content
+# of reads that fail whatever the content
 READ_FIXES = {
   errno.EACCES: 'let the owner of the files grant this process the right to read them.',
   errno.EPERM: 'let the owner of the files grant this process the right to read them.',

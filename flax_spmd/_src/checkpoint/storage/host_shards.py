@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+_COPY = 'flax_spmd_copy'  # an axis beside those of the user's mesh
+
 
 def is_elsewhere(sharding: Sharding | None) -> bool:
   """Whether no device of a sharding belongs to this process."""
@@ -37,14 +39,14 @@ def with_copy_elsewhere(array: jax.Array) -> jax.Array:
     or sharding.mesh.size > len(others)
   ):
     [first, *_] = sorted(sharding.device_set, key=lambda device: device.id)
-    array = jax.device_put(array, SingleDeviceSharding(first))
-    devices, names, spec = np.array([first, others[0]]), ('copy',), PartitionSpec()
+    array = jax.device_put(array, SingleDeviceSharding(first, memory_kind=sharding.memory_kind))
+    devices, names, spec = np.array([first, others[0]]), (_COPY,), PartitionSpec()
   else:
     own = np.asarray(sharding.mesh.devices)
     devices = np.stack([own, np.array(others[: own.size]).reshape(own.shape)])
-    names, spec = ('copy', *sharding.mesh.axis_names), sharding.spec
+    names, spec = (_COPY, *sharding.mesh.axis_names), sharding.spec
   shards = [shard.data for shard in array.addressable_shards]
-  joint = NamedSharding(Mesh(devices, names), spec)
+  joint = NamedSharding(Mesh(devices, names), spec, memory_kind=sharding.memory_kind)
   return jax.make_array_from_single_device_arrays(array.shape, joint, shards, dtype=array.dtype)
 
 
