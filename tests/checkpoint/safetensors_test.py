@@ -301,7 +301,7 @@ def peak(*arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['as saved', 'changed'])
+@pytest.mark.parametrize('kind', [pytest.param('as saved', marks=pytest.mark.exhaustive), 'changed'])
 def test_the_host_holds_little_more_than_the_state(kind, tmp_path):
   number, size = 6, 3072
   one = 4 * size * size

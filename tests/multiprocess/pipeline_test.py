@@ -49,7 +49,7 @@ pipelined = layout.pipeline_jit(step)
   [
     (2, 'OneFOneB'),
     pytest.param(2, 'ZeroBubbleV', marks=pytest.mark.exhaustive),
-    pytest.param(4, 'OneFOneB', marks=pytest.mark.slow),
+    pytest.param(4, 'OneFOneB', marks=pytest.mark.exhaustive),
     pytest.param(4, 'ZeroBubbleV', marks=pytest.mark.exhaustive),
   ],
 )
