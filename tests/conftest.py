@@ -22,7 +22,7 @@ from tests.processes import run_module
 from tests.versions import is_for_another_jax
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-for profile, examples in (('default', 60), ('exhaustive', 400)):
+for profile, examples in (('default', 100), ('exhaustive', 400)):
   settings.register_profile(
     profile,
     deadline=None,

@@ -133,7 +133,7 @@ CLAUSES = st.recursive(
   | st.tuples(NAME.map('@{}'.format), SPECS | FILLS),
   lambda inner: (
     st.tuples(PATHS | NAME.map('@{}'.format), st.lists(inner, max_size=3).map(lambda c: spmd.Rules(*c)))
-    | inner.filter(lambda clause: not str(clause).startswith(("('@", "host(('@"))).map(spmd.host)
+    | inner.filter(lambda clause: not re.match(r"""(host\()?\(['"]@""", str(clause))).map(spmd.host)
   ),
   max_leaves=6,
 )
