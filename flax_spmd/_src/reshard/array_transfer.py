@@ -92,7 +92,7 @@ class ArrayTransfer(NamedTuple):
 
   def run(self, array: Any, keep: bool) -> jax.Array:
     """The array as its target; shares no memory with the array if that is to be kept."""
-    if self.is_weak:  # what is made of shards has a strong type
+    if self.is_weak:  # arrays that are made of shards have a strong type
       is_new = self.source is None or (self.way == 'stays' and not keep)
       return jax.device_put(array if is_new else jnp.copy(array), self.target)
     if self.way == 'host':

@@ -48,7 +48,7 @@ class Cause(NamedTuple):
 
   @property
   def is_refusal(self) -> bool:
-    """Whether the server, or the way to it, has refused the call: nothing is known of what it was about."""
+    """Whether the server, or the way to it, has refused the call: the state of the files is unknown."""
     return (
       self.status in (401, 403, 408, 429)
       or self.status >= 500
