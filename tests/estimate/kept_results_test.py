@@ -103,3 +103,25 @@ def test_the_target_decides_whatever_platform_the_step_is_lowered_for(target, ar
   for platform in ('cuda', 'tpu'):
     kept = kept_per_layer(lambda x, _: jax.nn.gelu(x), 'bfloat16', target=target, platform=platform)
     assert kept == pytest.approx(arrays, abs=0.01)
+
+
+def test_the_operands_of_frozen_weights_are_freed():
+  """The gradient of the input reads the weights again, and not what they were multiplied with."""
+
+  def temporaries(layers):
+    def step(weights, x):
+      def loss(x):
+        for up, down in weights:
+          x = x + jax.nn.silu(x @ up) @ down
+        return jnp.sum(x**2)
+
+      return weights, jax.grad(loss)(x)
+
+    def create():
+      return [(jnp.ones((WIDTH, 4 * WIDTH)), jnp.ones((4 * WIDTH, WIDTH))) for _ in range(layers)]
+
+    train_step = TrainStep(step, create, jax.ShapeDtypeStruct((ROWS, WIDTH), 'float32'))
+    outcome = Estimator(train_step).estimate(LAYOUT, parse_target('h100:8'))
+    return outcome.memory.temporaries / (ROWS * 4 * WIDTH * 4 / 8)
+
+  assert temporaries(4) - temporaries(3) < 1.5  # the argument of silu, and the sum; not its result

@@ -135,11 +135,13 @@ class _Exceptions(NamedTuple):
     rematerialisable: values that every device computes by itself.
     kept: elementwise results that are stored.
     fused: operands of products that are not stored.
+    weights: arguments of the step, and views of them.
   """
 
   rematerialisable: frozenset[int]
   kept: frozenset[int]
   fused: frozenset[int]
+  weights: frozenset[int]
 
 
 def liveness(graph: Graph, platform: str) -> BlockLiveness:
@@ -150,8 +152,15 @@ def liveness(graph: Graph, platform: str) -> BlockLiveness:
     platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
   """
   kept = kept_values(graph, platform)
-  exceptions = _Exceptions(rematerialisable_values(graph, kept), kept, fused_operands(graph, platform))
-  return _liveness(graph.main, exceptions)
+  return _liveness(
+    graph.main,
+    _Exceptions(
+      rematerialisable_values(graph, kept),
+      kept,
+      fused_operands(graph, platform),
+      argument_derived_values(graph),
+    ),
+  )
 
 
 def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
@@ -161,7 +170,7 @@ def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
   reads = tuple(map(scan.visit, block.ops, written))
   returned = scan.copied_out(block.returned)
   ending: list[list[int]] = [[] for _ in block.ops]
-  later = _later_products(block.ops)
+  later = _later_products(block.ops, exceptions.weights)
   for value, index in scan.last_reads.items():
     if value in scan.stored and index < len(block.ops):
       ending[later.get(index, index)].append(value)
@@ -171,8 +180,8 @@ def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
   return BlockLiveness(written, reads, tuple(map(tuple, ending)), returned, inner)
 
 
-def _later_products(ops: Sequence[Op]) -> dict[int, int]:
-  """By the index of a product, that of the next one with a common operand.
+def _later_products(ops: Sequence[Op], weights: frozenset[int]) -> dict[int, int]:
+  """By the index of a product, that of the next one with a common operand, which is no weight.
 
   In a backward pass, these are the gradients of a weight and of an activation. JAX computes the weight's first; XLA
   has the activation's first, since more depends on it, so what the weight's reads is still in memory.
@@ -181,8 +190,9 @@ def _later_products(ops: Sequence[Op]) -> dict[int, int]:
   last: dict[int, int] = {}  # by operand
   for index, op in enumerate(ops):
     if op.kind in PRODUCTS:
-      result |= {last[value]: index for value in op.operands if value in last}
-      last |= dict.fromkeys(op.operands, index)
+      values = [value for value in op.operands if value not in weights]
+      result |= {last[value]: index for value in values if value in last}
+      last |= dict.fromkeys(values, index)
   return result
 
 
