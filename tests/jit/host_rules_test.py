@@ -209,7 +209,7 @@ def test_modules_of_nnx():
 
 
 def test_estimates_count_the_host_and_its_transfers_apart():
-  batch = jax.ShapeDtypeStruct((1024, 32), X.dtype)  # peak at its activations, not at the moments' copies
+  batch = jax.ShapeDtypeStruct((1024, 32), X.dtype)  # so long that its activations decide the peak
   estimator = spmd.explore.Estimator(
     spmd.explore.TrainStep(train_step, create, batch, (jax.random.key(0), X))
   )
