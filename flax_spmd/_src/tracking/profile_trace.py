@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def write_trace(
     events, match = list(_in_order(planned)), TraceMatch({}, ())
   else:
     measured = _events(profile)
-    by_name = _by_instruction(measured)
+    by_name = _by_instruction(measured, program)
     events = [*measured, *_beside(planned, by_name)]
     match = _matched(planned, by_name)
   with gzip.open(os.fspath(path), 'wt', encoding='utf-8') as file:
@@ -157,14 +158,35 @@ def _titles(planned: Sequence[_Planned]) -> list[dict[str, Any]]:
   return [{'ph': 'M', 'pid': _PROCESS, 'name': 'process_name', 'args': {'name': title}}]
 
 
-def _by_instruction(events: Sequence[Any]) -> dict[str, list[Any]]:
-  """The events that take time, by the HLO name of their instruction."""
+def _by_instruction(events: Sequence[Any], program: ProgramExplanation | Outcome) -> dict[str, list[Any]]:
+  """The events of a program that take time, by the HLO name of their instruction.
+
+  Other programs have instructions of the same names. The events of an outcome, which is of one for another machine, have
+  to be of a single program.
+  """
   found: dict[str, list[Any]] = {}
+  modules: set[str] = set()
   for event in events:
-    if event.get('ph') == 'X':
-      name = event.get('args', {}).get('hlo_op') or event.get('name', '')
+    args = event.get('args') or {}
+    module = args.get('hlo_module')
+    if event.get('ph') == 'X' and (module is None or _is_module(module, program)):
+      name = args.get('hlo_op') or event.get('name', '')
       found.setdefault(name, []).append(event | {'dur': event.get('dur', 0.0)})
+      modules |= {module} - {None}
+  if isinstance(program, Outcome) and len(modules) > 1:
+    raise LayoutError(
+      f'The profile is of several programs ({", ".join(sorted(modules))}), and their instructions have equal names.\n'
+      'Fix: profile the step only, or pass layout.jit(step).explain(...).'
+    )
   return found
+
+
+def _is_module(name: str, program: ProgramExplanation | Outcome) -> bool:
+  """Whether the HLO module `jit_step` is that of a program; JAX replaces characters in the names of functions."""
+  if isinstance(program, Outcome):
+    return True
+  letters = lambda text: re.sub(r'[\W_]', '', text)
+  return letters(re.sub(r'\(\d+\)$', '', name)) == letters(f'jit_{program.name}')
 
 
 def _events(profile: str | os.PathLike[str]) -> list[Any]:

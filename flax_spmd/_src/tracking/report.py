@@ -52,7 +52,7 @@ def report_of(value: Described) -> Report:
     named = {f'{one.name}/{name}': number for one in value.outcomes for name, number in _figures(one).items()}
     return _report(value, named, [_row(one) for one in value.outcomes])
   raise LayoutError(
-    f'A {type(value).__name__} has no report.\nFix: pass the result of layout.explain, layout.jit(f).explain(...), '
+    f'A {type(value).__name__} has no report.\nFix: pass the result of explain, layout.jit(f).explain(...), '
     'explore.compare or explore.search.'
   )
 

@@ -1,6 +1,6 @@
 """Trackers: explanations and comparisons in the tools in which people follow their runs, by one call each.
 
-    tracking.log_tensorboard(layout.explain(state), 'runs/1')
+    tracking.log_tensorboard(spmd.explain(layout, state), 'runs/1')
     tracking.log_wandb(explore.compare(train_step, layouts, 'h100:64'), run)
 """
 
@@ -19,7 +19,7 @@ def log_tensorboard(value: Described, writer: str | os.PathLike[str] | Any, step
   """Logs the figures and the text of an explanation or a comparison to TensorBoard.
 
   Args:
-    value: the result of `layout.explain`, `layout.jit(f).explain(...)`, `explore.compare` or `explore.search`.
+    value: the result of `explain`, `layout.jit(f).explain(...)`, `explore.compare` or `explore.search`.
     writer: the folder of a run, which tensorboardX writes to; or the run's own writer: a `SummaryWriter` of PyTorch,
       tensorboardX or Flax, or a `MetricWriter` of CLU.
     step: the step of the run.
@@ -34,7 +34,7 @@ def log_tensorboard(value: Described, writer: str | os.PathLike[str] | Any, step
     ...   def add_scalar(self, tag, value, step): print(tag, value)
     >>> layout = Layout({'data': 8}, (('embed', 'data'),))
     >>> w = LogicallyPartitioned(jnp.ones((8, 16)), ('embed', None))
-    >>> tracking.log_tensorboard(layout.explain({'w': w}), Writer())
+    >>> tracking.log_tensorboard(explain(layout, {'w': w}), Writer())
     layout ...
   """
   report = report_of(value)
@@ -79,7 +79,7 @@ def log_wandb(value: Described, run: Any = None, step: int | None = None, name: 
   """Logs an explanation or a comparison to Weights & Biases: a table, a page, and figures in the summary of the run.
 
   Args:
-    value: the result of `layout.explain`, `layout.jit(f).explain(...)`, `explore.compare` or `explore.search`.
+    value: the result of `explain`, `layout.jit(f).explain(...)`, `explore.compare` or `explore.search`.
     run: a run from `wandb.init`, online or offline. None: the current one.
     step: the step of the run. None: its next one.
     name: the first part of the keys: `layout/table`, `layout/page`, and `layout/...` for each figure.
