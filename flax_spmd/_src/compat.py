@@ -610,28 +610,27 @@ def current_module() -> str | None:
 def rewind_point(module: nn.Module) -> Callable[[], None]:
   """A function that takes a module back to here, in a method that has raised an error: as between two calls of it.
 
-  Its variables, random numbers and names. Flax does the same at the end of a method. True of flax 0.12.8 to 0.12.12.
+  The variables and random numbers are those of all modules, as a module may call others that are beside it; names are its
+  own. Flax does the same at the end of a method. True of flax 0.12.8 to 0.12.12.
   """
-  scope: Any = module.scope
-  scope._populate_collections()
-  variables, counters = _mutable(scope, copied=True), _copy(scope.rng_counters)
+  root: Any = cast(Any, module.scope).root
+  variables, counters = _copy(_mutable(root)), _copy(root.rng_counters)
   in_method = module._state.in_compact_method
 
   def rewind() -> None:
-    _restore(_mutable(scope), variables)
-    _restore(scope.rng_counters, counters, first=0)
+    _restore(_mutable(root), variables)
+    _restore(root.rng_counters, counters, first=0)
     if in_method:
-      object.__setattr__(module, 'scope', scope.rewound())
+      object.__setattr__(module, 'scope', cast(Any, module.scope).rewound())
       module._state.reset()
       module._state.in_compact_method = True
 
   return rewind
 
 
-def _mutable(scope: Any, copied: bool = False) -> dict[str, Any]:
-  """The variables of the collections of a scope that its module may change."""
-  found = {name: tree for name, tree in scope._variables.items() if scope.is_mutable_collection(name)}
-  return _copy(found) if copied else found
+def _mutable(scope: Any) -> dict[str, Any]:
+  """The variables of the collections of a scope that its modules may change."""
+  return {name: tree for name, tree in scope._variables.items() if scope.is_mutable_collection(name)}
 
 
 def _copy(tree: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from flax_spmd._src import compat
@@ -133,7 +134,7 @@ def _attributes_of_setup(module: nn.Module) -> Iterator[None]:
 
 def _differs(value: Any, is_explicit: bool) -> bool:
   """Whether any array of an attribute has a type over other axes than Explicit ones, or the reverse."""
-  arrays = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.core.Tracer)]
+  arrays = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, Tracer)]
   return any(_is_typed(leaf) != is_explicit for leaf in arrays if compat.mesh_of_type(leaf).axis_names)
 
 
@@ -168,7 +169,7 @@ def _spec_of(value: Any, given: set[int], mesh: Any) -> PartitionSpec | None:
   """
   staged = compat.staged(value)
   if staged is None:
-    return PartitionSpec() if isinstance(value, jax.core.Tracer) else None
+    return PartitionSpec() if isinstance(value, Tracer) else None
   origins = [_origin(staged, dim, given) for dim in range(value.ndim)]
   explicit, entries = _explicit(mesh), [None] * value.ndim
   used: set[str] = set()
@@ -222,16 +223,18 @@ def _source(tracer: Any, dim: int, given: Container[int]) -> tuple[int, Any] | N
 
 def _has_type(equation: Any) -> bool:
   """Whether an equation takes a value of a type over Explicit axes into a block over Auto ones."""
-  operand = equation.invars[0] if equation.primitive.name == 'reshard' else None
-  return operand is not None and AxisType.Explicit in operand.aval.sharding.mesh.axis_types
+  if equation.primitive.name != 'reshard':
+    return False
+  return AxisType.Explicit in equation.invars[0].aval.sharding.mesh.axis_types
 
 
 def _is_computed(tracer: Any, given: Container[int]) -> bool:
   """Whether a value is computed from an argument."""
 
   def operands(node: Any) -> list[Any]:
-    stop = node.parent is None or _has_type(node.parent)
-    return [] if stop else [each for each in node.parent.invars if compat.staged(each) is not None]
+    if node.parent is None or _has_type(node.parent):
+      return []
+    return [each for each in node.parent.invars if compat.staged(each) is not None]
 
   return any(id(node.val) in given for node in walk(tracer, lambda node: node.val, operands))
 

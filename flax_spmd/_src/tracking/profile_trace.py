@@ -182,7 +182,7 @@ def _by_instruction(
     if event.get('ph') == 'X' and (module is None or _is_module(module, program)):
       name = args.get('hlo_op') or event.get('name', '')
       found.setdefault(name, []).append(event | {'dur': event.get('dur', 0.0)})
-      modules |= {module} - {None}
+      modules.update([module] if module else [])
   if isinstance(program, Outcome) and len(modules) > 1:
     raise LayoutError(
       f'The profile is of several programs ({", ".join(sorted(modules))}), and their instructions have equal names.\n'

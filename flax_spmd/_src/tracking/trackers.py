@@ -6,6 +6,7 @@ tracking.log_wandb(explore.compare(train_step, layouts, 'h100:64'), run)
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -44,13 +45,13 @@ def log_tensorboard(
     _write(report, writer, step, name)
     return
   try:
-    import tensorboardX  # pyright: ignore[reportMissingImports]
+    tensorboardx = importlib.import_module('tensorboardX')
   except ImportError:
     raise LayoutError(
       f"Writing to {os.fspath(writer)} for TensorBoard needs the package tensorboardX.\nFix: pip install 'flax-spmd[tensorboard]', "
       'or pass the writer of the run.'
     ) from None
-  with tensorboardX.SummaryWriter(os.fspath(writer)) as own:
+  with tensorboardx.SummaryWriter(os.fspath(writer)) as own:
     _write(report, own, step, name)
 
 
@@ -91,7 +92,7 @@ def log_wandb(value: Described, run: Any = None, step: int | None = None, name: 
   """
   report = report_of(value)
   try:
-    import wandb  # pyright: ignore[reportMissingImports]
+    wandb = importlib.import_module('wandb')
   except ImportError:
     raise LayoutError(
       "Logging to Weights & Biases needs the package wandb.\nFix: pip install 'flax-spmd[wandb]'."
