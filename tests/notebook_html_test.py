@@ -148,3 +148,26 @@ def test_the_remarks_on_a_checkpoint(tmp_path):
   large = dataclasses.replace(one.record, leaves={str(number): leaf for number in range(2001)})
   listed = type(checkpoint.ls(tmp_path))([one._replace(record=large)] * 2)
   assert shown(listed).tags == ['ul', 'li', 'li']
+
+
+def test_a_compiled_program_and_a_reshard():
+  w = LAYOUT.shard({'<w>': jnp.ones((8, 16))}, P(None, 'model'))
+  explanation = LAYOUT.jit(lambda w: w['<w>'] @ w['<w>'].T).explain(w)
+  found = shown(explanation)
+  assert 'argument 0/<w>' in found.texts and found.tags.count('table') == 1
+  assert all(str(one) in found.text for one in explanation.collectives)
+  plan = LAYOUT.plan_reshard(w, spmd.Layout({'model': 8}))
+  assert '<w>[8, 16]' in shown(plan).texts and 'on the wire.' in shown(plan).text
+
+
+def test_a_preflight(tmp_path):
+  checkpoint.save(tmp_path / '1', {'w': np.ones(8)}, layout=LAYOUT)
+  preflight = checkpoint.preflight(tmp_path / '1', {'w': np.zeros(8)})
+  assert shown(preflight).texts == [str(preflight)]
+
+
+def test_long_tables_have_a_filter():
+  tree = {f'w{number}': jnp.ones(number) for number in range(1, 10)}
+  assert shown(spmd.explain(LAYOUT, tree)).tags.count('input') == 1
+  del tree['w9']
+  assert shown(spmd.explain(LAYOUT, tree)).tags.count('input') == 0

@@ -1,13 +1,18 @@
-"""Progress bars for long commands and loops, on one line of the terminal."""
+"""Progress bars for long commands and loops, on one line of the terminal, or as a widget of a notebook.
+
+A notebook without ipywidgets shows a bar as text, once, when it ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from rich.console import Console
   from rich.progress import Progress
 
 
@@ -21,7 +26,7 @@ def progress(show: bool, total: int, title: str) -> Iterator[Callable[[int, str]
   from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
   columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn('{task.description}')
-  with Progress(*columns) as bars:
+  with Progress(*columns, console=_console()) as bars:
     task = bars.add_task(title, total=total)
 
     def update(done: int, text: str) -> None:
@@ -58,7 +63,15 @@ def _own_progress() -> Progress:
     MofNCompleteColumn(),
     TextColumn('{task.fields[rate]:,.1f}/s'),
     TimeRemainingColumn(),
+    console=_console(),
   )
+
+
+def _console() -> Console | None:
+  """The console of a bar: text where rich would warn of the lack of ipywidgets at every step; None for its own choice."""
+  from rich.console import Console
+
+  return None if importlib.util.find_spec('ipywidgets') else Console(force_jupyter=False)
 
 
 def _task(bars: Progress, title: str, total: int | None) -> Callable[[], None]:
