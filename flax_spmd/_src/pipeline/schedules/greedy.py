@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.pipeline.schedules.simulation import (
-  EQUAL,
   Costs,
   check_time,
   cost_function,
@@ -34,7 +33,7 @@ def greedy(
   microbatches: int,
   live: int,
   split: bool = True,
-  costs: Costs = EQUAL,
+  costs: Costs | None = None,
   transfer: float = 0,
 ) -> tuple[Order, ...]:
   """A schedule by simulation: a free rank takes the task that can start first.
@@ -47,7 +46,8 @@ def greedy(
     microbatches: number of microbatches.
     live: largest number of live activations per rank, each of one stage and one microbatch.
     split: whether weight gradients are tasks of their own, after the backwards.
-    costs: task times in any unit, as for `Schedule.simulate`; by default, all are equal.
+    costs: task times in any unit, as for `Schedule.simulate`; None: all tasks take equally long, backwards that are not
+      split too.
     transfer: time to move a result from one rank to another, in the same unit.
 
   Returns:
@@ -75,6 +75,8 @@ def greedy(
       f'greedy: with at most {live} live activation{"s" * (live != 1)} per rank, the ranks wait for each other.\n'
       f'Fix: pass live={needed}, the number of stages of a rank, or more.'
     )
+  if costs is None:
+    costs = {'fwd': 1, 'bwd': 1, 'wgrad': int(split)}
   if not callable(costs):
     costs = stage_costs(costs, len(placed), KINDS if split else KINDS[:2])
   table = costs if callable(costs) else tuple(costs.items())
