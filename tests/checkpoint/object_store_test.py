@@ -158,12 +158,12 @@ def test_credentials_that_are_set_after_an_error(s3, monkeypatch):
   """As in a notebook: the next call finds them, and no secret is kept."""
   for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
     monkeypatch.delenv(name)
-  store = open_store(f'{s3.bucket}/run')
   with pytest.raises(CheckpointError, match='set AWS_PROFILE, or AWS_ACCESS_KEY_ID'):
-    store.read('HEAD')
+    open_store(f'{s3.bucket}/run').read('HEAD')
   s3.requests.clear()
   monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'AKIDLATER')
   monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'SECRETLATER')
+  store = open_store(f'{s3.bucket}/run')
   assert store.write('HEAD', b'1') and store.children() == ['HEAD']
   (authorization,) = {request.headers['authorization'].split('/')[0] for request in s3.requests}
   assert authorization.endswith('AKIDLATER')
