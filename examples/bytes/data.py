@@ -3,21 +3,27 @@
 An iterator over them has a position, `get_state` and `set_state`, which the manager saves with a checkpoint.
 """
 
+import pydoc_data.topics
+
 import numpy as np
+
+
+def read(file=None):
+  """The bytes of a file; by default the reference of Python's language, which Python has for `help()`."""
+  return file.read_bytes() if file else '\n\n'.join(pydoc_data.topics.topics.values()).encode()
 
 
 class Windows:
   """The windows of a text, as rows of int32: a source with a length and indices, as loaders take them.
 
   Args:
-    file: any file; its bytes are the tokens.
+    text: bytes, which are the tokens.
     length: bytes of a window.
-    held_out: whether these are the windows of the last tenth of the file, which is not for training.
+    held_out: whether these are the windows of the last tenth of the text, which is not for training.
   """
 
-  def __init__(self, file, length, held_out=False):
-    text = np.fromfile(file, np.uint8)
-    first, last = np.split(text, [len(text) * 9 // 10])
+  def __init__(self, text, length, held_out=False):
+    first, last = np.split(np.frombuffer(text, np.uint8), [len(text) * 9 // 10])
     whole = last if held_out else first
     self.rows = whole[: len(whole) // length * length].reshape(-1, length).astype(np.int32)
 
@@ -50,8 +56,12 @@ class Batches:
   def __next__(self):
     epochs, places = np.divmod(self.number * self.size + self.mine, len(self.windows))
     self.number += 1
-    orders = {one: np.random.default_rng(one).permutation(len(self.windows)) for one in set(epochs.tolist())}
-    return self.windows[[orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)]]
+    orders = {
+      one: np.random.default_rng(one).permutation(len(self.windows)) for one in set(epochs.tolist())
+    }
+    return self.windows[
+      [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
+    ]
 
   def get_state(self):
     """The number of batches that were read."""

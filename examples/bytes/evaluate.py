@@ -1,10 +1,9 @@
 """Evaluates every new checkpoint of a run on held-out text, under a layout of its own, while the run continues."""
 
 import argparse
-import pydoc_data.topics
 from pathlib import Path
 
-from data import Windows
+from data import Windows, read
 from model import LENGTH, loss_of
 
 import flax_spmd as spmd
@@ -16,7 +15,7 @@ ROWS = 128
 def evaluate(args):
   """Prints the loss of the averaged parameters of each step, until the last one."""
   layout = spmd.Layout.from_toml(args.layout.read_text())
-  text = Windows(args.text, LENGTH + 1, held_out=True)
+  text = Windows(read(args.text), LENGTH + 1, held_out=True)
   tokens = layout.shard(text[:ROWS], ('batch', None))
   loss = layout.jit(loss_of)
   with checkpoint.Manager(args.run, layout, read_only=True) as manager:
@@ -37,8 +36,8 @@ def main(arguments=None):
   here = Path(__file__).parent
   add('--run', type=Path, default=Path('runs/bytes'), help='the folder of the checkpoints')
   add('--layout', type=Path, default=here / 'layouts' / 'serving.toml', help='a TOML file')
-  add('--text', type=Path, default=pydoc_data.topics.__file__, help='the file of the run')
-  add('--last', type=int, default=200, help='the last step of the run')
+  add('--text', type=Path, help='the file of the run')
+  add('--last', type=int, default=100, help='the last step of the run')
   add('--timeout', type=float, default=600, help='seconds to wait for a step')
   evaluate(parser.parse_args(arguments))
 

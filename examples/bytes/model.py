@@ -27,14 +27,18 @@ class Block(nn.Module):
     kinds = {'dtype': self.dtype, 'param_dtype': self.dtype}
     drop = nn.Dropout(DROPOUT, deterministic=not train)
     y = nn.LayerNorm(name='norm_attention', **kinds)(x)
-    y = nn.MultiHeadDotProductAttention(HEADS, decode=self.decode, name='attention', **kinds)(y, mask=mask)
+    y = nn.MultiHeadDotProductAttention(HEADS, decode=self.decode, name='attention', **kinds)(
+      y, mask=mask
+    )
     x = x + drop(y)
     y = nn.LayerNorm(name='norm_mlp', **kinds)(x)
     y = nn.gelu(nn.Dense(MLP, name='widen', **kinds)(y))
     return x + drop(nn.Dense(EMBED, name='narrow', **kinds)(y))
 
 
-NAMES = {Block: {'widen/kernel': ('embed', 'mlp'), 'widen/bias': ('mlp',), 'narrow/kernel': ('mlp', 'embed')}}
+NAMES = {
+  Block: {'widen/kernel': ('embed', 'mlp'), 'widen/bias': ('mlp',), 'narrow/kernel': ('mlp', 'embed')}
+}
 
 
 class Decoder(nn.Module):

@@ -16,7 +16,9 @@ TEMPERATURE = 0.7
 
 def create_cache(rows):
   """The empty caches of attention, for this number of texts."""
-  return Decoder(decode=True, dtype=DTYPE).init(jax.random.key(0), jnp.zeros((rows, LENGTH), jnp.int32))['cache']
+  return Decoder(decode=True, dtype=DTYPE).init(jax.random.key(0), jnp.zeros((rows, LENGTH), jnp.int32))[
+    'cache'
+  ]
 
 
 def decode(params, cache, tokens, key):

@@ -1,6 +1,6 @@
 """Completes the lines of standard input with a published model, whose code it does not need.
 
-    echo 'The with statement' | python serve.py --model served
+echo 'The with statement' | python serve.py --model served
 """
 
 import argparse
@@ -43,7 +43,9 @@ def cache_rows(cache):
 def serve(args):
   """Completes texts, as many as the cache has rows at a time."""
   decode = checkpoint.load_program(args.model / 'decode.program')
-  params, cache = (checkpoint.restore(args.model / name, mesh=decode.mesh) for name in ('params', 'cache'))
+  params, cache = (
+    checkpoint.restore(args.model / name, mesh=decode.mesh) for name in ('params', 'cache')
+  )
   key = jax.random.key(args.seed)
   prompts = [line.rstrip('\n') for line in sys.stdin]
   for start in range(0, len(prompts), cache_rows(cache)):

@@ -5,14 +5,13 @@ however many processes.
 """
 
 import argparse
-import pydoc_data.topics
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
-from data import Batches, Windows, grain_batches
+from data import Batches, Windows, grain_batches, read
 from flax.training.train_state import TrainState
 from model import LENGTH, NAMES, create_params, loss_of
 from publish import create_cache, decode
@@ -53,9 +52,9 @@ def train_step(state, tokens):
 
 def train(args):
   """Trains from the newest checkpoint, if there is one, until the last step or SIGTERM."""
-  layout = spmd.Layout.from_toml(args.layout.read_text())
+  layout, serving = (spmd.Layout.from_toml(file.read_text()) for file in (args.layout, args.serving))
   loader = grain_batches if args.grain else Batches
-  data = loader(Windows(args.text, LENGTH + 1), args.batch, layout.data_shard('batch'))
+  data = loader(Windows(read(args.text), LENGTH + 1), args.batch, layout.data_shard('batch'))
   step = layout.jit(train_step, donate_argnums=0)
   with checkpoint.Manager(args.run, layout, every=args.save_every) as manager:
     done, state = manager.resume(
@@ -75,16 +74,14 @@ def train(args):
         say(f'SIGTERM: saved step {number}')
         sys.exit(PREEMPTED)
       if number % args.sample_every == 0:
-        say(sample(layout, args, state))
+        say(sample(layout.reshard(state.ema, serving, dtype='bfloat16'), serving, args.prompt))
 
 
-def sample(layout, args, state):
-  """A text of the averaged parameters, which move to the layout for serving without a checkpoint."""
-  serving = spmd.Layout.from_toml(args.serving.read_text())
-  params = layout.reshard(state.ema, serving, dtype='bfloat16')
+def sample(params, serving, prompt):
+  """A text of the averaged parameters on the devices for serving, whose processes call this."""
   cache = serving.init(spmd.names_for(create_cache, NAMES), 1)
   step = serving.jit(decode, donate_argnums=1)
-  [text] = complete(step, params, cache, [args.prompt], LENGTH, state.key)
+  [text] = complete(step, params, cache, [prompt], LENGTH, jax.random.key(0))
   return text
 
 
@@ -101,12 +98,12 @@ def parse(arguments):
   here = Path(__file__).parent
   add('--run', type=Path, default=Path('runs/bytes'), help='the folder of the checkpoints')
   add('--layout', type=Path, default=here / 'layouts' / 'fsdp.toml', help='a TOML file')
-  add('--text', type=Path, default=pydoc_data.topics.__file__, help='any file')
-  add('--steps', type=int, default=200)
+  add('--text', type=Path, help="any file; default: the reference of Python's language")
+  add('--steps', type=int, default=100)
   add('--batch', type=int, default=24, help='windows, over all processes')
-  add('--save-every', type=int, default=50, help='steps')
+  add('--save-every', type=int, default=25, help='steps')
   add('--log-every', type=int, default=10, help='steps')
-  add('--sample-every', type=int, default=100, help='steps')
+  add('--sample-every', type=int, default=50, help='steps')
   add('--prompt', default='The ', help='the beginning of samples')
   add('--serving', type=Path, default=here / 'layouts' / 'serving.toml', help='layout of samples')
   add('--grain', action='store_true', help='load batches with Grain')

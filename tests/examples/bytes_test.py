@@ -77,14 +77,14 @@ def test_the_readme_leads_from_text_to_a_served_model(tmp_path):
   following = shell.start(evaluate)
   resumed = shell.run(again)
   evaluated = following.communicate()[0]
-  assert resumed.startswith(f"{saved} of 200 steps are done, over {{'data': 4, 'model': 2}}\n")
+  assert resumed.startswith(f"{saved} of 100 steps are done, over {{'data': 4, 'model': 2}}\n")
   losses = [float(loss) for _, loss in LOSS_LINE.findall(resumed)]
   held_out = {int(step): float(loss) for step, loss in HELD_OUT.findall(evaluated)}
-  assert following.returncode == 0 and {saved, 200} <= held_out.keys(), evaluated
-  assert losses[-1] < 2.2 and held_out[200] < 2.3 < held_out[saved]
+  assert following.returncode == 0 and {saved, 100} <= held_out.keys(), evaluated
+  assert losses[-1] < 2.2 and held_out[100] < 2.3 < held_out[saved]
   assert len(re.findall('^The ', resumed, re.MULTILINE)) == 2  # samples
 
-  assert shell.run(publish) == 'step 200 is in served\n'
+  assert shell.run(publish) == 'step 100 is in served\n'
   served = shell.run(serve)
   assert served.startswith('The with statement ') and len(served.rstrip('\n')) >= 60
   assert shell.run(serve) == served

@@ -47,7 +47,9 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
   def __init__(self, folder, tasks, devices=4):
     folder.mkdir()
     self._pids, self._queue = folder / 'pids', folder / 'queue'
-    self._write(folder / 'srun', self.SRUN.format(python=sys.executable, tasks=tasks, pids=str(self._pids)))
+    self._write(
+      folder / 'srun', self.SRUN.format(python=sys.executable, tasks=tasks, pids=str(self._pids))
+    )
     self._write(folder / 'scontrol', f'#!/bin/sh\necho "$@" > {self._queue}\n')
     self._write(folder / 'python', f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     self.environment = {

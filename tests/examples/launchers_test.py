@@ -15,12 +15,11 @@ from jax._src.clusters import ClusterEnv, K8sCluster
 from flax_spmd import checkpoint
 from tests.examples.jobs import EXAMPLES, ROOT, Kubernetes, Slurm, run_until, until_sigterm
 
+
 def test_a_failed_job_is_not_requeued(tmp_path):
   slurm = Slurm(tmp_path / 'bin', tasks=1)
   command = ['bash', EXAMPLES / 'launch_slurm.sbatch', EXAMPLES / 'llama' / 'train.py', '--model=none']
-  job = subprocess.run(
-    command, env=os.environ | slurm.environment, cwd=ROOT, capture_output=True
-  )
+  job = subprocess.run(command, env=os.environ | slurm.environment, cwd=ROOT, capture_output=True)
   assert job.returncode == 2 and b"invalid choice: 'none'" in job.stderr
   assert not slurm.was_requeued()
 
@@ -131,7 +130,13 @@ def test_the_manifest_runs_the_trainer(manifest, trainer):
 
 # -- a process that is killed
 
-BYTES = [EXAMPLES / 'bytes' / 'train.py', '--steps=1000', '--save-every=2', '--log-every=1', '--sample-every=1000']
+BYTES = [
+  EXAMPLES / 'bytes' / 'train.py',
+  '--steps=1000',
+  '--save-every=2',
+  '--log-every=1',
+  '--sample-every=1000',
+]
 TOLERANCE = 1e-3  # of losses with five digits, of 9 steps in float32: sums are taken in another order
 
 
@@ -187,7 +192,7 @@ def test_a_job_that_lost_a_process_goes_on_with_three(cluster, undisturbed, tmp_
   four = cluster(tmp_path / 'four', 4, run)
   lost = run_until(four.commands, 5, four.kill_one)
   assert lost.code not in (0, 143) and min(lost.losses) == 1, lost.output
-  saved = [step for step in checkpoint.ls(run)]
+  saved = checkpoint.ls(run)
   three = cluster(tmp_path / 'three', 3, run)
   resumed = run_until(three.commands, 9, three.stop)
   assert resumed.code == 143, resumed.output

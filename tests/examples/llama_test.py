@@ -112,7 +112,9 @@ def test_several_processes_train_as_one_does(undisturbed, tmp_path):
   local = [sys.executable, EXAMPLES / 'launch_local.py', '--processes=2', '--devices=4', script]
   begun = until_sigterm([*local, *run], 3)
   slurm = Slurm(tmp_path / 'bin', tasks=2)
-  resumed = until_sigterm(['bash', EXAMPLES / 'launch_slurm.sbatch', script, *run], max(begun) + 3, slurm)
+  resumed = until_sigterm(
+    ['bash', EXAMPLES / 'launch_slurm.sbatch', script, *run], max(begun) + 3, slurm
+  )
   assert min(begun) == 1 and min(resumed) == max(begun) + 1
   assert slurm.was_requeued()
   both = begun | resumed

@@ -24,8 +24,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from flax_spmd._src.reshard.process_gather import (
   ranges_of,
   slices_of,
 )
+
 
 class TransferProgram(NamedTuple):
   """A compiled program that changes sharding and dtype of an array on its devices.
@@ -309,9 +310,7 @@ def _copies(source: Any, target: Any, shape: tuple[int, ...]) -> list[tuple[Any,
 
 def _is_copied_locally(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
   """Whether every copy is between devices of one process."""
-  return all(
-    one.process_index == other.process_index for one, other in _copies(source, target, shape)
-  )
+  return all(one.process_index == other.process_index for one, other in _copies(source, target, shape))
 
 
 def _copied_bytes(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> int:

@@ -146,7 +146,9 @@ def volume(index: Index | None) -> int:
 @functools.lru_cache(maxsize=4096)
 def slices_of(sharding: Any, shape: tuple[int, ...]) -> Mapping[Any, Index]:
   """The slice of each device."""
-  return {device: ranges_of(index, shape) for device, index in sharding.devices_indices_map(shape).items()}
+  return {
+    device: ranges_of(index, shape) for device, index in sharding.devices_indices_map(shape).items()
+  }
 
 
 def ranges_of(index: Any, shape: tuple[int, ...]) -> Index:

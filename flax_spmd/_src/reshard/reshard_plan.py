@@ -26,7 +26,13 @@ from jax.sharding import Mesh, NamedSharding
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import joint, named, processes_of
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.reshard.array_transfer import ArrayTransfer, can_cross, crosses, dtype_of, transfer_of
+from flax_spmd._src.reshard.array_transfer import (
+  ArrayTransfer,
+  can_cross,
+  crosses,
+  dtype_of,
+  transfer_of,
+)
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
 from flax_spmd._src.text_table import TextTable
@@ -326,7 +332,9 @@ def _unreachable(paths: Any, leaves: Any, targets: Any) -> list[Problem]:
     if crosses(source, target) and not can_cross(source, target, jnp.shape(leaf)):
       where = f'{_text(source)}, on devices of {named(processes_of([source]))}'
       wanted = named(processes_of([target]))
-      found.append(Problem(f'{path}: it is stored as {where}; {wanted} cannot read all of its result.', _ELSEWHERE))
+      found.append(
+        Problem(f'{path}: it is stored as {where}; {wanted} cannot read all of its result.', _ELSEWHERE)
+      )
   return found
 
 
