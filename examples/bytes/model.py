@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-LENGTH = 96  # tokens that the model sees
+LENGTH = 64  # tokens that the model sees
 LAYERS, EMBED, HEADS, MLP = 2, 96, 4, 384
 DROPOUT = 0.1
 

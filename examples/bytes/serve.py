@@ -60,7 +60,7 @@ def main(arguments=None):
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
   add = parser.add_argument
   add('--model', type=Path, default=Path('served'), help='the folder that publish.py has written')
-  add('--length', type=int, default=80, help='bytes of each text')
+  add('--length', type=int, default=60, help='bytes of each text, with its prompt')
   add('--seed', type=int, default=0)
   serve(parser.parse_args(arguments))
 

@@ -38,7 +38,7 @@ def create_state(tx):
 
 def optimizer(steps):
   """AdamW, with a warm-up, a cosine and clipping."""
-  rate = optax.warmup_cosine_decay_schedule(0.0, 6e-3, 10, steps, 6e-4)
+  rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 10, steps, 1e-3)
   return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
 
@@ -47,7 +47,7 @@ def train_step(state, tokens):
   key = jax.random.fold_in(state.key, state.step)
   loss, grads = jax.value_and_grad(loss_of)(state.params, tokens, key)
   state = state.apply_gradients(grads=grads)
-  return state.replace(ema=optax.incremental_update(state.params, state.ema, 0.05)), loss
+  return state.replace(ema=optax.incremental_update(state.params, state.ema, 0.1)), loss
 
 
 def train(args):
@@ -103,7 +103,7 @@ def parse(arguments):
   add('--batch', type=int, default=24, help='windows, over all processes')
   add('--save-every', type=int, default=25, help='steps')
   add('--log-every', type=int, default=10, help='steps')
-  add('--sample-every', type=int, default=50, help='steps')
+  add('--sample-every', type=int, default=100, help='steps')
   add('--prompt', default='The ', help='the beginning of samples')
   add('--serving', type=Path, default=here / 'layouts' / 'serving.toml', help='layout of samples')
   add('--grain', action='store_true', help='load batches with Grain')

@@ -62,4 +62,16 @@ for name, to in targets.items():
     found = [path for path, leaf in after.items() if wrong(path, getattr(leaf, 'value', leaf), to, dtype)]
     kept = not donate and all(not leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
     report([name, {row.path: row.way for row in plan.rows}, plan.wire_bytes, found, donate or kept])
+
+def error_of(layout, state, to, **options):
+  try:
+    layout.reshard(state, to, **options)
+  except spmd.errors.FlaxSpmdError as error:
+    return f'{type(error).__name__}: {error}'
+
+state = made()
+w = {'w': state['w']}
+report(error_of(fsdp, w, targets['second'], limit=5_000 if me else None))
+if me:
+  here = fsdp.reshard(w, targets['second'])  # process 0 does not arrive
 """
