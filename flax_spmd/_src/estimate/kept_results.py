@@ -7,8 +7,7 @@ them; operands of products are stored. XLA departs from it, as was measured on c
   `tanh` in 16 bits (in 32 bits it is computed twice), `sine`, what CHLO expands to long polynomials (`erfc`), and
   three transcendental functions one after the other (`tanh` of `softplus`).
 * The mask of a dropout is stored, one byte an element, not the random bits, which every device could compute again.
-* An elementwise function of one array is fused into the products that read it, if that array is a product's result
-  itself: of `relu(x @ w) @ v`, `x @ w` is stored alone.
+* Products compute functions of their operands themselves, which are not stored then (`prologues`).
 
 For TPUs, elementwise operations are always fused into the products that read them, expensive ones too.
 """
@@ -16,8 +15,10 @@ For TPUs, elementwise operations are always fused into the products that read th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
+from flax_spmd._src.estimate.prologues import Prologues, prologues
 
 _EXPENSIVE = ('sine', 'cosine')
 _EXPENSIVE_IN_16_BITS = ('tanh',)
@@ -42,35 +43,38 @@ _ELEMENTWISE = (
   'subtract',
 )
 _CHAIN = 3  # of them, one after the other, are expensive too
-# Functions of one array, or of one array and numbers, which have become a negation; and views of it.
-_UNARY = ('negate', 'reshape', 'sharding_constraint')
 _ROUNDS = 16  # of the 20 of Threefry, each of which ends in an exclusive or
 _VIEWS = ('broadcast_in_dim', 'convert', 'reshape', 'sharding_constraint', 'transpose')
 
 
-def kept_values(graph: Graph, platform: str) -> frozenset[int]:
-  """The results of elementwise operations that are stored because they are expensive to compute again.
+class KeptResults(NamedTuple):
+  """The elementwise results that are exceptions to the common rule.
 
-  Args:
-    graph: the program.
-    platform: 'cuda', 'tpu' or 'cpu'.
+  Attributes:
+    kept: those that are stored because they are expensive to compute again.
+    fused: operands of products that are not stored, since they are computed as the products read them.
+    sources: values that products read instead, and that are stored.
   """
-  if platform == 'tpu':
-    return frozenset()
-  return frozenset(value for block in _blocks(graph.main) for value in _kept(block, graph))
+
+  kept: frozenset[int]
+  fused: frozenset[int] = frozenset()
+  sources: frozenset[int] = frozenset()
 
 
-def fused_operands(graph: Graph, platform: str) -> frozenset[int]:
-  """The operands of products that are not stored, since they are computed as the products read them.
+def kept_results(graph: Graph, platform: str) -> KeptResults:
+  """The exceptions in a program.
 
   Args:
     graph: the program.
     platform: 'cuda', 'tpu' or 'cpu'. The CPU's compiler fuses no operands.
   """
-  if platform == 'cpu':
-    return frozenset()
-  fused = _elementwise if platform == 'tpu' else _of_products
-  return frozenset(value for block in _blocks(graph.main) for value in fused(block))
+  blocks = list(_blocks(graph.main))
+  if platform == 'tpu':
+    fused = frozenset(value for block in blocks for value in _elementwise(block))
+    return KeptResults(frozenset(), fused)
+  found = prologues(graph) if platform == 'cuda' else Prologues(frozenset(), frozenset())
+  kept = frozenset(value for block in blocks for value in _kept(block, graph, found.fused))
+  return KeptResults(kept, found.fused, found.sources)
 
 
 def _blocks(block: Block) -> Iterator[Block]:
@@ -80,8 +84,8 @@ def _blocks(block: Block) -> Iterator[Block]:
       yield from _blocks(inner)
 
 
-def _kept(block: Block, graph: Graph) -> Iterator[int]:
-  users = _users(block)
+def _kept(block: Block, graph: Graph, fused: frozenset[int]) -> Iterator[int]:
+  uses = _Uses(block, fused)
   rounds: dict[int, int] = {}  # of a random generator, by value
   chains: dict[int, int] = {}  # transcendental functions, one after the other, by value
   for op in block.ops:
@@ -101,15 +105,8 @@ def _kept(block: Block, graph: Graph) -> Iterator[int]:
       or (op.kind in _EXPENSIVE_IN_16_BITS and value.itemsize < 4)
       or (is_next and chains[result] >= _CHAIN)
     )
-    if (is_mask or is_expensive) and _use_count(result, users) > 1:
+    if (is_mask or is_expensive) and uses.count(result) > 1:
       yield result
-
-
-def _use_count(value: int, users: dict[int, list[Op]]) -> int:
-  """The number of operations that use a value, directly or through views of it."""
-  return sum(
-    _use_count(user.results[0], users) if user.kind in _VIEWS else 1 for user in users.get(value, ())
-  )
 
 
 def _elementwise(block: Block) -> Iterator[int]:
@@ -119,21 +116,24 @@ def _elementwise(block: Block) -> Iterator[int]:
       yield from op.results
 
 
-def _of_products(block: Block) -> Iterator[int]:
-  """Functions of one array that is the result of a product."""
-  of_product: set[int] = set()  # products, and functions of one of them
-  for op in block.ops:
-    if op.kind == 'dot_general':
-      of_product.update(op.results)
-    elif op.kind in _UNARY and op.operands[0] in of_product:
-      of_product.update(op.results)
-      if op.kind == 'negate':
-        yield op.results[0]
+class _Uses:
+  """The uses of values in a block, besides those of products that compute a value themselves."""
 
+  def __init__(self, block: Block, fused: frozenset[int]):
+    self._fused = fused
+    self._users: dict[int, list[Op]] = {}
+    for op in block.ops:
+      for value in op.operands:
+        self._users.setdefault(value, []).append(op)
 
-def _users(block: Block) -> dict[int, list[Op]]:
-  result: dict[int, list[Op]] = {}
-  for op in block.ops:
-    for value in op.operands:
-      result.setdefault(value, []).append(op)
-  return result
+  def count(self, value: int) -> int:
+    """The number of operations that use a value, directly or through views of it."""
+    return sum(self._count(value, user) for user in self._users.get(value, ()))
+
+  def _count(self, value: int, user: Op) -> int:
+    if user.kind in _VIEWS:
+      return self.count(user.results[0])
+    if user.kind == 'dot_general':
+      return int(value not in self._fused)
+    is_fused = user.results and user.results[0] in self._fused
+    return min(1, self.count(user.results[0])) if is_fused else 1
