@@ -20,6 +20,7 @@ import threading
 import traceback
 import urllib.parse
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 PAGE = 7  # names in a page of a list
@@ -233,7 +234,7 @@ class GcsServer:
   def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
     server = self
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(WholeHeaders, http.server.BaseHTTPRequestHandler):
       protocol_version = 'HTTP/1.1'
       disable_nagle_algorithm = True
 
@@ -361,6 +362,28 @@ def body_of(headers: Any, file: Any) -> bytes:
   return b''.join(chunks)
 
 
+def whole_line(file: Any, size: int) -> bytes:
+  """The next line of a connection."""
+  line = file.readline(size)
+  if not line.endswith(b'\n'):
+    raise ConnectionResetError('the client has left')
+  return line
+
+
+class WholeHeaders:
+  """A handler that serves no request whose headers end with the connection; Python's takes that for their end."""
+
+  rfile: Any
+
+  def parse_request(self) -> bool:
+    file = self.rfile
+    self.rfile = SimpleNamespace(readline=lambda size=-1: whole_line(file, size))
+    try:
+      return super().parse_request()  # type: ignore[misc]
+    finally:
+      self.rfile = file
+
+
 def whole(file: Any, size: int) -> bytes:
   """The next bytes of a connection."""
   data = file.read(size)
@@ -384,7 +407,7 @@ class S3Server:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    class Silent(WSGIRequestHandler):
+    class Silent(WholeHeaders, WSGIRequestHandler):
       protocol_version = 'HTTP/1.1'
 
       def log(self, *_: Any) -> None:

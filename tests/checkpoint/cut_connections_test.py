@@ -1,5 +1,8 @@
 """Connections that break in the middle of a body: what a client asks again for, and what it must not take for the whole."""
 
+import socket
+import urllib.parse
+
 import jax
 import numpy as np
 import pytest
@@ -41,3 +44,13 @@ def test_broken_answers_and_requests(server, proxy):
   assert proxy.cuts == 1
   proxy.calm()
   assert checkpoint.verify(path) == []
+
+
+def test_a_request_cut_in_its_headers_is_not_served(server):
+  """By the servers of these tests: an object would be empty, or a condition be lost."""
+  address = urllib.parse.urlsplit(server.url)
+  with socket.create_connection((address.hostname, address.port)) as connection:
+    connection.sendall(b'DELETE /bucket/run/1/HEAD HTTP/1.1\r\nHost: x\r\nIf-Match: "0')
+    connection.shutdown(socket.SHUT_WR)
+    assert connection.recv(100) == b''
+  assert server.requests == []

@@ -12,6 +12,7 @@ from flax_spmd import checkpoint
 from flax_spmd._src.checkpoint.storage import buckets
 from flax_spmd._src.checkpoint.storage.store import FileRecord, open_store
 from flax_spmd.errors import CheckpointError, CheckpointReadOnlyError
+from tests.object_stores import Answer
 from tests.processes import run_process
 
 CONDITIONS = ('ifGenerationMatch', 'if-match', 'if-none-match')
@@ -152,6 +153,15 @@ def test_checksums_are_those_of_the_server(server):
   assert not [r for r in server.requests if r.method == 'GET' and r.query.get('alt') == 'media']
   assert store.digest('x', like='md5:00') == digest
   assert store.digest('x', like='crc32:00') == 'crc32:884863d2'
+
+
+def test_an_answer_that_lacks_its_end(server):
+  """As of a connection that broke after the first line: whether the object was written is unknown."""
+  store = open_store(f'{server.bucket}/run')
+  store.read('HEAD')
+  server.intercept = lambda request: Answer(200) if request.method in ('PUT', 'POST') else None
+  with pytest.raises(CheckpointError, match=r'check the network.*, and repeat the call'):
+    store.write('HEAD', b'1')
 
 
 def test_credentials_that_are_set_after_an_error(s3, monkeypatch):
