@@ -51,7 +51,6 @@ targets = {
   'turned': on(*reversed(range(8)), shape=(2, 4)),
   'neighbours': on(1, 0, 3, 2, 5, 4, 7, 6),
   'second': on(4, 5, 6, 7),
-  'some': on(*range(1, 7)),
   'two': on(6, 1),
 }
 for name, to in targets.items():
@@ -79,7 +78,6 @@ WAYS = {  # by target, of the arrays that are cut anew
   'turned': {'w': 'gathered', 'v': 'program', 'flags': 'gathered', 'keys': 'gathered'},
   'neighbours': {'w': 'program', 'v': 'program', 'flags': 'program', 'keys': 'gathered'},
   'second': {'w': 'gathered', 'v': 'host', 'flags': 'gathered', 'keys': 'gathered'},
-  'some': {'w': 'gathered', 'v': 'host', 'flags': 'gathered', 'keys': 'gathered'},
   'two': {'w': 'gathered', 'v': 'host', 'flags': 'gathered', 'keys': 'gathered'},
 }
 
