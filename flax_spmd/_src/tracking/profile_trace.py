@@ -36,6 +36,10 @@ class TraceMatch(NamedTuple):
   Attributes:
     seconds: measured time of each collective by the name of its instruction, all runs on all devices together.
     missing: names of instructions without an event: another program was profiled, or the profiler omits them.
+
+  Example:
+    >>> tracking.TraceMatch({'all-reduce': 0.5}, ('all-gather',)).missing
+    ('all-gather',)
   """
 
   seconds: dict[str, float]

@@ -89,6 +89,11 @@ def log_wandb(value: Described, run: Any = None, step: int | None = None, name: 
 
   Raises:
     LayoutError: `value` is something else, wandb is not installed, or there is no run.
+
+  Example:
+    >>> tracking.log_wandb({'w': 1})
+    Traceback (most recent call last):
+    flax_spmd.errors.LayoutError: A dict has no report.
   """
   report = report_of(value)
   try:
