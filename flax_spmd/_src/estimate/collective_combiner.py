@@ -39,8 +39,8 @@ class CollectiveCombiner:
     kind: str,
     source: str,
     block: int,
-  ) -> None:
-    """Adds collectives that follow each other on one value.
+  ) -> list[int]:
+    """Adds collectives that follow each other on one value, and returns the indices of the combined ones.
 
     Args:
       value: the value.
@@ -51,13 +51,15 @@ class CollectiveCombiner:
       source: source line to report.
       block: identity of the loop body; collectives of different loops are not combined.
     """
+    joined: list[int] = []
     for op in ops:
       group_size = shard_count(op.axes, self._sizes)
       if group_size > 1:
         collective = Collective(op.kind, op.axes, group_size, op.bytes, times, 0.0, dtype, kind, source)
-        self._join(value, collective, block)
+        joined.append(self._join(value, collective, block))
+    return joined
 
-  def _join(self, value: int, one: Collective, block: int) -> None:
+  def _join(self, value: int, one: Collective, block: int) -> int:
     dependences = self._dependences.get(value, 0)
     candidates = self._open.setdefault((one.kind, one.dtype, one.axes, one.times, block), [])
     room = _LIMIT / (one.group if one.kind == 'all-gather' else 1) - one.bytes
@@ -75,14 +77,20 @@ class CollectiveCombiner:
       self._largest[index] = max(one.bytes, self._largest[index])
       self._combined[index] = largest._replace(bytes=before.bytes + one.bytes)
     self._dependences[value] = dependences | 1 << index
+    return index
 
   def add_dependences(self, results: Iterable[int], operands: Iterable[int]) -> None:
     """Makes the results of an operation depend on all collectives that its operands depend on."""
-    dependences = 0
-    for value in operands:
-      dependences |= self._dependences.get(value, 0)
+    dependences = self.dependences(operands)
     for value in results:
       self._dependences[value] = self._dependences.get(value, 0) | dependences
+
+  def dependences(self, values: Iterable[int]) -> int:
+    """The combined collectives that values depend on: a bit for each."""
+    result = 0
+    for value in values:
+      result |= self._dependences.get(value, 0)
+    return result
 
   def extend(self, other: CollectiveCombiner) -> None:
     """Adds the collectives of a branch, which combine with no others."""

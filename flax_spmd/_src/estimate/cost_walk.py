@@ -56,6 +56,7 @@ from flax_spmd._src.estimate.resharding import (
   wire_bytes,
   without_reduce_scatter,
 )
+from flax_spmd._src.estimate.weight_gradients import SCHEDULING_PLATFORMS, WeightGradients
 from flax_spmd._src.estimate.wire_dtypes import wire_values
 from flax_spmd._src.hlo.counts import Counts
 
@@ -166,6 +167,8 @@ class AnalyzedGraph:
     """
     walk = _CostWalk(self, list(specs), sizes, platform)
     peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
+    if platform in SCHEDULING_PLATFORMS:
+      peak = max(peak, walk.weight_gradients.peak())
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     held = sum(map(walk._bytes, self.graph.main.arguments))
@@ -194,6 +197,7 @@ class _PartialSum(NamedTuple):
   times: int
   kind: str  # of the operation that made it
   source: str
+  made: int = -1  # index of the operation in the main block
   is_total: bool = False  # of all iterations of a loop
   is_cut: bool = False  # sharded over partial axes before it is widened
 
@@ -238,6 +242,7 @@ class _CostWalk:
     self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
+    self.weight_gradients = WeightGradients()
 
   def block(
     self, block: Block, live: BlockLiveness, times: int, results: Sequence[Spec | None]
@@ -263,7 +268,10 @@ class _CostWalk:
           alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
           now += alive[result]
       reused = self._reused(op, live.written[index], live.ending[index], alive)
-      peak = max(peak, now - reused + inner_peak + self.gathered_bytes)
+      present = now - reused + inner_peak + self.gathered_bytes
+      peak = max(peak, present)
+      if block is self.analyzed.graph.main:
+        self._add_step(present, live, index, alive)
       if fills_stacks and self._runs_last(op):
         held.update(live.reads[index])
       for value in live.ending[index]:
@@ -273,6 +281,14 @@ class _CostWalk:
       self._bring(value, required or self.specs[value], times, '')
     self.hbm += times * sum(map(self._bytes, live.returned))
     return peak
+
+  def _add_step(
+    self, present: float, live: BlockLiveness, index: int, alive: Mapping[int, float]
+  ) -> None:
+    """Records the memory while an operation of the main block runs."""
+    ended = {value: alive[value] for value in live.ending[index] if value in alive}
+    written = sum(alive[value] for value in live.written[index])
+    self.weight_gradients.add_step(present, ended, live.reads[index], written)
 
   def _reused(
     self, op: Op, written: Sequence[int], ending: Sequence[int], alive: Mapping[int, float]
@@ -362,6 +378,8 @@ class _CostWalk:
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
       self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNBOUNDED)
+    if op.kind in PRODUCTS:
+      self.weight_gradients.add_product(self.combiner.dependences(op.operands))
     self._doubt_memory(op)
     for value in op.results:
       self._add_result(value, required, times, op)
@@ -402,7 +420,7 @@ class _CostWalk:
     """Notes operations around which compilers store more than `live_buffers` counts, with the bytes to expect."""
     [result] = op.results[:1] or [0]
     if op.kind == 'convolution':  # its neighbours are copied in another layout, or to float32
-      self.doubts.add(op.source, 'copies beside a convolution', Bound(memory=2 * self._bytes(result)))
+      self.doubts.add_kept(op.source, 'copies beside a convolution', 2 * self._bytes(result))
     elif op.kind == 'pad' and any(op.attributes.get('interior_padding') or ()):
       self.doubts.add(op.source, 'temporaries of a scan', Bound(memory=2 * self._bytes(result)))
 
@@ -438,7 +456,13 @@ class _CostWalk:
     natural, spec = required.natural_sharding, self.specs[value]
     if required.partial_axes:
       self.partial_sums[value] = _PartialSum(
-        self.values[value], natural, required.partial_axes, times, op.kind, op.source
+        self.values[value],
+        natural,
+        required.partial_axes,
+        times,
+        op.kind,
+        op.source,
+        -1 if self.loop else self.weight_gradients.index,
       )
     elif natural != spec and len(natural) == len(spec):
       ops = reshard(self._wire_value(value), natural, spec, self.sizes)
@@ -549,7 +573,12 @@ class _CostWalk:
     is_widened = partial.array.itemsize < self.values[value].itemsize and not partial.is_cut
     if value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened):
       ops = without_reduce_scatter(ops)
-    self._add_collectives(ops, partial.times, value, partial.source, partial.kind, partial.array.dtype)
+    dtype = partial.array.dtype
+    groups = self._add_collectives(ops, partial.times, value, partial.source, partial.kind, dtype)
+    if not self.loop:
+      size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
+      size *= partial.array.itemsize
+      self.weight_gradients.add_reduction(groups, partial.made, partial.kind, size)
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
@@ -625,14 +654,15 @@ class _CostWalk:
     source: str,
     kind: str = '',
     dtype: str = '',
-  ) -> None:
+  ) -> list[int]:
+    """Adds collectives, and returns the indices of the combined ones that they join."""
     if self.platform == 'cpu':
       ops = without_reduce_scatter(ops)
     for op in ops:  # each reads its operand and writes its result
       growth = shard_count(op.axes, self.sizes) ** _GROWTH.get(op.kind, 0)
       self.hbm += times * op.bytes * (1 + growth)
     dtype = dtype or self._wire_value(value).dtype
-    self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
+    groups = self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
     kinds = [op.kind for op in ops]
     if kinds == ['all-to-all', 'collective-permute'] and not any('[' in axis for axis in ops[0].axes):
       self.doubts.add(source, 'buffers of an exchange', Bound(memory=2 * ops[-1].bytes))
@@ -641,6 +671,7 @@ class _CostWalk:
       sent = times * wire_bytes(ops, self.sizes)
       bound = bound._replace(wire=max(bound.wire, sent))
       self.doubts.add(source, f'{" then ".join(op.kind for op in ops)} of one array', bound)
+    return groups
 
   def _wire_value(self, value: int) -> GraphValue:
     """A value with the dtype in which it is sent."""

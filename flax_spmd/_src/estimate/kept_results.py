@@ -3,74 +3,78 @@
 The common rule (`live_buffers`): elementwise operations are fused into their users, and computed again for each of
 them; operands of products are stored. XLA departs from it, as was measured on compiled programs. For GPUs:
 
-* A result that is expensive to compute is stored if several operations use it, as an activation and its gradient do:
-  `tanh` in 16 bits (in 32 bits it is computed twice), `sine`, what CHLO expands to long polynomials (`erfc`), and
-  three transcendental functions one after the other (`tanh` of `softplus`).
+* A result that several operations use, as an activation and its gradient do, is computed again for each of them, unless
+  that takes longer than to write and read it: from about 150 clock cycles for each of its bytes. So `tanh` is stored
+  in 16 bits and not in 32, `log(1 + exp(x))` too, and `sine` and the long polynomials of `erfc` always are.
 * The mask of a dropout is stored, one byte an element, not the random bits, which every device could compute again.
-* An elementwise function of one array is fused into the products that read it, if that array is a product's result
-  itself: of `relu(x @ w) @ v`, `x @ w` is stored alone.
+* Products compute functions of their operands themselves, which are not stored then (`prologues`).
 
 For TPUs, elementwise operations are always fused into the products that read them, expensive ones too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
+from flax_spmd._src.estimate.prologues import Prologues, prologues
 
-_EXPENSIVE = ('sine', 'cosine')
-_EXPENSIVE_IN_16_BITS = ('tanh',)
-_TRANSCENDENTAL = (
-  'exponential',
-  'exponential_minus_one',
-  'log',
-  'log_plus_one',
-  'logistic',
-  'power',
-  'tanh',
-)
+# Clock cycles on an H100, from XLA's `hlo_op_profiles_data.h`. Those of other operations hardly count. CHLO's long
+# polynomials have become a sine.
+_CYCLES = {
+  'cbrt': 178,
+  'cosine': 978,
+  'exponential': 79,
+  'exponential_minus_one': 190,
+  'log': 166,
+  'log_plus_one': 229,
+  'logistic': 129,  # an exponential, an addition and a division
+  'power': 526,
+  'rsqrt': 75,
+  'sine': 958,
+  'sqrt': 75,
+  'tan': 978,
+  'tanh': 467,
+}
+_CYCLES_A_BYTE = 150
 _ELEMENTWISE = (
-  'add',
-  'convert',
-  'divide',
-  'maximum',
-  'minimum',
-  'multiply',
-  'negate',
-  'select',
-  'subtract',
+  *('abs', 'add', 'and', 'compare', 'divide', 'maximum', 'minimum', 'multiply', 'negate', 'not', 'or'),
+  *('select', 'subtract'),
 )
-_CHAIN = 3  # of them, one after the other, are expensive too
-# Functions of one array, or of one array and numbers, which have become a negation; and views of it.
-_UNARY = ('negate', 'reshape', 'sharding_constraint')
 _ROUNDS = 16  # of the 20 of Threefry, each of which ends in an exclusive or
 _VIEWS = ('broadcast_in_dim', 'convert', 'reshape', 'sharding_constraint', 'transpose')
 
 
-def kept_values(graph: Graph, platform: str) -> frozenset[int]:
-  """The results of elementwise operations that are stored because they are expensive to compute again.
+class KeptResults(NamedTuple):
+  """The elementwise results that are exceptions to the common rule.
 
-  Args:
-    graph: the program.
-    platform: 'cuda', 'tpu' or 'cpu'.
+  Attributes:
+    kept: those that are stored because they are expensive to compute again.
+    fused: operands of products that are not stored, since they are computed as the products read them.
+    sources: values that products read instead, and that are stored.
   """
-  if platform == 'tpu':
-    return frozenset()
-  return frozenset(value for block in _blocks(graph.main) for value in _kept(block, graph))
+
+  kept: frozenset[int]
+  fused: frozenset[int] = frozenset()
+  sources: frozenset[int] = frozenset()
 
 
-def fused_operands(graph: Graph, platform: str) -> frozenset[int]:
-  """The operands of products that are not stored, since they are computed as the products read them.
+def kept_results(graph: Graph, platform: str) -> KeptResults:
+  """The exceptions in a program.
 
   Args:
     graph: the program.
     platform: 'cuda', 'tpu' or 'cpu'. The CPU's compiler fuses no operands.
   """
-  if platform == 'cpu':
-    return frozenset()
-  fused = _elementwise if platform == 'tpu' else _of_products
-  return frozenset(value for block in _blocks(graph.main) for value in fused(block))
+  blocks = list(_blocks(graph.main))
+  if platform == 'tpu':
+    fused = frozenset(value for block in blocks for value in _elementwise(block))
+    return KeptResults(frozenset(), fused)
+  found = prologues(graph) if platform == 'cuda' else Prologues(frozenset(), frozenset())
+  kept = frozenset(value for block in blocks for value in _kept(block, graph, found))
+  return KeptResults(kept, found.fused, found.sources)
 
 
 def _blocks(block: Block) -> Iterator[Block]:
@@ -80,10 +84,14 @@ def _blocks(block: Block) -> Iterator[Block]:
       yield from _blocks(inner)
 
 
-def _kept(block: Block, graph: Graph) -> Iterator[int]:
-  users = _users(block)
+def _kept(block: Block, graph: Graph, found: Prologues) -> Iterator[int]:
+  yield from _masks(block, graph, _Uses(block, found.fused))
+  yield from _expensive(block, graph, found)
+
+
+def _masks(block: Block, graph: Graph, uses: _Uses) -> Iterator[int]:
+  """The comparisons with random numbers that several operations use."""
   rounds: dict[int, int] = {}  # of a random generator, by value
-  chains: dict[int, int] = {}  # transcendental functions, one after the other, by value
   for op in block.ops:
     if op.blocks or len(op.results) != 1:
       rounds |= dict.fromkeys(op.results, _ROUNDS if op.kind == 'rng_bit_generator' else 0)
@@ -91,25 +99,31 @@ def _kept(block: Block, graph: Graph) -> Iterator[int]:
     (result,) = op.results
     value = graph.values[result]
     before = max((rounds.get(operand, 0) for operand in op.operands), default=0)
-    is_mask = op.kind == 'compare' and before >= _ROUNDS and bool(value.shape)
     rounds[result] = 0 if value.dtype == 'i1' else before + (op.kind == 'xor')
-    is_next = op.kind in _TRANSCENDENTAL
-    if op.kind in _ELEMENTWISE or is_next:
-      chains[result] = max((chains.get(one, 0) for one in op.operands), default=0) + is_next
-    is_expensive = (
-      op.kind in _EXPENSIVE
-      or (op.kind in _EXPENSIVE_IN_16_BITS and value.itemsize < 4)
-      or (is_next and chains[result] >= _CHAIN)
-    )
-    if (is_mask or is_expensive) and _use_count(result, users) > 1:
+    if op.kind == 'compare' and before >= _ROUNDS and value.shape and uses.count(result) > 1:
       yield result
 
 
-def _use_count(value: int, users: dict[int, list[Op]]) -> int:
-  """The number of operations that use a value, directly or through views of it."""
-  return sum(
-    _use_count(user.results[0], users) if user.kind in _VIEWS else 1 for user in users.get(value, ())
-  )
+def _expensive(block: Block, graph: Graph, found: Prologues) -> Iterator[int]:
+  """The results that take longer to compute again than to write and read."""
+  uses = _Uses(block, found.fused)
+  products = (op.operands for op in block.ops if op.kind in PRODUCTS)
+  stored = found.sources.union(*products) - found.fused
+  steps: dict[int, dict[int, int]] = {}  # by value, the cycles of the functions that it is computed with
+  for op in block.ops:
+    if len(op.results) != 1 or op.results[0] in stored:
+      continue
+    (result,) = op.results
+    if op.kind in _CYCLES or op.kind in _ELEMENTWISE or op.kind in _VIEWS:
+      size = math.prod(graph.values[result].shape)
+      fused = [steps.get(one, {}) for one in op.operands if math.prod(graph.values[one].shape) == size]
+      cycles = {key: value for one in fused for key, value in one.items()}
+      cycles |= {result: _CYCLES[op.kind]} if op.kind in _CYCLES else {}
+      limit = _CYCLES_A_BYTE * graph.values[result].itemsize
+      if cycles and sum(cycles.values()) >= limit and op.kind not in _VIEWS and uses.count(result) > 1:
+        yield result
+      elif cycles:
+        steps[result] = cycles
 
 
 def _elementwise(block: Block) -> Iterator[int]:
@@ -119,21 +133,24 @@ def _elementwise(block: Block) -> Iterator[int]:
       yield from op.results
 
 
-def _of_products(block: Block) -> Iterator[int]:
-  """Functions of one array that is the result of a product."""
-  of_product: set[int] = set()  # products, and functions of one of them
-  for op in block.ops:
-    if op.kind == 'dot_general':
-      of_product.update(op.results)
-    elif op.kind in _UNARY and op.operands[0] in of_product:
-      of_product.update(op.results)
-      if op.kind == 'negate':
-        yield op.results[0]
+class _Uses:
+  """The uses of values in a block, besides those of products that compute a value themselves."""
 
+  def __init__(self, block: Block, fused: frozenset[int]):
+    self._fused = fused
+    self._users: dict[int, list[Op]] = {}
+    for op in block.ops:
+      for value in op.operands:
+        self._users.setdefault(value, []).append(op)
 
-def _users(block: Block) -> dict[int, list[Op]]:
-  result: dict[int, list[Op]] = {}
-  for op in block.ops:
-    for value in op.operands:
-      result.setdefault(value, []).append(op)
-  return result
+  def count(self, value: int) -> int:
+    """The number of operations that use a value, directly or through views of it."""
+    return sum(self._count(value, user) for user in self._users.get(value, ()))
+
+  def _count(self, value: int, user: Op) -> int:
+    if user.kind in _VIEWS:
+      return self.count(user.results[0])
+    if user.kind == 'dot_general':
+      return int(value not in self._fused)
+    is_fused = user.results and user.results[0] in self._fused
+    return min(1, self.count(user.results[0])) if is_fused else 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
-from flax_spmd._src.estimate.kept_results import fused_operands, kept_values
+from flax_spmd._src.estimate.kept_results import KeptResults, kept_results
 
 # Operations that store their results.
 WRITES = frozenset(
@@ -133,14 +133,12 @@ class _Exceptions(NamedTuple):
 
   Attributes:
     rematerialisable: values that every device computes by itself.
-    kept: elementwise results that are stored.
-    fused: operands of products that are not stored.
+    results: elementwise results that are stored, or that products compute themselves.
     weights: arguments of the step, and views of them.
   """
 
   rematerialisable: frozenset[int]
-  kept: frozenset[int]
-  fused: frozenset[int]
+  results: KeptResults
   weights: frozenset[int]
 
 
@@ -151,16 +149,9 @@ def liveness(graph: Graph, platform: str) -> BlockLiveness:
     graph: the program.
     platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
   """
-  kept = kept_values(graph, platform)
-  return _liveness(
-    graph.main,
-    _Exceptions(
-      rematerialisable_values(graph, kept),
-      kept,
-      fused_operands(graph, platform),
-      argument_derived_values(graph),
-    ),
-  )
+  results = kept_results(graph, platform)
+  rematerialisable = rematerialisable_values(graph, results.kept)
+  return _liveness(graph.main, _Exceptions(rematerialisable, results, argument_derived_values(graph)))
 
 
 def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
@@ -275,11 +266,12 @@ def _written(op: Op, users: Mapping[int, list[Op]], exceptions: _Exceptions) -> 
   for value in op.results:
     if value in exceptions.rematerialisable or op.blocks or op.kind in _IN_PLACE:
       continue
+    is_kept = value in exceptions.results.kept or value in exceptions.results.sources
     readers = [user for user in users.get(value, ()) if user.kind in _READS or user.blocks]
-    if value in exceptions.fused:
+    if value in exceptions.results.fused:
       readers = [user for user in readers if user.kind not in PRODUCTS]
     if op.kind == 'transpose' and all(user.blocks for user in readers):
       continue  # a loop takes its operand in any order of the dimensions
     is_read = any(value in user.operands for user in readers)
-    if op.kind in WRITES or value in exceptions.kept or is_read:
+    if op.kind in WRITES or is_kept or is_read:
       yield value

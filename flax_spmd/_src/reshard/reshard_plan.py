@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import joint, named, processes_of
+from flax_spmd._src.notebook_html import plain_table, preformatted, safe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.reshard.array_transfer import (
   ArrayTransfer,
@@ -153,6 +154,10 @@ class ReshardPlan:
         if isinstance(leaves[each], jax.Array):
           leaves[each].delete()
     return results
+
+  def _repr_html_(self) -> str:
+    rows = (tuple(map(safe, cells)) for cells in _cells(self.rows))
+    return plain_table(_TITLES, rows) + preformatted('\n'.join(self._totals()))
 
   def __str__(self) -> str:
     from rich.console import Console

@@ -1,0 +1,133 @@
+"""Weight gradients: the products that compute them wait for other reductions, and their operands wait with them.
+
+XLA's latency-hiding scheduler puts work between the start and the end of a collective. A reduction of one group of
+gradients hides behind the products whose results another group reduces later. These products are the last to run of
+all that may run then, after the gradients of the activations:
+
+* The gradients of norms and biases, which are sums in 32 bits, depend on the whole backward pass. They are reduced
+  first; all gradients of matrices in 16 bits are computed after it.
+* Of several groups of matrices, each is computed once the activations' gradients of all of its layers are known.
+  The first group has no other to wait for, and is computed as the program is written.
+
+Where the backward pass itself needs collectives, as with tensor parallelism, they hide behind the products of the same
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from flax_spmd._src.estimate.graph import PRODUCTS
+
+SCHEDULING_PLATFORMS = ('cuda',)  # these delay products
+_SCALARS = 64  # bytes of a group; metrics, which are reduced last
+
+
+class _Reduction(NamedTuple):
+  """A partial sum in a combined collective, and the operation that made it."""
+
+  group: int
+  made: int
+  kind: str
+  bytes: float
+
+  @property
+  def is_product(self) -> bool:
+    return self.kind in PRODUCTS
+
+
+class _Step(NamedTuple):
+  """Memory while one operation runs, the sizes of the values that end there, and the values that it reads."""
+
+  memory: float
+  ended: Mapping[int, float]
+  read: Sequence[int]
+  written: float
+
+
+class WeightGradients:
+  """The memory of a step's operations in the order of the program, and as they are scheduled."""
+
+  def __init__(self) -> None:
+    self._steps: list[_Step] = []
+    self._reductions: list[_Reduction] = []
+    self._needed = 0  # by products: a bit for each combined collective
+
+  @property
+  def index(self) -> int:
+    """The index of the next operation."""
+    return len(self._steps)
+
+  def add_step(
+    self, memory: float, ended: Mapping[int, float], read: Sequence[int], written: float
+  ) -> None:
+    """Adds an operation.
+
+    Args:
+      memory: bytes in use while it runs.
+      ended: sizes in bytes of the values that no later operation reads.
+      read: the stored values that it reads.
+      written: bytes of its results.
+    """
+    self._steps.append(_Step(memory, ended, read, written))
+
+  def add_product(self, needed: int) -> None:
+    """Adds the collectives that a product depends on, as a bit set."""
+    self._needed |= needed
+
+  def add_reduction(self, groups: Sequence[int], made: int, kind: str, size: float) -> None:
+    """Adds a reduction that is needed now.
+
+    Args:
+      groups: indices of its combined collectives.
+      made: index of the operation whose result is reduced; -1 for one in a loop.
+      kind: kind of that operation.
+      size: bytes.
+    """
+    self._reductions += [_Reduction(group, made, kind, size) for group in groups[:1]]
+
+  def peak(self) -> float:
+    """The peak memory in bytes, with the products delayed."""
+    added = [0.0] * (len(self._steps) + 1)  # changes of the memory from one operation to the next
+    ends = {value: index for index, step in enumerate(self._steps) for value in step.ended}
+    held: dict[int, int] = {}
+    for made, until in self._delays().items():
+      for value in self._steps[made].read:
+        held[value] = max(until, held.get(value, 0))
+      added[made] -= self._steps[made].written
+      added[until] += self._steps[made].written
+    for value, until in held.items():
+      if ends.get(value, until) < until:
+        size = self._steps[ends[value]].ended[value]
+        added[ends[value] + 1] += size
+        added[until] -= size
+    peak = change = 0.0
+    for step, more in zip(self._steps, added):
+      change += more
+      peak = max(peak, step.memory + change)
+    return peak
+
+  def _delays(self) -> dict[int, int]:
+    """By the index of each product that is delayed, that of the operation that it waits for."""
+    final = [one for one in self._reductions if not self._needed >> one.group & 1]
+    products = [one.made for one in final if one.is_product]
+    if not products or any(
+      self._needed >> one.group & 1 and min(products) < one.made <= max(products)
+      for one in self._reductions
+    ):  # the backward pass needs collectives itself
+      return {}
+    groups: dict[int, list[_Reduction]] = {}
+    for one in final:
+      groups.setdefault(one.group, []).append(one)
+    ordered = sorted(
+      (group for group in groups.values() if sum(one.bytes for one in group) > _SCALARS),
+      key=lambda group: (any(one.is_product for one in group), max(one.made for one in group)),
+    )
+    result: dict[int, int] = {}
+    before = 0
+    for number, group in enumerate(ordered):
+      before = max(before, *(one.made for one in group)) if number else before
+      result |= {one.made: before for one in group if one.is_product and one.made < before}
+      before = max(before, *(one.made for one in group))
+    return result
