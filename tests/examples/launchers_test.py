@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -196,7 +197,7 @@ def test_a_job_that_lost_a_process_goes_on_with_three(cluster, undisturbed, tmp_
   three = cluster(tmp_path / 'three', 3, run)
   resumed = run_until(three.commands, 9, three.stop)
   assert resumed.code == 143, resumed.output
-  newest = max(int(step.path.name) for step in saved)
+  newest = max(int(Path(step.path).name) for step in saved)
   assert f"{newest} of 1000 steps are done, over {{'data': 3}}" in resumed.output
   assert newest in (2, 4) and min(resumed.losses) == newest + 1
   both = lost.losses | resumed.losses

@@ -99,6 +99,15 @@ def test_entries_that_name_nothing():
   """)
 
 
+def test_a_part_of_the_variables():
+  """Entries may be for arrays that are created and not returned, so one table serves parameters and caches."""
+  names = {MLP: {'wi/kernel': ('embed', 'mlp')}, 'wo/kernel$': ('mlp', 'embed')}
+  part = lambda: MLP().init(KEY, X)['params']['wi']['bias']
+  assert jax.eval_shape(spmd.names_for(part, names)).names == ('out',)
+  with pytest.raises(LayoutError, match="MLP, 'wii/kernel': names nothing"):
+    jax.eval_shape(spmd.names_for(part, {MLP: {'wii/kernel': ('embed', 'mlp')}}))
+
+
 def test_more_names_than_dimensions():
   names = {'wi/bias': ('mlp', 'embed'), MLP: {'wo/kernel': ('a', 'b', 'c')}}
   assert text_of(names) == dedented("""
