@@ -187,7 +187,9 @@ def figures(pairs: Sequence[BlockPair]) -> list[Figure]:
   return [
     exact('random blocks', len(pairs), '', at_least(1)),
     exact('random blocks: in doubt', 100 * (1 - len(plain) / len(pairs)), '%', at_most(20)),
-    exact('random blocks: not in doubt, but off by more than 12 %', sum(abs(one) > 12 for one in plain), ''),
+    exact(
+      'random blocks: not in doubt, but off by more than 12 %', sum(abs(one) > 12 for one in plain), ''
+    ),
     exact('random blocks: not in doubt, the furthest below', -min(plain, default=0), '%', at_most(12)),
   ]
 

@@ -10,7 +10,8 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Six question
 - How long does a search over at least 1,000 candidates take, including compilation?
 - The same for the steps in `strangers/`, each written in another way, on four targets: wire, memory, FLOPs, the
   verdict on whether it fits, and the ranking, by model. `--layouts` is the number of layouts for each model and target.
-- How much memory do the activations of 16 functions take, in two dtypes? See `activations.py`.
+- How much memory do the activations of 16 functions take, in two dtypes (`activations.py`)? And random layers with
+  norms, biases, dropout and convolutions (`random_blocks.py`)? `--blocks` is their number.
 - How many published step times are in the brackets that are fitted to the others? See `published_steps.py`.
 
     python benchmarks/search.py                        # all; needs the wheels of `flax-spmd[cuda]`
@@ -18,7 +19,7 @@ The model is that of `layout_model.py` with 8 layers, for 64 H100s. Six question
     python benchmarks/search.py --only search
     python benchmarks/search.py --only strangers --layouts 8 --seed 5   # minutes for each layout
     python benchmarks/search.py --only strangers --models t5,gqa --targets h100:8
-    python benchmarks/search.py --only activations     # minutes
+    python benchmarks/search.py --only activations --blocks 40 --seed 5   # minutes
     python benchmarks/search.py --only fits            # needs the wheels of `flax-spmd[tpu]`
     python benchmarks/search.py --only published       # seconds each; needs cuDNN, for its attention
 
@@ -42,6 +43,7 @@ from typing import Any
 import activations
 import layout_model
 import published_steps
+import random_blocks
 import strange_steps
 import strangers
 from harness import Figure, at_least, at_most, cpu_seconds, exact
@@ -207,6 +209,7 @@ def main() -> int:
   options.add_argument(
     '--layouts', type=int, default=2, help='layouts of each of the strangers on each target (default 2)'
   )
+  options.add_argument('--blocks', type=int, default=24, help='random layers (default 24)')
   options.add_argument('--models', default=','.join(strangers.MODELS), help='which of the strangers')
   options.add_argument('--targets', default=','.join(strange_steps.TARGETS), help='their targets')
   options.add_argument(
@@ -258,6 +261,10 @@ def _all(arguments: argparse.Namespace, available: Collection[str], fresh: str) 
     details['strangers'] = strange_steps.details(samples, seed)
   if arguments.only in (None, 'activations') and activations.TARGET in available:
     collected += activations.figures()
+    log(f'random blocks, seed {seed}')
+    blocks = random_blocks.measured(random_blocks.drawn(arguments.blocks, seed), log)
+    collected += random_blocks.figures(blocks)
+    tables.append(random_blocks.table(blocks, seed))
   if arguments.only in (None, 'search') and TARGET in available:
     os.environ['FLAX_SPMD_CACHE'] = f'{fresh}/search'  # an empty cache
     figures, details['search'] = searched()

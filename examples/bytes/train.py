@@ -52,7 +52,9 @@ def train_step(state, tokens):
 
 def train(args):
   """Trains from the newest checkpoint, if there is one, until the last step or SIGTERM."""
-  layout, serving = (spmd.Layout.from_toml(file.read_text()) for file in (args.layout, args.serving))
+  layout = spmd.Layout.from_toml(args.layout.read_text())
+  samples = args.sample_every and jax.process_count() == 1  # a server has devices of its own
+  serving = spmd.Layout.from_toml(args.serving.read_text()) if samples else None
   loader = grain_batches if args.grain else Batches
   data = loader(Windows(read(args.text), LENGTH + 1), args.batch, layout.data_shard('batch'))
   step = layout.jit(train_step, donate_argnums=0)
@@ -73,12 +75,13 @@ def train(args):
       if manager.preempted:
         say(f'SIGTERM: saved step {number}')
         sys.exit(PREEMPTED)
-      if number % args.sample_every == 0:
-        say(sample(layout.reshard(state.ema, serving, dtype='bfloat16'), serving, args.prompt))
+      if serving and number % args.sample_every == 0:
+        params = layout.reshard(state.ema, serving, dtype='bfloat16')
+        say(sample(params, serving, args.prompt))
 
 
 def sample(params, serving, prompt):
-  """A text of the averaged parameters on the devices for serving, whose processes call this."""
+  """A text of the averaged parameters on the devices for serving."""
   cache = serving.init(spmd.names_for(create_cache, NAMES), 1)
   step = serving.jit(decode, donate_argnums=1)
   [text] = complete(step, params, cache, [prompt], LENGTH, jax.random.key(0))
@@ -103,7 +106,7 @@ def parse(arguments):
   add('--batch', type=int, default=24, help='windows, over all processes')
   add('--save-every', type=int, default=25, help='steps')
   add('--log-every', type=int, default=10, help='steps')
-  add('--sample-every', type=int, default=100, help='steps')
+  add('--sample-every', type=int, default=100, help='steps; 0 for no samples')
   add('--prompt', default='The ', help='the beginning of samples')
   add('--serving', type=Path, default=here / 'layouts' / 'serving.toml', help='layout of samples')
   add('--grain', action='store_true', help='load batches with Grain')

@@ -12,6 +12,7 @@ import inspect
 import io
 import itertools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -650,17 +651,36 @@ def _restore(tree: dict[Any, Any], copy: dict[Any, Any], first: Any = None) -> N
       tree[key] = first
 
 
-def variable_detours(handler: Callable[..., Any]) -> _Detours:
-  """Detours of the methods by which modules of Linen read and write a variable. True of flax 0.12.8 to 0.12.12."""
-  return detours([(flax_scope.Scope, name) for name in ('get_variable', 'put_variable')], handler)
+def scope_detours(handler: Callable[..., Any]) -> _Detours:
+  """Detours of the functions by which modules of Linen read and write variables, and get keys, and of `lift.pack`.
+
+  The last begins every transformation of Linen. True of flax 0.12.8 to 0.12.12.
+  """
+  of_scopes = [(flax_scope.Scope, name) for name in ('get_variable', 'put_variable')]
+  return detours([*of_scopes, (flax_scope.LazyRng, 'as_jax_rng'), (lift, 'pack')], handler)
 
 
-UNTYPED = core.ShardingTypeError, jax_named_sharding.DuplicateSpecError, NotImplementedError
+UNTYPED = (
+  core.ShardingTypeError,
+  jax_named_sharding.DuplicateSpecError,
+  NotImplementedError,
+  ValueError,
+  TypeError,
+)
+_UNTYPED_TEXT = re.compile('out_sharding|sharding rule for')
 
 
-def is_untyped(error: Exception) -> bool:
-  """Whether an error, one of `UNTYPED`, is that of an operation without a type on Explicit axes."""
-  return not isinstance(error, NotImplementedError) or 'sharding rule' in str(error)
+def is_untyped(error: Exception, or_carry: bool = False) -> bool:
+  """Whether an error, one of `UNTYPED`, is that of an operation without a type on Explicit axes.
+
+  Args:
+    error: the error.
+    or_carry: whether a loop counts whose carry changes its type, which may be for another reason.
+  """
+  if isinstance(error, (NotImplementedError, ValueError, TypeError)):
+    is_of_carry = or_carry and 'must have equal types' in str(error)
+    return is_of_carry or _UNTYPED_TEXT.search(str(error)) is not None
+  return True
 
 
 def mesh_of_type(value: Any) -> AbstractMesh:

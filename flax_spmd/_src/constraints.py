@@ -219,7 +219,11 @@ def _manual_axes(mesh: MeshLike) -> set[str]:
 def _in_current_types(mesh: MeshLike) -> MeshLike:
   """JAX's current mesh in the place of one with Explicit axes, in a block that runs over Auto ones (`jax.sharding.auto_axes`)."""
   current = current_mesh()
-  if current is None or AxisType.Explicit not in mesh.axis_types or AxisType.Explicit in current.axis_types:
+  if (
+    current is None
+    or AxisType.Explicit not in mesh.axis_types
+    or AxisType.Explicit in current.axis_types
+  ):
     return mesh
   return current if axis_sizes(current) == axis_sizes(mesh) else mesh
 

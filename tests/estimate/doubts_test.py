@@ -34,6 +34,18 @@ def test_doubts_are_listed_by_size_without_those_that_do_not_matter():
   )
 
 
+def test_arrays_that_are_kept_count_together():
+  doubts = Doubts()
+  for line in range(2):
+    doubts.add_kept(f'model.py:{line}', 'copies', 2**15)
+  doubts.add('model.py:3', 'buffers', Bound(memory=2**15))
+  assert doubts.texts(**STEP) == (
+    'model.py:3: buffers, by about 32 KiB of memory',
+    'model.py:0: copies, by about 32 KiB of memory',
+    'model.py:1: copies, by about 32 KiB of memory',
+  )
+
+
 def test_an_unbounded_doubt_has_no_extent():
   doubts = Doubts()
   doubts.add('model.py:1', 'unknown', UNBOUNDED)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
@@ -22,11 +22,25 @@ TOKENS = jax.random.randint(KEY, (BATCH, LENGTH), 0, VOCAB)
 KINDS = AxisType.Explicit, {'data': AxisType.Explicit}, {'model': AxisType.Explicit}
 TABLES = {
   'fsdp': (('batch', 'data'), ('embed', 'data'), ('in', 'data'), ('out', 'model'), ('heads', 'model')),
-  'products': (('batch', 'data'), ('in', 'model'), ('vocab', 'model'), ('embed', 'data'), ('kv', 'model')),
-  'both': (('batch', ('data', 'model')), ('in', ('data', 'model')), ('vocab', 'data'), ('heads', 'model')),
+  'products': (
+    ('batch', 'data'),
+    ('in', 'model'),
+    ('vocab', 'model'),
+    ('embed', 'data'),
+    ('kv', 'model'),
+  ),
+  'both': (
+    ('batch', ('data', 'model')),
+    ('in', ('data', 'model')),
+    ('vocab', 'data'),
+    ('heads', 'model'),
+  ),
   'outputs': (('batch', 'data'), ('out', ('model', 'data')), ('embed', 'model'), ('vocab', 'data')),
   'preset': spmd.presets.fsdp_tensor_parallel(min_size=1),
-  'paths': (('batch', 'data'), ('kernel$|embedding$', spmd.fsdp(('data', 'model'), min_size=1))),
+  'paths': (
+    ('batch', 'data'),
+    ('kernel$|embedding$', spmd.Rules((spmd.fsdp(('data', 'model'), min_size=1),))),
+  ),
 }
 
 
@@ -136,18 +150,23 @@ def run(layers, table, kind):
 def check_equal(layers, table, kind):
   expected, found = run(layers, table, AxisType.Auto), run(layers, table, kind)
   assert jax.tree.structure(expected) == jax.tree.structure(found)
-  for (path, one), two in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+  for (path, one), two in zip(
+    jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
+  ):
     np.testing.assert_allclose(two, one, rtol=2e-4, atol=2e-5, err_msg=str(path))
-  for one, two in zip(*(jax.tree.leaves((each[0], each[1][1])) for each in (expected, found)), strict=True):
-    assert two.sharding.is_equivalent_to(two.sharding, one.ndim), (one.sharding, two.sharding)
+  for one, two in zip(
+    *(jax.tree.leaves((each[0], each[1][1])) for each in (expected, found)), strict=True
+  ):
+    assert two.sharding.spec == one.sharding.spec or two.sharding.is_equivalent_to(
+      jax.NamedSharding(two.sharding.mesh, one.sharding.spec), one.ndim
+    )
 
 
 @pytest.mark.parametrize(
   'layers, table, kind',
   [
-    (('attention', 'dense'), 'fsdp', KINDS[0]),
-    (('conv', 'batch norm', 'own'), 'products', KINDS[0]),
-    (('stacked', 'dropout'), 'both', KINDS[1]),
+    (('attention', 'recurrent'), 'fsdp', KINDS[0]),
+    (('batch norm', 'own', 'dropout'), 'products', KINDS[1]),
   ],
 )
 def test_a_model_computes_the_same_as_over_auto_axes(layers, table, kind):
@@ -155,12 +174,81 @@ def test_a_model_computes_the_same_as_over_auto_axes(layers, table, kind):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=120)
+@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))
 @given(
   layers=st.lists(st.sampled_from(sorted({*LAYERS} - {*SHAPES})), min_size=1, max_size=3),
-  first=st.sampled_from([(), ('general', 'joined'), ('strided',)]),
+  first=st.sampled_from([(), ('strided',)]),
   table=st.sampled_from(sorted(TABLES)),
   kind=st.sampled_from(KINDS),
 )
 def test_random_models_compute_the_same_as_over_auto_axes(layers, first, table, kind):
   check_equal([*first, *layers], TABLES[table], kind)
+
+
+def test_a_result_has_the_types_of_its_dimensions():
+  """Those of the argument first, then those of the kernel; a constraint in the module decides."""
+  layout = spmd.Layout(
+    spmd.make_mesh(SIZES, axis_types=AxisType.Explicit),
+    (('batch', 'data'), ('in', 'data'), ('out', 'model')),
+  )
+  seen = []
+
+  class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for layer in (nn.Dense(16), nn.Dense(8), nn.Einsum((8, 4, 2), 'bd,dhk->bhk')):
+        x = layer(x)
+        seen.append(jax.typeof(x).sharding.spec)
+      return x
+
+  variables = layout.init(spmd.names_for(Two().init), KEY, jnp.ones((4, 8)))
+  seen.clear()
+  layout.jit(Two().apply)(variables, layout.shard(jnp.ones((4, 8)), ('batch', None)))
+  assert {*seen[:2]} == {jax.P('data', 'model')} and {*seen[2:]} == {jax.P('data', 'model', None)}
+
+
+def test_attempts_leave_no_trace():
+  """A module that runs again: random numbers, sown values, updates and names are those of one run."""
+
+  class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      count = self.variable('counts', 'calls', jnp.zeros, ())
+      count.value = count.value + 1
+      noise = jax.random.normal(self.make_rng('noise'), (8,))
+      self.sow('intermediates', 'seen', noise)
+      kernel = self.param('kernel', nn.initializers.ones, (8, 8))
+      y = nn.Dense(8)(x) @ kernel  # sums over a sharded dimension
+      self.sow('intermediates', 'seen', y)
+      return y + noise
+
+  results = []
+  for kind in (AxisType.Auto, AxisType.Explicit):
+    table = (spmd.fsdp('model', min_size=1),)
+    layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), table)
+    model = Noisy()
+    variables = layout.init(model.init, {'params': KEY, 'noise': KEY}, jnp.ones((4, 8)))
+    apply = layout.jit(
+      lambda v, k, x: model.apply(v, x, rngs={'noise': k}, mutable=['counts', 'intermediates'])
+    )
+    results.append(
+      (variables, apply({each: variables[each] for each in ('params', 'counts')}, KEY, jnp.ones((4, 8))))
+    )
+  jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5), *results)
+
+
+def test_an_operation_outside_of_modules():
+  mesh = spmd.make_mesh(SIZES, axis_types={'model': AxisType.Explicit})
+  layout = spmd.Layout(mesh, (('mlp', 'model'),))
+  w = layout.shard(jnp.ones((8, 8)), ('mlp', None))
+  with pytest.raises(LayoutError) as caught:
+    layout.jit(lambda w: w.T @ w)(w)
+  text = str(caught.value)
+  line = test_an_operation_outside_of_modules.__code__.co_firstlineno + 5
+  assert text.startswith(
+    f"Over the Explicit axes 'model', JAX finds no sharding for an operation of module_types_test.py:{line}: Contracting"
+  )
+  assert text.endswith(
+    dedent("""
+    Fix: pass out_sharding= to the operation, constrain its operands before it (with_logical_constraint), or make these axes Auto (make_mesh, axis_types=).""")
+  )

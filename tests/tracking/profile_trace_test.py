@@ -55,7 +55,9 @@ def test_collectives_are_beside_those_of_a_profile(profiled, tmp_path):
   measured = [
     each
     for each in events(tmp_path / 'step.json.gz')
-    if each.get('args', {}).get('hlo_module') == 'jit_step' and each['args']['hlo_op'] in names and each['ph'] == 'X'
+    if each.get('args', {}).get('hlo_module') == 'jit_step'
+    and each['args']['hlo_op'] in names
+    and each['ph'] == 'X'
   ]
   planned = planned_in(tmp_path / 'step.json.gz')
   key = lambda each: (each['args']['hlo_op'], each['ts'], each['dur'])
@@ -65,14 +67,21 @@ def test_collectives_are_beside_those_of_a_profile(profiled, tmp_path):
   one = max(explanation.collectives, key=lambda one: one.collective.wire)
   found = next(each for each in planned if each['args']['hlo_op'] == one.collective.name)
   assert found['name'].startswith(f'{one.collective.kind} over {"+".join(one.collective.axes)}: ')
-  assert found['args']['sent_in_all'] == one.collective.wire and 'profile_trace_test.py' in found['args']['source']
+  assert (
+    found['args']['sent_in_all'] == one.collective.wire
+    and 'profile_trace_test.py' in found['args']['source']
+  )
 
 
 def test_a_profile_of_another_program_has_none_of_them(profiled, tmp_path):
   explanation, folder = profiled
   file = next(folder.glob('**/*.trace.json.gz'))
-  found = tracking.write_trace(explanation._replace(name='third'), tmp_path / 'step.json.gz', profile=file)
-  assert found.seconds == {} and {*found.missing} == {one.collective.name for one in explanation.collectives}
+  found = tracking.write_trace(
+    explanation._replace(name='third'), tmp_path / 'step.json.gz', profile=file
+  )
+  assert found.seconds == {} and {*found.missing} == {
+    one.collective.name for one in explanation.collectives
+  }
   assert planned_in(tmp_path / 'step.json.gz') == []
 
 
@@ -80,7 +89,9 @@ def test_without_a_profile_they_are_in_a_row(profiled, tmp_path):
   explanation, _ = profiled
   assert tracking.write_trace(explanation, tmp_path / 'step.json.gz') == ({}, ())
   planned = planned_in(tmp_path / 'step.json.gz')
-  assert [each['args']['hlo_op'] for each in planned] == [one.collective.name for one in explanation.collectives]
+  assert [each['args']['hlo_op'] for each in planned] == [
+    one.collective.name for one in explanation.collectives
+  ]
   assert [each['ts'] for each in planned] == list(range(len(planned)))
 
 

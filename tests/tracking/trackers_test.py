@@ -69,11 +69,20 @@ def test_any_writer(cls, explanation, comparison):
   writer = cls()
   tracking.log_tensorboard(explanation, writer, step=3)
   tracking.log_tensorboard(comparison, writer, name='compared')
-  assert writer.texts == {('layout', 3): f'```\n{explanation}\n```', ('compared', 0): f'```\n{comparison}\n```'}
-  assert writer.scalars['layout/bytes_per_device', 3] == explanation.bytes_per_device == 8 * 16 * 4 / 4 + 3 * 4
+  assert writer.texts == {
+    ('layout', 3): f'```\n{explanation}\n```',
+    ('compared', 0): f'```\n{comparison}\n```',
+  }
+  assert (
+    writer.scalars['layout/bytes_per_device', 3]
+    == explanation.bytes_per_device
+    == 8 * 16 * 4 / 4 + 3 * 4
+  )
   assert writer.scalars['compared/tensor/memory', 0] == comparison['tensor'].memory.peak
   assert writer.scalars['compared/data/seconds_low', 0] == comparison['data'].cost.low
-  assert writer.scalars['compared/none/fits', 0] == 0 and ('compared/none/memory', 0) not in writer.scalars
+  assert (
+    writer.scalars['compared/none/fits', 0] == 0 and ('compared/none/memory', 0) not in writer.scalars
+  )
 
 
 def records(path):
@@ -109,7 +118,9 @@ def test_wandb_offline(explanation, comparison, tmp_path, monkeypatch):
     tracking.log_wandb(comparison, run, name='compared')
     assert run.summary['layout/bytes_per_device'] == explanation.bytes_per_device
     assert run.summary['compared/tensor/memory'] == comparison['tensor'].memory.peak
-  tables = {path.name.partition('_')[0]: json.loads(path.read_text()) for path in tmp_path.rglob('*.table.json')}
+  tables = {
+    path.name.partition('_')[0]: json.loads(path.read_text()) for path in tmp_path.rglob('*.table.json')
+  }
   assert [row[0] for row in tables['table']['data']] in (['b', 'w'], ['data', 'tensor', 'none'])
   pages = [path.read_text() for path in tmp_path.rglob('*.html')]
   assert any(explanation._repr_html_() in page for page in pages)

@@ -61,11 +61,17 @@ class Doubts:
 
   def __init__(self) -> None:
     self._bounds: dict[str, Bound] = {}
+    self._kept: dict[str, float] = {}  # memory of those whose arrays are kept, as for a backward pass
 
   def add(self, source: str, reason: str, bound: Bound) -> None:
     """Adds a doubt; the bounds of equal ones are added."""
     text = f'{source}: {reason}'
     self._bounds[text] = self._bounds.get(text, Bound()).plus(bound)
+
+  def add_kept(self, source: str, reason: str, memory: float) -> None:
+    """Adds a doubt about arrays in bytes that may be in memory with those of all other such doubts."""
+    text = f'{source}: {reason}'
+    self._kept[text] = self._kept.get(text, 0.0) + memory
 
   def texts(self, wire: float, memory: float, flops: float) -> tuple[str, ...]:
     """One line per doubt, largest first; none if they cannot matter together.
@@ -76,12 +82,14 @@ class Doubts:
       flops: FLOPs on each device.
     """
     total = Bound()
-    for bound in self._bounds.values():
+    bounds = self._bounds | {text: Bound(memory=memory) for text, memory in self._kept.items()}
+    for bound in bounds.values():
       total = total.plus(bound)
+    total = total._replace(memory=max(total.memory, sum(self._kept.values())))
     is_small = total.wire <= _WIRE * max(wire, _LEAST) and total.memory <= _MEMORY * memory
     if is_small and total.flops <= _FLOPS * flops:
       return ()
-    largest = sorted(self._bounds.items(), key=lambda item: -item[1].wire)
+    largest = sorted(bounds.items(), key=lambda item: -item[1].wire)
     matter = [
       (text, bound)
       for text, bound in largest

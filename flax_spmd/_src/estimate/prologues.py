@@ -69,11 +69,12 @@ def _add(block: Block, graph: Graph, fused: set[int], sources: set[int]) -> None
   for op in block.ops:
     by_result |= dict.fromkeys(op.results, op)
     for operand in op.operands if op.kind == 'dot_general' else ():
-      value, following = operand, _operand(operand, by_result, graph)
-      while following is not None:
-        fused.add(value)
-        value, following = following, _operand(following, by_result, graph)
-      if value != operand:
+      value, path = operand, list[int]()
+      while (following := _operand(value, by_result, graph)) is not None:
+        path.append(value)
+        value = following
+      if any(by_result[one].kind not in _SAME for one in path):
+        fused.update(path)
         sources.add(value)
     for inner in op.blocks:
       _add(inner, graph, fused, sources)
@@ -101,7 +102,7 @@ def _is_broadcast_argument(value: int, by_result: Mapping[int, Op], graph: Graph
   op = by_result.get(value)
   if op is None or op.kind != 'broadcast_in_dim':
     return False
-  (value,) = op.operands
-  while value in by_result and by_result[value].kind in _SAME:
-    (value,) = by_result[value].operands
+  while op is not None and (op.kind in _SAME or op.kind == 'broadcast_in_dim'):
+    (value,) = op.operands
+    op = by_result.get(value)
   return value in graph.main.arguments

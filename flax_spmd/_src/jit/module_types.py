@@ -12,6 +12,7 @@ then those of the module's variables, which the table has sharded. An axis is us
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextvars import ContextVar
@@ -28,7 +29,9 @@ from flax_spmd._src.rules.decisions import axis_names
 from flax_spmd._src.unbound_axes import place_of
 from flax_spmd.errors import LayoutError
 
-_outer_mesh: ContextVar[Any] = ContextVar('flax_spmd_outer_mesh', default=None)  # of a block over Auto axes
+_outer_mesh: ContextVar[Any] = ContextVar(
+  'flax_spmd_outer_mesh', default=None
+)  # of a block over Auto axes
 
 
 @contextlib.contextmanager
@@ -70,54 +73,57 @@ class ModuleTypes:
       self._running.pop()
 
   def _run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with _attributes_of_setup(module, _outer_mesh.get()):
-      if _outer_mesh.get() is not None:
-        return method(*args, **kwargs)
-      rewind = compat.rewind_point(module)
-      try:
-        return method(*args, **kwargs)
-      except compat.UNTYPED as error:
-        if not compat.is_untyped(error):
-          raise
-    rewind()
-
     def run(*args: Any, **kwargs: Any) -> Any:
-      with _attributes_of_setup(module, _outer_mesh.get()):
+      with _attributes_of_setup(module):
         return method(*args, **kwargs)
 
+    mesh = current_mesh()
+    if mesh is None or not _explicit(mesh):
+      return run(*args, **kwargs)
+    rewind = compat.rewind_point(module)
+    try:
+      return run(*args, **kwargs)
+    except compat.UNTYPED as error:
+      if not compat.is_untyped(error, or_carry=True):
+        raise
+    rewind()
     return over_auto_axes(run, args, kwargs)
 
 
 def over_auto_axes(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
   """The result of a function that runs over Auto axes; types come from the arguments, and variables that it reads."""
   outer: Any = current_mesh()
-  with jax.sharding.use_abstract_mesh(outer.update_axis_types(dict.fromkeys(_explicit(outer), AxisType.Auto))):
+  with jax.sharding.use_abstract_mesh(
+    outer.update_axis_types(dict.fromkeys(_explicit(outer), AxisType.Auto))
+  ):
     args, kwargs = jax.tree.map(_untyped, (args, kwargs))
-    given = {id(staged.val) for leaf in jax.tree.leaves((args, kwargs)) if (staged := compat.staged(leaf)) is not None}
+    given = {
+      id(staged.val)
+      for leaf in jax.tree.leaves((args, kwargs))
+      if (staged := compat.staged(leaf)) is not None
+    }
     token = _outer_mesh.set(outer)
-    _variables.begin()
+    _scopes.begin()
     try:
       result = fn(*args, **kwargs)
     finally:
-      _variables.end()
+      _scopes.end()
       _outer_mesh.reset(token)
     specs = [_spec_of(leaf, given, outer) for leaf in jax.tree.leaves(result)]
   return _typed(result, specs)
 
 
 @contextlib.contextmanager
-def _attributes_of_setup(module: nn.Module, outer: Any) -> Iterator[None]:
-  """A block in which the arrays that `setup` has made attributes have the types of the block.
-
-  Args:
-    module: the module.
-    outer: the mesh with Explicit axes around a block over Auto axes; None outside of one.
-  """
-  before = {name: value for name, value in vars(module).items() if _differs(value, outer)}
+def _attributes_of_setup(module: nn.Module) -> Iterator[None]:
+  """A block in which the arrays that `setup` has made attributes of a module have types over JAX's current mesh."""
+  mesh = current_mesh()
+  is_explicit = mesh is not None and bool(_explicit(mesh))
+  before = {name: value for name, value in vars(module).items() if _differs(value, is_explicit)}
   for name, value in before.items():
-    specs = [_spec_of(leaf, set(), current_mesh()) for leaf in jax.tree.leaves(value)]
-    other = _typed(value, specs) if outer is None else jax.tree.map(_untyped, value)
-    object.__setattr__(module, name, other)
+    specs = [_spec_of(leaf, set(), mesh) for leaf in jax.tree.leaves(value)]
+    object.__setattr__(
+      module, name, _typed(value, specs) if is_explicit else jax.tree.map(_untyped, value)
+    )
   try:
     yield
   finally:
@@ -125,10 +131,10 @@ def _attributes_of_setup(module: nn.Module, outer: Any) -> Iterator[None]:
       object.__setattr__(module, name, value)
 
 
-def _differs(value: Any, outer: Any) -> bool:
-  """Whether any array of an attribute is of the other axes: Explicit ones in a block over Auto axes, or the reverse."""
+def _differs(value: Any, is_explicit: bool) -> bool:
+  """Whether any array of an attribute has a type over other axes than Explicit ones, or the reverse."""
   arrays = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.core.Tracer)]
-  return any(_is_typed(leaf) == (outer is not None) for leaf in arrays if compat.mesh_of_type(leaf).axis_names)
+  return any(_is_typed(leaf) != is_explicit for leaf in arrays if compat.mesh_of_type(leaf).axis_names)
 
 
 def _explicit(mesh: MeshLike) -> list[str]:
@@ -164,10 +170,10 @@ def _spec_of(value: Any, given: set[int], mesh: Any) -> PartitionSpec | None:
   if staged is None:
     return PartitionSpec() if isinstance(value, jax.core.Tracer) else None
   origins = [_origin(staged, dim, given) for dim in range(value.ndim)]
-  entries: list[Any] = [None] * value.ndim
+  explicit, entries = _explicit(mesh), [None] * value.ndim
   used: set[str] = set()
   for dim in sorted(range(value.ndim), key=lambda dim: origins[dim][0]):
-    axes = [axis for axis in axis_names(origins[dim][1]) if axis not in used]
+    axes = [axis for axis in axis_names(origins[dim][1]) if axis in explicit and axis not in used]
     while value.shape[dim] % math.prod(mesh.shape[axis] for axis in axes):
       axes.pop()
     used.update(axes)
@@ -230,20 +236,35 @@ def _is_computed(tracer: Any, given: Container[int]) -> bool:
   return any(id(node.val) in given for node in walk(tracer, lambda node: node.val, operands))
 
 
-def _variable_called(name: str, original: Callable[..., Any], scope: Any, *args: Any, **kwargs: Any) -> Any:
-  """Reads or writes a variable of a module: over Auto axes, in a block of these."""
+def _called(name: str, original: Callable[..., Any], first: Any, /, *args: Any, **kwargs: Any) -> Any:
+  """A call of a function of Linen about variables: in a block over Auto axes, with variables of that block."""
   outer = _outer_mesh.get()
   if outer is None or current_mesh() == outer:
-    return original(scope, *args, **kwargs)
+    return original(first, *args, **kwargs)
   if name == 'get_variable':
-    return jax.tree.map(_untyped, original(scope, *args, **kwargs))
+    return jax.tree.map(_untyped, original(first, *args, **kwargs))
+  if name == 'as_jax_rng':
+    return original(jax.tree.map(_untyped, first))
+  if name == 'pack':
+    return original(functools.partial(_lifted, first), *args, **kwargs)
   collection, variable, value = args
   specs = [_spec_of(leaf, set(), outer) for leaf in jax.tree.leaves(value)]
   with jax.sharding.use_abstract_mesh(outer):
-    return original(scope, collection, variable, _typed(value, specs))
+    return original(first, collection, variable, _typed(value, specs))
 
 
-_variables = compat.variable_detours(_variable_called)
+def _lifted(
+  fn: Callable[..., Any], scopes: Any, repack: Any, variables: Any, keys: Any, *args: Any, **kwargs: Any
+) -> Any:
+  """The function of a transformation, such as `nn.scan`, whose variables are over Auto axes, as all else in it."""
+  token = _outer_mesh.set(None)
+  try:
+    return fn(scopes, repack, *jax.tree.map(_untyped, (variables, keys)), *args, **kwargs)
+  finally:
+    _outer_mesh.reset(token)
+
+
+_scopes = compat.scope_detours(_called)
 
 _UNTYPED = (
   'Over the Explicit axes {axes}, JAX finds no sharding for an operation of {place}: {error}\n'

@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-
 from typing import Any, NamedTuple
 
 import jax

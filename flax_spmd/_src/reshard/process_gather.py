@@ -41,20 +41,20 @@ class ProcessGather(NamedTuple):
   part: int
 
   @property
-  def count(self) -> int:
+  def shards(self) -> int:
     """The number of distinct shards."""
     return math.prod(self.sharding.mesh.shape[axis] for axis in self.axes)
 
   @property
   def temporary(self) -> int:
     """Bytes on each device beside the array."""
-    return (self.count + 1) * self.part * self.dtype.itemsize
+    return (self.shards + 1) * self.part * self.dtype.itemsize
 
   @property
   def wire(self) -> int:
     """Bytes that all devices receive."""
     shard = math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
-    return self.sharding.num_devices * (self.count - 1) * shard
+    return self.sharding.num_devices * (self.shards - 1) * shard
 
   def pieces(self, array: jax.Array, needed: Collection[Index]) -> dict[Index, np.ndarray]:
     """The distinct shards that overlap with some slices."""
@@ -77,7 +77,7 @@ class ProcessGather(NamedTuple):
     mesh, found = self.sharding.mesh, slices_of(self.sharding, self.shape)
     sizes = [mesh.shape[axis] if axis in self.axes else 1 for axis in mesh.axis_names]
     for position in np.ndindex(*sizes):
-      yield found[mesh.devices[position]]
+      yield found[np.asarray(mesh.devices)[position]]
 
 
 def gather_of(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, most: int) -> ProcessGather:
@@ -92,7 +92,7 @@ def gather_of(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, most:
   used = {axis for entry in entries for axis in entry}
   axes = tuple(axis for axis in sharding.mesh.axis_names if axis in used)
   whole = ProcessGather(sharding, shape, dtype, axes, math.prod(sharding.shard_shape(shape)))
-  fits = most // ((whole.count + 1) * dtype.itemsize)
+  fits = most // ((whole.shards + 1) * dtype.itemsize)
   return whole._replace(part=max(1, min(whole.part, fits)))
 
 

@@ -127,7 +127,7 @@ class ReshardPlan:
     with joint('reshard', 'The reshard', self._processes, LayoutError):
       self.check()
       self._check_values(leaves)
-      return self._moved(leaves)
+    return self._moved(leaves)
 
   def _check_values(self, leaves: Sequence[Any]) -> None:
     raise_problems(
@@ -335,11 +335,13 @@ def _unreachable(paths: Any, leaves: Any, targets: Any) -> list[Problem]:
   for path, leaf, target in zip(paths, leaves, targets, strict=True):
     source = getattr(leaf, 'sharding', None)
     if crosses(source, target) and not can_cross(source, target, jnp.shape(leaf)):
-      where = f'{_text(source)}, on devices of {named(processes_of([source]))}'
-      wanted = named(processes_of([target]))
-      found.append(
-        Problem(f'{path}: it is stored as {where}; {wanted} cannot read all of its result.', _ELSEWHERE)
+      owners, wanted = (processes_of([one]) for one in (source, target))
+      without = (
+        named(set(wanted) - set(owners)) if set(wanted) - set(owners) else 'the processes of its result'
       )
+      where = f'it is stored as {_text(source)}, on devices of {named(owners)}'
+      text = f'{path}: {where}, and the slices of its result are not all on those of {without}.'
+      found.append(Problem(text, _ELSEWHERE))
   return found
 
 

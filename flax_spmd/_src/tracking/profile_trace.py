@@ -117,7 +117,9 @@ class _Planned(NamedTuple):
 
 def _planned(program: ProgramExplanation | Outcome) -> list[_Planned]:
   if isinstance(program, ProgramExplanation):
-    return [_Planned(one.collective, (*one.arguments, *one.results), _ORDER) for one in program.collectives]
+    return [
+      _Planned(one.collective, (*one.arguments, *one.results), _ORDER) for one in program.collectives
+    ]
   if not isinstance(program, Outcome) or program.counts is None or program.compiled is None:
     raise LayoutError(
       f'{getattr(program, "name", type(program).__name__)} has no compiled program, so no instructions with names.\n'
@@ -126,7 +128,9 @@ def _planned(program: ProgramExplanation | Outcome) -> list[_Planned]:
   links = program.cost.links if program.cost else {}
   sent = program.counts.by_axis()
   return [
-    _Planned(one, (), 1e6 * links.get(one.axes, 0.0) * one.wire / (sent[one.axes] * one.times or 1) or _ORDER)
+    _Planned(
+      one, (), 1e6 * links.get(one.axes, 0.0) * one.wire / (sent[one.axes] * one.times or 1) or _ORDER
+    )
     for one in program.counts.collectives
   ]
 
@@ -138,7 +142,9 @@ def _in_order(planned: Sequence[_Planned]) -> Iterator[dict[str, Any]]:
     start += one.time
 
 
-def _beside(planned: Sequence[_Planned], measured: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+def _beside(
+  planned: Sequence[_Planned], measured: Mapping[str, Sequence[Any]]
+) -> Iterator[dict[str, Any]]:
   """A planned event for each measured one, at its time, in a row for each device of the profile."""
   threads: dict[Any, int] = {}
   for one in planned:
@@ -149,7 +155,9 @@ def _beside(planned: Sequence[_Planned], measured: Mapping[str, Sequence[Any]]) 
 
 def _matched(planned: Sequence[_Planned], measured: Mapping[str, Sequence[Any]]) -> TraceMatch:
   names = dict.fromkeys(one.collective.name for one in planned)
-  seconds = {name: sum(event['dur'] for event in measured[name]) / 1e6 for name in names if name in measured}
+  seconds = {
+    name: sum(event['dur'] for event in measured[name]) / 1e6 for name in names if name in measured
+  }
   return TraceMatch(seconds, tuple(name for name in names if name not in measured))
 
 
@@ -158,7 +166,9 @@ def _titles(planned: Sequence[_Planned]) -> list[dict[str, Any]]:
   return [{'ph': 'M', 'pid': _PROCESS, 'name': 'process_name', 'args': {'name': title}}]
 
 
-def _by_instruction(events: Sequence[Any], program: ProgramExplanation | Outcome) -> dict[str, list[Any]]:
+def _by_instruction(
+  events: Sequence[Any], program: ProgramExplanation | Outcome
+) -> dict[str, list[Any]]:
   """The events of a program that take time, by the HLO name of their instruction.
 
   Other programs have instructions of the same names. The events of an outcome, which is of one for another machine, have
@@ -192,7 +202,11 @@ def _is_module(name: str, program: ProgramExplanation | Outcome) -> bool:
 def _events(profile: str | os.PathLike[str]) -> list[Any]:
   """The events of a profile, or of the newest run in its folder."""
   path = Path(profile)
-  files = [path] if path.is_file() else sorted(path.glob('**/*trace.json.gz'), key=lambda each: each.stat().st_mtime)
+  files = (
+    [path]
+    if path.is_file()
+    else sorted(path.glob('**/*trace.json.gz'), key=lambda each: each.stat().st_mtime)
+  )
   if not files:
     raise LayoutError(
       f'There is no *.trace.json.gz in {path}.\nFix: pass the folder of jax.profiler.trace, after its block has ended.'

@@ -1,7 +1,7 @@
 """Reports: the figures, the table, the text and the HTML of a value that describes a layout, for a tracker of experiments.
 
-    report = report_of(explore.compare(train_step, layouts, 'h100:64'))
-    report.figures   # {'fsdp/memory': 33285996544.0, 'fsdp/wire': ..., 'fsdp/seconds_low': ..., ...}
+report = report_of(explore.compare(train_step, layouts, 'h100:64'))
+report.figures   # {'fsdp/memory': 33285996544.0, 'fsdp/wire': ..., 'fsdp/seconds_low': ..., ...}
 """
 
 from __future__ import annotations
@@ -46,10 +46,16 @@ def report_of(value: Described) -> Report:
     figures = {name: float(number) for name, number in total.items()}
     return _report(value, figures | {'findings': len(value.findings)}, value.records())
   if isinstance(value, ProgramExplanation):
-    figures = {'wire': value.sent, 'collectives': len(value.collectives), 'findings': len(value.findings)}
+    figures = {
+      'wire': value.sent,
+      'collectives': len(value.collectives),
+      'findings': len(value.findings),
+    }
     return _report(value, figures, value.records())
   if isinstance(value, (Comparison, SearchResult)):
-    named = {f'{one.name}/{name}': number for one in value.outcomes for name, number in _figures(one).items()}
+    named = {
+      f'{one.name}/{name}': number for one in value.outcomes for name, number in _figures(one).items()
+    }
     return _report(value, named, [_row(one) for one in value.outcomes])
   raise LayoutError(
     f'A {type(value).__name__} has no report.\nFix: pass the result of explain, layout.jit(f).explain(...), '
@@ -58,7 +64,12 @@ def report_of(value: Described) -> Report:
 
 
 def _report(value: Any, figures: dict[str, float], rows: Sequence[dict[str, Any]]) -> Report:
-  return Report({name: float(number) for name, number in figures.items()}, list(rows), str(value), value._repr_html_())
+  return Report(
+    {name: float(number) for name, number in figures.items()},
+    list(rows),
+    str(value),
+    value._repr_html_(),
+  )
 
 
 def _figures(outcome: Outcome) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Trackers: explanations and comparisons in the tools in which people follow their runs, by one call each.
 
-    tracking.log_tensorboard(spmd.explain(layout, state), 'runs/1')
-    tracking.log_wandb(explore.compare(train_step, layouts, 'h100:64'), run)
+tracking.log_tensorboard(spmd.explain(layout, state), 'runs/1')
+tracking.log_wandb(explore.compare(train_step, layouts, 'h100:64'), run)
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from flax_spmd.errors import LayoutError
 
 
 @set_module('flax_spmd.tracking')
-def log_tensorboard(value: Described, writer: str | os.PathLike[str] | Any, step: int = 0, name: str = 'layout') -> None:
+def log_tensorboard(
+  value: Described, writer: str | os.PathLike[str] | Any, step: int = 0, name: str = 'layout'
+) -> None:
   """Logs the figures and the text of an explanation or a comparison to TensorBoard.
 
   Args:
@@ -91,14 +93,17 @@ def log_wandb(value: Described, run: Any = None, step: int | None = None, name: 
   try:
     import wandb  # pyright: ignore[reportMissingImports]
   except ImportError:
-    raise LayoutError("Logging to Weights & Biases needs the package wandb.\nFix: pip install 'flax-spmd[wandb]'.") from None
+    raise LayoutError(
+      "Logging to Weights & Biases needs the package wandb.\nFix: pip install 'flax-spmd[wandb]'."
+    ) from None
   run = wandb.run if run is None else run
   if run is None:
     raise LayoutError('There is no run of wandb to log to.\nFix: call wandb.init before, or pass run=.')
   columns = list(report.rows[0]) if report.rows else ['empty']
   cells = [[_cell(row[column]) for column in columns] for row in report.rows]
   run.log(
-    {f'{name}/table': wandb.Table(columns=columns, data=cells), f'{name}/page': wandb.Html(report.html)}, step=step
+    {f'{name}/table': wandb.Table(columns=columns, data=cells), f'{name}/page': wandb.Html(report.html)},
+    step=step,
   )
   run.summary.update({f'{name}/{key}': number for key, number in report.figures.items()})
 
