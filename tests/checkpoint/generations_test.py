@@ -700,7 +700,7 @@ while not os.path.exists({str(enough)!r}):
     if len(set(numbers)) > 3:
       enough.touch()
   assert codes == [0]
-  assert numbers == sorted(numbers) and number_of(path) >= numbers[-1] > 3
+  assert numbers == sorted(numbers) and number_of(path) >= numbers[-1] >= 3
 
 
 def test_the_state_survives_every_layout_of_the_writer(tmp_path):
