@@ -575,10 +575,11 @@ class _CostWalk:
       ops = without_reduce_scatter(ops)
     dtype = partial.array.dtype
     groups = self._add_collectives(ops, partial.times, value, partial.source, partial.kind, dtype)
-    if not self.loop:
+    if groups and not self.loop:
       size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
       size *= partial.array.itemsize
-      self.weight_gradients.add_reduction(groups, partial.made, partial.kind, size)
+      key = self.combiner.key(groups[0])
+      self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size)
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
