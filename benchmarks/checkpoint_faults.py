@@ -28,6 +28,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from faults import (
+  cut_connections,
   damage,
   disk_errors,
   full_disks,
@@ -57,6 +58,7 @@ CAMPAIGNS = {
     disk_errors,
     full_disks,
     lost_servers,
+    cut_connections,
     lost_processes,
   )
 }

@@ -14,7 +14,7 @@ from typing import Any
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 
-MODULES = ('checkpoint', 'explore', 'pipeline', 'presets', 'testing', 'translate', 'errors')
+MODULES = ('checkpoint', 'explore', 'pipeline', 'presets', 'testing', 'tracking', 'translate', 'errors')
 CODE = re.compile(r'(?<![`:\w])`([^`]+)`(?!`)(\w?)')
 INDENTED = re.compile(r'(?<=\n\n)(?<!::\n\n)((?: {4}.*\n|\n)+)')  # after `::` it is code already
 

@@ -86,6 +86,7 @@ _LAZY = {
   'pipeline': '',
   'search': 'explore',
   'testing': '',
+  'tracking': '',
   'translate': '',
 }  # imported on first use: Orbax alone takes 0.3 s
 

@@ -16,6 +16,7 @@ from flax_spmd._src.pipeline.reductions import Concat as Concat
 from flax_spmd._src.pipeline.reductions import Max as Max
 from flax_spmd._src.pipeline.reductions import Mean as Mean
 from flax_spmd._src.pipeline.reductions import Stack as Stack
+from flax_spmd._src.pipeline.schedules.automatic import Automatic as Automatic
 from flax_spmd._src.pipeline.schedules.classic import Eager1F1B as Eager1F1B
 from flax_spmd._src.pipeline.schedules.classic import GPipe as GPipe
 from flax_spmd._src.pipeline.schedules.classic import Interleaved1F1B as Interleaved1F1B

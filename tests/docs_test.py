@@ -11,7 +11,7 @@ import pytest
 import flax_spmd
 
 DOCS = Path(__file__).parent.parent / 'docs'
-MODULES = ('checkpoint', 'errors', 'explore', 'pipeline', 'presets', 'testing', 'translate')
+MODULES = ('checkpoint', 'errors', 'explore', 'pipeline', 'presets', 'testing', 'tracking', 'translate')
 ELSEWHERE = {
   'errors.Problem',
   'errors.problems_text',

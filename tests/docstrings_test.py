@@ -28,6 +28,7 @@ PUBLIC = (
   'flax_spmd.pipeline',
   'flax_spmd.presets',
   'flax_spmd.testing',
+  'flax_spmd.tracking',
   'flax_spmd.translate',
 )
 

@@ -149,6 +149,13 @@ def test_hsdp_keeps_parameters_within_a_slice():
   assert layout.shard(np.ones((8, 4)), ('batch', None)).sharding.spec == jax.P(('replica', 'fsdp'), None)
 
 
+@pytest.mark.parametrize('make', [spmd.make_mesh, spmd.abstract_mesh])
+def test_axis_types_in_order_are_those_of_jax(make):
+  types = (AxisType.Auto, AxisType.Explicit)
+  expected = jax.make_mesh((2, 4), ('data', 'model'), axis_types=types)
+  assert make({'data': 2, 'model': 4}, axis_types=types).axis_types == expected.axis_types
+
+
 @pytest.mark.parametrize(
   ('types', 'wrong'),
   [
@@ -158,6 +165,7 @@ def test_hsdp_keeps_parameters_within_a_slice():
       {'dta': AxisType.Explicit, 'data': 'explicit'},
       "'dta' is not an axis, 'explicit' is neither AxisType.Auto nor Explicit",
     ),
+    ((AxisType.Auto,), '1 type for 2 axes'),
   ],
 )
 @pytest.mark.parametrize('make', [spmd.make_mesh, spmd.abstract_mesh])
@@ -166,5 +174,5 @@ def test_invalid_axis_types(make, types, wrong):
     make({'data': 2, 'model': 4}, axis_types=types)
   assert str(caught.value) == (
     f"axis_types={types!r} for the mesh {{'data': 2, 'model': 4}}: {wrong}.\n"
-    'Fix: pass jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
+    'Fix: pass jax.sharding.AxisType.Auto or Explicit for all axes, one for each in order, or a dict of them by axis name.'
   )

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import hashlib
 import http.server
+import io
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ import threading
 import traceback
 import urllib.parse
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 PAGE = 7  # names in a page of a list
@@ -232,7 +234,7 @@ class GcsServer:
   def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
     server = self
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(WholeHeaders, http.server.BaseHTTPRequestHandler):
       protocol_version = 'HTTP/1.1'
       disable_nagle_algorithm = True
 
@@ -349,15 +351,45 @@ def batch(server: GcsServer, headers: dict[str, str], body: bytes) -> Answer:
 
 
 def body_of(headers: Any, file: Any) -> bytes:
-  """The body of a request, whole or in chunks."""
+  """The body of a request, whole or in chunks; a client that has left before its end has sent none."""
   if headers.get('Transfer-Encoding', '').lower() != 'chunked':
-    return file.read(int(headers.get('Content-Length') or 0))
+    return whole(file, int(headers.get('Content-Length') or 0))
   chunks = []
   while size := int(file.readline().strip(), 16):
-    chunks.append(file.read(size))
+    chunks.append(whole(file, size))
     file.readline()
   file.readline()
   return b''.join(chunks)
+
+
+def whole_line(file: Any, size: int) -> bytes:
+  """The next line of a connection."""
+  line = file.readline(size)
+  if not line.endswith(b'\n'):
+    raise ConnectionResetError('the client has left')
+  return line
+
+
+class WholeHeaders:
+  """A handler that serves no request whose headers end with the connection; Python's takes that for their end."""
+
+  rfile: Any
+
+  def parse_request(self) -> bool:
+    file = self.rfile
+    self.rfile = SimpleNamespace(readline=lambda size=-1: whole_line(file, size))
+    try:
+      return super().parse_request()  # type: ignore[misc]
+    finally:
+      self.rfile = file
+
+
+def whole(file: Any, size: int) -> bytes:
+  """The next bytes of a connection."""
+  data = file.read(size)
+  if len(data) < size:
+    raise ConnectionResetError('the client has left')
+  return data
 
 
 class S3Server:
@@ -375,11 +407,14 @@ class S3Server:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    class Silent(WSGIRequestHandler):
+    class Silent(WholeHeaders, WSGIRequestHandler):
       protocol_version = 'HTTP/1.1'
 
       def log(self, *_: Any) -> None:
         pass
+
+      def connection_dropped(self, *_: Any) -> None:
+        self.close_connection = True
 
     self.requests: list[Request] = []
     self.intercept: Interceptor = lambda request: None
@@ -441,9 +476,11 @@ class S3Server:
     query = dict(urllib.parse.parse_qsl(environ['QUERY_STRING'], keep_blank_values=True))
     request = Request(environ['REQUEST_METHOD'], environ['PATH_INFO'], query, headers)
     self.requests.append(request)
+    size = int(environ.get('CONTENT_LENGTH') or 0)
+    if size:
+      environ = {**environ, 'wsgi.input': io.BytesIO(whole(environ['wsgi.input'], size))}
     intercepted = self.intercept(request)
     if intercepted is not None:
-      environ['wsgi.input'].read(int(environ.get('CONTENT_LENGTH') or 0))
       start_response(f'{intercepted.status} X', list(intercepted.headers.items()))
       return [b'' if request.method == 'HEAD' else intercepted.body]
     if not self.obeys or (request.method == 'DELETE' and not self.obeys_removals):

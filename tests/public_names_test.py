@@ -75,6 +75,7 @@ LAZY = {
   'presets',
   'search',
   'testing',
+  'tracking',
   'translate',
 }  # imported at first use; compare and search are functions of explore
 
@@ -94,7 +95,7 @@ def test_modules_loaded_later_are_not_listed():
 
 
 def test_public_objects_have_public_modules():
-  for module in (spmd, spmd.checkpoint, spmd.explore, spmd.pipeline, spmd.translate):
+  for module in (spmd, spmd.checkpoint, spmd.explore, spmd.pipeline, spmd.tracking, spmd.translate):
     for name in set(dir(module)) - {'AxisMetadata', 'RulesFallback'}:  # Flax's own
       thing = getattr(module, name)
       if name[0] != '_' and (inspect.isclass(thing) or inspect.isfunction(thing)):
@@ -103,7 +104,7 @@ def test_public_objects_have_public_modules():
 
 
 def test_facades_contain_only_imports():
-  for module in (spmd.checkpoint, spmd.explore, spmd.pipeline, spmd.translate):
+  for module in (spmd.checkpoint, spmd.explore, spmd.pipeline, spmd.tracking, spmd.translate):
     docstring, *rest = ast.parse(Path(module.__file__).read_text()).body
     assert isinstance(docstring, ast.Expr) and all(isinstance(node, ast.ImportFrom) for node in rest)
 

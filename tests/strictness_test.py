@@ -243,7 +243,7 @@ def train(layout, boxed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('boxed', [True, False])
+@pytest.mark.parametrize('boxed', [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_clean_training_run_compiles_once_and_raises_nothing(boxed):
   assert train(STRICT, boxed) == train(LENIENT, boxed)
   assert train(STRICT, boxed)[1] == 1

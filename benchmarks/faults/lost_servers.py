@@ -1,8 +1,7 @@
 """Lost servers: an object store refuses, fails, is slow, breaks connections or loses its answers during a save or a restore.
 
-A save returns with a CheckpointError or has worked; the old checkpoint stays whole; as soon as the server is back, the next
-save works. A server that has done what it was asked, and whose answer is lost, must not make a save report what is not so.
-A manager restores the newest step, or reports an error: a server that is away is no reason for an older one.
+See `served_saves` for what has to hold. A server that has done what it was asked, and whose answer is lost, must not make a
+save report what is not so.
 """
 
 from __future__ import annotations
@@ -12,22 +11,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from faults.examinations import expect, expect_agreement, expect_room
 from faults.places import Place
+from faults.served_saves import MODES, prepared_root, restore_trial, save_trial, saved_in
 from faults.stores import ServedPlace, Server
-from faults.tally import Harm, Outcome, Tally
+from faults.tally import Outcome, Tally
 from faults.workers import Worker, workers
-from flax_spmd import checkpoint
 from tests.object_stores import Answer, Request
 
 STORES = ('gcs', 's3')
 RUNS = {'gcs': 3, 's3': 3}
-MODES = ('new path', 'overwrite', 'manager')
-LIMIT = 170.0  # seconds for a save that fails; both clients try again for a while
-
-
 Harassment = Callable[[Server], Answer | None]
 
 
@@ -106,7 +99,7 @@ def run(place: Place, runs: int) -> Iterator[Outcome]:
         fault = Fault(place.server, where, harass, first, count)
         tally.trial(
           f'{mode}, from request {first} of {calls[where, mode]} on',
-          functools.partial(_trial, place, mode, worker, fault),
+          functools.partial(save_trial, place, mode, worker, fault),
         )
       yield tally.outcome()
     yield from _restores(place, worker, runs)
@@ -127,82 +120,19 @@ def _restores(place: ServedPlace, worker: Worker, runs: int) -> Iterator[Outcome
       for _ in range(runs):
         first = drawn.randint(1, requests)
         fault = Fault(place.server, where, harass, first, count)
-        trial = functools.partial(_restore_trial, place, root, worker, fault)
+        trial = functools.partial(restore_trial, place, root, worker, fault)
         tally.trial(f'from request {first} of {requests} on', trial)
       yield tally.outcome()
   place.clear(root)
 
 
-def _restore_trial(place: ServedPlace, root: str, worker: Worker, fault: Fault) -> str:
-  with fault:
-    answer = worker.call('newest', LIMIT, root=root, size=place.size)
-  if not answer['ok'] and not answer['clear']:
-    raise Harm(f'{answer["error"]}: {answer["text"]}')
-  if answer['ok'] and answer['result'] != 2:
-    raise Harm(f'step {answer["result"]} is restored, and step 2 is whole')
-  expect(f'{root}/2', place.size, {2})
-  return 'restored' if answer['ok'] else answer['error']
-
-
-def _prepared(place: Place, mode: str, worker: Worker) -> str:
-  root = place.new('server')
-  if mode == 'manager':
-    worker.done('open', root=root, keep=1)
-    worker.done('step', number=1, size=place.size)
-  else:
-    worker.done('save', path=f'{root}/1', number=1, size=place.size)
-  return root
-
-
-def _save(place: Place, worker: Worker, mode: str, root: str, number: int) -> dict[str, Any]:
-  if mode == 'manager':
-    return worker.call('step', LIMIT, number=number, size=place.size)
-  path, again = f'{root}/1' if mode == 'overwrite' else f'{root}/2', mode == 'overwrite' or number == 3
-  return worker.call('save', LIMIT, path=path, number=number, size=place.size, overwrite=again)
-
-
 def _calls(place: ServedPlace, mode: str, worker: Worker, where: str) -> int:
   """The number of requests of a save."""
-  root = _prepared(place, mode, worker)
+  root = prepared_root(place, mode, worker)
   with Fault(place.server, where, _slow, 1, 0) as fault:
-    answer = _save(place, worker, mode, root, 2)
+    answer = saved_in(place, worker, mode, root, 2)
   worker.call('close')
   place.clear(root)
   if not answer['ok']:
     raise RuntimeError(answer['text'])
   return max(fault.seen, 1)
-
-
-def _trial(place: ServedPlace, mode: str, worker: Worker, fault: Fault) -> str:
-  root, size = _prepared(place, mode, worker), place.size
-  try:
-    with fault:
-      answer = _save(place, worker, mode, root, 2)
-    if not answer['ok'] and not answer['clear']:
-      raise Harm(f'{answer["error"]}: {answer["text"]}')
-    _examine(place, mode, root, answer['ok'])
-    again = _save(place, worker, mode, root, 3)
-    if not again['ok']:
-      raise Harm(f'the next save fails: {again["error"]}: {again["text"]}')
-    name = {'overwrite': '1', 'manager': '3'}.get(mode, '2')
-    expect(f'{root}/{name}', size, {3})
-    expect_agreement(f'{root}/{name}', size)
-    expect_room(place, root, size, 2 if mode == 'new path' else 1)
-  finally:
-    worker.call('close')
-  place.clear(root)
-  return 'saved' if answer['ok'] else answer['error']
-
-
-def _examine(place: Place, mode: str, root: str, saved: bool) -> None:
-  """The old state is whole, the new one whole or absent."""
-  size = place.size
-  if mode == 'overwrite':
-    expect(f'{root}/1', size, {2} if saved else {1, 2})
-    return
-  new = expect(f'{root}/2', size, {2} if saved else {None, 2})
-  if mode != 'manager' or new is None:
-    expect(f'{root}/1', size, {1})
-  for summary in checkpoint.ls(root):
-    if summary.error:
-      raise Harm(f'ls: {summary.title}')

@@ -35,7 +35,7 @@ SIZES = {
 }
 
 
-def lay(x, *names):
+def constrained(x, *names):
   """Names the dimensions of a value; its sharding follows from the rules in force."""
   return spmd.with_logical_constraint(x, names)
 
@@ -68,23 +68,23 @@ class Block(Part):
     """Attention, then the MLP, each added to its input."""
     x = x + self.attention(self.norm('norm_attention', x))
     x = x + self.feed_forward(self.norm('norm_mlp', x))
-    return lay(x, 'batch', 'length', 'features'), None
+    return constrained(x, 'batch', 'length', 'features'), None
 
   def attention(self, x):
     """Causal self-attention of (batch, length, features)."""
     q = jnp.einsum('ble,ehd->blhd', x, self.weight('q', 'embed', 'heads', 'head'))
     k = jnp.einsum('ble,ehd->blhd', x, self.weight('k', 'embed', 'kv_heads', 'head'))
     v = jnp.einsum('ble,ehd->blhd', x, self.weight('v', 'embed', 'kv_heads', 'head'))
-    q = lay(rotate(q), 'batch', 'length', 'heads', 'head')
-    k, v = (lay(y, 'batch', 'length', 'kv_heads', 'head') for y in (rotate(k), v))
+    q = constrained(rotate(q), 'batch', 'length', 'heads', 'head')
+    k, v = (constrained(y, 'batch', 'length', 'kv_heads', 'head') for y in (rotate(k), v))
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # each head of k and v serves several of q
-    y = lay(y, 'batch', 'length', 'heads', 'head')
+    y = constrained(y, 'batch', 'length', 'heads', 'head')
     return jnp.einsum('blhd,hde->ble', y, self.weight('out', 'heads', 'head', 'embed'))
 
   def feed_forward(self, x):
     """The gated MLP of (batch, length, features)."""
     y = nn.silu(x @ self.weight('gate', 'embed', 'mlp')) * (x @ self.weight('up', 'embed', 'mlp'))
-    return lay(y, 'batch', 'length', 'mlp') @ self.weight('down', 'mlp', 'embed')
+    return constrained(y, 'batch', 'length', 'mlp') @ self.weight('down', 'mlp', 'embed')
 
 
 class Llama(Part):
@@ -103,9 +103,9 @@ class Llama(Part):
       split_rngs={'params': True},
       metadata_params={nn.PARTITION_NAME: 'layers'},
     )
-    x, _ = blocks(self.sizes, name='blocks')(lay(x, 'batch', 'length', 'features'), None)
+    x, _ = blocks(self.sizes, name='blocks')(constrained(x, 'batch', 'length', 'features'), None)
     logits = self.norm('norm', x) @ self.weight('logits', 'embed', 'vocab')
-    return lay(logits, 'batch', 'length', 'vocab')
+    return constrained(logits, 'batch', 'length', 'vocab')
 
 
 def rotate(x):

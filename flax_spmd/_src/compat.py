@@ -12,6 +12,7 @@ import inspect
 import io
 import itertools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax.core import lift, meta
+from flax.core import scope as flax_scope
 from flax.core import spmd as core_spmd
 from flax.linen import spmd as linen_spmd
 from jax._src import (
@@ -603,6 +605,87 @@ def current_module() -> str | None:
   if not modules:
     return None
   return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
+
+
+def rewind_point(module: nn.Module) -> Callable[[], None]:
+  """A function that takes a module back to here, in a method that has raised an error: as between two calls of it.
+
+  Its variables, random numbers and names. Flax does the same at the end of a method. True of flax 0.12.8 to 0.12.12.
+  """
+  scope: Any = module.scope
+  scope._populate_collections()
+  variables, counters = _mutable(scope, copied=True), _copy(scope.rng_counters)
+  in_method = module._state.in_compact_method
+
+  def rewind() -> None:
+    _restore(_mutable(scope), variables)
+    _restore(scope.rng_counters, counters, first=0)
+    if in_method:
+      object.__setattr__(module, 'scope', scope.rewound())
+      module._state.reset()
+      module._state.in_compact_method = True
+
+  return rewind
+
+
+def _mutable(scope: Any, copied: bool = False) -> dict[str, Any]:
+  """The variables of the collections of a scope that its module may change."""
+  found = {name: tree for name, tree in scope._variables.items() if scope.is_mutable_collection(name)}
+  return _copy(found) if copied else found
+
+
+def _copy(tree: Any) -> Any:
+  return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _restore(tree: dict[Any, Any], copy: dict[Any, Any], first: Any = None) -> None:
+  """Makes nested dictionaries equal to a copy, but for new ones, which others may hold: they are empty, or count from `first`."""
+  for key, value in list(tree.items()):
+    if isinstance(value, dict):
+      _restore(value, copy.get(key, {}), first)
+    elif key in copy:
+      tree[key] = copy[key]
+    elif first is None:
+      del tree[key]
+    else:
+      tree[key] = first
+
+
+def scope_detours(handler: Callable[..., Any]) -> _Detours:
+  """Detours of the functions by which modules of Linen read and write variables, and get keys, and of `lift.pack`.
+
+  The last begins every transformation of Linen. True of flax 0.12.8 to 0.12.12.
+  """
+  of_scopes = [(flax_scope.Scope, name) for name in ('get_variable', 'put_variable')]
+  return detours([*of_scopes, (flax_scope.LazyRng, 'as_jax_rng'), (lift, 'pack')], handler)
+
+
+UNTYPED = (
+  core.ShardingTypeError,
+  jax_named_sharding.DuplicateSpecError,
+  NotImplementedError,
+  ValueError,
+  TypeError,
+)
+_UNTYPED_TEXT = re.compile('out_sharding|sharding rule for')
+
+
+def is_untyped(error: Exception, or_carry: bool = False) -> bool:
+  """Whether an error, one of `UNTYPED`, is that of an operation without a type on Explicit axes.
+
+  Args:
+    error: the error.
+    or_carry: whether a loop counts whose carry changes its type, which may be for another reason.
+  """
+  if isinstance(error, (NotImplementedError, ValueError, TypeError)):
+    is_of_carry = or_carry and 'must have equal types' in str(error)
+    return is_of_carry or _UNTYPED_TEXT.search(str(error)) is not None
+  return True
+
+
+def mesh_of_type(value: Any) -> AbstractMesh:
+  """The mesh that the type of an array is over; it may be empty."""
+  return jax.typeof(value).sharding.mesh
 
 
 def is_lifted_type(cls: type) -> bool:

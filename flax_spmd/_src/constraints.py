@@ -142,6 +142,7 @@ def constrain_on(
   if manual:
     spec = only_axes(spec, lambda axis: axis not in manual)
     target = current_mesh() or target
+  target = _in_current_types(target)
   types = axis_types(target)
   explicit = {axis for axis, type_ in types.items() if type_ is AxisType.Explicit}
   if explicit:
@@ -213,6 +214,18 @@ def _manual_axes(mesh: MeshLike) -> set[str]:
   if current is None or current.axis_names != mesh.axis_names:
     return set()
   return {axis for axis, type_ in axis_types(current).items() if type_ is AxisType.Manual}
+
+
+def _in_current_types(mesh: MeshLike) -> MeshLike:
+  """JAX's current mesh in the place of one with Explicit axes, in a block that runs over Auto ones (`jax.sharding.auto_axes`)."""
+  current = current_mesh()
+  if (
+    current is None
+    or AxisType.Explicit not in mesh.axis_types
+    or AxisType.Explicit in current.axis_types
+  ):
+    return mesh
+  return current if axis_sizes(current) == axis_sizes(mesh) else mesh
 
 
 def _reshard(x, spec: PartitionSpec, mesh: MeshLike, explicit: set[str]):

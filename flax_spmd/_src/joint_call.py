@@ -27,7 +27,13 @@ import jax
 
 from flax_spmd import errors
 from flax_spmd._src.compat import coordination_service
-from flax_spmd._src.whereabouts import Question, is_main_thread, programs, start_answering
+from flax_spmd._src.whereabouts import (
+  Question,
+  is_main_thread,
+  programs,
+  start_answering,
+  values_by_process,
+)
 
 _PREFIX, _WAITING, _ENDED = 'flax_spmd/calls', 'flax_spmd/waiting', 'flax_spmd/ended'
 _LONGEST = 500  # characters of a reason
@@ -135,10 +141,9 @@ class JointCall:
 
   def _left_alone(self) -> errors.LayoutError | None:
     """The error for processes that have ended without this call."""
-    for process in self._members:
-      text = _stored(f'{_ENDED}/{process}')
-      calls = json.loads(text).get(self._kind, 0) if text else self._number + 1
-      if calls <= self._number:
+    for process, text in sorted(values_by_process(_ENDED).items()):
+      calls = json.loads(text).get(self._kind, 0)
+      if process in self._members and calls <= self._number:
         return errors.LayoutError(
           f'{self._subject} is call {self._number + 1} of {self._kind!r} in process {jax.process_index()}, and process '
           f'{process} has ended after {calls}.\n'
@@ -154,13 +159,17 @@ class JointCall:
     if not _is_in_front():
       return None
     me = jax.process_index()
-    self._announce(json.dumps([self._kind, self._number, self._subject, _made, self._members]))
-    for process in self._members:
-      text = _stored(f'{_WAITING}/{process}')
-      if not text:
+    members = None if len(self._members) == jax.process_count() else self._members
+    self._announce(json.dumps([self._kind, self._number, self._subject, _made, members]))
+    for process, text in sorted(values_by_process(_WAITING).items()):
+      if process not in self._members or not text:
         continue
-      kind, number, subject, made, members = json.loads(text)
-      if me not in members or number < _made.get(kind, 0) or made.get(self._kind, 0) > self._number:
+      kind, number, subject, made, others = json.loads(text)
+      if (
+        me not in (others or [me])
+        or number < _made.get(kind, 0)
+        or made.get(self._kind, 0) > self._number
+      ):
         continue
       here, there = (each[:1].lower() + each[1:] for each in (self._subject, subject))
       error = errors.LayoutError(

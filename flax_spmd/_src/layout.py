@@ -697,9 +697,9 @@ class Layout:
 
     Raises:
       MeshError: the other mesh is abstract.
-      LayoutError: a device lacks memory; an array is on devices of other processes, or on none of this layout's; a leaf
-        is deleted, abstract, traced, or no number; the state is not one of the plan; `dtype` is no floating-point
-        one. Nothing has moved then.
+      LayoutError: a device lacks memory, in any process; a process cannot read its part of the result; an array is on
+        no device of this layout; a leaf is deleted, abstract, traced, or no number; the state is not one of the plan;
+        `dtype` is no floating-point one. Nothing has moved then.
       MeshAxisError, UnmatchedNameError, ConflictError: the other layout cannot shard an array.
 
     Example:
@@ -710,7 +710,6 @@ class Layout:
       (dtype(bfloat16), P(None, 'model'), 4)
     """
     plan = self.plan_reshard(state, to, dtype=dtype, donate=donate, limit=limit)
-    plan.check()
     made = plan.run(jax.tree.leaves(state))
     return rebuilt(to.abstract() if isinstance(to, Plan) else state, made)
 
@@ -725,7 +724,7 @@ class Layout:
   ) -> ReshardPlan:
     """The plan of a `reshard`: bytes on the wire, and the peak of each device. Compiles programs; moves nothing.
 
-    A lack of memory is returned in the result, not raised.
+    A lack of memory is returned in the result, not raised. So are arrays that cannot reach a process.
 
     Args:
       state, to, dtype, donate, limit: see `reshard`; the arrays may be abstract, with shardings.

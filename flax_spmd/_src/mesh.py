@@ -27,6 +27,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.text import plural
 from flax_spmd.errors import MeshError
 
 MeshLike: TypeAlias = Mesh | AbstractMesh
@@ -40,7 +41,7 @@ def make_mesh(
   *,
   dcn: Mapping[str, int] | None = None,
   devices: Sequence[Any] | None = None,
-  axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
+  axis_types: AxisType | Mapping[str, AxisType] | Sequence[AxisType] = AxisType.Auto,
   split_physical_axes: bool = False,
 ) -> Mesh:
   """A concrete mesh over the first available devices, in an order that suits their interconnect.
@@ -54,7 +55,8 @@ def make_mesh(
       divided by the other sizes. Devices of a single process and slice are split into equal groups, for
       experiments.
     devices: devices to use; default `jax.devices()`. Surplus devices are ignored.
-    axis_types: one `AxisType` for all axes, or one per axis name (default Auto).
+    axis_types: one `AxisType` for all axes, one per axis name (default Auto), or one per axis in order, as for
+      `jax.make_mesh`.
     split_physical_axes: whether several mesh axes may share one physical axis of a torus.
 
   Returns:
@@ -100,7 +102,7 @@ def abstract_mesh(
   axes: Mapping[str, int],
   *,
   devices: int | None = None,
-  axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
+  axis_types: AxisType | Mapping[str, AxisType] | Sequence[AxisType] = AxisType.Auto,
 ) -> AbstractMesh:
   """A mesh without devices, for planning, tracing and lowering on hardware you don't have.
 
@@ -108,7 +110,8 @@ def abstract_mesh(
     axes: positive size per axis name, in order. With `devices`, one size may be -1: the number of devices
       divided by the other sizes.
     devices: number of devices.
-    axis_types: one `AxisType` for all axes, or one per axis name (default Auto).
+    axis_types: one `AxisType` for all axes, one per axis name (default Auto), or one per axis in order, as for
+      `jax.make_mesh`.
 
   Raises:
     MeshError: a size is invalid, -1 cannot be filled in, or an axis type is invalid or names an unknown
@@ -327,18 +330,26 @@ def _check_sizes(sizes: dict[str, int], what: str, *, allow_fill: bool) -> None:
     )
 
 
-def _types(sizes: Mapping[str, int], types: AxisType | Mapping[str, AxisType]) -> tuple[AxisType, ...]:
+def _types(
+  sizes: Mapping[str, int], types: AxisType | Mapping[str, AxisType] | Sequence[AxisType]
+) -> tuple[AxisType, ...]:
   if isinstance(types, AxisType) and types is not AxisType.Manual:
     return (types,) * len(sizes)
-  given = types if isinstance(types, Mapping) else {}
-  wrong = [f'{name!r} is not an axis' for name in given if name not in sizes]
-  kinds = given.values() if isinstance(types, Mapping) else [types]
+  given: Mapping[str, AxisType] = {}
+  wrong: list[str] = []
+  if isinstance(types, Mapping):
+    given = types
+    wrong = [f'{name!r} is not an axis' for name in given if name not in sizes]
+  elif isinstance(types, (tuple, list)):
+    given = dict(zip(sizes, types))
+    wrong = [f'{plural(len(types), "type")} for {len(sizes)} axes'] * (len(types) != len(sizes))
   known = AxisType.Auto, AxisType.Explicit  # only shard_map creates Manual axes
+  kinds = given.values() if isinstance(types, (Mapping, tuple, list)) else [types]
   wrong += [f'{kind!r} is neither AxisType.Auto nor Explicit' for kind in kinds if kind not in known]
   if wrong:
     raise MeshError(
       f'axis_types={types!r} for the mesh {describe(sizes)}: {", ".join(wrong)}.\n'
-      'Fix: pass jax.sharding.AxisType.Auto or Explicit for all axes, or a dict of them by axis name.'
+      'Fix: pass jax.sharding.AxisType.Auto or Explicit for all axes, one for each in order, or a dict of them by axis name.'
     )
   return tuple(given.get(name, AxisType.Auto) for name in sizes)
 

@@ -1,6 +1,7 @@
 """Notebook HTML: elements of which values make the HTML that a notebook shows for them (`_repr_html_`).
 
-They need no script, and no style but the notebook's own, so they show wherever a notebook is shown.
+They need no style but the notebook's own, and show wherever a notebook is shown. A viewer that runs no scripts, such as
+GitHub, shows tables without their filter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 MOST_ROWS = 2000  # in a notebook, which saves them in its file
+_MANY_ROWS = 8  # that have a filter
 _REPORT_HEIGHT = 600  # pixels
+_FILTER = (
+  '<input type="search" placeholder="filter rows" aria-label="filter rows" oninput="for (const row of '
+  'this.nextElementSibling.tBodies[0].rows) row.hidden = '
+  '!row.textContent.toLowerCase().includes(this.value.toLowerCase())">'
+)
 
 
 def safe(text: Any) -> str:
@@ -21,7 +28,10 @@ def safe(text: Any) -> str:
 
 
 def plain_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A table of cells that are HTML, aligned to the left; its first `MOST_ROWS` rows, and the number of others."""
+  """A table of cells that are HTML, aligned to the left; its first `MOST_ROWS` rows, and the number of others.
+
+  Above many rows is a field: rows that contain its text stay, by folded content too.
+  """
   align = ' style="text-align: left"'
   head = ''.join(f'<th{align}>{safe(title)}</th>' for title in titles)
   rows = list(rows)
@@ -30,7 +40,8 @@ def plain_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   others = (
     f'<p>and {len(rows) - MOST_ROWS} more, which print shows.</p>' if len(rows) > MOST_ROWS else ''
   )
-  return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{others}'
+  search = _FILTER if len(rows) > _MANY_ROWS else ''
+  return f'{search}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{others}'
 
 
 def bullets(lines: Iterable[Any]) -> str:

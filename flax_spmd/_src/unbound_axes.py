@@ -34,15 +34,15 @@ def explained_axis_names() -> Iterator[None]:
     found = _UNBOUND.search(str(error))
     if found is None:
       raise
-    raise AxisNameError(_TEXT.format(name=found[1], place=_place(error))) from error
+    raise AxisNameError(_TEXT.format(name=found[1], place=place_of(error))) from error
   except NotImplementedError as error:
     if 'axis_index_groups' not in str(error):
       raise
-    raise LayoutError(_GROUPS_TEXT.format(place=_place(error))) from error
+    raise LayoutError(_GROUPS_TEXT.format(place=place_of(error))) from error
 
 
-def _place(error: BaseException) -> str:
-  """The innermost Linen module of a traceback, and the user's line."""
+def place_of(error: BaseException) -> str:
+  """The innermost Linen module of an error's traceback, and the user's line."""
   stack = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
   file = user_frame([frame.f_code.co_filename for frame, _ in stack])
   at = line_text(stack[file][0].f_code.co_filename, stack[file][1])

@@ -101,7 +101,7 @@ class Question:
       self._asked = time.monotonic()
       with contextlib.suppress(jax.errors.JaxRuntimeError):
         service.key_value_set(_ASKED, f'{me}/{next(_questions)}', allow_overwrite=True)
-    answers = {int(key.rpartition('/')[2]): text for key, text in _stored_in(service, _ANSWERS)}
+    answers = values_by_process(_ANSWERS)
     return {
       process: Whereabouts(*json.loads(answers[process])) for process in processes if process in answers
     }
@@ -146,11 +146,13 @@ def _line() -> str:
   return line_text(*stack[user_frame([file for file, _ in stack])]) if stack else ''
 
 
-def _stored_in(service: Any, folder: str) -> list[tuple[str, str]]:
+def values_by_process(folder: str) -> dict[int, str]:
+  """The values below a key, by the process that their own keys end in. It is one request for any number of processes."""
   try:
-    return service.key_value_dir_get(folder)
+    found = coordination_service().key_value_dir_get(folder)
   except jax.errors.JaxRuntimeError:
-    return []
+    return {}
+  return {int(key.rpartition('/')[2]): text for key, text in found}
 
 
 def _stored(service: Any, key: str) -> str | None:

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from flax_spmd._src.checkpoint.storage.store import ANY, open_store
+from flax_spmd._src.checkpoint.storage.store import ANY, FileRecord, open_store
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointDamagedError,
@@ -150,7 +150,7 @@ def test_killed_writers_leave_nothing_that_disturbs(tmp_path):
     assert run_process(dedent(script), check=False).returncode == -signal.SIGKILL
     assert list(tmp_path.glob('*.part'))
     assert store.children() == ['HEAD']
-    assert store.files() == {'HEAD': 3}
+    assert store.files() == {'HEAD': FileRecord(3, '')}
     tag = store.write('HEAD', b'old', expected=tag)
     assert tag is not None
     assert not list(tmp_path.glob('.*.part'))

@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-from flax_spmd._src import joint_call
+from flax_spmd._src import joint_call, whereabouts
 from flax_spmd._src.checkpoint.storage import heartbeat
 from flax_spmd._src.joint_call import JointCall
 
@@ -37,6 +37,9 @@ class FailingService:
       raise jax.errors.JaxRuntimeError('NOT_FOUND: ' + key)
     return self.values[key]
 
+  def key_value_dir_get(self, folder):
+    return [(key, value) for key, value in self.values.items() if key.startswith(f'{folder}/')]
+
 
 @pytest.fixture
 def beating(monkeypatch):
@@ -45,7 +48,7 @@ def beating(monkeypatch):
 
   def start(service):
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
-    for module in (heartbeat, joint_call):
+    for module in (heartbeat, joint_call, whereabouts):
       monkeypatch.setattr(module, 'coordination_service', lambda: service)
     started.append(heartbeat.Heartbeat(JointCall('save', 'The save to /a')))
     assert service.reached.wait(20)
@@ -93,3 +96,33 @@ def test_threads_number_their_calls_apart():
       assert len(set(folders)) == 4
   finally:
     sys.setswitchinterval(before)
+
+
+class CountedRequests:
+  """A coordination service that has nothing stored."""
+
+  def __init__(self):
+    self.count = 0
+
+  def key_value_set(self, key, value, allow_overwrite=False):
+    self.count += 1
+
+  def key_value_try_get(self, key):
+    self.count += 1
+    raise jax.errors.JaxRuntimeError('NOT_FOUND: ' + key)
+
+  def key_value_dir_get(self, folder):
+    self.count += 1
+    return []
+
+
+@pytest.mark.parametrize('processes', [2, 1000])
+def test_a_waiting_process_asks_a_few_times_for_any_number_of_others(monkeypatch, processes):
+  """Each look of a process that waits in a call; all processes may wait, and look once a second."""
+  service = CountedRequests()
+  monkeypatch.setattr(jax, 'process_count', lambda: processes)
+  for module in (joint_call, whereabouts):
+    monkeypatch.setattr(module, 'coordination_service', lambda: service)
+  call = JointCall('save', 'The save to /a')
+  assert call.error() is None
+  assert service.count == 5

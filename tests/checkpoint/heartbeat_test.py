@@ -5,6 +5,7 @@ import threading
 import jax
 import pytest
 
+from flax_spmd._src import joint_call, whereabouts
 from flax_spmd._src.checkpoint.storage import async_save, heartbeat
 from flax_spmd._src.joint_call import JointCall
 
@@ -38,16 +39,17 @@ class Service:
       self.answers.wait()
 
   def key_value_try_get(self, key):
-    if key.endswith('failed'):
-      raise jax.errors.JaxRuntimeError('no such key')
-    return self.others
+    raise jax.errors.JaxRuntimeError('no such key')
+
+  def key_value_dir_get(self, folder):
+    return [(f'{folder}/0', 'its own'), (f'{folder}/1', self.others)]
 
 
 @pytest.fixture
 def service(monkeypatch):
   service = Service()
-  monkeypatch.setattr(heartbeat, 'coordination_service', lambda: service)
-  monkeypatch.setattr('flax_spmd._src.joint_call.coordination_service', lambda: service)
+  for module in (heartbeat, joint_call, whereabouts):
+    monkeypatch.setattr(module, 'coordination_service', lambda: service)
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   yield service
   service.answers.set()

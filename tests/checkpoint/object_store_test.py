@@ -10,8 +10,9 @@ import pytest
 import flax_spmd as spmd
 from flax_spmd import checkpoint
 from flax_spmd._src.checkpoint.storage import buckets
-from flax_spmd._src.checkpoint.storage.store import open_store
+from flax_spmd._src.checkpoint.storage.store import FileRecord, open_store
 from flax_spmd.errors import CheckpointError, CheckpointReadOnlyError
+from tests.object_stores import Answer
 from tests.processes import run_process
 
 CONDITIONS = ('ifGenerationMatch', 'if-match', 'if-none-match')
@@ -58,7 +59,7 @@ def test_a_server_that_ignores_conditions(s3):
     Fix: save to a bucket of GCS or Amazon S3, or to a server with conditional writes.""")
   assert store.write('x', b'1')
   assert store.read('HEAD') is None
-  assert store.files() == {'x': 1}
+  assert list(store.files()) == ['x']
 
 
 def test_a_server_that_rejects_conditions(s3):
@@ -103,7 +104,7 @@ def test_lists_are_never_remembered(server):
   for number in range(3):
     server.put(f'{server.bucket}/run/step_{number}/x', b'1')
     assert store.children() == [f'step_{n}' for n in range(number + 1)]
-    assert store.files() == {f'step_{n}/x': 1 for n in range(number + 1)}
+    assert list(store.files()) == [f'step_{n}/x' for n in range(number + 1)]
     assert (store.root / f'step_{number}').exists()
     assert sorted(child.name for child in store.root.iterdir()) == store.children()
 
@@ -125,7 +126,7 @@ def test_long_lists(server):
   for name in names:
     server.put(f'{server.bucket}/run/gen-1/{name}', b'1')
   assert store.children('gen-1') == names
-  assert store.files('gen-1') == dict.fromkeys(names, 1)
+  assert {name: file.size for name, file in store.files('gen-1').items()} == dict.fromkeys(names, 1)
   store.remove('gen-1')
   assert store.children() == []
 
@@ -145,12 +146,37 @@ def test_checksums_are_those_of_the_server(server):
   assert store.compares()
   store.write('x', b'123')
   server.requests.clear()
-  digest = store.digest('x')
-  assert digest == 'md5:202cb962ac59075b964b07152d234b70'
-  assert store.digest('x', like=digest) == digest
+  digest = 'md5:202cb962ac59075b964b07152d234b70'
+  assert store.files() == store.files(compared=True) == {'x': FileRecord(3, digest)}
+  assert len(server.requests) == 2
+  assert store.digest('x') == store.digest('x', like=digest) == digest
   assert not [r for r in server.requests if r.method == 'GET' and r.query.get('alt') == 'media']
   assert store.digest('x', like='md5:00') == digest
   assert store.digest('x', like='crc32:00') == 'crc32:884863d2'
+
+
+def test_an_answer_that_lacks_its_end(server):
+  """As of a connection that broke after the first line: whether the object was written is unknown."""
+  store = open_store(f'{server.bucket}/run')
+  store.read('HEAD')
+  server.intercept = lambda request: Answer(200) if request.method in ('PUT', 'POST') else None
+  with pytest.raises(CheckpointError, match=r'check the network.*, and repeat the call'):
+    store.write('HEAD', b'1')
+
+
+def test_credentials_that_are_set_after_an_error(s3, monkeypatch):
+  """As in a notebook: the next call finds them, and no secret is kept."""
+  for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
+    monkeypatch.delenv(name)
+  with pytest.raises(CheckpointError, match='set AWS_PROFILE, or AWS_ACCESS_KEY_ID'):
+    open_store(f'{s3.bucket}/run').read('HEAD')
+  s3.requests.clear()
+  monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'AKIDLATER')
+  monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'SECRETLATER')
+  store = open_store(f'{s3.bucket}/run')
+  assert store.write('HEAD', b'1') and store.children() == ['HEAD']
+  (authorization,) = {request.headers['authorization'].split('/')[0] for request in s3.requests}
+  assert authorization.endswith('AKIDLATER')
 
 
 def test_tags_that_are_no_checksums(s3):
@@ -159,6 +185,7 @@ def test_tags_that_are_no_checksums(s3):
   store = open_store(f'{s3.bucket}/run')
   assert store.compares()
   store.write('x', b'123')
+  assert store.files() == {'x': FileRecord(3, '')}
   assert store.digest('x') == 'crc32:884863d2'
   assert store.digest('x', like='md5:00') == 'md5:202cb962ac59075b964b07152d234b70'
 
@@ -220,7 +247,7 @@ def test_one_of_the_two_emulator_variables(gcs, monkeypatch):
 def test_a_package_that_is_missing():
   script = """
     import sys
-    from flax_spmd._src.checkpoint.storage.store import open_store
+    from flax_spmd._src.checkpoint.storage.store import FileRecord, open_store
     sys.modules.update(gcsfs=None, s3fs=None)
     for url in ('gs://bucket/run', 's3://bucket/run'):
       try:

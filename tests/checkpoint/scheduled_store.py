@@ -16,7 +16,7 @@ from typing import Any
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, Tag
+from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, FileRecord, Tag
 from flax_spmd.errors import CheckpointError
 
 ROOT, NAME = '/root', 'step'
@@ -291,12 +291,14 @@ class ScheduledStore:
       {name[len(prefix) :].partition('/')[0] for name in self.world.files if name.startswith(prefix)}
     )
 
-  def files(self, folder: str = '') -> dict[str, int]:
-    """See `Store`."""
+  def files(self, folder: str = '', *, compared: bool = False) -> dict[str, FileRecord]:
+    """See `Store`. Its lists have no checksums."""
+    del compared
     self.world.operation(f'list {folder}')
     prefix = f'{self._full(folder)}/'
     files = self.world.files
-    return {name[len(prefix) :]: len(files[name]) for name in sorted(files) if name.startswith(prefix)}
+    names = [name for name in sorted(files) if name.startswith(prefix)]
+    return {name[len(prefix) :]: FileRecord(len(files[name]), '') for name in names}
 
   def digest(self, name: str, like: str = '') -> str:
     """See `Store`."""
@@ -304,8 +306,9 @@ class ScheduledStore:
       raise CheckpointError(f'{name} is missing\nFix: none.')
     return checksum(iter([self.world.files[self._full(name)], b'']), like)
 
-  def remove(self, folder_or_file: str) -> None:
+  def remove(self, folder_or_file: str, *, is_file: bool = False) -> None:
     """See `Store`. A folder is removed file by file."""
+    del is_file
     full = self._full(folder_or_file)
     for name in self.world.rng.sample(sorted(self.world.files), len(self.world.files)):
       if name == full or name.startswith(f'{full}/'):

@@ -45,8 +45,9 @@ def check(fresh, groups, seeds):
 
 
 @pytest.mark.slow
-def test_fifty_histories(fresh):
-  check(fresh, alphabet(seed=0, functions=6, others=4), range(50))
+@pytest.mark.parametrize('count', [15, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_random_histories(fresh, count):
+  check(fresh, alphabet(seed=0, functions=6, others=4), range(count))
 
 
 @pytest.mark.slow

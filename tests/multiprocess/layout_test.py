@@ -102,7 +102,7 @@ def run(processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('processes', [2, 4])
+@pytest.mark.parametrize('processes', [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_every_process_trains_as_a_single_process_does(processes):
   reported = run(processes)
   for name in ('names', 'fsdp', 'shuffled'):

@@ -229,7 +229,7 @@ def train(layout, create, *, boxed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('boxed', [True, False])
+@pytest.mark.parametrize('boxed', [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_model_trains_as_its_annotated_version(boxed):
   """With every array of the state, of the optimizer too, where the names of an author would put it."""
   layout = spmd.Layout({'data': 2, 'model': 4}, spmd.presets.fsdp_tensor_parallel(min_size=1))

@@ -15,21 +15,23 @@ from tests.pipeline.cases import LAYOUT, STAGES, WIDTH, X, Y, check, descend, we
 WAVE = (0, 1, 2, 3, 3, 2, 1, 0) * 2
 
 
-def schedule(placement, live, split=True):
+def schedule(placement, live, split=True, *costs):
   ranks = max(placement) + 1
   chunks = len(placement) // ranks
-  rule = lambda rank, count: greedy(placement, count, live, split)[rank]
+  rule = lambda rank, count: greedy(placement, count, live, split, *costs)[rank]
   return Schedule.of(rule, ranks=ranks, chunks=chunks, placement=placement)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_placement_gives_a_schedule_that_can_run(data):
-  """Ranks in any order, not only of neighbouring stages; the memory is respected."""
+  """Ranks in any order, not only of neighbouring stages, under any costs; the memory is respected."""
   ranks, chunks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
   placement = tuple(data.draw(st.permutations(list(range(ranks)) * chunks)))
-  live = data.draw(st.integers(len(placement), 2 * len(placement)))
-  one = schedule(placement, live, data.draw(st.booleans()))
+  live = data.draw(st.integers(chunks, 2 * len(placement)))
+  stage_times = st.lists(st.floats(0, 9), min_size=len(placement), max_size=len(placement))
+  costs = {kind: data.draw(stage_times) for kind in ('fwd', 'bwd', 'wgrad')}
+  one = schedule(placement, live, data.draw(st.booleans()), costs, data.draw(st.sampled_from([0, 0.5])))
   microbatches = data.draw(st.integers(1, 9))
   assert max(one.validate(microbatches).peaks) <= live
 
@@ -69,7 +71,7 @@ def test_bad_input():
 
   assert text_of((0, 1, 1, 0), 4, 1) == dedent("""\
     greedy: with at most 1 live activation per rank, the ranks wait for each other.
-    Fix: pass live=4, the number of stages, or more.""")
+    Fix: pass live=2, the number of stages of a rank, or more.""")
   assert text_of((0, 2), 4, 4) == dedent("""\
     greedy: the ranks (0, 2) are not 0, 1, ... without gaps.
     Fix: pass the rank of every stage, such as (0, 1, 2, 2, 1, 0).""")

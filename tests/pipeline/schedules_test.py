@@ -584,7 +584,7 @@ def test_an_illegal_schedule_is_neither_simulated_nor_drawn():
 # Other bad input.
 
 SYNTAX = 'Fix: write fwd_2__0 for the forward of stage 2 and microbatch 0; bwd_2__0; wgrad_2__0; FusedTask(fwd_2__0, bwd_2__0).'
-COSTS = "Fix: pass {'fwd': 1, 'bwd': 1, 'wgrad': 1}, with a number or one number per stage, or a function of a task."
+COSTS = "Fix: pass {'fwd': 1, 'bwd': 1, 'wgrad': 1}, with a number or one number per stage, the times of tasks that `measure` returned, or a function of a task."
 LINES = 'Fix: write a line for every rank in order, such as "rank 0: fwd_0__0 bwd_0__0".'
 
 

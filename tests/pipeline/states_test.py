@@ -352,7 +352,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize('stages', [4, 2, 8, None], ids=str)
+@pytest.mark.parametrize(
+  'stages', [*(pytest.param(count, marks=pytest.mark.exhaustive) for count in (4, 8)), 2, None], ids=str
+)
 @pytest.mark.parametrize('way', WAYS.values(), ids=list(WAYS))
 def test_saved_with_4_stages_and_restored(way, stages, tmp_path):
   save, restore = way

@@ -14,7 +14,7 @@ from flax_spmd._src.checkpoint.storage.readers import CheckpointReader, open_che
 from flax_spmd._src.checkpoint.storage.recognition import checkpoints_in, saved_at
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_count
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
-from flax_spmd._src.checkpoint.storage.source import read_whole
+from flax_spmd._src.checkpoint.storage.source import current_source, read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.notebook_html import (
@@ -166,9 +166,13 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
     >>> summary.record.leaves['w'].names, summary.record.bytes
     (('embed', 'mlp'), 512)
   """
-  reader = open_checkpoint(path)
-  folder = os.fspath(reader.folder)
-  return CheckpointSummary(os.fspath(as_path(path)), reader.record, saved_at(reader.path), folder=folder)
+  with refusals(path):
+    source = current_source(as_path(path))
+    reader = reader_of(path, source)
+    saved = saved_at(reader.path, source)
+  return CheckpointSummary(
+    os.fspath(as_path(path)), reader.record, saved, folder=os.fspath(reader.folder)
+  )
 
 
 @set_module('flax_spmd.checkpoint')

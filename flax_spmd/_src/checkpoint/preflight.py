@@ -24,6 +24,7 @@ from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, device_dtype, leaf_count
 from flax_spmd._src.checkpoint.targets import RestoreTarget
+from flax_spmd._src.notebook_html import preformatted
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
@@ -77,6 +78,9 @@ class Preflight(NamedTuple):
     if self.temporary_bytes:
       needs += f', and {size_text(self.temporary_bytes)} more during conversion'
     return '\n'.join([f'Checkpoint {self.path} matches: {", ".join(parts)}; {needs}.', *self.notes])
+
+  def _repr_html_(self) -> str:
+    return preformatted(self)
 
   def check(self) -> None:
     """Raises if there are problems; warns if a sharded state would be replicated.

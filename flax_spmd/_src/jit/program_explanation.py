@@ -20,6 +20,7 @@ from flax_spmd._src.constraint_log import ConstraintRequest, no_rule
 from flax_spmd._src.jit.program_arrays import ProgramArray, ProgramCollective, over, sharding_text
 from flax_spmd._src.jit.second_call import SecondCall
 from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
+from flax_spmd._src.notebook_html import plain_table, preformatted, safe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import first_lines, plural, size_text
 from flax_spmd.errors import LayoutError, did_you_mean
@@ -164,12 +165,17 @@ class ProgramExplanation(NamedTuple):
     from rich.text import Text
 
     table = Table()
-    for name in ('path', 'array', 'sharding', 'from', 'moved by'):
+    for name in _TITLES[:-1]:
       table.add_column(name, overflow='fold')
-    table.add_column('per device', justify='right')
+    table.add_column(_TITLES[-1], justify='right')
     for cells in self._cells():
       table.add_row(*map(Text, cells))
     return Group(Text(self._head()), table, Text('\n'.join(self._summary())))
+
+  def _repr_html_(self) -> str:
+    rows = (tuple(map(safe, cells)) for cells in self._cells())
+    summary = preformatted('\n'.join(self._summary()))
+    return f'<p>{safe(self._head())}</p>{plain_table(_TITLES, rows)}{summary}'
 
   def __str__(self) -> str:
     from rich.console import Console
@@ -245,6 +251,7 @@ class ProgramExplanation(NamedTuple):
     return [f'the program runs on {plural(self.devices, "device")} of {self.mesh.size}']
 
 
+_TITLES = ('path', 'array', 'sharding', 'from', 'moved by', 'per device')
 _NUMBER = re.compile(r'(\d+)')
 _FEW = 3  # arrays alike that have a row each
 

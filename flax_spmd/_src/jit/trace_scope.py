@@ -9,6 +9,7 @@ from typing import cast
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, scope
 from flax_spmd._src.jit.foreign_meshes import LAYOUTS_MESH, explained_mesh_errors
+from flax_spmd._src.jit.module_types import explicit_types
 from flax_spmd._src.mesh import MeshLike, current_mesh, describe
 from flax_spmd._src.unbound_axes import explained_axis_names
 from flax_spmd.errors import MeshError
@@ -34,6 +35,7 @@ def trace_scope(in_force: InForce, owner: str = LAYOUTS_MESH) -> Iterator[None]:
     compat.without_eager_sharding(),
     explained_mesh_errors(mesh, owner),
     explained_axis_names(),
+    explicit_types(mesh),
   ):
     yield
 

@@ -55,7 +55,7 @@ def names_for(create: Callable[P, Result], names: Any = ()) -> Callable[P, Resul
 
   Returns:
     A function with the signature of `create`. It raises `LayoutError` for an entry that names nothing in a state that it
-    creates, unless it is for a type that the model lacks, and for more names than dimensions (lists all of them).
+    creates, returned or not, unless it is for a type that the model lacks, and for more names than dimensions (lists all of them).
 
   Raises:
     LayoutError: `names` has an invalid entry, or a key twice (lists all of them).
@@ -100,7 +100,11 @@ def _named(result: Any, linen: tuple[LayerTable, LayerTable], layers: LinenLayer
   problems = dict.fromkeys(origin.problem for origin in origins if origin.problem is not None)
   # a model whose trace JAX has in its cache does not run
   creates = layers.has_initialized or (bool(origins) and not layers.outputs.has_run)
-  idle = own.idle(origins, [path_string(path) for path, _ in units]) if creates else ()
+  paths = [path_string(path) for path, _ in units]
+  idle = list(own.idle(origins, paths)) if creates else []
+  if idle and layers.created:  # a function may return a part of the variables, such as the caches
+    created = [box.named(linen)[1] for box in layers.created]
+    idle = list(own.idle([*origins, *created], paths))
   raise_problems([*problems, *idle])
   return treedef.unflatten(nodes) if any(isinstance(node, LayerBox) for _, node in flat) else result
 

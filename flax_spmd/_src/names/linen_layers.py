@@ -148,6 +148,7 @@ class LinenLayers:
   Attributes:
     outputs: the constraints of results.
     origins: those of the variables that calls of `apply` have created.
+    created: boxes, without values, of the variables that calls of `init` have created, returned or not.
     has_initialized: whether there was a call of `init`.
   """
 
@@ -156,6 +157,7 @@ class LinenLayers:
     self._given: frozenset[str] = frozenset()  # the collections that `apply` gets
     self._reading_paths = 0  # number of running methods that read the paths of variables
     self.origins: list[NameOrigin] = []
+    self.created: list[LayerBox] = []
     self.has_initialized = False
 
   def __call__(
@@ -171,7 +173,10 @@ class LinenLayers:
     self.outputs.running.append(module)
     try:
       if is_init:
-        return self._ran(method, args, kwargs, module)
+        result = self._ran(method, args, kwargs, module)
+        if is_outermost:
+          self.created += _boxes_of(module.variables)
+        return result
       if not is_outermost:
         self.outputs.begin((args, kwargs))
       with self.outputs.in_model((args, kwargs)) if is_outermost else contextlib.nullcontext():
@@ -260,6 +265,12 @@ def _unboxed(variables: Any) -> Any:
   """Variables without the boxes of this module."""
   is_box = lambda node: isinstance(node, LayerBox)
   return jax.tree.map(lambda node: node.value if is_box(node) else node, variables, is_leaf=is_box)
+
+
+def _boxes_of(variables: Any) -> list[LayerBox]:
+  """The boxes of variables, without values."""
+  nodes = jax.tree.leaves(variables, is_leaf=lambda node: isinstance(node, LayerBox))
+  return [node.replace_boxed(None) for node in nodes if isinstance(node, LayerBox)]
 
 
 def _is_array(value: Any) -> bool:

@@ -14,6 +14,9 @@ Four ways, the first that serves:
 
 A program is used if both meshes have equally many devices, and if the compiler asks for no more temporary memory than
 `most`. The host's way takes no memory of devices beside source and target.
+
+Devices of several processes: whole shards are copied within a process only. Hosts that lack slices gather the shards of
+all processes, in parts of at most `most` bytes on a device.
 """
 
 from __future__ import annotations
@@ -21,8 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from flax_spmd._src import compat
 from flax_spmd._src.hlo.counts import count
-
-Index: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+from flax_spmd._src.reshard.process_gather import (
+  Index,
+  ProcessGather,
+  gather_of,
+  is_local,
+  overlap,
+  ranges_of,
+  slices_of,
+)
 
 
 class TransferProgram(NamedTuple):
@@ -55,13 +64,14 @@ class ArrayTransfer(NamedTuple):
   """The way of one array to its target.
 
   Attributes:
-    way: 'stays', 'copied', 'program' or 'host'.
+    way: 'stays', 'copied', 'program', 'host' or 'gathered': the host's, with shards of other processes.
     source: its sharding; None for an array of numpy or a number.
     target: the sharding of the result.
     shape, before, after: shape, and the dtypes of array and result.
     program: the program; None without one.
     wire: bytes that leave a device, or the host, for another.
     is_weak: whether the result has a weak type, as numbers of Python have.
+    gather: the gather of the shards of other processes; None without one.
   """
 
   way: str
@@ -73,6 +83,12 @@ class ArrayTransfer(NamedTuple):
   program: TransferProgram | None
   wire: int
   is_weak: bool = False
+  gather: ProcessGather | None = None
+
+  @property
+  def crosses(self) -> bool:
+    """Whether other processes have devices of the array or of the result."""
+    return crosses(self.source, self.target)
 
   def held(self) -> dict[Any, int]:
     """Bytes of the array on each device."""
@@ -84,6 +100,8 @@ class ArrayTransfer(NamedTuple):
 
   def staged(self) -> dict[Any, int]:
     """Bytes on each device beside array and result, at most: of the program, and of its result before it is copied."""
+    if self.gather is not None:
+      return dict.fromkeys(self.gather.sharding.device_set, self.gather.temporary)
     if self.program is None:
       return {}
     result = _bytes_of(self.program.result, self.shape, self.after)
@@ -92,11 +110,13 @@ class ArrayTransfer(NamedTuple):
 
   def run(self, array: Any, keep: bool) -> jax.Array:
     """The array as its target; shares no memory with the array if that is to be kept."""
+    if self.crosses:
+      return self._between_processes(array, keep)
     if self.is_weak:  # arrays that are made of shards have a strong type
       is_new = self.source is None or (self.way == 'stays' and not keep)
       return jax.device_put(array if is_new else jnp.copy(array), self.target)
     if self.way == 'host':
-      return self._through_host(array)
+      return self._by_host(array)
     if self.program is not None:
       array = jax.block_until_ready(self.program.run(array))
     if self.way != 'copied' and _same_slices(array.sharding, self.target, self.shape):
@@ -104,14 +124,23 @@ class ArrayTransfer(NamedTuple):
       return jax.device_put(array, self.target, may_alias=not keep)
     return _copied(array, self.target)
 
-  def _through_host(self, array: Any) -> jax.Array:
+  def _between_processes(self, array: Any, keep: bool) -> jax.Array:
+    if self.way in ('host', 'gathered'):
+      made = self._by_host(array)
+      like = compat.aval_of(self.shape, self.after, self.is_weak)
+      return compat.from_shards(like, self.target, _shards(made)) if self.is_weak else made
+    if self.program is not None:
+      array = jax.block_until_ready(self.program.run(array))
+    return _copied(array, self.target, may_alias=self.program is not None or not keep)
+
+  def _by_host(self, array: Any) -> jax.Array:
     if not jnp.issubdtype(self.before, jax.dtypes.prng_key):
-      return _through_host(array, self.target, self.after)
-    spec = PartitionSpec(*self.target.spec, *[None] * (1 + len(self.shape) - len(self.target.spec)))
-    numbers = _through_host(jax.random.key_data(array), self.target.update(spec=spec), np.uint32)
-    return jax.device_put(
-      jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array)), self.target
-    )
+      return _through_host(array, self.target, self.after, self.gather)
+    sharding = _of_key_data(self.target, len(self.shape))
+    numbers = _through_host(jax.random.key_data(array), sharding, np.dtype(np.uint32), self.gather)
+    impl = jax.random.key_impl(array)
+    keys = [jax.random.wrap_key_data(shard, impl=impl) for shard in _shards(numbers)]
+    return compat.from_shards(array, self.target, keys)
 
 
 def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> ArrayTransfer:
@@ -129,7 +158,7 @@ def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> Arr
   on_device = source is None or _memory(source) == 'device'
   keeps = is_weak and before == dtype and on_device
   transfer = ArrayTransfer('host', source, target, shape, before, dtype, None, 0, keeps)
-  if source is None:
+  if source is None or (transfer.crosses and source.is_fully_addressable):  # every process has all of it
     return transfer._replace(wire=sum(transfer.made().values()))
   if _memory(source) == _memory(target) and before == dtype and _same_slices(source, target, shape):
     return transfer._replace(way='stays')
@@ -138,8 +167,42 @@ def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> Arr
     found = _on_devices(transfer, is_weak, most)
     if found is not None:
       return found
-  read = len(set(_slices(source, shape).values())) * _shard_bytes(source, shape, before)
+  if transfer.crosses and not is_local(source, target, shape):
+    return _gathered(transfer, most)
+  read = len(set(slices_of(source, shape).values())) * _shard_bytes(source, shape, before)
   return transfer._replace(wire=read + sum(transfer.made().values()))
+
+
+def _gathered(transfer: ArrayTransfer, most: int) -> ArrayTransfer:
+  """The way of the host, where it lacks slices of the array."""
+  source, shape, dtype = _named(transfer.source), transfer.shape, transfer.before
+  if source is None:
+    return transfer
+  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    source, shape, dtype = _of_key_data(source, len(shape)), numbers.shape, numbers.dtype
+  gather = gather_of(source, shape, dtype, most)
+  wire = gather.wire + sum(transfer.made().values())
+  return transfer._replace(way='gathered', gather=gather, wire=wire)
+
+
+def _of_key_data(sharding: NamedSharding, rank: int) -> NamedSharding:
+  """The sharding of the numbers of keys, which have one dimension more."""
+  spec = PartitionSpec(*sharding.spec, *[None] * (1 + rank - len(sharding.spec)))
+  return sharding.update(spec=spec)
+
+
+def crosses(source: Any, target: Any) -> bool:
+  """Whether other processes have devices of one of two shardings; the first may be None."""
+  return not (target.is_fully_addressable and (source is None or source.is_fully_addressable))
+
+
+def can_cross(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
+  """Whether an array on devices of several processes can reach its target: the processes have it, or can gather it."""
+  if source is None or source.is_fully_addressable or is_local(source, target, shape):
+    return True
+  owners, wanted = ({device.process_index for device in one.device_set} for one in (source, target))
+  return wanted <= owners and _named(source) is not None and _memory(source) == 'device'
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -154,11 +217,13 @@ def _on_devices(transfer: ArrayTransfer, weak: bool, most: int) -> ArrayTransfer
   result = source
   if not _has_shards_of(transfer.source, target, shape):
     result = source and _mirrored(source, target)
-  elif transfer.before == transfer.after:
+  elif transfer.before == transfer.after and _is_copied_locally(transfer.source, target, shape):
     return transfer._replace(
       way='copied', wire=_copied_bytes(transfer.source, target, shape, transfer.after)
     )
   if source is None or result is None:
+    return None
+  if transfer.crosses and not _is_copied_locally(result, target, shape):
     return None
   program = _program(shape, transfer.before, weak, source, result, transfer.after)
   if program.temporary > most:
@@ -212,25 +277,39 @@ def _program(
   return TransferProgram(compiled, result, temporary, int(sent))
 
 
-def _copied(array: jax.Array, target: NamedSharding) -> jax.Array:
-  """An array whose shards are those of the target, on other devices."""
+def _copied(array: jax.Array, target: NamedSharding, may_alias: bool = False) -> jax.Array:
+  """An array whose shards are those of the target, on other devices of their processes."""
   shards = {shard.device: shard.data for shard in array.addressable_shards}
-  pairs = _copies(array.sharding, target, array.shape)
-  singles = [SingleDeviceSharding(device) for _, device in pairs]
-  moved = jax.device_put([shards[device] for device, _ in pairs], singles, may_alias=False)
-  return jax.make_array_from_single_device_arrays(array.shape, target, moved)
+  mine = target.addressable_devices
+  pairs = [pair for pair in _copies(array.sharding, target, array.shape) if pair[1] in mine]
+  singles = [SingleDeviceSharding(device, memory_kind=target.memory_kind) for _, device in pairs]
+  moved = jax.device_put([shards[device] for device, _ in pairs], singles, may_alias=may_alias)
+  return compat.from_shards(array, target, moved)
+
+
+def _shards(array: jax.Array) -> list[jax.Array]:
+  return [shard.data for shard in array.addressable_shards]
 
 
 def _copies(source: Any, target: Any, shape: tuple[int, ...]) -> list[tuple[Any, Any]]:
-  """For each device of the target, the device that its shard is copied from: itself, or each of the holders in turn."""
+  """For each device of the target, the device that its shard is copied from.
+
+  That is itself, or each of the holders in turn: those of its process, if there are any.
+  """
   holders: dict[Index, list[Any]] = defaultdict(list)
-  for device, index in _slices(source, shape).items():
+  for device, index in slices_of(source, shape).items():
     holders[index].append(device)
   pairs = []
-  for number, (device, index) in enumerate(_slices(target, shape).items()):
-    found = holders[index]
+  for number, (device, index) in enumerate(slices_of(target, shape).items()):
+    everyone = holders[index]
+    found = [one for one in everyone if one.process_index == device.process_index] or everyone
     pairs.append((device if device in found else found[number % len(found)], device))
   return pairs
+
+
+def _is_copied_locally(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
+  """Whether every copy is between devices of one process."""
+  return all(one.process_index == other.process_index for one, other in _copies(source, target, shape))
 
 
 def _copied_bytes(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> int:
@@ -239,21 +318,26 @@ def _copied_bytes(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) 
   return moved * _shard_bytes(target, shape, dtype)
 
 
-def _through_host(array: Any, target: NamedSharding, dtype: Any) -> jax.Array:
+def _through_host(
+  array: Any, target: NamedSharding, dtype: Any, gather: ProcessGather | None
+) -> jax.Array:
   """An array whose shards the host cuts. It holds one array at a time."""
-  pieces = _host_pieces(array)
   shape = tuple(np.shape(array))
+  mine = {slices_of(target, shape)[device] for device in target.addressable_devices}
+  pieces = gather.pieces(array, mine) if gather else _host_pieces(array)
 
   @functools.cache
   def shard(index: Index) -> np.ndarray:
     made = np.empty([stop - start for start, stop in index], dtype)
     for at, piece in pieces.items():
-      common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(index, at, strict=True)]
-      if all(start < stop for start, stop in common):
+      common = overlap(index, at)
+      if common is not None:
         made[_within(common, index)] = piece[_within(common, at)]
     return made
 
-  return jax.make_array_from_callback(shape, target, lambda index: shard(_ranges(index, shape)))
+  return jax.make_array_from_callback(
+    shape, target, lambda index: shard(ranges_of(index, shape)), dtype=dtype
+  )
 
 
 def _host_pieces(array: Any) -> dict[Index, np.ndarray]:
@@ -264,7 +348,7 @@ def _host_pieces(array: Any) -> dict[Index, np.ndarray]:
   if not isinstance(array, jax.Array):
     whole = np.asarray(array)
     return {tuple((0, size) for size in whole.shape): whole}
-  distinct = {_ranges(shard.index, array.shape): shard for shard in array.addressable_shards}
+  distinct = {ranges_of(shard.index, array.shape): shard for shard in array.addressable_shards}
   once = {
     index: jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
     for index, shard in distinct.items()
@@ -281,22 +365,12 @@ def _within(common: Any, index: Index) -> tuple[slice, ...]:
 
 
 def _same_slices(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
-  return _slices(source, shape) == _slices(target, shape)
+  return slices_of(source, shape) == slices_of(target, shape)
 
 
 def _has_shards_of(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
   """Whether every shard of the target is one of the source."""
-  return set(_slices(target, shape).values()) <= set(_slices(source, shape).values())
-
-
-@functools.lru_cache(maxsize=4096)
-def _slices(sharding: Any, shape: tuple[int, ...]) -> Mapping[Any, Index]:
-  """The slice of each device."""
-  return {device: _ranges(index, shape) for device, index in sharding.devices_indices_map(shape).items()}
-
-
-def _ranges(index: Any, shape: tuple[int, ...]) -> Index:
-  return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+  return set(slices_of(target, shape).values()) <= set(slices_of(source, shape).values())
 
 
 def _memory(sharding: Any) -> str:
@@ -307,7 +381,7 @@ def _bytes_of(sharding: Any, shape: tuple[int, ...], dtype: Any) -> dict[Any, in
   """Bytes on each device; an array in the host's memory takes none."""
   if _memory(sharding) != 'device':
     return {}
-  return dict.fromkeys(_slices(sharding, shape), _shard_bytes(sharding, shape, dtype))
+  return dict.fromkeys(slices_of(sharding, shape), _shard_bytes(sharding, shape, dtype))
 
 
 def _shard_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:

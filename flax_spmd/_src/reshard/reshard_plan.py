@@ -24,9 +24,16 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from flax_spmd._src.mesh import describe
-from flax_spmd._src.multihost import named, processes_of
+from flax_spmd._src.multihost import joint, named, processes_of
+from flax_spmd._src.notebook_html import plain_table, preformatted, safe
 from flax_spmd._src.public_module import set_module
-from flax_spmd._src.reshard.array_transfer import ArrayTransfer, dtype_of, transfer_of
+from flax_spmd._src.reshard.array_transfer import (
+  ArrayTransfer,
+  can_cross,
+  crosses,
+  dtype_of,
+  transfer_of,
+)
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
 from flax_spmd._src.text_table import TextTable
@@ -44,7 +51,8 @@ class ReshardRow(NamedTuple):
     path: its tree path.
     shape: global shape.
     before, after: its sharding and dtype now, and as the result, as text.
-    way: 'stays', 'copied' (whole shards, from device to device), 'program' (collectives) or 'host'.
+    way: 'stays', 'copied' (whole shards, from device to device), 'program' (collectives), 'host', or 'gathered' (the
+      host's, with shards of other processes).
     wire_bytes: bytes that leave a device, or the host, for another.
     bytes_per_device: bytes of a shard of the result.
   """
@@ -90,6 +98,7 @@ class ReshardPlan:
   donate: bool
   problems: list[Problem]
   replicated: bool
+  _processes: tuple[int, ...]
   _jobs: tuple[tuple[int, ArrayTransfer], ...]
 
   def __repr__(self) -> str:
@@ -110,11 +119,17 @@ class ReshardPlan:
       )
 
   def run(self, leaves: Sequence[Any]) -> list[jax.Array]:
-    """The arrays of the state, in the order of its leaves, as their results.
+    """The arrays of the state, in the order of its leaves, as their results. Checks the plan first.
 
     Raises:
-      LayoutError: an array is abstract (lists all of them).
+      LayoutError: there are problems, here or in another process; or an array is abstract (lists all of them).
     """
+    with joint('reshard', 'The reshard', self._processes, LayoutError):
+      self.check()
+      self._check_values(leaves)
+    return self._moved(leaves)
+
+  def _check_values(self, leaves: Sequence[Any]) -> None:
     raise_problems(
       [
         Problem(
@@ -125,6 +140,8 @@ class ReshardPlan:
         if isinstance(leaves[number], jax.ShapeDtypeStruct)
       ]
     )
+
+  def _moved(self, leaves: Sequence[Any]) -> list[jax.Array]:
     results: list[Any] = [None] * len(leaves)
     made: dict[Any, jax.Array] = {}
     freed = _freed(leaves, self._jobs) if self.donate else [()] * len(leaves)
@@ -137,6 +154,10 @@ class ReshardPlan:
         if isinstance(leaves[each], jax.Array):
           leaves[each].delete()
     return results
+
+  def _repr_html_(self) -> str:
+    rows = (tuple(map(safe, cells)) for cells in _cells(self.rows))
+    return plain_table(_TITLES, rows) + preformatted('\n'.join(self._totals()))
 
   def __str__(self) -> str:
     from rich.console import Console
@@ -264,11 +285,11 @@ def plan_transfers(
     has_names: whether the state, or its plan, has names.
 
   Raises:
-    LayoutError: an array is on devices of other processes (lists all of them).
+    MeshError, LayoutError: see `Layout.reshard`.
   """
-  raise_problems(_elsewhere(paths, leaves, targets))
   source = _held(leaves)
-  larger = max(max(source.values(), default=0), _largest(leaves, targets, dtypes))
+  shared = [leaf for leaf, target in zip(leaves, targets, strict=True) if not _is_own(leaf, target)]
+  larger = max(max(_held(shared).values(), default=0), _largest(leaves, targets, dtypes))
   chunk = max(larger // _SHARE, _LEAST)
   transfers = [
     transfer_of(leaf, target, dtype, chunk)
@@ -287,24 +308,45 @@ def plan_transfers(
     donate,
     [],
     not has_names and _becomes_replicated(leaves, targets),
+    _members(leaves, targets),
     tuple(jobs),
   )
-  return dataclasses.replace(plan, problems=_too_large(plan, limit))
+  problems = [*_unreachable(paths, leaves, targets), *_too_large(plan, limit)]
+  return dataclasses.replace(plan, problems=problems)
 
 
-def _elsewhere(paths: Any, leaves: Any, targets: Any) -> list[Problem]:
-  """Arrays with devices of other processes, now or as results."""
+def _is_own(leaf: Any, target: Any) -> bool:
+  """Whether an array is one of this process alone, with the same values in others, which hold the result too."""
+  source = getattr(leaf, 'sharding', None)
+  return source is not None and source.is_fully_addressable and crosses(source, target)
+
+
+def _members(leaves: Sequence[Any], targets: Sequence[Any]) -> tuple[int, ...]:
+  """The processes that run a reshard together; this one alone if no others have devices of state or result."""
+  sources = [getattr(leaf, 'sharding', None) for leaf in leaves if getattr(leaf, 'committed', True)]
+  found = processes_of([*filter(None, sources), *targets])
+  me = jax.process_index()
+  return found if me in found else (me,)
+
+
+def _unreachable(paths: Any, leaves: Any, targets: Any) -> list[Problem]:
+  """Arrays of several processes whose slices cannot reach the processes of their results."""
   found = []
   for path, leaf, target in zip(paths, leaves, targets, strict=True):
-    shardings = [getattr(leaf, 'sharding', None), target]
-    if any(each is not None and not each.is_fully_addressable for each in shardings):
-      owners = named(processes_of(each for each in shardings if each is not None))
-      found.append(Problem(f'{path}: it is on devices of {owners}, now or as the result.', _ELSEWHERE))
+    source = getattr(leaf, 'sharding', None)
+    if crosses(source, target) and not can_cross(source, target, jnp.shape(leaf)):
+      owners, wanted = (processes_of([one]) for one in (source, target))
+      without = (
+        named(set(wanted) - set(owners)) if set(wanted) - set(owners) else 'the processes of its result'
+      )
+      where = f'it is stored as {_text(source)}, on devices of {named(owners)}'
+      text = f'{path}: {where}, and the slices of its result are not all on those of {without}.'
+      found.append(Problem(text, _ELSEWHERE))
   return found
 
 
 _ELSEWHERE = (
-  'to.shard(state) reshards over the same devices of several processes; for other devices, save a checkpoint, and '
+  "reshard from the devices' memory onto devices of the same processes, or some of them; for others, save a checkpoint, and "
   'restore it under the other layout.'
 )
 
@@ -449,8 +491,9 @@ def _too_large(plan: ReshardPlan, limit: int | None) -> list[Problem]:
 
 
 def _room(device: Any, source: int) -> int | None:
-  """The bytes that a device has for state and result; None if it does not report them, as CPUs."""
-  stats = None if device.platform == 'cpu' else device.memory_stats()
+  """The bytes that a device has for state and result; None if it does not report them, as CPUs, or to another process."""
+  is_other = device.platform == 'cpu' or device.process_index != jax.process_index()
+  stats = None if is_other else device.memory_stats()
   if not stats or 'bytes_limit' not in stats:
     return None
   return stats['bytes_limit'] - stats.get('bytes_in_use', 0) + source

@@ -26,6 +26,7 @@ from flax_spmd._src.checkpoint.storage.recognition import (
   saved_at,
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
+from flax_spmd._src.checkpoint.storage.source import current_source
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
@@ -87,7 +88,7 @@ class StepFolder:
     """
     path = self.path(step)
     with refusals(path):
-      if not path.exists() or has_metadata(path):
+      if has_metadata(path) or not path.exists():
         return False
     if any(has_record(self.path(earlier)) for earlier in self.steps() if earlier < step):
       raise CheckpointDamagedError(
@@ -179,6 +180,6 @@ def _metrics(path: epath.Path) -> Any:
 def _time(path: epath.Path) -> int:
   """The time of a save, in nanoseconds since 1970."""
   with refusals(path), contextlib.suppress(CheckpointDamagedError, FileNotFoundError):
-    saved = saved_at(path) or datetime.datetime.fromtimestamp(path.stat().mtime)
+    saved = saved_at(path, current_source(path)) or datetime.datetime.fromtimestamp(path.stat().mtime)
     return int(saved.timestamp() * 1e9)
   return time.time_ns()

@@ -24,7 +24,8 @@ _IDENTITY = {
   'Unauthorized',
 }
 _REGION = {'AuthorizationHeaderMalformed', 'PermanentRedirect', 'IllegalLocationConstraintException'}
-_SILENT = ('CURL', 'Connect', 'connect', 'timed out', 'Timeout')
+_CUT = ('Failed to parse object metadata', 'not found in response headers')  # an answer without its end
+_SILENT = ('CURL', 'Connect', 'connect', 'timed out', 'Timeout', *_CUT)
 _LONGEST = 300
 _LOGIN = {
   'gs': 'run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS.',

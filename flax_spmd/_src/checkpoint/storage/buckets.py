@@ -11,19 +11,24 @@ remembers nothing, for paths that `reach` has been called with; other users of f
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import os
 import re
 import threading
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+from flax_spmd._src.checkpoint.storage import listed_folder
 from flax_spmd._src.compat import orbax_kvstore, redirect_orbax
 from flax_spmd.errors import CheckpointError
 
 _PACKAGES = {'gs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3')}
 _EMULATOR = ('STORAGE_EMULATOR_HOST', 'TENSORSTORE_GCS_HTTP_URL')
+_SETTINGS = ('AWS_', 'GOOGLE_', 'GCE_', 'CLOUDSDK_', *_EMULATOR)  # begin the names of clients' variables
 RETRIES = {'max_retries': 5, 'initial_delay': '200ms', 'max_delay': '4s'}  # 12 seconds in all
 PATIENT = {'max_retries': 10, 'initial_delay': '1s', 'max_delay': '16s'}  # of arrays: 2 minutes
 _reached: set[str] = set()
@@ -123,12 +128,17 @@ def filesystem(scheme: str) -> Any:
       'arrays and small files would go to different servers.\n'
       f'Fix: set {_EMULATOR[servers.index(next(s for s in servers if not s))]} too.'
     )
-  keys = ('AWS_ENDPOINT_URL', 'AWS_ENDPOINT_URL_S3', 'AWS_PROFILE', 'AWS_DEFAULT_REGION', 'AWS_REGION')
-  return _filesystem(scheme, *(os.environ.get(key) for key in (*_EMULATOR, *keys)))
+  settings = sorted((key, value) for key, value in os.environ.items() if key.startswith(_SETTINGS))
+  return _filesystem(scheme, hashlib.blake2b(repr(settings).encode()).digest())
+
+
+def forget_clients() -> None:
+  """Makes the next call find the credentials anew: after an error, a user may have logged in."""
+  _filesystem.cache_clear()
 
 
 @functools.lru_cache(maxsize=8)
-def _filesystem(scheme: str, *environment: str | None) -> Any:
+def _filesystem(scheme: str, settings: bytes) -> Any:
   import fsspec
 
   options: dict[str, Any] = {'skip_instance_cache': True, 'use_listings_cache': False}
@@ -156,6 +166,15 @@ def _is_folder(files: Any, path: str) -> bool:
     return files.info(path)['type'] == 'directory'
   except FileNotFoundError:
     return False
+
+
+def listed_once(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+  """A block in which Orbax and etils take answers about a folder from one list of it; see `listed_folder`."""
+  url = os.fspath(path)
+  if '://' not in url:
+    return contextlib.nullcontext()
+  reach(url)
+  return listed_folder.listed_once(filesystem(Location.of(url).scheme), url)
 
 
 def reach(url: str) -> None:
@@ -214,4 +233,6 @@ def _kvstore(url: str) -> dict[str, Any] | None:
 
 def _files(path: str) -> Any:
   """The file system of a path, for etils; None for a path of others."""
-  return filesystem(Location.of(path).scheme) if _is_reached(path) else None
+  if not _is_reached(path):
+    return None
+  return listed_folder.listed(path) or filesystem(Location.of(path).scheme)

@@ -18,7 +18,15 @@ import filelock
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, Tag, checked, removable, too_large
+from flax_spmd._src.checkpoint.storage.store import (
+  ANY,
+  LARGEST,
+  FileRecord,
+  Tag,
+  checked,
+  removable,
+  too_large,
+)
 from flax_spmd.errors import (
   CheckpointBusyError,
   CheckpointDamagedError,
@@ -113,13 +121,14 @@ class DiskStore:
     except FileNotFoundError:
       return []
 
-  def files(self, folder: str = '') -> dict[str, int]:
-    """See `Store`."""
+  def files(self, folder: str = '', *, compared: bool = False) -> dict[str, FileRecord]:
+    """See `Store`. A disk has no checksums."""
+    del compared
     top = self._path(folder)
     try:
       with self._errors('list', folder):
         return {
-          Path(entry.path).relative_to(top).as_posix(): entry.stat().st_size
+          Path(entry.path).relative_to(top).as_posix(): FileRecord(entry.stat().st_size, '')
           for entry in _below(top)
           if not entry.is_dir(follow_symlinks=False) and not _is_internal(entry.name)
         }
@@ -131,8 +140,9 @@ class DiskStore:
     with self._errors('read', name), open(self._path(name), 'rb') as file:
       return checksum(iter(lambda: file.read(_CHUNK), b''), like)
 
-  def remove(self, folder_or_file: str) -> None:
+  def remove(self, folder_or_file: str, *, is_file: bool = False) -> None:
     """See `Store`. Threads of a failed save may still write to the folder, so it tries several times."""
+    del is_file
     path = Path(self.root, removable(folder_or_file, self.root))
     with self._errors('remove', folder_or_file):
       for pause in _PAUSES:

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.manifest import FileRecord
-from flax_spmd._src.checkpoint.storage.store import Store, open_store
+from flax_spmd._src.checkpoint.storage.store import FileRecord, Store, open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 _THREADS = 8
@@ -33,11 +32,17 @@ def file_damage(
     parts: number of parts.
   """
   store = open_store(folder)
-  sizes = store.files()
+  found = store.files(compared=True)
   wrong = {
-    name: text for name, file in files.items() if (text := _wrong_size(sizes.get(name), file.size))
+    name: text for name, file in files.items() if (text := _wrong_size(found.get(name), file.size))
   }
-  names = [name for name in files if name not in wrong and (contents or _DATA not in name.split('/'))]
+  names = [
+    name
+    for name, file in files.items()
+    if name not in wrong
+    and found[name].checksum != file.checksum
+    and (contents or _DATA not in name.split('/'))
+  ]
   names = sorted(names)[part::parts]
   with ThreadPoolExecutor(_THREADS) as threads:
     changed = threads.map(lambda name: _changed(store, name, files[name].checksum), names)
@@ -45,10 +50,10 @@ def file_damage(
   return wrong
 
 
-def _wrong_size(found: int | None, recorded: int) -> str:
+def _wrong_size(found: FileRecord | None, recorded: int) -> str:
   if found is None:
     return 'it is missing'
-  return '' if found == recorded else f'it has {found:,} bytes, not {recorded:,}'
+  return '' if found.size == recorded else f'it has {found.size:,} bytes, not {recorded:,}'
 
 
 def _changed(store: Store, name: str, recorded: str) -> str:

@@ -38,7 +38,6 @@ from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, busy, idle_h
 from flax_spmd._src.checkpoint.storage.killed_saves import Intent, remove_generation, remove_killed_saves
 from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
-  FileRecord,
   manifest_digest,
   new_manifest,
   whole_generations,
@@ -46,7 +45,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
 from flax_spmd._src.checkpoint.storage.orbax_files import orbax_names
 from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
-from flax_spmd._src.checkpoint.storage.store import Store, open_store
+from flax_spmd._src.checkpoint.storage.store import FileRecord, Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _THREADS = 8
@@ -111,7 +110,7 @@ class Claim:
     exists = (
       self._previous.generation
       or self._legacy
-      or (is_new and whole_generations(self._store, self.path.name))
+      or (is_new and whole_generations(self._store, self.path.name, self._garbage))
     )
     if is_file or (exists and not overwrite):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
@@ -129,7 +128,7 @@ class Claim:
       intent.remove()
       raise
     try:
-      intent.put()  # a writer that was slow may have been taken for dead
+      intent.put_again()  # a writer that was slow may have been taken for dead
     except BaseException:
       lease.end()
       raise
@@ -238,12 +237,12 @@ def _check_place(path: epath.Path) -> None:
 
 def file_records(store: Store, folder: str) -> dict[str, FileRecord]:
   """Size and checksum of every file of a generation, except its manifest."""
-  sizes = {name: size for name, size in store.files(folder).items() if name != MANIFEST}
+  files = {name: file for name, file in store.files(folder).items() if name != MANIFEST}
+  unknown = [name for name, file in files.items() if not file.checksum]
   with ThreadPoolExecutor(_THREADS) as threads:
-    digests = threads.map(lambda name: store.digest(f'{folder}/{name}'), sizes)
-    return {
-      name: FileRecord(size, digest) for (name, size), digest in zip(sizes.items(), digests, strict=True)
-    }
+    digests = threads.map(lambda name: store.digest(f'{folder}/{name}'), unknown)
+    found = dict(zip(unknown, digests, strict=True))
+  return {name: FileRecord(file.size, found.get(name, file.checksum)) for name, file in files.items()}
 
 
 def remove_checkpoint(path: epath.Path) -> bool:

@@ -16,6 +16,7 @@ import jax
 
 from flax_spmd._src.compat import coordination_service
 from flax_spmd._src.joint_call import Failure, JointCall
+from flax_spmd._src.whereabouts import values_by_process
 
 _EVERY = 0.5  # seconds
 SILENCE = 12.0  # seconds after which a process is taken for dead; others notice within 15 s
@@ -77,29 +78,17 @@ class Heartbeat:
     self.call.leave()
 
   def _run(self) -> None:
-    others = [p for p in range(jax.process_count()) if p != jax.process_index()]
     for beat in itertools.count():
       with contextlib.suppress(jax.errors.JaxRuntimeError):  # the next one may succeed
-        self._beat(str(beat), others)
+        self._beat(str(beat))
       if self._stopped.wait(_EVERY):
         return
 
-  def _beat(self, text: str, others: list[int]) -> None:
-    service = coordination_service()
-    service.key_value_set(self._key(jax.process_index()), text, allow_overwrite=True)
-    for process in others:
-      received = self._read(process)
-      if received not in (None, self._received.get(process, ('', 0))[0]):
+  def _beat(self, text: str) -> None:
+    folder, me = f'{self.call.folder}/heartbeat', jax.process_index()
+    coordination_service().key_value_set(f'{folder}/{me}', text, allow_overwrite=True)
+    for process, received in values_by_process(folder).items():
+      if process != me and received != self._received.get(process, ('', 0))[0]:
         self._received[process] = (received, time.monotonic())
     self.failure = self.call.failure()
     self._answered = time.monotonic()
-
-  def _read(self, process: int) -> str | None:
-    """The last message of a process in this save; None if there is none."""
-    try:
-      return coordination_service().key_value_try_get(self._key(process))
-    except jax.errors.JaxRuntimeError:  # no message yet
-      return None
-
-  def _key(self, process: int) -> str:
-    return f'{self.call.folder}/heartbeat/{process}'

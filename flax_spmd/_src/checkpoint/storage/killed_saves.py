@@ -33,21 +33,25 @@ class Intent:
     self._store, self._token = store, new_token()
     self._file = f'{FOLDER}/{name}-{self._token}'
     self._content = json.dumps({'name': name, 'holder': this_process()}).encode()
-    self.put()
+    self._put()
 
-  def put(self) -> None:
-    """Writes the mark, if it is not there."""
-    self._store.write(self._file, self._content, expected=None, durable=False)
+  def _put(self) -> None:
+    self._store.write(self._file, self._content, durable=False)
+
+  def put_again(self) -> None:
+    """Writes the mark if somebody has removed it. No other process writes this file."""
+    if self._store.read(self._file) is None:
+      self._put()
 
   def remove(self) -> None:
     """Removes the mark."""
-    self._store.remove(self._file)
+    self._store.remove(self._file, is_file=True)
     drop(self._token)
 
 
 def remove_generation(store: Store, folder: str) -> None:
   """Removes a generation, its manifest first: a reader of it then notices."""
-  store.remove(f'{folder}/{MANIFEST}')
+  store.remove(f'{folder}/{MANIFEST}', is_file=True)
   store.remove(folder)
 
 
@@ -66,7 +70,7 @@ def _examine(store: Store, file: str) -> None:
     content = json.loads(stored[0])
     name, holder = str(content['name']), parsed_identity(content['holder'])
   except (ValueError, KeyError, TypeError):
-    store.remove(file)
+    store.remove(file, is_file=True)
     return
   path: Any = store.root / name
   found = read_head(store, path)
@@ -78,7 +82,7 @@ def _examine(store: Store, file: str) -> None:
       is_over = is_dead(store, f'{name}/{HEAD}', lease.holder, lease.token, found.tag)
     if not is_over or not _removed(store, path, found):
       return
-  store.remove(file)
+  store.remove(file, is_file=True)
 
 
 def _removed(store: Store, path: Any, found: StoredHead) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flax_spmd._src.checkpoint.storage.head import is_generation
@@ -20,22 +21,10 @@ from flax_spmd._src.checkpoint.storage.parsed_json import (
   parsing,
 )
 from flax_spmd._src.checkpoint.storage.record import KEY, Record, from_json, to_json
-from flax_spmd._src.checkpoint.storage.store import Store
+from flax_spmd._src.checkpoint.storage.store import FileRecord, Store
 from flax_spmd.errors import CheckpointDamagedError
 
 MANIFEST = 'MANIFEST'
-
-
-class FileRecord(NamedTuple):
-  """A file of a generation.
-
-  Attributes:
-    size: in bytes.
-    checksum: of its contents; see `Store.digest`.
-  """
-
-  size: int
-  checksum: str
 
 
 class Manifest(NamedTuple):
@@ -70,9 +59,16 @@ def new_manifest(record: Record, files: dict[str, FileRecord], metadata: dict[st
   return Manifest(record, files, metadata, time.time_ns())
 
 
-def whole_generations(store: Store, name: str) -> list[str]:
-  """The complete generations of a path. Those of a path without a head have lost it: it is removed last."""
-  generations = [child for child in store.children(name) if is_generation(child)]
+def whole_generations(store: Store, name: str, listed: Sequence[str] | None = None) -> list[str]:
+  """The complete generations of a path. Those of a path without a head have lost it: it is removed last.
+
+  Args:
+    store: store of the folder that holds the path.
+    name: name of the path.
+    listed: files and folders of the path, if they have been listed.
+  """
+  children = store.children(name) if listed is None else listed
+  generations = [child for child in children if is_generation(child)]
   return [child for child in generations if store.read(f'{name}/{child}/{MANIFEST}') is not None]
 
 

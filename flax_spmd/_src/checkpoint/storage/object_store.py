@@ -8,7 +8,7 @@ import functools
 import hashlib
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -17,7 +17,15 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage import bucket_errors, buckets
 from flax_spmd._src.checkpoint.storage.buckets import Location
 from flax_spmd._src.checkpoint.storage.checksum import checksum
-from flax_spmd._src.checkpoint.storage.store import ANY, LARGEST, Tag, checked, removable, too_large
+from flax_spmd._src.checkpoint.storage.store import (
+  ANY,
+  LARGEST,
+  FileRecord,
+  Tag,
+  checked,
+  removable,
+  too_large,
+)
 from flax_spmd.errors import CheckpointError
 
 _PROBE = '.flax_spmd.probe-'
@@ -94,32 +102,37 @@ class ObjectStore:
     path = self._path(folder)
     with self._calls('list', folder):
       try:
-        entries = self._files.ls(path, detail=True)
+        entries = _children(self._files, self._location.scheme, path)
       except FileNotFoundError:
         return []
-    names = {entry['name'].strip('/').removeprefix(f'{path}/') for entry in entries}
+    names = {entry.strip('/').removeprefix(f'{path}/') for entry in entries}
     return sorted(name for name in names if name and '/' not in name and not name.startswith(_PROBE))
 
-  def files(self, folder: str = '') -> dict[str, int]:
+  def files(self, folder: str = '', *, compared: bool = False) -> dict[str, FileRecord]:
     """See `Store`."""
     path = self._path(folder)
     with self._calls('list', folder):
       entries = self._files.find(path, detail=True)
-    sizes = {name.removeprefix(f'{path}/'): entry['size'] for name, entry in entries.items()}
-    return {name: size for name, size in sizes.items() if name != path and not name.startswith(_PROBE)}
+    found = {name.removeprefix(f'{path}/'): entry for name, entry in entries.items() if name != path}
+    return {
+      name: FileRecord(entry['size'], self._checksum_of(entry, compared) or '')
+      for name, entry in found.items()
+      if not name.startswith(_PROBE)
+    }
 
   def digest(self, name: str, like: str = '') -> str:
     """See `Store`. The server's own checksum, where it has one; otherwise the content is read."""
     with self._calls('read', name):
-      own = self._own_digest(name, trusted=bool(like))
+      own = self._checksum_of(self._files.info(self._path(name)), compared=bool(like))
       return own if own and like in ('', own) else checksum(self._chunks(name), like)
 
-  def remove(self, folder_or_file: str) -> None:
+  def remove(self, folder_or_file: str, *, is_file: bool = False) -> None:
     """See `Store`."""
     name = removable(folder_or_file, self.root)
     with self._calls('remove', name):
       self._kv.write(name, None).result()
-      self._kv.delete_range(ts.KvStore.KeyRange(f'{name}/', f'{name}0')).result()
+      if not is_file:
+        self._kv.delete_range(ts.KvStore.KeyRange(f'{name}/', f'{name}0')).result()
 
   def sync(self, folder_or_file: str = '') -> None:
     """See `Store`. What a server has accepted is durable."""
@@ -219,17 +232,17 @@ class ObjectStore:
     except Exception:  # of many kinds: a server or botocore without conditions of removals
       return False
 
-  def _own_digest(self, name: str, trusted: bool) -> str | None:
-    """The server's own MD5 of an object; None if it has none.
+  def _checksum_of(self, entry: Mapping[str, Any], compared: bool) -> str | None:
+    """The server's own MD5 of an object, from its description by fsspec; None if it has none.
 
     S3 has it as a tag that some buckets have other things in. It is taken if the bucket's are known to be MD5s,
     or if it is only compared: another content does not have the tag that is expected.
     """
     if self._location.scheme == 'gs':
-      md5 = self._files.info(self._path(name)).get('md5Hash')
+      md5 = entry.get('md5Hash')
       return f'md5:{base64.b64decode(md5).hex()}' if md5 else None
-    tag = _MD5.fullmatch(self._files.info(self._path(name))['ETag'])
-    trusted = trusted or (self._bucket in _abilities and _abilities[self._bucket].tags_are_md5)
+    tag = _MD5.fullmatch(entry['ETag'])
+    trusted = compared or (self._bucket in _abilities and _abilities[self._bucket].tags_are_md5)
     return f'md5:{tag[1]}' if tag and trusted else None
 
   def _chunks(self, name: str) -> Iterator[bytes]:
@@ -248,7 +261,24 @@ class ObjectStore:
     except CheckpointError:
       raise
     except Exception as error:  # of many kinds
+      buckets.forget_clients()
       raise bucket_errors.explained(error, verb, self._location, name) from None
+
+
+def _children(files: Any, scheme: str, path: str) -> list[str]:
+  """The paths of objects and folders in a folder. Where there is none, s3fs would list the folder above too."""
+  if scheme == 'gs':
+    return files.ls(path, detail=False)
+  bucket, _, folder = path.partition('/')
+  request = {'Bucket': bucket, 'Prefix': f'{folder}/' if folder else '', 'Delimiter': '/'}
+  keys: list[str] = []
+  while True:
+    page = files.call_s3('list_objects_v2', **request)
+    keys += [entry['Key'] for entry in page.get('Contents', ())]
+    keys += [entry['Prefix'] for entry in page.get('CommonPrefixes', ())]
+    if not page.get('IsTruncated'):
+      return [f'{bucket}/{key}' for key in keys if key != request['Prefix']]
+    request['ContinuationToken'] = page['NextContinuationToken']
 
 
 def _list_one(files: Any, location: Location) -> None:

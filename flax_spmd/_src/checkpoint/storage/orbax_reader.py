@@ -12,10 +12,9 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from flax_spmd._src.checkpoint.storage import contents, skeleton
+from flax_spmd._src.checkpoint.storage import buckets, contents, skeleton
 from flax_spmd._src.checkpoint.storage.direct_reads import DirectReads
 from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, nowhere, put
-from flax_spmd._src.checkpoint.storage.manifest import FileRecord
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.orbax_folders import (
   PART,
@@ -33,6 +32,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   key_dtype,
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
+from flax_spmd._src.checkpoint.storage.store import FileRecord
 from flax_spmd.errors import CheckpointDamagedError
 
 _ARRAYS = 'array_metadatas'
@@ -64,9 +64,10 @@ class OrbaxReader:
 
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
-    check_names(self.folder, self._name())
     own = {path: each for path, each in requests.items() if not is_elsewhere(_sharding(each))}
-    leaves = self._read_packed(own, memory) if self._is_packed else self._read(own, memory)
+    with buckets.listed_once(self.folder):
+      check_names(self.folder, self._name())
+      leaves = self._read_packed(own, memory) if self._is_packed else self._read(own, memory)
     self._check_keys(leaves)
     return {path: leaves[path] if path in own else nowhere(each) for path, each in requests.items()}
 

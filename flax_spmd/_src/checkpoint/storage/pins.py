@@ -61,7 +61,7 @@ class Pin:
     self._stopped.set()
     with self._writing, contextlib.suppress(OSError, CheckpointError):
       if self.is_written:
-        self._store.remove(self._name)
+        self._store.remove(self._name, is_file=True)
     drop(self._token)
 
 
@@ -71,7 +71,7 @@ def pinned_generations(store: Store, name: str) -> set[str]:
   for child in filter(is_pin, store.children(name)):
     token, _, generation = child.removeprefix(PIN).partition('-')
     if _is_dead(store, f'{name}/{child}', token):
-      store.remove(f'{name}/{child}')
+      store.remove(f'{name}/{child}', is_file=True)
     else:
       pinned.add(generation)
   return pinned

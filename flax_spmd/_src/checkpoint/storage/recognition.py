@@ -82,9 +82,8 @@ def has_record(path: epath.Path) -> bool:
   return has_generation(path) or KEY in custom_metadata(path)
 
 
-def saved_at(path: epath.Path) -> datetime.datetime | None:
-  """The time at which a checkpoint was saved; None if it is not recorded."""
-  source = current_source(path)
+def saved_at(path: epath.Path, source: Source | None) -> datetime.datetime | None:
+  """The time at which a generation, or the path itself if it has none, was saved; None if it is not recorded."""
   if source is not None:
     return datetime.datetime.fromtimestamp(source.manifest.saved / 1e9)
   stamp = read_metadata(path / METADATA, path).get('commit_timestamp_nsecs') if path.is_dir() else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from typing import Final, NewType, Protocol
+from typing import Final, NamedTuple, NewType, Protocol
 
 from etils import epath
 
@@ -26,6 +26,18 @@ ANY: Final = Tag('any')  # the condition of a write that has none
 LARGEST = 512 << 20  # bytes of a small file: a manifest of two million arrays
 _SCHEME = re.compile(r'([a-z][a-z0-9+.-]+):/', re.IGNORECASE)
 _FIX = "Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'."
+
+
+class FileRecord(NamedTuple):
+  """A file of a generation.
+
+  Attributes:
+    size: in bytes.
+    checksum: of its contents, see `Store.digest`; '' if it is not known.
+  """
+
+  size: int
+  checksum: str
 
 
 class Store(Protocol):
@@ -77,8 +89,16 @@ class Store(Protocol):
     """The sorted names of files and folders directly in a folder; none if there is no such folder."""
     ...
 
-  def files(self, folder: str = '') -> dict[str, int]:
-    """The size in bytes of every file in a folder and below, by its path relative to the folder."""
+  def files(self, folder: str = '', *, compared: bool = False) -> dict[str, FileRecord]:
+    """Every file in a folder and below, by its path relative to the folder, from one list.
+
+    Args:
+      folder: name of the folder.
+      compared: whether checksums are only compared with recorded ones; see `digest`.
+
+    Returns:
+      Sizes, and the checksums that the list has: those of the server.
+    """
     ...
 
   def digest(self, name: str, like: str = '') -> str:
@@ -90,10 +110,14 @@ class Store(Protocol):
     """
     ...
 
-  def remove(self, folder_or_file: str) -> None:
+  def remove(self, folder_or_file: str, *, is_file: bool = False) -> None:
     """Removes a file, or a folder with everything below. There need not be one; none is there afterwards.
 
     The root itself is refused: it may be a whole bucket.
+
+    Args:
+      folder_or_file: its name.
+      is_file: whether it is known to be no folder. A bucket then lists nothing.
     """
     ...
 

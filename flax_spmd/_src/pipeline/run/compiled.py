@@ -7,12 +7,14 @@ restored, with its `input_shardings`, so that each array is on the devices of th
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.agreement import check_same_arguments
@@ -22,7 +24,7 @@ from flax_spmd._src.pipeline.run.rank_watch import RankWatch
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
 from flax_spmd._src.pipeline.run.state_init import init_on_stages
-from flax_spmd._src.pipeline.schedules.tasks import Task
+from flax_spmd._src.pipeline.schedules.tasks import Task, parse
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
@@ -106,11 +108,23 @@ class CompiledPipeline:
     """Runs the pipeline one task at a time, and times each task.
 
     Returns:
-      The result, and the seconds that each task took: costs for `schedule.simulate` and `schedule.draw`.
+      The result, and the seconds that each task took, on all processes: costs for `schedule.simulate`,
+      `schedule.with_costs` and `Automatic`. A task of a fused task has its share of the time.
     """
     leaves = self._checked(args, kwargs)
     results, seconds = self._run(lambda: self.machine.measure(leaves))
-    return self._result.unflatten(results), seconds
+    return self._result.unflatten(results), self._of_all_processes(seconds)
+
+  def _of_all_processes(self, seconds: Mapping[Task, float]) -> dict[Task, float]:
+    """The times of all tasks, equal on all processes, of which each has those of its own ranks."""
+    text = json.dumps({str(task): time for task, time in seconds.items()})
+    texts = [text]
+    if len(self._setting.processes) > 1:
+      everyone = exchange('measured tasks', self._setting.processes, text, CALLS, TIMEOUT)
+      texts = [each for _, each in everyone]
+    return {
+      task: time for each in texts for one, time in json.loads(each).items() for task in parse(one).tasks
+    }
 
   def run(self, leaves: Sequence[Any]) -> Any:
     """Runs the pipeline on leaves that `leaves` returned.

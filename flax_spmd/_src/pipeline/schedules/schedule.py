@@ -19,7 +19,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeAlias
 
-from flax_spmd._src.pipeline.schedules.simulation import EQUAL, Costs, Simulation, simulate
+from flax_spmd._src.pipeline.schedules.simulation import (
+  EQUAL,
+  Costs,
+  Simulation,
+  check_time,
+  simulate,
+)
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Order, Step
 from flax_spmd._src.pipeline.schedules.text_format import ParsedSchedule, read, steps_of, write
@@ -159,6 +165,29 @@ class Schedule(abc.ABC):
     """
     return write(self.tasks(microbatches))
 
+  def with_costs(self, costs: Costs, transfer: float = 0) -> Schedule:
+    """The same order of tasks on every rank, timed by these costs.
+
+    `simulate` and `draw` use them unless others are passed. `pipeline_jit` dispatches the programs and transfers of
+    different ranks in the order of their times.
+
+    Args:
+      costs: task times, as for `simulate`; those that `compiled.measure` returns.
+      transfer: time to move a result from one rank to another, in the same unit.
+
+    Costs that do not match the stages are an error where they are used.
+
+    Raises:
+      PipelineError: the transfer time is not a finite non-negative number.
+
+    Example:
+      >>> schedule = pipeline.OneFOneB(ranks=2).with_costs({'fwd': (1, 3), 'bwd': (2, 6)})
+      >>> schedule.simulate(4).makespan
+      39
+    """
+    own = costs if callable(costs) else dict(costs)
+    return CostedSchedule(self.ranks, self, own, check_time(transfer, 'transfer'))
+
   def validate(self, microbatches: int, live: int | None = None) -> ScheduleReport:
     """Proves that the schedule can run: every task once, on its rank, after its inputs.
 
@@ -179,16 +208,19 @@ class Schedule(abc.ABC):
     """
     return validate(self._lists(microbatches), live)
 
-  def simulate(self, microbatches: int, costs: Costs = EQUAL, transfer: float = 0) -> Simulation:
+  def simulate(
+    self, microbatches: int, costs: Costs | None = None, transfer: float | None = None
+  ) -> Simulation:
     """Computes the start and end of every task, and the idle time of every rank.
 
     Args:
       microbatches: number of microbatches.
       costs: task times in any unit: for each of 'fwd', 'bwd' and 'wgrad', a number or one number per
-        stage. The backward of a schedule that does not split it takes 'bwd' plus 'wgrad'. Or a function
-        from a task to its time.
+        stage. The backward of a schedule that does not split it takes 'bwd' plus 'wgrad'. Or measured times
+        by task, of any number of microbatches: each kind and stage takes the median of its times. Or a
+        function from a task to its time. None: those of the schedule (see `with_costs`), otherwise equal.
       transfer: time to move a result from one rank to another, in the same unit. Transfers overlap with
-        tasks.
+        tasks. None: that of the schedule, otherwise 0.
 
     Raises:
       PipelineError: the schedule is illegal, or a time is not a finite non-negative number.
@@ -201,9 +233,16 @@ class Schedule(abc.ABC):
       >>> simulation['bwd_3__0']
       TimedStep(step=Task(kind='bwd', stage=3, microbatch=0), start=43, end=63, lengths=(20,))
     """
-    return simulate(self._lists(microbatches), costs, transfer)
+    own, delay = self._times()
+    return simulate(
+      self._lists(microbatches),
+      own if costs is None else costs,
+      delay if transfer is None else transfer,
+    )
 
-  def draw(self, microbatches: int, costs: Costs = EQUAL, transfer: float = 0) -> Timeline:
+  def draw(
+    self, microbatches: int, costs: Costs | None = None, transfer: float | None = None
+  ) -> Timeline:
     """The timeline of the tasks: text in the terminal, SVG in notebooks. Same arguments as `simulate`.
 
     Raises:
@@ -226,6 +265,10 @@ class Schedule(abc.ABC):
     title = f'{self} with {microbatches} microbatch{"" if microbatches == 1 else "es"}'
     return TaskLists(title, self.tasks(microbatches), self.stage_ranks, microbatches)
 
+  def _times(self) -> tuple[Costs, float]:
+    """The costs of tasks and transfers."""
+    return EQUAL, 0
+
   @abc.abstractmethod
   def _order(self, rank: int, microbatches: int) -> Iterable[Step]:
     """The tasks of one rank."""
@@ -247,6 +290,39 @@ class Schedule(abc.ABC):
     counts = range(microbatches - 1, 0, -1), range(microbatches + 1, 2 * microbatches + 4 * self.stages)
     nearest = (next((n for n in side if self.supports(n)), None) for side in counts)
     return ' or '.join(str(n) for n in nearest if n)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostedSchedule(Schedule):
+  """A schedule with costs: the result of `Schedule.with_costs`.
+
+  Attributes:
+    ranks: number of ranks.
+    schedule: the order of its tasks.
+    costs: task times.
+    transfer: time to move a result from one rank to another.
+  """
+
+  schedule: Schedule
+  costs: Costs = dataclasses.field(hash=False, repr=False)
+  transfer: float
+
+  @property
+  def stage_ranks(self) -> tuple[int, ...]:
+    """Per stage, its rank."""
+    return self.schedule.stage_ranks
+
+  def __str__(self) -> str:
+    return str(self.schedule)
+
+  def _order(self, rank: int, microbatches: int) -> Iterable[Step]:
+    return self.schedule._order(rank, microbatches)
+
+  def _limitation(self, microbatches: int) -> str | None:
+    return self.schedule._limitation(microbatches)
+
+  def _times(self) -> tuple[Costs, float]:
+    return self.costs, self.transfer
 
 
 @dataclasses.dataclass(frozen=True)

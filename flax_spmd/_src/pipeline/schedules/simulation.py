@@ -12,20 +12,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Step, Task, parse
 from flax_spmd._src.pipeline.schedules.validation import TaskLists, external_inputs, validate
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
 
-Costs: TypeAlias = Mapping[str, float | Sequence[float]] | Callable[[Task], float]
+Costs: TypeAlias = Mapping[str, float | Sequence[float]] | Mapping[Task, float] | Callable[[Task], float]
 EQUAL: Mapping[str, float | Sequence[float]] = {'fwd': 1, 'bwd': 1, 'wgrad': 1}
 _FIX = (
   "pass {'fwd': 1, 'bwd': 1, 'wgrad': 1}, with a number or one number per stage, "
-  'or a function of a task.'
+  'the times of tasks that `measure` returned, or a function of a task.'
 )
 
 
@@ -123,7 +125,8 @@ def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Sim
   Args:
     lists: the schedule.
     costs: task times in any unit: for each of 'fwd', 'bwd' and 'wgrad', a number or one number per
-      stage. The `bwd` of a schedule that does not split the backward takes 'bwd' plus 'wgrad'. Or a
+      stage. The `bwd` of a schedule that does not split the backward takes 'bwd' plus 'wgrad'. Or measured
+      times by task, of any number of microbatches: each kind and stage takes the median of its times. Or a
       function from a task to its time, used as it is. A fused task takes the sum of its tasks' times.
     transfer: time to move a result from one rank to another, in the same unit.
 
@@ -136,7 +139,7 @@ def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Sim
     3
   """
   report, ranks = validate(lists), lists.stage_ranks
-  cost, transfer = _cost(lists, costs), _time(transfer, 'transfer')
+  cost, transfer = cost_function(costs, lists.stages, lists.kinds), check_time(transfer, 'transfer')
   free: list[float] = [0] * len(lists.orders)
   timed: list[list[TimedStep]] = [[] for _ in lists.orders]
   ended: dict[Task, float] = {}
@@ -153,34 +156,78 @@ def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Sim
   return Simulation(lists.title, tuple(map(tuple, timed)), report.peaks, ranks)
 
 
-def _cost(lists: TaskLists, costs: Costs) -> Callable[[Task], float]:
-  """A function from a task to its validated time."""
+def cost_function(costs: Costs, stages: int, kinds: Collection[str]) -> Callable[[Task], float]:
+  """A function from a task to its validated time.
+
+  Args:
+    costs: see `simulate`.
+    stages: number of stages.
+    kinds: the kinds of tasks of the schedule; without 'wgrad', a backward takes the time of both.
+
+  Raises:
+    PipelineError: see `simulate`.
+  """
   if callable(costs):
-    return lambda task: _time(costs(task), str(task))
-  table = _table(costs, lists.stages)
-  if 'wgrad' not in lists.kinds:
-    table['bwd'] = [sum(pair) for pair in zip(table['bwd'], table['wgrad'])]
+    return lambda task: check_time(costs(task), str(task))
+  table = stage_costs(costs, stages, kinds)
   return lambda task: table[task.kind][task.stage]
 
 
-def _table(costs: Mapping[str, float | Sequence[float]], stages: int) -> dict[str, list[float]]:
-  """Per kind, the time of every stage; 0 for kinds without costs."""
-  table: dict[str, list[float]] = {kind: [0] * stages for kind in KINDS}
+def stage_costs(
+  costs: Mapping[Any, Any], stages: int, kinds: Collection[str]
+) -> dict[str, tuple[float, ...]]:
+  """Per kind, the time of every stage; 0 for kinds without costs.
+
+  Raises:
+    PipelineError: see `simulate`.
+  """
+  if any(isinstance(one, Task) for one in costs):
+    costs = _medians(costs, stages, kinds)
+  table: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0,) * stages)
   for kind, times in costs.items():
     if kind not in KINDS:
       raise PipelineError(
-        f'costs[{kind!r}]: {kind!r} is not a kind of task.{did_you_mean(kind, KINDS)}\nFix: {_FIX}'
+        f'costs[{kind!r}]: {kind!r} is not a kind of task.{did_you_mean(str(kind), KINDS)}\nFix: {_FIX}'
       )
-    table[kind] = list(times) if isinstance(times, Sequence) else [times] * stages
-    if len(table[kind]) != stages:
+    each = times if isinstance(times, Sequence) else [times] * stages
+    if len(each) != stages:
       raise PipelineError(
-        f'costs[{kind!r}] has {len(table[kind])} times, but there are {stages} stages.\nFix: {_FIX}'
+        f'costs[{kind!r}] has {len(each)} times, but there are {stages} stages.\nFix: {_FIX}'
       )
-    table[kind] = [_time(time, f'costs[{kind!r}]') for time in table[kind]]
+    table[kind] = tuple(check_time(time, f'costs[{kind!r}]') for time in each)
+  if 'wgrad' not in kinds:
+    table |= {'bwd': tuple(map(sum, zip(table['bwd'], table['wgrad']))), 'wgrad': (0,) * stages}
   return table
 
 
-def _time(time: float, name: str) -> float:
+def _medians(costs: Mapping[Task, float], stages: int, kinds: Collection[str]) -> dict[str, list[float]]:
+  """Per kind, the median of the measured times of every stage.
+
+  0 for tasks that a model does not have: a forward within the backward of its stage, the input gradient of the first
+  stage, weight gradients of a stage without weights.
+  """
+  times: dict[tuple[str, int], list[float]] = defaultdict(list)
+  for task, time in costs.items():
+    times[task.kind, task.stage].append(check_time(time, str(task)))
+  measured, split = {stage for _, stage in times}, 'wgrad' in kinds
+  faults = [f'{len(measured)} stages, not {stages}'] * (measured != set(range(stages)))
+  faults += ['no weight gradients'] * (split and all(kind != 'wgrad' for kind, _ in times))
+  if faults:
+    raise PipelineError(
+      f'The measured tasks have {" and ".join(faults)}.\n'
+      f'Fix: measure a schedule of {stages} stages{", such as ZeroBubbleH1, that splits backwards" * split}.'
+    )
+  return {
+    kind: [statistics.median(times.get((kind, stage), [0])) for stage in range(stages)] for kind in KINDS
+  }
+
+
+def check_time(time: float, name: str) -> float:
+  """Returns the time if it is a finite number that is not negative.
+
+  Raises:
+    PipelineError: it is not.
+  """
   if not isinstance(time, Real) or not 0 <= time < math.inf:
     raise PipelineError(
       f'The time of {name} is {time!r}.\nFix: pass a finite number that is not negative.'

@@ -1,8 +1,8 @@
 """A cluster to try things on: several processes on one machine, each with some emulated devices.
 
-    python launch_local.py --processes 2 --devices 4 --layout layouts/fsdp_tensor.toml
+    python launch_local.py --processes 2 --devices 4 llama/train.py --layout llama/layouts/fsdp_tensor.toml
 
-What this script does not know is passed on to train.py. SIGTERM is passed on to every process.
+Flags after the script are passed on to it. SIGTERM is passed on to every process.
 """
 
 import argparse
@@ -12,16 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 GRACE = 30  # seconds for the others once a process has ended badly: they may wait for it in vain
 
 
-def command(process, processes, port):
+def command(script, process, processes, port):
   """The command of one process, with the addresses that JAX finds itself on a real cluster."""
-  trainer = Path(__file__).with_name('train.py')
   where = [f'--coordinator=127.0.0.1:{port}', f'--processes={processes}', f'--process={process}']
-  return [sys.executable, trainer, '--distributed', *where]
+  return [sys.executable, *script, '--distributed', *where]
 
 
 def free_port():
@@ -49,11 +47,12 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
   parser.add_argument('--processes', type=int, default=2)
   parser.add_argument('--devices', type=int, default=4, help='of each process')
-  args, others = parser.parse_known_args()
+  parser.add_argument('script', nargs=argparse.REMAINDER, help='the trainer, and its flags')
+  args = parser.parse_args()
   devices = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(args.devices)}
   port = free_port()
   children = [
-    subprocess.Popen([*command(process, args.processes, port), *others], env=os.environ | devices)
+    subprocess.Popen(command(args.script, process, args.processes, port), env=os.environ | devices)
     for process in range(args.processes)
   ]
   signal.signal(signal.SIGTERM, lambda *_: [child.terminate() for child in children])

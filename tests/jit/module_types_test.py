@@ -1,0 +1,254 @@
+"""Linen models over Explicit axes; the oracle is the same model, table and step over Auto axes."""
+
+from textwrap import dedent
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+import flax_spmd as spmd
+from flax_spmd.errors import LayoutError
+
+SIZES = {'data': 2, 'model': 4}
+KEY = jax.random.key(0)
+BATCH, LENGTH, WIDTH, VOCAB = 8, 4, 16, 32
+TOKENS = jax.random.randint(KEY, (BATCH, LENGTH), 0, VOCAB)
+KINDS = AxisType.Explicit, {'data': AxisType.Explicit}, {'model': AxisType.Explicit}
+TABLES = {
+  'fsdp': (('batch', 'data'), ('embed', 'data'), ('in', 'data'), ('out', 'model'), ('heads', 'model')),
+  'products': (
+    ('batch', 'data'),
+    ('in', 'model'),
+    ('vocab', 'model'),
+    ('embed', 'data'),
+    ('kv', 'model'),
+  ),
+  'both': (
+    ('batch', ('data', 'model')),
+    ('in', ('data', 'model')),
+    ('vocab', 'data'),
+    ('heads', 'model'),
+  ),
+  'outputs': (('batch', 'data'), ('out', ('model', 'data')), ('embed', 'model'), ('vocab', 'data')),
+  'preset': spmd.presets.fsdp_tensor_parallel(min_size=1),
+  'paths': (
+    ('batch', 'data'),
+    ('kernel$|embedding$', spmd.Rules((spmd.fsdp(('data', 'model'), min_size=1),))),
+  ),
+}
+
+
+class OwnLayer(nn.Module):
+  """A layer of the user's own, as those of T5X: a kernel without the dimensions of the result, in setup."""
+
+  def setup(self):
+    init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'out'))
+    self.kernel = self.param('kernel', init, (WIDTH, WIDTH))
+
+  def __call__(self, x):
+    y = jnp.einsum('bld,df->blf', x, self.kernel)
+    return y.reshape(*y.shape[:2], 4, 4).swapaxes(2, 3).reshape(y.shape)
+
+
+class Normalized(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.BatchNorm(use_running_average=False)(x)
+
+
+class Recurrent(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.RNN(nn.LSTMCell(WIDTH))(x)
+
+
+class Residual(nn.Module):
+  layer: nn.Module
+
+  @nn.compact
+  def __call__(self, x):
+    return x + nn.tanh(self.layer(nn.LayerNorm()(x)))
+
+
+class Turn(nn.Module):
+  """The body of a scan: the carry has the type that it began with."""
+
+  @nn.compact
+  def __call__(self, x, _):
+    y = nn.Dense(WIDTH)(nn.relu(nn.Dense(2 * WIDTH)(x)))
+    return spmd.with_logical_constraint(x + y, ('batch', None, None)), None
+
+
+class Stacked(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    scanned = nn.scan(Turn, variable_axes={'params': 0}, split_rngs={'params': True}, length=2)
+    return scanned()(spmd.with_logical_constraint(x, ('batch', None, None)), None)[0]
+
+
+LAYERS = {
+  'dense': lambda: nn.Dense(WIDTH),
+  'general': lambda: nn.DenseGeneral((4, WIDTH // 4)),
+  'joined': lambda: nn.DenseGeneral(WIDTH, axis=(-2, -1)),
+  'einsum': lambda: nn.Einsum((WIDTH, WIDTH), 'bld,df->blf'),
+  'conv': lambda: nn.Conv(WIDTH, (3,)),
+  'strided': lambda: nn.Conv(WIDTH, (2,), strides=(2,)),
+  'transposed': lambda: nn.ConvTranspose(WIDTH, (2,)),
+  'attention': lambda: nn.MultiHeadDotProductAttention(num_heads=4),
+  'dropout': lambda: nn.Sequential([nn.Dropout(0.5, deterministic=False), nn.Dense(WIDTH)]),
+  'batch norm': Normalized,
+  'group norm': lambda: nn.GroupNorm(num_groups=4),
+  'rms norm': nn.RMSNorm,
+  'own': OwnLayer,
+  'recurrent': Recurrent,
+  'remat': lambda: nn.remat(Residual)(nn.Dense(WIDTH)),
+  'stacked': Stacked,
+}
+
+
+class Model(nn.Module):
+  layers: tuple[str, ...]
+
+  @nn.compact
+  def __call__(self, tokens):
+    table = nn.Embed(VOCAB, WIDTH)
+    x = spmd.with_logical_constraint(table(tokens), ('batch', None, None))
+    for name in self.layers:
+      x = Residual(LAYERS[name]())(x) if name not in SHAPES else LAYERS[name]()(x)
+    return spmd.with_logical_constraint(table.attend(x), ('batch', None, None))
+
+
+SHAPES = 'general', 'joined', 'strided'  # their results have other shapes than their arguments
+
+
+def run(layers, table, kind):
+  """The loss, the updates of variables and the gradients of a model."""
+  layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), table)
+  model = Model(tuple(layers))
+  variables = layout.init(spmd.names_for(model.init), {'params': KEY, 'dropout': KEY}, TOKENS)
+  tokens = layout.shard(TOKENS, spmd.Layout(layout.mesh, table).rules.spec(('batch', None)))
+
+  @layout.jit
+  def step(variables, tokens):
+    def loss(params):
+      state = {**variables, 'params': params}
+      logits, updates = model.apply(state, tokens, rngs={'dropout': KEY}, mutable=['batch_stats'])
+      labels = jnp.broadcast_to(tokens[:, :1], logits.shape[:2])
+      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), updates
+
+    return jax.value_and_grad(loss, has_aux=True)(variables['params'])
+
+  return variables, step(variables, tokens)
+
+
+def check_equal(layers, table, kind):
+  expected, found = run(layers, table, AxisType.Auto), run(layers, table, kind)
+  assert jax.tree.structure(expected) == jax.tree.structure(found)
+  for (path, one), two in zip(
+    jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True
+  ):
+    np.testing.assert_allclose(two, one, rtol=2e-4, atol=2e-5, err_msg=str(path))
+  for one, two in zip(
+    *(jax.tree.leaves((each[0], each[1][1])) for each in (expected, found)), strict=True
+  ):
+    assert two.sharding.spec == one.sharding.spec or two.sharding.is_equivalent_to(
+      jax.NamedSharding(two.sharding.mesh, one.sharding.spec), one.ndim
+    )
+
+
+@pytest.mark.parametrize(
+  'layers, table, kind',
+  [
+    (('attention', 'recurrent'), 'fsdp', KINDS[0]),
+    (('batch norm', 'own', 'dropout'), 'products', KINDS[1]),
+  ],
+)
+def test_a_model_computes_the_same_as_over_auto_axes(layers, table, kind):
+  check_equal(layers, TABLES[table], kind)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=60, phases=(Phase.explicit, Phase.generate))
+@given(
+  layers=st.lists(st.sampled_from(sorted({*LAYERS} - {*SHAPES})), min_size=1, max_size=3),
+  first=st.sampled_from([(), ('strided',)]),
+  table=st.sampled_from(sorted(TABLES)),
+  kind=st.sampled_from(KINDS),
+)
+def test_random_models_compute_the_same_as_over_auto_axes(layers, first, table, kind):
+  check_equal([*first, *layers], TABLES[table], kind)
+
+
+def test_a_result_has_the_types_of_its_dimensions():
+  """Those of the argument first, then those of the kernel; a constraint in the module decides."""
+  layout = spmd.Layout(
+    spmd.make_mesh(SIZES, axis_types=AxisType.Explicit),
+    (('batch', 'data'), ('in', 'data'), ('out', 'model')),
+  )
+  seen = []
+
+  class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for layer in (nn.Dense(16), nn.Dense(8), nn.Einsum((8, 4, 2), 'bd,dhk->bhk')):
+        x = layer(x)
+        seen.append(jax.typeof(x).sharding.spec)
+      return x
+
+  variables = layout.init(spmd.names_for(Two().init), KEY, jnp.ones((4, 8)))
+  seen.clear()
+  layout.jit(Two().apply)(variables, layout.shard(jnp.ones((4, 8)), ('batch', None)))
+  assert {*seen[:2]} == {jax.P('data', 'model')} and {*seen[2:]} == {jax.P('data', 'model', None)}
+
+
+def test_attempts_leave_no_trace():
+  """A module that runs again: random numbers, sown values, updates and names are those of one run."""
+
+  class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      count = self.variable('counts', 'calls', jnp.zeros, ())
+      count.value = count.value + 1
+      noise = jax.random.normal(self.make_rng('noise'), (8,))
+      self.sow('intermediates', 'seen', noise)
+      kernel = self.param('kernel', nn.initializers.ones, (8, 8))
+      y = nn.Dense(8)(x) @ kernel  # sums over a sharded dimension
+      self.sow('intermediates', 'seen', y)
+      return y + noise
+
+  results = []
+  for kind in (AxisType.Auto, AxisType.Explicit):
+    table = (spmd.fsdp('model', min_size=1),)
+    layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), table)
+    model = Noisy()
+    variables = layout.init(model.init, {'params': KEY, 'noise': KEY}, jnp.ones((4, 8)))
+    apply = layout.jit(
+      lambda v, k, x: model.apply(v, x, rngs={'noise': k}, mutable=['counts', 'intermediates'])
+    )
+    results.append(
+      (variables, apply({each: variables[each] for each in ('params', 'counts')}, KEY, jnp.ones((4, 8))))
+    )
+  jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5), *results)
+
+
+def test_an_operation_outside_of_modules():
+  mesh = spmd.make_mesh(SIZES, axis_types={'model': AxisType.Explicit})
+  layout = spmd.Layout(mesh, (('mlp', 'model'),))
+  w = layout.shard(jnp.ones((8, 8)), ('mlp', None))
+  with pytest.raises(LayoutError) as caught:
+    layout.jit(lambda w: w.T @ w)(w)
+  text = str(caught.value)
+  line = test_an_operation_outside_of_modules.__code__.co_firstlineno + 5
+  assert text.startswith(
+    f"Over the Explicit axes 'model', JAX finds no sharding for an operation of module_types_test.py:{line}: Contracting"
+  )
+  assert text.endswith(
+    dedent("""
+    Fix: pass out_sharding= to the operation, constrain its operands before it (with_logical_constraint), or make these axes Auto (make_mesh, axis_types=).""")
+  )
