@@ -41,14 +41,14 @@ def test_gradients_of_norms_are_reduced_before_those_of_matrices_are_computed():
   assert temporaries(False, 'bfloat16') == pytest.approx(242, rel=0.05)
 
 
-def schedule(*reductions, needed=0):
+def schedule(*reductions, needed=0, size=2**20):
   """Ten operations, of which each but the first reads an array of 1 byte that ends there, and writes nothing."""
   gradients = WeightGradients()
   for index in range(10):
     gradients.add_step(2.0, {index: 1.0}, [index], 0.0)
   gradients.add_product(needed)
   for group, made, kind in reductions:
-    gradients.add_reduction([group], made, kind, 2**20)
+    gradients.add_reduction(group, kind, made, kind, size)
   return gradients.peak()
 
 
@@ -65,8 +65,9 @@ def test_a_sum_that_is_known_early_delays_no_product_before_it():
 
 
 def test_a_second_group_of_products_waits_until_its_last_one():
-  first = [(0, 1, 'dot_general'), (0, 3, 'dot_general')]
-  assert schedule(*first, (1, 5, 'dot_general'), (1, 6, 'dot_general'), (1, 9, 'dot_general')) == 2 + 2
+  """Groups are filled from the end: the first one is computed as written."""
+  products = [(0, made, 'dot_general') for made in (1, 3, 5, 6, 9)]
+  assert schedule(*products, size=10 * 2**20) == 2 + 2
 
 
 def test_a_backward_pass_with_collectives_delays_nothing():

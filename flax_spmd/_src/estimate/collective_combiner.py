@@ -13,7 +13,7 @@ from flax_spmd._src.estimate.graph import shard_count
 from flax_spmd._src.estimate.resharding import CollectiveOp
 from flax_spmd._src.hlo.collectives import Collective, wire
 
-_LIMIT = 30 * 2**20
+LIMIT = 30 * 2**20
 
 
 class CollectiveCombiner:
@@ -62,7 +62,7 @@ class CollectiveCombiner:
   def _join(self, value: int, one: Collective, block: int) -> int:
     dependences = self._dependences.get(value, 0)
     candidates = self._open.setdefault((one.kind, one.dtype, one.axes, one.times, block), [])
-    room = _LIMIT / (one.group if one.kind == 'all-gather' else 1) - one.bytes
+    room = LIMIT / (one.group if one.kind == 'all-gather' else 1) - one.bytes
     index = next(
       (i for i in candidates if not dependences >> i & 1 and self._combined[i].bytes <= room), None
     )
@@ -84,6 +84,11 @@ class CollectiveCombiner:
     dependences = self.dependences(operands)
     for value in results:
       self._dependences[value] = self._dependences.get(value, 0) | dependences
+
+  def key(self, index: int) -> tuple[str, str, tuple[str, ...]]:
+    """The kind, dtype and axes of a combined collective."""
+    one = self._combined[index]
+    return one.kind, one.dtype, one.axes
 
   def dependences(self, values: Iterable[int]) -> int:
     """The combined collectives that values depend on: a bit for each."""

@@ -243,6 +243,7 @@ class _CostWalk:
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
     self.weight_gradients = WeightGradients()
+    self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
 
   def block(
     self, block: Block, live: BlockLiveness, times: int, results: Sequence[Spec | None]
@@ -267,7 +268,7 @@ class _CostWalk:
             now -= alive.pop(operand)
           alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
           now += alive[result]
-      reused = self._reused(op, live.written[index], live.ending[index], alive)
+      reused = self._reused(op, live, index, alive)
       present = now - reused + inner_peak + self.gathered_bytes
       peak = max(peak, present)
       if block is self.analyzed.graph.main:
@@ -290,14 +291,23 @@ class _CostWalk:
     written = sum(alive[value] for value in live.written[index])
     self.weight_gradients.add_step(present, ended, live.reads[index], written)
 
-  def _reused(
-    self, op: Op, written: Sequence[int], ending: Sequence[int], alive: Mapping[int, float]
-  ) -> float:
-    """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does."""
+  def _reused(self, op: Op, live: BlockLiveness, index: int, alive: Mapping[int, float]) -> float:
+    """Bytes of fused results that take the place of an operand that ends, as the gradient of logits does.
+
+    An operand of a reduction over several arrays, as in the gradient of a norm, is still read as the result is written.
+    """
     if op.kind in WRITES:
+      if op.kind == 'reduce' and self.platform == 'cuda':
+        reads = live.reads[index]
+        sizes = [alive.get(value, 0.0) for value in reads]
+        self.reduced |= {value for value, size in zip(reads, sizes) if size and sizes.count(size) > 1}
       return 0.0
-    results = [(self.values[value].dtype, alive[value]) for value in written]
-    ends = [(self.values[value].dtype, alive.get(value)) for value in ending]
+    results = [(self.values[value].dtype, alive[value]) for value in live.written[index]]
+    ends = [
+      (self.values[value].dtype, alive.get(value))
+      for value in live.ending[index]
+      if value not in self.reduced
+    ]
     return sum(size for dtype, size in results if (dtype, size) in ends)
 
   def _before_transposes(self, value: int) -> int:
@@ -575,10 +585,11 @@ class _CostWalk:
       ops = without_reduce_scatter(ops)
     dtype = partial.array.dtype
     groups = self._add_collectives(ops, partial.times, value, partial.source, partial.kind, dtype)
-    if not self.loop:
+    if groups and not self.loop:
       size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
       size *= partial.array.itemsize
-      self.weight_gradients.add_reduction(groups, partial.made, partial.kind, size)
+      key = self.combiner.key(groups[0])
+      self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size)
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""

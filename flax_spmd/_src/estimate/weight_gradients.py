@@ -15,9 +15,10 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+from flax_spmd._src.estimate.collective_combiner import LIMIT
 from flax_spmd._src.estimate.graph import PRODUCTS
 
 SCHEDULING_PLATFORMS = ('cuda',)  # these delay products
@@ -25,9 +26,10 @@ _SCALARS = 64  # bytes of a group; metrics, which are reduced last
 
 
 class _Reduction(NamedTuple):
-  """A partial sum in a combined collective, and the operation that made it."""
+  """A partial sum, with the operation that made it, and the collectives that it is or may be combined with."""
 
   group: int
+  key: Hashable
   made: int
   kind: str
   bytes: float
@@ -76,16 +78,17 @@ class WeightGradients:
     """Adds the collectives that a product depends on, as a bit set."""
     self._needed |= needed
 
-  def add_reduction(self, groups: Sequence[int], made: int, kind: str, size: float) -> None:
+  def add_reduction(self, group: int, key: Hashable, made: int, kind: str, size: float) -> None:
     """Adds a reduction that is needed now.
 
     Args:
-      groups: indices of its combined collectives.
+      group: index of the combined collective that it depends on or that depends on it.
+      key: kind, dtype and axes of the collective; those with another one are never combined with it.
       made: index of the operation whose result is reduced; -1 for one in a loop.
       kind: kind of that operation.
       size: bytes.
     """
-    self._reductions += [_Reduction(group, made, kind, size) for group in groups[:1]]
+    self._reductions.append(_Reduction(group, key, made, kind, size))
 
   def peak(self) -> float:
     """The peak memory in bytes, with the products delayed."""
@@ -117,17 +120,25 @@ class WeightGradients:
       for one in self._reductions
     ):  # the backward pass needs collectives itself
       return {}
-    groups: dict[int, list[_Reduction]] = {}
-    for one in final:
-      groups.setdefault(one.group, []).append(one)
     ordered = sorted(
-      (group for group in groups.values() if sum(one.bytes for one in group) > _SCALARS),
+      (group for group in _combined(final) if sum(one.bytes for one in group) > _SCALARS),
       key=lambda group: (any(one.is_product for one in group), max(one.made for one in group)),
     )
     result: dict[int, int] = {}
     before = 0
     for number, group in enumerate(ordered):
-      before = max(before, *(one.made for one in group)) if number else before
-      result |= {one.made: before for one in group if one.is_product and one.made < before}
       before = max(before, *(one.made for one in group))
+      if number:  # the first one waits for nothing
+        result |= {one.made: before for one in group if one.is_product and one.made < before}
     return result
+
+
+def _combined(reductions: Sequence[_Reduction]) -> list[list[_Reduction]]:
+  """The reductions in the groups that XLA combines, which it fills from the end of the program."""
+  groups: dict[Hashable, list[list[_Reduction]]] = {}
+  for one in sorted(reductions, key=lambda one: -one.made):
+    filled = groups.setdefault(one.key, [[]])
+    if filled[-1] and sum(other.bytes for other in filled[-1]) + one.bytes > LIMIT:
+      filled.append([])
+    filled[-1].append(one)
+  return [group for filled in groups.values() for group in filled]
