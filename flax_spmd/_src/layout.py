@@ -42,6 +42,7 @@ from flax_spmd._src.mesh import (
   axis_types,
   describe,
   make_mesh,
+  with_auto_axes,
 )
 from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process
 from flax_spmd._src.names.box_trees import rebuilt
@@ -523,6 +524,7 @@ class Layout:
     `pipeline.accumulate` once and updates its state as usual, or it has neither gradients nor a loop. Each
     stage is compiled as its own program, sharded by the layout's rules over the other mesh axes. Arrays
     that a stage owns are plain `jax.Array`s on the devices of that stage; arguments may be on any devices.
+    Within stages, Explicit axes of the mesh are Auto: names decide, and types have no shardings.
 
     Args:
       fn: function to compile; if omitted, `pipeline_jit` returns a decorator.
@@ -582,17 +584,18 @@ class Layout:
         timeout=timeout,
         **options,
       )
+    layout = self.replace(mesh=with_auto_axes(self._mesh))
     plan_inputs = None
     if in_rules is not None:
       arguments = Arguments.of(fn, options)
-      plan_inputs = functools.partial(self._input_shardings, arguments=arguments, placements=in_rules)
-    plan_results = functools.partial(self._plan_results, placements=out_rules)
+      plan_inputs = functools.partial(layout._input_shardings, arguments=arguments, placements=in_rules)
+    plan_results = functools.partial(layout._plan_results, placements=out_rules)
     from flax_spmd._src.pipeline.pipelined import Pipelined  # with SciPy's graphs, 0.4 s to import
 
     return Pipelined(
       fn,
-      self._mesh,
-      self._rules,
+      layout._mesh,
+      layout._rules,
       axis,
       schedule,
       plan_results,

@@ -183,6 +183,16 @@ def axis_sizes(mesh: MeshLike) -> dict[str, int]:
   return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
+def with_auto_axes(mesh: MeshLike) -> MeshLike:
+  """The mesh of the same devices whose axes are all Auto; the mesh itself if they are."""
+  if set(mesh.axis_types) <= {AxisType.Auto}:
+    return mesh
+  auto = (AxisType.Auto,) * len(mesh.axis_names)
+  if isinstance(mesh, AbstractMesh):
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
+  return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+
+
 def axis_types(mesh: MeshLike) -> dict[str, AxisType]:
   """`AxisType` per axis name, in the mesh's order."""
   return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

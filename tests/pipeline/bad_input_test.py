@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import flax_spmd as spmd
 from flax_spmd._src.pipeline.cut.equations import source_line
@@ -267,13 +267,6 @@ def test_an_abstract_mesh():
   assert text_of(lambda: step.compile(W, X)) == dedent("""\
     The mesh {'stage': 4, 'data': 2} is abstract: there are no devices to run stages on.
     Fix: use a layout over a concrete mesh.""")
-
-
-def test_explicit_axes():
-  mesh = spmd.make_mesh({'stage': 4, 'data': 2}, axis_types={'data': AxisType.Explicit})
-  assert text_of(lambda: layout(mesh=mesh).pipeline_jit(model)) == dedent("""\
-    The mesh {'stage': 4, 'data': 2} has Explicit axes, and a pipeline needs Auto axes.
-    Fix: make the mesh with axis_types=AxisType.Auto, the default of make_mesh.""")
 
 
 def test_rules_that_use_the_stage_axis():

@@ -1,10 +1,12 @@
-"""Settings of JAX around a call, which JAX stores per thread: they hold in the threads of a pipeline, too."""
+"""Settings of JAX around a call, which JAX stores per thread, hold in the threads of a pipeline; types of mesh axes."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.scipy.special import betainc
+from jax.sharding import AxisType
 
 import flax_spmd as spmd
 from flax_spmd.pipeline import Mean, OneFOneB, accumulate, stage_end
@@ -65,3 +67,54 @@ def test_debug_nans_raises(threads):
   assert np.isnan(pipelined(*arguments)[0])
   with jax.debug_nans(True), pytest.raises(Exception, match='nan'):  # of a private class of JAX
     pipelined(*arguments)
+
+
+class Tower(nn.Module):
+  """Two stages, each a product over a sharded dimension."""
+
+  @nn.compact
+  def __call__(self, x):
+    for name, names in (('a', ('embed', 'mlp')), ('b', ('mlp', 'embed'))):
+      init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+      x = spmd.with_logical_constraint(
+        jnp.tanh(nn.Dense(8, False, kernel_init=init, name=name)(x)), ('batch', None)
+      )
+      x = stage_end(x) if name == 'a' else x
+    return x
+
+
+@pytest.mark.parametrize('arguments', ['of its mesh', 'on the host'])
+def test_a_mesh_with_explicit_axes_trains_as_one_with_auto_axes(arguments):
+  def train_step(params, x):
+    def loss(params, x):
+      return (Tower().apply({'params': params}, x) ** 2).mean()
+
+    value, grads = accumulate(lambda x: jax.value_and_grad(loss)(params, x), x, op=Mean, microbatches=4)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+  def train(types):
+    mesh = spmd.make_mesh({'stage': 2, 'data': 2, 'model': 2}, axis_types=types)
+    layout = spmd.Layout(mesh, (('batch', 'data'), ('mlp', 'model')))
+    params = layout.init(
+      lambda key: Tower().init(key, np.ones((2, 8)))['params'], jax.random.key(0), boxed=False
+    )
+    assert layout.mesh.axis_types == params['a']['kernel'].sharding.mesh.axis_types
+    step, x = layout.pipeline_jit(train_step, schedule=OneFOneB(2), donate_argnums=0), BATCH
+    if arguments == 'of its mesh':
+      x = layout.shard(x, ('batch', None))
+    else:
+      params = jax.device_get(params)
+    losses = []
+    for _ in range(3):
+      params, value = step(params, x)
+      losses.append(float(value))
+    return losses, jax.tree.map(lambda leaf: leaf.sharding.spec, params), jax.device_get(params)
+
+  (losses, specs, params), (expected, expected_specs, expected_params) = map(
+    train, (AxisType.Explicit, AxisType.Auto)
+  )
+  assert specs == expected_specs and losses[2] < losses[0]
+  np.testing.assert_allclose(losses, expected, rtol=1e-5)
+  jax.tree.map(
+    lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), params, expected_params
+  )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src.compat import from_shards
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe
@@ -60,7 +60,7 @@ def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
   """Raises unless stages can be placed along an axis of the mesh.
 
   Raises:
-    PipelineError: the mesh lacks the axis, has Explicit axes, or rules use the axis.
+    PipelineError: the mesh lacks the axis, or rules use the axis.
   """
   sizes = axis_sizes(mesh)
   if not isinstance(axis, str) or axis not in sizes:
@@ -68,11 +68,6 @@ def check_axis(mesh: MeshLike, rules: Rules, axis: str) -> None:
       f'The mesh {describe(mesh)} has no axis {axis!r}.{did_you_mean(str(axis), sizes)}\n'
       "Fix: make a mesh with an axis for the stages, such as Layout({'stage': 4, ...}, rules), or pass the "
       'name of that axis as axis=.'
-    )
-  if AxisType.Explicit in mesh.axis_types:
-    raise PipelineError(
-      f'The mesh {describe(mesh)} has Explicit axes, and a pipeline needs Auto axes.\n'
-      'Fix: make the mesh with axis_types=AxisType.Auto, the default of make_mesh.'
     )
   offenders = [
     f'  rule {rule_text(rule)} {clause!r}'
