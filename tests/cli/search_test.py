@@ -111,6 +111,6 @@ def test_text_that_is_not_a_schedule(text, capsys):
     run(capsys, '--pipeline', text)
   error = capsys.readouterr().err
   assert error.endswith(
-    f'argument --pipeline: {text!r} is not a schedule such as OneFOneB(ranks=4); known schedules: DualPipeV, '
+    f'argument --pipeline: {text!r} is not a schedule such as OneFOneB(ranks=4); known schedules: Automatic, DualPipeV, '
     'Eager1F1B, GPipe, Interleaved1F1B, InterleavedGPipe, KimiK2, OneFOneB, ZeroBubbleH1, ZeroBubbleV\n'
   )
