@@ -19,22 +19,29 @@ from flax_spmd._src.rules.decisions import rule_text
 from flax_spmd._src.rules.table import Rules
 from flax_spmd.errors import MeshError, Problem, raise_problems
 
+_WITHOUT = 'remove host(...) from the rules'
+_WITH = 'use a backend with this memory: GPUs, TPUs, and CPUs since JAX 0.4.31.'
 
-def check_memories(mesh: MeshLike, rules: Rules) -> None:
-  """Raises `MeshError` if a rule has `host`, and the devices of the mesh cannot use the host's memory."""
+
+def check_memories(mesh: MeshLike, rules: Rules, without: str = _WITHOUT) -> None:
+  """Raises `MeshError` if a rule has `host`, and the devices of the mesh cannot use the host's memory.
+
+  Args:
+    mesh, rules: those of a layout.
+    without: remedy that needs no such memory, for the message.
+  """
   if not isinstance(mesh, Mesh) or not rules.uses_host:
     return
   kinds = compat.memory_kinds(mesh.devices.flat[0])
   if HOST_MEMORY in kinds:
     return
   platform = mesh.devices.flat[0].platform
-  fix = 'remove host(...) from the rules, or use a backend with this memory: GPUs, TPUs, and CPUs since JAX 0.4.31.'
   raise_problems(
     [
       Problem(
         f'rule {rule_text(rule)} {rules.at(rule)!r}: {platform} devices have no memory {HOST_MEMORY!r}, only '
         f'{", ".join(map(repr, kinds))}.',
-        fix,
+        f'{without}, or {_WITH}',
         MeshError,
       )
       for rule in rules.host_rules()

@@ -29,6 +29,7 @@ from flax_spmd._src.data.common_values import check_arguments, check_choice, che
 from flax_spmd._src.data.data_shard import DataShard, data_shard_of
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.data.global_batches import Check, local_indices, local_to_global
+from flax_spmd._src.data.key_arrays import put_all
 from flax_spmd._src.host_memory import check_memories, check_no_host
 from flax_spmd._src.jit.arguments import Arguments, closed_over
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
@@ -44,7 +45,7 @@ from flax_spmd._src.mesh import (
   make_mesh,
   with_auto_axes,
 )
-from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process
+from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process, processes_that_compare
 from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import leaf_names
@@ -367,7 +368,7 @@ class Layout:
       P(None, 'model')
     """
     placement_shardings.check_concrete(self._mesh)
-    check_arguments(args, kwargs)
+    check_arguments(args, kwargs, processes_that_compare(self._mesh))
     return self._planned(fn, args, kwargs, boxed, compared=True).init()
 
   @overload
@@ -646,7 +647,7 @@ class Layout:
     if self.strict:
       by_rules = tree if placements is None else placement_shardings.unplaced(tree, placements)[0]
       check_state(self._planner, by_rules)
-    return rebuilt(tree, jax.device_put(jax.tree.leaves(tree), shardings))
+    return rebuilt(tree, put_all(jax.tree.leaves(tree), shardings))
 
   @overload
   def replicate(self, tree: HostArray) -> jax.Array: ...
@@ -867,8 +868,9 @@ class Layout:
   def check_processes(self, tree: Any = None, *, values: bool | Literal['part'] = False) -> None:
     """Checks that all processes have the same layout, shard `tree` alike and hold the same values in common.
 
-    `init` calls it, without values. The processes communicate through the coordination service of
-    `jax.distributed`, not through devices. In a job of one process it does nothing.
+    The processes are those with devices of the mesh. `init` calls it, without values. The processes communicate
+    through the coordination service of `jax.distributed`, not through devices. On a mesh of one process it does
+    nothing.
 
     Values are compared by hash: replicated arrays, host arrays, numbers and keys between all processes, a
     shard between those that hold it. Of several equal shards on one process, one is read. An array that is
@@ -895,7 +897,8 @@ class Layout:
       ...   layout.check_processes(state, values=True if step % 100 == 0 else 'part')
     """
     check_choice(values)
-    if jax.process_count() == 1:
+    members = processes_that_compare(self._mesh)
+    if not members:
       return
     rows = [] if tree is None or values else self.rows(tree)
     lines = [
@@ -905,9 +908,9 @@ class Layout:
     ]
     text = '\n'.join(lines)
     if values:
-      check_values(leaves_with_paths(tree), 'the layout', text, in_turns=values == 'part')
+      check_values(leaves_with_paths(tree), 'the layout', text, members, in_turns=values == 'part')
     else:
-      check_same_on_every_process('the layout', text)
+      check_same_on_every_process('the layout', text, members=members)
 
   def __enter__(self) -> Self:
     open_layout(self._in_force, id(sys._getframe(1)))

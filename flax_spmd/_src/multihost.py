@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.sharding import Mesh
 
 from flax_spmd._src.compat import coordination_service
 from flax_spmd._src.joint_call import JointCall, answer_others, current_call
@@ -41,12 +42,32 @@ def everyone() -> tuple[int, ...]:
   return tuple(range(jax.process_count()))
 
 
-def check_same_on_every_process(subject: str, value_text: str, *, timeout: float = TIMEOUT) -> None:
-  """Raises on every process unless all processes pass the same text. Does nothing in a single process.
+def processes_that_compare(mesh: Any) -> tuple[int, ...]:
+  """The processes with devices of a mesh, if this is one of several; otherwise none: it has nothing to compare.
+
+  All processes have devices of an abstract mesh.
+  """
+  if not isinstance(mesh, Mesh):
+    members = everyone()
+  else:
+    owners = {device.process_index for device in mesh.devices.flat}
+    members = tuple(process for process in everyone() if process in owners)
+  return members if len(members) > 1 and jax.process_index() in members else ()
+
+
+def check_same_on_every_process(
+  subject: str,
+  value_text: str,
+  *,
+  members: tuple[int, ...] | None = None,
+  timeout: float = TIMEOUT,
+) -> None:
+  """Raises on every process unless all of them pass the same text. Does nothing in a single process.
 
   Args:
     subject: the object that the text describes, for the message.
     value_text: the text to compare; the message shows its lines that differ.
+    members: the processes that take part, in order; default: all.
     timeout: seconds to wait for the other processes.
 
   Raises:
@@ -56,9 +77,10 @@ def check_same_on_every_process(subject: str, value_text: str, *, timeout: float
   Example:
     >>> check_same_on_every_process('the layout', Layout({'data': 8}).to_toml())
   """
-  if jax.process_count() > 1:
+  members = everyone() if members is None else members
+  if len(members) > 1:
     fix = f'{CALLS}, and check which of them is stuck or has exited.'
-    raise_problems(text_problems(exchange('same', everyone(), f'{subject}\n{value_text}', fix, timeout)))
+    raise_problems(text_problems(exchange('same', members, f'{subject}\n{value_text}', fix, timeout)))
 
 
 def text_problems(texts: Sequence[tuple[list[int], str]]) -> list[Problem]:

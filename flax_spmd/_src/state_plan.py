@@ -21,9 +21,11 @@ from jax.sharding import NamedSharding
 
 from flax_spmd._src import compat
 from flax_spmd._src.data.common_values import check_arguments
+from flax_spmd._src.data.key_arrays import put_all
 from flax_spmd._src.explanation import Explanation, explain_plan
 from flax_spmd._src.jit.jitted import Jitted
 from flax_spmd._src.mesh import describe
+from flax_spmd._src.multihost import processes_that_compare
 from flax_spmd._src.names import box_trees
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.plan.deviations import planned_memory
@@ -125,9 +127,8 @@ class Plan(Generic[State]):
     if mesh.size > 1 and not compat.threefry_partitionable():
       warnings.warn(_NOT_PARTITIONABLE, stacklevel=3)
     if self._uncompared is not None:
-      check_arguments(*self._uncompared)
-    if jax.process_count() > 1:
-      self.layout.check_processes(self._state)
+      check_arguments(*self._uncompared, processes_that_compare(mesh))
+    self.layout.check_processes(self._state)
     state = self._create(self._arrays)
     return state if self.boxed else box_trees.unbox(state, apply_constraint=False)
 
@@ -145,7 +146,7 @@ class Plan(Generic[State]):
       LayoutError: the tree is not a state of this plan (lists every leaf that differs).
     """
     check_concrete(self.layout.mesh)
-    leaves = jax.device_put(self._leaves(tree), self._shardings)
+    leaves = put_all(self._leaves(tree), self._shardings)
     return box_trees.rebuilt(self.abstract(), leaves)
 
   def box(self, state: Any) -> State:

@@ -15,7 +15,7 @@ from flax_spmd.errors import LayoutError
 def test_a_single_process_has_nothing_to_compare(values):
   layout = spmd.Layout({'data': 8})
   assert layout.check_processes({'w': np.ones(8), 'key': jax.random.key(0)}, values=values) is None
-  assert check_arguments((np.ones(8), object()), {'train': True}) is None
+  assert check_arguments((np.ones(8), object()), {'train': True}, members=()) is None
 
 
 @pytest.mark.parametrize('spec', [P(), P('data'), P('model', 'data')])

@@ -139,3 +139,27 @@ def test_pipelines_move_no_arrays():
   assert str(caught.value) == dedent("""\
     rule 0 host(('embed', None)): layout.pipeline_jit moves no arrays out of the memory of the host.
     Fix: use layout.jit, or rules without host(...).""")
+
+
+def test_a_checkpoint_of_recorded_rules_for_a_backend_without_the_memory_of_the_host(
+  tmp_path, monkeypatch
+):
+  saved, without = on(host(('embed', 'data'))), on(('embed', 'data'))
+  w = spmd.LogicallyPartitioned(np.ones((8, 4), np.float32), ('embed', None))
+  spmd.checkpoint.save(tmp_path / 'a', saved.shard({'w': w}), saved)
+  monkeypatch.setattr(compat, 'memory_kinds', lambda device: ['device', 'unpinned_host'])
+  with pytest.raises(MeshError) as caught:
+    spmd.checkpoint.restore(tmp_path / 'a')
+  assert (
+    str(caught.value)
+    == dedent("""\
+    rule 0 host(('embed', 'data')): cpu devices have no memory 'pinned_host', only 'device', 'unpinned_host'.
+    Fix: these are the recorded rules; pass layout=, rules= or a target without host(...), or use a backend with this memory: GPUs, TPUs, and CPUs since JAX 0.4.31.""")
+  )
+  for options in (
+    {'layout': without},
+    {'rules': without.rules},
+    {'target': without.abstract(lambda: {'w': w})},
+  ):
+    restored = spmd.checkpoint.restore(tmp_path / 'a', **options)
+    assert jax.tree.leaves(restored)[0].sharding.memory_kind == 'device'

@@ -31,6 +31,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   dtype_of,
 )
 from flax_spmd._src.checkpoint.storage.skeleton import Skeleton
+from flax_spmd._src.host_memory import check_memories
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import make_mesh
 from flax_spmd._src.names import box_trees
@@ -190,7 +191,7 @@ def layout_of(record: Record, layout: Layout | None, mesh: Any, rules: Any) -> L
 
   Raises:
     CheckpointError: the arguments are incomplete, and no layout is recorded.
-    MeshError: the number of devices is not that of the recorded mesh.
+    MeshError: the number of devices is not that of the recorded mesh, or its rules need a memory that they lack.
     RulesError: the rules do not match the mesh.
   """
   if layout is not None:
@@ -205,6 +206,8 @@ def layout_of(record: Record, layout: Layout | None, mesh: Any, rules: Any) -> L
   parsed = _parsed(record.layout)
   if mesh is None:
     mesh = _recorded_mesh(parsed)
+  if rules is None:
+    check_memories(mesh, parsed.rules, without=_WITHOUT_HOST)
   return Layout(mesh, parsed.rules if rules is None else rules, strict=parsed.strict)
 
 
@@ -229,6 +232,7 @@ def _recorded_mesh(parsed: Any) -> Any:
   return make_mesh(parsed.axes, axis_types=parsed.types)
 
 
+_WITHOUT_HOST = 'these are the recorded rules; pass layout=, rules= or a target without host(...)'
 _OTHER_MESH = 'Fix: pass mesh=make_mesh(...) over the devices to use, and rules= for other mesh axes.'
 
 

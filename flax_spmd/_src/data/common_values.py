@@ -53,26 +53,27 @@ class CommonPiece(NamedTuple):
   value: Any
 
 
-def check_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-  """Raises on every process unless the arguments of a function are equal on all processes.
+def check_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], members: tuple[int, ...]) -> None:
+  """Raises on every process unless the arguments of a function are equal on all of them.
 
-  Arrays, keys, numbers, texts and enums are compared by value, other objects by their class. Does nothing in
-  a single process.
+  Arrays, keys, numbers, texts and enums are compared by value, other objects by their class. Does nothing
+  without processes.
 
   Args:
     args, kwargs: the arguments: trees of any objects, with global arrays or arrays of this process.
+    members: the processes that compare, in order; see `processes_that_compare`.
 
   Raises:
     LayoutError: arguments differ (the message names all of them, and the processes), or a process does not
       arrive in time.
 
   Example:
-    >>> check_arguments((jax.random.key(0),), {'train': False})
+    >>> check_arguments((jax.random.key(0),), {'train': False}, members=())
   """
-  if jax.process_count() > 1:
+  if members:
     leaves = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
     named = [(f'argument {path_string(path[1:])}', leaf) for path, leaf in leaves]
-    differing = _exchange('arguments', named, {})
+    differing = _exchange('arguments', named, {}, members)
     raise_problems(_value_problems_of(differing, _EQUAL_ARGUMENTS))
 
 
@@ -83,7 +84,12 @@ def check_choice(values: Any) -> None:
 
 
 def check_values(
-  leaves: Sequence[tuple[str, Any]], subject: str, text: str, *, in_turns: bool = False
+  leaves: Sequence[tuple[str, Any]],
+  subject: str,
+  text: str,
+  members: tuple[int, ...],
+  *,
+  in_turns: bool = False,
 ) -> None:
   """Raises on every process unless a text is equal on all of them, and values on all that hold them.
 
@@ -91,18 +97,21 @@ def check_values(
     leaves: paths and values, such as those of a training state.
     subject: the object that the text describes, as in `check_same_on_every_process`.
     text: the text to compare.
+    members: the processes that compare, in order.
     in_turns: whether to compare, of the pieces of more than 4 KiB, only a sixteenth, others at each call.
 
   Raises:
     LayoutError: the text or values differ, or a process does not arrive in time.
   """
-  turn = next(_turns) if in_turns else None
-  differing = _exchange('values', leaves, {_TEXT: f'{subject}\n{text}'}, turn)
+  turn = next(_turns.setdefault(members, itertools.count())) if in_turns else None
+  differing = _exchange('values', leaves, {_TEXT: f'{subject}\n{text}'}, members, turn)
   problems = text_problems(differing.get(_TEXT, ()))
   raise_problems(problems or _value_problems_of(differing, _EQUAL_VALUES))
 
 
-_turns = itertools.count()  # equal on all processes, which call equally often
+_turns: dict[
+  tuple[int, ...], Iterator[int]
+] = {}  # by the processes that compare: they call equally often
 _TURNS = 16
 _LARGE = 1 << 12  # bytes of a piece; one of more is compared in its turn only
 
@@ -110,18 +119,21 @@ _TEXT, _KINDS, _VALUES = 'text', 'kinds', 'values of '  # the parts of an exchan
 
 
 def _exchange(
-  topic: str, leaves: Sequence[tuple[str, Any]], parts: Mapping[str, str], turn: int | None = None
+  topic: str,
+  leaves: Sequence[tuple[str, Any]],
+  parts: Mapping[str, str],
+  members: tuple[int, ...],
+  turn: int | None = None,
 ) -> dict[str, list[tuple[list[int], str]]]:
   """The parts that differ: those given, the kinds of all leaves, and their values."""
   kinds = [(path, _kind(leaf)) for path, leaf in leaves]
   pieces = [
     piece
     for at, ((path, kind), (_, leaf)) in enumerate(zip(kinds, leaves, strict=True))
-    for piece in _pieces(f'{path} ({kind})', leaf, None if turn is None else turn + at)
+    for piece in _pieces(f'{path} ({kind})', leaf, members, None if turn is None else turn + at)
   ]
   parts = {**parts, _KINDS: json.dumps(kinds), **value_parts(pieces)}
-  everyone = tuple(range(jax.process_count()))
-  return differing_parts(topic, everyone, parts, _STUCK, TIMEOUT)
+  return differing_parts(topic, members, parts, _STUCK, TIMEOUT)
 
 
 def _value_problems_of(differing: Mapping[str, Any], fix: str) -> list[Problem]:
@@ -189,13 +201,15 @@ def _joined(texts: Iterable[str]) -> str:
 # -- the pieces of an array
 
 
-def _pieces(array: str, leaf: Any, turn: int | None = None) -> Iterator[CommonPiece]:
+def _pieces(
+  array: str, leaf: Any, members: tuple[int, ...], turn: int | None = None
+) -> Iterator[CommonPiece]:
   """The pieces of a leaf that this process has in common with others; large ones only in their turn."""
   if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
     return
   if not isinstance(leaf, jax.Array) or not leaf.committed:  # JAX takes it for equal on all processes
     if _is_due(getattr(leaf, 'nbytes', 0), turn):
-      yield CommonPiece(array, (), tuple(range(jax.process_count())), leaf)
+      yield CommonPiece(array, (), members, leaf)
     return
   for shard in common_shards(leaf.sharding, leaf.shape):
     if _is_due(shard.size * leaf.dtype.itemsize, None if turn is None else turn + shard.number):

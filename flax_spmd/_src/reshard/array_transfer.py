@@ -32,6 +32,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from flax_spmd._src import compat
+from flax_spmd._src.data.key_arrays import as_keys, of_numbers
 from flax_spmd._src.hlo.counts import count
 from flax_spmd._src.reshard.process_gather import (
   Index,
@@ -136,11 +137,9 @@ class ArrayTransfer(NamedTuple):
   def _by_host(self, array: Any) -> jax.Array:
     if not jnp.issubdtype(self.before, jax.dtypes.prng_key):
       return _through_host(array, self.target, self.after, self.gather)
-    sharding = _of_key_data(self.target, len(self.shape))
+    sharding = of_numbers(self.target, len(self.shape))
     numbers = _through_host(jax.random.key_data(array), sharding, np.dtype(np.uint32), self.gather)
-    impl = jax.random.key_impl(array)
-    keys = [jax.random.wrap_key_data(shard, impl=impl) for shard in _shards(numbers)]
-    return compat.from_shards(array, self.target, keys)
+    return as_keys(numbers, array, self.target)
 
 
 def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> ArrayTransfer:
@@ -180,16 +179,10 @@ def _gathered(transfer: ArrayTransfer, most: int) -> ArrayTransfer:
     return transfer
   if jnp.issubdtype(dtype, jax.dtypes.prng_key):
     numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-    source, shape, dtype = _of_key_data(source, len(shape)), numbers.shape, numbers.dtype
+    source, shape, dtype = of_numbers(source, len(shape)), numbers.shape, numbers.dtype
   gather = gather_of(source, shape, dtype, most)
   wire = gather.wire + sum(transfer.made().values())
   return transfer._replace(way='gathered', gather=gather, wire=wire)
-
-
-def _of_key_data(sharding: NamedSharding, rank: int) -> NamedSharding:
-  """The sharding of the numbers of keys, which have one dimension more."""
-  spec = PartitionSpec(*sharding.spec, *[None] * (1 + rank - len(sharding.spec)))
-  return sharding.update(spec=spec)
 
 
 def crosses(source: Any, target: Any) -> bool:
