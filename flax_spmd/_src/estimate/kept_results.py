@@ -137,20 +137,19 @@ class _Uses:
   """The uses of values in a block, besides those of products that compute a value themselves."""
 
   def __init__(self, block: Block, fused: frozenset[int]):
-    self._fused = fused
-    self._users: dict[int, list[Op]] = {}
-    for op in block.ops:
+    self._counts: dict[int, int] = {}
+    for op in reversed(block.ops):  # the users of its results come first
       for value in op.operands:
-        self._users.setdefault(value, []).append(op)
+        self._counts[value] = self.count(value) + self._uses(op, value, fused)
 
   def count(self, value: int) -> int:
     """The number of operations that use a value, directly or through views of it."""
-    return sum(self._count(value, user) for user in self._users.get(value, ()))
+    return self._counts.get(value, 0)
 
-  def _count(self, value: int, user: Op) -> int:
-    if user.kind in _VIEWS:
-      return self.count(user.results[0])
-    if user.kind == 'dot_general':
-      return int(value not in self._fused)
-    is_fused = user.results and user.results[0] in self._fused
-    return min(1, self.count(user.results[0])) if is_fused else 1
+  def _uses(self, op: Op, value: int, fused: frozenset[int]) -> int:
+    if op.kind in _VIEWS:
+      return self.count(op.results[0])
+    if op.kind == 'dot_general':
+      return int(value not in fused)
+    is_fused = op.results and op.results[0] in fused
+    return min(1, self.count(op.results[0])) if is_fused else 1
