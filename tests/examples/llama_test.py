@@ -104,7 +104,7 @@ def test_layouts_are_compared_for_absent_hardware(trainer, capsys):
 # -- several processes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_processes_train_as_one_does(undisturbed, tmp_path):
   """Two processes of the local launcher begin the run, and two SLURM tasks resume it."""
   run = [f'--run={tmp_path / "run"}', f'--layout={LAYOUTS / "fsdp_tensor.toml"}', *SMALL]
