@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from tests.strategies import examples
 
-DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'bool')
+DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'bool', 'int4', 'float8_e5m2')
 AXES = ('x', 'y', 'z')
 
 
@@ -35,12 +35,12 @@ def layouts(draw):
 
 @st.composite
 def states(draw):
-  """Two arrays of 0 to 3 dimensions, of any values."""
+  """Two arrays of 0 to 3 dimensions, some of them empty, of any values."""
   rng = np.random.default_rng(draw(st.integers(0, 99)))
   state = {}
   for key in 'vw':
     names = draw(st.permutations('abc'))[: draw(st.integers(0, 3))]
-    shape = [draw(st.sampled_from([24, 48])) for _ in names]
+    shape = [draw(st.sampled_from([24, 24, 48, 48, 0])) for _ in names]
     numbers = rng.integers(0, 256, (*shape, 4), dtype=np.uint8)
     dtype = draw(st.sampled_from(DTYPES))
     values = numbers.view(np.float32)[..., 0] if dtype != 'bool' else numbers[..., 0] > 128
