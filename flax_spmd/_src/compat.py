@@ -1126,7 +1126,9 @@ def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Ar
   return array.ArrayImpl(aval, sharding, cast(Any, list(shards)), committed=True)
 
 
-def compiled_call(jitted: Any, compiled: Any, mesh: Mesh, dtype: Any) -> Callable[..., Any]:
+def compiled_call(
+  jitted: Any, compiled: Any, mesh: Mesh | AbstractMesh, dtype: Any
+) -> Callable[..., Any]:
   """The call of a compiled program for arrays of a dtype.
 
   JAX 0.10.2 refuses arrays of less than a byte an element, such as int4, for a program that was compiled ahead: the
