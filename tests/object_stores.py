@@ -135,13 +135,14 @@ class GcsServer:
       entries[prefix + head + found if found else name] = (
         None if found else self._resource(match[1], name)
       )
-    names = [name for name in entries if name > query.get('pageToken', '')]
+    after = base64.urlsafe_b64decode(query.get('pageToken', '')).decode()
+    names = [name for name in entries if name > after]
     page = names[: min(PAGE, int(query.get('maxResults', PAGE)))]
     result: dict[str, Any] = {'kind': 'storage#objects'}
     result['items'] = [entries[name] for name in page if entries[name]]
     result['prefixes'] = [name for name in page if not entries[name]]
     if len(page) < len(names):
-      result['nextPageToken'] = page[-1]
+      result['nextPageToken'] = base64.urlsafe_b64encode(page[-1].encode()).decode()
     return reply({key: value for key, value in result.items() if value})
 
   def _get(self, match, request, body) -> Answer:

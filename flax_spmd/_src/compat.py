@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.core import lift, meta
 from flax.core import scope as flax_scope
@@ -1123,6 +1124,32 @@ def from_shards(like: Any, sharding: Any, shards: Sequence[jax.Array]) -> jax.Ar
     return jax.make_array_from_single_device_arrays(like.shape, sharding, shards, dtype=like.dtype)
   aval = aval_of(like.shape, like.dtype, True)
   return array.ArrayImpl(aval, sharding, cast(Any, list(shards)), committed=True)
+
+
+def compiled_call(
+  jitted: Any, compiled: Any, mesh: Mesh | AbstractMesh, dtype: Any
+) -> Callable[..., Any]:
+  """The call of a compiled program for arrays of a dtype.
+
+  JAX 0.10.2 refuses arrays of less than a byte an element, such as int4, for a program that was compiled ahead: the
+  texts of their layouts differ. `jax.jit` takes them. Goes with JAX 0.12.
+
+  Args:
+    jitted: the jitted function, which is called instead.
+    compiled: its program.
+    mesh: mesh of the program.
+    dtype: dtype of the arrays.
+  """
+  is_number = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+  info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+  if not is_number or info(dtype).bits >= 8:
+    return compiled
+
+  def call(*args: Any) -> Any:
+    with mesh_scope(mesh):
+      return jitted(*args)
+
+  return call
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import flax_spmd as spmd
 from tests.strategies import examples
 
-DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'bool')
+DTYPES = ('float32', 'bfloat16', 'float16', 'int8', 'bool', 'int4', 'float8_e5m2')
 AXES = ('x', 'y', 'z')
 
 
@@ -35,12 +36,12 @@ def layouts(draw):
 
 @st.composite
 def states(draw):
-  """Two arrays of 0 to 3 dimensions, of any values."""
+  """Two arrays of 0 to 3 dimensions, some of them empty, of any values."""
   rng = np.random.default_rng(draw(st.integers(0, 99)))
   state = {}
   for key in 'vw':
     names = draw(st.permutations('abc'))[: draw(st.integers(0, 3))]
-    shape = [draw(st.sampled_from([24, 48])) for _ in names]
+    shape = [draw(st.sampled_from([24, 24, 48, 48, 0])) for _ in names]
     numbers = rng.integers(0, 256, (*shape, 4), dtype=np.uint8)
     dtype = draw(st.sampled_from(DTYPES))
     values = numbers.view(np.float32)[..., 0] if dtype != 'bool' else numbers[..., 0] > 128
@@ -70,6 +71,18 @@ def test_a_reshard_is_a_device_put(state, layout, to, dtype, donate):
   larger = max(*plan.source_bytes.values(), *plan.target_bytes.values(), 0)
   result = max((row.bytes_per_device for row in plan.rows), default=0)
   assert not donate or max(plan.peak_bytes.values(), default=0) <= larger + 2 * result + plan.chunk
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'shape'), [('int4', (16, 32)), ('float8_e5m2', (16, 32)), ('int8', (16, 0))]
+)
+def test_small_numbers_and_empty_arrays(dtype, shape):
+  values = (np.arange(np.prod(shape)) % 7).reshape(shape).astype(jnp.dtype(dtype))
+  w = spmd.LogicallyPartitioned(values, ('rows', 'columns'))
+  layout = spmd.Layout({'data': 8}, (('rows', 'data'),))
+  to = spmd.Layout({'data': 2, 'model': 4}, (('rows', 'data'), ('columns', 'model')))
+  made = layout.reshard({'w': layout.shard(w)}, to)['w'].value
+  assert np.asarray(made).tobytes() == values.tobytes() and made.sharding == to.sharding(w)
 
 
 def pointers(array):

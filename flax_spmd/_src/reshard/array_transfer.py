@@ -162,7 +162,8 @@ def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> Arr
   if _memory(source) == _memory(target) and before == dtype and _same_slices(source, target, shape):
     return transfer._replace(way='stays')
   is_key = jnp.issubdtype(before, jax.dtypes.prng_key)
-  if _memory(source) == _memory(target) == 'device' and not is_key:
+  is_empty = not math.prod(shape)  # its shards have wrong shapes in a program's result, in JAX 0.10.2
+  if _memory(source) == _memory(target) == 'device' and not (is_key or is_empty):
     found = _on_devices(transfer, is_weak, most)
     if found is not None:
       return found
@@ -262,12 +263,14 @@ def _program(
 
   abstract = jax.ShapeDtypeStruct(shape, before, sharding=source, weak_type=weak)
   with compat.mesh_scope(source.mesh):  # whatever mesh is in force
-    compiled = jax.jit(changed, out_shardings=result).lower(abstract).compile()
+    jitted = jax.jit(changed, out_shardings=result)
+    compiled = jitted.lower(abstract).compile()
   memory = compiled.memory_analysis()
   temporary = memory.temp_size_in_bytes if memory else math.prod(shape) * after.itemsize
   counts = count(compiled.as_text() or '', {'devices': result.num_devices})
   sent = sum(one.wire for one in counts.collectives) * result.num_devices
-  return TransferProgram(compiled, result, temporary, int(sent))
+  run = compat.compiled_call(jitted, compiled, source.mesh, before)
+  return TransferProgram(run, result, temporary, int(sent))
 
 
 def _copied(array: jax.Array, target: NamedSharding, may_alias: bool = False) -> jax.Array:

@@ -116,7 +116,10 @@ def _program(gather: ProcessGather) -> Any:
   abstract = jax.ShapeDtypeStruct(gather.shape, gather.dtype, sharding=sharding)
   number = jax.ShapeDtypeStruct((), np.uint32, sharding=sharding.update(spec=everywhere))
   with compat.mesh_scope(sharding.mesh):  # whatever mesh is in force
-    return jax.jit(gathered).lower(abstract, number).compile()
+    jitted = jax.jit(gathered)
+    return compat.compiled_call(
+      jitted, jitted.lower(abstract, number).compile(), sharding.mesh, gather.dtype
+    )
 
 
 def is_local(source: Any, target: Any, shape: tuple[int, ...]) -> bool:
