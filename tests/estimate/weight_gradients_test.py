@@ -70,6 +70,16 @@ def test_a_second_group_of_products_waits_until_its_last_one():
   assert schedule(*products, size=10 * 2**20) == 2 + 2
 
 
+def test_products_in_loops_are_not_delayed():
+  assert schedule((0, -1, 'dot_general'), (1, -1, 'reduce')) == 2
+  gradients = WeightGradients()
+  for written in (5.0, 1.0):
+    gradients.add_step(5.0, {}, [], written)
+  for group, kind in enumerate(('dot_general', 'reduce')):
+    gradients.add_reduction(group, kind, -1, kind, 2**20)
+  assert gradients.peak() == 5
+
+
 def test_a_backward_pass_with_collectives_delays_nothing():
   sums = [(0, 2, 'dot_general'), (0, 8, 'dot_general'), (1, 9, 'reduce'), (2, 5, 'dot_general')]
   assert schedule(*sums, needed=1 << 2) == 2
