@@ -183,9 +183,10 @@ def own_costs(costs: Costs) -> Costs:
     return costs
   if not isinstance(costs, Mapping):
     raise PipelineError(f'The costs are {costs!r}.\nFix: {_FIX}')
+  given: Mapping[Any, Any] = costs
   table: dict[Any, Any] = {}
-  for key, times in costs.items():
-    plain: Any = times.tolist() if hasattr(times, 'tolist') else times  # of NumPy's arrays and numbers
+  for key, times in given.items():
+    plain = times.tolist() if hasattr(times, 'tolist') else times  # of NumPy's arrays and numbers
     table[key] = tuple(plain) if isinstance(plain, Sequence) else plain
   return table
 
