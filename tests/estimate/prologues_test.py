@@ -54,3 +54,12 @@ def test_the_argument_of_a_function_is_stored_whatever_computes_it():
 def test_a_narrowing_conversion_is_stored():
   stored = arrays(lambda h, b: jax.nn.relu(h.astype(jnp.float32)).astype(jnp.bfloat16), 'bfloat16')
   assert stored == pytest.approx(2, abs=0.05)
+
+
+def test_a_function_may_be_a_long_chain():
+  def function(x, _):
+    for _ in range(500):
+      x = jnp.tanh(x)
+    return x
+
+  assert arrays(function) == pytest.approx(1, abs=0.05)

@@ -3,6 +3,7 @@
 from textwrap import dedent
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +57,40 @@ def test_measured_times_are_medians_of_each_kind_and_stage():
   assert Automatic(2, measured, split=False).simulate(4).makespan <= expected.makespan
 
 
+def test_a_function_of_a_task_has_the_times_of_split_backwards():
+  """Without their weight gradients, the backwards of 1F1B would seem shorter than they are."""
+  equal = {'fwd': 1, 'bwd': 1, 'wgrad': 1}
+  chosen = Automatic(4, lambda task: equal[task.kind])
+  assert chosen.simulate(16) == Automatic(4, equal).simulate(16)
+  assert any(task.kind == 'wgrad' for task in chosen.tasks(16)[0])
+
+
+class TaskTimes:
+  """A function of a task that has no hash."""
+
+  __hash__ = None
+
+  def __call__(self, task):
+    return 1 + task.stage
+
+
+def test_costs_of_other_types():
+  lists = {'fwd': [1, 2], 'bwd': [1, 2], 'wgrad': [1, 2]}
+  arrays = {kind: np.array(times) for kind, times in lists.items()}
+  assert Automatic(2, arrays) == Automatic(2, lists)
+  assert OneFOneB(2).simulate(4, arrays) == OneFOneB(2).simulate(4, lists)
+  assert pipeline.greedy((0, 1), 4, 2, costs=TaskTimes()) == pipeline.greedy((0, 1), 4, 2, costs=lists)
+  assert Automatic(2, TaskTimes()).simulate(4).makespan == Automatic(2, lists).simulate(4).makespan
+
+
+def test_later_changes_of_the_costs_change_no_schedule():
+  times = [1, 1]
+  schedules = [Automatic(2, {'fwd': times}, split=False), OneFOneB(2).with_costs({'fwd': times})]
+  before = [one.simulate(4) for one in schedules]
+  times[0] = 9
+  assert [one.simulate(4) for one in schedules] == before
+
+
 def test_training_under_measured_costs():
   step = training(squared, ZeroBubbleH1(4))
   compiled = LAYOUT.pipeline_jit(step).compile(PARAMS, X, Y)
@@ -94,6 +129,16 @@ def test_bad_input():
   assert text_of(Automatic, 2, {'fwd': 1}, chunks=3, live=2) == dedent("""\
     greedy: with at most 2 live activations per rank, the ranks wait for each other.
     Fix: pass live=3, the number of stages of a rank, or more.""")
+  fix = (
+    "Fix: pass {'fwd': 1, 'bwd': 1, 'wgrad': 1}, with a number or one number per stage, "
+    'the times of tasks that `measure` returned, or a function of a task.'
+  )
+  assert text_of(Automatic, 4, None) == f'The costs are None.\n{fix}'
+  assert text_of(OneFOneB(4).with_costs, [1, 2]) == f'The costs are [1, 2].\n{fix}'
+  mixed = {'bwd': 1, Task('fwd', 0, 0): 1.0}
+  assert text_of(Automatic, 1, mixed, split=False) == (
+    f"costs[Task(kind='fwd', stage=0, microbatch=0)]: Task(kind='fwd', stage=0, microbatch=0) is not a kind of task.\n{fix}"
+  )
   assert text_of(OneFOneB(4).with_costs, {'fwd': 1}, transfer=-1) == dedent("""\
     The time of transfer is -1.
     Fix: pass a finite number that is not negative.""")

@@ -617,6 +617,10 @@ class _CostWalk:
     """Adds the costs of the most expensive branch, as the one taken is unknown."""
     results = [self.specs[result] for result in op.results]
     before = self.flops, self.hbm, self.combiner
+    scheduled, self.weight_gradients = (
+      self.weight_gradients,
+      WeightGradients(),
+    )  # those of branches do not wait
     branches: list[tuple[float, float, CollectiveCombiner, float]] = []
     for block, live in zip(op.blocks, inner):
       self.flops, self.hbm, self.combiner = 0.0, 0.0, CollectiveCombiner(self.sizes)
@@ -624,6 +628,7 @@ class _CostWalk:
       branches.append((self.flops, self.hbm, self.combiner, peak))
     flops, hbm, combiner, _ = max(branches, key=lambda branch: branch[:2])
     self.flops, self.hbm, self.combiner = before[0] + flops, before[1] + hbm, before[2]
+    self.weight_gradients = scheduled
     self.combiner.extend(combiner)
     return max(branch[3] for branch in branches) + sum(map(self._bytes, op.results))
 

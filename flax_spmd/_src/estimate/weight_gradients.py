@@ -114,7 +114,7 @@ class WeightGradients:
   def _delays(self) -> dict[int, int]:
     """By the index of each product that is delayed, that of the operation that it waits for."""
     final = [one for one in self._reductions if not self._needed >> one.group & 1]
-    products = [one.made for one in final if one.is_product]
+    products = [one.made for one in final if one.is_product and one.made >= 0]
     if not products or any(
       self._needed >> one.group & 1 and min(products) < one.made <= max(products)
       for one in self._reductions
@@ -129,7 +129,7 @@ class WeightGradients:
     for number, group in enumerate(ordered):
       before = max(before, *(one.made for one in group))
       if number:  # the first one waits for nothing
-        result |= {one.made: before for one in group if one.is_product and one.made < before}
+        result |= {one.made: before for one in group if one.is_product and 0 <= one.made < before}
     return result
 
 

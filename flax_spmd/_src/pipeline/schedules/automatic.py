@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from flax_spmd._src.pipeline.schedules import classic, zero_bubble
 from flax_spmd._src.pipeline.schedules.greedy import greedy
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.pipeline.schedules.simulation import Costs, Simulation
+from flax_spmd._src.pipeline.schedules.simulation import Costs, Simulation, own_costs
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Order
 from flax_spmd._src.public_module import set_module
@@ -27,7 +27,8 @@ class Automatic(Schedule):
 
   Attributes:
     ranks: number of ranks.
-    costs: task times, as for `Schedule.simulate`.
+    costs: task times, as for `Schedule.simulate`. A function of a task has one time for a backward, split or not: with
+      `split`, only orders that split backwards are compared by it.
     transfer: time to move a result from one rank to another, in the same unit.
     chunks: number of stages per rank.
     placement: 'loop', 'v', or the rank of every stage; see `Schedule.of`.
@@ -55,6 +56,7 @@ class Automatic(Schedule):
 
   def __post_init__(self):
     super().__post_init__()
+    object.__setattr__(self, 'costs', own_costs(self.costs))
     if self.live is not None:
       check_positive(self.live, 'Automatic.live')
     if not isinstance(self.placement, str):
@@ -93,7 +95,10 @@ class Automatic(Schedule):
     """The schedules of this placement."""
     single = (classic.OneFOneB, classic.Eager1F1B, classic.GPipe)
     chunked = (classic.Interleaved1F1B, classic.InterleavedGPipe)
-    known = [kind(self.ranks) for kind in single] + [kind(self.ranks, self.chunks) for kind in chunked]
+    known: list[Schedule] = []
+    if not (self.split and callable(self.costs)):
+      known += [kind(self.ranks) for kind in single]
+      known += [kind(self.ranks, self.chunks) for kind in chunked]
     if self.split:
       known += [kind(self.ranks) for kind in (zero_bubble.ZeroBubbleH1, zero_bubble.DualPipeV)]
       known += [zero_bubble.KimiK2(self.ranks, self.chunks)]

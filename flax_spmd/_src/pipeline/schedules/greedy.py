@@ -81,9 +81,12 @@ def greedy(
     costs = stage_costs(costs, len(placed), KINDS if split else KINDS[:2])
   table = costs if callable(costs) else tuple(costs.items())
   arguments = placed, microbatches, live, split, table, check_time(transfer, 'transfer')
-  orders = _simulated(*arguments, reserve=False)
+  simulated = (
+    _simulated.__wrapped__ if callable(costs) else _simulated
+  )  # a function may change, or have no hash
+  orders = simulated(*arguments, reserve=False)
   complete = sum(map(len, orders)) == (3 if split else 2) * len(placed) * microbatches
-  return orders if complete else _simulated(*arguments, reserve=True)
+  return orders if complete else simulated(*arguments, reserve=True)
 
 
 @functools.lru_cache(maxsize=16)

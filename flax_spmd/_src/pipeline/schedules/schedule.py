@@ -24,6 +24,7 @@ from flax_spmd._src.pipeline.schedules.simulation import (
   Costs,
   Simulation,
   check_time,
+  own_costs,
   simulate,
 )
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
@@ -178,15 +179,15 @@ class Schedule(abc.ABC):
     Costs that do not match the stages are an error where they are used.
 
     Raises:
-      PipelineError: the transfer time is not a finite non-negative number.
+      PipelineError: the costs are neither a mapping nor a function, or the transfer time is not a finite non-negative
+        number.
 
     Example:
       >>> schedule = pipeline.OneFOneB(ranks=2).with_costs({'fwd': (1, 3), 'bwd': (2, 6)})
       >>> schedule.simulate(4).makespan
       39
     """
-    own = costs if callable(costs) else dict(costs)
-    return CostedSchedule(self.ranks, self, own, check_time(transfer, 'transfer'))
+    return CostedSchedule(self.ranks, self, own_costs(costs), check_time(transfer, 'transfer'))
 
   def validate(self, microbatches: int, live: int | None = None) -> ScheduleReport:
     """Proves that the schedule can run: every task once, on its rank, after its inputs.

@@ -173,18 +173,35 @@ def cost_function(costs: Costs, stages: int, kinds: Collection[str]) -> Callable
   return lambda task: table[task.kind][task.stage]
 
 
-def stage_costs(
-  costs: Mapping[Any, Any], stages: int, kinds: Collection[str]
-) -> dict[str, tuple[float, ...]]:
+def own_costs(costs: Costs) -> Costs:
+  """The costs with arrays as tuples, in a copy that later changes of the argument do not reach.
+
+  Raises:
+    PipelineError: they are neither a mapping nor a function.
+  """
+  if callable(costs):
+    return costs
+  if not isinstance(costs, Mapping):
+    raise PipelineError(f'The costs are {costs!r}.\nFix: {_FIX}')
+  given: Mapping[Any, Any] = costs
+  table: dict[Any, Any] = {}
+  for key, times in given.items():
+    plain = times.tolist() if hasattr(times, 'tolist') else times  # of NumPy's arrays and numbers
+    table[key] = tuple(plain) if isinstance(plain, Sequence) else plain
+  return table
+
+
+def stage_costs(costs: Costs, stages: int, kinds: Collection[str]) -> dict[str, tuple[float, ...]]:
   """Per kind, the time of every stage; 0 for kinds without costs.
 
   Raises:
     PipelineError: see `simulate`.
   """
-  if any(isinstance(one, Task) for one in costs):
-    costs = _medians(costs, stages, kinds)
+  own: Any = own_costs(costs)
+  if own and all(isinstance(one, Task) for one in own):
+    own = _medians(own, stages, kinds)
   table: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0,) * stages)
-  for kind, times in costs.items():
+  for kind, times in own.items():
     if kind not in KINDS:
       raise PipelineError(
         f'costs[{kind!r}]: {kind!r} is not a kind of task.{did_you_mean(str(kind), KINDS)}\nFix: {_FIX}'
