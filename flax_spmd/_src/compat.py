@@ -667,7 +667,8 @@ UNTYPED = (
   TypeError,
 )
 _UNTYPED_TEXT = re.compile(
-  'out_sharding|sharding rule for|0th dimension of .* should be replicated|over sharded axes|should be unsharded'
+  'out_sharding|sharding rule for|0th dimension of .* should be replicated|over sharded axes|should be unsharded|'
+  'should be sharded the same'
 )
 _EXPLICIT_TEXT = re.compile('axis names that are of type Auto|should match the aval mesh')
 _DOUBTFUL_TEXT = re.compile('must have equal (output )?types|Incompatible types for broadcasting')
@@ -782,6 +783,18 @@ def staged(value: Any) -> Any:
   value = _undifferentiated(value)
   is_variable = isinstance(value, partial_eval.DynamicJaxprTracer) and not isinstance(value.val, Literal)
   return value if is_variable else None
+
+
+def unmapped(value: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+  """A value without `vmap` around it: with its dimensions that those of the value are, and its mapped ones."""
+  dims, mapped = tuple(range(np.ndim(value))), ()
+  while isinstance(value := _undifferentiated(value), batching.BatchTracer):
+    if isinstance(value.batch_dim, int):
+      place = value.batch_dim
+      dims, mapped = (tuple(dim + (dim >= place) for dim in each) for each in (dims, mapped))
+      mapped = (*mapped, place)
+    value = value.val
+  return value, dims, mapped
 
 
 def trace_of(tracer: Any) -> Any:

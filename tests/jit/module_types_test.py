@@ -264,8 +264,9 @@ def applied(function, kind=AxisType.Explicit):
     lambda x, w: jax.lax.switch(1, [lambda: x @ w, lambda: w]),
     lambda x, w: jax.ops.segment_sum(w, jnp.argmax(w, 1), 4),
     lambda x, w: jnp.nonzero(w > 0, size=4),
+    lambda x, w: jax.vmap(lambda row, other: row * other)(x, w.T),
   ],
-  ids=['scan', 'map', 'switch', 'segments', 'nonzero'],
+  ids=['scan', 'map', 'switch', 'segments', 'nonzero', 'vmap'],
 )
 def test_operations_that_take_no_out_sharding(function):
   expected = applied(function, AxisType.Auto)
@@ -274,6 +275,38 @@ def test_operations_that_take_no_out_sharding(function):
     expected,
     applied(function),
   )
+
+
+def test_dimensions_keep_their_types_in_a_mapped_module():
+  """Of a module that runs over Auto axes inside `nn.vmap`; a mapped dimension may be sharded."""
+  seen = []
+
+  class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      y = nn.Dropout(0.5, deterministic=False)(nn.Dense(8)(x))
+      seen.append(jax.typeof(y).sharding.spec)
+      return nn.Dense(8)(y)
+
+  class Mapped(nn.Module):
+    axis: int | None
+
+    @nn.compact
+    def __call__(self, x):
+      split = {'params': True, 'dropout': True}
+      size = 2 if self.axis is None else x.shape[self.axis]
+      return nn.vmap(Noisy, {'params': 0}, split, in_axes=self.axis, axis_size=size)()(x)
+
+  table, x = (('batch', 'data'), spmd.fsdp('model', min_size=1)), jax.random.normal(KEY, (4, 8, 8))
+  for axis in (None, 1, 0):
+    results = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+      layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), table)
+      variables = layout.init(Mapped(axis).init, {'params': KEY, 'dropout': KEY}, x)
+      apply = layout.jit(lambda v, x, axis=axis: Mapped(axis).apply(v, x, rngs={'dropout': KEY}))
+      results.append((variables, apply(variables, layout.shard(x, ('batch', None, None)))))
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5), *results)
+    assert axis is not None or seen[-1][0] == 'data'
 
 
 def test_a_transformation_reads_variables_of_the_module_around_it():

@@ -115,7 +115,7 @@ def over_auto_axes(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = {
       id(staged.val)
       for leaf in jax.tree.leaves((args, kwargs))
-      if (staged := compat.staged(leaf)) is not None
+      if (staged := compat.staged(compat.unmapped(leaf)[0])) is not None
     }
     token = _outer_mesh.set(outer)
     _scopes.begin()
@@ -181,12 +181,13 @@ def _spec_of(value: Any, given: set[int], mesh: Any) -> PartitionSpec | None:
     given: ids of the variables of the program that are arguments.
     mesh: the mesh with Explicit axes.
   """
-  staged = compat.staged(value)
+  inner, dims, mapped = compat.unmapped(value)
+  staged = compat.staged(inner)
   if staged is None:
     return PartitionSpec() if isinstance(value, Tracer) else None
-  origins = [_origin(staged, dim, given) for dim in range(value.ndim)]
+  origins = [_origin(staged, dim, given) for dim in dims]
   explicit, entries = _explicit(mesh), [None] * value.ndim
-  used: set[str] = set()
+  used = {axis for dim in mapped for axis in axis_names(_origin(staged, dim, given)[1])}
   for dim in sorted(range(value.ndim), key=lambda dim: origins[dim][0]):
     axes = [axis for axis in axis_names(origins[dim][1]) if axis in explicit and axis not in used]
     while value.shape[dim] % math.prod(mesh.shape[axis] for axis in axes):
