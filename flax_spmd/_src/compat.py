@@ -667,20 +667,30 @@ UNTYPED = (
   ValueError,
   TypeError,
 )
-_UNTYPED_TEXT = re.compile('out_sharding|sharding rule for')
+_UNTYPED_TEXT = re.compile(
+  'out_sharding|sharding rule for|0th dimension of .* should be replicated|over sharded axes|should be unsharded|'
+  'should be sharded the same'
+)
+_EXPLICIT_TEXT = re.compile('axis names that are of type Auto|should match the aval mesh')
+_DOUBTFUL_TEXT = re.compile('must have equal (output )?types|Incompatible types for broadcasting')
 
 
-def is_untyped(error: Exception, or_carry: bool = False) -> bool:
+def is_untyped(error: Exception, or_doubtful: bool = False) -> bool:
   """Whether an error, one of `UNTYPED`, is that of an operation without a type on Explicit axes.
 
   Args:
     error: the error.
-    or_carry: whether a loop counts whose carry changes its type, which may be for another reason.
+    or_doubtful: whether types that differ count (of a carry, branches or a broadcast), which may be for another reason.
   """
   if isinstance(error, (NotImplementedError, ValueError, TypeError)):
-    is_of_carry = or_carry and 'must have equal types' in str(error)
-    return is_of_carry or _UNTYPED_TEXT.search(str(error)) is not None
+    texts = (_UNTYPED_TEXT, _DOUBTFUL_TEXT) if or_doubtful else (_UNTYPED_TEXT,)
+    return any(each.search(str(error)) for each in texts)
   return True
+
+
+def needs_explicit(error: Exception) -> bool:
+  """Whether an error is that of an operation which has a sharding or an operand of Explicit axes, over Auto axes."""
+  return isinstance(error, ValueError) and _EXPLICIT_TEXT.search(str(error)) is not None
 
 
 def mesh_of_type(value: Any) -> AbstractMesh:
@@ -774,6 +784,18 @@ def staged(value: Any) -> Any:
   value = _undifferentiated(value)
   is_variable = isinstance(value, partial_eval.DynamicJaxprTracer) and not isinstance(value.val, Literal)
   return value if is_variable else None
+
+
+def unmapped(value: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+  """A value without `vmap` around it: with its dimensions that those of the value are, and its mapped ones."""
+  dims, mapped = tuple(range(np.ndim(value))), ()
+  while isinstance(value := _undifferentiated(value), batching.BatchTracer):
+    if isinstance(value.batch_dim, int):
+      place = value.batch_dim
+      dims, mapped = (tuple(dim + (dim >= place) for dim in each) for each in (dims, mapped))
+      mapped = (*mapped, place)
+    value = value.val
+  return value, dims, mapped
 
 
 def trace_of(tracer: Any) -> Any:

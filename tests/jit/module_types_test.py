@@ -1,6 +1,8 @@
 """Linen models over Explicit axes; the oracle is the same model, table and step over Auto axes."""
 
+from collections.abc import Callable
 from textwrap import dedent
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -234,6 +236,124 @@ def test_attempts_leave_no_trace():
       (variables, apply({each: variables[each] for each in ('params', 'counts')}, KEY, jnp.ones((4, 8))))
     )
   jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5), *results)
+
+
+class Applied(nn.Module):
+  """A module that calls a function with its argument and its variable, both sharded."""
+
+  function: Callable[..., Any]
+
+  @nn.compact
+  def __call__(self, x):
+    init = spmd.with_logical_partitioning(nn.initializers.normal(), ('in', 'out'))
+    return self.function(x, self.param('kernel', init, (8, 8)))
+
+
+def applied(function, kind=AxisType.Explicit):
+  table = ('batch', 'data'), ('in', 'data'), ('out', 'model')
+  layout, x = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), table), np.arange(64.0).reshape(8, 8)
+  variables = layout.init(Applied(lambda x, w: w).init, KEY, x)
+  return layout.jit(Applied(function).apply)(variables, layout.shard(x, ('batch', None)))
+
+
+@pytest.mark.parametrize(
+  'function',
+  [
+    lambda x, w: jax.lax.scan(lambda turn, row: (turn + row @ w, turn), jnp.zeros(8), x),
+    lambda x, w: jax.lax.map(lambda row: row @ w, x),
+    lambda x, w: jax.lax.switch(1, [lambda: x @ w, lambda: w]),
+    lambda x, w: jax.ops.segment_sum(w, jnp.argmax(w, 1), 4),
+    lambda x, w: jnp.nonzero(w > 0, size=4),
+    lambda x, w: jax.vmap(lambda row, other: row * other)(x, w.T),
+  ],
+  ids=['scan', 'map', 'switch', 'segments', 'nonzero', 'vmap'],
+)
+def test_operations_that_take_no_out_sharding(function):
+  expected = applied(function, AxisType.Auto)
+  jax.tree.map(
+    lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5),
+    expected,
+    applied(function),
+  )
+
+
+def test_dimensions_keep_their_types_in_a_mapped_module():
+  """Of a module that runs over Auto axes inside `nn.vmap`; a mapped dimension may be sharded."""
+  seen = []
+
+  class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      y = nn.Dropout(0.5, deterministic=False)(nn.Dense(8)(x))
+      seen.append(jax.typeof(y).sharding.spec)
+      return nn.Dense(8)(y)
+
+  class Mapped(nn.Module):
+    axis: int | None
+
+    @nn.compact
+    def __call__(self, x):
+      split = {'params': True, 'dropout': True}
+      size = 2 if self.axis is None else x.shape[self.axis]
+      return nn.vmap(Noisy, {'params': 0}, split, in_axes=self.axis, axis_size=size)()(x)
+
+  table, x = (('batch', 'data'), spmd.fsdp('model', min_size=1)), jax.random.normal(KEY, (4, 8, 8))
+  for axis in (None, 1, 0):
+    results = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+      layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), table)
+      variables = layout.init(Mapped(axis).init, {'params': KEY, 'dropout': KEY}, x)
+      apply = layout.jit(lambda v, x, axis=axis: Mapped(axis).apply(v, x, rngs={'dropout': KEY}))
+      results.append((variables, apply(variables, layout.shard(x, ('batch', None, None)))))
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5), *results)
+    assert axis is not None or seen[-1][0] == 'data'
+
+
+def test_a_transformation_reads_variables_of_the_module_around_it():
+  class Normal(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.WeightNorm(nn.Dense(16))(x)
+
+  results, x = [], jax.random.normal(KEY, (8, 16))
+  for kind in (AxisType.Auto, AxisType.Explicit):
+    layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), (spmd.fsdp('model', min_size=1),))
+    variables = layout.init(Normal().init, KEY, x)
+    results.append((variables, layout.jit(Normal().apply)(variables, x)))
+  jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5), *results)
+
+
+def test_a_module_raises_its_own_error():
+  error = ValueError('these kernels need out_sharding')
+
+  def function(x, w):
+    raise error
+
+  with pytest.raises(ValueError) as caught:
+    applied(function)
+  assert caught.value is error
+
+
+def test_a_module_that_needs_explicit_axes():
+  """It runs over Auto axes for one operation, and another needs Explicit ones: the error is that of the first."""
+  spec = jax.P('data', None)
+
+  def function(x, w):
+    y = jnp.dot(x, w, out_sharding=spec)
+    return y.T @ y
+
+  with pytest.raises(
+    LayoutError, match=r"^Over the Explicit axes 'data', 'model', .* Contracting dimensions"
+  ):
+    applied(function)
+
+
+def test_a_program_in_a_program_raises_one_error():
+  layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=AxisType.Explicit), (('batch', 'data'),))
+  inner = layout.jit(lambda x: x.T @ x)
+  with pytest.raises(LayoutError) as caught:
+    layout.jit(lambda x: inner(x))(layout.shard(jnp.ones((8, 8)), ('batch', None)))
+  assert str(caught.value).count('Over the Explicit axes') == 1
 
 
 def test_an_operation_outside_of_modules():

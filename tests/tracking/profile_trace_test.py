@@ -109,3 +109,28 @@ def test_errors(profiled, tmp_path):
     fsdp has no compiled program, so no instructions with names.
     Fix: pass the result of layout.jit(f).explain(...), or a compiled outcome of explore.compare.""")
   assert not (tmp_path / 'step.json.gz').exists()
+
+
+@pytest.mark.parametrize(
+  'data, problem',
+  [
+    (b'', 'JSONDecodeError: Expecting value: line 1 column 1 (char 0)'),
+    (b'no archive', "BadGzipFile: Not a gzipped file (b'no')"),
+    (
+      gzip.compress(b'{"traceEvents": []}')[:-9],
+      'EOFError: Compressed file ended before the end-of-stream marker was reached',
+    ),
+    (gzip.compress(b'{}'), "KeyError: 'traceEvents'"),
+  ],
+  ids=['empty', 'text', 'cut', 'other'],
+)
+def test_a_damaged_profile(profiled, tmp_path, data, problem):
+  explanation, _ = profiled
+  file = tmp_path / 'host.trace.json.gz'
+  file.write_bytes(data)
+  with pytest.raises(LayoutError) as caught:
+    tracking.write_trace(explanation, tmp_path / 'step.json.gz', profile=tmp_path)
+  assert str(caught.value) == dedent(f"""\
+    {file} is no trace of a profile, or a part of one: {problem}
+    Fix: profile again, and read it after the block of jax.profiler.trace has ended.""")
+  assert not (tmp_path / 'step.json.gz').exists()

@@ -33,6 +33,7 @@ from flax_spmd.errors import LayoutError
 _outer_mesh: ContextVar[Any] = ContextVar(
   'flax_spmd_outer_mesh', default=None
 )  # of a block over Auto axes
+_LIFTED = object()  # instead of it in a transformation in such a block
 
 
 @contextlib.contextmanager
@@ -46,21 +47,27 @@ def explicit_types(mesh: MeshLike) -> Iterator[None]:
   if not explicit:
     yield
     return
+  modules = ModuleTypes()
   try:
-    with nn.intercept_methods(ModuleTypes()):
+    with nn.intercept_methods(modules):
       yield
   except compat.UNTYPED as error:
-    if not compat.is_untyped(error):
+    if isinstance(error, LayoutError) or error is modules.raised or not compat.is_untyped(error):
       raise
     axes = ', '.join(map(repr, explicit))
     raise LayoutError(_UNTYPED.format(place=place_of(error), axes=axes, error=error)) from error
 
 
 class ModuleTypes:
-  """An interceptor of the methods of Linen modules, in one trace."""
+  """An interceptor of the methods of Linen modules, in one trace.
+
+  Attributes:
+    raised: the last error that a module raised over Auto axes too, so not for the lack of a type.
+  """
 
   def __init__(self) -> None:
     self._running: list[nn.Module] = []
+    self.raised: Exception | None = None
 
   def __call__(self, method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     """Runs a method of a module, over Auto axes if JAX finds no types for its operations."""
@@ -85,10 +92,17 @@ class ModuleTypes:
     try:
       return run(*args, **kwargs)
     except compat.UNTYPED as error:
-      if not compat.is_untyped(error, or_carry=True):
+      if not compat.is_untyped(error, or_doubtful=True):
         raise
+      untyped = error
     rewind()
-    return over_auto_axes(run, args, kwargs)
+    try:
+      return over_auto_axes(run, args, kwargs)
+    except Exception as error:
+      if compat.needs_explicit(error):
+        raise untyped from error
+      self.raised = error
+      raise
 
 
 def over_auto_axes(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -101,7 +115,7 @@ def over_auto_axes(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = {
       id(staged.val)
       for leaf in jax.tree.leaves((args, kwargs))
-      if (staged := compat.staged(leaf)) is not None
+      if (staged := compat.staged(compat.unmapped(leaf)[0])) is not None
     }
     token = _outer_mesh.set(outer)
     _scopes.begin()
@@ -167,12 +181,13 @@ def _spec_of(value: Any, given: set[int], mesh: Any) -> PartitionSpec | None:
     given: ids of the variables of the program that are arguments.
     mesh: the mesh with Explicit axes.
   """
-  staged = compat.staged(value)
+  inner, dims, mapped = compat.unmapped(value)
+  staged = compat.staged(inner)
   if staged is None:
     return PartitionSpec() if isinstance(value, Tracer) else None
-  origins = [_origin(staged, dim, given) for dim in range(value.ndim)]
+  origins = [_origin(staged, dim, given) for dim in dims]
   explicit, entries = _explicit(mesh), [None] * value.ndim
-  used: set[str] = set()
+  used = {axis for dim in mapped for axis in axis_names(_origin(staged, dim, given)[1])}
   for dim in sorted(range(value.ndim), key=lambda dim: origins[dim][0]):
     axes = [axis for axis in axis_names(origins[dim][1]) if axis in explicit and axis not in used]
     while value.shape[dim] % math.prod(mesh.shape[axis] for axis in axes):
@@ -250,6 +265,8 @@ def _called(name: str, original: Callable[..., Any], first: Any, /, *args: Any, 
     return original(jax.tree.map(_untyped, first))
   if name == 'pack':
     return original(functools.partial(_lifted, first), *args, **kwargs)
+  if outer is _LIFTED:
+    return original(first, *args, **kwargs)
   collection, variable, value = args
   specs = [_spec_of(leaf, set(), outer) for leaf in jax.tree.leaves(value)]
   with jax.sharding.use_abstract_mesh(outer):
@@ -260,7 +277,7 @@ def _lifted(
   fn: Callable[..., Any], scopes: Any, repack: Any, variables: Any, keys: Any, *args: Any, **kwargs: Any
 ) -> Any:
   """The function of a transformation, such as `nn.scan`, whose variables are over Auto axes, as all else in it."""
-  token = _outer_mesh.set(None)
+  token = _outer_mesh.set(_LIFTED)
   try:
     return fn(scopes, repack, *jax.tree.map(_untyped, (variables, keys)), *args, **kwargs)
   finally:

@@ -14,6 +14,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,8 @@ def write_trace(
     The measured time of each collective, and those that the profile lacks.
 
   Raises:
-    LayoutError: `program` has no collectives to write because it was not compiled, or there is no trace at `profile`.
+    LayoutError: `program` has no collectives to write because it was not compiled, or there is no trace at `profile`, or a
+      damaged one.
 
   Example:
     >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -126,7 +128,7 @@ def _planned(program: ProgramExplanation | Outcome) -> list[_Planned]:
     ]
   if not isinstance(program, Outcome) or program.counts is None or program.compiled is None:
     raise LayoutError(
-      f'{getattr(program, "name", type(program).__name__)} has no compiled program, so no instructions with names.\n'
+      f'{getattr(program, "name", "") or type(program).__name__} has no compiled program, so no instructions with names.\n'
       'Fix: pass the result of layout.jit(f).explain(...), or a compiled outcome of explore.compare.'
     )
   links = program.cost.links if program.cost else {}
@@ -215,5 +217,11 @@ def _events(profile: str | os.PathLike[str]) -> list[Any]:
     raise LayoutError(
       f'There is no *.trace.json.gz in {path}.\nFix: pass the folder of jax.profiler.trace, after its block has ended.'
     )
-  with gzip.open(files[-1], 'rt', encoding='utf-8') as file:
-    return json.load(file)['traceEvents']
+  try:
+    with gzip.open(files[-1], 'rt', encoding='utf-8') as file:
+      return json.load(file)['traceEvents']
+  except (gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError) as error:
+    raise LayoutError(
+      f'{files[-1]} is no trace of a profile, or a part of one: {type(error).__name__}: {error}\n'
+      'Fix: profile again, and read it after the block of jax.profiler.trace has ended.'
+    ) from error
