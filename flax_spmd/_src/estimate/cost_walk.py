@@ -169,6 +169,8 @@ class AnalyzedGraph:
     peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
     if platform in SCHEDULING_PLATFORMS:
       peak = max(peak, walk.weight_gradients.peak())
+      spread = walk.weight_gradients.spread()
+      walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     held = sum(map(walk._bytes, self.graph.main.arguments))

@@ -15,6 +15,7 @@ layer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -92,10 +93,22 @@ class WeightGradients:
 
   def peak(self) -> float:
     """The peak memory in bytes, with the products delayed."""
+    return self._peak(self._delays(0))
+
+  def spread(self) -> float:
+    """The most bytes by which the peak may be off, where the gradients of matrices have several groups.
+
+    XLA's scheduler has been seen to compute the products of a group as they are written, and after those of the next
+    group.
+    """
+    peaks = [self._peak(delays) for delays in ({}, self._delays(0), self._delays(1))]
+    return max(abs(peak - peaks[1]) for peak in peaks) if self._has_several_groups else 0.0
+
+  def _peak(self, delays: Mapping[int, int]) -> float:
     added = [0.0] * (len(self._steps) + 1)  # changes of the memory from one operation to the next
     ends = {value: index for index, step in enumerate(self._steps) for value in step.ended}
     held: dict[int, int] = {}
-    for made, until in self._delays().items():
+    for made, until in delays.items():
       for value in self._steps[made].read:
         held[value] = max(until, held.get(value, 0))
       added[made] -= self._steps[made].written
@@ -111,9 +124,23 @@ class WeightGradients:
       peak = max(peak, step.memory + change)
     return peak
 
-  def _delays(self) -> dict[int, int]:
-    """By the index of each product that is delayed, that of the operation that it waits for."""
-    final = [one for one in self._reductions if not self._needed >> one.group & 1]
+  @property
+  def _final(self) -> list[_Reduction]:
+    """The reductions that no product waits for."""
+    return [one for one in self._reductions if not self._needed >> one.group & 1]
+
+  @property
+  def _has_several_groups(self) -> bool:
+    """Whether the gradients of matrices are too many for one collective."""
+    return sum(any(one.is_product for one in group) for group in _combined(self._final)) > 1
+
+  def _delays(self, further: int) -> dict[int, int]:
+    """By the index of each product that is delayed, that of the operation that it waits for.
+
+    Args:
+      further: number of further groups that a group waits for.
+    """
+    final = self._final
     products = [one.made for one in final if one.is_product and one.made >= 0]
     if not products or any(
       self._needed >> one.group & 1 and min(products) < one.made <= max(products)
@@ -124,13 +151,15 @@ class WeightGradients:
       (group for group in _combined(final) if sum(one.bytes for one in group) > _SCALARS),
       key=lambda group: (any(one.is_product for one in group), max(one.made for one in group)),
     )
-    result: dict[int, int] = {}
-    before = 0
-    for number, group in enumerate(ordered):
-      before = max(before, *(one.made for one in group))
-      if number:  # the first one waits for nothing
-        result |= {one.made: before for one in group if one.is_product and 0 <= one.made < before}
-    return result
+    lasts = list(itertools.accumulate((max(one.made for one in group) for group in ordered), max))
+    return {
+      one.made: last
+      for number, group in enumerate(ordered)
+      if number or further  # the first one waits for nothing
+      for last in [lasts[min(number + further, len(lasts) - 1)]]
+      for one in group
+      if one.is_product and 0 <= one.made < last
+    }
 
 
 def _combined(reductions: Sequence[_Reduction]) -> list[list[_Reduction]]:
