@@ -1,7 +1,9 @@
 """Reports: the figures, the table, the text and the HTML of a value that describes a layout, for a tracker of experiments.
 
-report = report_of(explore.compare(train_step, layouts, 'h100:64'))
-report.figures   # {'fsdp/memory': 33285996544.0, 'fsdp/wire': ..., 'fsdp/seconds_low': ..., ...}
+    report = report_of(explore.compare(train_step, layouts, 'h100:64'))
+    report.figures   # {'fsdp/memory': 33285996544.0, 'fsdp/wire': ..., 'fsdp/seconds_low': ..., ...}
+
+`trackers` writes them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Described: TypeAlias = Explanation | ProgramExplanation | Comparison | SearchRes
 
 
 class Report(NamedTuple):
-  """What a tracker shows for a value.
+  """The parts of a value that trackers show.
 
   Attributes:
     figures: numbers by name, in bytes per device and seconds.

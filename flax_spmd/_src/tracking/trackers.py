@@ -1,7 +1,9 @@
 """Trackers: explanations and comparisons in the tools in which people follow their runs, by one call each.
 
-tracking.log_tensorboard(spmd.explain(layout, state), 'runs/1')
-tracking.log_wandb(explore.compare(train_step, layouts, 'h100:64'), run)
+    tracking.log_tensorboard(spmd.explain(layout, state), 'runs/1')
+    tracking.log_wandb(explore.compare(train_step, layouts, 'h100:64'), run)
+
+An optional wheel that is missing is an error with the extra that adds it.
 """
 
 from __future__ import annotations
