@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -77,11 +77,22 @@ def changed(
   known = [path for path in leaves if records[path].checksum is not None]
   whole = [path for path in known if requests[path].sharding is None]
   shared = [path for path in known if requests[path].sharding is not None]
-  sums = dict(zip(whole, own_checksums([leaves[path] for path in whole]), strict=True))
+  sums = _sums(own_checksums, whole, leaves, records)
   wrong = {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
   wrong = _over_processes('whole', wrong) if whole else wrong
-  sums = dict(zip(shared, checksums([leaves[path] for path in shared]), strict=True))
+  sums = _sums(checksums, shared, leaves, records)
   return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
+
+
+def _sums(
+  formula: Callable[[Sequence[Any], Sequence[str]], list[str]],
+  paths: Sequence[str],
+  leaves: Mapping[str, Any],
+  records: Mapping[str, LeafRecord],
+) -> dict[str, str]:
+  """Checksums to compare with the recorded ones, by path."""
+  likes = [records[path].checksum or '' for path in paths]
+  return dict(zip(paths, formula([leaves[path] for path in paths], likes), strict=True))
 
 
 def read_verified(
