@@ -104,7 +104,8 @@ def _summary_row(outcome: Outcome) -> list[Any]:
   memory, counts, cost = outcome.memory, outcome.counts, outcome.cost
   if memory is None:
     return [*first, *[''] * 9]
-  cells = [*first, byte_cell(memory.peak), byte_cell(memory.parameters + memory.optimizer + memory.rest)]
+  state = memory.parameters + memory.optimizer + memory.rest
+  cells = [*first, byte_cell(memory.peak), (state, memory.text(state))]
   if counts is None or cost is None:
     return [*cells, *[''] * 6, outcome.source]
   wire = sum(counts.by_axis().values())

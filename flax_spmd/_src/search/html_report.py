@@ -128,7 +128,8 @@ def _number(number: int, one: Outcome, plane: _Plane) -> str:
 
 
 def _described(one: Outcome) -> str:
-  return f'{one.name}: {size_text(_peak(one))}, {time_text(mean_seconds(one))}'
+  memory = one.memory.text(one.memory.peak) if one.memory else '?'
+  return f'{one.name}: {memory}, {time_text(mean_seconds(one))}'
 
 
 def _peak(outcome: Outcome) -> int:
