@@ -25,6 +25,28 @@ def text_width(text: str) -> float:
   return _CHARACTER * len(text)
 
 
+def free_place(x: float, y: float, text: str, taken: list[tuple[float, float]], step: float) -> float:
+  """The height at which a short text beside a dot overlaps no other, and marks it as taken.
+
+  Args:
+    x, y: the wanted place, in pixels.
+    text: the text, from `x` to the right.
+    taken: places of the texts so far; the new one is appended.
+    step: pixels from one height to try to the next.
+
+  Example:
+    >>> taken = []
+    >>> [free_place(10, 50, '1', taken, 14), free_place(12, 51, '2', taken, 14), free_place(40, 50, '3', taken, 14)]
+    [50, 64, 50]
+  """
+  width = text_width(text) + 4
+  near = [height for other, height in taken if abs(x - other) < width]
+  for height in sorted(near, reverse=step < 0):
+    y = height + step if abs(y - height) < abs(step) else y
+  taken.append((x, y))
+  return y
+
+
 def ticks(most: float, unit: float = 1.0) -> list[float]:
   """Four to ten round values from 0 to `most`.
 
