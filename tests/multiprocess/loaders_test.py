@@ -158,13 +158,35 @@ class Positions:
 resumed = spmd.even_batches(Positions(), 2)
 resumed.set_state(2)
 report([rows.tolist() for rows, _ in resumed])
+
+import warnings
+from jax.sharding import Mesh
+alike = spmd.Layout(Mesh(np.array(jax.devices()).reshape(2, 2).T, ('data', 'model')), (('batch', 'data'),))
+
+def warnings_of(batch, placement=('batch',), layout=layout, times=1, **options):
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    for _ in range(times):
+      layout.local_to_global(batch, placement, **options)
+  return [str(one.message) for one in caught]
+
+tokens = np.arange(16, dtype='int32')
+report([
+  warnings_of({'tokens': tokens, 'weights': np.ones(16)}, {'tokens': ('batch',), 'weights': ('batch',)}, times=3, check='always'),
+  warnings_of(np.zeros(64)),
+  warnings_of(tokens[:8]),
+  warnings_of({'tokens': tokens, 'noise': shard.index + np.arange(2.0)}, ('batch',)),
+  warnings_of(tokens.astype('int8'), ()),
+  warnings_of(tokens, layout=alike),
+  warnings_of(tokens.astype('uint32'), check='never'),
+])
 """
 
 
 @pytest.mark.slow
 def test_uneven_ends_of_two_processes():
   results = [result.reported for result in run_processes(UNEVEN, processes=2, devices=2)]
-  for me, (totals, failed, empty, unpickled, resumed) in enumerate(results):
+  for me, (totals, failed, empty, unpickled, resumed, warned) in enumerate(results):
     assert totals == [
       [[10, 4, 4], [26, 4, 4], [42, 4, 4], [13, 1, 4]],
       [[78, 12, 12], [13, 1, 12]],
@@ -185,6 +207,13 @@ def test_uneven_ends_of_two_processes():
       'Fix: use batches of types that pickle supports.'
     )
     assert resumed == [[[3, 3]], [[0, 0]]][me]
+    repeated, *legitimate = warned
+    assert legitimate == 6 * [[]]
+    assert repeated == [
+      'Processes 0-1 loaded equal rows for different parts of a batch (tokens (int32[32])): every row counts several '
+      'times.\nFix: give the loader of each process its index and count, shard = layout.data_shard(...); or other '
+      'random numbers.'
+    ]
 
 
 RESUMED = """

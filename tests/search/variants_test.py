@@ -155,7 +155,9 @@ def adam_step(state, x):
 
 
 def search_on_host(**options):
-  batch = jax.ShapeDtypeStruct((4096, 128, WIDTH), jnp.float32)  # so many activations that they decide the peak
+  batch = jax.ShapeDtypeStruct(
+    (4096, 128, WIDTH), jnp.float32
+  )  # so many activations that they decide the peak
   train_step = TrainStep(adam_step, create_with_adam, batch)
   fixed = {'mesh': {'data': 8}, 'pin': {'batch': 'data'}, 'host': '^opt_state/', 'top': 0}
   return spmd.search(train_step, 'h100:8', **fixed | {'candidates': 40} | options)

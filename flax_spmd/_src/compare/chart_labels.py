@@ -6,7 +6,7 @@ import math
 import textwrap
 
 LINE = 17  # pixels from one line of text to the next
-_CHARACTER = 7.2  # pixels, of the widest usual characters of a 13 px font
+_CHARACTER = 8.0  # pixels, of the widest usual characters of a 13 px font
 _WIDEST, _MOST_LINES = 44, 3  # characters of a line, lines of a name
 
 

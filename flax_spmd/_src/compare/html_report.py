@@ -321,7 +321,10 @@ def _roof(comparison: Comparison, outcomes: Sequence[Outcome], reachable: float)
     return 60 + (x - low) / (high - low) * wide, 30 - y * tall / max(ridge - low, 1e-9) * 0.8
 
   points = ' '.join(f'{x:.1f},{y:.1f}' for x, y in map(at, (low, ridge, high)))
-  shapes = [*_powers(low, high, lambda x: at(x)[0], tall + 4), f'<polyline points="{points}" class="roof"/>']
+  shapes = [
+    *_powers(low, high, lambda x: at(x)[0], tall + 4),
+    f'<polyline points="{points}" class="roof"/>',
+  ]
   taken: list[tuple[float, float]] = []
   for number, (name, x) in enumerate(dots, 1):
     left, top = at(x)

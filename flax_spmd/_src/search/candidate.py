@@ -173,7 +173,9 @@ def rules_of(candidate: Candidate, batch: frozenset[str]) -> Rules:
     clauses.append(fsdp(axes(candidate.fsdp_axes), min_size=candidate.min_size))
   if candidate.zero1_axes:
     clauses.append(optimizer_over(axes(candidate.zero1_axes), min_size=candidate.min_size))
-  on_host = [(path, host(_of_state(name_rules, path_rules, clauses, batch))) for path in candidate.on_host]
+  on_host = [
+    (path, host(_of_state(name_rules, path_rules, clauses, batch))) for path in candidate.on_host
+  ]
   return Rules(*on_host, *name_rules, *path_rules, *clauses)
 
 

@@ -37,7 +37,9 @@ class Selection(NamedTuple):
 
   def ranked(self, slack: float) -> list[Candidate]:
     """The best candidates within the budget plus a slack, without rules that have no effect."""
-    best = [one for one in self.distinct(slack, _priority) if not self._offloads_in_vain(one)][: self.top]
+    best = [one for one in self.distinct(slack, _priority) if not self._offloads_in_vain(one)][
+      : self.top
+    ]
     plain = (simplified(one, self.trials.cost, self.space.simpler) for one in best)
     return list(dict.fromkeys(plain))
 
