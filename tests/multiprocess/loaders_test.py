@@ -279,3 +279,47 @@ def test_every_process_reads_on_where_the_reader_of_its_rows_ended(tmp_path):
           f'{other} reads {mine}; {wrote}.\n{_FIX}',
           6,
         ]
+
+
+GRAIN = """
+import grain
+import flax_spmd as spmd
+
+layout = spmd.Layout(AXES, (('batch', 'data'),))
+shard = layout.data_shard('batch')
+size, source = shard.local_size(16), np.arange(800)
+records = grain.MapDataset.source(source).seed(0).shuffle().repeat()
+part = records[shard.index :: shard.count].batch(size, drop_remainder=True)
+batches, seen = iter(part.to_iter_dataset()), []
+place = lambda rows: layout.local_to_global(np.asarray(rows), ('batch',), check='always')
+with spmd.checkpoint.Manager(ROOT, layout, every=1) as manager:
+  created = lambda: {'n': np.zeros(())}
+  start, state = manager.resume(created, data=batches, data_from=lambda states: states[0])
+  for step, batch in zip(range(start, start + 3), spmd.prefetch(batches, place)):
+    seen.append(sorted(layout.gather(batch).tolist()))
+    manager.save(step + 1, state, data=batches)
+options = grain.sharding.ShardOptions(shard.index, shard.count, drop_remainder=True)
+sampler = grain.samplers.IndexSampler(len(source), options, shuffle=True, num_epochs=1, seed=0)
+loader = grain.DataLoader(
+  data_source=source, sampler=sampler, operations=[grain.transforms.Batch(size, drop_remainder=True)]
+)
+epoch = sorted(row for batch in loader for row in layout.gather(place(batch)).tolist())
+report([seen, epoch == source.tolist(), [int(records[at]) for at in range(16 * 12)]])
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_loader_of_grain_resumes_on_other_numbers_of_processes(tmp_path):
+  pytest.importorskip('grain')
+  jobs = [
+    (2, {'data': 4}),
+    (1, {'data': 4}),
+    (4, {'data': 2, 'model': 2}),  # two processes hold the same rows
+    (4, {'data': 4}),
+  ]
+  for turn, (processes, axes) in enumerate(jobs):
+    source = GRAIN.replace('ROOT', repr(str(tmp_path / 'run'))).replace('AXES', repr(axes))
+    for result in run_processes(source, processes=processes, devices=4 // processes):
+      seen, whole_epoch, rows = result.value
+      assert seen == [sorted(rows[16 * at : 16 * at + 16]) for at in range(3 * turn, 3 * turn + 3)]
+      assert whole_epoch
