@@ -1,5 +1,6 @@
 """Loaders in a job of several processes: the data shard of each, uneven ends, and positions for other jobs."""
 
+import re
 from textwrap import dedent
 
 import pytest
@@ -38,6 +39,10 @@ try:
   layouts['crossed'].data_shard(('wide', None))
 except spmd.errors.LayoutError as error:
   report(str(error))
+try:  # the loader has a shard for each process, and the layout one for each pair
+  layouts['pairs'].local_to_global(np.arange(32, dtype='int32')[me::4], ('batch',), check='always')
+except spmd.errors.LayoutError as error:
+  report(str(error))
 two = spmd.Layout(Mesh(devices[:4], ('data',)), rules[:1])
 try:
   report(two.data_shard('batch').index)
@@ -68,7 +73,7 @@ report(sorted(map(str, kinds)))
 @pytest.mark.slow
 def test_the_data_shard_of_each_process():
   results = [result.reported for result in run_processes(SHARDS, processes=4, devices=2)]
-  for me, (found, crossed, two, kinds) in enumerate(results):
+  for me, (found, crossed, disagreeing, two, kinds) in enumerate(results):
     pair = [0, 1] if me < 2 else [2, 3]
     assert found == {
       'all batch': [me, 4, [me]],
@@ -86,6 +91,13 @@ def test_the_data_shard_of_each_process():
       process 1: rows 4, 6 {where}: no single data shard.
       process 3: rows 5, 7 {where}: no single data shard.
       Fix: load the rows of layout.local_indices instead of a shard; or order the devices of the mesh such that every process holds one block of rows, of one size, which is either equal to those of another process or apart from them.""")
+    )
+    assert (
+      re.sub(r'digest \w+', 'digest', disagreeing)
+      == dedent("""\
+      (root) (int32[16]), rows 0-7: digest in process 0, digest in process 1.
+      (root) (int32[16]), rows 8-15: digest in process 2, digest in process 3.
+      Fix: load the rows of layout.local_indices on each process; processes that hold the same rows have to load them in the same order, with the same random numbers.""")
     )
     assert (
       two
