@@ -19,7 +19,7 @@ from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
 from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
-from flax_spmd._src.pipeline.run.call_text import arrays_text
+from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
 from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer
@@ -114,10 +114,8 @@ class Assembler:
       if not is_local(source) and not is_local(target):
         return None
       specs = [self._stages.spec(buffer) for buffer in send.buffers]
-      source_rank, text = send.buffers[0].rank, arrays_text(send.buffers)
-      return ProcessTransfer(
-        self._mesh, self._axis, source_rank, send.rank, avals, specs, self._progress, text
-      )
+      ranks, text = (send.buffers[0].rank, send.rank), send_text(send)
+      return ProcessTransfer(self._mesh, self._axis, *ranks, avals, specs, self._progress, text)
     if not is_local(source):
       return None
     sender = compat.DeviceCopy(avals, [self._stages.sharding(buffer) for buffer in send.outputs])
@@ -165,6 +163,6 @@ def _argument_transfer(
       part = several and (is_local(source_mesh) or is_local(sharding.mesh))
       if not part:
         return None
-      text = f'an argument, {jax.typeof(leaf).str_short()}'
+      text = f'rank {source} -> rank {rank}: an argument, {jax.typeof(leaf).str_short()}'
       return ProcessTransfer(mesh, axis, source, rank, [leaf], [sharding.spec], progress, text)
   return None
