@@ -248,12 +248,11 @@ def take_turns(folder: Path) -> None:
   order, rounds = random.Random(0), []
   for _ in range(ROUNDS):
     names = order.sample(list(OPERATIONS), len(OPERATIONS))
-    rounds.append({name: _timed(name, folder)[0] for name in names})
+    rounds.append({name: _timed(name, folder) for name in names})
   print(RESULT + json.dumps(rounds))
 
 
-def _timed(name: str, folder: Path) -> tuple[float, Any]:
-  """The seconds of an operation, and its result."""
+def _timed(name: str, folder: Path) -> float:
   shutil.rmtree(folder / 'new', ignore_errors=True)
   call = OPERATIONS[name](folder)
   os.sync()
@@ -265,7 +264,7 @@ def _timed(name: str, folder: Path) -> tuple[float, Any]:
   seconds = time.perf_counter() - start
   if hasattr(result, 'result'):
     result.result()
-  return seconds, result
+  return seconds
 
 
 def operate(name: str, folder: Path) -> None:
