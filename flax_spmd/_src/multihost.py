@@ -195,30 +195,6 @@ def joint(
   call.forget_earlier()
 
 
-def report(topic: str, text: str) -> None:
-  """Publishes a text under a topic of the joint call, for other processes to receive."""
-  _reported(jax.process_index(), TIMEOUT).set(topic, text)
-
-
-def received(topic: str, process: int, *, timeout: float = TIMEOUT) -> str:
-  """The text that a process reports under a topic of the joint call; waits for it.
-
-  Raises:
-    FlaxSpmdError: a process has failed in the joint call.
-    LayoutError: the process does not report it in time.
-  """
-  keys = _reported(process, timeout)
-  text = keys.get(topic, timeout)
-  keys.check_arrived([process] if text is None else [])
-  return text or ''
-
-
-def _reported(process: int, timeout: float) -> _ExchangeKeys:
-  call = current_call()
-  folder = f'{call.folder if call else "flax_spmd"}/reported'
-  return _ExchangeKeys(_service(), folder, (process,), CALLS, timeout, call)
-
-
 def _numbers(topic: str, members: tuple[int, ...]) -> Iterator[int]:
   """Numbers of the exchanges of a topic, equal on all members as long as they call in the same order."""
   return _counters.setdefault((topic, members), itertools.count())  # in one step, unlike functools.cache

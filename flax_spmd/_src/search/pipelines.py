@@ -111,7 +111,9 @@ def pipeline_searches(
     )
   by_ranks: dict[int, Trials] = {}
   searches: list[PipelineSearch] = []
-  for schedule in pipelines:
+  for number, schedule in enumerate(pipelines):
+    if schedule in pipelines[:number]:
+      continue
     target = share(trials.task.target, schedule.ranks)
     if schedule.ranks not in by_ranks:
       by_ranks[schedule.ranks] = trials.on(target)

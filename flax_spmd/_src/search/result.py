@@ -140,7 +140,7 @@ class SearchResult:
     ]
     if self.schedule is not None:
       stages = self.schedule.stages
-      lines.append(f'# pipeline: layout.pipeline_jit(step, schedule={self.schedule}, stages={stages})')
+      lines.append(f'# pipeline: layout.pipeline_jit(step, schedule={self.schedule!r}, stages={stages})')
     return '\n'.join([*lines, self.layout.to_toml()])
 
   def to_toml(self, path: str | os.PathLike[str]) -> None:
@@ -154,7 +154,7 @@ class SearchResult:
       'memory': self.memory,
       'layout': self.layout.to_toml(),
       'choices': self.choices,
-      'schedule': None if self.schedule is None else str(self.schedule),
+      'schedule': None if self.schedule is None else repr(self.schedule),
       'best': self.best.name,
       'ties': self.ties,
       'outcomes': [record(one) | {'preset': self.presets.get(one.name)} for one in self.outcomes],
