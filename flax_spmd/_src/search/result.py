@@ -135,7 +135,7 @@ class SearchResult:
     times = f'{time_text(cost.low)} to {time_text(cost.high)}' if cost else '?'
     lines = [
       f'# flax_spmd.search for {self.target.text}: best of {len(self.estimates)} candidates',
-      f'# {self.best.source}: {size_text(memory.peak) if memory else "?"} per device, {times} per step',
+      f'# {self.best.source}: {memory.text(memory.peak) if memory else "?"} per device, {times} per step',
       *(f'# call the step with {name}={value!r}' for name, value in self.choices.items()),
     ]
     if self.schedule is not None:
@@ -164,6 +164,7 @@ class SearchResult:
         {
           'name': one.name,
           'memory': one.memory and one.memory.peak,
+          'host': one.memory and one.memory.host,
           'seconds': one.cost and [one.cost.low, one.cost.high],
           'batch': one.batch,
           'doubts': list(one.doubts),
@@ -257,7 +258,7 @@ def _figures(outcome: Outcome) -> tuple[str, str]:
   if outcome.memory is None or outcome.cost is None:
     return '', 'not compiled'
   cost = outcome.cost
-  return size_text(outcome.memory.peak), f'{time_text(cost.low)} to {time_text(cost.high)}'
+  return outcome.memory.text(outcome.memory.peak), f'{time_text(cost.low)} to {time_text(cost.high)}'
 
 
 def ranks_of(outcomes: Sequence[Outcome]) -> list[str]:
