@@ -72,6 +72,10 @@ def parts(inputs: int, outputs: int, shards: int, start: int) -> list[int]:
   return [max(ends) - min(starts) for starts, ends in bounds]
 
 
+def _parts_of(inputs: int, outputs: int, shards: int, window: Window) -> Sequence[int]:
+  return parts(inputs, outputs, shards, -window.pad)
+
+
 def is_plain_slice(op: Op) -> bool:
   """Whether an operation is a slice without strides, whose `parts` are known."""
   return op.kind == 'slice' and {*(op.attributes.get('strides') or ()), 1} == {1}
@@ -109,7 +113,7 @@ def windowed(op: Op, context: Context) -> Requirement:
   windows = _windows(op, len(context.result.shape))
   spec = _shared(context)
   dims = {dim: (context.result.shape[dim], window) for dim, window in enumerate(windows)}
-  count = (lambda *one: parts(*one[:3], -one[3].pad)) if is_plain_slice(op) else halo
+  count = _parts_of if is_plain_slice(op) else halo
   others = [None if not value.shape else spec for value in context.values[1:]]
   return Requirement((spec, *others), spec, halos=exchanges(dims, spec, context, count))
 
