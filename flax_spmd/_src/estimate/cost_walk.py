@@ -460,7 +460,9 @@ class _CostWalk:
   def _doubt_memory(self, op: Op) -> None:
     """Notes operations around which compilers store more than `live_buffers` counts, with the bytes to expect."""
     [result] = op.results[:1] or [0]
-    if op.kind == 'convolution' and self.platform != 'cuda':  # its neighbours are copied in another layout, or to float32
+    if (
+      op.kind == 'convolution' and self.platform != 'cuda'
+    ):  # its neighbours are copied in another layout, or to float32
       self.doubts.add_kept(op.source, 'copies beside a convolution', 2 * self._bytes(result))
     elif op.kind == 'pad' and any(op.attributes.get('interior_padding') or ()):
       self.doubts.add(op.source, 'temporaries of a scan', Bound(memory=2 * self._bytes(result)))

@@ -137,7 +137,9 @@ class _Expensive:
     self.unsure: set[int] = set()
     products = (op.operands for op in block.ops if op.kind in PRODUCTS)
     stored = found.sources.union(*products) - found.fused
-    steps: dict[int, dict[int, int]] = {}  # by value, the cycles of the functions that it is computed with
+    steps: dict[
+      int, dict[int, int]
+    ] = {}  # by value, the cycles of the functions that it is computed with
     for op in block.ops:
       if len(op.results) == 1 and op.results[0] not in stored:
         self._visit(op, steps)

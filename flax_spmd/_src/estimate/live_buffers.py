@@ -197,7 +197,9 @@ def _copies(ops: Sequence[Op], filters: frozenset[int]) -> dict[int, tuple[int, 
   is converted into that order. The gradient of a maximum over windows has its operand twice.
   """
   result: dict[int, tuple[int, int]] = {}
-  origin: dict[int, int] = {}  # of a filter that is reversed, or an image that is padded, as for gradients
+  origin: dict[
+    int, int
+  ] = {}  # of a filter that is reversed, or an image that is padded, as for gradients
   pooled: dict[int, int] = {}  # index of the maximum over windows, by its operand
   for index, op in enumerate(ops):
     value = op.operands[min(1, len(op.operands) - 1)] if op.operands else 0

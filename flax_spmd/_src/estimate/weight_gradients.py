@@ -23,6 +23,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import LIMIT
+
 SCHEDULING_PLATFORMS = ('cuda',)  # these delay products
 _SCALARS = 64  # bytes of a group; metrics, which are reduced last
 _FILTERS = 4  # the most gradients of filters that have been seen to wait
