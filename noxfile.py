@@ -83,7 +83,7 @@ def tests(session):
 @nox.session(python=['3.11', '3.12'])
 def exhaustive(session):
   """Tests too many for CI: all pipelines, more examples, and those that CI runs on the other JAX."""
-  install(session, 'test')
+  install(session, 'test', 'loaders')
   print_versions(session)
   which = ('-m', 'exhaustive or hypothesis', '--hypothesis-profile=exhaustive')
   run_tests(session, *which, *session.posargs)

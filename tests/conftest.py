@@ -9,8 +9,13 @@ from types import SimpleNamespace
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # Programs are small and compiled once; optimising them would take most of the time.
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-# What is compiled to be compared is kept for this run only.
-os.environ['FLAX_SPMD_CACHE'] = tempfile.mkdtemp(prefix='flax_spmd_tests_')
+# What is compiled is kept for this run only, for all of its processes: many tests compile the same programs.
+if 'PYTEST_XDIST_WORKER' not in os.environ:
+  CACHES = tempfile.TemporaryDirectory(prefix='flax_spmd_tests_')
+  os.environ['FLAX_SPMD_CACHE'] = f'{CACHES.name}/compared'
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = f'{CACHES.name}/compiled'
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+  os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 
 import jax
 import pytest

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import google_crc32c
+
 PAGE = 7  # names in a page of a list
 
 
@@ -228,6 +230,7 @@ class GcsServer:
       'storageClass': 'STANDARD',
       'size': str(len(content)),
       'md5Hash': base64.b64encode(hashlib.md5(content).digest()).decode(),
+      'crc32c': base64.b64encode(google_crc32c.value(bytes(content)).to_bytes(4, 'big')).decode(),
       'timeCreated': '2026-01-01T00:00:00.000Z',
       'updated': '2026-01-01T00:00:00.000Z',
     }

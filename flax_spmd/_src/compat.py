@@ -751,6 +751,11 @@ def with_settings(fn: Callable[..., Any]) -> Callable[..., Any]:
 _STATES: tuple[Any, ...] = tuple(jax_config.config_states.values())
 
 
+def shardy() -> contextlib.AbstractContextManager[None]:
+  """A block in which programs are partitioned by Shardy, whatever the option for GSPMD, its predecessor."""
+  return jax_config.use_shardy_partitioner(True)
+
+
 def threefry_partitionable() -> bool:
   """Whether each device can generate its own shard of a random array. JAX's type stubs omit the option."""
   return bool(getattr(jax.config, 'jax_threefry_partitionable'))  # noqa: B009

@@ -111,7 +111,12 @@ def exchange(
 
 
 def differing_parts(
-  topic: str, members: tuple[int, ...], parts: Mapping[str, str], fix: str, timeout: float
+  topic: str,
+  members: tuple[int, ...],
+  parts: Mapping[str, str],
+  fix: str,
+  timeout: float,
+  grouped: str = '',
 ) -> dict[str, list[tuple[list[int], str]]]:
   """Exchanges several texts at once, each of them between the processes that pass it.
 
@@ -122,6 +127,7 @@ def differing_parts(
   Args:
     topic, members, fix, timeout: as in `exchange`.
     parts: this process's texts, by a name that the processes have agreed on.
+    grouped: name of a part that is not sent: the result always has it, with '' as the texts.
 
   Returns:
     The parts whose texts differ, equal on all members, those that pass no such part included: the distinct
@@ -139,7 +145,7 @@ def differing_parts(
   number = f'{count // _KEPT}/{count}'
   digests = {name: _digest(text) for name, text in parts.items()}
   if jax.process_index() == members[0]:
-    late, groups = keys.collect_groups(number, digests)
+    late, groups = keys.collect_groups(number, digests, grouped)
     keys.set(f'{number}/groups', json.dumps([late, groups]))
     keys.check_arrived(late)
     if count and count % _KEPT == 0:  # all members have finished the previous exchange
@@ -147,8 +153,9 @@ def differing_parts(
   else:
     keys.set(f'{number}/{jax.process_index()}', json.dumps(digests))
     groups = keys.received_groups(number)
+  unsent = {grouped: [(processes, '') for processes in groups.pop(grouped, [])]} if grouped else {}
   keys.send_texts(number, groups, parts)
-  return {
+  return unsent | {
     name: [(processes, keys.received_text(number, name, processes[0])) for processes in each]
     for name, each in groups.items()
   }
@@ -186,30 +193,6 @@ def joint(
       call.fail(error)
       raise
   call.forget_earlier()
-
-
-def report(topic: str, text: str) -> None:
-  """Publishes a text under a topic of the joint call, for other processes to receive."""
-  _reported(jax.process_index(), TIMEOUT).set(topic, text)
-
-
-def received(topic: str, process: int, *, timeout: float = TIMEOUT) -> str:
-  """The text that a process reports under a topic of the joint call; waits for it.
-
-  Raises:
-    FlaxSpmdError: a process has failed in the joint call.
-    LayoutError: the process does not report it in time.
-  """
-  keys = _reported(process, timeout)
-  text = keys.get(topic, timeout)
-  keys.check_arrived([process] if text is None else [])
-  return text or ''
-
-
-def _reported(process: int, timeout: float) -> _ExchangeKeys:
-  call = current_call()
-  folder = f'{call.folder if call else "flax_spmd"}/reported'
-  return _ExchangeKeys(_service(), folder, (process,), CALLS, timeout, call)
 
 
 def _numbers(topic: str, members: tuple[int, ...]) -> Iterator[int]:
@@ -273,11 +256,12 @@ class _ExchangeKeys(NamedTuple):
     except jax.errors.JaxRuntimeError:
       return None
 
-  def collect_groups(self, number: str, mine: dict[str, str]) -> tuple[list[int], _Groups]:
+  def collect_groups(self, number: str, mine: dict[str, str], grouped: str) -> tuple[list[int], _Groups]:
     """The processes that did not arrive, and the parts that differ between the others.
 
     Args:
       mine: the digests of this process, the first.
+      grouped: name of a part that is in the result even if it is equal.
     """
     collected = {self.members[0]: mine, **self._collected(number)}
     by_digest: dict[str, dict[str, list[int]]] = {}
@@ -285,7 +269,8 @@ class _ExchangeKeys(NamedTuple):
       for name, digest in digests.items():
         by_digest.setdefault(name, {}).setdefault(digest, []).append(process)
     late = [process for process in self.members if process not in collected]
-    return late, {name: list(each.values()) for name, each in by_digest.items() if len(each) > 1}
+    wanted = {name: each for name, each in by_digest.items() if len(each) > 1 or name == grouped}
+    return late, {name: list(each.values()) for name, each in wanted.items()}
 
   def _collected(self, number: str) -> dict[int, dict[str, str]]:
     """The digests of the other members that arrive in time."""

@@ -17,7 +17,7 @@ _MANY_ROWS = 8  # that have a filter
 _REPORT_HEIGHT = 600  # pixels
 _FILTER = (
   '<input type="search" placeholder="filter rows" aria-label="filter rows" oninput="for (const row of '
-  'this.nextElementSibling.tBodies[0].rows) row.hidden = '
+  'this.nextElementSibling.firstChild.tBodies[0].rows) row.hidden = '
   '!row.textContent.toLowerCase().includes(this.value.toLowerCase())">'
 )
 
@@ -41,18 +41,19 @@ def plain_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     f'<p>and {len(rows) - MOST_ROWS} more, which print shows.</p>' if len(rows) > MOST_ROWS else ''
   )
   search = _FILTER if len(rows) > _MANY_ROWS else ''
-  return f'{search}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{others}'
+  table = f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+  return f'{search}<div style="overflow-x: auto">{table}</div>{others}'
 
 
 def bullets(lines: Iterable[Any]) -> str:
   """A list of texts; '' if there are none."""
   items = ''.join(f'<li>{safe(line)}</li>' for line in lines)
-  return f'<ul>{items}</ul>' if items else ''
+  return f'<ul style="overflow-wrap: anywhere">{items}</ul>' if items else ''
 
 
 def preformatted(text: Any) -> str:
   """A text with its line breaks and spaces."""
-  return f'<pre>{safe(text)}</pre>'
+  return f'<pre style="overflow-x: auto">{safe(text)}</pre>'
 
 
 def collapsed(summary: Any, content: str) -> str:

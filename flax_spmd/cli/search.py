@@ -88,6 +88,13 @@ def _add_constraints(parser: argparse.ArgumentParser) -> None:
     help='largest number of devices for tensor parallelism (default: the devices of one node)',
   )
   parser.add_argument(
+    '--host',
+    metavar='PATHS',
+    help="arrays that may be in the host's memory, as a regular expression of their paths, such as ^opt_state/; may "
+    'be repeated',
+    **repeated,
+  )
+  parser.add_argument(
     '--choice',
     type=_pair,
     metavar='ARGUMENT=VALUE,...',
@@ -177,6 +184,7 @@ def _search(options: argparse.Namespace) -> int:
       forbid=dict(options.forbid),
       batch_only=options.batch_only,
       tensor=options.tensor,
+      host=options.host,
       pipelines=options.pipeline,
       candidates=options.candidates,
       time_limit=options.time_limit,

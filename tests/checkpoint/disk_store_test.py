@@ -299,5 +299,5 @@ def test_an_unknown_checksum(tmp_path):
   with pytest.raises(CheckpointError) as caught:
     store.digest('x', like='sha9:00')
   assert str(caught.value) == dedent("""\
-    The checksum 'sha9:00' is of an unknown kind; known: crc32, md5.
+    The checksum 'sha9:00' is of an unknown kind; known: crc32c, md5, crc32.
     Fix: update flax-spmd, if a newer version wrote the checkpoint; otherwise restore another one.""")

@@ -83,14 +83,14 @@ def test_pipelines(capsys, monkeypatch):
   monkeypatch.setattr(explore, 'search', search)
   schedules = (
     '--pipeline',
-    'OneFOneB(4)',
+    "Automatic(4, {'fwd': (1, 1, 1, 2), 'bwd': 1, 'wgrad': 1})",
     '--pipeline',
     "Interleaved1F1B(ranks=2, chunks=2, fuse='last')",
   )
   assert run(capsys, *schedules, '--top', '0')[0] == 0
   one, two = received['pipelines']
   assert (one, two) == (
-    spmd.pipeline.OneFOneB(4),
+    spmd.pipeline.Automatic(4, {'fwd': (1, 1, 1, 2), 'bwd': 1, 'wgrad': 1}),
     spmd.pipeline.Interleaved1F1B(ranks=2, chunks=2, fuse='last'),
   )
 

@@ -1,13 +1,17 @@
 """The names and ticks of charts, on the pages of `compare` and `search`."""
 
+import itertools
 import re
 from html import unescape
 from html.parser import HTMLParser
 
 import jax
 import jax.numpy as jnp
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flax_spmd as spmd
+from flax_spmd._src.compare.chart_labels import free_place
 from flax_spmd.explore import TrainStep
 
 
@@ -44,6 +48,17 @@ def step(state, x):
   return jax.tree.map(lambda w: 0.9 * w, state), jnp.mean(y**2)
 
 
+@given(
+  st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=12), st.sampled_from([-14, 14])
+)
+def test_numbers_beside_close_dots_do_not_overlap(dots, step):
+  taken = []
+  heights = [free_place(x, y, str(number), taken, step) for number, (x, y) in enumerate(dots)]
+  assert all((height - y) * step >= 0 for height, (_, y) in zip(heights, dots))
+  for (x, y), (other, height) in itertools.combinations(taken, 2):
+    assert abs(x - other) >= 8 or abs(y - height) >= 14
+
+
 def test_names_and_ticks_of_a_search_can_be_read(tmp_path):
   train_step = TrainStep(step, create, jax.ShapeDtypeStruct((64, 256), jnp.float32))
   result = spmd.search(train_step, 'h100:8', candidates=30, top=0)
@@ -61,5 +76,9 @@ def test_names_and_ticks_of_a_search_can_be_read(tmp_path):
   assert sum(bool(re.fullmatch(r'[\d.]+ (s|ms|us)', text)) for text in ticks) >= 3
   listed = re.findall('<li>(.*?)</li>', scatter)
   assert listed and [str(number) for number in range(1, len(listed) + 1)] == ticks[-len(listed) :]
+  roofline = page[page.index('<h2>Roofline') :]
+  assert {'100', '1,000'} & {
+    text for _, _, text in Texts(roofline[: roofline.index('</section>')]).found
+  }
   names = tuple(one.name for one in result.pareto)
   assert all(unescape(text).startswith(names) for text in listed)

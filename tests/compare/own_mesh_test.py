@@ -116,7 +116,7 @@ def figures(outcome):
   return outcome.memory, outcome.counts.flops, collectives
 
 
-@pytest.mark.parametrize('make', [pytest.param(train_step_of, marks=pytest.mark.slow), dense_of])
+@pytest.mark.parametrize('make', [pytest.param(train_step_of, marks=pytest.mark.exhaustive), dense_of])
 def test_each_row_is_that_of_a_model_built_for_its_mesh(make):
   together = compare(make, layouts(), TARGET)
   assert [one.error for one in together] == [None] * 3

@@ -369,7 +369,10 @@ os._exit(1)  # the other process is killed soon
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('where', 'victim', 'signal'),
-  [('commit', 1, 'SIGKILL'), ('wait_for', 0, 'SIGSTOP')],  # the latter as a host without power
+  [
+    pytest.param('commit', 1, 'SIGKILL', marks=pytest.mark.exhaustive),
+    ('wait_for', 0, 'SIGSTOP'),  # as a host without power
+  ],
 )
 def test_one_of_two_processes_dies(tmp_path, where, victim, signal):
   source = KILLED.replace('WHERE', where).replace('VICTIM', str(victim)).replace('SIGNAL', signal)

@@ -111,7 +111,7 @@ def test_every_process_trains_as_a_single_process_does(processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('processes', [2, 4])
+@pytest.mark.parametrize('processes', [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_processes_with_different_rules_or_batches_all_raise(processes):
   others = 'process 1' if processes == 2 else 'processes 1-3'
   reported = run(processes)

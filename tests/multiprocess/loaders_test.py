@@ -1,5 +1,6 @@
 """Loaders in a job of several processes: the data shard of each, uneven ends, and positions for other jobs."""
 
+import re
 from textwrap import dedent
 
 import pytest
@@ -38,6 +39,10 @@ try:
   layouts['crossed'].data_shard(('wide', None))
 except spmd.errors.LayoutError as error:
   report(str(error))
+try:  # the loader has a shard for each process, and the layout one for each pair
+  layouts['pairs'].local_to_global(np.arange(32, dtype='int32')[me::4], ('batch',), check='always')
+except spmd.errors.LayoutError as error:
+  report(str(error))
 two = spmd.Layout(Mesh(devices[:4], ('data',)), rules[:1])
 try:
   report(two.data_shard('batch').index)
@@ -68,7 +73,7 @@ report(sorted(map(str, kinds)))
 @pytest.mark.slow
 def test_the_data_shard_of_each_process():
   results = [result.reported for result in run_processes(SHARDS, processes=4, devices=2)]
-  for me, (found, crossed, two, kinds) in enumerate(results):
+  for me, (found, crossed, disagreeing, two, kinds) in enumerate(results):
     pair = [0, 1] if me < 2 else [2, 3]
     assert found == {
       'all batch': [me, 4, [me]],
@@ -86,6 +91,13 @@ def test_the_data_shard_of_each_process():
       process 1: rows 4, 6 {where}: no single data shard.
       process 3: rows 5, 7 {where}: no single data shard.
       Fix: load the rows of layout.local_indices instead of a shard; or order the devices of the mesh such that every process holds one block of rows, of one size, which is either equal to those of another process or apart from them.""")
+    )
+    assert (
+      re.sub(r'digest \w+', 'digest', disagreeing)
+      == dedent("""\
+      (root) (int32[16]), rows 0-7: digest in process 0, digest in process 1.
+      (root) (int32[16]), rows 8-15: digest in process 2, digest in process 3.
+      Fix: load the rows of layout.local_indices on each process; processes that hold the same rows have to load them in the same order, with the same random numbers.""")
     )
     assert (
       two
@@ -158,13 +170,35 @@ class Positions:
 resumed = spmd.even_batches(Positions(), 2)
 resumed.set_state(2)
 report([rows.tolist() for rows, _ in resumed])
+
+import warnings
+from jax.sharding import Mesh
+alike = spmd.Layout(Mesh(np.array(jax.devices()).reshape(2, 2).T, ('data', 'model')), (('batch', 'data'),))
+
+def warnings_of(batch, placement=('batch',), layout=layout, times=1, **options):
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    for _ in range(times):
+      layout.local_to_global(batch, placement, **options)
+  return [str(one.message) for one in caught]
+
+tokens = np.arange(16, dtype='int32')
+report([
+  warnings_of({'tokens': tokens, 'weights': np.ones(16)}, {'tokens': ('batch',), 'weights': ('batch',)}, times=3, check='always'),
+  warnings_of(np.zeros(64)),
+  warnings_of(tokens[:8]),
+  warnings_of({'tokens': tokens, 'noise': shard.index + np.arange(2.0)}, ('batch',)),
+  warnings_of(tokens.astype('int8'), ()),
+  warnings_of(tokens, layout=alike),
+  warnings_of(tokens.astype('uint32'), check='never'),
+])
 """
 
 
 @pytest.mark.slow
 def test_uneven_ends_of_two_processes():
   results = [result.reported for result in run_processes(UNEVEN, processes=2, devices=2)]
-  for me, (totals, failed, empty, unpickled, resumed) in enumerate(results):
+  for me, (totals, failed, empty, unpickled, resumed, warned) in enumerate(results):
     assert totals == [
       [[10, 4, 4], [26, 4, 4], [42, 4, 4], [13, 1, 4]],
       [[78, 12, 12], [13, 1, 12]],
@@ -185,6 +219,13 @@ def test_uneven_ends_of_two_processes():
       'Fix: use batches of types that pickle supports.'
     )
     assert resumed == [[[3, 3]], [[0, 0]]][me]
+    repeated, *legitimate = warned
+    assert legitimate == 6 * [[]]
+    assert repeated == [
+      'Processes 0-1 loaded equal rows for different parts of a batch (tokens (int32[32])): every row counts several '
+      'times.\nFix: give the loader of each process its index and count, shard = layout.data_shard(...); or other '
+      'random numbers.'
+    ]
 
 
 RESUMED = """
@@ -250,3 +291,47 @@ def test_every_process_reads_on_where_the_reader_of_its_rows_ended(tmp_path):
           f'{other} reads {mine}; {wrote}.\n{_FIX}',
           6,
         ]
+
+
+GRAIN = """
+import grain
+import flax_spmd as spmd
+
+layout = spmd.Layout(AXES, (('batch', 'data'),))
+shard = layout.data_shard('batch')
+size, source = shard.local_size(16), np.arange(800)
+records = grain.MapDataset.source(source).seed(0).shuffle().repeat()
+part = records[shard.index :: shard.count].batch(size, drop_remainder=True)
+batches, seen = iter(part.to_iter_dataset()), []
+place = lambda rows: layout.local_to_global(np.asarray(rows), ('batch',), check='always')
+with spmd.checkpoint.Manager(ROOT, layout, every=1) as manager:
+  created = lambda: {'n': np.zeros(())}
+  start, state = manager.resume(created, data=batches, data_from=lambda states: states[0])
+  for step, batch in zip(range(start, start + 3), spmd.prefetch(batches, place)):
+    seen.append(sorted(layout.gather(batch).tolist()))
+    manager.save(step + 1, state, data=batches)
+options = grain.sharding.ShardOptions(shard.index, shard.count, drop_remainder=True)
+sampler = grain.samplers.IndexSampler(len(source), options, shuffle=True, num_epochs=1, seed=0)
+loader = grain.DataLoader(
+  data_source=source, sampler=sampler, operations=[grain.transforms.Batch(size, drop_remainder=True)]
+)
+epoch = sorted(row for batch in loader for row in layout.gather(place(batch)).tolist())
+report([seen, epoch == source.tolist(), [int(records[at]) for at in range(16 * 12)]])
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_loader_of_grain_resumes_on_other_numbers_of_processes(tmp_path):
+  pytest.importorskip('grain')
+  jobs = [
+    (2, {'data': 4}),
+    (1, {'data': 4}),
+    (4, {'data': 2, 'model': 2}),  # two processes hold the same rows
+    (4, {'data': 4}),
+  ]
+  for turn, (processes, axes) in enumerate(jobs):
+    source = GRAIN.replace('ROOT', repr(str(tmp_path / 'run'))).replace('AXES', repr(axes))
+    for result in run_processes(source, processes=processes, devices=4 // processes):
+      seen, whole_epoch, rows = result.value
+      assert seen == [sorted(rows[16 * at : 16 * at + 16]) for at in range(3 * turn, 3 * turn + 3)]
+      assert whole_epoch

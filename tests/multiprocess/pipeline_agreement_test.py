@@ -42,6 +42,7 @@ def test_processes_with_other_pipelines_are_told_before_anything_runs():
   cases = {
     'rate': 'rate=0.3 if me else 0.1',
     'schedule': 'schedule=pipeline.GPipe(2) if me else pipeline.OneFOneB(2)',
+    'costs': "schedule=pipeline.Eager1F1B(2).with_costs({'fwd': (1, 50 * me), 'bwd': (1, 50 * me)})",
     'microbatches': 'microbatches=2 + 2 * me',
     'activation': 'activation=jnp.sin if me else jnp.tanh',
     'layout': "rules=(('embed', 'data'),) if me else ()",
@@ -72,6 +73,9 @@ def test_processes_with_other_pipelines_are_told_before_anything_runs():
       f"{SUBJECT}: 'schedule OneFOneB(ranks=2)' in process 0, 'schedule GPipe(ranks=2)' in process 1.",
       SAME,
     ],
+    'costs': [
+      f"{SUBJECT}: 'transfer 1: rank 1 -> rank 0: float32[2,8] of microbatch 0' in process 0, no line in process 1."
+    ],
     'microbatches': [
       f"{SUBJECT}: 'microbatches 2' in process 0, 'microbatches 4' in process 1.",
       SAME,
@@ -98,6 +102,7 @@ def test_processes_with_other_pipelines_are_told_before_anything_runs():
   argument, equal = first.pop('argument'), first.pop('equal')
   plain = {name: [_NUMBERS.sub(r'\1', line) for line in lines] for name, lines in first.items()}
   del plain['activation'][2:]  # the derivatives of each JAX
+  del plain['costs'][2:]  # the next transfers
   assert plain == {name: ['LayoutError', *text] for name, text in expected.items()}
   assert argument[1].startswith('argument 1 (float32[8,8]): digest ')
   assert argument[1:][1:] == [

@@ -83,6 +83,18 @@ def test_costs_of_other_types():
   assert Automatic(2, TaskTimes()).simulate(4).makespan == Automatic(2, lists).simulate(4).makespan
 
 
+def test_its_text_can_be_evaluated_and_its_name_is_short():
+  measured = {Task(kind, stage, 0): 0.1 + stage for kind in ('fwd', 'bwd') for stage in range(4)}
+  for schedule in (Automatic(4), Automatic(2, measured, 0.5, 2, 'v', live=5, split=False)):
+    again = eval(repr(schedule), vars(pipeline))
+    assert again == schedule and again.tasks(8) == schedule.tasks(8)
+  assert str(Automatic(4)) == 'Automatic(ranks=4)'
+  assert (
+    str(schedule) == "Automatic(ranks=2, transfer=0.5, chunks=2, placement='v', live=5, split=False)"
+  )
+  assert Automatic(4).simulate(8).makespan <= ZeroBubbleH1(4).simulate(8).makespan
+
+
 def test_later_changes_of_the_costs_change_no_schedule():
   times = [1, 1]
   schedules = [Automatic(2, {'fwd': times}, split=False), OneFOneB(2).with_costs({'fwd': times})]

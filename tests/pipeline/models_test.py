@@ -381,7 +381,11 @@ def test_dropout_by_keys_of_the_batch(schedule, make):
   check(training(loss, schedule), PARAMS, X, Y, jax.random.split(make(3), MICROBATCHES))
 
 
-@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey], ids=['typed', 'raw'])
+@pytest.mark.parametrize(
+  'make',
+  [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.exhaustive)],
+  ids=['typed', 'raw'],
+)
 def test_dropout_by_a_key_of_the_step(schedule, make):
   model = Network(dropout=0.3)
   keys = {'params': jax.random.key(0), 'dropout': jax.random.key(1)}
@@ -520,7 +524,7 @@ def test_scan_inside_a_stage(schedule):
   check(training(loss, schedule), params, X, Y)
 
 
-@pytest.mark.parametrize('remat', [False, True])
+@pytest.mark.parametrize('remat', [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_nn_scan_inside_a_stage(schedule, remat):
   class Layer(nn.Module):
     @nn.compact

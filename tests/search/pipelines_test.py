@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 import flax_spmd as spmd
+from flax_spmd import pipeline
 from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.outcome import Memory
 from flax_spmd._src.search import trials
 from flax_spmd._src.search.pipelines import AXIS, DOUBT, rank_cost, rank_memory
 from flax_spmd.errors import PipelineError, SearchError
 from flax_spmd.explore import Pipeline, TrainStep, compare, search
-from flax_spmd.pipeline import GPipe, OneFOneB, Schedule, ZeroBubbleH1
+from flax_spmd.pipeline import Automatic, GPipe, OneFOneB, Schedule, ZeroBubbleH1
 from tests.compare.pipelines_test import BATCH, OPTIMIZER, TARGET, Model, create, step
 
 UNMARKED = {'marked': (False,)}
@@ -42,7 +43,7 @@ def run(*pipelines, target=TARGET, **options):
 
 @pytest.fixture(scope='module')
 def result(cache):
-  return run(OneFOneB(4))
+  return run(OneFOneB(4), OneFOneB(4))  # a schedule is tried once
 
 
 def pipelines_of(outcomes):
@@ -110,6 +111,26 @@ def test_an_interruption_of_the_compilation_of_pipelines(result, monkeypatch):
   part = run(OneFOneB(4))
   assert part.schedule is None and part.best.name == result.outcomes[1].name
   assert part.notes[0].startswith(f'Interrupted after {len(result.estimates)} candidates')
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+  'costs', [{'fwd': (1, 1, 1, 2), 'bwd': 1, 'wgrad': 1}, lambda task: 1 + task.stage]
+)
+def test_an_automatic_schedule(cache, costs):
+  """The layout's file has the schedule with its costs, if these are numbers."""
+  schedule = Automatic(4, costs)
+  found = run(schedule, ZeroBubbleH1(4))
+  [automatic, h1] = sorted(pipelines_of(found.outcomes), key=lambda one: one.name)
+  assert automatic.name.startswith('Automatic(ranks=4): stage=4') and not automatic.error
+  assert automatic.pipeline.low.makespan > 0 and automatic.memory.peak == h1.memory.peak
+  json.dumps(found.record())
+  if found.schedule == schedule and not callable(costs):
+    [line] = [line for line in found.toml.splitlines() if line.startswith('# pipeline: ')]
+    text = line.removeprefix('# pipeline: layout.pipeline_jit(step, schedule=').removesuffix(
+      ', stages=4)'
+    )
+    assert eval(text, vars(pipeline)) == schedule
 
 
 # -- estimates

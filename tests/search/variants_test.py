@@ -130,3 +130,83 @@ def test_few_candidates_try_every_choice_or_name_those_that_they_do_not():
   assert result.notes == [
     "2 of 3 combinations of choices were not tried, such as {'batch': 128}: raise candidates."
   ]
+
+
+# -- optimizer state in the host's memory
+
+
+def create_with_adam():
+  params = jax.tree.map(lambda box: box, create())
+  return {'params': params, 'opt_state': {'mu': params, 'nu': params}}
+
+
+def adam_step(state, x):
+  def loss(params):
+    y, _ = jax.lax.scan(lambda x, w: (jax.nn.gelu(x @ w), None), x, params['w'].unbox())
+    return jnp.sum(y**2)
+
+  value, gradients = jax.value_and_grad(loss)(state['params'])
+  decay = lambda moments: jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments, gradients)
+  moments = {name: decay(one) for name, one in state['opt_state'].items()}
+  params = jax.tree.map(
+    lambda w, mu, nu: w - 0.1 * mu / (nu + 1), state['params'], moments['mu'], moments['nu']
+  )
+  return {'params': params, 'opt_state': moments}, value
+
+
+def search_on_host(**options):
+  batch = jax.ShapeDtypeStruct(
+    (4096, 128, WIDTH), jnp.float32
+  )  # so many activations that they decide the peak
+  train_step = TrainStep(adam_step, create_with_adam, batch)
+  fixed = {'mesh': {'data': 8}, 'pin': {'batch': 'data'}, 'host': '^opt_state/', 'top': 0}
+  return spmd.search(train_step, 'h100:8', **fixed | {'candidates': 40} | options)
+
+
+@pytest.fixture(scope='module')
+def with_room():
+  return search_on_host()
+
+
+def split(estimates):
+  """The estimates with and without arrays on the host, by their names without it."""
+  on_host = {one.name.removesuffix(' host=^opt_state/'): one for one in estimates if 'host=' in one.name}
+  return on_host, {one.name: one for one in estimates if 'host=' not in one.name}
+
+
+def test_optimizer_state_on_the_host_by_arithmetic(with_room):
+  on_host, kept = split(with_room.estimates)
+  assert len(on_host.keys() & kept.keys()) >= 3
+  for name in on_host.keys() & kept.keys():
+    one, other = on_host[name].memory, kept[name].memory
+    assert one.host == other.optimizer > 0 == one.optimizer == other.host
+    assert other.peak - one.peak == one.host
+    assert on_host[name].cost.links[('host memory',)] == 2 * one.host / 6.4e10
+
+
+def test_the_host_comes_last_where_it_does_not_pay_and_first_where_nothing_else_fits(with_room):
+  on_host, kept = split(with_room.estimates)
+  assert 'host=' not in with_room.best.name and not with_room.best.memory.host
+  smallest = min(one.memory.peak for one in kept.values())
+  assert min(one.memory.peak for one in on_host.values()) < smallest
+  tight = search_on_host(memory=smallest - 1)
+  assert tight.best.memory.host and 'host=^opt_state/' in tight.best.name
+  assert f'{tight.best.memory.text(tight.best.memory.peak)} per device' in tight.toml
+  assert ' on host' in tight.toml and ' on host' in str(tight) and ' on host' in tight.to_html()
+  assert tight.layout.sharding(jax.eval_shape(create_with_adam))['opt_state']['mu']['w'].memory_kind == (
+    'pinned_host'
+  )
+  assert spmd.Layout.from_toml(tight.layout.to_toml()).rules == tight.layout.rules
+  with pytest.raises(spmd.errors.InfeasibleError, match='The smallest needs'):
+    search_on_host(memory=smallest - 1, host=())
+
+
+def test_paths_of_the_host_that_match_nothing():
+  with pytest.raises(spmd.errors.SearchError) as error:
+    search_on_host(host=('^optimizer/', '('))
+  assert str(error.value) == (
+    "host: no path of the 3 arrays of the state matches '^optimizer/'.\n"
+    "host: '(' is not a regular expression: missing ), unterminated subpattern at position 0.\n"
+    "Fix: correct it; the paths begin with 'opt_state/mu/w', 'opt_state/nu/w', 'params/w'.\n"
+    'Fix: correct it; it is searched for in paths such as params/layers/wi.'
+  )

@@ -16,6 +16,7 @@ from flax_spmd._src.checkpoint.storage.record import LeafRecord, Record, leaf_co
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.source import current_source, read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path, open_store
+from flax_spmd._src.data.checksums import formula_of
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.notebook_html import (
   MOST_ROWS,
@@ -258,8 +259,12 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Checkpoi
 def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
   if (one.shape, one.dtype, one.names) != (two.shape, two.dtype, two.names):
     yield f'{named(one)}, then {named(two)}'
-  elif one.checksum != two.checksum and None not in (one.checksum, two.checksum):
-    yield 'contents differ' if one.value == two.value else f'{one.value}, then {two.value}'
+  elif one.checksum is not None and two.checksum is not None and one.checksum != two.checksum:
+    alike = formula_of(one.checksum) == formula_of(two.checksum)
+    same = (
+      'contents differ' if alike else 'contents cannot be compared: an earlier version wrote one of them'
+    )
+    yield same if one.value == two.value else f'{one.value}, then {two.value}'
   if one.spec != two.spec:
     yield f'saved as {_spec_text(one) or "()"}, then as {_spec_text(two) or "()"}'
 

@@ -29,6 +29,8 @@ from flax_spmd._src.checkpoint.storage.safetensors_reader import (
 from flax_spmd._src.checkpoint.storage.verification import Damage, read_arranged, read_verified
 from flax_spmd.errors import CheckpointError
 
+_NONE: Mapping[str, str] = {}
+
 
 def load(
   reader: CheckpointReader,
@@ -38,6 +40,7 @@ def load(
   verify: bool = True,
   memory: int | None = None,
   salvage: bool = False,
+  lost: Mapping[str, str] = _NONE,
 ) -> tuple[list[Any], Damage]:
   """Reads the target's leaves, in the order of `values`.
 
@@ -48,6 +51,7 @@ def load(
     verify: whether to compare checksums.
     memory: most bytes in flight from storage.
     salvage: whether to return the target's own leaf for each one that is damaged.
+    lost: reason for each saved leaf that is known to be damaged, and of no route.
 
   Returns:
     The leaves, and the damage.
@@ -67,7 +71,8 @@ def load(
         request = request.update(sharding=None)
       if records[saved].value is None:
         requests.setdefault(saved, request)
-  leaves, damage = read_verified(reader, requests, verify=verify, memory=memory)
+  leaves, damage = read_verified(reader, requests, verify=verify, memory=memory, lost=lost)
+  damage = damage._replace(leaves={**lost, **damage.leaves})
   if damage.names and not salvage:
     raise damage.error(reader.path)
   leaves |= {path: record.value for path, record in records.items() if record.value is not None}

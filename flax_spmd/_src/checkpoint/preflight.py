@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,7 +101,11 @@ class Preflight(NamedTuple):
 
 
 def plan_restore(
-  reader: CheckpointReader, target: RestoreTarget, changes: Changes, limit: int | None = None
+  reader: CheckpointReader,
+  target: RestoreTarget,
+  changes: Changes,
+  limit: int | None = None,
+  lost: Collection[str] = (),
 ) -> Preflight:
   """Compares a checkpoint's record with a target; reads no arrays.
 
@@ -110,11 +114,13 @@ def plan_restore(
     target: leaves to restore.
     changes: differences that are allowed.
     limit: bytes that one device may hold; default: its free memory, where the device reports it.
+    lost: saved leaves that are left out.
   """
   saved = saved_side(reader, changes)
+  saved = saved._replace(leaves={path: leaf for path, leaf in saved.leaves.items() if path not in lost})
   matched = match(saved, target.side, changes)
   routes = dict(matched.routes)
-  problems = _impossible(reader, target.values, matched.routes)
+  problems = [] if lost else _impossible(reader, target.values, matched.routes)
   problems += differences(saved, target.side, matched, changes)
   kept = [path for path in matched.missing if may_be_missing(changes, path)]
   routes.update((path, Route((), 'keep')) for path in kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from flax_spmd._src.checkpoint import targets
@@ -12,6 +12,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Chang
 from flax_spmd._src.checkpoint.preflight import Preflight, check_parts, plan_restore
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import (
   CheckpointReader,
   open_checkpoint,
@@ -25,7 +26,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
-from flax_spmd.errors import TargetError
+from flax_spmd.errors import CheckpointDamagedError, TargetError
 
 if TYPE_CHECKING:
   from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
@@ -194,13 +195,32 @@ def restore_with(
       check_parts(reader, changes, prepared.values if prepared else ())
       restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
       plan = plan_restore(reader, restored, changes, limit)
+      lost = _lost(reader, plan) if salvage else {}
+      wanted = _without(restored, plan, lost)
+      plan = plan_restore(reader, wanted, changes, limit, lost) if lost else plan
       plan.check()
       other = also(source)
-      leaves, damage = _loaded(reader, restored, plan, verify, memory, salvage, show)
+      found, damage = _loaded(reader, wanted, plan, verify, memory, salvage, show, lost)
+      leaves = list((restored.values | dict(zip(wanted.values, found, strict=True))).values())
       state = restored.build(leaves)
       return (SalvagedState(state, damage.leaves, damage.files) if salvage else state), other
 
     return read_whole(as_path(path), read)
+
+
+def _lost(reader: CheckpointReader, plan: Preflight) -> dict[str, str]:
+  """The reason for each saved leaf of an impossible size, if the plan has one; the others may be whole."""
+  if not any(problem.kind is CheckpointDamagedError for problem in plan.problems):
+    return {}
+  return impossible_leaves(reader.path, reader.record.leaves)
+
+
+def _without(target: RestoreTarget, plan: Preflight, lost: Mapping[str, str]) -> RestoreTarget:
+  """A target without the leaves that are made of lost ones."""
+  gone = {path for path, route in plan.routes.items() if set(route.sources) & lost.keys()}
+  kept = {path: value for path, value in target.values.items() if path not in gone}
+  leaves = {path: leaf for path, leaf in target.side.leaves.items() if path not in gone}
+  return target._replace(values=kept, side=target.side._replace(leaves=leaves))
 
 
 def _loaded(
@@ -211,11 +231,14 @@ def _loaded(
   memory: int | None,
   salvage: bool,
   show: bool,
+  lost: Mapping[str, str],
 ) -> tuple[list[Any], Damage]:
   """The leaves of a restore, with a progress bar."""
   progress = ByteProgress(show, f'restore {reader.path.name}', plan.bytes_read, 'read')
   try:
-    result = load(reader, target.values, plan.routes, verify=verify, memory=memory, salvage=salvage)
+    result = load(
+      reader, target.values, plan.routes, verify=verify, memory=memory, salvage=salvage, lost=lost
+    )
   except BaseException:
     progress.close()
     raise

@@ -6,7 +6,7 @@ import math
 import textwrap
 
 LINE = 17  # pixels from one line of text to the next
-_CHARACTER = 7.2  # pixels, of the widest usual characters of a 13 px font
+_CHARACTER = 8.0  # pixels, of the widest usual characters of a 13 px font
 _WIDEST, _MOST_LINES = 44, 3  # characters of a line, lines of a name
 
 
@@ -23,6 +23,28 @@ def name_lines(name: str) -> list[str]:
 def text_width(text: str) -> float:
   """The width of a line of text in pixels, rather too large than too small."""
   return _CHARACTER * len(text)
+
+
+def free_place(x: float, y: float, text: str, taken: list[tuple[float, float]], step: float) -> float:
+  """The height at which a short text beside a dot overlaps no other, and marks it as taken.
+
+  Args:
+    x, y: the wanted place, in pixels.
+    text: the text, from `x` to the right.
+    taken: places of the texts so far; the new one is appended.
+    step: pixels from one height to try to the next.
+
+  Example:
+    >>> taken = []
+    >>> [free_place(10, 50, '1', taken, 14), free_place(12, 51, '2', taken, 14), free_place(40, 50, '3', taken, 14)]
+    [50, 64, 50]
+  """
+  width = text_width(text) + 4
+  near = [height for other, height in taken if abs(x - other) < width]
+  for height in sorted(near, reverse=step < 0):
+    y = height + step if abs(y - height) < abs(step) else y
+  taken.append((x, y))
+  return y
 
 
 def ticks(most: float, unit: float = 1.0) -> list[float]:

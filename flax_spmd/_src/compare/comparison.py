@@ -185,8 +185,7 @@ class Comparison:
       return [outcome.name, 'no', '', '', '', '', '', '', 'not compiled, see below']
     over = memory.peak - self.target.chip.memory
     fits = 'yes' if outcome.fits else f'no, {size_text(over)} over' if over > 0 else 'no'
-    state = size_text(memory.parameters + memory.optimizer + memory.rest)
-    state += f', {size_text(memory.host)} on host' if memory.host else ''
+    state = memory.text(memory.parameters + memory.optimizer + memory.rest)
     cells = [outcome.name, fits, size_text(memory.peak), state]
     if counts is None or cost is None:
       return [*cells, '', '', '', '', 'not compiled, see below']

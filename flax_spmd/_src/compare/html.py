@@ -39,7 +39,8 @@ def _cell(content: Any) -> str:
     value, shown = content
     number = 'Infinity' if math.isinf(value) else f'{value:.6g}'  # JavaScript's spelling
     return f'<td class="number" data-value="{number}">{safe(shown)}</td>'
-  return f'<td>{safe(content)}</td>'
+  short = ' class="short"' if len(content) <= _SHORT else ''
+  return f'<td{short}>{safe(content)}</td>'
 
 
 def byte_cell(count: float) -> tuple[float, str]:
@@ -123,3 +124,4 @@ _COLOURS = {
 
 
 _WIDTH, _HEIGHT = 720, 26
+_SHORT = 20  # characters of a cell whose text is not broken into lines

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.resources
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from flax_spmd._src.compare.chart_labels import free_place
 from flax_spmd._src.compare.costs import coverage, peak
 from flax_spmd._src.compare.html import bars, byte_cell, legend, safe, section, svg, table
 from flax_spmd._src.compare.outcome import Memory, Outcome
@@ -56,7 +57,7 @@ def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) 
     section('Collectives', _collectives(done)),
     *(_arrays(outcome) for outcome in done),
   ]
-  head = f'<meta charset="utf-8"><title>{safe(title)}</title><style>{style}</style>'
+  head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{safe(title)}</title><style>{style}</style>'
   parts = [
     '<!doctype html>',
     f'<html lang="en"><head>{head}</head><body>',
@@ -104,7 +105,8 @@ def _summary_row(outcome: Outcome) -> list[Any]:
   memory, counts, cost = outcome.memory, outcome.counts, outcome.cost
   if memory is None:
     return [*first, *[''] * 9]
-  cells = [*first, byte_cell(memory.peak), byte_cell(memory.parameters + memory.optimizer + memory.rest)]
+  state = memory.parameters + memory.optimizer + memory.rest
+  cells = [*first, byte_cell(memory.peak), (state, memory.text(state))]
   if counts is None or cost is None:
     return [*cells, *[''] * 6, outcome.source]
   wire = sum(counts.by_axis().values())
@@ -293,6 +295,15 @@ def _ratio(flops: float, count: float) -> tuple[float, str]:
   return (flops / count, f'{flops / count:.3g}') if count else (float('inf'), '-')
 
 
+def _powers(low: float, high: float, at: Callable[[float], float], bottom: float) -> Iterable[str]:
+  """Grid lines of a logarithmic axis at the powers of ten, their values, and the title of the axis."""
+  for power in range(math.ceil(low), math.floor(high) + 1):
+    x = at(power)
+    yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{bottom:.1f}" class="grid"/>'
+    yield f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{10.0**power:,.16g}</text>'
+  yield f'<text x="{at((low + high) / 2):.1f}" y="{bottom + 36:.1f}" text-anchor="middle">FLOPs per byte of HBM</text>'
+
+
 def _roof(comparison: Comparison, outcomes: Sequence[Outcome], reachable: float) -> str:
   """Reachable FLOP/s over FLOPs per byte of HBM, both logarithmic, with a dot per layout."""
   bandwidth = comparison.target.chip.bandwidth
@@ -310,14 +321,15 @@ def _roof(comparison: Comparison, outcomes: Sequence[Outcome], reachable: float)
     return 60 + (x - low) / (high - low) * wide, 30 - y * tall / max(ridge - low, 1e-9) * 0.8
 
   points = ' '.join(f'{x:.1f},{y:.1f}' for x, y in map(at, (low, ridge, high)))
-  shapes = [f'<polyline points="{points}" class="roof"/>']
+  shapes = [
+    *_powers(low, high, lambda x: at(x)[0], tall + 4),
+    f'<polyline points="{points}" class="roof"/>',
+  ]
+  taken: list[tuple[float, float]] = []
   for number, (name, x) in enumerate(dots, 1):
     left, top = at(x)
     shapes.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="5"><title>{safe(name)}</title></circle>')
-    # similar layouts have adjacent dots, so numbers alternate between three heights
-    shapes.append(f'<text x="{left + 4:.1f}" y="{top + 16 + 14 * (number % 3):.1f}">{number}</text>')
-  shapes.append(
-    f'<text x="60" y="{tall + 20}">FLOPs per byte of HBM, logarithmic: 10^{low:.1f} to 10^{high:.1f}</text>'
-  )
+    height = free_place(left + 4, top + 18, f'{number}', taken, 14)
+    shapes.append(f'<text x="{left + 4:.1f}" y="{height:.1f}">{number}</text>')
   listed = ''.join(f'<li>{safe(name)}</li>' for name, _ in dots)
-  return f'{svg(wide + 100, tall + 30, shapes)}<ol>{listed}</ol>'
+  return f'{svg(wide + 100, tall + 50, shapes)}<ol>{listed}</ol>'

@@ -128,6 +128,18 @@ class Memory(NamedTuple):
   peak: int
   host: int = 0
 
+  def text(self, device: int) -> str:
+    """Bytes of the device, with those of the host if there are any.
+
+    Args:
+      device: bytes of the device to show: the peak, or a part of it.
+
+    Example:
+      >>> Memory(1, 0, 0, 0, 1, 2, host=2**20).text(2**30)
+      '1 GiB, 1 MiB on host'
+    """
+    return size_text(device) + (f', {size_text(self.host)} on host' if self.host else '')
+
 
 class RankOutcome(NamedTuple):
   """One rank of a pipeline.

@@ -35,7 +35,7 @@ from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.pipeline.pipelined import LoweredPipelineStep
 from flax_spmd._src.pipeline.run.call_list import StageProgram
-from flax_spmd._src.pipeline.run.offline import Offline
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import submesh
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.public_module import set_module
@@ -86,7 +86,7 @@ class LoweredPipeline(NamedTuple):
   layout: Layout
   on_rank: LoweredStep
   programs: Mapping[StageProgram, LoweredStep]
-  plan: Offline
+  plan: LoweredStages
   paths: Sequence[str]
   schedule: Schedule
   microbatches: int

@@ -128,7 +128,7 @@ class _PipelineAnalysis:
   ):
     self._lowered, self._results, self._target = lowered, results, target
     self._mesh = axis_sizes(lowered.layout.mesh)
-    self._ranks = range(lowered.plan.ranks)
+    self._ranks = range(len(lowered.plan.meshes))
     self._costs = program_costs(lowered, results, target)
     self._calls = [one for one in lowered.plan.call_list.calls if isinstance(one, Call)]
     self._transfers = transfers(lowered, target)

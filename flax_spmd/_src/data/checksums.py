@@ -1,16 +1,12 @@
-"""Checksums of arrays: of their content and shape, independent of how they are sharded.
+"""Checksums of arrays: the CRC-32C of their bytes in C order, whatever their sharding.
 
-Each word of an array (an element's bits, 32 at a time) is mixed with its index in the whole array, and
-the mixed words are added modulo 2**32. Addition is order-independent, so each device or process adds up
-its own shards. For a given index the mixing is one-to-one, so every change of a single word is detected.
-Any other change goes undetected with probability 2**-32; two flipped signs, the worst pair, with 2**-28.
+CRCs of parts add up to that of the whole, so each device or process takes up its own shards (see `crc32c`). Every
+change within 32 neighbouring bits is detected, and every change of two bits less than 0.2 GB apart. Any other change
+goes undetected with probability 2**-32.
 
-The mixer is the finalizer of MurmurHash3 (Austin Appleby), complete. Without its first shift, the highest
-bit, the sign of a float, would reach too few other bits: one exchange of x and -x in 2,000 would go
-undetected.
-
-Arrays in host memory are added up by threads on the host, without compiling anything; arrays on
-accelerators are added up there. Both give the same checksum.
+Arrays in host memory are taken up by threads on the host, without compiling anything; arrays on accelerators are taken
+up there, and only a word per shard is transferred. Both give the same checksum. Checkpoints of earlier versions have
+`mixed_sums`, which have no name before their digits.
 """
 
 from __future__ import annotations
@@ -19,7 +15,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,288 +24,309 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, processes_of
+from flax_spmd._src.data.crc32c import contracted, extended, followed
+from flax_spmd._src.data.mixed_sums import mixed_sums
+from flax_spmd._src.data.words import array_of, device_words, is_on_host, widened
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
-_MIXER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift, then multiply
-_LAST = 16  # shift
-_MASK = 0xFFFFFFFF
-_NARROW = {f'{sign}int{bits}' for sign in ('', 'u') for bits in (1, 2, 4)}
-_BLOCK = 1 << 17  # words: fits into a cache, and numpy releases the interpreter lock for a while
+_FORM = re.compile(r'(crc32c:)?[0-9a-f]{8}')
+_NAME = 'crc32c:'
 _SMALL = 1 << 14  # bytes: JAX caches the host copy of an array, so it should be small
-_BATCH = 1 << 10  # small arrays
+_BLOCK = 1 << 21  # bytes: fits into a cache
+_ONES = 0xFFFFFFFF
 
 
-def checksums(leaves: Sequence[Any]) -> list[str]:
-  """A checksum per array or Python number, as eight hexadecimal digits.
+def checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
+  """A checksum per array or Python number.
 
   In a job of several processes, every process calls this with the same arrays.
 
   Args:
     leaves: arrays of any dtype and sharding, and Python numbers.
+    likes: recorded checksums to compare with, whose formulas are used; default: CRC-32C.
 
   Example:
     >>> x = np.arange(8, dtype=np.float32)
     >>> checksums([x, jax.device_put(x, jax.devices()[1])])
-    ['c0055d19', 'c0055d19']
+    ['crc32c:02f0a9ce', 'crc32c:02f0a9ce']
   """
-  return pending_checksums(leaves)()
+  return _checksums(leaves, likes, 'sums')
 
 
-def own_checksums(leaves: Sequence[Any]) -> list[str]:
+def own_checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
   """`checksums` of leaves that this process holds as a whole. It exchanges nothing with other processes."""
-  return pending_checksums(leaves, None)()
+  return _checksums(leaves, likes, None)
+
+
+def is_checksum(text: Any) -> bool:
+  """Whether this is a checksum of a known formula."""
+  return isinstance(text, str) and _FORM.fullmatch(text) is not None
+
+
+def formula_of(checksum: str) -> str:
+  """The name of a checksum's formula; '' for that of earlier versions."""
+  return checksum.rpartition(':')[0]
+
+
+def _checksums(leaves: Sequence[Any], likes: Sequence[str], topic: str | None) -> list[str]:
+  old = [i for i, like in enumerate(likes) if not formula_of(like)]
+  new = sorted(set(range(len(leaves))) - set(old))
+  found = dict(zip(old, mixed_sums([leaves[i] for i in old], topic), strict=True)) if old else {}
+  found |= zip(new, pending_checksums([leaves[i] for i in new], topic)(), strict=True)
+  return [found[i] for i in range(len(leaves))]
 
 
 def pending_checksums(leaves: Sequence[Any], topic: str | None = 'sums') -> Callable[[], list[str]]:
   """Starts `checksums`, and returns a function that completes them, in any thread.
 
-  When this returns, the leaves may be changed or donated: sums on accelerators are queued, and arrays in host
-  memory are kept. numpy arrays, which can be changed in place, are added up at once.
+  When this returns, the leaves may be changed or donated: work on accelerators is queued, and arrays in host
+  memory are kept. numpy arrays, which can be changed in place, are taken up at once.
 
   Args:
     leaves: as in `checksums`.
     topic: key of the exchange between processes; None if this process holds all of each leaf.
   """
-  arrays = [_array(leaf) for leaf in leaves]
-  on_host = [i for i, array in enumerate(arrays) if _in_host_memory(array)]
-  on_device = sorted(set(range(len(arrays))) - set(on_host))
-  complete_host = _pending_host_sums([arrays[i] for i in on_host], topic)
-  totals = {i: on_devices(arrays[i]) for i in on_device if arrays[i].sharding.addressable_devices}
-  elsewhere = [i for i in on_device if topic is not None and not _has_devices_of_all(arrays[i])]
+  arrays = [array_of(leaf) for leaf in leaves]
+  alone = topic is None
+  states = dict(_small_states(arrays, alone))
+  large = [i for i in range(len(arrays)) if i not in states]
+  on_host = [i for i in large if is_on_host(arrays[i])]
+  held = {i: _host_parts(arrays[i], alone) for i in on_host}
+  now = {i: held.pop(i) for i in on_host if isinstance(arrays[i], np.ndarray)}
+  states |= _host_states(arrays, now)
+  queued = {i: _queued(arrays[i], alone) for i in sorted(set(large) - set(on_host))}
 
   def complete() -> list[str]:
-    sums = dict.fromkeys(on_device, 0) | dict(zip(totals, map(int, jax.device_get([*totals.values()]))))
-    own = [sums[i] if _is_first(arrays[i]) else 0 for i in elsewhere]
-    shared = [*on_host, *elsewhere]
-    sums |= dict(zip(shared, _over_processes([*complete_host(), *own], topic), strict=True))
-    return [f'{sums[i]:08x}' for i in range(len(arrays))]
+    found = states | _host_states(arrays, held) | _received(queued)
+    totals = _over_processes([found[i] for i in range(len(arrays))], topic)
+    return [_text(state, array) for state, array in zip(totals, arrays, strict=True)]
 
   return complete
 
 
-def _array(leaf: Any) -> Any:
-  if isinstance(leaf, jax.Array):
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-  return np.asarray(leaf)
+def _text(state: int, array: Any) -> str:
+  bits = 8 * math.prod(array.shape) * _width(array.dtype)
+  return f'{_NAME}{state ^ followed(_ONES, bits) ^ _ONES:08x}'
 
 
-def _in_host_memory(array: Any) -> bool:
-  return isinstance(array, np.ndarray) or all(
-    device.platform == 'cpu' for device in array.sharding.device_set
-  )
+@functools.cache
+def _width(dtype: Any) -> int:
+  """Bytes of an element."""
+  return widened(np.empty(0, dtype), np).dtype.itemsize
 
 
-def _has_devices_of_all(array: Any) -> bool:
-  """Whether every process has devices of an array, and so computes its sum."""
-  return len(processes_of([array.sharding])) == jax.process_count()
+def _over_processes(states: list[int], topic: str | None) -> list[int]:
+  """Adds up the states of all processes."""
+  if jax.process_count() == 1 or not states or topic is None:
+    return states
+  received = exchange(topic, tuple(range(jax.process_count())), json.dumps(states), CALLS, TIMEOUT)
+  parts = [json.loads(text) for processes, text in received for _ in processes]
+  return [functools.reduce(int.__xor__, column) for column in zip(*parts, strict=True)]
 
 
-def _over_processes(sums: list[int], topic: str | None) -> list[int]:
-  """Adds up the sums of all processes."""
-  if jax.process_count() == 1 or not sums or topic is None:
-    return sums
-  received = exchange(topic, tuple(range(jax.process_count())), json.dumps(sums), CALLS, TIMEOUT)
-  parts = [[len(processes) * part for part in json.loads(text)] for processes, text in received]
-  return [sum(column) & _MASK for column in zip(*parts, strict=True)]
+class _Part(NamedTuple):
+  """A box of an array.
+
+  Attributes:
+    data: its elements: a numpy array, or an array on one device.
+    start: index of its first element in the whole array.
+  """
+
+  data: Any
+  start: tuple[int, ...]
+
+
+def _parts(array: Any, alone: bool) -> list[_Part]:
+  """The parts of an array that this process takes up. Each element belongs to one part of one process, or each is alone."""
+  if isinstance(array, np.ndarray):
+    return [_Part(array, (0,) * array.ndim)] if alone or jax.process_index() == 0 else []
+  parts: dict[tuple[int, ...], _Part] = {}
+  for shard in array.addressable_shards:
+    start = tuple(part.indices(size)[0] for part, size in zip(shard.index, array.shape, strict=True))
+    if shard.replica_id == 0 or (alone and start not in parts):
+      parts[start] = _Part(shard.data, start)
+  return list(parts.values())
 
 
 # -- in host memory
 
 
-def _pending_host_sums(arrays: Sequence[Any], topic: str | None) -> Callable[[], list[int]]:
-  """The sums of arrays in host memory, over the shards of this process."""
-  sums = [0] * len(arrays)
-  small = [i for i, array in enumerate(arrays) if _is_small(array)]
-  alone = topic is None
-  owned = [i for i in small if alone or _is_first(arrays[i])]
-  whole = jax.device_get([arrays[i] for i in owned])  # one call for all: far cheaper than one for each
-  for i, total in zip(owned, _small_sums(whole), strict=True):
-    sums[i] = total
-  slabs = [(i, slab) for i in set(range(len(arrays))) - set(small) for slab in _slabs(arrays[i], alone)]
-
-  def add(some: Sequence[tuple[int, _Slab]]) -> None:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-      for (i, _), part in zip(some, pool.map(lambda pair: _sum(pair[1]), some), strict=True):
-        sums[i] = (sums[i] + part) & _MASK
-
-  add([pair for pair in slabs if isinstance(arrays[pair[0]], np.ndarray)])
-
-  def complete() -> list[int]:
-    add([pair for pair in slabs if not isinstance(arrays[pair[0]], np.ndarray)])
-    return sums
-
-  return complete
-
-
-def _is_small(array: Any) -> bool:
-  """Whether an array is addressable, and cheaper to sum as a whole than shard by shard."""
-  addressable = isinstance(array, np.ndarray) or array.is_fully_addressable
-  return addressable and math.prod(array.shape) * array.dtype.itemsize <= _SMALL
+def _small_states(arrays: Sequence[Any], alone: bool) -> Iterator[tuple[int, int]]:
+  """The states of arrays that are cheaper to fetch, in one call for all, than to take up part by part."""
+  small = [
+    (i, array)
+    for i, array in enumerate(arrays)
+    if array.size * array.dtype.itemsize <= _SMALL
+    and (isinstance(array, np.ndarray) or array.is_fully_addressable)
+  ]
+  own = [pair for pair in small if alone or _is_first(pair[1])]
+  yield from ((i, 0) for i, _ in small)
+  for (i, _), whole in zip(own, jax.device_get([array for _, array in own]), strict=True):
+    yield i, extended(0, _bytes(widened(whole, np)))
 
 
 def _is_first(array: Any) -> bool:
-  """Whether this process adds up an array that several processes may hold."""
-  if isinstance(array, np.ndarray):
-    return jax.process_index() == 0
-  return jax.process_index() == min(device.process_index for device in array.sharding.device_set)
+  return not isinstance(array, np.ndarray) or jax.process_index() == 0
 
 
-def _small_sums(arrays: Sequence[np.ndarray]) -> list[int]:
-  """The sums of many whole arrays, a thousand of one word size at a time."""
-  sums = [0] * len(arrays)
-  by_size: dict[str, list[tuple[int, np.ndarray]]] = {}
-  for i, array in enumerate(arrays):
-    words, _ = _host_words(array)
-    if words.size:
-      by_size.setdefault(words.dtype.str, []).append((i, words))
-  for pairs in by_size.values():
-    for begin in range(0, len(pairs), _BATCH):
-      some = pairs[begin : begin + _BATCH]
-      for (i, _), total in zip(some, _vector_sums([words for _, words in some]), strict=True):
-        sums[i] = total
-  return sums
+def _host_parts(array: Any, alone: bool) -> list[_Part]:
+  """The parts as numpy arrays, which keep their memory from being donated."""
+  return [_Part(widened(np.asarray(data), np), start) for data, start in _parts(array, alone)]
 
 
-def _vector_sums(words: Sequence[np.ndarray]) -> list[int]:
-  """The sum of each of several nonempty vectors of words."""
-  sizes = np.array([vector.size for vector in words])
-  starts = np.cumsum(sizes) - sizes
-  index = (np.arange(sizes.sum()) - np.repeat(starts, sizes)).astype(np.uint32)
-  mixed = np.multiply(index, np.uint32(_GOLDEN), out=index)
-  _mix(mixed, np.concatenate(words), np.empty_like(mixed))
-  return np.add.reduceat(mixed, starts, dtype=np.uint32).tolist()
+def _host_states(arrays: Sequence[Any], parts: Mapping[int, list[_Part]]) -> dict[int, int]:
+  with ThreadPoolExecutor(os.cpu_count()) as threads:
+    states = threads.map(lambda i: _host_state(parts[i], arrays[i].shape), parts)
+    return dict(zip(parts, states, strict=True))
 
 
-def _mix(out: np.ndarray, words: np.ndarray, aside: np.ndarray) -> None:
-  """Mixes words into `out`, which holds their multiplied indices; `aside` is a scratch buffer."""
-  np.bitwise_xor(out, words, out=out)
-  for shift, factor in _MIXER:
-    np.right_shift(out, np.uint32(shift), out=aside)
-    np.bitwise_xor(out, aside, out=out)
-    np.multiply(out, np.uint32(factor), out=out)
-  np.right_shift(out, np.uint32(_LAST), out=aside)
-  np.bitwise_xor(out, aside, out=out)
+def _host_state(parts: Sequence[_Part], shape: tuple[int, ...]) -> int:
+  """The state of an array with zeros in place of the parts that this process does not take up."""
+  state = zeros = 0
+  for block in _blocks(parts, shape, np.empty(_BLOCK, np.uint8)):
+    if isinstance(block, int):
+      zeros += block
+    else:
+      state, zeros = extended(followed(state, 8 * zeros), block), 0
+  return followed(state, 8 * zeros)
 
 
-class _Slab(NamedTuple):
-  """A rectangular part of an array.
+def _blocks(
+  parts: Sequence[_Part], shape: tuple[int, ...], scratch: np.ndarray
+) -> Iterator[np.ndarray | int]:
+  """The bytes of an array in C order, from its parts; and numbers of bytes that are in none of them.
 
-  Attributes:
-    data: elements of the part.
-    start: index of its first element in the whole array.
-    whole: shape of the whole array.
+  Args:
+    parts: parts of the array.
+    shape: shape of the array.
+    scratch: memory for blocks that several parts make.
   """
-
-  data: np.ndarray
-  start: tuple[int, ...]
-  whole: tuple[int, ...]
-
-
-def _slabs(array: Any, alone: bool) -> Iterator[_Slab]:
-  """The parts of an array that this process adds up. Each element belongs to one part of one process, or each is alone."""
-  shape = tuple(array.shape)
-  if isinstance(array, np.ndarray):
-    if alone or _is_first(array):
-      yield _Slab(array, (0,) * array.ndim, shape)
-  elif array.is_fully_replicated:
-    if alone or _is_first(array):
-      yield _Slab(np.asarray(array.addressable_data(0)), (0,) * array.ndim, shape)
+  if not parts:
+    return
+  dtype = parts[0].data.dtype
+  size = math.prod(shape) * dtype.itemsize
+  if parts[0].data.shape == shape and parts[0].data.flags.c_contiguous:
+    yield _bytes(parts[0].data)
+  elif size <= _BLOCK or not shape:
+    yield _assembled(parts, shape, scratch)
   else:
-    for shard in array.addressable_shards:
-      if shard.replica_id == 0:
-        start = tuple(part.indices(size)[0] for part, size in zip(shard.index, shape, strict=True))
-        yield _Slab(np.asarray(shard.data), start, shape)
+    row = size // shape[0]
+    height = max(1, _BLOCK // row)
+    for top in range(0, shape[0], height):
+      count = min(height, shape[0] - top)
+      some = [cut for part in parts if (cut := _rows(part, top, count)) is not None]
+      if not some:
+        yield count * row
+      elif row <= _BLOCK:
+        yield _assembled(some, (count, *shape[1:]), scratch)
+      else:
+        yield from _blocks([_Part(p.data[0], p.start[1:]) for p in some], shape[1:], scratch)
 
 
-def _sum(slab: _Slab) -> int:
-  """The sum of a part's mixed words; numpy releases the interpreter lock while it works."""
-  words, start, whole = _rows(slab)
-  count, length = words.shape
-  width = max(1, min(length, _BLOCK))
-  height = max(1, min(count, _BLOCK // width))
-  steps = np.arange(width, dtype=np.uint32) * np.uint32(_GOLDEN)
-  mixed, shifted = np.empty((height, width), np.uint32), np.empty((height, width), np.uint32)
-  total = 0
-  for top in range(0, count, height):
-    first = _first_indices(top, min(top + height, count), slab, start, whole)
-    for left in range(0, length, width):
-      block = words[top : top + height, left : left + width]
-      out, aside = mixed[: block.shape[0], : block.shape[1]], shifted[: block.shape[0], : block.shape[1]]
-      np.add(
-        (first + np.uint32(left & _MASK))[:, None] * np.uint32(_GOLDEN), steps[: block.shape[1]], out=out
-      )
-      _mix(out, block, aside)
-      total += int(out.sum(dtype=np.uint32))
-  return total & _MASK
+def _rows(part: _Part, top: int, count: int) -> _Part | None:
+  """The part within a range of rows, with its start relative to the first of them."""
+  begin, end = max(part.start[0], top), min(part.start[0] + len(part.data), top + count)
+  if begin >= end:
+    return None
+  data = part.data[begin - part.start[0] : end - part.start[0]]
+  return _Part(data, (begin - top, *part.start[1:]))
 
 
-def _rows(slab: _Slab) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
-  """A part as rows of words contiguous in the whole array, the part's start, and the whole's shape."""
-  words, per_element = _host_words(slab.data)
-  start, whole, shape = [*slab.start, 0], [*slab.whole, per_element], [*slab.data.shape, per_element]
-  while len(shape) > 1 and shape[-1] == whole[-1]:  # whole rows are contiguous
-    size = whole.pop()
-    shape.pop()
-    start.pop()
-    start[-1], whole[-1], shape[-1] = start[-1] * size, whole[-1] * size, shape[-1] * size
-  return words.reshape(-1, shape[-1]) if words.size else words.reshape(0, 1), tuple(start), tuple(whole)
+def _assembled(parts: Sequence[_Part], shape: tuple[int, ...], scratch: np.ndarray) -> np.ndarray:
+  dtype = parts[0].data.dtype
+  size = math.prod(shape) * dtype.itemsize
+  raw = scratch[:size] if size <= scratch.size else np.empty(size, np.uint8)
+  if sum(part.data.nbytes for part in parts) < size:
+    raw[:] = 0
+  whole = raw.view(dtype).reshape(shape)
+  for data, start in parts:
+    whole[tuple(slice(at, at + length) for at, length in zip(start, data.shape, strict=True))] = data
+  return raw
 
 
-def _first_indices(
-  top: int, bottom: int, slab: _Slab, start: tuple[int, ...], whole: tuple[int, ...]
-) -> np.ndarray:
-  """The index in the whole array, modulo 2**32, of the first word of each row in a range."""
-  index = np.full(bottom - top, start[-1], np.uint64)
-  leading = slab.data.shape[: len(whole) - 1]
-  indices = np.unravel_index(np.arange(top, bottom), leading) if leading else ()
-  for d, along in enumerate(indices):
-    stride = math.prod(whole[d + 1 :])
-    index += (along.astype(np.uint64) + np.uint64(start[d])) * np.uint64(stride)
-  return index.astype(np.uint32)
-
-
-def _host_words(data: np.ndarray) -> tuple[np.ndarray, int]:
-  """The bits of an array as unsigned words of at most 32 bits, and the number of words per element."""
-  data = np.ascontiguousarray(_widened(data, np))
-  size = data.dtype.itemsize
-  words = data.reshape(-1).view(f'u{min(size, 4)}')
-  return words, max(1, size // 4)
-
-
-def _widened(data: Any, xp: Any) -> Any:
-  """Elements of less than a byte as bytes: host and device pack them differently."""
-  name = str(data.dtype)
-  if name == 'bool':
-    return data.astype(xp.uint8)
-  if name in _NARROW:
-    return data.astype(xp.uint8 if name.startswith('u') else xp.int8)
-  return data.astype(xp.float32) if name.startswith('float4') else data
+def _bytes(data: np.ndarray) -> np.ndarray:
+  return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
 # -- on accelerators
 
 
-@functools.partial(jax.jit)
-def on_devices(array: jax.Array) -> jax.Array:
-  """The checksum of an array as a uint32, computed on the array's own devices."""
-  words = _device_words(_widened(array, jnp))
-  index = jnp.zeros(words.shape, jnp.uint32)
-  for d, size in enumerate(words.shape):
-    stride = math.prod(words.shape[d + 1 :]) & _MASK
-    index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) * jnp.uint32(stride) if size > 1 else 0
-  mixed = (index * jnp.uint32(_GOLDEN)) ^ words
-  for shift, factor in _MIXER:
-    mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
-  mixed ^= mixed >> _LAST
-  return jnp.sum(mixed, dtype=jnp.uint32)
+class _Queued(NamedTuple):
+  """States of parts that accelerators compute.
+
+  Attributes:
+    states: uint32, one per part.
+    bits: number of bits that follow each part.
+  """
+
+  states: Any
+  bits: list[int]
 
 
-def _device_words(data: jax.Array) -> jax.Array:
-  """The words of `_host_words`, with the words of a wide element along a last dimension."""
-  if jnp.issubdtype(data.dtype, jnp.complexfloating):
-    parts = [_device_words(part) for part in (data.real, data.imag)]
-    wide = data.dtype.itemsize == 16
-    return jnp.concatenate(parts, axis=-1) if wide else jnp.stack(parts, axis=-1)
-  bits = {1: jnp.uint8, 2: jnp.uint16}.get(data.dtype.itemsize, jnp.uint32)
-  return jax.lax.bitcast_convert_type(data, bits).astype(jnp.uint32)
+def _queued(array: Any, alone: bool) -> list[_Queued]:
+  parts = _parts(array, alone)
+  if not parts or not array.size:
+    return []
+  shape, ends = array.shape, parts[0].data.shape
+  strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+  width = 8 * _width(array.dtype)
+  bits = [
+    width * sum((n - at - k) * s for n, at, k, s in zip(shape, start, ends, strides, strict=True))
+    + min(width, 32)
+    for _, start in parts
+  ]
+  return [_Queued(_computed([data for data, _ in parts], shape), bits)]
+
+
+def _computed(parts: Sequence[jax.Array], whole: tuple[int, ...]) -> jax.Array:
+  """`part_states` of parts on several devices, on a mesh of its own: another one may be in force."""
+  devices = np.array([part.devices().pop() for part in parts])
+  shape, axes = parts[0].shape, ['parts'] if parts[0].ndim else []
+  mesh = jax.sharding.Mesh(devices, 'parts')
+  over_parts = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+  together = jax.make_array_from_single_device_arrays(
+    (len(parts) * shape[0], *shape[1:]) if shape else (), over_parts, list(parts)
+  )
+  with jax.set_mesh(mesh):
+    return part_states(together, len(parts), whole)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def part_states(parts: jax.Array, count: int, whole: tuple[int, ...]) -> jax.Array:
+  """The state of each part, up to the bits of its last word and those that follow it, on the part's own device.
+
+  Args:
+    parts: parts of the same shape, one after another along the first dimension.
+    count: their number.
+    whole: shape of the array that they are parts of.
+
+  Returns:
+    uint32[count].
+  """
+  words, bits = device_words(widened(parts, jnp))
+  each = list(words.shape[parts.ndim :])
+  shape = [*parts.shape, *each]
+  lengths = [*whole, *each]
+  if parts.ndim:
+    shape[0] //= count
+  while len(shape) > 1 and shape[-1] == lengths[-1]:  # whole rows are contiguous
+    last, length = shape.pop(), lengths.pop()
+    shape[-1], lengths[-1] = shape[-1] * last, lengths[-1] * length
+  states = words.reshape(count, *shape)
+  low = bits
+  for d in reversed(range(len(shape))):
+    states = contracted(states, bits * math.prod(lengths[d + 1 :]), low, jnp)
+    low = 32
+  return states
+
+
+def _received(queued: dict[int, list[_Queued]]) -> dict[int, int]:
+  """The states of arrays, from those of their parts."""
+  received = jax.device_get({i: [one.states for one in some] for i, some in queued.items()})
+  found = {}
+  for i, some in queued.items():
+    pairs = [
+      (int(s), b) for one, own in zip(some, received[i], strict=True) for s, b in zip(own, one.bits)
+    ]
+    found[i] = functools.reduce(int.__xor__, (followed(state, bits) for state, bits in pairs), 0)
+  return found

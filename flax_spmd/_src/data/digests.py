@@ -6,7 +6,7 @@ gets its upper bits mixed into its lower ones and is multiplied by the odd weigh
 the products are added modulo 2**64. Every change of a single word is detected. Any other change goes
 undetected with a probability of about 2**-32 or less. That is for faults, and not for an opponent.
 
-Arrays on accelerators are added up there by `checksums`, and a single number is transferred.
+Arrays on accelerators are added up there by `mixed_sums`, and a single number is transferred.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_spmd._src.data.checksums import on_devices
+from flax_spmd._src.data.mixed_sums import on_devices
 
 _BLOCK = 1 << 14  # words of 8 bytes; the block and its copy fit into a cache
 _SHIFT = np.uint64(33)  # not 32: two signs that change in one word would cancel

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import KeyPath
 
 from flax_spmd._src.data.common_values import CommonPiece, common_shards, value_parts, value_problems
+from flax_spmd._src.data.repeated_rows import ROWS, LoadedArray, rows_digest, varied, warn_of_repeated
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, named, processes_of, ranges
 from flax_spmd._src.tree_paths import path_string
@@ -253,12 +254,19 @@ def _compare(
     "(if its data end early, say): pass check='always'. Otherwise check which of them is stuck or has exited."
   )
   values = {} if batch.problems else value_parts(_common_pieces(batch.arrays, arrays))
-  differing = differing_parts('local_to_global', members, {_STRUCTURE: text, **values}, fix, timeout)
+  loaded = [] if batch.problems or batch in _compared else varied(_loaded(batch.arrays, arrays))
+  parts = {_STRUCTURE: text, **values, **rows_digest(loaded)}
+  differing = differing_parts('local_to_global', members, parts, fix, timeout, ROWS)
   texts = differing.get(_STRUCTURE, [(list(members), text)])
   if len(texts) > 1 or batch.problems:
     reports = [(processes, json.loads(text)) for processes, text in texts]
     raise_problems(_reported_problems(reports) or _differences(reports, batch.arrays))
   raise_problems(value_problems(differing, _EQUAL_ROWS))
+  warn_of_repeated(loaded, [group for group, _ in differing[ROWS]])
+  _compared.add(batch)
+
+
+_compared: set[_BatchStructure] = set()  # whose rows were compared
 
 
 _STRUCTURE = 'structure'
@@ -281,6 +289,21 @@ def _common_pieces(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> I
           slice(*np.searchsorted(rows, limits)) for rows, limits in zip(mine, shard.bounds, strict=True)
         )
         yield CommonPiece(name, shard.bounds, shard.holders, host[at])
+
+
+def _loaded(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> list[LoadedArray]:
+  """The arrays that are sharded between processes, as this process loaded them."""
+  shapes = map(_global_shape, described)
+  return [
+    LoadedArray(
+      f'{path_string(one.path)} ({one.dtype}{list(shape)})',
+      _on_host(array, one.dtype),
+      one.sharding,
+      shape,
+    )
+    for one, array, shape in zip(described, arrays, shapes, strict=True)
+    if shape != one.shape
+  ]
 
 
 def _on_host(array: Any, dtype: Any) -> np.ndarray:

@@ -29,6 +29,7 @@ from flax_spmd._src.estimate.graph import (
   shard_size,
   used_axes,
 )
+from flax_spmd._src.estimate.halos import is_plain_slice
 from flax_spmd._src.estimate.kept_results import KeptResults, kept_results
 from flax_spmd._src.estimate.kernels import unknown_kernel
 from flax_spmd._src.estimate.live_buffers import (
@@ -65,7 +66,7 @@ from flax_spmd._src.hlo.counts import Counts
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
-_LOOKUPS = ('gather', 'scatter')
+_RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
 _FEW_ROWS = 4096  # that XLA for GPUs sums in one step
 
 
@@ -411,7 +412,7 @@ class _CostWalk:
     if required.doubt:
       self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
     self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
-    if required.halos and not required.is_settled:
+    if required.halos and not (required.is_settled or is_plain_slice(op)):
       self.doubts.add(
         op.source, 'parts of shards that devices exchange', self._bound(op, required, times)
       )
@@ -439,10 +440,9 @@ class _CostWalk:
     is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
     if spec is None or (is_weight and op.kind not in _SLICES):
       return
-    if op.kind == 'dot_general' and not required.is_settled and self._changes(op, value, spec):
-      reason = 'activations resharded for a matrix product'
-    elif op.kind in _LOOKUPS and not self._is_usual(op, value, required, self._changes(op, value, spec)):
-      reason = 'activations resharded for a lookup'
+    use = _RESHARDING.get(op.kind)
+    if use and not required.is_settled and self._changes(op, value, spec):
+      reason = f'activations resharded for a {use}'
     elif op.kind in _SLICES and spec != self.specs[value]:
       reason = 'slice along a sharded dimension'
     else:
@@ -494,30 +494,6 @@ class _CostWalk:
     if is_apart or (kept == [len(shape) - 1] and rows <= _FEW_ROWS):
       added = (1 if is_apart else 4) * self._bytes(value)  # of the norms of a block and of its shortcut
       self.spikes.append((op.source, 'operands of a sum over images', present + added))
-
-  def _is_usual(
-    self, op: Op, value: int, required: Requirement, changes: Sequence[CollectiveOp]
-  ) -> bool:
-    """Whether an operand of a lookup moves as for a table that all devices have a part of, as FSDP's.
-
-    The indices are gathered then. The rows of a scatter, which has as many updates as tables, are too, or they move
-    from positions to windows.
-    """
-    if not changes or required.partial_axes:
-      return not changes
-    kinds = [one.kind for one in changes]
-    if value == op.operands[len(op.operands) // 2]:
-      return kinds == ['all-gather']
-    is_rows = op.kind == 'scatter' and value == op.operands[-1] and len(self.values[value].shape) > 2
-    whole = is_rows and self._is_on_all(required.natural_sharding)
-    is_gathered = kinds == ['all-gather'] and self._is_on_all(self.specs[value])
-    return whole and (is_gathered or kinds in (['all-to-all'], ['all-to-all', 'collective-permute']))
-
-  def _is_on_all(self, spec: Spec) -> bool:
-    """Whether no two devices have the same shard."""
-    return shard_count([axis for axes in spec for axis in axes], self.sizes) == math.prod(
-      self.sizes.values()
-    )
 
   def _changes(self, op: Op, value: int, required: Spec) -> Sequence[CollectiveOp]:
     return reshard(self.values[value], self._operand_spec(value, op), required, self.sizes)
@@ -600,6 +576,8 @@ class _CostWalk:
       return False
     if op.kind == 'convert' and not self.loop and self.platform not in WIDENING_PLATFORMS:
       return False
+    if op.kind == 'slice' and not used_axes(self.specs[op.operands[0]]).isdisjoint(partial.partial_axes):
+      return False  # it is scattered, and cut then
     forwarded = partial.of(op, self.values)
     if forwarded is None:
       return False

@@ -19,6 +19,7 @@ to send, as if nothing else were sharded (`PartitionGather` and `EvaluatePartiti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -87,7 +88,10 @@ def gather(op: Op, context: Context) -> Requirement:
   chosen = _choose(lookup)
   table_spec, indices_spec, rows_spec = _specs(lookup, chosen)
   partial_axes = _partial_axes(lookup, chosen)
-  return Requirement((table_spec, indices_spec), rows_spec, partial_axes, doubt=_doubt(lookup, chosen))
+  doubt, is_settled = _doubt(lookup, chosen), _is_settled(lookup, chosen)
+  return Requirement(
+    (table_spec, indices_spec), rows_spec, partial_axes, doubt=doubt, is_settled=is_settled
+  )
 
 
 def scatter(op: Op, context: Context) -> Requirement:
@@ -101,7 +105,8 @@ def scatter(op: Op, context: Context) -> Requirement:
   table_spec, indices_spec, rows_spec = _specs(lookup, chosen)
   operands = (*[table_spec] * tables, indices_spec, *[rows_spec] * tables)
   partial_axes = _partial_axes(lookup, chosen)
-  return Requirement(operands, table_spec, partial_axes, doubt=_doubt(lookup, chosen))
+  doubt, is_settled = _doubt(lookup, chosen), _is_settled(lookup, chosen)
+  return Requirement(operands, table_spec, partial_axes, doubt=doubt, is_settled=is_settled)
 
 
 def _choose(lookup: _Lookup) -> dict[LookupDim, Axes]:
@@ -171,22 +176,18 @@ def _partial_axes(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> Axes:
 def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> tuple[float, float]:
   """The bytes of the largest operation on one device, and the bytes that are sent."""
   specs = _specs(lookup, chosen)
-  sizes = [
-    shard_size(one.shape, spec, lookup.sizes) * one.itemsize for one, spec in zip(lookup.arrays, specs)
-  ]
   partial_axes = _partial_axes(lookup, chosen)
   moved = zip(lookup.arrays, lookup.specs, specs)
   if lookup.summed == 'lookup':
     result, moved = 2, list(moved)[:2]
   else:
     result = 0
-    sizes.append(sizes[0])
   ops = [op for one, before, after in moved for op in reshard(one, before, after, lookup.sizes)]
   ops += reduce_partial_sum(
     lookup.arrays[result], specs[result], partial_axes, lookup.specs[result], lookup.sizes
   )
   costs = [_collective_cost(op, lookup.sizes) for op in ops]
-  return max([sum(sizes), *(memory for memory, _ in costs)]), sum(sent for _, sent in costs)
+  return max([_held(lookup, specs), *(memory for memory, _ in costs)]), sum(sent for _, sent in costs)
 
 
 def _doubt(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> str:
@@ -210,11 +211,48 @@ def _doubt(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> str:
   return ''
 
 
+def _is_settled(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
+  """Whether XLA is known to reshard the arrays as required.
+
+  It is not if an array changes in one of several sharded dimensions, or if shards move to another dimension while some
+  devices have the same shard.
+  """
+  for array, before, after in [*zip(range(3), lookup.specs, _specs(lookup, chosen))][1:]:
+    is_input = array == 1 or lookup.summed == 'position'
+    changed = [axes for one, axes in zip(before, after) if one != axes]
+    if (is_input and changed and sum(map(bool, before)) > 1) or (
+      any(changed) and sum(map(bool, after)) > 1
+    ):
+      return False
+    is_moved = is_input and any(changed) and any(map(bool, before))
+    if is_moved and shard_count(sum(before, ()), lookup.sizes) < math.prod(lookup.sizes.values()):
+      return False
+  return lookup.summed == 'lookup' or not _is_contested(lookup, chosen)
+
+
+def _is_contested(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
+  """Whether a scatter could use some axes of the looked-up dimensions for its positions, in less memory."""
+  looked_up = {axis for dim, axes in chosen.items() if dim.role == 'lookup' for axis in axes}
+  positions = _role_axes(lookup, 'position', set())
+  shared = looked_up.intersection(sum(positions.values(), ()))
+  if not shared or shared == looked_up:
+    return False
+  left = {dim: _free(axes, shared) if dim.role == 'lookup' else axes for dim, axes in chosen.items()}
+  totals = [_held(lookup, _specs(lookup, one)) for one in (chosen, left | positions)]
+  return totals[1] < 0.9 * totals[0]
+
+
+def _held(lookup: _Lookup, specs: Sequence[Spec]) -> float:
+  """The bytes of the arrays on one device."""
+  pairs = zip(lookup.arrays, specs)
+  return sum(shard_size(one.shape, spec, lookup.sizes) * one.itemsize for one, spec in pairs)
+
+
 def _collective_cost(op: CollectiveOp, sizes: Mapping[str, int]) -> tuple[float, float]:
   """The bytes of a collective's arrays, and those that it sends, as XLA counts them before it scatters sums."""
   group = shard_count(op.axes, sizes)
   if op.kind in ('all-reduce', 'reduce-scatter'):
-    return 2 * op.bytes, 2 * op.bytes
+    return op.bytes, 2 * op.bytes
   result = op.bytes * group if op.kind == 'all-gather' else op.bytes
   return result, result if op.kind == 'collective-permute' else result * (group - 1) / group
 

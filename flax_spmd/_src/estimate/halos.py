@@ -9,7 +9,8 @@ moves it by collective-permutes. A reversed dimension moves as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 from flax_spmd._src.estimate.graph import Op, Spec, shard_count, shard_size, used_axes
 from flax_spmd._src.estimate.requirements import Context, Requirement
@@ -45,8 +46,42 @@ def halo(inputs: int, outputs: int, shards: int, window: Window) -> tuple[int, i
   return before, after
 
 
+def parts(inputs: int, outputs: int, shards: int, start: int) -> int:
+  """The elements of the permutes that a slice needs: XLA sends the n-th part of each shard in one of them.
+
+  Args:
+    inputs, outputs: sizes of the dimension.
+    shards: number of shards of both.
+    start: first element of the slice.
+
+  Example:
+    >>> parts(32, 31, 8, 1), parts(32, 8, 4, 0)  # x[1:] sends one element of each shard, x[:8] three parts of two
+    (1, 6)
+  """
+  of_input, of_output = -(-inputs // shards), -(-outputs // shards)
+  sent: dict[int, list[tuple[int, int]]] = {}
+  for target in range(-(-outputs // of_output)):
+    first = start + target * of_output
+    last = start + min(outputs, (target + 1) * of_output) - 1
+    for source in range(first // of_input, last // of_input + 1):
+      if source != target:
+        at = source * of_input
+        sent.setdefault(source, []).append((max(first - at, 0), min(last - at + 1, of_input)))
+  permutes = itertools.zip_longest(*sent.values())
+  bounds = ([*zip(*filter(None, permute))] for permute in permutes)
+  return sum(max(ends) - min(starts) for starts, ends in bounds)
+
+
+def is_plain_slice(op: Op) -> bool:
+  """Whether an operation is a slice without strides, whose `parts` are known."""
+  return op.kind == 'slice' and {*(op.attributes.get('strides') or ()), 1} == {1}
+
+
 def exchanges(
-  dims: Mapping[int, tuple[int, Window]], operand: Spec, context: Context
+  dims: Mapping[int, tuple[int, Window]],
+  operand: Spec,
+  context: Context,
+  needed: Callable[[int, int, int, Window], Sequence[int]] = halo,
 ) -> tuple[CollectiveOp, ...]:
   """The permutes of the first operand's halos.
 
@@ -54,6 +89,7 @@ def exchanges(
     dims: per dimension of the operand, the size of the result's and the window.
     operand: sharding of operand and result along these dimensions.
     context: context of the operation.
+    needed: the elements of each permute, from the sizes of both arrays, the number of shards and the window.
   """
   value, sizes = context.wire_values[0], context.sizes
   size = shard_size(value.shape, operand, sizes) * value.itemsize
@@ -62,7 +98,7 @@ def exchanges(
     shards = shard_count(operand[dim], sizes)
     if shards > 1:
       shard = -(-value.shape[dim] // shards)
-      for count in halo(value.shape[dim], outputs, shards, window):
+      for count in needed(value.shape[dim], outputs, shards, window):
         if count:
           result.append(CollectiveOp('collective-permute', operand[dim], size * count / shard))
   return tuple(result)
@@ -73,8 +109,9 @@ def windowed(op: Op, context: Context) -> Requirement:
   windows = _windows(op, len(context.result.shape))
   spec = _shared(context)
   dims = {dim: (context.result.shape[dim], window) for dim, window in enumerate(windows)}
+  count = (lambda *one: (parts(*one[:3], -one[3].pad),)) if is_plain_slice(op) else halo
   others = [None if not value.shape else spec for value in context.values[1:]]
-  return Requirement((spec, *others), spec, halos=exchanges(dims, spec, context))
+  return Requirement((spec, *others), spec, halos=exchanges(dims, spec, context, count))
 
 
 def _shared(context: Context) -> Spec:

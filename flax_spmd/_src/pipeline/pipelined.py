@@ -5,7 +5,7 @@
 
 The phases, by module: `microbatch_loop` finds the loop; `stage_assignment` and `task_programs` cut it
 into programs; `outside_loop` assigns the other equations to ranks; `call_list` orders all calls by the
-schedule; `stage_compilation` compiles the programs; `machine` runs them.
+schedule; `stage_lowering` lowers the programs, and `stage_compilation` compiles them; `machine` runs them.
 """
 
 from __future__ import annotations
@@ -50,17 +50,15 @@ from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
 from flax_spmd._src.pipeline.cut.task_programs import TaskPrograms
-from flax_spmd._src.pipeline.run import agreement, memory, offline, submeshes
+from flax_spmd._src.pipeline.run import agreement, memory, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
 from flax_spmd._src.pipeline.run.call_text import listing
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
-from flax_spmd._src.pipeline.run.memory import Footprint
-from flax_spmd._src.pipeline.run.offline import Offline
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
-from flax_spmd._src.pipeline.run.stage_compilation import StageCompiler
-from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
+from flax_spmd._src.pipeline.run.stage_compilation import compile_stages
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
@@ -415,34 +413,36 @@ class LoweredPipelineStep:
   def compile_jointly(self) -> CompiledPipeline:
     """Compiles the programs within a joint call of the processes of the mesh."""
     self._check_agreement()
-    setting, step = self._traced._setting, self._step
+    setting = self._traced._setting
     begin = time.perf_counter()
     mesh = submeshes.check_concrete(setting.mesh)
-    meshes = [submeshes.submesh(mesh, setting.axis, [rank]) for rank in range(len(setting.ranks))]
-    lowerer = self._lowerer()
-    executables = StageCompiler(lowerer, meshes).compile()
-    assembler = Assembler(self.call_list, lowerer, executables, mesh, setting.axis)
+    stages = self._stages()
+    executables = compile_stages(stages)
+    assembler = Assembler(stages, executables, mesh, setting.axis)
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1
-    machine = assembler.machine(step.arguments, self._joined.results, threads)
-    peaks = Footprint(self.call_list, lowerer.sharding, step.arguments, len(meshes)).peaks(
+    machine = assembler.machine(self._joined.results, threads)
+    peaks = stages.footprint.peaks(
       {program: one.donated for program, one in executables.items()},
       {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
     )
-    memory.check(peaks, meshes)
+    memory.check(peaks, setting.ranks)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     result = jax.tree.structure(self._traced._result)
     return CompiledPipeline(setting, self._traced._request, result, machine, executables, peaks, times)
 
-  def offline(self, platform: str) -> Offline:
+  def offline(self, platform: str) -> LoweredStages:
     """The programs lowered for a platform, without compiling them. The mesh may be abstract.
 
     Args:
       platform: a JAX platform: `'cpu'`, `'cuda'`, `'tpu'`.
     """
-    return offline.plan(self.call_list, self._lowerer(), platform, self._step.arguments)
+    stages = self._stages()
+    with compat.shardy():
+      list(stages.lower(platform))
+    return stages
 
-  def _lowerer(self) -> StageLowerer:
+  def _stages(self) -> LoweredStages:
     traced = self._traced
     returned = set(self._joined.results)
     donatable = {
@@ -450,7 +450,8 @@ class LoweredPipelineStep:
       for value, donated in zip(self._step.arguments, traced._donations, strict=True)
       if donated and value not in returned
     }
-    return StageLowerer(self.call_list, traced._setting.ranks, self._specs(), donatable)
+    arguments = self._step.arguments
+    return LoweredStages(self.call_list, traced._setting.ranks, self._specs(), arguments, donatable)
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """The specs that are known before compilation."""

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh
-from flax_spmd._src.rules.clauses import fsdp, optimizer_over
+from flax_spmd._src.rules.clauses import fsdp, host, optimizer_over
 from flax_spmd._src.rules.table import Rules
 
 MIN_SIZE = 2**20  # elements; the default of `fsdp`
@@ -48,6 +48,7 @@ class Candidate(NamedTuple):
     zero1_axes: axes of an `optimizer_over` clause (ZeRO-1).
     path_rules: rules of a model without names: path pattern, rank, dimension, axes.
     choices: arguments of the step, such as `('remat', 'full')`.
+    on_host: path expressions of the arrays in the host's memory.
   """
 
   axes: tuple[Axis, ...]
@@ -57,6 +58,7 @@ class Candidate(NamedTuple):
   zero1_axes: tuple[int, ...] = ()
   path_rules: tuple[tuple[str, int, int, tuple[int, ...]], ...] = ()
   choices: tuple[tuple[str, Any], ...] = ()
+  on_host: tuple[str, ...] = ()
 
   @property
   def devices(self) -> int:
@@ -171,7 +173,21 @@ def rules_of(candidate: Candidate, batch: frozenset[str]) -> Rules:
     clauses.append(fsdp(axes(candidate.fsdp_axes), min_size=candidate.min_size))
   if candidate.zero1_axes:
     clauses.append(optimizer_over(axes(candidate.zero1_axes), min_size=candidate.min_size))
-  return Rules(*name_rules, *path_rules, *clauses)
+  on_host = [
+    (path, host(_of_state(name_rules, path_rules, clauses, batch))) for path in candidate.on_host
+  ]
+  return Rules(*on_host, *name_rules, *path_rules, *clauses)
+
+
+def _of_state(
+  name_rules: Sequence[tuple[str, Any]],
+  path_rules: Sequence[Any],
+  clauses: Sequence[Any],
+  batch: frozenset[str],
+) -> Any:
+  """The rules that arrays of a state have in a table: the only one itself, or a spec without axes if there is none."""
+  rules = [*(rule for rule in name_rules if rule[0] not in batch), *path_rules, *clauses]
+  return rules[0] if len(rules) == 1 and not name_rules else Rules(*rules) if rules else PartitionSpec()
 
 
 def layout_of(candidate: Candidate, batch: frozenset[str]) -> Layout:
@@ -201,6 +217,7 @@ def text_of(candidate: Candidate, batch: frozenset[str]) -> str:
   parts += [f'fsdp={axes(candidate.fsdp_axes)}{size}'] if candidate.fsdp_axes else []
   parts += [f'zero1={axes(candidate.zero1_axes)}{size}'] if candidate.zero1_axes else []
   parts += [f'{name}={value}' for name, value in candidate.choices]
+  parts += [f'host={",".join(candidate.on_host)}'] if candidate.on_host else []
   return f'{mesh}: {" ".join(parts) or "replicated"}'
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from flax_spmd._src.compare import html_report as comparison_report
-from flax_spmd._src.compare.chart_labels import size_unit, ticks
+from flax_spmd._src.compare.chart_labels import free_place, size_unit, ticks
 from flax_spmd._src.compare.html import safe, section, svg, table
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.search.trials import mean_seconds
@@ -77,7 +77,7 @@ def _scatter(result: SearchResult) -> str:
     *([] if far else [line]),
     *(_dot(one, plane, 2, ' opacity="0.4"') for one in others),
     *(_dot(one, plane, 5) for one in front),
-    *(_number(number, one, plane) for number, one in enumerate(front, 1)),
+    *_numbers(front, plane),
   ]
   listed = ''.join(f'<li>{safe(_described(one))}</li>' for one in front)
   return svg(_LEFT + _WIDTH + 60, _TOP + _HEIGHT + 44, shapes) + f'<ol>{listed}</ol>'
@@ -122,13 +122,18 @@ def _dot(one: Outcome, plane: _Plane, radius: int, faint: str = '') -> str:
   return f'<circle cx="{left:.1f}" cy="{top:.1f}" r="{radius}"{faint}>{title}</circle>'
 
 
-def _number(number: int, one: Outcome, plane: _Plane) -> str:
-  left, top = plane.x(_peak(one)) + 7, plane.y(mean_seconds(one)) - 5
-  return f'<text x="{left:.1f}" y="{top:.1f}">{number}</text>'
+def _numbers(front: Sequence[Outcome], plane: _Plane) -> Iterable[str]:
+  """Numbers beside the dots, above each other where dots are close."""
+  taken: list[tuple[float, float]] = []
+  for number, one in enumerate(front, 1):
+    left = plane.x(_peak(one)) + 7
+    top = free_place(left, plane.y(mean_seconds(one)) - 5, f'{number}', taken, -14)
+    yield f'<text x="{left:.1f}" y="{top:.1f}">{number}</text>'
 
 
 def _described(one: Outcome) -> str:
-  return f'{one.name}: {size_text(_peak(one))}, {time_text(mean_seconds(one))}'
+  memory = one.memory.text(one.memory.peak) if one.memory else '?'
+  return f'{one.name}: {memory}, {time_text(mean_seconds(one))}'
 
 
 def _peak(outcome: Outcome) -> int:

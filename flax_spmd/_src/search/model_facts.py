@@ -46,6 +46,7 @@ class ModelFacts(NamedTuple):
     min_sizes: values of `min_size` for `fsdp` that make a difference for this model.
     paths: for a model without names, its kinds of parameters.
     batch_elements: number of elements of all arrays of the batch.
+    arrays: paths of the arrays of the state.
   """
 
   names: Mapping[str, tuple[int, ...]]
@@ -55,6 +56,7 @@ class ModelFacts(NamedTuple):
   min_sizes: tuple[int, ...]
   paths: tuple[PathKind, ...] = ()
   batch_elements: int = 1
+  arrays: tuple[str, ...] = ()
 
   def divides(self, name: str, shards: int) -> bool:
     """Whether every dimension with a name is divisible into this number of shards."""
@@ -94,7 +96,14 @@ def facts_of(
   paths = () if parameters else _path_kinds(rows)
   elements = sum(math.prod(getattr(leaf, 'shape', ())) for leaf in leaves)
   return ModelFacts(
-    known, parameters, together, first & known.keys(), _min_sizes(rows), paths, max(1, elements)
+    known,
+    parameters,
+    together,
+    first & known.keys(),
+    _min_sizes(rows),
+    paths,
+    max(1, elements),
+    tuple(row.path for row in rows),
   )
 
 

@@ -111,13 +111,16 @@ def pipeline_searches(
     )
   by_ranks: dict[int, Trials] = {}
   searches: list[PipelineSearch] = []
-  for schedule in pipelines:
+  for number, schedule in enumerate(pipelines):
+    if schedule in pipelines[:number]:
+      continue
     target = share(trials.task.target, schedule.ranks)
     if schedule.ranks not in by_ranks:
       by_ranks[schedule.ranks] = trials.on(target)
     pipelined = PipelineTrials(trials, by_ranks[schedule.ranks], schedule)
     pipelined.check(space.choices)
-    of_rank = space._replace(constraints=constraints_on(target), target=target)
+    constraints = constraints_on(target)._replace(host=())  # pipeline_jit keeps all arrays on the device
+    of_rank = space._replace(constraints=constraints, target=target)
     searches.append(PipelineSearch(of_rank, pipelined))
   return searches
 

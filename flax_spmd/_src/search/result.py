@@ -135,12 +135,12 @@ class SearchResult:
     times = f'{time_text(cost.low)} to {time_text(cost.high)}' if cost else '?'
     lines = [
       f'# flax_spmd.search for {self.target.text}: best of {len(self.estimates)} candidates',
-      f'# {self.best.source}: {size_text(memory.peak) if memory else "?"} per device, {times} per step',
+      f'# {self.best.source}: {memory.text(memory.peak) if memory else "?"} per device, {times} per step',
       *(f'# call the step with {name}={value!r}' for name, value in self.choices.items()),
     ]
     if self.schedule is not None:
       stages = self.schedule.stages
-      lines.append(f'# pipeline: layout.pipeline_jit(step, schedule={self.schedule}, stages={stages})')
+      lines.append(f'# pipeline: layout.pipeline_jit(step, schedule={self.schedule!r}, stages={stages})')
     return '\n'.join([*lines, self.layout.to_toml()])
 
   def to_toml(self, path: str | os.PathLike[str]) -> None:
@@ -154,7 +154,7 @@ class SearchResult:
       'memory': self.memory,
       'layout': self.layout.to_toml(),
       'choices': self.choices,
-      'schedule': None if self.schedule is None else str(self.schedule),
+      'schedule': None if self.schedule is None else repr(self.schedule),
       'best': self.best.name,
       'ties': self.ties,
       'outcomes': [record(one) | {'preset': self.presets.get(one.name)} for one in self.outcomes],
@@ -164,6 +164,7 @@ class SearchResult:
         {
           'name': one.name,
           'memory': one.memory and one.memory.peak,
+          'host': one.memory and one.memory.host,
           'seconds': one.cost and [one.cost.low, one.cost.high],
           'batch': one.batch,
           'doubts': list(one.doubts),
@@ -257,7 +258,7 @@ def _figures(outcome: Outcome) -> tuple[str, str]:
   if outcome.memory is None or outcome.cost is None:
     return '', 'not compiled'
   cost = outcome.cost
-  return size_text(outcome.memory.peak), f'{time_text(cost.low)} to {time_text(cost.high)}'
+  return outcome.memory.text(outcome.memory.peak), f'{time_text(cost.low)} to {time_text(cost.high)}'
 
 
 def ranks_of(outcomes: Sequence[Outcome]) -> list[str]:

@@ -49,6 +49,7 @@ def search(
   forbid: Mapping[str, Any] | Sequence[str] = (),
   batch_only: str | Sequence[str] = (),
   tensor: int | None = None,
+  host: str | Sequence[str] = (),
   candidates: int = 1000,
   time_limit: float | None = None,
   top: int = 8,
@@ -83,6 +84,8 @@ def search(
       over.
     batch_only: mesh axes that only the batch is sharded over.
     tensor: largest number of devices for tensor parallelism. Default: the devices of one node.
+    host: path expressions of arrays that may be in the host's memory between steps, such as `'^opt_state/'`. Each
+      is tried with and without `host`. Pipelines keep all arrays on the device.
     candidates: number of layouts to estimate, and again for each pipeline. Simplifying the best ones
       adds a few.
     time_limit: seconds for the whole search. With a limit, the result depends on the speed of this
@@ -136,6 +139,7 @@ def search(
     forbid=forbid,
     batch_only=batch_only,
     tensor=tensor,
+    host=host,
   )
   space = Space(first.facts, constraints_on(hardware_target), hardware_target, values)
   trials = Trials(task, space.constraints.memory, first, first_choices(values))

@@ -37,9 +37,17 @@ class Selection(NamedTuple):
 
   def ranked(self, slack: float) -> list[Candidate]:
     """The best candidates within the budget plus a slack, without rules that have no effect."""
-    best = self.distinct(slack, _priority)[: self.top]
+    best = [one for one in self.distinct(slack, _priority) if not self._offloads_in_vain(one)][
+      : self.top
+    ]
     plain = (simplified(one, self.trials.cost, self.space.simpler) for one in best)
     return list(dict.fromkeys(plain))
+
+  def _offloads_in_vain(self, candidate: Candidate) -> bool:
+    """Whether arrays are in the host's memory that certainly fit into the device's."""
+    if not candidate.on_host:
+      return False
+    return fits(self.trials.outcome(candidate._replace(on_host=())), self.trials.memory, -SLACK)
 
   def distinct(self, slack: float, order: Callable[[Outcome], float]) -> list[Candidate]:
     """Candidates within the budget plus a slack, best first; one of several with equal estimates."""
@@ -132,7 +140,7 @@ class Selection(NamedTuple):
       f'device on {self.space.target.text}.\n'
       f'The smallest needs {size_text(peak)}, {size_text(excess)} ({excess} bytes) over the budget '
       f'({smallest.source}): {smallest.name}.\n'
-      'Fix: use more devices, a smaller batch, or remat (as an argument of the step, passed in choices).'
+      'Fix: use more devices, a smaller batch, remat (as an argument of the step, passed in choices), or host=.'
     )
 
 

@@ -97,6 +97,7 @@ class Space(NamedTuple):
       self._exchange_axes(candidate),
       self._resize_axes(candidate),
       *(self._change_choice(candidate, name) for name in self.choices),
+      *(self._change_memory(candidate, path) for path in self.constraints.host),
     ]
     legal = ([*dict.fromkeys(filter(None, map(self.legal, change)))] for change in changes)
     return [[one for one in changed if one != candidate] for changed in legal if changed]
@@ -110,6 +111,7 @@ class Space(NamedTuple):
       candidate._replace(zero1_axes=()),
       candidate._replace(fsdp_axes=()),
       candidate._replace(min_size=self.facts.min_sizes[0]),
+      *(candidate._replace(on_host=_without(candidate.on_host, path)) for path in candidate.on_host),
     ]
     legal = dict.fromkeys(one for one in map(self.legal, simpler) if one is not None)
     return [one for one in legal if one != candidate]
@@ -220,6 +222,12 @@ class Space(NamedTuple):
       chosen = dict(candidate.choices) | {name: value}
       yield candidate._replace(choices=tuple(chosen.items()))
 
+  def _change_memory(self, candidate: Candidate, path: str) -> Iterator[Candidate]:
+    """Arrays moved to the host's memory, or back."""
+    rest = _without(candidate.on_host, path)
+    moved = {*rest, path} if rest == candidate.on_host else {*rest}
+    yield candidate._replace(on_host=tuple(one for one in self.constraints.host if one in moved))
+
 
 def factorisations(number: int, count: int) -> list[tuple[int, ...]]:
   """The products of `count` factors larger than one that equal a number, in every order.
@@ -252,5 +260,5 @@ def _combinations(count: int) -> list[tuple[int, ...]]:
   return [over for many in range(count + 1) for over in itertools.combinations(range(count), many)]
 
 
-def _without(axes: Iterable[int], dropped: int) -> tuple[int, ...]:
-  return tuple(axis for axis in axes if axis != dropped)
+def _without(items: Iterable[Any], dropped: Any) -> tuple[Any, ...]:
+  return tuple(one for one in items if one != dropped)

@@ -57,15 +57,17 @@ def starting_points(space: Space, limit: int) -> list[StartingPoint]:
   """Up to `limit` distinct legal starting points, presets first.
 
   If none is legal (as with more devices than sequences), axes that do not divide their dimensions are
-  dropped. At the end are the first of them under the other choices of the step's arguments.
+  dropped. At the end are the first of them under the other choices of the step's arguments, and with arrays in the
+  host's memory.
   """
   points = _legal(space, space.legal) or _legal(space, lambda one: space.legal(space.divisible(one)))
   starts = [StartingPoint(candidate, name) for candidate, name in points.items()][:limit]
-  others = list(space.combinations)[1:]
+  others: list[dict[str, Any]] = [{'choices': choices} for choices in list(space.combinations)[1:]]
+  others += [{'on_host': space.constraints.host}] if space.constraints.host else []
   each = max(1, limit // (len(others) + 1))
   chosen = [
-    start._replace(candidate=start.candidate._replace(choices=choices))
-    for choices in others
+    StartingPoint(start.candidate._replace(**other), '' if 'on_host' in other else start.preset)
+    for other in others
     for start in starts[:each]
   ]
   return [*starts[: max(1, limit - len(chosen))], *chosen][:limit]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.search.candidate import Axis, Candidate
 from flax_spmd._src.search.model_facts import ModelFacts
 from flax_spmd._src.text import parse_size, size_text
@@ -31,6 +32,7 @@ class UserConstraints(NamedTuple):
     forbid: axes that a logical name is never sharded over; None stands for every axis.
     batch_only: axes reserved for the batch.
     tensor: largest number of devices for tensor parallelism; 0 for no limit.
+    host: path expressions of arrays that may be in the host's memory.
   """
 
   memory: int
@@ -39,6 +41,7 @@ class UserConstraints(NamedTuple):
   forbid: Mapping[str, tuple[str, ...] | None] = {}
   batch_only: tuple[str, ...] = ()
   tensor: int = 0
+  host: tuple[str, ...] = ()
 
   @property
   def labels(self) -> tuple[str, ...]:
@@ -97,6 +100,7 @@ def constraints_of(
   forbid: Any,
   batch_only: Any,
   tensor: Any,
+  host: Any = (),
 ) -> UserConstraints:
   """Normalises and checks the arguments of `search`.
 
@@ -113,6 +117,7 @@ def constraints_of(
     else dict.fromkeys(_axes(forbid)),
     _axes(batch_only),
     (target.topology[-1] if several_nodes else 0) if tensor is None else tensor,
+    _axes(host),
   )
   raise_problems([*_problems(constraints, target, facts)])
   return constraints
@@ -171,6 +176,7 @@ def _problems(constraints: UserConstraints, target: Target, facts: ModelFacts) -
   yield from _unknown(constraints, facts)
   yield from _contradictions(constraints, facts)
   yield from _impossible(constraints, target, facts)
+  yield from _unmatched(constraints, facts)
 
 
 def _unknown(constraints: UserConstraints, facts: ModelFacts) -> Iterator[Problem]:
@@ -191,6 +197,21 @@ def _unknown(constraints: UserConstraints, facts: ModelFacts) -> Iterator[Proble
       yield Problem(
         f'The mesh {mesh} has no axis {label!r}.{did_you_mean(label, mesh)}',
         f'use one of its axes: {", ".join(mesh)}.',
+        SearchError,
+      )
+
+
+def _unmatched(constraints: UserConstraints, facts: ModelFacts) -> Iterator[Problem]:
+  """Path expressions that are none, or match no array of the state."""
+  for path in constraints.host:
+    problem = problem_of('host', path)
+    if problem:
+      yield problem._replace(kind=SearchError)
+    elif not any(searcher(path)(array) for array in facts.arrays):
+      arrays = ', '.join(map(repr, facts.arrays[:3])) or 'none'
+      yield Problem(
+        f'host: no path of the {len(facts.arrays)} arrays of the state matches {path!r}.',
+        f'correct it; the paths begin with {arrays}.',
         SearchError,
       )
 

@@ -101,6 +101,8 @@ class DirectReads:
     plain = raw_keys(leaf) if is_key(leaf) else leaf
     if leaf.packed is not None and store.rank == 1:
       begin, size = leaf.packed[1], int(np.prod(leaf.shape, dtype=int))
+      if begin + size > store.shape[0]:
+        raise ValueError(f'its packed array ends before it, at {store.shape[0]}')
       store = store[begin : begin + size][ts.d[:].translate_to[0]]
       plain = plain._replace(shape=(size,))
     if (store.shape, store.dtype.numpy_dtype) != (plain.shape, dtype_of(plain.dtype)):

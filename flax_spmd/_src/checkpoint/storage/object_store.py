@@ -16,7 +16,7 @@ from etils import epath
 
 from flax_spmd._src.checkpoint.storage import bucket_errors, buckets
 from flax_spmd._src.checkpoint.storage.buckets import Location
-from flax_spmd._src.checkpoint.storage.checksum import checksum
+from flax_spmd._src.checkpoint.storage.checksum import algorithm_of, checksum
 from flax_spmd._src.checkpoint.storage.store import (
   ANY,
   LARGEST,
@@ -108,14 +108,14 @@ class ObjectStore:
     names = {entry.strip('/').removeprefix(f'{path}/') for entry in entries}
     return sorted(name for name in names if name and '/' not in name and not name.startswith(_PROBE))
 
-  def files(self, folder: str = '', *, compared: bool = False) -> dict[str, FileRecord]:
+  def files(self, folder: str = '', *, like: str = '') -> dict[str, FileRecord]:
     """See `Store`."""
     path = self._path(folder)
     with self._calls('list', folder):
       entries = self._files.find(path, detail=True)
     found = {name.removeprefix(f'{path}/'): entry for name, entry in entries.items() if name != path}
     return {
-      name: FileRecord(entry['size'], self._checksum_of(entry, compared) or '')
+      name: FileRecord(entry['size'], self._checksum_of(entry, like) or '')
       for name, entry in found.items()
       if not name.startswith(_PROBE)
     }
@@ -123,7 +123,7 @@ class ObjectStore:
   def digest(self, name: str, like: str = '') -> str:
     """See `Store`. The server's own checksum, where it has one; otherwise the content is read."""
     with self._calls('read', name):
-      own = self._checksum_of(self._files.info(self._path(name)), compared=bool(like))
+      own = self._checksum_of(self._files.info(self._path(name)), like)
       return own if own and like in ('', own) else checksum(self._chunks(name), like)
 
   def remove(self, folder_or_file: str, *, is_file: bool = False) -> None:
@@ -232,17 +232,18 @@ class ObjectStore:
     except Exception:  # of many kinds: a server or botocore without conditions of removals
       return False
 
-  def _checksum_of(self, entry: Mapping[str, Any], compared: bool) -> str | None:
-    """The server's own MD5 of an object, from its description by fsspec; None if it has none.
+  def _checksum_of(self, entry: Mapping[str, Any], like: str) -> str | None:
+    """The server's own checksum of an object, from its description by fsspec; None if it has none.
 
-    S3 has it as a tag that some buckets have other things in. It is taken if the bucket's are known to be MD5s,
-    or if it is only compared: another content does not have the tag that is expected.
+    GCS has a CRC-32C of every object, and the MD5 of most. S3 has the MD5 as a tag that some buckets have other things
+    in. It is taken if the bucket's are known to be MD5s, or if it is only compared: another content does not have the
+    tag that is expected.
     """
     if self._location.scheme == 'gs':
-      md5 = entry.get('md5Hash')
-      return f'md5:{base64.b64decode(md5).hex()}' if md5 else None
+      name, field = ('md5', 'md5Hash') if algorithm_of(like) == 'md5' else ('crc32c', 'crc32c')
+      return f'{name}:{base64.b64decode(entry[field]).hex()}' if entry.get(field) else None
     tag = _MD5.fullmatch(entry['ETag'])
-    trusted = compared or (self._bucket in _abilities and _abilities[self._bucket].tags_are_md5)
+    trusted = bool(like) or (self._bucket in _abilities and _abilities[self._bucket].tags_are_md5)
     return f'md5:{tag[1]}' if tag and trusted else None
 
   def _chunks(self, name: str) -> Iterator[bytes]:

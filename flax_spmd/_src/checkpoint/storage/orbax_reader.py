@@ -22,6 +22,7 @@ from flax_spmd._src.checkpoint.storage.orbax_folders import (
   part_with_arrays,
   read_metadata,
 )
+from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
 from flax_spmd._src.checkpoint.storage.record import (
   KEY,
   LeafRecord,
@@ -33,7 +34,7 @@ from flax_spmd._src.checkpoint.storage.record import (
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
-from flax_spmd.errors import CheckpointDamagedError
+from flax_spmd.errors import CheckpointDamagedError, raise_problems
 
 _ARRAYS = 'array_metadatas'
 _MIN_IN_FLIGHT = 64 << 20  # bytes
@@ -114,6 +115,9 @@ class OrbaxReader:
     for leaf in records.values():
       if leaf.packed:
         sizes[leaf.packed[0]] = sizes.get(leaf.packed[0], 0) + int(np.prod(leaf.shape, dtype=int))
+    raise_problems(
+      impossible(self.path, {path: leaf for path, leaf in records.items() if leaf.packed}, {})
+    )
     packed = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
     tree = self._load({contents.LEAVES: large, contents.PACKED: packed}, memory)
     leaves = {}

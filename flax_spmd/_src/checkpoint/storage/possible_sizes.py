@@ -57,6 +57,23 @@ def impossible(
   return [Problem('\n'.join(lines), _FIX, CheckpointDamagedError)]
 
 
+def impossible_leaves(path: epath.Path, leaves: Mapping[str, LeafRecord]) -> dict[str, str]:
+  """The reason for each leaf that alone needs more bytes than files and process could hold.
+
+  Args:
+    path: the checkpoint, a folder or a file.
+    leaves: record of each leaf, by path.
+  """
+  memory = _memory()
+  large = {name: leaf.bytes for name, leaf in leaves.items() if leaf.bytes > memory}
+  most = _file_bytes(path) * _COMPRESSION if large else 0
+  return {
+    name: f'{leaves[name]} takes {size_text(size)}, more than files and process could hold'
+    for name, size in large.items()
+    if size > most
+  }
+
+
 def _bytes_here(leaf: LeafRecord, sharding: Any) -> int:
   """Bytes of a leaf in this process, at least: padded shards take more."""
   if sharding is None:

@@ -5,7 +5,7 @@ The object is in the manifest of a generation; in the former format, in Orbax's 
     {"format": 1, "layout": "<TOML>",
      "tree": {"params": {"w": 0}, ...},
      "leaves": [{"shape": [8, 16], "dtype": "float32", "names": ["embed", "mlp"], "spec": [null, "model"],
-                 "checksum": "5f1c22a0"}, ...],
+                 "checksum": "crc32c:5f1c22a0"}, ...],
      "kinds": {"opt_state/0": "ScaleByAdamState"},
      "digest": "<hash of the above>"}
 
@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.skeleton import Skeleton
+from flax_spmd._src.data.checksums import is_checksum
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 KEY = 'flax_spmd'
@@ -380,7 +381,7 @@ def _leaf(content: Any, validated: dict[str, Any]) -> LeafRecord:
     validated[key] = _shape_names_spec(*stored)
   shape, names, spec = validated[key]
   checksum, value, on_mesh = (content.get(key) for key in ('checksum', 'value', 'on_mesh'))
-  _expect(checksum is None or isinstance(checksum, str), 'a checksum is not a string')
+  _expect(checksum is None or is_checksum(checksum), f'a leaf has the checksum {checksum!r}')
   _expect(
     type(value) is NUMBERS.get(dtype, type(None)), f'a leaf of dtype {dtype} has the value {value!r}'
   )

@@ -89,12 +89,12 @@ class Store(Protocol):
     """The sorted names of files and folders directly in a folder; none if there is no such folder."""
     ...
 
-  def files(self, folder: str = '', *, compared: bool = False) -> dict[str, FileRecord]:
+  def files(self, folder: str = '', *, like: str = '') -> dict[str, FileRecord]:
     """Every file in a folder and below, by its path relative to the folder, from one list.
 
     Args:
       folder: name of the folder.
-      compared: whether checksums are only compared with recorded ones; see `digest`.
+      like: a recorded checksum, if these are only compared with such; see `digest`.
 
     Returns:
       Sizes, and the checksums that the list has: those of the server.
@@ -102,7 +102,7 @@ class Store(Protocol):
     ...
 
   def digest(self, name: str, like: str = '') -> str:
-    """A checksum of the content of a file, after the name of its algorithm: `crc32:1c291ca3`.
+    """A checksum of the content of a file, after the name of its algorithm: `crc32c:1c291ca3`.
 
     Args:
       name: name of the file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,14 +11,14 @@ import jax
 
 from flax_spmd._src.checkpoint.storage.file_damage import file_damage
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader
-from flax_spmd._src.checkpoint.storage.possible_sizes import impossible
+from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
 from flax_spmd._src.data.checksums import checksums, own_checksums
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.text import plural
-from flax_spmd.errors import CheckpointDamagedError, CheckpointError, raise_problems
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 GROUP_BYTES = 1 << 30  # read and compared at a time
 _SHOWN = 30
@@ -77,11 +77,22 @@ def changed(
   known = [path for path in leaves if records[path].checksum is not None]
   whole = [path for path in known if requests[path].sharding is None]
   shared = [path for path in known if requests[path].sharding is not None]
-  sums = dict(zip(whole, own_checksums([leaves[path] for path in whole]), strict=True))
+  sums = _sums(own_checksums, whole, leaves, records)
   wrong = {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
   wrong = _over_processes('whole', wrong) if whole else wrong
-  sums = dict(zip(shared, checksums([leaves[path] for path in shared]), strict=True))
+  sums = _sums(checksums, shared, leaves, records)
   return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
+
+
+def _sums(
+  formula: Callable[[Sequence[Any], Sequence[str]], list[str]],
+  paths: Sequence[str],
+  leaves: Mapping[str, Any],
+  records: Mapping[str, LeafRecord],
+) -> dict[str, str]:
+  """Checksums to compare with the recorded ones, by path."""
+  likes = [records[path].checksum or '' for path in paths]
+  return dict(zip(paths, formula([leaves[path] for path in paths], likes), strict=True))
 
 
 def read_verified(
@@ -90,6 +101,7 @@ def read_verified(
   *,
   verify: bool = True,
   memory: int | None = None,
+  lost: Collection[str] = (),
 ) -> tuple[dict[str, Any], Damage]:
   """Reads leaves, and everything that is wrong with them. Every process calls this.
 
@@ -101,12 +113,13 @@ def read_verified(
     requests: see `CheckpointReader.read`.
     verify: whether to compare checksums.
     memory: most bytes in flight from storage.
+    lost: leaves that are not requested since they are known to be damaged.
 
   Returns:
-    The undamaged leaves by path, and the damage.
+    The undamaged leaves by path, and the damage that is found.
   """
   records = reader.record.leaves
-  everything = all(path in requests or leaf.is_number for path, leaf in records.items())
+  everything = all(path in requests or path in lost or leaf.is_number for path, leaf in records.items())
   with ThreadPoolExecutor(1) as thread:
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
     whole, damage = _whole_and_damage(reader, requests, memory, verify)
@@ -227,9 +240,10 @@ def _over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
 
 def verify(reader: CheckpointReader) -> Damage:
   """The damage of a whole checkpoint, read about 1 GiB at a time. Every process calls this, and reads all of it."""
-  damage = Damage({}, _file_damage(reader, True, 1))
-  for group in groups(reader.record.leaves):
-    raise_problems(impossible(reader.path, group, {}))
+  lost = impossible_leaves(reader.path, reader.record.leaves)
+  damage = Damage(lost, _file_damage(reader, True, 1))
+  possible = {path: leaf for path, leaf in reader.record.leaves.items() if path not in lost}
+  for group in groups(possible):
     requests = {
       path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for path, leaf in group.items()
     }

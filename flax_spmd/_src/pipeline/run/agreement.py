@@ -27,6 +27,7 @@ from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, tex
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.run.call_list import Call, CallList, StageProgram
+from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.request import Request, Setting
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.rules.table import layout_lines
@@ -98,7 +99,7 @@ def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int
   for rank, mesh in enumerate(setting.ranks):
     devices = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else []
     yield f'rank {rank} of axis {setting.axis}: devices {devices}'
-  yield f'schedule {schedule}'
+  yield f'schedule {without_addresses(repr(schedule))}'
   yield f'microbatches {microbatches}'
 
 
@@ -115,13 +116,15 @@ def argument_lines(
 
 
 def task_lines(call_list: CallList) -> Iterator[str]:
-  """The tasks of each rank, in order."""
-  counts: dict[int, int] = defaultdict(int)
+  """The tasks of each rank, and all transfers, in order: measured costs decide about it, too."""
+  counts: dict[int | None, int] = defaultdict(int)
   for one in call_list.calls:
+    rank = one.program.rank if isinstance(one, Call) else None
     if isinstance(one, Call):
-      rank = one.program.rank
       yield f'task {counts[rank]} of rank {rank}: {one}'
-      counts[rank] += 1
+    else:
+      yield f'transfer {counts[rank]}: {send_text(one)}'
+    counts[rank] += 1
 
 
 def program_lines(call_list: CallList) -> Iterator[str]:

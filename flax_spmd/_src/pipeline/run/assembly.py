@@ -12,20 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
 from flax_spmd._src.pipeline.run import submeshes
-from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, Send, StageProgram
-from flax_spmd._src.pipeline.run.call_text import arrays_text
+from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
+from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
 from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
-from flax_spmd._src.pipeline.run.stage_lowering import StageLowerer
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
 
 
@@ -33,39 +33,37 @@ class Assembler:
   """Assembles a call list into a machine.
 
   Args:
-    call_list: the step.
-    lowerer: gives the shardings of buffers.
+    stages: the lowered programs of the step.
     executables: the compiled programs.
     mesh, axis: the whole mesh, and its stage axis.
   """
 
   def __init__(
     self,
-    call_list: CallList,
-    lowerer: StageLowerer,
+    stages: LoweredStages,
     executables: Mapping[StageProgram, Executable],
     mesh: Mesh,
     axis: str,
   ):
-    self._call_list, self._lowerer, self._executables = call_list, lowerer, executables
+    self._stages, self._call_list, self._executables = stages, stages.call_list, executables
     self._mesh, self._axis = mesh, axis
-    self._ranks = [submesh(mesh, axis, [rank]) for rank in range(mesh.shape[axis])]
+    self._ranks: Sequence[Any] = stages.meshes
     self._registers: dict[Buffer, int] = {}
     self._progress = TransferProgress()
 
-  def machine(self, arguments: Sequence[Value], results: Sequence[Value], threads: bool) -> Machine:
+  def machine(self, results: Sequence[Value], threads: bool) -> Machine:
     """The step as a machine.
 
     Args:
-      arguments, results: arguments and results of the step.
+      results: results of the step.
       threads: whether each rank is dispatched by its own thread.
     """
     code = self._code()
-    numbers = {value: number for number, value in enumerate(arguments)}
+    numbers = {value: number for number, value in enumerate(self._stages.arguments)}
     uses, constants = self._initial_registers()
     return Machine(
       code,
-      [uses.get(value, []) for value in arguments],
+      [uses.get(value, []) for value in self._stages.arguments],
       [self._result(atom, numbers) for atom in results],
       constants,
       len(self._registers),
@@ -115,14 +113,12 @@ class Assembler:
     if len(processes_of(source) | processes_of(target)) > 1:
       if not is_local(source) and not is_local(target):
         return None
-      specs = [self._lowerer.spec(buffer) or PartitionSpec() for buffer in send.buffers]
-      source_rank, text = send.buffers[0].rank, arrays_text(send.buffers)
-      return ProcessTransfer(
-        self._mesh, self._axis, source_rank, send.rank, avals, specs, self._progress, text
-      )
+      specs = [self._stages.spec(buffer) for buffer in send.buffers]
+      ranks, text = (send.buffers[0].rank, send.rank), send_text(send)
+      return ProcessTransfer(self._mesh, self._axis, *ranks, avals, specs, self._progress, text)
     if not is_local(source):
       return None
-    sender = compat.DeviceCopy(avals, [self._lowerer.sharding(buffer) for buffer in send.outputs])
+    sender = compat.DeviceCopy(avals, [self._stages.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))
 
   def _initial_registers(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
@@ -134,10 +130,10 @@ class Assembler:
     constants: dict[int, tuple[Any, NamedSharding]] = {}
     for buffer in used:
       if isinstance(buffer.value, Constant) and self._is_local(buffer):
-        sharding = self._lowerer.sharding(buffer)
+        sharding = self._stages.sharding(buffer)
         constants[self._register(buffer)] = buffer.value.array, sharding
       elif buffer not in self._call_list.written:
-        use = Use(self._register(buffer), self._lowerer.sharding(buffer), buffer.rank)
+        use = Use(self._register(buffer), self._stages.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
     arrays, shardings = zip(*constants.values()) if constants else ((), ())
     return uses, dict(zip(constants, submeshes.put(arrays, shardings)))
@@ -148,7 +144,7 @@ class Assembler:
     if atom in numbers:
       return Result(argument=numbers[atom])
     buffers = self._call_list.results[atom]
-    spec = self._lowerer.spec(buffers[0]) or PartitionSpec()
+    spec = self._stages.spec(buffers[0])
     joint = submesh(self._mesh, self._axis, [rank for _, _, rank in buffers])
     local = tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
     return Result(local, NamedSharding(joint, spec), eq.abstract(atom))
@@ -167,6 +163,6 @@ def _argument_transfer(
       part = several and (is_local(source_mesh) or is_local(sharding.mesh))
       if not part:
         return None
-      text = f'an argument, {jax.typeof(leaf).str_short()}'
+      text = f'rank {source} -> rank {rank}: an argument, {jax.typeof(leaf).str_short()}'
       return ProcessTransfer(mesh, axis, source, rank, [leaf], [sharding.spec], progress, text)
   return None

@@ -25,7 +25,16 @@ def _line(one: Call | Send) -> str:
   if isinstance(one, Call):
     inputs, outputs = plural(len(one.inputs), 'array'), plural(len(one.outputs), 'array')
     return f'{f"rank {one.program.rank}: {one}":{_WIDTH}}{inputs} -> {outputs}'
-  return f'{f"rank {one.buffers[0].rank} -> rank {one.rank}":{_WIDTH}}{arrays_text(one.buffers)}'
+  return f'{_ranks(one):{_WIDTH}}{arrays_text(one.buffers)}'
+
+
+def send_text(send: Send) -> str:
+  """`rank 0 -> rank 1: float32[8,4] of microbatch 0`."""
+  return f'{_ranks(send)}: {arrays_text(send.buffers)}'
+
+
+def _ranks(send: Send) -> str:
+  return f'rank {send.buffers[0].rank} -> rank {send.rank}'
 
 
 def arrays_text(buffers: Iterable[Buffer]) -> str:

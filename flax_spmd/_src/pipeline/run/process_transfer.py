@@ -35,7 +35,7 @@ class ProcessTransfer:
     avals: shapes and dtypes of the arrays.
     specs: specs of the arrays, the same on both ranks.
     progress: where a transfer that runs is recorded.
-    text: the arrays, for errors.
+    text: ranks and arrays, for errors.
 
   Raises:
     PipelineError: some arrays are typed PRNG keys.
@@ -65,7 +65,7 @@ class ProcessTransfer:
     self._sends, self._receives = is_local(source_mesh), is_local(target_mesh)
     other = target if self._sends else source
     others = processes_of(target_mesh if self._sends else source_mesh) - {jax.process_index()}
-    self._wait = Wait(other, tuple(sorted(others)), f'rank {source} -> rank {target}: {text}')
+    self._wait = Wait(other, tuple(sorted(others)), text)
     self._progress = progress
     self._blocks = joint.devices.flat[0].platform == 'cpu'
     self._avals = list(avals)

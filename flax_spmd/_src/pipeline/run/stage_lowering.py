@@ -1,23 +1,28 @@
 """Lowering of stage programs: each program of a call list, lowered for arguments with known shardings.
 
-The specs of arguments and of gradient sums are given. The compiler chooses the specs of a program's
-results, which other programs read. So programs are lowered in order, each once the specs of its inputs
-are known: `stage_compilation` takes them from compiled programs, `offline` from Shardy's propagation.
+    step = layout.pipeline_jit(train_step)                 # the layout's mesh may be abstract
+    stages = step.lower(state, batch).offline('cuda')      # lowered for GPUs; nothing is compiled
+
+The specs of arguments and of gradient sums are given. The compiler chooses the specs of a program's results, and
+the next program depends on them. Shardy makes the choice, and its passes ship with JAX: they run alone in
+milliseconds. So all programs are lowered one after the other, before any of them is compiled.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd._src import compat
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, StageProgram
+from flax_spmd._src.pipeline.run.memory import Footprint
 
 
 class LoweredStage(NamedTuple):
@@ -26,24 +31,27 @@ class LoweredStage(NamedTuple):
   Attributes:
     lowered: the `jax.stages.Lowered`.
     donated: indices of the arguments that may be overwritten.
+    specs: specs of the results.
   """
 
   lowered: Any
   donated: tuple[int, ...]
+  specs: list[PartitionSpec]
 
 
-class StageLowerer:
-  """Lowers the programs of a call list.
+class LoweredStages:
+  """The programs of a call list, lowered for the meshes of their ranks.
 
   Args:
     call_list: the step.
     meshes: mesh of each rank; abstract if nothing is compiled.
     specs: the specs that are fixed beforehand: arguments, sums, and the values sharded like them.
+    arguments: arguments of the step, in the order of their leaves.
     donatable: arguments that may be overwritten.
 
   Attributes:
-    first: the first call of each program, in the order of the step.
-    results: specs of the results of each program. The caller adds them as they become known.
+    call_list, meshes, arguments: see above.
+    programs: the programs that are lowered, in the order of the step.
   """
 
   def __init__(
@@ -51,41 +59,50 @@ class StageLowerer:
     call_list: CallList,
     meshes: Sequence[MeshLike],
     specs: Mapping[Value, PartitionSpec],
+    arguments: Sequence[Value],
     donatable: set[Value],
   ):
-    self.meshes = meshes
-    self.first: dict[StageProgram, Call] = {}
-    self.results: dict[StageProgram, list[PartitionSpec]] = {}
+    self.call_list, self.meshes, self.arguments = call_list, meshes, arguments
+    self.programs: dict[StageProgram, LoweredStage] = {}
     self._given, self._donatable = specs, donatable
     self._origin: dict[Buffer, tuple[StageProgram, int]] = {}
     for one in call_list.calls:
       if isinstance(one, Call):
-        self.first.setdefault(one.program, one)
         self._origin.update((buffer, (one.program, number)) for number, buffer in enumerate(one.outputs))
       else:
         self._origin.update((new, self._origin[old]) for old, new in zip(one.inputs, one.outputs))
     self._last = _used_last(call_list, donatable)
 
-  def spec(self, buffer: Buffer) -> PartitionSpec | None:
-    """The spec of a buffer; None while it is unknown."""
-    if buffer.value in self._given:
-      return self._given[buffer.value]
-    program, number = self._origin.get(buffer, (None, 0))
-    if program is None:  # a closed-over array
-      return PartitionSpec()
-    return self.results[program][number] if program in self.results else None
-
-  def sharding(self, buffer: Buffer) -> NamedSharding:
-    """The sharding of a buffer, whose spec has to be known, on the mesh of its rank."""
-    return NamedSharding(self.meshes[buffer.rank], self.spec(buffer) or PartitionSpec())
-
-  def lower(self, call: Call, platform: str | None = None) -> LoweredStage:
-    """Lowers the program of a call whose input specs are known.
+  def lower(self, platform: str | None = None) -> Iterator[tuple[StageProgram, LoweredStage]]:
+    """Lowers the programs in the order of their first calls.
 
     Args:
-      call: the call.
-      platform: the platform to lower for; None: that of the mesh's devices.
+      platform: the platform to lower for; None: that of the meshes' devices.
     """
+    for call in self.call_list.calls:
+      if isinstance(call, Call) and call.program not in self.programs:
+        self.programs[call.program] = self._lower(call, platform)
+        yield call.program, self.programs[call.program]
+
+  @property
+  def footprint(self) -> Footprint:
+    """The memory of the buffers."""
+    return Footprint(self.call_list, self.sharding, self.arguments, len(self.meshes))
+
+  def sharding(self, buffer: Buffer) -> NamedSharding:
+    """The sharding of a buffer, on the mesh of its rank."""
+    return NamedSharding(self.meshes[buffer.rank], self.spec(buffer))
+
+  def spec(self, buffer: Buffer) -> PartitionSpec:
+    """The spec of a buffer, whose program is lowered."""
+    if buffer.value in self._given:
+      return self._given[buffer.value]
+    if buffer not in self._origin:  # a closed-over array
+      return PartitionSpec()
+    program, number = self._origin[buffer]
+    return self.programs[program].specs[number]
+
+  def _lower(self, call: Call, platform: str | None) -> LoweredStage:
     program, mesh = call.program, self.meshes[call.program.rank]
     arguments = [
       jax.ShapeDtypeStruct(
@@ -108,20 +125,31 @@ class StageLowerer:
       keep_unused=True,
     )
     platforms = None if platform is None else (platform,)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    # a block around the call may have set a mesh of another size
+    with compat.without_mesh(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       lowered = jitted.trace(*arguments).lower(lowering_platforms=platforms)
-    return LoweredStage(lowered, donated)
+    axes = zip(compat.result_axes(lowered), program.outputs, strict=True)
+    specs = [_spec(entries[: len(value.aval.shape)]) for entries, value in axes]
+    return LoweredStage(lowered, donated, specs)
 
   def _donated(self, call: Call, results: Sequence[PartitionSpec | None]) -> tuple[int, ...]:
     program = call.program
     free = [
-      (number, program.inputs[number].aval, self.sharding(buffer).spec, buffer.value in self._donatable)
+      (number, program.inputs[number].aval, self.spec(buffer), buffer.value in self._donatable)
       for number, buffer in enumerate(call.inputs)
       if number in self._last[program]
     ]
     return _donations(
       free, [(value.aval, spec) for value, spec in zip(program.outputs, results, strict=True)]
     )
+
+
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+  """A spec as compiled programs have it: no tuples of one axis, no trailing None entries."""
+  spec = [each[0] if len(each) == 1 else each or None for each in entries]
+  while spec and spec[-1] is None:
+    spec.pop()
+  return PartitionSpec(*spec)
 
 
 def _function(program: StageProgram) -> Callable[..., list[Any]]:

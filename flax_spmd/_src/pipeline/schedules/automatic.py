@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from flax_spmd._src.pipeline.schedules import classic, zero_bubble
 from flax_spmd._src.pipeline.schedules.greedy import greedy
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
-from flax_spmd._src.pipeline.schedules.simulation import Costs, Simulation, own_costs
+from flax_spmd._src.pipeline.schedules.simulation import EQUAL, Costs, Simulation, stage_costs
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
-from flax_spmd._src.pipeline.schedules.tasks import Order
+from flax_spmd._src.pipeline.schedules.tasks import KINDS, Order
 from flax_spmd._src.public_module import set_module
 
 
@@ -27,8 +27,8 @@ class Automatic(Schedule):
 
   Attributes:
     ranks: number of ranks.
-    costs: task times, as for `Schedule.simulate`. A function of a task has one time for a backward, split or not: with
-      `split`, only orders that split backwards are compared by it.
+    costs: task times, as for `Schedule.simulate`; default: equal ones. Kept as a time per kind and stage. A function of
+      a task has one time for a backward, split or not: with `split`, only orders that split backwards are compared by it.
     transfer: time to move a result from one rank to another, in the same unit.
     chunks: number of stages per rank.
     placement: 'loop', 'v', or the rank of every stage; see `Schedule.of`.
@@ -47,7 +47,7 @@ class Automatic(Schedule):
     [57, 51, 51]
   """
 
-  costs: Costs = dataclasses.field(hash=False, repr=False)
+  costs: Costs = dataclasses.field(default_factory=lambda: EQUAL, hash=False)
   transfer: float = 0
   chunks: int = 1
   placement: Placement = 'loop'
@@ -56,12 +56,21 @@ class Automatic(Schedule):
 
   def __post_init__(self):
     super().__post_init__()
-    object.__setattr__(self, 'costs', own_costs(self.costs))
     if self.live is not None:
       check_positive(self.live, 'Automatic.live')
     if not isinstance(self.placement, str):
       object.__setattr__(self, 'placement', tuple(self.placement))
+    if not callable(self.costs):
+      table = stage_costs(self.costs, self.stages, KINDS if self.split else KINDS[:2])
+      object.__setattr__(self, 'costs', table)
     greedy(self.stage_ranks, 1, self._limit, self.split, self.costs, self.transfer)  # checks all numbers
+
+  def __str__(self) -> str:
+    """The schedule without its costs, and without fields that have their default."""
+    fields = [field for field in dataclasses.fields(self) if field.name != 'costs']
+    given = [f'{field.name}={getattr(self, field.name)!r}' for field in fields]
+    defaults = [f'{field.name}={field.default!r}' for field in fields]
+    return f'Automatic({", ".join(one for one in given if one not in defaults)})'
 
   @property
   def stage_ranks(self) -> tuple[int, ...]:

@@ -344,7 +344,7 @@ class RuleSchedule(Schedule):
     """Per stage, its rank."""
     return self.assignment
 
-  def __str__(self) -> str:
+  def __repr__(self) -> str:
     chunks = self.stages // self.ranks
     name = getattr(self.rule, '__name__', type(self.rule).__name__)
     return f'{name}(ranks={self.ranks}{f", chunks={chunks}" if chunks > 1 else ""})'
