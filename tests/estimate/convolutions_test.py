@@ -60,13 +60,14 @@ def four_layers(window, dtype, function):
   ('window', 'dtype', 'function', 'compiled'),
   [
     (3, 'float32', jax.nn.relu, 200.9),  # of which 18 MiB are filters in cuDNN's layout
-    (1, 'bfloat16', jax.nn.sigmoid, 56.6),  # gradients of filters wait for nothing
+    (1, 'bfloat16', jax.nn.sigmoid, 56.6),  # gradients of filters wait for nothing, which is in doubt
   ],
 )
 def test_layers_of_convolutions_agree_with_compiled_ones(window, dtype, function, compiled):
   found = four_layers(window, dtype, function)
   assert found.memory.temporaries / 2**20 == pytest.approx(compiled, rel=0.02)
-  assert not found.doubts
+  reason = 'gradients: the order of those of filters, by about 24.9 MiB of memory'
+  assert found.doubts == ((reason,) if dtype == 'bfloat16' else ())
 
 
 def test_the_operand_of_a_maximum_over_windows_is_stored_twice_for_its_gradient():

@@ -190,7 +190,7 @@ class AnalyzedGraph:
       spread = walk.weight_gradients.spread()
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
       spread = walk.weight_gradients.filter_spread()
-      walk.doubts.add_kept('gradients', 'the order of those of filters in 32 bits', spread)
+      walk.doubts.add_kept('gradients', 'the order of those of filters', spread)
       walk.add_spikes(peak)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())

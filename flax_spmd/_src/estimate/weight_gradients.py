@@ -43,6 +43,10 @@ class _Reduction(NamedTuple):
   def is_product(self) -> bool:
     return self.kind == 'dot_general'
 
+  @property
+  def is_filter(self) -> bool:
+    return self.kind == 'convolution'
+
 
 class _Step(NamedTuple):
   """Memory while one operation runs, the sizes of the values that end there, and the values that it reads."""
@@ -142,16 +146,22 @@ class WeightGradients:
     return sum(any(one.is_product for one in group) for group in _combined(self._final)) > 1
 
   def filter_spread(self) -> float:
-    """The most bytes by which the peak may be off, where gradients of filters in 32 bits wait for each other."""
-    peaks = [self._peak(self._delays(0) | self._filter_delays(further)) for further in (1, 0, _FILTERS)]
+    """The most bytes by which the peak may be off, if gradients of filters wait for others, or as matrices do."""
+    delays = [self._delays(0) | self._filter_delays(further) for further in (1, 0, _FILTERS)]
+    as_matrices = [
+      one._replace(kind='dot_general') if one.is_filter else one for one in self._reductions
+    ]
+    if as_matrices != self._reductions:
+      other = WeightGradients()
+      other._steps, other._reductions, other._needed = self._steps, as_matrices, self._needed
+      delays.append(other._delays(0))
+    peaks = [self._peak(one) for one in delays]
     return max(abs(peak - peaks[0]) for peak in peaks)
 
   def _filter_delays(self, further: int) -> dict[int, int]:
     """By the index of each gradient of a filter in 32 bits, that of the one that it waits for."""
     made = sorted(
-      one.made
-      for one in self._final
-      if one.kind == 'convolution' and not one.is_narrow and one.made >= 0
+      one.made for one in self._final if one.is_filter and not one.is_narrow and one.made >= 0
     )
     return dict(zip(made, made[further:] + made[-1:] * further)) if further else {}
 
