@@ -84,6 +84,42 @@ def test_dropout_keeps_one_byte_an_element(dtype, arrays):
   assert kept_per_layer(dropout(jax.nn.relu), dtype) == pytest.approx(arrays, abs=0.01)
 
 
+def normed(function):
+  """Of a norm without parameters, as XLA compiled them between two products."""
+
+  def result(x, _):
+    y = x.astype(jnp.float32)
+    mean = y.mean(-1, keepdims=True)
+    y = (y - mean) * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) - mean * mean + 1e-6)
+    return function((y * 1.5 + 0.5).astype(x.dtype))
+
+  return result
+
+
+@pytest.mark.parametrize(('dtype', 'arrays'), [('float32', 2.25), ('bfloat16', 2)])
+def test_the_mask_of_a_norm_is_stored_in_32_bits(dtype, arrays):
+  assert kept_per_layer(normed(jax.nn.leaky_relu), dtype) == pytest.approx(arrays, abs=0.02)
+
+
+def test_a_function_whose_cost_is_near_the_limit_is_in_doubt():
+  """XLA stored the `tanh` of a `gelu` after a norm of large arrays, and not that of small ones."""
+
+  def doubts(function):
+    def loss(weight, x):
+      return jnp.sum((function(x @ weight, 0) @ weight.T) ** 2)
+
+    def step(weight, x):
+      return weight - jax.grad(loss)(weight, x), 0.0
+
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), 'float32')
+    train_step = TrainStep(step, lambda: jnp.ones((WIDTH, 4 * WIDTH)), batch)
+    return Estimator(train_step).estimate(LAYOUT, parse_target('h100:8')).doubts
+
+  [doubt] = doubts(normed(jax.nn.gelu))
+  assert 'a function that takes long to compute again, by about 128 MiB of memory' in doubt
+  assert doubts(lambda x, _: jax.nn.gelu(x)) == ()
+
+
 def test_without_dropout_in_the_backward_pass_nothing_of_it_is_kept():
   def noisy(x, number):
     return jax.nn.relu(x) + jax.lax.stop_gradient(dropout(jnp.ones_like)(x, number))

@@ -86,6 +86,24 @@ def test_a_second_group_of_products_waits_until_its_last_one():
   assert schedule(*products, size=10 * 2**20) == 2 + 2
 
 
+def filters(is_narrow):
+  """Ten operations, of which each reads an array of 1 byte that ends there; three are gradients of filters."""
+  gradients = WeightGradients()
+  for index in range(10):
+    gradients.add_step(2.0, {index: 1.0}, [index], 0.0)
+  gradients.add_product(0)
+  for made in (2, 4, 6):
+    gradients.add_reduction(0, 'sum', made, 'convolution', 2**20, is_narrow)
+  return gradients
+
+
+def test_gradients_of_filters_in_32_bits_wait_for_the_next_one_and_may_wait_for_more():
+  assert filters(is_narrow=False).peak() == 2 + 1
+  assert filters(is_narrow=False).filter_spread() == 1
+  assert filters(is_narrow=True).peak() == 2
+  assert filters(is_narrow=True).filter_spread() == 0
+
+
 def test_products_in_loops_are_not_delayed():
   assert schedule((0, -1, 'dot_general'), (1, -1, 'reduce')) == 2
   gradients = WeightGradients()

@@ -30,12 +30,14 @@ from flax_spmd._src.estimate.graph import (
   used_axes,
 )
 from flax_spmd._src.estimate.halos import is_plain_slice
+from flax_spmd._src.estimate.kept_results import KeptResults, kept_results
 from flax_spmd._src.estimate.kernels import unknown_kernel
 from flax_spmd._src.estimate.live_buffers import (
   BARRIER,
   WRITES,
   BlockLiveness,
   argument_derived_values,
+  copy_of,
   liveness,
   rematerialisable_values,
 )
@@ -67,6 +69,7 @@ _REMEMBERED = 2**15  # requirements for each mesh
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
+_FEW_ROWS = 4096  # that XLA for GPUs sums in one step
 
 
 class WalkResult(NamedTuple):
@@ -99,6 +102,7 @@ class AnalyzedGraph:
     transposed: operands of transposes, by their results.
     forwarded: results of operations that rearrange or widen a partial sum before it is reduced.
     loop_sums: values that are added to a loop's carry, with the loop's result.
+    filters: arguments of the shapes of convolutions' filters, by shape.
     origins: number of loops around the place where each value is computed.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
     alike: a number per operation whose requirement is costly, by its first result; equal for equal operations.
@@ -110,7 +114,9 @@ class AnalyzedGraph:
     self._requirements: dict[tuple[tuple[str, int], ...], dict[tuple, Requirement]] = {}
     self.rematerialisable = rematerialisable_values(graph)
     self.argument_derived = argument_derived_values(graph)
+    self.filters: dict[tuple[int, ...], list[int]] = {}
     self._liveness: dict[str, BlockLiveness] = {}
+    self._kept: dict[str, KeptResults] = {}
     self.wire_values = wire_values(graph)
     self.constants: dict[int, int] = {}
     self.uses: dict[int, int] = {}
@@ -118,6 +124,9 @@ class AnalyzedGraph:
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
     self._number(graph.main, {})
+    for value in graph.main.arguments:
+      if graph.values[value].shape in self.filters:
+        self.filters[graph.values[value].shape].append(value)
     self.loop_sums = loop_sums(graph, self.uses)
     self.forwarded = forwarded_sums(graph, self.uses, self.loop_sums)
     self.origins = origins(graph)
@@ -135,6 +144,8 @@ class AnalyzedGraph:
         dtype = self.graph.values[op.operands[0]].dtype
         size = math.prod(self.graph.values[op.results[0]].shape)
         product_sizes[dtype] = product_sizes.get(dtype, 0) + size
+      if op.kind == 'convolution' and op.operands[1] in self.argument_derived:
+        self.filters[self.graph.values[op.operands[1]].shape] = []
       for inner in op.blocks:
         self._scan(inner, product_sizes)
     for value in block.returned:
@@ -160,8 +171,14 @@ class AnalyzedGraph:
   def liveness(self, platform: str) -> BlockLiveness:
     """The liveness of the main block on a platform: that of the target, whatever platform the step is lowered for."""
     if platform not in self._liveness:
-      self._liveness[platform] = liveness(self.graph, platform)
+      self._liveness[platform] = liveness(self.graph, platform, self.kept(platform))
     return self._liveness[platform]
+
+  def kept(self, platform: str) -> KeptResults:
+    """The elementwise results that are stored on a platform, or not, against the common rule."""
+    if platform not in self._kept:
+      self._kept[platform] = kept_results(self.graph, platform)
+    return self._kept[platform]
 
   def trip_count(self, loop: Op) -> int:
     """The number of iterations of a loop: up to the constant in its condition; 1 without a constant."""
@@ -195,6 +212,9 @@ class AnalyzedGraph:
       peak = max(peak, walk.weight_gradients.peak())
       spread = walk.weight_gradients.spread()
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
+      spread = walk.weight_gradients.filter_spread()
+      walk.doubts.add_kept('gradients', 'the order of those of filters', spread)
+      walk.add_spikes(peak)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     held = sum(map(walk._bytes, self.graph.main.arguments))
@@ -252,6 +272,7 @@ class _CostWalk:
   ):
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
     self.values, self.requirements = analyzed.graph.values, analyzed.requirements(sizes)
+    self.unsure = analyzed.kept(platform).unsure
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
@@ -269,6 +290,7 @@ class _CostWalk:
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
     self.weight_gradients = WeightGradients()
+    self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
 
   def block(
@@ -286,6 +308,9 @@ class _CostWalk:
       for value in live.written[index]:
         alive[value] = self._written_bytes(op, value)
         now += alive[value]
+      for value in live.copied[index]:
+        alive[copy_of(value)] = self._bytes(value)
+        now += self._bytes(value)
       reads = () if op.blocks else live.reads[index]
       self.hbm += times * sum(map(self._bytes, (*live.written[index], *reads)))
       if op.kind == 'while':  # its buffers reuse those of operands that end here
@@ -299,6 +324,8 @@ class _CostWalk:
       peak = max(peak, present)
       if block is self.analyzed.graph.main:
         self._add_step(present, live, index, alive)
+        if op.kind == 'reduce':
+          self._add_spike(op, live.reads[index], present)
       if fills_stacks and self._runs_last(op):
         held.update(live.reads[index])
       for value in live.ending[index]:
@@ -332,7 +359,7 @@ class _CostWalk:
     ends = [
       (self.values[value].dtype, alive.get(value))
       for value in live.ending[index]
-      if value not in self.reduced
+      if value not in self.reduced and value >= 0
     ]
     return sum(size for dtype, size in results if (dtype, size) in ends)
 
@@ -379,6 +406,9 @@ class _CostWalk:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0
+    if op.results[0] in self.unsure:
+      size = self._bytes(op.results[0])
+      self.doubts.add_kept(op.source, 'a function that takes long to compute again', size)
     if op.results[0] not in self.analyzed.rematerialisable and not self._is_local(op):
       self._compute(op, times)
     return 0.0
@@ -470,10 +500,40 @@ class _CostWalk:
   def _doubt_memory(self, op: Op) -> None:
     """Notes operations around which compilers store more than `live_buffers` counts, with the bytes to expect."""
     [result] = op.results[:1] or [0]
-    if op.kind == 'convolution':  # its neighbours are copied in another layout, or to float32
+    if (
+      op.kind == 'convolution' and self.platform != 'cuda'
+    ):  # its neighbours are copied in another layout, or to float32
       self.doubts.add_kept(op.source, 'copies beside a convolution', 2 * self._bytes(result))
     elif op.kind == 'pad' and any(op.attributes.get('interior_padding') or ()):
       self.doubts.add(op.source, 'temporaries of a scan', Bound(memory=2 * self._bytes(result)))
+
+  def add_spikes(self, peak: float) -> None:
+    """Adds doubts about the operations that may need more than the peak, in bytes."""
+    updated = 0.0
+    for arrays in self.analyzed.filters.values():  # the parameter, its moments and its gradient
+      updated += (len(arrays) + 1) * min(map(self._bytes, arrays))
+    reason = 'copies of filters in another layout as they are updated'
+    for source, text, memory in (*self.spikes, ('gradients', reason, updated)):
+      self.doubts.add(source, text, Bound(memory=max(0.0, memory - peak)))
+
+  def _add_spike(self, op: Op, reads: Sequence[int], present: float) -> None:
+    """Notes sums in the gradient of a norm over images, whose operands XLA may store in 32 bits.
+
+    It sums few rows, or dimensions that are not adjacent, in kernels of their own, which compute less of their operand.
+    """
+    (value, *_), dims = op.operands, op.attributes['dimensions']
+    shape, spec = self.values[value].shape, self.specs[value]
+    size = math.prod(shape)
+    kept = [dim for dim, length in enumerate(shape) if dim not in dims and length > 1]
+    reduced = [dim for dim in dims if shape[dim] > 1]
+    are_read = sum(math.prod(self.values[one].shape) == size for one in reads) > 1
+    if len(shape) < 4 or not reduced or not are_read:
+      return
+    rows = math.prod(shape[dim] / shard_count(spec[dim], self.sizes) for dim in reduced)
+    is_apart = any(min(reduced) < dim < max(reduced) for dim in kept)
+    if is_apart or (kept == [len(shape) - 1] and rows <= _FEW_ROWS):
+      added = (1 if is_apart else 4) * self._bytes(value)  # of the norms of a block and of its shortcut
+      self.spikes.append((op.source, 'operands of a sum over images', present + added))
 
   def _changes(self, op: Op, value: int, required: Spec) -> Sequence[CollectiveOp]:
     return reshard(self.values[value], self._operand_spec(value, op), required, self.sizes)
@@ -615,7 +675,8 @@ class _CostWalk:
       size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
       size *= partial.array.itemsize
       key = self.combiner.key(groups[0])
-      self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size)
+      is_narrow = partial.array.itemsize < 4
+      self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size, is_narrow)
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""

@@ -7,6 +7,7 @@ them; operands of products are stored. XLA departs from it, as was measured on c
   that takes longer than to write and read it: from about 150 clock cycles for each of its bytes. So `tanh` is stored
   in 16 bits and not in 32, `log(1 + exp(x))` too, and `sine` and the long polynomials of `erfc` always are.
 * The mask of a dropout is stored, one byte an element, not the random bits, which every device could compute again.
+* So is the mask of a function of a norm, such as `leaky_relu`, in 32 bits.
 * Products compute functions of their operands themselves, which are not stored then (`prologues`).
 
 For TPUs, elementwise operations are always fused into the products that read them, expensive ones too.
@@ -15,7 +16,7 @@ For TPUs, elementwise operations are always fused into the products that read th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
@@ -39,6 +40,9 @@ _CYCLES = {
   'tanh': 467,
 }
 _CYCLES_A_BYTE = 150
+_CYCLES_IN_DOUBT = 129  # a byte; up to the limit, XLA has been seen to choose both
+_OTHER_CYCLES = 7  # of an addition or a multiplication
+_LONG = 3  # operations after which a comparison in 32 bits is stored
 _ELEMENTWISE = (
   *('abs', 'add', 'and', 'compare', 'divide', 'maximum', 'minimum', 'multiply', 'negate', 'not', 'or'),
   *('select', 'subtract'),
@@ -54,11 +58,13 @@ class KeptResults(NamedTuple):
     kept: those that are stored because they are expensive to compute again.
     fused: operands of products that are not stored, since they are computed as the products read them.
     sources: values that products read instead, and that are stored.
+    unsure: values that are taken to be computed again, although that takes nearly as long.
   """
 
   kept: frozenset[int]
   fused: frozenset[int] = frozenset()
   sources: frozenset[int] = frozenset()
+  unsure: frozenset[int] = frozenset()
 
 
 def kept_results(graph: Graph, platform: str) -> KeptResults:
@@ -73,8 +79,15 @@ def kept_results(graph: Graph, platform: str) -> KeptResults:
     fused = frozenset(value for block in blocks for value in _elementwise(block))
     return KeptResults(frozenset(), fused)
   found = prologues(graph) if platform == 'cuda' else Prologues(frozenset(), frozenset())
-  kept = frozenset(value for block in blocks for value in _kept(block, graph, found))
-  return KeptResults(kept, found.fused, found.sources)
+  kept: set[int] = set()
+  unsure: set[int] = set()
+  for block in blocks:
+    uses, depths = _Uses(block, found.fused), _depths(block, graph)
+    kept.update(_masks(block, graph, uses, depths))
+    expensive = _Expensive(block, graph, found, uses, depths)
+    kept |= expensive.kept
+    unsure |= expensive.unsure
+  return KeptResults(frozenset(kept), found.fused, found.sources, frozenset(unsure))
 
 
 def _blocks(block: Block) -> Iterator[Block]:
@@ -84,13 +97,8 @@ def _blocks(block: Block) -> Iterator[Block]:
       yield from _blocks(inner)
 
 
-def _kept(block: Block, graph: Graph, found: Prologues) -> Iterator[int]:
-  yield from _masks(block, graph, _Uses(block, found.fused))
-  yield from _expensive(block, graph, found)
-
-
-def _masks(block: Block, graph: Graph, uses: _Uses) -> Iterator[int]:
-  """The comparisons with random numbers that several operations use."""
+def _masks(block: Block, graph: Graph, uses: _Uses, depths: Mapping[int, int]) -> Iterator[int]:
+  """The comparisons of random numbers, and of norms in 32 bits, that several operations use."""
   rounds: dict[int, int] = {}  # of a random generator, by value
   for op in block.ops:
     if op.blocks or len(op.results) != 1:
@@ -100,30 +108,60 @@ def _masks(block: Block, graph: Graph, uses: _Uses) -> Iterator[int]:
     value = graph.values[result]
     before = max((rounds.get(operand, 0) for operand in op.operands), default=0)
     rounds[result] = 0 if value.dtype == 'i1' else before + (op.kind == 'xor')
-    if op.kind == 'compare' and before >= _ROUNDS and value.shape and uses.count(result) > 1:
+    is_long = depths.get(result, 0) > _LONG and graph.values[op.operands[0]].dtype == 'f32'
+    is_mask = op.kind == 'compare' and value.shape and uses.count(result) > 1
+    if is_mask and (before >= _ROUNDS or is_long):
       yield result
 
 
-def _expensive(block: Block, graph: Graph, found: Prologues) -> Iterator[int]:
-  """The results that take longer to compute again than to write and read."""
-  uses = _Uses(block, found.fused)
-  products = (op.operands for op in block.ops if op.kind in PRODUCTS)
-  stored = found.sources.union(*products) - found.fused
-  steps: dict[int, dict[int, int]] = {}  # by value, the cycles of the functions that it is computed with
+def _depths(block: Block, graph: Graph) -> dict[int, int]:
+  """By elementwise result, the number of operations in turn that compute it from arrays of its size."""
+  result: dict[int, int] = {}
   for op in block.ops:
-    if len(op.results) != 1 or op.results[0] in stored:
-      continue
+    if len(op.results) == 1 and (op.kind in _CYCLES or op.kind in _ELEMENTWISE or op.kind in _VIEWS):
+      size = math.prod(graph.values[op.results[0]].shape)
+      fused = [one for one in op.operands if math.prod(graph.values[one].shape) == size]
+      depth = max((result.get(one, 0) for one in fused), default=0)
+      result[op.results[0]] = depth + (op.kind not in _VIEWS)
+  return result
+
+
+class _Expensive:
+  """The results that take longer to compute again than to write and read, and those of which that is unsure."""
+
+  def __init__(
+    self, block: Block, graph: Graph, found: Prologues, uses: _Uses, depths: Mapping[int, int]
+  ):
+    self._graph, self._uses, self._depths = graph, uses, depths
+    self.kept: set[int] = set()
+    self.unsure: set[int] = set()
+    products = (op.operands for op in block.ops if op.kind in PRODUCTS)
+    stored = found.sources.union(*products) - found.fused
+    steps: dict[
+      int, dict[int, int]
+    ] = {}  # by value, the cycles of the functions that it is computed with
+    for op in block.ops:
+      if len(op.results) == 1 and op.results[0] not in stored:
+        self._visit(op, steps)
+
+  def _visit(self, op: Op, steps: dict[int, dict[int, int]]) -> None:
     (result,) = op.results
-    if op.kind in _CYCLES or op.kind in _ELEMENTWISE or op.kind in _VIEWS:
-      size = math.prod(graph.values[result].shape)
-      fused = [steps.get(one, {}) for one in op.operands if math.prod(graph.values[one].shape) == size]
-      cycles = {key: value for one in fused for key, value in one.items()}
-      cycles |= {result: _CYCLES[op.kind]} if op.kind in _CYCLES else {}
-      limit = _CYCLES_A_BYTE * graph.values[result].itemsize
-      if cycles and sum(cycles.values()) >= limit and op.kind not in _VIEWS and uses.count(result) > 1:
-        yield result
-      elif cycles:
-        steps[result] = cycles
+    if op.kind not in _CYCLES and op.kind not in _ELEMENTWISE and op.kind not in _VIEWS:
+      return
+    size = math.prod(self._graph.values[result].shape)
+    same = [one for one in op.operands if math.prod(self._graph.values[one].shape) == size]
+    cycles = {key: value for one in same for key, value in steps.get(one, {}).items()}
+    cycles |= {result: _CYCLES[op.kind]} if op.kind in _CYCLES else {}
+    itemsize, total = self._graph.values[result].itemsize, sum(cycles.values())
+    is_used = op.kind not in _VIEWS and self._uses.count(result) > 1
+    if is_used and total >= _CYCLES_A_BYTE * itemsize:
+      self.kept.add(result)
+      return
+    total += _OTHER_CYCLES * (self._depths.get(result, 1) - 1)
+    if is_used and op.kind in _CYCLES and total >= _CYCLES_IN_DOUBT * itemsize:
+      self.unsure.add(result)
+    if cycles:
+      steps[result] = cycles
 
 
 def _elementwise(block: Block) -> Iterator[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.graph import PRODUCTS, Block, Graph, Op
-from flax_spmd._src.estimate.kept_results import KeptResults, kept_results
+from flax_spmd._src.estimate.kept_results import KeptResults
 
 # Operations that store their results.
 WRITES = frozenset(
@@ -47,6 +47,8 @@ _READS = frozenset(
     'fft',
     'cholesky',
     'triangular_solve',
+    'reduce_window',
+    'select_and_scatter',
   ]
 )
 _IN_PLACE = ('dynamic_update_slice',)
@@ -74,16 +76,23 @@ class BlockLiveness(NamedTuple):
     written: per operation, the values that it writes to new memory.
     reads: per operation, the stored values, or slices of them, that it reads. Empty for an operation that
       writes nothing.
-    ending: per operation, the stored values that it is the last to read.
+    copied: per operation, the values of which it needs a copy in another layout; `copy_of` numbers the copies.
+    ending: per operation, the stored values, and copies, that it is the last to read.
     returned: values read and written once more when results are copied out.
     inner: per operation, the liveness of its blocks.
   """
 
   written: tuple[tuple[int, ...], ...]
   reads: tuple[tuple[int, ...], ...]
+  copied: tuple[tuple[int, ...], ...]
   ending: tuple[tuple[int, ...], ...]
   returned: tuple[int, ...]
   inner: tuple[tuple[BlockLiveness, ...], ...]
+
+
+def copy_of(value: int) -> int:
+  """The number of the copy of a value, which is negative."""
+  return -1 - value
 
 
 def rematerialisable_values(graph: Graph, kept: frozenset[int] = frozenset()) -> frozenset[int]:
@@ -135,23 +144,27 @@ class _Exceptions(NamedTuple):
     rematerialisable: values that every device computes by itself.
     results: elementwise results that are stored, or that products compute themselves.
     weights: arguments of the step, and views of them.
+    filters: arguments of the step, if convolutions read them in another layout.
   """
 
   rematerialisable: frozenset[int]
   results: KeptResults
   weights: frozenset[int]
+  filters: frozenset[int]
 
 
-def liveness(graph: Graph, platform: str) -> BlockLiveness:
+def liveness(graph: Graph, platform: str, results: KeptResults) -> BlockLiveness:
   """The liveness of the main block of a program, and of the blocks in it.
 
   Args:
     graph: the program.
     platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
+    results: its elementwise results that are stored, or not, against the common rule.
   """
-  results = kept_results(graph, platform)
   rematerialisable = rematerialisable_values(graph, results.kept)
-  return _liveness(graph.main, _Exceptions(rematerialisable, results, argument_derived_values(graph)))
+  filters = frozenset(graph.main.arguments) if platform == 'cuda' else frozenset()
+  weights = argument_derived_values(graph)
+  return _liveness(graph.main, _Exceptions(rematerialisable, results, weights, filters))
 
 
 def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
@@ -167,8 +180,40 @@ def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
       ending[later.get(index, index)].append(value)
   for index, op in enumerate(block.ops):  # results of a loop that are never read
     ending[index] += [value for value in op.results if op.blocks and value not in scan.last_reads]
+  copied = [[] for _ in block.ops]
+  for value, (first, last) in _copies(block.ops, exceptions.filters).items():
+    copied[first].append(value)
+    ending[last].append(copy_of(value))
   inner = tuple(tuple(_liveness(one, exceptions) for one in op.blocks) for op in block.ops)
-  return BlockLiveness(written, reads, tuple(map(tuple, ending)), returned, inner)
+  return BlockLiveness(
+    written, reads, tuple(map(tuple, copied)), tuple(map(tuple, ending)), returned, inner
+  )
+
+
+def _copies(ops: Sequence[Op], filters: frozenset[int]) -> dict[int, tuple[int, int]]:
+  """The values that operations read in another layout, with the indices of the first and the last of these.
+
+  cuDNN reads a filter with its positions between its channels, while JAX has them first. A filter that is converted
+  is converted into that order. The gradient of a maximum over windows has its operand twice.
+  """
+  result: dict[int, tuple[int, int]] = {}
+  origin: dict[
+    int, int
+  ] = {}  # of a filter that is reversed, or an image that is padded, as for gradients
+  pooled: dict[int, int] = {}  # index of the maximum over windows, by its operand
+  for index, op in enumerate(ops):
+    value = op.operands[min(1, len(op.operands) - 1)] if op.operands else 0
+    if op.kind in ('reverse', 'pad'):
+      origin[op.results[0]] = op.operands[0]
+    elif op.kind == 'reduce_window':
+      pooled[op.operands[0]] = index
+    elif op.kind == 'select_and_scatter' and filters:
+      value = origin.get(op.operands[0], op.operands[0])
+      result[value] = pooled.get(value, index), index
+    elif op.kind == 'convolution' and origin.get(value, value) in filters:
+      value = origin.get(value, value)
+      result[value] = result.get(value, (index, index))[0], index
+  return result
 
 
 def _later_products(ops: Sequence[Op], weights: frozenset[int]) -> dict[int, int]:

@@ -11,6 +11,9 @@ all that may run then, after the gradients of the activations:
 
 Where the backward pass itself needs collectives, as with tensor parallelism, they hide behind the products of the same
 layer.
+
+Convolutions are computed as the program is written where their gradients are converted to another dtype after the reduction. In
+32 bits nothing converts them, and each has been seen to run after the gradient of the next filter's input.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import LIMIT
-from flax_spmd._src.estimate.graph import PRODUCTS
 
 SCHEDULING_PLATFORMS = ('cuda',)  # these delay products
 _SCALARS = 64  # bytes of a group; metrics, which are reduced last
+_FILTERS = 4  # the most gradients of filters that have been seen to wait
 
 
 class _Reduction(NamedTuple):
@@ -34,10 +37,15 @@ class _Reduction(NamedTuple):
   made: int
   kind: str
   bytes: float
+  is_narrow: bool = False
 
   @property
   def is_product(self) -> bool:
-    return self.kind in PRODUCTS
+    return self.kind == 'dot_general'
+
+  @property
+  def is_filter(self) -> bool:
+    return self.kind == 'convolution'
 
 
 class _Step(NamedTuple):
@@ -79,7 +87,9 @@ class WeightGradients:
     """Adds the collectives that a product depends on, as a bit set."""
     self._needed |= needed
 
-  def add_reduction(self, group: int, key: Hashable, made: int, kind: str, size: float) -> None:
+  def add_reduction(
+    self, group: int, key: Hashable, made: int, kind: str, size: float, is_narrow: bool = False
+  ) -> None:
     """Adds a reduction that is needed now.
 
     Args:
@@ -88,12 +98,13 @@ class WeightGradients:
       made: index of the operation whose result is reduced; -1 for one in a loop.
       kind: kind of that operation.
       size: bytes.
+      is_narrow: whether its elements have less than 32 bits.
     """
-    self._reductions.append(_Reduction(group, key, made, kind, size))
+    self._reductions.append(_Reduction(group, key, made, kind, size, is_narrow))
 
   def peak(self) -> float:
     """The peak memory in bytes, with the products delayed."""
-    return self._peak(self._delays(0))
+    return self._peak(self._delays(0) | self._filter_delays(1))
 
   def spread(self) -> float:
     """The most bytes by which the peak may be off, where the gradients of matrices have several groups.
@@ -133,6 +144,26 @@ class WeightGradients:
   def _has_several_groups(self) -> bool:
     """Whether the gradients of matrices are too many for one collective."""
     return sum(any(one.is_product for one in group) for group in _combined(self._final)) > 1
+
+  def filter_spread(self) -> float:
+    """The most bytes by which the peak may be off, if gradients of filters wait for others, or as matrices do."""
+    delays = [self._delays(0) | self._filter_delays(further) for further in (1, 0, _FILTERS)]
+    as_matrices = [
+      one._replace(kind='dot_general') if one.is_filter else one for one in self._reductions
+    ]
+    if as_matrices != self._reductions:
+      other = WeightGradients()
+      other._steps, other._reductions, other._needed = self._steps, as_matrices, self._needed
+      delays.append(other._delays(0))
+    peaks = [self._peak(one) for one in delays]
+    return max(abs(peak - peaks[0]) for peak in peaks)
+
+  def _filter_delays(self, further: int) -> dict[int, int]:
+    """By the index of each gradient of a filter in 32 bits, that of the one that it waits for."""
+    made = sorted(
+      one.made for one in self._final if one.is_filter and not one.is_narrow and one.made >= 0
+    )
+    return dict(zip(made, made[further:] + made[-1:] * further)) if further else {}
 
   def _delays(self, further: int) -> dict[int, int]:
     """By the index of each product that is delayed, that of the operation that it waits for.
