@@ -3,6 +3,8 @@
     step         1F1B on 4 ranks and 8 microbatches, over plain accumulation on one of these devices
     dispatch     48 chunks and 64 microbatches on 8 ranks: thousands of small programs from one thread
     first step   in new processes: the total, and the share of tracing and planning
+    microbatches the time to compile the same programs for 256 microbatches, over that for 8
+    processes    the step in two and four processes (over gloo) over that in one
     minimum cut  the same step, with the residuals that differentiation would keep by default
     plan         residuals of a stage, programs compiled, bytes moved after the loop, simulated schedules
     sleeping     stages that sleep instead of computing, so that ranks overlap on any number of cores:
@@ -30,6 +32,7 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 import functools
 import io
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -39,6 +42,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import flax.linen as nn
 import jax
@@ -54,6 +59,7 @@ import flax_spmd as spmd
 from flax_spmd import pipeline
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.run.call_list import Call, CallList, Send
+from tests.processes import run_processes
 
 RANKS, MICROBATCHES = 4, 8
 CHUNKED_MS = 1742  # JaxPP's step of 48 chunks x 64 microbatches on 8 ranks: 1,742 to 1,819 (jax 0.9.2)
@@ -72,6 +78,8 @@ def figures() -> list[Figure]:
     *step_figures('small', at_most(1.1), rounds=61),
     *step_figures('mid', at_most(0.9), rounds=31),
     *dispatch_figures(),
+    *microbatch_figures(),
+    *process_figures(),
     *minimum_cut_figures(),
     *plan_figures(),
     *sharing_figures(),
@@ -215,6 +223,48 @@ def step_figures(name: str, target: Target | None = None, *, rounds: int) -> lis
     _milliseconds(f'{name}: step of a pipeline', times, 'pipeline'),
     ratio(f'{name}: over one device', times, 'pipeline', 'one device', target),
   ]
+
+
+def microbatch_figures() -> list[Figure]:
+  """Time to trace, plan and compile: the programs are the same for any number of microbatches."""
+  size, few, many = SIZES['small'], 8, 256
+  shape = 4, size.tokens, size.width
+
+  def phases(microbatches: int) -> dict[str, float]:
+    batch = (jax.ShapeDtypeStruct((microbatches, *shape), jnp.float32),) * 2
+    return pipelined(pipeline.OneFOneB(RANKS)).lower(abstract_state(size), batch).compile().times
+
+  rounds = [(phases(few), phases(many)) for _ in range(3)]
+  compiled = [late['compile'] / early['compile'] for early, late in rounds]
+  whole = [sum(late.values()) / sum(early.values()) for early, late in rounds]
+  return [
+    summary(f'{many} microbatches over {few}: compilation', compiled, 'x', at_most(1.1)),
+    summary(f'{many} microbatches over {few}: with trace and plan', whole, 'x'),
+  ]
+
+
+def process_figures() -> list[Figure]:
+  """Steps of the same four ranks in several processes over those in one, one job after the other."""
+  times = {count: _seconds_of_steps(count) for count in (1, 2, 4)}
+  alone = statistics.median(times[1])
+  return [
+    summary(f'{count} processes over one', [one / alone for one in times[count]], 'x', at_most(1.15))
+    for count in (2, 4)
+  ]
+
+
+def _seconds_of_steps(processes: int) -> list[float]:
+  source = 'jax.devices()\nsys.path.insert(0, FOLDER)\nimport pipelines\nreport(pipelines.steps())'
+  source = f'import sys\n{source.replace("FOLDER", repr(str(Path(__file__).parent)))}'
+  results = run_processes(source, processes=processes, devices=RANKS // processes, timeout=300, flags='')
+  return results[0].value
+
+
+def steps() -> list[float]:
+  """Runs in each of some processes: seconds of some steps of the middle model."""
+  size = SIZES['mid']
+  run = Run(pipelined(pipeline.OneFOneB(RANKS)), *map(jax.device_get, (state_of(size), batch_of(size))))
+  return [one['step'] for one in measure({'step': run.once}, rounds=21, warm_up=3, clock=WALL)]
 
 
 def minimum_cut_figures() -> list[Figure]:

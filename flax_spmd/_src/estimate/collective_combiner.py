@@ -1,7 +1,7 @@
 """Collective combiner: XLA combines independent collectives of one kind into one.
 
-A collective joins the first group of its kind, dtype, axes and block that its operand does not depend on and
-that has room left. Dependences are a bit set per value: the groups that it is computed from. XLA's limit is
+An all-gather, reduce-scatter or all-reduce joins the first group of its kind, dtype, axes and block that its operand
+does not depend on and that has room left. Dependences are a bit set per value: the groups that it is computed from. XLA's limit is
 30 MiB per combined collective (`xla_gpu_all_reduce_combine_threshold_bytes`, and its like for other kinds).
 """
 
@@ -14,6 +14,7 @@ from flax_spmd._src.estimate.resharding import CollectiveOp
 from flax_spmd._src.hlo.collectives import Collective, wire
 
 LIMIT = 30 * 2**20
+_COMBINED = ('all-gather', 'reduce-scatter', 'all-reduce')
 
 
 class CollectiveCombiner:
@@ -63,9 +64,8 @@ class CollectiveCombiner:
     dependences = self._dependences.get(value, 0)
     candidates = self._open.setdefault((one.kind, one.dtype, one.axes, one.times, block), [])
     room = LIMIT / (one.group if one.kind == 'all-gather' else 1) - one.bytes
-    index = next(
-      (i for i in candidates if not dependences >> i & 1 and self._combined[i].bytes <= room), None
-    )
+    fitting = (i for i in candidates if not dependences >> i & 1 and self._combined[i].bytes <= room)
+    index = next(fitting, None) if one.kind in _COMBINED else None
     if index is None:
       index = len(self._combined)
       candidates.append(index)

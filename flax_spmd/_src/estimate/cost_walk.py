@@ -62,6 +62,8 @@ from flax_spmd._src.estimate.wire_dtypes import wire_values
 from flax_spmd._src.hlo.counts import Counts
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
+_COSTLY = (*PRODUCTS, 'gather', 'scatter', 'reshape')  # requirements that are remembered
+_REMEMBERED = 2**15  # requirements for each mesh
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
@@ -99,10 +101,13 @@ class AnalyzedGraph:
     loop_sums: values that are added to a loop's carry, with the loop's result.
     origins: number of loops around the place where each value is computed.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
+    alike: a number per operation whose requirement is costly, by its first result; equal for equal operations.
   """
 
   def __init__(self, graph: Graph):
     self.graph = graph
+    self.alike: dict[int, int] = {}
+    self._requirements: dict[tuple[tuple[str, int], ...], dict[tuple, Requirement]] = {}
     self.rematerialisable = rematerialisable_values(graph)
     self.argument_derived = argument_derived_values(graph)
     self._liveness: dict[str, BlockLiveness] = {}
@@ -112,6 +117,7 @@ class AnalyzedGraph:
     self.transposed: dict[int, int] = {}
     product_sizes: dict[str, int] = {}
     self._scan(graph.main, product_sizes)
+    self._number(graph.main, {})
     self.loop_sums = loop_sums(graph, self.uses)
     self.forwarded = forwarded_sums(graph, self.uses, self.loop_sums)
     self.origins = origins(graph)
@@ -133,6 +139,23 @@ class AnalyzedGraph:
         self._scan(inner, product_sizes)
     for value in block.returned:
       self.uses[value] = self.uses.get(value, 0) + 1
+
+  def _number(self, block: Block, known: dict[tuple, int]) -> None:
+    for op in block.ops:
+      if op.kind in _COSTLY:
+        arrays = [(self.graph.values[value], self.wire_values.get(value)) for value in op.operands]
+        attributes = repr(sorted(op.attributes.items()))
+        about = op.kind, attributes, *arrays, self.graph.values[op.results[0]]
+        self.alike[op.results[0]] = known.setdefault(about, len(known))
+      for inner in op.blocks:
+        self._number(inner, known)
+
+  def requirements(self, sizes: Mapping[str, int]) -> dict[tuple, Requirement]:
+    """The requirements that were computed before under a mesh: layouts of a search have most of them in common."""
+    known = self._requirements.setdefault(tuple(sizes.items()), {})
+    if len(known) > _REMEMBERED:
+      known.clear()
+    return known
 
   def liveness(self, platform: str) -> BlockLiveness:
     """The liveness of the main block on a platform: that of the target, whatever platform the step is lowered for."""
@@ -228,7 +251,7 @@ class _CostWalk:
     self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int], platform: str
   ):
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
-    self.values = analyzed.graph.values
+    self.values, self.requirements = analyzed.graph.values, analyzed.requirements(sizes)
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
     self.gathered_before = 0.0  # bytes that the present loop finds gathered
@@ -374,7 +397,7 @@ class _CostWalk:
     )
 
   def _compute(self, op: Op, times: int) -> None:
-    required = requirement(op, self._context(op))
+    required = self._required(op)
     if required.is_settled and self._are_resharded(op, required):
       required = required._replace(halos=())
     for value, spec in zip(op.operands, required.operands):
@@ -397,6 +420,16 @@ class _CostWalk:
     for value in op.results:
       self._add_result(value, required, times, op)
 
+  def _required(self, op: Op) -> Requirement:
+    context = self._context(op)
+    if op.kind not in _COSTLY:
+      return requirement(op, context)
+    about = self.analyzed.alike[op.results[0]], *context.specs, *context.rematerialisable
+    key = *about, context.result_spec
+    if key not in self.requirements:
+      self.requirements[key] = requirement(op, context)
+    return self.requirements[key]
+
   def _are_resharded(self, op: Op, required: Requirement) -> bool:
     """Whether all operands of an operation were brought to the required shardings before."""
     return all(
@@ -416,6 +449,12 @@ class _CostWalk:
       reason = f'activations resharded for a {use}'
     elif op.kind in _SLICES and spec != self.specs[value]:
       reason = 'slice along a sharded dimension'
+    elif is_elementwise(op) and spec != self.specs[value]:
+      changes = self._changes(op, value, spec)
+      if any(one.kind == 'all-to-all' for one in changes):  # or that of another array of the same chain
+        bound = Bound(wire=times * wire_bytes(changes, self.sizes))
+        self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
+      return
     else:
       return
     self.doubts.add(op.source, reason, self._bound(op, required, times))
@@ -458,7 +497,9 @@ class _CostWalk:
         self.deferred_gathers[value] = natural
         self.deferred_computed |= {value} if len(op.operands) > 1 else set()
       else:
-        self.exchanged |= {value} if any(op.kind == 'all-to-all' for op in ops) else set()
+        is_own = op.kind == 'concatenate'  # XLA makes this exchange where the parts are joined
+        is_exchanged = not is_own and any(one.kind == 'all-to-all' for one in ops)
+        self.exchanged |= {value} if is_exchanged else set()
         self._add_collectives(ops, times, value, op.source)
 
   def _context(self, op: Op) -> Context:
@@ -564,6 +605,11 @@ class _CostWalk:
     if value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened):
       ops = without_reduce_scatter(ops)
     dtype = partial.array.dtype
+    is_split = value in self.analyzed.loop_sums and self.platform in MOVING_PLATFORMS
+    if is_split and not partial.is_total and [op.kind for op in ops] == ['reduce-scatter', 'all-reduce']:
+      loop, self.loop = self.loop, 0  # the rest is reduced once, after the loop
+      self._add_collectives(ops[1:], self.times_outside[-1], value, partial.source, partial.kind, dtype)
+      ops, self.loop = ops[:1], loop
     groups = self._add_collectives(ops, partial.times, value, partial.source, partial.kind, dtype)
     if groups and not self.loop:
       size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)

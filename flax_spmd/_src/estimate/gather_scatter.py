@@ -106,11 +106,13 @@ def scatter(op: Op, context: Context) -> Requirement:
   operands = (*[table_spec] * tables, indices_spec, *[rows_spec] * tables)
   partial_axes = _partial_axes(lookup, chosen)
   doubt, is_settled = _doubt(lookup, chosen), _is_settled(lookup, chosen)
+  if not doubt and _choose(lookup, 2) != chosen:
+    doubt = 'the order of the dimensions of a scatter'
   return Requirement(operands, table_spec, partial_axes, doubt=doubt, is_settled=is_settled)
 
 
-def _choose(lookup: _Lookup) -> dict[LookupDim, Axes]:
-  """The axes of each dimension, one role after the other."""
+def _choose(lookup: _Lookup, copies: int = 1) -> dict[LookupDim, Axes]:
+  """The axes of each dimension, one role after the other, if a reduction counts as some copies of its array."""
   chosen: dict[LookupDim, Axes] = {}
   roles = ['batch', 'window', 'lookup', 'position']
   while roles:
@@ -119,7 +121,9 @@ def _choose(lookup: _Lookup) -> dict[LookupDim, Axes]:
     options = {role: axes for role, axes in options.items() if axes}
     if not options:
       break
-    role = min(options, key=lambda role: (role != 'batch', *_cost(lookup, chosen | options[role])))
+    role = min(
+      options, key=lambda role: (role != 'batch', *_cost(lookup, chosen | options[role], copies))
+    )
     chosen |= options[role]
     roles.remove(role)
   return chosen
@@ -173,7 +177,7 @@ def _partial_axes(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> Axes:
   return sum((axes for dim, axes in chosen.items() if dim.role == lookup.summed), ())
 
 
-def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> tuple[float, float]:
+def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes], copies: int) -> tuple[float, float]:
   """The bytes of the largest operation on one device, and the bytes that are sent."""
   specs = _specs(lookup, chosen)
   partial_axes = _partial_axes(lookup, chosen)
@@ -186,7 +190,7 @@ def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> tuple[float, flo
   ops += reduce_partial_sum(
     lookup.arrays[result], specs[result], partial_axes, lookup.specs[result], lookup.sizes
   )
-  costs = [_collective_cost(op, lookup.sizes) for op in ops]
+  costs = [_collective_cost(op, lookup.sizes, copies) for op in ops]
   return max([_held(lookup, specs), *(memory for memory, _ in costs)]), sum(sent for _, sent in costs)
 
 
@@ -248,11 +252,11 @@ def _held(lookup: _Lookup, specs: Sequence[Spec]) -> float:
   return sum(shard_size(one.shape, spec, lookup.sizes) * one.itemsize for one, spec in pairs)
 
 
-def _collective_cost(op: CollectiveOp, sizes: Mapping[str, int]) -> tuple[float, float]:
+def _collective_cost(op: CollectiveOp, sizes: Mapping[str, int], copies: int) -> tuple[float, float]:
   """The bytes of a collective's arrays, and those that it sends, as XLA counts them before it scatters sums."""
   group = shard_count(op.axes, sizes)
   if op.kind in ('all-reduce', 'reduce-scatter'):
-    return op.bytes, 2 * op.bytes
+    return copies * op.bytes, 2 * op.bytes
   result = op.bytes * group if op.kind == 'all-gather' else op.bytes
   return result, result if op.kind == 'collective-permute' else result * (group - 1) / group
 

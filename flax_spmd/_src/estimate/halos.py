@@ -46,8 +46,8 @@ def halo(inputs: int, outputs: int, shards: int, window: Window) -> tuple[int, i
   return before, after
 
 
-def parts(inputs: int, outputs: int, shards: int, start: int) -> int:
-  """The elements of the permutes that a slice needs: XLA sends the n-th part of each shard in one of them.
+def parts(inputs: int, outputs: int, shards: int, start: int) -> list[int]:
+  """The elements of each permute that a slice needs: XLA sends the n-th part of every shard in one of them.
 
   Args:
     inputs, outputs: sizes of the dimension.
@@ -56,7 +56,7 @@ def parts(inputs: int, outputs: int, shards: int, start: int) -> int:
 
   Example:
     >>> parts(32, 31, 8, 1), parts(32, 8, 4, 0)  # x[1:] sends one element of each shard, x[:8] three parts of two
-    (1, 6)
+    ([1], [2, 2, 2])
   """
   of_input, of_output = -(-inputs // shards), -(-outputs // shards)
   sent: dict[int, list[tuple[int, int]]] = {}
@@ -69,7 +69,11 @@ def parts(inputs: int, outputs: int, shards: int, start: int) -> int:
         sent.setdefault(source, []).append((max(first - at, 0), min(last - at + 1, of_input)))
   permutes = itertools.zip_longest(*sent.values())
   bounds = ([*zip(*filter(None, permute))] for permute in permutes)
-  return sum(max(ends) - min(starts) for starts, ends in bounds)
+  return [max(ends) - min(starts) for starts, ends in bounds]
+
+
+def _parts_of(inputs: int, outputs: int, shards: int, window: Window) -> Sequence[int]:
+  return parts(inputs, outputs, shards, -window.pad)
 
 
 def is_plain_slice(op: Op) -> bool:
@@ -109,7 +113,7 @@ def windowed(op: Op, context: Context) -> Requirement:
   windows = _windows(op, len(context.result.shape))
   spec = _shared(context)
   dims = {dim: (context.result.shape[dim], window) for dim, window in enumerate(windows)}
-  count = (lambda *one: (parts(*one[:3], -one[3].pad),)) if is_plain_slice(op) else halo
+  count = _parts_of if is_plain_slice(op) else halo
   others = [None if not value.shape else spec for value in context.values[1:]]
   return Requirement((spec, *others), spec, halos=exchanges(dims, spec, context, count))
 

@@ -136,7 +136,18 @@ def _slice(op: Op, context: Context) -> Requirement:
 
 
 def _concatenate(op: Op, context: Context) -> Requirement:
-  """Dimensions that grow are replicated in the operands."""
+  """Along a sharded dimension, XLA moves the shards to another one, if it can, concatenates, and moves them back."""
+  result = context.result.shape
+  grown = next((dim for dim, size in enumerate(context.values[0].shape) if size != result[dim]), None)
+  axes = context.result_spec[grown] if grown is not None else ()
+  free = (dim for dim, one in enumerate(context.result_spec) if not one and dim != grown)
+  count = shard_count(axes, context.sizes)
+  other = next((dim for dim in free if result[dim] % count == 0), None)
+  if axes and other is not None:
+    moved = {grown: (), other: axes}
+    spec = tuple(moved.get(dim, one) for dim, one in enumerate(context.result_spec))
+    doubt = 'a concatenation along a sharded dimension, whose result is gathered several times'
+    return Requirement((spec,) * len(context.values), spec, doubt=doubt)
   operands = (
     _keep_equal_dims(value.shape, context.result.shape, context.result_spec) if value.shape else None
     for value in context.values

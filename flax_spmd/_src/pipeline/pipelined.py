@@ -289,11 +289,11 @@ class TracedPipelineStep:
     """The argument whose place each result takes in the next step; predictions take that of no batch."""
     leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._request.avals]
     numbers = successors(self._result, self._request.treedef.unflatten(leaves))
-    pairs = zip(results, numbers, strict=True)
+    pairs, batch = zip(results, numbers, strict=True), step.batch
     return {
       result: step.arguments[number]
       for result, number in pairs
-      if number is not None and step.arguments[number] not in step.batch
+      if number is not None and step.arguments[number] not in batch
     }
 
   def _order(
