@@ -264,7 +264,10 @@ def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
     same = (
       'contents differ' if alike else 'contents cannot be compared: an earlier version wrote one of them'
     )
-    yield same if one.value == two.value else f'{one.value}, then {two.value}'
+    if one.value != two.value:
+      yield f'{one.value}, then {two.value}'
+    elif alike or one.value is None:
+      yield same
   if one.spec != two.spec:
     yield f'saved as {_spec_text(one) or "()"}, then as {_spec_text(two) or "()"}'
 
