@@ -78,7 +78,7 @@ def fold_rows(rows: Sequence[Row]) -> tuple[FoldedRow, ...]:
   )
 
 
-class _Part(NamedTuple):
+class _PathPart(NamedTuple):
   """Arrays of one kind: their pattern, their indices, and the number of keys up to an optimizer's field."""
 
   path: str
@@ -88,7 +88,7 @@ class _Part(NamedTuple):
   copies: str = ''
 
 
-def _fold_numbers(rows: Sequence[Row]) -> Iterator[_Part]:
+def _fold_numbers(rows: Sequence[Row]) -> Iterator[_PathPart]:
   """Arrays of one kind whose paths differ in numbers only."""
   kinds = _Kinds()
   groups: dict[Any, dict[tuple[str, ...], int]] = defaultdict(dict)
@@ -104,7 +104,7 @@ def _fold_numbers(rows: Sequence[Row]) -> Iterator[_Part]:
       indices = map(by_numbers.__getitem__, itertools.product(*box))
       numbers = itertools.chain(map(_numbers_text, box), itertools.repeat(''))
       path = ''.join(itertools.chain.from_iterable(zip(texts, numbers, strict=False)))
-      yield _Part(path, tuple(sorted(indices)), kind, depth)
+      yield _PathPart(path, tuple(sorted(indices)), kind, depth)
 
 
 class _Kinds:
@@ -174,10 +174,10 @@ def _follows(number: str, last: str) -> bool:
   return same_spelling and int(number) == int(last) + 1
 
 
-def _fold_copies(parts: Iterable[_Part]) -> Iterator[_Part]:
+def _fold_copies(parts: Iterable[_PathPart]) -> Iterator[_PathPart]:
   """Joins parameters and their copies in an optimizer's fields: arrays of one kind below equal keys."""
-  copies: dict[Any, list[_Part]] = defaultdict(list)
-  parameters: dict[Any, list[_Part]] = defaultdict(list)
+  copies: dict[Any, list[_PathPart]] = defaultdict(list)
+  parameters: dict[Any, list[_PathPart]] = defaultdict(list)
   others = []
   for part in parts:
     (copies[part.kind, _below(part.path, part.depth)] if part.depth else others).append(part)
@@ -203,7 +203,7 @@ def _depths(path: str) -> range:
   return range(min(2 if 'params' in keys[:2] else 1, len(keys) - 1) + 1)
 
 
-def _joined(parts: Sequence[_Part], tail: str) -> _Part:
+def _joined(parts: Sequence[_PathPart], tail: str) -> _PathPart:
   """The copies in several fields, whose paths end with the same keys, as one part."""
   heads = [tuple(part.path[: -len(tail)].split('/')[:-1]) for part in parts]
   indices = itertools.chain.from_iterable(part.indices for part in parts)
