@@ -32,7 +32,7 @@ def plain_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
   Above many rows is a field: rows that contain its text stay, by folded content too.
   """
-  align = ' style="text-align: left"'
+  align = ' style="text-align: left; vertical-align: top; padding: 2px 1em 2px 0"'
   head = ''.join(f'<th{align}>{safe(title)}</th>' for title in titles)
   rows = list(rows)
   lines = (''.join(f'<td{align}>{cell}</td>' for cell in row) for row in rows[:MOST_ROWS])

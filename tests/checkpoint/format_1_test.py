@@ -86,7 +86,9 @@ def test_all_kinds_and_both_formats_are_equal(tmp_path):
   ):
     checkpoint.save(tmp_path / kind, state, LAYOUT, **options)
     differences = checkpoint.diff(HERE / kind, tmp_path / kind)
-    assert [line for line in differences if 'saved as' not in line] == []
+    unknown = 'contents cannot be compared: an earlier version wrote one of them'
+    assert {line.partition(': ')[2] for line in differences if 'saved as' not in line} == {unknown}
+    assert checkpoint.diff(tmp_path / 'plain', tmp_path / kind) == []
   assert checkpoint.diff(HERE / 'plain', HERE / 'packed') == []
 
 

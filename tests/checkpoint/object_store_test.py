@@ -3,6 +3,8 @@
 import logging
 import re
 import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from textwrap import dedent
 
 import pytest
@@ -178,6 +180,23 @@ def test_credentials_that_are_set_after_an_error(s3, monkeypatch):
   assert store.write('HEAD', b'1') and store.children() == ['HEAD']
   (authorization,) = {request.headers['authorization'].split('/')[0] for request in s3.requests}
   assert authorization.endswith('AKIDLATER')
+
+
+def test_clients_that_are_forgotten_while_threads_use_them(server):
+  """An error in one thread makes all later calls find new clients; calls in progress keep theirs."""
+  store = open_store(f'{server.bucket}/run')
+  names = ['a', 'b', 'c']
+  for name in names:
+    store.write(name, name.encode(), expected=None)
+
+  def use(name):
+    for _ in range(2):
+      assert store.children() == names and store.files()[name].size == 1
+      buckets.forget_clients()
+      assert store.digest(name, 'crc32:') == f'crc32:{zlib.crc32(name.encode()):08x}'
+
+  with ThreadPoolExecutor(len(names)) as threads:
+    list(threads.map(use, names))
 
 
 def test_tags_that_are_no_checksums(s3):

@@ -48,7 +48,7 @@ def checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
   Example:
     >>> x = np.arange(8, dtype=np.float32)
     >>> checksums([x, jax.device_put(x, jax.devices()[1])])
-    ['crc32c:02f0a9ce', 'crc32c:02f0a9ce']
+    ['crc32c:87a3ed00', 'crc32c:87a3ed00']
   """
   return _checksums(leaves, likes, 'sums')
 
@@ -124,7 +124,7 @@ def _over_processes(states: list[int], topic: str | None) -> list[int]:
   return [functools.reduce(int.__xor__, column) for column in zip(*parts, strict=True)]
 
 
-class _SumPart(NamedTuple):
+class _ArrayBox(NamedTuple):
   """A box of an array.
 
   Attributes:
@@ -136,15 +136,15 @@ class _SumPart(NamedTuple):
   start: tuple[int, ...]
 
 
-def _parts(array: Any, alone: bool) -> list[_SumPart]:
+def _parts(array: Any, alone: bool) -> list[_ArrayBox]:
   """The parts of an array that this process takes up. Each element belongs to one part of one process, or each is alone."""
   if isinstance(array, np.ndarray):
-    return [_SumPart(array, (0,) * array.ndim)] if alone or jax.process_index() == 0 else []
-  parts: dict[tuple[int, ...], _SumPart] = {}
+    return [_ArrayBox(array, (0,) * array.ndim)] if alone or jax.process_index() == 0 else []
+  parts: dict[tuple[int, ...], _ArrayBox] = {}
   for shard in array.addressable_shards:
     start = tuple(part.indices(size)[0] for part, size in zip(shard.index, array.shape, strict=True))
     if shard.replica_id == 0 or (alone and start not in parts):
-      parts[start] = _SumPart(shard.data, start)
+      parts[start] = _ArrayBox(shard.data, start)
   return list(parts.values())
 
 
@@ -169,18 +169,18 @@ def _is_first(array: Any) -> bool:
   return not isinstance(array, np.ndarray) or jax.process_index() == 0
 
 
-def _host_parts(array: Any, alone: bool) -> list[_SumPart]:
+def _host_parts(array: Any, alone: bool) -> list[_ArrayBox]:
   """The parts as numpy arrays, which keep their memory from being donated."""
-  return [_SumPart(widened(np.asarray(data), np), start) for data, start in _parts(array, alone)]
+  return [_ArrayBox(widened(np.asarray(data), np), start) for data, start in _parts(array, alone)]
 
 
-def _host_states(arrays: Sequence[Any], parts: Mapping[int, list[_SumPart]]) -> dict[int, int]:
+def _host_states(arrays: Sequence[Any], parts: Mapping[int, list[_ArrayBox]]) -> dict[int, int]:
   with ThreadPoolExecutor(os.cpu_count()) as threads:
     states = threads.map(lambda i: _host_state(parts[i], arrays[i].shape), parts)
     return dict(zip(parts, states, strict=True))
 
 
-def _host_state(parts: Sequence[_SumPart], shape: tuple[int, ...]) -> int:
+def _host_state(parts: Sequence[_ArrayBox], shape: tuple[int, ...]) -> int:
   """The state of an array with zeros in place of the parts that this process does not take up."""
   state = zeros = 0
   for block in _blocks(parts, shape, np.empty(_BLOCK, np.uint8)):
@@ -192,7 +192,7 @@ def _host_state(parts: Sequence[_SumPart], shape: tuple[int, ...]) -> int:
 
 
 def _blocks(
-  parts: Sequence[_SumPart], shape: tuple[int, ...], scratch: np.ndarray
+  parts: Sequence[_ArrayBox], shape: tuple[int, ...], scratch: np.ndarray
 ) -> Iterator[np.ndarray | int]:
   """The bytes of an array in C order, from its parts; and numbers of bytes that are in none of them.
 
@@ -220,19 +220,19 @@ def _blocks(
       elif row <= _BLOCK:
         yield _assembled(some, (count, *shape[1:]), scratch)
       else:
-        yield from _blocks([_SumPart(p.data[0], p.start[1:]) for p in some], shape[1:], scratch)
+        yield from _blocks([_ArrayBox(p.data[0], p.start[1:]) for p in some], shape[1:], scratch)
 
 
-def _rows(part: _SumPart, top: int, count: int) -> _SumPart | None:
+def _rows(part: _ArrayBox, top: int, count: int) -> _ArrayBox | None:
   """The part within a range of rows, with its start relative to the first of them."""
   begin, end = max(part.start[0], top), min(part.start[0] + len(part.data), top + count)
   if begin >= end:
     return None
   data = part.data[begin - part.start[0] : end - part.start[0]]
-  return _SumPart(data, (begin - top, *part.start[1:]))
+  return _ArrayBox(data, (begin - top, *part.start[1:]))
 
 
-def _assembled(parts: Sequence[_SumPart], shape: tuple[int, ...], scratch: np.ndarray) -> np.ndarray:
+def _assembled(parts: Sequence[_ArrayBox], shape: tuple[int, ...], scratch: np.ndarray) -> np.ndarray:
   dtype = parts[0].data.dtype
   size = math.prod(shape) * dtype.itemsize
   raw = scratch[:size] if size <= scratch.size else np.empty(size, np.uint8)

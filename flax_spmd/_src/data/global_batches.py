@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import KeyPath
 
 from flax_spmd._src.data.common_values import CommonPiece, common_shards, value_parts, value_problems
-from flax_spmd._src.data.repeated_rows import ROWS, LoadedArray, rows_digest, varied, warn_of_repeated
+from flax_spmd._src.data.repeated_rows import ROWS, LoadedPart, rows_digest, varied, warn_of_repeated
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, named, processes_of, ranges
 from flax_spmd._src.tree_paths import path_string
@@ -291,11 +291,11 @@ def _common_pieces(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> I
         yield CommonPiece(name, shard.bounds, shard.holders, host[at])
 
 
-def _loaded(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> list[LoadedArray]:
+def _loaded(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> list[LoadedPart]:
   """The arrays that are sharded between processes, as this process loaded them."""
   shapes = map(_global_shape, described)
   return [
-    LoadedArray(
+    LoadedPart(
       f'{path_string(one.path)} ({one.dtype}{list(shape)})',
       _on_host(array, one.dtype),
       one.sharding,

@@ -21,7 +21,7 @@ ROWS = 'rows'  # the name of the digest in an exchange
 _FEWEST = 64  # bytes; fewer may be equal by chance
 
 
-class LoadedArray(NamedTuple):
+class LoadedPart(NamedTuple):
   """A process's part of one array of a batch.
 
   Attributes:
@@ -44,7 +44,7 @@ class LoadedArray(NamedTuple):
     return {process: frozenset(starts) for process, starts in found.items()}
 
 
-def varied(arrays: Sequence[LoadedArray]) -> list[LoadedArray]:
+def varied(arrays: Sequence[LoadedPart]) -> list[LoadedPart]:
   """The arrays of which processes hold different parts, and whose values here are not all equal, as those of padding are."""
   return [
     one
@@ -53,13 +53,13 @@ def varied(arrays: Sequence[LoadedArray]) -> list[LoadedArray]:
   ]
 
 
-def rows_digest(arrays: Sequence[LoadedArray]) -> dict[str, str]:
+def rows_digest(arrays: Sequence[LoadedPart]) -> dict[str, str]:
   """The digest of this process's rows, by its name in an exchange; empty where they may be equal by chance."""
   parts = [one.part for one in arrays]
   return {ROWS: ' '.join(digests(parts))} if sum(part.nbytes for part in parts) >= _FEWEST else {}
 
 
-def warn_of_repeated(arrays: Sequence[LoadedArray], groups: Sequence[Sequence[int]]) -> None:
+def warn_of_repeated(arrays: Sequence[LoadedPart], groups: Sequence[Sequence[int]]) -> None:
   """Warns, on every process alike, of processes with equal rows that hold different parts of the batch.
 
   Args:
