@@ -924,9 +924,10 @@ def result_axes(lowered: Any) -> list[list[tuple[str, ...]]]:
     ]
     types = ir.FunctionType(ir.TypeAttr(main.attributes['function_type']).value).results
     attributes = main.attributes['res_attrs'] if 'res_attrs' in main.attributes else [{}] * len(types)
-    return [
-      _axes_of(each['sdy.sharding']) if 'sdy.sharding' in each else [] for each in map(_dict, attributes)
+    arrays = [  # the others are the tokens of ordered effects
+      _dict(each) for each, type_ in zip(attributes, types) if isinstance(type_, ir.RankedTensorType)
     ]
+    return [_axes_of(each['sdy.sharding']) if 'sdy.sharding' in each else [] for each in arrays]
 
 
 def _dict(attribute: Any) -> Any:
