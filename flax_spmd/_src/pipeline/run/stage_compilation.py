@@ -10,11 +10,11 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.run.call_list import StageProgram
-from flax_spmd._src.pipeline.run.stage_lowering import LoweredStage, LoweredStages
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import is_local
 
 
@@ -45,7 +45,7 @@ def compile_stages(stages: LoweredStages) -> dict[StageProgram, Executable]:
       if is_local(mesh):
         text = compat.program_text(stage.lowered, locations=False)
         text = text[text.index('\n') :]  # the first line has the program's name
-        running[program] = pool.submit(compile_, program, stage, mesh, text, first.get(text))
+        running[program] = pool.submit(compile_, stages, program, text, first.get(text))
         first.setdefault(text, (running[program], mesh))
     done = {program: future.result() for program, future in running.items()}
   return {
@@ -54,17 +54,35 @@ def compile_stages(stages: LoweredStages) -> dict[StageProgram, Executable]:
 
 
 def _compile(
+  stages: LoweredStages,
   program: StageProgram,
-  stage: LoweredStage,
-  mesh: Mesh,
   text: str,
   first: tuple[Future[Executable], Mesh] | None,
 ) -> Executable:
   """Compiles a program, or loads the first one with this text for its own rank."""
+  mesh: Any = stages.meshes[program.rank]
+  donated = stages.programs[program].donated
   compiled = None if first is None else _loaded(first[0].result().compiled, first[1], mesh, text)
   if compiled is not None:
-    return Executable(program, compiled, stage.donated, True)
-  return Executable(program, stage.lowered.compile(), stage.donated, False)
+    return Executable(program, compiled, donated, True)
+  return Executable(program, _compiled(stages, program, mesh), donated, False)
+
+
+def _compiled(stages: LoweredStages, program: StageProgram, mesh: Mesh) -> Any:
+  """The compiled program, whose results have the specs on which other programs and processes rely.
+
+  The compiler simplifies a program before Shardy sees it, and keeps a host callback's results on one device.
+  """
+  stage = stages.programs[program]
+  compiled = stage.lowered.compile()
+  results = zip(compiled.output_shardings, stage.specs, program.outputs, strict=True)
+  if all(
+    isinstance(chosen, NamedSharding)
+    and chosen.is_equivalent_to(NamedSharding(mesh, spec), len(value.aval.shape))
+    for chosen, spec, value in results
+  ):
+    return compiled
+  return stages.with_fixed_results(program).compile()
 
 
 def _loaded(compiled: Any, source: Mesh, mesh: Mesh, text: str) -> Any:

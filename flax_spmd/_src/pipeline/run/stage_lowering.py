@@ -5,7 +5,8 @@
 
 The specs of arguments and of gradient sums are given. The compiler chooses the specs of a program's results, and
 the next program depends on them. Shardy makes the choice, and its passes ship with JAX: they run alone in
-milliseconds. So all programs are lowered one after the other, before any of them is compiled.
+milliseconds. So all programs are lowered one after the other, before any of them is compiled. The compiler may
+simplify a program first, and choose other specs; then the program is lowered again, with its specs required.
 """
 
 from __future__ import annotations
@@ -84,6 +85,12 @@ class LoweredStages:
         self.programs[call.program] = self._lower(call, platform)
         yield call.program, self.programs[call.program]
 
+  def with_fixed_results(self, program: StageProgram) -> Any:
+    """A lowered program, lowered again with its `specs` required of the compiler."""
+    call = next(one for one in self.call_list.calls if isinstance(one, Call) and one.program is program)
+    stage = self.programs[program]
+    return self._lowered(call, stage.donated, stage.specs, None)
+
   @property
   def footprint(self) -> Footprint:
     """The memory of the buffers."""
@@ -103,6 +110,23 @@ class LoweredStages:
     return self.programs[program].specs[number]
 
   def _lower(self, call: Call, platform: str | None) -> LoweredStage:
+    old = {buffer.value: self.spec(buffer) for buffer in call.inputs}  # a new version keeps its spec
+    results = [old.get(buffer.value, self._given.get(buffer.value)) for buffer in call.outputs]
+    if not call.inputs:  # then only the results place it on its devices
+      results = [spec or PartitionSpec() for spec in results]
+    donated = self._donated(call, results)
+    lowered = self._lowered(call, donated, results, platform)
+    axes = zip(compat.result_axes(lowered), call.program.outputs, strict=True)
+    specs = [_spec(entries[: len(value.aval.shape)]) for entries, value in axes]
+    return LoweredStage(lowered, donated, specs)
+
+  def _lowered(
+    self,
+    call: Call,
+    donated: tuple[int, ...],
+    results: Sequence[PartitionSpec | None],
+    platform: str | None,
+  ) -> Any:
     program, mesh = call.program, self.meshes[call.program.rank]
     arguments = [
       jax.ShapeDtypeStruct(
@@ -113,11 +137,6 @@ class LoweredStages:
       )
       for value, buffer in zip(program.inputs, call.inputs, strict=True)
     ]
-    old = {buffer.value: self.spec(buffer) for buffer in call.inputs}  # a new version keeps its spec
-    results = [old.get(buffer.value, self._given.get(buffer.value)) for buffer in call.outputs]
-    if not arguments:  # then only the results place it on its devices
-      results = [spec or PartitionSpec() for spec in results]
-    donated = self._donated(call, results)
     jitted = jax.jit(
       _function(program),
       out_shardings=[None if spec is None else NamedSharding(mesh, spec) for spec in results],
@@ -127,10 +146,7 @@ class LoweredStages:
     platforms = None if platform is None else (platform,)
     # a block around the call may have set a mesh of another size
     with compat.without_mesh(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      lowered = jitted.trace(*arguments).lower(lowering_platforms=platforms)
-    axes = zip(compat.result_axes(lowered), program.outputs, strict=True)
-    specs = [_spec(entries[: len(value.aval.shape)]) for entries, value in axes]
-    return LoweredStage(lowered, donated, specs)
+      return jitted.trace(*arguments).lower(lowering_platforms=platforms)
 
   def _donated(self, call: Call, results: Sequence[PartitionSpec | None]) -> tuple[int, ...]:
     program = call.program

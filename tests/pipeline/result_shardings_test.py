@@ -1,0 +1,65 @@
+"""Results of a stage that the compiler shards otherwise than Shardy alone; other ranks rely on the sharding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_spmd as spmd
+from flax_spmd.pipeline import stage_end
+from tests.pipeline.cases import assert_same, normal
+
+LAYOUT = spmd.Layout({'stage': 2, 'data': 4}, ())
+X, OTHER = normal(0, 24, 8), normal(1, 24, 8)
+
+
+def scanned(x):
+  """The compiler simplifies these loops before it propagates shardings."""
+
+  def sums(x):
+    return lax.scan(lambda total, row: (total + row, total * row), x[0], x)[1]
+
+  return sums(jnp.pad(sums(x), [(1, 1), (0, 0)]))
+
+
+def called_back(x):
+  """A callback's result is on one device."""
+  return jax.pure_callback(lambda value: 2 * np.asarray(value), x, x + 1)
+
+
+def divided(x):
+  """Dimensions over parts of a mesh axis, which no spec can name."""
+  return (x.T @ x).reshape(2, 4, 8)
+
+
+def empty(x):
+  return x[:0], jnp.sin(x)
+
+
+@pytest.mark.parametrize('axes', [('data', None), (None, 'data')], ids=str)
+@pytest.mark.parametrize('stage', [scanned, called_back, divided, empty])
+def test_equals_jit(stage, axes):
+  """The second stage's result has shards on all devices, each from the result of the first on this device."""
+
+  def fn(x, other):
+    return jax.tree.map(lambda h: jnp.cos(h).sum() + other, stage_end(stage(x)))
+
+  placed = jax.device_put((X, OTHER), NamedSharding(LAYOUT.mesh, PartitionSpec(*axes)))
+  assert_same(LAYOUT.pipeline_jit(fn)(*placed), jax.jit(fn)(X, OTHER), 1e-4)
+
+
+def test_ordered_effects(capfd):
+  """Programs of one device; their first result is a token."""
+
+  def fn(x):
+    jax.debug.print('first', ordered=True)
+    x = stage_end(jnp.sin(x))
+    jax.debug.print('second', ordered=True)
+    return jnp.cos(x)
+
+  layout = spmd.Layout(spmd.make_mesh({'stage': 2}, devices=jax.devices()[:2]), ())
+  assert_same(layout.pipeline_jit(fn)(X), jnp.cos(jnp.sin(X)))
+  jax.effects_barrier()
+  assert sorted(capfd.readouterr().out.split()) == ['first', 'second']
