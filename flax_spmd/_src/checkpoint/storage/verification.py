@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.checkpoint.storage.file_damage import file_damage
+from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
 from flax_spmd._src.data.checksums import checksums, own_checksums
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, processes_of
 from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
@@ -72,16 +74,24 @@ def changed(
     leaves: arrays as stored in the checkpoint, by path. In a job of several processes, every process
       passes the same paths.
     records: record of each leaf, by path. Leaves without a checksum are skipped.
-    requests: see `CheckpointReader.read`. Of leaves without a sharding, each process compares its own copy.
+    requests: see `CheckpointReader.read`. Of leaves without a sharding, and of those on
+      devices of one process, each process compares its own copy.
   """
   known = [path for path in leaves if records[path].checksum is not None]
-  whole = [path for path in known if requests[path].sharding is None]
-  shared = [path for path in known if requests[path].sharding is not None]
-  sums = _sums(own_checksums, whole, leaves, records)
+  whole = [path for path in known if _is_of_one_process(requests[path].sharding)]
+  shared = [path for path in known if not _is_of_one_process(requests[path].sharding)]
+  here = [path for path in whole if not is_elsewhere(requests[path].sharding)]
+  sums = _sums(own_checksums, here, leaves, records)
   wrong = {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
   wrong = _over_processes('whole', wrong) if whole else wrong
   sums = _sums(checksums, shared, leaves, records)
   return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_one_process(sharding: Any) -> bool:
+  """Whether a process that has any of an array has all of it."""
+  return sharding is None or len(processes_of([sharding])) == 1
 
 
 def _sums(
