@@ -494,6 +494,12 @@ def test_salvage_without_an_array_that_nothing_could_hold(changed, there, name, 
     assert len(salvaged.damaged) < len(whole)
 
 
+def test_sizes_beside_a_file_that_another_reader_removes(changed):
+  path = changed(resized([2**59]))
+  (path / 'pin-1').symlink_to('removed')  # is listed, and is not there
+  assert checkpoint.verify(path) == ['b']
+
+
 def test_salvage_of_a_stack_without_one_of_its_layers(tmp_path):
   """The other layers are read for nothing else, and are no difference."""
   layers = {f'layer_{i}': {'a': np.full(4, i), 'w': np.ones(5)} for i in range(3)}
