@@ -20,7 +20,7 @@ from flax_spmd._src.checkpoint.storage.readers import (
 )
 from flax_spmd._src.checkpoint.storage.source import Source, read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
-from flax_spmd._src.checkpoint.storage.verification import Damage
+from flax_spmd._src.checkpoint.storage.verification import Damage, over_processes
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
@@ -195,7 +195,7 @@ def restore_with(
       check_parts(reader, changes, prepared.values if prepared else ())
       restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
       plan = plan_restore(reader, restored, changes, limit)
-      lost = _lost(reader, plan) if salvage else {}
+      lost = over_processes('impossible', _lost(reader, plan)) if salvage else {}
       wanted = _without(restored, plan, lost)
       if lost:
         plan = plan_restore(reader, wanted, changes, limit, _left_out(plan, wanted, lost))

@@ -83,7 +83,7 @@ def changed(
   here = [path for path in whole if not is_elsewhere(requests[path].sharding)]
   sums = _sums(own_checksums, here, leaves, records)
   wrong = {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
-  wrong = _over_processes('whole', wrong) if whole else wrong
+  wrong = over_processes('whole', wrong) if whole else wrong
   sums = _sums(checksums, shared, leaves, records)
   return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
 
@@ -133,7 +133,7 @@ def read_verified(
   with ThreadPoolExecutor(1) as thread:
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
     whole, damage = _whole_and_damage(reader, requests, memory, verify)
-  return whole, damage._replace(files=damage.files | _over_processes('files', _result(files)))
+  return whole, damage._replace(files=damage.files | over_processes('files', _result(files)))
 
 
 def read_arranged(
@@ -146,7 +146,7 @@ def read_arranged(
     results = reader.read_arranged(requests, memory) if requests else {}
   except CheckpointDamagedError as error:
     failure = {'reason': str(error)}
-  return {} if _over_processes('arranged', failure) else results
+  return {} if over_processes('arranged', failure) else results
 
 
 def _whole_and_damage(
@@ -166,7 +166,7 @@ def _whole_and_damage(
     {} if reader.files else dict.fromkeys([reader.folder.name], next(iter(lost.values()), _CHANGED))
   )
   found, lost = reader.read_directly({path: requests[path] for path in lost | wrong}, memory)
-  lost = _over_processes('directly', lost)
+  lost = over_processes('directly', lost)
   found, wrong = _compared(
     reader, requests, {path: leaf for path, leaf in found.items() if path not in lost}, verify
   )
@@ -219,7 +219,7 @@ def _read_what_can_be(
     leaves = reader.read(requests, memory)
   except CheckpointDamagedError as error:
     failure = {'reason': str(error).partition('\n')[0]}
-  failure = _over_processes('read', failure)
+  failure = over_processes('read', failure)
   if not failure:
     return leaves, {}
   del leaves
@@ -237,7 +237,7 @@ def _read_what_can_be(
   return whole, unread
 
 
-def _over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
+def over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
   """The texts of all processes, by name."""
   if jax.process_count() == 1:
     return texts
@@ -250,7 +250,7 @@ def _over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
 
 def verify(reader: CheckpointReader) -> Damage:
   """The damage of a whole checkpoint, read about 1 GiB at a time. Every process calls this, and reads all of it."""
-  lost = impossible_leaves(reader.path, reader.record.leaves)
+  lost = over_processes('impossible', impossible_leaves(reader.path, reader.record.leaves))
   damage = Damage(lost, _file_damage(reader, True, 1))
   possible = {path: leaf for path, leaf in reader.record.leaves.items() if path not in lost}
   for group in groups(possible):
