@@ -1,9 +1,9 @@
 """Time and memory of saving and restoring, compared with plain Orbax on the same state.
 
-Times are of one process, in which the operations on the large state take turns, in another random order each round; the
-disk is idle before each. Memory is of an operation in a process of its own: the peak resident size during the operation
-(VmHWM, reset before it) minus the resident size before it, in sizes of the state. Each process first saves and restores
-a tiny state, so that imports and thread pools are not counted. All arms read files from the page cache.
+Each operation on the large state runs in its own process, in random order. Memory is the peak resident size
+during the operation (VmHWM, reset before it) minus the resident size before it, in sizes of the state. Each
+process first saves and restores a tiny state, so that imports and thread pools are not counted. All arms
+read files from the page cache.
 
 The state is a TrainState of adamw filled with random numbers, as after some steps of training: a new state
 is two thirds zeros, which compress to nothing. It is saved on 2 x 4 devices and restored on 4 x 2. The
@@ -45,8 +45,7 @@ from flax_spmd._src.data.checksums import checksums
 from flax_spmd.checkpoint import Changes
 
 LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
-ROUNDS = int(os.environ.get('ROUNDS', '9'))
-MEMORY_ROUNDS = min(ROUNDS, 2)
+ROUNDS = int(os.environ.get('ROUNDS', '5'))
 SMALL_LEAVES, SMALL_SIZE, SMALL_ROUNDS = 2000, 1024, 3
 MANY_LEAVES = 5000
 PACK = 1 << 16
@@ -101,11 +100,6 @@ def filled(abstract: Any) -> Any:
   return jax.block_until_ready(jax.tree.map(fill, abstract))
 
 
-@functools.cache
-def saved_state() -> Any:
-  return filled(abstract_state(layout()))
-
-
 def bytes_of(tree: Any) -> int:
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -114,23 +108,23 @@ def bytes_of(tree: Any) -> int:
 
 
 def orbax_save(folder: Path) -> Callable[[], Any]:
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   return lambda: ocp.save(folder / 'new', state)
 
 
 def our_save(folder: Path) -> Callable[[], Any]:
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   return lambda: checkpoint.save(folder / 'new', state, layout=layout())
 
 
 def our_save_not_durable(folder: Path) -> Callable[[], Any]:
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), durable=False)
 
 
 def raw_write(folder: Path) -> Callable[[], Any]:
   """Writes the same bytes to one file, and has the disk confirm it."""
-  arrays = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(saved_state())]
+  arrays = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(filled(abstract_state(layout())))]
   (folder / 'new').mkdir()
 
   def save() -> None:
@@ -145,30 +139,30 @@ def raw_write(folder: Path) -> Callable[[], Any]:
 
 
 def our_compressed_save(folder: Path) -> Callable[[], Any]:
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), compress=True)
 
 
 def our_overwrite(folder: Path) -> Callable[[], Any]:
   """Replaces a state of the same size."""
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   checkpoint.save(folder / 'new', state, layout=layout())
   os.sync()
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), overwrite=True)
 
 
 def our_save_returns(folder: Path) -> Callable[[], Any]:
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   return lambda: checkpoint.save_async(folder / 'new', state, layout=layout())
 
 
 def orbax_save_returns(folder: Path) -> Callable[[], Any]:
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   return lambda: ocp.save_async(folder / 'new', state)
 
 
 def sums(folder: Path) -> Callable[[], Any]:
-  leaves = jax.tree.leaves(saved_state())
+  leaves = jax.tree.leaves(filled(abstract_state(layout())))
   return lambda: checksums(leaves)
 
 
@@ -231,55 +225,22 @@ OPERATIONS = {
 }
 
 
-MEASURED = (
-  'orbax_save',
-  'our_save',
-  'orbax_restore',
-  'our_restore',
-  'put_after',
-  'stacked_to_single',
-  'single_to_stacked',
-)
-
-
-def take_turns(folder: Path) -> None:
-  """Runs every operation in this process, and prints the seconds of each in each round."""
-  _touch(folder)
-  order, rounds = random.Random(0), []
-  for _ in range(ROUNDS):
-    names = order.sample(list(OPERATIONS), len(OPERATIONS))
-    rounds.append({name: _timed(name, folder) for name in names})
-  print(RESULT + json.dumps(rounds))
-
-
-def _timed(name: str, folder: Path) -> float:
-  shutil.rmtree(folder / 'new', ignore_errors=True)
-  call = OPERATIONS[name](folder)
-  os.sync()
-  gc.collect()
-  start = time.perf_counter()
-  result = call()
-  if not isinstance(result, list) and 'save' not in name:
-    jax.block_until_ready(result)
-  seconds = time.perf_counter() - start
-  if hasattr(result, 'result'):
-    result.result()
-  return seconds
-
-
 def operate(name: str, folder: Path) -> None:
-  """Runs an operation, in its own process, and prints its memory in bytes."""
+  """Runs an operation, in its own process, and prints its time in seconds and memory in bytes."""
   _touch(folder)
   call = OPERATIONS[name](folder)
   gc.collect()
   before = _resident('VmRSS')
   Path('/proc/self/clear_refs').write_text('5')  # resets VmHWM
+  start = time.perf_counter()
   result = call()
-  if 'save' not in name:
+  if not isinstance(result, list) and 'save' not in name:
     jax.block_until_ready(result)
-  peak = _resident('VmHWM')
+  seconds, peak = time.perf_counter() - start, _resident('VmHWM')
   equal = _equal(result) if name in ('our_restore', 'stacked_to_single', 'single_to_stacked') else None
-  print(RESULT + json.dumps({'bytes': peak - before, 'equal': equal}))
+  if hasattr(result, 'result'):
+    result.result()
+  print(RESULT + json.dumps({'seconds': seconds, 'bytes': peak - before, 'equal': equal}))
 
 
 def _touch(folder: Path) -> None:
@@ -328,6 +289,7 @@ def _single(state: Any) -> Any:
 class Measured(NamedTuple):
   """Measurements of one process."""
 
+  seconds: float
   bytes: int
   equal: bool | None
 
@@ -341,8 +303,8 @@ def figures() -> list[Figure]:
 def _large_figures(folder: Path) -> list[Figure]:
   size = bytes_of(abstract_state(layout()))
   _in_process('prepare', folder)
-  seconds = _in_process('take_turns', folder)
-  rounds = _memory_rounds(folder)
+  rounds = _rounds(folder)
+  seconds = [{name: measured.seconds for name, measured in one.items()} for one in rounds]
 
   def memory(text: str, name: str, limit: float | None = None) -> Figure:
     samples = [one[name].bytes / size for one in rounds]
@@ -394,13 +356,16 @@ def _large_figures(folder: Path) -> list[Figure]:
   ]
 
 
-def _memory_rounds(folder: Path) -> list[dict[str, Measured]]:
-  return [
-    {name: Measured(**_in_process(name, folder)) for name in MEASURED} for _ in range(MEMORY_ROUNDS)
-  ]
+def _rounds(folder: Path) -> list[dict[str, Measured]]:
+  order = random.Random(0)
+  rounds = []
+  for _ in range(ROUNDS):
+    names = order.sample(list(OPERATIONS), len(OPERATIONS))
+    rounds.append({name: _in_process(name, folder) for name in names})
+  return rounds
 
 
-def _in_process(name: str, folder: Path) -> Any:
+def _in_process(name: str, folder: Path) -> Measured:
   shutil.rmtree(folder / 'new', ignore_errors=True)
   os.sync()
   command = [sys.executable, __file__, '--operation', name, str(folder)]
@@ -408,17 +373,17 @@ def _in_process(name: str, folder: Path) -> Any:
   results = [line for line in run.stdout.splitlines() if line.startswith(RESULT)]
   if not results:
     raise RuntimeError(f'{name} failed:\n{run.stderr}')
-  return json.loads(results[0].removeprefix(RESULT))
+  return Measured(**json.loads(results[0].removeprefix(RESULT)))
 
 
 def prepare(folder: Path) -> None:
   """Saves the checkpoints to restore."""
-  state = saved_state()
+  state = filled(abstract_state(layout()))
   ocp.save(folder / 'orbax', state)
   checkpoint.save(folder / 'ours', state, layout=layout())
   single = layout().shard(_boxed(_single(state)))
   checkpoint.save(folder / 'single', single, layout=layout())
-  print(RESULT + json.dumps(None))
+  print(RESULT + json.dumps({'seconds': 0, 'bytes': 0, 'equal': None}))
 
 
 def _boxed(values: Any) -> Any:
@@ -500,7 +465,6 @@ def _new_names(folder: Path):
 if __name__ == '__main__':
   if sys.argv[1:2] == ['--operation']:
     name, folder = sys.argv[2], Path(sys.argv[3])
-    alone = {'prepare': prepare, 'take_turns': take_turns}
-    alone[name](folder) if name in alone else operate(name, folder)
+    prepare(folder) if name == 'prepare' else operate(name, folder)
   else:
     report('checkpoint', figures)

@@ -1,8 +1,8 @@
 """Time and memory of restoring a LLaMA-named safetensors file onto eight devices, beside safetensors' own load of the same bytes.
 
-Times are of one process, in which the operations take turns, in another random order each round, after a tiny one of each
-kind. The file is in the page cache. Memory is of an operation in a process of its own: the peak resident size during the
-operation minus the one before it and the arrays that it returns, in sizes of the largest array. `safetensors` returns numpy arrays on the host, and shards nothing; with `device_put`, it does.
+Each operation runs in its own process, in random order, after a tiny one of its kind. The file is in the page cache.
+Memory is the peak resident size during the operation minus the one before it and the arrays that it returns, in sizes
+of the largest array. `safetensors` returns numpy arrays on the host, and shards nothing; with `device_put`, it does.
 The changed restore transposes every weight, splits its heads and stacks the layers. Its counterpart does the same to the
 loaded arrays with numpy, into contiguous memory, as devices have it.
 """
@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,8 +37,7 @@ from flax_spmd import checkpoint
 from flax_spmd.checkpoint import Changes
 
 LAYERS, EMBED, HEADS, MLP, VOCAB = 3, 1536, 16, 4096, 8192
-ROUNDS = int(os.environ.get('ROUNDS', '11'))
-MEMORY_ROUNDS = min(ROUNDS, 2)
+ROUNDS = int(os.environ.get('ROUNDS', '7'))
 RESULT = 'result: '
 FILE = 'model.safetensors'
 
@@ -153,46 +152,24 @@ OPERATIONS = {
 # -- one operation, in its own process
 
 
-def take_turns(folder: Path) -> None:
-  """Runs every operation in this process, and prints the seconds of each in each round."""
-  warnings.simplefilter('ignore')
-  for call in OPERATIONS.values():
-    call(folder / 'tiny')
-  order, rounds = random.Random(0), []
-  for _ in range(ROUNDS):
-    names = order.sample(list(OPERATIONS), len(OPERATIONS))
-    rounds.append({name: _timed(name, folder) for name in names})
-  print(RESULT + json.dumps(rounds))
-
-
-def _timed(name: str, folder: Path) -> float:
-  gc.collect()
-  start = time.perf_counter()
-  _wait(OPERATIONS[name](folder / 'large'))
-  return time.perf_counter() - start
-
-
-def _wait(result: Any) -> Any:
-  jax.block_until_ready([leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)])
-  return result
-
-
 def operate(name: str, folder: Path) -> None:
-  """Runs an operation and prints its memory in bytes."""
+  """Runs an operation and prints its time in seconds and memory in bytes."""
   warnings.simplefilter('ignore')
   OPERATIONS[name](folder / 'tiny')
   gc.collect()
   before = _resident('VmRSS')
   Path('/proc/self/clear_refs').write_text('5')  # resets VmHWM
-  result = _wait(OPERATIONS[name](folder / 'large'))
-  peak = _resident('VmHWM')
+  start = time.perf_counter()
+  result = OPERATIONS[name](folder / 'large')
+  jax.block_until_ready([leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)])
+  seconds, peak = time.perf_counter() - start, _resident('VmHWM')
   held = sum(
     sum(shard.data.nbytes for shard in leaf.addressable_shards)
     if isinstance(leaf, jax.Array)
     else leaf.nbytes
     for leaf in jax.tree.leaves(result)
   )
-  print(RESULT + json.dumps(peak - before - held))
+  print(RESULT + json.dumps([seconds, peak - before - held]))
 
 
 def _resident(field: str) -> int:
@@ -205,27 +182,38 @@ def _resident(field: str) -> int:
 # -- the figures
 
 
+class Run(NamedTuple):
+  """The measurements of one process."""
+
+  seconds: float
+  bytes: int
+
+
 def figures() -> list[Figure]:
   with tempfile.TemporaryDirectory(prefix='flax_spmd_bench_') as temporary:
     folder = Path(temporary)
     write(folder / 'tiny', 1, 64, 128, 64)
     write(folder / 'large', LAYERS, EMBED, MLP, VOCAB)
     size = (folder / 'large' / FILE).stat().st_size
-    seconds = _in_process('take turns', folder)
-    peaks = [{name: _in_process(name, folder) for name in OPERATIONS} for _ in range(MEMORY_ROUNDS)]
-  return [exact('size of the file', size / 1e9, 'GB'), *_times(seconds), *_memory(peaks)]
+    order = random.Random(0)
+    rounds = [
+      {name: _in_process(name, folder) for name in order.sample(list(OPERATIONS), len(OPERATIONS))}
+      for _ in range(ROUNDS)
+    ]
+  return [exact('size of the file', size / 1e9, 'GB'), *_times(rounds), *_memory(rounds)]
 
 
-def _in_process(name: str, folder: Path) -> Any:
+def _in_process(name: str, folder: Path) -> Run:
   command = [sys.executable, __file__, '--operation', name, str(folder)]
   done = subprocess.run(command, capture_output=True, text=True)
   results = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
   if not results:
     raise RuntimeError(f'{name} failed:\n{done.stderr}')
-  return json.loads(results[0].removeprefix(RESULT))
+  return Run(*json.loads(results[0].removeprefix(RESULT)))
 
 
-def _times(seconds: list[dict[str, float]]) -> list[Figure]:
+def _times(rounds: list[dict[str, Run]]) -> list[Figure]:
+  seconds = [{name: run.seconds for name, run in one.items()} for one in rounds]
   limits = {'rows': at_most(1.3), 'columns': at_most(1.3), 'both': at_most(1.3)}
   base = 'safetensors'
   return [
@@ -245,14 +233,14 @@ def _times(seconds: list[dict[str, float]]) -> list[Figure]:
   ]
 
 
-def _memory(rounds: list[dict[str, int]]) -> list[Figure]:
+def _memory(rounds: list[dict[str, Run]]) -> list[Figure]:
   largest = 4 * max(VOCAB, MLP) * EMBED
   sizes = dict.fromkeys(OPERATIONS, largest) | {'changed': 4 * LAYERS * MLP * EMBED}
   limits = dict.fromkeys(('rows', 'columns', 'both', 'changed'), at_most(2))
   return [
     summary(
       f'{name}, memory',
-      [max(one[name], 0) / sizes[name] for one in rounds],
+      [max(one[name].bytes, 0) / sizes[name] for one in rounds],
       'x largest',
       limits.get(name),
     )
@@ -262,7 +250,6 @@ def _memory(rounds: list[dict[str, int]]) -> list[Figure]:
 
 if __name__ == '__main__':
   if sys.argv[1:2] == ['--operation']:
-    name, folder = sys.argv[2], Path(sys.argv[3])
-    take_turns(folder) if name == 'take turns' else operate(name, folder)
+    operate(sys.argv[2], Path(sys.argv[3]))
   else:
     report('hugging_face', figures)

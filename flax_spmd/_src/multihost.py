@@ -116,7 +116,7 @@ def differing_parts(
   parts: Mapping[str, str],
   fix: str,
   timeout: float,
-  grouped: str = '',
+  grouped: tuple[str, ...] = (),
 ) -> dict[str, list[tuple[list[int], str]]]:
   """Exchanges several texts at once, each of them between the processes that pass it.
 
@@ -127,7 +127,7 @@ def differing_parts(
   Args:
     topic, members, fix, timeout: as in `exchange`.
     parts: this process's texts, by a name that the processes have agreed on.
-    grouped: name of a part that is not sent: the result always has it, with '' as the texts.
+    grouped: beginnings of the names of parts that are not sent: the result always has them, with '' as the texts.
 
   Returns:
     The parts whose texts differ, equal on all members, those that pass no such part included: the distinct
@@ -153,7 +153,8 @@ def differing_parts(
   else:
     keys.set(f'{number}/{jax.process_index()}', json.dumps(digests))
     groups = keys.received_groups(number)
-  unsent = {grouped: [(processes, '') for processes in groups.pop(grouped, [])]} if grouped else {}
+  names = [name for name in groups if name.startswith(grouped)]
+  unsent = {name: [(processes, '') for processes in groups.pop(name)] for name in names}
   keys.send_texts(number, groups, parts)
   return unsent | {
     name: [(processes, keys.received_text(number, name, processes[0])) for processes in each]
@@ -256,12 +257,14 @@ class _ExchangeKeys(NamedTuple):
     except jax.errors.JaxRuntimeError:
       return None
 
-  def collect_groups(self, number: str, mine: dict[str, str], grouped: str) -> tuple[list[int], _Groups]:
+  def collect_groups(
+    self, number: str, mine: dict[str, str], grouped: tuple[str, ...]
+  ) -> tuple[list[int], _Groups]:
     """The processes that did not arrive, and the parts that differ between the others.
 
     Args:
       mine: the digests of this process, the first.
-      grouped: name of a part that is in the result even if it is equal.
+      grouped: beginnings of the names of parts that are in the result even if they are equal.
     """
     collected = {self.members[0]: mine, **self._collected(number)}
     by_digest: dict[str, dict[str, list[int]]] = {}
@@ -269,7 +272,9 @@ class _ExchangeKeys(NamedTuple):
       for name, digest in digests.items():
         by_digest.setdefault(name, {}).setdefault(digest, []).append(process)
     late = [process for process in self.members if process not in collected]
-    wanted = {name: each for name, each in by_digest.items() if len(each) > 1 or name == grouped}
+    wanted = {
+      name: each for name, each in by_digest.items() if len(each) > 1 or name.startswith(grouped)
+    }
     return late, {name: list(each.values()) for name, each in wanted.items()}
 
   def _collected(self, number: str) -> dict[int, dict[str, str]]:

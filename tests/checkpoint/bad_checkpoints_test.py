@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage import possible_sizes
 from flax_spmd.checkpoint import Changes
 from tests.checkpoint import damage
 from tests.checkpoint.damage import signed
@@ -491,6 +492,41 @@ def test_salvage_without_an_array_that_nothing_could_hold(changed, there, name, 
       got = salvaged.state[leaf]
       np.testing.assert_array_equal(getattr(got, 'value', got), whole[leaf])
     assert len(salvaged.damaged) < len(whole)
+
+
+def test_sizes_beside_a_file_that_another_reader_removes(changed):
+  path = changed(resized([2**59]))
+  (path / 'pin-1').symlink_to('removed')  # is listed, and is not there
+  assert checkpoint.verify(path) == ['b']
+
+
+def test_salvage_of_a_stack_without_one_of_its_layers(tmp_path):
+  """The other layers are read for nothing else, and are no difference."""
+  layers = {f'layer_{i}': {'a': np.full(4, i), 'w': np.ones(5)} for i in range(3)}
+  checkpoint.save(tmp_path / 'a', layers, LAYOUT)
+  damage.edit_manifest(
+    tmp_path / 'a', signed(lambda record: record['leaves'][2].update(shape=[2**59], spec=None))
+  )
+  target = {'layer': {'a': np.full((3, 4), 7), 'w': np.zeros((3, 5))}}
+  stacks = Changes(stacks={'layer': 'layer_{}'})
+  salvaged = checkpoint.restore(tmp_path / 'a', target, changes=stacks, salvage=True)
+  assert list(salvaged.damaged) == ['layer_1/a']
+  assert (salvaged.state['layer']['a'] == 7).all() and (salvaged.state['layer']['w'] == 1).all()
+
+
+def test_salvage_of_arrays_that_nothing_could_hold_together(tmp_path, monkeypatch):
+  """One is impossible by itself; the sizes of the others are compared all the same."""
+  monkeypatch.setattr(possible_sizes, '_memory', lambda: 1 << 40)
+  checkpoint.save(tmp_path / 'a', {name: np.ones(4, np.float32) for name in 'abc'}, LAYOUT)
+  for number, size in enumerate((2**59, 3 * 2**36, 3 * 2**36)):
+    damage.edit_manifest(
+      tmp_path / 'a',
+      signed(lambda record, n=number, s=size: record['leaves'][n].update(shape=[s], spec=None)),
+    )
+  assert checkpoint.preflight(tmp_path / 'a', layout=LAYOUT).problems
+  with pytest.raises(errors.CheckpointDamagedError) as caught:
+    checkpoint.restore(tmp_path / 'a', layout=LAYOUT, salvage=True)
+  assert [line.split(':')[0] for line in str(caught.value).splitlines()[1:-1]] == ['b', 'c']
 
 
 def test_zeros_that_compress_well_are_no_damage(tmp_path):

@@ -73,6 +73,17 @@ def test_a_difference_is_unknown_where_the_formulas_differ(path, tmp_path):
   assert lines[:3] == [f'{name}: {unknown}' for name in ('b', 'keys', 'step')]
 
 
+def test_numbers_are_compared_by_their_bits(tmp_path):
+  for name, zero in (('a_zero', 0.0), ('minus_zero', -0.0)):
+    checkpoint.save(tmp_path / name, {'n': float('nan'), 'z': zero}, LAYOUT)
+  assert checkpoint.diff(tmp_path / 'a_zero', tmp_path / 'minus_zero') == ['z: 0.0, then -0.0']
+  damage.edit_manifest(
+    tmp_path / 'a_zero',
+    damage.signed(lambda record: [leaf.update(checksum='00000000') for leaf in record['leaves']]),
+  )
+  assert checkpoint.diff(tmp_path / 'a_zero', tmp_path / 'minus_zero') == ['z: 0.0, then -0.0']
+
+
 def test_md5s_of_a_bucket(gcs):
   """As manifests of earlier versions have them. GCS is asked for those, and reads nothing."""
   store = open_store(f'{gcs.bucket}/run')

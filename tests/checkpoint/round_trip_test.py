@@ -179,6 +179,12 @@ def test_any_tree_survives_long(case):
       'w is empty: its shape is (3, 0).\n'
       'Fix: keep empty arrays out of the state; Orbax cannot store them.',
     ),
+    (
+      {'high': 2**64 - 1, 'low': -(2**63), 'n': 2**64, 'm': -(2**63) - 1},
+      'm is an integer of more than 64 bits.\n'
+      'n is an integer of more than 64 bits.\n'
+      'Fix: split it into numbers of 64 bits.',
+    ),
   ],
 )
 def test_states_that_cannot_be_saved(tmp_path, tree, text):

@@ -171,6 +171,16 @@ def test_under_a_mesh_with_explicit_axes():
     assert checksums([placed, jnp.asarray(x)]) == 2 * [expected(x)]
 
 
+def test_a_mesh_of_one_device_stays_whole():
+  """The set of devices belongs to the sharding of the caller's array."""
+  x = numbers((64, 512), 'float32')
+  alone = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[2:3]), 'a'), P())
+  made = jax.jit(lambda y: y, out_shardings=alone)(x)
+  with on_accelerators():
+    assert checksums([made]) == checksums([made]) == [expected(x)]
+  assert made.sharding.device_set == {jax.devices()[2]}
+
+
 def test_an_array_may_be_donated_or_changed_before_the_sums_are_complete(mesh):
   x = numbers((64, 512), 'float32')
   changed, placed = x.copy(), jax.device_put(x, NamedSharding(mesh, P('data')))

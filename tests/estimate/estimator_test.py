@@ -408,3 +408,24 @@ def test_collectives_name_the_line_of_the_model_that_needs_them(part, op, line):
   [found] = estimator.estimate(layout, TARGET).counts.collectives
   start = loss.__code__.co_firstlineno
   assert (found.op, found.source) == (op, f'estimator_test.py:{start + line}')
+
+
+def test_a_scatter_that_is_sharded_along_its_positions_is_in_doubt():
+  """XLA adds up the parts of all devices, or gathers the rows; which, is not known where the batch is not sharded."""
+
+  def step(weight, x, places):
+    rows = x @ weight
+    table = jax.vmap(lambda row, place: jnp.zeros((128, 256)).at[place].add(row))(rows, places)
+    return weight - 0.1 * jnp.mean(table**2)
+
+  x = jax.ShapeDtypeStruct((16, 512, 256), jnp.float32)
+  places = jax.ShapeDtypeStruct((16, 512), jnp.int32)
+  create = lambda: jnp.ones((256, 256))
+  names = ('batch', 'length', None), ('batch', 'length')
+  train_step = TrainStep(lambda w, batch: step(w, *batch), create, (x, places), (), names)
+  estimator, mesh = Estimator(train_step), spmd.abstract_mesh({'data': 8})
+  for name, is_in_doubt in (('batch', False), ('length', True)):
+    found = estimator.estimate(spmd.Layout(mesh, ((name, 'data'),)), parse_target('h100:8'))
+    assert any('sharded along its positions' in doubt for doubt in found.doubts) == is_in_doubt, (
+      found.doubts
+    )

@@ -74,7 +74,7 @@ def test_a_public_model_without_names():
   conv = explanation.row('params/layers_5/ConvBlock_0/Conv_0/kernel')
   assert (
     conv.spec
-    == P(None, None, 'data', None)
+    == P(None, None, None, 'data')
     == explanation.row(f'opt_state/0/trace/{conv.path[7:]}').spec
   )
 

@@ -43,6 +43,11 @@ try:  # the loader has a shard for each process, and the layout one for each pai
   layouts['pairs'].local_to_global(np.arange(32, dtype='int32')[me::4], ('batch',), check='always')
 except spmd.errors.LayoutError as error:
   report(str(error))
+with warnings.catch_warnings(record=True) as caught:
+  warnings.simplefilter('always')
+  batch = np.arange(16) if me < 2 else np.zeros(16, int), np.ones(32, int) if me < 2 else np.arange(32) + me
+  layouts['pairs'].local_to_global(batch, (('batch',), ('wide',)))  # processes 0 and 1 hold equal rows of the first
+report([str(one.message) for one in caught])
 two = spmd.Layout(Mesh(devices[:4], ('data',)), rules[:1])
 try:
   report(two.data_shard('batch').index)
@@ -73,7 +78,7 @@ report(sorted(map(str, kinds)))
 @pytest.mark.slow
 def test_the_data_shard_of_each_process():
   results = [result.reported for result in run_processes(SHARDS, processes=4, devices=2)]
-  for me, (found, crossed, disagreeing, two, kinds) in enumerate(results):
+  for me, (found, crossed, disagreeing, warned, two, kinds) in enumerate(results):
     pair = [0, 1] if me < 2 else [2, 3]
     assert found == {
       'all batch': [me, 4, [me]],
@@ -112,7 +117,7 @@ def test_the_data_shard_of_each_process():
         ],
       ][me]
     )
-    assert kinds == ['1', '2', '4', 'none']
+    assert kinds == ['1', '2', '4', 'none'] and warned == []
 
 
 UNEVEN = """
@@ -191,14 +196,21 @@ report([
   warnings_of(tokens.astype('int8'), ()),
   warnings_of(tokens, layout=alike),
   warnings_of(tokens.astype('uint32'), check='never'),
+  warnings_of(np.tile(np.arange(4.0), (8, 1))),
+  warnings_of(np.full(32, np.nan)),
 ])
+with warnings.catch_warnings():
+  warnings.simplefilter('ignore' if shard.index else 'error')
+  refused = error_of(layout.local_to_global(each, ('batch',)) for each in [tokens.astype('uint8').repeat(4)])
+  again = layout.local_to_global(tokens.astype('uint8').repeat(4), ('batch',))  # compared already, in both
+report([refused and refused.splitlines()[0], again.shape])
 """
 
 
 @pytest.mark.slow
 def test_uneven_ends_of_two_processes():
   results = [result.reported for result in run_processes(UNEVEN, processes=2, devices=2)]
-  for me, (totals, failed, empty, unpickled, resumed, warned) in enumerate(results):
+  for me, (totals, failed, empty, unpickled, resumed, warned, strict) in enumerate(results):
     assert totals == [
       [[10, 4, 4], [26, 4, 4], [42, 4, 4], [13, 1, 4]],
       [[78, 12, 12], [13, 1, 12]],
@@ -220,12 +232,14 @@ def test_uneven_ends_of_two_processes():
     )
     assert resumed == [[[3, 3]], [[0, 0]]][me]
     repeated, *legitimate = warned
-    assert legitimate == 6 * [[]]
+    assert legitimate == 8 * [[]]
     assert repeated == [
       'Processes 0-1 loaded equal rows for different parts of a batch (tokens (int32[32])): every row counts several '
       'times.\nFix: give the loader of each process its index and count, shard = layout.data_shard(...); or other '
       'random numbers.'
     ]
+    refused = 'UserWarning: Processes 0-1 loaded equal rows for different parts of a batch ((root) (uint8[128])): every row counts'
+    assert strict == [[f'{refused} several times.', None][me], [128]]
 
 
 RESUMED = """

@@ -538,7 +538,7 @@ def test_nothing_fits():
   assert lines[1].startswith('The smallest needs ')
   assert f'({smallest - 2**20} bytes) over the budget (compiled:cpu): ' in lines[1]
   assert lines[2] == (
-    'Fix: use more devices, a smaller batch, remat (as an argument of the step, passed in choices), or host=.'
+    "Fix: use more devices, a smaller batch, host='^opt_state/', or remat (as an argument of the step, passed in choices)."
   )
 
 

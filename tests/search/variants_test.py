@@ -201,6 +201,19 @@ def test_the_host_comes_last_where_it_does_not_pay_and_first_where_nothing_else_
     search_on_host(memory=smallest - 1, host=())
 
 
+def test_the_host_is_tried_before_a_search_ends_without_a_layout_that_fits():
+  _, kept = split(search_on_host(candidates=1, host=()).estimates)
+  memory = min(one.memory.peak for one in kept.values()) - 1
+  paths = ('^opt_state/mu', '^opt_state/nu', '^opt_state/mu')
+  found = search_on_host(candidates=1, host=paths, memory=memory)
+  assert 'host=^opt_state/' in found.best.name and found.best.memory.peak <= memory
+  with pytest.raises(spmd.errors.InfeasibleError) as error:
+    search_on_host(candidates=1, host=paths, memory='1KiB')
+  assert str(error.value).endswith(
+    'Fix: use more devices, a smaller batch, or remat (as an argument of the step, passed in choices).'
+  )
+
+
 def test_paths_of_the_host_that_match_nothing():
   with pytest.raises(spmd.errors.SearchError) as error:
     search_on_host(host=('^optimizer/', '('))

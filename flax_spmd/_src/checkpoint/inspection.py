@@ -264,7 +264,7 @@ def _leaf_differences(one: LeafRecord, two: LeafRecord) -> Iterator[str]:
     same = (
       'contents differ' if alike else 'contents cannot be compared: an earlier version wrote one of them'
     )
-    if one.value != two.value:
+    if repr(one.value) != repr(two.value):  # NaNs are unequal, and zeros of both signs equal
       yield f'{one.value}, then {two.value}'
     elif alike or one.value is None:
       yield same

@@ -120,7 +120,7 @@ def plan_restore(
   saved = saved._replace(leaves={path: leaf for path, leaf in saved.leaves.items() if path not in lost})
   matched = match(saved, target.side, changes)
   routes = dict(matched.routes)
-  problems = [] if lost else _impossible(reader, target.values, matched.routes)
+  problems = _impossible(reader, target.values, matched.routes, lost)
   problems += differences(saved, target.side, matched, changes)
   kept = [path for path in matched.missing if may_be_missing(changes, path)]
   routes.update((path, Route((), 'keep')) for path in kept)
@@ -209,7 +209,7 @@ def saved_side(reader: CheckpointReader, changes: Changes) -> Side:
 
 
 def _impossible(
-  reader: CheckpointReader, values: Mapping[str, Any], routes: Mapping[str, Route]
+  reader: CheckpointReader, values: Mapping[str, Any], routes: Mapping[str, Route], lost: Collection[str]
 ) -> list[Problem]:
   """The problem of saved leaves with impossible sizes. All packed leaves are read together."""
   shardings = {
@@ -220,7 +220,7 @@ def _impossible(
   leaves = {
     path: leaf
     for path, leaf in reader.record.leaves.items()
-    if leaf.packed is not None or path in shardings
+    if (leaf.packed is not None or path in shardings) and path not in lost
   }
   return impossible(reader.path, leaves, shardings)
 

@@ -20,7 +20,7 @@ from flax_spmd._src.checkpoint.storage.readers import (
 )
 from flax_spmd._src.checkpoint.storage.source import Source, read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
-from flax_spmd._src.checkpoint.storage.verification import Damage
+from flax_spmd._src.checkpoint.storage.verification import Damage, over_processes
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
@@ -195,9 +195,10 @@ def restore_with(
       check_parts(reader, changes, prepared.values if prepared else ())
       restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
       plan = plan_restore(reader, restored, changes, limit)
-      lost = _lost(reader, plan) if salvage else {}
+      lost = over_processes('impossible', _lost(reader, plan)) if salvage else {}
       wanted = _without(restored, plan, lost)
-      plan = plan_restore(reader, wanted, changes, limit, lost) if lost else plan
+      if lost:
+        plan = plan_restore(reader, wanted, changes, limit, _left_out(plan, wanted, lost))
       plan.check()
       other = also(source)
       found, damage = _loaded(reader, wanted, plan, verify, memory, salvage, show, lost)
@@ -221,6 +222,14 @@ def _without(target: RestoreTarget, plan: Preflight, lost: Mapping[str, str]) ->
   kept = {path: value for path, value in target.values.items() if path not in gone}
   leaves = {path: leaf for path, leaf in target.side.leaves.items() if path not in gone}
   return target._replace(values=kept, side=target.side._replace(leaves=leaves))
+
+
+def _left_out(plan: Preflight, wanted: RestoreTarget, lost: Mapping[str, str]) -> set[str]:
+  """The lost leaves, and the whole ones that only leaves made of lost ones need: other layers of a stack."""
+  used = {
+    source for path in wanted.values if path in plan.routes for source in plan.routes[path].sources
+  }
+  return {source for route in plan.routes.values() for source in route.sources} - used | lost.keys()
 
 
 def _loaded(

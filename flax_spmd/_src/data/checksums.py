@@ -280,7 +280,7 @@ def _queued(array: Any, alone: bool) -> list[_Queued]:
 
 def _computed(parts: Sequence[jax.Array], whole: tuple[int, ...]) -> jax.Array:
   """`part_states` of parts on several devices, on a mesh of its own: another one may be in force."""
-  devices = np.array([part.devices().pop() for part in parts])
+  devices = np.array([device for part in parts for device in part.devices()])
   shape, axes = parts[0].shape, ['parts'] if parts[0].ndim else []
   mesh = jax.sharding.Mesh(devices, 'parts')
   over_parts = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))

@@ -22,9 +22,10 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import KeyPath
 
 from flax_spmd._src.data.common_values import CommonPiece, common_shards, value_parts, value_problems
-from flax_spmd._src.data.repeated_rows import ROWS, LoadedPart, rows_digest, varied, warn_of_repeated
+from flax_spmd._src.data.repeated_rows import ROWS, LoadedPart, repeated_text, rows_digest
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, named, processes_of, ranges
+from flax_spmd._src.source_lines import warn
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
 
@@ -48,6 +49,9 @@ def local_to_global(tree: Any, shardings: Any, *, check: Check = 'new', timeout:
   Returns:
     The tree with global arrays, each with its sharding. In a single process: the result of
     `jax.device_put`.
+
+  Warns:
+    Several processes loaded equal rows for different parts of the first batch of a structure.
 
   Raises:
     LayoutError: a leaf has no sharding or does not fit it, the batches of two processes differ in paths,
@@ -202,10 +206,12 @@ def _global_shapes(
   key = batch, check == 'never'
   shapes = None if check == 'always' else _known_shapes.get(key)
   if shapes is None:
-    _check(batch, arrays, check != 'never', timeout)
+    repeated = _check(batch, arrays, check != 'never', timeout)
     shapes = tuple(map(_global_shape, batch.arrays))
     if check != 'always':
       _known_shapes[key] = shapes
+    if repeated:  # at the end: where the warning is an error, this process has compared like the others
+      warn(repeated)
   return shapes
 
 
@@ -213,7 +219,8 @@ def _global_shapes(
 _known_shapes: dict[tuple[_BatchStructure, bool], tuple[tuple[int, ...], ...]] = {}
 
 
-def _check(batch: _BatchStructure, arrays: Sequence[Any], compare: bool, timeout: float) -> None:
+def _check(batch: _BatchStructure, arrays: Sequence[Any], compare: bool, timeout: float) -> str:
+  """Raises the problems of a batch. Returns the text of a warning, or ''."""
   me, members = jax.process_index(), processes_of(batch.shardings)
   if batch.shardings and me not in members:
     raise LayoutError(
@@ -223,8 +230,8 @@ def _check(batch: _BatchStructure, arrays: Sequence[Any], compare: bool, timeout
     )
   if not compare or members in ((), (me,)):
     raise_problems(batch.problems)
-  else:
-    _compare(batch, arrays, members, timeout)
+    return ''
+  return _compare(batch, arrays, members, timeout)
 
 
 def _global_shape(array: _LocalArray) -> tuple[int, ...]:
@@ -241,8 +248,12 @@ def _global_shape(array: _LocalArray) -> tuple[int, ...]:
 
 def _compare(
   batch: _BatchStructure, arrays: Sequence[Any], members: tuple[int, ...], timeout: float
-) -> None:
-  """Raises the problems of any process or, if there are none, the differences between processes."""
+) -> str:
+  """Raises the problems of any process or, if there are none, the differences between processes.
+
+  Returns:
+    A warning of equal rows, or ''.
+  """
   text = json.dumps(
     {
       'problems': [(problem.text, problem.fix) for problem in batch.problems],
@@ -254,16 +265,16 @@ def _compare(
     "(if its data end early, say): pass check='always'. Otherwise check which of them is stuck or has exited."
   )
   values = {} if batch.problems else value_parts(_common_pieces(batch.arrays, arrays))
-  loaded = [] if batch.problems or batch in _compared else varied(_loaded(batch.arrays, arrays))
+  loaded = [] if batch.problems or batch in _compared else _loaded(batch.arrays, arrays)
   parts = {_STRUCTURE: text, **values, **rows_digest(loaded)}
-  differing = differing_parts('local_to_global', members, parts, fix, timeout, ROWS)
+  differing = differing_parts('local_to_global', members, parts, fix, timeout, (ROWS,))
   texts = differing.get(_STRUCTURE, [(list(members), text)])
   if len(texts) > 1 or batch.problems:
     reports = [(processes, json.loads(text)) for processes, text in texts]
     raise_problems(_reported_problems(reports) or _differences(reports, batch.arrays))
   raise_problems(value_problems(differing, _EQUAL_ROWS))
-  warn_of_repeated(loaded, [group for group, _ in differing[ROWS]])
   _compared.add(batch)
+  return repeated_text(loaded, differing)
 
 
 _compared: set[_BatchStructure] = set()  # whose rows were compared
@@ -292,7 +303,7 @@ def _common_pieces(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> I
 
 
 def _loaded(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> list[LoadedPart]:
-  """The arrays that are sharded between processes, as this process loaded them."""
+  """The arrays that are sharded between processes, the same list on each, with the part that this one loaded."""
   shapes = map(_global_shape, described)
   return [
     LoadedPart(
@@ -302,7 +313,7 @@ def _loaded(described: Sequence[_LocalArray], arrays: Sequence[Any]) -> list[Loa
       shape,
     )
     for one, array, shape in zip(described, arrays, shapes, strict=True)
-    if shape != one.shape
+    if any(min(each.of_process.values()) < each.total for each in _pieces(one.sharding, len(shape)))
   ]
 
 

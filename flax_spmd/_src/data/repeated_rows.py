@@ -7,17 +7,16 @@ structure of a batch for the first time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Sharding
 
 from flax_spmd._src.data.digests import digests
 from flax_spmd._src.multihost import named
-from flax_spmd._src.source_lines import warn
 
-ROWS = 'rows'  # the name of the digest in an exchange
+ROWS = 'rows of arrays '  # the name of a digest in an exchange begins with it
 _FEWEST = 64  # bytes; fewer may be equal by chance
 
 
@@ -43,36 +42,53 @@ class LoadedPart(NamedTuple):
       found.setdefault(device.process_index, set()).add(tuple(piece.start or 0 for piece in index))
     return {process: frozenset(starts) for process, starts in found.items()}
 
-
-def varied(arrays: Sequence[LoadedPart]) -> list[LoadedPart]:
-  """The arrays of which processes hold different parts, and whose values here are not all equal, as those of padding are."""
-  return [
-    one
-    for one in arrays
-    if len({*one.held().values()}) > 1 and one.part.size and (one.part != one.part.flat[0]).any()
-  ]
+  def varies(self) -> bool:
+    """Whether its rows differ, unlike those of padding or of positions; of a single row, its elements."""
+    if not self.part.size:
+      return False
+    words = np.ascontiguousarray(self.part).view(np.uint8).reshape(*self.part.shape, -1)
+    sizes = zip(self.shape, self.part.shape, strict=False)  # keys have a dimension more
+    sharded = [dim for dim, (size, mine) in enumerate(sizes) if 1 < mine < size]
+    firsts = [words.take([0], axis=dim) for dim in sharded] or [words.reshape(-1, words.shape[-1])[0]]
+    return all(bool((words != first).any()) for first in firsts)
 
 
 def rows_digest(arrays: Sequence[LoadedPart]) -> dict[str, str]:
-  """The digest of this process's rows, by its name in an exchange; empty where they may be equal by chance."""
-  parts = [one.part for one in arrays]
-  return {ROWS: ' '.join(digests(parts))} if sum(part.nbytes for part in parts) >= _FEWEST else {}
-
-
-def warn_of_repeated(arrays: Sequence[LoadedPart], groups: Sequence[Sequence[int]]) -> None:
-  """Warns, on every process alike, of processes with equal rows that hold different parts of the batch.
+  """The digest of this process's rows, by its name in an exchange; empty where they may be equal by right.
 
   Args:
-    arrays: the arrays whose digests were compared.
-    groups: the processes with equal digests, for each digest.
+    arrays: all arrays that are sharded between processes; the name has the numbers of those that count.
   """
+  counted = {number: one.part for number, one in enumerate(arrays) if one.varies()}
+  if sum(part.nbytes for part in counted.values()) < _FEWEST:
+    return {}
+  return {ROWS + ' '.join(map(str, counted)): ' '.join(digests([*counted.values()]))}
+
+
+def repeated_text(arrays: Sequence[LoadedPart], differing: Mapping[str, Any]) -> str:
+  """A warning, the same on every process, of processes with equal rows that hold different parts; or ''.
+
+  Args:
+    arrays: those of `rows_digest`.
+    differing: the result of the exchange: the processes with equal digests, by name.
+  """
+  lines = []
+  for name, groups in differing.items():
+    if name.startswith(ROWS):
+      compared = [arrays[int(number)] for number in name.removeprefix(ROWS).split()] if arrays else []
+      lines += _repeated(compared, [processes for processes, _ in groups])
+  return '\n'.join([*lines, _FIX]) if lines else ''
+
+
+def _repeated(arrays: Sequence[LoadedPart], groups: Sequence[Sequence[int]]) -> Iterator[str]:
+  """The line about the groups whose processes hold different parts of these arrays, if there are any."""
   held = [one.held() for one in arrays]
   parts_of = lambda process: tuple(each.get(process) for each in held)
   wrong = [group for group in groups if len(set(map(parts_of, group))) > 1]
   if wrong:
     who = ' and '.join(map(named, wrong)).capitalize()
     names = ', '.join(one.name for one in arrays)
-    warn(
-      f'{who} loaded equal rows for different parts of a batch ({names}): every row counts several times.\n'
-      'Fix: give the loader of each process its index and count, shard = layout.data_shard(...); or other random numbers.',
-    )
+    yield f'{who} loaded equal rows for different parts of a batch ({names}): every row counts several times.'
+
+
+_FIX = 'Fix: give the loader of each process its index and count, shard = layout.data_shard(...); or other random numbers.'

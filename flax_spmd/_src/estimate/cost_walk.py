@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
 from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
+from flax_spmd._src.estimate.gathered_copies import GatheredCopies
 from flax_spmd._src.estimate.graph import (
   PRODUCTS,
   Block,
@@ -208,8 +209,11 @@ class AnalyzedGraph:
     """
     walk = _CostWalk(self, list(specs), sizes, platform)
     peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
-    if platform in SCHEDULING_PLATFORMS:
-      peak = max(peak, walk.weight_gradients.peak())
+    kept = walk.copies.added(walk.present)
+    if platform not in SCHEDULING_PLATFORMS:
+      walk.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
+    else:
+      peak = max(peak, walk.weight_gradients.peak()) + kept
       spread = walk.weight_gradients.spread()
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
       spread = walk.weight_gradients.filter_spread()
@@ -282,6 +286,8 @@ class _CostWalk:
     self.opaque: dict[str, int] = {}
     self.doubts = Doubts()
     self.resharded: set[tuple[int, Spec]] = set()
+    self.copies = GatheredCopies()
+    self.present: list[float] = []  # memory during each operation of the main block
     self.partial_sums: dict[int, _PartialSum] = {}
     self.totals: dict[int, _PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
@@ -323,6 +329,7 @@ class _CostWalk:
       present = now - reused + inner_peak + self.gathered_bytes
       peak = max(peak, present)
       if block is self.analyzed.graph.main:
+        self.present.append(present)
         self._add_step(present, live, index, alive)
         if op.kind == 'reduce':
           self._add_spike(op, live.reads[index], present)
@@ -511,7 +518,7 @@ class _CostWalk:
     """Adds doubts about the operations that may need more than the peak, in bytes."""
     updated = 0.0
     for arrays in self.analyzed.filters.values():  # the parameter, its moments and its gradient
-      updated += (len(arrays) + 1) * min(map(self._bytes, arrays))
+      updated += (len(arrays) + 1) * min(map(self._bytes, arrays), default=0.0)
     reason = 'copies of filters in another layout as they are updated'
     for source, text, memory in (*self.spikes, ('gradients', reason, updated)):
       self.doubts.add(source, text, Bound(memory=max(0.0, memory - peak)))
@@ -731,6 +738,10 @@ class _CostWalk:
     if (value, required) not in self.resharded:
       self.resharded.add((value, required))
       self._reshard(value, self.specs[value], required, times, source)
+    if not self.loop:
+      size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
+      if size > self._bytes(value):
+        self.copies.add(value, required, len(self.present), size)
 
   def _reshard(self, value: int, before: Spec, after: Spec, times: int, source: str) -> None:
     ops = reshard(self._wire_value(value), before, after, self.sizes)

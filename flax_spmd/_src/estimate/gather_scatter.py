@@ -108,6 +108,8 @@ def scatter(op: Op, context: Context) -> Requirement:
   doubt, is_settled = _doubt(lookup, chosen), _is_settled(lookup, chosen)
   if not doubt and _choose(lookup, 2) != chosen:
     doubt = 'the order of the dimensions of a scatter'
+  elif not doubt and partial_axes and any(dim.role == 'batch' for dim in lookup.dims):
+    doubt = 'the sum of a scatter that is sharded along its positions, not along its batch'
   return Requirement(operands, table_spec, partial_axes, doubt=doubt, is_settled=is_settled)
 
 

@@ -118,6 +118,7 @@ class SearchRun:
     self.presets = {start.candidate: start.preset for start in starts if start.preset}
     self._compile_anchors(starts)
     self._explore(self.space, self.trials, starts, 0, 'estimating')
+    self._selection.offload()
     if not self.trials.estimated:
       raise SearchError(
         f'No layout on {self.space.target.text} meets the constraints.\n'

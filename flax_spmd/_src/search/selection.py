@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ SLACK = 0.1  # relative error of estimated memory to allow for
 _DOUBT_BONUS = 0.9  # factor on the time of a doubtful estimate, so that it is compiled earlier
 _HOPELESS = 2.0  # a preset this many times slower than the best estimate is not compiled
 _ANCHOR_POOL = 12  # of the best candidates, those to choose anchors from
+_OFFLOADED = 8  # of the smallest candidates, those to try in the host's memory at the end
 _SHOWN = 3  # estimates to show if nothing is compiled
 
 
@@ -37,10 +39,9 @@ class Selection(NamedTuple):
 
   def ranked(self, slack: float) -> list[Candidate]:
     """The best candidates within the budget plus a slack, without rules that have no effect."""
-    best = [one for one in self.distinct(slack, _priority) if not self._offloads_in_vain(one)][
-      : self.top
-    ]
-    plain = (simplified(one, self.trials.cost, self.space.simpler) for one in best)
+    useful = (one for one in self.distinct(slack, _priority) if not self._offloads_in_vain(one))
+    best = itertools.islice(useful, self.top)  # lazily: each check may estimate a layout
+    plain = [simplified(one, self.trials.cost, self.space.simpler) for one in best]
     return list(dict.fromkeys(plain))
 
   def _offloads_in_vain(self, candidate: Candidate) -> bool:
@@ -80,10 +81,17 @@ class Selection(NamedTuple):
   def _classes(self, candidate: Candidate) -> dict[str, float]:
     return traffic(self.trials.outcome(candidate))
 
-  def smallest(self) -> list[Candidate]:
-    """The candidate with the lowest peak memory."""
+  def smallest(self, count: int = 1) -> list[Candidate]:
+    """The candidates with the lowest peak memory."""
     peaks = {key: one.memory.peak for key, one in self.trials.estimated.items() if one.memory}
-    return [min(peaks, key=lambda key: peaks[key])] if peaks else []
+    return sorted(peaks, key=lambda key: peaks[key])[:count]
+
+  def offload(self) -> None:
+    """Estimates the smallest candidates with all arrays in the host's memory that may be there, if none fits."""
+    paths = self.space.constraints.host
+    if paths and not self.distinct(0.0, mean_seconds):
+      for one in self.smallest(_OFFLOADED):
+        self.trials.outcome(one._replace(on_host=paths))
 
   def best_presets(self) -> list[Candidate]:
     """The best mesh of each preset, unless it does not fit or is certainly far slower than the best."""
@@ -135,12 +143,13 @@ class Selection(NamedTuple):
     smallest = min(sized, key=lambda one: one.memory.peak if one.memory else 0)
     peak = smallest.memory.peak if smallest.memory else 0
     excess = peak - self.trials.memory
+    remedies = 'or remat' if self.space.constraints.host else "host='^opt_state/', or remat"
     return (
       f'None of the {len(self.trials.estimated)} layouts fits into {size_text(self.trials.memory)} per '
       f'device on {self.space.target.text}.\n'
       f'The smallest needs {size_text(peak)}, {size_text(excess)} ({excess} bytes) over the budget '
       f'({smallest.source}): {smallest.name}.\n'
-      'Fix: use more devices, a smaller batch, remat (as an argument of the step, passed in choices), or host=.'
+      f'Fix: use more devices, a smaller batch, {remedies} (as an argument of the step, passed in choices).'
     )
 
 

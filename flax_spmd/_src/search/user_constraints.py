@@ -117,7 +117,7 @@ def constraints_of(
     else dict.fromkeys(_axes(forbid)),
     _axes(batch_only),
     (target.topology[-1] if several_nodes else 0) if tensor is None else tensor,
-    _axes(host),
+    tuple(dict.fromkeys(_axes(host))),
   )
   raise_problems([*_problems(constraints, target, facts)])
   return constraints

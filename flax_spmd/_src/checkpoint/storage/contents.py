@@ -194,6 +194,10 @@ def _check(leaves: Mapping[str, Any]) -> None:
       dtype = getattr(leaf, 'dtype', None)
       kind = with_article(type(leaf).__name__) if dtype is None else f'an array of dtype {dtype}'
       problems.append(Problem(f'{path} is {kind}.', _fix_of(dtype)))
+    elif type(leaf) is int and not -(1 << 63) <= leaf < 1 << 64:
+      problems.append(
+        Problem(f'{path} is an integer of more than 64 bits.', 'split it into numbers of 64 bits.')
+      )
     elif 0 in np.shape(leaf):
       fix = 'keep empty arrays out of the state; Orbax cannot store them.'
       problems.append(Problem(f'{path} is empty: its shape is {np.shape(leaf)}.', fix))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src.checkpoint.storage.file_damage import file_damage
+from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
 from flax_spmd._src.data.checksums import checksums, own_checksums
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, processes_of
 from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
@@ -72,16 +74,24 @@ def changed(
     leaves: arrays as stored in the checkpoint, by path. In a job of several processes, every process
       passes the same paths.
     records: record of each leaf, by path. Leaves without a checksum are skipped.
-    requests: see `CheckpointReader.read`. Of leaves without a sharding, each process compares its own copy.
+    requests: see `CheckpointReader.read`. Of leaves without a sharding, and of those on
+      devices of one process, each process compares its own copy.
   """
   known = [path for path in leaves if records[path].checksum is not None]
-  whole = [path for path in known if requests[path].sharding is None]
-  shared = [path for path in known if requests[path].sharding is not None]
-  sums = _sums(own_checksums, whole, leaves, records)
+  whole = [path for path in known if _is_of_one_process(requests[path].sharding)]
+  shared = [path for path in known if not _is_of_one_process(requests[path].sharding)]
+  here = [path for path in whole if not is_elsewhere(requests[path].sharding)]
+  sums = _sums(own_checksums, here, leaves, records)
   wrong = {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
-  wrong = _over_processes('whole', wrong) if whole else wrong
+  wrong = over_processes('whole', wrong) if whole else wrong
   sums = _sums(checksums, shared, leaves, records)
   return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_one_process(sharding: Any) -> bool:
+  """Whether a process that has any of an array has all of it."""
+  return sharding is None or len(processes_of([sharding])) == 1
 
 
 def _sums(
@@ -123,7 +133,7 @@ def read_verified(
   with ThreadPoolExecutor(1) as thread:
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
     whole, damage = _whole_and_damage(reader, requests, memory, verify)
-  return whole, damage._replace(files=damage.files | _over_processes('files', _result(files)))
+  return whole, damage._replace(files=damage.files | over_processes('files', _result(files)))
 
 
 def read_arranged(
@@ -136,7 +146,7 @@ def read_arranged(
     results = reader.read_arranged(requests, memory) if requests else {}
   except CheckpointDamagedError as error:
     failure = {'reason': str(error)}
-  return {} if _over_processes('arranged', failure) else results
+  return {} if over_processes('arranged', failure) else results
 
 
 def _whole_and_damage(
@@ -156,7 +166,7 @@ def _whole_and_damage(
     {} if reader.files else dict.fromkeys([reader.folder.name], next(iter(lost.values()), _CHANGED))
   )
   found, lost = reader.read_directly({path: requests[path] for path in lost | wrong}, memory)
-  lost = _over_processes('directly', lost)
+  lost = over_processes('directly', lost)
   found, wrong = _compared(
     reader, requests, {path: leaf for path, leaf in found.items() if path not in lost}, verify
   )
@@ -209,7 +219,7 @@ def _read_what_can_be(
     leaves = reader.read(requests, memory)
   except CheckpointDamagedError as error:
     failure = {'reason': str(error).partition('\n')[0]}
-  failure = _over_processes('read', failure)
+  failure = over_processes('read', failure)
   if not failure:
     return leaves, {}
   del leaves
@@ -227,7 +237,7 @@ def _read_what_can_be(
   return whole, unread
 
 
-def _over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
+def over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
   """The texts of all processes, by name."""
   if jax.process_count() == 1:
     return texts
@@ -240,7 +250,7 @@ def _over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
 
 def verify(reader: CheckpointReader) -> Damage:
   """The damage of a whole checkpoint, read about 1 GiB at a time. Every process calls this, and reads all of it."""
-  lost = impossible_leaves(reader.path, reader.record.leaves)
+  lost = over_processes('impossible', impossible_leaves(reader.path, reader.record.leaves))
   damage = Damage(lost, _file_damage(reader, True, 1))
   possible = {path: leaf for path, leaf in reader.record.leaves.items() if path not in lost}
   for group in groups(possible):
