@@ -37,7 +37,7 @@ def test_weights_stay_gathered_for_the_backward_pass(estimator, rules, compiled)
   assert not found.doubts
 
 
-def test_on_other_platforms_they_are_a_doubt(estimator):
+def test_on_tpus_they_are_a_doubt(estimator):
   layout = spmd.Layout(
     spmd.abstract_mesh({'data': 8}), (('batch', 'data'), spmd.fsdp('data', min_size=1))
   )

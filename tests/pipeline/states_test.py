@@ -658,6 +658,7 @@ def test_results_are_the_same_with_threads():
 def persistent_cache(tmp_path):
   """JAX caches every program in a folder."""
   options = {
+    'jax_enable_compilation_cache': True,
     'jax_compilation_cache_dir': str(tmp_path),
     'jax_persistent_cache_min_compile_time_secs': 0,
     'jax_persistent_cache_min_entry_size_bytes': -1,

@@ -210,10 +210,11 @@ class AnalyzedGraph:
     walk = _CostWalk(self, list(specs), sizes, platform)
     peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
     kept = walk.copies.added(walk.present)
-    if platform not in SCHEDULING_PLATFORMS:
+    if platform == 'tpu':  # its compiler may gather them again
       walk.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
-    else:
-      peak = max(peak, walk.weight_gradients.peak()) + kept
+      kept = 0.0
+    if platform in SCHEDULING_PLATFORMS:
+      peak = max(peak, walk.weight_gradients.peak())
       spread = walk.weight_gradients.spread()
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
       spread = walk.weight_gradients.filter_spread()
@@ -222,8 +223,8 @@ class AnalyzedGraph:
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     held = sum(map(walk._bytes, self.graph.main.arguments))
-    doubts = walk.doubts.texts(sum(one.wire for one in collectives), held + peak, walk.flops)
-    return WalkResult(counts, peak, doubts)
+    doubts = walk.doubts.texts(sum(one.wire for one in collectives), held + peak + kept, walk.flops)
+    return WalkResult(counts, peak + kept, doubts)
 
 
 def _chip_dtype(dtype: str) -> str:

@@ -1,6 +1,6 @@
 """Gathered copies: arrays that are gathered once and used by several operations, as weights are by both passes.
 
-XLA for GPUs gathers an array once for all operations outside of loops that need it, and keeps the copy from the first to
+XLA for GPUs and CPUs gathers an array once for all operations outside of loops that need it, and keeps the copy from the first to
 the last of them. Compiled steps with FSDP show it: an embedding of 125 MiB is in the peak of an LSTM to the byte.
 """
 
