@@ -12,7 +12,6 @@ up there, and only a word per shard is transferred. Both give the same checksum.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import re
@@ -24,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flax_spmd._src.data.array_parts import ArrayBox, over_processes, own_host_parts, own_parts
 from flax_spmd._src.data.crc32c import contracted, extended, followed
 from flax_spmd._src.data.mixed_sums import mixed_sums
 from flax_spmd._src.data.words import array_of, device_words, is_on_host, widened
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 
 _FORM = re.compile(r'(crc32c:)?[0-9a-f]{8}')
 _NAME = 'crc32c:'
@@ -91,14 +90,14 @@ def pending_checksums(leaves: Sequence[Any], topic: str | None = 'sums') -> Call
   states = dict(_small_states(arrays, alone))
   large = [i for i in range(len(arrays)) if i not in states]
   on_host = [i for i in large if is_on_host(arrays[i])]
-  held = {i: _host_parts(arrays[i], alone) for i in on_host}
+  held = {i: own_host_parts(arrays[i], alone) for i in on_host}
   now = {i: held.pop(i) for i in on_host if isinstance(arrays[i], np.ndarray)}
   states |= _host_states(arrays, now)
   queued = {i: _queued(arrays[i], alone) for i in sorted(set(large) - set(on_host))}
 
   def complete() -> list[str]:
     found = states | _host_states(arrays, held) | _received(queued)
-    totals = _over_processes([found[i] for i in range(len(arrays))], topic)
+    totals = over_processes([found[i] for i in range(len(arrays))], topic, int.__xor__)
     return [_text(state, array) for state, array in zip(totals, arrays, strict=True)]
 
   return complete
@@ -113,39 +112,6 @@ def _text(state: int, array: Any) -> str:
 def _width(dtype: Any) -> int:
   """Bytes of an element."""
   return widened(np.empty(0, dtype), np).dtype.itemsize
-
-
-def _over_processes(states: list[int], topic: str | None) -> list[int]:
-  """Adds up the states of all processes."""
-  if jax.process_count() == 1 or not states or topic is None:
-    return states
-  received = exchange(topic, tuple(range(jax.process_count())), json.dumps(states), CALLS, TIMEOUT)
-  parts = [json.loads(text) for processes, text in received for _ in processes]
-  return [functools.reduce(int.__xor__, column) for column in zip(*parts, strict=True)]
-
-
-class _ArrayBox(NamedTuple):
-  """A box of an array.
-
-  Attributes:
-    data: its elements: a numpy array, or an array on one device.
-    start: index of its first element in the whole array.
-  """
-
-  data: Any
-  start: tuple[int, ...]
-
-
-def _parts(array: Any, alone: bool) -> list[_ArrayBox]:
-  """The parts of an array that this process takes up. Each element belongs to one part of one process, or each is alone."""
-  if isinstance(array, np.ndarray):
-    return [_ArrayBox(array, (0,) * array.ndim)] if alone or jax.process_index() == 0 else []
-  parts: dict[tuple[int, ...], _ArrayBox] = {}
-  for shard in array.addressable_shards:
-    start = tuple(part.indices(size)[0] for part, size in zip(shard.index, array.shape, strict=True))
-    if shard.replica_id == 0 or (alone and start not in parts):
-      parts[start] = _ArrayBox(shard.data, start)
-  return list(parts.values())
 
 
 # -- in host memory
@@ -169,18 +135,13 @@ def _is_first(array: Any) -> bool:
   return not isinstance(array, np.ndarray) or jax.process_index() == 0
 
 
-def _host_parts(array: Any, alone: bool) -> list[_ArrayBox]:
-  """The parts as numpy arrays, which keep their memory from being donated."""
-  return [_ArrayBox(widened(np.asarray(data), np), start) for data, start in _parts(array, alone)]
-
-
-def _host_states(arrays: Sequence[Any], parts: Mapping[int, list[_ArrayBox]]) -> dict[int, int]:
+def _host_states(arrays: Sequence[Any], parts: Mapping[int, list[ArrayBox]]) -> dict[int, int]:
   with ThreadPoolExecutor(os.cpu_count()) as threads:
     states = threads.map(lambda i: _host_state(parts[i], arrays[i].shape), parts)
     return dict(zip(parts, states, strict=True))
 
 
-def _host_state(parts: Sequence[_ArrayBox], shape: tuple[int, ...]) -> int:
+def _host_state(parts: Sequence[ArrayBox], shape: tuple[int, ...]) -> int:
   """The state of an array with zeros in place of the parts that this process does not take up."""
   state = zeros = 0
   for block in _blocks(parts, shape, np.empty(_BLOCK, np.uint8)):
@@ -192,7 +153,7 @@ def _host_state(parts: Sequence[_ArrayBox], shape: tuple[int, ...]) -> int:
 
 
 def _blocks(
-  parts: Sequence[_ArrayBox], shape: tuple[int, ...], scratch: np.ndarray
+  parts: Sequence[ArrayBox], shape: tuple[int, ...], scratch: np.ndarray
 ) -> Iterator[np.ndarray | int]:
   """The bytes of an array in C order, from its parts; and numbers of bytes that are in none of them.
 
@@ -220,19 +181,19 @@ def _blocks(
       elif row <= _BLOCK:
         yield _assembled(some, (count, *shape[1:]), scratch)
       else:
-        yield from _blocks([_ArrayBox(p.data[0], p.start[1:]) for p in some], shape[1:], scratch)
+        yield from _blocks([ArrayBox(p.data[0], p.start[1:]) for p in some], shape[1:], scratch)
 
 
-def _rows(part: _ArrayBox, top: int, count: int) -> _ArrayBox | None:
+def _rows(part: ArrayBox, top: int, count: int) -> ArrayBox | None:
   """The part within a range of rows, with its start relative to the first of them."""
   begin, end = max(part.start[0], top), min(part.start[0] + len(part.data), top + count)
   if begin >= end:
     return None
   data = part.data[begin - part.start[0] : end - part.start[0]]
-  return _ArrayBox(data, (begin - top, *part.start[1:]))
+  return ArrayBox(data, (begin - top, *part.start[1:]))
 
 
-def _assembled(parts: Sequence[_ArrayBox], shape: tuple[int, ...], scratch: np.ndarray) -> np.ndarray:
+def _assembled(parts: Sequence[ArrayBox], shape: tuple[int, ...], scratch: np.ndarray) -> np.ndarray:
   dtype = parts[0].data.dtype
   size = math.prod(shape) * dtype.itemsize
   raw = scratch[:size] if size <= scratch.size else np.empty(size, np.uint8)
@@ -264,7 +225,7 @@ class _Queued(NamedTuple):
 
 
 def _queued(array: Any, alone: bool) -> list[_Queued]:
-  parts = _parts(array, alone)
+  parts = own_parts(array, alone)
   if not parts or not array.size:
     return []
   shape, ends = array.shape, parts[0].data.shape
