@@ -11,40 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.data.mixed_sums import mixed_sums, on_devices
-
-DTYPES = (
-  *('bool', 'int8', 'uint8', 'int16', 'uint16', 'int32', 'uint32', 'float16', 'bfloat16', 'float32'),
-  *('complex64', 'int4', 'uint4', 'float8_e4m3fn', 'float8_e5m2'),
-)
-WIDE = ('int64', 'uint64', 'float64', 'complex128')
-SPECS = (P(), P('data'), P(None, 'model'), P('model', 'data'), P(('data', 'model')), P(None, ('model',)))
-SHAPES = ((8, 8), (16, 8, 3), (64, 128), (8, 4096), (4096, 8), (8, 8, 5, 2))
-
-
-def numbers(shape, dtype, seed=0):
-  """Random bits; for floats random numbers, since NaNs need not keep their bits."""
-  generator = np.random.default_rng(seed)
-  if dtype == 'bool':
-    return generator.integers(0, 2, shape).astype(bool)
-  if jnp.issubdtype(dtype, jnp.integer):
-    info = jnp.iinfo(dtype)
-    return generator.integers(int(info.min), int(info.max), shape, endpoint=True, dtype=np.int64).astype(
-      dtype
-    )
-  real = generator.standard_normal(shape)
-  return (
-    (real + 1j * generator.standard_normal(shape)).astype(dtype)
-    if 'complex' in dtype
-    else real.astype(dtype)
-  )
-
-
-def wide_numbers(shape, dtype, seed=0):
-  generator = np.random.default_rng(seed)
-  bits = generator.integers(0, 2**63, (*shape, 2 if dtype == 'complex128' else 1), dtype=np.uint64)
-  if 'int' in dtype:
-    return bits[..., 0].astype(dtype)
-  return numbers(shape, dtype, seed)
+from tests.data.random_arrays import DTYPES, SHAPES, SPECS, WIDE, drawn, numbers, wide_numbers
 
 
 def on_device(array) -> str:
@@ -53,10 +20,6 @@ def on_device(array) -> str:
 
 def the_sum(array) -> str:
   return mixed_sums([array], 'sums')[0]
-
-
-def drawn(*options):
-  return st.sampled_from(options)
 
 
 @settings(max_examples=60)
@@ -98,11 +61,6 @@ def test_sums_of_many_arrays_equal_those_of_each(mesh, described, spec):
     for i, x in enumerate(arrays)
   ]
   assert mixed_sums(placed, 'sums') == [the_sum(x) for x in arrays]
-
-
-def test_thousands_of_arrays():
-  arrays = [np.full(i % 7, i, np.int32 if i % 2 else np.int16) for i in range(3000)]
-  assert mixed_sums(arrays, 'sums') == [the_sum(x) for x in arrays]
 
 
 def test_large_arrays_in_blocks(mesh):
@@ -190,18 +148,3 @@ def test_shifts_are_detected():
     len({the_sum(np.roll(x, shift, axis)) for shift in range(1, 8) for axis in (0, 1)} | {the_sum(x)})
     == 15
   )
-
-
-def test_keys_and_python_numbers():
-  keys = jax.random.split(jax.random.key(3), 8)
-  assert the_sum(keys) == the_sum(np.asarray(jax.random.key_data(keys)))
-  assert the_sum(3) == the_sum(np.int64(3)) != the_sum(4)
-  assert the_sum(True) != the_sum(False)
-  assert the_sum(0.5) != the_sum(-0.5)
-
-
-def test_bits_of_equal_numbers_differ():
-  """0.0 and -0.0, and NaNs with different bits: a checksum is of bits, not of values."""
-  assert the_sum(np.zeros(3, np.float32)) != the_sum(-np.zeros(3, np.float32))
-  nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-  assert the_sum(nan[:1]) != the_sum(nan[1:])

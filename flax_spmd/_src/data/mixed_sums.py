@@ -14,6 +14,7 @@ Checkpoints are compared with them on the host. Values of several processes are 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive indices
 _MIXER = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift, then multiply
 _LAST = 16  # shift
 _MASK = 0xFFFFFFFF
+_FIRST = np.zeros(1, np.uint32)
 _BLOCK = 1 << 17  # elements: fits into a cache, and numpy releases the interpreter lock for a while
 
 
@@ -63,14 +65,12 @@ def _part_sum(part: ArrayBox, whole: Sequence[int]) -> int:
   each = max(1, size // 4)
   words = np.ascontiguousarray(part.data).reshape(-1).view(f'u{min(size, 4)}')
   shape, lengths, start = [*part.data.shape, each], [*whole, each], [*part.start, 0]
-  indices = np.zeros(1, np.uint32)
-  for d, (count, first) in enumerate(zip(shape, start, strict=True)):
-    stride = math.prod(lengths[d + 1 :]) & _MASK
-    along = (np.arange(first, first + count, dtype=np.uint64) * np.uint64(stride)).astype(np.uint32)
-    if d == 0:
-      rows = along
-    else:
-      indices = (indices[:, None] + along).reshape(-1)
+  along = [
+    (np.arange(first, first + count, dtype=np.uint64) * np.uint64(math.prod(lengths[d + 1 :]) & _MASK))
+    for d, (count, first) in enumerate(zip(shape, start, strict=True))
+  ]
+  rows, *inner = (one.astype(np.uint32) for one in along)
+  indices = functools.reduce(lambda outer, one: np.add.outer(outer, one).reshape(-1), inner, _FIRST)
   height = max(1, _BLOCK // indices.size)
   table = words.reshape(len(rows), -1)
   total = 0
