@@ -223,3 +223,13 @@ def test_paths_of_the_host_that_match_nothing():
     "Fix: correct it; the paths begin with 'opt_state/mu/w', 'opt_state/nu/w', 'params/w'.\n"
     'Fix: correct it; it is searched for in paths such as params/layers/wi.'
   )
+
+
+@pytest.mark.parametrize('host', [3, (3,), ('^opt_state/', None)])
+def test_paths_of_the_host_that_are_no_texts(host):
+  with pytest.raises(spmd.errors.SearchError) as error:
+    search_on_host(host=host)
+  assert str(error.value) == (
+    f'host: {host!r} is no path expression, and no sequence of them.\n'
+    "Fix: pass the paths of arrays that may be in the host's memory, such as host='^opt_state/'."
+  )

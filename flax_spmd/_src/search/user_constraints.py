@@ -108,6 +108,7 @@ def constraints_of(
     SearchError: constraints that cannot be met; lists all of them.
   """
   several_nodes = not target.chip.torus and target.topology[0] > 1
+  _check_texts(host)
   constraints = UserConstraints(
     target.chip.memory if memory is None else _bytes(memory),
     None if mesh is None else _filled(_sizes(mesh), target.devices),
@@ -141,6 +142,15 @@ def _bytes(memory: int | str) -> int:
     raise SearchError(
       f"memory={memory!r} is not a size.\nFix: pass a number of bytes, or text such as '14GiB'."
     ) from None
+
+
+def _check_texts(host: Any) -> None:
+  texts = host if isinstance(host, (list, tuple)) else (host,)
+  if host is not None and not all(isinstance(text, str) for text in texts):
+    raise SearchError(
+      f'host: {host!r} is no path expression, and no sequence of them.\n'
+      "Fix: pass the paths of arrays that may be in the host's memory, such as host='^opt_state/'."
+    )
 
 
 def _axes(axes: Any) -> tuple[str, ...]:
