@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_spmd as spmd
-from flax_spmd.pipeline import stage_end
+from flax_spmd.pipeline import GPipe, Mean, accumulate, stage_end
 from tests.pipeline.cases import assert_same, normal
 
 LAYOUT = spmd.Layout({'stage': 2, 'data': 4}, ())
@@ -48,6 +48,36 @@ def test_equals_jit(stage, axes):
 
   placed = jax.device_put((X, OTHER), NamedSharding(LAYOUT.mesh, PartitionSpec(*axes)))
   assert_same(LAYOUT.pipeline_jit(fn)(*placed), jax.jit(fn)(X, OTHER), 1e-4)
+
+
+@pytest.mark.parametrize('once', [False, True])
+def test_weights_are_gathered_in_each_task_or_once(once):
+  """Sums of gradients stay sharded as the weights are."""
+
+  def step(weights, x):
+    whole = [spmd.constrain(w, PartitionSpec()) for w in weights] if once else weights
+
+    def loss(weights, x):
+      return jnp.mean(jnp.sin(stage_end(jnp.sin(x @ weights[0])) @ weights[1]) ** 2)
+
+    grads = accumulate(lambda x: jax.grad(loss)(whole, x), x, GPipe(2), Mean, microbatches=2)
+    return [w - 0.1 * grad for w, grad in zip(weights, grads, strict=True)]
+
+  layout = spmd.Layout({'stage': 2, 'data': 4}, (('batch', 'data'), spmd.fsdp('data', min_size=1)))
+  weights = layout.shard([normal(2, 8, 16), normal(3, 16, 8)])
+  arguments = weights, layout.shard(normal(4, 64, 8), ('batch', None))
+  compiled = layout.pipeline_jit(step).compile(*arguments)
+  gathering = {
+    each.program.name.partition('_')[0]
+    for each in compiled.executables.values()
+    if 'all-gather(' in each.compiled.as_text()
+  }
+  assert gathering == ({'start'} if once else {'fwd', 'bwd'})
+  result = compiled(*arguments)
+  with layout:
+    assert_same(result, jax.jit(step)(*arguments))
+  for one, other in zip(result, weights, strict=True):
+    assert tuple(one.sharding.spec).index('data') == tuple(other.sharding.spec).index('data')
 
 
 def test_ordered_effects(capfd):
