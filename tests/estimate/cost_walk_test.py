@@ -65,3 +65,20 @@ def test_a_batch_that_is_cut_into_microbatches_moves_once():
   kinds = outcome.counts.by_kind()
   assert (kinds['collective-permute'], kinds['all-to-all']) == (shard, shard * 3 / 4)
   assert 'all-gather' not in kinds and outcome.doubts == ()
+
+
+@pytest.mark.parametrize('is_chained', [True, False])
+def test_a_value_that_several_constraints_replicate_is_gathered_once(is_chained):
+  def replicated(x):
+    return spmd.with_logical_constraint(x, (None, None))
+
+  def step(state, batch):
+    x = jnp.tanh(batch['x'] @ state['w'].unbox().T)
+    first = replicated(x)
+    second = replicated(first if is_chained else x)
+    return state, (jnp.sort(first, 0), jnp.argsort(second, 0))
+
+  outcome = Estimator(TrainStep(step, create, INPUTS)).estimate(DATA, parse_target('h100:8'))
+  shard = 4 * BATCH * ROWS / 8
+  assert outcome.counts.by_kind() == {'all-gather': 7 * shard}
+  assert outcome.doubts == ()

@@ -286,12 +286,13 @@ class _CostWalk:
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
     self.doubts = Doubts()
-    self.resharded: set[tuple[int, Spec]] = set()
+    self.resharded: set[tuple[int | None, Spec]] = set()
     self.copies = GatheredCopies()
     self.present: list[float] = []  # memory during each operation of the main block
     self.partial_sums: dict[int, _PartialSum] = {}
     self.totals: dict[int, _PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
+    self.constrained: dict[int, int] = {}  # by the result of a constraint, the value that is gathered
     self.deferred_computed: set[int] = set()  # those among them that were computed from several operands
     self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
@@ -650,6 +651,7 @@ class _CostWalk:
       self._bring(operand, self.specs[result], times, source)
     elif _are_gathers(ops):
       self.deferred_gathers[result] = present
+      self.constrained[result] = self.constrained.get(operand, operand)
       self.deferred_computed |= {result} if operand in self.deferred_computed else set()
     else:
       self._bring(operand, self.specs[result], times, source)
@@ -733,7 +735,10 @@ class _CostWalk:
     if value in self.deferred_gathers and value not in self.analyzed.rematerialisable:
       if not reshard(self.values[value], self.deferred_gathers[value], required, self.sizes):
         return
-      self._reshard(value, self.deferred_gathers.pop(value), self.specs[value], times, source)
+      present, once = self.deferred_gathers.pop(value), (self.constrained.get(value), self.specs[value])
+      if once not in self.resharded:
+        self._reshard(value, present, self.specs[value], times, source)
+      self.resharded |= {once} if value in self.constrained else set()
     if required == self.specs[value] or value in self.analyzed.rematerialisable:
       return
     if (value, required) not in self.resharded:
