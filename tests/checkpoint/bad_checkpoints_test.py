@@ -9,11 +9,12 @@ from textwrap import dedent
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd._src.checkpoint.storage import possible_sizes
+from flax_spmd._src.checkpoint.storage import possible_sizes, record
 from flax_spmd.checkpoint import Changes
 from tests.checkpoint import damage
 from tests.checkpoint.damage import signed
@@ -515,9 +516,9 @@ def test_salvage_of_a_stack_without_one_of_its_layers(tmp_path):
 
 
 def test_salvage_of_arrays_that_nothing_could_hold_together(tmp_path, monkeypatch):
-  """One is impossible by itself; the sizes of the others are compared all the same."""
+  """One is impossible by itself, two are together, and the fourth is as it was stored."""
   monkeypatch.setattr(possible_sizes, '_memory', lambda: 1 << 40)
-  checkpoint.save(tmp_path / 'a', {name: np.ones(4, np.float32) for name in 'abc'}, LAYOUT)
+  checkpoint.save(tmp_path / 'a', {name: np.ones(4, np.float32) for name in 'abcd'}, LAYOUT)
   for number, size in enumerate((2**59, 3 * 2**36, 3 * 2**36)):
     damage.edit_manifest(
       tmp_path / 'a',
@@ -525,8 +526,22 @@ def test_salvage_of_arrays_that_nothing_could_hold_together(tmp_path, monkeypatc
     )
   assert checkpoint.preflight(tmp_path / 'a', layout=LAYOUT).problems
   with pytest.raises(errors.CheckpointDamagedError) as caught:
-    checkpoint.restore(tmp_path / 'a', layout=LAYOUT, salvage=True)
-  assert [line.split(':')[0] for line in str(caught.value).splitlines()[1:-1]] == ['b', 'c']
+    checkpoint.restore(tmp_path / 'a', layout=LAYOUT)
+  assert [line.split(':')[0] for line in str(caught.value).splitlines()[1:4]] == ['a', 'b', 'c']
+  salvaged = checkpoint.restore(tmp_path / 'a', layout=LAYOUT, salvage=True)
+  assert list(salvaged.damaged) == ['a', 'b', 'c']
+  np.testing.assert_array_equal(salvaged.state['d'], np.ones(4))
+
+
+def test_arrays_of_others_that_nothing_could_hold_together():
+  """Without a record of ours, shapes are all that is known: the largest leaves are lost, until the rest is possible."""
+  sizes = {'a': 3 * 2**37, 'b': 3 * 2**37, 'c': 2**20, 'd': 2**60}
+  leaves = {name: record.LeafRecord((size,), 'int8') for name, size in sizes.items()}
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(possible_sizes, '_memory', lambda: 1 << 39)
+    found = possible_sizes.impossible_leaves(epath.Path('nowhere'), leaves, together=True)
+    assert list(found) == ['d', 'a'] and found['a'].endswith(' could hold with the others')
+    assert list(possible_sizes.impossible_leaves(epath.Path('nowhere'), leaves)) == ['d']
 
 
 def test_zeros_that_compress_well_are_no_damage(tmp_path):

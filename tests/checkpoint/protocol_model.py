@@ -189,7 +189,8 @@ def settle(world: World, actor: Actor, rules: Rules) -> Steps:
   entry = world.entry or rules.folders_above_synced or actor.made
   yield world._replace(past=(), entry=entry), actor._replace(at=actor.then, then='')
   if actor.faulty and actor.puts < 4:
-    after_error = {'superseded': 'look_up', 'clean': 'finished'}.get(actor.then, 'release')
+    undone = 'finished' if actor.kind == 'sweep' else 'undo_take'
+    after_error = {'superseded': 'look_up', 'clean': 'finished'}.get(actor.then, undone)
     yield world, actor._replace(at=after_error, then='')
 
 
@@ -257,16 +258,44 @@ def take(world: World, actor: Actor, rules: Rules) -> Steps:
   if after is None:
     yield world, actor._replace(at='finished' if actor.kind == 'sweep' else 'remove_intent')
     return
-  then = 'collect' if rules.garbage_listed_before_take else 'list_garbage'
-  if actor.kind == 'sweep' and rules.garbage_listed_before_take:
-    then = 'look_for_pins'
-  if not rules.garbage_removed_after_take:
-    then = 'write' if actor.kind == 'save' else 'give_back'
-  if actor.kind == 'delete' and rules.unnamed_before_removal:
-    then = 'unname'
-  yield after, settling(world, taken, then, rules.take_durable)
+  # it is durable where something is removed before the commit, and where HEAD is new; a deletion unnames durably
+  garbage = actor.listed - {base(actor)}
+  settles = actor.kind != 'delete' and bool(garbage or (actor.kind == 'save' and actor.seen is None))
+  again = actor.kind == 'save' and base(actor) is None and rules.intent_before_take
+  then = 'put_intent_again' if again else after_take(actor, rules)
+  yield after, settling(world, taken, then, rules.take_durable and settles)
   if actor.faulty and not world.disk:  # not applied when the error is seen; the intent stays for a sweep
-    yield world._replace(late=world.late | {(expected, head)}), actor._replace(at='finished')
+    yield world._replace(late=world.late | {(expected, head)}), taken._replace(at='undo_take')
+
+
+@step
+def undo_take(world: World, actor: Actor, rules: Rules) -> Steps:
+  """After an error: HEAD is put without the lease, whether it has been taken, or will be later."""
+  head, undone = next_head(actor, base(actor), None)
+  for expected in (actor.seen.put if actor.seen else None, actor.tag):
+    after = put(world, actor, head, expected, True)
+    if after is not None:
+      yield after, undone._replace(at='finished')
+      return
+  yield world, actor._replace(at='finished')
+
+
+@step
+def put_intent_again(world: World, actor: Actor, rules: Rules) -> Steps:
+  """A slow writer may have been taken for dead before it had the lease."""
+  intents = world.intents | {actor.name}
+  yield world._replace(intents=intents), actor._replace(at=after_take(actor, rules))
+
+
+def after_take(actor: Actor, rules: Rules) -> str:
+  """The step after the lease has been taken."""
+  if actor.kind == 'delete' and rules.unnamed_before_removal:
+    return 'unname'
+  if not rules.garbage_removed_after_take:
+    return 'write' if actor.kind == 'save' else 'give_back'
+  if not rules.garbage_listed_before_take:
+    return 'list_garbage'
+  return 'look_for_pins' if actor.kind == 'sweep' else 'collect'
 
 
 @step
@@ -294,10 +323,10 @@ def look_for_pins(world: World, actor: Actor, rules: Rules) -> Steps:
 
 @step
 def name_again(world: World, actor: Actor, rules: Rules) -> Steps:
-  """A deletion that finds a pin."""
+  """A deletion that finds a pin. It leaves its intent to a sweep."""
   head, renamed = next_head(actor, base(actor), None)
   after = put(world, actor, head, actor.tag, rules.conditional_release)
-  yield after or world, renamed._replace(at='remove_intent')
+  yield after or world, renamed._replace(at='finished')
 
 
 # Garbage

@@ -105,8 +105,8 @@ def device_order(sharding: Any) -> tuple[Any, ...]:
 
 def _is_unchanged(part: Any, target: Any, route: Route) -> bool:
   """Whether a leaf needs no conversion."""
-  dtype = getattr(target, 'dtype', None)
-  return route.step == 'same' and dtype is not None and getattr(part, 'dtype', None) == dtype
+  dtypes = [str(getattr(leaf, 'dtype', None)) for leaf in (part, target)]  # numpy takes None for float64
+  return route.step == 'same' and dtypes[0] == dtypes[1] != 'None'
 
 
 def _placed(part: Any, target: Any) -> Any:

@@ -26,7 +26,12 @@ from flax_spmd._src.checkpoint.storage.safetensors_reader import (
   SafetensorsReader,
   is_in_boxes,
 )
-from flax_spmd._src.checkpoint.storage.verification import Damage, read_arranged, read_verified
+from flax_spmd._src.checkpoint.storage.verification import (
+  Damage,
+  read_arranged,
+  read_verified,
+  wrong_numbers,
+)
 from flax_spmd.errors import CheckpointError
 
 _NONE: Mapping[str, str] = {}
@@ -72,7 +77,9 @@ def load(
       if records[saved].value is None:
         requests.setdefault(saved, request)
   leaves, damage = read_verified(reader, requests, verify=verify, memory=memory, lost=lost)
-  damage = damage._replace(leaves={**lost, **damage.leaves})
+  used = [source for route in routes.values() for source in route.sources]
+  wrong = wrong_numbers(reader, used) if verify else {}
+  damage = damage._replace(leaves={**lost, **wrong, **damage.leaves})
   if damage.names and not salvage:
     raise damage.error(reader.path)
   leaves |= {path: record.value for path, record in records.items() if record.value is not None}

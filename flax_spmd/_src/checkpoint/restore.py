@@ -10,9 +10,9 @@ from flax_spmd._src.checkpoint import targets
 from flax_spmd._src.checkpoint.load import load
 from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
 from flax_spmd._src.checkpoint.preflight import Preflight, check_parts, plan_restore
+from flax_spmd._src.checkpoint.salvage import SalvagePlan, salvage_plan
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import (
   CheckpointReader,
   open_checkpoint,
@@ -20,13 +20,13 @@ from flax_spmd._src.checkpoint.storage.readers import (
 )
 from flax_spmd._src.checkpoint.storage.source import Source, read_whole
 from flax_spmd._src.checkpoint.storage.store import as_path
-from flax_spmd._src.checkpoint.storage.verification import Damage, over_processes
+from flax_spmd._src.checkpoint.storage.verification import Damage
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
-from flax_spmd.errors import CheckpointDamagedError, TargetError
+from flax_spmd.errors import TargetError
 
 if TYPE_CHECKING:
   from flax_spmd._src.checkpoint.restore_options import RecordRestoreOptions, RestoreOptions
@@ -193,43 +193,25 @@ def restore_with(
     def read(source: Source | None) -> tuple[Any, Result]:
       reader = reader_of(path, source)
       check_parts(reader, changes, prepared.values if prepared else ())
-      restored = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
-      plan = plan_restore(reader, restored, changes, limit)
-      lost = over_processes('impossible', _lost(reader, plan)) if salvage else {}
-      wanted = _without(restored, plan, lost)
-      if lost:
-        plan = plan_restore(reader, wanted, changes, limit, _left_out(plan, wanted, lost))
+
+      def planned(reader: CheckpointReader) -> tuple[RestoreTarget, Preflight]:
+        each = prepared or _of_record(reader, layout, mesh, rules, changes, boxed)
+        return each, plan_restore(reader, each, changes, limit)
+
+      full = (
+        salvage_plan(reader, prepared, planned) if salvage else SalvagePlan(*planned(reader), {}, reader)
+      )
+      wanted, plan = full.without_lost(), full.plan
+      if full.lost:
+        plan = plan_restore(full.reader, wanted, changes, limit, full.left_out(wanted))
       plan.check()
       other = also(source)
-      found, damage = _loaded(reader, wanted, plan, verify, memory, salvage, show, lost)
-      leaves = list((restored.values | dict(zip(wanted.values, found, strict=True))).values())
-      state = restored.build(leaves)
+      found, damage = _loaded(reader, wanted, plan, verify, memory, salvage, show, full.lost)
+      leaves = full.target.values | dict(zip(wanted.values, found, strict=True))
+      state = full.target.build(list(leaves.values()))
       return (SalvagedState(state, damage.leaves, damage.files) if salvage else state), other
 
     return read_whole(as_path(path), read)
-
-
-def _lost(reader: CheckpointReader, plan: Preflight) -> dict[str, str]:
-  """The reason for each saved leaf of an impossible size, if the plan has one; the others may be whole."""
-  if not any(problem.kind is CheckpointDamagedError for problem in plan.problems):
-    return {}
-  return impossible_leaves(reader.path, reader.record.leaves)
-
-
-def _without(target: RestoreTarget, plan: Preflight, lost: Mapping[str, str]) -> RestoreTarget:
-  """A target without the leaves that are made of lost ones."""
-  gone = {path for path, route in plan.routes.items() if set(route.sources) & lost.keys()}
-  kept = {path: value for path, value in target.values.items() if path not in gone}
-  leaves = {path: leaf for path, leaf in target.side.leaves.items() if path not in gone}
-  return target._replace(values=kept, side=target.side._replace(leaves=leaves))
-
-
-def _left_out(plan: Preflight, wanted: RestoreTarget, lost: Mapping[str, str]) -> set[str]:
-  """The lost leaves, and the whole ones that only leaves made of lost ones need: other layers of a stack."""
-  used = {
-    source for path in wanted.values if path in plan.routes for source in plan.routes[path].sources
-  }
-  return {source for route in plan.routes.values() for source in route.sources} - used | lost.keys()
 
 
 def _loaded(

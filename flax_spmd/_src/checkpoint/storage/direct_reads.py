@@ -12,9 +12,10 @@ Nothing is written. Every array is read on its own, so that the damage of one le
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   is_key,
   key_implementation,
   raw_keys,
+  typed_keys,
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
@@ -44,6 +46,18 @@ _OF_PROCESS = re.compile(r'ocdbt\.process_\d+/?')
 _FORMATS = {'zarr3': b'zarr.json', 'zarr': b'.zarray'}  # the file that describes an array
 # the context in TensorStore's errors, thousands of characters
 _SPEC = re.compile(r' \[[a-z_]+(\[\d+\])?=')
+
+
+class Contradiction(NamedTuple):
+  """A leaf that is not stored as it is recorded.
+
+  Attributes:
+    reason: the difference, for the report.
+    stored: its record with the shape and dtype that are stored; None if they are unknown.
+  """
+
+  reason: str
+  stored: LeafRecord | None
 
 
 class DirectReads:
@@ -93,11 +107,7 @@ class DirectReads:
     Raises:
       ValueError, OSError: it cannot be read, or is another array.
     """
-    leaf = self._record.leaves[path]
-    driver, kvstore = self._found(self._names[path])
-    store = ts.open(
-      {'driver': driver, 'kvstore': kvstore, 'fill_missing_data_reads': False}, read=True, open=True
-    ).result()
+    leaf, store = self._record.leaves[path], self._stored(self._names[path])
     plain = raw_keys(leaf) if is_key(leaf) else leaf
     if leaf.packed is not None and store.rank == 1:
       begin, size = leaf.packed[1], int(np.prod(leaf.shape, dtype=int))
@@ -108,6 +118,53 @@ class DirectReads:
     if (store.shape, store.dtype.numpy_dtype) != (plain.shape, dtype_of(plain.dtype)):
       raise ValueError(f'{store.dtype.name}{list(store.shape)} is stored in its place')
     return store
+
+  def contradictions(self) -> dict[str, Contradiction]:
+    """The leaves that the record describes otherwise than they are stored. No bytes of arrays are read."""
+    found = {}
+    for path, leaf in self._record.leaves.items():
+      try:
+        if not leaf.is_number:
+          self._opened(path)
+      except (ValueError, OSError) as error:
+        found[path] = Contradiction(self._reason(error), self._as_stored(path))
+    return found
+
+  def unrecorded(self, names: Iterable[str]) -> dict[str, Contradiction]:
+    """Arrays that are stored, of which the record has no leaf.
+
+    Args:
+      names: their names, keys joined by dots.
+    """
+    found = {}
+    for name in names:
+      with contextlib.suppress(
+        ValueError, OSError
+      ):  # Orbax's description is damaged, and there is no such array
+        store = self._stored(name)
+        leaf = LeafRecord(tuple(store.shape), str(store.dtype.numpy_dtype))
+        found[name.replace('.', '/')] = Contradiction('it is stored, and missing in the record', leaf)
+    return found
+
+  def _as_stored(self, path: str) -> LeafRecord | None:
+    """The record of a leaf with the stored shape and dtype; None if they are unknown, as of packed leaves."""
+    leaf = self._record.leaves[path]
+    try:
+      store = None if leaf.packed else self._stored(self._names[path])
+    except (ValueError, OSError):
+      store = None
+    if store is None:
+      return None
+    stored = LeafRecord(tuple(store.shape), str(store.dtype.numpy_dtype))
+    stored = (typed_keys(stored, leaf.dtype) if is_key(leaf) else None) or stored
+    has_rank = leaf.names is not None and len(leaf.names) == len(stored.shape)
+    return stored._replace(names=leaf.names if has_rank else None, on_mesh=leaf.on_mesh and has_rank)
+
+  def _stored(self, name: str) -> Any:
+    """An opened array, by its name; raises as `_opened`."""
+    driver, kvstore = self._found(name)
+    spec = {'driver': driver, 'kvstore': kvstore, 'fill_missing_data_reads': False}
+    return ts.open(spec, read=True, open=True).result()
 
   def _found(self, name: str) -> tuple[str, dict[str, Any]]:
     """TensorStore's driver and key-value store of an array: from the index of all, or from those of the processes."""

@@ -32,6 +32,7 @@ from flax_spmd._src.checkpoint.storage.head import (
   HEAD,
   Head,
   StoredHead,
+  given_back,
   is_generation,
 )
 from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, busy, idle_head
@@ -124,8 +125,11 @@ class Claim:
     intent = Intent(self._store, self.path.name)
     try:
       lease = HeadLease(self._store, self.path, before, durable)
-    except BaseException:
+    except CheckpointBusyError:
       intent.remove()
+      raise
+    except BaseException:  # the put may come late
+      intent.leave()
       raise
     try:
       intent.put_again()  # a writer that was slow may have been taken for dead
@@ -190,6 +194,8 @@ class Claim:
           self._abandon()
     finally:
       self._lease.end()
+      if self._intent is not None:
+        self._intent.leave()
 
   def _abandon(self) -> None:
     """Gives the path back as it was. The head goes first: no late commit can then name the generation.
@@ -199,14 +205,18 @@ class Claim:
     released = self._lease.release()
     if self._lease.head.generation == self._generation or (self._attempted and not released):
       return
-    self._remove_own_generation()
+    is_gone = self._remove_own_generation()
     if released and self._previous.generation is None and self._lease.tag is not None:
-      self._store.remove_if(f'{self.path.name}/{HEAD}', self._lease.tag)
-    if self._intent is not None:
+      is_gone &= given_back(self._store, self.path, self._lease.tag)
+    if self._intent is not None and is_gone:
       self._intent.remove()
 
-  def _remove_own_generation(self) -> None:
-    """Removes what this writer has written. Threads of a failed save may still be writing it, so it retries."""
+  def _remove_own_generation(self) -> bool:
+    """Removes what this writer has written. Threads of a failed save may still be writing it, so it retries.
+
+    Returns:
+      Whether nothing of it is left.
+    """
     for pause in _RETRIES:
       time.sleep(pause)
       with contextlib.suppress(OSError, CheckpointError):
@@ -214,7 +224,8 @@ class Claim:
         for name in left:  # the generation, or the folder that Orbax renames to it
           remove_generation(self._store, f'{self.path.name}/{name}')
         if not left:
-          return
+          return True
+    return False
 
 
 def _check_place(path: epath.Path) -> None:
@@ -254,22 +265,36 @@ def remove_checkpoint(path: epath.Path) -> bool:
   store = open_store(path.parent)
   try:
     before = idle_head(store, path, overwrite=True)
-    listed = store.children(path.name)
-    intent = Intent(store, path.name)  # a later save completes a removal that is interrupted
-    lease = HeadLease(store, path, before)
   except CheckpointBusyError:
     return False
+  listed = store.children(path.name)
+  intent = Intent(store, path.name)  # a later save completes a removal that is interrupted
   try:
-    if not _removed(store, path, lease, before.head, listed):
-      return False
+    lease = HeadLease(store, path, before)
+  except CheckpointBusyError:
     intent.remove()
-    return True
+    return False
+  except BaseException:  # the put may come late
+    intent.leave()
+    raise
+  try:
+    return _removed(store, path, lease, intent, before.head, listed)
+  except BaseException:
+    with contextlib.suppress(OSError, CheckpointError):
+      lease.release()
+    raise
   finally:
     lease.end()
+    intent.leave()
 
 
 def _removed(
-  store: Store, path: epath.Path, lease: HeadLease, before: Head, listed: Sequence[str]
+  store: Store,
+  path: epath.Path,
+  lease: HeadLease,
+  intent: Intent,
+  before: Head,
+  listed: Sequence[str],
 ) -> bool:
   if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
     return False
@@ -280,8 +305,8 @@ def _removed(
     remove_generation(store, f'{path.name}/{name}')
   for name in orbax_names(store, path.name, listed):
     store.remove(f'{path.name}/{name}')
-  if lease.release() and lease.tag is not None:
-    store.remove_if(f'{path.name}/{HEAD}', lease.tag)
+  if lease.release() and lease.tag is not None and given_back(store, path, lease.tag):
+    intent.remove()
   return True
 
 

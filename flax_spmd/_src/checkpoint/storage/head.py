@@ -83,6 +83,18 @@ def read_head(store: Store, path: epath.Path) -> StoredHead:
   )
 
 
+def given_back(store: Store, path: epath.Path, tag: Tag) -> bool:
+  """Removes a head that names nothing; returns False if another process has replaced it.
+
+  Some servers have no conditional removals. There it stays.
+  """
+  name = f'{path.name}/{HEAD}'
+  if store.remove_if(name, tag):
+    return True
+  stored = store.read(name)
+  return stored is None or stored[1] == tag
+
+
 def parsed_head(data: bytes, path: Any) -> Head:
   """The head stored in `data`.
 

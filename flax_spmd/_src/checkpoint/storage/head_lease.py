@@ -95,8 +95,9 @@ class HeadLease:
     try:
       if not self.put(self.head, durable):
         raise busy(path)
-    except BaseException:
-      drop(self._token)
+    except BaseException:  # the put may have been applied, or be applied later
+      with contextlib.suppress(OSError, CheckpointError):
+        self.release()
       raise
     threading.Thread(target=self._renew, name=f'flax_spmd lease {path.name}', daemon=True).start()
 

@@ -10,7 +10,14 @@ import contextlib
 import json
 from typing import Any
 
-from flax_spmd._src.checkpoint.storage.head import HEAD, Head, StoredHead, is_generation, read_head
+from flax_spmd._src.checkpoint.storage.head import (
+  HEAD,
+  Head,
+  StoredHead,
+  given_back,
+  is_generation,
+  read_head,
+)
 from flax_spmd._src.checkpoint.storage.liveness import drop, is_dead, new_token
 from flax_spmd._src.checkpoint.storage.manifest import MANIFEST
 from flax_spmd._src.checkpoint.storage.pins import pinned_generations
@@ -46,6 +53,10 @@ class Intent:
   def remove(self) -> None:
     """Removes the mark."""
     self._store.remove(self._file, is_file=True)
+    self.leave()
+
+  def leave(self) -> None:
+    """Leaves the mark to the next save in the folder: something of this one may still be there, or come late."""
     drop(self._token)
 
 
@@ -99,5 +110,4 @@ def _removed(store: Store, path: Any, found: StoredHead) -> bool:
     return False
   for name in generations:
     remove_generation(store, f'{path.name}/{name}')
-  store.remove_if(f'{path.name}/{HEAD}', tag)
-  return True
+  return given_back(store, path, tag)  # else it is a newer writer's, who may have no mark of its own

@@ -18,6 +18,7 @@ METADATA, TREE_METADATA, INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax
 PART = 'state'  # the folder that Orbax v1 writes arrays to
 UNFINISHED = 'orbax-checkpoint-tmp'
 _INDEX = 'manifest.ocdbt'  # of the bytes of arrays
+_ARRAYS = ('jax.Array', 'np.ndarray', 'scalar')  # Orbax's names of types that have bytes of their own
 _LARGEST_METADATA = 512 << 20  # bytes; 10,000 leaves take two million
 
 
@@ -93,6 +94,22 @@ def check_names(path: epath.Path, part: str | None) -> None:
         f'Checkpoint {path} has a leaf named {key}, which leads out of its folder.\n'
         'Fix: do not use this checkpoint; none of its arrays were read.'
       )
+
+
+def described_keys(path: epath.Path, part: str) -> list[tuple[str, ...]]:
+  """The keys on the way to each array in Orbax's description of a part.
+
+  Raises:
+    CheckpointDamagedError: the description is not JSON.
+  """
+  content = read_metadata(path / part / TREE_METADATA, path).get('tree_metadata')
+  entries = content.values() if isinstance(content, dict) else ()
+  return [tuple(_keys(entry)) for entry in entries if _is_array(entry)]
+
+
+def _is_array(entry: Any) -> bool:
+  value = entry.get('value_metadata') if isinstance(entry, dict) else None
+  return isinstance(value, dict) and value.get('value_type') in _ARRAYS
 
 
 def _keys(entry: Any) -> list[str]:

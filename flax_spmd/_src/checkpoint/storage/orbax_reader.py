@@ -13,12 +13,13 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import buckets, contents, skeleton
-from flax_spmd._src.checkpoint.storage.direct_reads import DirectReads
+from flax_spmd._src.checkpoint.storage.direct_reads import Contradiction, DirectReads
 from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, nowhere, put
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.orbax_folders import (
   PART,
   check_names,
+  described_keys,
   part_with_arrays,
   read_metadata,
 )
@@ -81,7 +82,33 @@ class OrbaxReader:
     self, requests: Mapping[str, Any], memory: int | None = None
   ) -> tuple[dict[str, Any], dict[str, str]]:
     """Reads leaves without Orbax's description of the arrays; see `DirectReads.read`."""
-    return DirectReads(self.folder / (self._part or PART), self.record).read(requests, memory)
+    return self._direct_reads().read(requests, memory)
+
+  def contradictions(self) -> dict[str, Contradiction]:
+    """What the record describes otherwise than it is stored, by path: `DirectReads.contradictions`, and arrays that it lacks."""
+    return self._direct_reads().contradictions() | self.unrecorded()
+
+  def unrecorded(self) -> dict[str, Contradiction]:
+    """The arrays in Orbax's description that the record lacks; none if that description is damaged."""
+    try:
+      described = described_keys(self.folder, self._part or PART)
+    except CheckpointDamagedError:
+      return {}
+    known = self._written_keys()
+    return self._direct_reads().unrecorded('.'.join(keys) for keys in described if keys not in known)
+
+  def _written_keys(self) -> set[tuple[str, ...]]:
+    """The keys of each leaf of the tree that Orbax has written."""
+    records = self.record.leaves
+    if not self._is_packed:
+      return set(skeleton.keys(contents.disk_tree(self.record, lambda index: index)))
+    arrays = {(contents.PACKED, leaf.packed[0]) for leaf in records.values() if leaf.packed}
+    return arrays | {
+      (contents.LEAVES, str(i)) for i, leaf in enumerate(records.values()) if not leaf.packed
+    }
+
+  def _direct_reads(self) -> DirectReads:
+    return DirectReads(self.folder / (self._part or PART), self.record)
 
   def _check_keys(self, leaves: Mapping[str, Any]) -> None:
     """Raises if random keys came as their numbers: Orbax keeps their implementation in a file of its own."""

@@ -57,21 +57,30 @@ def impossible(
   return [Problem('\n'.join(lines), _FIX, CheckpointDamagedError)]
 
 
-def impossible_leaves(path: epath.Path, leaves: Mapping[str, LeafRecord]) -> dict[str, str]:
-  """The reason for each leaf that alone needs more bytes than files and process could hold.
+def impossible_leaves(
+  path: epath.Path, leaves: Mapping[str, LeafRecord], together: bool = False
+) -> dict[str, str]:
+  """The reason for each leaf that needs more bytes than files and process could hold.
 
   Args:
     path: the checkpoint, a folder or a file.
     leaves: record of each leaf, by path.
+    together: whether all of them are read at once. Then the largest ones are impossible, until the rest is possible.
   """
   memory = _memory()
-  large = {name: leaf.bytes for name, leaf in leaves.items() if leaf.bytes > memory}
-  most = _file_bytes(path) * _COMPRESSION if large else 0
-  return {
-    name: f'{leaves[name]} takes {size_text(size)}, more than files and process could hold'
-    for name, size in large.items()
-    if size > most
-  }
+  sizes = {name: leaf.bytes for name, leaf in leaves.items()}
+  total = sum(sizes.values()) if together else max(sizes.values(), default=0)
+  most = max(memory, _file_bytes(path) * _COMPRESSION) if total > memory else memory
+  found: dict[str, str] = {}
+  for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
+    if (total if together else sizes[name]) <= most:
+      break
+    total -= sizes[name]
+    others = ' with the others' if together and sizes[name] <= most else ''
+    found[name] = (
+      f'{leaves[name]} takes {size_text(sizes[name])}, more than files and process could hold{others}'
+    )
+  return found
 
 
 def _bytes_here(leaf: LeafRecord, sharding: Any) -> int:

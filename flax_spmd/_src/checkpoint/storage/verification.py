@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 GROUP_BYTES = 1 << 30  # read and compared at a time
 _SHOWN = 30
 _CHANGED = 'its content has changed'
+_NO_CHECKSUM = 'its checksum is missing'
 
 
 class Damage(NamedTuple):
@@ -132,7 +133,7 @@ def read_verified(
   everything = all(path in requests or path in lost or leaf.is_number for path, leaf in records.items())
   with ThreadPoolExecutor(1) as thread:
     files = thread.submit(_file_damage, reader, everything, jax.process_count()) if verify else None
-    whole, damage = _whole_and_damage(reader, requests, memory, verify)
+    whole, damage = _whole_and_damage(reader, requests, memory, verify, everything)
   return whole, damage._replace(files=damage.files | over_processes('files', _result(files)))
 
 
@@ -150,12 +151,20 @@ def read_arranged(
 
 
 def _whole_and_damage(
-  reader: CheckpointReader, requests: Mapping[str, Any], memory: int | None, verify: bool
+  reader: CheckpointReader,
+  requests: Mapping[str, Any],
+  memory: int | None,
+  verify: bool,
+  everything: bool,
 ) -> tuple[dict[str, Any], Damage]:
   """The leaves that are whole, and the damage of the others.
 
   A leaf that Orbax cannot read, or reads with another content, is read again without Orbax's description. Format 1
   has no checksums of files; there, the whole folder is reported for what Orbax cannot read.
+
+  Args:
+    reader, requests, memory, verify: see `read_verified`.
+    everything: whether arrays that the record lacks are damage, too. Orbax then refuses the record.
   """
   leaves, lost = _read_what_can_be(reader, requests, memory)
   _check_width(reader, leaves)
@@ -165,7 +174,9 @@ def _whole_and_damage(
   files = (
     {} if reader.files else dict.fromkeys([reader.folder.name], next(iter(lost.values()), _CHANGED))
   )
+  unrecorded = reader.unrecorded() if everything and lost else {}
   found, lost = reader.read_directly({path: requests[path] for path in lost | wrong}, memory)
+  lost |= {path: each.reason for path, each in unrecorded.items()}
   lost = over_processes('directly', lost)
   found, wrong = _compared(
     reader, requests, {path: leaf for path, leaf in found.items() if path not in lost}, verify
@@ -177,8 +188,32 @@ def _compared(
   reader: CheckpointReader, requests: Mapping[str, Any], leaves: Mapping[str, Any], verify: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
   """The leaves whose checksum is the recorded one, and the reason for each other one."""
-  wrong = dict.fromkeys(changed(leaves, reader.record.leaves, requests) if verify else [], _CHANGED)
+  records = reader.record.leaves
+  wrong = {
+    path: f'{leaf.dtype}{list(leaf.shape)} is stored in its place'
+    for path, leaf in leaves.items()
+    if hasattr(leaf, 'shape')
+    and tuple(leaf.shape) != records[path].shape  # Orbax returns numpy arrays as they are stored
+  }
+  alike = {path: leaf for path, leaf in leaves.items() if path not in wrong}
+  if verify:
+    wrong |= dict.fromkeys(changed(alike, records, requests), _CHANGED)
+  if verify and any(leaf.checksum for leaf in records.values()):  # else another library wrote it
+    wrong |= {path: _NO_CHECKSUM for path in alike if records[path].checksum is None}
   return {path: leaf for path, leaf in leaves.items() if path not in wrong}, wrong
+
+
+def wrong_numbers(reader: CheckpointReader, paths: Iterable[str]) -> dict[str, str]:
+  """The reason for each Python number of another checksum. Their values are in the record itself.
+
+  Args:
+    reader: checkpoint that is read.
+    paths: paths of leaves; arrays are skipped.
+  """
+  records = reader.record.leaves
+  numbers = [path for path in paths if records[path].value is not None and records[path].checksum]
+  sums = _sums(own_checksums, numbers, {path: records[path].value for path in numbers}, records)
+  return {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
 
 
 def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:
@@ -251,13 +286,13 @@ def over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
 def verify(reader: CheckpointReader) -> Damage:
   """The damage of a whole checkpoint, read about 1 GiB at a time. Every process calls this, and reads all of it."""
   lost = over_processes('impossible', impossible_leaves(reader.path, reader.record.leaves))
-  damage = Damage(lost, _file_damage(reader, True, 1))
   possible = {path: leaf for path, leaf in reader.record.leaves.items() if path not in lost}
+  damage = Damage(lost | wrong_numbers(reader, possible), _file_damage(reader, True, 1))
   for group in groups(possible):
     requests = {
       path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for path, leaf in group.items()
     }
-    _, found = _whole_and_damage(reader, requests, None, verify=True)
+    _, found = _whole_and_damage(reader, requests, None, verify=True, everything=True)
     damage.leaves.update(found.leaves)
     damage.files.update(found.files)
   return damage
