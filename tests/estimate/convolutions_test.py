@@ -1,4 +1,4 @@
-"""The memory of convolutions: estimates against figures that XLA compiled for eight H100s."""
+"""The memory and FLOPs of convolutions: estimates against figures that XLA compiled for eight H100s."""
 
 import flax.linen as nn
 import jax
@@ -109,6 +109,41 @@ def test_a_replicated_optimizer_of_large_filters_is_in_doubt():
   doubts = estimate(step, create, batch).doubts
   reason = 'gradients: copies of filters in another layout as they are updated'
   assert any(doubt.startswith(reason) for doubt in doubts)
+
+
+def strided(window, padding, stride, layout):
+  """A step with a convolution whose input has a gradient too."""
+
+  def create():
+    return {'kernel': jnp.ones((window, window, 64, 64)), 'scale': jnp.ones((16, 16, 64))}
+
+  def loss(weights, x):
+    x = jnp.tanh(x * weights['scale'].astype(x.dtype)[None])
+    kernel, numbers = weights['kernel'].astype(x.dtype), ('NHWC', 'HWIO', 'NHWC')
+    x = jax.lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=numbers)
+    return jnp.sum(jnp.tanh(x).astype(jnp.float32) ** 2)
+
+  return TrainStep(descent(loss), create, jax.ShapeDtypeStruct((16, 16, 16, 64), 'bfloat16')), layout
+
+
+FSDP = spmd.Layout(LAYOUT.mesh, (('batch', 'data'), spmd.fsdp('data', min_size=1)))
+
+
+@pytest.mark.parametrize(
+  ('window', 'padding', 'stride', 'layout', 'megaflops'),
+  [
+    (3, 'SAME', 2, LAYOUT, 28.311552),
+    (3, 'SAME', 2, FSDP, 56.623104),
+    (1, 'VALID', 2, FSDP, 3.145728),
+    (3, 'SAME', 1, FSDP, 104.005632),
+    (5, 'VALID', 2, FSDP, 134.3488),
+  ],
+)
+def test_filters_that_are_gathered_have_gradients_over_holes(window, padding, stride, layout, megaflops):
+  """A gather is then between a filter's reversal and the gradient of the input, which is no gradient to cuDNN."""
+  train_step, layout = strided(window, padding, stride, layout)
+  found = Estimator(train_step).estimate(layout, parse_target('h100:8'))
+  assert found.counts.flops / 1e6 == pytest.approx(megaflops)
 
 
 @pytest.mark.parametrize(('numbers', 'is_exchanged'), [('NHWC HWIO', True), ('NCHW OIHW', False)])

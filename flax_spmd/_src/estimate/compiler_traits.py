@@ -4,6 +4,8 @@
   0 to the end of the table's dimension is a batch dimension, although the lookup does not declare it as one. The
   compilers for GPUs and TPUs find these dimensions; the CPU's does not simplify indices before it partitions.
 * `top_k`, which only the TPU's compiler partitions.
+* Convolutions, which GPUs leave to cuDNN. It has a gradient of the input, which reads the filter in reverse; any other
+  convolution over an input with holes gets an input whose holes and padding are filled with zeros first.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _SAME_SHAPE = ('convert', 'copy', 'negate', 'select', 'sharding_constraint')
 def mark_traits(graph: Graph, platform: str) -> None:
   """Adds to the attributes of operations how a platform's compiler treats them.
 
-  Lookups get `iota_dims`: pairs of a dimension of the table and one of the indices. `top_k` gets `is_partitioned`.
+  Lookups get `iota_dims`: pairs of a dimension of the table and one of the indices. `top_k` gets `is_partitioned`, and
+  a convolution on GPUs `is_reversed`: whether its filter is the result of a reversal.
 
   Args:
     graph: the program, which is changed.
@@ -29,6 +32,8 @@ def mark_traits(graph: Graph, platform: str) -> None:
   if platform != 'cpu':
     _IotaDims(graph).visit(graph.main)
   _mark_top_k(graph.main, platform == 'tpu')
+  if platform == 'cuda':
+    _mark_convolutions(graph.main)
 
 
 def _mark_top_k(block: Block, is_partitioned: bool) -> None:
@@ -37,6 +42,15 @@ def _mark_top_k(block: Block, is_partitioned: bool) -> None:
       op.attributes['is_partitioned'] = is_partitioned
     for inner in op.blocks:
       _mark_top_k(inner, is_partitioned)
+
+
+def _mark_convolutions(block: Block) -> None:
+  reversed_values = {op.results[0] for op in block.ops if op.kind == 'reverse'}
+  for op in block.ops:
+    if op.kind == 'convolution' and isinstance(op.attributes, dict):
+      op.attributes['is_reversed'] = op.operands[1] in reversed_values
+    for inner in op.blocks:
+      _mark_convolutions(inner)
 
 
 class _IotaDims:

@@ -480,8 +480,12 @@ class _CostWalk:
     self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int
   ) -> None:
     """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
-    is_weight = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
-    if spec is None or (is_weight and op.kind not in _SLICES):
+    is_free = value in self.analyzed.rematerialisable
+    is_weight = value in self.analyzed.argument_derived
+    is_shared = spec and is_weight and not is_free and is_elementwise(op)  # by both of its sides
+    if is_shared and any(one.kind == 'all-to-all' for one in self._changes(op, value, spec)):
+      self.doubts.add(op.source, 'a weight that activations shard along another dimension', UNBOUNDED)
+    if spec is None or ((is_weight or is_free) and op.kind not in _SLICES):
       return
     use = _RESHARDING.get(op.kind)
     if use and not required.is_settled and self._changes(op, value, spec):
@@ -681,12 +685,24 @@ class _CostWalk:
       self._add_collectives(ops[1:], self.times_outside[-1], value, partial.source, partial.kind, dtype)
       ops, self.loop = ops[:1], loop
     groups = self._add_collectives(ops, partial.times, value, partial.source, partial.kind, dtype)
+    self._doubt_sum(value, partial, ops)
+    size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
+    size *= partial.array.itemsize
     if groups and not self.loop:
-      size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes)
-      size *= partial.array.itemsize
       key = self.combiner.key(groups[0])
       is_narrow = partial.array.itemsize < 4
       self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size, is_narrow)
+
+  def _doubt_sum(self, value: int, partial: _PartialSum, ops: Sequence[CollectiveOp]) -> None:
+    """Notes sums that are scattered along several dimensions, or along the channels of images."""
+    scattered = {axis for op in ops if op.kind == 'reduce-scatter' for axis in op.axes}
+    size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes) * partial.array.itemsize
+    if scattered and partial.kind == 'convolution':
+      reason = 'a copy with its channels first, of a sum that is scattered along them'
+      self.doubts.add(partial.source, reason, Bound(memory=size))
+    if sum(not scattered.isdisjoint(axes) for axes in self.specs[value]) > 1:
+      reason = 'a sum that is scattered along several dimensions'
+      self.doubts.add(partial.source, reason, Bound(wire=2 * partial.times * size))
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""

@@ -9,6 +9,7 @@ fewest bytes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,11 @@ class Factor(NamedTuple):
 
 def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
-  factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
+  return _partitioned(dot_factors(op, context.values[0].shape, context.values[1].shape), context)
+
+
+def _partitioned(factors: Sequence[Factor], context: Context) -> Requirement:
+  """A product as XLA partitions it: as its arrays are sharded if they agree, else as their groups of devices do."""
   cheapest = _cheapest(factors, context)
   kept = zip(cheapest.operands, context.specs)
   scattered = used_axes(context.result_spec).intersection(cheapest.partial_axes)
@@ -189,9 +194,17 @@ def convolution(op: Op, context: Context) -> Requirement:
     else:
       factors.append(Factor(at, None, to, 1))
       halo_dims[at] = outputs[to], window
-  requirement = _cheapest(factors, context)
+  groups = (op.attributes.get(f'{one}_group_count', 1) for one in ('feature', 'batch'))
+  places = [
+    place
+    for factor in factors[-len(windows) :]
+    for place in zip(factor, (*context.specs, context.result_spec))
+  ]
+  is_product = {*groups} == {1} and not any(spec[dim] for dim, spec in places if dim is not None)
+  requirement = (_partitioned if is_product else _cheapest)(factors, context)
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
-  flops = requirement.flops * _positions(op, inputs, kernel, outputs)
+  is_moved = requirement.operands[1] not in (None, context.specs[1])
+  flops = requirement.flops * _positions(op, inputs, kernel, outputs, is_moved)
   doubt = requirement.doubt or _doubt_of_groups(op, inputs, requirement)
   return requirement._replace(flops=flops, halos=halos, doubt=doubt)
 
@@ -247,10 +260,67 @@ def _windows(op: Op, kernel: Sequence[int]) -> list[Window]:
   ]
 
 
-def _positions(op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int]) -> float:
-  """The number of (output, kernel) positions over an input element: neither over padding nor over a dilation hole."""
-  left, _, result = op.attributes['dimension_numbers']
-  count = 1
-  for dim, window in enumerate(_windows(op, kernel)):
-    count *= meetings(inputs[left.index(str(dim))], outputs[result.index(str(dim))], window)
-  return count
+def _positions(
+  op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int], is_moved: bool
+) -> float:
+  """The number of (output, kernel) positions over an input element: neither over padding nor over a dilation hole.
+
+  For cuDNN, zeros are stored in the holes and the padding of an input that has holes or is padded on one side more than
+  on the other, and these count. It computes gradients without holes: of a filter, and of the input if the filter is
+  of size 1, or reversed right before.
+
+  Args:
+    op: the convolution.
+    inputs, kernel, outputs: shapes of the arrays.
+    is_moved: whether devices exchange parts of the kernel first.
+  """
+  left, right, result = op.attributes['dimension_numbers']
+  windows = _windows(op, kernel)
+  dims = [[labels.index(str(dim)) for labels in (left, right, result)] for dim in range(len(windows))]
+  sizes = [(inputs[at], kernel[over], outputs[to]) for at, over, to in dims]
+  if 'is_reversed' in op.attributes:
+    return _library_positions(sizes, windows, op.attributes['is_reversed'] and not is_moved)
+  return math.prod(meetings(at, to, window) for (at, _, to), window in zip(sizes, windows))
+
+
+def _library_positions(
+  sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], is_reversed: bool
+) -> float:
+  """The positions for cuDNN, from the sizes of inputs, kernel and outputs per dimension."""
+  each = [*zip(sizes, windows)]
+  has_holes = any(window.lhs_dilate > 1 for window in windows)
+  if any(over > to for _, over, to in sizes) and not has_holes:
+    return math.prod(
+      _forward(at, over, Window(to, one.rhs_dilate), one.pad) for (at, over, to), one in each
+    )
+  is_small = has_holes and all(over == 1 for _, over, _ in sizes)
+  if (is_small or is_reversed) and all(window.stride == 1 for window in windows):
+    return math.prod(
+      _forward(
+        to,
+        at,
+        Window(over, one.lhs_dilate, rhs_dilate=one.rhs_dilate),
+        (over - 1) * one.rhs_dilate - one.pad,
+      )
+      for (at, over, to), one in each
+    )
+  is_even = all(_high(at, to, one, one.pad) == one.pad for (at, _, to), one in each)
+  if any(over > to for _, over, to in sizes) or (is_even and not has_holes):
+    return math.prod(meetings(at, to, window) for (at, _, to), window in each)
+  return math.prod(over * to for _, over, to in sizes)
+
+
+def _forward(inputs: int, outputs: int, window: Window, low: int) -> int:
+  """The positions of a convolution of which cuDNN computes a gradient.
+
+  Its padding is the same on both sides; what one side has more than the other is stored.
+  """
+  high = _high(inputs, outputs, window, low)
+  pad = max(0, min(low, high))
+  return meetings(inputs + low + high - 2 * pad, outputs, window._replace(pad=pad))
+
+
+def _high(inputs: int, outputs: int, window: Window, low: int) -> int:
+  """The padding after the last input."""
+  end = (outputs - 1) * window.stride + (window.size - 1) * window.rhs_dilate + 1
+  return max(0, end - inputs - low)
