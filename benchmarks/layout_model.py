@@ -7,7 +7,8 @@ with `act_`, so that a table can shard them differently from the parameters.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,8 @@ import optax
 from flax.training.train_state import TrainState
 
 import flax_spmd as spmd
+
+CrossEntropy: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]  # logits and labels to losses
 
 
 class Config(NamedTuple):
@@ -168,24 +171,32 @@ class Transformer(Part):
     return _constrain(logits, 'batch', 'query', 'act_vocab')
 
 
-def create(config: Config) -> TrainState:
-  """A TrainState of adamw, in float32."""
+def create(config: Config, optimizer: Callable[..., Any] = optax.adamw) -> TrainState:
+  """A TrainState in float32."""
   model = Transformer(config)
   params = model.init(jax.random.key(0), jnp.zeros((1, config.length), jnp.int32))['params']
-  return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+  return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(1e-3))
 
 
-def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+def one_hot_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  """The cross entropy of each token, float32 (batch, length)."""
+  label_logits = jnp.sum(logits * jax.nn.one_hot(labels, logits.shape[-1]), -1)
+  return jax.nn.logsumexp(logits, -1) - label_logits
+
+
+def step(
+  state: TrainState, tokens: jax.Array, cross_entropy: CrossEntropy = one_hot_cross_entropy
+) -> tuple[TrainState, jax.Array]:
   """A training step; `tokens` are int32 (batch, length + 1)."""
-  loss, grads = jax.value_and_grad(functools.partial(loss_of, state.apply_fn, tokens))(state.params)
+  loss_fn = functools.partial(loss_of, state.apply_fn, tokens, cross_entropy=cross_entropy)
+  loss, grads = jax.value_and_grad(loss_fn)(state.params)
   return state.apply_gradients(grads=grads), loss
 
 
-def loss_of(apply, tokens, params):
+def loss_of(apply, tokens, params, cross_entropy: CrossEntropy = one_hot_cross_entropy):
   """Mean cross entropy of the next token."""
   logits = apply({'params': params}, tokens[:, :-1]).astype(jnp.float32)
-  label_logits = jnp.sum(logits * jax.nn.one_hot(tokens[:, 1:], logits.shape[-1]), -1)
-  return jnp.mean(jax.nn.logsumexp(logits, -1) - label_logits)
+  return jnp.mean(cross_entropy(logits, tokens[:, 1:]))
 
 
 def batch(config: Config) -> jax.ShapeDtypeStruct:

@@ -908,26 +908,68 @@ def program_text(lowered: Any, locations: bool) -> str:
   return lowered.compiler_ir('stablehlo').operation.get_asm(enable_debug_info=locations)
 
 
-def result_axes(lowered: Any) -> list[list[tuple[str, ...]]]:
-  """The mesh axes of each dimension of each result of a lowered program, by Shardy's propagation.
+def required_results(lowered: Any, mesh: Mesh | AbstractMesh) -> list[PartitionSpec]:
+  """Requires of the compiler the shardings of results that Shardy's propagation alone chooses.
 
-  No `PartitionSpec` can name a part of an axis; such a part and all axes after it are omitted.
+  The compiler simplifies a program before it propagates shardings, and could choose others.
+
+  Args:
+    lowered: the program.
+    mesh: its mesh.
+
+  Returns:
+    The spec of each result. No spec can name a part of an axis; such a part and all axes after it are omitted.
   """
   module = lowered.compiler_ir('stablehlo')
   with module.context:
     copy = module.operation.clone()
     passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
-    [main] = [
-      each
-      for each in copy.regions[0].blocks[0]
-      if ir.StringAttr(each.attributes['sym_name']).value == 'main'
-    ]
-    types = ir.FunctionType(ir.TypeAttr(main.attributes['function_type']).value).results
-    attributes = main.attributes['res_attrs'] if 'res_attrs' in main.attributes else [{}] * len(types)
-    arrays = [  # the others are the tokens of ordered effects
-      _dict(each) for each, type_ in zip(attributes, types) if isinstance(type_, ir.RankedTensorType)
-    ]
-    return [_axes_of(each['sdy.sharding']) if 'sdy.sharding' in each else [] for each in arrays]
+    (types, chosen, _), (_, given, main) = map(_results_of_main, (copy, module.operation))
+    axes = []
+    for type_, one, other in zip(types, chosen, given, strict=True):
+      if isinstance(type_, ir.RankedTensorType):  # the others are the tokens of ordered effects
+        axes.append(_axes_of(one['sdy.sharding']) if 'sdy.sharding' in one else [()] * len(type_.shape))
+        if mesh.size > 1:
+          other['sdy.sharding'] = _closed_sharding(module, axes[-1])
+    main.attributes['res_attrs'] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in given])
+  arguments = lowered._lowering.compile_args
+  avals = arguments['global_out_avals']  # keys have fewer dimensions than their arrays
+  specs = [trimmed_spec(each[: len(aval.shape)]) for each, aval in zip(axes, avals, strict=True)]
+  if mesh.size > 1:
+    arguments['out_shardings'] = tuple(NamedSharding(mesh, spec) for spec in specs)
+  return specs
+
+
+def trimmed_spec(entries: Iterable[Any]) -> PartitionSpec:
+  """A spec without trailing None entries, empty tuples, and tuples of one axis, as compiled programs have it."""
+  spec = [each[0] if isinstance(each, tuple) and len(each) == 1 else each or None for each in entries]
+  while spec and spec[-1] is None:
+    spec.pop()
+  return PartitionSpec(*spec)
+
+
+def _results_of_main(module: Any) -> tuple[Any, list[dict[str, Any]], Any]:
+  """The types and attributes of the results of a module's main function, and the function."""
+  [main] = [
+    each
+    for each in module.regions[0].blocks[0]
+    if ir.StringAttr(each.attributes['sym_name']).value == 'main'
+  ]
+  types = ir.FunctionType(ir.TypeAttr(main.attributes['function_type']).value).results
+  if 'res_attrs' not in main.attributes:
+    return types, [{} for _ in types], main
+  attributes = map(_dict, cast(Any, main.attributes['res_attrs']))
+  return types, [{one.name: one.attr for one in each} for each in attributes], main
+
+
+def _closed_sharding(module: Any, axes: Sequence[Sequence[str]]) -> Any:
+  """A sharding over axes of a module's mesh, per dimension, which the compiler cannot extend."""
+  mesh = next(each for each in module.body if isinstance(each, sdy.MeshOp))
+  dimensions = [
+    sdy.DimensionShardingAttr.get([sdy.AxisRefAttr.get(axis) for axis in each], is_closed=True)
+    for each in axes
+  ]
+  return sdy.TensorShardingAttr.get(ir.StringAttr(mesh.sym_name).value, dimensions)
 
 
 def _dict(attribute: Any) -> Any:

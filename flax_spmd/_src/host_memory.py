@@ -6,7 +6,7 @@ output shardings of the program move its results back, and `on_host` those whose
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -30,23 +30,29 @@ def check_memories(mesh: MeshLike, rules: Rules, without: str = _WITHOUT) -> Non
     mesh, rules: those of a layout.
     without: remedy that needs no such memory, for the message.
   """
-  if not isinstance(mesh, Mesh) or not rules.uses_host:
+  if rules.uses_host:
+    uses = [f'rule {rule_text(rule)} {rules.at(rule)!r}' for rule in rules.host_rules()]
+    check_host(mesh, uses, without)
+
+
+def check_host(mesh: MeshLike, uses: Sequence[str], without: str) -> None:
+  """Raises `MeshError` if the devices of a mesh cannot use the host's memory.
+
+  Args:
+    mesh: the mesh; of an abstract one nothing is known.
+    uses: what needs this memory, one problem each.
+    without: remedy that needs no such memory.
+  """
+  if not isinstance(mesh, Mesh):
     return
-  kinds = compat.memory_kinds(mesh.devices.flat[0])
+  device = mesh.devices.flat[0]
+  kinds = compat.memory_kinds(device)
   if HOST_MEMORY in kinds:
     return
-  platform = mesh.devices.flat[0].platform
-  raise_problems(
-    [
-      Problem(
-        f'rule {rule_text(rule)} {rules.at(rule)!r}: {platform} devices have no memory {HOST_MEMORY!r}, only '
-        f'{", ".join(map(repr, kinds))}.',
-        f'{without}, or {_WITH}',
-        MeshError,
-      )
-      for rule in rules.host_rules()
-    ]
+  lacking = (
+    f'{device.platform} devices have no memory {HOST_MEMORY!r}, only {", ".join(map(repr, kinds))}.'
   )
+  raise_problems([Problem(f'{use}: {lacking}', f'{without}, or {_WITH}', MeshError) for use in uses])
 
 
 def check_no_host(rules: Rules, function: str) -> None:

@@ -514,6 +514,7 @@ class Layout:
     stages: int | None = None,
     threads: bool = False,
     timeout: float = TIMEOUT,
+    host_after: int | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -541,6 +542,10 @@ class Layout:
       timeout: seconds that a transfer between processes may take, with the time for which one waits for the
         other. Then all processes end the step with an error that names the rank. The default suits ranks that
         load data for minutes; pass 30, say, if they don't.
+      host_after: number of tasks, at least 1. Residuals and other arrays of a microbatch that are not used for more
+        tasks of their rank than this wait in the memory of the host (`pinned_host`), and are back one task before
+        their use. Results are the same; devices need less memory, and transfers compete with others for the bus.
+        The compiled pipeline has the peaks of both: `.memory` and `.host_memory`. None: all stay on the devices.
       donate_argnums, donate_argnames, static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -550,6 +555,7 @@ class Layout:
       PipelineError: the mesh lacks the axis, or a rule uses it. A call raises it too, before anything is
         compiled: stages, schedule and mesh do not match, or the function cannot be cut. In a job of several
         processes a call also raises it if a rank of another process has ended or is stalled.
+      MeshError: devices have no memory for `host_after`.
       LayoutError: processes have other layouts, schedules, batches or programs; raised by all, before anything
         is compiled.
 
@@ -567,7 +573,15 @@ class Layout:
       [4, 5, 6, 7]
     """
     check_no_host(self._rules, 'layout.pipeline_jit')
-    options = {
+    settings: dict[str, Any] = {
+      'axis': axis,
+      'schedule': schedule,
+      'threads': threads,
+      'stages': stages,
+      'timeout': timeout,
+      'host_after': host_after,
+    }
+    options: dict[str, Any] = {
       'donate_argnums': donate_argnums,
       'donate_argnames': donate_argnames,
       'static_argnums': static_argnums,
@@ -575,15 +589,7 @@ class Layout:
     }
     if fn is None:
       return functools.partial(
-        self.pipeline_jit,
-        axis=axis,
-        schedule=schedule,
-        in_rules=in_rules,
-        out_rules=out_rules,
-        stages=stages,
-        threads=threads,
-        timeout=timeout,
-        **options,
+        self.pipeline_jit, in_rules=in_rules, out_rules=out_rules, **settings, **options
       )
     layout = self.replace(mesh=with_auto_axes(self._mesh))
     plan_inputs = None
@@ -597,14 +603,10 @@ class Layout:
       fn,
       layout._mesh,
       layout._rules,
-      axis,
-      schedule,
       plan_results,
       plan_inputs,
-      threads,
-      stages,
-      timeout,
       options,
+      **settings,
     )
 
   @overload

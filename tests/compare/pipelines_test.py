@@ -18,7 +18,7 @@ from flax_spmd._src.compare.lowering import LoweredStep
 from flax_spmd._src.text import size_text
 from flax_spmd.errors import PipelineError, TargetDeviceError
 from flax_spmd.explore import Pipeline, TrainStep, compare
-from flax_spmd.pipeline import GPipe, Mean, OneFOneB, ZeroBubbleH1, accumulate, stage_end
+from flax_spmd.pipeline import Automatic, GPipe, Mean, OneFOneB, ZeroBubbleH1, accumulate, stage_end
 
 WIDTH, ROWS, MICROBATCHES, TARGET = 32, 64, 4, 'cpu:8'
 RULES = (('batch', 'data'), ('embed', 'data'))
@@ -295,6 +295,20 @@ def test_a_row_and_a_step_with_different_schedules():
   assert str(caught.value) == dedent("""\
     The row has the schedule ZeroBubbleH1(ranks=4), but the step's accumulate is given OneFOneB(ranks=4), which takes precedence.
     Fix: pass no schedule to accumulate, or give the row a step of its own.""")
+
+
+def test_a_row_and_a_step_with_other_costs():
+  """The texts of these schedules are equal, so the message has what differs."""
+  one, other = (Automatic(4, {'fwd': 1, 'bwd': number}, split=False) for number in (1, 2))
+  given = Pipeline(staged(), one, step=functools.partial(step, schedule=other))
+  with pytest.raises(PipelineError) as caught:
+    compare(TRAIN_STEP, [given], TARGET)
+  costs = "costs={'fwd': (1, 1, 1, 1), 'bwd': (%s), 'wgrad': (0, 0, 0, 0)}"
+  assert str(caught.value) == (
+    f"The row has the schedule Automatic(ranks=4, split=False) with {costs % '1, 1, 1, 1'}, but the step's "
+    f'accumulate is given Automatic(ranks=4, split=False) with {costs % "2, 2, 2, 2"}, which takes precedence.\n'
+    'Fix: pass no schedule to accumulate, or give the row a step of its own.'
+  )
 
 
 def test_a_mesh_of_another_size():

@@ -109,3 +109,24 @@ def test_a_replicated_optimizer_of_large_filters_is_in_doubt():
   doubts = estimate(step, create, batch).doubts
   reason = 'gradients: copies of filters in another layout as they are updated'
   assert any(doubt.startswith(reason) for doubt in doubts)
+
+
+@pytest.mark.parametrize(('numbers', 'is_exchanged'), [('NHWC HWIO', True), ('NCHW OIHW', False)])
+def test_the_gradients_of_a_kernel_by_example_are_in_doubt_where_features_move(numbers, is_exchanged):
+  sizes = {'N': 64, 'H': 16, 'W': 16, 'C': 32}, {'H': 3, 'W': 3, 'I': 32, 'O': 64}
+  dims = numbers.split()
+  images, kernel = (tuple(size[dim] for dim in one) for one, size in zip(dims, sizes, strict=True))
+
+  def loss(kernel, x):
+    layouts = (*dims, dims[0])
+    y = jax.lax.conv_general_dilated(x[None], kernel, (1, 1), 'SAME', dimension_numbers=layouts)
+    return jnp.sum(y**2)
+
+  def step(kernel, x):
+    gradients = jax.vmap(jax.grad(loss), (None, 0))(kernel, x)
+    norms = jnp.sum(gradients**2, (1, 2, 3, 4), keepdims=True)
+    return kernel - jnp.sum(gradients / (1 + norms), 0), None
+
+  doubts = estimate(step, lambda: jnp.ones(kernel), jax.ShapeDtypeStruct(images, 'float32')).doubts
+  reason = 'a convolution with a group for each feature, whose result XLA exchanges'
+  assert any(reason in doubt for doubt in doubts) == is_exchanged

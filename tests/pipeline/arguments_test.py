@@ -79,6 +79,22 @@ def test_unused_parameters_and_arrays_passed_through(schedule):
   check(step, ({**PARAMS, 'unused': weight(30, 3, 3)}, jnp.arange(3)), X, Y)
 
 
+@pytest.mark.parametrize('donated', [None, 1])
+def test_an_argument_through_stage_ends_of_a_function_without_a_loop(donated):
+  """It returns as it came, with its shape and sharding."""
+
+  def predict(params, x, y):
+    h, passed = x, y
+    for number in range(STAGES):
+      h, passed, constant = stage_end((jnp.tanh(h @ params[f'w{number}']), passed, 2.0))
+    return h, passed, constant
+
+  batch = LAYOUT.shard((X[0], Y[0]), ('batch', None))
+  result = LAYOUT.pipeline_jit(predict, donate_argnums=donated)(PARAMS, *batch)
+  assert_same(result, jax.jit(predict)(PARAMS, X[0], Y[0]))
+  assert result[1].sharding.spec == batch[1].sharding.spec
+
+
 @pytest.mark.parametrize('frozen', ['masked', 'multi_transform'])
 def test_optimizer_of_some_parameters(schedule, frozen):
   labels = {'w0': 'train', 'w1': 'freeze', 'w2': 'train', 'w3': 'freeze'}

@@ -69,5 +69,5 @@ def test_stages_larger_than_device_memory():
     '  rank 0: 96 MiB on a device that has 80 MiB\n'
     '  rank 2: 11 KiB on a device that has 10 KiB\n'
     'Fix: use more stages, rules that shard more within a stage, nn.remat in the blocks, smaller '
-    'microbatches, or a schedule that keeps fewer of them (schedule.simulate(n).peaks).'
+    'microbatches, a schedule that keeps fewer of them (schedule.simulate(n).peaks), or host_after=.'
   )

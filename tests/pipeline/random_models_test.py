@@ -277,6 +277,7 @@ def test_equals_jit(seed):
   step, tx = random_step(rng, schedule, microbatches, split)
   layout = random_layout(rng, schedule.ranks)
   options = {'threads': bool(rng.integers(2))} | ({'donate_argnums': 0} if rng.integers(2) else {})
+  options |= {'host_after': int(rng.integers(1, 4))} if rng.integers(2) else {}
   print(f'seed {seed}: {schedule}, {microbatches} microbatches, {dict(layout.mesh.shape)}, {options}')
   with jax.enable_x64(True):
     params = jax.tree.map(jnp.asarray, random_params(rng, schedule.stages))

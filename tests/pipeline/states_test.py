@@ -417,7 +417,7 @@ def moved_after_the_loop(call_list):
   """The bytes sent after the last task of the loop."""
   last = max(number for number, one in enumerate(call_list.calls) if isinstance(one, Call) and one.when)
   sends = [one for one in call_list.calls[last:] if isinstance(one, Send)]
-  return sum(value.bytes for one in sends for value, _, _ in one.buffers)
+  return sum(buffer.value.bytes for one in sends for buffer in one.inputs)
 
 
 @pytest.mark.parametrize(

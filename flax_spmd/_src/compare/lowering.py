@@ -16,6 +16,7 @@ import jax
 
 from flax_spmd._src.compare.activation_moves import unconstrained_axes
 from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.replicated_batches import replicated_batches
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import (
   lower_for_target,
@@ -24,6 +25,7 @@ from flax_spmd._src.compat import (
   target_devices,
   used_arguments,
 )
+from flax_spmd._src.constraint_log import record_constraints
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.rows import Row
@@ -80,15 +82,18 @@ def lower(train_step: TrainStepLike, layout: Layout, target: Target) -> LoweredS
     train_step = train_step_on(abstract, train_step)
     state, batch = abstract_arguments(train_step, abstract)
     jitted = train_step.jitted(abstract, donate=True)
-    traced = jitted.trace(state, batch)
+    with record_constraints() as requests:
+      traced = jitted.trace(state, batch)
     lowered = lower_for_target(traced, target.chip.platform, abstract.mesh)
   text = program_text(lowered, locations=False)
   used = set(used_arguments(lowered))
   arrays = enumerate(jax.tree.leaves((state, batch)))
-  return describe_arguments(abstract, state, batch)._replace(
+  described = describe_arguments(abstract, state, batch)
+  return described._replace(
     code=program_bytes(lowered),
     identity=identity_of(lowered, text),
     dtype=dtype_of(text),
+    findings=[*replicated_batches(requests, batch), *described.findings],
     unconstrained=unconstrained_axes(state, batch, traced.jaxpr),
     unused_bytes=sum(_bytes_on_device(array) for index, array in arrays if index not in used),
   )

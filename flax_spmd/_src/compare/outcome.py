@@ -197,11 +197,12 @@ class PipelineRanks(NamedTuple):
 
 
 def rank_text(number: int, rank: RankOutcome, limit: float) -> str:
-  """`rank 2 (stages 2, 6): 90 GiB on a device, 10 GiB over; idle 27.3%; sends 12 MiB`."""
+  """`rank 2 (stages 2, 6): 90 GiB on a device, 8 GiB on host, 10 GiB over; idle 27.3%; sends 12 MiB`."""
   stages = f'stage{"s" if len(rank.stages) > 1 else ""} {", ".join(map(str, rank.stages))}'
   over = rank.memory.peak - limit
   excess = f', {size_text(over)} over' if over > 0 else ''
+  host = f', {size_text(rank.memory.host)} on host' if rank.memory.host else ''
   return (
-    f'rank {number} ({stages}): {size_text(rank.memory.peak)} on a device{excess}; idle {rank.bubble:.1%}; '
+    f'rank {number} ({stages}): {size_text(rank.memory.peak)} on a device{host}{excess}; idle {rank.bubble:.1%}; '
     f'sends {size_text(rank.sent)}'
   )

@@ -15,6 +15,7 @@ programs, usually those of the middle stages, are compiled once.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Pipeline(NamedTuple):
     stages: number of stages for a model that marks no stage ends, as for `layout.pipeline_jit`.
     step: step function of this row, with other microbatches or stage ends. Default: the compared one; of a function
       of the layout, that for the mesh of one rank.
+    host_after: number of tasks after which arrays of microbatches wait on the host, as for `layout.pipeline_jit`.
 
   Example:
     >>> staged = Layout(abstract_mesh({'stage': 4, 'data': 2}), (('batch', 'data'),))
@@ -66,6 +68,7 @@ class Pipeline(NamedTuple):
   axis: str = 'stage'
   stages: int | None = None
   step: Callable[..., Any] | None = None
+  host_after: int | None = None
 
 
 class LoweredPipeline(NamedTuple):
@@ -130,6 +133,7 @@ def cut_pipeline(train_step: TrainStepLike, pipeline: Pipeline, target: Target) 
       axis=pipeline.axis,
       schedule=pipeline.schedule,
       stages=pipeline.stages,
+      host_after=pipeline.host_after,
       donate_argnums=0 if whole.donate else None,
     )
     lowered = jitted.lower(state, batch)
@@ -188,11 +192,23 @@ def _shapes(state: Any) -> Any:
 
 def _check_schedule(actual: Schedule, requested: Schedule | None) -> None:
   """Raises if the step's own schedule, which takes precedence, differs from the row's."""
-  if requested not in (None, actual):
-    raise PipelineError(
-      f"The row has the schedule {requested}, but the step's accumulate is given {actual}, which takes precedence.\n"
-      'Fix: pass no schedule to accumulate, or give the row a step of its own.'
-    )
+  if requested is None or requested == actual:
+    return
+  texts = [str(requested), str(actual)]
+  if texts[0] == texts[1]:  # texts have no costs and no rules
+    texts = [_with_fields(requested, actual), _with_fields(actual, requested)]
+  raise PipelineError(
+    f"The row has the schedule {texts[0]}, but the step's accumulate is given {texts[1]}, which takes precedence.\n"
+    'Fix: pass no schedule to accumulate, or give the row a step of its own.'
+  )
+
+
+def _with_fields(schedule: Schedule, other: Schedule) -> str:
+  """A schedule with its fields that are not those of another one: `Automatic(ranks=4) with transfer=1`."""
+  fields = (field.name for field in dataclasses.fields(schedule))
+  own = [name for name in fields if getattr(schedule, name) != getattr(other, name, None)]
+  values = ', '.join(f'{name}={getattr(schedule, name)!r}' for name in own)
+  return f'{schedule} with {values}' if own else str(schedule)
 
 
 def _program(lowered: Any, layout: Layout) -> LoweredStep:

@@ -2,8 +2,9 @@
 
 The memory of a rank is the peak over its calls: the live buffers plus the temporaries of the running
 program. The time of each program is a bracket, as that of a whole step (`costs`). The schedule is simulated
-with these times, and the time of the programs outside the loop is added. Transfers overlap with tasks; each
-takes as long as the slowest one in the loop.
+with these times, and the time of the programs outside the loop is added. Transfers between ranks overlap with
+tasks; each takes as long as the slowest one in the loop. Transfers to and from the host overlap with everything at the
+low end, and with nothing at the high end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.compare.compilation import CompileResult
-from flax_spmd._src.compare.costs import Cost, between, cost
+from flax_spmd._src.compare.costs import HOST_LINK, Cost, between, cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Memory, Outcome, PipelineRanks, RankOutcome
 from flax_spmd._src.compare.pipeline_lowering import LoweredPipeline
@@ -95,23 +96,24 @@ def program_costs(
 
 
 def transfers(lowered: LoweredPipeline, target: Target) -> list[tuple[Send, Transfer]]:
-  """The transfers of a step, in order."""
+  """The transfers of a step between ranks, in order."""
   mesh, sizes = axis_sizes(lowered.layout.mesh), lowered.plan.footprint.sizes
   sends = (one for one in lowered.plan.call_list.calls if isinstance(one, Send))
-  return [(send, _transfer(send, sizes, lowered.axis, mesh, target)) for send in sends]
+  between_ranks = (one for one in sends if one.ranks[0] != one.ranks[1])
+  return [(send, _transfer(send, sizes, lowered.axis, mesh, target)) for send in between_ranks]
 
 
 def _transfer(
   send: Send, sizes: Mapping[Buffer, int], axis: str, mesh: Mapping[str, int], target: Target
 ) -> Transfer:
-  source = send.buffers[0].rank
+  source, to = send.ranks
   by_dtype = Counter[str]()
-  for buffer in send.buffers:
+  for buffer in send.inputs:
     dtype: str = buffer.value.aval.dtype.name
     by_dtype[_HLO_DTYPES.get(dtype, dtype)] += sizes[buffer]
   total = by_dtype.total()
-  seconds = total / between(target, mesh, axis, source, send.rank) + target.chip.hop
-  return Transfer(source, send.rank, total, max(by_dtype, key=lambda name: by_dtype[name]), seconds)
+  seconds = total / between(target, mesh, axis, source, to) + target.chip.hop
+  return Transfer(source, to, total, max(by_dtype, key=lambda name: by_dtype[name]), seconds)
 
 
 class _PipelineAnalysis:
@@ -132,6 +134,7 @@ class _PipelineAnalysis:
     self._costs = program_costs(lowered, results, target)
     self._calls = [one for one in lowered.plan.call_list.calls if isinstance(one, Call)]
     self._transfers = transfers(lowered, target)
+    self._host_seconds = self._times_of_host_copies()
 
   def outcome(self, name: str) -> Outcome:
     """The outcome: memory of the rank that needs most, work and time of the busiest one."""
@@ -159,13 +162,15 @@ class _PipelineAnalysis:
     held = [Counter[str]() for _ in self._ranks]
     for buffer in footprint.held:
       held[buffer.rank][parts[buffer.value]] += footprint.sizes[buffer]
-    peaks = footprint.peaks(
+    device, host = footprint.peaks(
       {program: one.donated for program, one in plan.programs.items()},
       {program: one.memory['temporaries'] for program, one in self._results.items()},
     )
     return [
-      Memory(each['params'], each['opt_state'], each[''], each['batch'], peak - each.total(), peak)
-      for each, peak in zip(held, peaks, strict=True)
+      Memory(
+        each['params'], each['opt_state'], each[''], each['batch'], peak - each.total(), peak, on_host
+      )
+      for each, peak, on_host in zip(held, device, host, strict=True)
     ]
 
   # -- time
@@ -192,6 +197,14 @@ class _PipelineAnalysis:
       for rank, memory in enumerate(self._memory())
     ]
     return PipelineRanks(tuple(ranks), low, high)
+
+  def _times_of_host_copies(self) -> dict[int, float]:
+    """The seconds that each rank's transfers to and from the memory of the host take."""
+    sizes, seconds = self._lowered.plan.footprint.sizes, defaultdict[int, float](float)
+    for one in self._lowered.plan.call_list.calls:
+      if isinstance(one, Send) and one.ranks[0] == one.ranks[1]:
+        seconds[one.ranks[0]] += sum(map(sizes.__getitem__, one.inputs)) / self._target.chip.host
+    return seconds
 
   def _task_milliseconds(self, end: str) -> Mapping[Task, float]:
     """The milliseconds of each task at the `low` or `high` end; 0 for one without its own program."""
@@ -225,6 +238,10 @@ class _PipelineAnalysis:
       simulation.makespan / 1e3 + outside + max(self._seconds(each, end)[1] for each in self._ranks)
       for end, simulation in (('low', pipeline.low), ('high', pipeline.high))
     )
+    if self._host_seconds:
+      links[HOST_LINK] = self._host_seconds[rank]
+      slowest = max(self._host_seconds.values())
+      low, high = max(low, slowest), high + slowest
     parts = {
       'compute': sum(one.compute for one in costs),
       'memory': sum(one.memory for one in costs),
@@ -282,7 +299,7 @@ def _part(path: str) -> str:
 
 
 def _in_loop(send: Send) -> bool:
-  return any(buffer.microbatch is not None for buffer in send.buffers)
+  return any(buffer.microbatch is not None for buffer in send.inputs)
 
 
 def _counts(result: CompileResult) -> Counts:

@@ -192,7 +192,22 @@ def convolution(op: Op, context: Context) -> Requirement:
   requirement = _cheapest(factors, context)
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
   flops = requirement.flops * _positions(op, inputs, kernel, outputs)
-  return requirement._replace(flops=flops, halos=halos)
+  doubt = requirement.doubt or _doubt_of_groups(op, inputs, requirement)
+  return requirement._replace(flops=flops, halos=halos, doubt=doubt)
+
+
+def _doubt_of_groups(op: Op, inputs: Sequence[int], requirement: Requirement) -> str:
+  """A doubt if each feature is a group, and features are another dimension of the result than of the input.
+
+  So it is with the gradients of a kernel by example (`vmap` of `grad`). XLA takes the result for one that is sharded
+  along another dimension, and exchanges it whole; in JAX 0.10.2 and 0.12.0.1, its values are wrong then.
+  """
+  left, _, result = op.attributes['dimension_numbers']
+  before, after = left.index('f'), result.index('f')
+  is_depthwise = op.attributes.get('feature_group_count', 1) == inputs[before] > 1
+  if not is_depthwise or before == after or not requirement.natural_sharding[after]:
+    return ''
+  return 'a convolution with a group for each feature, whose result XLA exchanges'
 
 
 def _features(op: Op, inputs: Sequence[int], kernel: Sequence[int]) -> list[Factor]:

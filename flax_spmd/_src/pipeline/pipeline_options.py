@@ -14,3 +14,4 @@ class PipelineOptions(CompileOptions, total=False):
   stages: int | None
   threads: bool
   timeout: float
+  host_after: int | None

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted
+from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
@@ -56,12 +57,13 @@ from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
 from flax_spmd._src.pipeline.run.call_text import listing
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
+from flax_spmd._src.pipeline.run.host_copies import with_host_copies
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import compile_stages
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
-from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks
+from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
@@ -81,15 +83,11 @@ class Pipelined(UnderLayout, Generic[P, Result]):
   Args:
     fn: function to run.
     mesh, rules: mesh and rule table of the layout.
-    axis: mesh axis that the stages are partitioned over.
-    schedule: default schedule, for an `accumulate` without one.
     plan_results: see `Jitted`.
     plan_inputs: function from the dynamic arguments, a pair `(args, kwargs)`, to the required sharding
       (or None) of each leaf. None: arguments keep their shardings.
-    threads: whether each rank is dispatched by its own thread.
-    stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
-    timeout: seconds that a transfer between processes may take.
     options: arguments of `jax.jit` for static and donated arguments.
+    settings: the other attributes of `Setting`.
   """
 
   __name__: str
@@ -100,24 +98,18 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     fn: Callable[P, Result],
     mesh: MeshLike,
     rules: Rules,
-    axis: str,
-    schedule: Schedule | None,
     plan_results: ResultPlanner,
     plan_inputs: InputPlanner | None,
-    threads: bool,
-    stages: int | None,
-    timeout: float,
     options: Mapping[str, Any],
+    **settings: Any,
   ):
     self.in_force = InForce(mesh, rules)
     check_not_jitted(fn, self.in_force)
     functools.update_wrapper(self, fn)
-    submeshes.check_axis(mesh, rules, axis)
-    check_schedule(schedule, 'pipeline_jit')
-    check_seconds(timeout, 'pipeline_jit: timeout')
     self._fn, self._arguments = fn, Arguments.of(fn, options)
     name = f'pipeline_jit of {getattr(fn, "__name__", type(fn).__name__)}'
-    self._setting = Setting(name, mesh, rules, axis, schedule, self._arguments, threads, stages, timeout)
+    self._setting = Setting(name, mesh, rules, self._arguments, **settings)
+    _check(self._setting)
     self._plan_results, self._plan_inputs = plan_results, plan_inputs
     self._donated = Arguments.of(
       fn, {key.replace('donate', 'static'): value for key, value in options.items() if 'donate' in key}
@@ -234,6 +226,16 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     return jax.tree.leaves((marks, named))
 
 
+def _check(setting: Setting) -> None:
+  """Raises if an argument of `pipeline_jit` is wrong."""
+  submeshes.check_axis(setting.mesh, setting.rules, setting.axis)
+  check_schedule(setting.schedule, 'pipeline_jit')
+  check_seconds(setting.timeout, 'pipeline_jit: timeout')
+  if setting.host_after is not None:
+    check_positive(setting.host_after, 'pipeline_jit: host_after')
+    check_host(setting.mesh, [f'pipeline_jit: host_after={setting.host_after}'], 'leave it out')
+
+
 def _unless_replicated(argument: Any) -> Any:
   """An argument, without the shardings of its arrays if all of them are replicated: it may be on the host."""
   if any(any(leaf.sharding.spec) for leaf in jax.tree.leaves(argument)):
@@ -281,7 +283,9 @@ class TracedPipelineStep:
     several = len(self._setting.processes) > 1
     arguments = step.arguments, self._succeeded(step, joined.results)
     builder = CallListBuilder(joined, assignment, programs, order, ranks, *arguments, several)
-    call_list = builder.build()
+    call_list, after = builder.build(), self._setting.host_after
+    if after is not None:
+      call_list = with_host_copies(call_list, programs.producers(), after)
     times = {**self.times, 'plan': time.perf_counter() - begin}
     return LoweredPipelineStep(self, step, programs, joined, call_list, schedule, times)
 
@@ -422,14 +426,16 @@ class LoweredPipelineStep:
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1
     machine = assembler.machine(self._joined.results, threads)
-    peaks = stages.footprint.peaks(
+    peaks, host_peaks = stages.footprint.peaks(
       {program: one.donated for program, one in executables.items()},
       {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
     )
     memory.check(peaks, setting.ranks)
     times = {**self.times, 'compile': time.perf_counter() - begin}
     result = jax.tree.structure(self._traced._result)
-    return CompiledPipeline(setting, self._traced._request, result, machine, executables, peaks, times)
+    return CompiledPipeline(
+      setting, self._traced._request, result, machine, executables, peaks, host_peaks, times
+    )
 
   def offline(self, platform: str) -> LoweredStages:
     """The programs lowered for a platform, without compiling them. The mesh may be abstract.

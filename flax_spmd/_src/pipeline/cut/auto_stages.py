@@ -152,7 +152,7 @@ def cost(equation: Any) -> float:
   flops = _PRODUCTS[name](equation) if name in _PRODUCTS else 0
   if not flops and name not in _READS:
     return 0
-  return max(flops, FLOPS_PER_BYTE * sum(_bytes(one.aval) for one in _operands(equation)))
+  return max(flops, FLOPS_PER_BYTE * sum(Value(one.aval).bytes for one in _operands(equation)))
 
 
 def _inside(jaxpr: Any) -> float:
@@ -161,35 +161,28 @@ def _inside(jaxpr: Any) -> float:
 
 def _operands(equation: Any) -> Iterable[Any]:
   """Inputs and outputs of an equation, ours or JAX's; a look-up reads as many bytes as it returns."""
-  own = isinstance(equation, Equation)
-  outputs = equation.outputs if own else equation.outvars
-  if equation.primitive.name in _READS:
-    return [*outputs, *outputs]
-  return [*(equation.inputs if own else equation.invars), *outputs]
+  return [*_outputs(equation), *(_outputs if equation.primitive.name in _READS else _inputs)(equation)]
 
 
-def _bytes(aval: Any) -> float:
-  return math.prod(aval.shape) * aval.dtype.itemsize
+def _inputs(equation: Any) -> Sequence[Any]:
+  return equation.inputs if isinstance(equation, Equation) else equation.invars
 
 
-def _shape(equation: Any, number: int) -> tuple[int, ...]:
-  own = isinstance(equation, Equation)
-  operand: Any = (equation.inputs if own else equation.invars)[number]
-  return operand.aval.shape
+def _outputs(equation: Any) -> Sequence[Any]:
+  return equation.outputs if isinstance(equation, Equation) else equation.outvars
 
 
 def _results(equation: Any) -> int:
-  own = isinstance(equation, Equation)
-  return math.prod((equation.outputs if own else equation.outvars)[0].aval.shape)
+  return math.prod(_outputs(equation)[0].aval.shape)
 
 
 def _dot(equation: Any) -> float:
   (contracted, _), _ = equation.params['dimension_numbers']
-  return 2 * _results(equation) * math.prod(_shape(equation, 0)[axis] for axis in contracted)
+  return 2 * _results(equation) * math.prod(_inputs(equation)[0].aval.shape[axis] for axis in contracted)
 
 
 def _convolution(equation: Any) -> float:
-  kernel = _shape(equation, 1)
+  kernel = _inputs(equation)[1].aval.shape
   features = kernel[equation.params['dimension_numbers'].rhs_spec[0]]
   return 2 * _results(equation) * math.prod(kernel) / features
 

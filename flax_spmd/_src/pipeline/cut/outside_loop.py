@@ -89,7 +89,7 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
       known[stack] = outside.setdefault(value, Value(stack.aval))
       rank_of[outside[value]] = stage_ranks[producer[value][1]]
     else:
-      known[stack] = _unprocessed(loop, body, value, before)
+      known[stack] = value if loop.once else _unprocessed(loop, body, value, before)
   kept, stacks = (outside, {}) if loop.once else ({}, outside)
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
   rest = [one.replaced(known) for one in step.equations]

@@ -87,7 +87,7 @@ class Assembler:
       if isinstance(one, Call):
         function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
       else:
-        function, rank, step = self._sender(one), one.buffers[0].rank, None
+        function, rank, step = self._sender(one), one.ranks[0], None
       if function is not None:
         inputs, outputs = (
           tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
@@ -108,16 +108,13 @@ class Assembler:
 
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
     """The function that does a transfer; None if neither rank belongs to this process."""
-    source, target = self._ranks[send.buffers[0].rank], self._ranks[send.rank]
-    avals = [value.aval for value, _, _ in send.buffers]
-    if len(processes_of(source) | processes_of(target)) > 1:
-      if not is_local(source) and not is_local(target):
-        return None
-      specs = [self._stages.spec(buffer) for buffer in send.buffers]
-      ranks, text = (send.buffers[0].rank, send.rank), send_text(send)
-      return ProcessTransfer(self._mesh, self._axis, *ranks, avals, specs, self._progress, text)
-    if not is_local(source):
+    source, target = (self._ranks[rank] for rank in send.ranks)
+    avals = [buffer.value.aval for buffer in send.inputs]
+    if not is_local(source) and not is_local(target):
       return None
+    if source != target and len(processes_of(source) | processes_of(target)) > 1:
+      specs, text = [self._stages.spec(buffer) for buffer in send.inputs], send_text(send)
+      return ProcessTransfer(self._mesh, self._axis, *send.ranks, avals, specs, self._progress, text)
     sender = compat.DeviceCopy(avals, [self._stages.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))
 
@@ -145,7 +142,7 @@ class Assembler:
       return Result(argument=numbers[atom])
     buffers = self._call_list.results[atom]
     spec = self._stages.spec(buffers[0])
-    joint = submesh(self._mesh, self._axis, [rank for _, _, rank in buffers])
+    joint = submesh(self._mesh, self._axis, [buffer.rank for buffer in buffers])
     local = tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
     return Result(local, NamedSharding(joint, spec), eq.abstract(atom))
 

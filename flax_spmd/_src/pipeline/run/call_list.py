@@ -1,7 +1,7 @@
 """Call list: a whole training step as one ordered list of program calls and transfers between ranks.
 
     Call(program, inputs, outputs)      runs a program on its rank
-    Send(buffers, rank)                 copies results to another rank, as soon as they exist
+    Send(inputs, outputs)               copies results to another rank, as soon as they exist
 
 Calls read and write *buffers*, one value each on one rank: `Buffer(value, microbatch, rank)`, where
 `microbatch` is None outside the loop. The invariant: every buffer is written once. So its last reader is
@@ -37,11 +37,25 @@ Port: TypeAlias = tuple[Value, int]
 
 
 class Buffer(NamedTuple):
-  """A value on a rank; `microbatch` is None for a value outside the loop."""
+  """A value on a rank.
+
+  Attributes:
+    value: the value.
+    microbatch: its microbatch; None for a value outside the loop.
+    rank: the rank.
+    copy: 0 for the value as it was computed or received, 1 for its copy in the memory of the host, more for copies
+      that came back from there.
+  """
 
   value: Value
   microbatch: int | None
   rank: int
+  copy: int = 0
+
+  @property
+  def memory(self) -> tuple[int, bool]:
+    """Its rank, and whether it is in the memory of the host."""
+    return self.rank, self.copy == 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,20 +104,15 @@ class Call(NamedTuple):
 
 
 class Send(NamedTuple):
-  """A transfer of buffers of one rank to another."""
+  """A transfer of buffers of one rank to another, or to the other memory of the same rank."""
 
-  buffers: list[Buffer]
-  rank: int
-
-  @property
-  def inputs(self) -> list[Buffer]:
-    """The buffers that it reads."""
-    return self.buffers
+  inputs: list[Buffer]
+  outputs: list[Buffer]
 
   @property
-  def outputs(self) -> list[Buffer]:
-    """The copies on the receiving rank."""
-    return [buffer._replace(rank=self.rank) for buffer in self.buffers]
+  def ranks(self) -> tuple[int, int]:
+    """The rank that sends, and the one that receives."""
+    return self.inputs[0].rank, self.outputs[0].rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +228,7 @@ class CallListBuilder:
 
   def _stack_call(self, task: Key, rows: list[Buffer], when: TimedStep) -> Call:
     """The call for the results of a task and one microbatch. The first one creates the stacks."""
-    (_, microbatch, rank), done = rows[0], self._stored[task]
+    (_, microbatch, rank, _), done = rows[0], self._stored[task]
     self._stored[task] += 1
     stacks = [self._joined.stacks[row.value] for row in rows]
     if (task, done == 0) not in self._stack_programs:
@@ -442,11 +451,11 @@ def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]
   """
   producers: dict[tuple[Value, int | None], set[int]] = defaultdict(set)
   for call in calls:
-    for value, microbatch, rank in call.outputs:
+    for value, microbatch, rank, _ in call.outputs:
       producers[value, microbatch].add(rank)
   receivers: dict[tuple[Value, int | None], dict[int, None]] = defaultdict(dict)
   for buffers in (*(call.inputs for call in calls), *results.values()):
-    for value, microbatch, rank in buffers:
+    for value, microbatch, rank, _ in buffers:
       if producers[value, microbatch] and rank not in producers[value, microbatch]:
         receivers[value, microbatch][rank] = None
   timed: list[tuple[tuple[float, bool], Call | Send]] = []
@@ -458,7 +467,10 @@ def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]
           sends[receiver].append(buffer)
     begin, end = _times(call, timed)
     timed.append((begin, call))
-    timed += [(end, Send(buffers, receiver)) for receiver, buffers in sends.items()]
+    timed += [
+      (end, Send(buffers, [one._replace(rank=receiver) for one in buffers]))
+      for receiver, buffers in sends.items()
+    ]
   return [one for _, one in sorted(timed, key=lambda item: item[0])]
 
 

@@ -25,16 +25,17 @@ def _line(one: Call | Send) -> str:
   if isinstance(one, Call):
     inputs, outputs = plural(len(one.inputs), 'array'), plural(len(one.outputs), 'array')
     return f'{f"rank {one.program.rank}: {one}":{_WIDTH}}{inputs} -> {outputs}'
-  return f'{_ranks(one):{_WIDTH}}{arrays_text(one.buffers)}'
+  return f'{_ends(one):{_WIDTH}}{arrays_text(one.inputs)}'
 
 
 def send_text(send: Send) -> str:
   """`rank 0 -> rank 1: float32[8,4] of microbatch 0`."""
-  return f'{_ranks(send)}: {arrays_text(send.buffers)}'
+  return f'{_ends(send)}: {arrays_text(send.inputs)}'
 
 
-def _ranks(send: Send) -> str:
-  return f'rank {send.buffers[0].rank} -> rank {send.rank}'
+def _ends(send: Send) -> str:
+  ends = (send.inputs[0].memory, send.outputs[0].memory)
+  return ' -> '.join(f'{"host of " if on_host else ""}rank {rank}' for rank, on_host in ends)
 
 
 def arrays_text(buffers: Iterable[Buffer]) -> str:
@@ -43,5 +44,5 @@ def arrays_text(buffers: Iterable[Buffer]) -> str:
 
 
 def _text(buffer: Buffer) -> str:
-  value, microbatch, _ = buffer
-  return value.aval.str_short() + ('' if microbatch is None else f' of microbatch {microbatch}')
+  text = buffer.value.aval.str_short()
+  return text if buffer.microbatch is None else f'{text} of microbatch {buffer.microbatch}'

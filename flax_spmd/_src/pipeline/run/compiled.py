@@ -36,12 +36,13 @@ class CompiledPipeline:
     setting: the settings of the pipeline.
     request: the arguments that it was compiled for.
     result: tree structure of the result.
-    machine, executables, memory, times: the attributes.
+    machine, executables, memory, host_memory, times: the attributes.
 
   Attributes:
     machine: the instructions and registers that run a step.
     executables: the compiled program of each stage program.
     memory: peak memory of a device of each rank, in bytes.
+    host_memory: peak of each device's copies in the memory of the host, per rank, in bytes; see `host_after`.
     times: seconds taken by `'trace'`, `'plan'` and `'compile'`.
   """
 
@@ -53,6 +54,7 @@ class CompiledPipeline:
     machine: Machine,
     executables: Mapping[StageProgram, Executable],
     memory: list[int],
+    host_memory: list[int],
     times: dict[str, float],
   ):
     self._setting, self._request, self._result = setting, request, result
@@ -62,7 +64,8 @@ class CompiledPipeline:
     watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.progress)
     self._run: Callable[[Callable[[], Any]], Any] = watch.run if several else lambda step: step()
     self._is_compared = len(setting.processes) == 1
-    self.machine, self.executables, self.memory, self.times = machine, executables, memory, times
+    self.machine, self.executables, self.times = machine, executables, times
+    self.memory, self.host_memory = memory, host_memory
 
   @property
   def input_shardings(self) -> tuple[tuple, dict[str, Any]]:

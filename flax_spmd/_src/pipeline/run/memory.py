@@ -2,13 +2,13 @@
 
 The call list gives the lifetime of every buffer: an argument lives throughout the step unless a program
 may overwrite it, any other buffer from its write to its last read. The temporary memory of the running
-program, which its compiler reports, comes on top.
+program, which its compiler reports, comes on top. Copies in the memory of the host are counted apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,31 +56,32 @@ class Footprint:
 
   def peaks(
     self, donated: Mapping[StageProgram, Sequence[int]], temporaries: Mapping[StageProgram, int]
-  ) -> list[int]:
-    """The peak memory of a device of each rank, in bytes.
+  ) -> tuple[list[int], list[int]]:
+    """The peak memory of a device of each rank, and of its copies in the memory of the host, in bytes.
 
     Args:
       donated: indices of the arguments whose memory each program reuses for its results.
       temporaries: bytes of temporary memory of each program, beside its arguments and results.
     """
-    alive = [0] * self._ranks
+    alive = Counter[tuple[int, bool]]()  # by rank, and whether it is on the host
     for buffer in (*self.held, *self._closed_over):
-      alive[buffer.rank] += self.sizes[buffer]
-    peaks = list(alive)
+      alive[buffer.memory] += self.sizes[buffer]
+    peaks = alive.copy()
     for number, one in enumerate(self._call_list.calls):
       inputs, outputs = one.inputs, one.outputs
       program = one.program if isinstance(one, Call) else None
       reused = set() if program is None else {inputs[index] for index in donated[program]}
       for buffer in outputs:
-        alive[buffer.rank] += self.sizes[buffer]
+        alive[buffer.memory] += self.sizes[buffer]
       for buffer in reused:
-        alive[buffer.rank] -= self.sizes[buffer]
-      rank = outputs[0].rank if outputs else inputs[0].rank if inputs else 0
-      peaks[rank] = max(peaks[rank], alive[rank] + (0 if program is None else temporaries[program]))
+        alive[buffer.memory] -= self.sizes[buffer]
+      at = (outputs or inputs)[0].memory if outputs or inputs else (0, False)
+      peaks[at] = max(peaks[at], alive[at] + (0 if program is None else temporaries[program]))
       for buffer in {*inputs, *outputs} - reused:
         if self._call_list.last_use[buffer] == number and buffer not in self._kept:
-          alive[buffer.rank] -= self.sizes[buffer]
-    return peaks
+          alive[buffer.memory] -= self.sizes[buffer]
+    device, host = ([peaks[rank, on_host] for rank in range(self._ranks)] for on_host in (False, True))
+    return device, host
 
 
 def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
@@ -107,7 +108,7 @@ def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
       'Stages do not fit their devices:\n'
       + '\n'.join(lines)
       + '\nFix: use more stages, rules that shard more within a stage, nn.remat in the blocks, smaller '
-      'microbatches, or a schedule that keeps fewer of them (schedule.simulate(n).peaks).'
+      'microbatches, a schedule that keeps fewer of them (schedule.simulate(n).peaks), or host_after=.'
     )
 
 

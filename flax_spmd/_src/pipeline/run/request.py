@@ -24,23 +24,25 @@ class Setting:
   Attributes:
     name: the pipeline, in errors.
     mesh, rules: the layout.
+    arguments: the function's parameters, static and not.
     axis: the mesh axis of the stages.
     schedule: default schedule, for an `accumulate` without one.
-    arguments: the function's parameters, static and not.
     threads: whether each rank is dispatched by its own thread.
     timeout: seconds that a transfer between processes may take.
     stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
+    host_after: number of tasks after which arrays of microbatches wait on the host; None: never.
   """
 
   name: str
   mesh: MeshLike
   rules: Rules
+  arguments: Arguments
   axis: str
   schedule: Schedule | None
-  arguments: Arguments
   threads: bool
   stages: int | None
   timeout: float
+  host_after: int | None
 
   @functools.cached_property
   def sizes(self) -> dict[str, int]:

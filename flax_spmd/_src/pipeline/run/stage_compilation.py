@@ -10,7 +10,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from flax_spmd._src import compat
 from flax_spmd._src.pipeline.run.call_list import StageProgram
@@ -65,24 +65,7 @@ def _compile(
   compiled = None if first is None else _loaded(first[0].result().compiled, first[1], mesh, text)
   if compiled is not None:
     return Executable(program, compiled, donated, True)
-  return Executable(program, _compiled(stages, program, mesh), donated, False)
-
-
-def _compiled(stages: LoweredStages, program: StageProgram, mesh: Mesh) -> Any:
-  """The compiled program, whose results have the specs on which other programs and processes rely.
-
-  The compiler simplifies a program before Shardy sees it, and keeps a host callback's results on one device.
-  """
-  stage = stages.programs[program]
-  compiled = stage.lowered.compile()
-  results = zip(compiled.output_shardings, stage.specs, program.outputs, strict=True)
-  if all(
-    isinstance(chosen, NamedSharding)
-    and chosen.is_equivalent_to(NamedSharding(mesh, spec), len(value.aval.shape))
-    for chosen, spec, value in results
-  ):
-    return compiled
-  return stages.with_fixed_results(program).compile()
+  return Executable(program, stages.programs[program].lowered.compile(), donated, False)
 
 
 def _loaded(compiled: Any, source: Mesh, mesh: Mesh, text: str) -> Any:

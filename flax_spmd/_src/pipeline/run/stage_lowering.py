@@ -3,10 +3,10 @@
     step = layout.pipeline_jit(train_step)                 # the layout's mesh may be abstract
     stages = step.lower(state, batch).offline('cuda')      # lowered for GPUs; nothing is compiled
 
-The specs of arguments and of gradient sums are given. The compiler chooses the specs of a program's results, and
-the next program depends on them. Shardy makes the choice, and its passes ship with JAX: they run alone in
-milliseconds. So all programs are lowered one after the other, before any of them is compiled. The compiler may
-simplify a program first, and choose other specs; then the program is lowered again, with its specs required.
+The specs of arguments and of gradient sums are given. Those of a program's other results follow from the program,
+and the next program depends on them. Shardy makes the choice, and its passes ship with JAX: they run alone in
+milliseconds. So all programs are lowered one after the other, before any of them is compiled. The compiler is then
+required to keep these specs; it simplifies a program first, and could choose others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Value
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, CallList, StageProgram
 from flax_spmd._src.pipeline.run.memory import Footprint
+from flax_spmd._src.rules.clauses import HOST_MEMORY
 
 
 class LoweredStage(NamedTuple):
@@ -85,12 +86,6 @@ class LoweredStages:
         self.programs[call.program] = self._lower(call, platform)
         yield call.program, self.programs[call.program]
 
-  def with_fixed_results(self, program: StageProgram) -> Any:
-    """A lowered program, lowered again with its `specs` required of the compiler."""
-    call = next(one for one in self.call_list.calls if isinstance(one, Call) and one.program is program)
-    stage = self.programs[program]
-    return self._lowered(call, stage.donated, stage.specs, None)
-
   @property
   def footprint(self) -> Footprint:
     """The memory of the buffers."""
@@ -98,7 +93,9 @@ class LoweredStages:
 
   def sharding(self, buffer: Buffer) -> NamedSharding:
     """The sharding of a buffer, on the mesh of its rank."""
-    return NamedSharding(self.meshes[buffer.rank], self.spec(buffer))
+    rank, on_host = buffer.memory
+    memory = HOST_MEMORY if on_host else None
+    return NamedSharding(self.meshes[rank], self.spec(buffer), memory_kind=memory)
 
   def spec(self, buffer: Buffer) -> PartitionSpec:
     """The spec of a buffer, whose program is lowered."""
@@ -116,8 +113,7 @@ class LoweredStages:
       results = [spec or PartitionSpec() for spec in results]
     donated = self._donated(call, results)
     lowered = self._lowered(call, donated, results, platform)
-    axes = zip(compat.result_axes(lowered), call.program.outputs, strict=True)
-    specs = [_spec(entries[: len(value.aval.shape)]) for entries, value in axes]
+    specs = compat.required_results(lowered, self.meshes[call.program.rank])
     return LoweredStage(lowered, donated, specs)
 
   def _lowered(
@@ -158,14 +154,6 @@ class LoweredStages:
     return _donations(
       free, [(value.aval, spec) for value, spec in zip(program.outputs, results, strict=True)]
     )
-
-
-def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-  """A spec as compiled programs have it: no tuples of one axis, no trailing None entries."""
-  spec = [each[0] if len(each) == 1 else each or None for each in entries]
-  while spec and spec[-1] is None:
-    spec.pop()
-  return PartitionSpec(*spec)
 
 
 def _function(program: StageProgram) -> Callable[..., list[Any]]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd._src.compat import from_shards
+from flax_spmd._src.compat import from_shards, trimmed_spec
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types, describe
 from flax_spmd._src.rules.decisions import axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
@@ -136,13 +136,10 @@ def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
 
   def entry(axes: Any) -> Any:
     if isinstance(axes, tuple):
-      return tuple(one for one in axes if one != axis) or None
+      return tuple(one for one in axes if one != axis)
     return None if axes == axis else axes
 
-  entries = list(map(entry, spec))
-  while entries and entries[-1] is None:
-    entries.pop()
-  return PartitionSpec(*entries)
+  return trimmed_spec(map(entry, spec))
 
 
 def view(array: jax.Array, sharding: NamedSharding) -> jax.Array | None:

@@ -111,7 +111,7 @@ def _simulated(
     near[other].add(one)
   ended: dict[Task, float] = {}
   ready = [rank.best(ended) for rank in ranks]
-  while chosen := min(filter(None, ready), key=_order_of, default=None):
+  while chosen := min(filter(None, ready), default=None):
     ended[chosen.task] = end = chosen.start + cost(chosen.task)
     at = stage_ranks[chosen.task.stage]
     ranks[at].run(chosen.task, end)
@@ -121,16 +121,12 @@ def _simulated(
 
 
 class _ReadyTask(NamedTuple):
-  """A task that a rank could run next; the smallest one runs."""
+  """A task that a rank could run next; the smallest one runs. No two have the same priority and stage."""
 
   start: float
   priority: int
   stage: int
   task: Task
-
-
-def _order_of(ready: _ReadyTask) -> tuple[float, int, int]:
-  return ready[:3]
 
 
 class _GreedyRank:
@@ -156,9 +152,7 @@ class _GreedyRank:
   def best(self, ended: dict[Task, float]) -> _ReadyTask | None:
     """The task to run next, if any is ready."""
     tasks = [Task(kind, stage, self._next[kind, stage]) for kind in self._kinds for stage in self._own]
-    return min(
-      (ready for task in tasks if (ready := self._if_ready(task, ended))), key=_order_of, default=None
-    )
+    return min((ready for task in tasks if (ready := self._if_ready(task, ended))), default=None)
 
   def run(self, task: Task, end: float) -> None:
     self.order.append(task)
