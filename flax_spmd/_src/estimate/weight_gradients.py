@@ -112,8 +112,10 @@ class WeightGradients:
     XLA's scheduler has been seen to compute the products of a group as they are written, and after those of the next
     group.
     """
+    if not self._has_several_groups:
+      return 0.0
     peaks = [self._peak(delays) for delays in ({}, self._delays(0), self._delays(1))]
-    return max(abs(peak - peaks[1]) for peak in peaks) if self._has_several_groups else 0.0
+    return max(abs(peak - peaks[1]) for peak in peaks)
 
   def _peak(self, delays: Mapping[int, int]) -> float:
     added = [0.0] * (len(self._steps) + 1)  # changes of the memory from one operation to the next
@@ -147,14 +149,15 @@ class WeightGradients:
 
   def filter_spread(self) -> float:
     """The most bytes by which the peak may be off, if gradients of filters wait for others, or as matrices do."""
+    if not any(one.is_filter for one in self._reductions):
+      return 0.0
     delays = [self._delays(0) | self._filter_delays(further) for further in (1, 0, _FILTERS)]
-    as_matrices = [
+    other = WeightGradients()
+    other._steps, other._needed = self._steps, self._needed
+    other._reductions = [
       one._replace(kind='dot_general') if one.is_filter else one for one in self._reductions
     ]
-    if as_matrices != self._reductions:
-      other = WeightGradients()
-      other._steps, other._reductions, other._needed = self._steps, as_matrices, self._needed
-      delays.append(other._delays(0))
+    delays.append(other._delays(0))
     peaks = [self._peak(one) for one in delays]
     return max(abs(peak - peaks[0]) for peak in peaks)
 

@@ -1,0 +1,89 @@
+"""Required shardings: those that the leaves of a call's arguments must have, or are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, Sharding
+
+from flax_spmd._src.mesh import describe
+from flax_spmd._src.tree_paths import path_string
+from flax_spmd.errors import Problem, raise_problems
+
+
+class LeafShardings(NamedTuple):
+  """The structure of a tree, and the sharding of each leaf (None: unspecified)."""
+
+  treedef: Any
+  shardings: tuple[Sharding | None, ...]
+
+  def tree(self) -> Any:
+    """The shardings as a tree."""
+    return self.treedef.unflatten(self.shardings)
+
+
+def check_required(args: Any, shardings: Sequence[Sharding | None]) -> None:
+  """Checks that every committed array has its required sharding.
+
+  Raises:
+    LayoutError: names every array that has another, with both shardings.
+  """
+  problems = [
+    Problem(
+      'argument {} is sharded as {}, but in_rules require {}.'.format(
+        path_string(path), *_texts(leaf.sharding, sharding)
+      ),
+      'reshard it with layout.shard before the call, or pass the rules as in_constraints, which accept '
+      'any sharding.',
+    )
+    for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(args), shardings, strict=True)
+    if sharding is not None
+    and isinstance(leaf, jax.Array)
+    and not isinstance(leaf, Tracer)
+    and leaf.committed
+    and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+  ]
+  raise_problems(problems)
+
+
+def _texts(one: Any, other: Any) -> tuple[str, str]:
+  """Two shardings as text: specs and meshes, memories if they differ, and the device order if only that differs."""
+  texts = _text(one), _text(other)
+  if one.memory_kind != other.memory_kind:
+    return f'{texts[0]} in {one.memory_kind}', f'{texts[1]} in {other.memory_kind or "device"}'
+  if texts[0] != texts[1]:
+    return texts
+  ids = ([device.id for device in each.mesh.devices.flat] for each in (one, other))
+  first, second = (f'{text} with devices {order}' for text, order in zip(texts, ids, strict=True))
+  return first, second
+
+
+def _text(sharding: Any) -> str:
+  """`P('data',) on {'data': 8}`, or the `repr` of another kind of sharding."""
+  if not isinstance(sharding, NamedSharding):
+    return repr(sharding)
+  return f'{sharding.spec} on {describe(sharding.mesh)}'
+
+
+def put(leaf: Any, sharding: Sharding | None) -> Any:
+  """A leaf with its required sharding; an abstract one only records it."""
+  if sharding is None:
+    return leaf
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+  return jax.device_put(leaf, sharding)
+
+
+def with_shardings(tree: Any, shardings: Sequence[Sharding | None]) -> Any:
+  """The tree with abstract leaves in place of those that have a required sharding."""
+  leaves, treedef = jax.tree.flatten(tree)
+  return treedef.unflatten(
+    leaf
+    if sharding is None
+    else jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=sharding)
+    for leaf, sharding in zip(leaves, shardings, strict=True)
+  )
