@@ -100,8 +100,8 @@ def _lost(
     leaf = stored or targets.get(path)
     if leaf is not None or path in leaves:
       leaves[path] = leaf or leaves[path]._replace(names=None, on_mesh=None)
-  reasons = impossible_leaves(reader.path, reader.record.leaves)
+  reasons = over_processes('impossible', impossible_leaves(reader.path, reader.record.leaves))
   reasons |= {path: each.reason for path, each in contradictions.items() if path not in reasons}
   others = {path: leaf for path, leaf in reader.record.leaves.items() if path not in reasons}
   reasons |= impossible_leaves(reader.path, others, together=True)
-  return over_processes('impossible', reasons), leaves
+  return over_processes('lost', reasons), leaves
