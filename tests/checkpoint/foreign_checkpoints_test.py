@@ -189,6 +189,14 @@ def test_numbers_and_empties(tmp_path, writer):
   assert tree['opt'][0]['mu']['w'].tolist() == list(range(8))
 
 
+@pytest.mark.parametrize('writer', [by_standard, by_pytree, by_v1])
+def test_one_array_without_a_container(tmp_path, writer):
+  path = writer(tmp_path, np.arange(8, dtype=np.float32))
+  restored = checkpoint.restore(path, OTHER.abstract(lambda: jnp.arange(8.0)))
+  for array in (restored, checkpoint.restore(path, layout=OTHER)):
+    np.testing.assert_array_equal(array, np.arange(8))
+
+
 def test_a_number_that_does_not_fit(tmp_path):
   path = by_standard(tmp_path, {'step': 300, 'w': np.ones(8, np.float32)})
   target = OTHER.abstract(lambda: {'step': jnp.int8(0), 'w': jnp.ones(8)})

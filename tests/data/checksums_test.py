@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.data import checksums as checksums_module
-from flax_spmd._src.data.checksums import checksums, is_checksum, pending_checksums
+from flax_spmd._src.data.checksums import PendingChecksums, checksums, is_checksum
 from tests.data.random_arrays import DTYPES, SHAPES, SPECS, WIDE, drawn, numbers, wide_numbers
 
 with warnings.catch_warnings():
@@ -149,7 +149,7 @@ def test_an_array_may_be_donated_or_changed_before_the_sums_are_complete(mesh):
   changed, placed = x.copy(), jax.device_put(x, NamedSharding(mesh, P('data')))
   for place in (contextlib.nullcontext, on_accelerators):
     with place():
-      complete = pending_checksums([changed, placed])
+      complete = PendingChecksums([changed, placed]).complete
     changed[:] = 0
     placed = jax.jit(lambda y: y + 0, donate_argnums=0)(placed)
     assert complete() == 2 * [expected(x)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from flax_spmd._src.checkpoint.preflight import Preflight
+from flax_spmd._src.checkpoint.storage.direct_reads import Contradiction
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader
 from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
@@ -29,7 +30,7 @@ class SalvagePlan(NamedTuple):
 
   Attributes:
     target: leaves to restore, with those that are lost.
-    plan: plan for all of them; those of `lost_targets` have no use for it.
+    plan: plan for all of them.
     lost: reason for each damaged leaf that is known before any array is read.
     reader: the checkpoint, with a record that describes what is stored.
   """
@@ -92,14 +93,15 @@ def _lost(
   A leaf that is nowhere, or in a packed array, is described like the target's at its path: it is left out.
   """
   leaves = dict(reader.record.leaves)
-  is_ours = isinstance(reader, OrbaxReader) and reader.has_own_record
-  contradictions = reader.contradictions() if is_ours else {}
+  contradictions: dict[str, Contradiction] = {}
+  if isinstance(reader, OrbaxReader) and reader.has_own_record:
+    contradictions = reader.contradictions()
   for path, (_, stored) in contradictions.items():
     leaf = stored or targets.get(path)
     if leaf is not None or path in leaves:
       leaves[path] = leaf or leaves[path]._replace(names=None, on_mesh=None)
-  reasons = impossible_leaves(reader.path, reader.record.leaves)
+  reasons = over_processes('impossible', impossible_leaves(reader.path, reader.record.leaves))
   reasons |= {path: each.reason for path, each in contradictions.items() if path not in reasons}
   others = {path: leaf for path, leaf in reader.record.leaves.items() if path not in reasons}
   reasons |= impossible_leaves(reader.path, others, together=True)
-  return over_processes('impossible', reasons), leaves
+  return over_processes('lost', reasons), leaves

@@ -12,7 +12,12 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import AsyncSave, error_elsewhere
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
-from flax_spmd._src.checkpoint.storage.contents import Contents, contents_of, is_of_one_process
+from flax_spmd._src.checkpoint.storage.contents import (
+  Contents,
+  PendingRecord,
+  contents_of,
+  is_of_one_process,
+)
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.heartbeat import Heartbeat
 from flax_spmd._src.checkpoint.storage.orbax_context import align_operations, context
@@ -175,7 +180,7 @@ def start_save(
     claim = async_save.claim(folder, overwrite, request.durable)
     progress = ByteProgress(request.show, f'save {folder.name}', size, 'written')
     try:
-      record = contents.pending_record()
+      record = PendingRecord(contents)
       response = _begun_by_orbax(claim.new, contents, request)
     except BaseException:
       progress.close()

@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -71,36 +71,44 @@ def _checksums(leaves: Sequence[Any], likes: Sequence[str], topic: str | None) -
   old = [i for i, like in enumerate(likes) if not formula_of(like)]
   new = sorted(set(range(len(leaves))) - set(old))
   found = dict(zip(old, mixed_sums([leaves[i] for i in old], topic), strict=True)) if old else {}
-  found |= zip(new, pending_checksums([leaves[i] for i in new], topic)(), strict=True)
+  found |= zip(new, PendingChecksums([leaves[i] for i in new], topic).complete(), strict=True)
   return [found[i] for i in range(len(leaves))]
 
 
-def pending_checksums(leaves: Sequence[Any], topic: str | None = 'sums') -> Callable[[], list[str]]:
-  """Starts `checksums`, and returns a function that completes them, in any thread.
+class PendingChecksums:
+  """The `checksums` of leaves that may be changed or donated from now on.
 
-  When this returns, the leaves may be changed or donated: work on accelerators is queued, and arrays in host
-  memory are kept. numpy arrays, which can be changed in place, are taken up at once.
+  Work on accelerators is queued, and arrays in host memory are kept. numpy arrays, which can be changed in place, are
+  taken up at once.
 
   Args:
     leaves: as in `checksums`.
     topic: key of the exchange between processes; None if this process holds all of each leaf.
   """
-  arrays = [array_of(leaf) for leaf in leaves]
-  alone = topic is None
-  states = dict(_small_states(arrays, alone))
-  large = [i for i in range(len(arrays)) if i not in states]
-  on_host = [i for i in large if is_on_host(arrays[i])]
-  held = {i: own_host_parts(arrays[i], alone) for i in on_host}
-  now = {i: held.pop(i) for i in on_host if isinstance(arrays[i], np.ndarray)}
-  states |= _host_states(arrays, now)
-  queued = {i: _queued(arrays[i], alone) for i in sorted(set(large) - set(on_host))}
 
-  def complete() -> list[str]:
-    found = states | _host_states(arrays, held) | _received(queued)
-    totals = over_processes([found[i] for i in range(len(arrays))], topic, int.__xor__)
-    return [_text(state, array) for state, array in zip(totals, arrays, strict=True)]
+  def __init__(self, leaves: Sequence[Any], topic: str | None = 'sums'):
+    self._topic = topic
+    self._arrays = arrays = [array_of(leaf) for leaf in leaves]
+    alone = topic is None
+    self._states = dict(_small_states(arrays, alone))
+    large = [i for i in range(len(arrays)) if i not in self._states]
+    on_host = [i for i in large if is_on_host(arrays[i])]
+    self._held = {i: own_host_parts(arrays[i], alone) for i in on_host}
+    now = {i: self._held.pop(i) for i in on_host if isinstance(arrays[i], np.ndarray)}
+    self._states |= _host_states(arrays, now)
+    self._queued = {i: _queued(arrays[i], alone) for i in sorted(set(large) - set(on_host))}
 
-  return complete
+  def compute(self) -> None:
+    """Takes up the arrays in host memory, in any thread. It exchanges nothing with other processes."""
+    self._states |= _host_states(self._arrays, self._held)
+    self._held = {}
+
+  def complete(self) -> list[str]:
+    """The checksums, after the rest of the work, in any thread. Every process calls this."""
+    self.compute()
+    found = self._states | _received(self._queued)
+    totals = over_processes([found[i] for i in range(len(self._arrays))], self._topic, int.__xor__)
+    return [_text(state, array) for state, array in zip(totals, self._arrays, strict=True)]
 
 
 def _text(state: int, array: Any) -> str:

@@ -23,6 +23,7 @@ from etils import epath
 
 from flax_spmd import errors
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.contents import PendingRecord
 from flax_spmd._src.checkpoint.storage.disk_space import space_in_errors
 from flax_spmd._src.checkpoint.storage.generations import Claim
 from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat
@@ -263,7 +264,7 @@ def start(
   progress: ByteProgress,
   size: int,
   heartbeat: Heartbeat,
-  record: Callable[[], Record],
+  record: PendingRecord,
   metadata: Mapping[str, Any],
   after: Callable[[], None],
 ) -> AsyncSave:
@@ -275,7 +276,7 @@ def start(
     progress: progress bar; closed at the end.
     size: bytes of the state.
     heartbeat: heartbeat of the save; stopped at the end.
-    record: function that completes the record.
+    record: record of the contents, whose checksums are computed while Orbax writes.
     metadata: JSON values to store beside the record.
     after: function called after the commit, in the first process.
   """
@@ -284,7 +285,10 @@ def start(
   def work() -> None:
     failure: BaseException | None = None
     try:
-      wait_for(response, held.path, heartbeat)
+      with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        computing = thread.submit(record.compute)
+        wait_for(response, held.path, heartbeat)
+        wait_for(computing, held.path, heartbeat)
       with heartbeat.call.entered():
         committed = _committed(lambda: commit(held, record, metadata, after))
       wait_for(committed, held.path, heartbeat)
@@ -348,12 +352,12 @@ def _committed(call: Callable[[], None]) -> Response:
 
 def commit(
   held: Claim | NonWriter,
-  record: Callable[[], Record],
+  record: PendingRecord,
   metadata: Mapping[str, Any],
   after: Callable[[], None],
 ) -> None:
   """Makes the new checkpoint current, and calls `after`. No process returns before that is done."""
-  completed = record()
+  completed = record.complete()
   _in_all(held.sync)
 
   def committed() -> None:

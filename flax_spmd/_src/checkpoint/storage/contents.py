@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   is_key,
   is_unsafe_name,
 )
-from flax_spmd._src.data.checksums import own_checksums, pending_checksums
+from flax_spmd._src.data.checksums import PendingChecksums, own_checksums
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, everyone, named, processes_of
@@ -69,23 +69,33 @@ class Contents(NamedTuple):
       return _packed_tree(values, list(self.record.leaves.values()))
     return disk_tree(self.record, values.__getitem__)
 
-  def pending_record(self) -> Callable[[], Record]:
-    """Starts the checksums, and returns a function that completes the record with them, in any thread.
 
-    When this returns, the leaves may be changed or donated. Every process calls this, and the function.
-    """
-    record, complete = self.record, pending_checksums(list(self.leaves.values()), 'saved sums')
-    common = _common_sums(self.leaves) if jax.process_count() > 1 else {}
+class PendingRecord:
+  """The record of contents whose leaves may be changed or donated from now on. Every process makes one.
 
-    def completed() -> Record:
-      _check_common(common)
-      records = {
-        path: leaf._replace(checksum=total)
-        for (path, leaf), total in zip(record.leaves.items(), complete(), strict=True)
-      }
-      return dataclasses.replace(record, leaves=records)
+  Args:
+    contents: contents that are being saved.
+  """
 
-    return completed
+  def __init__(self, contents: Contents):
+    self._record = contents.record
+    self._checksums = PendingChecksums(list(contents.leaves.values()), 'saved sums')
+    self._common = _common_sums(contents.leaves) if jax.process_count() > 1 else {}
+
+  def compute(self) -> None:
+    """Does the work of this process, in any thread, while the storage writes."""
+    self._checksums.compute()
+
+  def complete(self) -> Record:
+    """The record with checksums, in any thread. Every process calls this."""
+    _check_common(self._common)
+    records = {
+      path: leaf._replace(checksum=total)
+      for (path, leaf), total in zip(
+        self._record.leaves.items(), self._checksums.complete(), strict=True
+      )
+    }
+    return dataclasses.replace(self._record, leaves=records)
 
 
 def _common_sums(leaves: Mapping[str, Any]) -> dict[str, str]:

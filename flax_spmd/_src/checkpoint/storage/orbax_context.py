@@ -12,6 +12,7 @@ from flax_spmd._src.checkpoint.storage import buckets
 from flax_spmd._src.compat import orbax_operation, store_absent_arrays
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 
+_FILE_SIZE = 64 << 20  # bytes of a file with arrays: one is synced or read while another one is written
 _OBJECT_SIZE = 400 << 20  # bytes of an object with arrays, sent in one request; Orbax's for GCS
 
 
@@ -35,6 +36,7 @@ def context(
   """
   options = ocp.Context()
   options.array.saving.use_compression = compress
+  options.array.saving.ocdbt_target_data_file_size = _FILE_SIZE
   if of_stages:
     store_absent_arrays()
     options.array.saving.use_replica_parallel = False

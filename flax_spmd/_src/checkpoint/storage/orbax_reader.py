@@ -127,7 +127,15 @@ class OrbaxReader:
     target = contents.disk_tree(
       self.record, lambda index: _orbax_request(requests.get(paths[index], ...))
     )
-    leaves = contents.disk_leaves(self.record, self._load(target, memory)) if requests else {}
+    if not requests:
+      return {}
+    if (
+      isinstance(self.record.skeleton, int) and not self.has_own_record
+    ):  # others write one array without a container
+      tree = {contents.ROOT_NAME: self._load(target[contents.ROOT_NAME], memory)}
+    else:
+      tree = self._load(target, memory)
+    leaves = contents.disk_leaves(self.record, tree)
     return {path: leaves[path] for path in requests}
 
   def _read_packed(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
@@ -242,7 +250,7 @@ def _foreign_tree(path: epath.Path, part: str | None) -> Any:
     refused = refusal(error, path)
     if refused is not None:
       raise refused from error
-    tree, reason = None, (str(error).splitlines() or [''])[0][:500]
+    tree, reason = None, (str(error).splitlines() or [''])[0][:500].rstrip('.')
   if tree is None:
     raise CheckpointDamagedError(
       f'Checkpoint {path} cannot be read: {reason}.\n'
