@@ -482,9 +482,11 @@ class _CostWalk:
     """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
     is_free = value in self.analyzed.rematerialisable
     is_weight = value in self.analyzed.argument_derived
-    is_shared = spec and is_weight and not is_free and is_elementwise(op)  # by both of its sides
-    if is_shared and any(one.kind == 'all-to-all' for one in self._changes(op, value, spec)):
-      self.doubts.add(op.source, 'a weight that activations shard along another dimension', UNBOUNDED)
+    if spec and is_weight and not is_free and is_elementwise(op):
+      moved = [one for one in self._changes(op, value, spec) if one.kind == 'all-to-all']
+      reason = 'a weight that activations shard along another dimension'
+      if moved:
+        self.doubts.add(op.source, reason, UNBOUNDED)
     if spec is None or ((is_weight or is_free) and op.kind not in _SLICES):
       return
     use = _RESHARDING.get(op.kind)
