@@ -37,6 +37,7 @@ from flax_spmd._src.jit.batch_leaves import BatchLeaves
 from flax_spmd._src.jit.compiled_program import CompiledCall, explain_program
 from flax_spmd._src.jit.constrained_results import result_memories, results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
+from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.nnx_modules import ModulePlans, PureFunction, SplitCall, Updated
 from flax_spmd._src.jit.planned_traces import (
   JitProgram,
@@ -443,6 +444,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
       if has_modules(result):
         raise _TakesModules
       check_meshes(traced.jaxpr, self._mesh)
+      warn_of_grouped_convolutions(self._name, traced.jaxpr, self._mesh, self.reported)
       constrained = results_of_constrained_shapes(traced.jaxpr)
       keeps_host = self.in_force.rules.uses_host
       results = tuple(

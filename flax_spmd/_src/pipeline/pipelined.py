@@ -28,6 +28,7 @@ from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
+from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
@@ -117,6 +118,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     self._compiled: dict[Any, CompiledPipeline] = {}
     self._latest: CompiledPipeline | None = None
     self._lock = threading.RLock()
+    self._reported: set[str] = set()  # the kinds of warnings already issued
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
     """Runs the function; first traces and compiles it if the structure of the arguments is new."""
@@ -189,6 +191,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     with compat.without_mesh():  # a block around the call may have set one of another size
       jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     check_meshes(jaxpr, abstract, _OF_A_STAGE)
+    warn_of_grouped_convolutions(setting.name, jaxpr, abstract, self._reported)
     known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')

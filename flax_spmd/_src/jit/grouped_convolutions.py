@@ -1,0 +1,63 @@
+"""Grouped convolutions: those that XLA computes wrongly where it shards their groups.
+
+    jax.vmap(jax.grad(loss), (None, 0))(kernel, images)    # a gradient for each example
+
+The gradient of a kernel by example is a depthwise convolution: each example is a group, of one input feature. XLA's
+partitioner shards its result as its operand, dimension by dimension. Where the features are another dimension of the
+result than of the operand, as in NHWC, the values are wrong, with plain `jax.jit` too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from flax_spmd._src import compat
+from flax_spmd._src.mesh import MeshLike, axis_sizes
+from flax_spmd._src.source_lines import source_line
+
+
+def warn_of_grouped_convolutions(name: str, jaxpr: Any, mesh: MeshLike, reported: set[str]) -> None:
+  """Warns once of the convolutions of a program that XLA computes wrongly if it shards their groups.
+
+  Args:
+    name: the function.
+    jaxpr: its program; programs inside it are looked into, blocks of `shard_map` are not: they are not partitioned.
+    mesh: the mesh of the layout.
+    reported: the kinds of warnings already issued.
+
+  Warns:
+    UserWarning: lists every such convolution, with a fix.
+  """
+  lines = [] if 'convolutions' in reported else list(dict.fromkeys(_texts(jaxpr, mesh)))
+  if lines:
+    reported.add('convolutions')
+    warnings.warn(
+      f'{name}: XLA returns wrong values for these convolutions where it shards their groups over devices:\n'
+      + '\n'.join(lines)
+      + '\nGradients of kernels by example, jax.vmap(jax.grad(...)), are such convolutions.\n'
+      "Fix: compute them inside jax.shard_map(..., check_vma=False) over the batch's mesh axes, or with features "
+      'before the spatial dimensions (NCHW).',
+      stacklevel=2,
+    )
+
+
+def _texts(jaxpr: Any, mesh: MeshLike) -> Iterator[str]:
+  for equation in compat.jaxpr_parts(jaxpr).equations:
+    if equation.primitive.name == 'conv_general_dilated' and _is_affected(equation, mesh):
+      groups = equation.params['feature_group_count']
+      yield f'  {groups} groups of one feature at {source_line(equation.source_info)}'
+    elif equation.primitive.name != 'shard_map':
+      for inner in compat.jaxprs_in(equation.params):
+        yield from _texts(inner, mesh)
+
+
+def _is_affected(equation: Any, mesh: MeshLike) -> bool:
+  """Whether a convolution is depthwise, has its features elsewhere in the result, and groups that an axis divides."""
+  groups, dimensions = (equation.params[key] for key in ('feature_group_count', 'dimension_numbers'))
+  if dimensions.lhs_spec[1] == dimensions.out_spec[1]:
+    return False
+  if equation.invars[1].aval.shape[dimensions.rhs_spec[1]] > 1:
+    return False
+  return groups > 1 and any(size > 1 and groups % size == 0 for size in axis_sizes(mesh).values())
