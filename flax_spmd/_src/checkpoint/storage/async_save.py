@@ -281,14 +281,13 @@ def start(
     after: function called after the commit, in the first process.
   """
   global _last
+  computing = _BackgroundCall(record.compute)
 
   def work() -> None:
     failure: BaseException | None = None
     try:
-      with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        computing = thread.submit(record.compute)
-        wait_for(response, held.path, heartbeat)
-        wait_for(computing, held.path, heartbeat)
+      wait_for(response, held.path, heartbeat)
+      wait_for(computing, held.path, heartbeat)
       with heartbeat.call.entered():
         committed = _committed(lambda: commit(held, record, metadata, after))
       wait_for(committed, held.path, heartbeat)
