@@ -146,6 +146,7 @@ def test_filters_that_are_gathered_have_gradients_over_holes(window, padding, st
   assert found.counts.flops / 1e6 == pytest.approx(megaflops)
 
 
+@pytest.mark.filterwarnings('ignore:.*wrong values')
 @pytest.mark.parametrize(('numbers', 'is_exchanged'), [('NHWC HWIO', True), ('NCHW OIHW', False)])
 def test_the_gradients_of_a_kernel_by_example_are_in_doubt_where_features_move(numbers, is_exchanged):
   sizes = {'N': 64, 'H': 16, 'W': 16, 'C': 32}, {'H': 3, 'W': 3, 'I': 32, 'O': 64}

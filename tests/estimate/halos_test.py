@@ -39,7 +39,7 @@ def test_a_concatenation_moves_its_shards_to_another_dimension_and_back(rows):
   values = [GraphValue((size, COLUMNS), 'f32') for size in rows]
   result = GraphValue((sum(rows), COLUMNS), 'f32')
   specs, free = [SHARDED] * len(rows), [False] * len(rows)
-  context = Context(values, specs, values, free, result, SHARDED, SIZES)
+  context = Context(values, specs, values, free, result, SHARDED, SIZES, 'cpu')
   required = requirement(Op('concatenate', (0, 1), (2,), {'dimension': 0}), context)
   sent = wire_bytes(collectives(required, context), SIZES)
   assert compiled(lambda *x: jnp.concatenate(x), *rows) == {'all-to-all': sent}

@@ -100,7 +100,7 @@ def estimated_product(equation, specs):
     'lhs_contracting_dimensions': (left.index(summed),),
     'rhs_contracting_dimensions': (right.index(summed),),
   }
-  context = Context(values[:2], specs[:2], values[:2], (False, False), values[2], specs[2], MESH)
+  context = Context(values[:2], specs[:2], values[:2], (False, False), values[2], specs[2], MESH, 'cuda')
   required = dot(Op('dot_general', (0, 1), (2,), attributes), context)
   if not required.is_settled:
     return None

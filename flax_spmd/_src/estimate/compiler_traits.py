@@ -4,8 +4,7 @@
   0 to the end of the table's dimension is a batch dimension, although the lookup does not declare it as one. The
   compilers for GPUs and TPUs find these dimensions; the CPU's does not simplify indices before it partitions.
 * `top_k`, which only the TPU's compiler partitions.
-* Convolutions, which GPUs leave to cuDNN. It has a gradient of the input, which reads the filter in reverse; any other
-  convolution over an input with holes gets an input whose holes and padding are filled with zeros first.
+* Convolutions, which GPUs leave to cuDNN. It has a gradient of the input, which reads the filter in reverse.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def mark_traits(graph: Graph, platform: str) -> None:
   """Adds to the attributes of operations how a platform's compiler treats them.
 
   Lookups get `iota_dims`: pairs of a dimension of the table and one of the indices. `top_k` gets `is_partitioned`, and
-  a convolution on GPUs `is_reversed`: whether its filter is the result of a reversal.
+  a convolution `is_reversed`: whether its filter is the result of a reversal.
 
   Args:
     graph: the program, which is changed.
@@ -32,8 +31,7 @@ def mark_traits(graph: Graph, platform: str) -> None:
   if platform != 'cpu':
     _IotaDims(graph).visit(graph.main)
   _mark_top_k(graph.main, platform == 'tpu')
-  if platform == 'cuda':
-    _mark_convolutions(graph.main)
+  _mark_convolutions(graph.main)
 
 
 def _mark_top_k(block: Block, is_partitioned: bool) -> None:

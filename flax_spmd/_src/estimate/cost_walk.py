@@ -112,7 +112,7 @@ class AnalyzedGraph:
   def __init__(self, graph: Graph):
     self.graph = graph
     self.alike: dict[int, int] = {}
-    self._requirements: dict[tuple[tuple[str, int], ...], dict[tuple, Requirement]] = {}
+    self._requirements: dict[tuple, dict[tuple, Requirement]] = {}
     self.rematerialisable = rematerialisable_values(graph)
     self.argument_derived = argument_derived_values(graph)
     self.filters: dict[tuple[int, ...], list[int]] = {}
@@ -162,9 +162,9 @@ class AnalyzedGraph:
       for inner in op.blocks:
         self._number(inner, known)
 
-  def requirements(self, sizes: Mapping[str, int]) -> dict[tuple, Requirement]:
+  def requirements(self, sizes: Mapping[str, int], platform: str) -> dict[tuple, Requirement]:
     """The requirements that were computed before under a mesh: layouts of a search have most of them in common."""
-    known = self._requirements.setdefault(tuple(sizes.items()), {})
+    known = self._requirements.setdefault((platform, *sizes.items()), {})
     if len(known) > _REMEMBERED:
       known.clear()
     return known
@@ -276,7 +276,7 @@ class _CostWalk:
     self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int], platform: str
   ):
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
-    self.values, self.requirements = analyzed.graph.values, analyzed.requirements(sizes)
+    self.values, self.requirements = analyzed.graph.values, analyzed.requirements(sizes, platform)
     self.unsure = analyzed.kept(platform).unsure
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
@@ -586,6 +586,7 @@ class _CostWalk:
       self.values[op.results[0]],
       self.specs[op.results[0]],
       self.sizes,
+      self.platform,
     )
 
   def _operand_spec(self, value: int, op: Op) -> Spec:

@@ -183,10 +183,11 @@ def convolution(op: Op, context: Context) -> Requirement:
   """A convolution: a product over features at each position of the window."""
   inputs, kernel, outputs = (value.shape for value in (*context.values[:2], context.result))
   windows = _windows(op, kernel)
-  factors, halo_dims = _features(op, inputs, kernel), {}
+  factors, halo_dims, sizes = _features(op, inputs, kernel), {}, []
   left, right, result = op.attributes['dimension_numbers']
   for dim, window in enumerate(windows):  # of size 1, as the positions are counted below
     at, over, to = (labels.index(str(dim)) for labels in (left, right, result))
+    sizes.append((inputs[at], kernel[over], outputs[to]))
     if kernel[over] > outputs[to]:  # the gradient of a kernel, whose window is the whole array
       factors.append(Factor(at, over, None, 1))
       by_kernel = Window(outputs[to], window.rhs_dilate, window.pad, window.lhs_dilate, window.stride)
@@ -204,9 +205,13 @@ def convolution(op: Op, context: Context) -> Requirement:
   requirement = (_partitioned if is_product else _cheapest)(factors, context)
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
   is_moved = requirement.operands[1] not in (None, context.specs[1])
-  flops = requirement.flops * _positions(op, inputs, kernel, outputs, is_moved)
+  if context.platform == 'cuda':
+    is_reversed = op.attributes.get('is_reversed', False) and not is_moved
+    positions = _library_positions(sizes, windows, is_reversed)
+  else:
+    positions = _positions(sizes, windows)
   doubt = requirement.doubt or _doubt_of_groups(op, inputs, requirement)
-  return requirement._replace(flops=flops, halos=halos, doubt=doubt)
+  return requirement._replace(flops=requirement.flops * positions, halos=halos, doubt=doubt)
 
 
 def _doubt_of_groups(op: Op, inputs: Sequence[int], requirement: Requirement) -> str:
@@ -260,33 +265,20 @@ def _windows(op: Op, kernel: Sequence[int]) -> list[Window]:
   ]
 
 
-def _positions(
-  op: Op, inputs: Sequence[int], kernel: Sequence[int], outputs: Sequence[int], is_moved: bool
-) -> float:
-  """The number of (output, kernel) positions over an input element: neither over padding nor over a dilation hole.
-
-  For cuDNN, zeros are stored in the holes and the padding of an input that has holes or is padded on one side more than
-  on the other, and these count. It computes gradients without holes: of a filter, and of the input if the filter is
-  of size 1, or reversed right before.
-
-  Args:
-    op: the convolution.
-    inputs, kernel, outputs: shapes of the arrays.
-    is_moved: whether devices exchange parts of the kernel first.
-  """
-  left, right, result = op.attributes['dimension_numbers']
-  windows = _windows(op, kernel)
-  dims = [[labels.index(str(dim)) for labels in (left, right, result)] for dim in range(len(windows))]
-  sizes = [(inputs[at], kernel[over], outputs[to]) for at, over, to in dims]
-  if 'is_reversed' in op.attributes:
-    return _library_positions(sizes, windows, op.attributes['is_reversed'] and not is_moved)
+def _positions(sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window]) -> float:
+  """The number of (output, kernel) positions over an input element: neither over padding nor over a dilation hole."""
   return math.prod(meetings(at, to, window) for (at, _, to), window in zip(sizes, windows))
 
 
 def _library_positions(
   sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], is_reversed: bool
 ) -> float:
-  """The positions for cuDNN, from the sizes of inputs, kernel and outputs per dimension."""
+  """The positions for cuDNN, to which GPUs leave convolutions.
+
+  Zeros are stored in the holes and the padding of an input that has holes or is padded on one side more than on the
+  other, and these count. It computes gradients without holes: of a filter, and of the input if the filter is of size 1,
+  or reversed right before, and no device gets parts of it in between.
+  """
   each = [*zip(sizes, windows)]
   has_holes = any(window.lhs_dilate > 1 for window in windows)
   if any(over > to for _, over, to in sizes) and not has_holes:
@@ -306,7 +298,7 @@ def _library_positions(
     )
   is_even = all(_high(at, to, one, one.pad) == one.pad for (at, _, to), one in each)
   if any(over > to for _, over, to in sizes) or (is_even and not has_holes):
-    return math.prod(meetings(at, to, window) for (at, _, to), window in each)
+    return _positions(sizes, windows)
   return math.prod(over * to for _, over, to in sizes)
 
 

@@ -25,6 +25,7 @@ class Context(NamedTuple):
     result: shape and dtype of the first result.
     result_spec: sharding of the first result.
     sizes: size per mesh axis.
+    platform: platform of the target: 'cuda', 'tpu' or 'cpu'.
   """
 
   values: Sequence[GraphValue]
@@ -34,6 +35,7 @@ class Context(NamedTuple):
   result: GraphValue
   result_spec: Spec
   sizes: Mapping[str, int]
+  platform: str
 
 
 class Requirement(NamedTuple):
