@@ -178,7 +178,8 @@ class AnalyzedGraph:
   def kept(self, platform: str) -> KeptResults:
     """The elementwise results that are stored on a platform, or not, against the common rule."""
     if platform not in self._kept:
-      self._kept[platform] = kept_results(self.graph, platform)
+      given = self.argument_derived | self.rematerialisable
+      self._kept[platform] = kept_results(self.graph, platform, given)
     return self._kept[platform]
 
   def trip_count(self, loop: Op) -> int:

@@ -41,6 +41,9 @@ _CYCLES = {
 }
 _CYCLES_A_BYTE = 150
 _CYCLES_IN_DOUBT = 129  # a byte; up to the limit, XLA has been seen to choose both
+_CYCLES_IN_DOUBT_AFTER_VECTORS = (
+  110  # the same, after a bias that the step computes, as in sharpness-aware steps
+)
 _OTHER_CYCLES = 7  # of an addition or a multiplication
 _LONG = 3  # operations after which a comparison in 32 bits is stored
 _ELEMENTWISE = (
@@ -67,12 +70,13 @@ class KeptResults(NamedTuple):
   unsure: frozenset[int] = frozenset()
 
 
-def kept_results(graph: Graph, platform: str) -> KeptResults:
+def kept_results(graph: Graph, platform: str, given: frozenset[int]) -> KeptResults:
   """The exceptions in a program.
 
   Args:
     graph: the program.
     platform: 'cuda', 'tpu' or 'cpu'. The CPU's compiler fuses no operands.
+    given: the arguments, views of them, and values that every device can compute by itself.
   """
   blocks = list(_blocks(graph.main))
   if platform == 'tpu':
@@ -84,7 +88,7 @@ def kept_results(graph: Graph, platform: str) -> KeptResults:
   for block in blocks:
     uses, depths = _Uses(block, found.fused), _depths(block, graph)
     kept.update(_masks(block, graph, uses, depths))
-    expensive = _Expensive(block, graph, found, uses, depths)
+    expensive = _Expensive(block, graph, found, uses, depths, given)
     kept |= expensive.kept
     unsure |= expensive.unsure
   return KeptResults(frozenset(kept), found.fused, found.sources, frozenset(unsure))
@@ -130,9 +134,18 @@ class _Expensive:
   """The results that take longer to compute again than to write and read, and those of which that is unsure."""
 
   def __init__(
-    self, block: Block, graph: Graph, found: Prologues, uses: _Uses, depths: Mapping[int, int]
+    self,
+    block: Block,
+    graph: Graph,
+    found: Prologues,
+    uses: _Uses,
+    depths: Mapping[int, int],
+    given: frozenset[int],
   ):
-    self._graph, self._uses, self._depths = graph, uses, depths
+    self._graph, self._uses, self._depths, self._given = graph, uses, depths, given
+    self._after_vectors: set[int] = (
+      set()
+    )  # results of functions of a smaller array that the step computes
     self.kept: set[int] = set()
     self.unsure: set[int] = set()
     products = (op.operands for op in block.ops if op.kind in PRODUCTS)
@@ -152,13 +165,18 @@ class _Expensive:
     same = [one for one in op.operands if math.prod(self._graph.values[one].shape) == size]
     cycles = {key: value for one in same for key, value in steps.get(one, {}).items()}
     cycles |= {result: _CYCLES[op.kind]} if op.kind in _CYCLES else {}
+    if not self._after_vectors.isdisjoint(same) or any(
+      one not in same and one not in self._given for one in op.operands
+    ):
+      self._after_vectors.add(result)
     itemsize, total = self._graph.values[result].itemsize, sum(cycles.values())
     is_used = op.kind not in _VIEWS and self._uses.count(result) > 1
     if is_used and total >= _CYCLES_A_BYTE * itemsize:
       self.kept.add(result)
       return
     total += _OTHER_CYCLES * (self._depths.get(result, 1) - 1)
-    if is_used and op.kind in _CYCLES and total >= _CYCLES_IN_DOUBT * itemsize:
+    doubtful = _CYCLES_IN_DOUBT_AFTER_VECTORS if result in self._after_vectors else _CYCLES_IN_DOUBT
+    if is_used and op.kind in _CYCLES and total >= doubtful * itemsize:
       self.unsure.add(result)
     if cycles:
       steps[result] = cycles
