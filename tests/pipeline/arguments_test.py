@@ -95,6 +95,17 @@ def test_an_argument_through_stage_ends_of_a_function_without_a_loop(donated):
   assert result[1].sharding.spec == batch[1].sharding.spec
 
 
+def test_a_closed_over_array_is_a_result_of_a_function_without_a_loop():
+  closed_over = jnp.arange(5.0)
+
+  def predict(params, x):
+    for number in range(STAGES):
+      x = stage_end(jnp.tanh(x @ params[f'w{number}']))
+    return x, closed_over
+
+  assert_same(LAYOUT.pipeline_jit(predict)(PARAMS, X[0]), jax.jit(predict)(PARAMS, X[0]))
+
+
 @pytest.mark.parametrize('frozen', ['masked', 'multi_transform'])
 def test_optimizer_of_some_parameters(schedule, frozen):
   labels = {'w0': 'train', 'w1': 'freeze', 'w2': 'train', 'w3': 'freeze'}

@@ -1,4 +1,4 @@
-"""Salvage: the plan of a restore of all that is whole.
+"""Salvage: the plan of a restore of all undamaged leaves.
 
 Damaged leaves may be the reason that a checkpoint does not match its target: a record may have another shape than the
 stored array, or lack an array. Then the restore is planned by the stored shapes, from which follows which
@@ -32,7 +32,7 @@ class SalvagePlan(NamedTuple):
     target: leaves to restore, with those that are lost.
     plan: plan for all of them.
     lost: reason for each damaged leaf that is known before any array is read.
-    reader: the checkpoint, with a record that describes what is stored.
+    reader: the checkpoint, with a record that describes the stored arrays.
   """
 
   target: RestoreTarget
@@ -57,7 +57,7 @@ class SalvagePlan(NamedTuple):
 def salvage_plan(
   reader: CheckpointReader, target: RestoreTarget | None, planned: Callable[[CheckpointReader], Planned]
 ) -> SalvagePlan:
-  """Plans a restore of what is whole. Every process calls this.
+  """Plans a restore of all undamaged leaves. Every process calls this.
 
   Args:
     reader: the checkpoint.

@@ -138,9 +138,8 @@ class DirectReads:
     """
     found = {}
     for name in names:
-      with contextlib.suppress(
-        ValueError, OSError
-      ):  # Orbax's description is damaged, and there is no such array
+      # if Orbax's description is damaged, there may be no such array
+      with contextlib.suppress(ValueError, OSError):
         store = self._stored(name)
         leaf = LeafRecord(tuple(store.shape), str(store.dtype.numpy_dtype))
         found[name.replace('.', '/')] = Contradiction('it is stored, and missing in the record', leaf)

@@ -85,7 +85,7 @@ class OrbaxReader:
     return self._direct_reads().read(requests, memory)
 
   def contradictions(self) -> dict[str, Contradiction]:
-    """What the record describes otherwise than it is stored, by path: `DirectReads.contradictions`, and arrays that it lacks."""
+    """The differences of the record from the store, by path: `DirectReads.contradictions`, and arrays that it lacks."""
     return self._direct_reads().contradictions() | self.unrecorded()
 
   def unrecorded(self) -> dict[str, Contradiction]:
@@ -129,9 +129,8 @@ class OrbaxReader:
     )
     if not requests:
       return {}
-    if (
-      isinstance(self.record.skeleton, int) and not self.has_own_record
-    ):  # others write one array without a container
+    # others write one array without a container
+    if isinstance(self.record.skeleton, int) and not self.has_own_record:
       tree = {contents.ROOT_NAME: self._load(target[contents.ROOT_NAME], memory)}
     else:
       tree = self._load(target, memory)

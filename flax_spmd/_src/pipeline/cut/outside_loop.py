@@ -88,8 +88,10 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
     if value in producer:
       known[stack] = outside.setdefault(value, Value(stack.aval))
       rank_of[outside[value]] = stage_ranks[producer[value][1]]
-    else:
-      known[stack] = value if loop.once else _unprocessed(loop, body, value, before)
+    elif not loop.once:
+      known[stack] = _unprocessed(loop, body, value, before)
+    elif stack is not value:  # a closed-over array is both
+      known[stack] = value
   kept, stacks = (outside, {}) if loop.once else ({}, outside)
   indices = [] if loop.once else [Constant(np.uint32(number)) for number in range(loop.count)]
   rest = [one.replaced(known) for one in step.equations]
