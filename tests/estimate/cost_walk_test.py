@@ -82,3 +82,48 @@ def test_a_value_that_several_constraints_replicate_is_gathered_once(is_chained)
   shard = 4 * BATCH * ROWS / 8
   assert outcome.counts.by_kind() == {'all-gather': 7 * shard}
   assert outcome.doubts == ()
+
+
+GRID = spmd.Layout(
+  spmd.abstract_mesh({'data': 4, 'model': 2}),
+  (('rows', 'data'), ('columns', 'model'), ('batch', ('data', 'model'))),
+)
+
+
+def doubts_of(loss, names, is_updated):
+  """The doubts of a step with a matrix of such names."""
+
+  def step(state, batch):
+    if is_updated:
+      gradient = jax.grad(lambda state: loss(state['w'].unbox(), batch))(state)
+      return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), None
+    return state, loss(state['w'].unbox(), batch)
+
+  def matrix():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((ROWS, WIDTH)), names)}
+
+  inputs = jax.ShapeDtypeStruct((BATCH, ROWS), jnp.float32)
+  return Estimator(TrainStep(step, matrix, inputs)).estimate(GRID, parse_target('h100:8')).doubts
+
+
+@pytest.mark.parametrize(
+  ('names', 'is_in_doubt'), [(('rows', 'columns'), True), (('rows', None), False)]
+)
+def test_a_sum_that_is_scattered_along_several_dimensions_is_in_doubt(names, is_in_doubt):
+  def loss(w, x):
+    x, w = (spmd.with_logical_constraint(one, (name, None)) for one, name in ((x, 'batch'), (w, None)))
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+  found = doubts_of(loss, names, is_updated=True)
+  assert any('a sum that is scattered along several dimensions' in one for one in found) == is_in_doubt
+
+
+@pytest.mark.parametrize(('names', 'is_in_doubt'), [(('rows', None), True), ((None, 'rows'), False)])
+def test_a_weight_that_activations_shard_along_another_dimension_is_in_doubt(names, is_in_doubt):
+  def loss(w, x):
+    y = spmd.with_logical_constraint(jnp.tanh(x.T @ x)[:, :WIDTH], (None, 'rows'))
+    return jnp.sum(jnp.tanh(spmd.with_logical_constraint(y + w, (None, 'rows'))) ** 2)
+
+  found = doubts_of(loss, names, is_updated=False)
+  reason = 'a weight that activations shard along another dimension'
+  assert any(one.endswith(reason) for one in found) == is_in_doubt

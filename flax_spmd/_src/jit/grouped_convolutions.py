@@ -30,7 +30,7 @@ def warn_of_grouped_convolutions(name: str, jaxpr: Any, mesh: MeshLike, reported
   Warns:
     UserWarning: lists every such convolution, with a fix.
   """
-  lines = [] if 'convolutions' in reported else list(dict.fromkeys(_texts(jaxpr, mesh)))
+  lines = [] if 'convolutions' in reported else list(dict.fromkeys(_texts(jaxpr, mesh, set())))
   if lines:
     reported.add('convolutions')
     warnings.warn(
@@ -43,14 +43,18 @@ def warn_of_grouped_convolutions(name: str, jaxpr: Any, mesh: MeshLike, reported
     )
 
 
-def _texts(jaxpr: Any, mesh: MeshLike) -> Iterator[str]:
+def _texts(jaxpr: Any, mesh: MeshLike, seen: set[int]) -> Iterator[str]:
+  """The lines of the warning; a program that is called twice is looked into once."""
+  if id(jaxpr) in seen:
+    return
+  seen.add(id(jaxpr))
   for equation in compat.jaxpr_parts(jaxpr).equations:
     if equation.primitive.name == 'conv_general_dilated' and _is_affected(equation, mesh):
       groups = equation.params['feature_group_count']
       yield f'  {groups} groups of one feature at {source_line(equation.source_info)}'
     elif equation.primitive.name != 'shard_map':
       for inner in compat.jaxprs_in(equation.params):
-        yield from _texts(inner, mesh)
+        yield from _texts(inner, mesh, seen)
 
 
 def _is_affected(equation: Any, mesh: MeshLike) -> bool:

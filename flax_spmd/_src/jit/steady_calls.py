@@ -46,7 +46,7 @@ class SteadyCalls:
     self._prepared = prepared
     self.of_all: SteadyCall | None = None
     self.by_structure: dict[Any, SteadyCall] = {}
-    self._claiming = threading.Lock()
+    self._claiming = threading.RLock()  # a signal handler may call the function again
     self._thread: int | None = None  # the thread whose calls JAX dispatches
     self._repeated: dict[Any, tuple[Any, int]] = {}  # the function of the last calls, and their number
     self._alternates = False  # whether the function depends on the structure of the arguments
