@@ -51,11 +51,31 @@ def test_gradients_of_kernels_by_example_are_named_once(params):
   [text] = [str(one.message) for one in caught if 'convolutions' in str(one.message)]
   assert re.sub(r':\d+\n', ':LINE\n', text) == (
     'by_example: XLA returns wrong values for these convolutions where it shards their groups over devices:\n'
-    '  16 groups of one feature at grouped_convolutions_test.py:LINE\n'
+    '  16 groups at grouped_convolutions_test.py:LINE\n'
     'Gradients of kernels by example, jax.vmap(jax.grad(...)), are such convolutions.\n'
     "Fix: compute them inside jax.shard_map(..., check_vma=False) over the batch's mesh axes, or with features "
     'before the spatial dimensions (NCHW).'
   )
+
+
+@pytest.mark.parametrize(('window', 'is_named'), [(1, True), (3, False)])
+def test_gradients_by_microbatch_are_named_where_the_window_is_of_size_1(window, is_named):
+  kernel = np.random.default_rng(1).normal(size=(window, window, 4, 8)).astype(np.float32)
+
+  def by_microbatch(kernel, images):
+    def loss(kernel, images):
+      order = ('NHWC', 'HWIO', 'NHWC')
+      y = jax.lax.conv_general_dilated(images, kernel, (1, 1), 'SAME', dimension_numbers=order)
+      return jnp.sum(y**2)
+
+    return jax.vmap(jax.grad(loss), (None, 0))(kernel, images.reshape(8, 2, 8, 8, 4))
+
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    result = LAYOUT.jit(by_microbatch)(*sharded(kernel))
+  is_right = np.allclose(result, by_microbatch(kernel, IMAGES), rtol=1e-3, atol=1e-3)
+  assert any('wrong values' in str(one.message) for one in caught) == is_named
+  assert is_right or is_named
 
 
 def test_the_fix_has_the_values_of_one_device(params):

@@ -4,7 +4,8 @@
 
 The gradient of a kernel by example is a depthwise convolution: each example is a group, of one input feature. XLA's
 partitioner shards its result as its operand, dimension by dimension. Where the features are another dimension of the
-result than of the operand, as in NHWC, the values are wrong, with plain `jax.jit` too.
+result than of the operand, as in NHWC, the values are wrong, with plain `jax.jit` too. So they have been with groups of
+several features, where the window is of size 1 or covers the whole input, as with the kernel of a 1 x 1 convolution.
 """
 
 from __future__ import annotations
@@ -51,17 +52,23 @@ def _texts(jaxpr: Any, mesh: MeshLike, seen: set[int]) -> Iterator[str]:
   for equation in compat.jaxpr_parts(jaxpr).equations:
     if equation.primitive.name == 'conv_general_dilated' and _is_affected(equation, mesh):
       groups = equation.params['feature_group_count']
-      yield f'  {groups} groups of one feature at {source_line(equation.source_info)}'
+      yield f'  {groups} groups at {source_line(equation.source_info)}'
     elif equation.primitive.name != 'shard_map':
       for inner in compat.jaxprs_in(equation.params):
         yield from _texts(inner, mesh, seen)
 
 
 def _is_affected(equation: Any, mesh: MeshLike) -> bool:
-  """Whether a convolution is depthwise, has its features elsewhere in the result, and groups that an axis divides."""
+  """Whether a convolution has its features elsewhere in the result, groups that an axis divides, and is partitioned so.
+
+  It is if it is depthwise, or a product at each position.
+  """
   groups, dimensions = (equation.params[key] for key in ('feature_group_count', 'dimension_numbers'))
   if dimensions.lhs_spec[1] == dimensions.out_spec[1]:
     return False
-  if equation.invars[1].aval.shape[dimensions.rhs_spec[1]] > 1:
+  kernel, result = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
+  spatial = zip(dimensions.rhs_spec[2:], dimensions.out_spec[2:])
+  is_product = all(kernel[over] == 1 or result[to] == 1 for over, to in spatial)
+  if kernel[dimensions.rhs_spec[1]] > 1 and not is_product:
     return False
   return groups > 1 and any(size > 1 and groups % size == 0 for size in axis_sizes(mesh).values())
