@@ -39,6 +39,15 @@ def run(step):
     losses.append(float(value))
   return state, losses
 
+# losses of a run whose activations wait on the host, and the bytes there; the state has to be equal to the bit
+def run_hosted(layout, expected):
+  hosted = layout.pipeline_jit(step, host_after=1)
+  state, losses = run(hosted)
+  for actual, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+    for shard, other in zip(actual.addressable_shards, one.addressable_shards, strict=True):
+      np.testing.assert_array_equal(shard.data, other.data)
+  return losses, hosted.compile(state, batch).host_memory
+
 layout = spmd.Layout({'stage': 4, 'data': 2}, (('batch', 'data'),))
 pipelined = layout.pipeline_jit(step)
 """
@@ -119,27 +128,32 @@ pipelined = layout.pipeline_jit(step)
 state, losses = run(pipelined)
 for _ in range(5):  # each step has more programs than XLA's CPU client allows per device at a time
   assert run(pipelined)[1] == losses
-report([losses, run(jax.jit(step))[1]])
+report([losses, run(jax.jit(step))[1], *run_hosted(layout, state)])
 """,
     processes=2,
     devices=4,
   )
   for result in results:
-    losses, expected = result.value
+    losses, expected, hosted, on_host = result.value
     assert losses == pytest.approx(expected, abs=1e-5)
+    assert hosted == losses and on_host[0] > 0
 
 
 def test_threads_do_not_change_the_order_of_transfers():
   """With a dispatch thread per rank, transfers in the two directions would start in any order."""
   results = run_processes(
     STEP.replace('@schedule@', "'OneFOneB'")
-    + 'report([run(layout.pipeline_jit(step, threads=True))[1], run(jax.jit(step))[1]])',
+    + """
+state, losses = run(layout.pipeline_jit(step, threads=True))
+report([losses, run(jax.jit(step))[1], *run_hosted(layout, state)])
+""",
     processes=2,
     devices=4,
   )
   for result in results:
-    losses, expected = result.value
+    losses, expected, hosted, on_host = result.value
     assert losses == pytest.approx(expected, abs=1e-5)
+    assert hosted == losses and on_host == results[0].value[3] and all(on_host[:3])
 
 
 def test_keys_do_not_cross_processes():
