@@ -139,6 +139,29 @@ def test_an_error_before_anything_is_written_frees_the_lock(tmp_path, layout, mo
   assert names_in(tmp_path) == {'a'}
 
 
+@pytest.mark.parametrize('name', ['flax_spmd call', 'flax_spmd save', 'flax_spmd lease'])
+def test_a_thread_that_cannot_start_frees_the_path(tmp_path, layout, monkeypatch, name):
+  """The one that computes checksums, the one that commits, and the one that renews the lease."""
+  start = threading.Thread.start
+
+  def refused(thread):
+    if thread.name.startswith(name):
+      raise RuntimeError("can't start new thread")
+    start(thread)
+
+  checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
+  with monkeypatch.context() as patched:
+    patched.setattr(threading.Thread, 'start', refused)
+    for path, overwrite in ((tmp_path / 'a', True), (tmp_path / 'b', False)):
+      with pytest.raises(RuntimeError, match="can't start new thread"):
+        checkpoint.save_async(path, state_of(layout, 2), layout=layout, overwrite=overwrite)
+  assert number_of(tmp_path / 'a', layout) == 1
+  assert checkpoint.ls(tmp_path)[0].path == str(tmp_path / 'a')
+  for path, overwrite in ((tmp_path / 'a', True), (tmp_path / 'b', False)):
+    checkpoint.save(path, state_of(layout, 3), layout=layout, overwrite=overwrite)
+  assert names_in(tmp_path) == {'a', 'b'}
+
+
 def test_a_time_out_of_the_storage(layout, tmp_path, monkeypatch):
   """It is an error of the save, not of the wait for it."""
 

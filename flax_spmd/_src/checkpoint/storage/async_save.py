@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # registers its exit hook, which must come before ours below
+import contextlib
 import contextvars
 import json
 import os
@@ -272,7 +273,7 @@ def start(
 
   Args:
     response: Orbax's handle of the save.
-    held: right to write to the path; released at the end.
+    held: right to write to the path; released at the end of a save that has started.
     progress: progress bar; closed at the end.
     size: bytes of the state.
     heartbeat: heartbeat of the save; stopped at the end.
@@ -281,7 +282,6 @@ def start(
     after: function called after the commit, in the first process.
   """
   global _last
-  computing = _BackgroundCall(record.compute)
 
   def work() -> None:
     failure: BaseException | None = None
@@ -305,7 +305,13 @@ def start(
     with space_in_errors(held.path, size):
       work()
 
-  _last = AsyncSave(held.path, explained)
+  try:
+    computing = _BackgroundCall(record.compute)
+    _last = AsyncSave(held.path, explained)
+  except BaseException:  # there may be no thread left
+    with contextlib.suppress(Exception):
+      response.result()  # the caller releases the path, to which nothing may be written then
+    raise
   return _last
 
 
