@@ -209,6 +209,21 @@ def test_a_second_save_waits_for_the_first(tmp_path, layout, monkeypatch):
   assert (number_of(tmp_path / 'a', layout), number_of(tmp_path / 'b', layout)) == (1, 2)
 
 
+def test_a_wait_that_is_interrupted_is_made_by_the_next_call(tmp_path, layout, monkeypatch):
+  """As by Ctrl-C in a notebook."""
+
+  def interrupted(saving, timeout=None):
+    raise KeyboardInterrupt
+
+  with held_up(monkeypatch) as go_on:
+    first = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+      patched.setattr(async_save.AsyncSave, 'result', interrupted)
+      checkpoint.save(tmp_path / 'b', state_of(layout, 2), layout=layout)
+    threading.Timer(0.2, go_on.set).start()
+    assert number_of(tmp_path / 'a', layout) == 1 and first.done()
+
+
 def test_a_restore_waits_for_the_save(tmp_path, layout, monkeypatch):
   with held_up(monkeypatch) as go_on:
     checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)

@@ -111,9 +111,15 @@ _last: AsyncSave | None = None
 def finish() -> None:
   """Waits for the save in progress; raises the error of the last save unless `result` has done so."""
   global _last
-  saving, _last = _last, None
-  if saving is not None and not saving._reported:
-    saving.result()
+  saving = _last
+  if saving is None:
+    return
+  try:
+    if not saving._reported:
+      saving.result()
+  finally:
+    if saving.done() and _last is saving:  # else the wait was interrupted, and the save goes on
+      _last = None
 
 
 def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter:
