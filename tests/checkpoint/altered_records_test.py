@@ -268,6 +268,19 @@ def test_a_leaf_out_of_its_place_in_a_packed_array(whole, tmp_path, name, edit):
 
 
 @pytest.mark.filterwarnings('ignore:Every device will hold')
+def test_a_missing_entry_of_a_packed_array(whole, tmp_path):
+  """Its name is lost with it; all others are whole."""
+  shutil.copytree(whole(1 << 10), tmp_path / 'a')
+  edit_manifest(tmp_path / 'a', without_leaf('list/1'))
+  assert checkpoint.verify(tmp_path / 'a') == ['packed/float32']
+  salvaged = checkpoint.restore(tmp_path / 'a', layout=LAYOUT, salvage=True)
+  assert salvaged.damaged == {'packed/float32': 'the leaves of the record do not fill it'}
+  expected, found = leaves_of(state()), leaves_of(salvaged.state)
+  assert found.keys() == expected.keys() - {'list/1'}
+  assert all(plain(found[name]).tobytes() == plain(expected[name]).tobytes() for name in found)
+
+
+@pytest.mark.filterwarnings('ignore:Every device will hold')
 def test_an_extra_entry(whole, tmp_path):
   shutil.copytree(whole(0), tmp_path / 'a')
   edit_manifest(tmp_path / 'a', signed(extra))

@@ -199,7 +199,7 @@ def _of_misfits(
     if not verify:
       found |= {path: reason for path in inside if path in requests}
     elif everything and not reader.contradictions().keys() & set(inside):
-      found[f'{PACKED}/{name}'] = 'it has elements that are in no leaf of the record'
+      found[f'{PACKED}/{name}'] = 'the leaves of the record do not fill it'
   return found
 
 
