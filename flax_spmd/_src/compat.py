@@ -38,6 +38,7 @@ from jax._src import (
   pjit,
   sharding_impls,
   source_info_util,
+  xla_bridge,
 )
 from jax._src import config as jax_config
 from jax._src import custom_partitioning_sharding_rule as sharding_rules
@@ -1066,6 +1067,11 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   return JaxprParts(
     list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars)
   )
+
+
+def copies_across_processes() -> bool:
+  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
+  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -139,6 +139,46 @@ report([losses, run(jax.jit(step))[1], *run_hosted(layout, state)])
     assert hosted == losses and on_host[0] > 0
 
 
+@pytest.mark.parametrize(
+  ('processes', 'schedule'),
+  [
+    (2, 'OneFOneB'),
+    *(pytest.param(4, name, marks=pytest.mark.exhaustive) for name in ('OneFOneB', 'ZeroBubbleV')),
+  ],
+)
+def test_jax_copies_between_processes_where_it_can(processes, schedule):
+  """With an address for its servers, `jax.device_put` does all transfers in the loop; every process calls it as often."""
+  results = run_processes(
+    """
+import socket
+with socket.socket() as free:
+  free.bind(('127.0.0.1', 0))
+  jax.config.update('jax_cross_host_transfer_socket_address', '127.0.0.1:%d' % free.getsockname()[1])
+"""
+    + STEP.replace('@schedule@', repr(schedule))
+    + """
+copied, put = [], jax.device_put
+def counting(arrays, shardings=None, **options):
+  several = isinstance(shardings, list) and any(len(one.device_set & set(jax.local_devices())) == 0 for one in shardings)
+  copied.append(several or isinstance(arrays, list) and any(not getattr(one, 'addressable_shards', [1]) for one in arrays))
+  return put(arrays, shardings, **options)
+
+expected, expected_losses = run(jax.jit(step))
+jax.device_put = counting
+state, losses = run(pipelined)
+for actual, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+  for shard in actual.addressable_shards:
+    np.testing.assert_allclose(shard.data, one[shard.index], atol=1e-5)
+report([sum(copied), losses, expected_losses])
+""",
+    processes=processes,
+    devices=8 // processes,
+  )
+  counts, losses, expected = zip(*(result.value for result in results))
+  assert len(set(counts)) == 1 and counts[0] > 0
+  assert all(each == pytest.approx(expected[0], abs=1e-5) for each in losses)
+
+
 def test_threads_do_not_change_the_order_of_transfers():
   """With a dispatch thread per rank, transfers in the two directions would start in any order."""
   results = run_processes(

@@ -95,6 +95,7 @@ def check_same_arguments(
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
   """The layout, the devices of each rank, the schedule and the microbatches."""
   yield f'jaxlib {compat.jaxlib_version()}, jax_threefry_partitionable {compat.threefry_partitionable()}'
+  yield f'jax_cross_host_transfer_socket_address {"set" if compat.copies_across_processes() else "not set"}'
   yield from layout_lines(setting.mesh, setting.rules)
   for rank, mesh in enumerate(setting.ranks):
     devices = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else []

@@ -22,7 +22,11 @@ from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgr
 from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Result, Use
-from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfer
+from flax_spmd._src.pipeline.run.process_transfer import (
+  CrossHostCopy,
+  ProcessTransfer,
+  is_copied_by_jax,
+)
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
@@ -107,13 +111,17 @@ class Assembler:
     return ends
 
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
-    """The function that does a transfer; None if neither rank belongs to this process."""
+    """The function that does a transfer; None if this process takes no part in it."""
     source, target = (self._ranks[rank] for rank in send.ranks)
-    avals = [buffer.value.aval for buffer in send.inputs]
+    avals, text = [buffer.value.aval for buffer in send.inputs], send_text(send)
+    several = source != target and len(processes_of(source) | processes_of(target)) > 1
+    if several and is_copied_by_jax(self._mesh, source, target, avals):
+      both = zip(map(self._stages.sharding, send.inputs), map(self._stages.sharding, send.outputs))
+      return CrossHostCopy(send.ranks[0], avals, list(both), self._progress, text)
     if not is_local(source) and not is_local(target):
       return None
-    if source != target and len(processes_of(source) | processes_of(target)) > 1:
-      specs, text = [self._stages.spec(buffer) for buffer in send.inputs], send_text(send)
+    if several:
+      specs = [self._stages.spec(buffer) for buffer in send.inputs]
       return ProcessTransfer(self._mesh, self._axis, *send.ranks, avals, specs, self._progress, text)
     sender = compat.DeviceCopy(avals, [self._stages.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))

@@ -8,6 +8,10 @@ XLA's CPU client allows 32 unfinished programs per device. A dispatch beyond the
 for each of the program's devices in this process. There are only as many threads as devices (or cores, if
 there are more), so the programs that it waits for may never get one. Therefore a transfer between CPUs
 ends before the next dispatch. There, programs of several devices run one after the other anyway.
+
+JAX itself copies between processes where `jax_cross_host_transfer_socket_address` is set: the sender goes on at once,
+and nothing is copied to rows and back. XLA numbers these copies in each process, and finds the two ends by their
+number. So every process of the job takes part in all of them, in the order of the call list.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_spmd._src import compat
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
 
@@ -53,8 +58,7 @@ class ProcessTransfer:
     self._target_mesh = target_mesh
     self._sends, self._receives = is_local(source_mesh), is_local(target_mesh)
     other = target if self._sends else source
-    others = processes_of(target_mesh if self._sends else source_mesh) - {jax.process_index()}
-    self._wait = Wait(other, tuple(sorted(others)), text)
+    self._wait = _wait(other, target_mesh if self._sends else source_mesh, text)
     self._progress = progress
     self._blocks = joint.devices.flat[0].platform == 'cpu'
     self._dtypes = tuple(aval.dtype for aval in avals)
@@ -108,6 +112,64 @@ class ProcessTransfer:
       own = [shards[device] for device in devices if device in shards]
       rows.append(jax.make_array_from_single_device_arrays((1, *aval.shape), sharding, own))
     return _removing_row(tuple(self._target), self._dtypes)(rows)
+
+
+class CrossHostCopy:
+  """A copy by JAX of arrays of one rank to another, of other processes. Every process of the job calls it.
+
+  Args:
+    source: the rank that sends.
+    avals: shapes and dtypes of the arrays.
+    shardings: shardings of the arrays, on both ranks.
+    progress: where a transfer that runs is recorded.
+    text: ranks and arrays, for errors.
+  """
+
+  def __init__(
+    self,
+    source: int,
+    avals: Sequence[Any],
+    shardings: Sequence[tuple[NamedSharding, NamedSharding]],
+    progress: TransferProgress,
+    text: str,
+  ):
+    self._avals, (self._source, self._target) = list(avals), map(list, zip(*shardings))
+    self._sends, self._receives = (is_local(each[0].mesh) for each in (self._source, self._target))
+    self._wait, self._progress = _wait(source, self._source[0].mesh, text), progress
+    self._blocks = self._target[0].mesh.devices.flat[0].platform == 'cpu'
+
+  def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
+    """Runs the copy; returns the arrays in the receiving process, nothing in the others."""
+    if not self._receives:
+      jax.device_put(list(arrays) if self._sends else self._elsewhere, self._target)
+      return []
+    with self._progress.waiting(self._wait):
+      received = jax.device_put(self._elsewhere, self._target)
+      return jax.block_until_ready(received) if self._blocks else received
+
+  @functools.cached_property
+  def _elsewhere(self) -> list[jax.Array]:
+    """The source's arrays, as a process sees them that has none of their shards."""
+    return [
+      jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
+      for aval, sharding in zip(self._avals, self._source, strict=True)
+    ]
+
+
+def is_copied_by_jax(mesh: Mesh, source: Mesh, target: Mesh, avals: Sequence[Any]) -> bool:
+  """Whether JAX can copy arrays between two ranks: they share no process, and all processes of the job have a rank."""
+  disjoint = processes_of(source).isdisjoint(processes_of(target))
+  joined = len(processes_of(mesh)) == jax.process_count()
+  return (
+    compat.copies_across_processes()
+    and disjoint
+    and joined
+    and not any(_is_key(aval.dtype) for aval in avals)
+  )
+
+
+def _wait(rank: int, mesh: Mesh, text: str) -> Wait:
+  return Wait(rank, tuple(sorted(processes_of(mesh) - {jax.process_index()})), text)
 
 
 @functools.lru_cache(maxsize=256)
