@@ -131,6 +131,8 @@ def test_reshards_that_are_not_ambiguous_agree_with_compiled_ones():
     ((48,), (('b',),), (8, 6), (('b',), ())),
     ((4, 12), (('b',), ('a',)), (48,), (('b', 'a'),)),
     ((1, 8), ((), ('a',)), (8, 1), (('a',), ())),
+    ((8, 0), (('a',), ()), (0,), ((),)),
+    ((0, 8), ((), ('a',)), (4, 2, 0), ((), (), ())),
   ],
 )
 def test_a_reshape_keeps_the_axes_that_still_divide(shape, spec, new_shape, result):

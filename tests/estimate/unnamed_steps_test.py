@@ -101,3 +101,34 @@ def test_modules_are_estimated_as_their_states(rule):
   assert ours.counts.by_axis() == theirs.counts.by_axis()
   assert ours.memory == theirs.memory
   assert 'all-gather' in {one.kind for one in ours.counts.collectives}
+
+
+def contrastive(weights, x):
+  """The diagonal of the similarities of a batch: both coordinates of the lookup count along one dimension."""
+  ours, theirs = jnp.tanh(x @ weights['up']), jnp.tanh(x @ weights['down'].T)
+  return -jnp.mean(jnp.diag(jax.nn.log_softmax(ours @ theirs.T)))
+
+
+def recurrent(weights, x):
+  """A scan over complex numbers and an odd length, so that some of its parts are empty."""
+  rows = jnp.tanh(x @ weights['up'])
+  steps = jnp.stack([rows * number for number in range(1, 6)])
+  combine = lambda one, other: (one[0] * other[0], other[0] * one[1] + other[1])
+  states = jax.lax.associative_scan(combine, (jnp.full(steps.shape, 0.5 + 0.1j), steps + 0j))[1]
+  return jnp.mean((states.real @ weights['down']) ** 2)
+
+
+@pytest.mark.parametrize('loss', [contrastive, recurrent])
+def test_losses_of_public_models_agree_with_compiled_programs(loss):
+  def step(weights, x):
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, gradients), value
+
+  create = lambda: {'up': jnp.ones((EMBED, MLP)), 'down': jnp.ones((MLP, EMBED))}
+  train_step = TrainStep(step, create, X)
+  compiled, estimator = compare(train_step, UNNAMED, 'cpu:8'), Estimator(train_step, platform='cpu')
+  for name, one in UNNAMED.items():
+    estimated = estimator.estimate(one, parse_target('cpu:8'))
+    assert estimated.counts.flops == compiled[name].counts.flops, name
+    wire, expected = (sum(each.counts.by_kind().values()) for each in (estimated, compiled[name]))
+    assert wire == pytest.approx(expected, rel=0.01), name

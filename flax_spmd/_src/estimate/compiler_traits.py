@@ -78,7 +78,10 @@ class _IotaDims:
       for dim, count in zip(op.attributes.get(_LOOKUPS[op.kind], ()), counts)
       if count is not None and shape[count] == table[dim]
     )
-    if pairs and isinstance(op.attributes, dict):
+    is_diagonal = len({count for _, count in pairs}) < len(
+      pairs
+    )  # XLA takes none of these dimensions as a batch
+    if pairs and not is_diagonal and isinstance(op.attributes, dict):
       op.attributes['iota_dims'] = pairs
 
   def _counts(self, op: Op) -> tuple[int | None, ...]:

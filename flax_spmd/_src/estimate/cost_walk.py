@@ -25,7 +25,6 @@ from flax_spmd._src.estimate.graph import (
   GraphValue,
   Op,
   Spec,
-  replicated,
   shard_count,
   shard_size,
   used_axes,
@@ -51,6 +50,7 @@ from flax_spmd._src.estimate.loops import (
   origins,
 )
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
+from flax_spmd._src.estimate.partial_sum import PartialSum
 from flax_spmd._src.estimate.requirements import Context, Requirement
 from flax_spmd._src.estimate.resharding import (
   CollectiveOp,
@@ -237,39 +237,6 @@ def _are_gathers(ops: Sequence[CollectiveOp]) -> bool:
   return bool(ops) and all(op.kind == 'all-gather' for op in ops)
 
 
-class _PartialSum(NamedTuple):
-  """A partial sum on each device, not yet reduced.
-
-  Its shape and dtype are those in which it is reduced: before a conversion to a wider dtype.
-  """
-
-  array: GraphValue
-  natural_sharding: Spec
-  partial_axes: tuple[str, ...]
-  times: int
-  kind: str  # of the operation that made it
-  source: str
-  made: int = -1  # index of the operation in the main block
-  is_total: bool = False  # of all iterations of a loop
-  is_cut: bool = False  # sharded over partial axes before it is widened
-
-  def of(self, op: Op, values: Sequence[GraphValue]) -> _PartialSum | None:
-    """The sum after an operation that only rearranges or widens it; None if the operation cuts a sharded dimension."""
-    before, after = (values[value] for value in (op.operands[0], op.results[0]))
-    natural, array = self.natural_sharding, self.array
-    if op.kind == 'transpose':
-      natural = tuple(natural[dim] for dim in op.attributes['permutation'])
-    elif op.kind == 'reshape':
-      if used_axes(natural):
-        return None
-      natural = replicated(len(after.shape))
-    elif op.kind == 'slice' and any(
-      axes and one != other for axes, one, other in zip(natural, before.shape, after.shape)
-    ):
-      return None
-    return self._replace(natural_sharding=natural, array=array._replace(shape=after.shape))
-
-
 class _CostWalk:
   """One pass, with its running totals."""
 
@@ -290,14 +257,15 @@ class _CostWalk:
     self.resharded: set[tuple[int | None, Spec]] = set()
     self.copies = GatheredCopies()
     self.present: list[float] = []  # memory during each operation of the main block
-    self.partial_sums: dict[int, _PartialSum] = {}
-    self.totals: dict[int, _PartialSum] = {}  # results of the present loops that are reduced after them
+    self.partial_sums: dict[int, PartialSum] = {}
+    self.totals: dict[int, PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
     self.constrained: dict[int, int] = {}  # by the result of a constraint, the value that is gathered
     self.deferred_computed: set[int] = set()  # those among them that were computed from several operands
     self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
+    self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
@@ -312,6 +280,7 @@ class _CostWalk:
     fills_stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
     for index, op in enumerate(block.ops):
       self.gathered_bytes = 0.0
+      self.needed_until = max((live.fused.get(value, index) for value in op.results), default=index)
       inner_peak = self._op(op, live.inner[index], times)
       self.combiner.add_dependences(op.results, op.operands)
       for value in live.written[index]:
@@ -371,6 +340,8 @@ class _CostWalk:
       for value in live.ending[index]
       if value not in self.reduced and value >= 0
     ]
+    if results and not self.loop:
+      ends += [(self.values[value].dtype, size) for value, size in self.copies.ending(index)]
     return sum(size for dtype, size in results if (dtype, size) in ends)
 
   def _before_transposes(self, value: int) -> int:
@@ -391,7 +362,7 @@ class _CostWalk:
     partial = self.partial_sums.get(product) if self.loop and op.kind == 'dot_general' else None
     return partial is not None and not self._is_reduced_later(product, partial)
 
-  def _is_reduced_later(self, value: int, partial: _PartialSum) -> bool:
+  def _is_reduced_later(self, value: int, partial: PartialSum) -> bool:
     """Whether a partial sum in a loop is added to the loop's carry, which is reduced after the loop."""
     total = self.analyzed.loop_sums.get(value)
     return (
@@ -558,7 +529,7 @@ class _CostWalk:
     """Records a result in its natural sharding, until an operation needs it otherwise."""
     natural, spec = required.natural_sharding, self.specs[value]
     if required.partial_axes:
-      self.partial_sums[value] = _PartialSum(
+      self.partial_sums[value] = PartialSum(
         self.values[value],
         natural,
         required.partial_axes,
@@ -697,7 +668,7 @@ class _CostWalk:
       is_narrow = partial.array.itemsize < 4
       self.weight_gradients.add_reduction(groups[0], key, partial.made, partial.kind, size, is_narrow)
 
-  def _doubt_sum(self, value: int, partial: _PartialSum, ops: Sequence[CollectiveOp]) -> None:
+  def _doubt_sum(self, value: int, partial: PartialSum, ops: Sequence[CollectiveOp]) -> None:
     """Notes sums that are scattered along several dimensions, or along the channels of images."""
     scattered = {axis for op in ops if op.kind == 'reduce-scatter' for axis in op.axes}
     size = shard_size(partial.array.shape, partial.natural_sharding, self.sizes) * partial.array.itemsize
@@ -758,6 +729,7 @@ class _CostWalk:
       present, once = self.deferred_gathers.pop(value), (self.constrained.get(value), self.specs[value])
       if once not in self.resharded:
         self._reshard(value, present, self.specs[value], times, source)
+        self._keep_gathered(value, present)
       self.resharded |= {once} if value in self.constrained else set()
     if required == self.specs[value] or value in self.analyzed.rematerialisable:
       return
@@ -766,8 +738,16 @@ class _CostWalk:
       self._reshard(value, self.specs[value], required, times, source)
     if not self.loop:
       size = shard_size(self.values[value].shape, required, self.sizes) * self.values[value].itemsize
-      if size > self._bytes(value):
-        self.copies.add(value, required, len(self.present), size)
+      for index in (len(self.present), self.needed_until) if size > self._bytes(value) else ():
+        self.copies.add(value, required, index, size)
+
+  def _keep_gathered(self, value: int, before: Spec) -> None:
+    """Keeps a gathered array, which is not stored otherwise, for all operations that are computed from it."""
+    last = self.analyzed.liveness(self.platform).fused.get(value)
+    if last is not None and not self.loop:
+      shard = shard_size(self.values[value].shape, before, self.sizes) * self.values[value].itemsize
+      for index in (len(self.present), last):  # its shard is not needed any more
+        self.copies.add(value, self.specs[value], index, self._bytes(value) - shard)
 
   def _reshard(self, value: int, before: Spec, after: Spec, times: int, source: str) -> None:
     ops = reshard(self._wire_value(value), before, after, self.sizes)

@@ -79,6 +79,8 @@ class BlockLiveness(NamedTuple):
     copied: per operation, the values of which it needs a copy in another layout; `copy_of` numbers the copies.
     ending: per operation, the stored values, and copies, that it is the last to read.
     returned: values read and written once more when results are copied out.
+    fused: for each value that is not stored, the index of the last operation that reads it, directly or as a part of
+      other values that are not stored.
     inner: per operation, the liveness of its blocks.
   """
 
@@ -87,6 +89,7 @@ class BlockLiveness(NamedTuple):
   copied: tuple[tuple[int, ...], ...]
   ending: tuple[tuple[int, ...], ...]
   returned: tuple[int, ...]
+  fused: Mapping[int, int]
   inner: tuple[tuple[BlockLiveness, ...], ...]
 
 
@@ -186,8 +189,25 @@ def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
     ending[last].append(copy_of(value))
   inner = tuple(tuple(_liveness(one, exceptions) for one in op.blocks) for op in block.ops)
   return BlockLiveness(
-    written, reads, tuple(map(tuple, copied)), tuple(map(tuple, ending)), returned, inner
+    written,
+    reads,
+    tuple(map(tuple, copied)),
+    tuple(map(tuple, ending)),
+    returned,
+    _last_uses(block, scan.stored),
+    inner,
   )
+
+
+def _last_uses(block: Block, stored: set[int]) -> dict[int, int]:
+  """For each value that is not stored, the index of the last operation that needs it."""
+  result = dict.fromkeys(block.returned, len(block.ops))
+  for index, op in reversed([*enumerate(block.ops)]):
+    ends = [result[value] for value in op.results if value in result and value not in stored]
+    last = max(ends, default=index)
+    for value in (*op.operands, *_captured(op)):
+      result[value] = max(last, result.get(value, 0))
+  return {value: last for value, last in result.items() if value not in stored}
 
 
 def _copies(ops: Sequence[Op], filters: frozenset[int]) -> dict[int, tuple[int, int]]:

@@ -90,6 +90,8 @@ def reshaped(
     (('data[2/2]',), ('data[2/4]',), ())
   """
   result: list[Axes] = [()] * len(new_shape)
+  if 0 in shape:  # an empty part, as in an associative scan
+    return tuple(result)
   old = new = 0
   while old < len(shape) and new < len(new_shape):
     first_old, first_new = old, new

@@ -103,13 +103,20 @@ def _attributes(op: Any) -> dict[str, Any]:
     elif text.startswith('"'):
       result[name] = text.strip('"')
   if op.name in ('stablehlo.constant', 'sdy.constant') and not op.results[0].type.rank:
-    scalar = _SCALAR.match(str(op.attributes['value']))
-    result['value'] = int(scalar[1]) if scalar else None
+    result['value'] = _integer(op)
   if op.name == 'stablehlo.custom_call':
     result['kernel'] = _kernel(op.attributes)
   if op.name == 'stablehlo.compare':
     result['direction'] = str(op.attributes['comparison_direction']).rpartition(' ')[2].rstrip('>')
   return result
+
+
+def _integer(op: Any) -> int | None:
+  """The value of a scalar constant; None if it is no integer. The bindings have no complex constants."""
+  if str(op.results[0].type.element_type).startswith('complex'):
+    return None
+  scalar = _SCALAR.match(str(op.attributes['value']))
+  return int(scalar[1]) if scalar else None
 
 
 def _kernel(attributes: Any) -> str:
