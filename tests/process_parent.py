@@ -4,6 +4,7 @@ Starting Python and importing JAX takes seconds, so each process is forked from 
 anew, it initializes its devices, its threads and its connections itself, and ends as any program does.
 """
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -20,12 +21,14 @@ import flax.linen  # noqa: F401
 import jax
 import numpy as np
 import optax  # noqa: F401
-import pytest  # noqa: F401
 from orbax.checkpoint import v1  # noqa: F401
 
 import flax_spmd.checkpoint
 import flax_spmd.pipeline  # noqa: F401
 from tests.processes import MARK
+
+with contextlib.suppress(ImportError):  # benchmarks start processes too, without it
+  import pytest  # noqa: F401
 
 
 def _serve() -> None:

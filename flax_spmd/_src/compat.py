@@ -1076,6 +1076,26 @@ def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
         yield each
 
 
+def equations_in(jaxpr: Any, enters: Callable[[Any], bool] = lambda equation: True) -> Iterator[Any]:
+  """The equations of a program and of the programs inside it, each program once, however often it is called.
+
+  Args:
+    jaxpr: the program, closed or not.
+    enters: whether the programs inside an equation are looked into.
+  """
+  seen, left = set(), [iter(jaxpr_parts(jaxpr).equations)]
+  while left:
+    equation = next(left[-1], None)
+    if equation is None:
+      left.pop()
+      continue
+    yield equation
+    for inner in reversed(list(jaxprs_in(equation.params)) if enters(equation) else []):
+      if id(inner) not in seen:
+        seen.add(id(inner))
+        left.append(iter(jaxpr_parts(inner).equations))
+
+
 def is_jaxpr(param: Any) -> bool:
   """Whether an equation's parameter is a jaxpr, closed or not."""
   return hasattr(param, 'eqns') or hasattr(param, 'jaxpr')

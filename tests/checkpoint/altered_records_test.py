@@ -240,6 +240,46 @@ def test_a_missing_entry(whole, tmp_path, name):
   check_salvaged(tmp_path / 'a', {name})
 
 
+def places(leaf):
+  leaf['packed'][1] += 3
+
+
+PACKED = ['layer_1/a', 'layer_2/b', 'half', 'list/0', 'list/1']
+PLACES = {'place': places, 'before the first': lambda leaf: leaf.update(packed=[leaf['dtype'], -4])}
+# in a packed array, other shapes of the same size are as good as names: the elements are the same
+IN_PACKS = PLACES | {name: SHAPES[name] for name in ('longer', 'shorter', 'impossible')} | OTHERS
+QUICK_IN_PACKS = {('layer_1/a', 'place'), ('layer_2/b', 'longer'), ('list/1', 'the same width')}
+OF_PACKS = [
+  pytest.param(*case, marks=[] if case in QUICK_IN_PACKS else pytest.mark.exhaustive)
+  for case in itertools.product(PACKED, IN_PACKS)
+]
+
+
+@pytest.mark.filterwarnings('ignore:Every device will hold', 'ignore:.*no rule for this logical name')
+@pytest.mark.parametrize(('name', 'edit'), OF_PACKS)
+def test_a_leaf_out_of_its_place_in_a_packed_array(whole, tmp_path, name, edit):
+  """The other leaves of the array are whole, whichever of them the places contradict."""
+  path = altered(whole(1 << 10), tmp_path / 'a', name, IN_PACKS[edit])
+  assert set(checkpoint.verify(path)) == {name}
+  for verify in {True, 'checksum' in edit}:
+    with pytest.raises(errors.CheckpointDamagedError, match=f'(?m)^{name}: '):
+      checkpoint.restore(path, layout=LAYOUT, verify=verify)
+  check_salvaged(path, {name})
+
+
+@pytest.mark.filterwarnings('ignore:Every device will hold')
+def test_a_missing_entry_of_a_packed_array(whole, tmp_path):
+  """Its name is lost with it; all others are whole."""
+  shutil.copytree(whole(1 << 10), tmp_path / 'a')
+  edit_manifest(tmp_path / 'a', without_leaf('list/1'))
+  assert checkpoint.verify(tmp_path / 'a') == ['packed/float32']
+  salvaged = checkpoint.restore(tmp_path / 'a', layout=LAYOUT, salvage=True)
+  assert salvaged.damaged == {'packed/float32': 'the leaves of the record do not fill it'}
+  expected, found = leaves_of(state()), leaves_of(salvaged.state)
+  assert found.keys() == expected.keys() - {'list/1'}
+  assert all(plain(found[name]).tobytes() == plain(expected[name]).tobytes() for name in found)
+
+
 @pytest.mark.filterwarnings('ignore:Every device will hold')
 def test_an_extra_entry(whole, tmp_path):
   shutil.copytree(whole(0), tmp_path / 'a')

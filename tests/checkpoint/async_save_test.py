@@ -139,6 +139,29 @@ def test_an_error_before_anything_is_written_frees_the_lock(tmp_path, layout, mo
   assert names_in(tmp_path) == {'a'}
 
 
+@pytest.mark.parametrize('name', ['flax_spmd call', 'flax_spmd save', 'flax_spmd lease'])
+def test_a_thread_that_cannot_start_frees_the_path(tmp_path, layout, monkeypatch, name):
+  """The one that computes checksums, the one that commits, and the one that renews the lease."""
+  start = threading.Thread.start
+
+  def refused(thread):
+    if thread.name.startswith(name):
+      raise RuntimeError("can't start new thread")
+    start(thread)
+
+  checkpoint.save(tmp_path / 'a', state_of(layout, 1), layout=layout)
+  with monkeypatch.context() as patched:
+    patched.setattr(threading.Thread, 'start', refused)
+    for path, overwrite in ((tmp_path / 'a', True), (tmp_path / 'b', False)):
+      with pytest.raises(RuntimeError, match="can't start new thread"):
+        checkpoint.save_async(path, state_of(layout, 2), layout=layout, overwrite=overwrite)
+  assert number_of(tmp_path / 'a', layout) == 1
+  assert checkpoint.ls(tmp_path)[0].path == str(tmp_path / 'a')
+  for path, overwrite in ((tmp_path / 'a', True), (tmp_path / 'b', False)):
+    checkpoint.save(path, state_of(layout, 3), layout=layout, overwrite=overwrite)
+  assert names_in(tmp_path) == {'a', 'b'}
+
+
 def test_a_time_out_of_the_storage(layout, tmp_path, monkeypatch):
   """It is an error of the save, not of the wait for it."""
 
@@ -184,6 +207,21 @@ def test_a_second_save_waits_for_the_first(tmp_path, layout, monkeypatch):
     assert first.done()
     second.result()
   assert (number_of(tmp_path / 'a', layout), number_of(tmp_path / 'b', layout)) == (1, 2)
+
+
+def test_a_wait_that_is_interrupted_is_made_by_the_next_call(tmp_path, layout, monkeypatch):
+  """As by Ctrl-C in a notebook."""
+
+  def interrupted(saving, timeout=None):
+    raise KeyboardInterrupt
+
+  with held_up(monkeypatch) as go_on:
+    first = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+      patched.setattr(async_save.AsyncSave, 'result', interrupted)
+      checkpoint.save(tmp_path / 'b', state_of(layout, 2), layout=layout)
+    threading.Timer(0.2, go_on.set).start()
+    assert number_of(tmp_path / 'a', layout) == 1 and first.done()
 
 
 def test_a_restore_waits_for_the_save(tmp_path, layout, monkeypatch):

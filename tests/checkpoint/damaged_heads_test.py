@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage.head_lease import HeadLease
+from flax_spmd._src.checkpoint.storage.killed_saves import Intent
 from tests.checkpoint import damage
 from tests.checkpoint.states import LAYOUTS, assert_equal
 
@@ -162,6 +164,46 @@ def test_the_contents_of_a_damaged_head_stay_until_the_new_ones_are_saved(path, 
     patched.setattr('orbax.checkpoint.v1.save_async', lambda *_: (_ for _ in ()).throw(OSError('full')))
     checkpoint.save(path, state(2), LAYOUT, overwrite=True)
   assert_equal(checkpoint.restore(old), spmd.unbox(state()))
+
+
+def killed(path, monkeypatch):
+  """Saves to a path until the commit, as a process does that is killed then."""
+
+  def stopped(*arguments, **options):
+    raise errors.CheckpointError('killed')
+
+  with monkeypatch.context() as patched:
+    patched.setattr(HeadLease, 'commit', stopped)
+    patched.setattr(HeadLease, 'release', stopped)
+    with pytest.raises(errors.CheckpointError, match='killed'):
+      checkpoint.save(path, state(2), LAYOUT, overwrite=True)
+
+
+@pytest.mark.parametrize('fault', ['lost', 'damaged'])
+def test_killed_saves_leave_the_contents_of_a_lost_head(path, monkeypatch, fault):
+  """Those of the next saves, too, until one is committed. Saves beside it remove nothing."""
+  old = damage.generation_of(path)
+  (path / 'HEAD').unlink() if fault == 'lost' else (path / 'HEAD').write_bytes(b'{')
+  for _ in range(3):
+    killed(path, monkeypatch)
+    checkpoint.save(path.parent / 'beside', state(3), LAYOUT, overwrite=True)
+    assert_equal(checkpoint.restore(old), spmd.unbox(state()))
+  checkpoint.save(path, state(4), LAYOUT, overwrite=True)
+  assert_equal(checkpoint.restore(path), spmd.unbox(state(4)))
+  assert sorted(child.name for child in path.iterdir()) == ['HEAD', damage.generation_of(path).name]
+
+
+def test_a_mark_is_no_reason_to_remove_the_contents_of_a_lost_head(path, monkeypatch):
+  """A save that was killed just after its commit has left a mark."""
+  shutil.rmtree(path)
+  with monkeypatch.context() as patched:
+    patched.setattr(Intent, 'remove', Intent.leave)
+    checkpoint.save(path, state(), LAYOUT)
+  old = damage.generation_of(path)
+  (path / 'HEAD').unlink()
+  checkpoint.save(path.parent / 'beside', state(3), LAYOUT)
+  assert_equal(checkpoint.restore(old), spmd.unbox(state()))
+  assert not any((path.parent / '.flax_spmd').glob('*'))
 
 
 # -- the generation and its manifest

@@ -57,6 +57,8 @@ class Rules(NamedTuple):
   commit_durable: bool = True
   failed_commit_repeated: bool = True
   folders_above_synced: bool = True
+  found_kept_until_commit: bool = True
+  second_look_for_lost: bool = True
 
 
 class Head(NamedTuple):
@@ -81,6 +83,7 @@ class World(NamedTuple):
     disturbed: readers whose pin was declared dead.
     declared: writers that another has taken for dead.
     revived: those that wrote after that.
+    lost: generation that a HEAD has named which is lost.
   """
 
   head: Head | None = None
@@ -98,6 +101,7 @@ class World(NamedTuple):
   disturbed: frozenset[str] = frozenset()
   declared: frozenset[str] = frozenset()
   revived: frozenset[str] = frozenset()
+  lost: str | None = None
 
 
 class Actor(NamedTuple):
@@ -121,6 +125,7 @@ class Actor(NamedTuple):
   made: bool = False  # whether it made the folder of the path
   beats: bool = False
   attempted: bool = False
+  found: frozenset[str] = frozenset()  # whole generations, where no HEAD names one
 
 
 Steps = Iterator[tuple[World, Actor]]
@@ -200,7 +205,8 @@ def settle(world: World, actor: Actor, rules: Rules) -> Steps:
 @step
 def put_intent(world: World, actor: Actor, rules: Rules) -> Steps:
   """Before HEAD is put where it names nothing, or soon will. Overwriting needs none: the next save finds its garbage."""
-  needed = rules.intent_before_take and (actor.kind == 'delete' or base(actor) is None)
+  is_first = base(actor) is None and not actor.found
+  needed = rules.intent_before_take and (actor.kind == 'delete' or is_first)
   yield (
     (world._replace(intents=world.intents | {actor.name}) if needed else world),
     actor._replace(at='take'),
@@ -246,7 +252,21 @@ def _before_take(actor: Actor) -> str:
 def list_garbage(world: World, actor: Actor, rules: Rules) -> Steps:
   """What is there before the take, and is not named, can never be named after it."""
   taken = actor.tag is not None or not rules.garbage_removed_after_take
-  yield world, actor._replace(at='collect' if taken else _before_take(actor), listed=generations(world))
+  listed = actor._replace(at='collect' if taken else _before_take(actor), listed=generations(world))
+  is_first = actor.kind == 'save' and base(actor) is None and not taken
+  if is_first and listed.listed and rules.found_kept_until_commit:
+    listed = listed._replace(at='look_for_lost')
+  yield world, listed
+
+
+@step
+def look_for_lost(world: World, actor: Actor, rules: Rules) -> Steps:
+  """Whole generations that no HEAD names: those of a lost one, if HEAD has not changed since they were listed."""
+  if world.head != actor.seen and rules.second_look_for_lost:
+    yield world, actor._replace(at='finished')
+    return
+  found = frozenset(each for each in actor.listed if (each, 'MANIFEST') in world.files)
+  yield world, actor._replace(at=_before_take(actor), listed=actor.listed - found, found=found)
 
 
 @step
@@ -259,9 +279,9 @@ def take(world: World, actor: Actor, rules: Rules) -> Steps:
     yield world, actor._replace(at='finished' if actor.kind == 'sweep' else 'remove_intent')
     return
   # it is durable where something is removed before the commit, and where HEAD is new; a deletion unnames durably
-  garbage = actor.listed - {base(actor)}
+  garbage = actor.listed | actor.found - {base(actor)}
   settles = actor.kind != 'delete' and bool(garbage or (actor.kind == 'save' and actor.seen is None))
-  again = actor.kind == 'save' and base(actor) is None and rules.intent_before_take
+  again = actor.kind == 'save' and base(actor) is None and not actor.found and rules.intent_before_take
   then = 'put_intent_again' if again else after_take(actor, rules)
   yield after, settling(world, taken, then, rules.take_durable and settles)
   if actor.faulty and not world.disk:  # not applied when the error is seen; the intent stays for a sweep
@@ -476,18 +496,20 @@ def release(world: World, actor: Actor, rules: Rules) -> Steps:
 def clean(world: World, actor: Actor, rules: Rules) -> Steps:
   """Removes the writer's own generation, which can no longer be named; then the HEAD of a first save."""
   files = tuple((actor.generation, file) for file in FILES)
-  then = 'give_back' if actor.tag and base(actor) is None else 'remove_intent'
+  stays = base(actor) or (actor.found and actor.seen and actor.seen.writer)  # it is not lost
+  then = 'give_back' if actor.tag and not stays else 'remove_intent'
   yield world, actor._replace(at='remove', then=then, todo=files)
 
 
 @step
 def superseded(world: World, actor: Actor, rules: Rules) -> Steps:
-  """Removes the generation that the new one has replaced."""
-  old = base(actor)
+  """Removes the generations that the new one has replaced."""
+  old = base(actor) or min(actor.found, default=None)
   if old is None:
     yield world, actor._replace(at='report')
   else:
-    yield from remove_unless_pinned(world, actor, old, 'report', rules)
+    left = actor._replace(found=actor.found - {old})
+    yield from remove_unless_pinned(world, left, old, 'superseded' if left.found else 'report', rules)
 
 
 @step
@@ -679,6 +701,8 @@ def check_head(world: World) -> None:
         raise Broken(f'HEAD names {head.generation} without {file}')
     if saves < world.returned:
       raise Broken('a power cut removes a save that has returned')
+  if world.lost and not world.saves and any((world.lost, file) not in world.files for file in FILES):
+    raise Broken(f'{world.lost}, whose HEAD is lost, goes before another is saved')
   if world.returned and not world.entry:
     raise Broken('a power cut removes the folder of a save that has returned')
 
@@ -708,7 +732,7 @@ def check_fresh_sweep(world: World) -> None:
   """
   left = run(world, Actor('sweep', 'sweep', 'list_intents'))
   named = left.head is not None and left.head.generation is not None
-  if (left.intents or (not named and (left.head or left.files))) and not world.revived:
+  if (left.intents or (not named and (left.head or left.files))) and not (world.revived or world.lost):
     raise Broken(f'litter after a sweep: {left}')
 
 

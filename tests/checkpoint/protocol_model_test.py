@@ -43,6 +43,8 @@ def deletion(**more):
   return Actor('deletion', 'delete', 'read_head', **more)
 
 
+LOST = OLD._replace(head=None, lost='gen-old')
+
 SCENARIOS = {
   'overwrites': lambda rules: State(OLD, (save('A', rules), save('B', rules), reader())),
   'read-only reader': lambda rules: State(
@@ -55,6 +57,7 @@ SCENARIOS = {
     NEW, (save('A', rules, overwrite=False), save('B', rules, overwrite=False), sweep())
   ),
   'failing first save': lambda rules: State(NEW, (save('A', rules, faulty=True), sweep())),
+  'lost HEAD': lambda rules: State(LOST, (save('A', rules, faulty=True), save('B', rules), sweep())),
   'deletion': lambda rules: State(OLD, (deletion(), save('A', rules), reader())),
   'disk': lambda rules: State(
     OLD._replace(disk=True), (save('A', rules, faulty=True), save('B', rules))
@@ -112,6 +115,8 @@ NEEDED = {
     'new folder on a disk',
     'a power cut removes the folder of a save that has returned',
   ),
+  'found_kept_until_commit': ('lost HEAD', 'gen-old, whose HEAD is lost, goes before another is saved'),
+  'second_look_for_lost': ('first saves', 'litter after a sweep'),
 }
 
 

@@ -182,11 +182,13 @@ def start_save(
     try:
       record = PendingRecord(contents)
       response = _begun_by_orbax(claim.new, contents, request)
+      return async_save.start(
+        response, claim, progress, size, heartbeat, record, extra, after or _nothing
+      )
     except BaseException:
       progress.close()
       claim.release()
       raise
-    return async_save.start(response, claim, progress, size, heartbeat, record, extra, after or _nothing)
 
   return async_save.watched(begun, folder, heartbeat)
 

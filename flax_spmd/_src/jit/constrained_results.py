@@ -15,31 +15,29 @@ from flax_spmd._src import compat
 _PASSED_THROUGH = ('convert_element_type', 'copy', 'copy_p')
 
 
-def constrained_results(jaxpr: Any) -> list[bool]:
+def constrained_results(jaxpr: Any, known: dict[int, list[bool]] | None = None) -> list[bool]:
   """For each result of a program, whether it is the value of a sharding constraint, or a cast of one.
 
   Args:
     jaxpr: the program; functions that it calls, such as jitted ones, are looked into.
+    known: results of the programs inside it, by identity.
   """
-  parts = compat.jaxpr_parts(jaxpr)
-  made_by = {variable: equation for equation in parts.equations for variable in equation.outvars}
-  return [_is_constrained(variable, made_by) for variable in parts.outputs]
+  known = {} if known is None else known
+  if id(jaxpr) not in known:
+    parts = compat.jaxpr_parts(jaxpr)
+    made_by = {variable: equation for equation in parts.equations for variable in equation.outvars}
+    known[id(jaxpr)] = [_is_constrained(variable, made_by, known) for variable in parts.outputs]
+  return known[id(jaxpr)]
 
 
 def results_of_constrained_shapes(jaxpr: Any) -> list[bool]:
   """For each result of a program, whether the program constrains any value of its shape."""
-  shapes = _constrained_shapes(jaxpr)
+  shapes = {
+    tuple(equation.outvars[0].aval.shape)
+    for equation in compat.equations_in(jaxpr)
+    if equation.primitive.name in ('sharding_constraint', 'reshard') and _names_axes(equation)
+  }
   return [tuple(variable.aval.shape) in shapes for variable in compat.jaxpr_parts(jaxpr).outputs]
-
-
-def _constrained_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
-  shapes = set()
-  for equation in compat.jaxpr_parts(jaxpr).equations:
-    if equation.primitive.name in ('sharding_constraint', 'reshard') and _names_axes(equation):
-      shapes.add(tuple(equation.outvars[0].aval.shape))
-    for inner in compat.jaxprs_in(equation.params):
-      shapes |= _constrained_shapes(inner)
-  return shapes
 
 
 def result_memories(jaxpr: Any) -> list[str]:
@@ -50,10 +48,7 @@ def result_memories(jaxpr: Any) -> list[str]:
 
 def has_constraints(jaxpr: Any) -> bool:
   """Whether anything in a program names mesh axes: a constraint that is not open in every dimension, or a `shard_map`."""
-  return any(
-    _names_axes(equation) or any(map(has_constraints, compat.jaxprs_in(equation.params)))
-    for equation in compat.jaxpr_parts(jaxpr).equations
-  )
+  return any(map(_names_axes, compat.equations_in(jaxpr)))
 
 
 def _names_axes(equation: Any) -> bool:
@@ -63,7 +58,7 @@ def _names_axes(equation: Any) -> bool:
   return len(equation.params['unconstrained_dims']) < len(equation.outvars[0].aval.shape)
 
 
-def _is_constrained(variable: Any, made_by: dict[Any, Any]) -> bool:
+def _is_constrained(variable: Any, made_by: dict[Any, Any], known: dict[int, list[bool]]) -> bool:
   equation = None if hasattr(variable, 'val') else made_by.get(variable)
   if equation is None:  # a literal or an input
     return False
@@ -71,10 +66,10 @@ def _is_constrained(variable: Any, made_by: dict[Any, Any]) -> bool:
   if name in ('sharding_constraint', 'reshard') and _names_axes(equation):
     return True
   if name in (*_PASSED_THROUGH, 'sharding_constraint'):
-    return _is_constrained(equation.invars[0], made_by)
+    return _is_constrained(equation.invars[0], made_by, known)
   position = list(equation.outvars).index(variable)
   return any(
-    constrained_results(inner)[position]
+    constrained_results(inner, known)[position]
     for inner in compat.jaxprs_in(equation.params)
     if len(compat.jaxpr_parts(inner).outputs) == len(equation.outvars)
   )

@@ -57,22 +57,11 @@ def check_meshes(jaxpr: Any, mesh: MeshLike, owner: str = LAYOUTS_MESH) -> None:
     _problem(
       _KINDS[equation.primitive.name], spec, source_line(equation.source_info), other, mesh, owner
     )
-    for equation, spec, other in _foreign(jaxpr, mesh, set())
+    for equation in compat.equations_in(jaxpr)
+    for spec, other in _meshes_of(equation)
+    if _is_foreign(other, mesh)
   )
   raise_problems(list(problems))
-
-
-def _foreign(jaxpr: Any, mesh: MeshLike, seen: set[int]) -> Iterator[tuple[Any, Any, MeshLike]]:
-  """Equations on other meshes, each with its spec and mesh; a program that is called twice is looked into once."""
-  if id(jaxpr) in seen:
-    return
-  seen.add(id(jaxpr))
-  for equation in compat.jaxpr_parts(jaxpr).equations:
-    for spec, other in _meshes_of(equation):
-      if _is_foreign(other, mesh):
-        yield equation, spec, other
-    for inner in compat.jaxprs_in(equation.params):
-      yield from _foreign(inner, mesh, seen)
 
 
 def _meshes_of(equation: Any) -> Iterator[tuple[Any, MeshLike]]:

@@ -31,7 +31,7 @@ def warn_of_grouped_convolutions(name: str, jaxpr: Any, mesh: MeshLike, reported
   Warns:
     UserWarning: lists every such convolution, with a fix.
   """
-  lines = [] if 'convolutions' in reported else list(dict.fromkeys(_texts(jaxpr, mesh, set())))
+  lines = [] if 'convolutions' in reported else list(dict.fromkeys(_texts(jaxpr, mesh)))
   if lines:
     reported.add('convolutions')
     warnings.warn(
@@ -44,18 +44,12 @@ def warn_of_grouped_convolutions(name: str, jaxpr: Any, mesh: MeshLike, reported
     )
 
 
-def _texts(jaxpr: Any, mesh: MeshLike, seen: set[int]) -> Iterator[str]:
-  """The lines of the warning; a program that is called twice is looked into once."""
-  if id(jaxpr) in seen:
-    return
-  seen.add(id(jaxpr))
-  for equation in compat.jaxpr_parts(jaxpr).equations:
+def _texts(jaxpr: Any, mesh: MeshLike) -> Iterator[str]:
+  """The lines of the warning."""
+  for equation in compat.equations_in(jaxpr, lambda one: one.primitive.name != 'shard_map'):
     if equation.primitive.name == 'conv_general_dilated' and _is_affected(equation, mesh):
       groups = equation.params['feature_group_count']
       yield f'  {groups} groups at {source_line(equation.source_info)}'
-    elif equation.primitive.name != 'shard_map':
-      for inner in compat.jaxprs_in(equation.params):
-        yield from _texts(inner, mesh, seen)
 
 
 def _is_affected(equation: Any, mesh: MeshLike) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # registers its exit hook, which must come before ours below
+import contextlib
 import contextvars
 import json
 import os
@@ -110,9 +111,15 @@ _last: AsyncSave | None = None
 def finish() -> None:
   """Waits for the save in progress; raises the error of the last save unless `result` has done so."""
   global _last
-  saving, _last = _last, None
-  if saving is not None and not saving._reported:
-    saving.result()
+  saving = _last
+  if saving is None:
+    return
+  try:
+    if not saving._reported:
+      saving.result()
+  finally:
+    if saving.done() and _last is saving:  # else the wait was interrupted, and the save goes on
+      _last = None
 
 
 def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter:
@@ -272,7 +279,7 @@ def start(
 
   Args:
     response: Orbax's handle of the save.
-    held: right to write to the path; released at the end.
+    held: right to write to the path; released at the end of a save that has started.
     progress: progress bar; closed at the end.
     size: bytes of the state.
     heartbeat: heartbeat of the save; stopped at the end.
@@ -281,7 +288,6 @@ def start(
     after: function called after the commit, in the first process.
   """
   global _last
-  computing = _BackgroundCall(record.compute)
 
   def work() -> None:
     failure: BaseException | None = None
@@ -305,7 +311,13 @@ def start(
     with space_in_errors(held.path, size):
       work()
 
-  _last = AsyncSave(held.path, explained)
+  try:
+    computing = _BackgroundCall(record.compute)
+    _last = AsyncSave(held.path, explained)
+  except BaseException:  # there may be no thread left
+    with contextlib.suppress(Exception):
+      response.result()  # the caller releases the path, to which nothing may be written then
+    raise
   return _last
 
 

@@ -13,6 +13,7 @@ Nothing is written. Every array is read on its own, so that the damage of one le
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
   dtype_of,
+  ends_of_packs,
   is_key,
   key_implementation,
   raw_keys,
@@ -41,7 +43,9 @@ from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   kvstore_of,
   started,
 )
+from flax_spmd._src.data.checksums import own_checksums
 
+CHANGED = 'its content has changed'
 _OF_PROCESS = re.compile(r'ocdbt\.process_\d+/?')
 _FORMATS = {'zarr3': b'zarr.json', 'zarr': b'.zarray'}  # the file that describes an array
 # the context in TensorStore's errors, thousands of characters
@@ -88,8 +92,9 @@ class DirectReads:
       reads: dict[str, Any] = {}
       for path, request in group.items():
         try:
+          opened = self._opened(path)
           stored = _stored_request(self._record.leaves[path], request)
-          reads[path] = stored, started(self._opened(path), stored)
+          reads[path] = stored, started(opened, stored)
         except (ValueError, OSError) as error:
           reasons[path] = self._reason(error)
       for path, (stored, futures) in reads.items():
@@ -109,26 +114,52 @@ class DirectReads:
     """
     leaf, store = self._record.leaves[path], self._stored(self._names[path])
     plain = raw_keys(leaf) if is_key(leaf) else leaf
-    if leaf.packed is not None and store.rank == 1:
-      begin, size = leaf.packed[1], int(np.prod(leaf.shape, dtype=int))
-      if begin + size > store.shape[0]:
-        raise ValueError(f'its packed array ends before it, at {store.shape[0]}')
+    if leaf.packed is not None and store.rank == 1 and not is_key(leaf):
+      begin, size = leaf.packed[1], math.prod(leaf.shape)
+      if begin < 0 or begin + size > store.shape[0]:
+        raise ValueError(
+          f'elements {begin} to {begin + size} are not in its packed array, of {store.shape[0]}'
+        )
       store = store[begin : begin + size][ts.d[:].translate_to[0]]
       plain = plain._replace(shape=(size,))
     if (store.shape, store.dtype.numpy_dtype) != (plain.shape, dtype_of(plain.dtype)):
       raise ValueError(f'{store.dtype.name}{list(store.shape)} is stored in its place')
     return store
 
+  def misfits(self) -> set[str]:
+    """The names of packed arrays that their leaves, one after the other, do not fill exactly."""
+    ends, wrong = ends_of_packs(self._record.leaves.values())
+    for name, end in ends.items():
+      with contextlib.suppress(ValueError, OSError):  # a lost array is no misfit
+        if self._stored(f'{contents.PACKED}.{name}').shape != (end,):
+          wrong.add(name)
+    return wrong
+
   def contradictions(self) -> dict[str, Contradiction]:
-    """The leaves that the record describes otherwise than they are stored. No bytes of arrays are read."""
-    found = {}
+    """The leaves that the record describes otherwise than they are stored.
+
+    The record does not show which leaf of a misfit is wrong. So these, which are small, are read, and their
+    checksums compared; of others no bytes are read.
+    """
+    found: dict[str, Contradiction] = {}
     for path, leaf in self._record.leaves.items():
       try:
         if not leaf.is_number:
           self._opened(path)
       except (ValueError, OSError) as error:
         found[path] = Contradiction(self._reason(error), self._as_stored(path))
-    return found
+    misfits = self.misfits()
+    unclear = {
+      path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype))
+      for path, leaf in self._record.leaves.items()
+      if leaf.packed is not None and leaf.packed[0] in misfits and path not in found
+    }
+    leaves, reasons = self.read(unclear)
+    likes = {path: self._record.leaves[path].checksum or '' for path in leaves}
+    totals = own_checksums(list(leaves.values()), list(likes.values()))
+    changed = [path for path, total in zip(likes, totals, strict=True) if total != likes[path]]
+    reasons |= dict.fromkeys(changed, CHANGED)
+    return found | {path: Contradiction(reason, None) for path, reason in reasons.items()}
 
   def unrecorded(self, names: Iterable[str]) -> dict[str, Contradiction]:
     """Arrays that are stored, of which the record has no leaf.
@@ -233,7 +264,7 @@ def _names(record: Record) -> dict[str, str]:
 def _stored_request(leaf: LeafRecord, request: Any) -> Any:
   """The request for the stored array. Packed ones have one dimension; random keys have one more than they show."""
   if leaf.packed is not None:
-    return jax.ShapeDtypeStruct((int(np.prod(leaf.shape, dtype=int)),), request.dtype)
+    return jax.ShapeDtypeStruct((math.prod(leaf.shape),), request.dtype)
   if not is_key(leaf):
     return request
   sharding = request.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

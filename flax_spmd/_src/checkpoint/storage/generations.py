@@ -84,22 +84,31 @@ class Claim:
       self._store, path.name, others
     )  # beside a generation: the rest of an older one
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
+    self._found = [] if before.head.generation or not self._garbage else self._unnamed(before)
     self._check_free(overwrite, is_new=before.tag is None)
     if not (before.head.generation or self._garbage):
       _check_foreign(path, [name for name in others if name not in self._legacy])
-    # Without a generation and a lease in the head, it may be what a damaged or lost head named: kept until the commit.
-    self._is_found = bool(self._garbage) and not (before.head.generation or before.head.lease)
     self._lease, self._intent = self._taken(before)
     self._generation = f'{GENERATION}{self._lease.head.epoch:06d}-{secrets.token_hex(4)}'
     self.new = path / self._generation
     self._attempted = self._committed = False
     try:
-      garbage = [] if self._is_found else self._garbage
+      garbage = [name for name in self._garbage if name not in self._found]
       if garbage or any(is_pin(name) for name in listed):
         self._remove_unpinned(garbage)
     except BaseException:
       self.release()
       raise
+
+  def _unnamed(self, before: StoredHead) -> list[str]:
+    """The whole generations where no head names one. A lost or damaged head may have: they are kept until the commit.
+
+    They are no others' only if the head is unchanged after they were listed.
+    """
+    stored = self._store.read(f'{self.path.name}/{HEAD}')
+    if (None if stored is None else stored[1]) != before.tag:
+      raise busy(self.path)
+    return whole_generations(self._store, self.path.name, self._garbage)
 
   def _check_free(self, overwrite: bool, is_new: bool) -> None:
     if is_generation(self.path.name) and self._store.read(HEAD) is not None:
@@ -108,11 +117,7 @@ class Claim:
         f'Fix: save to {self.path.parent}, or to another path.'
       )
     is_file = '://' not in str(self.path) and self.path.is_file()
-    exists = (
-      self._previous.generation
-      or self._legacy
-      or (is_new and whole_generations(self._store, self.path.name, self._garbage))
-    )
+    exists = self._previous.generation or self._legacy or (is_new and self._found)
     if is_file or (exists and not overwrite):
       fix = 'or remove it first' if is_file else 'remove it first, or pass overwrite=True'
       raise CheckpointExistsError(f'{self.path} exists already.\nFix: save to another path, {fix}.')
@@ -120,7 +125,7 @@ class Claim:
   def _taken(self, before: StoredHead) -> tuple[HeadLease, Intent | None]:
     # A first head has to be whole after a power cut, and one before the removal of garbage has to be there.
     durable = bool(self._garbage) or before.tag is None
-    if before.head.generation is not None or self._is_found:
+    if before.head.generation is not None or self._found:
       return HeadLease(self._store, self.path, before, durable), None
     intent = Intent(self._store, self.path.name)
     try:
@@ -206,7 +211,10 @@ class Claim:
     if self._lease.head.generation == self._generation or (self._attempted and not released):
       return
     is_gone = self._remove_own_generation()
-    if released and self._previous.generation is None and self._lease.tag is not None:
+    stays = self._previous.generation or (
+      self._found and self._previous.lease
+    )  # not lost: see `check_head`
+    if released and not stays and self._lease.tag is not None:
       is_gone &= given_back(self._store, self.path, self._lease.tag)
     if self._intent is not None and is_gone:
       self._intent.remove()

@@ -95,11 +95,11 @@ class HeadLease:
     try:
       if not self.put(self.head, durable):
         raise busy(path)
+      threading.Thread(target=self._renew, name=f'flax_spmd lease {path.name}', daemon=True).start()
     except BaseException:  # the put may have been applied, or be applied later
       with contextlib.suppress(OSError, CheckpointError):
         self.release()
       raise
-    threading.Thread(target=self._renew, name=f'flax_spmd lease {path.name}', daemon=True).start()
 
   @property
   def is_lost(self) -> bool:

@@ -19,7 +19,7 @@ from flax_spmd._src.checkpoint.storage.head import (
   read_head,
 )
 from flax_spmd._src.checkpoint.storage.liveness import drop, is_dead, new_token
-from flax_spmd._src.checkpoint.storage.manifest import MANIFEST
+from flax_spmd._src.checkpoint.storage.manifest import MANIFEST, whole_generations
 from flax_spmd._src.checkpoint.storage.pins import pinned_generations
 from flax_spmd._src.checkpoint.storage.process_identity import parsed_identity, this_process
 from flax_spmd._src.checkpoint.storage.store import Store
@@ -100,8 +100,9 @@ def _removed(store: Store, path: Any, found: StoredHead) -> bool:
   """Removes the generations and the head of a dead writer that has committed nothing, unless a reader is left."""
   names = store.children(path.name)
   generations = [name for name in names if is_generation(name)]
-  if found.tag is None and not generations and (names or not path.is_dir()):
-    return True  # nothing of ours is there
+  is_empty = not generations and (names or not path.is_dir())
+  if found.tag is None and (is_empty or whole_generations(store, path.name, generations)):
+    return True  # nothing of ours is there, or a checkpoint that has lost its head
   fence = Head(epoch=found.head.epoch + 1)  # no older writer can commit after this
   tag = store.write(
     f'{path.name}/{HEAD}', fence.to_bytes(), expected=found.tag, durable=bool(generations)

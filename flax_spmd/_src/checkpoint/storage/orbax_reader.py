@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   Record,
   by_path,
   dtype_of,
+  ends_of_packs,
   is_key,
   key_dtype,
 )
@@ -88,6 +89,10 @@ class OrbaxReader:
     """The differences of the record from the store, by path: `DirectReads.contradictions`, and arrays that it lacks."""
     return self._direct_reads().contradictions() | self.unrecorded()
 
+  def misfits(self) -> set[str]:
+    """See `DirectReads.misfits`; nothing is read if no leaf is packed."""
+    return self._direct_reads().misfits() if self._is_packed else set()
+
   def unrecorded(self) -> dict[str, Contradiction]:
     """The arrays in Orbax's description that the record lacks; none if that description is damaged."""
     try:
@@ -145,15 +150,17 @@ class OrbaxReader:
       for path, leaf in records.items()
       if leaf.packed is None and not leaf.is_number
     }
-    sizes: dict[str, int] = {}
-    for leaf in records.values():
-      if leaf.packed:
-        sizes[leaf.packed[0]] = sizes.get(leaf.packed[0], 0) + int(np.prod(leaf.shape, dtype=int))
     raise_problems(
       impossible(self.path, {path: leaf for path, leaf in records.items() if leaf.packed}, {})
     )
+    sizes, wrong = ends_of_packs(records.values())
+    if wrong:
+      raise _misfit(self.path, sorted(wrong))
     packed = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
     tree = self._load({contents.LEAVES: large, contents.PACKED: packed}, memory)
+    wrong = {name for name, size in sizes.items() if tree[contents.PACKED][name].shape != (size,)}
+    if wrong:
+      raise _misfit(self.path, sorted(wrong))
     leaves = {}
     for path in requests:
       leaf = records[path]
@@ -209,9 +216,17 @@ def _orbax_request(leaf: Any) -> Any:
   return np.empty(leaf.shape, leaf.dtype)
 
 
+def _misfit(path: epath.Path, names: Sequence[str]) -> CheckpointDamagedError:
+  """The error for packed arrays that their leaves do not fill."""
+  return CheckpointDamagedError(
+    f'Checkpoint {path} cannot be read: its leaves do not fill the packed arrays of {", ".join(names)}.\n'
+    'Fix: restore another checkpoint, or the undamaged leaves of this one with salvage=True.'
+  )
+
+
 def _unpacked(vector: np.ndarray, leaf: LeafRecord) -> np.ndarray:
   _, offset = leaf.packed or ('', 0)
-  return vector[offset : offset + int(np.prod(leaf.shape, dtype=int))].reshape(leaf.shape)
+  return vector[offset : offset + math.prod(leaf.shape)].reshape(leaf.shape)
 
 
 def foreign_record(path: epath.Path, part: str | None) -> Record:

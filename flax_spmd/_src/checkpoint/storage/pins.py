@@ -40,7 +40,11 @@ class Pin:
       self._tag = store.write(self._name, self._content(0), expected=None, durable=False)
       self.is_written = self._tag is not None
     if self.is_written:
-      threading.Thread(target=self._renew, name='flax_spmd pin', daemon=True).start()
+      try:
+        threading.Thread(target=self._renew, name='flax_spmd pin', daemon=True).start()
+      except BaseException:
+        self.close()
+        raise
 
   def _content(self, beat: int) -> bytes:
     return json.dumps({'holder': this_process(), 'beat': beat}).encode()

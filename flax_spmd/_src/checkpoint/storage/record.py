@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +93,19 @@ def key_dtype(implementation: Any) -> str | None:
 def is_key(leaf: LeafRecord) -> bool:
   """Whether a leaf is an array of random keys."""
   return leaf.dtype in _KEY_DTYPES
+
+
+def ends_of_packs(leaves: Iterable[LeafRecord]) -> tuple[dict[str, int], set[str]]:
+  """The end of each packed array, in elements, and the names of those in which leaves do not follow one another."""
+  ends: dict[str, int] = {}
+  wrong = set()
+  for leaf in leaves:
+    if leaf.packed is not None:
+      name, offset = leaf.packed
+      if offset != ends.get(name, 0) or leaf.dtype != name:
+        wrong.add(name)
+      ends[name] = max(offset, 0) + math.prod(leaf.shape)
+  return ends, wrong
 
 
 def raw_keys(leaf: LeafRecord) -> LeafRecord:
@@ -307,7 +320,6 @@ def from_json(content: Any, checkpoint: str) -> Record:
     _expect(isinstance(content['leaves'], list), 'its leaves are not a list')
     validated: dict[str, Any] = {}
     leaves = [_leaf(leaf, validated) for leaf in content['leaves']]
-    _check_packed(leaves)
     paths = skeleton.paths(structure)
     _expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not match its leaves')
     kinds = content['kinds']
@@ -422,16 +434,8 @@ def _packed(content: Any, dtype: str) -> tuple[str, int] | None:
   """The validated position of a leaf in a packed array."""
   if content is None:
     return None
-  is_pair = isinstance(content, list) and len(content) == 2 and content[0] == dtype
-  _expect(is_pair and _is_int(content[1]), f'a leaf of dtype {dtype} is packed at {content!r}')
-  return dtype, content[1]
-
-
-def _check_packed(leaves: Sequence[LeafRecord]) -> None:
-  """Raises ValueError unless packed leaves follow one another without gaps."""
-  ends: dict[str, int] = {}
-  for leaf in leaves:
-    if leaf.packed is not None:
-      dtype, offset = leaf.packed
-      _expect(offset == ends.get(dtype, 0), f'a leaf of dtype {dtype} is packed at {offset}')
-      ends[dtype] = offset + math.prod(leaf.shape)
+  is_pair = isinstance(content, list) and len(content) == 2 and isinstance(content[0], str)
+  is_place = is_pair and _is_int(content[1]) and dtype not in NUMBERS
+  _expect(is_place, f'a leaf of dtype {dtype} is packed at {content!r}')
+  dtype_of(content[0])
+  return content[0], content[1]

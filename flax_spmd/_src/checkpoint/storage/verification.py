@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flax_spmd._src.checkpoint.storage.contents import PACKED
+from flax_spmd._src.checkpoint.storage.direct_reads import CHANGED
 from flax_spmd._src.checkpoint.storage.file_damage import file_damage
 from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader
@@ -24,7 +26,6 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 GROUP_BYTES = 1 << 30  # read and compared at a time
 _SHOWN = 30
-_CHANGED = 'its content has changed'
 _NO_CHECKSUM = 'its checksum is missing'
 
 
@@ -83,7 +84,7 @@ def changed(
   shared = [path for path in known if not _is_of_one_process(requests[path].sharding)]
   here = [path for path in whole if not is_elsewhere(requests[path].sharding)]
   sums = _sums(own_checksums, here, leaves, records)
-  wrong = {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
+  wrong = {path: CHANGED for path, total in sums.items() if total != records[path].checksum}
   wrong = over_processes('whole', wrong) if whole else wrong
   sums = _sums(checksums, shared, leaves, records)
   return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
@@ -171,9 +172,7 @@ def _whole_and_damage(
   leaves, wrong = _compared(reader, requests, leaves, verify)
   if not (isinstance(reader, OrbaxReader) and reader.has_own_record and (lost or wrong)):
     return leaves, Damage(lost | wrong, {})
-  files = (
-    {} if reader.files else dict.fromkeys([reader.folder.name], next(iter(lost.values()), _CHANGED))
-  )
+  files = {} if reader.files else dict.fromkeys([reader.folder.name], next(iter(lost.values()), CHANGED))
   unrecorded = reader.unrecorded() if everything and lost else {}
   found, lost = reader.read_directly({path: requests[path] for path in lost | wrong}, memory)
   lost |= {path: each.reason for path, each in unrecorded.items()}
@@ -181,7 +180,27 @@ def _whole_and_damage(
   found, wrong = _compared(
     reader, requests, {path: leaf for path, leaf in found.items() if path not in lost}, verify
   )
-  return leaves | found, Damage(lost | wrong, files)
+  lost |= over_processes('misfits', _of_misfits(reader, requests, verify, everything))
+  return {p: leaf for p, leaf in (leaves | found).items() if p not in lost}, Damage(lost | wrong, files)
+
+
+def _of_misfits(
+  reader: OrbaxReader, requests: Mapping[str, Any], verify: bool, everything: bool
+) -> dict[str, str]:
+  """The damage of packed arrays that their leaves do not fill, beside that of leaves whose checksum differs.
+
+  Without a comparison of checksums, all leaves of such an array are uncertain. If all are whole, another is missing.
+  """
+  records = reader.record.leaves
+  reason = 'its leaves do not fill the packed array that they are in'
+  found: dict[str, str] = {}
+  for name in sorted(reader.misfits()):
+    inside = [path for path, leaf in records.items() if leaf.packed and leaf.packed[0] == name]
+    if not verify:
+      found |= {path: reason for path in inside if path in requests}
+    elif everything and not reader.contradictions().keys() & set(inside):
+      found[f'{PACKED}/{name}'] = 'the leaves of the record do not fill it'
+  return found
 
 
 def _compared(
@@ -197,7 +216,7 @@ def _compared(
   }
   alike = {path: leaf for path, leaf in leaves.items() if path not in wrong}
   if verify:
-    wrong |= dict.fromkeys(changed(alike, records, requests), _CHANGED)
+    wrong |= dict.fromkeys(changed(alike, records, requests), CHANGED)
   if verify and any(leaf.checksum for leaf in records.values()):  # else another library wrote it
     wrong |= {path: _NO_CHECKSUM for path in alike if records[path].checksum is None}
   return {path: leaf for path, leaf in leaves.items() if path not in wrong}, wrong
@@ -213,7 +232,7 @@ def wrong_numbers(reader: CheckpointReader, paths: Iterable[str]) -> dict[str, s
   records = reader.record.leaves
   numbers = [path for path in paths if records[path].value is not None and records[path].checksum]
   sums = _sums(own_checksums, numbers, {path: records[path].value for path in numbers}, records)
-  return {path: _CHANGED for path, total in sums.items() if total != records[path].checksum}
+  return {path: CHANGED for path, total in sums.items() if total != records[path].checksum}
 
 
 def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:

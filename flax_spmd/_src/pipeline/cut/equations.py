@@ -229,12 +229,9 @@ def contains(primitive: Primitive) -> Callable[[Any], bool]:
 
 
 def occurrences(jaxprs: Iterable[Any], primitive: Primitive) -> Iterator[Any]:
-  """The equations of a primitive in jaxprs, at any depth."""
+  """The equations of a primitive in jaxprs, at any depth; those of a function that is called twice occur once."""
   for jaxpr in jaxprs:
-    for equation in compat.jaxpr_parts(jaxpr).equations:
-      if equation.primitive is primitive:
-        yield equation
-      yield from occurrences(compat.jaxprs_in(equation.params), primitive)
+    yield from (one for one in compat.equations_in(jaxpr) if one.primitive is primitive)
 
 
 def operation_text(equation: Equation) -> str:

@@ -150,12 +150,16 @@ class Assembler:
 def _argument_transfer(
   mesh: Mesh, axis: str, progress: TransferProgress, leaf: Any, sharding: Any, rank: int
 ) -> ProcessTransfer | None:
-  """A transfer of an argument to a rank from another process's; None where this process needs none."""
-  if not isinstance(leaf, jax.Array) or leaf.sharding.device_set >= sharding.device_set:
+  """A transfer of an argument to a rank from another process's; None where this process needs none.
+
+  An array without a mesh is on a device of each process that passes it, so all of them have it.
+  """
+  source_sharding = getattr(leaf, 'sharding', None)
+  if not isinstance(source_sharding, NamedSharding) or source_sharding.device_set >= sharding.device_set:
     return None
   for source in range(mesh.shape[axis]):
     source_mesh = submesh(mesh, axis, [source])
-    if leaf.sharding.device_set >= set(source_mesh.devices.flat):
+    if source_sharding.device_set >= set(source_mesh.devices.flat):
       several = len(processes_of(source_mesh) | processes_of(sharding.mesh)) > 1
       part = several and (is_local(source_mesh) or is_local(sharding.mesh))
       if not part:

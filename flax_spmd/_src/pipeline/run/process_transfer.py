@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
-from flax_spmd.errors import PipelineError
 
 
 class ProcessTransfer:
@@ -36,9 +35,6 @@ class ProcessTransfer:
     specs: specs of the arrays, the same on both ranks.
     progress: where a transfer that runs is recorded.
     text: ranks and arrays, for errors.
-
-  Raises:
-    PipelineError: some arrays are typed PRNG keys.
   """
 
   def __init__(
@@ -52,13 +48,6 @@ class ProcessTransfer:
     progress: TransferProgress,
     text: str,
   ):
-    if any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
-      raise PipelineError(
-        f'A typed PRNG key is sent from rank {source} to rank {target}, '
-        'which belongs to another process.\n'
-        'Fix: let every stage derive its key from the batch or an argument, or use raw keys '
-        '(jax.random.key_data).'
-      )
     joint = submesh(mesh, axis, [source, target])
     source_mesh, target_mesh = (submesh(mesh, axis, [rank]) for rank in (source, target))
     self._target_mesh = target_mesh
@@ -68,7 +57,8 @@ class ProcessTransfer:
     self._wait = Wait(other, tuple(sorted(others)), text)
     self._progress = progress
     self._blocks = joint.devices.flat[0].platform == 'cpu'
-    self._avals = list(avals)
+    self._dtypes = tuple(aval.dtype for aval in avals)
+    self._avals = [jax.eval_shape(_sent, jax.ShapeDtypeStruct(aval.shape, aval.dtype)) for aval in avals]
     # An array of both ranks has a row per rank, in a new first dimension over the stage axis.
     self._joint = [NamedSharding(joint, PartitionSpec(axis, *spec)) for spec in specs]
     self._source_row = [NamedSharding(source_mesh, PartitionSpec(None, *spec)) for spec in specs]
@@ -117,7 +107,7 @@ class ProcessTransfer:
       shards = {shard.device: shard.data for shard in array.addressable_shards}
       own = [shards[device] for device in devices if device in shards]
       rows.append(jax.make_array_from_single_device_arrays((1, *aval.shape), sharding, own))
-    return _removing_row(tuple(self._target))(rows)
+    return _removing_row(tuple(self._target), self._dtypes)(rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,13 +125,32 @@ def _shards(array: jax.Array) -> list[jax.Array]:
   return [shard.data for shard in array.addressable_shards]
 
 
+def _sent(array: Any) -> Any:
+  """An array as it is sent: of random keys, the numbers."""
+  return jax.random.key_data(array) if _is_key(array.dtype) else array
+
+
+def _received_as(dtype: Any, array: Any) -> Any:
+  if not _is_key(dtype):
+    return array
+  return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), dtype)))
+
+
+def _is_key(dtype: Any) -> bool:
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 @functools.lru_cache(maxsize=256)
 def _adding_row(shardings: tuple[NamedSharding, ...]) -> Any:
   """A program that adds a first dimension of size 1."""
-  return jax.jit(lambda arrays: [array[None] for array in arrays], out_shardings=list(shardings))
+  return jax.jit(lambda arrays: [_sent(array)[None] for array in arrays], out_shardings=list(shardings))
 
 
 @functools.lru_cache(maxsize=256)
-def _removing_row(shardings: tuple[NamedSharding, ...]) -> Any:
-  """A program that removes a first dimension of size 1."""
-  return jax.jit(lambda rows: [row[0] for row in rows], out_shardings=list(shardings))
+def _removing_row(shardings: tuple[NamedSharding, ...], dtypes: tuple[Any, ...]) -> Any:
+  """A program that removes a first dimension of size 1; its results have these dtypes."""
+
+  def remove(rows):
+    return [_received_as(dtype, row[0]) for row, dtype in zip(rows, dtypes, strict=True)]
+
+  return jax.jit(remove, out_shardings=list(shardings))
