@@ -90,8 +90,8 @@ GRID = spmd.Layout(
 )
 
 
-def doubts_of(loss, names, is_updated):
-  """The doubts of a step with a matrix of such names."""
+def estimate_of(loss, names, is_updated, target='h100:8'):
+  """The estimate of a step with a matrix of such names."""
 
   def step(state, batch):
     if is_updated:
@@ -103,19 +103,28 @@ def doubts_of(loss, names, is_updated):
     return {'w': spmd.LogicallyPartitioned(jnp.ones((ROWS, WIDTH)), names)}
 
   inputs = jax.ShapeDtypeStruct((BATCH, ROWS), jnp.float32)
-  return Estimator(TrainStep(step, matrix, inputs)).estimate(GRID, parse_target('h100:8')).doubts
+  return Estimator(TrainStep(step, matrix, inputs)).estimate(GRID, parse_target(target))
+
+
+def doubts_of(loss, names, is_updated):
+  return estimate_of(loss, names, is_updated).doubts
 
 
 @pytest.mark.parametrize(
-  ('names', 'is_in_doubt'), [(('rows', 'columns'), True), (('rows', None), False)]
+  ('names', 'kinds'),
+  [(('rows', 'columns'), {'all-reduce'}), (('rows', None), {'reduce-scatter', 'all-reduce'})],
 )
-def test_a_sum_that_is_scattered_along_several_dimensions_is_in_doubt(names, is_in_doubt):
+def test_gpus_reduce_a_sum_whole_that_is_cut_along_several_dimensions(names, kinds):
   def loss(w, x):
     x, w = (spmd.with_logical_constraint(one, (name, None)) for one, name in ((x, 'batch'), (w, None)))
     return jnp.sum(jnp.tanh(x @ w) ** 2)
 
-  found = doubts_of(loss, names, is_updated=True)
-  assert any('a sum that is scattered along several dimensions' in one for one in found) == is_in_doubt
+  reason = 'a sum that is scattered along several dimensions'
+  gpu, tpu = (estimate_of(loss, names, True, target=target) for target in ('h100:8', 'v5e:2x4'))
+  found = {op.kind for op in gpu.counts.collectives if op.kind != 'all-gather'}
+  assert found == kinds
+  assert not any(reason in one for one in gpu.doubts)
+  assert any(reason in one for one in tpu.doubts) == ('reduce-scatter' not in kinds)
 
 
 @pytest.mark.parametrize(('names', 'is_in_doubt'), [(('rows', None), True), ((None, 'rows'), False)])

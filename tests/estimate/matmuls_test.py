@@ -91,8 +91,8 @@ def compiled_product(equation, specs):
   return sum(counts.by_kind().values()), counts.flops
 
 
-def estimated_product(equation, specs):
-  """The bytes and FLOPs of a settled product; None if it is not settled."""
+def estimated_product(equation, specs, is_settled=True):
+  """The bytes and FLOPs of a product; None if it is not settled, and has to be."""
   (left, right), result = equation.partition('->')[0].split(','), equation.partition('->')[2]
   values = [GraphValue(tuple(SIZES[dim] for dim in dims), 'f32') for dims in (left, right, result)]
   [summed] = {*left} - {*result}
@@ -102,10 +102,31 @@ def estimated_product(equation, specs):
   }
   context = Context(values[:2], specs[:2], values[:2], (False, False), values[2], specs[2], MESH, 'cuda')
   required = dot(Op('dot_general', (0, 1), (2,), attributes), context)
-  if not required.is_settled:
+  if is_settled and not required.is_settled:
     return None
   ops = [*without_reduce_scatter(collectives(required, context)), *required.halos]
   return wire_bytes(ops, MESH), required.flops
+
+
+@pytest.mark.parametrize(
+  ('equation', 'specs'),
+  [
+    ('te,eh->th', ((('a', 'b'), ('c',)), (('c', 'a', 'b'), ()), (('a', 'b'), ('c',)))),
+    ('te,eh->th', ((('a', 'b'), ()), ((), ('a', 'b', 'c')), (('a', 'b'), ()))),
+    ('te,eh->th', ((('a', 'b'), ()), ((), ('c',)), (('a', 'b'), ()))),
+    ('te,eh->th', ((('a', 'b', 'c'), ()), (('b',), ()), (('a',), ()))),
+  ],
+  ids=['gathered in groups', 'gathered weight', 'gathered result', 'kept rows'],
+)
+def test_products_are_partitioned_as_compiled_ones(equation, specs):
+  found = estimated_product(equation, specs, is_settled=False)
+  assert found == pytest.approx(compiled_product(equation, specs), rel=0.02)
+
+
+def test_a_weight_that_no_group_can_keep_is_cut_as_the_rows_are_contracted():
+  specs = (('a', 'b'), ('c',)), ((), ('a', 'b', 'c')), (('a', 'b'), ())
+  _, flops = estimated_product('te,eh->th', specs)
+  assert flops == compiled_product('te,eh->th', specs)[1]
 
 
 @pytest.mark.exhaustive

@@ -643,13 +643,9 @@ class _CostWalk:
     if required is not None and self.analyzed.uses[value] == 1:
       self.specs[value] = required
       self.known_bytes.pop(value, None)
-    ops = reduce_partial_sum(
-      partial.array,
-      partial.natural_sharding,
-      partial.partial_axes,
-      self.specs[value],
-      self.sizes,
-    )
+    array, natural, partial_axes = partial[:3]
+    platform = self.platform if partial.kind == 'dot_general' else ''
+    ops = reduce_partial_sum(array, natural, partial_axes, self.specs[value], self.sizes, platform)
     is_widened = partial.array.itemsize < self.values[value].itemsize and not partial.is_cut
     if value in self.analyzed.loop_sums and (self.platform == 'tpu' or is_widened):
       ops = without_reduce_scatter(ops)

@@ -58,6 +58,7 @@ class _DeviceGroup(NamedTuple):
     axes: axes within the group.
     sizes: size per mesh axis.
     is_outermost: whether this group has all devices.
+    is_dot: whether the product is no convolution; XLA replicates operands of those that it finds no role for.
   """
 
   dims: Sequence[ProductDim]
@@ -66,6 +67,7 @@ class _DeviceGroup(NamedTuple):
   axes: Axes
   sizes: Mapping[str, int]
   is_outermost: bool = True
+  is_dot: bool = True
 
   def tiles(self, array: int, *roles: int) -> int:
     """The number of shards of an array along the dimensions of some roles; of all of them without roles."""
@@ -144,6 +146,7 @@ def partitioned(
   arrays: Sequence[GraphValue],
   specs: Sequence[Spec],
   sizes: Mapping[str, int],
+  is_dot: bool = True,
 ) -> ProductPlan | None:
   """The plan of a product; None if it is not modelled.
 
@@ -152,11 +155,12 @@ def partitioned(
     arrays: operands and result.
     specs: their shardings.
     sizes: size per mesh axis.
+    is_dot: whether the product is no convolution.
   """
   if any('[' in axis for spec in specs for axes in spec for axis in axes):
     return None
   axes = tuple(axis for axis, size in sizes.items() if size > 1)
-  group = _DeviceGroup(dims, tuple(arrays), tuple(specs), axes, sizes)
+  group = _DeviceGroup(dims, tuple(arrays), tuple(specs), axes, sizes, is_dot=is_dot)
   try:
     plan = _solved(group)
   except _Unmodelled:
@@ -167,17 +171,34 @@ def partitioned(
 
 
 def _solved(group: _DeviceGroup) -> ProductPlan:
-  left, right, result = (replicated(len(spec)) for spec in group.specs)
   if not group.axes:
+    left, right, result = (replicated(len(spec)) for spec in group.specs)
     return ProductPlan((left, right), result)
   for strict in (True, False):
     if plan := _attempt(group, strict):
       return plan
-  kept = group.tiles(0, BATCH, LEFT) * group.tiles(1, BATCH, RIGHT)
-  is_contested = kept > 1 or min(group.tiles(0), group.tiles(1)) > 1
-  if group.tiles(2) > 1 or (group.is_outermost and is_contested):
+  return _unmatched(group)
+
+
+def _unmatched(group: _DeviceGroup) -> ProductPlan:
+  """The product if no role matches: as an operand that all devices share is sharded, else as the result is."""
+  count = shard_count(group.axes, group.sizes)
+  kept = group.tiles(0, LEFT), group.tiles(1, RIGHT)
+  specs = [replicated(len(spec)) for spec in group.specs]
+  if group.is_outermost and group.is_dot and count in kept:
+    one = kept.index(count)
+    specs[one] = group.specs[one]
+    return ProductPlan((specs[0], specs[1]), group.matched(2, one, (LEFT, RIGHT)[one]))
+  is_sharded = group.tiles(0, BATCH) * group.tiles(1, BATCH) * kept[0] * kept[1] > 1
+  is_contested = is_sharded or min(group.tiles(0), group.tiles(1)) > 1
+  if (group.is_outermost and is_contested) or (group.tiles(2) > 1 and not group.is_dot):
     raise _Unmodelled  # shards that the other arrays could be resharded for
-  return ProductPlan((left, right), result)
+  for role in (BATCH, LEFT, RIGHT):
+    for array in (0, 1):
+      if role in _HAS[array]:
+        pairs = zip(specs[array], group.matched(array, 2, role))
+        specs[array] = tuple((*axes, *more) for axes, more in pairs)
+  return ProductPlan((specs[0], specs[1]), group.specs[2])
 
 
 def _attempt(group: _DeviceGroup, strict: bool) -> ProductPlan | None:
@@ -347,11 +368,20 @@ def _ungrouped(group: _DeviceGroup, array: int, axes: Axes) -> Spec:
   dims = _dims_over(spec, free, axes)
   if dims is None:
     dims = _spared(group, array, count)
+    if dims is None and group.is_dot:
+      return _contracted_alike(group, array)
     if dims is None and group.tiles(1 - array, CONTRACTED) == 1:
       return replicated(len(spec))
     if dims is None or {axis for dim in dims for axis in spec[dim]} != set(axes):
-      raise _Unmodelled  # partial sums, or another order of devices
+      raise _Unmodelled  # another order of devices
   return tuple(() if dim in dims else one for dim, one in enumerate(spec))
+
+
+def _contracted_alike(group: _DeviceGroup, array: int) -> Spec:
+  """The other operand without its shards; with those of the contracted dimensions if only the products need them."""
+  if group.tiles(2, (LEFT, RIGHT)[array]) == 1:
+    return group.matched(array, 1 - array, CONTRACTED)
+  return replicated(len(group.specs[array]))
 
 
 def _spared(group: _DeviceGroup, array: int, count: int) -> list[int] | None:

@@ -21,7 +21,7 @@ from flax_spmd._src.estimate.dot_groups import (
   ProductDim,
   partitioned,
 )
-from flax_spmd._src.estimate.graph import Axes, Op, replicated, shard_count, used_axes
+from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
 from flax_spmd._src.hlo.flops import Window, meetings
@@ -45,26 +45,42 @@ class Factor(NamedTuple):
 
 def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
-  return _partitioned(dot_factors(op, context.values[0].shape, context.values[1].shape), context)
+  factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
+  return _partitioned(factors, context._replace(result_spec=_computed(factors, context)), is_dot=True)
 
 
-def _partitioned(factors: Sequence[Factor], context: Context) -> Requirement:
+def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = False) -> Requirement:
   """A product as XLA partitions it: as its arrays are sharded if they agree, else as their groups of devices do."""
   cheapest = _cheapest(factors, context)
   kept = zip(cheapest.operands, context.specs)
   scattered = used_axes(context.result_spec).intersection(cheapest.partial_axes)
   if not cheapest.doubt and not scattered and all(required == spec for required, spec in kept):
     return cheapest
-  return _grouped(factors, context) or cheapest
+  return _grouped(factors, context, is_dot) or cheapest
 
 
-def _grouped(factors: Sequence[Factor], context: Context) -> Requirement | None:
+def _computed(factors: Sequence[Factor], context: Context) -> Spec:
+  """The sharding of a result before it is gathered: along axes that shard a kept dimension of one operand alone."""
+  result = [*context.result_spec]
+  used = [used_axes(spec) for spec in (*context.specs, context.result_spec)]
+  for factor in factors:
+    for one, dim in enumerate(factor[:2]):
+      if factor.result is None or dim is None or factor[1 - one] is not None:
+        continue
+      axes, present = context.specs[one][dim], context.result_spec[factor.result]
+      added = {*axes[len(present) :]}
+      if axes[: len(present)] == present and added and not added & (used[1 - one] | used[2]):
+        result[factor.result] = axes
+  return tuple(result)
+
+
+def _grouped(factors: Sequence[Factor], context: Context, is_dot: bool) -> Requirement | None:
   """A product whose operands have to be resharded; None if it is not modelled."""
   if any(context.rematerialisable):
     return None
   arrays = *context.wire_values, context.result
   dims = [ProductDim(_role(factor), factor[:3]) for factor in factors]
-  plan = partitioned(dims, arrays, (*context.specs, context.result_spec), context.sizes)
+  plan = partitioned(dims, arrays, (*context.specs, context.result_spec), context.sizes, is_dot)
   if plan is None:
     return None
   choice = [

@@ -68,6 +68,7 @@ def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp
     requirement.partial_axes,
     context.result_spec,
     context.sizes,
+    context.platform,
   )
   for value, spec, required, rematerialisable in zip(
     context.wire_values, context.specs, requirement.operands, context.rematerialisable

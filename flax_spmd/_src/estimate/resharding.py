@@ -5,7 +5,8 @@
 * An axis that is removed is an all-gather.
 * As many shards of each dimension on other devices are a collective-permute. XLA counts shards, so it also brings
   them into another order by a permute: before a gather, and after a slice or an all-to-all.
-* A partial sum is reduce-scattered along the axes that cut its result first, and all-reduced along the rest.
+* A partial sum is reduce-scattered along the axes that cut its result first, and all-reduced along the rest. On GPUs, a
+  reduce-scatter makes one cut: a sum that is cut along several dimensions, or further, is all-reduced whole.
 
     reshard(value, (('data',), ()), ((), ('data',)), sizes)   # one all-to-all over data
 
@@ -256,7 +257,12 @@ def _shard_bytes(value: GraphValue, now: Sequence[Sequence[str]], sizes: Mapping
 
 
 def reduce_partial_sum(
-  value: GraphValue, before: Spec, partial_axes: Axes, after: Spec, sizes: Mapping[str, int]
+  value: GraphValue,
+  before: Spec,
+  partial_axes: Axes,
+  after: Spec,
+  sizes: Mapping[str, int],
+  platform: str = '',
 ) -> list[CollectiveOp]:
   """The collectives that reduce a partial sum and reshard the result.
 
@@ -266,6 +272,7 @@ def reduce_partial_sum(
     partial_axes: axes along which devices hold different terms.
     after: sharding of the reduced sum.
     sizes: size per mesh axis.
+    platform: platform of the target: 'cuda', 'tpu' or 'cpu'.
 
   Example:
     >>> reduce_partial_sum(GraphValue((8, 8), 'f32'), ((), ()), ('data',), (('data',), ()), {'data': 4})
@@ -275,6 +282,8 @@ def reduce_partial_sum(
   ops: list[CollectiveOp] = []
   is_permuted = _permuted(value, before, after, sizes)
   scattered = [] if is_permuted else [*_scattered(before, partial_axes, after)]
+  if platform == 'cuda' and not _is_one_cut(before, after, scattered):
+    scattered = []
   for axis, dim in scattered:
     ops.append(CollectiveOp('reduce-scatter', (axis,), _shard_bytes(value, now, sizes)))
     now[dim].append(axis)
@@ -290,6 +299,13 @@ def _scattered(before: Spec, partial_axes: Axes, after: Spec) -> Iterator[tuple[
     if axes[: len(held)] == held:
       for axis in itertools.takewhile(partial_axes.__contains__, axes[len(held) :]):
         yield axis, dim
+
+
+def _is_one_cut(before: Spec, after: Spec, scattered: Sequence[tuple[str, int]]) -> bool:
+  """Whether a sum is cut along one dimension, and there by the axes that it is scattered over alone."""
+  dims = {dim for _, dim in scattered}
+  axes = tuple(axis for axis, _ in scattered)
+  return len(dims) == 1 and all(after[dim] == (*before[dim], *axes) for dim in dims)
 
 
 def without_reduce_scatter(ops: Sequence[CollectiveOp]) -> Sequence[CollectiveOp]:

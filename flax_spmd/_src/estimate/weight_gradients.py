@@ -148,7 +148,7 @@ class WeightGradients:
     return sum(any(one.is_product for one in group) for group in _combined(self._final)) > 1
 
   def filter_spread(self) -> float:
-    """The most bytes by which the peak may be off, if gradients of filters wait for others, or as matrices do."""
+    """The most bytes by which the peak may be off, if gradients of filters wait for others, or as matrices do, or longer."""
     if not any(one.is_filter for one in self._reductions):
       return 0.0
     delays = [self._delays(0) | self._filter_delays(further) for further in (1, 0, _FILTERS)]
@@ -157,7 +157,7 @@ class WeightGradients:
     other._reductions = [
       one._replace(kind='dot_general') if one.is_filter else one for one in self._reductions
     ]
-    delays.append(other._delays(0))
+    delays += [other._delays(0), other._delays(1)]
     peaks = [self._peak(one) for one in delays]
     return max(abs(peak - peaks[0]) for peak in peaks)
 
