@@ -527,6 +527,8 @@ class Layout:
     stage is compiled as its own program, sharded by the layout's rules over the other mesh axes. Arrays
     that a stage owns are plain `jax.Array`s on the devices of that stage; arguments may be on any devices.
     Within stages, Explicit axes of the mesh are Auto: names decide, and types have no shardings.
+    Ranks of different processes exchange arrays by collectives, or by JAX's own copies between hosts if
+    `jax_cross_host_transfer_socket_address` is set on every process before JAX is first used.
 
     Args:
       fn: function to compile; if omitted, `pipeline_jit` returns a decorator.
