@@ -1,7 +1,8 @@
 """Gathered copies: arrays that are gathered once and used by several operations, as weights are by both passes.
 
 XLA for GPUs and CPUs gathers an array once for all operations outside of loops that need it, and keeps the copy from the first to
-the last of them. Values that are not stored are computed again from the copy, so it is needed as long as they are. Compiled steps with FSDP show it: an embedding of 125 MiB is in the peak of an LSTM to the byte.
+the last of them. Values that are not stored are computed again from the copy, so it is needed as long as they are. Compiled steps
+with FSDP show it: an embedding of 125 MiB is in the peak of an LSTM to the byte.
 """
 
 from __future__ import annotations
