@@ -216,6 +216,12 @@ def random_params(rng, stages):
 
 # -- steps
 
+
+def without_rounding_errors(grads, _):
+  """Gradients that are zero but for rounding errors, as zeros: LAMB scales any other to the norm of its weight."""
+  return jax.tree.map(lambda g: jnp.where(jnp.abs(g) < 1e-12, 0, g), grads)
+
+
 OPTIMIZERS = [
   lambda: optax.sgd(0.1),
   lambda: optax.sgd(optax.exponential_decay(0.1, 1, 0.5), momentum=0.9),
@@ -223,7 +229,7 @@ OPTIMIZERS = [
   lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-2, eps=1e-3)),
   lambda: optax.MultiSteps(optax.adam(1e-2, eps=1e-3), every_k_schedule=2),
   lambda: optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 2),
-  lambda: optax.lamb(1e-2, eps=1e-3),
+  lambda: optax.chain(optax.stateless(without_rounding_errors), optax.lamb(1e-2, eps=1e-3)),
 ]
 
 
