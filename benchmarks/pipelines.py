@@ -4,7 +4,7 @@
     dispatch     48 chunks and 64 microbatches on 8 ranks: thousands of small programs from one thread
     first step   in new processes: the total, and the share of tracing and planning
     microbatches the time to compile the same programs for 256 microbatches, over that for 8
-    processes    the step in two and four processes (over gloo) over that in one
+    processes    the step in two and four processes over that in one: by `ppermute` over gloo, and JAX's copies
     minimum cut  the same step, with the residuals that differentiation would keep by default
     plan         residuals of a stage, programs compiled, bytes moved after the loop, simulated schedules
     sleeping     stages that sleep instead of computing, so that ranks overlap on any number of cores:
@@ -245,17 +245,27 @@ def microbatch_figures() -> list[Figure]:
 
 def process_figures() -> list[Figure]:
   """Steps of the same four ranks in several processes over those in one, one job after the other."""
-  times = {count: _seconds_of_steps(count) for count in (1, 2, 4)}
-  alone = statistics.median(times[1])
-  return [
-    summary(f'{count} processes over one', [one / alone for one in times[count]], 'x', at_most(1.15))
-    for count in (2, 4)
-  ]
+  alone = statistics.median(_seconds_of_steps(1))
+  figures = []
+  for count in (2, 4):
+    for way, copies in (('', False), (', copies by JAX', True)):
+      relative = [one / alone for one in _seconds_of_steps(count, copies)]
+      figures.append(summary(f'{count} processes over one{way}', relative, 'x', at_most(1.15)))
+  return figures
 
 
-def _seconds_of_steps(processes: int) -> list[float]:
-  source = 'jax.devices()\nsys.path.insert(0, FOLDER)\nimport pipelines\nreport(pipelines.steps())'
-  source = f'import sys\n{source.replace("FOLDER", repr(str(Path(__file__).parent)))}'
+def _seconds_of_steps(processes: int, copies: bool = False) -> list[float]:
+  """Seconds of steps, with transfers by `ppermute` over gloo, or by JAX's copies between processes."""
+  lines = ['import sys', f'sys.path.insert(0, {str(Path(__file__).parent)!r})']
+  if copies:
+    lines += [
+      'import socket',
+      'with socket.socket() as free:',
+      "  free.bind(('127.0.0.1', 0))",
+      "  address = '127.0.0.1:%d' % free.getsockname()[1]",
+      "jax.config.update('jax_cross_host_transfer_socket_address', address)",
+    ]
+  source = '\n'.join([*lines, 'jax.devices()', 'import pipelines', 'report(pipelines.steps())'])
   results = run_processes(source, processes=processes, devices=RANKS // processes, timeout=300, flags='')
   return results[0].value
 
