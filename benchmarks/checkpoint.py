@@ -156,7 +156,7 @@ def our_overwrite(folder: Path) -> Callable[[], Any]:
 
 
 def _saved_before(path: Path) -> Any:
-  """A state and its checkpoint. The memory of the page cache is then in use: a file of the same size takes longer."""
+  """A state, after a save of it. A save soon after another takes longer."""
   state = filled(abstract_state(layout()))
   checkpoint.save(path, state, layout=layout())
   os.sync()

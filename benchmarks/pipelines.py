@@ -4,7 +4,7 @@
     dispatch     48 chunks and 64 microbatches on 8 ranks: thousands of small programs from one thread
     first step   in new processes: the total, and the share of tracing and planning
     microbatches the time to compile the same programs for 256 microbatches, over that for 8
-    processes    the step in two and four processes over that in one: by `ppermute` over gloo, and JAX's copies
+    processes    the step in two and four processes over that in one: by `ppermute` over gloo, and by JAX's copies
     minimum cut  the same step, with the residuals that differentiation would keep by default
     plan         residuals of a stage, programs compiled, bytes moved after the loop, simulated schedules
     sleeping     stages that sleep instead of computing, so that ranks overlap on any number of cores:
