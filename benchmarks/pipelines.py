@@ -191,6 +191,11 @@ def pipelined(schedule: pipeline.Schedule) -> Any:
   return layout(schedule.ranks).pipeline_jit(step, donate_argnums=0)
 
 
+def _plain() -> Any:
+  """The same step by `jax.jit`, without a pipeline."""
+  return jax.jit(functools.partial(train_step, schedule=None), donate_argnums=0)
+
+
 class Run:
   """A step and its state, which every call donates and replaces."""
 
@@ -210,10 +215,9 @@ def step_figures(name: str, target: Target | None = None, *, rounds: int) -> lis
   size = SIZES[name]
   device, batch = jax.devices()[0], batch_of(size)
   schedule = pipeline.OneFOneB(RANKS)
-  plain = jax.jit(functools.partial(train_step, schedule=None), donate_argnums=0)
   runs = {
     'pipeline': Run(pipelined(schedule), state_of(size), batch),
-    'one device': Run(plain, *jax.device_put((state_of(size), batch), device)),
+    'one device': Run(_plain(), *jax.device_put((state_of(size), batch), device)),
   }
   times = measure({arm: run.once for arm, run in runs.items()}, rounds=rounds, warm_up=3, clock=WALL)
   losses = [float(run.loss) for run in runs.values()]
@@ -350,23 +354,29 @@ def first_step_figures() -> list[Figure]:
   return [
     of('small: first call', 'call', 's', at_most(0.6 * FIRST_STEP_S)),
     of('small: of it, trace and plan', 'planned', 'x', at_most(0.1)),
+    of('small: of it, trace by jax.jit of the step without a pipeline', 'traced', 'x'),
     of('small: process started to first step', 'process', 's'),
   ]
 
 
 def _first_step_timings() -> dict[str, float]:
-  command = [sys.executable, '-c', 'import pipelines; pipelines.first_step()']
   begin = time.time()
-  output = subprocess.run(
+  timings = _in_new_process('first_step')
+  traced = _in_new_process('first_trace')['trace'] / timings['call']
+  return {**timings, 'process': timings['ended'] - begin, 'traced': traced}
+
+
+def _in_new_process(function: str) -> dict[str, float]:
+  command = [sys.executable, '-c', f'import pipelines; pipelines.{function}()']
+  done = subprocess.run(
     command, cwd=Path(__file__).parent, check=True, stdout=subprocess.PIPE, text=True
-  ).stdout
-  timings = json.loads(output.splitlines()[-1])
-  return {**timings, 'process': timings['ended'] - begin}
+  )
+  return json.loads(done.stdout.splitlines()[-1])
 
 
 def first_step() -> None:
   """Runs in a new process: prints the time of the small model's first call, and its parts, as JSON."""
-  state, batch = jax.block_until_ready((state_of(SIZES['small']), batch_of(SIZES['small'])))
+  state, batch = _small()
   step = pipelined(pipeline.OneFOneB(RANKS))
   abstract = jax.tree.map(_form, (state, batch))
   begin = WALL()
@@ -376,6 +386,18 @@ def first_step() -> None:
   times = step.compile(*abstract).times  # from the call above: the result is cached
   planned = (times['trace'] + times['plan']) / call
   print(json.dumps({'call': call, 'planned': planned, 'ended': ended}))
+
+
+def first_trace() -> None:
+  """Runs in a new process: prints the time that `jax.jit` takes to trace the same step without a pipeline, as JSON."""
+  state, batch = _small()
+  begin = WALL()
+  _plain().trace(state, batch)
+  print(json.dumps({'trace': WALL() - begin}))
+
+
+def _small() -> tuple[TrainState, Any]:
+  return jax.block_until_ready((state_of(SIZES['small']), batch_of(SIZES['small'])))
 
 
 def _form(leaf: jax.Array) -> jax.ShapeDtypeStruct:
