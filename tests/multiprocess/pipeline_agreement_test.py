@@ -2,6 +2,8 @@
 
 import re
 
+import numpy as np
+
 from tests.processes import run_processes
 
 SETUP = """
@@ -172,3 +174,55 @@ else:
   source = source.replace('FOLDER', str(tmp_path / 'state'))
   results = run_processes(source, processes=3, devices=1, timeout=100)
   assert [result.value for result in results] == [1.0, 1.0, None]
+
+
+def test_arrays_of_one_process():
+  """No other process knows them: each reports their devices, in any call, instead of waiting for another.
+
+  Those on one device are values, compared like arrays on the host.
+  """
+  source = """
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+own = Mesh(np.array(jax.local_devices()).reshape(1, 2), ('stage', 'data'))
+layout = spmd.Layout({'stage': 2, 'data': 2}, ())
+x = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+def new_step():
+  return layout.pipeline_jit(lambda w, x: jnp.sum(pipeline.stage_end(x * w) * x))
+
+def outcome(x):
+  try:
+    return float(step(np.float32(2), x))
+  except spmd.errors.FlaxSpmdError as error:
+    return [type(error).__name__, *str(error).splitlines()]
+
+step = new_step()
+report(outcome(jax.device_put(x, NamedSharding(own, P('data')))))
+report(outcome(x))
+report(outcome(jax.device_put(x, NamedSharding(own, P()))))  # fits the programs of the array on the host
+report(outcome(jax.device_put(x, jax.local_devices()[0])))
+report(outcome(jax.device_put(x, NamedSharding(layout.mesh, P()))))
+step = new_step()
+report(outcome(jax.device_put(x + me, jax.local_devices()[0])))
+"""
+  results = run_processes(SETUP + source, processes=2, devices=2, timeout=100)
+  x = np.arange(32, dtype=np.float32)
+  total = float(2 * (x * x).sum())
+  fix = (
+    'Fix: pass the same batch and state on every process; layout.local_to_global joins the batches of several '
+    'processes.'
+  )
+  local = [
+    'LayoutError',
+    "the devices of argument 1 (float32[8,4]): '0-1' in process 0, '2048-2049' in process 1.",
+    fix,
+  ]
+  for result in results:
+    *outcomes, other = result.reported
+    assert outcomes == [local, total, local, total, total]
+    assert [re.sub(r'digest \w+', 'digest', line) for line in other] == [
+      'LayoutError',
+      'argument 1 (float32[8,4]): digest in process 0, digest in process 1.',
+      fix,
+    ]

@@ -10,6 +10,7 @@ if they differ.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Literal
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.data.common_values import CommonPiece, value_parts, value_problems
 from flax_spmd._src.data.digests import digests
-from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, text_problems
+from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, ranges, text_problems
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.run.call_list import Call, CallList, StageProgram
@@ -71,9 +72,10 @@ def check_same_pipeline(
 def check_same_arguments(
   setting: Setting, leaves: Sequence[tuple[str, Any]], users: Sequence[Iterable[int]]
 ) -> None:
-  """Raises on every process unless processes that use the same argument pass equal values for it.
+  """Raises on every process unless all pass the same array, or those that use an argument equal values for it.
 
-  Arrays on devices of the mesh are not compared, and neither is an argument that one process uses.
+  Arrays with a `NamedSharding` have to be on the same devices in all processes: an array on devices of one process
+  is known to no other, which would wait for it. The values of other ones are compared, unless one process uses them.
 
   Args:
     setting: the settings of the pipeline.
@@ -81,15 +83,23 @@ def check_same_arguments(
     users: per argument, the processes whose ranks use it.
 
   Raises:
-    LayoutError: the paths, values or digests that differ, and the processes.
+    LayoutError: the paths, devices, values or digests that differ, and the processes.
   """
-  pieces = [
-    CommonPiece(f'argument {name} ({jax.typeof(leaf).str_short()})', (), tuple(sorted(each)), leaf)
-    for (name, leaf), each in zip(leaves, map(set, users), strict=True)
-    if len(each) > 1 and jax.process_index() in each and not getattr(leaf, 'committed', False)
-  ]
+  pieces = []
+  for (name, leaf), each in zip(leaves, map(set, users), strict=True):
+    subject = f'argument {name} ({jax.typeof(leaf).str_short()})'
+    if isinstance(getattr(leaf, 'sharding', None), NamedSharding):
+      devices = _devices_text(leaf.sharding.mesh)
+      pieces.append(CommonPiece(f'the devices of {subject}', (), setting.processes, devices))
+    elif len(each) > 1 and jax.process_index() in each and getattr(leaf, 'is_fully_addressable', True):
+      pieces.append(CommonPiece(subject, (), tuple(sorted(each)), leaf))
   differing = differing_parts('arguments', setting.processes, value_parts(pieces), CALLS, TIMEOUT)
   raise_problems(value_problems(differing, _SAME_ARGUMENTS))
+
+
+@functools.lru_cache(maxsize=256)
+def _devices_text(mesh: Mesh) -> str:
+  return ranges(sorted(device.id for device in mesh.devices.flat))
 
 
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:

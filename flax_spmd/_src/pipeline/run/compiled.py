@@ -60,10 +60,11 @@ class CompiledPipeline:
     self._setting, self._request, self._result = setting, request, result
     self._arguments = setting.arguments
     self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
-    several = len(setting.processes) > 1
+    self._compared: set[Any] = set()  # the leaves' numbers and shardings that processes have compared
+    self._several = several = len(setting.processes) > 1
     watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.progress)
     self._run: Callable[[Callable[[], Any]], Any] = watch.run if several else lambda step: step()
-    self._is_compared = len(setting.processes) == 1
+    self._is_compared = not several
     self.machine, self.executables, self.times = machine, executables, times
     self.memory, self.host_memory = memory, host_memory
 
@@ -132,7 +133,7 @@ class CompiledPipeline:
   def run(self, leaves: Sequence[Any]) -> Any:
     """Runs the pipeline on leaves that `leaves` returned.
 
-    The first time, processes compare the arguments on the host.
+    The first time, and for new shardings of arguments, processes compare the arguments.
     """
     if not self._is_compared:
       self._compare(leaves)
@@ -144,6 +145,7 @@ class CompiledPipeline:
       for uses in self.machine.arguments
     ]
     check_same_arguments(self._setting, named_arguments(self._request.treedef.unflatten(leaves)), users)
+    self._compared.update(enumerate(getattr(leaf, 'sharding', None) for leaf in leaves))
     self._is_compared = True
 
   def leaves(self, args, kwargs) -> list[Any] | None:
@@ -172,6 +174,9 @@ class CompiledPipeline:
     same = self._spec_of(leaf) == self._request.specs[number]
     if same:
       self._accepted[number] = leaf.sharding
+      named = isinstance(leaf.sharding, NamedSharding)
+      if self._several and named and (number, leaf.sharding) not in self._compared:
+        self._is_compared = False
     return same
 
   def _spec_of(self, leaf: Any) -> PartitionSpec:
