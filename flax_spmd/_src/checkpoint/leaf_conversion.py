@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_spmd._src.checkpoint.matching.routes import Route, evaluated
-from flax_spmd._src.checkpoint.storage.host_shards import put
+from flax_spmd._src.data.host_values import put
 from flax_spmd.errors import CheckpointError
 
 

@@ -25,7 +25,6 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import contents, skeleton
-from flax_spmd._src.checkpoint.storage.host_shards import put
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -44,6 +43,7 @@ from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   started,
 )
 from flax_spmd._src.data.checksums import own_checksums
+from flax_spmd._src.data.host_values import put
 
 CHANGED = 'its content has changed'
 _OF_PROCESS = re.compile(r'ocdbt\.process_\d+/?')

@@ -8,13 +8,13 @@ from typing import Any
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import skeleton
-from flax_spmd._src.checkpoint.storage.host_shards import put
 from flax_spmd._src.checkpoint.storage.record import (
   Record,
   by_path,
   describe,
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
+from flax_spmd._src.data.host_values import put
 from flax_spmd.errors import CheckpointDamagedError
 
 

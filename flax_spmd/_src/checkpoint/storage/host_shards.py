@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
@@ -62,28 +61,3 @@ def from_callback(
   if is_elsewhere(sharding):
     return nowhere(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
   return jax.make_array_from_callback(tuple(shape), sharding, shard, dtype=dtype)
-
-
-def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[jax.Array]:
-  """Arrays that every process holds on its host, on the devices of all.
-
-  `jax.device_put` would compare them between all processes, and refuses devices of which this process has none.
-  """
-  if all(sharding.is_fully_addressable for sharding in shardings):
-    return jax.device_put(list(values), list(shardings))
-  return [_put(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
-
-
-def _put(value: Any, sharding: Sharding) -> jax.Array:
-  if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-    return from_callback(value.shape, value.dtype, sharding, lambda index: value[index])
-  if is_elsewhere(sharding):
-    return nowhere(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
-  numbers = np.asarray(jax.random.key_data(value))
-  shards = [
-    jax.device_put(
-      jax.random.wrap_key_data(jnp.asarray(numbers[index]), impl=jax.random.key_impl(value)), device
-    )
-    for device, index in sharding.addressable_devices_indices_map(value.shape).items()
-  ]
-  return jax.make_array_from_single_device_arrays(value.shape, sharding, shards, dtype=value.dtype)

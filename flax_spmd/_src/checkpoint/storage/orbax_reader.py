@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from flax_spmd._src.checkpoint.storage import buckets, contents, skeleton
 from flax_spmd._src.checkpoint.storage.direct_reads import Contradiction, DirectReads
-from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, nowhere, put
+from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, nowhere
 from flax_spmd._src.checkpoint.storage.orbax_context import local_context
 from flax_spmd._src.checkpoint.storage.orbax_folders import (
   PART,
@@ -36,6 +36,7 @@ from flax_spmd._src.checkpoint.storage.record import (
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
+from flax_spmd._src.data.host_values import put
 from flax_spmd.errors import CheckpointDamagedError, raise_problems
 
 _ARRAYS = 'array_metadatas'

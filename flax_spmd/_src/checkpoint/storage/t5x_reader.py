@@ -18,7 +18,6 @@ import tensorstore
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import skeleton
-from flax_spmd._src.checkpoint.storage.host_shards import put
 from flax_spmd._src.checkpoint.storage.record import Record, by_path, describe, dtype_of
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import checked
@@ -29,6 +28,7 @@ from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   kvstore_of,
   started,
 )
+from flax_spmd._src.data.host_values import put
 from flax_spmd.errors import CheckpointDamagedError
 
 _STATE, _VERSION = 'optimizer', 'version'

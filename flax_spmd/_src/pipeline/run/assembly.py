@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from flax_spmd._src import compat
+from flax_spmd._src.data.host_values import put
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Value
-from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.call_list import Buffer, Call, Send, StageProgram
 from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
@@ -141,7 +141,7 @@ class Assembler:
         use = Use(self._register(buffer), self._stages.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
     arrays, shardings = zip(*constants.values()) if constants else ((), ())
-    return uses, dict(zip(constants, submeshes.put(arrays, shardings)))
+    return uses, dict(zip(constants, put(arrays, shardings)))
 
   def _result(self, atom: Value, numbers: Mapping[Value, int]) -> Result:
     if isinstance(atom, Constant):

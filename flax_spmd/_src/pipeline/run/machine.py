@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from flax_spmd._src.data.host_values import put
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress
 from flax_spmd._src.pipeline.run.submeshes import is_local, union, view
@@ -143,7 +144,7 @@ class Machine:
           to_put.append((number, leaf, sharding))
     if to_put:
       numbers, arrays, shardings = zip(*to_put)
-      for number, array in zip(numbers, jax.device_put(list(arrays), list(shardings))):
+      for number, array in zip(numbers, put(arrays, shardings)):
         registers[number] = array
     return registers
 

@@ -155,21 +155,6 @@ def view(array: jax.Array, sharding: NamedSharding) -> jax.Array | None:
   return from_shards(array, sharding, [shards[device] for device in indices if device in shards])
 
 
-def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-  """Arrays on the devices of their ranks; numbers of numpy are not compared between processes, one by one."""
-  if all(sharding.is_fully_addressable for sharding in shardings):
-    return jax.device_put(list(arrays), list(shardings))
-  return [
-    _number(array, sharding) if isinstance(array, np.generic) else jax.device_put(array, sharding)
-    for array, sharding in zip(arrays, shardings, strict=True)
-  ]
-
-
-def _number(number: Any, sharding: NamedSharding) -> jax.Array:
-  shards = [jax.device_put(number, device) for device in sharding.addressable_devices]
-  return from_shards(jax.typeof(number), sharding, shards)
-
-
 def union(parts: Sequence[jax.Array], sharding: NamedSharding, like: Any) -> jax.Array:
   """One array of its copies on this process's ranks, without copying data."""
   shards = [shard.data for part in parts for shard in part.addressable_shards]
