@@ -68,6 +68,15 @@ for seed in range(@first@, @last@):
 """
 
 
+JAX_COPIES = """
+import socket
+with socket.socket() as free:
+  free.bind(('127.0.0.1', 0))
+  jax.config.update('jax_cross_host_transfer_socket_address', '127.0.0.1:%d' % free.getsockname()[1])
+"""
+
+
+@pytest.mark.parametrize('copies', ['gloo', pytest.param('JAX', marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
   ('first', 'last'),
   [
@@ -78,7 +87,8 @@ for seed in range(@first@, @last@):
     ),
   ],
 )
-def test_equals_jit(first, last):
+def test_equals_jit(first, last, copies):
   source = SOURCE.replace('@first@', str(first)).replace('@last@', str(last))
-  for result in run_processes(source, processes=2, devices=4, timeout=300):
+  setting = JAX_COPIES if copies == 'JAX' else ''
+  for result in run_processes(setting + source, processes=2, devices=4, timeout=300):
     assert result.reported == list(range(first, last))
