@@ -66,7 +66,10 @@ def weak(leaf):
 
 
 def assert_same(result, expected, tolerance=1e-5):
-  """Asserts that two trees have equal structures and leaf types, and equal numbers up to a tolerance."""
+  """Asserts that two trees have equal structures and leaf types, and equal numbers up to a tolerance.
+
+  Over several processes, each compares its own shards of the result.
+  """
   assert jax.tree.structure(result) == jax.tree.structure(expected)
   pairs = zip(jax.tree_util.tree_leaves_with_path(result), jax.tree.leaves(expected), strict=True)
   for (path, leaf), expected_leaf in pairs:
@@ -74,7 +77,14 @@ def assert_same(result, expected, tolerance=1e-5):
     assert isinstance(leaf, jax.Array), where
     assert jax.typeof(leaf).str_short() == jax.typeof(expected_leaf).str_short(), where
     assert weak(leaf) == weak(expected_leaf), where
-    np.testing.assert_allclose(plain(leaf), plain(expected_leaf), tolerance, tolerance, err_msg=where)
+    parts = [(leaf, expected_leaf)]
+    if not leaf.is_fully_addressable:
+      whole = jnp.asarray(expected_leaf)
+      parts = [
+        (shard.data, whole[shard.index] if whole.ndim else whole) for shard in leaf.addressable_shards
+      ]
+    for one, other in parts:
+      np.testing.assert_allclose(plain(one), plain(other), tolerance, tolerance, err_msg=where)
 
 
 def check_each(step, state, calls, layout=LAYOUT, tolerance=1e-5, **options):

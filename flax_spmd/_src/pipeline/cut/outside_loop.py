@@ -78,7 +78,7 @@ def join(step: StepParts, programs: TaskPrograms, stage_ranks: Sequence[int]) ->
     initial = _copied if accumulator.first else _zeros  # a copy, since the first update overwrites it
     computed, [start[accumulator]] = eq.traced(initial, loop.starts[accumulator.origin], known=traces)
     before += computed
-    final[accumulator] = Value(accumulator.before.aval)
+    final[accumulator] = Value(accumulator.after.aval)  # the first state may have a weak type
     rank_of[final[accumulator]] = stage_ranks[accumulator.task[1]]
   for origin, whole in enumerate(loop.finals):
     parts = [final[one] for one in programs.accumulators if one.origin == origin]

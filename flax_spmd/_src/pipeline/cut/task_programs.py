@@ -192,7 +192,7 @@ def _sums(cut, before, last, terms, additions, producer) -> list[tuple[Value, Va
     start = current = before if number == 0 else Value(before.aval)
     at = max(cut.position[producer[term]] for term in stage_terms)
     for term in stage_terms + (anywhere if number == 0 else []):
-      total = Value(before.aval)
+      total = Value(last.outputs[0].aval)
       new.append(dataclasses.replace(last, inputs=[current, term], outputs=[total]))
       cut.position[new[-1]] = at
       current = total
