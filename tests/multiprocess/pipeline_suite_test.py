@@ -31,20 +31,22 @@ report([outcomes.passed, outcomes.failed])
   ('file', 'names'),
   [
     pytest.param('reductions_test.py', 'not place_with_decides', marks=ON_NEW_JAX),
+    pytest.param('nnx_models_test.py', '', marks=ON_NEW_JAX),  # its biases stay on their ranks
     *(
       pytest.param(file, names, marks=pytest.mark.exhaustive)
       for file, names in (
         ('models_test.py', ''),
-        ('nnx_models_test.py', ''),
         ('loops_test.py', ''),
         ('optimizers_test.py', ''),
-        ('arguments_test.py', ''),
+        ('arguments_test.py', 'not (nothing_else or other_devices or two_pipelines or train_then)'),
       )
     ),
   ],
 )
 def test_equals_jit_over_two_processes(file, names):
-  source = SOURCE.replace('@root@', repr(str(ROOT))).replace('@names@', repr(names)).replace('@file@', file)
+  source = (
+    SOURCE.replace('@root@', repr(str(ROOT))).replace('@names@', repr(names)).replace('@file@', file)
+  )
   first, second = (result.value for result in run_processes(source, processes=2, devices=4, timeout=500))
   assert first[1] == second[1] == []
-  assert first[0] == second[0] > 10
+  assert first[0] == second[0] > 2

@@ -30,7 +30,9 @@ from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
 
 _LARGE_RESULT = 1 << 16  # bytes; up to this size, a result of arguments alone is kept on several ranks
-_SMALL_RESULT = 512  # bytes; up to this size, a result is sent to every process: losses, norms
+_SMALL_RESULT = (
+  512  # bytes; up to this size, a result is sent to every process: losses, norms; of a state the scalars
+)
 
 Port: TypeAlias = tuple[Value, int]
 """A value of the step, and an index into the microbatches of the program that uses it."""
@@ -157,8 +159,8 @@ class CallListBuilder:
     arguments: the arguments of the step.
     succeeded: the argument whose place each result takes in the next step. The result is sent to the
       ranks that use the argument.
-    broadcast_small: whether results up to 512 bytes are sent to every rank. Set when ranks belong to
-      several processes.
+    broadcast_small: whether results up to 512 bytes, of a state the scalars, are sent to every rank. Set when
+      ranks belong to several processes.
   """
 
   def __init__(
@@ -356,7 +358,9 @@ class CallListBuilder:
     """
     if value in self._assignment.rank_of:
       producer, argument = self._assignment.rank_of[value], self._succeeded.get(value)
-      everywhere = self._broadcast_small and value.bytes <= _SMALL_RESULT
+      # of a state the scalars alone: its biases and norms would be sent by every rank to every other
+      small = value.bytes <= _SMALL_RESULT and (argument is None or not value.aval.shape)
+      everywhere = self._broadcast_small and small
       return [rank for rank in self._ranks if everywhere or rank == producer or argument in uses[rank]]
     needs = set(eq.free_values(self._assignment.closure([value])))
     ranks = [rank for rank in self._ranks if not needs.isdisjoint(uses[rank])]
