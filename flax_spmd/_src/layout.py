@@ -529,6 +529,7 @@ class Layout:
     Within stages, Explicit axes of the mesh are Auto: names decide, and types have no shardings.
     Ranks of different processes exchange arrays by collectives, or by JAX's own copies between hosts if
     `jax_cross_host_transfer_socket_address` is set on every process before JAX is first used.
+    Results of up to 512 bytes are sent to all processes, so that each can print its loss; of a state the scalars.
 
     Args:
       fn: function to compile; if omitted, `pipeline_jit` returns a decorator.
