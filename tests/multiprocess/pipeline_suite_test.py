@@ -36,7 +36,7 @@ report([outcomes.passed, outcomes.failed])
       pytest.param(file, names, marks=pytest.mark.exhaustive)
       for file, names in (
         ('models_test.py', ''),
-        ('loops_test.py', ''),
+        ('loops_test.py', 'not (examples_stay or debug)'),  # which see the programs of all processes
         ('optimizers_test.py', ''),
         ('arguments_test.py', 'not (nothing_else or other_devices or two_pipelines or train_then)'),
       )
