@@ -104,9 +104,9 @@ class Estimator:
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._program = _AnalyzedStep(self._lowering, self.parameter_names, platform)
+    self._program = _AnalyzedStep(self._lowering, platform)
     constrained = self._lowering.with_batch
-    self._with_batch = constrained and _AnalyzedStep(constrained, self.parameter_names, platform, True)
+    self._with_batch = constrained and _AnalyzedStep(constrained, platform, True)
     self._parts = [
       *(_part(path) for path, _ in state),
       *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
@@ -245,27 +245,18 @@ class _AnalyzedStep:
 
   Args:
     lowering: the step.
-    parameter_names: logical names of dimensions of the state.
     platform: platform that it is lowered for.
     is_automatic: whether its constraints are automatic ones, which are left out where they do not divide.
   """
 
-  def __init__(
-    self,
-    lowering: NamedLowering,
-    parameter_names: frozenset[str],
-    platform: str,
-    is_automatic: bool = False,
-  ):
+  def __init__(self, lowering: NamedLowering, platform: str, is_automatic: bool = False):
     self.used, self.is_automatic = lowering.used, is_automatic
-    self.module = mlir.prepare(lowering.code, parameter_names)
+    self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
     self.analyzed = AnalyzedGraph(self.module.graph)
     numbers = {index: number for number, index in enumerate(lowering.used)}
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
-    leaves = len(jax.tree.leaves(lowering.state))
-    self.first_of_batch = sum(index < leaves for index in lowering.used)
 
   def walk(self, layout: Layout, shardings: Sequence[NamedSharding], platform: str) -> WalkResult:
     """The costs under a layout, with the shardings of all leaves of the state and the batch."""
@@ -276,7 +267,7 @@ class _AnalyzedStep:
     ]
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
-    specs = self.module.propagate(sizes, arguments, results, resolve, self.first_of_batch)
+    specs = self.module.propagate(sizes, arguments, results, resolve)
     return self.analyzed.walk(specs, results, sizes, platform)
 
 
