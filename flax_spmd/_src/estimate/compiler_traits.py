@@ -13,7 +13,10 @@ from collections.abc import Sequence
 
 from flax_spmd._src.estimate.graph import Block, Graph, Op
 
-_LOOKUPS = {'gather': 'start_index_map', 'scatter': 'scatter_dims_to_operand_dims'}
+_LOOKUPS = {  # by kind, the attributes with the dimensions of the table, and the declared batch of the indices
+  'gather': ('start_index_map', 'start_indices_batching_dims'),
+  'scatter': ('scatter_dims_to_operand_dims', 'scatter_indices_batching_dims'),
+}
 # Operations whose result counts along the same dimension as their operands; a negation stands for an addition.
 _SAME_SHAPE = ('convert', 'copy', 'negate', 'select', 'sharding_constraint')
 
@@ -73,10 +76,11 @@ class _IotaDims:
     indices = op.operands[len(op.operands) // 2]  # a scatter has as many updates as tables
     counts = self.known.get(indices, ())
     table, shape = self.values[op.operands[0]].shape, self.values[indices].shape
+    looked_up, declared = (op.attributes.get(name, ()) for name in _LOOKUPS[op.kind])
     pairs = tuple(
       (dim, count)
-      for dim, count in zip(op.attributes.get(_LOOKUPS[op.kind], ()), counts)
-      if count is not None and shape[count] == table[dim]
+      for dim, count in zip(looked_up, counts)
+      if count is not None and shape[count] == table[dim] and count not in declared
     )
     is_diagonal = len({count for _, count in pairs}) < len(
       pairs

@@ -218,11 +218,15 @@ def convolution(op: Op, context: Context) -> Requirement:
     for place in zip(factor, (*context.specs, context.result_spec))
   ]
   is_product = {*groups} == {1} and not any(spec[dim] for dim, spec in places if dim is not None)
-  requirement = (_partitioned if is_product else _cheapest)(factors, context)
+  if _is_grouped(op, inputs):
+    requirement = _sharded(factors, replicated(len(factors)), context)
+  else:
+    requirement = (_partitioned if is_product else _cheapest)(factors, context)
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
   is_moved = requirement.operands[1] not in (None, context.specs[1])
   if context.platform == 'cuda':
-    is_reversed = op.attributes.get('is_reversed', False) and not is_moved
+    is_whole = op.attributes.get('feature_group_count', 1) == 1  # XLA takes no gradient with groups for one
+    is_reversed = op.attributes.get('is_reversed', False) and not is_moved and is_whole
     positions = _library_positions(sizes, windows, is_reversed)
   else:
     positions = _positions(sizes, windows)
@@ -244,16 +248,20 @@ def _doubt_of_groups(op: Op, inputs: Sequence[int], requirement: Requirement) ->
   return 'a convolution with a group for each feature, whose result XLA exchanges'
 
 
+def _is_grouped(op: Op, inputs: Sequence[int]) -> bool:
+  """Whether features are in groups of several, as in a ResNeXt: XLA gathers all arrays, and shards nothing."""
+  return 1 < op.attributes.get('feature_group_count', 1) < inputs[op.attributes['dimension_numbers'][0].index('f')]
+
+
 def _features(op: Op, inputs: Sequence[int], kernel: Sequence[int]) -> list[Factor]:
-  """The batch and feature dimensions; in a depthwise convolution, features are a batch dimension too."""
+  """The batch and feature dimensions; the groups of a gradient are a batch dimension, and features of one each too."""
   left, right, result = op.attributes['dimension_numbers']
   batch, features, contracted = left.index('b'), left.index('f'), right.index('i')
   of_kernel, of_result = right.index('o'), result.index('f')
-  if (
-    op.attributes.get('batch_group_count', 1) == inputs[batch] > 1
-  ):  # the gradient of a depthwise kernel
+  groups = op.attributes.get('batch_group_count', 1)
+  if groups > 1:  # the gradient of a grouped kernel
     return [
-      Factor(batch, of_kernel, of_result, kernel[of_kernel]),
+      Factor(batch, of_kernel, of_result, kernel[of_kernel] * inputs[batch] // groups),
       Factor(features, contracted, None, kernel[contracted]),
     ]
   factors = [Factor(batch, None, result.index('b'), inputs[batch])]
