@@ -416,6 +416,7 @@ class _CostWalk:
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt:
       self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
+    self.gathered_bytes = max(self.gathered_bytes, required.padded)
     self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
     if required.halos and not (required.is_settled or is_plain_slice(op)):
       self.doubts.add(
@@ -539,6 +540,9 @@ class _CostWalk:
         -1 if self.loop else self.weight_gradients.index,
       )
     elif natural != spec and len(natural) == len(spec):
+      if op.kind == 'convolution':  # it is computed whole, and cut then
+        whole = shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
+        self.gathered_bytes += max(0.0, whole - self._bytes(value))
       ops = reshard(self._wire_value(value), natural, spec, self.sizes)
       if _are_gathers(ops):
         self.deferred_gathers[value] = natural

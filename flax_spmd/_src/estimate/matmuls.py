@@ -21,7 +21,16 @@ from flax_spmd._src.estimate.dot_groups import (
   ProductDim,
   partitioned,
 )
-from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
+from flax_spmd._src.estimate.graph import (
+  Axes,
+  GraphValue,
+  Op,
+  Spec,
+  replicated,
+  shard_count,
+  shard_size,
+  used_axes,
+)
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
 from flax_spmd._src.hlo.flops import Window, meetings
@@ -211,6 +220,7 @@ def convolution(op: Op, context: Context) -> Requirement:
     else:
       factors.append(Factor(at, None, to, 1))
       halo_dims[at] = outputs[to], window
+  is_reversed = False
   groups = (op.attributes.get(f'{one}_group_count', 1) for one in ('feature', 'batch'))
   places = [
     place
@@ -231,7 +241,13 @@ def convolution(op: Op, context: Context) -> Requirement:
   else:
     positions = _positions(sizes, windows)
   doubt = requirement.doubt or _doubt_of_groups(op, inputs, requirement)
-  return requirement._replace(flops=requirement.flops * positions, halos=halos, doubt=doubt)
+  padded = 0.0
+  if context.platform == 'cuda' and _library_call(sizes, windows, is_reversed) == 'padded':
+    spec = requirement.operands[0] or context.specs[0]
+    padded = _padded_bytes(context.values[0], spec, sizes, windows, context)
+  return requirement._replace(
+    flops=requirement.flops * positions, halos=halos, doubt=doubt, padded=padded
+  )
 
 
 def _doubt_of_groups(op: Op, inputs: Sequence[int], requirement: Requirement) -> str:
@@ -303,14 +319,12 @@ def _library_positions(
   other, and these count. It computes gradients without holes: of a filter, and of the input if the filter is of size 1,
   or reversed right before, and no device gets parts of it in between.
   """
-  each = [*zip(sizes, windows)]
-  has_holes = any(window.lhs_dilate > 1 for window in windows)
-  if any(over > to for _, over, to in sizes) and not has_holes:
+  each, call = [*zip(sizes, windows)], _library_call(sizes, windows, is_reversed)
+  if call == 'filter':
     return math.prod(
       _forward(at, over, Window(to, one.rhs_dilate), one.pad) for (at, over, to), one in each
     )
-  is_small = has_holes and all(over == 1 for _, over, _ in sizes)
-  if (is_small or is_reversed) and all(window.stride == 1 for window in windows):
+  if call == 'input':
     return math.prod(
       _forward(
         to,
@@ -320,10 +334,31 @@ def _library_positions(
       )
       for (at, over, to), one in each
     )
-  is_even = all(_high(at, to, one, one.pad) == one.pad for (at, _, to), one in each)
-  if any(over > to for _, over, to in sizes) or (is_even and not has_holes):
-    return _positions(sizes, windows)
-  return math.prod(over * to for _, over, to in sizes)
+  return math.prod(over * to for _, over, to in sizes) if call == 'padded' else _positions(sizes, windows)
+
+
+def _library_call(
+  sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], is_reversed: bool
+) -> str:
+  """The gradient that cuDNN computes, of a 'filter' or an 'input'; 'padded' if it reads a padded copy; else ''."""
+  has_holes = any(window.lhs_dilate > 1 for window in windows)
+  if any(over > to for _, over, to in sizes):
+    return '' if has_holes else 'filter'
+  is_small = has_holes and all(over == 1 for _, over, _ in sizes)
+  if (is_small or is_reversed) and all(window.stride == 1 for window in windows):
+    return 'input'
+  is_even = all(_high(at, to, one, one.pad) == one.pad for (at, _, to), one in zip(sizes, windows))
+  return '' if is_even and not has_holes else 'padded'
+
+
+def _padded_bytes(
+  array: GraphValue, spec: Spec, sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], context: Context
+) -> float:
+  """The bytes on one device of an input with its padding and holes."""
+  each = zip(sizes, windows)
+  ends = [(to - 1) * one.stride + (over - 1) * one.rhs_dilate + 1 for (_, over, to), one in each]
+  shard = shard_size(array.shape, spec, context.sizes) * array.itemsize
+  return shard * math.prod(ends) / math.prod(at for at, _, _ in sizes)
 
 
 def _forward(inputs: int, outputs: int, window: Window, low: int) -> int:
