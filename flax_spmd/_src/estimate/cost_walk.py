@@ -265,6 +265,7 @@ class _CostWalk:
     self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
+    self.padded = 0.0  # bytes of an operand that the current operation pads
     self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
@@ -305,6 +306,9 @@ class _CostWalk:
         self._add_step(present, live, index, alive)
         if op.kind == 'reduce':
           self._add_spike(op, live.reads[index], present)
+        if op.kind == 'dot_general' and self.padded:
+          reason = 'a padded operand of a product that is split along its sum'
+          self.spikes.append((op.source, reason, present + self.padded))
       if fills_stacks and self._runs_last(op):
         held.update(live.reads[index])
       for value in live.ending[index]:
@@ -416,7 +420,9 @@ class _CostWalk:
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt:
       self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
-    self.gathered_bytes = max(self.gathered_bytes, required.padded)
+    if op.kind == 'convolution':
+      self.gathered_bytes = max(self.gathered_bytes, required.padded)
+    self.padded = required.padded if op.kind == 'dot_general' else 0.0
     self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
     if required.halos and not (required.is_settled or is_plain_slice(op)):
       self.doubts.add(

@@ -36,6 +36,9 @@ from flax_spmd._src.estimate.requirements import Context, Requirement, sent_byte
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
+_TILE, _FEW_TILES = 128, 128  # rows and columns, and tiles of a product that XLA for GPUs splits along its sum
+_LONG_SUM = 2048  # elements
+_PARTS, _VECTOR = 4, 16  # the parts that have mostly been seen, and bytes that their rows are a multiple of
 
 
 class Factor(NamedTuple):
@@ -55,7 +58,28 @@ class Factor(NamedTuple):
 def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
   factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
-  return _partitioned(factors, context._replace(result_spec=_computed(factors, context)), is_dot=True)
+  requirement = _partitioned(factors, context._replace(result_spec=_computed(factors, context)), is_dot=True)
+  if context.platform != 'cuda':
+    return requirement
+  return requirement._replace(padded=_split_padding(factors, requirement, context))
+
+
+def _split_padding(factors: Sequence[Factor], requirement: Requirement, context: Context) -> float:
+  """The bytes of the larger operand if it is padded: a product of few tiles is split along its sum, in equal parts."""
+  left, right = (
+    [-(-size // shard_count(axes, context.sizes)) for size, axes in zip(value.shape, spec or (), strict=False)]
+    for value, spec in zip(context.values[:2], requirement.operands[:2])
+  )
+  batch = any(None not in factor[:3] for factor in factors)
+  summed = math.prod(left[factor.left or 0] for factor in factors if factor.result is None) if left else 0
+  if batch or not summed or not right:
+    return 0.0
+  rows, columns = (math.prod(one) // summed for one in (left, right))
+  itemsize = max(value.itemsize for value in context.values[:2])
+  is_split = -(-rows // _TILE) * -(-columns // _TILE) <= _FEW_TILES and summed >= _LONG_SUM
+  if not is_split or summed % (_PARTS * _VECTOR // itemsize) == 0:
+    return 0.0
+  return max(rows, columns) * summed * itemsize
 
 
 def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = False) -> Requirement:
