@@ -122,9 +122,7 @@ def _masks(block: Block, graph: Graph, uses: _Uses, depths: Mapping[int, int]) -
       yield result
 
 
-def _scaled_sums(
-  block: Block, graph: Graph, uses: _Uses, given: frozenset[int]
-) -> Iterator[int]:
+def _scaled_sums(block: Block, graph: Graph, uses: _Uses, given: frozenset[int]) -> Iterator[int]:
   """The sums of which an operand is the result of a product times a smaller array, and that several operations use."""
   products: set[int] = set()  # their results, and those plus a bias
   scaled: set[int] = set()
@@ -144,9 +142,12 @@ def _scaled_sums(
     elif op.kind == 'add':
       if not scaled.isdisjoint(same) and uses.count(result) >= _SHARED:
         yield result
-      products |= {result} if not products.isdisjoint(same) and given.issuperset(
-        one for one in op.operands if one not in products
-      ) else set()
+      products |= (
+        {result}
+        if not products.isdisjoint(same)
+        and given.issuperset(one for one in op.operands if one not in products)
+        else set()
+      )
 
 
 def _depths(block: Block, graph: Graph) -> dict[int, int]:

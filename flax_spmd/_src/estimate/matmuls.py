@@ -36,9 +36,15 @@ from flax_spmd._src.estimate.requirements import Context, Requirement, sent_byte
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
-_TILE, _FEW_TILES = 128, 128  # rows and columns, and tiles of a product that XLA for GPUs splits along its sum
+_TILE, _FEW_TILES = (
+  128,
+  128,
+)  # rows and columns, and tiles of a product that XLA for GPUs splits along its sum
 _LONG_SUM = 2048  # elements
-_PARTS, _VECTOR = 4, 16  # the parts that have mostly been seen, and bytes that their rows are a multiple of
+_PARTS, _VECTOR = (
+  4,
+  16,
+)  # the parts that have mostly been seen, and bytes that their rows are a multiple of
 
 
 class Factor(NamedTuple):
@@ -58,28 +64,37 @@ class Factor(NamedTuple):
 def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
   factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
-  requirement = _partitioned(factors, context._replace(result_spec=_computed(factors, context)), is_dot=True)
+  requirement = _partitioned(
+    factors, context._replace(result_spec=_computed(factors, context)), is_dot=True
+  )
   if context.platform != 'cuda':
     return requirement
   return requirement._replace(padded=_split_padding(factors, requirement, context))
 
 
-def _split_padding(factors: Sequence[Factor], requirement: Requirement, context: Context) -> float:
-  """The bytes of the larger operand if it is padded: a product of few tiles is split along its sum, in equal parts."""
+def _split_padding(
+  factors: Sequence[Factor], requirement: Requirement, context: Context
+) -> tuple[float, ...]:
+  """The bytes of the operands if they are padded: a product of few tiles is split along its sum, in equal parts."""
   left, right = (
-    [-(-size // shard_count(axes, context.sizes)) for size, axes in zip(value.shape, spec or (), strict=False)]
+    [
+      -(-size // shard_count(axes, context.sizes))
+      for size, axes in zip(value.shape, spec or (), strict=False)
+    ]
     for value, spec in zip(context.values[:2], requirement.operands[:2])
   )
   batch = any(None not in factor[:3] for factor in factors)
-  summed = math.prod(left[factor.left or 0] for factor in factors if factor.result is None) if left else 0
+  summed = (
+    math.prod(left[factor.left or 0] for factor in factors if factor.result is None) if left else 0
+  )
   if batch or not summed or not right:
-    return 0.0
+    return ()
   rows, columns = (math.prod(one) // summed for one in (left, right))
-  itemsize = max(value.itemsize for value in context.values[:2])
+  sizes = [value.itemsize for value in context.values[:2]]
   is_split = -(-rows // _TILE) * -(-columns // _TILE) <= _FEW_TILES and summed >= _LONG_SUM
-  if not is_split or summed % (_PARTS * _VECTOR // itemsize) == 0:
-    return 0.0
-  return max(rows, columns) * summed * itemsize
+  if not is_split or summed % (_PARTS * _VECTOR // max(sizes)) == 0:
+    return ()
+  return rows * summed * sizes[0], columns * summed * sizes[1]
 
 
 def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = False) -> Requirement:
@@ -259,16 +274,18 @@ def convolution(op: Op, context: Context) -> Requirement:
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
   is_moved = requirement.operands[1] not in (None, context.specs[1])
   if context.platform == 'cuda':
-    is_whole = op.attributes.get('feature_group_count', 1) == 1  # XLA takes no gradient with groups for one
+    is_whole = (
+      op.attributes.get('feature_group_count', 1) == 1
+    )  # XLA takes no gradient with groups for one
     is_reversed = op.attributes.get('is_reversed', False) and not is_moved and is_whole
     positions = _library_positions(sizes, windows, is_reversed)
   else:
     positions = _positions(sizes, windows)
   doubt = requirement.doubt or _doubt_of_groups(op, inputs, requirement)
-  padded = 0.0
+  padded: tuple[float, ...] = ()
   if context.platform == 'cuda' and _library_call(sizes, windows, is_reversed) == 'padded':
     spec = requirement.operands[0] or context.specs[0]
-    padded = _padded_bytes(context.values[0], spec, sizes, windows, context)
+    padded = (_padded_bytes(context.values[0], spec, sizes, windows, context),)
   return requirement._replace(
     flops=requirement.flops * positions, halos=halos, doubt=doubt, padded=padded
   )
@@ -290,7 +307,11 @@ def _doubt_of_groups(op: Op, inputs: Sequence[int], requirement: Requirement) ->
 
 def _is_grouped(op: Op, inputs: Sequence[int]) -> bool:
   """Whether features are in groups of several, as in a ResNeXt: XLA gathers all arrays, and shards nothing."""
-  return 1 < op.attributes.get('feature_group_count', 1) < inputs[op.attributes['dimension_numbers'][0].index('f')]
+  return (
+    1
+    < op.attributes.get('feature_group_count', 1)
+    < inputs[op.attributes['dimension_numbers'][0].index('f')]
+  )
 
 
 def _features(op: Op, inputs: Sequence[int], kernel: Sequence[int]) -> list[Factor]:
@@ -358,7 +379,9 @@ def _library_positions(
       )
       for (at, over, to), one in each
     )
-  return math.prod(over * to for _, over, to in sizes) if call == 'padded' else _positions(sizes, windows)
+  return (
+    math.prod(over * to for _, over, to in sizes) if call == 'padded' else _positions(sizes, windows)
+  )
 
 
 def _library_call(
@@ -376,7 +399,11 @@ def _library_call(
 
 
 def _padded_bytes(
-  array: GraphValue, spec: Spec, sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], context: Context
+  array: GraphValue,
+  spec: Spec,
+  sizes: Sequence[tuple[int, int, int]],
+  windows: Sequence[Window],
+  context: Context,
 ) -> float:
   """The bytes on one device of an input with its padding and holes."""
   each = zip(sizes, windows)
