@@ -33,7 +33,7 @@ from flax_spmd._src.compare.partition import can_partition, partition
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
-from flax_spmd._src.estimate.compiler_traits import mark_traits
+from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
 from flax_spmd._src.estimate.graph import Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
@@ -253,7 +253,7 @@ class _AnalyzedStep:
     self.used, self.is_automatic = lowering.used, is_automatic
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
-    self.analyzed = AnalyzedGraph(self.module.graph)
+    self.analyzed = AnalyzedGraph(with_folded_pads(self.module.graph))
     numbers = {index: number for number, index in enumerate(lowering.used)}
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
