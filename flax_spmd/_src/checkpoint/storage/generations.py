@@ -46,6 +46,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
 from flax_spmd._src.checkpoint.storage.orbax_files import orbax_names
 from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
+from flax_spmd._src.checkpoint.storage.removed_folders import settle
 from flax_spmd._src.checkpoint.storage.store import FileRecord, Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
@@ -96,6 +97,7 @@ class Claim:
       garbage = [name for name in self._garbage if name not in self._found]
       if garbage or any(is_pin(name) for name in listed):
         self._remove_unpinned(garbage)
+      settle()
     except BaseException:
       self.release()
       raise
