@@ -53,7 +53,7 @@ from flax_spmd.checkpoint import Changes
 
 LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
 ROUNDS = int(os.environ.get('ROUNDS', '5'))
-PAIR_ROUNDS = int(os.environ.get('PAIR_ROUNDS', '15'))
+PAIR_ROUNDS = int(os.environ.get('PAIR_ROUNDS', '11'))
 SMALL_LEAVES, SMALL_SIZE, SMALL_ROUNDS = 2000, 1024, 3
 MANY_LEAVES = 5000
 PACK = 1 << 16
