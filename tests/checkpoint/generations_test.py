@@ -279,6 +279,16 @@ def test_a_home_folder_that_no_shell_has_found(tmp_path, monkeypatch):
   assert number_of(tmp_path / '~' / 'a') == 1
 
 
+def test_an_empty_path(tmp_path, monkeypatch):
+  """Of an unset variable, say: it would be the current folder."""
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(
+    errors.CheckpointError, match=r'\AThe path is empty\.\nFix: pass a folder, or a URL'
+  ):
+    save('', 1)
+  assert not any(tmp_path.iterdir())
+
+
 def test_a_path_of_bytes(tmp_path):
   save(os.fsencode(tmp_path / 'a'), 1)
   assert number_of(os.fsencode(tmp_path / 'a')) == 1

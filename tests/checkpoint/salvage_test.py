@@ -8,11 +8,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import verification
-from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader
 from tests.checkpoint.states import assert_equal
 
 LAYOUT = spmd.Layout({'data': 8}, (('rows', 'data'),))
@@ -140,13 +140,13 @@ def _with_data_in(file):
 @pytest.mark.parametrize('options', OPTIONS)
 def test_groups_are_read_once(wholes, monkeypatch, options):
   """Packed arrays, too, which are read as a whole."""
-  loaded, load = [], OrbaxReader._load
+  loaded, load = [], ocp.load
 
-  def logged(reader, target, memory):
+  def logged(folder, target, **options):
     loaded.append(sum(leaf.size for leaf in jax.tree.leaves(target) if hasattr(leaf, 'size')))
-    return load(reader, target, memory)
+    return load(folder, target, **options)
 
-  monkeypatch.setattr(OrbaxReader, '_load', logged)
+  monkeypatch.setattr(ocp, 'load', logged)
   restored = checkpoint.restore(wholes(options))
   assert len(loaded) > 2 and sum(loaded) == sum(np.size(leaf) for leaf in jax.tree.leaves(VALUES)) - 1
   for name, value in _by_path(VALUES).items():

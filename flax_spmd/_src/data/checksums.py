@@ -134,7 +134,10 @@ def _small_states(arrays: Sequence[Any], alone: bool) -> Iterator[tuple[int, int
   ]
   own = [pair for pair in small if alone or _is_first(pair[1])]
   yield from ((i, 0) for i, _ in small)
-  for (i, _), whole in zip(own, jax.device_get([array for _, array in own]), strict=True):
+  on_devices = [array for _, array in own if not isinstance(array, np.ndarray)]
+  fetched = iter(jax.device_get(on_devices))
+  for i, array in own:
+    whole = array if isinstance(array, np.ndarray) else next(fetched)
     yield i, extended(0, _bytes(widened(whole, np)))
 
 

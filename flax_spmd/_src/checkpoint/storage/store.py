@@ -134,9 +134,12 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
   """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.
 
   Raises:
-    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`; or the path begins with ~.
+    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`; or the path is empty, or
+      begins with ~.
   """
   text = os.fsdecode(path)
+  if not text:
+    raise CheckpointError(f'The path is empty.\n{_FIX}')
   match = _SCHEME.match(text)
   if match is None:
     if text.partition(os.sep)[0] == '~':

@@ -69,7 +69,7 @@ class Damage(NamedTuple):
     )
 
 
-class _Comparison:
+class _LeafCheck:
   """The comparison of leaves that have been read with their records. Every process makes one.
 
   Args:
@@ -196,7 +196,7 @@ def _whole_and_damage(
   lost |= {path: each.reason for path, each in unrecorded.items()}
   lost = over_processes('directly', lost)
   found = {path: leaf for path, leaf in found.items() if path not in lost}
-  found, wrong = _Comparison(reader, requests, found, verify).result()
+  found, wrong = _LeafCheck(reader, requests, found, verify).result()
   lost |= over_processes('misfits', _of_misfits(reader, requests, verify, everything))
   return {p: leaf for p, leaf in (leaves | found).items() if p not in lost}, Damage(lost | wrong, files)
 
@@ -213,16 +213,16 @@ def _read_and_compared(
     records = {path: reader.record.leaves[path] for path in requests}
     size = sum(leaf.bytes for leaf in records.values())
     some, memory = groups(records, max(_LEAST, size // _PARTS)), memory or in_flight(size)
-  comparisons: list[_Comparison] = []
+  checks: list[_LeafCheck] = []
   lost: dict[str, str] = {}
   with ThreadPoolExecutor(1) as thread:
     for group in some:
       leaves, failed = _read_what_can_be(reader, {path: requests[path] for path in group}, memory)
       _check_width(reader, leaves)
       lost |= failed
-      comparisons.append(_Comparison(reader, requests, leaves, verify))
-      thread.submit(comparisons[-1].compute)
-  results = [each.result() for each in comparisons]
+      checks.append(_LeafCheck(reader, requests, leaves, verify))
+      thread.submit(checks[-1].compute)
+  results = [each.result() for each in checks]
   whole = {path: leaf for leaves, _ in results for path, leaf in leaves.items()}
   return whole, lost, {path: text for _, wrong in results for path, text in wrong.items()}
 
