@@ -1,6 +1,8 @@
 """Removed folders: their names go at once, their space later; nothing keeps it for long."""
 
+import itertools
 import os
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -62,6 +64,19 @@ def test_many_files_need_few_descriptors(tmp_path, gate, monkeypatch):
   remove_folder(folder)
   assert not folder.exists()
   assert len(open_below(folder)) == 2
+
+
+def test_the_last_descriptors_are_left_to_the_removal(tmp_path):
+  folder = filled(tmp_path / 'old', count=40)
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  used = set(map(int, os.listdir('/proc/self/fd')))
+  limit = next(n for n in itertools.count() if n - len(used & set(range(n))) == 16)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+  try:
+    remove_folder(folder)
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+  assert not folder.exists() and not open_below(folder)
 
 
 def test_nothing_is_held_after_an_error(tmp_path, monkeypatch):

@@ -29,9 +29,11 @@ def remove_folder(folder: Path) -> None:
     OSError: something stays. Nothing is held open then: a file server keeps the names of open files.
   """
   with _removing, contextlib.ExitStack() as held:
-    for file in itertools.islice(_large_files(folder), _MOST):
-      with contextlib.suppress(OSError):
+    try:
+      for file in itertools.islice(_large_files(folder), _MOST):
         held.callback(_close, os.open(file, os.O_RDONLY))
+    except OSError:  # too many are open, say; the removal needs some, too
+      held.close()
     shutil.rmtree(folder)
     freeing = held.pop_all()
     try:
