@@ -21,7 +21,7 @@ from flax_spmd._src.estimate.dot_groups import (
   ProductDim,
   partitioned,
 )
-from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
+from flax_spmd._src.estimate.graph import Axes, Op, replicated, shard_count, used_axes
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
 from flax_spmd._src.hlo.flops import Window, meetings
