@@ -1,11 +1,13 @@
 """Partial sums of one array, and arrays that are reshaped: the traffic of compiled programs, by hand."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import flax_spmd as spmd
-from flax_spmd.explore import Estimator, TrainStep, parse_target
+from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
 
 ROWS, WIDTH, BATCH = 512, 256, 64
 TABLE = 4 * ROWS * WIDTH * 7 / 8  # bytes of a reduce-scatter of the table in float32
@@ -136,3 +138,54 @@ def test_a_weight_that_activations_shard_along_another_dimension_is_in_doubt(nam
   found = doubts_of(loss, names, is_updated=False)
   reason = 'a weight that activations shard along another dimension'
   assert any(one.endswith(reason) for one in found) == is_in_doubt
+
+
+# layouts in which the dimensions of weights and activations want the same axes
+CONTESTED = (
+  ({'a': 8}, {'mlp': ('a',), 'vocab': ('a',)}),
+  ({'a': 8}, {'batch': ('a',), 'mlp': ('a',)}),
+  ({'a': 2, 'b': 4}, {'batch': ('b',), 'embed': ('a',), 'vocab': ('a',), 'length': ('b',)}),
+  (
+    {'a': 2, 'b': 4},
+    {'batch': ('b',), 'embed': ('a',), 'mlp': ('b',), 'vocab': ('b',), 'width': ('a', 'b')},
+  ),
+)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('jax_cuda12_plugin'), reason='no compiler for GPUs')
+def test_products_of_contested_axes_send_and_compute_as_much_as_compiled_ones():
+  def step(state, tokens):
+    def loss(state):
+      p = spmd.unbox(state)
+      x = jnp.take(p['table'], tokens, axis=0)
+      x = x + jax.nn.gelu(x @ p['up']) @ p['down']
+      x = spmd.with_logical_constraint(x, ('batch', 'length', 'width'))
+      chances = jax.nn.log_softmax(x @ p['out'])
+      return -jnp.take_along_axis(chances, tokens[..., None], -1).mean()
+
+    return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state)), jnp.float32(0)
+
+  def create():
+    shapes = {'table': (1024, 256), 'up': (256, 768), 'down': (768, 256), 'out': (256, 1024)}
+    sizes = {1024: 'vocab', 256: 'embed', 768: 'mlp'}
+    return {
+      key: spmd.LogicallyPartitioned(jnp.zeros(shape), tuple(map(sizes.get, shape)))
+      for key, shape in shapes.items()
+    }
+
+  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((32, 128), jnp.int32))
+  estimator = Estimator(train_step)
+  layouts = {
+    str(rules): spmd.Layout(
+      spmd.abstract_mesh(mesh),
+      tuple(
+        (name, rules.get(name, ())) for name in ('batch', 'length', 'width', 'vocab', 'embed', 'mlp')
+      ),
+    )
+    for mesh, rules in CONTESTED
+  }
+  for compiled in compare(train_step, layouts, 'h100:8'):
+    estimated = estimator.estimate(layouts[compiled.name], parse_target('h100:8'))
+    sent = [sum(one.counts.by_axis().values()) for one in (estimated, compiled)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.05), compiled.name
+    assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)

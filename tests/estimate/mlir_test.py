@@ -10,7 +10,13 @@ from jaxlib.mlir import ir
 
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
-from flax_spmd._src.estimate.mlir.inline import drop_uniform, inline_all
+from flax_spmd._src.estimate.mlir.inline import (
+  drop_uniform,
+  inline_all,
+  order_by_operands,
+  reshape_units,
+)
+from flax_spmd._src.estimate.mlir.read_graph import main_of
 from flax_spmd.errors import EstimatorError
 from flax_spmd.explore import Estimator, TrainStep
 
@@ -49,3 +55,36 @@ def test_uniform_operands_are_dropped():
   # the sum stays, as it reduces an array, and so does one operation for both products
   counts = {kind: left.count(f'stablehlo.{kind}') for kind in ('multiply', 'negate', 'broadcast', 'add')}
   assert counts == {'multiply': 0, 'negate': 1, 'broadcast': 1, 'add': 2}
+
+
+def test_dimensions_of_size_1_are_reshaped_and_others_are_not():
+  def function(x):
+    one = jnp.max(x[:, :, None], -1) + jax.lax.broadcast_in_dim(x, (4, 1, 4), (0, 2))[:, 0]
+    return one, jax.lax.broadcast_in_dim(x, (4, 1, 4), (2, 0)), jnp.sum(x, 0)
+
+  text = jax.jit(function).lower(jnp.ones((4, 4))).compiler_ir().operation.get_asm(binary=False)
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(text)
+    inline_all(module)
+    reshape_units(module.operation)
+    left = str(module)
+  # a transposing broadcast and the sum over four rows stay
+  assert [left.count(f'stablehlo.{kind}') for kind in ('broadcast_in_dim', 'reduce(')] == [1, 1]
+
+
+def test_operations_come_after_their_operands_from_the_first_result_on():
+  def function(x):
+    late = jnp.sin(x)
+    unused = jnp.tanh(x)
+    early = jax.lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: jnp.exp(c) + jnp.cos(c), x)
+    return early * 2, late, jax.lax.optimization_barrier(unused)
+
+  text = jax.jit(function).lower(jnp.ones(8)).compiler_ir().operation.get_asm(binary=False)
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(text)
+    inline_all(module)
+    order_by_operands(main_of(module.operation).regions[0].blocks[0])
+    assert module.operation.verify()
+    left = str(module)
+  places = [left.index(f'stablehlo.{kind}') for kind in ('while', 'multiply', 'sine', 'tanh')]
+  assert places == sorted(places)

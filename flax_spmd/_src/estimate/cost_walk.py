@@ -263,7 +263,6 @@ class _CostWalk:
     self.totals: dict[int, PartialSum] = {}  # results of the present loops that are reduced after them
     self.deferred_gathers: dict[int, Spec] = {}  # present shardings of values that are not gathered yet
     self.constrained: dict[int, int] = {}  # by the result of a constraint, the value that is gathered
-    self.deferred_computed: set[int] = set()  # those among them that were computed from several operands
     self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
@@ -481,19 +480,19 @@ class _CostWalk:
     is_free = value in self.analyzed.rematerialisable
     is_weight = value in self.analyzed.argument_derived
     if spec and is_weight and not is_free and is_elementwise(op):
-      moved = [one for one in self._changes(op, value, spec) if one.kind == 'all-to-all']
+      moved = [one for one in self._changes(value, spec) if one.kind == 'all-to-all']
       reason = 'a weight that activations shard along another dimension'
       if moved:
         self.doubts.add(op.source, reason, UNBOUNDED)
     if spec is None or ((is_weight or is_free) and op.kind not in _SLICES):
       return
     use = _RESHARDING.get(op.kind)
-    if use and not required.is_settled and self._changes(op, value, spec):
+    if use and not required.is_settled and self._changes(value, spec):
       reason = f'activations resharded for a {use}'
     elif op.kind in _SLICES and spec != self.specs[value]:
       reason = 'slice along a sharded dimension'
     elif is_elementwise(op) and spec != self.specs[value]:
-      changes = self._changes(op, value, spec)
+      changes = self._changes(value, spec)
       if any(one.kind == 'all-to-all' for one in changes):  # or that of another array of the same chain
         bound = Bound(wire=times * wire_bytes(changes, self.sizes))
         self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
@@ -549,8 +548,8 @@ class _CostWalk:
       added = (1 if is_apart else 4) * self._bytes(value)  # of the norms of a block and of its shortcut
       self.spikes.append((op.source, 'operands of a sum over images', present + added))
 
-  def _changes(self, op: Op, value: int, required: Spec) -> Sequence[CollectiveOp]:
-    return reshard(self.values[value], self._operand_spec(value, op), required, self.sizes)
+  def _changes(self, value: int, required: Spec) -> Sequence[CollectiveOp]:
+    return reshard(self.values[value], self.specs[value], required, self.sizes)
 
   def _add_result(self, value: int, required: Requirement, times: int, op: Op) -> None:
     """Records a result in its natural sharding, until an operation needs it otherwise."""
@@ -572,7 +571,6 @@ class _CostWalk:
       ops = reshard(self._wire_value(value), natural, spec, self.sizes)
       if _are_gathers(ops):
         self.deferred_gathers[value] = natural
-        self.deferred_computed |= {value} if len(op.operands) > 1 else set()
       else:
         is_own = op.kind == 'concatenate'  # XLA makes this exchange where the parts are joined
         is_exchanged = not is_own and any(one.kind == 'all-to-all' for one in ops)
@@ -582,7 +580,7 @@ class _CostWalk:
   def _context(self, op: Op) -> Context:
     return Context(
       [self.values[value] for value in op.operands],
-      [self._operand_spec(value, op) for value in op.operands],
+      [self.specs[value] for value in op.operands],
       [self._wire_value(value) for value in op.operands],
       [value in self.analyzed.rematerialisable or value in self.partial_sums for value in op.operands],
       self.values[op.results[0]],
@@ -590,12 +588,6 @@ class _CostWalk:
       self.sizes,
       self.platform,
     )
-
-  def _operand_spec(self, value: int, op: Op) -> Spec:
-    """The sharding of an operand; for a product, that of a computed operand before its deferred gather."""
-    if op.kind == 'dot_general' and value in self.deferred_computed:
-      return self.deferred_gathers.get(value, self.specs[value])
-    return self.specs[value]
 
   def _add_to_total(self, op: Op) -> bool:
     """Adds a partial sum to a loop's carry, to reduce the total after the loop; returns whether it did."""
@@ -661,7 +653,6 @@ class _CostWalk:
     elif _are_gathers(ops):
       self.deferred_gathers[result] = present
       self.constrained[result] = self.constrained.get(operand, operand)
-      self.deferred_computed |= {result} if operand in self.deferred_computed else set()
     else:
       self._bring(operand, self.specs[result], times, source)
 
