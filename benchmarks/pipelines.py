@@ -59,7 +59,7 @@ import flax_spmd as spmd
 from flax_spmd import pipeline
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.run.call_list import Call, CallList, Send
-from tests.processes import run_processes
+from tests.processes import JAX_COPIES, run_processes
 
 RANKS, MICROBATCHES = 4, 8
 CHUNKED_MS = 1742  # JaxPP's step of 48 chunks x 64 microbatches on 8 ranks: 1,742 to 1,819 (jax 0.9.2)
@@ -262,13 +262,7 @@ def _seconds_of_steps(processes: int, copies: bool = False) -> list[float]:
   """Seconds of steps, with transfers by `ppermute` over gloo, or by JAX's copies between processes."""
   lines = ['import sys', f'sys.path.insert(0, {str(Path(__file__).parent)!r})']
   if copies:
-    lines += [
-      'import socket',
-      'with socket.socket() as free:',
-      "  free.bind(('127.0.0.1', 0))",
-      "  address = '127.0.0.1:%d' % free.getsockname()[1]",
-      "jax.config.update('jax_cross_host_transfer_socket_address', address)",
-    ]
+    lines.append(JAX_COPIES)
   source = '\n'.join([*lines, 'jax.devices()', 'import pipelines', 'report(pipelines.steps())'])
   results = run_processes(source, processes=processes, devices=RANKS // processes, timeout=300, flags='')
   return results[0].value

@@ -25,6 +25,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 MARK = 'reported: '
+JAX_COPIES = """
+import socket
+with socket.socket() as free:
+  free.bind(('127.0.0.1', 0))
+  jax.config.update('jax_cross_host_transfer_socket_address', '127.0.0.1:%d' % free.getsockname()[1])
+"""
+"""Source that lets JAX itself copy arrays between processes; before the first use of JAX."""
 
 _PYTHON = sys.executable
 _parent: Any = None

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.processes import run_processes
+from tests.processes import JAX_COPIES, run_processes
 
 STEP = """
 import os, signal, time
@@ -31,12 +31,19 @@ step = layout.pipeline_jit(train_step, timeout=TIMEOUT)
 """
 
 
-def run(source, stages, timeout, **options):
+WAYS = pytest.mark.parametrize(
+  'setting', [pytest.param('', id='gloo'), pytest.param(JAX_COPIES, id='JAX')]
+)
+"""Transfers by `ppermute`, and by JAX's copies."""
+
+
+def run(source, stages, timeout, setting='', **options):
   step = STEP.replace('STAGES', str(stages)).replace('TIMEOUT', str(timeout))
-  return run_processes(step + source, processes=stages, devices=1, timeout=100, **options)
+  return run_processes(setting + step + source, processes=stages, devices=1, timeout=100, **options)
 
 
-def test_a_stalled_rank_is_named_by_all_others():
+@WAYS
+def test_a_stalled_rank_is_named_by_all_others(setting):
   """The last process stops coming; the second waits for it, and the first for the second."""
   source = """
 for number in range(3):
@@ -50,7 +57,7 @@ for number in range(3):
     report([number, time.monotonic() - begin, str(error)])
     break
 """
-  results = run(source, 3, 4, check=False)
+  results = run(source, 3, 4, setting, check=False)
   for result in results[:2]:
     number, seconds, text = result.value
     assert number == 2 and seconds < 8
@@ -65,7 +72,8 @@ for number in range(3):
     assert result.returncode in (0, 1)  # it ended by itself
 
 
-def test_a_rank_that_dies_is_named():
+@WAYS
+def test_a_rank_that_dies_is_named(setting):
   source = """
 for number in range(100_000):
   if number == 2 and me == 1:
@@ -77,10 +85,10 @@ for number in range(100_000):
     report([number, str(error)])
     os._exit(3)
 """
-  [survivor, victim] = run(source, 2, 10, check=False, grace=30)
+  [survivor, victim] = run(source, 2, 10, setting, check=False, grace=30)
   assert victim.returncode == -9 and survivor.returncode == 3
   number, text = survivor.value
-  assert number == 2
+  assert number == 2 or (setting and number == 1)  # JAX's copies go on after the sender's step
   assert text.startswith(
     'pipeline_jit of train_step: rank 1, of process 1, has ended, or the connection to it: process 0 '
   )

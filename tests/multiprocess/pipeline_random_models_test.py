@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.processes import run_processes
+from tests.processes import JAX_COPIES, run_processes
 from tests.versions import ON_NEW_JAX
 
 FIRST, _, LAST = os.environ.get('FLAX_SPMD_SEEDS', '0:60').partition(':')
@@ -65,14 +65,6 @@ for seed in range(@first@, @last@):
   with jax.enable_x64(True):
     check(seed)
   report(seed)
-"""
-
-
-JAX_COPIES = """
-import socket
-with socket.socket() as free:
-  free.bind(('127.0.0.1', 0))
-  jax.config.update('jax_cross_host_transfer_socket_address', '127.0.0.1:%d' % free.getsockname()[1])
 """
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from tests.processes import run_processes
+from tests.processes import JAX_COPIES, run_processes
 
 STEP = """
 import jax.numpy as jnp, optax
@@ -149,12 +149,7 @@ report([losses, run(jax.jit(step))[1], *run_hosted(layout, state)])
 def test_jax_copies_between_processes_where_it_can(processes, schedule):
   """With an address for its servers, `jax.device_put` does all transfers in the loop; every process calls it as often."""
   results = run_processes(
-    """
-import socket
-with socket.socket() as free:
-  free.bind(('127.0.0.1', 0))
-  jax.config.update('jax_cross_host_transfer_socket_address', '127.0.0.1:%d' % free.getsockname()[1])
-"""
+    JAX_COPIES
     + STEP.replace('@schedule@', repr(schedule))
     + """
 copied, put = [], jax.device_put

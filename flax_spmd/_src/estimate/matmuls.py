@@ -36,11 +36,8 @@ from flax_spmd._src.estimate.requirements import Context, Requirement, sent_byte
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
-_TILE = 128  # rows and columns
-_SPLIT = (
-  (108, 2048),
-  (128, 2**15),
-)  # the most tiles that have been seen split along a sum of more elements
+# Products that XLA for GPUs splits along their sum: rows and columns of a tile, and the most tiles with the fewest elements.
+_TILE, _SPLIT = 128, ((108, 2048), (128, 2**15))
 _PARTS, _VECTOR = (
   4,
   16,
@@ -64,9 +61,7 @@ class Factor(NamedTuple):
 def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
   factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
-  requirement = _partitioned(
-    factors, context._replace(result_spec=_computed(factors, context)), is_dot=True
-  )
+  requirement = _partitioned(factors, context, is_dot=True)
   if context.platform != 'cuda':
     return requirement
   return requirement._replace(padded=_split_padding(factors, requirement, context))
@@ -106,21 +101,6 @@ def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = Fal
   if not cheapest.doubt and not scattered and all(required == spec for required, spec in kept):
     return cheapest
   return _grouped(factors, context, is_dot) or cheapest
-
-
-def _computed(factors: Sequence[Factor], context: Context) -> Spec:
-  """The sharding of a result before it is gathered: along axes that shard a kept dimension of one operand alone."""
-  result = [*context.result_spec]
-  used = [used_axes(spec) for spec in (*context.specs, context.result_spec)]
-  for factor in factors:
-    for one, dim in enumerate(factor[:2]):
-      if factor.result is None or dim is None or factor[1 - one] is not None:
-        continue
-      axes, present = context.specs[one][dim], context.result_spec[factor.result]
-      added = {*axes[len(present) :]}
-      if axes[: len(present)] == present and added and not added & (used[1 - one] | used[2]):
-        result[factor.result] = axes
-  return tuple(result)
 
 
 def _grouped(factors: Sequence[Factor], context: Context, is_dot: bool) -> Requirement | None:

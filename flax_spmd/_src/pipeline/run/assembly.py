@@ -7,7 +7,8 @@ instructions of its own ranks, and of the transfers to and from them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,8 +86,10 @@ class Assembler:
   def _code(self) -> list[MachineInstruction]:
     """The instructions of this process."""
     ends = self._ends()
-    code = []
+    code: list[MachineInstruction] = []
+    coming: dict[CrossHostCopy, list[Buffer]] = {}  # received, and not waited for
     for number, one in enumerate(self._call_list.calls):
+      code += self._waits(coming, one.inputs)
       dead = tuple(map(self._register, ends.get(number, ())))
       if isinstance(one, Call):
         function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
@@ -100,7 +103,24 @@ class Assembler:
         code.append(
           MachineInstruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step)
         )
-    return code
+        if isinstance(one, Send) and isinstance(function, CrossHostCopy) and function.has_to_wait:
+          coming[function] = one.outputs
+    return [*code, *self._waits(coming, itertools.chain.from_iterable(coming.values()))]
+
+  def _waits(
+    self, coming: dict[CrossHostCopy, list[Buffer]], read: Iterable[Buffer]
+  ) -> list[MachineInstruction]:
+    """Instructions that wait for received buffers before they are read; their copies leave `coming`."""
+    read = set(read)
+    arriving = {copy: buffers for copy, buffers in coming.items() if not read.isdisjoint(buffers)}
+    for copy in arriving:
+      del coming[copy]
+    return [
+      MachineInstruction(
+        copy.wait, tuple(map(self._register, buffers)), (), (), buffers[0].rank, False, None
+      )
+      for copy, buffers in arriving.items()
+    ]
 
   def _ends(self) -> dict[int, list[Buffer]]:
     """The buffers whose last use is a call or send, by its index in the call list."""

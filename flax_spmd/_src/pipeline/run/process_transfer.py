@@ -117,12 +117,18 @@ class ProcessTransfer:
 class CrossHostCopy:
   """A copy by JAX of arrays of one rank to another, of other processes. Every process of the job calls it.
 
+  The receiver goes on until it reads the arrays; on a CPU it then has to `wait`, for a program in a queue could not be
+  watched.
+
   Args:
     source: the rank that sends.
     avals: shapes and dtypes of the arrays.
     shardings: shardings of the arrays, on both ranks.
     progress: where a transfer that runs is recorded.
     text: ranks and arrays, for errors.
+
+  Attributes:
+    has_to_wait: whether this process waits for the arrays before it reads them.
   """
 
   def __init__(
@@ -136,7 +142,7 @@ class CrossHostCopy:
     self._avals, (self._source, self._target) = list(avals), map(list, zip(*shardings))
     self._sends, self._receives = (is_local(each[0].mesh) for each in (self._source, self._target))
     self._wait, self._progress = _wait(source, self._source[0].mesh, text), progress
-    self._blocks = self._target[0].mesh.devices.flat[0].platform == 'cpu'
+    self.has_to_wait = self._receives and self._target[0].mesh.devices.flat[0].platform == 'cpu'
 
   def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
     """Runs the copy; returns the arrays in the receiving process, nothing in the others."""
@@ -144,8 +150,13 @@ class CrossHostCopy:
       jax.device_put(list(arrays) if self._sends else self._elsewhere, self._target)
       return []
     with self._progress.waiting(self._wait):
-      received = jax.device_put(self._elsewhere, self._target)
-      return jax.block_until_ready(received) if self._blocks else received
+      return jax.device_put(self._elsewhere, self._target)
+
+  def wait(self, *arrays: jax.Array) -> list[jax.Array]:
+    """Waits until the arrays that a call returned have arrived."""
+    with self._progress.waiting(self._wait):
+      jax.block_until_ready(arrays)
+    return []
 
   @functools.cached_property
   def _elsewhere(self) -> list[jax.Array]:
