@@ -36,12 +36,10 @@ from flax_spmd._src.estimate.requirements import Context, Requirement, sent_byte
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
-# Products that XLA for GPUs splits along their sum: rows and columns of a tile, and the most tiles with the fewest elements.
+# Products that XLA for GPUs splits along their sum: rows and columns of a tile; the most tiles, if the sum has more
+# elements than the second number.
 _TILE, _SPLIT = 128, ((108, 2048), (128, 2**15))
-_PARTS, _VECTOR = (
-  4,
-  16,
-)  # the parts that have mostly been seen, and bytes that their rows are a multiple of
+_PARTS, _VECTOR = 4, 16  # parts that have mostly been seen, and bytes of which their rows are a multiple
 
 
 class Factor(NamedTuple):
