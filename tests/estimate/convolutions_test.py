@@ -166,3 +166,24 @@ def test_the_gradients_of_a_kernel_by_example_are_in_doubt_where_features_move(n
   doubts = estimate(step, lambda: jnp.ones(kernel), jax.ShapeDtypeStruct(images, 'float32')).doubts
   reason = 'a convolution with a group for each feature, whose result XLA exchanges'
   assert any(reason in doubt for doubt in doubts) == is_exchanged
+
+
+def test_the_arrays_of_grouped_convolutions_are_gathered():
+  """XLA shards no convolution with groups of several features, and folds padding before one into it."""
+
+  def loss(kernels, x):
+    for kernel in kernels:
+      x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+      numbers = ('NHWC', 'HWIO', 'NHWC')
+      x = jax.lax.conv_general_dilated(
+        x, kernel, (2, 2), 'VALID', dimension_numbers=numbers, feature_group_count=8
+      )
+      x = jax.nn.relu(x)
+    return jnp.mean(x**2)
+
+  create = lambda: [jnp.ones((3, 3, 16, 128))] * 2
+  found = estimate(descent(loss), create, jax.ShapeDtypeStruct((64, 32, 32, 128), jnp.float32))
+  assert sum(found.counts.by_axis().values()) == 38_793_223
+  assert found.counts.flops == pytest.approx(1_571_880_960, rel=0.01)
+  assert found.memory.temporaries / 2**20 == pytest.approx(40.1, rel=0.02)
+  assert not found.doubts

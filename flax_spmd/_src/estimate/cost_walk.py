@@ -267,7 +267,7 @@ class _CostWalk:
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
     self.padded = 0.0  # bytes of a gathered operand that the current operation pads
-    self.products: dict[int, int] = {}  # by operand, the result of the last product that read it
+    self.products: dict[int, float] = {}  # by operand that is no weight, bytes of its last product
     self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
@@ -441,7 +441,8 @@ class _CostWalk:
     for value in op.results:
       self._add_result(value, required, times, op)
     if op.kind == 'dot_general':
-      self.products |= dict.fromkeys(op.operands, op.results[0])
+      values = [value for value in op.operands if value not in self.analyzed.argument_derived]
+      self.products |= dict.fromkeys(values, self._written_bytes(op, op.results[0]))
 
   def _add_padded(self, op: Op, required: Requirement) -> None:
     """Adds the padded operands of a product.
@@ -453,8 +454,8 @@ class _CostWalk:
     is_gathered = [spec not in (None, self.specs[value]) for value, spec in specs]
     self.padded = max(size * gathered for size, gathered in zip(required.padded, is_gathered))
     added = sum(size for size, gathered in zip(required.padded, is_gathered) if not gathered)
-    later = [self._bytes(self.products[value]) for value in op.operands if value in self.products]
-    self.gathered_bytes += max(0.0, added - max(later, default=0.0))
+    later = [self.products.get(value, 0.0) for value in op.operands]
+    self.gathered_bytes += max(0.0, added - max(later))
 
   def _required(self, op: Op) -> Requirement:
     context = self._context(op)

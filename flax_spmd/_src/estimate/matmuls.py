@@ -36,12 +36,10 @@ from flax_spmd._src.estimate.requirements import Context, Requirement, sent_byte
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
-# A product that XLA for GPUs splits along its sum: rows and columns of a tile, the most tiles, the fewest elements.
-_TILE, _FEW_TILES, _LONG_SUM = 128, 128, 2048
-_PARTS, _VECTOR = (
-  4,
-  16,
-)  # the parts that have mostly been seen, and bytes that their rows are a multiple of
+# Products that XLA for GPUs splits along their sum: rows and columns of a tile; the most tiles, if the sum has more
+# elements than the second number.
+_TILE, _SPLIT = 128, ((108, 2048), (128, 2**15))
+_PARTS, _VECTOR = 4, 16  # parts that have mostly been seen, and bytes of which their rows are a multiple
 
 
 class Factor(NamedTuple):
@@ -86,7 +84,8 @@ def _split_padding(
     return ()
   rows, columns = (math.prod(one) // summed for one in (left, right))
   sizes = [value.itemsize for value in context.values[:2]]
-  is_split = -(-rows // _TILE) * -(-columns // _TILE) <= _FEW_TILES and summed >= _LONG_SUM
+  tiles = -(-rows // _TILE) * -(-columns // _TILE)
+  is_split = any(tiles <= most and summed > least for most, least in _SPLIT)
   if not is_split or summed % (_PARTS * _VECTOR // max(sizes)) == 0:
     return ()
   return rows * summed * sizes[0], columns * summed * sizes[1]
@@ -239,7 +238,8 @@ def convolution(op: Op, context: Context) -> Requirement:
     else:
       factors.append(Factor(at, None, to, 1))
       halo_dims[at] = outputs[to], window
-  is_reversed = False
+  is_reversed, pads = False, op.attributes.get('padding') or ()
+  is_even = pads[::2] == pads[1::2]
   groups = (op.attributes.get(f'{one}_group_count', 1) for one in ('feature', 'batch'))
   places = [
     place
@@ -258,12 +258,12 @@ def convolution(op: Op, context: Context) -> Requirement:
       op.attributes.get('feature_group_count', 1) == 1
     )  # XLA takes no gradient with groups for one
     is_reversed = op.attributes.get('is_reversed', False) and not is_moved and is_whole
-    positions = _library_positions(sizes, windows, is_reversed)
+    positions = _library_positions(sizes, windows, is_reversed, is_even)
   else:
     positions = _positions(sizes, windows)
   doubt = requirement.doubt or _doubt_of_groups(op, inputs, requirement)
   padded: tuple[float, ...] = ()
-  if context.platform == 'cuda' and _library_call(sizes, windows, is_reversed) == 'padded':
+  if context.platform == 'cuda' and _library_call(sizes, windows, is_reversed, is_even) == 'padded':
     spec = requirement.operands[0] or context.specs[0]
     padded = (_padded_bytes(context.values[0], spec, sizes, windows, context),)
   return requirement._replace(
@@ -336,7 +336,10 @@ def _positions(sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window])
 
 
 def _library_positions(
-  sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], is_reversed: bool
+  sizes: Sequence[tuple[int, int, int]],
+  windows: Sequence[Window],
+  is_reversed: bool,
+  is_even: bool,
 ) -> float:
   """The positions for cuDNN, to which GPUs leave convolutions.
 
@@ -344,7 +347,7 @@ def _library_positions(
   other, and these count. It computes gradients without holes: of a filter, and of the input if the filter is of size 1,
   or reversed right before, and no device gets parts of it in between.
   """
-  each, call = [*zip(sizes, windows)], _library_call(sizes, windows, is_reversed)
+  each, call = [*zip(sizes, windows)], _library_call(sizes, windows, is_reversed, is_even)
   if call == 'filter':
     return math.prod(
       _forward(at, over, Window(to, one.rhs_dilate), one.pad) for (at, over, to), one in each
@@ -365,7 +368,10 @@ def _library_positions(
 
 
 def _library_call(
-  sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], is_reversed: bool
+  sizes: Sequence[tuple[int, int, int]],
+  windows: Sequence[Window],
+  is_reversed: bool,
+  is_even: bool,
 ) -> str:
   """The gradient that cuDNN computes, of a 'filter' or an 'input'; 'padded' if it reads a padded copy; else ''."""
   has_holes = any(window.lhs_dilate > 1 for window in windows)
@@ -374,7 +380,6 @@ def _library_call(
   is_small = has_holes and all(over == 1 for _, over, _ in sizes)
   if (is_small or is_reversed) and all(window.stride == 1 for window in windows):
     return 'input'
-  is_even = all(_high(at, to, one, one.pad) == one.pad for (at, _, to), one in zip(sizes, windows))
   return '' if is_even and not has_holes else 'padded'
 
 
