@@ -497,6 +497,7 @@ class _CostWalk:
       if any(one.kind == 'all-to-all' for one in changes):  # or that of another array of the same chain
         bound = Bound(wire=times * wire_bytes(changes, self.sizes))
         self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
+        self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
       return
     else:
       return

@@ -52,10 +52,8 @@ if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
 
 _MEMORY_ERROR = 0.12  # relative error of the estimated peak
-_OTHER_WIRE, _OTHER_FLOPS = (
-  0.1,
-  0.01,
-)  # of the peak, and of all; differences beyond them put the memory in doubt
+# Differences of partitioned programs, of the peak and of all FLOPs, beyond which the memory is in doubt.
+_OTHER_WIRE, _OTHER_FLOPS = 0.05, 0.01
 PARTITIONED = 'partitioned'
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
 
