@@ -278,6 +278,14 @@ def test_a_missing_entry_of_a_packed_array(whole, tmp_path):
   expected, found = leaves_of(state()), leaves_of(salvaged.state)
   assert found.keys() == expected.keys() - {'list/1'}
   assert all(plain(found[name]).tobytes() == plain(expected[name]).tobytes() for name in found)
+  target = jax.tree.map(
+    lambda x: x * 0 if hasattr(x, 'dtype') and x.dtype != expected['keys'].dtype else x, state()
+  )
+  salvaged = checkpoint.restore(tmp_path / 'a', target, salvage=True)
+  assert set(salvaged.damaged) == {'list/1', 'packed/float32'}
+  found = leaves_of(salvaged.state)
+  assert found.keys() == expected.keys() and plain(found.pop('list/1')) == 0
+  assert all(plain(found[name]).tobytes() == plain(expected[name]).tobytes() for name in found)
 
 
 @pytest.mark.filterwarnings('ignore:Every device will hold')

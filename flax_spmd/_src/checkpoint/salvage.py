@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from flax_spmd._src.checkpoint.preflight import Preflight
@@ -22,6 +22,7 @@ from flax_spmd._src.checkpoint.storage.verification import over_processes
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd.errors import FlaxSpmdError
 
+_NOT_RECORDED = 'it is missing in the record'
 Planned = tuple[RestoreTarget, Preflight]
 
 
@@ -75,7 +76,9 @@ def salvage_plan(
     failure = error
   problems = failure is not None or bool(found[0][1].problems)
   if over_processes('planned', {'problems': ''} if problems else {}):
-    lost, stored = _lost(reader, {} if target is None else target.side.leaves)
+    targets = {} if target is None else target.side.leaves
+    missing = targets.keys() - found[0][1].routes.keys() if found else set[str]()
+    lost, stored = _lost(reader, targets, missing)
     if lost:
       described = copy.copy(reader)
       described.record = dataclasses.replace(reader.record, leaves=stored)
@@ -86,16 +89,19 @@ def salvage_plan(
 
 
 def _lost(
-  reader: CheckpointReader, targets: Mapping[str, LeafRecord]
+  reader: CheckpointReader, targets: Mapping[str, LeafRecord], missing: Collection[str]
 ) -> tuple[dict[str, str], dict[str, LeafRecord]]:
   """The reason for each leaf that cannot be read as it is recorded; and all leaves as they are stored, as far as known.
 
-  A leaf that is nowhere, or in a packed array, is described like the target's at its path: it is left out.
+  A leaf that is nowhere, or in a packed array, is described like the target's at its path: it is left out. So are
+  `missing` ones, which the target has and the record has not, if leaves do not fill a packed array.
   """
   leaves = dict(reader.record.leaves)
   contradictions: dict[str, Contradiction] = {}
   if isinstance(reader, OrbaxReader) and reader.has_own_record:
     contradictions = reader.contradictions()
+    if reader.misfits():  # the names of packed leaves are in the record only
+      contradictions |= {path: Contradiction(_NOT_RECORDED, None) for path in sorted(missing)}
   for path, (_, stored) in contradictions.items():
     leaf = stored or targets.get(path)
     if leaf is not None or path in leaves:
