@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_spmd._src import compat
 from flax_spmd._src.data.common_values import CommonPiece, value_parts, value_problems
 from flax_spmd._src.data.digests import digests
+from flax_spmd._src.data.words import array_of
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, ranges, text_problems
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
@@ -244,8 +245,7 @@ def _array_text(value: Any) -> str:
   """A number, a small array, or the digest of a large one."""
   if not getattr(value, 'is_fully_addressable', True):
     return str(jax.typeof(value))
-  is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-  array = np.asarray(jax.random.key_data(value) if is_key else value)
+  array = np.asarray(array_of(value))
   if array.size > _SHOWN:
     return f'digest {digests([array])[0]}'
   texts = list(map(str, array.flat))  # the shortest that are exact
