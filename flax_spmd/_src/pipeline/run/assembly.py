@@ -114,7 +114,7 @@ class Assembler:
     for copy in arriving:
       del coming[copy]
     return [
-      MachineInstruction(copy.wait, self._numbers(buffers), (), (), buffers[0].rank, False, None)
+      MachineInstruction(copy.wait, self._numbers(buffers), (), (), buffers[0].rank, True, None)
       for copy, buffers in arriving.items()
     ]
 
