@@ -2,8 +2,14 @@
 
 Each operation on the large state runs in its own process, in random order. Memory is the peak resident size
 during the operation (VmHWM, reset before it) minus the resident size before it, in sizes of the state. Each
-process first saves and restores a tiny state, so that imports and thread pools are not counted. All arms
+process first saves and restores a tiny state, so that imports and thread pools are not counted. These arms
 read files from the page cache.
+
+Close ratios are of pairs: two operations that take turns in one process, the one right after the other, in an order
+that alternates, each after the same preparation. Before each, memory of the operation's size is touched and freed: a
+virtual machine may have given it back to its host, which takes seconds to provide it again, to whichever comes first.
+Pairs are measured on the disk, and on a file system in memory, where a sync is free and our own work remains. The pair
+"cold" reads from the disk: the page cache drops the files before.
 
 The state is a TrainState of adamw filled with random numbers, as after some steps of training: a new state
 is two thirds zeros, which compress to nothing. It is saved on 2 x 4 devices and restored on 4 x 2. The
@@ -35,21 +41,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from harness import WALL, Figure, at_most, exact, measure, ratio, summary
+from harness import WALL, Figure, Target, at_most, exact, measure, ratio, summary
 from orbax.checkpoint import v1 as ocp
 from reporting import report
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint
+from flax_spmd._src.checkpoint.storage.removed_folders import settle
 from flax_spmd._src.data.checksums import checksums
 from flax_spmd.checkpoint import Changes
 
 LAYERS, EMBED, MLP, VOCAB = 6, 1024, 4096, 8192  # 0.7 GB with adamw
 ROUNDS = int(os.environ.get('ROUNDS', '5'))
+PAIR_ROUNDS = int(os.environ.get('PAIR_ROUNDS', '11'))
 SMALL_LEAVES, SMALL_SIZE, SMALL_ROUNDS = 2000, 1024, 3
 MANY_LEAVES = 5000
 PACK = 1 << 16
 RESULT = 'result: '  # begins the line that a process prints for the parent
+MEMORY = Path('/dev/shm')  # a file system in memory
 RULES = (('vocab', 'model'), ('embed', 'data'), ('mlp', 'model'))
 
 
@@ -100,31 +109,44 @@ def filled(abstract: Any) -> Any:
   return jax.block_until_ready(jax.tree.map(fill, abstract))
 
 
+@functools.cache
+def _saved_values() -> Any:
+  """The numbers of the state to save, as numpy arrays."""
+  return jax.tree.map(np.asarray, filled(abstract_state(layout())))
+
+
+def new_state() -> Any:
+  """The state to save, in new arrays."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(layout()))
+  values = jax.tree.map(np.copy, _saved_values())
+  return jax.block_until_ready(jax.device_put(values, shardings))
+
+
 def bytes_of(tree: Any) -> int:
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-# -- one operation, in its own process
+# -- the operations
 
 
 def orbax_save(folder: Path) -> Callable[[], Any]:
-  state = filled(abstract_state(layout()))
+  state = new_state()
   return lambda: ocp.save(folder / 'new', state)
 
 
 def our_save(folder: Path) -> Callable[[], Any]:
-  state = filled(abstract_state(layout()))
+  state = new_state()
   return lambda: checkpoint.save(folder / 'new', state, layout=layout())
 
 
 def our_save_not_durable(folder: Path) -> Callable[[], Any]:
-  state = filled(abstract_state(layout()))
+  state = new_state()
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), durable=False)
 
 
 def raw_write(folder: Path) -> Callable[[], Any]:
   """Writes the same bytes to one file, and has the disk confirm it."""
-  arrays = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(filled(abstract_state(layout())))]
+  arrays = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(new_state())]
   (folder / 'new').mkdir()
 
   def save() -> None:
@@ -139,7 +161,7 @@ def raw_write(folder: Path) -> Callable[[], Any]:
 
 
 def our_compressed_save(folder: Path) -> Callable[[], Any]:
-  state = filled(abstract_state(layout()))
+  state = new_state()
   return lambda: checkpoint.save(folder / 'new', state, layout=layout(), compress=True)
 
 
@@ -157,24 +179,24 @@ def our_overwrite(folder: Path) -> Callable[[], Any]:
 
 def _saved_before(path: Path) -> Any:
   """A state, after a save of it. A save soon after another takes longer."""
-  state = filled(abstract_state(layout()))
+  state = new_state()
   checkpoint.save(path, state, layout=layout())
   os.sync()
   return state
 
 
 def our_save_returns(folder: Path) -> Callable[[], Any]:
-  state = filled(abstract_state(layout()))
+  state = new_state()
   return lambda: checkpoint.save_async(folder / 'new', state, layout=layout())
 
 
 def orbax_save_returns(folder: Path) -> Callable[[], Any]:
-  state = filled(abstract_state(layout()))
+  state = new_state()
   return lambda: ocp.save_async(folder / 'new', state)
 
 
 def sums(folder: Path) -> Callable[[], Any]:
-  leaves = jax.tree.leaves(filled(abstract_state(layout())))
+  leaves = jax.tree.leaves(new_state())
   return lambda: checksums(leaves)
 
 
@@ -215,26 +237,29 @@ def single_to_stacked(folder: Path) -> Callable[[], Any]:
   )
 
 
-OPERATIONS = {
-  f.__name__: f
-  for f in (
-    raw_write,
-    orbax_save,
-    our_save,
-    our_save_not_durable,
-    our_compressed_save,
-    our_save_beside,
-    our_overwrite,
-    orbax_save_returns,
-    our_save_returns,
-    sums,
-    orbax_restore,
-    our_restore,
-    our_restore_unverified,
-    put_after,
-    stacked_to_single,
-    single_to_stacked,
-  )
+def _operations(*functions: Callable[[Path], Callable[[], Any]]) -> dict[str, Any]:
+  return {function.__name__: function for function in functions}
+
+
+OPERATIONS = _operations(
+  orbax_save,
+  our_save,
+  our_compressed_save,
+  orbax_save_returns,
+  our_save_returns,
+  sums,
+  orbax_restore,
+  our_restore,
+  put_after,
+  stacked_to_single,
+  single_to_stacked,
+)
+PAIRS = {
+  'durable': _operations(our_save, raw_write),
+  'not_durable': _operations(our_save_not_durable, orbax_save),
+  'overwrite': _operations(our_overwrite, our_save_beside),
+  'verified': _operations(our_restore, our_restore_unverified),
+  'cold': _operations(our_restore, our_restore_unverified),
 }
 
 
@@ -245,15 +270,50 @@ def operate(name: str, folder: Path) -> None:
   gc.collect()
   before = _resident('VmRSS')
   Path('/proc/self/clear_refs').write_text('5')  # resets VmHWM
-  start = time.perf_counter()
-  result = call()
-  if not isinstance(result, list) and 'save' not in name:
-    jax.block_until_ready(result)
-  seconds, peak = time.perf_counter() - start, _resident('VmHWM')
+  result, seconds = _timed(call)
+  peak = _resident('VmHWM')
   equal = _equal(result) if name in ('our_restore', 'stacked_to_single', 'single_to_stacked') else None
   if hasattr(result, 'result'):
     result.result()
   print(RESULT + json.dumps({'seconds': seconds, 'bytes': peak - before, 'equal': equal}))
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+  start = time.perf_counter()
+  result = call()
+  if not isinstance(result, list) and not hasattr(result, 'result'):  # of checksums; of saves that go on
+    jax.block_until_ready(result)
+  return result, time.perf_counter() - start
+
+
+def compare(pair: str, folder: Path) -> None:
+  """Runs the operations of a pair, in one process, and prints the seconds of each in every round."""
+  _touch(folder)
+  names, rounds = list(PAIRS[pair]), []
+  for number in range(-1, PAIR_ROUNDS):
+    rounds.append({name: _once(pair, name, folder) for name in names[:: 1 - number % 2 * 2]})
+  print(RESULT + json.dumps(rounds[1:]))
+
+
+def _once(pair: str, name: str, folder: Path) -> float:
+  shutil.rmtree(folder / 'new', ignore_errors=True)
+  call = PAIRS[pair][name](folder)
+  os.sync()
+  settle()
+  gc.collect()
+  if pair == 'cold':
+    for file in (folder / 'ours').rglob('*'):
+      _drop_from_cache(file)
+  np.ones(bytes_of(abstract_state(layout())) // 4, np.float64)  # twice the state
+  _, seconds = _timed(call)
+  return seconds
+
+
+def _drop_from_cache(file: Path) -> None:
+  if file.is_file():
+    descriptor = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
 
 
 def _touch(folder: Path) -> None:
@@ -315,31 +375,32 @@ def figures() -> list[Figure]:
 
 def _large_figures(folder: Path) -> list[Figure]:
   size = bytes_of(abstract_state(layout()))
-  _in_process('prepare', folder)
+  _in_process('--operation', 'prepare', folder)
   rounds = _rounds(folder)
   seconds = [{name: measured.seconds for name, measured in one.items()} for one in rounds]
+  pairs = {pair: _in_process('--pair', pair, folder) for pair in PAIRS}
 
   def memory(text: str, name: str, limit: float | None = None) -> Figure:
     samples = [one[name].bytes / size for one in rounds]
     return summary(text, samples, 'x state', None if limit is None else at_most(limit))
 
-  def timed(text: str, name: str) -> Figure:
-    return summary(text, [one[name] for one in seconds], 's')
+  def timed(text: str, name: str, pair: str | None = None) -> Figure:
+    return summary(text, [one[name] for one in (pairs[pair] if pair else seconds)], 's')
 
   equal = [one[name].equal for one in rounds for name in one if one[name].equal is not None]
   return [
     exact('size of the state', size / 1e9, 'GB'),
-    timed('write and fsync of the raw bytes', 'raw_write'),
+    timed('write and fsync of the raw bytes', 'raw_write', 'durable'),
     timed('save, Orbax', 'orbax_save'),
     timed('save', 'our_save'),
-    timed('save, not durable', 'our_save_not_durable'),
+    timed('save, not durable', 'our_save_not_durable', 'not_durable'),
     timed('save, compressed', 'our_compressed_save'),
-    timed('save beside a checkpoint of the same state', 'our_save_beside'),
-    timed('overwrite', 'our_overwrite'),
+    timed('save beside a checkpoint of the same state', 'our_save_beside', 'overwrite'),
+    timed('overwrite', 'our_overwrite', 'overwrite'),
     ratio('save over Orbax', seconds, 'our_save', 'orbax_save'),
-    ratio('save over the raw bytes', seconds, 'our_save', 'raw_write', at_most(1.15)),
-    ratio('save, not durable, over Orbax', seconds, 'our_save_not_durable', 'orbax_save', at_most(0.9)),
-    ratio('overwrite over a save beside it', seconds, 'our_overwrite', 'our_save_beside', at_most(1.1)),
+    _ratio_of('save over the raw bytes', pairs['durable'], at_most(1.15)),
+    _ratio_of('save, not durable, over Orbax', pairs['not_durable'], at_most(0.9)),
+    _ratio_of('overwrite over a save beside it', pairs['overwrite'], at_most(1.1)),
     memory('save, Orbax, memory', 'orbax_save'),
     memory('save, memory', 'our_save', 0.1),
     ratio('checksums, part of a save', seconds, 'sums', 'our_save', at_most(0.25)),
@@ -350,13 +411,10 @@ def _large_figures(folder: Path) -> list[Figure]:
     ),
     timed('restore, Orbax', 'orbax_restore'),
     timed('restore', 'our_restore'),
-    ratio(
-      'restore over one without checksums',
-      seconds,
-      'our_restore',
-      'our_restore_unverified',
-      at_most(1.3),
-    ),
+    timed('restore, from a cold cache', 'our_restore', 'cold'),
+    _ratio_of('restore over one without checksums', pairs['verified'], at_most(1.3)),
+    _ratio_of('restore over one without checksums, from a cold cache', pairs['cold'], at_most(1.3)),
+    *_in_memory_figures(),
     ratio('restore over Orbax', seconds, 'our_restore', 'orbax_restore', at_most(1.1)),
     ratio('restore over restore and device_put', seconds, 'our_restore', 'put_after', at_most(0.56)),
     memory('restore, Orbax, memory', 'orbax_restore'),
@@ -370,24 +428,46 @@ def _large_figures(folder: Path) -> list[Figure]:
   ]
 
 
+def _ratio_of(name: str, rounds: list[dict[str, float]], target: Target) -> Figure:
+  """The ratio of a pair, of its first operation over its second."""
+  [(arm, base)] = {tuple(pair) for pair in PAIRS.values() if rounds[0].keys() == pair.keys()}
+  return ratio(name, rounds, arm, base, target)
+
+
+def _in_memory_figures() -> list[Figure]:
+  """Pairs on a file system in memory; none where there is none that holds the state a few times."""
+  free = shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0
+  if free < 8 * bytes_of(abstract_state(layout())):
+    return []
+  with tempfile.TemporaryDirectory(prefix='flax_spmd_bench_', dir=MEMORY) as temporary:
+    folder = Path(temporary)
+    _in_process('--operation', 'prepare', folder)
+    overwrite, verified = (_in_process('--pair', pair, folder) for pair in ('overwrite', 'verified'))
+  return [
+    _ratio_of('overwrite over a save beside it, in memory', overwrite, at_most(1.1)),
+    _ratio_of('restore over one without checksums, in memory', verified, at_most(1.3)),
+  ]
+
+
 def _rounds(folder: Path) -> list[dict[str, Measured]]:
   order = random.Random(0)
   rounds = []
   for _ in range(ROUNDS):
     names = order.sample(list(OPERATIONS), len(OPERATIONS))
-    rounds.append({name: _in_process(name, folder) for name in names})
+    rounds.append({name: Measured(**_in_process('--operation', name, folder)) for name in names})
   return rounds
 
 
-def _in_process(name: str, folder: Path) -> Measured:
+def _in_process(kind: str, name: str, folder: Path) -> Any:
+  """The result that a process of this script prints."""
   shutil.rmtree(folder / 'new', ignore_errors=True)
   os.sync()
-  command = [sys.executable, __file__, '--operation', name, str(folder)]
+  command = [sys.executable, __file__, kind, name, str(folder)]
   run = subprocess.run(command, capture_output=True, text=True)
   results = [line for line in run.stdout.splitlines() if line.startswith(RESULT)]
   if not results:
     raise RuntimeError(f'{name} failed:\n{run.stderr}')
-  return Measured(**json.loads(results[0].removeprefix(RESULT)))
+  return json.loads(results[0].removeprefix(RESULT))
 
 
 def prepare(folder: Path) -> None:
@@ -480,5 +560,7 @@ if __name__ == '__main__':
   if sys.argv[1:2] == ['--operation']:
     name, folder = sys.argv[2], Path(sys.argv[3])
     prepare(folder) if name == 'prepare' else operate(name, folder)
+  elif sys.argv[1:2] == ['--pair']:
+    compare(sys.argv[2], Path(sys.argv[3]))
   else:
     report('checkpoint', figures)

@@ -1006,19 +1006,7 @@ def compile_program(
     (results in the memory of donated arguments), `temporaries`, and `peak` (0 if the backend does not
     report it).
   """
-  client = devices.flat[0].client
-  options = compiler.get_compile_options(
-    num_replicas=1,
-    num_partitions=devices.size,
-    device_assignment=devices.reshape(1, -1),
-    env_options_overrides=dict(flags or {}),
-    backend=client,
-  )
-  with mlir_context():
-    module = ir.Module.parse(code)
-    compiled = compiler.backend_compile_and_load(
-      client, module, _jax.DeviceList(tuple(devices.flat)), options, []
-    )
+  compiled = _compiled(code, devices, flags or {})
   stats = compiled.get_compiled_memory_stats()
   memory = {
     'arguments': stats.argument_size_in_bytes,
@@ -1028,6 +1016,38 @@ def compile_program(
     'peak': getattr(stats, 'peak_memory_in_bytes', 0),
   }
   return compiled.hlo_modules()[0].to_string(), memory
+
+
+def partition_program(code: bytes, devices: np.ndarray) -> str:
+  """Partitions MLIR bytecode for GPUs, without optimising it.
+
+  The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives, in a
+  thirtieth of the time of a compilation. Bytes on the wire and FLOPs are those of the compiled program.
+
+  Args:
+    code: the program.
+    devices: devices, in the order of the mesh.
+
+  Returns:
+    The HLO text of one device's program. Its collectives are not combined, and its operations are not fused.
+  """
+  return _compiled(code, devices, {'xla_early_exit_with_layouts': True}).hlo_modules()[0].to_string()
+
+
+def _compiled(code: bytes, devices: np.ndarray, flags: Mapping[str, Any]) -> Any:
+  client = devices.flat[0].client
+  options = compiler.get_compile_options(
+    num_replicas=1,
+    num_partitions=devices.size,
+    device_assignment=devices.reshape(1, -1),
+    env_options_overrides=dict(flags),
+    backend=client,
+  )
+  with mlir_context():
+    module = ir.Module.parse(code)
+    return compiler.backend_compile_and_load(
+      client, module, _jax.DeviceList(tuple(devices.flat)), options, []
+    )
 
 
 def memory_kinds(device: Any) -> list[str]:

@@ -12,10 +12,12 @@ def size_text(count: float) -> str:
   Example:
     >>> size_text(3 * 2**20)
     '3 MiB'
+    >>> size_text(1000 * 2**20)
+    '1000 MiB'
   """
   for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'):
     if count < 1024:
-      return f'{count:.3g} {unit}'
+      return f'{count:.0f} {unit}' if count >= 999.5 else f'{count:.3g} {unit}'
     count /= 1024
   return f'{count:.3g} EiB'
 

@@ -1,6 +1,7 @@
 """Saves in the background: their errors, changes of the state meanwhile, and the order of saves and restores."""
 
 import errno
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -229,6 +230,20 @@ def test_a_restore_waits_for_the_save(tmp_path, layout, monkeypatch):
     checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout=layout)
     threading.Timer(0.3, go_on.set).start()
     assert number_of(tmp_path / 'a', layout) == 1
+
+
+@pytest.mark.filterwarnings('ignore:.*fork:')
+def test_a_forked_process_ends_during_the_save(tmp_path, layout, monkeypatch):
+  """As the workers of a data loader do. The threads that save are in the other process."""
+  with held_up(monkeypatch):
+    saving = checkpoint.save_async(tmp_path / 'a', state_of(layout, 1), layout)
+    worker = multiprocessing.get_context('fork').Process(target=int)
+    worker.start()
+    worker.join(60)
+    ended = worker.exitcode
+    worker.kill()
+  saving.result()
+  assert ended == 0 and number_of(tmp_path / 'a', layout) == 1
 
 
 def test_an_error_after_a_timeout_is_still_raised(tmp_path, layout, monkeypatch):

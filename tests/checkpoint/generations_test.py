@@ -255,6 +255,68 @@ def test_a_path_that_orbax_takes_for_a_pattern(tmp_path, name):
   assert not (tmp_path / name).exists()
 
 
+def test_a_path_that_tensorstore_takes_for_another(tmp_path):
+  with pytest.raises(errors.CheckpointError) as caught:
+    save(tmp_path / 'a\\b', 1)
+  assert str(caught.value) == (
+    f'{tmp_path}/a\\b contains \\, which TensorStore takes for the end of a folder.\n'
+    'Fix: save to a path without \\.'
+  )
+  assert not any(tmp_path.iterdir())
+
+
+def test_a_home_folder_that_no_shell_has_found(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('HOME', '/home/me')
+  for call in (lambda: save('~/a', 1), lambda: checkpoint.restore('~/a')):
+    with pytest.raises(errors.CheckpointError) as caught:
+      call()
+    assert str(caught.value) == (
+      f'~/a is a folder named ~ below {tmp_path}: only a shell takes it for the home folder.\n'
+      'Fix: pass /home/me/a, or ./~/a if you mean the former.'
+    )
+  save('./~/a', 1)
+  assert number_of(tmp_path / '~' / 'a') == 1
+
+
+def test_an_empty_path(tmp_path, monkeypatch):
+  """Of an unset variable, say: it would be the current folder."""
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(
+    errors.CheckpointError, match=r'\AThe path is empty\.\nFix: pass a folder, or a URL'
+  ):
+    save('', 1)
+  assert not any(tmp_path.iterdir())
+
+
+def test_a_path_of_bytes(tmp_path):
+  save(os.fsencode(tmp_path / 'a'), 1)
+  assert number_of(os.fsencode(tmp_path / 'a')) == 1
+
+
+def test_a_copy_of_a_generation_under_another_name(tmp_path):
+  """It is no plain checkpoint of Orbax: its arrays and files are compared with their checksums."""
+  save(tmp_path / 'a', 1)
+  copy = tmp_path / 'exported'
+  shutil.copytree(damage.generation_of(tmp_path / 'a'), copy)
+  assert number_of(copy) == 1 and checkpoint.verify(copy) == []
+  file = max((f for f in copy.rglob('*') if f.is_file()), key=lambda file: file.stat().st_size)
+  content = bytearray(file.read_bytes())
+  content[len(content) // 2] ^= 1
+  file.write_bytes(content)
+  assert checkpoint.verify(copy)
+  with pytest.raises(errors.CheckpointDamagedError):
+    number_of(copy)
+  save(copy, 2, overwrite=True)
+  assert number_of(copy) == 2
+
+
+def test_a_manifest_of_somebody_else(tmp_path):
+  ocp.save(tmp_path / 'plain', {'w': jax.numpy.ones(8)})
+  (tmp_path / 'plain' / 'MANIFEST').write_text('{"files": []}')
+  assert checkpoint.restore(tmp_path / 'plain', layout=LAYOUT)['w'].shape == (8,)
+
+
 def test_deleted_stays_deleted(tmp_path):
   save(tmp_path / 'b', 1)
   shutil.copytree(tmp_path / 'b', tmp_path / '.b.host-1-0a0b0c0d.old')  # the former format kept one here

@@ -8,6 +8,7 @@ from textwrap import dedent
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as v0
 import pytest
 from orbax.checkpoint import v1 as ocp
 
@@ -193,6 +194,31 @@ def damage(path):
     for place in range(50, len(content), 100):
       content[place] ^= 16
     file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+  ('options', 'name'), [({'step_prefix': 'ckpt'}, 'ckpt_7'), ({'step_format_fixed_length': 4}, '0007')]
+)
+def test_steps_of_orbax_under_other_names(layout, tmp_path, options, name):
+  """A run that began with Orbax's manager does not begin anew unnoticed."""
+  options = v0.CheckpointManagerOptions(**options)
+  with v0.CheckpointManager(tmp_path / 'run', options=options) as manager:
+    manager.save(7, args=v0.args.StandardSave({'w': jnp.full(8, 7.0)}))
+
+  def zeros():
+    return {'w': spmd.LogicallyPartitioned(jnp.zeros(8), ('embed',))}
+
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    with pytest.warns(UserWarning) as caught:
+      assert manager.resume(zeros).step == 0
+    assert str(caught[0].message) == (
+      f'The run in {tmp_path / "run"} begins anew: {name} in it are no steps by their names. If it should continue '
+      f'from {name}, rename that to 7.'
+    )
+  (tmp_path / 'run' / name).rename(tmp_path / 'run' / '7')
+  with checkpoint.Manager(tmp_path / 'run', layout) as manager:
+    step, state = manager.resume(zeros)
+  assert step == 7 and state['w'].value[0] == 7
 
 
 def test_resumes_from_the_newest_undamaged_checkpoint(layout, tmp_path):

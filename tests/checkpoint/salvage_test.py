@@ -8,9 +8,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
+from flax_spmd._src.checkpoint.storage import verification
 from tests.checkpoint.states import assert_equal
 
 LAYOUT = spmd.Layout({'data': 8}, (('rows', 'data'),))
@@ -85,7 +87,14 @@ def outcome(call):
     return error
 
 
+@pytest.fixture
+def in_groups(monkeypatch):
+  """Large states are read in groups, whose checksums are computed while the next one is read."""
+  monkeypatch.setattr(verification, '_LEAST', 20000)  # bytes
+
+
 @pytest.mark.parametrize(('options', 'kind'), PAIRS)
+@pytest.mark.usefixtures('in_groups')
 def test_verify_and_restore_agree(wholes, tmp_path, options, kind):
   """Only an array whose own bytes are damaged is lost: Orbax's descriptions and indexes of them are dispensable."""
   each_whole, generator = wholes(options), random.Random(kind)
@@ -125,6 +134,23 @@ def _with_data_in(file):
   """The arrays too large for an index, if the file is one of those with bytes of arrays."""
   is_data = file.parent.name == 'd' and file.parent.parent.name.startswith('ocdbt.process_')
   return {name for name in VALUES if name.startswith('w')} if is_data else set()
+
+
+@pytest.mark.usefixtures('in_groups')
+@pytest.mark.parametrize('options', OPTIONS)
+def test_groups_are_read_once(wholes, monkeypatch, options):
+  """Packed arrays, too, which are read as a whole."""
+  loaded, load = [], ocp.load
+
+  def logged(folder, target, **options):
+    loaded.append(sum(leaf.size for leaf in jax.tree.leaves(target) if hasattr(leaf, 'size')))
+    return load(folder, target, **options)
+
+  monkeypatch.setattr(ocp, 'load', logged)
+  restored = checkpoint.restore(wholes(options))
+  assert len(loaded) > 2 and sum(loaded) == sum(np.size(leaf) for leaf in jax.tree.leaves(VALUES)) - 1
+  for name, value in _by_path(VALUES).items():
+    assert_equal(_by_path(restored)[name], value)
 
 
 def test_what_cannot_be_salvaged_says_why(whole, tmp_path):

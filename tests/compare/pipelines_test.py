@@ -238,9 +238,7 @@ def test_a_stage_that_does_not_fit(comparison, tmp_path, monkeypatch):
 def test_the_error_names_the_program_that_is_not_compiled(tmp_path, monkeypatch):
   monkeypatch.setenv('FLAX_SPMD_CACHE', str(tmp_path))
   large = {'error': 'Used 20.00G of 15.75G hbm', 'used': 20 * 2**30}
-  monkeypatch.setattr(
-    compilation, 'run_workers', lambda programs, *rest: [dict(large) for _ in programs]
-  )
+  monkeypatch.setattr(compilation, 'run_workers', lambda job, *rest: [dict(large) for _ in job.programs])
   row = compare(TRAIN_STEP, {'1F1B': Pipeline(staged(), OneFOneB(4))}, TARGET)['1F1B']
   lines = [f'start_{rank} on rank {rank}: Used 20.00G of 15.75G hbm' for rank in range(2)]
   assert row.error.splitlines()[:2] == lines and row.memory.peak == 20 * 2**30 and not row.fits
@@ -261,7 +259,8 @@ def test_a_crash_takes_one_program_with_it(tmp_path, monkeypatch):
   monkeypatch.setattr('sys.executable', str(python))
   program = LoweredStep(b'', '', staged(), 'f32', [], 0, [])
   folders = [tmp_path / str(number) for number in range(3)]
-  results = compilation.run_workers([program] * 3, hardware.parse_target(TARGET), None, folders)
+  job = compilation.CompileJob([program] * 3, hardware.parse_target(TARGET))
+  results = compilation.run_workers(job, None, folders)
   assert results[0] == results[2] == {'warnings': []}
   assert results[1]['error'].startswith('the compiler ended with code 3')
 

@@ -254,6 +254,62 @@ def test_without_compiled_layouts_the_result_is_unchecked():
   assert 'Unchecked: no estimate was compared with a compiled program.' in str(result)
 
 
+def partitioning(monkeypatch, partitioned=lambda name: True):
+  """Stands in for the partitioner: it returns the true counts, of the layouts that `partitioned` selects."""
+  rows = []
+
+  def partition(train_step, layouts, target, **options):
+    rows.extend(layouts)
+    compiled = trials.compare(train_step, layouts, target.text)
+    return {one.name: one.counts for one in compiled if partitioned(one.name)}
+
+  def with_counts(self, layout, target, counts):
+    one = self.estimate(layout, target)
+    counts = counts._replace(hbm_bytes=one.counts.hbm_bytes)
+    bracket = cost(counts, target, dict(layout.mesh.shape))
+    return one._replace(counts=counts, cost=bracket, source='partitioned', doubts=())
+
+  monkeypatch.setattr('flax_spmd._src.search.run.can_partition', lambda target: True)
+  monkeypatch.setattr(trials, 'partition', partition)
+  monkeypatch.setattr(Formula, 'with_counts', with_counts, raising=False)
+  return rows
+
+
+def test_partitioned_programs_correct_what_no_factor_can(monkeypatch):
+  """Estimates that are off by another factor in every layout would make another layout the best."""
+  factors = lambda layout: 0.02 if len(layout.mesh.axis_names) > 1 else 8.0
+  estimating(monkeypatch, factors)
+  best = min((one.cost.low * one.cost.high) ** 0.5 for one in run(candidates=400, top=400).outcomes)
+  estimating(monkeypatch, factors)
+  rows = partitioning(monkeypatch)
+  result = run(candidates=400, top=3)
+  assert (result.best.cost.low * result.best.cost.high) ** 0.5 == pytest.approx(best, rel=0.02)
+  assert len(rows) == len(set(rows)) < 60
+  assert result.notes[-1] == (
+    f"FLOPs and collectives of the best {len(rows)} candidates are those of the target's partitioner."
+  )
+  compiled = {one.name: one.counts for one in result.outcomes}
+  refined = {one.name: one for one in result.estimates if one.source == 'partitioned'}
+  assert refined.keys() == set(rows) and compiled.keys() & refined.keys()
+  for name in compiled.keys() & refined.keys():
+    assert refined[name].counts.by_axis() == compiled[name].by_axis()
+    assert not refined[name].doubts
+  assert ' partitioned ' in str(result)
+
+
+def test_programs_that_cannot_be_partitioned_stay_estimates(monkeypatch):
+  partitioning(monkeypatch, lambda name: 'embed' not in name)
+  result = run()
+  sources = {one.source for one in result.estimates if 'embed' in one.name}
+  assert sources == {'estimated'}
+  assert same(result, run())
+
+
+def test_nothing_is_partitioned_if_nothing_is_compiled(monkeypatch):
+  rows = partitioning(monkeypatch)
+  assert not run(top=0).notes and not rows
+
+
 def test_anchors_are_compiled_once(monkeypatch):
   names = []
 

@@ -288,6 +288,9 @@ class Manager:
     Returns:
       The number of completed steps, 0 for a new state, and the state.
 
+    Warns:
+      UserWarning: there are no steps, but checkpoints whose names end with a number: `ckpt_3` or `00000003` of Orbax.
+
     Raises:
       CheckpointError: see `restore`; or all checkpoints are damaged.
       LayoutError: the plan is one of another layout.
@@ -298,6 +301,9 @@ class Manager:
     with joint('resume', f'The restore from {self.root}'):
       self.wait()
       is_new = not in_first(self._folder.steps)
+      unread = in_first(self._folder.unread) if is_new else ''
+    if unread:
+      warnings.warn(unread, stacklevel=2)
     return ResumedState(0, plan.init()) if is_new else self.restore(plan, data=data, data_from=data_from)
 
   def _layout_or_plan(self, state: Any) -> Layout | Plan:

@@ -227,14 +227,15 @@ def _impossible(
 
 def _too_wide(values: Mapping[str, Any], leaves: Mapping[str, LeafRecord]) -> list[Problem]:
   """Problems of target arrays of 64 bits, which JAX cannot make unless they are enabled."""
+  made = {dtype: device_dtype(dtype) for dtype in {leaf.dtype for leaf in leaves.values()}}
   return [
     Problem(
-      f'{path}: {leaf} in the target, but JAX makes arrays of {device_dtype(leaf.dtype)} of it.',
+      f'{path}: {leaf} in the target, but JAX makes arrays of {made[leaf.dtype]} of it.',
       'call jax.config.update("jax_enable_x64", True), or restore into numpy arrays, or pass '
-      f'Changes(dtypes={{{leaf.dtype!r}: {device_dtype(leaf.dtype)!r}}}) and a target of the narrower dtype.',
+      f'Changes(dtypes={{{leaf.dtype!r}: {made[leaf.dtype]!r}}}) and a target of the narrower dtype.',
     )
     for path, leaf in leaves.items()
-    if getattr(values[path], 'sharding', None) is not None and device_dtype(leaf.dtype) != leaf.dtype
+    if made[leaf.dtype] != leaf.dtype and getattr(values[path], 'sharding', None) is not None
   ]
 
 

@@ -168,15 +168,22 @@ def _incomplete(value: Any) -> str | None:
     return None
   if not hasattr(value, 'dtype'):
     return f'is {with_article(type(value).__name__)}'
-  described = f'({value.dtype}[{",".join(map(str, value.shape))}])'
   sharding = getattr(value, 'sharding', None)
+  if sharding is not None and _divides(sharding, tuple(value.shape)):
+    return None
+  described = f'({value.dtype}[{",".join(map(str, value.shape))}])'
   if sharding is None:
     return f'{described} has no sharding'
+  return f'{described} does not divide into the shards of {sharding}'
+
+
+@functools.lru_cache(maxsize=1024)
+def _divides(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
   try:
-    sharding.shard_shape(tuple(value.shape))
+    sharding.shard_shape(shape)
   except ValueError:
-    return f'{described} does not divide into the shards of {sharding}'
-  return None
+    return False
+  return True
 
 
 # -- from the record

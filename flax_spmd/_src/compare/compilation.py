@@ -83,10 +83,12 @@ class CompileJob(NamedTuple):
   Attributes:
     programs: lowered programs.
     target: hardware to compile for.
+    partition_only: whether the compiler ends after it has partitioned the programs; only that for GPUs can.
   """
 
   programs: Sequence[LoweredStep]
   target: Target
+  partition_only: bool = False
 
 
 def compile_jobs(
@@ -171,50 +173,52 @@ def has_ptxas() -> bool:
 
 
 def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[CompileResult]:
-  keys = [cache_key(program, job.target) for program in job.programs]
+  prefix = 'partitioned-' if job.partition_only else ''
+  keys = [prefix + cache_key(program, job.target) for program in job.programs]
   contents = {key: _read(key) for key in keys}
   new = {key: program for key, program in zip(keys, job.programs) if contents[key] is None}
   if new:
     with tempfile.TemporaryDirectory(prefix='flax_spmd_') as root:
       folders = [Path(root) / str(number) for number in range(len(new))]
-      reports = run_workers(list(new.values()), job.target, hardware, folders)
+      reports = run_workers(job._replace(programs=list(new.values())), hardware, folders)
       for (key, program), report, folder in zip(new.items(), reports, folders, strict=True):
-        contents[key] = _counted(key, program, report, folder / 'hlo.txt')
+        contents[key] = _counted(key, program, report, folder / 'hlo.txt', job.partition_only)
   return [_compile_result(contents[key] or {}, key, cached=key not in new) for key in keys]
 
 
-def _counted(key: str, program: LoweredStep, report: dict[str, Any], hlo: Path) -> dict[str, Any]:
+def _counted(
+  key: str, program: LoweredStep, report: dict[str, Any], hlo: Path, partition_only: bool
+) -> dict[str, Any]:
   """A worker's report with the counts of its program; both are cached."""
   if hlo.exists():
     text = hlo.read_text()
-    report['counts'] = _counts_json(count(text, program.mesh))
-    _cache_hlo(key, text)
+    report['counts'] = _counts_json(count(text, program.mesh, combine=partition_only))
+    if not partition_only:
+      _cache_hlo(key, text)
   if {'counts', 'used', 'memory'} & report.keys():  # other errors may not be the program's fault
     _cache(key, report)
   return report
 
 
 def run_workers(
-  programs: Sequence[LoweredStep],
-  target: Target,
-  hardware: str | os.PathLike[str] | None,
-  folders: Sequence[Path],
+  job: CompileJob, hardware: str | os.PathLike[str] | None, folders: Sequence[Path]
 ) -> list[dict[str, Any]]:
-  """Compiles programs in worker processes and returns their reports.
+  """Runs a job in worker processes and returns their reports.
 
   If a worker crashes, the crash is the report of its current program, and a new worker compiles the rest.
 
   Args:
-    programs: lowered programs.
-    target: hardware to compile for.
+    job: the programs and their target.
     hardware: TOML file that describes the target's chip, if it is not built in.
     folders: folder to create for each program.
   """
+  target = job.target
   absolute = os.path.abspath(hardware) if hardware is not None else None
-  for program, folder in zip(programs, folders, strict=True):
+  for program, folder in zip(job.programs, folders, strict=True):
     folder.mkdir()
     (folder / 'program.mlir').write_bytes(program.code)
     request = {'target': target.text, 'hardware': absolute, 'mesh': program.mesh}
+    request |= {'partition_only': job.partition_only}
     (folder / 'request.json').write_text(json.dumps(request))
   reports: list[dict[str, Any]] = []
   while left := folders[len(reports) :]:

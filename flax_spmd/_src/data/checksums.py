@@ -49,12 +49,12 @@ def checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
     >>> checksums([x, jax.device_put(x, jax.devices()[1])])
     ['crc32c:87a3ed00', 'crc32c:87a3ed00']
   """
-  return _checksums(leaves, likes, 'sums')
+  return PendingChecksums(leaves, 'sums', likes).complete()
 
 
 def own_checksums(leaves: Sequence[Any], likes: Sequence[str] = ()) -> list[str]:
   """`checksums` of leaves that this process holds as a whole. It exchanges nothing with other processes."""
-  return _checksums(leaves, likes, None)
+  return PendingChecksums(leaves, None, likes).complete()
 
 
 def is_checksum(text: Any) -> bool:
@@ -67,14 +67,6 @@ def formula_of(checksum: str) -> str:
   return checksum.rpartition(':')[0]
 
 
-def _checksums(leaves: Sequence[Any], likes: Sequence[str], topic: str | None) -> list[str]:
-  old = [i for i, like in enumerate(likes) if not formula_of(like)]
-  new = sorted(set(range(len(leaves))) - set(old))
-  found = dict(zip(old, mixed_sums([leaves[i] for i in old], topic), strict=True)) if old else {}
-  found |= zip(new, PendingChecksums([leaves[i] for i in new], topic).complete(), strict=True)
-  return [found[i] for i in range(len(leaves))]
-
-
 class PendingChecksums:
   """The `checksums` of leaves that may be changed or donated from now on.
 
@@ -84,11 +76,14 @@ class PendingChecksums:
   Args:
     leaves: as in `checksums`.
     topic: key of the exchange between processes; None if this process holds all of each leaf.
+    likes: as in `checksums`. Those of earlier versions are taken up at the end.
   """
 
-  def __init__(self, leaves: Sequence[Any], topic: str | None = 'sums'):
+  def __init__(self, leaves: Sequence[Any], topic: str | None = 'sums', likes: Sequence[str] = ()):
     self._topic = topic
-    self._arrays = arrays = [array_of(leaf) for leaf in leaves]
+    self._old = {i: leaves[i] for i, like in enumerate(likes) if not formula_of(like)}
+    new = [leaf for i, leaf in enumerate(leaves) if i not in self._old]
+    self._arrays = arrays = [array_of(leaf) for leaf in new]
     alone = topic is None
     self._states = dict(_small_states(arrays, alone))
     large = [i for i in range(len(arrays)) if i not in self._states]
@@ -108,7 +103,11 @@ class PendingChecksums:
     self.compute()
     found = self._states | _received(self._queued)
     totals = over_processes([found[i] for i in range(len(self._arrays))], self._topic, int.__xor__)
-    return [_text(state, array) for state, array in zip(totals, self._arrays, strict=True)]
+    texts = [_text(state, array) for state, array in zip(totals, self._arrays, strict=True)]
+    if self._old:
+      for i, text in zip(self._old, mixed_sums(list(self._old.values()), self._topic), strict=True):
+        texts.insert(i, text)
+    return texts
 
 
 def _text(state: int, array: Any) -> str:
@@ -135,7 +134,10 @@ def _small_states(arrays: Sequence[Any], alone: bool) -> Iterator[tuple[int, int
   ]
   own = [pair for pair in small if alone or _is_first(pair[1])]
   yield from ((i, 0) for i, _ in small)
-  for (i, _), whole in zip(own, jax.device_get([array for _, array in own]), strict=True):
+  on_devices = [array for _, array in own if not isinstance(array, np.ndarray)]
+  fetched = iter(jax.device_get(on_devices))
+  for i, array in own:
+    whole = array if isinstance(array, np.ndarray) else next(fetched)
     yield i, extended(0, _bytes(widened(whole, np)))
 
 

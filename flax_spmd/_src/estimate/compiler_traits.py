@@ -5,15 +5,20 @@
   compilers for GPUs and TPUs find these dimensions; the CPU's does not simplify indices before it partitions.
 * `top_k`, which only the TPU's compiler partitions.
 * Convolutions, which GPUs leave to cuDNN. It has a gradient of the input, which reads the filter in reverse.
+* Padding before a convolution, which becomes padding of the convolution (`with_folded_pads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 
 from flax_spmd._src.estimate.graph import Block, Graph, Op
 
-_LOOKUPS = {'gather': 'start_index_map', 'scatter': 'scatter_dims_to_operand_dims'}
+_LOOKUPS = {  # by kind, the attributes with the dimensions of the table, and the declared batch of the indices
+  'gather': ('start_index_map', 'start_indices_batching_dims'),
+  'scatter': ('scatter_dims_to_operand_dims', 'scatter_indices_batching_dims'),
+}
 # Operations whose result counts along the same dimension as their operands; a negation stands for an addition.
 _SAME_SHAPE = ('convert', 'copy', 'negate', 'select', 'sharding_constraint')
 
@@ -32,6 +37,47 @@ def mark_traits(graph: Graph, platform: str) -> None:
     _IotaDims(graph).visit(graph.main)
   _mark_top_k(graph.main, platform == 'tpu')
   _mark_convolutions(graph.main)
+
+
+def with_folded_pads(graph: Graph) -> Graph:
+  """A program whose convolutions pad their inputs themselves, where these were padded along positions alone."""
+  return graph._replace(main=_with_folded_pads(graph.main))
+
+
+def _with_folded_pads(block: Block) -> Block:
+  pads = {op.results[0]: op for op in block.ops if op.kind == 'pad'}
+  ops = [op._replace(blocks=tuple(map(_with_folded_pads, op.blocks))) for op in block.ops]
+  folded = [_folded(op, pads[op.operands[0]]) if _is_padded(op, pads) else op for op in ops]
+  return block._replace(ops=tuple(folded))
+
+
+def _is_padded(op: Op, pads: Mapping[int, Op]) -> bool:
+  if op.kind != 'convolution' or op.operands[0] not in pads:
+    return False
+  pad, positions = pads[op.operands[0]].attributes, _positions(op)
+  amounts = [pad.get(name) or () for name in ('edge_padding_low', 'edge_padding_high')]
+  return not any(
+    [
+      *(amount for one in amounts for dim, amount in enumerate(one) if dim not in positions),
+      *(pad.get('interior_padding') or ()),
+      *(size - 1 for size in op.attributes.get('lhs_dilation') or ()),
+    ]
+  )
+
+
+def _folded(op: Op, pad: Op) -> Op:
+  positions = _positions(op)
+  low, high = (pad.attributes[f'edge_padding_{side}'] for side in ('low', 'high'))
+  added = [amounts[dim] for dim in positions for amounts in (low, high)]
+  own = op.attributes.get('padding') or (0,) * len(added)
+  attributes = {**op.attributes, 'padding': tuple(map(operator.add, own, added))}
+  return op._replace(operands=(pad.operands[0], *op.operands[1:]), attributes=attributes)
+
+
+def _positions(op: Op) -> list[int]:
+  """The dimensions of a convolution's input that are positions, in order."""
+  labels = op.attributes['dimension_numbers'][0]
+  return [labels.index(str(dim)) for dim in range(len(labels) - 2)]
 
 
 def _mark_top_k(block: Block, is_partitioned: bool) -> None:
@@ -73,10 +119,11 @@ class _IotaDims:
     indices = op.operands[len(op.operands) // 2]  # a scatter has as many updates as tables
     counts = self.known.get(indices, ())
     table, shape = self.values[op.operands[0]].shape, self.values[indices].shape
+    looked_up, declared = (op.attributes.get(name, ()) for name in _LOOKUPS[op.kind])
     pairs = tuple(
       (dim, count)
-      for dim, count in zip(op.attributes.get(_LOOKUPS[op.kind], ()), counts)
-      if count is not None and shape[count] == table[dim]
+      for dim, count in zip(looked_up, counts)
+      if count is not None and shape[count] == table[dim] and count not in declared
     )
     is_diagonal = len({count for _, count in pairs}) < len(
       pairs

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
-from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
+from flax_spmd._src.estimate.doubts import UNBOUNDED, UNKNOWN, Bound, Doubts, gathered
 from flax_spmd._src.estimate.gathered_copies import GatheredCopies
 from flax_spmd._src.estimate.graph import (
   PRODUCTS,
@@ -80,11 +80,13 @@ class WalkResult(NamedTuple):
     counts: FLOPs, memory traffic and collectives, in the form of a compiled program's counts.
     temporaries: peak memory in bytes besides arguments and results.
     doubts: places where XLA could choose otherwise, one line each.
+    memory_doubts: those that are left if the collectives and the FLOPs are known.
   """
 
   counts: Counts
   temporaries: float
   doubts: tuple[str, ...]
+  memory_doubts: tuple[str, ...]
 
 
 class AnalyzedGraph:
@@ -223,9 +225,9 @@ class AnalyzedGraph:
       walk.add_spikes(peak)
     collectives = sorted(walk.combiner.collectives(), key=lambda one: -one.wire)
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
-    held = sum(map(walk._bytes, self.graph.main.arguments))
-    doubts = walk.doubts.texts(sum(one.wire for one in collectives), held + peak + kept, walk.flops)
-    return WalkResult(counts, peak + kept, doubts)
+    memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
+    doubts = walk.doubts.texts(sum(one.wire for one in collectives), memory, walk.flops)
+    return WalkResult(counts, peak + kept, doubts, walk.doubts.memory_texts(memory))
 
 
 def _chip_dtype(dtype: str) -> str:
@@ -265,6 +267,8 @@ class _CostWalk:
     self.exchanged: set[int] = set()  # results that an all-to-all reshards
     self.known_bytes: dict[int, float] = {}
     self.gathered_bytes = 0.0  # by the current operation
+    self.padded = 0.0  # bytes of a gathered operand that the current operation pads
+    self.products: dict[int, int] = {}  # by operand, the result of the last product that read it
     self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
@@ -279,7 +283,7 @@ class _CostWalk:
     held: set[int] = set()  # by operations that run last
     fills_stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
     for index, op in enumerate(block.ops):
-      self.gathered_bytes = 0.0
+      self.gathered_bytes = self.padded = 0.0
       self.needed_until = max((live.fused.get(value, index) for value in op.results), default=index)
       inner_peak = self._op(op, live.inner[index], times)
       self.combiner.add_dependences(op.results, op.operands)
@@ -305,6 +309,9 @@ class _CostWalk:
         self._add_step(present, live, index, alive)
         if op.kind == 'reduce':
           self._add_spike(op, live.reads[index], present)
+        if self.padded:
+          reason = 'a padded operand of a product that is split along its sum'
+          self.spikes.append((op.source, reason, present + self.padded))
       if fills_stacks and self._runs_last(op):
         held.update(live.reads[index])
       for value in live.ending[index]:
@@ -416,6 +423,10 @@ class _CostWalk:
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt:
       self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
+    if op.kind == 'convolution':
+      self.gathered_bytes = max(self.gathered_bytes, *required.padded, 0.0)
+    elif required.padded:
+      self._add_padded(op, required)
     self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
     if required.halos and not (required.is_settled or is_plain_slice(op)):
       self.doubts.add(
@@ -424,12 +435,27 @@ class _CostWalk:
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
-      self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNBOUNDED)
+      self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNKNOWN)
     if op.kind in PRODUCTS:
       self.weight_gradients.add_product(self.combiner.dependences(op.operands))
     self._doubt_memory(op)
     for value in op.results:
       self._add_result(value, required, times, op)
+    if op.kind == 'dot_general':
+      self.products |= dict.fromkeys(op.operands, op.results[0])
+
+  def _add_padded(self, op: Op, required: Requirement) -> None:
+    """Adds the padded operands of a product.
+
+    That of a gathered array takes its place, or not, as is scheduled. The gradient of a weight that reads the same
+    operand comes before in the program, and after it in XLA's.
+    """
+    specs = zip(op.operands, required.operands)
+    is_gathered = [spec not in (None, self.specs[value]) for value, spec in specs]
+    self.padded = max(size * gathered for size, gathered in zip(required.padded, is_gathered))
+    added = sum(size for size, gathered in zip(required.padded, is_gathered) if not gathered)
+    later = [self._bytes(self.products[value]) for value in op.operands if value in self.products]
+    self.gathered_bytes += max(0.0, added - max(later, default=0.0))
 
   def _required(self, op: Op) -> Requirement:
     context = self._context(op)
@@ -471,6 +497,7 @@ class _CostWalk:
       if any(one.kind == 'all-to-all' for one in changes):  # or that of another array of the same chain
         bound = Bound(wire=times * wire_bytes(changes, self.sizes))
         self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
+        self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
       return
     else:
       return
@@ -539,6 +566,9 @@ class _CostWalk:
         -1 if self.loop else self.weight_gradients.index,
       )
     elif natural != spec and len(natural) == len(spec):
+      if op.kind == 'convolution':  # it is computed whole, and cut then
+        whole = shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
+        self.gathered_bytes += max(0.0, whole - self._bytes(value))
       ops = reshard(self._wire_value(value), natural, spec, self.sizes)
       if _are_gathers(ops):
         self.deferred_gathers[value] = natural
@@ -795,10 +825,17 @@ class _CostWalk:
 
   def _written_bytes(self, op: Op, value: int) -> float:
     """Bytes of a result; outside of loops, an unreduced product has its natural sharding."""
+    if op.kind == 'transpose' and self._is_folded(op, value):
+      return 0.0
     if value not in self.partial_sums or op.kind not in PRODUCTS or self.loop:
       return self._bytes(value)
     natural = self.partial_sums[value].natural_sharding
     return shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
+
+  def _is_folded(self, op: Op, value: int) -> bool:
+    """Whether products read a transposed matrix as it is: one of the step's arguments that no device gathers."""
+    is_matrix = len(self.specs[value]) == 2 and op.operands[0] in self.analyzed.graph.main.arguments
+    return self.platform == 'cuda' and is_matrix and not used_axes(self.specs[value])
 
   def _bytes(self, value: int) -> float:
     if value not in self.known_bytes:

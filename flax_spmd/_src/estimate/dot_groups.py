@@ -181,14 +181,9 @@ def _solved(group: _DeviceGroup) -> ProductPlan:
 
 
 def _unmatched(group: _DeviceGroup) -> ProductPlan:
-  """The product if no role matches: as an operand that all devices share is sharded, else as the result is."""
-  count = shard_count(group.axes, group.sizes)
+  """The product if no role matches: as its result is sharded."""
   kept = group.tiles(0, LEFT), group.tiles(1, RIGHT)
   specs = [replicated(len(spec)) for spec in group.specs]
-  if group.is_outermost and group.is_dot and count in kept:
-    one = kept.index(count)
-    specs[one] = group.specs[one]
-    return ProductPlan((specs[0], specs[1]), group.matched(2, one, (LEFT, RIGHT)[one]))
   is_sharded = group.tiles(0, BATCH) * group.tiles(1, BATCH) * kept[0] * kept[1] > 1
   is_contested = is_sharded or min(group.tiles(0), group.tiles(1)) > 1
   if (group.is_outermost and is_contested) or (group.tiles(2) > 1 and not group.is_dot):

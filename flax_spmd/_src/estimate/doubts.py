@@ -41,6 +41,7 @@ class Bound(NamedTuple):
 
 
 UNBOUNDED = Bound(math.inf)
+UNKNOWN = Bound(math.inf, math.inf, math.inf)  # no partitioner knows it either
 
 
 def gathered(value: GraphValue, spec: Spec, sizes: Mapping[str, int], times: int) -> Bound:
@@ -81,15 +82,32 @@ class Doubts:
       memory: peak memory in bytes.
       flops: FLOPs on each device.
     """
+    return self._texts(self._every, wire, memory, flops)
+
+  def memory_texts(self, memory: float) -> tuple[str, ...]:
+    """The doubts that are left if the collectives and the FLOPs are known: those about memory alone."""
+    own = {
+      text: bound
+      for text, bound in self._every.items()
+      if bound.memory and (not (bound.wire or bound.flops) or math.isinf(bound.memory))
+    }
+    return self._texts(own, 0.0, memory, 0.0)
+
+  @property
+  def _every(self) -> dict[str, Bound]:
+    return self._bounds | {text: Bound(memory=memory) for text, memory in self._kept.items()}
+
+  def _texts(
+    self, bounds: Mapping[str, Bound], wire: float, memory: float, flops: float
+  ) -> tuple[str, ...]:
     total = Bound()
-    bounds = self._bounds | {text: Bound(memory=memory) for text, memory in self._kept.items()}
     for bound in bounds.values():
       total = total.plus(bound)
     total = total._replace(memory=max(total.memory, sum(self._kept.values())))
     is_small = total.wire <= _WIRE * max(wire, _LEAST) and total.memory <= _MEMORY * memory
     if is_small and total.flops <= _FLOPS * flops:
       return ()
-    largest = sorted(bounds.items(), key=lambda item: -item[1].wire)
+    largest = sorted(bounds.items(), key=lambda item: (-item[1].wire, -item[1].memory))
     matter = [
       (text, bound)
       for text, bound in largest

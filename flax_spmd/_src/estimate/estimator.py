@@ -29,13 +29,15 @@ from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
+from flax_spmd._src.compare.partition import can_partition, partition
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
-from flax_spmd._src.estimate.compiler_traits import mark_traits
+from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
 from flax_spmd._src.estimate.graph import Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
+from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
 
 _MEMORY_ERROR = 0.12  # relative error of the estimated peak
+# Differences of partitioned programs, of the peak and of all FLOPs, beyond which the memory is in doubt.
+_OTHER_WIRE, _OTHER_FLOPS = 0.05, 0.01
+PARTITIONED = 'partitioned'
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
 
 
@@ -90,15 +95,16 @@ class Estimator:
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
     mlir.check_jaxlib()
+    self._given = train_step
     self._lowering = lower_on_names(train_step, platform)
     self._train_step = self._lowering.train_step
     state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
     self.parameter_names = frozenset(
       name for _, leaf in state for name in leaf.sharding.spec if isinstance(name, str)
     )
-    self._program = _AnalyzedStep(self._lowering, self.parameter_names, platform)
+    self._program = _AnalyzedStep(self._lowering, platform)
     constrained = self._lowering.with_batch
-    self._with_batch = constrained and _AnalyzedStep(constrained, self.parameter_names, platform, True)
+    self._with_batch = constrained and _AnalyzedStep(constrained, platform, True)
     self._parts = [
       *(_part(path) for path, _ in state),
       *['batch'] * len(jax.tree.leaves(self._train_step.batch)),
@@ -135,6 +141,36 @@ class Estimator:
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
     """
+    return self._outcome(layout, target, None)
+
+  def partition(self, layout: Layout, target: Target) -> Outcome:
+    """Estimates a layout whose program the target's own compiler partitions, which takes seconds.
+
+    FLOPs and collectives are then those of the compiled program, and its source is `partitioned`. Memory and memory
+    traffic are estimated; the memory is in doubt where the estimate expects other collectives.
+
+    Args:
+      layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
+      target: hardware to estimate for. Only compilers for GPUs can end after they have partitioned a program.
+
+    Returns:
+      The outcome; the plain estimate, with the source `estimated`, if the program cannot be partitioned.
+
+    Raises:
+      TargetDeviceError: the mesh and the target differ in their number of devices.
+      LayoutError: logical names do not fit the arrays or the mesh.
+    """
+    estimate = self.estimate(layout, target)
+    if not can_partition(target):
+      return estimate
+    counts = partition(self._given, {'': layout}, target)
+    return self.with_counts(layout, target, counts['']) if counts else estimate
+
+  def with_counts(self, layout: Layout, target: Target, counts: Counts) -> Outcome:
+    """The estimate of a layout with the FLOPs and collectives of its partitioned program; see `partition`."""
+    return self._outcome(layout, target, counts)
+
+  def _outcome(self, layout: Layout, target: Target, partitioned: Counts | None) -> Outcome:
     sizes = axis_sizes(layout.mesh)
     if math.prod(sizes.values()) != target.devices:
       raise TargetDeviceError(
@@ -158,18 +194,23 @@ class Estimator:
     ]
     on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
     memory = self._memory(argument_bytes, on_host, costs.temporaries)
+    counts, doubts, source = costs.counts, costs.doubts, 'estimated'
+    if partitioned is not None:
+      counts = partitioned._replace(hbm_bytes=costs.counts.hbm_bytes)
+      doubts = (*costs.memory_doubts, *_disagreements(costs.counts, counts, memory.peak))
+      source = PARTITIONED
     return Outcome(
       '',
       layout,
       memory,
-      costs.counts,
-      cost(costs.counts, target, sizes, self.dtype, memory.host),
+      counts,
+      cost(counts, target, sizes, self.dtype, memory.host),
       memory.peak <= target.chip.memory,
       None,
       None,
       None,
-      'estimated',
-      (*costs.doubts, *_memory_doubts(memory.peak, target.chip.memory)),
+      source,
+      (*doubts, *_memory_doubts(memory.peak, target.chip.memory)),
     )
 
   @property
@@ -202,27 +243,18 @@ class _AnalyzedStep:
 
   Args:
     lowering: the step.
-    parameter_names: logical names of dimensions of the state.
     platform: platform that it is lowered for.
     is_automatic: whether its constraints are automatic ones, which are left out where they do not divide.
   """
 
-  def __init__(
-    self,
-    lowering: NamedLowering,
-    parameter_names: frozenset[str],
-    platform: str,
-    is_automatic: bool = False,
-  ):
+  def __init__(self, lowering: NamedLowering, platform: str, is_automatic: bool = False):
     self.used, self.is_automatic = lowering.used, is_automatic
-    self.module = mlir.prepare(lowering.code, parameter_names)
+    self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
-    self.analyzed = AnalyzedGraph(self.module.graph)
+    self.analyzed = AnalyzedGraph(with_folded_pads(self.module.graph))
     numbers = {index: number for number, index in enumerate(lowering.used)}
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
-    leaves = len(jax.tree.leaves(lowering.state))
-    self.first_of_batch = sum(index < leaves for index in lowering.used)
 
   def walk(self, layout: Layout, shardings: Sequence[NamedSharding], platform: str) -> WalkResult:
     """The costs under a layout, with the shardings of all leaves of the state and the batch."""
@@ -233,7 +265,7 @@ class _AnalyzedStep:
     ]
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
-    specs = self.module.propagate(sizes, arguments, results, resolve, self.first_of_batch)
+    specs = self.module.propagate(sizes, arguments, results, resolve)
     return self.analyzed.walk(specs, results, sizes, platform)
 
 
@@ -244,6 +276,21 @@ def _memory_doubts(peak: int, limit: int) -> Iterator[str]:
       f'memory: {size_text(peak)} of {size_text(limit)}, too close to call: a compiler rematerialises values '
       'that would just not fit'
     )
+
+
+def _disagreements(estimated: Counts, partitioned: Counts, peak: int) -> Iterator[str]:
+  """A doubt about memory that was estimated for other collectives and products than those of the program.
+
+  An array that is gathered in one of them only is as large as the bytes that its gather sends.
+  """
+  one, other = estimated.by_kind(), partitioned.by_kind()
+  wire = sum(abs(one.get(kind, 0.0) - other.get(kind, 0.0)) for kind in one.keys() | other.keys())
+  flops = abs(estimated.flops - partitioned.flops)
+  if wire > _OTHER_WIRE * peak:
+    yield f'memory: estimated for collectives that differ by {size_text(wire)} on the wire from those of the program'
+  if flops > _OTHER_FLOPS * partitioned.flops:
+    share = 100 * flops / partitioned.flops if partitioned.flops else math.inf
+    yield f'memory: estimated for products whose FLOPs differ by {share:.0f} % from those of the program'
 
 
 def _spec(sharding: NamedSharding, rank: int) -> Spec:

@@ -36,6 +36,8 @@ from flax_spmd._src.estimate.graph import (
 from flax_spmd._src.estimate.requirements import Context, Requirement
 from flax_spmd._src.estimate.resharding import CollectiveOp, reduce_partial_sum, reshard
 
+_MANY_ROWS = 8  # tables of rows, as a batch has for its positions: XLA adds up the tables, and does not gather the rows
+
 
 class LookupDim(NamedTuple):
   """A dimension of a lookup.
@@ -108,7 +110,12 @@ def scatter(op: Op, context: Context) -> Requirement:
   doubt, is_settled = _doubt(lookup, chosen), _is_settled(lookup, chosen)
   if not doubt and _choose(lookup, 2) != chosen:
     doubt = 'the order of the dimensions of a scatter'
-  elif not doubt and partial_axes and any(dim.role == 'batch' for dim in lookup.dims):
+  elif (
+    not doubt
+    and partial_axes
+    and any(dim.role == 'batch' for dim in lookup.dims)
+    and math.prod(rows.shape) < _MANY_ROWS * math.prod(table.shape)
+  ):
     doubt = 'the sum of a scatter that is sharded along its positions, not along its batch'
   return Requirement(operands, table_spec, partial_axes, doubt=doubt, is_settled=is_settled)
 

@@ -58,7 +58,10 @@ def parts(inputs: int, outputs: int, shards: int, start: int) -> list[int]:
     >>> parts(32, 31, 8, 1), parts(32, 8, 4, 0)  # x[1:] sends one element of each shard, x[:8] three parts of two
     ([1], [2, 2, 2])
   """
-  of_input, of_output = -(-inputs // shards), -(-outputs // shards)
+  of_input, of_output = (
+    -(-inputs // shards),
+    max(1, -(-outputs // shards)),
+  )  # an empty slice has no parts
   sent: dict[int, list[tuple[int, int]]] = {}
   for target in range(-(-outputs // of_output)):
     first = start + target * of_output

@@ -8,6 +8,8 @@ them; operands of products are stored. XLA departs from it, as was measured on c
   in 16 bits and not in 32, `log(1 + exp(x))` too, and `sine` and the long polynomials of `erfc` always are.
 * The mask of a dropout is stored, one byte an element, not the random bits, which every device could compute again.
 * So is the mask of a function of a norm, such as `leaky_relu`, in 32 bits.
+* So is the sum of a residual and a scaled branch (layer scale, adaptive norms): the branch is needed for the gradient
+  of its scale. That of another branch is stored in place of the branch, which comes to the same.
 * Products compute functions of their operands themselves, which are not stored then (`prologues`).
 
 For TPUs, elementwise operations are always fused into the products that read them, expensive ones too.
@@ -46,6 +48,7 @@ _CYCLES_IN_DOUBT_AFTER_VECTORS = (
 )
 _OTHER_CYCLES = 7  # of an addition or a multiplication
 _LONG = 3  # operations after which a comparison in 32 bits is stored
+_SHARED = 3  # operations that use a sum
 _ELEMENTWISE = (
   *('abs', 'add', 'and', 'compare', 'divide', 'maximum', 'minimum', 'multiply', 'negate', 'not', 'or'),
   *('select', 'subtract'),
@@ -88,6 +91,7 @@ def kept_results(graph: Graph, platform: str, given: frozenset[int]) -> KeptResu
   for block in blocks:
     uses, depths = _Uses(block, found.fused), _depths(block, graph)
     kept.update(_masks(block, graph, uses, depths))
+    kept.update(_scaled_sums(block, graph, uses, given))
     expensive = _Expensive(block, graph, found, uses, depths, given)
     kept |= expensive.kept
     unsure |= expensive.unsure
@@ -116,6 +120,34 @@ def _masks(block: Block, graph: Graph, uses: _Uses, depths: Mapping[int, int]) -
     is_mask = op.kind == 'compare' and value.shape and uses.count(result) > 1
     if is_mask and (before >= _ROUNDS or is_long):
       yield result
+
+
+def _scaled_sums(block: Block, graph: Graph, uses: _Uses, given: frozenset[int]) -> Iterator[int]:
+  """The sums of which an operand is the result of a product times a smaller array, and that several operations use."""
+  products: set[int] = set()  # their results, and those plus a bias
+  scaled: set[int] = set()
+  for op in block.ops:
+    if len(op.results) != 1:
+      continue
+    (result,) = op.results
+    size = math.prod(graph.values[result].shape)
+    same = [one for one in op.operands if math.prod(graph.values[one].shape) == size]
+    if op.kind in PRODUCTS:
+      products.add(result)
+    elif op.kind in _VIEWS:
+      products |= {result} if same and products.issuperset(same) else set()
+      scaled |= {result} if same and scaled.issuperset(same) else set()
+    elif op.kind == 'multiply':
+      scaled |= {result} if not products.isdisjoint(same) else set()
+    elif op.kind == 'add':
+      if not scaled.isdisjoint(same) and uses.count(result) >= _SHARED:
+        yield result
+      products |= (
+        {result}
+        if not products.isdisjoint(same)
+        and given.issuperset(one for one in op.operands if one not in products)
+        else set()
+      )
 
 
 def _depths(block: Block, graph: Graph) -> dict[int, int]:

@@ -19,7 +19,6 @@ XLA for CPUs reduces in every iteration. But it alone gathers a weight that does
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -126,23 +125,3 @@ def _add_origins(block: Block, depth: int, result: dict[int, int]) -> None:
         if is_loop and argument == returned:
           result[argument] = result[operand]
       _add_origins(inner, depth + is_loop, result)
-
-
-def larger_operands(graph: Graph) -> frozenset[int]:
-  """The operands of products that are larger than the other operand, and the values that they are views of."""
-  return frozenset(_larger(graph, graph.main))
-
-
-def _larger(graph: Graph, block: Block) -> Iterator[int]:
-  producers = {value: op for op in block.ops for value in op.results}
-  for op in block.ops:
-    for inner in op.blocks:
-      yield from _larger(graph, inner)
-    if op.kind == 'dot_general':
-      sizes = [math.prod(graph.values[value].shape) for value in op.operands]
-      value = op.operands[sizes[1] > sizes[0]]
-      while sizes[0] != sizes[1]:
-        yield value
-        if value not in producers or producers[value].kind not in _VIEWS:
-          break
-        value = producers[value].operands[0]

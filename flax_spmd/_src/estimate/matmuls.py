@@ -21,12 +21,27 @@ from flax_spmd._src.estimate.dot_groups import (
   ProductDim,
   partitioned,
 )
-from flax_spmd._src.estimate.graph import Axes, Op, Spec, replicated, shard_count, used_axes
+from flax_spmd._src.estimate.graph import (
+  Axes,
+  GraphValue,
+  Op,
+  Spec,
+  replicated,
+  shard_count,
+  shard_size,
+  used_axes,
+)
 from flax_spmd._src.estimate.halos import exchanges
 from flax_spmd._src.estimate.requirements import Context, Requirement, sent_bytes
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
+# A product that XLA for GPUs splits along its sum: rows and columns of a tile, the most tiles, the fewest elements.
+_TILE, _FEW_TILES, _LONG_SUM = 128, 128, 2048
+_PARTS, _VECTOR = (
+  4,
+  16,
+)  # the parts that have mostly been seen, and bytes that their rows are a multiple of
 
 
 class Factor(NamedTuple):
@@ -46,7 +61,35 @@ class Factor(NamedTuple):
 def dot(op: Op, context: Context) -> Requirement:
   """A `dot_general`."""
   factors = dot_factors(op, context.values[0].shape, context.values[1].shape)
-  return _partitioned(factors, context._replace(result_spec=_computed(factors, context)), is_dot=True)
+  requirement = _partitioned(factors, context, is_dot=True)
+  if context.platform != 'cuda':
+    return requirement
+  return requirement._replace(padded=_split_padding(factors, requirement, context))
+
+
+def _split_padding(
+  factors: Sequence[Factor], requirement: Requirement, context: Context
+) -> tuple[float, ...]:
+  """The bytes of the operands if they are padded: a product of few tiles is split along its sum, in equal parts."""
+  left, right = (
+    [
+      -(-size // shard_count(axes, context.sizes))
+      for size, axes in zip(value.shape, spec or (), strict=False)
+    ]
+    for value, spec in zip(context.values[:2], requirement.operands[:2])
+  )
+  batch = any(None not in factor[:3] for factor in factors)
+  summed = (
+    math.prod(left[factor.left or 0] for factor in factors if factor.result is None) if left else 0
+  )
+  if batch or not summed or not right:
+    return ()
+  rows, columns = (math.prod(one) // summed for one in (left, right))
+  sizes = [value.itemsize for value in context.values[:2]]
+  is_split = -(-rows // _TILE) * -(-columns // _TILE) <= _FEW_TILES and summed >= _LONG_SUM
+  if not is_split or summed % (_PARTS * _VECTOR // max(sizes)) == 0:
+    return ()
+  return rows * summed * sizes[0], columns * summed * sizes[1]
 
 
 def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = False) -> Requirement:
@@ -57,21 +100,6 @@ def _partitioned(factors: Sequence[Factor], context: Context, is_dot: bool = Fal
   if not cheapest.doubt and not scattered and all(required == spec for required, spec in kept):
     return cheapest
   return _grouped(factors, context, is_dot) or cheapest
-
-
-def _computed(factors: Sequence[Factor], context: Context) -> Spec:
-  """The sharding of a result before it is gathered: along axes that shard a kept dimension of one operand alone."""
-  result = [*context.result_spec]
-  used = [used_axes(spec) for spec in (*context.specs, context.result_spec)]
-  for factor in factors:
-    for one, dim in enumerate(factor[:2]):
-      if factor.result is None or dim is None or factor[1 - one] is not None:
-        continue
-      axes, present = context.specs[one][dim], context.result_spec[factor.result]
-      added = {*axes[len(present) :]}
-      if axes[: len(present)] == present and added and not added & (used[1 - one] | used[2]):
-        result[factor.result] = axes
-  return tuple(result)
 
 
 def _grouped(factors: Sequence[Factor], context: Context, is_dot: bool) -> Requirement | None:
@@ -211,6 +239,7 @@ def convolution(op: Op, context: Context) -> Requirement:
     else:
       factors.append(Factor(at, None, to, 1))
       halo_dims[at] = outputs[to], window
+  is_reversed = False
   groups = (op.attributes.get(f'{one}_group_count', 1) for one in ('feature', 'batch'))
   places = [
     place
@@ -218,16 +247,28 @@ def convolution(op: Op, context: Context) -> Requirement:
     for place in zip(factor, (*context.specs, context.result_spec))
   ]
   is_product = {*groups} == {1} and not any(spec[dim] for dim, spec in places if dim is not None)
-  requirement = (_partitioned if is_product else _cheapest)(factors, context)
+  if _is_grouped(op, inputs):
+    requirement = _sharded(factors, replicated(len(factors)), context)
+  else:
+    requirement = (_partitioned if is_product else _cheapest)(factors, context)
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
   is_moved = requirement.operands[1] not in (None, context.specs[1])
   if context.platform == 'cuda':
-    is_reversed = op.attributes.get('is_reversed', False) and not is_moved
+    is_whole = (
+      op.attributes.get('feature_group_count', 1) == 1
+    )  # XLA takes no gradient with groups for one
+    is_reversed = op.attributes.get('is_reversed', False) and not is_moved and is_whole
     positions = _library_positions(sizes, windows, is_reversed)
   else:
     positions = _positions(sizes, windows)
   doubt = requirement.doubt or _doubt_of_groups(op, inputs, requirement)
-  return requirement._replace(flops=requirement.flops * positions, halos=halos, doubt=doubt)
+  padded: tuple[float, ...] = ()
+  if context.platform == 'cuda' and _library_call(sizes, windows, is_reversed) == 'padded':
+    spec = requirement.operands[0] or context.specs[0]
+    padded = (_padded_bytes(context.values[0], spec, sizes, windows, context),)
+  return requirement._replace(
+    flops=requirement.flops * positions, halos=halos, doubt=doubt, padded=padded
+  )
 
 
 def _doubt_of_groups(op: Op, inputs: Sequence[int], requirement: Requirement) -> str:
@@ -244,16 +285,24 @@ def _doubt_of_groups(op: Op, inputs: Sequence[int], requirement: Requirement) ->
   return 'a convolution with a group for each feature, whose result XLA exchanges'
 
 
+def _is_grouped(op: Op, inputs: Sequence[int]) -> bool:
+  """Whether features are in groups of several, as in a ResNeXt: XLA gathers all arrays, and shards nothing."""
+  return (
+    1
+    < op.attributes.get('feature_group_count', 1)
+    < inputs[op.attributes['dimension_numbers'][0].index('f')]
+  )
+
+
 def _features(op: Op, inputs: Sequence[int], kernel: Sequence[int]) -> list[Factor]:
-  """The batch and feature dimensions; in a depthwise convolution, features are a batch dimension too."""
+  """The batch and feature dimensions; the groups of a gradient are a batch dimension, and features of one each too."""
   left, right, result = op.attributes['dimension_numbers']
   batch, features, contracted = left.index('b'), left.index('f'), right.index('i')
   of_kernel, of_result = right.index('o'), result.index('f')
-  if (
-    op.attributes.get('batch_group_count', 1) == inputs[batch] > 1
-  ):  # the gradient of a depthwise kernel
+  groups = op.attributes.get('batch_group_count', 1)
+  if groups > 1:  # the gradient of a grouped kernel
     return [
-      Factor(batch, of_kernel, of_result, kernel[of_kernel]),
+      Factor(batch, of_kernel, of_result, kernel[of_kernel] * inputs[batch] // groups),
       Factor(features, contracted, None, kernel[contracted]),
     ]
   factors = [Factor(batch, None, result.index('b'), inputs[batch])]
@@ -295,14 +344,12 @@ def _library_positions(
   other, and these count. It computes gradients without holes: of a filter, and of the input if the filter is of size 1,
   or reversed right before, and no device gets parts of it in between.
   """
-  each = [*zip(sizes, windows)]
-  has_holes = any(window.lhs_dilate > 1 for window in windows)
-  if any(over > to for _, over, to in sizes) and not has_holes:
+  each, call = [*zip(sizes, windows)], _library_call(sizes, windows, is_reversed)
+  if call == 'filter':
     return math.prod(
       _forward(at, over, Window(to, one.rhs_dilate), one.pad) for (at, over, to), one in each
     )
-  is_small = has_holes and all(over == 1 for _, over, _ in sizes)
-  if (is_small or is_reversed) and all(window.stride == 1 for window in windows):
+  if call == 'input':
     return math.prod(
       _forward(
         to,
@@ -312,10 +359,37 @@ def _library_positions(
       )
       for (at, over, to), one in each
     )
-  is_even = all(_high(at, to, one, one.pad) == one.pad for (at, _, to), one in each)
-  if any(over > to for _, over, to in sizes) or (is_even and not has_holes):
-    return _positions(sizes, windows)
-  return math.prod(over * to for _, over, to in sizes)
+  return (
+    math.prod(over * to for _, over, to in sizes) if call == 'padded' else _positions(sizes, windows)
+  )
+
+
+def _library_call(
+  sizes: Sequence[tuple[int, int, int]], windows: Sequence[Window], is_reversed: bool
+) -> str:
+  """The gradient that cuDNN computes, of a 'filter' or an 'input'; 'padded' if it reads a padded copy; else ''."""
+  has_holes = any(window.lhs_dilate > 1 for window in windows)
+  if any(over > to for _, over, to in sizes):
+    return '' if has_holes else 'filter'
+  is_small = has_holes and all(over == 1 for _, over, _ in sizes)
+  if (is_small or is_reversed) and all(window.stride == 1 for window in windows):
+    return 'input'
+  is_even = all(_high(at, to, one, one.pad) == one.pad for (at, _, to), one in zip(sizes, windows))
+  return '' if is_even and not has_holes else 'padded'
+
+
+def _padded_bytes(
+  array: GraphValue,
+  spec: Spec,
+  sizes: Sequence[tuple[int, int, int]],
+  windows: Sequence[Window],
+  context: Context,
+) -> float:
+  """The bytes on one device of an input with its padding and holes."""
+  each = zip(sizes, windows)
+  ends = [(to - 1) * one.stride + (over - 1) * one.rhs_dilate + 1 for (_, over, to), one in each]
+  shard = shard_size(array.shape, spec, context.sizes) * array.itemsize
+  return shard * math.prod(ends) / math.prod(at for at, _, _ in sizes)
 
 
 def _forward(inputs: int, outputs: int, window: Window, low: int) -> int:

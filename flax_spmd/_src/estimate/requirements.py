@@ -49,6 +49,7 @@ class Requirement(NamedTuple):
     halos: exchanges between the shards of the first operand.
     doubt: reason why XLA could choose otherwise, or ''.
     is_settled: whether XLA's choice for operands that are resharded is known.
+    padded: bytes on one device of copies of the operands with padding, which the operation reads instead.
   """
 
   operands: tuple[Spec | None, ...]
@@ -58,6 +59,7 @@ class Requirement(NamedTuple):
   halos: tuple[CollectiveOp, ...] = ()
   doubt: str = ''
   is_settled: bool = False
+  padded: tuple[float, ...] = ()
 
 
 def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp]:

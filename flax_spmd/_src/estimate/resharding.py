@@ -217,8 +217,8 @@ def _in_parts(spec: Spec, other: Spec, sizes: Mapping[str, int]) -> Spec:
   """A sharding with each axis split in two where the other sharding has both parts of it.
 
   Example:
-    >>> _in_parts(((), ('data',)), (('data[2/2]',), ('data[2/4]',)), {'data': 4})
-    ((), ('data[2/2]', 'data[2/4]'))
+    >>> _in_parts((('model',), ('data',)), (('data[2/2]',), ('data[2/4]',)), {'data': 4, 'model': 2})
+    (('model',), ('data[2/2]', 'data[2/4]'))
   """
   parts: dict[str, list[str]] = {}
   for axis in (axis for axes in other for axis in axes if '[' in axis):
@@ -228,7 +228,7 @@ def _in_parts(spec: Spec, other: Spec, sizes: Mapping[str, int]) -> Spec:
     return spec
   outermost = lambda axis: int(axis.rpartition('/')[2][:-1])
   return tuple(
-    tuple(part for axis in axes for part in sorted(parts.get(axis, [axis]), key=outermost))
+    tuple(part for axis in axes for part in (sorted(parts.get(axis, ()), key=outermost) or (axis,)))
     for axes in spec
   )
 

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.collective_combiner import LIMIT
+from flax_spmd._src.hlo.combined_collectives import LIMIT
 
 SCHEDULING_PLATFORMS = ('cuda',)  # these delay products
 _SCALARS = 64  # bytes of a group; metrics, which are reduced last

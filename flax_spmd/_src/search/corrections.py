@@ -5,17 +5,20 @@ from __future__ import annotations
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.estimate.estimator import PARTITIONED
 from flax_spmd._src.hlo.counts import Collective
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
 from flax_spmd._src.search.operation_classes import class_of
 from flax_spmd._src.text import size_text
 
+_ESTIMATED = {'temporaries', 'hbm'}  # also of a program that was partitioned
+
 
 def corrected(
   outcome: Outcome, check: EstimateCheck, target: Target, memory: int, dtype: str
 ) -> Outcome:
-  """An estimate with the corrections of a check.
+  """An estimate with the corrections of a check. FLOPs and collectives of a partitioned program need none.
 
   Args:
     outcome: the estimate.
@@ -26,7 +29,9 @@ def corrected(
   """
   if outcome.counts is None or outcome.memory is None:
     return outcome
-  factors = check.factors
+  factors, doubts = check.factors, check.doubts(outcome)
+  if outcome.source == PARTITIONED:
+    factors, doubts = {name: factors[name] for name in _ESTIMATED & factors.keys()}, ()
   temporaries = int(outcome.memory.temporaries * factors.get('temporaries', 1.0))
   peak = corrected_peak(outcome, factors)
   counts = outcome.counts._replace(
@@ -41,7 +46,7 @@ def corrected(
     counts=counts,
     cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype, outcome.memory.host),
     fits=peak <= target.chip.memory,
-    doubts=(*outcome.doubts, *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
+    doubts=(*outcome.doubts, *doubts, *_memory_doubts(peak, memory, check)),
   )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.compare.partition import can_partition
+from flax_spmd._src.estimate.estimator import PARTITIONED
 from flax_spmd._src.progress import progress
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.descent import BudgetSpent, descend
@@ -25,6 +27,8 @@ from flax_spmd.errors import InfeasibleError, SearchError
 _STARTS = 0.4  # largest share of starting points among the candidates
 _ESTIMATING = 0.6  # share of the time limit
 _ANCHORS = 2  # layouts compiled before the search, to check its estimates
+_ROUNDS = 4  # of partitioning the best candidates, at most: others may be the best afterwards
+_GROUP = 4  # candidates that are partitioned together
 
 
 class SearchLimits(NamedTuple):
@@ -82,6 +86,7 @@ class SearchRun:
     try:
       self._estimate()
       self._note_untried_choices()
+      self._partition()
       self._compile()
       self._compile_pipelines()
       self._check()
@@ -179,6 +184,30 @@ class SearchRun:
     if check:
       self.trials.correct_by(check)
 
+  def _partition(self) -> None:
+    """Partitions the programs of the best candidates, until the best are among those that were partitioned."""
+    if self.trials.reason or not self.limits.top or not can_partition(self.space.target):
+      return
+    for _ in range(_ROUNDS):
+      new = [one for one in self._selected() if one not in self.trials.partitioned]
+      if not new or (self.limits.time is not None and self._elapsed() > self.limits.time):
+        break
+      with progress(self.show, len(new), 'partitioning') as update:
+        for number, group in enumerate(chunks(new, _GROUP)):
+          self.trials.partition(group)
+          update(min(len(new), (number + 1) * _GROUP), '')
+    number = sum(one.source == PARTITIONED for one in self.trials.partitioned.values())
+    if number:
+      self.notes.append(
+        f"FLOPs and collectives of the best {plural(number, 'candidate')} are those of the target's partitioner."
+      )
+
+  def _selected(self) -> list[Candidate]:
+    """The candidates to compile."""
+    selection = self._selection
+    best = [*selection.ranked(SLACK), *selection.ranked(0.0)[:1], *selection.best_presets()]
+    return list(dict.fromkeys(best))
+
   def _compile(self) -> None:
     self.is_selected = True
     if self.trials.reason:
@@ -187,9 +216,9 @@ class SearchRun:
     if not self.limits.top:
       return
     selection = self._selection
-    selected = [*selection.ranked(SLACK), *selection.ranked(0.0)[:1], *selection.best_presets()]
+    selected = self._selected()
     for slack in (0.0, -SLACK, None):
-      self._compile_all([one for one in dict.fromkeys(selected) if one not in self.compiled])
+      self._compile_all([one for one in selected if one not in self.compiled])
       if any(selection.fits(one) for one in self.compiled.values()):
         return
       selected = selection.smallest() if slack is None else selection.ranked(slack)

@@ -41,7 +41,7 @@ class Selection(NamedTuple):
     """The best candidates within the budget plus a slack, without rules that have no effect."""
     useful = (one for one in self.distinct(slack, _priority) if not self._offloads_in_vain(one))
     best = itertools.islice(useful, self.top)  # lazily: each check may estimate a layout
-    plain = [simplified(one, self.trials.cost, self.space.simpler) for one in best]
+    plain = [simplified(one, self.trials.estimated_cost, self.space.simpler) for one in best]
     return list(dict.fromkeys(plain))
 
   def _offloads_in_vain(self, candidate: Candidate) -> bool:
@@ -69,7 +69,7 @@ class Selection(NamedTuple):
     while pool and len(chosen) < count:
       seen = {name for one in chosen for name in self._classes(one)}
       pool.remove(best := max(pool, key=lambda one: self._unseen(one, seen) if seen else 0.0))
-      plain = simplified(best, self.trials.cost, self.space.simpler)
+      plain = simplified(best, self.trials.estimated_cost, self.space.simpler)
       chosen += [plain] if plain not in chosen else []
     return chosen
 
@@ -122,7 +122,7 @@ class Selection(NamedTuple):
   def shown(self) -> dict[Candidate, Outcome]:
     """The outcomes to show if nothing was compiled: the best estimates, and the best of each preset."""
     best, *others = self.distinct(0.0, mean_seconds)[: max(self.top, _SHOWN)] or [None]
-    plain = [] if best is None else [simplified(best, self.trials.cost, self.space.simpler)]
+    plain = [] if best is None else [simplified(best, self.trials.estimated_cost, self.space.simpler)]
     return {one: self.trials.outcome(one) for one in [*plain, *others, *self.best_presets()]}
 
   def sorted(self, outcomes: Mapping[Any, Outcome]) -> list[tuple[Any, Outcome]]:

@@ -3,6 +3,7 @@
     trials = Trials(task, memory, variant, choices)
     trials.outcome(candidate)      # an estimate, cached on disk
     trials.cost(candidate)         # one number, by which candidates are compared
+    trials.partition([candidate])  # FLOPs and collectives of the target's own partitioner
     trials.compile([candidate])    # results of the target's own compiler
 
 Each choice of the step's arguments makes another program with an estimator of its own. If this jaxlib
@@ -21,6 +22,7 @@ from flax_spmd._src.compare.compare import compare
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.compare.outcome import Outcome
+from flax_spmd._src.compare.partition import partition
 from flax_spmd._src.compare.pipeline_lowering import Pipeline
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import target_devices
@@ -172,6 +174,7 @@ class Trials:
 
   Attributes:
     estimated: outcome per candidate, corrected by the check if there is one.
+    partitioned: those among them whose program was partitioned, without corrections.
     checked_by: what compiled layouts say about the estimates, or None.
   """
 
@@ -187,6 +190,7 @@ class Trials:
     self.batch = first.facts.batch
     self.estimated: dict[Candidate, Outcome] = {}
     self.checked_by: EstimateCheck | None = None
+    self.partitioned: dict[Candidate, Outcome] = {}
     self._uncorrected: dict[Candidate, Outcome] = {}
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
@@ -217,7 +221,7 @@ class Trials:
         self.estimated[candidate] = self.compile([candidate])[0]
       else:
         self._uncorrected[candidate] = self._estimate(variant, name, layout)
-        self.estimated[candidate] = self._corrected(self._uncorrected[candidate], variant)
+        self._update(candidate)
     return self.estimated[candidate]
 
   def uncorrected(self, candidate: Candidate) -> Outcome:
@@ -228,8 +232,31 @@ class Trials:
   def correct_by(self, check: EstimateCheck) -> None:
     """Corrects all estimates, those to come too; corrections of an earlier check are undone."""
     self.checked_by = check
-    for candidate, outcome in self._uncorrected.items():
-      self.estimated[candidate] = self._corrected(outcome, self.variant(candidate.choices))
+    for candidate in self._uncorrected:
+      self._update(candidate)
+
+  def partition(self, candidates: Sequence[Candidate]) -> None:
+    """Gives estimates the FLOPs and collectives of the target's own partitioner.
+
+    Those of programs that cannot be partitioned stay.
+    """
+    for choices, group in self._by_choices(candidates).items():
+      variant = self.variant(choices)
+      layouts = {self.name(one): layout_of(one, self.batch) for one in group}
+      task = variant.task
+      found = partition(task.train_step, layouts, task.target, hardware=task.hardware, jobs=task.jobs)
+      for candidate in group:
+        name = self.name(candidate)
+        outcome = self.uncorrected(candidate)
+        if variant.estimator is not None and outcome.counts and name in found:
+          outcome = variant.estimator.with_counts(layouts[name], task.target, found[name])
+          [outcome] = _relative([outcome._replace(name=name)], variant, self.first)
+        self.partitioned[candidate] = outcome
+        self._update(candidate)
+
+  def _update(self, candidate: Candidate) -> None:
+    outcome = self.partitioned.get(candidate) or self._uncorrected[candidate]
+    self.estimated[candidate] = self._corrected(outcome, self.variant(candidate.choices))
 
   def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
     if self.checked_by is None or variant.estimator is None:
@@ -248,15 +275,18 @@ class Trials:
 
   def compile(self, candidates: Sequence[Candidate]) -> list[Outcome]:
     """The compiled outcomes of candidates; a layout that does not fit the model gives a failed outcome."""
-    by_choices: dict[Choices, list[Candidate]] = {}
-    for candidate in candidates:
-      by_choices.setdefault(candidate.choices, []).append(candidate)
     outcomes: dict[Candidate, Outcome] = {}
-    for choices, group in by_choices.items():
+    for choices, group in self._by_choices(candidates).items():
       variant = self.variant(choices)
       compiled = _relative(self._compile(variant.task, group), variant, self.first)
       outcomes |= dict(zip(group, compiled, strict=True))
     return [outcomes[candidate] for candidate in candidates]
+
+  def _by_choices(self, candidates: Sequence[Candidate]) -> dict[Choices, list[Candidate]]:
+    groups: dict[Choices, list[Candidate]] = {}
+    for candidate in candidates:
+      groups.setdefault(candidate.choices, []).append(candidate)
+    return groups
 
   def _compile(self, task: SearchTask, group: Sequence[Candidate]) -> list[Outcome]:
     rows = {self.name(one): self.row(one) for one in group}
@@ -286,6 +316,13 @@ class Trials:
   def cost(self, candidate: Candidate) -> float:
     """Seconds of a step, with a penalty if the candidate needs too much memory."""
     return penalized_seconds(self.outcome(candidate), self.memory)
+
+  def estimated_cost(self, candidate: Candidate) -> float:
+    """The same by the estimate alone, to compare candidates of which only some were partitioned."""
+    if candidate not in self.partitioned:
+      return self.cost(candidate)
+    outcome = self._corrected(self._uncorrected[candidate], self.variant(candidate.choices))
+    return penalized_seconds(outcome, self.memory)
 
 
 def _estimate(variant: TaskVariant, name: str, layout: Layout) -> Outcome:

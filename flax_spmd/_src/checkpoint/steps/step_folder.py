@@ -31,6 +31,7 @@ from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 _STEP = re.compile(r'0|[1-9]\d*')
+_NUMBERED = re.compile(r'(.*[_-])?(\d+)')  # of Orbax, with a prefix or a fixed length
 _LEFT = re.compile(r'\d+\.orbax-checkpoint-tmp.*')  # of Orbax's Checkpointer
 _METRICS = 'flax_spmd_metrics'
 
@@ -66,6 +67,18 @@ class StepFolder:
 
   def _names(self) -> list[int]:
     return sorted(int(name) for name in self._children() if _STEP.fullmatch(name))
+
+  def unread(self) -> str:
+    """The warning for checkpoints whose names end with a number and are not steps; '' if there are none."""
+    numbers = {name: int(match[2]) for name in self._children() if (match := _NUMBERED.fullmatch(name))}
+    names = [name for name in numbers if not _STEP.fullmatch(name) and is_checkpoint(self.root / name)]
+    if not names:
+      return ''
+    last = max(names, key=lambda name: numbers[name])
+    return (
+      f'The run in {self.root} begins anew: {", ".join(names)} in it are no steps by their names. If it should continue '
+      f'from {last}, rename that to {numbers[last]}.'
+    )
 
   def history(self) -> list[tuple[int, int, Any]]:
     """Each complete step with its time, in nanoseconds since 1970, and its metrics."""

@@ -458,6 +458,15 @@ def _before_shutdown() -> None:
     _last._ended.wait()
 
 
+def _forget() -> None:
+  """Forgets the save in progress, in a forked process, which has none of the threads that go on with it."""
+  global _last
+  _last = None
+
+
+if hasattr(os, 'register_at_fork'):
+  os.register_at_fork(after_in_child=_forget)
+
 # Hooks of `atexit` run too late: by then executors accept no work. Those that concurrent.futures uses run
 # earlier, the last registered one first.
 getattr(threading, '_register_atexit', atexit.register)(_before_shutdown)

@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import filelock
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.checksum import checksum
+from flax_spmd._src.checkpoint.storage.removed_folders import remove_folder
 from flax_spmd._src.checkpoint.storage.store import (
   ANY,
   LARGEST,
@@ -325,7 +325,7 @@ def _below(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _remove(path: Path) -> None:
   if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path)
+    remove_folder(path)
   else:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
       path.unlink()

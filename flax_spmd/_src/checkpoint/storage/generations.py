@@ -19,6 +19,7 @@ has the argument, and `tests/checkpoint/protocol_model.py` checks it.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -46,10 +47,15 @@ from flax_spmd._src.checkpoint.storage.manifest import (
 from flax_spmd._src.checkpoint.storage.orbax_files import orbax_names
 from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
+from flax_spmd._src.checkpoint.storage.removed_folders import settle
 from flax_spmd._src.checkpoint.storage.store import FileRecord, Store, open_store
 from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointExistsError
 
 _THREADS = 8
+_NOT_IN_PATHS = (
+  ('*?[', '*, ? and [', 'Orbax takes for a pattern of file names'),
+  ('\\', '\\', 'TensorStore takes for the end of a folder'),
+)
 _SHOWN = 5
 _RETRIES = (0.0, 0.05, 0.1, 0.2, 0.4)  # seconds
 
@@ -96,6 +102,7 @@ class Claim:
       garbage = [name for name in self._garbage if name not in self._found]
       if garbage or any(is_pin(name) for name in listed):
         self._remove_unpinned(garbage)
+      settle()
     except BaseException:
       self.release()
       raise
@@ -239,19 +246,19 @@ class Claim:
 def _check_place(path: epath.Path) -> None:
   """Raises for a path that cannot be a checkpoint: a whole disk or bucket, or one that Orbax would not find again.
 
-  Orbax looks for files by patterns below a path.
+  Orbax looks for files by patterns below a path, and TensorStore writes to another one.
   """
   if path == path.parent or ('://' in str(path) and '/' not in str(path).partition('://')[2]):
     whole = 'bucket' if '://' in str(path) else 'disk'
     raise CheckpointError(
       f'{path} is a whole {whole}.\nFix: save to a path in it, such as {path / "checkpoint"}.'
     )
-  found = sorted(set('*?[') & set(str(path)))
-  if found:
-    raise CheckpointError(
-      f'{path} contains {" and ".join(found)}, which Orbax takes for a pattern of file names.\n'
-      'Fix: save to a path without *, ? and [.'
-    )
+  for taken, text, meaning in _NOT_IN_PATHS:
+    found = [character for character in taken if character in str(path)]
+    if found and os.sep not in found:
+      raise CheckpointError(
+        f'{path} contains {" and ".join(found)}, which {meaning}.\nFix: save to a path without {text}.'
+      )
 
 
 def file_records(store: Store, folder: str) -> dict[str, FileRecord]:

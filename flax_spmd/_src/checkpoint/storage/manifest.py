@@ -72,6 +72,11 @@ def whole_generations(store: Store, name: str, listed: Sequence[str] | None = No
   return [child for child in generations if store.read(f'{name}/{child}/{MANIFEST}') is not None]
 
 
+def is_manifest(data: bytes) -> bool:
+  """Whether a file of this name is of this package. Others have such files, too."""
+  return data.startswith(f'{{"{KEY}":'.encode())
+
+
 def manifest_digest(data: bytes) -> str:
   """The digest of a stored manifest, for the head."""
   return hashlib.blake2b(data, digest_size=16).hexdigest()

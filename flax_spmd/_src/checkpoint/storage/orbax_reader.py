@@ -36,11 +36,11 @@ from flax_spmd._src.checkpoint.storage.record import (
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
+from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
 from flax_spmd._src.data.host_values import put
 from flax_spmd.errors import CheckpointDamagedError, raise_problems
 
 _ARRAYS = 'array_metadatas'
-_MIN_IN_FLIGHT = 64 << 20  # bytes
 
 
 class OrbaxReader:
@@ -157,9 +157,12 @@ class OrbaxReader:
     sizes, wrong = ends_of_packs(records.values())
     if wrong:
       raise _misfit(self.path, sorted(wrong))
-    packed = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
+    needed = {leaf.packed[0] for path in requests if (leaf := records[path]).packed}
+    packed = {
+      name: np.empty(size, dtype_of(name)) if name in needed else ... for name, size in sizes.items()
+    }
     tree = self._load({contents.LEAVES: large, contents.PACKED: packed}, memory)
-    wrong = {name for name, size in sizes.items() if tree[contents.PACKED][name].shape != (size,)}
+    wrong = {name for name in needed if tree[contents.PACKED][name].shape != (sizes[name],)}
     if wrong:
       raise _misfit(self.path, sorted(wrong))
     leaves = {}
@@ -191,13 +194,10 @@ class OrbaxReader:
 
 
 def _in_flight(target: Any, memory: int | None) -> int:
-  """The limit of bytes in flight. Without any limit, the host would hold up to twice the state.
-
-  It exceeds the largest array, which Orbax reads as a whole.
-  """
+  """The limit of bytes in flight. It exceeds the largest array, which Orbax reads as a whole."""
   arrays = [leaf for leaf in jax.tree.leaves(target) if hasattr(leaf, 'shape')]
   sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays]
-  return max(memory or max(_MIN_IN_FLIGHT, sum(sizes) // 8), 1 + max(sizes, default=0))
+  return max(memory or in_flight(sum(sizes)), 1 + max(sizes, default=0))
 
 
 def _sharding(request: Any) -> Any:

@@ -141,7 +141,7 @@ def device_dtype(dtype: str) -> str:
   """The dtype that an array of this dtype gets on a device: half as wide for 64 bits, unless JAX has them enabled."""
   if dtype in _KEY_DTYPES or dtype.startswith(_PYTHON):
     return dtype
-  return str(jax.dtypes.canonicalize_dtype(dtype_of(dtype)))
+  return _dtype_text(jax.dtypes.canonicalize_dtype(dtype_of(dtype)))
 
 
 @functools.cache

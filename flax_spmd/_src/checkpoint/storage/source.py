@@ -15,6 +15,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
   Manifest,
   damaged_manifest,
+  is_manifest,
   manifest_digest,
   parsed_manifest,
 )
@@ -71,10 +72,11 @@ def current_source(path: epath.Path) -> Source | None:
 
 
 def _generation_itself(store: Store, path: epath.Path) -> Source | None:
-  if not is_generation(path.name):
-    return None
+  """The generation that the path is, or a copy of one under another name; None if it is none."""
   stored = store.read(f'{path.name}/{MANIFEST}')
-  return None if stored is None else Source(path, path, parsed_manifest(stored[0], path))
+  if stored is None or not (is_generation(path.name) or is_manifest(stored[0])):
+    return None
+  return Source(path, path, parsed_manifest(stored[0], path))
 
 
 def read_whole(path: epath.Path, read: Callable[[Source | None], Result]) -> Result:

@@ -134,11 +134,19 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
   """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.
 
   Raises:
-    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`.
+    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`; or the path is empty, or
+      begins with ~.
   """
-  text = os.fspath(path)
+  text = os.fsdecode(path)
+  if not text:
+    raise CheckpointError(f'The path is empty.\n{_FIX}')
   match = _SCHEME.match(text)
   if match is None:
+    if text.partition(os.sep)[0] == '~':
+      raise CheckpointError(
+        f'{text} is a folder named ~ below {os.getcwd()}: only a shell takes it for the home folder.\n'
+        f'Fix: pass {os.path.expanduser(text)}, or .{os.sep}{text} if you mean the former.'
+      )
     return epath.Path(os.path.abspath(text))
   url, scheme = urllib.parse.urlsplit(text), match[1].lower()
   if scheme == 'file' and url.netloc in ('', 'localhost') and url.path.startswith('/'):

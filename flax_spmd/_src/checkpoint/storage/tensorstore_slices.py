@@ -22,6 +22,11 @@ def kvstore_of(folder: os.PathLike[str]) -> dict[str, Any]:
   return Location.of(url).kvstore(PATIENT) if '://' in url else {'driver': 'file', 'path': f'{url}/'}
 
 
+def in_flight(size: int) -> int:
+  """The bytes that may be in flight by default, of reads of a size. Without a limit, the host would hold up to twice the state."""
+  return max(_MIN_IN_FLIGHT, size // 8)
+
+
 def batches(requests: Mapping[str, Any], memory: int | None) -> Iterator[dict[str, Any]]:
   """Requests that may be in flight together, one at least.
 
@@ -29,7 +34,7 @@ def batches(requests: Mapping[str, Any], memory: int | None) -> Iterator[dict[st
     requests, memory: see `CheckpointReader.read`.
   """
   sizes = {path: _bytes(request) for path, request in requests.items()}
-  limit = memory or max(_MIN_IN_FLIGHT, sum(sizes.values()) // 8)
+  limit = memory or in_flight(sum(sizes.values()))
   group: dict[str, Any] = {}
   total = 0
   for path, request in requests.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,12 +19,14 @@ from flax_spmd._src.checkpoint.storage.possible_sizes import impossible_leaves
 from flax_spmd._src.checkpoint.storage.readers import CheckpointReader
 from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_count
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
-from flax_spmd._src.data.checksums import checksums, own_checksums
+from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
+from flax_spmd._src.data.checksums import PendingChecksums, own_checksums
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, processes_of
 from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 GROUP_BYTES = 1 << 30  # read and compared at a time
+_PARTS, _LEAST = 4, 64 << 20  # parts of a restore, and the bytes of the smallest
 _SHOWN = 30
 _NO_CHECKSUM = 'its checksum is missing'
 
@@ -67,44 +69,62 @@ class Damage(NamedTuple):
     )
 
 
-def changed(
-  leaves: Mapping[str, Any], records: Mapping[str, LeafRecord], requests: Mapping[str, Any]
-) -> list[str]:
-  """The paths of the leaves whose checksum differs from the recorded one, in any process.
+class _LeafCheck:
+  """The comparison of leaves that have been read with their records. Every process makes one.
 
   Args:
-    leaves: arrays as stored in the checkpoint, by path. In a job of several processes, every process
-      passes the same paths.
-    records: record of each leaf, by path. Leaves without a checksum are skipped.
-    requests: see `CheckpointReader.read`. Of leaves without a sharding, and of those on
-      devices of one process, each process compares its own copy.
+    reader, requests, verify: see `read_verified`. Of leaves without a sharding, and of those on devices of one process,
+      each process compares its own copy.
+    leaves: leaves that have been read, by path.
   """
-  known = [path for path in leaves if records[path].checksum is not None]
-  whole = [path for path in known if _is_of_one_process(requests[path].sharding)]
-  shared = [path for path in known if not _is_of_one_process(requests[path].sharding)]
-  here = [path for path in whole if not is_elsewhere(requests[path].sharding)]
-  sums = _sums(own_checksums, here, leaves, records)
-  wrong = {path: CHANGED for path, total in sums.items() if total != records[path].checksum}
-  wrong = over_processes('whole', wrong) if whole else wrong
-  sums = _sums(checksums, shared, leaves, records)
-  return [*wrong, *(path for path, total in sums.items() if total != records[path].checksum)]
+
+  def __init__(
+    self, reader: CheckpointReader, requests: Mapping[str, Any], leaves: Mapping[str, Any], verify: bool
+  ):
+    records = reader.record.leaves
+    self._wrong = {
+      path: f'{leaf.dtype}{list(leaf.shape)} is stored in its place'
+      for path, leaf in leaves.items()
+      if hasattr(leaf, 'shape')
+      and tuple(leaf.shape) != records[path].shape  # Orbax returns numpy arrays as they are stored
+    }
+    self._leaves = leaves
+    alike = [path for path in leaves if path not in self._wrong] if verify else []
+    self._recorded = {path: text for path in alike if (text := records[path].checksum) is not None}
+    if any(leaf.checksum for leaf in records.values()):  # else another library wrote it
+      self._wrong |= {path: _NO_CHECKSUM for path in alike if path not in self._recorded}
+    is_whole = {path: _is_of_one_process(requests[path].sharding) for path in self._recorded}
+    self._whole = [path for path in is_whole if is_whole[path]]
+    self._here = [path for path in self._whole if not is_elsewhere(requests[path].sharding)]
+    self._shared = [path for path in is_whole if not is_whole[path]]
+    self._of_here = self._pending(self._here, None)
+    self._of_shared = self._pending(self._shared, 'sums')
+
+  def _pending(self, paths: Sequence[str], topic: str | None) -> PendingChecksums:
+    likes = [self._recorded[path] for path in paths]
+    return PendingChecksums([self._leaves[path] for path in paths], topic, likes)
+
+  def compute(self) -> None:
+    """Does the work of this process, in any thread, while others are read."""
+    self._of_here.compute()
+    self._of_shared.compute()
+
+  def result(self) -> tuple[dict[str, Any], dict[str, str]]:
+    """The leaves that are as recorded, and the reason for each other one. Every process calls this."""
+    changed = self._changed(self._here, self._of_here)
+    changed = over_processes('whole', changed) if self._whole else changed
+    wrong = self._wrong | changed | self._changed(self._shared, self._of_shared)
+    return {path: leaf for path, leaf in self._leaves.items() if path not in wrong}, wrong
+
+  def _changed(self, paths: Sequence[str], pending: PendingChecksums) -> dict[str, str]:
+    totals = zip(paths, pending.complete(), strict=True)
+    return {path: CHANGED for path, total in totals if total != self._recorded[path]}
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_of_one_process(sharding: Any) -> bool:
   """Whether a process that has any of an array has all of it."""
   return sharding is None or len(processes_of([sharding])) == 1
-
-
-def _sums(
-  formula: Callable[[Sequence[Any], Sequence[str]], list[str]],
-  paths: Sequence[str],
-  leaves: Mapping[str, Any],
-  records: Mapping[str, LeafRecord],
-) -> dict[str, str]:
-  """Checksums to compare with the recorded ones, by path."""
-  likes = [records[path].checksum or '' for path in paths]
-  return dict(zip(paths, formula([leaves[path] for path in paths], likes), strict=True))
 
 
 def read_verified(
@@ -167,9 +187,7 @@ def _whole_and_damage(
     reader, requests, memory, verify: see `read_verified`.
     everything: whether arrays that the record lacks are damage, too. Orbax then refuses the record.
   """
-  leaves, lost = _read_what_can_be(reader, requests, memory)
-  _check_width(reader, leaves)
-  leaves, wrong = _compared(reader, requests, leaves, verify)
+  leaves, lost, wrong = _read_and_compared(reader, requests, memory, verify)
   if not (isinstance(reader, OrbaxReader) and reader.has_own_record and (lost or wrong)):
     return leaves, Damage(lost | wrong, {})
   files = {} if reader.files else dict.fromkeys([reader.folder.name], next(iter(lost.values()), CHANGED))
@@ -177,11 +195,36 @@ def _whole_and_damage(
   found, lost = reader.read_directly({path: requests[path] for path in lost | wrong}, memory)
   lost |= {path: each.reason for path, each in unrecorded.items()}
   lost = over_processes('directly', lost)
-  found, wrong = _compared(
-    reader, requests, {path: leaf for path, leaf in found.items() if path not in lost}, verify
-  )
+  found = {path: leaf for path, leaf in found.items() if path not in lost}
+  found, wrong = _LeafCheck(reader, requests, found, verify).result()
   lost |= over_processes('misfits', _of_misfits(reader, requests, verify, everything))
   return {p: leaf for p, leaf in (leaves | found).items() if p not in lost}, Damage(lost | wrong, files)
+
+
+def _read_and_compared(
+  reader: CheckpointReader, requests: Mapping[str, Any], memory: int | None, verify: bool
+) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+  """The leaves that are as recorded; the reasons for those that cannot be read, and for those that differ.
+
+  Checksums are computed while further leaves are read: Orbax reads with one processor.
+  """
+  some: Iterable[Mapping[str, Any]] = [requests]
+  if verify and isinstance(reader, OrbaxReader) and reader.has_own_record:
+    records = {path: reader.record.leaves[path] for path in requests}
+    size = sum(leaf.bytes for leaf in records.values())
+    some, memory = groups(records, max(_LEAST, size // _PARTS)), memory or in_flight(size)
+  checks: list[_LeafCheck] = []
+  lost: dict[str, str] = {}
+  with ThreadPoolExecutor(1) as thread:
+    for group in some:
+      leaves, failed = _read_what_can_be(reader, {path: requests[path] for path in group}, memory)
+      _check_width(reader, leaves)
+      lost |= failed
+      checks.append(_LeafCheck(reader, requests, leaves, verify))
+      thread.submit(checks[-1].compute)
+  results = [each.result() for each in checks]
+  whole = {path: leaf for leaves, _ in results for path, leaf in leaves.items()}
+  return whole, lost, {path: text for _, wrong in results for path, text in wrong.items()}
 
 
 def _of_misfits(
@@ -203,25 +246,6 @@ def _of_misfits(
   return found
 
 
-def _compared(
-  reader: CheckpointReader, requests: Mapping[str, Any], leaves: Mapping[str, Any], verify: bool
-) -> tuple[dict[str, Any], dict[str, str]]:
-  """The leaves whose checksum is the recorded one, and the reason for each other one."""
-  records = reader.record.leaves
-  wrong = {
-    path: f'{leaf.dtype}{list(leaf.shape)} is stored in its place'
-    for path, leaf in leaves.items()
-    if hasattr(leaf, 'shape')
-    and tuple(leaf.shape) != records[path].shape  # Orbax returns numpy arrays as they are stored
-  }
-  alike = {path: leaf for path, leaf in leaves.items() if path not in wrong}
-  if verify:
-    wrong |= dict.fromkeys(changed(alike, records, requests), CHANGED)
-  if verify and any(leaf.checksum for leaf in records.values()):  # else another library wrote it
-    wrong |= {path: _NO_CHECKSUM for path in alike if records[path].checksum is None}
-  return {path: leaf for path, leaf in leaves.items() if path not in wrong}, wrong
-
-
 def wrong_numbers(reader: CheckpointReader, paths: Iterable[str]) -> dict[str, str]:
   """The reason for each Python number of another checksum. Their values are in the record itself.
 
@@ -231,8 +255,9 @@ def wrong_numbers(reader: CheckpointReader, paths: Iterable[str]) -> dict[str, s
   """
   records = reader.record.leaves
   numbers = [path for path in paths if records[path].value is not None and records[path].checksum]
-  sums = _sums(own_checksums, numbers, {path: records[path].value for path in numbers}, records)
-  return {path: CHANGED for path, total in sums.items() if total != records[path].checksum}
+  recorded = [records[path].checksum or '' for path in numbers]
+  totals = own_checksums([records[path].value for path in numbers], recorded)
+  return {p: CHANGED for p, one, two in zip(numbers, totals, recorded, strict=True) if one != two}
 
 
 def _check_width(reader: CheckpointReader, leaves: Mapping[str, Any]) -> None:
@@ -317,17 +342,20 @@ def verify(reader: CheckpointReader) -> Damage:
   return damage
 
 
-def groups(leaves: Mapping[str, LeafRecord]) -> Iterator[dict[str, LeafRecord]]:
-  """Splits leaves into groups that end where they exceed `GROUP_BYTES`; Python numbers are skipped."""
+def groups(leaves: Mapping[str, LeafRecord], most: int = GROUP_BYTES) -> Iterator[dict[str, LeafRecord]]:
+  """Splits leaves into groups that end where they exceed a number of bytes; Python numbers are skipped.
+
+  All packed leaves are in the first group, since the arrays that they are in are read as a whole.
+  """
   group: dict[str, LeafRecord] = {}
   size = 0
-  for path, leaf in leaves.items():
+  for path, leaf in sorted(leaves.items(), key=lambda each: each[1].packed is None):
     if leaf.is_number:
       continue
-    group[path] = leaf
-    size += leaf.bytes
-    if size > GROUP_BYTES:
+    if size > most and leaf.packed is None:
       yield group
       group, size = {}, 0
+    group[path] = leaf
+    size += leaf.bytes
   if group:
     yield group

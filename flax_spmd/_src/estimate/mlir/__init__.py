@@ -1,7 +1,7 @@
 """jaxlib's MLIR bindings and Shardy's passes; no other part of the package imports them.
 
     check_jaxlib()
-    module = prepare(code, parameters)                              # a lowered step, prepared once
+    module = prepare(code)                                          # a lowered step, prepared once
     specs = module.propagate(sizes, arguments, results, resolve)    # shardings of its values under a layout
 
 The bindings change between versions of jaxlib, so nothing of them is imported before `check_jaxlib` has run.
@@ -37,8 +37,8 @@ def check_jaxlib() -> None:
     )
 
 
-def prepare(code: bytes, parameters: frozenset[str]) -> PreparedModule:
+def prepare(code: bytes) -> PreparedModule:
   """A lowered step, prepared for propagation; arguments and errors as of `PreparedModule`."""
   from flax_spmd._src.estimate.mlir.module import PreparedModule
 
-  return PreparedModule(code, parameters)
+  return PreparedModule(code)

@@ -17,6 +17,8 @@ _BINARY = frozenset(
 )
 _UNARY = 'stablehlo.negate'
 _CHEAP_CHLO = ('chlo.square', 'chlo.conj', 'chlo.next_after', 'chlo.erf')
+_BROADCAST = 'stablehlo.broadcast_in_dim'
+_OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a reshape
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -70,6 +72,61 @@ def _inline(call: Any, block: Any) -> None:
   call.erase()
 
 
+def reshape_units(module: Any) -> None:
+  """Replaces reductions and broadcasts of dimensions of size 1 by reshapes, as XLA does before propagation.
+
+  Shardy lets shardings through reshapes and elementwise operations first, then through all others.
+  """
+  for op in list(_all_ops(module)):
+    if op.name not in _OF_UNITS or len(op.results) != 1:
+      continue
+    before, after = (_shape(value) for value in (op.operands[0], op.results[0]))
+    kept = [size for size in before if size != 1]
+    if (
+      len(before) == len(after)
+      or not min(before, after)
+      or kept != [size for size in after if size != 1]
+    ):
+      continue
+    if op.name == _BROADCAST and not _is_sorted(op.attributes['broadcast_dimensions']):
+      continue
+    with ir.InsertionPoint(op):
+      substitute = ir.Operation.create(
+        'stablehlo.reshape', results=[op.results[0].type], operands=[op.operands[0]], loc=op.location
+      )
+    op.results[0].replace_all_uses_with(substitute.results[0])
+    op.erase()
+
+
+def _is_sorted(dimensions: Any) -> bool:
+  return (listed := list(ir.DenseI64ArrayAttr(dimensions))) == sorted(listed)
+
+
+def order_by_operands(block: Any) -> None:
+  """Puts a block's operations in the order of XLA: each after its operands, from the first result on."""
+  ops = [view.operation for view in block.operations]
+  last = ops[-1]
+  placed: set[Any] = set()
+  stack = [(op, False) for op in ops]  # those that no result depends on come at the end
+  while stack:
+    op, is_ready = stack.pop()
+    if op in placed:
+      continue
+    if is_ready:
+      placed.add(op)
+      if op != last:
+        op.move_before(last)
+      continue
+    stack.append((op, True))
+    values = [*op.operands, *(value for inner in _all_ops(op) for value in inner.operands)]
+    owners = [value.owner for value in values if not isinstance(value.owner, ir.Block)]
+    stack += [(owner.operation, False) for owner in reversed(owners) if owner.operation.block == block]
+  for op in ops:
+    for region in op.regions:
+      for inner in region.blocks:
+        order_by_operands(inner)
+
+
 def _replace_operands(op: Any, substitutes: Mapping[Any, Any]) -> None:
   for index, value in enumerate(op.operands):
     if value in substitutes:
@@ -101,8 +158,7 @@ def replace_chlo(module: Any) -> None:
 
 
 def _is_elementwise(op: Any) -> bool:
-  shape = list(ir.RankedTensorType(op.results[0].type).shape)
-  return all(list(ir.RankedTensorType(value.type).shape) == shape for value in op.operands)
+  return all(_shape(value) == _shape(op.results[0]) for value in op.operands)
 
 
 def drop_uniform(module: Any) -> None:
@@ -145,7 +201,11 @@ def _skip_negation(value: Any) -> Any:
 
 
 def _has_shape(value: Any) -> bool:
-  return bool(ir.RankedTensorType(value.type).shape)
+  return bool(_shape(value))
+
+
+def _shape(value: Any) -> list[int]:
+  return list(ir.RankedTensorType(value.type).shape)
 
 
 def _is_boolean(value: Any) -> bool:
@@ -158,7 +218,7 @@ def _is_uniform(value: Any, known: dict[Any, bool]) -> bool:
     op = value.owner
     if isinstance(op, ir.Block):
       known[value] = not _has_shape(value)
-    elif op.name == 'stablehlo.broadcast_in_dim' or not _has_shape(value):
+    elif op.name == _BROADCAST or not _has_shape(value):
       op = op.operation
       pure = not len(op.regions) and op.name.startswith('stablehlo.')
       known[value] = pure and all(_is_uniform(operand, known) for operand in op.operands)

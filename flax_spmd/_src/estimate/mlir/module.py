@@ -17,8 +17,13 @@ from jaxlib.mlir import ir, passmanager
 
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, Spec, replicated
-from flax_spmd._src.estimate.loops import larger_operands
-from flax_spmd._src.estimate.mlir.inline import drop_uniform, inline_all, replace_chlo
+from flax_spmd._src.estimate.mlir.inline import (
+  drop_uniform,
+  inline_all,
+  order_by_operands,
+  replace_chlo,
+  reshape_units,
+)
 from flax_spmd._src.estimate.mlir.read_graph import GraphReader, main_of, walk
 from flax_spmd._src.estimate.mlir.shardings import (
   LogicalSharding,
@@ -40,15 +45,11 @@ _PROPAGATE = 'builtin.module(sdy-user-priority-propagate)'
 class PreparedModule:
   """A lowered step, prepared for propagation.
 
-  Shardings of activations are propagated first, then those of parameters, by Shardy's priorities. XLA has no such
-  order, but it visits operations in another order than these bindings. Where both kinds reach a value, such as a
-  residual that a scan keeps for its backward pass, XLA comes to the activation's sharding first. A constraint of a
-  weight that is larger than the activation that it is multiplied with counts as one of an activation: where both want
-  an axis, Shardy prefers the larger array.
+  Where shardings meet that do not fit together, the first one wins. So XLA's order of operations is that of the
+  propagation, while the graph has the order of the program, which is closer to that of execution.
 
   Args:
     code: MLIR bytecode of the lowered step.
-    parameters: logical names of the parameters' dimensions.
 
   Attributes:
     graph: the program as plain values.
@@ -59,23 +60,24 @@ class PreparedModule:
 
   graph: Graph
 
-  def __init__(self, code: bytes, parameters: frozenset[str]):
-    self._parameters = parameters
+  def __init__(self, code: bytes):
     self._context = mlir_context()
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
       inline_all(self._module)
       replace_chlo(self._module.operation)
       drop_uniform(self._module.operation)
+      reshape_units(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
       self._propagation = passmanager.PassManager.parse(_PROPAGATE)
       self._propagation.enable_verifier(False)  # it takes a sixth of the time
       reader = GraphReader()
       self.graph = reader.graph(main_of(self._module.operation))
-      self._results, self._loops = reader.results, reader.loops
+      self._loops = reader.loops
+      results = dict(zip(walk(main_of(self._module.operation)), reader.results, strict=True))
+      order_by_operands(main_of(self._module.operation).regions[0].blocks[0])
+      self._results = [results[op] for op in walk(main_of(self._module.operation))]
       self._slots = list(slots_of(main_of(self._module.operation)))
-      large = larger_operands(self.graph)
-      self._large = [not large.isdisjoint(self._results[slot.op]) for slot in self._slots]
 
   @property
   def constraints(self) -> set[tuple[LogicalSharding, tuple[int, ...]]]:
@@ -88,7 +90,6 @@ class PreparedModule:
     arguments: Sequence[Spec],
     results: Sequence[Spec | None],
     resolve: Resolve,
-    first: int | None = None,
   ) -> list[Spec]:
     """The sharding of every value under a layout.
 
@@ -97,7 +98,6 @@ class PreparedModule:
       arguments: sharding of each argument of the step.
       results: sharding that each result needs; None where the compiler may choose.
       resolve: function from a logical sharding and a shape to mesh axes; None constrains nothing.
-      first: index of the first argument that is an activation, as the batch is; the others are parameters.
 
     Returns:
       Mesh axes per dimension of each value of `graph`.
@@ -106,13 +106,13 @@ class PreparedModule:
       copy = self._module.operation.clone()
       main = main_of(copy)
       _set_mesh(copy, sizes)
-      _set_signature(main, arguments, results, len(arguments) if first is None else first)
+      _set_signature(main, arguments, results)
       ops = list(walk(main))
       attributes: dict[Any, Any] = {}
-      for slot, is_large in zip(self._slots, self._large):
-        key = slot.shardings, slot.per_value, is_large
+      for slot in self._slots:
+        key = slot.shardings, slot.per_value
         if key not in attributes:
-          attributes[key] = attribute(slot, resolve, frozenset() if is_large else self._parameters)
+          attributes[key] = attribute(slot, resolve)
         ops[slot.op].attributes[slot.attribute] = attributes[key]
       self._propagation.run(copy)
       return self._read(ops, arguments)
@@ -147,19 +147,15 @@ def _set_mesh(module: Any, sizes: Mapping[str, int]) -> None:
   mesh.attributes['mesh'] = ir.Attribute.parse(f'#sdy.mesh<[{axes}]>')
 
 
-def _set_signature(
-  main: Any, arguments: Sequence[Spec], results: Sequence[Spec | None], first: int
-) -> None:
+def _set_signature(main: Any, arguments: Sequence[Spec], results: Sequence[Spec | None]) -> None:
   """Sets the shardings of a function's arguments and results."""
-  for name, specs, end in (('arg_attrs', arguments, first), ('res_attrs', results, len(results))):
+  for name, specs in (('arg_attrs', arguments), ('res_attrs', results)):
     texts = (
-      '{}'
-      if spec is None
-      else f'{{sdy.sharding = #sdy.sharding<@mesh, [{_dims_text(spec, index < end)}]>}}'
-      for index, spec in enumerate(specs)
+      '{}' if spec is None else f'{{sdy.sharding = #sdy.sharding<@mesh, [{_dims_text(spec)}]>}}'
+      for spec in specs
     )
     main.attributes[name] = ir.Attribute.parse(f'[{", ".join(texts)}]')
 
 
-def _dims_text(spec: Spec, low_priority: bool) -> str:
-  return ', '.join(dimension_text(axes, low_priority=low_priority) for axes in spec)
+def _dims_text(spec: Spec) -> str:
+  return ', '.join(map(dimension_text, spec))

@@ -96,29 +96,23 @@ def _logical(attribute: Any) -> LogicalSharding:
   return LogicalSharding(tuple(names), tuple(one.is_closed for one in dimensions))
 
 
-def attribute(slot: ShardingSlot, resolve: Resolve, parameters: frozenset[str]) -> Any:
-  """The attribute of a slot under a layout; shardings of parameters get a lower priority."""
-  texts = [
-    _text(
-      resolve(logical, shape), logical, len(shape), parameters.issuperset(filter(None, logical.names))
-    )
-    for logical, shape in slot.shardings
-  ]
+def attribute(slot: ShardingSlot, resolve: Resolve) -> Any:
+  """The attribute of a slot under a layout."""
+  texts = [_text(resolve(logical, shape), logical, len(shape)) for logical, shape in slot.shardings]
   inner = ', '.join(f'<@mesh, [{text}]>' for text in texts)
   kind = f'#sdy.sharding_per_value<[{inner}]>' if slot.per_value else f'#sdy.sharding{inner}'
   return ir.Attribute.parse(kind)
 
 
-def _text(spec: ConstraintSpec | None, logical: LogicalSharding, rank: int, low_priority: bool) -> str:
+def _text(spec: ConstraintSpec | None, logical: LogicalSharding, rank: int) -> str:
   if spec is None:
     return ', '.join(['{?}'] * rank)
   return ', '.join(
-    '{?}' if axes is None else dimension_text(axes, closed, low_priority)
-    for axes, closed in zip(spec, logical.closed)
+    '{?}' if axes is None else dimension_text(axes, closed) for axes, closed in zip(spec, logical.closed)
   )
 
 
-def dimension_text(axes: Axes, closed: bool = True, low_priority: bool = True) -> str:
-  """The sharding of a dimension in Shardy's syntax: `{"data", ?}p1`, where `p1` is the lower priority."""
+def dimension_text(axes: Axes, closed: bool = True) -> str:
+  """The sharding of a dimension in Shardy's syntax, such as `{"data", ?}`."""
   listed = ', '.join([*(f'"{axis}"' for axis in axes), *([] if closed else ['?'])])
-  return f'{{{listed}}}' + ('p1' if axes and low_priority else '')
+  return f'{{{listed}}}'
