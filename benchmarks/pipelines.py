@@ -4,7 +4,8 @@
     dispatch     48 chunks and 64 microbatches on 8 ranks: thousands of small programs from one thread
     first step   in new processes: the total, and the share of tracing and planning
     microbatches the time to compile the same programs for 256 microbatches, over that for 8
-    processes    the step in two and four processes over that in one: by `ppermute` over gloo, and by JAX's copies
+    processes    the step in two and four processes over that in one: by `ppermute` over gloo, by JAX's copies, and
+                 with nothing sent, which is the cost of several processes on these cores
     minimum cut  the same step, with the residuals that differentiation would keep by default
     plan         residuals of a stage, programs compiled, bytes moved after the loop, simulated schedules
     sleeping     stages that sleep instead of computing, so that ranks overlap on any number of cores:
@@ -58,6 +59,7 @@ from reporting import report
 import flax_spmd as spmd
 from flax_spmd import pipeline
 from flax_spmd._src.pipeline.cut import residuals
+from flax_spmd._src.pipeline.run import assembly, process_transfer
 from flax_spmd._src.pipeline.run.call_list import Call, CallList, Send
 from tests.processes import JAX_COPIES, run_processes
 
@@ -247,32 +249,53 @@ def microbatch_figures() -> list[Figure]:
   ]
 
 
+WAYS = {'gloo': '', 'JAX': ', copies by JAX', 'nothing': ', nothing sent'}
+
+
 def process_figures() -> list[Figure]:
-  """Steps of the same four ranks in several processes over those in one, one job after the other."""
-  alone = statistics.median(_seconds_of_steps(1))
+  """Steps of the same four ranks in several processes over those in one, one job after the other.
+
+  Where nothing is sent, ranks compute with arrays at hand instead, and wait for nobody. So that row is the cost of
+  several processes on these cores, and the rest of the others is that of transfers and of waiting for them.
+  """
+  alone = statistics.median(_seconds_of_steps(1, 'gloo'))
   figures = []
   for count in (2, 4):
-    for way, copies in (('', False), (', copies by JAX', True)):
-      relative = [one / alone for one in _seconds_of_steps(count, copies)]
-      figures.append(summary(f'{count} processes over one{way}', relative, 'x', at_most(1.15)))
+    for way, words in WAYS.items():
+      relative = [one / alone for one in _seconds_of_steps(count, way)]
+      target = None if way == 'nothing' else at_most(1.15)
+      figures.append(summary(f'{count} processes over one{words}', relative, 'x', target))
   return figures
 
 
-def _seconds_of_steps(processes: int, copies: bool = False) -> list[float]:
-  """Seconds of steps, with transfers by `ppermute` over gloo, or by JAX's copies between processes."""
+def _seconds_of_steps(processes: int, way: str) -> list[float]:
+  """Seconds of steps, with one of the ways of transfers between processes."""
   lines = ['import sys', f'sys.path.insert(0, {str(Path(__file__).parent)!r})']
-  if copies:
+  if way == 'JAX':
     lines.append(JAX_COPIES)
-  source = '\n'.join([*lines, 'jax.devices()', 'import pipelines', 'report(pipelines.steps())'])
-  results = run_processes(source, processes=processes, devices=RANKS // processes, timeout=300, flags='')
-  return results[0].value
+  lines += ['jax.devices()', 'import pipelines', f'report(pipelines.steps({way == "nothing"}))']
+  source, devices = '\n'.join(lines), RANKS // processes
+  return run_processes(source, processes=processes, devices=devices, timeout=300, flags='')[0].value
 
 
-def steps() -> list[float]:
+def steps(nothing_sent: bool) -> list[float]:
   """Runs in each of some processes: seconds of some steps of the middle model."""
   size = SIZES['mid']
-  run = Run(pipelined(pipeline.OneFOneB(RANKS)), *map(jax.device_get, (state_of(size), batch_of(size))))
-  return [one['step'] for one in measure({'step': run.once}, rounds=21, warm_up=3, clock=WALL)]
+  transfer = NothingSent if nothing_sent else assembly.ProcessTransfer
+  with mock.patch.object(assembly, 'ProcessTransfer', transfer):
+    run = Run(
+      pipelined(pipeline.OneFOneB(RANKS)), *map(jax.device_get, (state_of(size), batch_of(size)))
+    )
+    return [one['step'] for one in measure({'step': run.once}, rounds=21, warm_up=3, clock=WALL)]
+
+
+class NothingSent(process_transfer.ProcessTransfer):
+  """In place of a transfer between processes: the receiver makes zeros, and the sender does nothing."""
+
+  def _run(self, arrays):
+    if not self._receives:
+      return []
+    return process_transfer._removing_row(tuple(self._target), self._dtypes)(self._zero_rows)
 
 
 def minimum_cut_figures() -> list[Figure]:

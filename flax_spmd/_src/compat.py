@@ -48,7 +48,7 @@ from jax._src.interpreters import batching, mlir
 from jax._src.lib import _jax, xla_client
 from jax._src.sharding_impls import GSPMDSharding
 from jax.experimental import serialize_executable
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters import partial_eval
 from jax.lax import conv_general_dilated_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -1124,7 +1124,7 @@ def equations_in(jaxpr: Any, enters: Callable[[Any], bool] = lambda equation: Tr
 
 def is_jaxpr(param: Any) -> bool:
   """Whether an equation's parameter is a jaxpr, closed or not."""
-  return hasattr(param, 'eqns') or hasattr(param, 'jaxpr')
+  return isinstance(param, (Jaxpr, ClosedJaxpr))
 
 
 def is_on_host(equation: Any) -> bool:

@@ -21,7 +21,7 @@ class Outcomes:
 os.chdir(@root@)
 assert len(jax.devices()) == 8  # before conftest.py asks for as many in each process
 outcomes = Outcomes()
-options = ['-q', '-x', '-m', '', '-k', @names@, '-p', 'no:cacheprovider']
+options = ['-q', '-x', '-m', '', '-k', @names@, '-p', 'no:cacheprovider', '--capture=sys']  # messages of an abort stay
 pytest.main([*options, 'tests/pipeline/@file@'], plugins=[outcomes])
 report([outcomes.passed, outcomes.failed])
 """

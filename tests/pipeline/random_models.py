@@ -221,6 +221,9 @@ OPTIMIZERS = [
   lambda: optax.MultiSteps(optax.adam(1e-2, eps=1e-3), every_k_schedule=2),
   lambda: optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 2),
   lambda: optax.chain(optax.stateless(without_rounding_errors), optax.lamb(1e-2, eps=1e-3)),
+  lambda: optax.flatten(optax.adam(1e-2, eps=1e-3)),  # one vector of all weights
+  lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+  lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 4), eps=1e-3),
 ]
 
 

@@ -25,6 +25,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_spmd._src.data.digests import digests
+from flax_spmd._src.data.words import array_of
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differ, differing_parts, ranges, text_problems
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError, Problem, raise_problems
@@ -280,7 +281,7 @@ def _array_kind(dtype: Any, shape: tuple[int, ...], spec: PartitionSpec | None) 
 
 def _value_texts(values: Sequence[Any]) -> list[str]:
   """Each value as text: whole if it is small, by its digest if it is large."""
-  arrays = {at: _words(value) for at, value in enumerate(values) if _is_array(value)}
+  arrays = {at: array_of(value) for at, value in enumerate(values) if _is_array(value)}
   small = [at for at, array in arrays.items() if array.size <= _SHOWN]
   large = [at for at, array in arrays.items() if array.size > _SHOWN]
   texts = {at: _plain_text(value) for at, value in enumerate(values) if at not in arrays}
@@ -295,12 +296,6 @@ def _is_array(value: Any) -> bool:
   """Whether a value is an array with bits; numpy arrays of objects have none."""
   is_numpy = isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
   return is_numpy or isinstance(value, jax.Array)
-
-
-def _words(array: Any) -> Any:
-  """The array, or the bits of a key array."""
-  is_key = isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-  return jax.random.key_data(array) if is_key else array
 
 
 def _plain_text(value: Any) -> str:

@@ -102,7 +102,13 @@ class Equation:
 
   def replaced(self, known: Mapping[Value, Atom]) -> Equation:
     """The same equation, with some inputs replaced."""
-    return dataclasses.replace(self, inputs=[lookup(known, atom) for atom in self.inputs])
+    return self.on([lookup(known, atom) for atom in self.inputs], self.outputs)
+
+  def on(self, inputs: list[Atom], outputs: list[Value]) -> Equation:
+    """The same operation, on other values."""
+    return Equation(
+      self.primitive, self.params, inputs, outputs, self.context, self.source, self.effects
+    )
 
 
 _EFFECTS = frozenset({'debug_callback', 'debug_print', 'io_callback'})
@@ -260,7 +266,9 @@ def free_values(equations: Iterable[Equation]) -> list[Value]:
   computed: set[Value] = set()
   free: dict[Value, None] = {}
   for equation in equations:
-    free.update((value, None) for value in equation.values if value not in computed)
+    for atom in equation.inputs:
+      if isinstance(atom, Value) and atom not in computed:
+        free[atom] = None
     computed.update(equation.outputs)
   return list(free)
 

@@ -121,8 +121,8 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
 
 def _has_microbatches(scan: Equation) -> bool:
   """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
-  marks = _marks_in(scan)
-  return 'backward' in marks or 'microbatch' in marks
+  started = next(eq.occurrences(scan.jaxprs, microbatch_p), None)
+  return started is not None or 'backward' in _marks_in(scan)
 
 
 def _marks_in(equation: Equation) -> set[str]:

@@ -18,14 +18,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.data.common_values import CommonPiece, value_parts, value_problems
 from flax_spmd._src.data.digests import digests
+from flax_spmd._src.data.words import array_of
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, ranges, text_problems
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
+from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.run.call_list import Call, CallList, StageProgram
 from flax_spmd._src.pipeline.run.call_text import send_text
@@ -216,24 +217,15 @@ def _param_text(param: Any) -> str:
 
 def _jaxpr_text(jaxpr: Any) -> str:
   """A jaxpr within a parameter, in one line."""
-  parts = compat.jaxpr_parts(jaxpr)
-  numbers: dict[Any, int] = {}
-
-  def names(atoms: Iterable[Any]) -> str:
-    return ', '.join(
-      _literal_text(atom)
-      if isinstance(atom, Literal)
-      else f'%{numbers.setdefault(atom, len(numbers))} {atom.aval.str_short()}'
-      for atom in atoms
-    )
-
-  operations = (
-    f'{one.primitive.name}{_params_text(one.params)} {names(one.invars)} -> {names(one.outvars)}'
-    for one in parts.equations
-  )
-  constants = ', '.join(map(_array_text, parts.arrays))
-  head = f'{names(parts.inputs)}; {names(parts.constants)} = {constants}'
-  return f'{{{head}: {"; ".join(operations)}: {names(parts.outputs)}}}'
+  inputs = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
+  equations, outputs = eq.flatten(jaxpr, inputs, lambda _: False)
+  read = dict.fromkeys([*eq.free_values(equations), *outputs])
+  constants = [value for value in read if isinstance(value, Constant)]
+  numbers: dict[Value, int] = {}
+  head = f'{_names(inputs, numbers)}; {_names(constants, numbers)} = '
+  head += ', '.join(_array_text(one.array) for one in constants)
+  operations = '; '.join(_equation_text(one, numbers) for one in equations)
+  return f'{{{head}: {operations}: {_names(outputs, numbers)}}}'
 
 
 def _literal_text(literal: Any) -> str:
@@ -244,8 +236,7 @@ def _array_text(value: Any) -> str:
   """A number, a small array, or the digest of a large one."""
   if not getattr(value, 'is_fully_addressable', True):
     return str(jax.typeof(value))
-  is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-  array = np.asarray(jax.random.key_data(value) if is_key else value)
+  array = np.asarray(array_of(value))
   if array.size > _SHOWN:
     return f'digest {digests([array])[0]}'
   texts = list(map(str, array.flat))  # the shortest that are exact

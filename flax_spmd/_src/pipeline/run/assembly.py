@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ class Assembler:
     self._stages, self._call_list, self._executables = stages, stages.call_list, executables
     self._mesh, self._axis = mesh, axis
     self._ranks: Sequence[Any] = stages.meshes
-    self._registers: dict[Buffer, int] = {}
+    self._local = [is_local(mesh) for mesh in self._ranks]
+    self._registers: defaultdict[Buffer, int] = defaultdict(itertools.count().__next__)
     self._progress = TransferProgress()
 
   def machine(self, results: Sequence[Value], threads: bool) -> Machine:
@@ -77,11 +79,10 @@ class Assembler:
       self._progress,
     )
 
-  def _register(self, buffer: Buffer) -> int:
-    return self._registers.setdefault(buffer, len(self._registers))
-
-  def _is_local(self, buffer: Buffer) -> bool:
-    return is_local(self._ranks[buffer.rank])
+  def _numbers(self, buffers: Sequence[Buffer]) -> tuple[int, ...]:
+    """The registers of buffers of one rank; none if it belongs to another process."""
+    local = buffers and self._local[buffers[0].rank]
+    return tuple(map(self._registers.__getitem__, buffers)) if local else ()
 
   def _code(self) -> list[MachineInstruction]:
     """The instructions of this process."""
@@ -90,16 +91,13 @@ class Assembler:
     coming: dict[CrossHostCopy, list[Buffer]] = {}  # received, and not waited for
     for number, one in enumerate(self._call_list.calls):
       code += self._waits(coming, one.inputs)
-      dead = tuple(map(self._register, ends.get(number, ())))
+      dead = tuple(map(self._registers.__getitem__, ends.get(number, ())))
       if isinstance(one, Call):
         function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
       else:
         function, rank, step = self._sender(one), one.ranks[0], None
       if function is not None:
-        inputs, outputs = (
-          tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
-          for buffers in (one.inputs, one.outputs)
-        )
+        inputs, outputs = self._numbers(one.inputs), self._numbers(one.outputs)
         code.append(
           MachineInstruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step)
         )
@@ -116,9 +114,7 @@ class Assembler:
     for copy in arriving:
       del coming[copy]
     return [
-      MachineInstruction(
-        copy.wait, tuple(map(self._register, buffers)), (), (), buffers[0].rank, False, None
-      )
+      MachineInstruction(copy.wait, self._numbers(buffers), (), (), buffers[0].rank, True, None)
       for copy, buffers in arriving.items()
     ]
 
@@ -133,16 +129,18 @@ class Assembler:
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
     """The function that does a transfer; None if this process takes no part in it."""
     source, target = (self._ranks[rank] for rank in send.ranks)
-    avals, text = [buffer.value.aval for buffer in send.inputs], send_text(send)
+    avals = [buffer.value.aval for buffer in send.inputs]
     several = source != target and len(processes_of(source) | processes_of(target)) > 1
     if several and is_copied_by_jax(self._mesh, source, target, avals):
       both = zip(map(self._stages.sharding, send.inputs), map(self._stages.sharding, send.outputs))
-      return CrossHostCopy(send.ranks[0], avals, list(both), self._progress, text)
-    if not is_local(source) and not is_local(target):
+      return CrossHostCopy(send.ranks[0], avals, list(both), self._progress, send_text(send))
+    if not any(self._local[rank] for rank in send.ranks):
       return None
     if several:
       specs = [self._stages.spec(buffer) for buffer in send.inputs]
-      return ProcessTransfer(self._mesh, self._axis, *send.ranks, avals, specs, self._progress, text)
+      return ProcessTransfer(
+        self._mesh, self._axis, *send.ranks, avals, specs, self._progress, send_text(send)
+      )
     sender = compat.DeviceCopy(avals, [self._stages.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))
 
@@ -154,11 +152,11 @@ class Assembler:
     uses: dict[Value, list[Use]] = {}
     constants: dict[int, tuple[Any, NamedSharding]] = {}
     for buffer in used:
-      if isinstance(buffer.value, Constant) and self._is_local(buffer):
+      if isinstance(buffer.value, Constant) and self._local[buffer.rank]:
         sharding = self._stages.sharding(buffer)
-        constants[self._register(buffer)] = buffer.value.array, sharding
+        constants[self._registers[buffer]] = buffer.value.array, sharding
       elif buffer not in self._call_list.written:
-        use = Use(self._register(buffer), self._stages.sharding(buffer), buffer.rank)
+        use = Use(self._registers[buffer], self._stages.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
     arrays, shardings = zip(*constants.values()) if constants else ((), ())
     return uses, dict(zip(constants, put(arrays, shardings)))
@@ -171,7 +169,7 @@ class Assembler:
     buffers = self._call_list.results[atom]
     spec = self._stages.spec(buffers[0])
     joint = submesh(self._mesh, self._axis, [buffer.rank for buffer in buffers])
-    local = tuple(self._register(buffer) for buffer in buffers if self._is_local(buffer))
+    local = tuple(self._registers[buffer] for buffer in buffers if self._local[buffer.rank])
     return Result(local, NamedSharding(joint, spec), eq.abstract(atom))
 
 

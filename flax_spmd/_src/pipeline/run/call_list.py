@@ -260,7 +260,11 @@ class CallListBuilder:
           if not isinstance(value, Constant)
         }
         results = [inner.setdefault((value, slot), Value(value.aval)) for value in one.outputs]
-        equations.append(dataclasses.replace(one.replaced(known), outputs=results))
+        equations.append(
+          one.on(
+            [known.get(atom, atom) if isinstance(atom, Value) else atom for atom in one.inputs], results
+          )
+        )
       for value in task.outputs:
         result = inner[value, slot]
         if value in self._after:  # the next task of this program adds to it

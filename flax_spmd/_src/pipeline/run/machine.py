@@ -31,7 +31,7 @@ class MachineInstruction(NamedTuple):
     inputs, outputs: numbers of the registers that it reads and writes.
     dead: registers that have no later reader; they are emptied.
     rank: the rank that runs the program, or sends.
-    sends: whether it is a transfer.
+    sends: whether it is a transfer, or waits for one.
     step: the tasks that it runs; None outside the loop.
   """
 
@@ -117,6 +117,11 @@ class Machine:
     """Runs the step one instruction at a time; returns the results and the seconds per task."""
     registers, seconds = self._loaded(leaves), {}
     for one in self.code:
+      if (
+        one.sends
+      ):  # its reader waits for it; between processes, it has to wait itself, where the watch sees it
+        one.run(registers)
+        continue
       jax.block_until_ready([registers[number] for number in one.inputs])
       begin = time.perf_counter()
       jax.block_until_ready(one.run(registers))

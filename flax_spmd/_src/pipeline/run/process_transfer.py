@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
+from flax_spmd._src.data.words import array_of
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
 
@@ -62,7 +63,9 @@ class ProcessTransfer:
     self._progress = progress
     self._blocks = joint.devices.flat[0].platform == 'cpu'
     self._dtypes = tuple(aval.dtype for aval in avals)
-    self._avals = [jax.eval_shape(_sent, jax.ShapeDtypeStruct(aval.shape, aval.dtype)) for aval in avals]
+    self._avals = [
+      jax.eval_shape(array_of, jax.ShapeDtypeStruct(aval.shape, aval.dtype)) for aval in avals
+    ]
     # An array of both ranks has a row per rank, in a new first dimension over the stage axis.
     self._joint = [NamedSharding(joint, PartitionSpec(axis, *spec)) for spec in specs]
     self._source_row = [NamedSharding(source_mesh, PartitionSpec(None, *spec)) for spec in specs]
@@ -198,11 +201,6 @@ def _shards(array: jax.Array) -> list[jax.Array]:
   return [shard.data for shard in array.addressable_shards]
 
 
-def _sent(array: Any) -> Any:
-  """An array as it is sent: of random keys, the numbers."""
-  return jax.random.key_data(array) if _is_key(array.dtype) else array
-
-
 def _received_as(dtype: Any, array: Any) -> Any:
   if not _is_key(dtype):
     return array
@@ -216,7 +214,9 @@ def _is_key(dtype: Any) -> bool:
 @functools.lru_cache(maxsize=256)
 def _adding_row(shardings: tuple[NamedSharding, ...]) -> Any:
   """A program that adds a first dimension of size 1."""
-  return jax.jit(lambda arrays: [_sent(array)[None] for array in arrays], out_shardings=list(shardings))
+  return jax.jit(
+    lambda arrays: [array_of(array)[None] for array in arrays], out_shardings=list(shardings)
+  )
 
 
 @functools.lru_cache(maxsize=256)

@@ -67,6 +67,7 @@ class LoweredStages:
     self.call_list, self.meshes, self.arguments = call_list, meshes, arguments
     self.programs: dict[StageProgram, LoweredStage] = {}
     self._given, self._donatable = specs, donatable
+    self._shardings: dict[tuple[PartitionSpec, int, bool], NamedSharding] = {}
     self._origin: dict[Buffer, tuple[StageProgram, int]] = {}
     for one in call_list.calls:
       if isinstance(one, Call):
@@ -93,9 +94,12 @@ class LoweredStages:
 
   def sharding(self, buffer: Buffer) -> NamedSharding:
     """The sharding of a buffer, on the mesh of its rank."""
-    rank, on_host = buffer.memory
-    memory = HOST_MEMORY if on_host else None
-    return NamedSharding(self.meshes[rank], self.spec(buffer), memory_kind=memory)
+    key = self.spec(buffer), *buffer.memory
+    if key not in self._shardings:
+      spec, rank, on_host = key
+      memory = HOST_MEMORY if on_host else None
+      self._shardings[key] = NamedSharding(self.meshes[rank], spec, memory_kind=memory)
+    return self._shardings[key]
 
   def spec(self, buffer: Buffer) -> PartitionSpec:
     """The spec of a buffer, whose program is lowered."""
