@@ -141,7 +141,7 @@ ENTRY %main () -> f32[] {{
   ROOT %loop = (s32[], f32[8]{{0}}) while(%start), condition=%condition, body=%body
 }}
 """
-  combined = count(text, {'data': 8}, partitioned_for='cuda').collectives
+  combined = count(text, {'data': 8}, combine=True).collectives
   sizes = sorted((one.bytes, one.times) for one in combined)
   assert sizes == [(64, 5), (16 * MIB + 32, 1), (16 * MIB + 32, 1)]  # %c joins %d
   plain = count(text, {'data': 8})

@@ -83,7 +83,7 @@ class CompileJob(NamedTuple):
   Attributes:
     programs: lowered programs.
     target: hardware to compile for.
-    partition_only: whether the compiler ends after it has partitioned the programs; that for CPUs cannot.
+    partition_only: whether the compiler ends after it has partitioned the programs; only that for GPUs can.
   """
 
   programs: Sequence[LoweredStep]
@@ -182,19 +182,18 @@ def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[C
       folders = [Path(root) / str(number) for number in range(len(new))]
       reports = run_workers(job._replace(programs=list(new.values())), hardware, folders)
       for (key, program), report, folder in zip(new.items(), reports, folders, strict=True):
-        contents[key] = _counted(key, program, report, folder / 'hlo.txt', job)
+        contents[key] = _counted(key, program, report, folder / 'hlo.txt', job.partition_only)
   return [_compile_result(contents[key] or {}, key, cached=key not in new) for key in keys]
 
 
 def _counted(
-  key: str, program: LoweredStep, report: dict[str, Any], hlo: Path, job: CompileJob
+  key: str, program: LoweredStep, report: dict[str, Any], hlo: Path, partition_only: bool
 ) -> dict[str, Any]:
   """A worker's report with the counts of its program; both are cached."""
   if hlo.exists():
     text = hlo.read_text()
-    platform = job.target.chip.platform if job.partition_only else ''
-    report['counts'] = _counts_json(count(text, program.mesh, partitioned_for=platform))
-    if not job.partition_only:
+    report['counts'] = _counts_json(count(text, program.mesh, combine=partition_only))
+    if not partition_only:
       _cache_hlo(key, text)
   if {'counts', 'used', 'memory'} & report.keys():  # other errors may not be the program's fault
     _cache(key, report)

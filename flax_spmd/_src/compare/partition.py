@@ -21,8 +21,8 @@ from flax_spmd.errors import TargetDeviceError
 
 
 def can_partition(target: Target) -> bool:
-  """Whether the target's compiler is installed, and can end after it has partitioned a program; that for CPUs cannot."""
-  if target.chip.platform not in ('cuda', 'tpu'):
+  """Whether the target's compiler is installed, and can end after it has partitioned a program: only that for GPUs can."""
+  if target.chip.platform != 'cuda':
     return False
   try:
     check_compiler(target)

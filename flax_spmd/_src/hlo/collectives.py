@@ -95,11 +95,7 @@ def kind_of(instruction: Instruction) -> str:
 
 
 def collective(
-  instruction: Instruction,
-  inside: Computation,
-  module: HloModule,
-  mesh: Mapping[str, int],
-  scatters: bool,
+  instruction: Instruction, inside: Computation, module: HloModule, mesh: Mapping[str, int], fused: bool
 ) -> Collective | None:
   """One run of a collective instruction, or None for groups of a single device, which send nothing.
 
@@ -108,10 +104,10 @@ def collective(
     inside: computation that contains it.
     module: module with its stack frames.
     mesh: size per mesh axis, in order.
-    scatters: whether an all-reduce is a reduce-scatter if only slices of it are used, as in the body of a fusion.
+    fused: whether the computation is the body of a fusion.
   """
   kind = kind_of(instruction)
-  if kind == 'all-reduce' and scatters and _keeps_part(instruction, inside):
+  if kind == 'all-reduce' and fused and _keeps_part(instruction, inside):
     kind = 'reduce-scatter'
   group, axes = _group(kind, instruction, module, mesh)
   if group < 2:

@@ -49,14 +49,13 @@ class Counts(NamedTuple):
     return _summed((one.kind, one.wire) for one in self.collectives)
 
 
-def count(text: str, mesh: Mapping[str, int], *, partitioned_for: str = '') -> Counts:
+def count(text: str, mesh: Mapping[str, int], *, combine: bool = False) -> Counts:
   """Counts the work of a compiled program.
 
   Args:
     text: text of the optimised HLO module, as from `jax.stages.Compiled.as_text`.
     mesh: size per mesh axis, in order. Device i is at the i-th position in row-major order.
-    partitioned_for: platform whose compiler has partitioned the program, and not optimised it: 'cuda' or 'tpu'. Collectives
-      are then counted as the optimised program has them.
+    combine: whether to combine collectives as XLA does, for a program that it has not optimised yet.
 
   Returns:
     The work per device and step. Collectives within a single device are left out: they send nothing.
@@ -75,12 +74,12 @@ def count(text: str, mesh: Mapping[str, int], *, partitioned_for: str = '') -> C
     >>> counts.by_axis(), counts.collectives[0].group
     ({('model',): 196608.0}, 4)
   """
-  return count_module(parse(text), mesh, partitioned_for=partitioned_for)
+  return count_module(parse(text), mesh, combine=combine)
 
 
-def count_module(module: HloModule, mesh: Mapping[str, int], *, partitioned_for: str = '') -> Counts:
+def count_module(module: HloModule, mesh: Mapping[str, int], *, combine: bool = False) -> Counts:
   """Counts the work of a compiled program that is parsed already; see `count`."""
-  return _Counter(module, mesh, started(module), partitioned_for).computation(module.main, {}).counts()
+  return _Counter(module, mesh, started(module), combine).computation(module.main, {}).counts()
 
 
 class _Tally(NamedTuple):
@@ -131,13 +130,13 @@ class _Counter(NamedTuple):
     module: the module.
     mesh: size per mesh axis, in order.
     begun: collectives that fusions start; other fusions contain copies of them.
-    partitioned_for: platform of a program that is not optimised yet; else ''.
+    combines: whether collectives of a computation are combined.
   """
 
   module: HloModule
   mesh: Mapping[str, int]
   begun: frozenset[tuple[str, str]]
-  partitioned_for: str
+  combines: bool
 
   def computation(self, running: Computation, state: State, fused: bool = False) -> _Tally:
     """The work of a computation; `state` has the known elements of a loop body's parameter."""
@@ -145,7 +144,7 @@ class _Counter(NamedTuple):
       name: self._instruction(one, running, state, fused) for name, one in running.instructions.items()
     }
     total = _total(tallies.values())
-    return total._replace(collectives=_combined(running, tallies)) if self.partitioned_for else total
+    return total._replace(collectives=_combined(running, tallies)) if self.combines else total
 
   def _instruction(self, one: Instruction, inside: Computation, state: State, fused: bool) -> _Tally:
     """The work of an instruction, including the computations that it calls."""
@@ -180,8 +179,7 @@ class _Counter(NamedTuple):
     """A collective, or nothing if it is a copy of another one or stays within one device."""
     if fused and continues(one, inside, self.begun):
       return _Tally()
-    scatters = fused or self.partitioned_for == 'tpu'  # whose compiler makes such fusions later
-    counted = collective(one, inside, self.module, self.mesh, scatters)
+    counted = collective(one, inside, self.module, self.mesh, fused)
     return _Tally(collectives=(counted,)) if counted else _Tally()
 
 
