@@ -38,8 +38,8 @@ HEADLINES = (
   ('pipelines', 'mid: over one device', 'time of a step in four stages, over one device', 'smaller'),
   ('pipelines', 'residuals over JaxPP', "bytes that a stage keeps for its backward, over JaxPP's published figure", 'smaller'),
   ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates, per second and core', 'larger'),
-  ('search_strangers', 'strangers, partitioned: wire bytes, furthest off', 'bytes on the wire of partitioned programs, off the compiled ones: the furthest of two random layouts of each of twelve models written in other ways', 'smaller'),
-  ('search_strangers', 'strangers, partitioned: memory in doubt', 'their estimated memory in doubt', 'smaller'),
+  ('search_strangers', 'strangers, partitioned: wire bytes, furthest off', 'random layouts of models written in other ways, partitioned: bytes on the wire off the compiled ones, furthest', 'smaller'),
+  ('search_strangers', 'strangers, partitioned: memory in doubt', 'their memory, which is estimated: in doubt', 'smaller'),
   ('search_strangers', 'strangers: in doubt', 'the same layouts, by estimates alone: in doubt', 'smaller'),
   ('search_strangers', 'strangers, not in doubt: wire bytes, 95th percentile', 'the other estimates: bytes on the wire off the compiled ones, 95th percentile', 'smaller'),
 )  # fmt: skip
