@@ -61,7 +61,7 @@ def test_verify_reads_a_large_checkpoint_in_groups(tmp_path, monkeypatch):
   for path in ('w0', 'w4'):  # the stored array now differs from the record
     source.record.leaves[path] = source.record.leaves[path]._replace(checksum='crc32c:00000000')
   monkeypatch.setattr(verification, 'GROUP_BYTES', 300)
-  assert [len(group) for group in verification.groups(source.record.leaves)] == [2, 2, 1]
+  assert [len(group) for group in verification.groups(source.record.leaves, 300)] == [2, 2, 1]
   assert verification.verify(source).names == ['w0', 'w4']
 
 

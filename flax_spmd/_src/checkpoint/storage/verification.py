@@ -332,7 +332,7 @@ def verify(reader: CheckpointReader) -> Damage:
   lost = over_processes('impossible', impossible_leaves(reader.path, reader.record.leaves))
   possible = {path: leaf for path, leaf in reader.record.leaves.items() if path not in lost}
   damage = Damage(lost | wrong_numbers(reader, possible), _file_damage(reader, True, 1))
-  for group in groups(possible):
+  for group in groups(possible, GROUP_BYTES):
     requests = {
       path: jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for path, leaf in group.items()
     }
@@ -342,7 +342,7 @@ def verify(reader: CheckpointReader) -> Damage:
   return damage
 
 
-def groups(leaves: Mapping[str, LeafRecord], most: int = GROUP_BYTES) -> Iterator[dict[str, LeafRecord]]:
+def groups(leaves: Mapping[str, LeafRecord], most: int) -> Iterator[dict[str, LeafRecord]]:
   """Splits leaves into groups that end where they exceed a number of bytes; Python numbers are skipped.
 
   All packed leaves are in the first group, since the arrays that they are in are read as a whole.
