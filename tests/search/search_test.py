@@ -305,6 +305,16 @@ def test_programs_that_cannot_be_partitioned_stay_estimates(monkeypatch):
   assert same(result, run())
 
 
+def test_a_partitioner_that_always_fails_is_reported(monkeypatch):
+  plain = run()
+  partitioning(monkeypatch, lambda name: False)
+  result = run()
+  assert same(result, plain)
+  assert result.notes[-1] == (
+    'The compiler could not partition the best candidates: estimates chose those to compile.'
+  )
+
+
 def test_nothing_is_partitioned_if_nothing_is_compiled(monkeypatch):
   rows = partitioning(monkeypatch)
   assert not run(top=0).notes and not rows

@@ -201,6 +201,10 @@ class SearchRun:
       self.notes.append(
         f"FLOPs and collectives of the best {plural(number, 'candidate')} are those of the target's partitioner."
       )
+    elif self.trials.partitioned:
+      self.notes.append(
+        'The compiler could not partition the best candidates: estimates chose those to compile.'
+      )
 
   def _selected(self) -> list[Candidate]:
     """The candidates to compile."""
