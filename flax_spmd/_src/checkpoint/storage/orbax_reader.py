@@ -236,7 +236,7 @@ def _orbax_request(leaf: Any) -> Any:
 def _empty(leaf: LeafRecord, request: Any) -> Any:
   """An array without elements, in the form of a request."""
   if is_key(leaf):
-    plain = np.empty(raw_keys(leaf).shape, np.uint32)
+    plain = jax.numpy.empty(raw_keys(leaf).shape, np.uint32)
     value: Any = jax.random.wrap_key_data(plain, impl=key_implementation(leaf.dtype))
   else:
     value = np.empty(leaf.shape, request.dtype)
