@@ -121,8 +121,8 @@ def test_large_arrays_in_blocks(mesh):
 @settings(max_examples=10)
 def test_with_and_without_the_lock_and_the_compiled_extension(size, cut, seed):
   data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-  for unlocked in (crc32c._UNLOCKED, None):
-    with mock.patch.object(crc32c, '_UNLOCKED', unlocked):
+  for unlocked in (crc32c.UNLOCKED, None):
+    with mock.patch.object(crc32c, 'UNLOCKED', unlocked):
       assert crc32c.crc_of(data[cut:], crc32c.crc_of(data[:cut])) == google_crc32c.value(data)
       compiled = crc32c.extended(seed, data, compiled=True)
   assert crc32c.extended(seed, data, compiled=False) == compiled
@@ -133,7 +133,7 @@ def test_with_and_without_the_lock_and_the_compiled_extension(size, cut, seed):
   reason='the library may be linked into the extension',
 )
 def test_the_library_without_the_lock_is_found():
-  assert crc32c._UNLOCKED is not None
+  assert crc32c.UNLOCKED is not None
 
 
 def test_under_a_mesh_with_explicit_axes():

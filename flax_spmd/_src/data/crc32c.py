@@ -43,7 +43,7 @@ def _unlocked_function() -> Any:
   return function
 
 
-_UNLOCKED = _unlocked_function()
+UNLOCKED = _unlocked_function()
 
 
 def crc_of(data: Any, crc: int = 0) -> int:
@@ -70,8 +70,8 @@ def extended(state: int, data: Any, compiled: bool = IS_COMPILED) -> int:
       extension, numpy computes the same, at about 0.1 GB/s.
   """
   view = np.frombuffer(data, np.uint8)
-  if compiled and _UNLOCKED is not None and view.size > _CHUNK:
-    return _UNLOCKED(state ^ _ONES, view.ctypes.data, view.size) ^ _ONES
+  if compiled and UNLOCKED is not None and view.size > _CHUNK:
+    return UNLOCKED(state ^ _ONES, view.ctypes.data, view.size) ^ _ONES
   for begin in range(0, view.size, _CHUNK):
     chunk = view[begin : begin + _CHUNK]
     if compiled:
