@@ -86,12 +86,11 @@ class Assembler:
 
   def _code(self) -> list[MachineInstruction]:
     """The instructions of this process."""
-    ends = self._ends()
     code: list[MachineInstruction] = []
     coming: dict[CrossHostCopy, list[Buffer]] = {}  # received, and not waited for
     for number, one in enumerate(self._call_list.calls):
       code += self._waits(coming, one.inputs)
-      dead = tuple(map(self._registers.__getitem__, ends.get(number, ())))
+      dead = tuple(map(self._registers.__getitem__, self._call_list.ends.get(number, ())))
       if isinstance(one, Call):
         function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
       else:
@@ -118,14 +117,6 @@ class Assembler:
       for copy, buffers in arriving.items()
     ]
 
-  def _ends(self) -> dict[int, list[Buffer]]:
-    """The buffers whose last use is a call or send, by its index in the call list."""
-    ends: dict[int, list[Buffer]] = {}
-    for buffer, number in self._call_list.last_use.items():
-      if buffer not in self._call_list.returned:
-        ends.setdefault(number, []).append(buffer)
-    return ends
-
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
     """The function that does a transfer; None if this process takes no part in it."""
     source, target = (self._ranks[rank] for rank in send.ranks)
@@ -146,16 +137,13 @@ class Assembler:
 
   def _initial_registers(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
     """The registers filled before the first instruction: with arguments, and with closed-over arrays."""
-    used = dict.fromkeys(
-      buffer for one in self._call_list.calls if isinstance(one, Call) for buffer in one.inputs
-    )
     uses: dict[Value, list[Use]] = {}
     constants: dict[int, tuple[Any, NamedSharding]] = {}
-    for buffer in used:
+    for buffer in self._call_list.given:
       if isinstance(buffer.value, Constant) and self._local[buffer.rank]:
         sharding = self._stages.sharding(buffer)
         constants[self._registers[buffer]] = buffer.value.array, sharding
-      elif buffer not in self._call_list.written:
+      else:
         use = Use(self._registers[buffer], self._stages.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
     arrays, shardings = zip(*constants.values()) if constants else ((), ())
