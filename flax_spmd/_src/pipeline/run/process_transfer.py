@@ -106,7 +106,7 @@ class ProcessTransfers:
     if not isinstance(given, NamedSharding) or given.device_set >= sharding.device_set:
       return None
     for source in range(self.mesh.shape[self.axis]):
-      mesh = submesh(self.mesh, self.axis, [source])
+      mesh: Any = submesh(self.mesh, self.axis, [source])
       if given.device_set >= set(mesh.devices.flat):
         several = len(processes_of(mesh) | processes_of(sharding.mesh)) > 1
         if not several or not (is_local(mesh) or is_local(sharding.mesh)):
