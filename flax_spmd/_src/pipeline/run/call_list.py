@@ -324,7 +324,11 @@ class CallListBuilder:
     return self._shared[program][inner]
 
   def _written(
-    self, program: StageProgram, inner: Value, microbatches: Sequence[int], done: Mapping[Key, int]
+    self,
+    program: StageProgram,
+    inner: Value,
+    microbatches: Sequence[int],
+    done: Mapping[tuple[str, int], int],
   ) -> Buffer:
     """The buffer that a program writes for one of its outputs."""
     value, slot = program.ports[inner]

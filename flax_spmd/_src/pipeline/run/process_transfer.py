@@ -97,7 +97,7 @@ class ProcessTransfers:
       self._zeros[key] = put([np.zeros(shape, dtype)], [sharding])[0]
     return self._zeros[key]
 
-  def of_argument(self, leaf: Any, sharding: NamedSharding, rank: int) -> ProcessTransfer | None:
+  def of_argument(self, leaf: Any, sharding: Any, rank: int) -> ProcessTransfer | None:
     """The transfer of an argument to a rank from another process's; None where this process needs none.
 
     An array without a mesh is on a device of each process that passes it, so all of them have it.
@@ -106,7 +106,7 @@ class ProcessTransfers:
     if not isinstance(given, NamedSharding) or given.device_set >= sharding.device_set:
       return None
     for source in range(self.mesh.shape[self.axis]):
-      mesh: Any = submesh(self.mesh, self.axis, [source])
+      mesh = submesh(self.mesh, self.axis, [source])
       if given.device_set >= set(mesh.devices.flat):
         several = len(processes_of(mesh) | processes_of(sharding.mesh)) > 1
         if not several or not (is_local(mesh) or is_local(sharding.mesh)):
