@@ -77,7 +77,8 @@ def reshard(
 def _moved(value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]) -> list[CollectiveOp]:
   """The collectives where some axes move and others are removed or added.
 
-  XLA gathers an array whole if axes move from between others, or while another dimension gets new shards.
+  XLA gathers an array whole if axes move from between others, or while another dimension, or that which they leave, gets
+  new shards.
   """
   moves = _moves(before, after)
   targets, kept = {to for _, to in moves}, {*_all_axes(after)}
@@ -85,7 +86,8 @@ def _moved(value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int
   _slice(now, after, targets)
   is_cut = any(dim not in targets and len(now[dim]) > len(axes) for dim, axes in enumerate(before))
   is_inner = all(before[dim][-len(axes) :] == axes for (dim, _), axes in moves.items())
-  if moves and (is_cut or not is_inner):
+  is_refilled = any(not {*after[dim]} <= {*before[dim]} for dim, _ in moves)
+  if moves and (is_cut or is_refilled or not is_inner):
     return [CollectiveOp('all-gather', _all_axes(before), _shard_bytes(value, before, sizes))]
   ops = _gather(value, now, sorted(targets), kept, sizes)
   for (dim, to), axes in moves.items():
