@@ -272,21 +272,7 @@ def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes], copies: int) -> tup
 
 
 def _is_settled(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
-  """Whether XLA is known to reshard the arrays as required.
-
-  It is not if an array changes in one of several sharded dimensions, or if shards move to another dimension while some
-  devices have the same shard.
-  """
-  for array, before, after in [*zip(range(3), lookup.specs, _specs(lookup, chosen))][1:]:
-    is_input = array == 1 or lookup.summed == 'position'
-    changed = [axes for one, axes in zip(before, after) if one != axes]
-    if (is_input and changed and sum(map(bool, before)) > 1) or (
-      any(changed) and sum(map(bool, after)) > 1
-    ):
-      return False
-    is_moved = is_input and any(changed) and any(map(bool, before))
-    if is_moved and shard_count(sum(before, ()), lookup.sizes) < math.prod(lookup.sizes.values()):
-      return False
+  """Whether XLA is known to reshard the arrays as required."""
   return lookup.summed == 'lookup' or not _is_contested(lookup, chosen)
 
 
