@@ -486,9 +486,11 @@ def _summed(group: _DeviceGroup, specs: Sequence[Spec], axes: Axes) -> Spec:
   dims = _dims_over(result, group.free(2), axes)
   if dims is not None:
     return tuple(() if dim in dims else one for dim, one in enumerate(result))
-  if any(group.tiles(2, role) == count for role in (BATCH, LEFT, RIGHT)):
+  dims = next((group.of(2, role) for role in (BATCH, LEFT, RIGHT) if group.tiles(2, role) == count), [])
+  kept = tuple(() if dim in dims else one for dim, one in enumerate(result))
+  if dims and any(axis in axes for one in kept for axis in one):
     raise _Unmodelled  # reduced along another order of devices
-  return replicated(len(result))
+  return kept if dims else replicated(len(result))
 
 
 def _coarser(group: _DeviceGroup, specs: Sequence[Spec], axes: Axes) -> Spec | None:
