@@ -12,6 +12,7 @@ from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.mlir.inline import (
   drop_uniform,
+  erase_dead,
   inline_all,
   order_by_operands,
   reshape_units,
@@ -51,6 +52,7 @@ def test_uniform_operands_are_dropped():
     module = ir.Module.parse(text)
     inline_all(module)
     drop_uniform(module.operation)
+    erase_dead(module.operation)
     left = str(module)
   # the sum stays, as it reduces an array, and so does one operation for both products
   counts = {kind: left.count(f'stablehlo.{kind}') for kind in ('multiply', 'negate', 'broadcast', 'add')}

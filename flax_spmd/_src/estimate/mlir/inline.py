@@ -202,7 +202,9 @@ def drop_selects(module: Any) -> None:
 def erase_dead(module: Any) -> None:
   """Erases operations without uses: Shardy would too, and the graph, which is read before, would not match any more."""
   for op in reversed(list(_all_ops(module))):
-    is_pure = op.name.startswith('stablehlo.') and op.name != 'stablehlo.custom_call' and not len(op.regions)
+    is_pure = (
+      op.name.startswith('stablehlo.') and op.name != 'stablehlo.custom_call' and not len(op.regions)
+    )
     if is_pure and len(op.results) and not any(list(value.uses) for value in op.results):
       op.erase()
 
