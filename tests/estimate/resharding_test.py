@@ -68,10 +68,12 @@ def spec(text):
     ('. b+a', 'a .', 'all-to-all all-gather', 7 / 2),
     ('a b', 'b .', 'all-gather all-to-all', 5 / 2),
     ('b .', '. a', 'collective-permute all-gather', None),
+    ('a+c . b', '. c+a .', 'all-to-all collective-permute all-gather', 19 / 4),
+    ('b . a', 'a b .', 'all-to-all all-to-all', 5 / 4),
   ],
 )
 def test_changes_are_made_as_xla_makes_them(before, after, kinds, sent):
-  value = GraphValue((16, 16), 'f32')
+  value = GraphValue((16,) * len(spec(before)), 'f32')
   ops = reshard(value, spec(before), spec(after), SIZES)
   if sent is not None:
     assert ' '.join(op.kind for op in ops) == kinds

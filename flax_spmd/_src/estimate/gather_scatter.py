@@ -272,8 +272,17 @@ def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes], copies: int) -> tup
 
 
 def _is_settled(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
-  """Whether XLA is known to reshard the arrays as required."""
-  return lookup.summed == 'lookup' or not _is_contested(lookup, chosen)
+  """Whether XLA is known to reshard the arrays as required.
+
+  It is not if the updates of a scatter lose shards of a dimension, while some devices have the same shard.
+  """
+  if lookup.summed == 'lookup':
+    return True
+  before, after = lookup.specs[2], _specs(lookup, chosen)[2]
+  is_moved = any(one and one != other for one, other in zip(before, after))
+  if is_moved and shard_count(sum(before, ()), lookup.sizes) < math.prod(lookup.sizes.values()):
+    return False
+  return not _is_contested(lookup, chosen)
 
 
 def _is_contested(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
