@@ -259,9 +259,8 @@ def convolution(op: Op, context: Context) -> Requirement:
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
   is_moved = requirement.operands[1] not in (None, context.specs[1])
   if context.platform == 'cuda':
-    is_whole = (
-      op.attributes.get('feature_group_count', 1) == 1
-    )  # XLA takes no gradient with groups for one
+    # XLA takes no gradient with groups for one
+    is_whole = op.attributes.get('feature_group_count', 1) == 1
     is_reversed = op.attributes.get('is_reversed', False) and not is_moved and is_whole
     positions = _library_positions(sizes, windows, is_reversed, is_even)
   else:
