@@ -36,6 +36,7 @@ from flax_spmd._src.estimate.requirements import Context, Requirement, sent_byte
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
+_MOVED = 'an operand of a product whose shards can move to unused mesh axes'
 # Products that XLA for GPUs splits along their sum: rows and columns of a tile; the most tiles, if the sum has more
 # elements than the second number.
 _TILE, _SPLIT = 128, ((108, 2048), (128, 2**15))
@@ -116,7 +117,11 @@ def _grouped(factors: Sequence[Factor], context: Context, is_dot: bool) -> Requi
   ]
   flops = _sharded(factors, choice, context).flops
   permutes = tuple(permute for _, permute in plan.permutes)
-  return Requirement(plan.operands, plan.natural, plan.partial, flops, permutes, is_settled=True)
+  axes = [
+    axis for spec in (*plan.operands, plan.natural, (plan.partial,)) for one in spec for axis in one
+  ]
+  doubt = _MOVED if any('[' in axis for axis in axes) else ''
+  return Requirement(plan.operands, plan.natural, plan.partial, flops, permutes, doubt, is_settled=True)
 
 
 def _role(factor: Factor) -> int:
@@ -175,7 +180,7 @@ def _doubt(requirement: Requirement, context: Context) -> str:
   for spec, required, is_free in zip(context.specs, requirement.operands, context.rematerialisable):
     lost = used_axes(spec) & serving - used_axes(required or spec)
     if lost and not is_free and free >= shard_count(tuple(lost), context.sizes):
-      return 'an operand of a product whose shards can move to unused mesh axes'
+      return _MOVED
   return ''
 
 
