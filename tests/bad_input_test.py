@@ -439,3 +439,34 @@ def test_a_step_that_is_already_jitted(kind):
     return step(state, x)
 
   other.jit(logged)  # a function of one's own, whatever it calls
+
+
+@pytest.mark.parametrize('placement', [None, ('embed',)])
+def test_leaves_that_no_device_can_hold(placement):
+  """Whatever stops the transfer first, the leaves are named: text, objects, abstract and deleted arrays."""
+
+  class Tensor:
+    shape, dtype, ndim = (8,), np.dtype('float32'), 1
+
+    def __repr__(self):
+      return 'tensor([1.,\n        2.])'
+
+  gone = jnp.ones(8)
+  gone.delete()
+  tree = {
+    'gone': gone,
+    'object': Tensor(),
+    'text': 'adam',
+    'texts': np.array(['a']),
+    'whole': np.ones(8),
+  }
+  place = layout(('embed', 'model')).shard
+  assert text_of(errors.LayoutError, place, tree, placement) == dedent("""\
+    gone has been deleted, or donated to a jitted function.
+    object: tensor([1., 2.]) is no array or number of JAX.
+    text: 'adam' is no array or number of JAX.
+    texts: array(['a'], dtype='<U1') is no array or number of JAX.
+    Fix: pass the state that the step returned, not the one that was donated to it.
+    Fix: convert it with numpy.asarray, or keep it out of the tree.""")
+  abstract = text_of(errors.LayoutError, place, {'w': jax.ShapeDtypeStruct((8,), 'float32')}, placement)
+  assert abstract.startswith('w: ShapeDtypeStruct(shape=(8,), dtype=float32) is no array')

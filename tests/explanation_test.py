@@ -224,6 +224,19 @@ def test_the_fix_of_the_finding_mends_it():
   assert not other.check(other.abstract(make(w=(8, 16)))).of('not as planned')
 
 
+def test_a_state_without_boxes_is_explained_by_its_plan():
+  """Its names are not in it: to move it where it is planned without them would replicate it."""
+  layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
+  plan = layout.plan(make(w=(8, 16)), boxed=False)
+  [finding] = layout.check(plan.init()).of('not as planned')
+  assert finding.text == (
+    "1 array not sharded as planned (w: planned P(), stored as P('data', 'model')). "
+    'Fix: a state without boxes has its names in its plan, which explains it: layout.plan(create, ...).explain(state). '
+    'layout.shard(tree) would replicate arrays without names or rules.'
+  )
+  assert not plan.explain(plan.init()).findings.of('not as planned')
+
+
 def test_offenders_are_listed_as_patterns():
   layout = spmd.Layout({'data': 2, 'model': 4}, RULES)
   layers = {f'layers_{i}': make(wi=(8, 16), wo=(16, 8))() for i in range(32)}

@@ -139,6 +139,33 @@ def test_invalid_sizes_between_slices():
     Fix: pass positive integers; one size may be -1.""")
 
 
+@pytest.mark.parametrize('axes', [(2, 4), 8, 'data', None])
+def test_a_mesh_without_names(axes):
+  fix = "Fix: give every axis a name, as in {'data': 2, 'model': 4}."
+  assert text_of(axes) == f'The mesh is {axes!r}, where the size of each axis is expected.\n{fix}'
+  assert (
+    text_of({}, dcn=axes or 3)
+    == f'dcn is {axes or 3!r}, where the size of each axis is expected.\n{fix}'
+  )
+
+
+def test_sizes_may_be_numbers_of_numpy():
+  sizes = {'data': np.int64(2), 'model': np.array([4, 2])[0]}
+  assert spmd.make_mesh(sizes) == spmd.make_mesh({'data': 2, 'model': 4})
+  assert spmd.abstract_mesh(sizes) == spmd.abstract_mesh({'data': 2, 'model': 4})
+  assert dict(spmd.make_mesh({'data': 2}, dcn={'replica': np.int32(4)}).shape) == {
+    'replica': 4,
+    'data': 2,
+  }
+
+
+def test_a_mesh_without_axes():
+  layout, x = spmd.Layout({}), np.arange(8.0)
+  state = layout.init(lambda x: {'w': jax.numpy.asarray(x)}, x)
+  double = layout.jit(lambda state, x: ({'w': 2 * state['w']}, x.sum()), donate_argnums=0)
+  np.testing.assert_array_equal(double(state, layout.shard(x))[0]['w'], 2 * x)
+
+
 def test_hsdp_keeps_parameters_within_a_slice():
   layout = spmd.Layout(
     spmd.make_mesh({'fsdp': 4}, dcn={'replica': 2}), spmd.presets.hybrid_fsdp(min_size=1)

@@ -115,9 +115,14 @@ def test_a_plan_of_abstract_arguments_creates_nothing():
   with pytest.raises(errors.LayoutError) as caught:
     plan.init()
   assert str(caught.value) == (
-    'The plan was made with abstract arguments, so it cannot create a state.\n'
-    'Fix: pass arrays to layout.plan.'
+    'The plan was made with abstract arguments (float32[1,8]), so it cannot create a state.\n'
+    'Fix: pass arrays in their place. One that the function takes abstract too, as lazy_init does, goes into it: '
+    'lambda key: model.lazy_init(key, x).'
   )
+  dense = nn.Dense(16)
+  assert LAYOUT.init(lambda key: dense.lazy_init(key, x), jax.random.key(0))['params'][
+    'kernel'
+  ].shape == (8, 16)
 
 
 def test_a_state_in_place_of_its_function_and_anything_in_place_of_a_layout(tmp_path):

@@ -670,7 +670,7 @@ UNTYPED = (
 )
 _UNTYPED_TEXT = re.compile(
   'out_sharding|sharding rule for|0th dimension of .* should be replicated|over sharded axes|should be unsharded|'
-  'should be sharded the same'
+  'should be sharded the same|scan `xs` cannot be sharded'
 )
 _EXPLICIT_TEXT = re.compile('axis names that are of type Auto|should match the aval mesh')
 _DOUBTFUL_TEXT = re.compile('must have equal (output )?types|Incompatible types for broadcasting')

@@ -30,6 +30,7 @@ from flax_spmd._src.data.data_shard import DataShard, data_shard_of
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.data.global_batches import Check, local_indices, local_to_global
 from flax_spmd._src.data.key_arrays import put_all
+from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.host_memory import check_memories, check_no_host
 from flax_spmd._src.jit.arguments import Arguments, closed_over
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
@@ -638,8 +639,8 @@ class Layout:
 
     Raises:
       MeshError: the mesh is abstract.
-      LayoutError: a placement does not fit the tree or a leaf's rank, a size is not divisible, or a mesh
-        axis is used as a logical name.
+      LayoutError: a placement does not fit the tree or a leaf's rank, a size is not divisible, a mesh axis is used
+        as a logical name, or a leaf is neither an array nor a number.
 
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
@@ -648,11 +649,15 @@ class Layout:
       P('data', None)
     """
     placement_shardings.check_concrete(self._mesh)
-    shardings = self._shardings(tree, placements)
-    if self.strict:
-      by_rules = tree if placements is None else placement_shardings.unplaced(tree, placements)[0]
-      check_state(self._planner, by_rules)
-    return rebuilt(tree, put_all(jax.tree.leaves(tree), shardings))
+    try:
+      shardings = self._shardings(tree, placements)
+      if self.strict:
+        by_rules = tree if placements is None else placement_shardings.unplaced(tree, placements)[0]
+        check_state(self._planner, by_rules)
+      return rebuilt(tree, put_all(jax.tree.leaves(tree), shardings))
+    except Exception:
+      check_usable(leaves_with_paths(tree))
+      raise
 
   @overload
   def replicate(self, tree: HostArray) -> jax.Array: ...

@@ -73,9 +73,9 @@ def make_mesh(
     {'replica': 2, 'fsdp': 4}
   """
   devices = list(jax.devices() if devices is None else devices)
-  outer = _dcn_sizes(devices, dict(dcn or {}))
+  outer = _dcn_sizes(devices, _sizes(dcn or {}, 'dcn'))
   slices = _slices(devices, outer)
-  inner = _fill_in(dict(axes), min(map(len, slices)))
+  inner = _fill_in(_sizes(axes, 'The mesh'), min(map(len, slices)))
   needed = math.prod(inner.values())
   names = [*(name for name in outer if name not in inner), *inner]
   sizes = {name: inner.get(name, 1) * outer.get(name, 1) for name in names}
@@ -123,7 +123,8 @@ def abstract_mesh(
     >>> dict(abstract_mesh({'data': -1, 'model': 8}, devices=256).shape)
     {'data': 32, 'model': 8}
   """
-  sizes = dict(axes) if devices is None else _fill_in(dict(axes), devices)
+  sizes = _sizes(axes, 'The mesh')
+  sizes = sizes if devices is None else _fill_in(sizes, devices)
   _check_sizes(sizes, f'The mesh {sizes}', allow_fill=False)
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_types(sizes, axis_types))
 
@@ -297,6 +298,18 @@ def hybrid_grid(grids: Sequence[np.ndarray], outer: Sequence[int]) -> np.ndarray
   stacked = np.stack([np.asarray(grid, object) for grid in grids]).reshape(*outer, *grids[0].shape)
   order = [axis for dim in range(rank) for axis in (dim, rank + dim)]
   return stacked.transpose(order).reshape([a * b for a, b in zip(outer, grids[0].shape, strict=True)])
+
+
+def _sizes(axes: Any, what: str) -> dict[Any, Any]:
+  """The size of each axis; numbers of NumPy as integers. Values that are no size stay, for `_check_sizes`."""
+  try:
+    sizes = dict(axes)
+  except (TypeError, ValueError):
+    raise MeshError(
+      f'{what} is {axes!r}, where the size of each axis is expected.\n'
+      "Fix: give every axis a name, as in {'data': 2, 'model': 4}."
+    ) from None
+  return {name: int(size) if isinstance(size, np.integer) else size for name, size in sizes.items()}
 
 
 def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:

@@ -119,10 +119,15 @@ class Plan(Generic[State]):
     """
     mesh = self.layout.mesh
     check_concrete(mesh)
-    if any(isinstance(array, jax.ShapeDtypeStruct) for array in self._arrays):
+    abstract = [array for array in self._arrays if isinstance(array, jax.ShapeDtypeStruct)]
+    if abstract:
+      kinds = ', '.join(
+        dict.fromkeys(f'{array.dtype}[{",".join(map(str, array.shape))}]' for array in abstract)
+      )
       raise LayoutError(
-        'The plan was made with abstract arguments, so it cannot create a state.\n'
-        'Fix: pass arrays to layout.plan.'
+        f'The plan was made with abstract arguments ({kinds}), so it cannot create a state.\n'
+        'Fix: pass arrays in their place. One that the function takes abstract too, as lazy_init does, goes into it: '
+        'lambda key: model.lazy_init(key, x).'
       )
     if mesh.size > 1 and not compat.threefry_partitionable():
       warnings.warn(_NOT_PARTITIONABLE, stacklevel=3)

@@ -124,27 +124,36 @@ def size(text: str) -> int:
 
 
 def model_of(reference: tuple[str, str]) -> TrainStepLike:
-  """The training step that a user's function returns, or the function if it takes the layout."""
+  """The user's training step, or one that a function returns; the function if it takes the layout."""
   emulate(8)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   sys.path.insert(0, os.getcwd())
+  name = ':'.join(reference)
   try:
-    function = getattr(importlib.import_module(reference[0]), reference[1])
-  except (ModuleNotFoundError, AttributeError) as error:
-    if isinstance(error, ModuleNotFoundError) and error.name != reference[0]:
+    module = importlib.import_module(reference[0])
+  except ModuleNotFoundError as error:
+    if error.name != reference[0]:
       raise  # the model's own
-    raise FlaxSpmdError(
-      f'{":".join(reference)} cannot be imported: {error}.\n'
-      'Fix: correct the name, or run the command in the folder of the module.'
-    ) from error
-  if not _has_an_argument(function):
-    return _train_step(reference, function())
+    raise FlaxSpmdError(_NOT_FOUND.format(name, error)) from error
+  try:
+    found = getattr(module, reference[1])
+  except AttributeError as error:
+    raise FlaxSpmdError(_NOT_FOUND.format(name, error)) from error
+  if not callable(found):
+    return _train_step(f'{name} is', found)
+  if not _has_an_argument(found):
+    return _train_step(f'{name} returned', found())
 
-  @functools.wraps(function)
+  @functools.wraps(found)
   def train_step_of(layout: Layout, **choices: Any) -> TrainStep:
-    return _train_step(reference, function(layout, **choices))
+    return _train_step(f'{name} returned', found(layout, **choices))
 
   return cast('TrainStepLike', train_step_of)
+
+
+_NOT_FOUND = (
+  '{} cannot be imported: {}.\nFix: correct the name, or run the command in the folder of the module.'
+)
 
 
 def _has_an_argument(function: Any) -> bool:
@@ -154,14 +163,14 @@ def _has_an_argument(function: Any) -> bool:
   return any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
 
 
-def _train_step(reference: tuple[str, str], result: Any) -> TrainStep:
-  """The training step among the results of a user's function."""
+def _train_step(subject: str, result: Any) -> TrainStep:
+  """The training step that a user's module has or a function of it returned, as the subject of errors says."""
   from flax_spmd._src.compare.train_step import TrainStep
 
   if not (isinstance(result, tuple) and 3 <= len(result) <= len(TrainStep._fields)):
     raise FlaxSpmdError(
-      f'{":".join(reference)} returned {type(result).__name__}, not a training step.\n'
-      'Fix: return (step, create, batch), or an explore.TrainStep.'
+      f'{subject} {type(result).__name__}, not a training step.\n'
+      'Fix: name an explore.TrainStep, or a function that returns one or its fields, (step, create, batch).'
     )
   found = TrainStep(*result)
   wrong = [
@@ -171,7 +180,7 @@ def _train_step(reference: tuple[str, str], result: Any) -> TrainStep:
   ]
   if wrong:
     raise FlaxSpmdError(
-      f'{":".join(reference)} returned a training step whose {" and ".join(wrong)}, not a function.\n'
+      f'{subject} a training step whose {" and ".join(wrong)}, not a function.\n'
       'Fix: return (step, create, batch), where create() returns the state, and step(state, batch) the next one.'
     )
   return found
@@ -190,13 +199,12 @@ def _layout(file: str, devices: int | None) -> Layout:
         f'A mesh axis has size -1: {parsed.axes}.\nFix: pass the number of devices as --devices.'
       )
     mesh = abstract_mesh(parsed.axes, devices=devices, axis_types=parsed.types)
-  except OSError as error:
-    raise FlaxSpmdError(
-      f'{file} cannot be read: {error.strerror}.\nFix: pass a layout file (TOML).'
-    ) from error
+    return Layout(mesh, parsed.rules, strict=parsed.strict)
+  except (OSError, UnicodeDecodeError) as error:
+    reason = error.strerror if isinstance(error, OSError) else error
+    raise FlaxSpmdError(f'{file} cannot be read: {reason}.\nFix: pass a layout file (TOML).') from error
   except (MeshError, RulesError) as error:
     raise type(error)(f'{file}: {error}') from error
-  return Layout(mesh, parsed.rules, strict=parsed.strict)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -233,7 +241,9 @@ def _comparison(options: argparse.Namespace) -> Any:
   from flax_spmd.explore import compare, parse_target
 
   devices = parse_target(options.target, options.hardware).devices
-  layouts = {Path(file).stem: _layout(file, devices) for file in options.layouts}
+  stems = [Path(file).stem for file in options.layouts]
+  names = stems if len(set(stems)) == len(stems) else options.layouts
+  layouts = {name: _layout(file, devices) for name, file in zip(names, options.layouts, strict=True)}
   train_step = model_of(options.model)
   return compare(
     train_step, layouts, options.target, hardware=options.hardware, show=sys.stderr.isatty()

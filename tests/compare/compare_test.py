@@ -435,8 +435,36 @@ def test_a_function_that_returns_no_train_step(project, capsys):
     code, _, err = run(capsys, 'explain', f'their_model:{name}', 'data.toml')
     assert code == 2 and err == dedent(f"""\
       their_model:{name} returned {kind}, not a training step.
-      Fix: return (step, create, batch), or an explore.TrainStep.
+      Fix: name an explore.TrainStep, or a function that returns one or its fields, (step, create, batch).
       """)
+
+
+def test_a_train_step_of_a_module(project, capsys):
+  (project / 'steps.py').write_text(
+    'from tests.compare.compare_test import setup\ntrain = setup()\nlayouts = {}\n'
+  )
+  code, out, _ = run(capsys, 'explain', 'steps:train', 'fsdp.toml')
+  assert code == 0 and 'params/blocks/up' in out
+  assert run(capsys, 'explain', 'steps:layouts', 'fsdp.toml')[2] == dedent("""\
+    steps:layouts is dict, not a training step.
+    Fix: name an explore.TrainStep, or a function that returns one or its fields, (step, create, batch).
+    """)
+
+
+def test_an_attribute_error_of_a_module_is_its_own(project, capsys):
+  (project / 'broken.py').write_text('import jax\njax.nosuchname\n')
+  code, _, err = run(capsys, 'explain', 'broken:setup', 'data.toml')
+  assert code == 3 and 'broken.py", line 2' in err and 'cannot be imported' not in err
+
+
+def test_layout_files_of_one_name(project, capsys):
+  files = []
+  for name in layouts():
+    (project / name).mkdir()
+    files.append(f'{name}/layout.toml')
+    (project / f'{name}.toml').rename(project / files[-1])
+  code, out, _ = run(capsys, 'compare', 'my_model:setup', *files, '--target', TARGET, '--json')
+  assert code == 0 and [each['name'] for each in json.loads(out)['layouts']] == files
 
 
 def test_a_function_that_returns_a_tuple(project, capsys):
@@ -491,6 +519,15 @@ def test_bad_arguments(project, capsys):
   (project / 'bad.toml').write_text('format = 1\n[mesh\n')
   code, _, err = run(capsys, 'compare', 'my_model:setup', 'bad.toml', '--target', TARGET)
   assert code == 2 and err.startswith('bad.toml: ') and 'line 2' in err
+  (project / 'axis.toml').write_text(layouts()['data'].to_toml().replace('data = 8', 'dta = 8'))
+  code, _, err = run(capsys, 'explain', 'my_model:setup', 'axis.toml')
+  assert code == 2 and err.startswith("axis.toml: Rule 0 ('batch', 'data') uses mesh axis 'data'")
+  (project / 'bytes.toml').write_bytes(b'\xff\xfe')
+  for options in (['bytes.toml'], ['data.toml', '--hardware', 'bytes.toml']):
+    code, _, err = run(capsys, 'compare', 'my_model:setup', *options, '--target', TARGET)
+    assert code == 2 and err.startswith(
+      "bytes.toml cannot be read: 'utf-8' codec can't decode byte 0xff"
+    )
   code, _, err = run(capsys, 'compare', 'my_model:setup', 'data.toml', '--target', 'v9:8')
   assert code == 2 and err.startswith("There is no target 'v9:8'.")
   for wrong in (

@@ -309,6 +309,39 @@ def test_dimensions_keep_their_types_in_a_mapped_module():
     assert axis is not None or seen[-1][0] == 'data'
 
 
+@pytest.mark.parametrize('lift', [lambda block: block, nn.remat, nn.jit], ids=['', 'remat', 'jit'])
+def test_layers_of_a_scan_may_be_sharded(lift):
+  class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+      init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), ('in', 'out'))
+      return spmd.with_logical_constraint(
+        jnp.tanh(nn.Dense(16, kernel_init=init)(x)), ('batch', None)
+      ), x.sum()
+
+  class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      layers = {nn.PARTITION_NAME: 'layers'}
+      split = {'params': True}
+      return nn.scan(lift(Block), {'params': 0}, split_rngs=split, length=4, metadata_params=layers)()(
+        x, None
+      )[0]
+
+  model = Stack()
+  table = ('layers', 'model'), ('in', 'data'), ('batch', 'data')
+  results, x = [], jax.random.normal(KEY, (8, 16))
+  for kind in (AxisType.Auto, AxisType.Explicit):
+    layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), table)
+    variables = layout.init(model.init, KEY, x)
+    step = layout.jit(jax.value_and_grad(lambda v, x: jnp.sum(model.apply(v, x) ** 2)))
+    results.append((variables, step(variables, layout.shard(x, ('batch', None)))))
+    kernels = [each for each in jax.tree.leaves(spmd.unbox(results[-1])) if each.shape == (4, 16, 16)]
+    assert len(kernels) == 2
+    assert {kernel.sharding.spec for kernel in kernels} == {jax.P('model', 'data', None)}
+  jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-6), *results)
+
+
 def test_a_transformation_reads_variables_of_the_module_around_it():
   class Normal(nn.Module):
     @nn.compact

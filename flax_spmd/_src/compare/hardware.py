@@ -129,10 +129,9 @@ def _known() -> dict[str, Chip]:
 def _text(file: str | os.PathLike[str]) -> str:
   try:
     return Path(file).read_text()
-  except OSError as error:
-    raise TargetDeviceError(
-      f'{file} cannot be read: {error.strerror}.\nFix: pass a TOML file.'
-    ) from error
+  except (OSError, UnicodeDecodeError) as error:
+    reason = error.strerror if isinstance(error, OSError) else error
+    raise TargetDeviceError(f'{file} cannot be read: {reason}.\nFix: pass a TOML file.') from error
 
 
 def _read(text: str, where: str) -> dict[str, Chip]:

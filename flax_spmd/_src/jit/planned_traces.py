@@ -196,7 +196,7 @@ def _on_all_devices(result: Any, mesh: MeshLike) -> Any:
   check_no_cycles(result)
   leaves, treedef = jax.tree.flatten(result)
   traced = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
-  if traced and isinstance(mesh, Mesh) and AxisType.Explicit not in mesh.axis_types:
+  if traced and isinstance(mesh, Mesh) and set(mesh.axis_types) == {AxisType.Auto}:
     anchor = leaves[traced[0]]
     anywhere = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(anchor.shape))
     leaves[traced[0]] = jax.lax.with_sharding_constraint(anchor, NamedSharding(mesh, anywhere))

@@ -139,9 +139,19 @@ def _not_as_planned(rows: Sequence[Row]) -> Iterable[Finding]:
     more = [f'{len(listed) - _LISTED} more'] if len(listed) > _LISTED else []
     text = (
       f'{plural(len(found), "array")} {_NOT_AS_PLANNED[kind]} ({"; ".join([*listed[:_LISTED], *more])}). '
-      'Fix: move them with layout.shard(tree), or plan an abstract tree with this layout.'
+      f'Fix: {_NAMES_IN_PLAN if any(map(_has_lost_names, found)) else _MOVE}'
     )
     yield Finding('not as planned', text, tuple(row.path for row in found), True)
+
+
+def _has_lost_names(row: Row) -> bool:
+  """Whether no name or rule concerns an array that is sharded, as those of a state without boxes."""
+  return (
+    row.names is None
+    and row.owner is None
+    and row.deviation is not None
+    and row.deviation.kind == 'spec'
+  )
 
 
 def _deviation_text(fold: FoldedRow) -> str:
@@ -150,6 +160,11 @@ def _deviation_text(fold: FoldedRow) -> str:
   return f'{fold.name}: planned {fold.row.spec}, {deviation and deviation.text}'
 
 
+_MOVE = 'move them with layout.shard(tree), or plan an abstract tree with this layout.'
+_NAMES_IN_PLAN = (
+  'a state without boxes has its names in its plan, which explains it: layout.plan(create, ...).explain(state). '
+  'layout.shard(tree) would replicate arrays without names or rules.'
+)
 _LISTED = 4  # patterns of arrays in one finding
 _NOT_AS_PLANNED = {
   'spec': 'not sharded as planned',

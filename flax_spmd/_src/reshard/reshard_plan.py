@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
+from flax_spmd._src.data.unusable_leaves import unusable
 from flax_spmd._src.mesh import describe
 from flax_spmd._src.multihost import joint, named, processes_of
 from flax_spmd._src.notebook_html import plain_table, preformatted, safe
@@ -227,17 +227,9 @@ def _problem_of(path: str, leaf: Any, mesh: Any) -> Problem | None:
       f'{path}: it is a value in a function that JAX traces.',
       'call reshard outside of jitted functions; inside, use with_sharding_constraint.',
     )
-  if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
-    try:
-      np.zeros((), dtype_of(leaf))[...] = leaf if isinstance(leaf, int) else 0
-    except (TypeError, OverflowError):
-      return Problem(
-        f'{path}: {leaf!r:.40} is no array or number of JAX.', 'keep it out of the state that moves.'
-      )
-  elif isinstance(leaf, jax.Array) and leaf.is_deleted():
-    fix = 'pass the state that the step returned, not the one that was donated to it.'
-    return Problem(f'{path} has been deleted, or donated to a jitted function.', fix)
-  elif isinstance(leaf, jax.Array) and _is_elsewhere(leaf, mesh):
+  if not isinstance(leaf, jax.ShapeDtypeStruct) and (problem := unusable(path, leaf)):
+    return problem
+  if isinstance(leaf, jax.Array) and _is_elsewhere(leaf, mesh):
     return Problem(
       f'{path}: it is stored as {_text(leaf.sharding)}, on no device of the layout on {describe(mesh)}.',
       'call reshard of the layout that the state has; the one that it is to have is `to`.',
