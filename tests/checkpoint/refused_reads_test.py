@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd._src.checkpoint.storage import buckets
+from flax_spmd._src.checkpoint.storage import buckets, refused_reads
 
 LAYOUT = spmd.Layout({'data': 8})
 STATE = {'w': np.ones(8, np.float32)}
@@ -220,3 +220,16 @@ def test_metrics_that_may_not_be_read(server):
       manager.save(2, STATE, metrics={'loss': 2.0})
     server.intercept = lambda request: None
     assert manager.steps == [1]
+
+
+def test_an_answer_of_a_bucket_that_never_ends():
+  """gcsfs raises it for each answer that was cut, once it has tried often enough."""
+  aiohttp = pytest.importorskip('aiohttp')  # of gcsfs
+  cut = aiohttp.ClientPayloadError(
+    "Response payload is not completed: <ContentLengthError: 400, message='x'>"
+  )
+  with (
+    pytest.raises(errors.CheckpointError, match=r'(?s)Cannot read gs://bucket/run .*check the network'),
+    refused_reads.refusals('gs://bucket/run'),
+  ):
+    raise cut

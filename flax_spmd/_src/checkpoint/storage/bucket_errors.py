@@ -24,7 +24,11 @@ _IDENTITY = {
   'Unauthorized',
 }
 _REGION = {'AuthorizationHeaderMalformed', 'PermanentRedirect', 'IllegalLocationConstraintException'}
-_CUT = ('Failed to parse object metadata', 'not found in response headers')  # an answer without its end
+_CUT = (  # an answer without its end
+  'Failed to parse object metadata',
+  'not found in response headers',
+  'payload is not completed',
+)
 _SILENT = ('CURL', 'Connect', 'connect', 'timed out', 'Timeout', *_CUT)
 _LONGEST = 300
 _LOGIN = {
