@@ -295,7 +295,9 @@ class NothingSent(process_transfer.ProcessTransfer):
   def _run(self, arrays):
     if not self._receives:
       return []
-    return process_transfer._removing_row(tuple(self._target), self._dtypes)(self._zero_rows)
+    forms = zip(self._rows, self._target, strict=True)
+    zeros = [self._shared.zeros(row.shape, row.dtype, sharding) for row, sharding in forms]
+    return self._original(list(map(jnp.copy, zeros)))  # programs may overwrite them
 
 
 def minimum_cut_figures() -> list[Figure]:
@@ -406,10 +408,16 @@ def first_step() -> None:
 
 
 def first_trace() -> None:
-  """Runs in a new process: prints the time that `jax.jit` takes to trace the same step without a pipeline, as JSON."""
+  """Runs in a new process: prints the time that `jax.jit` takes to trace the same step without a pipeline, as JSON.
+
+  On the mesh of a stage, as in a pipeline: JAX's traces of its own functions are for one mesh, and the state is
+  created without any.
+  """
   state, batch = _small()
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ('stage',)).abstract_mesh
   begin = WALL()
-  _plain().trace(state, batch)
+  with jax.sharding.use_abstract_mesh(mesh):
+    _plain().trace(state, batch)
   print(json.dumps({'trace': WALL() - begin}))
 
 

@@ -1097,9 +1097,10 @@ def copies_across_processes() -> bool:
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
   """The jaxprs among an equation's parameters."""
   for param in params.values():
-    for each in param if isinstance(param, (tuple, list)) else (param,):
-      if is_jaxpr(each):
-        yield each
+    if is_jaxpr(param):
+      yield param
+    elif isinstance(param, (tuple, list)):
+      yield from filter(is_jaxpr, param)
 
 
 def equations_in(jaxpr: Any, enters: Callable[[Any], bool] = lambda equation: True) -> Iterator[Any]:

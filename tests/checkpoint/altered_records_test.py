@@ -30,6 +30,7 @@ def state():
   }
   return {
     **layers,
+    'empty': box(jnp.zeros((0, 4)), ('rows', 'columns')),
     'half': box(jnp.arange(6, dtype=jnp.bfloat16), ('rows',)),
     'keys': jax.random.split(jax.random.key(5), 4),
     'list': [jnp.arange(8, dtype=jnp.int8), jnp.float32(0.5)],

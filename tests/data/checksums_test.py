@@ -1,6 +1,7 @@
 """Checksums: the CRC-32C of the bytes, on host and devices, under every layout, whoever computes it."""
 
 import contextlib
+import sys
 import warnings
 from unittest import mock
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd._src.data import checksums as checksums_module
+from flax_spmd._src.data import crc32c
 from flax_spmd._src.data.checksums import PendingChecksums, checksums, is_checksum
 from tests.data.random_arrays import DTYPES, SHAPES, SPECS, WIDE, drawn, numbers, wide_numbers
 
@@ -117,12 +119,21 @@ def test_large_arrays_in_blocks(mesh):
 
 @given(size=st.integers(0, 700_000), cut=st.integers(0, 700_000), seed=st.integers(0, 9))
 @settings(max_examples=10)
-def test_without_the_compiled_extension(size, cut, seed):
-  from flax_spmd._src.data.crc32c import crc_of, extended
-
+def test_with_and_without_the_lock_and_the_compiled_extension(size, cut, seed):
   data = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
-  assert crc_of(data[cut:], crc_of(data[:cut])) == google_crc32c.value(data)
-  assert extended(seed, data, compiled=False) == extended(seed, data, compiled=True)
+  for unlocked in (crc32c.UNLOCKED, None):
+    with mock.patch.object(crc32c, 'UNLOCKED', unlocked):
+      assert crc32c.crc_of(data[cut:], crc32c.crc_of(data[:cut])) == google_crc32c.value(data)
+      compiled = crc32c.extended(seed, data, compiled=True)
+  assert crc32c.extended(seed, data, compiled=False) == compiled
+
+
+@pytest.mark.skipif(
+  sys.platform != 'linux' or not crc32c.IS_COMPILED,
+  reason='the library may be linked into the extension',
+)
+def test_the_library_without_the_lock_is_found():
+  assert crc32c.UNLOCKED is not None
 
 
 def test_under_a_mesh_with_explicit_axes():

@@ -367,7 +367,13 @@ LOOKUPS = {
 }
 
 
-def test_lookups_communicate_as_in_compiled_programs():
+MANY_LOOKUPS = {
+  'columns over the batch, a free axis': layout({'data': 4, 'idle': 2}, batch='data', embed='data')
+}
+
+
+@pytest.mark.parametrize(('rows', 'layouts'), [(64, LOOKUPS), (2048, MANY_LOOKUPS)])
+def test_lookups_communicate_as_in_compiled_programs(rows, layouts):
   """Rows of a table under every sharding of the table, and the table's gradient."""
 
   def create_table():
@@ -375,17 +381,17 @@ def test_lookups_communicate_as_in_compiled_programs():
 
   def descend(state, tokens):
     def loss(state):
-      rows = jnp.take(state['table'].unbox(), tokens, axis=0)
-      return jnp.sum(jnp.tanh(spmd.with_logical_constraint(rows, ('batch', None, 'act_embed'))) ** 2)
+      found = jnp.take(state['table'].unbox(), tokens, axis=0)
+      return jnp.sum(jnp.tanh(spmd.with_logical_constraint(found, ('batch', None, 'act_embed'))) ** 2)
 
     value, gradient = jax.value_and_grad(loss)(state)
     return jax.tree.map(lambda old, slope: old - 0.1 * slope, state, gradient), value
 
-  tokens = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+  tokens = jax.ShapeDtypeStruct((rows, 16), jnp.int32)
   train_step = TrainStep(descend, create_table, tokens)
-  compiled = compare(train_step, LOOKUPS, 'cpu:8')
+  compiled = compare(train_step, layouts, 'cpu:8')
   estimator = Estimator(train_step)
-  for name, one in LOOKUPS.items():
+  for name, one in layouts.items():
     estimated = estimator.estimate(one, parse_target('cpu:8')).counts.by_kind()
     expected = compiled[name].counts.by_kind()
     assert estimated == pytest.approx(expected, rel=1e-3), name

@@ -59,6 +59,26 @@ def test_weights_whose_shards_move_to_unused_axes_are_exact_or_in_doubt(one, is_
   assert is_exact != is_doubtful
 
 
+def test_a_product_of_a_sum_over_devices_takes_it_whole():
+  """The sum is not scattered for the next product, although it would need fewer FLOPs so."""
+
+  def make():
+    shapes = {'up': (EMBED, MLP), 'down': (MLP, EMBED)}
+    names = {'up': ('rows', None), 'down': ('rows', None)}
+    return {key: spmd.LogicallyPartitioned(jnp.ones(shapes[key]), names[key]) for key in shapes}
+
+  def step(state, x):
+    whole = lambda x: spmd.with_logical_constraint(x, (None, None))
+    return state, whole(whole(x @ state['up'].unbox()) @ state['down'].unbox())
+
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', None), ('rows', 'data')))
+  train_step = TrainStep(step, make, jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32))
+  estimated = Estimator(train_step, platform='cpu').estimate(layout, parse_target('cpu:8')).counts
+  compiled = compare(train_step, {'one': layout}, 'cpu:8')['one'].counts
+  assert estimated.by_kind() == pytest.approx(compiled.by_kind(), rel=0.01)
+  assert estimated.flops == pytest.approx(compiled.flops, rel=0.01)
+
+
 SIZES = {'t': 512, 'e': 64, 'h': 128}
 MESH = {'a': 2, 'b': 2, 'c': 2}
 

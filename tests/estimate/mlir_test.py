@@ -11,7 +11,9 @@ from jaxlib.mlir import ir
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.mlir.inline import (
+  drop_selects,
   drop_uniform,
+  erase_dead,
   inline_all,
   order_by_operands,
   reshape_units,
@@ -51,10 +53,24 @@ def test_uniform_operands_are_dropped():
     module = ir.Module.parse(text)
     inline_all(module)
     drop_uniform(module.operation)
+    erase_dead(module.operation)
     left = str(module)
   # the sum stays, as it reduces an array, and so does one operation for both products
   counts = {kind: left.count(f'stablehlo.{kind}') for kind in ('multiply', 'negate', 'broadcast', 'add')}
   assert counts == {'multiply': 0, 'negate': 1, 'broadcast': 1, 'add': 2}
+
+
+@pytest.mark.parametrize(('other', 'left'), [(jnp.zeros, 0), (jnp.ones, 1)])
+def test_selections_between_equal_constants_are_dropped(other, left):
+  select = lambda mask: jnp.where(mask, jnp.zeros((8, 4)), other((8, 4)))
+  text = jax.jit(lambda x: select(x > 0)).lower(jnp.ones((8, 4))).compiler_ir()
+  text = text.operation.get_asm(binary=False)
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(text)
+    inline_all(module)
+    drop_selects(module.operation)
+    erase_dead(module.operation)
+    assert str(module).count('stablehlo.select') == str(module).count('stablehlo.compare') == left
 
 
 def test_dimensions_of_size_1_are_reshaped_and_others_are_not():

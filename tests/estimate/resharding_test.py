@@ -63,15 +63,17 @@ def spec(text):
     ('a+c .', 'c+a .', 'collective-permute', 1),
     ('a+c .', 'c .', 'collective-permute all-gather', 2),
     ('c .', '. a', 'collective-permute', None),
-    ('. a', 'c+a .', 'all-to-all', 1 / 4),
+    ('. a', 'c+a .', 'all-gather', 1),
     ('. a+b', 'a .', 'all-gather', 7),
     ('. b+a', 'a .', 'all-to-all all-gather', 7 / 2),
     ('a b', 'b .', 'all-gather all-to-all', 5 / 2),
     ('b .', '. a', 'collective-permute all-gather', None),
+    ('a+c . b', '. c+a .', 'all-to-all collective-permute all-gather', 19 / 4),
+    ('b . a', 'a b .', 'all-to-all all-to-all', 5 / 4),
   ],
 )
 def test_changes_are_made_as_xla_makes_them(before, after, kinds, sent):
-  value = GraphValue((16, 16), 'f32')
+  value = GraphValue((16,) * len(spec(before)), 'f32')
   ops = reshard(value, spec(before), spec(after), SIZES)
   if sent is not None:
     assert ' '.join(op.kind for op in ops) == kinds
@@ -79,11 +81,12 @@ def test_changes_are_made_as_xla_makes_them(before, after, kinds, sent):
     assert wire_bytes(ops, SIZES) == pytest.approx(sent * shard)
 
 
-def test_a_permute_after_a_gather_is_ambiguous():
+def test_several_all_to_alls_to_one_dimension_are_ambiguous():
   value = GraphValue((16, 16, 16), 'f32')
   assert not is_ambiguous(reshard(value, spec('a . .'), spec('. a .'), SIZES))
   assert not is_ambiguous(reshard(value, spec('a+c . .'), spec('c . .'), SIZES))
-  assert is_ambiguous(reshard(value, spec('a+c . b'), spec('. c+a .'), SIZES))
+  assert not is_ambiguous(reshard(value, spec('a+c . b'), spec('. c+a .'), SIZES))
+  assert is_ambiguous(reshard(value, spec('c a b'), spec('. . a+c+b'), SIZES))
 
 
 def test_a_sum_is_scattered_only_over_the_axes_that_cut_it_first():

@@ -32,7 +32,7 @@ def text_of(call):
     return [type(error).__name__, str(error), time.monotonic() - begin]
   return ['nothing was raised', '', time.monotonic() - begin]
 """
-SHAPES = {'w': ('rows', 'columns'), 'b': ('columns',), 'plain': None}
+SHAPES = {'w': ('rows', 'columns'), 'b': ('columns',), 'plain': None, 'empty': ('rows', 'columns')}
 
 
 def layout_of():
@@ -46,6 +46,7 @@ def values(number, side=64):
     'w': generator.standard_normal((side, side), np.float32),
     'b': generator.standard_normal(side, np.float32).astype(jnp.bfloat16),
     'plain': generator.integers(0, 9, (5,)).astype(np.int32),
+    'empty': np.zeros((0, side), np.float32),
   }
 
 
@@ -55,6 +56,7 @@ def create(side=64):
     'w': jnp.zeros((side, side)),
     'b': jnp.zeros(side, jnp.bfloat16),
     'plain': jnp.zeros(5, jnp.int32),
+    'empty': jnp.zeros((0, side)),
   }
   return {
     name: spmd.LogicallyPartitioned(x, SHAPES[name]) if SHAPES[name] else x for name, x in arrays.items()

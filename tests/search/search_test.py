@@ -191,7 +191,7 @@ def test_right_estimates_stay_and_the_result_says_what_they_were_checked_by(monk
   result = run()
   assert set(result.check.factors.values()) == {1.0} and not result.check.flagged
   checked = len(result.check.layouts)
-  line = f'Checked against {checked} compiled layouts: wire +0 %, memory +0 %.'
+  line = f'Estimates checked against {checked} compiled layouts: wire +0 %, memory +0 %.'
   assert str(result.check) == line and line in str(result)
   assert result.record()['check']['wire'] == (0.0,) * checked
   assert [one.doubts for one in result.estimates if one.counts] == [()] * len(result.estimates)

@@ -15,7 +15,13 @@ from collections.abc import Mapping, Sequence
 
 from flax_spmd._src.compare.activation_moves import activation_moves
 from flax_spmd._src.compare.comparison import Comparison
-from flax_spmd._src.compare.compilation import CompileJob, CompileResult, check_compiler, compile_jobs
+from flax_spmd._src.compare.compilation import (
+  CompileJob,
+  CompileResult,
+  check_compiler,
+  compile_jobs,
+  default_jobs,
+)
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import LoweredStep, lower
@@ -84,7 +90,7 @@ def compare(
   if any(isinstance(row, Layout) for row in rows.values()):
     check_compiler(parsed)  # before tracing; a pipeline's target, a rank's share, is checked after it
   lowered, failed = _lower_rows(train_step, rows, parsed)
-  parallel = jobs or max(1, (os.cpu_count() or 2) // 2)
+  parallel = jobs or default_jobs()
   work = {name: _compile_jobs(one, parsed, parallel) for name, one in lowered.items()}
   every, finished = [job for each in work.values() for job in each], itertools.count(1)
   with progress(show, len(every), f'compiling for {parsed.text}') as update:

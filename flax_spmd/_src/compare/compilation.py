@@ -117,8 +117,13 @@ def compile_jobs(
     done(numbered[0], results)
     return results
 
-  with ThreadPoolExecutor(parallel or max(1, (os.cpu_count() or 2) // 2)) as pool:
+  with ThreadPoolExecutor(parallel or default_jobs()) as pool:
     return list(pool.map(run, enumerate(jobs)))
+
+
+def default_jobs() -> int:
+  """The number of compilers that run in parallel if the caller gives none: half of the CPU's cores."""
+  return max(1, (os.cpu_count() or 2) // 2)
 
 
 def check_compiler(target: Target) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from flax_spmd._src.compare.compilation import CompileJob, check_compiler, compile_jobs
+from flax_spmd._src.compare.compilation import CompileJob, check_compiler, compile_jobs, default_jobs
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.compare.train_step import TrainStepLike
@@ -63,7 +63,7 @@ def partition(
       raise
     except Exception:  # a compilation reports it
       continue
-  parallel = jobs or max(1, (os.cpu_count() or 2) // 2)
+  parallel = jobs or default_jobs()
   programs = list(lowered.values())
   shares = [programs[first::parallel] for first in range(min(parallel, len(programs)))]
   work = [CompileJob(share, target, partition_only=True) for share in shares]

@@ -583,7 +583,11 @@ class _CostWalk:
       [self.values[value] for value in op.operands],
       [self.specs[value] for value in op.operands],
       [self._wire_value(value) for value in op.operands],
-      [value in self.analyzed.rematerialisable or value in self.partial_sums for value in op.operands],
+      [
+        value in self.analyzed.rematerialisable
+        or (op.kind not in PRODUCTS and value in self.partial_sums)
+        for value in op.operands
+      ],
       self.values[op.results[0]],
       self.specs[op.results[0]],
       self.sizes,

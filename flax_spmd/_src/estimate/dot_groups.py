@@ -14,7 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.estimate.graph import Axes, GraphValue, Spec, replicated, shard_count, shard_size
+from flax_spmd._src.estimate.graph import (
+  Axes,
+  GraphValue,
+  Spec,
+  axis_size,
+  replicated,
+  shard_count,
+  shard_size,
+)
 from flax_spmd._src.estimate.resharding import CollectiveOp, reduce_partial_sum, reshard, wire_bytes
 
 BATCH, LEFT, RIGHT, CONTRACTED = range(4)  # roles
@@ -164,10 +172,54 @@ def partitioned(
   try:
     plan = _solved(group)
   except _Unmodelled:
-    return None
+    try:
+      plan = _in_factors(group)
+    except _Unmodelled:
+      return None
   counts = lambda spec: [shard_count(one, sizes) for one in spec]
   shown = [counts(one) == counts(other) for one, other in zip(specs, plan.operands)]
   return plan._replace(permutes=tuple(one for one in plan.permutes if not shown[one[0]]))
+
+
+def _in_factors(group: _DeviceGroup) -> ProductPlan:
+  """The plan if axes can be split, in their prime factors, for another axis of the size of a part."""
+  parts = {axis: axis_factors(axis, group.sizes[axis]) for axis in group.axes}
+  if all(len(found) == 1 for found in parts.values()):
+    raise _Unmodelled
+  split = lambda axes: tuple(part for axis in axes for part in parts[axis])
+  sizes = {part: axis_size(part, group.sizes) for part in split(group.axes)}
+  specs = tuple(tuple(map(split, spec)) for spec in group.specs)
+  plan = _solved(group._replace(axes=tuple(sizes), sizes=sizes, specs=specs))
+  join = lambda axes: _joined(axes, parts)
+  left, right, natural = (tuple(map(join, spec)) for spec in (*plan.operands, plan.natural))
+  permutes = tuple((array, op._replace(axes=join(op.axes))) for array, op in plan.permutes)
+  return ProductPlan((left, right), natural, join(plan.partial), permutes)
+
+
+def axis_factors(axis: str, size: int) -> Axes:
+  """The parts of an axis with a prime size each, outermost first.
+
+  Example:
+    >>> axis_factors('data', 12), axis_factors('model', 3)
+    (('data[2/2]', 'data[2/4]', 'data[3/12]'), ('model',))
+  """
+  factors, outer, factor = [], 1, 2
+  while outer < size:
+    while (size // outer) % factor == 0:
+      outer *= factor
+      factors.append(f'{axis}[{factor}/{outer}]')
+    factor += 1
+  return tuple(factors) if len(factors) > 1 else (axis,)
+
+
+def _joined(axes: Axes, parts: Mapping[str, Axes]) -> Axes:
+  """The axes with all parts of an axis that follow each other replaced by it."""
+  result, at = [], 0
+  while at < len(axes):
+    whole = next((one for one, found in parts.items() if axes[at : at + len(found)] == found), axes[at])
+    result.append(whole)
+    at += len(parts.get(whole, (whole,)))
+  return tuple(result)
 
 
 def _solved(group: _DeviceGroup) -> ProductPlan:
@@ -367,7 +419,8 @@ def _ungrouped(group: _DeviceGroup, array: int, axes: Axes) -> Spec:
       return _contracted_alike(group, array)
     if dims is None and group.tiles(1 - array, CONTRACTED) == 1:
       return replicated(len(spec))
-    if dims is None or {axis for dim in dims for axis in spec[dim]} != set(axes):
+    is_whole = dims is not None and not any(one for dim, one in enumerate(spec) if dim not in dims)
+    if dims is None or not (is_whole or {axis for dim in dims for axis in spec[dim]} == set(axes)):
       raise _Unmodelled  # another order of devices
   return tuple(() if dim in dims else one for dim, one in enumerate(spec))
 
@@ -433,9 +486,11 @@ def _summed(group: _DeviceGroup, specs: Sequence[Spec], axes: Axes) -> Spec:
   dims = _dims_over(result, group.free(2), axes)
   if dims is not None:
     return tuple(() if dim in dims else one for dim, one in enumerate(result))
-  if any(group.tiles(2, role) == count for role in (BATCH, LEFT, RIGHT)):
+  dims = next((group.of(2, role) for role in (BATCH, LEFT, RIGHT) if group.tiles(2, role) == count), [])
+  kept = tuple(() if dim in dims else one for dim, one in enumerate(result))
+  if dims and any(axis in axes for one in kept for axis in one):
     raise _Unmodelled  # reduced along another order of devices
-  return replicated(len(result))
+  return kept if dims else replicated(len(result))
 
 
 def _coarser(group: _DeviceGroup, specs: Sequence[Spec], axes: Axes) -> Spec | None:

@@ -15,6 +15,10 @@ one element nor the whole dimension, and the coordinates of an index.
 XLA shards one role after the other over the axes that the arrays already have there; no axis serves two roles. Batch
 dimensions come first. Then comes the role with the smallest largest array, and among equals with the fewest bytes
 to send, as if nothing else were sharded (`PartitionGather` and `EvaluatePartitionCost` in XLA's `spmd` folder).
+
+An array without the dimensions of a role has to be alike along its axes. It moves its shards to axes that it does not
+use; if these are too few, it has fewer shards, first of looked-up and last of window dimensions
+(`GroupShardingOnReplicatedDim`).
 """
 
 from __future__ import annotations
@@ -87,10 +91,10 @@ def gather(op: Op, context: Context) -> Requirement:
     (context.specs[0], context.specs[1], context.result_spec),
   )
   lookup = _Lookup(dims, arrays, specs, 'lookup', context.sizes)
-  chosen = _choose(lookup)
+  chosen, doubt = _choose(lookup)
   table_spec, indices_spec, rows_spec = _specs(lookup, chosen)
   partial_axes = _partial_axes(lookup, chosen)
-  doubt, is_settled = _doubt(lookup, chosen), _is_settled(lookup, chosen)
+  is_settled = _is_settled(lookup, chosen)
   return Requirement(
     (table_spec, indices_spec), rows_spec, partial_axes, doubt=doubt, is_settled=is_settled
   )
@@ -103,12 +107,12 @@ def scatter(op: Op, context: Context) -> Requirement:
   dims = _scatter_dims(op, table.shape, len(indices.shape), rows.shape)
   specs = (context.specs[0], context.specs[tables], context.specs[-1])
   lookup = _Lookup(dims, (table, indices, rows), specs, 'position', context.sizes)
-  chosen = _choose(lookup)
+  chosen, doubt = _choose(lookup)
   table_spec, indices_spec, rows_spec = _specs(lookup, chosen)
   operands = (*[table_spec] * tables, indices_spec, *[rows_spec] * tables)
   partial_axes = _partial_axes(lookup, chosen)
-  doubt, is_settled = _doubt(lookup, chosen), _is_settled(lookup, chosen)
-  if not doubt and _choose(lookup, 2) != chosen:
+  is_settled = _is_settled(lookup, chosen)
+  if not doubt and _choose(lookup, 2)[0] != chosen:
     doubt = 'the order of the dimensions of a scatter'
   elif (
     not doubt
@@ -120,13 +124,13 @@ def scatter(op: Op, context: Context) -> Requirement:
   return Requirement(operands, table_spec, partial_axes, doubt=doubt, is_settled=is_settled)
 
 
-def _choose(lookup: _Lookup, copies: int = 1) -> dict[LookupDim, Axes]:
-  """The axes of each dimension, one role after the other, if a reduction counts as some copies of its array."""
+def _choose(lookup: _Lookup, copies: int = 1) -> tuple[dict[LookupDim, Axes], str]:
+  """The axes of each dimension, one role after the other, if a reduction counts as some copies of its array; a doubt."""
   chosen: dict[LookupDim, Axes] = {}
-  roles = ['batch', 'window', 'lookup', 'position']
+  roles, doubt, inner = ['batch', 'window', 'lookup', 'position'], '', lookup
   while roles:
     used = {axis for axes in chosen.values() for axis in axes}
-    options = {role: _role_axes(lookup, role, used) for role in roles}
+    options = {role: _role_axes(inner, role, used) for role in roles}
     options = {role: axes for role, axes in options.items() if axes}
     if not options:
       break
@@ -135,7 +139,71 @@ def _choose(lookup: _Lookup, copies: int = 1) -> dict[LookupDim, Axes]:
     )
     chosen |= options[role]
     roles.remove(role)
-  return chosen
+    specs = [_within(inner, array, options[role]) for array in range(3)]
+    if None in specs:
+      doubt = 'a mesh axis that shards several dimensions of a lookup'
+    kept = [old if new is None else new for old, new in zip(inner.specs, specs)]
+    inner = inner._replace(specs=(kept[0], kept[1], kept[2]))
+  return chosen, doubt
+
+
+def _within(lookup: _Lookup, array: int, option: Mapping[LookupDim, Axes]) -> Spec | None:
+  """An array's sharding for the roles that are left; None if mesh axes would have to be split for it."""
+  spec, sizes = lookup.specs[array], lookup.sizes
+  taken = tuple(axis for axes in option.values() for axis in axes)
+  places = {dim[array]: axes for dim, axes in option.items() if dim[array] is not None}
+  if places:
+    return tuple(places.get(dim, _free(axes, {*taken})) for dim, axes in enumerate(spec))
+  if not used_axes(spec).intersection(taken):
+    return spec
+  tiles = _tiles_within(lookup, array, shard_count(taken, sizes))
+  unused = {*taken, *used_axes(spec)}
+  left = [axis for axis, size in sizes.items() if size > 1 and axis not in unused]
+  result = []
+  for axes, count in zip(spec, tiles):
+    present: Axes = ()
+    left = [*_free(axes, {*taken}), *left]
+    for axis in [*left]:
+      if count % (shard_count(present, sizes) * sizes[axis]) == 0:
+        left.remove(axis)
+        present = (*present, axis)
+    if shard_count(present, sizes) != count:
+      return None
+    result.append(present)
+  return tuple(result)
+
+
+def _tiles_within(lookup: _Lookup, array: int, groups: int) -> list[int]:
+  """The number of shards of each dimension that an array keeps if some groups of devices need it."""
+  spec, sizes = lookup.specs[array], lookup.sizes
+  tiles = [shard_count(axes, sizes) for axes in spec]
+  copies = shard_count(tuple(sizes), sizes) // math.prod(tiles)
+  if copies % groups == 0:
+    return tiles
+  needed = groups // copies
+  for dim in _least_needed(lookup, array):
+    for factor in _prime_factors(tiles[dim]):
+      if needed > 1 and needed % factor == 0:
+        tiles[dim], needed = tiles[dim] // factor, needed // factor
+  return tiles if needed == 1 and groups % copies == 0 else [1] * len(tiles)
+
+
+def _least_needed(lookup: _Lookup, array: int) -> list[int]:
+  """The dimensions of an array that may have fewer shards, in order; those of a batch of tables have to keep them."""
+  windows = [dim[array] for dim in lookup.dims if dim.role == 'window' and dim[array] is not None]
+  if array == 0:
+    return [dim.table for dim in lookup.dims if dim.role == 'lookup' and dim.table is not None] + windows
+  return [dim for dim in range(len(lookup.specs[array])) if dim not in windows] + windows
+
+
+def _prime_factors(number: int) -> list[int]:
+  factors, factor = [], 2
+  while number > 1:
+    while number % factor == 0:
+      factors.append(factor)
+      number //= factor
+    factor += 1
+  return factors
 
 
 def _role_axes(lookup: _Lookup, role: str, used: set[str]) -> dict[LookupDim, Axes]:
@@ -203,44 +271,18 @@ def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes], copies: int) -> tup
   return max([_held(lookup, specs), *(memory for memory, _ in costs)]), sum(sent for _, sent in costs)
 
 
-def _doubt(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> str:
-  """A doubt if XLA would keep more shards of an array than these rules do.
-
-  Where an array needs an axis that serves another role, XLA moves its shards to axes that the array does not use, and
-  gathers the dimensions that it can spare, looked-up ones first.
-  """
-  devices = shard_count(tuple(lookup.sizes), lookup.sizes)
-  serving = {axis for axes in chosen.values() for axis in axes}
-  for array, before, after in zip((0, 1, 2), lookup.specs, _specs(lookup, chosen)):
-    foreign = serving - used_axes(after)
-    lost = [dim for dim, axes in enumerate(before) if foreign.intersection(axes)]
-    kept = [dim for dim, axes in enumerate(before) if axes and dim not in lost]
-    room = devices // shard_count(tuple(foreign), lookup.sizes)
-    tiles = min(room, shard_count(sum(before, ()), lookup.sizes))
-    role = {one[array]: one.role for one in lookup.dims}
-    spared = all(role.get(dim) == 'window' for dim in kept) or not lost
-    if lost and (shard_count(sum(after, ()), lookup.sizes) < tiles or (array == 0 and not spared)):
-      return 'a mesh axis that shards several dimensions of a lookup'
-  return ''
-
-
 def _is_settled(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
   """Whether XLA is known to reshard the arrays as required.
 
-  It is not if an array changes in one of several sharded dimensions, or if shards move to another dimension while some
-  devices have the same shard.
+  It is not if the updates of a scatter lose shards of a dimension, while some devices have the same shard.
   """
-  for array, before, after in [*zip(range(3), lookup.specs, _specs(lookup, chosen))][1:]:
-    is_input = array == 1 or lookup.summed == 'position'
-    changed = [axes for one, axes in zip(before, after) if one != axes]
-    if (is_input and changed and sum(map(bool, before)) > 1) or (
-      any(changed) and sum(map(bool, after)) > 1
-    ):
-      return False
-    is_moved = is_input and any(changed) and any(map(bool, before))
-    if is_moved and shard_count(sum(before, ()), lookup.sizes) < math.prod(lookup.sizes.values()):
-      return False
-  return lookup.summed == 'lookup' or not _is_contested(lookup, chosen)
+  if lookup.summed == 'lookup':
+    return True
+  before, after = lookup.specs[2], _specs(lookup, chosen)[2]
+  is_moved = any(one and one != other for one, other in zip(before, after))
+  if is_moved and shard_count(sum(before, ()), lookup.sizes) < math.prod(lookup.sizes.values()):
+    return False
+  return not _is_contested(lookup, chosen)
 
 
 def _is_contested(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:

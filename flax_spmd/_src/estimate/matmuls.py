@@ -36,6 +36,7 @@ from flax_spmd._src.estimate.requirements import Context, Requirement, sent_byte
 from flax_spmd._src.hlo.flops import Window, meetings
 
 _MAX_CHOICES = 4096  # shardings of one product to consider
+_MOVED = 'an operand of a product whose shards can move to unused mesh axes'
 # Products that XLA for GPUs splits along their sum: rows and columns of a tile; the most tiles, if the sum has more
 # elements than the second number.
 _TILE, _SPLIT = 128, ((108, 2048), (128, 2**15))
@@ -116,7 +117,11 @@ def _grouped(factors: Sequence[Factor], context: Context, is_dot: bool) -> Requi
   ]
   flops = _sharded(factors, choice, context).flops
   permutes = tuple(permute for _, permute in plan.permutes)
-  return Requirement(plan.operands, plan.natural, plan.partial, flops, permutes, is_settled=True)
+  axes = [
+    axis for spec in (*plan.operands, plan.natural, (plan.partial,)) for one in spec for axis in one
+  ]
+  doubt = _MOVED if any('[' in axis for axis in axes) else ''
+  return Requirement(plan.operands, plan.natural, plan.partial, flops, permutes, doubt, is_settled=True)
 
 
 def _role(factor: Factor) -> int:
@@ -175,7 +180,7 @@ def _doubt(requirement: Requirement, context: Context) -> str:
   for spec, required, is_free in zip(context.specs, requirement.operands, context.rematerialisable):
     lost = used_axes(spec) & serving - used_axes(required or spec)
     if lost and not is_free and free >= shard_count(tuple(lost), context.sizes):
-      return 'an operand of a product whose shards can move to unused mesh axes'
+      return _MOVED
   return ''
 
 
@@ -254,9 +259,8 @@ def convolution(op: Op, context: Context) -> Requirement:
   halos = exchanges(halo_dims, requirement.operands[0] or context.specs[0], context)
   is_moved = requirement.operands[1] not in (None, context.specs[1])
   if context.platform == 'cuda':
-    is_whole = (
-      op.attributes.get('feature_group_count', 1) == 1
-    )  # XLA takes no gradient with groups for one
+    # XLA takes no gradient with groups for one
+    is_whole = op.attributes.get('feature_group_count', 1) == 1
     is_reversed = op.attributes.get('is_reversed', False) and not is_moved and is_whole
     positions = _library_positions(sizes, windows, is_reversed, is_even)
   else:

@@ -17,6 +17,7 @@ These rules were compared with compiled programs (`tests/estimate/resharding_tes
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -69,15 +70,60 @@ def reshard(
   sliced = tuple(map(tuple, now))
   if sliced != before and all(one[: len(other)] == other for one, other in zip(sliced, after)):
     return _coarsened(value, sliced, after, sizes)
-  if exchanged := _exchanged(value, sliced, after, sizes):
+  held, wanted = (shard_count(_all_axes(spec), sizes) for spec in (before, after))
+  if held == wanted and (exchanged := _exchanged(value, before, after, sizes)):
     return exchanged
-  return _moved(value, before, after, sizes)
+  exchanged = _exchanged(value, sliced, after, sizes)
+  if wanted > held and (len(exchanged) != 1 or _unused(before, sizes)[1:]):
+    return _sliced_and_exchanged(value, before, after, sizes) or [_whole_gather(value, before, sizes)]
+  return exchanged or _moved(value, before, after, sizes)
+
+
+def _unused(spec: Spec, sizes: Mapping[str, int]) -> list[str]:
+  return [axis for axis, size in sizes.items() if size > 1 and _is_unused(axis, spec)]
+
+
+def _whole_gather(value: GraphValue, before: Spec, sizes: Mapping[str, int]) -> CollectiveOp:
+  return CollectiveOp('all-gather', _all_axes(before), _shard_bytes(value, before, sizes))
+
+
+def _sliced_and_exchanged(
+  value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+) -> list[CollectiveOp]:
+  """The collectives to a shard for each device from fewer ones; [] if XLA gathers the array instead.
+
+  XLA slices the array along unused axes in their order, until an all-to-all makes as many shards of each dimension, and
+  brings these into order.
+  """
+  if _unused(after, sizes) or any('[' in axis for axis in (*_all_axes(before), *_all_axes(after))):
+    return []
+  counts = [(shard_count(one, sizes), shard_count(other, sizes)) for one, other in zip(before, after)]
+  if any(max(pair) % min(pair) for pair in counts):
+    return []
+  fewer = [held // wanted for held, wanted in counts if held > wanted]
+  more = {dim: wanted // held for dim, (held, wanted) in enumerate(counts) if wanted > held}
+  if len(fewer) != 1 or (len(more) == 1 and all(counts[dim][0] > 1 for dim in more)):
+    return []
+  fits = [dim for dim, ratio in more.items() if ratio == fewer[0]]
+  fits = fits or [dim for dim, ratio in more.items() if ratio % fewer[0] == 0]
+  if not fits:
+    return []
+  shard = math.prod(value.shape) * value.itemsize / shard_count(tuple(sizes), sizes)
+  [source] = [dim for dim, (held, wanted) in enumerate(counts) if held > wanted]
+  moved = tuple(_innermost(before[source], fewer[0], sizes))[::-1]
+  if any('[' in axis for axis in moved):
+    return []
+  return [
+    CollectiveOp('all-to-all', moved, shard),
+    _permute(value, after, _all_axes((*before, *after)), sizes),
+  ]
 
 
 def _moved(value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]) -> list[CollectiveOp]:
   """The collectives where some axes move and others are removed or added.
 
-  XLA gathers an array whole if axes move from between others, or while another dimension gets new shards.
+  XLA gathers an array whole if axes move from between others, or while another dimension, or that which they leave, gets
+  new shards.
   """
   moves = _moves(before, after)
   targets, kept = {to for _, to in moves}, {*_all_axes(after)}
@@ -85,17 +131,37 @@ def _moved(value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int
   _slice(now, after, targets)
   is_cut = any(dim not in targets and len(now[dim]) > len(axes) for dim, axes in enumerate(before))
   is_inner = all(before[dim][-len(axes) :] == axes for (dim, _), axes in moves.items())
-  if moves and (is_cut or not is_inner):
-    return [CollectiveOp('all-gather', _all_axes(before), _shard_bytes(value, before, sizes))]
+  is_refilled = any(not {*after[dim]} <= {*before[dim]} for dim, _ in moves)
+  if moves and (is_cut or is_refilled or not is_inner):
+    return _partly_gathered(value, before, after, sizes)
   ops = _gather(value, now, sorted(targets), kept, sizes)
   for (dim, to), axes in moves.items():
     ops.append(CollectiveOp('all-to-all', axes, _shard_bytes(value, now, sizes)))
     now[dim] = [axis for axis in now[dim] if axis not in axes]
     now[to] += axes
+  moved = tuple(map(tuple, now))
+  if last := _permuted(value, moved, after, sizes):
+    return [*ops, last]
+  if moves and moved != after and (coarser := _coarsened(value, moved, after, sizes)):
+    return [*ops, *coarser]
   ops += _gather(value, now, range(len(now)), kept, sizes)
   _slice(now, after, set())
   last = _permuted(value, tuple(map(tuple, now)), after, sizes)
   return [*ops, last] if last else ops
+
+
+def _partly_gathered(
+  value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+) -> list[CollectiveOp]:
+  """The collectives if XLA gathers a dimension with as many shards as there will be copies, or the whole array."""
+  counts = [shard_count(axes, sizes) for axes in before]
+  ratio, rest = divmod(math.prod(counts), shard_count(_all_axes(after), sizes))
+  if rest == 0 and ratio > 1 and ratio in counts and not _unused(before, sizes):
+    dim = counts.index(ratio)
+    coarser = (*before[:dim], (), *before[dim + 1 :])
+    gathered = CollectiveOp('all-gather', before[dim], _shard_bytes(value, before, sizes))
+    return [gathered, *reshard(value, coarser, after, sizes)]
+  return [_whole_gather(value, before, sizes)]
 
 
 def _gather(
@@ -199,7 +265,7 @@ def _exchanged(
       ratios = fewer if held > wanted else more
       ratios.setdefault(max(held, wanted) // min(held, wanted), []).append(dim)
   if {ratio: len(fewer[ratio]) for ratio in fewer} != {ratio: len(more[ratio]) for ratio in more}:
-    return []
+    return _rotated(value, before, after, sizes)
   now, ops = [*before], []
   shard = _shard_bytes(value, before, sizes)
   for ratio, dims in fewer.items():
@@ -211,6 +277,22 @@ def _exchanged(
   if tuple(now) != after:
     ops.append(_permute(value, after, _all_axes((*before, *after)), sizes))
   return ops
+
+
+def _rotated(
+  value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+) -> list[CollectiveOp]:
+  """The all-to-alls that move all shards of some dimensions to others with as many then; [] if none have as many."""
+  counts = [(shard_count(one, sizes), shard_count(other, sizes)) for one, other in zip(before, after)]
+  changed = [pair for pair in counts if pair[0] != pair[1]]
+  if sorted(held for held, _ in changed) != sorted(wanted for _, wanted in changed):
+    return []
+  shard = _shard_bytes(value, before, sizes)
+  moved = [axes for axes, (held, wanted) in zip(before, counts) if held != wanted and held > 1]
+  ops = [CollectiveOp('all-to-all', axes, shard) for axes in moved]
+  if all(axes in after for axes in moved):
+    return ops
+  return [*ops, _permute(value, after, _all_axes((*before, *after)), sizes)]
 
 
 def _in_parts(spec: Spec, other: Spec, sizes: Mapping[str, int]) -> Spec:

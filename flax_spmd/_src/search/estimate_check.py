@@ -1,7 +1,7 @@
 """Estimate checks: what compiled layouts say about the estimates of a search, and the factors that correct them.
 
     check = check_estimates([(estimated, compiled), ...])
-    print(check)            # Checked against 2 compiled layouts: wire -1 %, memory +4 %.
+    print(check)            # Estimates checked against 2 compiled layouts: wire -1 %, memory +4 %.
     check.factors           # {'lookups': 0.19}
 
 Each class of operation has a factor: its compiled traffic over its estimated traffic. So do FLOPs, memory traffic and
@@ -51,7 +51,7 @@ class EstimateCheck(NamedTuple):
   Example:
     >>> check = explore.EstimateCheck(('data=8: batch=data',), (-0.01,), (0.04,), {'products': 1.0}, {}, {}, (0.01, 0.04))
     >>> print(check)
-    Checked against 1 compiled layout: wire -1 %, memory +4 %.
+    Estimates checked against 1 compiled layout: wire -1 %, memory +4 %.
   """
 
   layouts: tuple[str, ...]
@@ -65,9 +65,7 @@ class EstimateCheck(NamedTuple):
   def __str__(self) -> str:
     worst = (max(errors, key=abs) for errors in (self.wire, self.memory))
     wire, memory = (f'{100 * error:+.0f} %' for error in worst)
-    found = (
-      f'Checked against {plural(len(self.layouts), "compiled layout")}: wire {wire}, memory {memory}'
-    )
+    found = f'Estimates checked against {plural(len(self.layouts), "compiled layout")}: wire {wire}, memory {memory}'
     changed = {name: factor for name, factor in self.factors.items() if abs(factor - 1) > _EXACT}
     if changed:
       factors = ', '.join(f'{name} x {factor:.2g}' for name, factor in changed.items())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from flax_spmd._src.compare.compilation import default_jobs
 from flax_spmd._src.compare.outcome import Outcome
 from flax_spmd._src.compare.partition import can_partition
 from flax_spmd._src.estimate.estimator import PARTITIONED
@@ -148,7 +148,7 @@ class SearchRun:
     """Searches one space; all spaces have equal parts of the time."""
     candidates = [start.candidate for start in starts]
     part = _ESTIMATING * (number + 1) / (1 + len(self.pipelines))
-    late = lambda: self.limits.time is not None and self._elapsed() > part * self.limits.time
+    late = lambda: self._is_late(part)
     limit, seed = self.limits.candidates, self.limits.seed
     estimate(space, trials, candidates, limit, seed, late, self.show, title)
 
@@ -158,8 +158,9 @@ class SearchRun:
     every = [self.trials, *(one.trials for one in self.pipelines)]
     return [outcome for trials in every for outcome in trials.estimated.values()]
 
-  def _elapsed(self) -> float:
-    return time.monotonic() - self.begin
+  def _is_late(self, part: float = 1.0) -> bool:
+    """Whether a part of the time limit has passed."""
+    return self.limits.time is not None and time.monotonic() - self.begin > part * self.limits.time
 
   # -- compilation
 
@@ -168,7 +169,7 @@ class SearchRun:
     if self.trials.reason or not self.limits.top:
       return
     for start in starts[: self.limits.candidates]:
-      if self.limits.time is not None and self._elapsed() > _STARTS * _ESTIMATING * self.limits.time:
+      if self._is_late(_STARTS * _ESTIMATING):
         break
       self.trials.outcome(start.candidate)
     if self.trials.estimated:
@@ -190,10 +191,12 @@ class SearchRun:
       return
     for _ in range(_ROUNDS):
       new = [one for one in self._selected() if one not in self.trials.partitioned]
-      if not new or (self.limits.time is not None and self._elapsed() > self.limits.time):
+      if not new or self._is_late():
         break
       with progress(self.show, len(new), 'partitioning') as update:
         for number, group in enumerate(chunks(new, _GROUP)):
+          if number and self._is_late():
+            break
           self.trials.partition(group)
           update(min(len(new), (number + 1) * _GROUP), '')
     number = sum(one.source == PARTITIONED for one in self.trials.partitioned.values())
@@ -242,10 +245,10 @@ class SearchRun:
   ) -> None:
     """Compiles in groups, so that an interruption or the time limit loses one group at most."""
     trials = trials or self.trials
-    jobs = trials.task.jobs or max(1, (os.cpu_count() or 2) // 2)
+    jobs = trials.task.jobs or default_jobs()
     with progress(self.show, len(selected), 'compiling') as update:
       for number, group in enumerate(chunks(selected, jobs)):
-        if number and self.limits.time is not None and self._elapsed() > self.limits.time:
+        if number and self._is_late():
           self.notes.append('The time limit ended the search before all selected layouts were compiled.')
           return
         plain = [one.candidate if isinstance(one, PipelineCandidate) else one for one in group]

@@ -61,13 +61,18 @@ class Contents(NamedTuple):
   @property
   def tree(self) -> Any:
     """The tree that Orbax writes."""
-    values = [
-      with_copy_elsewhere(leaf) if is_of_one_process(leaf) and leaf.is_fully_addressable else leaf
-      for leaf in self.leaves.values()
-    ]
+    values = [_written(leaf) for leaf in self.leaves.values()]
     if any(leaf.packed for leaf in self.record.leaves.values()):
       return _packed_tree(values, list(self.record.leaves.values()))
     return disk_tree(self.record, values.__getitem__)
+
+
+def _written(leaf: Any) -> Any:
+  """The value that Orbax writes for a leaf; None for an empty array, of which the record has all."""
+  if 0 in np.shape(leaf):
+    return None
+  is_own = is_of_one_process(leaf) and leaf.is_fully_addressable
+  return with_copy_elsewhere(leaf) if is_own else leaf
 
 
 class PendingRecord:
@@ -208,9 +213,6 @@ def _check(leaves: Mapping[str, Any]) -> None:
       problems.append(
         Problem(f'{path} is an integer of more than 64 bits.', 'split it into numbers of 64 bits.')
       )
-    elif 0 in np.shape(leaf):
-      fix = 'keep empty arrays out of the state; Orbax cannot store them.'
-      problems.append(Problem(f'{path} is empty: its shape is {np.shape(leaf)}.', fix))
     elif isinstance(leaf, jax.Array) and leaf.is_deleted():
       fix = 'save the state that the step returned, not the one that was donated to it.'
       problems.append(Problem(f'{path} has been deleted, or donated to a jitted function.', fix))
@@ -328,7 +330,7 @@ def _packed(contents: Contents, pack: int) -> Contents:
   small = [
     path
     for path, leaf in records.items()
-    if not leaf.is_number and not is_key(leaf) and leaf.bytes <= pack
+    if _is_separate(leaf) and not is_key(leaf) and leaf.bytes <= pack
   ]
   if not small or not pack:
     return contents
@@ -360,4 +362,4 @@ def _packed_tree(values: Sequence[Any], records: Sequence[LeafRecord]) -> Any:
 
 
 def _is_separate(leaf: LeafRecord) -> bool:
-  return leaf.packed is None and not leaf.is_number
+  return leaf.packed is None and not leaf.is_number and not leaf.is_empty

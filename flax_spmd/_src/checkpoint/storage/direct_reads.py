@@ -144,7 +144,7 @@ class DirectReads:
     found: dict[str, Contradiction] = {}
     for path, leaf in self._record.leaves.items():
       try:
-        if not leaf.is_number:
+        if not leaf.is_number and not leaf.is_empty:
           self._opened(path)
       except (ValueError, OSError) as error:
         found[path] = Contradiction(self._reason(error), self._as_stored(path))

@@ -33,6 +33,8 @@ from flax_spmd._src.checkpoint.storage.record import (
   ends_of_packs,
   is_key,
   key_dtype,
+  key_implementation,
+  raw_keys,
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
@@ -69,9 +71,11 @@ class OrbaxReader:
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
     own = {path: each for path, each in requests.items() if not is_elsewhere(_sharding(each))}
+    empty, stored = self._by_emptiness(own)
     with buckets.listed_once(self.folder):
       check_names(self.folder, self._name())
-      leaves = self._read_packed(own, memory) if self._is_packed else self._read(own, memory)
+      leaves = self._read_packed(stored, memory) if self._is_packed else self._read(stored, memory)
+    leaves |= empty
     self._check_keys(leaves)
     return {path: leaves[path] if path in own else nowhere(each) for path, each in requests.items()}
 
@@ -84,7 +88,15 @@ class OrbaxReader:
     self, requests: Mapping[str, Any], memory: int | None = None
   ) -> tuple[dict[str, Any], dict[str, str]]:
     """Reads leaves without Orbax's description of the arrays; see `DirectReads.read`."""
-    return self._direct_reads().read(requests, memory)
+    empty, stored = self._by_emptiness(requests)
+    leaves, reasons = self._direct_reads().read(stored, memory)
+    return leaves | empty, reasons
+
+  def _by_emptiness(self, requests: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The requested arrays that are empty, and the requests for the others."""
+    records = self.record.leaves
+    empty = {p: _empty(records[p], each) for p, each in requests.items() if records[p].is_empty}
+    return empty, {path: each for path, each in requests.items() if path not in empty}
 
   def contradictions(self) -> dict[str, Contradiction]:
     """The differences of the record from the store, by path: `DirectReads.contradictions`, and arrays that it lacks."""
@@ -107,10 +119,13 @@ class OrbaxReader:
     """The keys of each leaf of the tree that Orbax has written."""
     records = self.record.leaves
     if not self._is_packed:
-      return set(skeleton.keys(contents.disk_tree(self.record, lambda index: index)))
+      keys = skeleton.keys(contents.disk_tree(self.record, lambda index: index))
+      return {each for each, leaf in zip(keys, records.values(), strict=True) if not leaf.is_empty}
     arrays = {(contents.PACKED, leaf.packed[0]) for leaf in records.values() if leaf.packed}
     return arrays | {
-      (contents.LEAVES, str(i)) for i, leaf in enumerate(records.values()) if not leaf.packed
+      (contents.LEAVES, str(i))
+      for i, leaf in enumerate(records.values())
+      if not leaf.packed and not leaf.is_empty
     }
 
   def _direct_reads(self) -> DirectReads:
@@ -129,9 +144,10 @@ class OrbaxReader:
       )
 
   def _read(self, requests: Mapping[str, Any], memory: int | None) -> dict[str, Any]:
-    paths = list(self.record.leaves)
+    paths, records = list(self.record.leaves), list(self.record.leaves.values())
     target = contents.disk_tree(
-      self.record, lambda index: _orbax_request(requests.get(paths[index], ...))
+      self.record,
+      lambda index: None if records[index].is_empty else _orbax_request(requests.get(paths[index], ...)),
     )
     if not requests:
       return {}
@@ -149,7 +165,7 @@ class OrbaxReader:
     large = {
       indices[path]: _orbax_request(requests.get(path, ...))
       for path, leaf in records.items()
-      if leaf.packed is None and not leaf.is_number
+      if leaf.packed is None and not leaf.is_number and not leaf.is_empty
     }
     raise_problems(
       impossible(self.path, {path: leaf for path, leaf in records.items() if leaf.packed}, {})
@@ -215,6 +231,16 @@ def _orbax_request(leaf: Any) -> Any:
   if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return leaf.update(sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
   return np.empty(leaf.shape, leaf.dtype)
+
+
+def _empty(leaf: LeafRecord, request: Any) -> Any:
+  """An array without elements, in the form of a request."""
+  if is_key(leaf):
+    plain = jax.numpy.empty(raw_keys(leaf).shape, np.uint32)
+    value: Any = jax.random.wrap_key_data(plain, impl=key_implementation(leaf.dtype))
+  else:
+    value = np.empty(leaf.shape, request.dtype)
+  return value if request.sharding is None else put([value], [request.sharding])[0]
 
 
 def _misfit(path: epath.Path, names: Sequence[str]) -> CheckpointDamagedError:

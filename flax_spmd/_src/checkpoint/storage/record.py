@@ -76,6 +76,11 @@ class LeafRecord(NamedTuple):
     return self.dtype.startswith(_PYTHON)
 
   @property
+  def is_empty(self) -> bool:
+    """Whether the leaf is an array without elements. Orbax cannot store one: it is in the record alone."""
+    return 0 in self.shape
+
+  @property
   def bytes(self) -> int:
     """Bytes of the whole array; 0 for a Python value."""
     return 0 if self.is_number else math.prod(self.shape) * dtype_of(self.dtype).itemsize

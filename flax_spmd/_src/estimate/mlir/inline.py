@@ -185,11 +185,39 @@ def drop_uniform(module: Any) -> None:
     elif op.name not in _ADDITIVE:
       for index, value in enumerate(op.operands):
         op.operands[index] = _skip_negation(value)
-  # Shardy would erase dead operations too, and the graph, which is read before, would not match any more.
+
+
+def drop_selects(module: Any) -> None:
+  """Drops selections between equal constants, as XLA does: that of the old values of zeros by `x.at[...].set(y)`.
+
+  They would shard the mask, here with the ids of all rows, as the array.
+  """
+  for op in list(_all_ops(module)):
+    if op.name == 'stablehlo.select':
+      one, other = (_constant(value) for value in op.operands[1:3])
+      if one is not None and other is not None and one == other:
+        op.results[0].replace_all_uses_with(op.operands[1])
+
+
+def erase_dead(module: Any) -> None:
+  """Erases operations without uses: Shardy would too, and the graph, which is read before, would not match any more."""
   for op in reversed(list(_all_ops(module))):
-    dead = len(op.results) == 1 and not list(op.results[0].uses)
-    if dead and (op.name == _UNARY or known.get(op.results[0])):
+    is_pure = (
+      op.name.startswith('stablehlo.') and op.name != 'stablehlo.custom_call' and not len(op.regions)
+    )
+    if is_pure and len(op.results) and not any(list(value.uses) for value in op.results):
       op.erase()
+
+
+def _constant(value: Any) -> Any:
+  """The number that an array has everywhere, as an attribute; None if it is not known."""
+  op = value.owner
+  while not isinstance(op, ir.Block) and op.name == _BROADCAST:
+    op = op.operation.operands[0].owner
+  if isinstance(op, ir.Block) or op.name != 'stablehlo.constant':
+    return None
+  number = ir.DenseElementsAttr(op.attributes['value'])
+  return number.get_splat_value() if number.is_splat else None
 
 
 def _skip_negation(value: Any) -> Any:

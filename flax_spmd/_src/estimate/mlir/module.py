@@ -18,7 +18,9 @@ from jaxlib.mlir import ir, passmanager
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, Spec, replicated
 from flax_spmd._src.estimate.mlir.inline import (
+  drop_selects,
   drop_uniform,
+  erase_dead,
   inline_all,
   order_by_operands,
   replace_chlo,
@@ -67,6 +69,8 @@ class PreparedModule:
       inline_all(self._module)
       replace_chlo(self._module.operation)
       drop_uniform(self._module.operation)
+      drop_selects(self._module.operation)
+      erase_dead(self._module.operation)
       reshape_units(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
       self._propagation = passmanager.PassManager.parse(_PROPAGATE)

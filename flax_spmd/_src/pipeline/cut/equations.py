@@ -62,7 +62,7 @@ class Equation:
     outputs: values.
     context: the JAX settings that it was traced under.
     source: JAX's source info, a stack of the user's program.
-    effects: whether it has side effects; None until `has_effects` is first read.
+    has_effects: whether it has side effects.
   """
 
   primitive: Primitive
@@ -71,7 +71,7 @@ class Equation:
   outputs: list[Value]
   context: Any = None
   source: Any = None
-  effects: bool | None = None
+  has_effects: bool = False
 
   @property
   def name(self) -> str:
@@ -79,16 +79,9 @@ class Equation:
     return self.primitive.name
 
   @property
-  def values(self) -> Iterator[Value]:
+  def values(self) -> list[Value]:
     """The inputs that are values, not literals."""
-    return (atom for atom in self.inputs if isinstance(atom, Value))
-
-  @property
-  def has_effects(self) -> bool:
-    """Whether it has side effects."""
-    if self.effects is None:
-      self.effects = any(map(has_effects, self.jaxprs)) or self.name in _EFFECTS
-    return self.effects
+    return [atom for atom in self.inputs if isinstance(atom, Value)]
 
   @property
   def jaxprs(self) -> Iterator[Any]:
@@ -107,11 +100,10 @@ class Equation:
   def on(self, inputs: list[Atom], outputs: list[Value]) -> Equation:
     """The same operation, on other values."""
     return Equation(
-      self.primitive, self.params, inputs, outputs, self.context, self.source, self.effects
+      self.primitive, self.params, inputs, outputs, self.context, self.source, self.has_effects
     )
 
 
-_EFFECTS = frozenset({'debug_callback', 'debug_print', 'io_callback'})
 JITS = frozenset({'jit', 'pjit', 'closed_call', 'core_call'})
 """Calls that can be inlined without a change of meaning."""
 REMATS = frozenset({'checkpoint', 'remat', 'remat2'})
@@ -167,15 +159,11 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
   known: dict[Any, Atom] = dict(zip(inner.inputs, inputs, strict=True))
   known.update((variable, Constant(array)) for variable, array in zip(inner.constants, inner.arrays))
 
-  def read(atom: Any) -> Atom:
-    if not isinstance(atom, Literal):
-      return known[atom]
-    if np.size(atom.val) > _LARGE_LITERAL:  # a closed-over array
-      return Constant(jnp.asarray(atom.val))
-    return atom
+  def read(atoms: Iterable[Any]) -> list[Atom]:
+    return [_literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
   for equation in inner.equations:
-    arguments = [read(atom) for atom in equation.invars]
+    arguments = read(equation.invars)
     if is_call(equation) and opens(equation):
       inside = equation.params[_INSIDE[equation.primitive.name]]
       outputs = _flatten(inside, arguments, opens, equations)
@@ -183,11 +171,22 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
       outputs = [Value(variable.aval) for variable in equation.outvars]
       equations.append(
         Equation(
-          equation.primitive, equation.params, arguments, outputs, equation.ctx, equation.source_info
+          equation.primitive,
+          equation.params,
+          arguments,
+          outputs,
+          equation.ctx,
+          equation.source_info,
+          bool(equation.effects),
         )
       )
     known.update(zip(equation.outvars, outputs, strict=True))
-  return [read(atom) for atom in inner.outputs]
+  return read(inner.outputs)
+
+
+def _literal(literal: Literal) -> Atom:
+  large = np.size(literal.val) > _LARGE_LITERAL  # a closed-over array
+  return Constant(jnp.asarray(literal.val)) if large else literal
 
 
 _LARGE_LITERAL = 16  # elements
@@ -243,11 +242,6 @@ def occurrences(jaxprs: Iterable[Any], primitive: Primitive) -> Iterator[Any]:
 def operation_text(equation: Equation) -> str:
   """An operation for an error message: `scan at model.py:7`."""
   return f'{"remat" if equation.name in REMATS else equation.name} at {equation.source_line}'
-
-
-def has_effects(jaxpr: Any) -> bool:
-  """Whether a jaxpr has side effects."""
-  return bool(getattr(jaxpr, 'effects', ()))
 
 
 def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equation]:

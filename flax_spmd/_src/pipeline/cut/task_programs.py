@@ -17,6 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
+import jax.numpy as jnp
+
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
@@ -301,16 +303,22 @@ def _accumulators(
     for value in task.inputs:
       users[value].add(key)
   accumulators, problems = [], []
+  taken = set(body.kept)
   for before, after, (origin, first) in zip(body.carried, body.updated, origins, strict=True):
     task = producer.get(after)
     others = users[before] - {task}
-    if others or after in body.rows:
+    from_outside = after in body.rows or (after in body.carried and after is not before)
+    if others or from_outside:
       readers = sorted(others, key=lambda key: (KINDS.index(key[0]), key[1]))
       reads = ' and '.join(map(_task_text, readers)) or 'no task'
-      sets = 'the batch' if after in body.rows else _task_text(task)
+      sets = _task_text(task)
+      if from_outside:
+        sets = 'the batch' if after in body.rows else 'another carried value'
       problems.append(f'  {before.aval.str_short()}: set by {sets}, read by {reads}')
     if task is not None:
-      accumulators.append(Accumulator(before, after, task, origin, first))
+      own = _copied(after, tasks[task]) if after in taken or users[after] else after
+      taken.add(after)
+      accumulators.append(Accumulator(before, own, task, origin, first))
   if problems:
     raise PipelineError(
       'The microbatch loop carries values from one microbatch to the next that are not private to one '
@@ -320,6 +328,13 @@ def _accumulators(
       'microbatch with the batch, and update parameters after the loop.'
     )
   return accumulators
+
+
+def _copied(value: Value, task: TaskProgram) -> Value:
+  """A copy of a result of a task. An accumulator is overwritten, and others read this result later."""
+  equations, [copy] = eq.traced(lambda x: [jnp.copy(x)], value)
+  task.equations, task.outputs = [*task.equations, *equations], [*task.outputs, copy]
+  return copy
 
 
 def _task_text(key: Key | None) -> str:

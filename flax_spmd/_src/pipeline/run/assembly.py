@@ -6,7 +6,6 @@ instructions of its own ranks, and of the transfers to and from them.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +26,9 @@ from flax_spmd._src.pipeline.run.machine import Machine, MachineInstruction, Res
 from flax_spmd._src.pipeline.run.process_transfer import (
   CrossHostCopy,
   ProcessTransfer,
+  ProcessTransfers,
   is_copied_by_jax,
 )
-from flax_spmd._src.pipeline.run.rank_watch import TransferProgress
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
@@ -56,7 +55,7 @@ class Assembler:
     self._ranks: Sequence[Any] = stages.meshes
     self._local = [is_local(mesh) for mesh in self._ranks]
     self._registers: defaultdict[Buffer, int] = defaultdict(itertools.count().__next__)
-    self._progress = TransferProgress()
+    self._transfers = ProcessTransfers(mesh, axis)
 
   def machine(self, results: Sequence[Value], threads: bool) -> Machine:
     """The step as a machine.
@@ -75,8 +74,7 @@ class Assembler:
       constants,
       len(self._registers),
       DispatchThreads(code) if threads else None,
-      functools.partial(_argument_transfer, self._mesh, self._axis, self._progress),
-      self._progress,
+      self._transfers,
     )
 
   def _numbers(self, buffers: Sequence[Buffer]) -> tuple[int, ...]:
@@ -86,45 +84,39 @@ class Assembler:
 
   def _code(self) -> list[MachineInstruction]:
     """The instructions of this process."""
-    ends = self._ends()
     code: list[MachineInstruction] = []
-    coming: dict[CrossHostCopy, list[Buffer]] = {}  # received, and not waited for
+    # by register, the instruction that waits for a transfer: of those that are received, and of those that are sent
+    coming: dict[int, MachineInstruction] = {}
+    going: dict[int, MachineInstruction] = {}
     for number, one in enumerate(self._call_list.calls):
-      code += self._waits(coming, one.inputs)
-      dead = tuple(map(self._registers.__getitem__, ends.get(number, ())))
+      donated: Iterable[int] = ()
       if isinstance(one, Call):
-        function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
+        executable, rank, step = self._executables[one.program], one.program.rank, one.step
+        function, donated = executable.compiled, executable.donated
       else:
         function, rank, step = self._sender(one), one.ranks[0], None
-      if function is not None:
-        inputs, outputs = self._numbers(one.inputs), self._numbers(one.outputs)
-        code.append(
-          MachineInstruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step)
-        )
-        if isinstance(one, Send) and isinstance(function, CrossHostCopy) and function.has_to_wait:
-          coming[function] = one.outputs
-    return [*code, *self._waits(coming, itertools.chain.from_iterable(coming.values()))]
+      if function is None:
+        continue
+      inputs, outputs = self._numbers(one.inputs), self._numbers(one.outputs)
+      overwritten = [inputs[index] for index in donated]
+      code += self._ended(coming, inputs) + self._ended(going, overwritten)
+      if isinstance(function, (CrossHostCopy, ProcessTransfer)) and function.has_to_wait:
+        wait = MachineInstruction(function.wait, (), outputs, (), rank, True, None)
+        coming.update(dict.fromkeys(outputs, wait))
+        going.update(dict.fromkeys(inputs, wait))
+        outputs = ()
+      dead = tuple(map(self._registers.__getitem__, self._call_list.ends.get(number, ())))
+      code.append(MachineInstruction(function, inputs, outputs, dead, rank, isinstance(one, Send), step))
+    return [*code, *dict.fromkeys([*coming.values(), *going.values()])]
 
-  def _waits(
-    self, coming: dict[CrossHostCopy, list[Buffer]], read: Iterable[Buffer]
+  def _ended(
+    self, transfers: dict[int, MachineInstruction], registers: Iterable[int]
   ) -> list[MachineInstruction]:
-    """Instructions that wait for received buffers before they are read; their copies leave `coming`."""
-    read = set(read)
-    arriving = {copy: buffers for copy, buffers in coming.items() if not read.isdisjoint(buffers)}
-    for copy in arriving:
-      del coming[copy]
-    return [
-      MachineInstruction(copy.wait, self._numbers(buffers), (), (), buffers[0].rank, True, None)
-      for copy, buffers in arriving.items()
-    ]
-
-  def _ends(self) -> dict[int, list[Buffer]]:
-    """The buffers whose last use is a call or send, by its index in the call list."""
-    ends: dict[int, list[Buffer]] = {}
-    for buffer, number in self._call_list.last_use.items():
-      if buffer not in self._call_list.returned:
-        ends.setdefault(number, []).append(buffer)
-    return ends
+    """The instructions that wait for the transfers of some registers, which leave `transfers`."""
+    waits = list(dict.fromkeys(transfers[one] for one in registers if one in transfers))
+    for register in [register for register, wait in transfers.items() if wait in waits] if waits else ():
+      del transfers[register]
+    return waits
 
   def _sender(self, send: Send) -> Callable[..., Sequence[Any]] | None:
     """The function that does a transfer; None if this process takes no part in it."""
@@ -133,29 +125,24 @@ class Assembler:
     several = source != target and len(processes_of(source) | processes_of(target)) > 1
     if several and is_copied_by_jax(self._mesh, source, target, avals):
       both = zip(map(self._stages.sharding, send.inputs), map(self._stages.sharding, send.outputs))
-      return CrossHostCopy(send.ranks[0], avals, list(both), self._progress, send_text(send))
+      return CrossHostCopy(send.ranks[0], avals, list(both), self._transfers.progress, send_text(send))
     if not any(self._local[rank] for rank in send.ranks):
       return None
     if several:
       specs = [self._stages.spec(buffer) for buffer in send.inputs]
-      return ProcessTransfer(
-        self._mesh, self._axis, *send.ranks, avals, specs, self._progress, send_text(send)
-      )
+      return ProcessTransfer(self._transfers, *send.ranks, avals, specs, send_text(send))
     sender = compat.DeviceCopy(avals, [self._stages.sharding(buffer) for buffer in send.outputs])
     return lambda *arrays: sender(list(arrays))
 
   def _initial_registers(self) -> tuple[dict[Value, list[Use]], dict[int, jax.Array]]:
     """The registers filled before the first instruction: with arguments, and with closed-over arrays."""
-    used = dict.fromkeys(
-      buffer for one in self._call_list.calls if isinstance(one, Call) for buffer in one.inputs
-    )
     uses: dict[Value, list[Use]] = {}
     constants: dict[int, tuple[Any, NamedSharding]] = {}
-    for buffer in used:
+    for buffer in self._call_list.given:
       if isinstance(buffer.value, Constant) and self._local[buffer.rank]:
         sharding = self._stages.sharding(buffer)
         constants[self._registers[buffer]] = buffer.value.array, sharding
-      elif buffer not in self._call_list.written:
+      else:
         use = Use(self._registers[buffer], self._stages.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)
     arrays, shardings = zip(*constants.values()) if constants else ((), ())
@@ -171,25 +158,3 @@ class Assembler:
     joint = submesh(self._mesh, self._axis, [buffer.rank for buffer in buffers])
     local = tuple(self._registers[buffer] for buffer in buffers if self._local[buffer.rank])
     return Result(local, NamedSharding(joint, spec), eq.abstract(atom))
-
-
-def _argument_transfer(
-  mesh: Mesh, axis: str, progress: TransferProgress, leaf: Any, sharding: Any, rank: int
-) -> ProcessTransfer | None:
-  """A transfer of an argument to a rank from another process's; None where this process needs none.
-
-  An array without a mesh is on a device of each process that passes it, so all of them have it.
-  """
-  source_sharding = getattr(leaf, 'sharding', None)
-  if not isinstance(source_sharding, NamedSharding) or source_sharding.device_set >= sharding.device_set:
-    return None
-  for source in range(mesh.shape[axis]):
-    source_mesh = submesh(mesh, axis, [source])
-    if source_sharding.device_set >= set(source_mesh.devices.flat):
-      several = len(processes_of(source_mesh) | processes_of(sharding.mesh)) > 1
-      part = several and (is_local(source_mesh) or is_local(sharding.mesh))
-      if not part:
-        return None
-      text = f'rank {source} -> rank {rank}: an argument, {jax.typeof(leaf).str_short()}'
-      return ProcessTransfer(mesh, axis, source, rank, [leaf], [sharding.spec], progress, text)
-  return None

@@ -131,15 +131,29 @@ class CallList:
 
   @functools.cached_property
   def last_use(self) -> dict[Buffer, int]:
-    """The index of the last call or send that reads or writes each buffer."""
+    """The index of the last call or send that reads or writes each buffer; in the order of their first use."""
     return {
       buffer: number for number, one in enumerate(self.calls) for buffer in (*one.inputs, *one.outputs)
     }
 
   @functools.cached_property
+  def ends(self) -> dict[int, list[Buffer]]:
+    """The buffers whose last use is a call or send, by its index; those of results have none."""
+    ends: dict[int, list[Buffer]] = {}
+    for buffer, number in self.last_use.items():
+      if buffer not in self.returned:
+        ends.setdefault(number, []).append(buffer)
+    return ends
+
+  @functools.cached_property
   def written(self) -> set[Buffer]:
-    """The buffers that calls and sends write: all but the arguments and closed-over arrays."""
+    """The buffers that calls and sends write."""
     return {buffer for one in self.calls for buffer in one.outputs}
+
+  @functools.cached_property
+  def given(self) -> list[Buffer]:
+    """The other buffers: arguments and closed-over arrays."""
+    return [buffer for buffer in self.last_use if buffer not in self.written]
 
   @functools.cached_property
   def returned(self) -> set[Buffer]:
@@ -184,7 +198,11 @@ class CallListBuilder:
     self._readers = _readers(programs)
     self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[tuple[str, int, int], ...], StageProgram] = {}
+    self._shared: dict[StageProgram, dict[Value, Buffer]] = defaultdict(dict)
     self._updates: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
+    self._sums = {
+      one: Buffer(joined.start[one], None, stage_ranks[one.task[1]]) for one in programs.accumulators
+    }
     self._stack_programs: dict[tuple[Key, bool], StageProgram] = {}
     self._stored: Counter[Key] = Counter()
     self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
@@ -213,11 +231,9 @@ class CallListBuilder:
     if key not in self._stage_programs:
       self._stage_programs[key] = self._stage_program(key)
     program = self._stage_programs[key]
-    inputs = [self._buffer(program, value, microbatches) for value in program.inputs]
-    written = (program.ports[one][0] for one in program.outputs)
-    for accumulator in {self._after[one]: None for one in written if one in self._after}:
-      self._updates[accumulator] += sum((one.kind, one.stage) == accumulator.task for one in tasks)
-    outputs = [self._buffer(program, value, microbatches) for value in program.outputs]
+    shared, done = self._shared[program], Counter((task.kind, task.stage) for task in tasks)
+    inputs = [shared.get(one) or self._read(program, one, microbatches) for one in program.inputs]
+    outputs = [self._written(program, one, microbatches, done) for one in program.outputs]
     return [Call(program, inputs, outputs, scheduled), *self._stack_calls(outputs, scheduled)]
 
   def _stack_calls(self, outputs: Sequence[Buffer], scheduled: TimedStep) -> list[Call]:
@@ -295,22 +311,39 @@ class CallListBuilder:
       ports[inner[port]] = port
     return inner[port]
 
-  def _buffer(self, program: StageProgram, inner: Value, microbatches: Sequence[int]) -> Buffer:
-    """The buffer that a program reads or writes for one of its inputs or outputs."""
+  def _read(self, program: StageProgram, inner: Value, microbatches: Sequence[int]) -> Buffer:
+    """The buffer that a program reads for one of its inputs."""
     value, slot = program.ports[inner]
-    microbatch, rank = microbatches[slot], program.rank
-    if value in self._before or value in self._after:
-      accumulator = self._before.get(value) or self._after[value]
-      updates = self._updates[accumulator]
-      if value in self._after and updates == self._runs[accumulator.task]:
-        return Buffer(self._joined.final[accumulator], None, rank)
-      start = self._joined.start[accumulator]
-      return Buffer(accumulator.before, updates, rank) if updates else Buffer(start, None, rank)
+    if value in self._before:
+      return self._sums[self._before[value]]
     if value is self._programs.body.index:
-      return Buffer(self._joined.indices[microbatch], None, rank)
-    if value in self._joined.kept:
-      return Buffer(self._joined.kept[value], None, rank)
-    return Buffer(value, microbatch if value in self._producer else None, rank)
+      return Buffer(self._joined.indices[microbatches[slot]], None, program.rank)
+    if value in self._producer:
+      return self._of_microbatch(value, microbatches[slot], program.rank)
+    self._shared[program][inner] = Buffer(value, None, program.rank)
+    return self._shared[program][inner]
+
+  def _written(
+    self,
+    program: StageProgram,
+    inner: Value,
+    microbatches: Sequence[int],
+    done: Mapping[tuple[str, int], int],
+  ) -> Buffer:
+    """The buffer that a program writes for one of its outputs."""
+    value, slot = program.ports[inner]
+    if value not in self._after:
+      return self._of_microbatch(value, microbatches[slot], program.rank)
+    accumulator = self._after[value]
+    self._updates[accumulator] = updates = self._updates[accumulator] + done[accumulator.task]
+    final = self._joined.final[accumulator], None
+    whole = final if updates == self._runs[accumulator.task] else (accumulator.before, updates)
+    self._sums[accumulator] = Buffer(*whole, program.rank)
+    return self._sums[accumulator]
+
+  def _of_microbatch(self, value: Value, microbatch: int, rank: int) -> Buffer:
+    kept = self._joined.kept.get(value)
+    return Buffer(value, microbatch, rank) if kept is None else Buffer(kept, None, rank)
 
   # -- before and after the loop
 
@@ -457,21 +490,22 @@ def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]
   A result is sent as soon as its task ends. So when a rank waits for one (as a process does), no other
   call of that rank could have run instead.
   """
-  producers: dict[tuple[Value, int | None], set[int]] = defaultdict(set)
-  for call in calls:
-    for value, microbatch, rank, _ in call.outputs:
-      producers[value, microbatch].add(rank)
-  receivers: dict[tuple[Value, int | None], dict[int, None]] = defaultdict(dict)
+  written = {buffer for call in calls for buffer in call.outputs}
+  receivers: dict[Value, dict[int | None, dict[int, None]]] = defaultdict(lambda: defaultdict(dict))
   for buffers in (*(call.inputs for call in calls), *results.values()):
-    for value, microbatch, rank, _ in buffers:
-      if producers[value, microbatch] and rank not in producers[value, microbatch]:
-        receivers[value, microbatch][rank] = None
+    for buffer in buffers:
+      if buffer not in written:
+        receivers[buffer.value][buffer.microbatch][buffer.rank] = None
+  senders: dict[tuple[Value, int | None], int] = {}
+  for value, microbatch, rank, _ in written:
+    if value in receivers:
+      senders[value, microbatch] = min(senders.get((value, microbatch), rank), rank)
   timed: list[tuple[tuple[float, bool], Call | Send]] = []
   for call in calls:
     sends: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in call.outputs:
-      if buffer.rank == min(producers[buffer[:2]]):
-        for receiver in receivers[buffer[:2]]:
+      if buffer.value in receivers and buffer.rank == senders[buffer[:2]]:
+        for receiver in receivers[buffer.value].get(buffer.microbatch, ()):
           sends[receiver].append(buffer)
     begin, end = _times(call, timed)
     timed.append((begin, call))

@@ -62,7 +62,7 @@ class CompiledPipeline:
     self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
     self._compared: set[Any] = set()  # the leaves' numbers and shardings that processes have compared
     self._several = several = len(setting.processes) > 1
-    watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.progress)
+    watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.transfers.progress)
     self._run: Callable[[Callable[[], Any]], Any] = watch.run if several else lambda step: step()
     self._is_compared = not several
     self.machine, self.executables, self.times = machine, executables, times

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from flax_spmd._src.data.host_values import put
 from flax_spmd._src.pipeline.run.dispatch_threads import DispatchThreads
-from flax_spmd._src.pipeline.run.rank_watch import TransferProgress
+from flax_spmd._src.pipeline.run.process_transfer import ProcessTransfers
 from flax_spmd._src.pipeline.run.submeshes import is_local, union, view
 from flax_spmd._src.pipeline.schedules.tasks import Step, Task
 
@@ -90,8 +90,7 @@ class Machine:
     constants: registers that are filled once, with closed-over arrays.
     size: number of registers.
     threads: the dispatching threads; None: the caller's thread dispatches everything.
-    transfer: returns the transfer that brings an argument from another process, or None.
-    progress: the transfer between processes that runs.
+    transfers: what the transfers between processes share.
   """
 
   code: list[MachineInstruction]
@@ -100,8 +99,7 @@ class Machine:
   constants: dict[int, jax.Array]
   size: int
   threads: DispatchThreads | None
-  transfer: Callable[[Any, NamedSharding, int], Any]
-  progress: TransferProgress
+  transfers: ProcessTransfers
 
   def __call__(self, leaves: Sequence[Any]) -> list[Any]:
     """Runs the step on its arguments' leaves."""
@@ -142,8 +140,8 @@ class Machine:
           registers[number] = leaf
         elif (part := view(leaf, sharding)) is not None:
           registers[number] = part
-        elif (transfer := self.transfer(leaf, sharding, rank)) is not None:
-          for array in transfer(leaf):
+        elif (transfer := self.transfers.of_argument(leaf, sharding, rank)) is not None:
+          for array in transfer(leaf) or transfer.wait():
             registers[number] = array
         elif is_local(sharding.mesh):
           to_put.append((number, leaf, sharding))

@@ -7,6 +7,7 @@ program, which its compiler reports, comes on top. Copies in the memory of the h
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,13 +42,9 @@ class Footprint:
     ranks: int,
   ):
     self._call_list, self._ranks = call_list, ranks
-    given = call_list.last_use.keys() - call_list.written
-    self._kept = given | call_list.returned
     self._arguments = set(arguments)
-    self._closed_over = [buffer for buffer in given if buffer.value not in self._arguments]
-    self.sizes = {
-      buffer: _shard_bytes(sharding(buffer), buffer.value.aval) for buffer in call_list.last_use
-    }
+    shard_bytes = functools.cache(_shard_bytes)
+    self.sizes = {buffer: shard_bytes(sharding(buffer), buffer.value) for buffer in call_list.last_use}
 
   @property
   def held(self) -> list[Buffer]:
@@ -64,7 +61,7 @@ class Footprint:
       temporaries: bytes of temporary memory of each program, beside its arguments and results.
     """
     alive = Counter[tuple[int, bool]]()  # by rank, and whether it is on the host
-    for buffer in (*self.held, *self._closed_over):
+    for buffer in self._call_list.given:
       alive[buffer.memory] += self.sizes[buffer]
     peaks = alive.copy()
     for number, one in enumerate(self._call_list.calls):
@@ -77,8 +74,8 @@ class Footprint:
         alive[buffer.memory] -= self.sizes[buffer]
       at = (outputs or inputs)[0].memory if outputs or inputs else (0, False)
       peaks[at] = max(peaks[at], alive[at] + (0 if program is None else temporaries[program]))
-      for buffer in {*inputs, *outputs} - reused:
-        if self._call_list.last_use[buffer] == number and buffer not in self._kept:
+      for buffer in self._call_list.ends.get(number, ()):
+        if buffer in self._call_list.written and buffer not in reused:
           alive[buffer.memory] -= self.sizes[buffer]
     device, host = ([peaks[rank, on_host] for rank in range(self._ranks)] for on_host in (False, True))
     return device, host
@@ -112,9 +109,9 @@ def check(needed: Sequence[int], meshes: Sequence[Any]) -> None:
     )
 
 
-def _shard_bytes(sharding: Any, aval: Any) -> int:
+def _shard_bytes(sharding: Any, value: Value) -> int:
   """The bytes of an array on one device."""
-  return math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+  return math.prod(sharding.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize
 
 
 def temporary_bytes(compiled: Any) -> int:

@@ -52,21 +52,33 @@ class Wait(NamedTuple):
 
 
 class TransferProgress:
-  """The transfer that the thread of a step is in.
+  """The transfers that the threads of a step are in.
 
   Attributes:
-    current: the transfer, and when it began; None between two transfers.
+    failed: the transfer that raised an error, and the error.
   """
 
   def __init__(self) -> None:
-    self.current: tuple[Wait, float] | None = None
+    self._running: dict[int, tuple[Wait, float]] = {}  # by thread
+    self.failed: tuple[Wait, BaseException] | None = None
+
+  @property
+  def current(self) -> tuple[Wait, float] | None:
+    """The transfer that began first, and when; None between two transfers."""
+    return min(list(self._running.values()), key=lambda one: one[1], default=None)
 
   @contextlib.contextmanager
   def waiting(self, wait: Wait) -> Iterator[None]:
-    """A block that runs a transfer; an error leaves it in `current`."""
-    self.current = wait, time.monotonic()
-    yield
-    self.current = None
+    """A block that runs a transfer."""
+    thread = threading.get_ident()
+    self._running[thread] = wait, time.monotonic()
+    try:
+      yield
+    except BaseException as error:
+      self.failed = wait, error
+      raise
+    finally:
+      del self._running[thread]
 
 
 class RankWatch:
@@ -110,21 +122,26 @@ class RankWatch:
         error = call.error() or self._overdue()
         if error is not None:
           raise error
+      self._publish('')
+      if thread.error is not None:
+        raise self._explained(thread.error)
     except BaseException:  # KeyboardInterrupt, too
-      _leave_at_exit(thread)
+      _leave_at_exit(lambda: thread.is_alive() or self._progress.current is not None)
       raise
-    self._publish('')
-    if thread.error is None:
-      return thread.result
-    if self._progress.current is None or isinstance(thread.error, FlaxSpmdError):
-      raise thread.error
-    wait, _ = self._progress.current
-    self._progress.current = None
-    raise PipelineError(
+    return thread.result
+
+  def _explained(self, error: BaseException) -> BaseException:
+    """The error of a step; that of a transfer names the rank at its other end."""
+    wait, cause = self._progress.failed or (None, None)
+    if wait is None or cause is not error or isinstance(error, FlaxSpmdError):
+      return error
+    explained = PipelineError(
       f'{self._place(wait)} has ended, or the connection to it: {self._here(wait)}, and it failed: '
-      f'{first_line(thread.error)}.\n'
+      f'{first_line(error)}.\n'
       'Fix: see the end of its output; then restart all processes from the newest checkpoint.'
-    ) from thread.error
+    )
+    explained.__cause__ = error
+    return explained
 
   def _overdue(self) -> PipelineError | None:
     """The error if the transfer takes too long; publishes it to the others until then."""
@@ -195,14 +212,14 @@ class _StepThread(threading.Thread):
       self.done.set()
 
 
-def _leave_at_exit(thread: threading.Thread) -> None:
-  """Ends the process without waiting for a thread that is still blocked when the interpreter ends.
+def _leave_at_exit(is_blocked: Callable[[], bool]) -> None:
+  """Ends the process without waiting for a thread, if one is still blocked when the interpreter ends.
 
   JAX aborts all other processes when process 0 ends, so that one leaves them the time to raise their own errors.
   """
 
   def leave() -> None:
-    if thread.is_alive():
+    if is_blocked():
       if jax.process_index() == 0:
         time.sleep(_LEADER_STAYS)
       sys.stdout.flush()

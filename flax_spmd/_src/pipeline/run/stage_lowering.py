@@ -70,10 +70,10 @@ class LoweredStages:
     self._shardings: dict[tuple[PartitionSpec, int, bool], NamedSharding] = {}
     self._origin: dict[Buffer, tuple[StageProgram, int]] = {}
     for one in call_list.calls:
-      if isinstance(one, Call):
-        self._origin.update((buffer, (one.program, number)) for number, buffer in enumerate(one.outputs))
-      else:
-        self._origin.update((new, self._origin[old]) for old, new in zip(one.inputs, one.outputs))
+      for number, buffer in enumerate(one.outputs):
+        if buffer.value not in specs:
+          is_call = isinstance(one, Call)
+          self._origin[buffer] = (one.program, number) if is_call else self._origin[one.inputs[number]]
     self._last = _used_last(call_list, donatable)
 
   def lower(self, platform: str | None = None) -> Iterator[tuple[StageProgram, LoweredStage]]:
@@ -175,15 +175,16 @@ def _used_last(call_list: CallList, donatable: set[Value]) -> dict[StageProgram,
   used_last: dict[StageProgram, set[int]] = {}
   for number, one in enumerate(call_list.calls):
     if isinstance(one, Call):
-      free = {
-        index
-        for index, buffer in enumerate(one.inputs)
-        if call_list.last_use[buffer] == number
-        and buffer not in call_list.returned
-        and (buffer in call_list.written or buffer.value in donatable)
-        and one.inputs.count(buffer) == 1
+      ends = {
+        buffer
+        for buffer in call_list.ends.get(number, ())
+        if buffer in call_list.written or buffer.value in donatable
       }
-      used_last[one.program] = used_last.get(one.program, free) & free
+      used_last[one.program] = {
+        index
+        for index in used_last.get(one.program, range(len(one.inputs)))
+        if one.inputs[index] in ends and one.inputs.count(one.inputs[index]) == 1
+      }
   return used_last
 
 

@@ -1,0 +1,92 @@
+"""Random values that a loop of the user's own carries from microbatch to microbatch, compared with `jax.jit`.
+
+A carried value is updated in a stage, and may be read in later ones, returned from every pass, or take the place of
+another. What a pipeline cannot run is refused.
+"""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from flax_spmd.errors import PipelineError
+from flax_spmd.pipeline import GPipe, Interleaved1F1B, OneFOneB, ZeroBubbleH1, stage_end
+from tests.pipeline.cases import LAYOUT, MICROBATCHES, STAGES, assert_same, weight
+
+SCHEDULES = GPipe(STAGES), OneFOneB(STAGES), ZeroBubbleH1(STAGES), Interleaved1F1B(STAGES, 2)
+QUICK, SEEDS = 12, 200
+
+
+def random_loop(seed):
+  """A step with a loop over microbatches; its schedule and arguments."""
+  draw = random.Random(seed)
+  schedule = draw.choice(SCHEDULES)
+  stages, count = schedule.stages, draw.randint(1, 3)
+  shapes = [draw.choice([(), (8,), (16, 16)]) for _ in range(count)]
+  stage_of = [draw.randrange(stages) for _ in shapes]  # updates the value
+  early = draw.random() < 0.1
+  readers = [
+    [stage for stage in range(0 if early else at, stages) if draw.random() < 0.3] for at in stage_of
+  ]
+  returned = [draw.random() < 0.3 for _ in shapes]
+  place = list(range(count))  # of each value, the one whose update it takes
+  if draw.random() < 0.3:
+    place[draw.randrange(count)] = draw.randrange(count)
+  swaps = count > 1 and draw.random() < 0.1
+  reads_own = draw.random() < 0.8
+
+  def loss(params, carried, x):
+    new = [None] * count
+    for stage in range(stages):
+      x = jnp.tanh(x @ params[stage])
+      for number, shape in enumerate(shapes):
+        if stage == stage_of[number]:
+          new[number] = jnp.broadcast_to(jnp.mean(x), shape) + (carried[number] / 2 if reads_own else 0)
+        if stage in readers[number]:
+          x = x * jnp.mean(jnp.cos(carried[number] if new[number] is None else new[number]))
+      x = stage_end(x)
+    return jnp.mean(x**2), new
+
+  def step(params, carried, batch):
+    def one_pass(carry, x):
+      sums, carried = carry
+      (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params, carried, x)
+      sums = jax.tree.map(jnp.add, sums, grads)
+      kept = [one for one, keep in zip(new, returned) if keep]
+      new = [
+        new[number] if shapes[number] == like else old for number, like, old in zip(place, shapes, new)
+      ]
+      if swaps and shapes[0] == shapes[1]:
+        new[0] = carried[1]
+      return (sums, new), (value, kept)
+
+    (grads, carried), results = lax.scan(
+      one_pass, (jax.tree.map(jnp.zeros_like, params), carried), batch
+    )
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), carried, results
+
+  params = [weight(number, 8, 8) for number in range(stages)]
+  carried = [jnp.full(shape, 0.25 + number) for number, shape in enumerate(shapes)]
+  batch = jax.random.normal(jax.random.key(seed), (2 * MICROBATCHES, 4, 8))
+  return step, schedule, jax.tree.map(lambda x: x.astype(jnp.float64), (params, carried, batch))
+
+
+@pytest.mark.parametrize(
+  'seed',
+  [pytest.param(n, marks=[] if n < QUICK else [pytest.mark.exhaustive]) for n in range(SEEDS)],
+)
+def test_equals_jit(seed):
+  with jax.enable_x64(True):
+    step, schedule, (params, carried, batch) = random_loop(seed)
+    expected = result = params, carried
+    plain, pipelined = jax.jit(step), LAYOUT.pipeline_jit(step, schedule=schedule)
+    for _ in range(2):
+      expected = plain(*expected[:2], batch)
+      try:
+        result = pipelined(*result[:2], batch)
+      except PipelineError as error:
+        assert 'private to one task' in str(error)
+        pytest.skip('refused')
+      assert_same(result, expected, 1e-9)
