@@ -224,6 +224,15 @@ def test_the_fix_of_the_finding_mends_it():
   assert not other.check(other.abstract(make(w=(8, 16)))).of('not as planned')
 
 
+def test_arguments_in_the_wrong_order():
+  layout = spmd.Layout({'data': 8}, (('embed', 'data'),))
+  with pytest.raises(spmd.errors.LayoutError) as caught:
+    spmd.explain({'w': jnp.ones(8)}, layout)
+  assert str(caught.value) == (
+    'The first argument of explain is of type dict, not a Layout.\nFix: write explain(layout, tree).'
+  )
+
+
 def test_a_state_without_boxes_is_explained_by_its_plan():
   """Its names are not in it: to move it where it is planned without them would replicate it."""
   layout = spmd.Layout({'data': 2, 'model': 4}, RULES)

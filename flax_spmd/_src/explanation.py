@@ -34,6 +34,7 @@ from flax_spmd._src.plan.planner import planner_for
 from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped, axis_names, rule_text
+from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import plural, size_text
 from flax_spmd._src.text_table import TextTable
 from flax_spmd.errors import LayoutError, did_you_mean
@@ -364,6 +365,10 @@ def explain(layout: Layout, tree: Any) -> Explanation:
     >>> explain(layout, tree).rows[0].bytes_per_device
     128
   """
+  if not isinstance(getattr(layout, 'rules', None), Rules):
+    raise LayoutError(
+      f'The first argument of explain is of type {type(layout).__name__}, not a Layout.\nFix: write explain(layout, tree).'
+    )
   return explain_plan(layout, tree)
 
 

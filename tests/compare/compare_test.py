@@ -283,6 +283,30 @@ def test_a_bare_function_is_not_a_train_step():
   )
 
 
+@pytest.mark.parametrize(
+  ('layouts', 'problem'),
+  [
+    ({}, 'compare needs at least one layout.'),
+    ((), 'compare needs at least one layout.'),
+    (
+      spmd.Layout(spmd.abstract_mesh({'data': 8}), ()),
+      'compare needs layouts by name, or a list of them, not a Layout.',
+    ),
+    ('fsdp', 'compare needs layouts by name, or a list of them, not a str.'),
+    (
+      {'a': (('batch', 'data'),), 'b': None},
+      'compare needs layouts and pipelines, and these are none:\n  a: a tuple\n  b: a NoneType',
+    ),
+  ],
+)
+def test_no_layouts(layouts, problem):
+  train_step = TrainStep(lambda state, x: state, dict, jax.ShapeDtypeStruct((8,), 'float32'))
+  with pytest.raises(TypeError) as error:
+    compare(train_step, layouts, 'cpu:8')
+  fix = "Fix: pass compare(train_step, {'fsdp': Layout(mesh, rules)}, target)."
+  assert str(error.value) == f'{problem}\n{fix}'
+
+
 def test_a_mesh_of_another_size():
   with pytest.raises(TargetDeviceError) as caught:
     compare(setup(), layouts(), 'cpu:16')

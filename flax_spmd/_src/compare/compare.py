@@ -65,7 +65,8 @@ def compare(
     into stages, or the compiler crashes. For a program that needs too much memory it shows the excess.
 
   Raises:
-    TypeError: the first argument is neither a `TrainStep` nor a function that returns one.
+    TypeError: the first argument is neither a `TrainStep` nor a function that returns one, or the second has no layout
+      or something else.
     MeshError: the step constrains arrays on a mesh of its own, if no layout can be lowered; else a row shows it.
     TargetDeviceError: the target is unknown, cannot be compiled for on this machine, or differs from a mesh
       in its number of devices.
@@ -109,9 +110,29 @@ def compare(
 def _named(
   layouts: Mapping[str, Layout | Pipeline] | Sequence[Layout | Pipeline],
 ) -> dict[str, Layout | Pipeline]:
+  """The layouts by name.
+
+  Raises:
+    TypeError: there is none, or something else is among them.
+  """
   if isinstance(layouts, Mapping):
-    return dict(layouts)
-  return {f'layout {number}': layout for number, layout in enumerate(layouts)}
+    rows = dict(layouts)
+  elif isinstance(layouts, Sequence) and not isinstance(layouts, str):
+    rows = {f'layout {number}': layout for number, layout in enumerate(layouts)}
+  else:
+    raise TypeError(
+      f'compare needs layouts by name, or a list of them, not a {type(layouts).__name__}.\n{_FIX}'
+    )
+  wrong = [(name, row) for name, row in rows.items() if not isinstance(row, (Layout, Pipeline))]
+  if wrong:
+    given = '\n'.join(f'  {name}: a {type(row).__name__}' for name, row in wrong)
+    raise TypeError(f'compare needs layouts and pipelines, and these are none:\n{given}\n{_FIX}')
+  if not rows:
+    raise TypeError(f'compare needs at least one layout.\n{_FIX}')
+  return rows
+
+
+_FIX = "Fix: pass compare(train_step, {'fsdp': Layout(mesh, rules)}, target)."
 
 
 def _lower_rows(
