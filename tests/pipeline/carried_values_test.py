@@ -90,3 +90,24 @@ def test_equals_jit(seed):
         assert 'private to one task' in str(error)
         pytest.skip('refused')
       assert_same(result, expected, 1e-9)
+
+
+def test_an_update_that_a_later_stage_reads():
+  def step(params, carried, batch):
+    def one_pass(carried, x):
+      def loss(params):
+        h, new = x, carried
+        for stage in range(STAGES):
+          h = jnp.tanh(h @ params[stage])
+          new = carried + jnp.mean(h) if stage == 1 else new
+          h = stage_end(h)
+        return jnp.mean(h) * new, new
+
+      (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      return new, (value, grads)
+
+    return lax.scan(one_pass, carried, batch)
+
+  params, batch = [weight(number, 8, 8) for number in range(STAGES)], jnp.ones((8, 4, 8))
+  result = LAYOUT.pipeline_jit(step, schedule=GPipe(STAGES))(params, jnp.float32(0), batch)
+  assert_same(result, jax.jit(step)(params, jnp.float32(0), batch), 1e-5)
