@@ -44,12 +44,14 @@ class ProductPlan(NamedTuple):
     natural: sharding of its result.
     partial: axes along which the result is a partial sum.
     permutes: collective-permutes of operands, each with the index of its operand.
+    is_split: whether parts of axes serve different dimensions; XLA moves shards to them in several ways.
   """
 
   operands: tuple[Spec, Spec]
   natural: Spec
   partial: Axes = ()
   permutes: tuple[tuple[int, CollectiveOp], ...] = ()
+  is_split: bool = False
 
 
 class _Unmodelled(Exception):
@@ -193,7 +195,7 @@ def _in_factors(group: _DeviceGroup) -> ProductPlan:
   join = lambda axes: _joined(axes, parts)
   left, right, natural = (tuple(map(join, spec)) for spec in (*plan.operands, plan.natural))
   permutes = tuple((array, op._replace(axes=join(op.axes))) for array, op in plan.permutes)
-  return ProductPlan((left, right), natural, join(plan.partial), permutes)
+  return ProductPlan((left, right), natural, join(plan.partial), permutes, is_split=True)
 
 
 def axis_factors(axis: str, size: int) -> Axes:

@@ -274,8 +274,15 @@ def _cost(lookup: _Lookup, chosen: Mapping[LookupDim, Axes], copies: int) -> tup
 def _is_settled(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
   """Whether XLA is known to reshard the arrays as required.
 
-  It is not if the updates of a scatter lose shards of a dimension, while some devices have the same shard.
+  It is not if an array changes in one of several sharded dimensions, or if the updates of a scatter lose shards of a
+  dimension while some devices have the same shard.
   """
+  for array, before, after in [*zip(range(3), lookup.specs, _specs(lookup, chosen))][1:]:
+    is_input = array == 1 or lookup.summed == 'position'
+    changed = [axes for one, axes in zip(before, after) if one != axes]
+    is_one_of_several = is_input and changed and sum(map(bool, before)) > 1
+    if is_one_of_several or (any(changed) and sum(map(bool, after)) > 1):
+      return False
   if lookup.summed == 'lookup':
     return True
   before, after = lookup.specs[2], _specs(lookup, chosen)[2]

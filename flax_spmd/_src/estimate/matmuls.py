@@ -117,10 +117,7 @@ def _grouped(factors: Sequence[Factor], context: Context, is_dot: bool) -> Requi
   ]
   flops = _sharded(factors, choice, context).flops
   permutes = tuple(permute for _, permute in plan.permutes)
-  axes = [
-    axis for spec in (*plan.operands, plan.natural, (plan.partial,)) for one in spec for axis in one
-  ]
-  doubt = _MOVED if any('[' in axis for axis in axes) else ''
+  doubt = _MOVED if plan.is_split else ''
   return Requirement(plan.operands, plan.natural, plan.partial, flops, permutes, doubt, is_settled=True)
 
 
