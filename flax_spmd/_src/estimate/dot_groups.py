@@ -11,6 +11,8 @@ comes first, and among equals the one that sends the fewest bytes (`PartitionDot
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from flax_spmd._src.estimate.graph import (
   GraphValue,
   Spec,
   axis_size,
+  prime_factors,
   replicated,
   shard_count,
   shard_size,
@@ -205,13 +208,11 @@ def axis_factors(axis: str, size: int) -> Axes:
     >>> axis_factors('data', 12), axis_factors('model', 3)
     (('data[2/2]', 'data[2/4]', 'data[3/12]'), ('model',))
   """
-  factors, outer, factor = [], 1, 2
-  while outer < size:
-    while (size // outer) % factor == 0:
-      outer *= factor
-      factors.append(f'{axis}[{factor}/{outer}]')
-    factor += 1
-  return tuple(factors) if len(factors) > 1 else (axis,)
+  primes = prime_factors(size)
+  outer = itertools.accumulate(primes, operator.mul)
+  return (
+    tuple(f'{axis}[{one}/{whole}]' for one, whole in zip(primes, outer)) if len(primes) > 1 else (axis,)
+  )
 
 
 def _joined(axes: Axes, parts: Mapping[str, Axes]) -> Axes:

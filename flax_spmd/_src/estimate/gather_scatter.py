@@ -32,6 +32,7 @@ from flax_spmd._src.estimate.graph import (
   GraphValue,
   Op,
   Spec,
+  prime_factors,
   replicated,
   shard_count,
   shard_size,
@@ -182,7 +183,7 @@ def _tiles_within(lookup: _Lookup, array: int, groups: int) -> list[int]:
     return tiles
   needed = groups // copies
   for dim in _least_needed(lookup, array):
-    for factor in _prime_factors(tiles[dim]):
+    for factor in prime_factors(tiles[dim]):
       if needed > 1 and needed % factor == 0:
         tiles[dim], needed = tiles[dim] // factor, needed // factor
   return tiles if needed == 1 and groups % copies == 0 else [1] * len(tiles)
@@ -190,20 +191,10 @@ def _tiles_within(lookup: _Lookup, array: int, groups: int) -> list[int]:
 
 def _least_needed(lookup: _Lookup, array: int) -> list[int]:
   """The dimensions of an array that may have fewer shards, in order; those of a batch of tables have to keep them."""
-  windows = [dim[array] for dim in lookup.dims if dim.role == 'window' and dim[array] is not None]
+  windows = [one for dim in lookup.dims if dim.role == 'window' and (one := dim[array]) is not None]
   if array == 0:
     return [dim.table for dim in lookup.dims if dim.role == 'lookup' and dim.table is not None] + windows
   return [dim for dim in range(len(lookup.specs[array])) if dim not in windows] + windows
-
-
-def _prime_factors(number: int) -> list[int]:
-  factors, factor = [], 2
-  while number > 1:
-    while number % factor == 0:
-      factors.append(factor)
-      number //= factor
-    factor += 1
-  return factors
 
 
 def _role_axes(lookup: _Lookup, role: str, used: set[str]) -> dict[LookupDim, Axes]:

@@ -112,6 +112,22 @@ def shard_size(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> in
   return count
 
 
+def prime_factors(number: int) -> list[int]:
+  """The prime factors of a number, smallest first.
+
+  Example:
+    >>> prime_factors(12), prime_factors(1)
+    ([2, 2, 3], [])
+  """
+  factors, factor = [], 2
+  while number > 1:
+    while number % factor == 0:
+      factors.append(factor)
+      number //= factor
+    factor += 1
+  return factors
+
+
 def replicated(rank: int) -> Spec:
   """The sharding of a replicated array."""
   return ((),) * rank

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.estimate.graph import prime_factors
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.search.candidate import Axis, Candidate
@@ -267,7 +268,7 @@ def _impossible(constraints: UserConstraints, target: Target, facts: ModelFacts)
       'name fewer axes, or pass a mesh.',
       SearchError,
     )
-  elif constraints.mesh is None and len(labels) > _prime_factors(target.devices):
+  elif constraints.mesh is None and len(labels) > len(prime_factors(target.devices)):
     yield Problem(
       f'The {target.devices} devices of {target.text} cannot form a mesh with the axes '
       f'{_listed(labels)}.',
@@ -293,17 +294,7 @@ def _possible_shards(constraints: UserConstraints, devices: int, axes: Sequence[
   if constraints.mesh is not None:
     known = all(axis in constraints.mesh for axis in axes)
     return [math.prod(constraints.mesh[axis] for axis in axes)] if known else []
-  return [n for n in range(2, devices + 1) if devices % n == 0 and _prime_factors(n) >= len(axes)]
-
-
-def _prime_factors(number: int) -> int:
-  """Number of prime factors, counted with multiplicity."""
-  count, factor = 0, 2
-  while number > 1:
-    while number % factor == 0:
-      number, count = number // factor, count + 1
-    factor += 1
-  return count
+  return [n for n in range(2, devices + 1) if devices % n == 0 and len(prime_factors(n)) >= len(axes)]
 
 
 def _listed(axes: Iterable[str]) -> str:
