@@ -667,23 +667,27 @@ UNTYPED = (
   NotImplementedError,
   ValueError,
   TypeError,
+  AssertionError,
 )
 _UNTYPED_TEXT = re.compile(
   'out_sharding|sharding rule for|0th dimension of .* should be replicated|over sharded axes|should be unsharded|'
-  'should be sharded the same|scan `xs` cannot be sharded'
+  'should be sharded the same|scan `xs` cannot be sharded|'
+  'acts as an assert when all axes of mesh|can only refer to Auto axes of the mesh'
 )
 _EXPLICIT_TEXT = re.compile('axis names that are of type Auto|should match the aval mesh')
 _DOUBTFUL_TEXT = re.compile('must have equal (output )?types|Incompatible types for broadcasting')
 
 
 def is_untyped(error: Exception, or_doubtful: bool = False) -> bool:
-  """Whether an error, one of `UNTYPED`, is that of an operation without a type on Explicit axes.
+  """Whether an error, one of `UNTYPED`, is that of an operation without a type on Explicit axes, or of a constraint.
+
+  JAX's constraints, Flax's logical ones among them, only compare types there.
 
   Args:
     error: the error.
     or_doubtful: whether types that differ count (of a carry, branches or a broadcast), which may be for another reason.
   """
-  if isinstance(error, (NotImplementedError, ValueError, TypeError)):
+  if not isinstance(error, (core.ShardingTypeError, jax_named_sharding.DuplicateSpecError)):
     texts = (_UNTYPED_TEXT, _DOUBTFUL_TEXT) if or_doubtful else (_UNTYPED_TEXT,)
     return any(each.search(str(error)) for each in texts)
   return True

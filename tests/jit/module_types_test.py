@@ -381,6 +381,32 @@ def test_a_module_that_needs_explicit_axes():
     applied(function)
 
 
+class Constrained(nn.Module):
+  """A constraint of Flax's own, which only compares types on Explicit axes."""
+
+  names: tuple[str, ...]
+
+  def __call__(self, x):
+    return nn.with_logical_constraint(x * 2, self.names)
+
+
+PLACES = {'rows': 'data', 'columns': 'model', 'all': ('data', 'model'), 'none': None}
+
+
+@pytest.mark.parametrize('kind', KINDS, ids=['all', 'data', 'model'])
+@settings(deadline=None, max_examples=15)
+@given(st.permutations([*PLACES]), st.permutations([*PLACES]))
+def test_constraints_of_flax_reshard(kind, before, after):
+  before, after = (('all', 'none') if 'all' in names[:2] else names[:2] for names in (before, after))
+  layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=kind), tuple(PLACES.items()))
+  x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+  y = layout.jit(lambda x: Constrained(tuple(after)).apply({}, x))(layout.shard(x, tuple(before)))
+  np.testing.assert_array_equal(y, x * 2)
+  if kind is AxisType.Explicit:  # others keep the Explicit axes that a constraint does not name
+    wanted = nn.logical_to_mesh_axes(tuple(after), tuple(PLACES.items()))
+    assert y.sharding.is_equivalent_to(jax.NamedSharding(layout.mesh, wanted), 2)
+
+
 def test_a_program_in_a_program_raises_one_error():
   layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=AxisType.Explicit), (('batch', 'data'),))
   inner = layout.jit(lambda x: x.T @ x)
@@ -402,5 +428,5 @@ def test_an_operation_outside_of_modules():
   )
   assert text.endswith(
     dedent("""
-    Fix: pass out_sharding= to the operation, constrain its operands before it (with_logical_constraint), or make these axes Auto (make_mesh, axis_types=).""")
+    Fix: pass out_sharding= to the operation, constrain its operands before it (flax_spmd.with_logical_constraint), or make these axes Auto (make_mesh, axis_types=).""")
   )

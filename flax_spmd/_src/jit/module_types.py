@@ -288,6 +288,6 @@ _scopes = compat.scope_detours(_called)
 
 _UNTYPED = (
   'Over the Explicit axes {axes}, JAX finds no sharding for an operation of {place}: {error}\n'
-  'Fix: pass out_sharding= to the operation, constrain its operands before it (with_logical_constraint), or make these '
-  'axes Auto (make_mesh, axis_types=).'
+  'Fix: pass out_sharding= to the operation, constrain its operands before it (flax_spmd.with_logical_constraint), or '
+  'make these axes Auto (make_mesh, axis_types=).'
 )
