@@ -79,6 +79,31 @@ def test_a_product_of_a_sum_over_devices_takes_it_whole():
   assert estimated.flops == pytest.approx(compiled.flops, rel=0.01)
 
 
+def test_axes_of_size_one_change_nothing():
+  def make():
+    names = {'up': ('embed', 'mlp'), 'down': ('mlp', 'out')}
+    return {key: spmd.LogicallyPartitioned(jnp.ones((64, 64)), names[key]) for key in names}
+
+  def step(state, x):
+    y = spmd.with_logical_constraint(x @ state['up'].unbox(), ('batch', 'act'))
+    return state, jnp.sum(y @ state['down'].unbox())
+
+  estimator = Estimator(TrainStep(step, make, jax.ShapeDtypeStruct((64, 64), jnp.float32)))
+  generator, target = random.Random(0), parse_target('h100:16')
+  for _ in range(60):
+    places = {
+      name: generator.choice([(), ('a',), ('b',), ('a', 'b'), ('b', 'a')])
+      for name in ('batch', 'embed', 'mlp', 'out', 'act')
+    }
+    counts = []
+    for ones in ((), tuple(places)):
+      mesh = spmd.abstract_mesh({**dict.fromkeys(ones, 1), 'a': 8, 'b': 2})
+      rules = tuple((name, (*axes, name) if ones else axes) for name, axes in places.items())
+      counts.append(estimator.estimate(spmd.Layout(mesh, rules), target).counts)
+    assert counts[0].by_kind() == counts[1].by_kind(), places
+    assert counts[0].flops == counts[1].flops, places
+
+
 SIZES = {'t': 512, 'e': 64, 'h': 128}
 MESH = {'a': 2, 'b': 2, 'c': 2}
 

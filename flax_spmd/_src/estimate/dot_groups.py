@@ -188,13 +188,13 @@ def partitioned(
 
 def _in_factors(group: _DeviceGroup) -> ProductPlan:
   """The plan if axes can be split, in their prime factors, for another axis of the size of a part."""
-  parts = {axis: axis_factors(axis, group.sizes[axis]) for axis in group.axes}
+  parts = {axis: axis_factors(axis, size) for axis, size in group.sizes.items()}
   if all(len(found) == 1 for found in parts.values()):
     raise _Unmodelled
   split = lambda axes: tuple(part for axis in axes for part in parts[axis])
-  sizes = {part: axis_size(part, group.sizes) for part in split(group.axes)}
+  sizes = {part: axis_size(part, group.sizes) for part in split(group.sizes)}
   specs = tuple(tuple(map(split, spec)) for spec in group.specs)
-  plan = _solved(group._replace(axes=tuple(sizes), sizes=sizes, specs=specs))
+  plan = _solved(group._replace(axes=split(group.axes), sizes=sizes, specs=specs))
   join = lambda axes: _joined(axes, parts)
   left, right, natural = (tuple(map(join, spec)) for spec in (*plan.operands, plan.natural))
   permutes = tuple((array, op._replace(axes=join(op.axes))) for array, op in plan.permutes)

@@ -35,11 +35,11 @@ from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pads
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
-from flax_spmd._src.estimate.graph import Spec, shard_size
+from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
-from flax_spmd._src.mesh import abstract_mesh, axis_sizes, axis_types
+from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import HOST_MEMORY
@@ -294,8 +294,13 @@ def _disagreements(estimated: Counts, partitioned: Counts, peak: int) -> Iterato
 
 
 def _spec(sharding: NamedSharding, rank: int) -> Spec:
-  entries = [axis_names(entry) for entry in sharding.spec]
+  entries = [_sharded(entry, sharding.mesh) for entry in sharding.spec]
   return tuple(entries + [()] * (rank - len(entries)))
+
+
+def _sharded(entry: Any, mesh: MeshLike) -> Axes:
+  """The axes of an entry of a spec; those of size 1 shard nothing, and XLA does not see them."""
+  return tuple(axis for axis in axis_names(entry) if mesh.shape[axis] > 1)
 
 
 def _resolve(
@@ -310,7 +315,7 @@ def _resolve(
     return None
   raise_problems([problem.at('constraint') for problem in resolution.problems])
   entries = [*resolution.spec, *[None] * (len(shape) - len(resolution.spec))]
-  return [None if entry is UNCONSTRAINED else axis_names(entry) for entry in entries]
+  return [None if entry is UNCONSTRAINED else _sharded(entry, layout.mesh) for entry in entries]
 
 
 def _part(path: Any) -> str:
