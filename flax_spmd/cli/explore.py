@@ -164,7 +164,7 @@ def _has_an_argument(function: Any) -> bool:
 
 
 def _train_step(subject: str, result: Any) -> TrainStep:
-  """The training step that a user's module has or a function of it returned, as the subject of errors says."""
+  """A user's training step, of its fields or as it is; `subject` begins each error, as in 'train:step returned'."""
   from flax_spmd._src.compare.train_step import TrainStep
 
   if not (isinstance(result, tuple) and 3 <= len(result) <= len(TrainStep._fields)):
