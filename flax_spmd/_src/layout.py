@@ -50,6 +50,7 @@ from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process, proce
 from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.tree_names import leaf_names
+from flax_spmd._src.names.nnx_variables import check_no_cycles
 from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.notebook_html import safe
 from flax_spmd._src.open_blocks import close_layout, open_layout
@@ -1008,6 +1009,7 @@ class Layout:
     """The sharding of each leaf of a tree: by its placement or, without one, by the rules."""
     if placements is None:
       return self._shardings_by_rules(tree)
+    check_no_cycles(tree)
     return placement_shardings.shardings_by(tree, placements, self._planner, self._shardings_by_rules)
 
   def _shardings_by_rules(self, tree: Any) -> list[NamedSharding]:

@@ -249,7 +249,7 @@ def test_a_module_that_is_shared_stays_shared(layout, tmp_path):
   assert model.one.down.kernel.sharding.device_set != placed.one.down.kernel.sharding.device_set
 
 
-@pytest.mark.parametrize('use', ['shard', 'check', 'plan', 'init'])
+@pytest.mark.parametrize('use', ['shard', 'replicate', 'check', 'plan', 'init'])
 def test_a_module_that_contains_itself_is_told(layout, use):
   def create():
     model = MLP(nnx.Rngs(0))
@@ -257,7 +257,7 @@ def test_a_module_that_contains_itself_is_told(layout, use):
     return model
 
   with pytest.raises(LayoutError) as error:
-    getattr(layout, use)(create() if use in ('shard', 'check') else create)
+    getattr(layout, use)(create if use in ('plan', 'init') else create())
   assert str(error.value) == (
     'MLP contains itself, at inner/back: it is no tree of arrays.\n'
     'Fix: pass nnx.state(module), which has each variable once. Arguments of functions of layout.jit may be such modules.'

@@ -10,6 +10,7 @@ import jax
 from jax.tree_util import GetAttrKey
 
 from flax_spmd._src.names.box_trees import is_unit
+from flax_spmd._src.names.nnx_variables import check_no_cycles
 from flax_spmd._src.tree_paths import KEY_TEXT, ROOT_PATH
 
 
@@ -90,10 +91,14 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
   """Every leaf of a tree with its path; that of a value in a box is the path of the box.
 
+  Raises:
+    LayoutError: a module of the tree contains itself.
+
   Example:
     >>> leaves_with_paths({'w': Partitioned(1.0, ('data',)), 'b': 2.0})
     [('b', 2.0), ('w', 1.0)]
   """
+  check_no_cycles(tree)
   units = jax.tree.leaves(tree, is_leaf=is_unit)
   return [
     (path, leaf)
