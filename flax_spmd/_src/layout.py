@@ -49,8 +49,8 @@ from flax_spmd._src.mesh import (
 from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process, processes_that_compare
 from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.nnx_variables import check_no_cycles
+from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.notebook_html import safe
 from flax_spmd._src.open_blocks import close_layout, open_layout
