@@ -18,7 +18,7 @@ import os, resource, signal, threading, time
 import jax.numpy as jnp
 import flax_spmd as spmd
 from flax_spmd import checkpoint
-from tests.multiprocess.checkpoint_test import create, is_state, layout_of, state_of
+from tests.multiprocess.checkpoint_test import SHAPES, create, is_state, layout_of, state_of
 
 me = jax.process_index()
 layout = layout_of()
@@ -167,7 +167,8 @@ from tests.checkpoint import damage
 path = folder + '/a'
 checkpoint.save(path, state_of(layout, 2), layout)
 if me == 0:
-  damage.edit_manifest(path, damage.signed(lambda record: record['leaves'][2].update(shape=[2**40, 8])))
+  number = sorted(SHAPES).index('w')
+  damage.edit_manifest(path, damage.signed(lambda record: record['leaves'][number].update(shape=[2**40, 8])))
 sync_global_devices('damaged')
 setattr(possible_sizes, '_memory', lambda: 2 ** (42 + 8 * me))  # of host 0 too little for that array
 report([checkpoint.verify(path), checkpoint.restore(path, layout.abstract(create), salvage=True).damaged])
