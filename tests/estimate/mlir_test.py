@@ -1,5 +1,7 @@
 """jaxlib's MLIR bindings: which versions are supported, and the simplification of modules."""
 
+import functools
+import random
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jaxlib.mlir import ir
 
+import flax_spmd as spmd
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.mlir.inline import (
@@ -15,12 +18,13 @@ from flax_spmd._src.estimate.mlir.inline import (
   drop_uniform,
   erase_dead,
   inline_all,
+  merge_unary,
   order_by_operands,
   reshape_units,
 )
-from flax_spmd._src.estimate.mlir.read_graph import main_of
+from flax_spmd._src.estimate.mlir.read_graph import main_of, walk
 from flax_spmd.errors import EstimatorError
-from flax_spmd.explore import Estimator, TrainStep
+from flax_spmd.explore import Estimator, TrainStep, parse_target
 
 
 def test_an_unsupported_jaxlib_is_refused(monkeypatch):
@@ -104,3 +108,76 @@ def test_operations_come_after_their_operands_from_the_first_result_on():
     left = str(module)
   places = [left.index(f'stablehlo.{kind}') for kind in ('while', 'multiply', 'sine', 'tanh')]
   assert places == sorted(places)
+
+
+UNARY = (jnp.exp, jnp.tanh, jnp.negative, jnp.square, lambda x: 2 * x, jax.nn.sigmoid, jnp.abs)
+
+
+def random_step(draw):
+  """A step of random elementwise operations, products, norms and constraints, with Adam's update."""
+  kinds = [draw.choice(('unary', 'product', 'residual', 'norm', 'constraint')) for _ in range(9)]
+  functions = [draw.choice(UNARY) for _ in kinds]
+  names = draw.choice((('batch', 'embed'), ('batch', None), (None, 'embed')))
+
+  def create():
+    box = lambda *names: spmd.LogicallyPartitioned(jnp.ones((64, 64)), names)
+    return {'w': box('embed', 'mlp'), 'v': box('mlp', 'embed'), 'mu': box('embed', 'mlp')}
+
+  def model(w, v, x):
+    first = x
+    for kind, function in zip(kinds, functions):
+      x = {
+        'unary': lambda x, function=function: function(function(x)),
+        'product': lambda x, function=function: function(x @ w) @ v,
+        'residual': lambda x, function=function: function(x) + first,
+        'norm': lambda x: x / jnp.sum(x**2, -1, keepdims=True),
+        'constraint': lambda x: spmd.with_logical_constraint(x, names),
+      }[kind](x)
+    return jnp.sum(x**2)
+
+  def step(state, x):
+    w, v, mu = (state[name].unbox() for name in ('w', 'v', 'mu'))
+    loss, (dw, dv) = jax.value_and_grad(model, (0, 1))(w, v, x)
+    mu = 0.9 * mu + 0.1 * dw
+    new = {'w': w - 0.1 * mu / (jnp.sqrt(mu**2) + 1), 'v': v - 0.1 * dv, 'mu': mu}
+    return {name: state[name].replace_boxed(value) for name, value in new.items()}, loss
+
+  return TrainStep(step, create, jax.ShapeDtypeStruct((64, 64), jnp.float32), placements=('batch', None))
+
+
+@pytest.mark.parametrize(
+  'seed', [*range(6), 35]
+)  # 35: where two shardings meet, another operation is resharded
+def test_merging_operations_on_one_array_changes_no_estimate(seed, monkeypatch):
+  draw, target = random.Random(seed), parse_target('h100:8')
+  step = random_step(draw)
+  merged = Estimator(step)
+  monkeypatch.setattr('flax_spmd._src.estimate.mlir.module.merge_unary', lambda *_: [])
+  plain = Estimator(step)
+  for _ in range(3):
+    axis = functools.partial(draw.choice, (None, 'data', 'model'))
+    rules = (('batch', 'data'), ('embed', axis()), ('mlp', axis()))
+    layout = spmd.Layout(spmd.abstract_mesh({'data': 2, 'model': 4}), rules)
+    one, other = (estimator.estimate(layout, target) for estimator in (merged, plain))
+    assert one.counts.by_kind() == other.counts.by_kind()
+    assert (one.counts[:2], one.memory) == (other.counts[:2], other.memory)
+
+
+def test_operations_beside_arguments_results_and_constraints_are_not_merged():
+  def function(w, x):
+    constrained = jax.lax.with_sharding_constraint(jnp.exp(x @ w), sharding)
+    return jnp.sum(jnp.tanh(jnp.abs(constrained) @ jnp.negative(w))), jnp.exp(x @ w)
+
+  sharding = jax.sharding.NamedSharding(
+    spmd.Layout({'data': 8}).mesh, jax.sharding.PartitionSpec('data')
+  )
+  text = jax.jit(function).lower(*2 * [jnp.ones((8, 8))]).compiler_ir().operation.get_asm(binary=False)
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(text)
+    main = main_of(module.operation)
+    values = [value for op in walk(main) for value in op.results]
+    pairs = merge_unary(walk(main), {value: number for number, value in enumerate(values)})
+    assert len(pairs) == 1
+    left = str(module)
+  kinds = ('exponential', 'tanh', 'abs', 'negate')
+  assert [left.count(f'stablehlo.{kind}') for kind in kinds] == [2, 0, 1, 1]

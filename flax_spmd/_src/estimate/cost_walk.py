@@ -65,8 +65,7 @@ from flax_spmd._src.estimate.wire_dtypes import wire_values
 from flax_spmd._src.hlo.counts import Counts
 
 _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
-_COSTLY = (*PRODUCTS, 'gather', 'scatter', 'reshape')  # requirements that are remembered
-_REMEMBERED = 2**15  # requirements for each mesh
+_REMEMBERED = 2**15  # requirements, and collectives, for each mesh
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
@@ -89,6 +88,13 @@ class WalkResult(NamedTuple):
   memory_doubts: tuple[str, ...]
 
 
+class _Known(NamedTuple):
+  """Requirements of operations, and collectives between shardings of arrays."""
+
+  requirements: dict[tuple, Requirement]
+  collectives: dict[tuple[GraphValue, Spec, Spec], list[CollectiveOp]]
+
+
 class AnalyzedGraph:
   """A graph, with all analyses of it that do not depend on the layout.
 
@@ -108,14 +114,16 @@ class AnalyzedGraph:
     filters: arguments of the shapes of convolutions' filters, by shape.
     origins: number of loops around the place where each value is computed.
     dtype: operands' dtype of most matrix products, such as `bf16` or `f32`.
-    alike: a number per operation whose requirement is costly, by its first result; equal for equal operations.
+    alike: a number per operation, by its first result; equal for operations with equal requirements.
+    elementwise: operands of elementwise operations that devices cannot compute by themselves, by the first result.
   """
 
   def __init__(self, graph: Graph):
     self.graph = graph
     self.alike: dict[int, int] = {}
-    self._requirements: dict[tuple, dict[tuple, Requirement]] = {}
+    self._known: dict[tuple, _Known] = {}
     self.rematerialisable = rematerialisable_values(graph)
+    self.elementwise: dict[int, tuple[int, ...]] = {}
     self.argument_derived = argument_derived_values(graph)
     self.filters: dict[tuple[int, ...], list[int]] = {}
     self._liveness: dict[str, BlockLiveness] = {}
@@ -156,19 +164,24 @@ class AnalyzedGraph:
 
   def _number(self, block: Block, known: dict[tuple, int]) -> None:
     for op in block.ops:
-      if op.kind in _COSTLY:
+      if op.results and not op.blocks and op.kind not in (*_CONSTRAINTS, BARRIER) and is_elementwise(op):
+        sources = tuple(value for value in op.operands if value not in self.rematerialisable)
+        self.elementwise[op.results[0]] = sources
+      if op.results and not op.blocks:
         arrays = [(self.graph.values[value], self.wire_values.get(value)) for value in op.operands]
+        free = tuple(value in self.rematerialisable for value in op.operands)
         attributes = repr(sorted(op.attributes.items()))
-        about = op.kind, attributes, *arrays, self.graph.values[op.results[0]]
+        about = op.kind, attributes, free, *arrays, self.graph.values[op.results[0]]
         self.alike[op.results[0]] = known.setdefault(about, len(known))
       for inner in op.blocks:
         self._number(inner, known)
 
-  def requirements(self, sizes: Mapping[str, int], platform: str) -> dict[tuple, Requirement]:
-    """The requirements that were computed before under a mesh: layouts of a search have most of them in common."""
-    known = self._requirements.setdefault((platform, *sizes.items()), {})
-    if len(known) > _REMEMBERED:
-      known.clear()
+  def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
+    """What was computed before under a mesh: layouts of a search have most of it in common."""
+    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}))
+    for one in known:
+      if len(one) > _REMEMBERED:
+        one.clear()
     return known
 
   def liveness(self, platform: str) -> BlockLiveness:
@@ -246,7 +259,7 @@ class _CostWalk:
     self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int], platform: str
   ):
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
-    self.values, self.requirements = analyzed.graph.values, analyzed.requirements(sizes, platform)
+    self.values, self.known = analyzed.graph.values, analyzed.known(sizes, platform)
     self.unsure = analyzed.kept(platform).unsure
     self.combiner = CollectiveCombiner(sizes)
     self.times_outside: list[int] = []  # of each loop around, how often it runs
@@ -281,39 +294,42 @@ class _CostWalk:
     now = peak = 0.0
     held: set[int] = set()  # by operations that run last
     fills_stacks = any(op.kind == 'dynamic_update_slice' for op in block.ops)
+    is_main = block is self.analyzed.graph.main
     for index, op in enumerate(block.ops):
       self.gathered_bytes = self.padded = 0.0
-      self.needed_until = max((live.fused.get(value, index) for value in op.results), default=index)
+      self.needed_until = live.needed[index]
       inner_peak = self._op(op, live.inner[index], times)
       self.combiner.add_dependences(op.results, op.operands)
-      for value in live.written[index]:
+      written, reads, ending = live.written[index], live.reads[index], live.ending[index]
+      for value in written:
         alive[value] = self._written_bytes(op, value)
         now += alive[value]
+        self.hbm += times * self._bytes(value)
       for value in live.copied[index]:
         alive[copy_of(value)] = self._bytes(value)
         now += self._bytes(value)
-      reads = () if op.blocks else live.reads[index]
-      self.hbm += times * sum(map(self._bytes, (*live.written[index], *reads)))
+      for value in () if op.blocks else reads:
+        self.hbm += times * self._bytes(value)
       if op.kind == 'while':  # its buffers reuse those of operands that end here
         for operand, result in zip(map(self._before_transposes, op.operands), op.results):
-          if operand in alive and operand in live.ending[index]:
+          if operand in alive and operand in ending:
             now -= alive.pop(operand)
           alive[result] = 0.0 if operand in block.arguments else self._bytes(result)
           now += alive[result]
       reused = self._reused(op, live, index, alive)
       present = now - reused + inner_peak + self.gathered_bytes
       peak = max(peak, present)
-      if block is self.analyzed.graph.main:
+      if is_main:
         self.present.append(present)
         self._add_step(present, live, index, alive)
         if op.kind == 'reduce':
-          self._add_spike(op, live.reads[index], present)
+          self._add_spike(op, reads, present)
         if self.padded:
           reason = 'a padded operand of a product that is split along its sum'
           self.spikes.append((op.source, reason, present + self.padded))
       if fills_stacks and self._runs_last(op):
-        held.update(live.reads[index])
-      for value in live.ending[index]:
+        held.update(reads)
+      for value in ending:
         if value not in held:
           now -= alive.pop(value, 0.0)
     for value, required in zip(block.returned, results):
@@ -326,7 +342,7 @@ class _CostWalk:
   ) -> None:
     """Records the memory while an operation of the main block runs."""
     ended = {value: alive[value] for value in live.ending[index] if value in alive}
-    written = sum(alive[value] for value in live.written[index])
+    written = sum([alive[value] for value in live.written[index]])
     self.weight_gradients.add_step(present, ended, live.reads[index], written)
 
   def _reused(self, op: Op, live: BlockLiveness, index: int, alive: Mapping[int, float]) -> float:
@@ -381,6 +397,11 @@ class _CostWalk:
   def _op(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of an operation, and returns the peak memory of its blocks."""
     self.kind = op.kind
+    if op.results and op.results[0] in self.unsure:
+      size = self._bytes(op.results[0])
+      self.doubts.add_kept(op.source, 'a function that takes long to compute again', size)
+    if self._is_local(op):
+      return 0.0
     if self._add_to_total(op) or self._merge_partial_sums(op) or self._forward_partial_sum(op):
       return 0.0
     if op.kind == 'while':
@@ -393,25 +414,22 @@ class _CostWalk:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0
-    if op.results[0] in self.unsure:
-      size = self._bytes(op.results[0])
-      self.doubts.add_kept(op.source, 'a function that takes long to compute again', size)
-    if op.results[0] not in self.analyzed.rematerialisable and not self._is_local(op):
+    if op.results[0] not in self.analyzed.rematerialisable:
       self._compute(op, times)
     return 0.0
 
   def _is_local(self, op: Op) -> bool:
     """Whether an operation is elementwise, and its operands have the sharding of its result."""
+    sources = self.analyzed.elementwise.get(op.results[0]) if op.results else None
+    if sources is None:
+      return False
     result_spec = self.specs[op.results[0]]
-    return is_elementwise(op) and all(
-      value in self.analyzed.rematerialisable
-      or (
-        self.specs[value] == result_spec
-        and value not in self.deferred_gathers
-        and value not in self.partial_sums
-      )
-      for value in op.operands
-    )
+    for value in sources:
+      if (
+        self.specs[value] != result_spec or value in self.deferred_gathers or value in self.partial_sums
+      ):
+        return False
+    return True
 
   def _compute(self, op: Op, times: int) -> None:
     required = self._required(op)
@@ -458,14 +476,13 @@ class _CostWalk:
     self.gathered_bytes += max(0.0, added - max(later))
 
   def _required(self, op: Op) -> Requirement:
-    context = self._context(op)
-    if op.kind not in _COSTLY:
-      return requirement(op, context)
-    about = self.analyzed.alike[op.results[0]], *context.specs, *context.rematerialisable
-    key = *about, context.result_spec
-    if key not in self.requirements:
-      self.requirements[key] = requirement(op, context)
-    return self.requirements[key]
+    specs = self.specs
+    partial = () if op.kind in PRODUCTS else tuple([value in self.partial_sums for value in op.operands])
+    result = op.results[0]
+    key = self.analyzed.alike[result], specs[result], partial, *[specs[value] for value in op.operands]
+    if key not in self.known.requirements:
+      self.known.requirements[key] = requirement(op, self._context(op))
+    return self.known.requirements[key]
 
   def _are_resharded(self, op: Op, required: Requirement) -> bool:
     """Whether all operands of an operation were brought to the required shardings before."""
@@ -550,7 +567,14 @@ class _CostWalk:
       self.spikes.append((op.source, 'operands of a sum over images', present + added))
 
   def _changes(self, value: int, required: Spec) -> Sequence[CollectiveOp]:
-    return reshard(self.values[value], self.specs[value], required, self.sizes)
+    return self._between(self.values[value], self.specs[value], required)
+
+  def _between(self, array: GraphValue, before: Spec, after: Spec) -> Sequence[CollectiveOp]:
+    """The collectives between two shardings of an array."""
+    key = array, before, after
+    if key not in self.known.collectives:
+      self.known.collectives[key] = reshard(array, before, after, self.sizes)
+    return self.known.collectives[key]
 
   def _add_result(self, value: int, required: Requirement, times: int, op: Op) -> None:
     """Records a result in its natural sharding, until an operation needs it otherwise."""
@@ -569,7 +593,7 @@ class _CostWalk:
       if op.kind == 'convolution':  # it is computed whole, and cut then
         whole = shard_size(self.values[value].shape, natural, self.sizes) * self.values[value].itemsize
         self.gathered_bytes += max(0.0, whole - self._bytes(value))
-      ops = reshard(self._wire_value(value), natural, spec, self.sizes)
+      ops = self._between(self._wire_value(value), natural, spec)
       if _are_gathers(ops):
         self.deferred_gathers[value] = natural
       else:
@@ -652,7 +676,7 @@ class _CostWalk:
     Compilers move a constraint of a value that a loop does not change out of the loop.
     """
     present = self.deferred_gathers.get(operand, self.specs[operand])
-    ops = reshard(self._wire_value(operand), present, self.specs[result], self.sizes)
+    ops = self._between(self._wire_value(operand), present, self.specs[result])
     if _are_gathers(ops) and self._loops_since(operand):
       self._bring(operand, self.specs[result], times, source)
     elif _are_gathers(ops):
@@ -746,7 +770,7 @@ class _CostWalk:
     """Reshards a value as required, unless that was done before."""
     self._reduce(value, required)
     if value in self.deferred_gathers and value not in self.analyzed.rematerialisable:
-      if not reshard(self.values[value], self.deferred_gathers[value], required, self.sizes):
+      if not self._between(self.values[value], self.deferred_gathers[value], required):
         return
       present, once = self.deferred_gathers.pop(value), (self.constrained.get(value), self.specs[value])
       if once not in self.resharded:
@@ -772,7 +796,7 @@ class _CostWalk:
         self.copies.add(value, self.specs[value], index, self._bytes(value) - shard)
 
   def _reshard(self, value: int, before: Spec, after: Spec, times: int, source: str) -> None:
-    ops = reshard(self._wire_value(value), before, after, self.sizes)
+    ops = self._between(self._wire_value(value), before, after)
     if any(op.kind == 'all-gather' for op in ops):
       copy = shard_size(self.values[value].shape, after, self.sizes) * self.values[value].itemsize
       loops = self._loops_since(value)

@@ -81,6 +81,7 @@ class BlockLiveness(NamedTuple):
     returned: values read and written once more when results are copied out.
     fused: for each value that is not stored, the index of the last operation that reads it, directly or as a part of
       other values that are not stored.
+    needed: per operation, the index of the last operation that needs what it reads: its own, unless it is fused.
     inner: per operation, the liveness of its blocks.
   """
 
@@ -90,6 +91,7 @@ class BlockLiveness(NamedTuple):
   ending: tuple[tuple[int, ...], ...]
   returned: tuple[int, ...]
   fused: Mapping[int, int]
+  needed: tuple[int, ...]
   inner: tuple[tuple[BlockLiveness, ...], ...]
 
 
@@ -188,13 +190,19 @@ def _liveness(block: Block, exceptions: _Exceptions) -> BlockLiveness:
     copied[first].append(value)
     ending[last].append(copy_of(value))
   inner = tuple(tuple(_liveness(one, exceptions) for one in op.blocks) for op in block.ops)
+  fused = _last_uses(block, scan.stored)
+  needed = [
+    max((fused.get(value, index) for value in op.results), default=index)
+    for index, op in enumerate(block.ops)
+  ]
   return BlockLiveness(
     written,
     reads,
     tuple(map(tuple, copied)),
     tuple(map(tuple, ending)),
     returned,
-    _last_uses(block, scan.stored),
+    fused,
+    tuple(needed),
     inner,
   )
 

@@ -18,7 +18,9 @@ Convolutions are computed as the program is written where their gradients are co
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -119,7 +121,7 @@ class WeightGradients:
 
   def _peak(self, delays: Mapping[int, int]) -> float:
     added = [0.0] * (len(self._steps) + 1)  # changes of the memory from one operation to the next
-    ends = {value: index for index, step in enumerate(self._steps) for value in step.ended}
+    ends = self._ends
     held: dict[int, int] = {}
     for made, until in delays.items():
       for value in self._steps[made].read:
@@ -131,11 +133,13 @@ class WeightGradients:
         size = self._steps[ends[value]].ended[value]
         added[ends[value] + 1] += size
         added[until] -= size
-    peak = change = 0.0
-    for step, more in zip(self._steps, added):
-      change += more
-      peak = max(peak, step.memory + change)
-    return peak
+    memory = [step.memory for step in self._steps]
+    return max(0.0, *map(operator.add, memory, itertools.accumulate(added)))
+
+  @functools.cached_property
+  def _ends(self) -> dict[int, int]:
+    """The index of the operation that each value ends with."""
+    return {value: index for index, step in enumerate(self._steps) for value in step.ended}
 
   @property
   def _final(self) -> list[_Reduction]:

@@ -55,7 +55,7 @@ class CombinedCollectives:
   def add_dependences(self, results: Iterable[Hashable], operands: Iterable[Hashable]) -> None:
     """Makes the results of an operation depend on all collectives that its operands depend on."""
     dependences = self.dependences(operands)
-    for value in results:
+    for value in results if dependences else ():
       self._dependences[value] = self._dependences.get(value, 0) | dependences
 
   def key(self, index: int) -> tuple[str, str, tuple[str, ...]]:

@@ -5,7 +5,7 @@ Each operation costs time in every propagation, so those that cannot matter are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -16,6 +16,21 @@ _BINARY = frozenset(
   for kind in ('add', 'divide', 'maximum', 'minimum', 'multiply', 'power', 'subtract')
 )
 _UNARY = 'stablehlo.negate'
+_ELEMENTWISE = _BINARY | {  # on arrays of the result's dtype
+  f'stablehlo.{kind}'
+  for kind in (
+    'negate',
+    'sqrt',
+    'rsqrt',
+    'exponential',
+    'log',
+    'log_plus_one',
+    'tanh',
+    'logistic',
+    'abs',
+    'floor',
+  )
+}
 _CHEAP_CHLO = ('chlo.square', 'chlo.conj', 'chlo.next_after', 'chlo.erf')
 _BROADCAST = 'stablehlo.broadcast_in_dim'
 _OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a reshape
@@ -185,6 +200,48 @@ def drop_uniform(module: Any) -> None:
     elif op.name not in _ADDITIVE:
       for index, value in enumerate(op.operands):
         op.operands[index] = _skip_negation(value)
+
+
+def merge_unary(ops: Iterable[Any], numbers: Mapping[Any, int]) -> list[tuple[int, int]]:
+  """Erases elementwise operations on one array, whose results are sharded as their operand.
+
+  Those beside a constraint, an argument or a result of a block are left alone. Where two shardings meet at one that
+  is erased, its neighbour is resharded in its place.
+
+  Args:
+    ops: the operations, each after those of its operands.
+    numbers: number of each value.
+
+  Returns:
+    The numbers of result and operand of each operation that was erased, in order.
+  """
+  alike = [op for op in ops if op.name in _ELEMENTWISE and _is_sharded_alike(op)]
+  pairs = [(numbers[op.results[0]], numbers[op.operands[0]]) for op in alike]
+  for op in alike:
+    op.results[0].replace_all_uses_with(op.operands[0])
+  for op in reversed(alike):
+    op.erase()
+  return pairs
+
+
+def _is_sharded_alike(op: Any) -> bool:
+  """Whether an operation has one operand, whose dtype its result has, and no constraint is on either."""
+  value, result = op.operands[0], op.results[0]
+  is_unary = all(other == value for other in op.operands)
+  if not is_unary or isinstance(value.owner, ir.Block) or value.type != result.type or _is_marked(op):
+    return False
+  owner = value.owner.operation
+  is_plain = owner.name.startswith('stablehlo.') and len(owner.results) == 1 and owner.block == op.block
+  return is_plain and not _is_marked(owner) and not any(_ends(use.owner) for use in result.uses)
+
+
+def _is_marked(op: Any) -> bool:
+  return 'sdy.sharding' in op.attributes
+
+
+def _ends(op: Any) -> bool:
+  """Whether an operation returns values from a block, or constrains them."""
+  return op.name.startswith('sdy.') or op.name.endswith('.return')
 
 
 def drop_selects(module: Any) -> None:

@@ -22,6 +22,7 @@ from flax_spmd._src.estimate.mlir.inline import (
   drop_uniform,
   erase_dead,
   inline_all,
+  merge_unary,
   order_by_operands,
   replace_chlo,
   reshape_units,
@@ -75,13 +76,15 @@ class PreparedModule:
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
       self._propagation = passmanager.PassManager.parse(_PROPAGATE)
       self._propagation.enable_verifier(False)  # it takes a sixth of the time
+      main = main_of(self._module.operation)
       reader = GraphReader()
-      self.graph = reader.graph(main_of(self._module.operation))
+      self.graph = reader.graph(main)
       self._loops = reader.loops
-      results = dict(zip(walk(main_of(self._module.operation)), reader.results, strict=True))
-      order_by_operands(main_of(self._module.operation).regions[0].blocks[0])
-      self._results = [results[op] for op in walk(main_of(self._module.operation))]
-      self._slots = list(slots_of(main_of(self._module.operation)))
+      self._alike = merge_unary(walk(main), reader.numbers)
+      order_by_operands(main.regions[0].blocks[0])
+      self._results = [tuple(reader.numbers[value] for value in op.results) for op in walk(main)]
+      self._replicated: list[Spec] = [replicated(len(value.shape)) for value in self.graph.values]
+      self._slots = list(slots_of(main))
 
   @property
   def constraints(self) -> set[tuple[LogicalSharding, tuple[int, ...]]]:
@@ -123,7 +126,7 @@ class PreparedModule:
 
   def _read(self, ops: list[Any], arguments: Sequence[Spec]) -> list[Spec]:
     """The shardings that propagation has assigned."""
-    specs: list[Spec] = [replicated(len(value.shape)) for value in self.graph.values]
+    specs = self._replicated.copy()
     for value, spec in zip(self.graph.main.arguments, arguments, strict=True):
       specs[value] = spec
     reader = SpecReader()
@@ -134,6 +137,8 @@ class PreparedModule:
           specs[value] = spec
       elif results and op.name.startswith('sdy.') and 'sharding' in attributes:
         specs[results[0]] = reader.read(attributes['sharding'])[0]
+    for value, operand in self._alike:
+      specs[value] = specs[operand]
     for loop, bodies in self._loops:
       for body in bodies:
         for result, argument in zip(loop, body):

@@ -27,14 +27,13 @@ class GraphReader:
   """Reads a prepared module into a graph.
 
   Attributes:
-    results: per operation, in the order of `walk`, the values that its sharding attribute is about.
+    numbers: number of each value, its index in the graph.
     loops: per operation with blocks, its results and the arguments of each block.
   """
 
   def __init__(self):
     self._values: list[GraphValue] = []
-    self._numbers: dict[Any, int] = {}
-    self.results: list[tuple[int, ...]] = []
+    self.numbers: dict[Any, int] = {}
     self.loops: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
 
   def graph(self, main: Any) -> Graph:
@@ -48,8 +47,7 @@ class GraphReader:
     for view in block.operations:
       op = view.operation
       if op.name in ('func.return', 'stablehlo.return', 'sdy.return'):
-        self.results.append(())
-        return Block(arguments, tuple(ops), tuple(self._numbers[value] for value in op.operands))
+        return Block(arguments, tuple(ops), tuple(self.numbers[value] for value in op.operands))
       result = self._op(op)
       if result is not None:
         ops.append(result)
@@ -62,12 +60,10 @@ class GraphReader:
         'Fix: choose the layouts, and compile them with spmd.compare.'
       )
     if op.name == _EDGE:  # its result is its operand
-      self._numbers[op.results[0]] = self._numbers[op.operands[0]]
-      self.results.append((self._numbers[op.operands[0]],))
+      self.numbers[op.results[0]] = self.numbers[op.operands[0]]
       return None
-    operands = tuple(self._numbers[value] for value in op.operands)
+    operands = tuple(self.numbers[value] for value in op.operands)
     results = tuple(map(self._add_value, op.results))
-    self.results.append(results)
     kind = op.name.partition('.')[2]
     blocks: tuple[Block, ...] = ()
     if kind in _WITH_BLOCKS:
@@ -81,7 +77,7 @@ class GraphReader:
       self._values.append(GraphValue(tuple(ranked.shape), str(ranked.element_type)))
     except ValueError:
       self._values.append(GraphValue((), 'token'))
-    self._numbers[value] = len(self._values) - 1
+    self.numbers[value] = len(self._values) - 1
     return len(self._values) - 1
 
 
