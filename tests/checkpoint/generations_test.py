@@ -275,6 +275,8 @@ def test_a_home_folder_that_no_shell_has_found(tmp_path, monkeypatch):
       f'~/a is a folder named ~ below {tmp_path}: only a shell takes it for the home folder.\n'
       'Fix: pass /home/me/a, or ./~/a if you mean the former.'
     )
+  with pytest.raises(errors.CheckpointError, match=r'\A~root/a is a folder named ~root below '):
+    save('~root/a', 1)
   save('./~/a', 1)
   assert number_of(tmp_path / '~' / 'a') == 1
 
@@ -287,6 +289,16 @@ def test_an_empty_path(tmp_path, monkeypatch):
   ):
     save('', 1)
   assert not any(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing(tmp_path):
+  (tmp_path / 'a').symlink_to(tmp_path / 'b')
+  with pytest.raises(errors.CheckpointError) as caught:
+    save(tmp_path / 'a', 1)
+  assert str(caught.value) == (
+    f'Cannot write {tmp_path / "a"}: File exists (EEXIST).\n'
+    'Fix: check the path: a file, or a link to nothing, is in the place of a folder.'
+  )
 
 
 def test_a_path_of_bytes(tmp_path):
