@@ -287,6 +287,15 @@ def test_paths(path, root):
     ),
     *(
       (
+        path,
+        f"""\
+        {path} contains "." or "..", which some clients of buckets follow and some take for a name.
+        Fix: pass the path without it.""",
+      )
+      for path in ('s3://b/x/../y', 'gs://b/./y', 'gs://b/y/..')
+    ),
+    *(
+      (
         f'file:///x{end}',
         f"""\
         file:///x{end} has a part after "?" or "#", which a path does not have.

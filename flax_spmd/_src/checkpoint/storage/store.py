@@ -134,7 +134,7 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
   """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.
 
   Raises:
-    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`, or has a query; or the path is
+    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`, or has a query, or dots; or the path is
       none, or is empty, or begins with ~.
   """
   if not isinstance(path, (str, bytes, os.PathLike)):
@@ -168,6 +168,11 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
     raise CheckpointError(f'{text} is a URL of a kind that checkpoints are not stored under.\n{_FIX}')
   if not url.netloc:
     raise CheckpointError(f'{text} names no bucket.\nFix: pass {scheme}://<bucket>/<path>.')
+  if {'.', '..'} & set(text.split('/')):
+    raise CheckpointError(
+      f'{text} contains "." or "..", which some clients of buckets follow and some take for a name.\n'
+      'Fix: pass the path without it.'
+    )
   return epath.Path(f'{scheme}://{text[match.end() + 1 :].rstrip("/")}')
 
 
