@@ -40,7 +40,7 @@ from flax_spmd._src.checkpoint.steps.step_follower import StepFollower
 from flax_spmd._src.checkpoint.steps.step_policies import History, StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import in_first
-from flax_spmd._src.checkpoint.storage.contents import check_is_layout
+from flax_spmd._src.checkpoint.storage.contents import check_bytes, check_is_layout
 from flax_spmd._src.checkpoint.storage.recognition import metadata_of
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.joint_call import first_line
@@ -130,6 +130,7 @@ class Manager:
   ):
     self.root = as_path(root)
     check_is_layout(layout)
+    check_bytes(memory=memory)
     self._plan = layout if isinstance(layout, Plan) else None
     self.layout = layout.layout if isinstance(layout, Plan) else layout
     self._policies = StepPolicies(every, keep)

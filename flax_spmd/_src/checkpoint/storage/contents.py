@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -141,6 +142,17 @@ def check_is_layout(layout: Any) -> None:
     raise CheckpointError(
       f'{layout!r} is neither a Layout nor a Plan.\nFix: pass the layout or the plan of the states.'
     )
+
+
+def check_bytes(**sizes: Any) -> None:
+  """Raises `CheckpointError`, listing every argument that is neither None nor a number of bytes."""
+  problems = [
+    Problem(f'{name}={size!r} is not a number of bytes.', 'pass 0 or more.')
+    for name, size in sizes.items()
+    if size is not None and not (isinstance(size, numbers.Real) and float(size) >= 0)
+  ]
+  if problems:
+    raise CheckpointError(problems_text(problems))
 
 
 def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pack: int = 0) -> Contents:
@@ -320,7 +332,7 @@ def _fix_of(dtype: Any) -> str:
 
 def _selected(paths: Sequence[str], where: str | None) -> dict[str, int]:
   """The paths to save, with their indices in the checkpoint."""
-  problem = problem_of('where', where or '')
+  problem = None if where is None else problem_of('where', where)
   if problem is not None:
     raise CheckpointError(problems_text([problem]))
   selected = [path for path in paths if where is None or searcher(where)(path)]
