@@ -368,17 +368,20 @@ def test_a_generation_as_a_path(tmp_path):
   np.testing.assert_array_equal(ocp.load(folder)['w'], state_of(1)['w'])
 
 
+@pytest.mark.parametrize('below', ['', 'state', 'state/new', 'new'])
 @pytest.mark.parametrize('overwrite', [False, True])
-def test_a_generation_is_never_saved_to(tmp_path, overwrite):
-  save(tmp_path / 'a', 1)
-  folder = damage.generation_of(tmp_path / 'a')
+def test_a_generation_is_never_saved_to(root, overwrite, below):
+  save(f'{root}/a', 1)
+  folder = checkpoint.show(f'{root}/a').folder
+  path = f'{folder}/{below}'.rstrip('/')
   with pytest.raises(errors.CheckpointError) as caught:
-    save(folder, 2, overwrite=overwrite)
+    save(path, 2, overwrite=overwrite)
   assert str(caught.value) == (
-    f'{folder} is the current contents of a checkpoint, which no save may change.\n'
-    f'Fix: save to {tmp_path / "a"}, or to another path.'
+    f'{path} is {"in " if below else ""}the current contents of a checkpoint, which no save may change.\n'
+    f'Fix: save to {root}/a, or to another path.'
   )
-  assert number_of(tmp_path / 'a') == 1
+  assert number_of(f'{root}/a') == 1
+  assert checkpoint.verify(f'{root}/a') == []
 
 
 def test_folders_for_other_libraries(tmp_path):

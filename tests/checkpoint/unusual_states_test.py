@@ -53,7 +53,7 @@ def test_traced_arrays_cannot_be_saved(tmp_path):
 
 def test_states_that_are_nested_too_deeply_cannot_be_saved(tmp_path):
   state = np.ones(1)
-  for _ in range(sys.getrecursionlimit()):
+  for _ in range(sys.getrecursionlimit() * 6 // 10):  # JAX itself takes no more, and then no other
     state = {'a': state}
   assert text_of(
     errors.CheckpointError, checkpoint.save, tmp_path / '1', state, layout=spmd.Layout({'data': 8})
