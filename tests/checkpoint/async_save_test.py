@@ -19,7 +19,7 @@ import pytest
 
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
-from flax_spmd._src.checkpoint.storage import async_save
+from flax_spmd._src.checkpoint.storage import async_save, generations
 from tests.processes import run_process
 
 ROOT = Path(__file__).parents[2]
@@ -357,6 +357,25 @@ def test_a_program_that_caught_the_error_ends_with_0(tmp_path):
   """
   done = run(code, tmp_path / 'a')
   assert (done.returncode, done.stdout) == (0, 'caught\n'), done.stderr
+
+
+@pytest.mark.parametrize('place', ['PendingRecord.complete', 'generations.file_records'])
+def test_a_program_that_ends_during_the_commit(tmp_path, monkeypatch, place):
+  def no_thread(*arguments):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+  holders = {'PendingRecord': async_save.PendingRecord, 'generations': generations}
+  holder, name = place.split('.')
+  monkeypatch.setattr(holders[holder], name, no_thread)
+  layout = spmd.Layout({'data': 8})
+  with pytest.raises(errors.CheckpointError) as caught:
+    checkpoint.save(tmp_path / 'a', {'w': jnp.ones(8)}, layout=layout)
+  assert str(caught.value) == (
+    f'The program ended before {tmp_path / "a"} was saved.\n'
+    'Fix: call result() of the last save before the program ends; the path keeps its previous contents.'
+  )
+  monkeypatch.undo()
+  checkpoint.save(tmp_path / 'a', {'w': jnp.ones(8)}, layout=layout)
 
 
 def test_a_program_that_ends_during_a_save_completes_it_or_reports_the_error(tmp_path):

@@ -301,6 +301,9 @@ def start(
     except BaseException as error:
       failure = error
       held.require_lease()
+      if isinstance(error, RuntimeError):
+        failure = save_error(error, held.path)
+        raise failure from error
       raise
     finally:
       heartbeat.stop(failure)
@@ -425,11 +428,6 @@ def wait_for(response: Response, path: epath.Path, heartbeat: Heartbeat) -> None
     except errors.FlaxSpmdError:
       raise
     except Exception as error:  # clients of buckets have their own classes
-      if 'shutdown' in str(error):
-        raise CheckpointError(
-          f'The program ended before {path} was saved.\n'
-          f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
-        ) from error
       raise save_error(error, path) from error
 
 
@@ -442,7 +440,12 @@ def error_elsewhere(path: Any, failure: Failure) -> CheckpointError:
 
 
 def save_error(error: Exception, path: epath.Path) -> CheckpointError:
-  """The error of a save, for one of Orbax or of a client of a bucket."""
+  """The error of a save, for one of Orbax or of a client of a bucket, or of Python, which starts no threads at its end."""
+  if isinstance(error, RuntimeError) and 'shutdown' in str(error):
+    return CheckpointError(
+      f'The program ended before {path} was saved.\n'
+      f'Fix: call result() of the last save before the program ends; {_UNCHANGED}.'
+    )
   return CheckpointError(
     f'The save to {path} failed: {first_line(error)}.\nFix: see the error above; {_UNCHANGED}.'
   )
