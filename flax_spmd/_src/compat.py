@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import io
 import itertools
+import math
 import os
 import re
 import sys
@@ -53,7 +54,7 @@ from jax.interpreters import partial_eval
 from jax.lax import conv_general_dilated_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxlib.mlir import ir, passmanager
-from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import sdy, stablehlo
 
 
 def mesh_scope(mesh: Mesh | AbstractMesh) -> AbstractContextManager[Any]:
@@ -983,11 +984,127 @@ def _dict(attribute: Any) -> Any:
 
 def _axes_of(attribute: Any) -> list[tuple[str, ...]]:
   dimensions = []
-  for each in sdy.TensorShardingAttr(attribute).dimension_shardings:
-    axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(each).axes]
+  for axes in _axis_references(attribute):
     full = itertools.takewhile(lambda axis: axis.sub_axis_info is None, axes)
     dimensions.append(tuple(axis.name for axis in full))
   return dimensions
+
+
+class ConvolutionArray(NamedTuple):
+  """The input, the kernel or the result of a convolution.
+
+  Attributes:
+    shape: its shape.
+    spatial: its spatial dimensions.
+    feature: the dimension that is summed over, of an input and a kernel.
+    axes: mesh axes per dimension, parts of an axis by its name.
+    shards: number of shards per dimension.
+  """
+
+  shape: tuple[int, ...]
+  spatial: tuple[int, ...]
+  feature: int
+  axes: tuple[tuple[str, ...], ...]
+  shards: tuple[int, ...]
+
+
+class Convolution(NamedTuple):
+  """A convolution in a lowered program.
+
+  Attributes:
+    location: the text of its MLIR location.
+    input: its input, sharded as Shardy's propagation chooses.
+    kernel: its kernel.
+    result: its result.
+  """
+
+  location: str
+  input: ConvolutionArray
+  kernel: ConvolutionArray
+  result: ConvolutionArray
+
+
+def propagated_convolutions(lowered: Any, sizes: Mapping[str, int]) -> list[Convolution]:
+  """The convolutions of a lowered program, without those of `shard_map`.
+
+  Args:
+    lowered: the program.
+    sizes: size per mesh axis.
+  """
+  module = lowered.compiler_ir('stablehlo')
+  with module.context:
+    copy = module.operation.clone()
+    passmanager.PassManager.parse('builtin.module(sdy-propagation-pipeline)').run(copy)
+    return [
+      _propagated_convolution(op, sizes)
+      for op in _operations(copy)
+      if op.name == 'stablehlo.convolution'
+    ]
+
+
+def _operations(op: Any) -> Iterator[Any]:
+  for region in op.regions:
+    for block in region:
+      for view in block:
+        yield view.operation
+        if view.operation.name != 'sdy.manual_computation':
+          yield from _operations(view.operation)
+
+
+def _propagated_convolution(op: Any, sizes: Mapping[str, int]) -> Convolution:
+  numbers = stablehlo.ConvDimensionNumbers(op.attributes['dimension_numbers'])
+  roles = (
+    (numbers.input_spatial_dimensions, numbers.input_feature_dimension),
+    (numbers.kernel_spatial_dimensions, numbers.kernel_input_feature_dimension),
+    (numbers.output_spatial_dimensions, numbers.output_feature_dimension),
+  )
+  arrays = zip((*op.operands, op.results[0]), roles, strict=True)
+  return Convolution(
+    str(op.location),
+    *(_convolution_array(value, tuple(dims), feature, sizes) for value, (dims, feature) in arrays),
+  )
+
+
+def _convolution_array(
+  value: Any, spatial: tuple[int, ...], feature: int, sizes: Mapping[str, int]
+) -> ConvolutionArray:
+  shape = tuple(ir.RankedTensorType(value.type).shape)
+  attribute = _sharding_of(value)
+  listed = [[] for _ in shape] if attribute is None else _axis_references(attribute)
+  axes = tuple(tuple(axis.name for axis in each) for each in listed)
+  shards = tuple(math.prod(_shards(axis, sizes) for axis in each) for each in listed)
+  return ConvolutionArray(shape, spatial, feature, axes, shards)
+
+
+def _shards(axis: Any, sizes: Mapping[str, int]) -> int:
+  return sizes[axis.name] if axis.sub_axis_info is None else sdy.SubAxisInfoAttr(axis.sub_axis_info).size
+
+
+def _sharding_of(value: Any) -> Any:
+  """The sharding attribute of a value in a propagated module; None if it has none."""
+  owner = value.owner
+  if not isinstance(owner, ir.Block):
+    attributes, index = owner.attributes, ir.OpResult(value).result_number
+  elif 'arg_attrs' in owner.owner.attributes:  # of a function
+    attributes, index = (
+      _dict(cast(Any, owner.owner.attributes['arg_attrs'])[ir.BlockArgument(value).arg_number]),
+      0,
+    )
+  else:
+    attributes, index = owner.owner.attributes, ir.BlockArgument(value).arg_number
+  names = ('sdy.sharding', 'sharding', 'in_shardings')
+  found = next((attributes[name] for name in names if name in attributes), None)
+  try:
+    return None if found is None else sdy.TensorShardingPerValueAttr(found).shardings[index]
+  except ValueError:
+    return found
+
+
+def _axis_references(attribute: Any) -> list[list[Any]]:
+  dimensions = sdy.TensorShardingAttr(attribute).dimension_shardings
+  return [
+    [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(each).axes] for each in dimensions
+  ]
 
 
 def mlir_context() -> Any:

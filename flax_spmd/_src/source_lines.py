@@ -10,6 +10,7 @@ is installed, it is the innermost line outside the frameworks.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ _INSTALLED = re.compile(r'[/\\](?:lib[/\\]python\d|site-packages|dist-packages)|
 _FRAMEWORKS = re.compile(r'[/\\](?:jax|jaxlib|flax|optax|flax_spmd)[/\\]|^<frozen ')
 _CELL = re.compile(r'[/\\]ipykernel_\d+[/\\]\d+\.py$|(^<|[/\\])ipython-input-')
 _STACK = 200  # frames
+_LOCATION = re.compile(r'"([^"]*)":(\d+):\d+')
 _FRAME = re.compile(r'(.*?):(\d+)(?::\d+)? \(.*\)$')
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -60,6 +62,16 @@ def source_line(source: Any) -> str:
     return UNKNOWN_LINE
   user = frames[user_frame([match[1] for match in frames])]
   return line_text(user[1], int(user[2]))
+
+
+@functools.lru_cache(4096)
+def line_of_location(location: str) -> str:
+  """`file.py:line` of the user's frame in the text of an MLIR location, whose frames are innermost first; or ''."""
+  frames = _LOCATION.findall(location)
+  if not frames:
+    return ''
+  file, line = frames[user_frame([file for file, _ in frames])]
+  return line_text(file, int(line))
 
 
 UNKNOWN_LINE = 'an unknown line'

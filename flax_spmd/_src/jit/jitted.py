@@ -49,6 +49,7 @@ from flax_spmd._src.jit.planned_traces import (
 )
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.required_shardings import LeafShardings, check_required, put, with_shardings
+from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.steady_calls import SteadyCalls
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
 from flax_spmd._src.names.nnx_variables import has_modules
@@ -459,8 +460,16 @@ class Jitted(UnderLayout, Generic[P, Result]):
       program = JitProgram(inputs, outputs, anchored, batch, hosted)
       if program not in self.functions:
         self.functions[program] = self._traced.jit(program)
+      self._check_windows(traced.jaxpr, self.functions[program], args, kwargs)
       planned = self._by_signature[signature] = CallPlan(program, results, self.functions[program])
       return planned
+
+  def _check_windows(self, jaxpr: Any, function: Any, args, kwargs) -> None:
+    """Lowers a program with convolutions, as the call does after it, to find those that XLA may compute wrongly."""
+    lowered = isinstance(self._mesh, Mesh) and trace_context.trace is NO_TRACE
+    if lowered and has_windows(jaxpr, self._mesh):
+      with planned_traces():
+        warn_of_sharded_windows(self._name, function.lower(*args, **kwargs), self._mesh, self.reported)
 
   def _is_on_mesh(self, dynamic: Any) -> bool:
     """Whether any argument is sharded on the layout's mesh, which makes the program one for all its devices."""

@@ -39,8 +39,8 @@ def remat_scan(
     target: a Module class, or a function of a Module and a value. It must accept its own result.
     lengths: number of iterations per level, the outermost first.
     policy, variable_broadcast, variable_carry, variable_axes, split_rngs: as in `nn.remat_scan`.
-    metadata_params: metadata of the axis that a level adds, such as `{nn.PARTITION_NAME: 'layers'}`; one
-      for all levels, or one per level.
+    metadata_params: metadata of the axis that a level adds, such as `{nn.PARTITION_NAME: 'layers'}`; one per
+      level, or one for all levels. A layout accepts no name twice in one array, so levels need names of their own.
 
   Returns:
     `target`, transformed.

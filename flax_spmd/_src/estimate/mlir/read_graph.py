@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from jaxlib.mlir import ir
 
 from flax_spmd._src.compat import kernel_text
 from flax_spmd._src.estimate.graph import Block, Graph, GraphValue, Op
-from flax_spmd._src.source_lines import line_text, user_frame
+from flax_spmd._src.source_lines import line_of_location
 from flax_spmd.errors import EstimatorError
 
 _EDGE = 'sdy.data_flow_edge'
@@ -20,7 +19,6 @@ _WITH_BLOCKS = ('while', 'case', 'if')
 _DIMENSIONS = re.compile(r'(\w+) = (?:\[([\d, ]*)\]|(\d+))')
 _CONVOLUTION = re.compile(r'\[([^\]]*)\]x\[([^\]]*)\]->\[([^\]]*)\]')
 _SCALAR = re.compile(r'dense<(-?\d+)> : tensor<\w+>')
-_LOCATION = re.compile(r'"([^"]*)":(\d+):\d+')
 
 
 class GraphReader:
@@ -130,17 +128,7 @@ def _pairs(text: str) -> tuple[int, ...]:
 
 def _source(op: Any) -> str:
   """The user's source line of an operation, as compiled programs report it."""
-  return _user_line(str(op.location))
-
-
-@functools.lru_cache(4096)
-def _user_line(location: str) -> str:
-  """The user's line in the text of a location, which has the frames of a call stack, innermost first."""
-  frames = _LOCATION.findall(location)
-  if not frames:
-    return ''
-  file, line = frames[user_frame([file for file, _ in frames])]
-  return line_text(file, int(line))
+  return line_of_location(str(op.location))
 
 
 def walk(op: Any) -> Iterator[Any]:

@@ -1,0 +1,99 @@
+"""Sharded windows: convolutions that XLA may compute wrongly where a spatial dimension is sharded over a part of the mesh.
+
+    tokens = patches(images).reshape(batch, height * width, embed)      # a ViT's
+    tokens = with_logical_constraint(tokens, ('batch', 'seq', 'embed'))  # 'seq' over one of two mesh axes
+
+XLA's partitioner adds up the results of all devices, copies included, so a kernel's gradient is a multiple of its value,
+with plain `jax.jit` too. It does so in about a third of random such convolutions. An operand that is sharded over the
+whole mesh is safe, so a mesh of one axis is.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from flax_spmd._src import compat
+from flax_spmd._src.mesh import axis_sizes
+from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location
+
+
+def warn_of_sharded_windows(name: str, lowered: Any, mesh: Any, reported: set[str]) -> None:
+  """Warns once of the convolutions of a program that XLA may compute wrongly.
+
+  Args:
+    name: the function.
+    lowered: its program.
+    mesh: the mesh of the layout.
+    reported: the kinds of warnings already issued.
+
+  Warns:
+    UserWarning: lists every such convolution, with a fix.
+  """
+  if 'windows' in reported:
+    return
+  sizes = axis_sizes(mesh)
+  convolutions = compat.propagated_convolutions(lowered, sizes)
+  lines = list(dict.fromkeys(line for each in convolutions for line in _lines(each, mesh.size)))
+  if lines:
+    reported.add('windows')
+    warnings.warn(
+      f'{name}: XLA may return multiples of the right values for these convolutions, of which a spatial dimension '
+      'is sharded and arrays are in several copies:\n'
+      + '\n'.join(lines)
+      + '\nFix: keep the spatial dimensions whole, by '
+      'with_logical_constraint(x, (batch name, *[None] * spatial dimensions, feature name)) for the input and the '
+      'result of the layer; or shard batch and spatial dimensions over all axes of the mesh.',
+      stacklevel=2,
+    )
+
+
+def has_windows(jaxpr: Any, mesh: Any) -> bool:
+  """Whether a program has convolutions, and its mesh several axes."""
+  if sum(size > 1 for size in axis_sizes(mesh).values()) < 2:
+    return False
+  equations = compat.equations_in(jaxpr, lambda one: one.primitive.name != 'shard_map')
+  return any(each.primitive.name == 'conv_general_dilated' for each in equations)
+
+
+def _lines(convolution: compat.Convolution, devices: int) -> Iterator[str]:
+  """The lines of the warning about a convolution, one for each array that is sharded so."""
+  for array in _affected(convolution, devices):
+    line = line_of_location(convolution.location) or UNKNOWN_LINE
+    sharded = (dim for dim in array.spatial if array.shards[dim] > 1)
+    axes = ', '.join(f'dim {dim} over {" x ".join(map(repr, array.axes[dim]))}' for dim in sharded)
+    yield f'  {array.shape} with {axes} at {line}'
+
+
+def _affected(convolution: compat.Convolution, devices: int) -> list[compat.ConvolutionArray]:
+  """The arrays of a convolution whose spatial dimensions are sharded so that XLA's result is doubtful."""
+  _, first, second, result = convolution
+  sharded = [each for each in convolution[1:] if math.prod(each.shards[dim] for dim in each.spatial) > 1]
+  if _positions(second) < _positions(result):
+    is_product, is_aligned = (
+      _positions(second) == 1,
+      _axes(first) == _axes(result) and second not in sharded,
+    )
+    counted = {id(first): math.prod(first.shards)}
+  else:  # a sum over positions, such as the gradient of a kernel
+    summed = [(each.feature, *each.spatial) for each in (first, second)]
+    is_product = _positions(result) == 1 and not (first in sharded and second in sharded)
+    is_aligned = _axes(first, first.feature) == _axes(second, second.feature) and result not in sharded
+    counted = {
+      id(each): math.prod(each.shards[dim] for dim in dims)
+      for each, dims in zip((first, second), summed)
+    }
+  if is_product:
+    return []
+  return [each for each in sharded if not is_aligned or counted.get(id(each), devices) < devices]
+
+
+def _positions(array: compat.ConvolutionArray) -> int:
+  return math.prod(array.shape[dim] for dim in array.spatial)
+
+
+def _axes(array: compat.ConvolutionArray, *more: int) -> list[tuple[str, ...]]:
+  """The mesh axes of the spatial dimensions, and of others."""
+  return [array.axes[dim] for dim in (*array.spatial, *more)]
