@@ -132,6 +132,27 @@ def test_missing_parts(there, tmp_path, file):
   assert fix.startswith('Fix: restore another checkpoint')
 
 
+def is_whole(call):
+  try:
+    return bool(call())
+  except errors.CheckpointError as error:
+    assert 'Fix: ' in str(error)
+    return False
+
+
+def test_folders_in_the_place_of_files(there, tmp_path):
+  for number, whole in enumerate(
+    sorted(each for each in (there / 'plain').rglob('*') if each.is_file())
+  ):
+    path = tmp_path / str(number)
+    shutil.copytree(there / 'plain', path)
+    file = path / whole.relative_to(there / 'plain')
+    file.unlink()
+    file.mkdir()
+    assert not is_whole(lambda: checkpoint.verify(path) == []), file  # noqa: B023
+    assert not is_whole(lambda: checkpoint.restore(path, layout=LAYOUT)), file  # noqa: B023
+
+
 # -- wrong records
 
 

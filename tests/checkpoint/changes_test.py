@@ -6,6 +6,7 @@ import pickle
 from textwrap import dedent
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flax_spmd as spmd
@@ -50,6 +51,21 @@ from flax_spmd.checkpoint import Changes
       {'stacks': {'layers': ('{}_{}', 1)}},
       "stacks={'layers': ('{}_{}', 1)} has no {} for the number of a layer, or several.\n"
       "Fix: write {} once, where the number goes: stacks={'layers': 'layers_{}'}.",
+    ),
+    *(
+      (
+        {'stacks': {'layers': single}},
+        f"stacks={{'layers': {single!r}}} is neither a path nor a path and a dimension.\n"
+        "Fix: write stacks={'layers': 'layers_{}'}, or stacks={'layers': ('layers_{}', 0)}.",
+      )
+      for single in (3, ('layers_{}',), ('layers_{}', '0'), ('layers_{}', 0, 1), ('layers_{}', True))
+    ),
+    (
+      {'renames': {'(a)': [r'\1', r'\2'], 'b': r'\q', 'c': r'\g<x>'}},
+      "renames: '\\\\2' cannot replace '(a)': invalid group reference 2 at position 1.\n"
+      "renames: '\\\\q' cannot replace 'b': bad escape \\q at position 0.\n"
+      "renames: '\\\\g<x>' cannot replace 'c': unknown group name 'x'.\n"
+      'Fix: refer to its groups as \\1, \\2 or \\g<name>, and write \\\\ for one backslash.',
     ),
     (
       {'dtypes': 'float32'},
@@ -170,6 +186,46 @@ def test_arguments_of_the_wrong_type(argument):
     Changes(...) does not take {name}={value!r}.
     Fix: renames, rearranged, stacks and axes are dicts with strings as keys, moved is a name or several, and missing, unused and only are strings.""")
   )
+
+
+@pytest.mark.parametrize('changes', [None, {'only': 'a'}, Changes])
+def test_changes_of_the_wrong_type(tmp_path, changes):
+  layout = spmd.Layout({'data': 8})
+  checkpoint.save(tmp_path / 'a', {'w': jnp.ones(8)}, layout=layout)
+  calls = (
+    lambda: checkpoint.restore(tmp_path / 'a', changes=changes),
+    lambda: checkpoint.preflight(tmp_path / 'a', changes=changes),
+    lambda: checkpoint.convert(tmp_path / 'a', tmp_path / 'b', changes=changes),
+  )
+  for call in calls:
+    with pytest.raises(errors.CheckpointError) as caught:
+      call()
+    assert str(caught.value) == (
+      f"changes={changes!r} is not a Changes.\nFix: write changes=Changes(renames={{'old': 'new'}}), or leave it out."
+    )
+
+
+def test_a_rename_to_nothing(tmp_path):
+  """It makes a single leaf the tree itself; among others it is an error."""
+  layout = spmd.Layout({'data': 8})
+  to_nothing = Changes(renames={'^a/w$': ''})
+  checkpoint.save(tmp_path / 'one', {'a': {'w': jnp.arange(8.0)}}, layout=layout)
+  for target in (None, layout.abstract(lambda: jnp.zeros(8))):
+    restored = checkpoint.restore(tmp_path / 'one', target, changes=to_nothing)
+    np.testing.assert_array_equal(restored, np.arange(8.0))
+  checkpoint.save(tmp_path / 'two', {'a': {'w': jnp.ones(8)}, 'b': 3}, layout=layout)
+  with pytest.raises(errors.CheckpointError) as caught:
+    checkpoint.restore(tmp_path / 'two', changes=to_nothing)
+  assert str(caught.value) == dedent("""\
+    A rename leaves no name of a path, which makes it the whole tree, beside b.
+    Fix: give it a name, with Changes(renames={'old': 'new'}).""")
+
+
+def test_a_rename_to_a_part_of_a_path(tmp_path):
+  layout = spmd.Layout({'data': 8})
+  checkpoint.save(tmp_path / 'a', {'x': {'y': {'w': jnp.ones(8)}}}, layout=layout)
+  restored = checkpoint.restore(tmp_path / 'a', changes=Changes(renames={'y': ''}))
+  assert list(restored['x']) == ['w']
 
 
 def test_a_value_that_is_another_arguments_default_is_printed():

@@ -285,6 +285,39 @@ def test_paths(path, root):
       gs:///x names no bucket.
       Fix: pass gs://<bucket>/<path>.""",
     ),
+    *(
+      (
+        path,
+        f"""\
+        {path} contains "." or "..", which some clients of buckets follow and some take for a name.
+        Fix: pass the path without it.""",
+      )
+      for path in ('s3://b/x/../y', 'gs://b/./y', 'gs://b/y/..')
+    ),
+    *(
+      (
+        f'file:///x{end}',
+        f"""\
+        file:///x{end} has a part after "?" or "#", which a path does not have.
+        Fix: write "?" as %3F and "#" as %23 in a file:// URL, or pass the path itself.""",
+      )
+      for end in ('#2', '?2')
+    ),
+    *(
+      (
+        path,
+        f"""\
+        {path!r} is not a path.
+        Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'.""",
+      )
+      for path in (None, 3, ['x'])
+    ),
+    (
+      'x\0y',
+      """\
+      The path contains a null character.
+      Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'.""",
+    ),
   ],
 )
 def test_paths_of_no_store(path, text):

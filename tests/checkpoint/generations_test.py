@@ -275,6 +275,8 @@ def test_a_home_folder_that_no_shell_has_found(tmp_path, monkeypatch):
       f'~/a is a folder named ~ below {tmp_path}: only a shell takes it for the home folder.\n'
       'Fix: pass /home/me/a, or ./~/a if you mean the former.'
     )
+  with pytest.raises(errors.CheckpointError, match=r'\A~root/a is a folder named ~root below '):
+    save('~root/a', 1)
   save('./~/a', 1)
   assert number_of(tmp_path / '~' / 'a') == 1
 
@@ -287,6 +289,16 @@ def test_an_empty_path(tmp_path, monkeypatch):
   ):
     save('', 1)
   assert not any(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing(tmp_path):
+  (tmp_path / 'a').symlink_to(tmp_path / 'b')
+  with pytest.raises(errors.CheckpointError) as caught:
+    save(tmp_path / 'a', 1)
+  assert str(caught.value) == (
+    f'Cannot write {tmp_path / "a"}: File exists (EEXIST).\n'
+    'Fix: check the path: a file, or a link to nothing, is in the place of a folder.'
+  )
 
 
 def test_a_path_of_bytes(tmp_path):
@@ -356,17 +368,20 @@ def test_a_generation_as_a_path(tmp_path):
   np.testing.assert_array_equal(ocp.load(folder)['w'], state_of(1)['w'])
 
 
+@pytest.mark.parametrize('below', ['', 'state', 'state/new', 'new'])
 @pytest.mark.parametrize('overwrite', [False, True])
-def test_a_generation_is_never_saved_to(tmp_path, overwrite):
-  save(tmp_path / 'a', 1)
-  folder = damage.generation_of(tmp_path / 'a')
+def test_a_generation_is_never_saved_to(root, overwrite, below):
+  save(f'{root}/a', 1)
+  folder = checkpoint.show(f'{root}/a').folder
+  path = f'{folder}/{below}'.rstrip('/')
   with pytest.raises(errors.CheckpointError) as caught:
-    save(folder, 2, overwrite=overwrite)
+    save(path, 2, overwrite=overwrite)
   assert str(caught.value) == (
-    f'{folder} is the current contents of a checkpoint, which no save may change.\n'
-    f'Fix: save to {tmp_path / "a"}, or to another path.'
+    f'{path} is {"in " if below else ""}the current contents of a checkpoint, which no save may change.\n'
+    f'Fix: save to {root}/a, or to another path.'
   )
-  assert number_of(tmp_path / 'a') == 1
+  assert number_of(f'{root}/a') == 1
+  assert checkpoint.verify(f'{root}/a') == []
 
 
 def test_folders_for_other_libraries(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from textwrap import dedent
 
@@ -276,6 +277,41 @@ def test_bad_arguments(layout, tmp_path, arguments, text):
   with pytest.raises(errors.CheckpointError) as caught:
     checkpoint.Manager(tmp_path / 'run', **{'layout': layout} | arguments)
   assert str(caught.value) == text
+
+
+@pytest.mark.parametrize('step', [True, 3.0, '3', None, -1, jnp.float32(3), np.ones(2, int)])
+def test_a_step_that_is_no_number(layout, tmp_path, step):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1) as manager:
+    _, state = manager.resume(create)
+    with pytest.raises(errors.CheckpointError) as caught:
+      manager.save(step, state)
+    assert manager.steps == []
+  text = f'step={step!r} is not a number of steps.\nFix: pass an integer, 0 or more.'
+  assert str(caught.value) == text
+
+
+def test_steps_that_are_arrays(layout, tmp_path):
+  """As `state.step` of a TrainState."""
+  steps = [np.int64(1), jnp.asarray(2), layout.shard({'step': jnp.asarray(3)})['step'], np.asarray(4)]
+  with checkpoint.Manager(tmp_path / 'run', layout, every=np.int64(1), keep=np.int32(3)) as manager:
+    _, state = manager.resume(create)
+    assert [manager.save(step, state) for step in steps] == [True] * 4
+    assert not manager.save(steps[-1], state)
+    manager.wait()
+    assert manager.steps == [2, 3, 4]
+    assert manager.restore(state, step=steps[1]).step == 2
+
+
+def test_a_step_that_someone_removes_is_not_counted(layout, tmp_path):
+  with checkpoint.Manager(tmp_path / 'run', layout, every=1, keep=2) as manager:
+    _, state = manager.resume(create)
+    for step in (1, 2, 3):
+      manager.save(step, state)
+    manager.wait()
+    shutil.rmtree(tmp_path / 'run' / '3')
+    manager.save(4, state)
+    manager.wait()
+    assert manager.steps == [2, 4]
 
 
 def test_a_closed_manager(layout, tmp_path):

@@ -55,6 +55,26 @@ def test_a_mesh_and_a_target_are_refused(layout, path):
   ]
 
 
+@pytest.mark.parametrize('size', [-1, 'x', float('nan'), [1]])
+def test_sizes_that_are_no_numbers_of_bytes(layout, path, tmp_path, size):
+  def expected(name):
+    return [f'{name}={size!r} is not a number of bytes.', 'Fix: pass 0 or more.']
+
+  for name in ('limit', 'memory'):
+    assert refused(path, **{name: size}) == expected(name)
+  state = layout.init(create)
+  for name in ('pack', 'memory'):
+    with pytest.raises(errors.CheckpointError) as caught:
+      checkpoint.save(tmp_path / 'b', state, layout, **{name: size})
+    assert str(caught.value).splitlines() == expected(name)
+  with pytest.raises(errors.CheckpointError) as caught:
+    checkpoint.Manager(tmp_path / 'b', layout, memory=size)
+  assert str(caught.value).splitlines() == expected('memory')
+  assert not (tmp_path / 'b').exists()
+  checkpoint.save(tmp_path / 'c', state, layout, memory=1e9, pack=np.int32(100))
+  checkpoint.restore(tmp_path / 'c', layout.abstract(create), memory=np.float32(1e9), limit=1e9)
+
+
 def test_boxes_saved_by_plain_orbax(layout, tmp_path):
   ocp.save(tmp_path / 'plain', {'layers': {'w': {'value': jnp.ones((2, 8))}}})
   lines = refused(tmp_path / 'plain', layout.abstract(create))

@@ -167,12 +167,17 @@ def test_any_tree_survives_long(case):
       {'': Pair(1, 2)},
       "'/first' is not safe as a file path.\n"
       "'/second' is not safe as a file path.\n"
-      'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.',
+      'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.',
+    ),
+    (
+      {'a\ud800': 1},
+      "'a\\ud800' is not safe as a file path.\n"
+      'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.',
     ),
     (
       {'a.b': 1, 'a': {'b': 2}},
       'a.b and a/b would be one file.\n'
-      'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.',
+      'Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.',
     ),
     (
       {'high': 2**64 - 1, 'low': -(2**63), 'n': 2**64, 'm': -(2**63) - 1},

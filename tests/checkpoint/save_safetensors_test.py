@@ -201,7 +201,7 @@ def test_leaves_that_the_format_cannot_hold(tmp_path):
     four is int4[2], which safetensors cannot hold.
     key is key<fry>[], which safetensors cannot hold.
     wide is complex128[2], which safetensors cannot hold.
-    Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.
+    Fix: use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.
     Fix: keep it out, with Changes(unused='regex'), or save its data: jax.random.key_data(key), or another dtype.""")
   )
   assert refused(checkpoint.save_safetensors, tmp_path / 'x', {'s': 'text', 't': object()}) == dedent("""\

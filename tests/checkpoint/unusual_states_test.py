@@ -1,7 +1,9 @@
 """States that cannot be saved, layouts and names that are unusual, and verification in groups."""
 
+import sys
 from textwrap import dedent
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +37,29 @@ def test_deleted_arrays_and_empty_states_cannot_be_saved(tmp_path):
   assert text_of(errors.CheckpointError, checkpoint.save, tmp_path / '1', {}, layout=layout) == dedent("""\
     The state has no leaves.
     Fix: save a state that contains arrays.""")
+  assert not (tmp_path / '1').exists()
+
+
+def test_traced_arrays_cannot_be_saved(tmp_path):
+  def step(state):
+    checkpoint.save(tmp_path / '1', {'n': 3, **state}, layout=spmd.Layout({'data': 8}))
+    return state
+
+  assert text_of(errors.CheckpointError, jax.jit(step), {'w': jnp.ones(8)}) == dedent("""\
+    w is traced: it has no values.
+    Fix: call save outside of the function that JAX traces, with the state that it returns.""")
+  assert not (tmp_path / '1').exists()
+
+
+def test_states_that_are_nested_too_deeply_cannot_be_saved(tmp_path):
+  state = np.ones(1)
+  for _ in range(sys.getrecursionlimit() * 6 // 10):  # JAX itself takes no more, and then no other
+    state = {'a': state}
+  assert text_of(
+    errors.CheckpointError, checkpoint.save, tmp_path / '1', state, layout=spmd.Layout({'data': 8})
+  ) == dedent(f"""\
+    The state is nested too deeply, or contains itself.
+    Fix: save a flatter one; Python allows {sys.getrecursionlimit()} nested calls.""")
   assert not (tmp_path / '1').exists()
 
 

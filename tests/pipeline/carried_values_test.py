@@ -111,3 +111,27 @@ def test_an_update_that_a_later_stage_reads():
   params, batch = [weight(number, 8, 8) for number in range(STAGES)], jnp.ones((8, 4, 8))
   result = LAYOUT.pipeline_jit(step, schedule=GPipe(STAGES))(params, jnp.float32(0), batch)
   assert_same(result, jax.jit(step)(params, jnp.float32(0), batch), 1e-5)
+
+
+def test_a_scale_that_its_own_stage_updates():
+  """Its backward needs the scale too, and keeps it: the loop has gone on to that of a later microbatch."""
+
+  def step(params, scale, batch):
+    def one_pass(scale, x):
+      def loss(params):
+        h, new = x, scale
+        for stage in range(STAGES):
+          h = jnp.tanh(h @ params[stage])
+          if stage == 1:
+            h, new = h * scale, 0.9 * scale + jnp.mean(h)
+          h = stage_end(h)
+        return jnp.mean(h**2), new
+
+      (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      return new, (value, grads)
+
+    return lax.scan(one_pass, scale, batch)
+
+  params, batch = [weight(number, 8, 8) for number in range(STAGES)], jnp.ones((8, 4, 8))
+  result = LAYOUT.pipeline_jit(step, schedule=OneFOneB(STAGES))(params, jnp.full((4, 8), 0.5), batch)
+  assert_same(result, jax.jit(step)(params, jnp.full((4, 8), 0.5), batch), 1e-5)

@@ -12,7 +12,7 @@ import os
 
 import jax
 
-from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
+from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes, check_is_changes
 from flax_spmd._src.checkpoint.restore import restore
 from flax_spmd._src.checkpoint.save import save
 from flax_spmd._src.checkpoint.storage.readers import open_checkpoint
@@ -60,6 +60,7 @@ def convert(
     >>> list(checkpoint.show(tmp / 'single').record.leaves)
     ['blocks_0/w', 'blocks_1/w']
   """
+  check_is_changes(changes)
   needs_target = [name for name in ('axes', 'moved', 'missing', 'unused') if getattr(changes, name)]
   if needs_target:
     raise CheckpointError(

@@ -30,12 +30,17 @@ from flax_spmd._src.checkpoint.steps.data_positions import DataIterator, MergedP
 from flax_spmd._src.checkpoint.steps.preemption import Preemption
 from flax_spmd._src.checkpoint.steps.root_writer import RootWriter
 from flax_spmd._src.checkpoint.steps.run_history import RunHistory
-from flax_spmd._src.checkpoint.steps.step_folder import StepFolder, metrics_metadata, metrics_of
+from flax_spmd._src.checkpoint.steps.step_folder import (
+  StepFolder,
+  checked_step,
+  metrics_metadata,
+  metrics_of,
+)
 from flax_spmd._src.checkpoint.steps.step_follower import StepFollower
 from flax_spmd._src.checkpoint.steps.step_policies import History, StepPolicies
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.async_save import in_first
-from flax_spmd._src.checkpoint.storage.contents import check_is_layout
+from flax_spmd._src.checkpoint.storage.contents import check_bytes, check_is_layout
 from flax_spmd._src.checkpoint.storage.recognition import metadata_of
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.joint_call import first_line
@@ -125,6 +130,7 @@ class Manager:
   ):
     self.root = as_path(root)
     check_is_layout(layout)
+    check_bytes(memory=memory)
     self._plan = layout if isinstance(layout, Plan) else None
     self.layout = layout.layout if isinstance(layout, Plan) else layout
     self._policies = StepPolicies(every, keep)
@@ -186,9 +192,9 @@ class Manager:
       Whether a checkpoint is saved.
 
     Raises:
-      CheckpointError: see `save`; or an earlier save has failed.
+      CheckpointError: see `save`; or `step` is no number of steps; or an earlier save has failed.
     """
-    preemption = self._checked_preemption()
+    preemption, step = self._checked_preemption(), checked_step(step)
     is_preempted = preemption.reached(step)
     is_new = all(step != saved.step for saved in self._history.steps)
     is_saved = is_new and (force or is_preempted or self._is_due(step, is_preempted))
@@ -250,7 +256,8 @@ class Manager:
     """The steps to keep; raises an error if another manager has taken the folder over."""
     if self._writer is not None:
       self._writer.check()
-    return [step.step for step in self._policies.kept(steps)]
+    there = {*self._folder.names(), steps[-1].step}  # someone may have removed others
+    return [step.step for step in self._policies.kept([old for old in steps if old.step in there])]
 
   def _remove(self, saved: int, steps: list[int]) -> None:
     """Removes steps in the first process. Those that readers are using are removed after a later save."""
@@ -386,7 +393,7 @@ class Manager:
       if target is None and not options.keys() & {'mesh', 'rules'}:
         options.setdefault('layout', self.layout)
       if step is not None:
-        return self._restored(step, target, (data, data_from), options)
+        return self._restored(checked_step(step), target, (data, data_from), options)
       failed: list[int] = []
       while True:
         untried = [number for number in in_first(self._folder.steps) if number not in failed]

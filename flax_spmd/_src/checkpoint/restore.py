@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Un
 
 from flax_spmd._src.checkpoint import targets
 from flax_spmd._src.checkpoint.load import load
-from flax_spmd._src.checkpoint.matching.allowed_changes import NO_CHANGES, Changes
+from flax_spmd._src.checkpoint.matching.allowed_changes import (
+  NO_CHANGES,
+  Changes,
+  check_is_changes,
+)
 from flax_spmd._src.checkpoint.preflight import Preflight, check_parts, plan_restore
 from flax_spmd._src.checkpoint.salvage import SalvagePlan, salvage_plan
 from flax_spmd._src.checkpoint.storage import async_save
 from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
+from flax_spmd._src.checkpoint.storage.contents import check_bytes
 from flax_spmd._src.checkpoint.storage.readers import (
   CheckpointReader,
   open_checkpoint,
@@ -188,6 +193,7 @@ def restore_with(
   """
   with joint('restore', f'The restore of {path}'):
     async_save.finish()
+    check_bytes(limit=limit, memory=memory)
     prepared = _prepared(target, layout, mesh, rules, changes)
 
     def read(source: Source | None) -> tuple[Any, Result]:
@@ -270,6 +276,7 @@ def preflight(
     >>> plan.bytes_read, plan.bytes_per_device
     (512, 64)
   """
+  check_bytes(limit=limit)
   prepared = _prepared(target, layout, mesh, rules, changes)
   reader = open_checkpoint(path)
   check_parts(reader, changes, prepared.values if prepared else ())
@@ -279,6 +286,7 @@ def preflight(
 
 def _prepared(target: Any, layout: Any, mesh: Any, rules: Any, changes: Changes) -> RestoreTarget | None:
   """The restore target of a tree; None without a tree."""
+  check_is_changes(changes)
   if target is None:
     return None
   if not layout is mesh is rules is None:

@@ -15,6 +15,7 @@ from flax_spmd._src.checkpoint.storage.byte_progress import ByteProgress
 from flax_spmd._src.checkpoint.storage.contents import (
   Contents,
   PendingRecord,
+  check_bytes,
   contents_of,
   is_of_one_process,
 )
@@ -171,6 +172,7 @@ def start_save(
 
   def begun() -> AsyncSave:
     extra = before()
+    check_bytes(pack=request.pack, memory=request.memory)
     contents = contents_of(state, layout, request.where, request.pack)
     with space_in_errors(folder, contents.record.bytes):
       return written(contents, extra)

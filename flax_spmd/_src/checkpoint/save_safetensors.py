@@ -185,7 +185,9 @@ def _check_tensors(records: Mapping[str, LeafRecord]) -> None:
     raise CheckpointError(problems_text(problems))
 
 
-_NAMES = 'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.'
+_NAMES = (
+  'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.'
+)
 
 
 def _planned(

@@ -328,6 +328,12 @@ def _rearranged(path: str, leaf: LeafRecord, changes: Changes) -> LeafRecord:
 def _check_tree(paths: Iterable[str]) -> None:
   """Raises CheckpointError if a leaf is at the path of a node."""
   known = set(paths)
+  if skeleton.ROOT in known and len(known) > 1:
+    others = ', '.join(sorted(known - {skeleton.ROOT}))
+    raise CheckpointError(
+      f'A rename leaves no name of a path, which makes it the whole tree, beside {others}.\n'
+      "Fix: give it a name, with Changes(renames={'old': 'new'})."
+    )
   problems = [
     Problem(
       f'{folder} is a leaf, and {path} is below it.', "rename one, with Changes(renames={'old': 'new'})."

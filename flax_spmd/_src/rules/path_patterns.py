@@ -32,6 +32,8 @@ def problem_of(subject: str, pattern: str, *, replaced: bool = False) -> Problem
     pattern: the expression.
     replaced: whether a match is replaced by another text, so that only `re` can search for it.
   """
+  if not isinstance(pattern, str):
+    return Problem(f'{subject}: {pattern!r} is not a text.', 'pass a regular expression for paths.')
   try:
     searcher(pattern)
   except UnboundedError as error:

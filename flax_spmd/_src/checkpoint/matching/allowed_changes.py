@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 
 from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
+from flax_spmd._src.checkpoint.storage.skeleton import ROOT
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd.errors import CheckpointError, Problem, did_you_mean, problems_text
@@ -166,8 +167,21 @@ def _check_patterns(changes: Changes, missing: str | None, unused: str | None) -
   problems += [problem_of('rearranged', pattern) for pattern, _ in changes.rearranged]
   problems += [problem_of('missing', missing or ''), problem_of('unused', unused or '')]
   found = [problem for problem in problems if problem is not None]
+  found += [] if found else _wrong_templates(changes.renames)
   if found:
     raise CheckpointError(problems_text(found))
+
+
+def _wrong_templates(renames: Iterable[tuple[str, Any]]) -> Iterable[Problem]:
+  for pattern, new in renames:
+    for template in (new,) if isinstance(new, str) else new:
+      try:
+        re.sub(pattern, template, '')
+      except (re.error, IndexError) as error:
+        yield Problem(
+          f'renames: {template!r} cannot replace {pattern!r}: {error}.',
+          r'refer to its groups as \1, \2 or \g<name>, and write \\ for one backslash.',
+        )
 
 
 def _check_arrangements(rearranged: Iterable[tuple[str, str]]) -> None:
@@ -190,8 +204,13 @@ def _refuse(reason: str) -> None:
 
 
 def _check_stack(stacked: str, single: Any) -> None:
-  pattern = single[0] if isinstance(single, tuple) else single
-  marks = _MARK.findall(pattern) if isinstance(pattern, str) else []
+  pattern, axis = single if isinstance(single, tuple) and len(single) == 2 else (single, None)
+  if not isinstance(pattern, str) or not (axis is None or type(axis) is int):
+    raise CheckpointError(
+      f'stacks={{{stacked!r}: {single!r}}} is neither a path nor a path and a dimension.\n'
+      f"Fix: write stacks={{{stacked!r}: '{stacked}_{{}}'}}, or stacks={{{stacked!r}: ('{stacked}_{{}}', 0)}}."
+    )
+  marks = _MARK.findall(pattern)
   if len(marks) != 1:
     raise CheckpointError(
       f'stacks={{{stacked!r}: {single!r}}} has no {{}} for the number of a layer, or several.\n'
@@ -226,6 +245,14 @@ def _dtypes(dtypes: Any) -> Any:
 NO_CHANGES = Changes()
 
 
+def check_is_changes(changes: Any) -> None:
+  """Raises `CheckpointError` if this is not a `Changes`."""
+  if not isinstance(changes, Changes):
+    raise CheckpointError(
+      f"changes={changes!r} is not a Changes.\nFix: write changes=Changes(renames={{'old': 'new'}}), or leave it out."
+    )
+
+
 # -- decisions
 
 
@@ -253,7 +280,7 @@ def renamed(changes: Changes, path: str) -> tuple[str, ...]:
     several = (new,) if isinstance(new, str) else new
     results = [re.subn(pattern, replacement, path, count=1) for replacement in several]
     if results[0][1]:
-      return tuple(result.strip('/') for result, _ in results)
+      return tuple('/'.join(filter(None, result.split('/'))) or ROOT for result, _ in results)
   return (path,)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import operator
 import re
 import time
 from typing import Any
 
+import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
@@ -58,14 +60,15 @@ class StepFolder:
     A step is removed once a newer one is complete. So the newer ones are looked at later, and those that
     appear meanwhile in another look: a step that replaces another one is never missed.
     """
-    names, before = self._names(), None
+    names, before = self.names(), None
     complete: list[int] = []
     while names != before:
       complete = [step for step in names if is_checkpoint(self.path(step))]
-      names, before = self._names(), names
+      names, before = self.names(), names
     return [step for step in complete if step not in self.damaged]
 
-  def _names(self) -> list[int]:
+  def names(self) -> list[int]:
+    """The steps that have a folder at this moment, complete or not, oldest first."""
     return sorted(int(name) for name in self._children() if _STEP.fullmatch(name))
 
   def unread(self) -> str:
@@ -145,6 +148,17 @@ class StepFolder:
 
   def _children(self) -> list[str]:
     return open_store(self.root).children()
+
+
+def checked_step(step: Any) -> int:
+  """A number of steps, which may be an array, as an int."""
+  try:
+    number = operator.index(step)
+  except TypeError:
+    number = -1
+  if number < 0 or isinstance(step, (bool, np.bool_)):
+    raise CheckpointError(f'step={step!r} is not a number of steps.\nFix: pass an integer, 0 or more.')
+  return number
 
 
 def metrics_metadata(metrics: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.options import MultiprocessingOptions
 
@@ -56,12 +57,12 @@ class StepPolicies:
 
 def _policy(name: str, value: Any, of_number: Any, protocol: Any) -> Any:
   """The policy of an argument, which may be a number."""
-  if isinstance(value, int):
+  if isinstance(value, (int, np.integer)):
     if value < 1:
       raise CheckpointError(
         f'{name}={value} is not positive.\nFix: pass 1 or more, or a policy of Orbax.'
       )
-    return of_number(value)
+    return of_number(int(value))
   if not isinstance(value, protocol) or isinstance(value, type):
     raise CheckpointError(
       f'{name}={value!r} is neither a number nor a policy of Orbax.\nFix: pass a number of '

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from jax.core import Tracer
 
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.host_shards import is_elsewhere, with_copy_elsewhere
@@ -141,6 +144,17 @@ def check_is_layout(layout: Any) -> None:
     )
 
 
+def check_bytes(**sizes: Any) -> None:
+  """Raises `CheckpointError`, listing every argument that is neither None nor a number of bytes."""
+  problems = [
+    Problem(f'{name}={size!r} is not a number of bytes.', 'pass 0 or more.')
+    for name, size in sizes.items()
+    if size is not None and not (isinstance(size, numbers.Real) and float(size) >= 0)
+  ]
+  if problems:
+    raise CheckpointError(problems_text(problems))
+
+
 def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pack: int = 0) -> Contents:
   """The contents of a checkpoint of a state, still without checksums.
 
@@ -149,9 +163,20 @@ def contents_of(state: Any, layout: Layout | Plan, where: str | None = None, pac
 
   Raises:
     LayoutError: the state is not one of the plan.
-    CheckpointError: there are no leaves to save, or some cannot be saved (lists all of them).
+    CheckpointError: there are no leaves to save, or some cannot be saved (lists all of them); or they are nested too
+      deeply.
   """
   check_is_layout(layout)
+  try:
+    return _contents_of(state, layout, where, pack)
+  except RecursionError as error:
+    raise CheckpointError(
+      'The state is nested too deeply, or contains itself.\n'
+      f'Fix: save a flatter one; Python allows {sys.getrecursionlimit()} nested calls.'
+    ) from error
+
+
+def _contents_of(state: Any, layout: Layout | Plan, where: str | None, pack: int) -> Contents:
   if isinstance(layout, Plan):
     state, layout = layout.box(state), layout.layout
   flat = skeleton.flatten(box_trees.plain(state))
@@ -202,7 +227,10 @@ def _array(leaf: Any) -> Any:
 def _check(leaves: Mapping[str, Any]) -> None:
   problems = []
   for path, leaf in leaves.items():
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if isinstance(leaf, Tracer):
+      fix = 'call save outside of the function that JAX traces, with the state that it returns.'
+      problems.append(Problem(f'{path} is traced: it has no values.', fix))
+    elif isinstance(leaf, jax.ShapeDtypeStruct):
       fix = 'save a state with values, as layout.init returns; layout.abstract only plans one.'
       problems.append(Problem(f'{path} is abstract: it has the shape {leaf.shape} but no values.', fix))
     elif not isinstance(leaf, (jax.Array, np.ndarray, bool, int, float)) or _is_unsupported(leaf):
@@ -259,7 +287,9 @@ def _name_problems(paths: Iterable[str]) -> Iterator[Problem]:
       yield Problem(f'{path} and {other} would be one file.', _NAMES)
 
 
-_NAMES = 'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null characters.'
+_NAMES = (
+  'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.'
+)
 
 
 def _is_unsupported(leaf: Any) -> bool:
@@ -302,7 +332,7 @@ def _fix_of(dtype: Any) -> str:
 
 def _selected(paths: Sequence[str], where: str | None) -> dict[str, int]:
   """The paths to save, with their indices in the checkpoint."""
-  problem = problem_of('where', where or '')
+  problem = None if where is None else problem_of('where', where)
   if problem is not None:
     raise CheckpointError(problems_text([problem]))
   selected = [path for path in paths if where is None or searcher(where)(path)]

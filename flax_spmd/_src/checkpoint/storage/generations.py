@@ -75,7 +75,7 @@ class Claim:
   Raises:
     CheckpointExistsError: the path exists, and `overwrite` is False; or it holds files of others.
     CheckpointBusyError: another process is writing to the path.
-    CheckpointError: the store cannot be reached or written; or the path is a generation, or a whole bucket.
+    CheckpointError: the store cannot be reached or written; or the path is in a generation, or is a whole bucket.
   """
 
   def __init__(self, path: epath.Path, overwrite: bool, durable: bool = True):
@@ -118,11 +118,6 @@ class Claim:
     return whole_generations(self._store, self.path.name, self._garbage)
 
   def _check_free(self, overwrite: bool, is_new: bool) -> None:
-    if is_generation(self.path.name) and self._store.read(HEAD) is not None:
-      raise CheckpointError(
-        f'{self.path} is the current contents of a checkpoint, which no save may change.\n'
-        f'Fix: save to {self.path.parent}, or to another path.'
-      )
     is_file = '://' not in str(self.path) and self.path.is_file()
     exists = self._previous.generation or self._legacy or (is_new and self._found)
     if is_file or (exists and not overwrite):
@@ -244,7 +239,7 @@ class Claim:
 
 
 def _check_place(path: epath.Path) -> None:
-  """Raises for a path that cannot be a checkpoint: a whole disk or bucket, or one that Orbax would not find again.
+  """Raises for a path that cannot be a checkpoint: a whole disk or bucket, a part of one, or one that Orbax would not find.
 
   Orbax looks for files by patterns below a path, and TensorStore writes to another one.
   """
@@ -258,6 +253,12 @@ def _check_place(path: epath.Path) -> None:
     if found and os.sep not in found:
       raise CheckpointError(
         f'{path} contains {" and ".join(found)}, which {meaning}.\nFix: save to a path without {text}.'
+      )
+  for folder in (path, *path.parents):
+    if is_generation(folder.name) and open_store(folder.parent).read(HEAD) is not None:
+      raise CheckpointError(
+        f'{path} is {"" if folder == path else "in "}the current contents of a checkpoint, which no save may change.\n'
+        f'Fix: save to {folder.parent}, or to another path.'
       )
 
 

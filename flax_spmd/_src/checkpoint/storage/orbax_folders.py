@@ -34,7 +34,7 @@ def read_metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
       raise ValueError('it is not a JSON object')
     return content
-  except (ValueError, RecursionError) as error:
+  except (ValueError, RecursionError, IsADirectoryError) as error:
     reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)
     raise CheckpointDamagedError(
       f'Checkpoint {checkpoint} cannot be read, because of {file.name}: {reason}.\n'

@@ -40,6 +40,7 @@ NUMBERS = {'python.bool': bool, 'python.int': int, 'python.float': float}  # not
 _PYTHON = 'python.'  # other Python values, such as strings, occur in checkpoints of plain Orbax only
 _KEY_DTYPES = {'key<fry>': 'threefry2x32', 'key<rbg>': 'rbg', 'key<urbg>': 'unsafe_rbg'}
 _DTYPE = re.compile(r'[a-z][a-z0-9_]*\Z')
+_SURROGATE = re.compile('[\ud800-\udfff]')  # half a character, which no file name can have
 
 
 class LeafRecord(NamedTuple):
@@ -372,7 +373,7 @@ def check_name(name: Any) -> None:
 
 def is_unsafe_name(name: Any) -> bool:
   """Whether a leaf name is invalid, or could be read as a path that leads out of a folder."""
-  if not isinstance(name, str) or '\0' in name or name in ('', '.', '..'):
+  if not isinstance(name, str) or '\0' in name or name in ('', '.', '..') or _SURROGATE.search(name):
     return True
   parts = name.replace('\\', '/').split('/')
   return '..' in parts or not parts[0]

@@ -134,21 +134,29 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
   """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.
 
   Raises:
-    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`; or the path is empty, or
-      begins with ~.
+    CheckpointError: the URL is of another kind, or names no bucket, or lost a slash in `pathlib`, or has a query, or dots; or the path is
+      none, or is empty, or begins with ~.
   """
+  if not isinstance(path, (str, bytes, os.PathLike)):
+    raise CheckpointError(f'{path!r} is not a path.\n{_FIX}')
   text = os.fsdecode(path)
-  if not text:
-    raise CheckpointError(f'The path is empty.\n{_FIX}')
+  if not text or '\0' in text:
+    raise CheckpointError(f'The path {"contains a null character" if text else "is empty"}.\n{_FIX}')
   match = _SCHEME.match(text)
   if match is None:
-    if text.partition(os.sep)[0] == '~':
+    if os.path.expanduser(text) != text:
       raise CheckpointError(
-        f'{text} is a folder named ~ below {os.getcwd()}: only a shell takes it for the home folder.\n'
+        f'{text} is a folder named {text.partition(os.sep)[0]} below {os.getcwd()}: only a shell takes it for the home '
+        'folder.\n'
         f'Fix: pass {os.path.expanduser(text)}, or .{os.sep}{text} if you mean the former.'
       )
     return epath.Path(os.path.abspath(text))
   url, scheme = urllib.parse.urlsplit(text), match[1].lower()
+  if scheme == 'file' and (url.query or url.fragment):
+    raise CheckpointError(
+      f'{text} has a part after "?" or "#", which a path does not have.\n'
+      'Fix: write "?" as %3F and "#" as %23 in a file:// URL, or pass the path itself.'
+    )
   if scheme == 'file' and url.netloc in ('', 'localhost') and url.path.startswith('/'):
     return epath.Path(os.path.abspath(urllib.parse.unquote(url.path)))
   if '://' not in text:
@@ -160,6 +168,11 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
     raise CheckpointError(f'{text} is a URL of a kind that checkpoints are not stored under.\n{_FIX}')
   if not url.netloc:
     raise CheckpointError(f'{text} names no bucket.\nFix: pass {scheme}://<bucket>/<path>.')
+  if {'.', '..'} & set(text.split('/')):
+    raise CheckpointError(
+      f'{text} contains "." or "..", which some clients of buckets follow and some take for a name.\n'
+      'Fix: pass the path without it.'
+    )
   return epath.Path(f'{scheme}://{text[match.end() + 1 :].rstrip("/")}')
 
 

@@ -212,6 +212,7 @@ def _choose_residuals(
 ) -> dict[int, set[Equation]]:
   """Moves equations that only a backward needs into it; returns the equations that backwards repeat."""
   positions, repeated = cut.positions, {}
+  available = cut.body.inputs.difference(cut.body.carried)  # a backward would read those of a later pass
   results = {*cut.body.results, *cut.border}
   for stage in range(positions.stages):
     back = 2 * positions.stages - 1 - stage
@@ -221,8 +222,8 @@ def _choose_residuals(
     others.append([one for one in members[stage] if one.has_effects])
     outputs = results.union(*(one.values for equations in others for one in equations))
     later = {value for at in list(members) if at > stage for one in members[at] for value in one.outputs}
-    used = {value for one in members[back] for value in one.values} - later - cut.body.inputs
-    choice = residuals.choose(members[stage], used, outputs, cut.body.inputs)
+    used = {value for one in members[back] for value in one.values} - later - available
+    choice = residuals.choose(members[stage], used, outputs, available)
     for equation in choice.moved:
       cut.position[equation] = back
     members[back] += choice.moved
