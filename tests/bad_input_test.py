@@ -400,6 +400,25 @@ def test_a_function_in_the_block_of_another_number_of_devices():
 
 
 @pytest.mark.parametrize('kind', ['jit', 'pipeline_jit'])
+def test_a_step_that_is_called_instead_of_passed(kind):
+  jit = getattr(layout(mesh={'data': 2, 'stage': 2}), kind)
+  assert text_of(errors.LayoutError, jit, np.ones(3)) == dedent("""\
+    jit has a ndarray in place of a function.
+    Fix: pass the function without calling it, such as layout.jit(step).""")
+
+
+@pytest.mark.parametrize('name', ['with_partitioning', 'with_logical_partitioning'])
+def test_names_in_place_of_an_initializer(name):
+  swapped = getattr(spmd, name)(('embed', 'mlp'), nn.initializers.ones)
+  assert (
+    text_of(errors.LayoutError, swapped, jax.random.key(0), (4, 8))
+    == dedent(f"""\
+    {name} has a tuple in place of an initializer.
+    Fix: write {name}(initializer, names), such as {name}(nn.initializers.lecun_normal(), ('embed', 'mlp')).""")
+  )
+
+
+@pytest.mark.parametrize('kind', ['jit', 'pipeline_jit'])
 def test_a_step_that_is_already_jitted(kind):
   """Its own mesh and rules would hold: a comparison would be one of the same program with itself."""
 

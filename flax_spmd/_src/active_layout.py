@@ -95,12 +95,17 @@ def scope(inner: InForce) -> Iterator[None]:
     open_blocks.close(block)
 
 
-def check_not_jitted(fn: Callable[..., Any], active: InForce) -> None:
-  """Checks that a function is not already jitted by another layout, whose mesh and rules it would use.
+def check_function(fn: Callable[..., Any], active: InForce) -> None:
+  """Checks that an argument of `jit` is a function, not already jitted by another layout, whose mesh and rules it would use.
 
   Raises:
-    LayoutError: it is; the message names that layout's mesh and the unwrapped function.
+    LayoutError: it is not; the message names that layout's mesh and the unwrapped function.
   """
+  if not callable(fn):
+    raise LayoutError(
+      f'jit has a {type(fn).__name__} in place of a function.\n'
+      'Fix: pass the function without calling it, such as layout.jit(step).'
+    )
   while isinstance(fn, functools.partial):
     fn = fn.func
   bound = fn.in_force if isinstance(fn, UnderLayout) else active

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd._src.active_layout import InForce, check_not_jitted
+from flax_spmd._src.active_layout import InForce, check_function
 from flax_spmd._src.data.common_values import check_arguments, check_choice, check_values
 from flax_spmd._src.data.data_shard import DataShard, data_shard_of
 from flax_spmd._src.data.gather import gather
@@ -475,7 +475,7 @@ class Layout:
       return functools.partial(
         self.jit, **placements, **axes, constrain_batch=constrain_batch, **options
       )
-    check_not_jitted(fn, self._in_force)
+    check_function(fn, self._in_force)
     arguments = Arguments.of(fn, options)
     if axis is not None:
       fn = axis.bound(fn, arguments, self._mesh, self._rules)

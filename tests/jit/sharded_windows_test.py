@@ -89,6 +89,36 @@ def convolved(images, kernel, stride):
   )
 
 
+def layers(kind):
+  """The sum of squares of two layers whose results are sharded by rows, over one of two axes."""
+
+  def layer(x, kernel):
+    rows = NamedSharding(LAYOUT.mesh, P(None, 'data'))
+    return jax.lax.with_sharding_constraint(jnp.sin(convolved(x, kernel, 1)), rows)
+
+  def of_kernels(kernels, images):
+    if kind == 'scan':
+      return jnp.sum(jax.lax.scan(lambda x, kernel: (layer(x, kernel), None), images, kernels)[0] ** 2)
+    each = {
+      'remat': jax.checkpoint(layer),
+      'jit': jax.jit(layer),
+      'cond': lambda x, kernel: jax.lax.cond(
+        x[0, 0, 0, 0] > 0, layer, lambda x, kernel: x + layer(x, kernel), x, kernel
+      ),
+    }[kind]
+    return jnp.sum(each(each(images, kernels[0]), kernels[1]) ** 2)
+
+  return jax.grad(of_kernels)
+
+
+@pytest.mark.parametrize('kind', ['scan', 'remat', 'jit', 'cond'])
+def test_convolutions_inside_other_programs_are_named(kind):
+  kernels = NUMBERS.normal(size=(2, 3, 3, 8, 8)).astype(np.float32) / 8
+  images = NUMBERS.normal(size=(8, 16, 16, 8)).astype(np.float32)
+  with pytest.warns(UserWarning, match=r"with dim 1 over 'data' at sharded_windows_test.py:\d+"):
+    LAYOUT.jit(layers(kind))(kernels, images)
+
+
 def drawn_spec(chance):
   entries = [()] * 4
   for axis in ('data', 'model'):

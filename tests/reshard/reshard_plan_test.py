@@ -209,6 +209,8 @@ def test_calls_that_are_none_of_reshard_s():
     (lambda: jax.jit(lambda state: FSDP.reshard(state, HALF))(state),
      'w: it is a value in a function that JAX traces.\n'
      'Fix: call reshard outside of jitted functions; inside, use with_sharding_constraint.'),
+    (lambda: FSDP.reshard(state, HALF, dtype='flaot32'),
+     "dtype='flaot32' is not a dtype.\nFix: pass a floating-point dtype, such as bfloat16."),
     (lambda: FSDP.reshard(state, HALF, dtype='int8'),
      "dtype='int8' has no floating-point numbers, which the arrays have.\n"
      'Fix: pass a floating-point dtype, such as bfloat16; quantize the state in a function of its own.'),

@@ -465,6 +465,7 @@ def with_partitioning(
 
   @functools.wraps(fn)
   def boxed(*args, **kwargs):
+    _check_initializer('with_partitioning', fn)
     return Partitioned(fn(*args, **kwargs), names, mesh)
 
   return boxed
@@ -489,9 +490,19 @@ def with_logical_partitioning(
 
   @functools.wraps(fn)
   def boxed(*args, **kwargs):
+    _check_initializer('with_logical_partitioning', fn)
     return LogicallyPartitioned(fn(*args, **kwargs), names, mesh, rules)
 
   return boxed
+
+
+def _check_initializer(wrapper: str, fn: Any) -> None:
+  if not callable(fn):
+    raise LayoutError(
+      f'{wrapper} has a {type(fn).__name__} in place of an initializer.\n'
+      f'Fix: write {wrapper}(initializer, names), such as '
+      f"{wrapper}(nn.initializers.lecun_normal(), ('embed', 'mlp'))."
+    )
 
 
 def _unpickled_box(cls: type[Partitioned], static: Static, value: Any) -> Partitioned:

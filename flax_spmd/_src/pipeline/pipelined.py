@@ -23,7 +23,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.active_layout import InForce, UnderLayout, check_not_jitted
+from flax_spmd._src.active_layout import InForce, UnderLayout, check_function
 from flax_spmd._src.host_memory import check_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
@@ -105,7 +105,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     **settings: Any,
   ):
     self.in_force = InForce(mesh, rules)
-    check_not_jitted(fn, self.in_force)
+    check_function(fn, self.in_force)
     functools.update_wrapper(self, fn)
     self._fn, self._arguments = fn, Arguments.of(fn, options)
     name = f'pipeline_jit of {getattr(fn, "__name__", type(fn).__name__)}'

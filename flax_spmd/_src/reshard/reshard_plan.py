@@ -207,6 +207,12 @@ def cast_dtype(leaf: Any, dtype: Any) -> Any:
   own = dtype_of(leaf)
   if dtype is None or not jnp.issubdtype(own, jnp.floating):
     return own
+  try:
+    jnp.dtype(dtype)
+  except TypeError:
+    raise LayoutError(
+      f'dtype={dtype!r} is not a dtype.\nFix: pass a floating-point dtype, such as bfloat16.'
+    ) from None
   if not jnp.issubdtype(dtype, jnp.floating):
     raise LayoutError(
       f'dtype={jnp.dtype(dtype).name!r} has no floating-point numbers, which the arrays have.\n'
