@@ -399,6 +399,29 @@ def test_a_function_in_the_block_of_another_number_of_devices():
       assert text_of(errors.MeshError, ask) == expected
 
 
+@pytest.mark.parametrize('method', ['__call__', 'lower', 'explain'])
+@pytest.mark.parametrize('kernel', [(3, 3), (1, 1)])
+def test_arguments_on_other_devices(method, kernel):
+  one, half = layout(('mlp', 'model')), layout(mesh={'model': 2})
+  w = one.shard(np.ones((4, 8), 'float32'), (None, 'mlp'))
+  images = jax.device_put(np.ones((2, 4, 4, 4), 'float32'), jax.devices()[3])
+  b = half.replicate({'b': np.ones(8, 'float32')})
+
+  @one.jit
+  def step(w, images, *, b):
+    windows = jnp.broadcast_to(w, (*kernel, *w.shape))
+    numbers = 'NHWC', 'HWIO', 'NHWC'
+    return b['b'].sum() * jax.lax.conv_general_dilated(
+      images, windows, (1, 1), 'SAME', dimension_numbers=numbers
+    )
+
+  text = text_of(errors.LayoutError, getattr(step, method), w, images, b=b)
+  assert text == dedent("""\
+    argument 1 is on devices [3], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
+    argument b/b is on devices [0, 1], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
+    Fix: transfer it with layout.shard, or with reshard of the layout that it is stored by.""")
+
+
 @pytest.mark.parametrize('kind', ['jit', 'pipeline_jit'])
 def test_a_step_that_is_called_instead_of_passed(kind):
   jit = getattr(layout(mesh={'data': 2, 'stage': 2}), kind)

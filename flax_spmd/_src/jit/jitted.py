@@ -48,7 +48,13 @@ from flax_spmd._src.jit.planned_traces import (
   repeated,
 )
 from flax_spmd._src.jit.program_explanation import ProgramExplanation
-from flax_spmd._src.jit.required_shardings import LeafShardings, check_required, put, with_shardings
+from flax_spmd._src.jit.required_shardings import (
+  LeafShardings,
+  check_required,
+  explained_devices,
+  put,
+  with_shardings,
+)
 from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.steady_calls import SteadyCalls
 from flax_spmd._src.mesh import MeshLike, describe, placed_sharding
@@ -201,7 +207,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     self._find_modules(args, kwargs)
     if self._modular is None:
       try:
-        with self._scope():
+        with self._scope(), explained_devices(args, kwargs, self._mesh):
           return self._planned_for(*self._prepared(args, kwargs))[0]
       except _TakesModules:
         self._modular = self._made_modular()
@@ -321,7 +327,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     )
 
   def _apply_planned(self, method: str, args, kwargs) -> Any:
-    with self._scope():
+    with self._scope(), explained_devices(args, kwargs, self._mesh):
       check_flax_rules(self._name, self.in_force)
       prepared, named = self._prepared(args, kwargs)
       planned, known = self._planned_for(prepared, named)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
-from flax_spmd._src.mesh import describe
+from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, raise_problems
 
@@ -48,6 +49,41 @@ def check_required(args: Any, shardings: Sequence[Sharding | None]) -> None:
     and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
   ]
   raise_problems(problems)
+
+
+@contextlib.contextmanager
+def explained_devices(args: Any, kwargs: Any, mesh: MeshLike) -> Iterator[None]:
+  """A block in which JAX's error about the devices of arguments is explained.
+
+  Raises:
+    LayoutError: names every array that is committed to other devices than those of the mesh.
+  """
+  try:
+    yield
+    return
+  except ValueError as error:
+    problems = _on_other_devices(args, kwargs, mesh) if 'incompatible devices' in str(error) else []
+    if not problems:
+      raise
+  raise_problems(problems)
+
+
+def _on_other_devices(args: Any, kwargs: Any, mesh: MeshLike) -> list[Problem]:
+  devices = set(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+  leaves = [
+    *jax.tree_util.tree_leaves_with_path(args),
+    *jax.tree_util.tree_leaves_with_path(kwargs),
+  ]
+  return [
+    Problem(
+      f'argument {path_string(path)} is on devices {sorted(each.id for each in leaf.sharding.device_set)}, '
+      f'but the layout is on {sorted(each.id for each in devices)}.',
+      'transfer it with layout.shard, or with reshard of the layout that it is stored by.',
+    )
+    for path, leaf in leaves
+    if devices and isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    if leaf.committed and leaf.sharding.device_set != devices
+  ]
 
 
 def _texts(one: Any, other: Any) -> tuple[str, str]:
