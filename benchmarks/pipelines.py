@@ -568,7 +568,7 @@ class Sleeper:
 
   def __init__(self, schedule: pipeline.Schedule):
     self._schedule, self._slept, self._steps = schedule, [], 0
-    costs = dict.fromkeys(SLEEPS, SLEEP)
+    costs: dict[str, float] = dict.fromkeys(SLEEPS, SLEEP)
     self.makespan = schedule.simulate(MICROBATCHES, costs).makespan
     params = {'shift': jnp.zeros(4), 'weights': [jnp.eye(4)] * schedule.stages}
     self._arguments = params, jnp.ones((MICROBATCHES, 2, 4))

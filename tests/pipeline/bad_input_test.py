@@ -626,32 +626,6 @@ def test_a_stage_end_on_gradients():
   )
 
 
-def test_a_later_value_that_the_loop_carries_back():
-  """The same dependency through the loop's carry."""
-
-  def step(w, batch):
-    def one(total, x):
-      return total + jnp.sum(model(w, x + total)), None
-
-    return lax.scan(one, jnp.float32(0), batch)[0]
-
-  assert text_of(lambda: lower(step, schedule=FOUR)) == carries(
-    'float32[]: set by fwd of stage 3, read by fwd of stage 0'
-  )
-
-
-def carries(*lines):
-  return '\n'.join(
-    [
-      'The microbatch loop carries values from one microbatch to the next that are not private to '
-      'one task, and a pipeline runs tasks of several microbatches in parallel:',
-      *(f'  {line}' for line in lines),
-      'Fix: carry only sums, maxima and values of a single stage; pass the inputs of each microbatch with the '
-      'batch, and update parameters after the loop.',
-    ]
-  )
-
-
 def test_forward_mode_derivatives():
   """Inside the loop, of the loop, and without a loop."""
   derivative = lambda f, w: jax.jvp(f, (w,), (w,))
@@ -773,24 +747,44 @@ def test_parameters_that_every_microbatch_updates():
     loss, grads = jax.value_and_grad(lambda w: jnp.sum(model(w, n * x)))(w)
     return (n + loss, jax.tree.map(jnp.subtract, w, grads)), None
 
-  assert text_of(lambda: lower(scan_step(one, (np.float32(0), W)), schedule=FOUR)) == carries(
-    'float32[]: set by bwd of stage 3, read by fwd of stage 0 and bwd of stage 0',
-    *(f'float32[4,4]: set by bwd of stage {stage}, read by fwd of stage {stage}' for stage in range(3)),
+  step = scan_step(one, (np.float32(0), W))
+  assert text_of(lambda: lower(step, schedule=FOUR)) == waits_for(
+    *(
+      f'float32[4,4]: set by bwd of stage {stage}, read by fwd of stage {stage} and bwd of stage {stage}'
+      for stage in range(3)
+    ),
   )
 
 
-def test_a_microbatch_that_is_carried():
-  step = scan_step(lambda before, x, w: (x, jnp.sum(model(w, x))), X[0])
-  assert text_of(lambda: lower(step, schedule=FOUR)) == carries(
-    'float32[2,4]: set by the batch, read by no task'
+def test_a_carried_value_in_another_order_of_microbatches():
+  """A sum is none: its order is free."""
+
+  def backwards(rank, microbatches):
+    yield from (f'fwd_{rank}__{number}' for number in range(microbatches))
+    yield from (f'bwd_{rank}__{number}' for number in reversed(range(microbatches)))
+
+  def one(carry, x, w):
+    decayed, total = carry
+    loss, grads = jax.value_and_grad(lambda w: jnp.sum(model(w, x)))(w)
+    return (decayed / 2 + loss, total + loss), grads
+
+  step = scan_step(one, (np.float32(0), np.float32(0)))
+  schedule = Schedule.of(backwards, 4)
+  assert text_of(lambda: lower(step, schedule=schedule)) == waits_for(
+    'float32[]: set by bwd of stage 3, read by bwd of stage 3', schedule='backwards(ranks=4)'
   )
 
 
-def test_a_carried_value_returned_from_every_pass():
-  step = scan_step(lambda total, x, w: (total + jnp.sum(model(w, x)), total), np.float32(0))
-  assert text_of(lambda: lower(step, schedule=FOUR)) == dedent(f"""\
-    The microbatch loop at {at('by hand')} carries a value and also returns it from every pass: float32[].
-    Fix: return it after the last pass only.""")
+def waits_for(*lines, schedule='OneFOneB(ranks=4)'):
+  return '\n'.join(
+    [
+      f'The microbatch loop at {at("by hand")} carries values to the next microbatch. In {schedule}, tasks that '
+      'read them come before the tasks that set them, and ranks would wait for one another:',
+      *(f'  {line}' for line in lines),
+      'Fix: carry only sums, maxima and values that later stages read; pass the inputs of each microbatch with the '
+      'batch, and update parameters after the loop; or use a schedule in which the next microbatch begins later.',
+    ]
+  )
 
 
 # -- calls

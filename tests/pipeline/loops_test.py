@@ -348,3 +348,10 @@ def test_prediction_of_an_early_stage():
     return early.sum()
 
   check_once(predict, PARAMS, X[0])
+
+
+@pytest.mark.parametrize('kind', ['fwd', 'bwd'])
+def test_tasks_without_a_duration(kind):
+  """Their results are sent after they run, all at one time."""
+  costs = {'fwd': 1, 'bwd': 1, kind: 0}
+  check(training(squared, Interleaved1F1B(STAGES, 1).with_costs(costs)), PARAMS, X, Y)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -62,13 +61,14 @@ from flax_spmd._src.pipeline.run.host_copies import with_host_copies
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import compile_stages
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
-from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule
+from flax_spmd._src.pipeline.schedules.schedule import Schedule, check_schedule, timed_steps
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.stage_ranks import assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 InputPlanner = Callable[[Any], Sequence[Any]]
@@ -281,6 +281,9 @@ class TracedPipelineStep:
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
     cut = stage_assignment.cut(step.loop.body, len(ranks), title, turn, split)
     programs = task_programs.split(cut, split)
+    waits = task_programs.waits(programs.accumulators)
+    if waits and schedule is not None:
+      order = timed_steps(schedule, step.loop.count, waits) or _refused(schedule, step.loop, programs)
     joined = outside_loop.join(step, programs, ranks)
     assignment = outside_loop.assign_ranks(joined)
     several = len(self._setting.processes) > 1
@@ -324,9 +327,20 @@ class TracedPipelineStep:
         f'The microbatch loop at {loop.source_line} has no schedule.\n'
         f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
       )
-    steps = itertools.chain.from_iterable(schedule.simulate(loop.count).steps)
-    by_start = sorted(steps, key=lambda one: one.start)
-    return by_start, schedule.stage_ranks, str(schedule)
+    return timed_steps(schedule, loop.count) or [], schedule.stage_ranks, str(schedule)
+
+
+def _refused(schedule: Schedule, loop: Loop, programs: TaskPrograms) -> NoReturn:
+  """Raises for carried values that tasks of a schedule cannot wait for."""
+  waiting = [one for one in programs.accumulators if one.waiting]
+  alone = [one for one in waiting if not timed_steps(schedule, loop.count, task_programs.waits([one]))]
+  raise PipelineError(
+    f'The microbatch loop at {loop.source_line} carries values to the next microbatch. In {schedule}, tasks that read '
+    'them come before the tasks that set them, and ranks would wait for one another:\n'
+    + first_lines([f'  {one}' for one in alone or waiting])
+    + '\nFix: carry only sums, maxima and values that later stages read; pass the inputs of each microbatch with '
+    'the batch, and update parameters after the loop; or use a schedule in which the next microbatch begins later.'
+  )
 
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
@@ -474,7 +488,7 @@ class LoweredPipelineStep:
     groups = ElementwiseGroups(joined.equations)
     sums = []
     for one in self.programs.accumulators:
-      versions = joined.final[one], joined.start[one], one.before
+      versions = joined.final[one], joined.start[one], one.before, one.after
       groups.merge(*versions)
       sums += versions
     results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]

@@ -191,13 +191,21 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
   before, slices = variables[:carried], variables[carried:]
   inside, outputs = _opened(scan.params['jaxpr'], [*scan.inputs[:constants], *variables], marked)
   _check_nested(scan, [one for one in inside if any(map(passes, one.jaxprs))])
+  # a value that every pass hands on unchanged is one of the step
+  same = {old: start for old, new, start in zip(before, outputs, starts) if old is new}
+  inside = [one.replaced(same) for one in inside] if same else inside
+  outputs = [
+    one if number < carried and one is before[number] else eq.resolved(same, [one])[0]
+    for number, one in enumerate(outputs)
+  ]
   whole, inside = inside, _needed(inside, outputs)
   idle = [one for one in whole if _is_end(one) and one not in set(inside)]
   schedule = next((one.params['schedule'] for one in inside if one.primitive is microbatch_p), None)
   hoisted, inside = _hoisted(inside, {*before, *slices})
   rows, index = dict(zip(slices, batch, strict=True)), Value(jax.typeof(np.uint32(0)))
   inside = [*_rows_taken(rows, index), *inside]
-  body = Body(inside, [], index, rows, before, outputs[:carried], outputs[carried:], idle)
+  kept, any_order = outputs[carried:], any(one.primitive is microbatch_p for one in inside)
+  body = Body(inside, [], index, rows, before, outputs[:carried], kept, idle, any_order)
   own = {*before, index}.union(*(one.outputs for one in inside))
   body.invariants = [value for value in eq.free_values(inside) if value not in own]
   at = equations.index(scan)

@@ -133,11 +133,6 @@ def _unprocessed(loop: Loop, body: Body, value: Value, equations: list[Equation]
   """A stacked result that no task computes: the batch itself, or an invariant, broadcast."""
   if value in body.rows:
     return body.rows[value]
-  if value in body.carried:
-    raise PipelineError(
-      f'The microbatch loop at {loop.source_line} carries a value and also returns it from every pass: '
-      f'{value.aval.str_short()}.\nFix: return it after the last pass only.'
-    )
   repeating, [stack] = eq.traced(lambda x: [jnp.broadcast_to(x, (loop.count, *jnp.shape(x)))], value)
   equations += repeating
   return stack

@@ -35,6 +35,7 @@ class Body:
     updated: the carried values after the pass.
     kept: results of one microbatch.
     idle: marks with unused results, which are not among the equations.
+    any_order: whether each carried value may be updated in any order of the microbatches.
   """
 
   equations: list[Equation]
@@ -45,6 +46,7 @@ class Body:
   updated: list[Value]
   kept: list[Value]
   idle: list[Equation] = dataclasses.field(default_factory=list)
+  any_order: bool = False
 
   @property
   def inputs(self) -> set[Value]:

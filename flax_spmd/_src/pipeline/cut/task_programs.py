@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from flax_spmd._src.pipeline.cut import residuals
 from flax_spmd._src.pipeline.cut.equations import Atom, Equation, Value
 from flax_spmd._src.pipeline.cut.stage_assignment import Body, StageAssignment
 from flax_spmd._src.pipeline.schedules.tasks import KINDS, Kind
-from flax_spmd._src.text import first_lines
-from flax_spmd.errors import PipelineError
 
 Key: TypeAlias = tuple[Kind, int]
 _SPLIT_FROM = 1024  # bytes; a smaller sum is not split by stage
@@ -59,6 +57,9 @@ class Accumulator(NamedTuple):
     task: kind and stage of the task.
     origin: index among the values that the traced loop carries.
     first: whether it starts with the loop's initial value, not with zeros.
+    passed: whether other tasks read it, too. Then every microbatch has a value of its own.
+    waiting: the tasks of a microbatch that need the value of the microbatch before: its readers. None for a sum
+      that only its task reads, as the order of its terms is free.
   """
 
   before: Value
@@ -66,6 +67,12 @@ class Accumulator(NamedTuple):
   task: Key
   origin: int
   first: bool
+  passed: bool
+  waiting: tuple[Key, ...]
+
+  def __str__(self) -> str:
+    reads = ' and '.join(map(_task_text, self.waiting))
+    return f'{self.before.aval.str_short()}: set by {_task_text(self.task)}, read by {reads}'
 
 
 class TaskPrograms(NamedTuple):
@@ -104,9 +111,8 @@ def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
     cut: the body, with the position of every equation.
     split_weights: whether gradients of weights are separate tasks.
 
-  Raises:
-    PipelineError: a value carried from pass to pass is not private to one task.
   """
+  _copy_moved(cut)
   origins = _split_sums(cut)
   members: dict[int, list[Equation]] = defaultdict(list)
   for equation in cut.body.equations:
@@ -118,6 +124,46 @@ def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
   programs = {task.key: task for task in tasks if task.equations}
   accumulators = _accumulators(cut.body, programs, origins)
   return TaskPrograms(programs, accumulators, cut.body, [origin for origin, _ in origins])
+
+
+# -- values that a pass only moves
+
+
+def _copy_moved(cut: StageAssignment) -> None:
+  """Lets a task copy each carried value that is the old one of another, a row of the batch or an invariant.
+
+  The task is the one that updates the other value, or else the first that reads the new one. A carried value that is
+  returned as it was before the pass is copied as well.
+  """
+  body, positions = cut.body, cut.positions
+  producer = {value: one for one in body.equations for value in one.outputs if value not in body.rows}
+  number = {value: index for index, value in enumerate(body.carried)}
+  first: dict[Value, int] = {}
+  for one in sorted(body.equations, key=cut.position.__getitem__):
+    for value in number.keys() & set(one.values):
+      first.setdefault(value, cut.position[one])
+
+  def position(index: int, seen: tuple[int, ...] = ()) -> int:
+    new = body.updated[index]
+    if new in producer:
+      return cut.position[producer[new]]
+    if number.get(new, index) not in (index, *seen):
+      return position(number[new], (*seen, index))
+    return first.get(body.carried[index], positions.at(0))
+
+  def copied(value: Value, index: int) -> Value:
+    equations, [copy] = eq.traced(lambda x: [jnp.copy(x)], value)
+    cut.position.update(dict.fromkeys(equations, position(index)))
+    added.extend(equations)
+    return copy
+
+  added: list[Equation] = []
+  updated = [
+    new if new is old or new in producer else copied(new, index)
+    for index, (old, new) in enumerate(zip(body.carried, body.updated, strict=True))
+  ]
+  kept = [copied(value, number[value]) if value in number else value for value in body.kept]
+  cut.body = dataclasses.replace(body, equations=[*body.equations, *added], updated=updated, kept=kept)
 
 
 # -- sums that several stages add to
@@ -297,38 +343,67 @@ def _split_weights(task: TaskProgram, tasks: list[TaskProgram]) -> list[TaskProg
 def _accumulators(
   body: Body, tasks: Mapping[Key, TaskProgram], origins: list[tuple[int, bool]]
 ) -> list[Accumulator]:
-  """The carried values that tasks update, without those that stay unchanged or become invariants."""
+  """The carried values that tasks update, without those that stay unchanged."""
   producer = {value: key for key, task in tasks.items() for value in task.outputs}
+  users_of = _readers_of(body.equations)
   users: dict[Value, set[Key]] = defaultdict(set)
   for key, task in tasks.items():
     for value in task.inputs:
       users[value].add(key)
-  accumulators, problems = [], []
+  accumulators = []
   taken = set(body.kept)
   for before, after, (origin, first) in zip(body.carried, body.updated, origins, strict=True):
     task = producer.get(after)
-    others = users[before] - {task}
-    from_outside = after in body.rows or (after in body.carried and after is not before)
-    if others or from_outside:
-      readers = sorted(others, key=lambda key: (KINDS.index(key[0]), key[1]))
-      reads = ' and '.join(map(_task_text, readers)) or 'no task'
-      sets = _task_text(task)
-      if from_outside:
-        sets = 'the batch' if after in body.rows else 'another carried value'
-      problems.append(f'  {before.aval.str_short()}: set by {sets}, read by {reads}')
-    if task is not None:
-      own = _copied(after, tasks[task]) if after in taken or users[after] else after
-      taken.add(after)
-      accumulators.append(Accumulator(before, own, task, origin, first))
-  if problems:
-    raise PipelineError(
-      'The microbatch loop carries values from one microbatch to the next that are not private to one '
-      'task, and a pipeline runs tasks of several microbatches in parallel:\n'
-      + first_lines(problems)
-      + '\nFix: carry only sums, maxima and values of a single stage; pass the inputs of each '
-      'microbatch with the batch, and update parameters after the loop.'
-    )
+    if task is None:
+      continue
+    passed = bool(users[before] - {task})
+    readers = sorted(users[before], key=lambda key: (KINDS.index(key[0]), key[1]))
+    free = not passed and (body.any_order or _is_reduction(before, after, users_of))
+    own = _copied(after, tasks[task]) if after in taken or (users[after] and not passed) else after
+    taken.add(after)
+    waiting = () if free else tuple(readers)
+    accumulators.append(Accumulator(before, own, task, origin, first, passed, waiting))
   return accumulators
+
+
+def waits(accumulators: Iterable[Accumulator]) -> dict[Key, list[Key]]:
+  """For each task, those of the microbatch before that it waits for, since it reads what they set."""
+  found: dict[Key, list[Key]] = defaultdict(list)
+  for one in accumulators:
+    for task in one.waiting:
+      found[task].append(one.task)
+  return found
+
+
+def _readers_of(equations: Iterable[Equation]) -> dict[Value, list[Equation]]:
+  """The equations that read each value, one for each time."""
+  readers: dict[Value, list[Equation]] = defaultdict(list)
+  for one in equations:
+    for value in one.values:
+      readers[value].append(one)
+  return readers
+
+
+_REDUCTIONS = {'add': '+', 'add_any': '+', 'sub': '+', 'mul': '*', 'div': '*'} | {
+  name: name for name in ('max', 'min', 'and', 'or', 'xor')
+}
+_NEUTRAL = frozenset({'convert_element_type', 'sharding_constraint', 'copy'})
+
+
+def _is_reduction(before: Value, after: Value, readers: Mapping[Value, list[Equation]]) -> bool:
+  """Whether an update combines the value with others by one operation whose order is free, such as a sum."""
+  operations, value = set(), before
+  while value is not after:
+    if len(readers[value]) != 1:
+      return False
+    [one] = readers[value]
+    if one.name in ('sub', 'div') and one.inputs[0] is not value:
+      return False
+    operations |= set() if one.name in _NEUTRAL else {_REDUCTIONS.get(one.name)}
+    [value] = one.outputs if len(one.outputs) == 1 else [before]
+    if None in operations or len(operations) > 1 or value is before:
+      return False
+  return True
 
 
 def _copied(value: Value, task: TaskProgram) -> Value:
@@ -338,5 +413,5 @@ def _copied(value: Value, task: TaskProgram) -> Value:
   return copy
 
 
-def _task_text(key: Key | None) -> str:
-  return 'no task' if key is None else f'{key[0]} of stage {key[1]}'
+def _task_text(key: Key) -> str:
+  return f'{key[0]} of stage {key[1]}'

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core.primitives import convert_element_type_p
 
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
@@ -193,16 +194,18 @@ class CallListBuilder:
     self._arguments, self._succeeded = set(arguments), succeeded
     self._ranks = range(max(stage_ranks) + 1)
     self._producer = programs.producers()
-    self._before = {one.before: one for one in programs.accumulators}
-    self._after = {one.after: one for one in programs.accumulators}
+    self._start = {one.before: joined.start[one] for one in programs.accumulators}
+    self._passed = {one.before: one.after for one in programs.accumulators if one.passed}
+    self._passed_on = {one.after: joined.final[one] for one in programs.accumulators if one.passed}
+    own = [one for one in programs.accumulators if not one.passed]
+    self._before = {one.before: one for one in own}
+    self._after = {one.after: one for one in own}
     self._readers = _readers(programs)
     self._results = {*joined.kept, *joined.stacks}
-    self._stage_programs: dict[tuple[tuple[str, int, int], ...], StageProgram] = {}
+    self._stage_programs: dict[tuple[Any, ...], StageProgram] = {}
     self._shared: dict[StageProgram, dict[Value, Buffer]] = defaultdict(dict)
-    self._updates: dict[Accumulator, int] = dict.fromkeys(programs.accumulators, 0)
-    self._sums = {
-      one: Buffer(joined.start[one], None, stage_ranks[one.task[1]]) for one in programs.accumulators
-    }
+    self._updates: dict[Accumulator, int] = dict.fromkeys(own, 0)
+    self._sums = {one: Buffer(joined.start[one], None, stage_ranks[one.task[1]]) for one in own}
     self._stack_programs: dict[tuple[Key, bool], StageProgram] = {}
     self._stored: Counter[Key] = Counter()
     self._runs = Counter((task.kind, task.stage) for one in order for task in one.step.tasks)
@@ -228,9 +231,11 @@ class CallListBuilder:
       return []
     microbatches = list(dict.fromkeys(task.microbatch for task in tasks))
     key = tuple((task.kind, task.stage, microbatches.index(task.microbatch)) for task in tasks)
-    if key not in self._stage_programs:
-      self._stage_programs[key] = self._stage_program(key)
-    program = self._stage_programs[key]
+    before = [microbatches.index(one - 1) if one - 1 in microbatches else None for one in microbatches]
+    before = tuple(before if self._passed else [None] * len(before))
+    if (key, before) not in self._stage_programs:
+      self._stage_programs[key, before] = self._stage_program(key, before)
+    program = self._stage_programs[key, before]
     shared, done = self._shared[program], Counter((task.kind, task.stage) for task in tasks)
     inputs = [shared.get(one) or self._read(program, one, microbatches) for one in program.inputs]
     outputs = [self._written(program, one, microbatches, done) for one in program.outputs]
@@ -260,8 +265,15 @@ class CallListBuilder:
     outputs = [Buffer(stack, version, rank) for stack in stacks]
     return Call(self._stack_programs[task, done == 0], inputs, outputs, when, stores=True)
 
-  def _stage_program(self, key: tuple[tuple[str, int, int], ...]) -> StageProgram:
-    """One program of several tasks; `key` has the kind, stage and microbatch index of each."""
+  def _stage_program(
+    self, key: tuple[tuple[str, int, int], ...], before: tuple[int | None, ...]
+  ) -> StageProgram:
+    """One program of several tasks.
+
+    Args:
+      key: kind, stage and microbatch index of each task.
+      before: for the index of each microbatch, that of the microbatch before, if it is among them.
+    """
     inner: dict[Port, Value] = {}
     equations: list[Equation] = []
     ports: dict[Value, Port] = {}
@@ -271,7 +283,7 @@ class CallListBuilder:
       task = self._programs.tasks[kind, stage]  # pyright: ignore[reportArgumentType]
       for one in task.equations:
         known = {
-          value: self._inner_value(value, slot, inner, ports)
+          value: self._inner_value(value, slot, before, inner, ports)
           for value in one.values
           if not isinstance(value, Constant)
         }
@@ -286,7 +298,7 @@ class CallListBuilder:
         if value in self._after:  # the next task of this program adds to it
           inner[self._after[value].before, 0] = result
           outputs = [one for one in outputs if ports[one][0] is not value]
-        elif value not in self._results and all(
+        elif value not in self._results | self._passed_on.keys() and all(
           (*reader, slot) in own_tasks for reader in self._readers[value]
         ):
           continue
@@ -300,11 +312,19 @@ class CallListBuilder:
     return StageProgram(name, rank, equations, inputs + constants, outputs, ports)
 
   def _inner_value(
-    self, value: Value, slot: int, inner: dict[Port, Value], ports: dict[Value, Port]
+    self,
+    value: Value,
+    slot: int,
+    before: tuple[int | None, ...],
+    inner: dict[Port, Value],
+    ports: dict[Value, Port],
   ) -> Value:
     """The value inside a program that stands for one of the step: a separate one per microbatch."""
-    index = self._programs.body.index
-    per_microbatch = value in self._producer or value is index or (value, slot) in inner
+    earlier = before[slot]
+    if value in self._passed and earlier is not None:
+      value, slot = self._passed[value], earlier
+    own = value in self._producer or value in self._passed or value is self._programs.body.index
+    per_microbatch = own or (value, slot) in inner
     port = value, slot if per_microbatch else 0
     if port not in inner:
       inner[port] = Value(value.aval)
@@ -316,6 +336,10 @@ class CallListBuilder:
     value, slot = program.ports[inner]
     if value in self._before:
       return self._sums[self._before[value]]
+    if value in self._passed:
+      if not microbatches[slot]:
+        return Buffer(self._start[value], None, program.rank)
+      return self._of_microbatch(self._passed[value], microbatches[slot] - 1, program.rank)
     if value is self._programs.body.index:
       return Buffer(self._joined.indices[microbatches[slot]], None, program.rank)
     if value in self._producer:
@@ -343,6 +367,8 @@ class CallListBuilder:
 
   def _of_microbatch(self, value: Value, microbatch: int, rank: int) -> Buffer:
     kept = self._joined.kept.get(value)
+    if value in self._passed_on and microbatch == len(self._joined.indices) - 1:
+      kept = self._passed_on[value]
     return Buffer(value, microbatch, rank) if kept is None else Buffer(kept, None, rank)
 
   # -- before and after the loop
@@ -354,8 +380,8 @@ class CallListBuilder:
       if self._stage_ranks[stage] != rank:
         continue
       for value in task.inputs:
-        if value in self._before:
-          needed[self._joined.start[self._before[value]]] = None
+        if value in self._start:
+          needed[self._start[value]] = None
         elif value not in self._producer and value is not self._programs.body.index:
           needed[value] = None
     return list(needed)
@@ -472,7 +498,10 @@ def _stack_program(
 
 
 def _with_row(stack: Any, row: Any, index: Any) -> list[Any]:
-  return [lax.dynamic_update_index_in_dim(stack, row, index, 0)]
+  new = lax.dynamic_update_index_in_dim(stack, row, index, 0)
+  if jax.typeof(stack).weak_type:  # the update has none
+    new = convert_element_type_p.bind(new, new_dtype=new.dtype, weak_type=True, sharding=None)
+  return [new]
 
 
 def _readers(programs: TaskPrograms) -> dict[Value, list[tuple[str, int]]]:
@@ -519,13 +548,14 @@ def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]
 def _times(call: Call, before: Sequence[Any]) -> tuple[tuple[float, bool], tuple[float, bool]]:
   """Sort keys of a call and of the sends of its results.
 
-  Calls of the loop sort by time, with ends before starts. Calls before the loop come first and calls
-  after it last, in the order given.
+  Calls of the loop sort by time, with ends before starts; those without a duration keep their order. Calls
+  before the loop come first and calls after it last, in the order given.
   """
   if call.when is not None and call.stores:
     return (call.when.end, True), (call.when.end, True)
   if call.when is not None:
-    return (call.when.start, True), (call.when.end, False)
+    start, end = call.when.start, call.when.end
+    return (start, True), (end, start == end)
   begun = any(isinstance(one, Call) and one.when is not None for _, one in before)
   at = math.inf if begun else -math.inf
   return (at, True), (at, True)

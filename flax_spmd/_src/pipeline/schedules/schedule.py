@@ -17,21 +17,30 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.simulation import (
   EQUAL,
   Costs,
   Simulation,
+  TimedStep,
   check_time,
   own_costs,
   simulate,
+  timed,
 )
 from flax_spmd._src.pipeline.schedules.stage_ranks import Placement, assign_ranks, check_positive
 from flax_spmd._src.pipeline.schedules.tasks import Order, Step
 from flax_spmd._src.pipeline.schedules.text_format import ParsedSchedule, read, steps_of, write
 from flax_spmd._src.pipeline.schedules.timeline import Timeline
-from flax_spmd._src.pipeline.schedules.validation import ScheduleReport, TaskLists, validate
+from flax_spmd._src.pipeline.schedules.validation import (
+  ScheduleReport,
+  TaskLists,
+  Waits,
+  order_of,
+  validate,
+)
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError
 
@@ -377,6 +386,19 @@ class TextSchedule(Schedule):
     if microbatches != count:
       return f'the text has {count} microbatch{"" if count == 1 else "es"}, not {microbatches}.'
     return None
+
+
+def timed_steps(
+  schedule: Schedule, microbatches: int, waits: Waits = MappingProxyType({})
+) -> list[TimedStep] | None:
+  """The tasks of all ranks by their starts, each after those that it needs; None if they cannot wait for `waits`."""
+  lists, (costs, transfer) = schedule._lists(microbatches), schedule._times()
+  validate(lists)
+  lists = lists._replace(waits=waits)
+  order = order_of(lists)
+  if order is None:
+    return None
+  return sorted(timed(lists, order, costs, transfer), key=lambda one: one.start)
 
 
 def check_schedule(schedule: Any, caller: str) -> None:

@@ -138,22 +138,31 @@ def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Sim
     >>> simulate(TaskLists('mine', ((forward, backward),), stage_ranks=(0,), microbatches=1)).makespan
     3
   """
-  report, ranks = validate(lists), lists.stage_ranks
+  report = validate(lists)
+  by_rank: list[list[TimedStep]] = [[] for _ in lists.orders]
+  for one in timed(lists, report.order, costs, transfer):
+    by_rank[lists.stage_ranks[one.step.tasks[0].stage]].append(one)
+  return Simulation(lists.title, tuple(map(tuple, by_rank)), report.peaks, lists.stage_ranks)
+
+
+def timed(lists: TaskLists, order: Sequence[Step], costs: Costs, transfer: float) -> list[TimedStep]:
+  """The tasks in an order in which all ranks together can run them, with their times; see `simulate`."""
+  ranks = lists.stage_ranks
   cost, transfer = cost_function(costs, lists.stages, lists.kinds), check_time(transfer, 'transfer')
   free: list[float] = [0] * len(lists.orders)
-  timed: list[list[TimedStep]] = [[] for _ in lists.orders]
+  steps: list[TimedStep] = []
   ended: dict[Task, float] = {}
-  for step in report.order:
+  for step in order:
     rank = ranks[step.tasks[0].stage]
     arrivals = (
-      ended[one] + transfer * (ranks[one.stage] != rank) for one in external_inputs(step, lists.stages)
+      ended[one] + transfer * (ranks[one.stage] != rank) for one in external_inputs(step, lists)
     )
     start = max(free[rank], *arrivals, 0)
     lengths = tuple(map(cost, step.tasks))
     free[rank] = start + sum(lengths)
     ended.update(dict.fromkeys(step.tasks, free[rank]))
-    timed[rank].append(TimedStep(step, start, free[rank], lengths))
-  return Simulation(lists.title, tuple(map(tuple, timed)), report.peaks, ranks)
+    steps.append(TimedStep(step, start, free[rank], lengths))
+  return steps
 
 
 def cost_function(costs: Costs, stages: int, kinds: Collection[str]) -> Callable[[Task], float]:

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from flax_spmd._src.pipeline.schedules.tasks import Kind, Order, Step, Task, depends_on, inputs
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import plural
 from flax_spmd.errors import PipelineError, Problem, problems_text
+
+Waits: TypeAlias = Mapping[tuple[Kind, int], Collection[tuple[Kind, int]]]
 
 _SHOWN = 4  # problems of one kind in a message; the others are counted
 _CONTEXT = 2  # tasks shown on either side of the underlined one
@@ -50,12 +53,14 @@ class TaskLists(NamedTuple):
     orders: per rank, its tasks in order.
     stage_ranks: per stage, its rank.
     microbatches: number of microbatches.
+    waits: for the kind and stage of a task, those of the tasks of the microbatch before that it waits for, too.
   """
 
   title: str
   orders: tuple[Order, ...]
   stage_ranks: tuple[int, ...]
   microbatches: int
+  waits: Waits = MappingProxyType({})
 
   @property
   def stages(self) -> int:
@@ -203,27 +208,37 @@ def _walk(lists: TaskLists) -> tuple[list[Step], dict[int, int]]:
   """The steps that can run, in order; and, per blocked rank, the position at which it blocks."""
   done, order = set(), []
   at = [0] * len(lists.orders)
-  blocked: dict[Task, int] = {}  # per task, the rank that waits for it
+  blocked: dict[Task, list[int]] = collections.defaultdict(list)  # per task, the ranks that wait for it
   ready = list(range(len(at)))[::-1]
   while ready:
     rank = ready.pop()
     while at[rank] < len(lists.orders[rank]):
       step = lists.orders[rank][at[rank]]
-      missing = next((task for task in external_inputs(step, lists.stages) if task not in done), None)
+      missing = next((task for task in external_inputs(step, lists) if task not in done), None)
       if missing:
-        blocked[missing] = rank
+        blocked[missing].append(rank)
         break
       order.append(step)
       done.update(step.tasks)
       at[rank] += 1
-      ready += [blocked.pop(task) for task in step.tasks if task in blocked]
+      ready += [waiting for task in step.tasks for waiting in blocked.pop(task, ())]
   return order, {rank: at[rank] for rank in range(len(at)) if at[rank] < len(lists.orders[rank])}
 
 
-def external_inputs(step: Step, stages: int) -> list[Task]:
+def external_inputs(step: Step, lists: TaskLists) -> list[Task]:
   """The inputs of a step's tasks that the step does not compute itself."""
   within = set(step.tasks)
-  return [one for task in step.tasks for one in inputs(task, stages) if one not in within]
+  own = [one for task in step.tasks for one in inputs(task, lists.stages) if one not in within]
+  for number, task in enumerate(step.tasks if lists.waits else ()):
+    before = (Task(*key, task.microbatch - 1) for key in lists.waits.get((task.kind, task.stage), ()))
+    own += [one for one in before if one not in step.tasks[:number]] if task.microbatch else []
+  return own
+
+
+def order_of(lists: TaskLists) -> list[Step] | None:
+  """An order in which all ranks together can run the tasks; None if ranks would wait for one another."""
+  order, blocked = _walk(lists)
+  return None if blocked else order
 
 
 def _deadlock(lists: TaskLists, blocked: Mapping[int, int]) -> Problem:
@@ -237,7 +252,7 @@ def _deadlock(lists: TaskLists, blocked: Mapping[int, int]) -> Problem:
   lines, missing = [], {}
   for rank, at in blocked.items():
     order = lists.orders[rank]
-    missing[rank] = next(task for task in external_inputs(order[at], lists.stages) if task not in done)
+    missing[rank] = next(task for task in external_inputs(order[at], lists) if task not in done)
     other = lists.stage_ranks[missing[rank].stage]
     lines.append(f'rank {rank}, task {at}: {order[at]} waits for {missing[rank]} of rank {other}:')
     lines.append(point_at(rank, [str(step) for step in order], at))
