@@ -110,7 +110,6 @@ def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
   Args:
     cut: the body, with the position of every equation.
     split_weights: whether gradients of weights are separate tasks.
-
   """
   _copy_moved(cut)
   origins = _split_sums(cut)
