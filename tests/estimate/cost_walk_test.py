@@ -189,3 +189,31 @@ def test_products_of_contested_axes_send_and_compute_as_much_as_compiled_ones():
     sent = [sum(one.counts.by_axis().values()) for one in (estimated, compiled)]
     assert sent[0] == pytest.approx(sent[1], rel=0.05), compiled.name
     assert estimated.counts.flops == pytest.approx(compiled.counts.flops, rel=0.01)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('jax_cuda12_plugin'), reason='no compiler for GPUs')
+@pytest.mark.parametrize('heads', [12, 6, 8, 4, 2, 3])
+def test_features_that_are_cut_into_heads_send_as_much_as_in_partitioned_programs(heads):
+  width = 16 * heads * 8
+
+  def step(state, x):
+    def loss(state):
+      q = (x @ state['in'].unbox()).reshape(*x.shape[:2], heads, -1)
+      chances = jax.nn.softmax(jnp.einsum('blhd,bmhd->bhlm', q, q))
+      y = jnp.einsum('bhlm,bmhd->blhd', chances, q).reshape(x.shape)
+      return jnp.sum(jnp.tanh(y @ state['out'].unbox()) ** 2)
+
+    return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state)), jnp.float32(0)
+
+  def create():
+    weight = jnp.zeros((width, width))
+    names = {'in': ('embed', 'heads'), 'out': ('heads', 'embed')}
+    return {key: spmd.LogicallyPartitioned(weight, names[key]) for key in names}
+
+  estimator = Estimator(TrainStep(step, create, jax.ShapeDtypeStruct((8, 64, width), jnp.float32)))
+  layout = spmd.Layout(spmd.abstract_mesh({'model': 8}), (('heads', 'model'), ('batch', ())))
+  aim = parse_target('h100:8')
+  estimated, partitioned = (one(layout, aim) for one in (estimator.estimate, estimator.partition))
+  sent = [sum(one.counts.by_axis().values()) for one in (estimated, partitioned)]
+  assert partitioned.source == 'partitioned'
+  assert sent[0] == pytest.approx(sent[1], rel=0.01)

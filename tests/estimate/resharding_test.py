@@ -12,7 +12,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_spmd._src.estimate.graph import GraphValue, shard_size
 from flax_spmd._src.estimate.operations import reshaped
-from flax_spmd._src.estimate.resharding import is_ambiguous, reduce_partial_sum, reshard, wire_bytes
+from flax_spmd._src.estimate.resharding import (
+  CollectiveOp,
+  is_ambiguous,
+  reduce_partial_sum,
+  reshard,
+  wire_bytes,
+)
 from flax_spmd._src.hlo.counts import count
 
 SIZES = {'a': 2, 'b': 4, 'c': 2}
@@ -136,7 +142,17 @@ def test_reshards_that_are_not_ambiguous_agree_with_compiled_ones():
     ((1, 8), ((), ('a',)), (8, 1), (('a',), ())),
     ((8, 0), (('a',), ()), (0,), ((),)),
     ((0, 8), ((), ('a',)), (4, 2, 0), ((), (), ())),
+    ((1536,), (('m',),), (12, 128), (('m[4/4]',), ())),
+    ((1536,), (('m',),), (4, 384), (('m[4/4]',), ('m[2/8]',))),
+    ((1536,), (('m',),), (3, 512), ((), ())),
   ],
 )
 def test_a_reshape_keeps_the_axes_that_still_divide(shape, spec, new_shape, result):
-  assert reshaped(shape, spec, new_shape, SIZES) == result
+  assert reshaped(shape, spec, new_shape, SIZES | {'m': 8}) == result
+
+
+def test_the_outer_part_of_an_axis_is_gathered_from_the_whole_and_sliced_to_it():
+  value, whole, outer = GraphValue((64,), 'f32'), (('m',),), (('m[4/4]',),)
+  assert reshard(value, whole, outer, {'m': 8}) == [CollectiveOp('all-gather', ('m[2/8]',), 32.0)]
+  assert reshard(value, outer, whole, {'m': 8}) == []
+  assert reshard(value, (('m[4/4]', 'm[2/8]'),), whole, {'m': 8}) == []

@@ -7,6 +7,7 @@ that it slices, sorts or factorises are replicated. Products and lookups weigh s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from flax_spmd._src.estimate.gather_scatter import gather, scatter
@@ -71,9 +72,18 @@ def _broadcast(op: Op, context: Context) -> Requirement:
 
 def _reshape(op: Op, context: Context) -> Requirement:
   natural = reshaped(context.values[0].shape, context.specs[0], context.result.shape, context.sizes)
-  kept = {*used_axes(natural)} | {axis.partition('[')[0] for axis in used_axes(natural)}
-  operand = tuple(tuple(axis for axis in axes if axis in kept) for axes in context.specs[0])
+  operand = tuple(
+    tuple(part for axis in axes for part in _kept_parts(axis, natural, context.sizes))
+    for axes in context.specs[0]
+  )
   return Requirement((operand,), natural)
+
+
+def _kept_parts(axis: str, natural: Spec, sizes: Mapping[str, int]) -> Axes:
+  """An axis of a reshaped array, if the result is sharded over all of it; else the parts that shard the result."""
+  parts = tuple(one for axes in natural for one in axes if one.partition('[')[0] == axis)
+  is_whole = axis in used_axes(natural) or shard_count(parts, sizes) == sizes.get(axis)
+  return (axis,) if is_whole else parts
 
 
 def reshaped(
@@ -88,6 +98,8 @@ def reshaped(
     (('data',), (), ())
     >>> reshaped((8, 6), (('data',), ()), (2, 4, 6), {'data': 4})  # its outer and its inner half
     (('data[2/2]',), ('data[2/4]',), ())
+    >>> reshaped((24,), (('data',),), (6, 4), {'data': 4})  # 6 divides by its outer half only
+    (('data[2/2]',), ())
   """
   result: list[Axes] = [()] * len(new_shape)
   if 0 in shape:  # an empty part, as in an associative scan
@@ -122,8 +134,8 @@ def _assign_axes(shape, spec, old_dims, new_shape, new_dims, result: list[Axes],
     while axes and new_shape[dim] % shard_count([*assigned, axes[0]], sizes) == 0:
       assigned.append(axes.pop(0))
     if axes and axes[0] in sizes and dim != new_dims[-1]:
-      outer = new_shape[dim] // shard_count(assigned, sizes)
-      if outer > 1 and sizes[axes[0]] % outer == 0:
+      outer = math.gcd(new_shape[dim] // shard_count(assigned, sizes), sizes[axes[0]])
+      if outer > 1:
         assigned.append(f'{axes[0]}[{outer}/{outer}]')
         axes[0] = f'{axes[0]}[{sizes[axes[0]] // outer}/{sizes[axes[0]]}]'
     result[dim] = tuple(assigned)

@@ -55,11 +55,12 @@ def reshard(
     >>> reshard(GraphValue((8, 8), 'f32'), (('data',), ()), ((), ()), {'data': 4})
     [CollectiveOp(kind='all-gather', axes=('data',), bytes=64.0)]
   """
-  if before == after:
+  parts = _in_parts(before, after, sizes), _in_parts(after, before, sizes)
+  if parts[0] == parts[1]:
     return []
   if moved := _permuted(value, before, after, sizes):
     return [moved]
-  before, after = _in_parts(before, after, sizes), _in_parts(after, before, sizes)
+  before, after = parts
   if coarser := _coarsened(value, before, after, sizes):
     return coarser
   if _is_finer(before, after, sizes):
@@ -296,15 +297,21 @@ def _rotated(
 
 
 def _in_parts(spec: Spec, other: Spec, sizes: Mapping[str, int]) -> Spec:
-  """A sharding with each axis split in two where the other sharding has both parts of it.
+  """A sharding with each axis split in two where the other sharding has both parts of it, or the outer one.
 
   Example:
     >>> _in_parts((('model',), ('data',)), (('data[2/2]',), ('data[2/4]',)), {'data': 4, 'model': 2})
     (('model',), ('data[2/2]', 'data[2/4]'))
+    >>> _in_parts((('data',),), (('data[2/2]',),), {'data': 4})
+    (('data[2/2]', 'data[2/4]'),)
   """
   parts: dict[str, list[str]] = {}
   for axis in (axis for axes in other for axis in axes if '[' in axis):
     parts.setdefault(axis.partition('[')[0], []).append(axis)
+  for name, found in parts.items():
+    count = shard_count(found, sizes)
+    if name in sizes and found == [f'{name}[{count}/{count}]']:
+      found.append(f'{name}[{sizes[name] // count}/{sizes[name]}]')
   parts = {name: found for name, found in parts.items() if shard_count(found, sizes) == sizes.get(name)}
   if not parts:
     return spec
