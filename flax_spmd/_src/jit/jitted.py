@@ -180,7 +180,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _after_an_error(self, function: Any, error: BaseException, args, kwargs) -> Any:
     """The result of a call that needs another plan than JAX's dispatch had; raises its error if it is its own."""
-    with self._scope():
+    with self._scope(), explained_devices(args, kwargs, self._mesh):
       if isinstance(error, Unplanned):
         return self._apply('__call__', args, kwargs)
       if not isinstance(error, Exception):
