@@ -157,12 +157,18 @@ def _copy_moved(cut: StageAssignment) -> None:
     return copy
 
   added: list[Equation] = []
-  updated = [
-    new if new is old or new in producer else copied(new, index)
-    for index, (old, new) in enumerate(zip(body.carried, body.updated, strict=True))
-  ]
+  read, moved = {*first, *body.updated, *body.kept}, {*body.carried, *body.rows}
+  updated = []
+  for index, (old, new) in enumerate(zip(body.carried, body.updated, strict=True)):
+    is_final = old not in read and new not in moved  # an invariant that no pass reads
+    updated.append(new if new is old or new in producer or is_final else copied(new, index))
   kept = [copied(value, number[value]) if value in number else value for value in body.kept]
-  cut.body = dataclasses.replace(body, equations=[*body.equations, *added], updated=updated, kept=kept)
+  invariants = list(dict.fromkeys([*body.invariants, *eq.free_values(added)]))
+  invariants = [value for value in invariants if value not in number and value not in body.rows]
+  equations = [*body.equations, *added]
+  cut.body = dataclasses.replace(
+    body, equations=equations, invariants=invariants, updated=updated, kept=kept
+  )
 
 
 # -- sums that several stages add to
