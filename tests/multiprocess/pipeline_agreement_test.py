@@ -76,7 +76,7 @@ def test_processes_with_other_pipelines_are_told_before_anything_runs():
       SAME,
     ],
     'costs': [
-      f"{SUBJECT}: 'transfer 1: rank 1 -> rank 0: float32[2,8] of microbatch 0' in process 0, no line in process 1."
+      f"{SUBJECT}: no line in process 0, 'transfer 1: rank 0 -> rank 1: float32[2,8] of microbatch 1' in process 1."
     ],
     'microbatches': [
       f"{SUBJECT}: 'microbatches 2' in process 0, 'microbatches 4' in process 1.",
