@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
 from flax_spmd import errors
-from flax_spmd.errors import LayoutError
 
 DATA = spmd.fsdp('data', min_size=1)
 
@@ -146,7 +145,7 @@ def test_an_array_on_other_devices_beside_a_static_object_raises_the_error_of_th
     step = layout.jit(lambda x, fn: spmd.with_logical_constraint(fn(x), P('data')))
     for _ in range(calls_before):
       step(layout.shard(np.ones((16, 16), np.float32), P('data')), jnp.tanh)
-    with pytest.raises(LayoutError, match='argument 0 is on devices') as error:
+    with pytest.raises(errors.LayoutError, match='argument 0 is on devices') as error:
       step(x, jnp.tanh)
     errors_of_calls.append(str(error.value))
   assert errors_of_calls[0] == errors_of_calls[1]
