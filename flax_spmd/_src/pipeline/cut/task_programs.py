@@ -129,7 +129,7 @@ def split(cut: StageAssignment, split_weights: bool) -> TaskPrograms:
 
 
 def _copy_moved(cut: StageAssignment) -> None:
-  """Lets a task copy each carried value that is the old one of another, a row of the batch or an invariant.
+  """Lets a task copy each carried value that is the old one of another, a row of the batch, or an invariant that passes read.
 
   The task is the one that updates the other value, or else the first that reads the new one. A carried value that is
   returned as it was before the pass is copied as well.
