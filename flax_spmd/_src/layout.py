@@ -776,11 +776,15 @@ class Layout:
   def gather(self, tree: Any) -> Any:
     """Every array of a tree as a full numpy array, on every process; see `flax_spmd.gather`.
 
+    Raises:
+      LayoutError: a module of the tree contains itself.
+
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
       >>> layout.gather(layout.shard(np.arange(8), ('batch',)))
       array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
     """
+    check_no_cycles(tree)
     return gather(tree)
 
   def local_to_global(self, tree: Any, placements: Any = None, *, check: Check = 'new') -> Any:

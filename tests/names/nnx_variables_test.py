@@ -249,7 +249,7 @@ def test_a_module_that_is_shared_stays_shared(layout, tmp_path):
   assert model.one.down.kernel.sharding.device_set != placed.one.down.kernel.sharding.device_set
 
 
-@pytest.mark.parametrize('use', ['shard', 'replicate', 'check', 'plan', 'init'])
+@pytest.mark.parametrize('use', ['shard', 'replicate', 'gather', 'check', 'plan', 'init'])
 def test_a_module_that_contains_itself_is_told(layout, use):
   def create():
     model = MLP(nnx.Rngs(0))
