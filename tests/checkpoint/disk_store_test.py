@@ -264,8 +264,8 @@ def test_paths(path, root):
     (
       Path('gs://bucket/x'),
       """\
-      gs:/bucket/x is not a path: pathlib.Path makes one slash of the two of a URL.
-      Fix: pass the URL as a string, or as an etils.epath.Path.""",
+      gs:/bucket/x begins as a URL does, without the two slashes after gs: (pathlib.Path leaves one or none).
+      Fix: pass the URL as a string, or as an etils.epath.Path; for a folder of this name, pass ./gs:/bucket/x.""",
     ),
     (
       'hdfs://host/x',
