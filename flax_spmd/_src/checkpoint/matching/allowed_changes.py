@@ -17,6 +17,7 @@ from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
 from flax_spmd._src.checkpoint.storage.skeleton import ROOT
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
+from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointError, Problem, did_you_mean, problems_text
 
 _MARK = re.compile(r'\{([^{}]*)\}')  # the place of a layer's number, or the names of the layers
@@ -379,6 +380,16 @@ class LayerStack(NamedTuple):
     before, after = self.split(path) or ('', '')
     layer = number if self.labels is None else self.labels[number]
     return before + self.single.replace('{}', str(layer)) + after
+
+  def given_axis(self, rank: int) -> int | None:
+    """The given stacked dimension, counted from the first, of leaves of this rank; None if they have no such dimension."""
+    return self.axis % rank if self.axis is not None and -rank <= self.axis < rank else None
+
+  def axis_problem(self, path: str, rank: int) -> Problem:
+    """The problem of a leaf that has no such dimension."""
+    text = f'{path}: it has {plural(rank, "dimension")} where {self.stacked} is stacked, and stacks gives dimension {self.axis}.'
+    choice = f'Changes(stacks={{{self.stacked!r}: {self.text!r}}})'
+    return Problem(text, f'give a dimension that all leaves of {self.stacked} have, or none: {choice}.')
 
   def is_layer(self, number: int) -> bool:
     """Whether there may be a layer of this number."""
