@@ -370,6 +370,37 @@ def test_a_manager_that_lost_its_root_saves_and_removes_nothing(tmp_path):
   assert json.loads(head.read_text())['lease']['token'] == 'other'
 
 
+@pytest.mark.parametrize('what', ['removed', 'moved', 'its mark'])
+def test_a_root_that_goes_while_a_manager_has_it_open(tmp_path, what):
+  """It is not made again, which might be on the disk below a mount that is gone."""
+  root = tmp_path / 'run'
+  manager = manager_of(root)
+  manager.save(1, state(1))
+  manager.wait()
+  (mark,) = (folder for folder in root.glob('.*') if folder.is_dir())
+  if what == 'moved':
+    root.rename(tmp_path / 'other')
+  else:
+    shutil.rmtree(root if what == 'removed' else mark)
+  assert not manager._writer._lease.renew()
+  assert root.exists() == (what == 'its mark')
+  for step in (2, 3):
+    with pytest.raises(errors.CheckpointNotFoundError) as caught:
+      manager.save(step, state(step))
+    assert str(caught.value) == (
+      f'{root} was removed, moved or unmounted while this manager had it open; or only {mark} was.\n'
+      'Fix: put it back, if that was by mistake; then open a new manager.'
+    )
+  assert manager.steps == ([1] if what == 'its mark' else [])
+  manager.close()
+  assert root.exists() == (what == 'its mark')
+  if what == 'moved':
+    (tmp_path / 'other').rename(root)
+  with manager_of(root) as again:
+    assert again.steps == ([] if what == 'removed' else [1])
+    assert again.save(4, state(4))
+
+
 def test_a_manager_that_cannot_be_made_does_not_keep_the_folder(tmp_path, monkeypatch):
   def refused(store):
     raise errors.CheckpointError('refused')

@@ -7,10 +7,15 @@ import contextlib
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.async_save import in_first
-from flax_spmd._src.checkpoint.storage.head import HEAD
+from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
 from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, idle_head
 from flax_spmd._src.checkpoint.storage.store import open_store
-from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointReadOnlyError
+from flax_spmd.errors import (
+  CheckpointBusyError,
+  CheckpointError,
+  CheckpointNotFoundError,
+  CheckpointReadOnlyError,
+)
 
 _NAME = '.flax_spmd_manager'  # of the folder whose head carries the lease
 
@@ -50,10 +55,21 @@ class RootWriter:
     return ''
 
   def check(self) -> None:
-    """Raises CheckpointBusyError if another manager has taken this one for dead, and writes to the root."""
+    """Raises unless this manager may still write to the root.
+
+    Raises:
+      CheckpointNotFoundError: the root is gone.
+      CheckpointBusyError: another manager has taken this one for dead, and writes to the root.
+    """
     if self._lease is not None and not self._lease.renew():
+      root = self._store.root
+      if read_head(self._store, root / _NAME).tag is None:
+        raise CheckpointNotFoundError(
+          f'{root} was removed, moved or unmounted while this manager had it open; or only {root / _NAME} was.\n'
+          'Fix: put it back, if that was by mistake; then open a new manager.'
+        )
       raise CheckpointBusyError(
-        f'Another manager has taken {self._store.root} over, since this process was suspended for a while.\n'
+        f'Another manager has taken {root} over, since this process was suspended for a while.\n'
         'Fix: end this job; the other one continues the run.'
       )
 
