@@ -7,7 +7,7 @@ import contextlib
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.async_save import in_first
-from flax_spmd._src.checkpoint.storage.head import HEAD, read_head
+from flax_spmd._src.checkpoint.storage.head import HEAD, Head, read_head
 from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, idle_head
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import (
@@ -42,12 +42,15 @@ class RootWriter:
   def _take(self, root: epath.Path) -> str:
     path = root / _NAME
     try:
-      self._lease = HeadLease(self._store, path, idle_head(self._store, path, overwrite=True))
-    except CheckpointBusyError:
-      raise CheckpointBusyError(
-        f'Another manager has {root} open.\n'
-        'Fix: close it, wait for the other job, use another folder, or pass read_only=True.'
-      ) from None
+      try:
+        self._lease = HeadLease(self._store, path, idle_head(self._store, path, overwrite=True))
+      except CheckpointBusyError:
+        # Where nothing can be written, there is no need to wait: this put is refused for another reason than the lease.
+        self._store.write(f'{_NAME}/{HEAD}', Head().to_bytes(), expected=None)
+        raise CheckpointBusyError(
+          f'Another manager has {root} open.\n'
+          'Fix: close it, wait for the other job, use another folder, or pass read_only=True.'
+        ) from None
     except CheckpointReadOnlyError as error:
       if '://' not in str(root) and not root.is_dir():
         raise

@@ -59,6 +59,7 @@ READ_FIXES = {
 _FIXES = READ_FIXES | {
   errno.EEXIST: 'check the path: a file, or a link to nothing, is in the place of a folder.',
   errno.ENOSPC: 'free space on the disk, and repeat the call.',
+  errno.ENAMETOOLONG: 'shorten the path; a save needs 45 more characters in its last name, and 200 in all.',
   errno.EDQUOT: 'free space, or have the quota raised, and repeat the call.',
   errno.EIO: 'check the disk, whose driver reports the cause in the system log; use another one until then.',
 }
