@@ -382,22 +382,27 @@ def test_a_root_that_goes_while_a_manager_has_it_open(tmp_path, what):
     root.rename(tmp_path / 'other')
   else:
     shutil.rmtree(root if what == 'removed' else mark)
-  assert not manager._writer._lease.renew()
-  assert root.exists() == (what == 'its mark')
+  if what == 'its mark':
+    assert not manager._writer._lease.renew()
+  else:
+    with pytest.raises(errors.CheckpointError, match='No such file or directory'):
+      manager._writer._lease.renew()
+    assert not root.exists()
   for step in (2, 3):
     with pytest.raises(errors.CheckpointNotFoundError) as caught:
       manager.save(step, state(step))
     assert str(caught.value) == (
       f'{root} was removed, moved or unmounted while this manager had it open; or only {mark} was.\n'
-      'Fix: put it back, if that was by mistake; then open a new manager.'
+      'Fix: put it back and repeat the call, or open a new manager.'
     )
   assert manager.steps == ([1] if what == 'its mark' else [])
-  manager.close()
-  assert root.exists() == (what == 'its mark')
   if what == 'moved':
     (tmp_path / 'other').rename(root)
+    assert manager.save(3, state(3))
+  manager.close()
+  assert root.exists() == (what != 'removed')
   with manager_of(root) as again:
-    assert again.steps == ([] if what == 'removed' else [1])
+    assert again.steps == {'removed': [], 'moved': [1, 3], 'its mark': [1]}[what]
     assert again.save(4, state(4))
 
 

@@ -64,17 +64,24 @@ class RootWriter:
       CheckpointNotFoundError: the root is gone.
       CheckpointBusyError: another manager has taken this one for dead, and writes to the root.
     """
-    if self._lease is not None and not self._lease.renew():
-      root = self._store.root
-      if read_head(self._store, root / _NAME).tag is None:
-        raise CheckpointNotFoundError(
-          f'{root} was removed, moved or unmounted while this manager had it open; or only {root / _NAME} was.\n'
-          'Fix: put it back, if that was by mistake; then open a new manager.'
-        )
-      raise CheckpointBusyError(
-        f'Another manager has taken {root} over, since this process was suspended for a while.\n'
-        'Fix: end this job; the other one continues the run.'
-      )
+    if self._lease is None:
+      return
+    failure: CheckpointError | None = None
+    try:
+      if self._lease.renew():
+        return
+    except CheckpointError as error:
+      failure = error
+    root = self._store.root
+    if read_head(self._store, root / _NAME).tag is None:
+      raise CheckpointNotFoundError(
+        f'{root} was removed, moved or unmounted while this manager had it open; or only {root / _NAME} was.\n'
+        'Fix: put it back and repeat the call, or open a new manager.'
+      ) from failure
+    raise failure or CheckpointBusyError(
+      f'Another manager has taken {root} over, since this process was suspended for a while.\n'
+      'Fix: end this job; the other one continues the run.'
+    )
 
   def release(self) -> None:
     """Lets another manager write."""

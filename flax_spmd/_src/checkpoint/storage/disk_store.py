@@ -183,8 +183,9 @@ class DiskStore:
 
   def _write(self, path: Path, data: bytes, expected: Tag | None, durable: bool) -> Tag | None:
     if not path.parent.is_dir():
-      if expected not in (ANY, None):
-        return None  # the file is gone, and its folder
+      if expected not in (ANY, None):  # the file is gone, and its folder
+        os.listdir(self.root)  # raises if nothing is there: the disk may have been unmounted
+        return None
       self._durable.clear()
       path.parent.mkdir(parents=True, exist_ok=True)
     with self._locked():
