@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
+import random
 from textwrap import dedent
 
 import jax
@@ -276,3 +278,41 @@ def test_a_stacked_dimension_that_some_leaves_do_not_have(tmp_path, axis):
     line.replace('layers_0', 'layers').replace('layers_1', 'layers') for line in bad
   ):
     assert line in str(caught.value)
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_leaves_of_other_shapes_that_may_be_missing_and_unused(tmp_path, seed):
+  """As a head for other classes. Leaves of the same shape are restored, and one of the two permissions is not enough."""
+  rng = random.Random(seed)
+  shapes = {name: (8, rng.randint(1, 3)) for name in 'abcd'}
+  others = {name: (8, rng.randint(1, 3)) for name in 'abcd'}
+  layout = spmd.Layout({'data': 8})
+  create = {name: np.full(shape, 1, 'float32') for name, shape in shapes.items()}
+  checkpoint.save(tmp_path / 'x', {'params': create, 'mu': create}, layout)
+  fresh = {name: np.full(shape, 2, 'float32') for name, shape in others.items()}
+  target = layout.shard({'params': fresh, 'mu': fresh})
+  restored = checkpoint.restore(
+    tmp_path / 'x', target, changes=Changes(missing='[abcd]$', unused='[abcd]$')
+  )
+  differing = [name for name in 'abcd' if shapes[name] != others[name]]
+  for part in ('params', 'mu'):
+    for name in 'abcd':
+      expected = fresh[name] if name in differing else create[name]
+      np.testing.assert_array_equal(restored[part][name], expected)
+  for changes in (
+    Changes(),
+    Changes(missing='.'),
+    Changes(unused='.'),
+    Changes(missing='params', unused='mu'),
+  ):
+    call = functools.partial(checkpoint.restore, tmp_path / 'x', target, changes=changes)
+    if not differing:
+      call()
+      continue
+    with pytest.raises(errors.CheckpointMismatchError) as caught:
+      call()
+    for name in differing:
+      assert f'params/{name}: float32[8,{shapes[name][1]}] in the checkpoint, ' in str(caught.value)
+    assert str(caught.value).endswith(
+      "or keep the target's value of another shape: Changes(missing='regex', unused='regex')."
+    )

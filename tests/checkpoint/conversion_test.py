@@ -180,7 +180,7 @@ def test_wrong_numbers_of_layers(tmp_path):
     layers/w: the checkpoint has 3 layers, the target 2.
     layers/w: float32[3,8] in the checkpoint, float32[2,8] in the target.
     Fix: give the model as many layers as were saved.
-    Fix: give the model the sizes and dtypes that it was saved with; to pad or cut an array, restore its saved size first.""")
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
   )
 
 

@@ -257,7 +257,7 @@ def test_every_difference_at_once(small):
     w: float32[8,4] in the checkpoint, float32[8,6] in the target.
     Fix: restore into a state of the model and optimizer that was saved; for renamed leaves, pass Changes(renames={{'old': 'new'}}); to keep the target's values of leaves that were not saved, pass Changes(missing='regex'); to leave saved leaves out, pass Changes(unused='regex').
     Fix: this cast can lose digits; to allow it, pass Changes(dtypes={{'int32': 'float32'}}).
-    Fix: give the model the sizes and dtypes that it was saved with; to pad or cut an array, restore its saved size first.""")
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
   )
 
 

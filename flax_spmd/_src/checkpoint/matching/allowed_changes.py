@@ -53,7 +53,8 @@ class Changes:
       allows the casts that it lists, lossy or not: `{'float32': 'bfloat16'}`.
     missing: regular expression. Target leaves whose paths it matches may be missing from the checkpoint, and
       keep their own values.
-    unused: regular expression. Saved leaves whose paths it matches may be left unused.
+    unused: regular expression. Saved leaves whose paths it matches may be left unused. A leaf that `missing` and `unused`
+      match may have another shape, as the head for other classes: the target keeps its own value.
     only: path of the part to restore, such as `'params'`. The result is that part alone.
 
   Raises:

@@ -18,6 +18,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
   LayerStack,
   arrangement_of,
   may_be_missing,
+  may_be_unused,
   renamed,
   renamed_axes,
   stacks_of,
@@ -70,10 +71,23 @@ def match(saved: Side, target: Side, changes: Changes) -> Matched:
     for path, route in candidates.items()
     if route is not None
   }
-  missing = [path for path, route in candidates.items() if route is None]
+  for path in [
+    path for path, route in routes.items() if _may_be_left(route, path, saved, target, changes)
+  ]:
+    del routes[path]
+  missing = [path for path in candidates if path not in routes]
   used = {source for route in routes.values() for source in route.sources}
   unused = [old for old in dict.fromkeys(matcher.saved_by_path.values()) if old not in used]
   return Matched(routes, missing, unused, matcher.moved, matcher.problems)
+
+
+def _may_be_left(route: Route, path: str, saved: Side, target: Side, changes: Changes) -> bool:
+  """Whether a leaf has another shape in the checkpoint, and may be left out there and kept in the target."""
+  return (
+    may_be_missing(changes, path)
+    and all(may_be_unused(changes, source) for source in route.sources)
+    and record_of(route, saved.leaves).shape != target.leaves[path].shape
+  )
 
 
 class _Matcher:
