@@ -24,8 +24,8 @@ def small_files(monkeypatch):
 
 
 def waited_for(digests, file):
-  """The digest of a file, as soon as there is one; None after a second."""
-  end = time.monotonic() + 1
+  """The digest of a file, as soon as there is one; None after three seconds."""
+  end = time.monotonic() + 3
   while digests.of(file) is None and time.monotonic() < end:
     time.sleep(0.005)
   return digests.of(file)
@@ -102,11 +102,29 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, small_files):
   def broken(file):
     raise OSError(5, 'Input/output error')
 
-  monkeypatch.setattr(early_digests, 'file_checksum', broken)
+  calls = []
+  monkeypatch.setattr(early_digests, 'file_checksum', lambda file: calls.append(file) or broken(file))
   write(tmp_path / 'x', b'1')
   digests = EarlyDigests(tmp_path, '*')
-  time.sleep(0.1)
+  time.sleep(0.3)
   assert digests.of(tmp_path / 'x') is None
+  digests.close()
+  assert len(calls) == 1
+
+
+def test_a_file_that_grows_slowly_is_seldom_read(tmp_path, monkeypatch, small_files):
+  """The time between two writes is longer than the first wait."""
+  calls = []
+  monkeypatch.setattr(early_digests, '_QUIET', 0.01)
+  monkeypatch.setattr(
+    early_digests, 'file_checksum', lambda file: calls.append(file) or file_checksum(file)
+  )
+  digests = EarlyDigests(tmp_path, '*')
+  for _ in range(60):
+    write(tmp_path / 'x', b'1')
+    time.sleep(0.03)
+  assert len(calls) <= 10
+  assert waited_for(digests, tmp_path / 'x') in (None, file_checksum(tmp_path / 'x'))
   digests.close()
 
 

@@ -2,12 +2,14 @@
 
 TensorStore writes a file, and waits until the disk has confirmed it; meanwhile the processor is free. Each write to a file
 changes its time, if a tick of the file system's clock has passed since the last one. So a file is read once it has not
-changed for longer than a tick; the digest is that of its last content if size and time are the same at the end.
+changed for longer than a tick; the digest is that of its last content if size and time are the same at the end. After each
+digest, the next one of the same file waits for twice as long, so that a slow disk does not cause many of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -40,6 +42,7 @@ class EarlyDigests:
   def __init__(self, folder: Path, pattern: str):
     self._folder, self._pattern = folder, pattern
     self._seen: dict[_Stamp, float] = {}  # the time of each
+    self._quiet: dict[tuple[int, int], float] = {}  # the seconds to wait, by device and inode
     self._digests: dict[_Stamp, str] = {}
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, name='flax_spmd digests', daemon=True)
@@ -66,8 +69,11 @@ class EarlyDigests:
     with contextlib.suppress(OSError):  # the commit reads the file too, and reports the error
       for file in self._folder.glob(self._pattern):
         stamp, now = _stamp(file), time.monotonic()
-        quiet = now - self._seen.setdefault(stamp, now) > _QUIET
-        if quiet and stamp.size >= _LARGE and stamp not in self._digests:
+        key = stamp.device, stamp.inode
+        quiet = self._quiet.setdefault(key, _QUIET)
+        if now - self._seen.setdefault(stamp, now) > quiet and stamp.size >= _LARGE:
+          self._seen[stamp] = math.inf
+          self._quiet[key] = 2 * quiet
           self._digests[stamp] = file_checksum(file)
           return True
     return False

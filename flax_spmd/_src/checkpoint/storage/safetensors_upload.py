@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.bucket_errors import explained
-from flax_spmd._src.checkpoint.storage.buckets import Location, filesystem
+from flax_spmd._src.checkpoint.storage.buckets import Location, filesystem, forget_clients
 from flax_spmd._src.checkpoint.storage.safetensors_writer import INDEX, PlannedFile, index_bytes
 from flax_spmd.errors import CheckpointError, CheckpointExistsError
 
@@ -114,6 +114,7 @@ class SafetensorsUpload:
     except Exception as error:  # of many kinds
       # Python 3.12 crashes when it collects a buffer of gcsfs together with a view of it, which a frame holds.
       traceback.clear_frames(error.__traceback__)
+      forget_clients()
       raise self._explained(error) from None
 
   def _explained(self, error: Exception) -> CheckpointError:
