@@ -39,6 +39,7 @@ class SafetensorsUpload:
     self._files = files
     self._current = files[0]
     self._open: Any = None
+    self._name = ''
     self._made: list[str] = []
 
   def __enter__(self) -> SafetensorsUpload:
@@ -52,8 +53,7 @@ class SafetensorsUpload:
     """Sends the data of the next tensor.
 
     Raises:
-      CheckpointError: the bucket refuses it.
-      ValueError: it is not the next one of the plan.
+      CheckpointError: the bucket refuses it, or it is not the next one of the plan.
     """
     with self._calls():
       if tensor not in self._current.places:
@@ -81,18 +81,14 @@ class SafetensorsUpload:
         self._complete()
 
   def _begin(self, name: str, content: bytes, size: int = 0) -> None:
-    part = max(_PART, size // _MOST_PARTS)
-    self._open = self._store.open(self._path(name), 'xb', block_size=part)
+    self._name = '/'.join(filter(None, (self._location.bucket, self._location.path, name)))
+    self._open = self._store.open(self._name, 'xb', block_size=max(_PART, size // _MOST_PARTS))
     self._open.write(content)
 
   def _complete(self) -> None:
-    name = self._open.path
     self._open.close()
     self._open = None
-    self._made.append(name)
-
-  def _path(self, name: str) -> str:
-    return '/'.join(filter(None, (self._location.bucket, self._location.path, name)))
+    self._made.append(self._name)
 
   def _abandon(self) -> None:
     """Removes what has been written. A file that is not closed here would be completed when it is collected."""
@@ -109,7 +105,7 @@ class SafetensorsUpload:
   def _calls(self) -> Iterator[None]:
     try:
       yield
-    except (CheckpointError, ValueError):
+    except CheckpointError:
       raise
     except Exception as error:  # of many kinds
       # Python 3.12 crashes when it collects a buffer of gcsfs together with a view of it, which a frame holds.
@@ -121,6 +117,6 @@ class SafetensorsUpload:
     if not isinstance(error, FileExistsError):
       return explained(error, 'write', self._location)
     return CheckpointExistsError(
-      f'{self._location.scheme}://{self._open.path} exists already.\n'
+      f'{self._location.scheme}://{self._name} exists already.\n'
       'Fix: save to another path, or remove it first.'
     )
