@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -43,6 +44,7 @@ from jax._src import (
 )
 from jax._src import config as jax_config
 from jax._src import custom_partitioning_sharding_rule as sharding_rules
+from jax._src import lib as jax_lib
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
 from jax._src.interpreters import batching, mlir
@@ -1112,31 +1114,26 @@ def mlir_context() -> Any:
   return mlir.make_ir_context()
 
 
-def compile_program(
-  code: bytes, devices: np.ndarray, flags: Mapping[str, Any] | None = None
-) -> tuple[str, dict[str, int]]:
-  """Compiles MLIR bytecode for devices, possibly those of a topology you don't have.
+def dump_program(code: bytes, devices: np.ndarray, folder: Path, flags: Mapping[str, Any]) -> None:
+  """Compiles MLIR bytecode for devices, possibly those of a topology you don't have, and dumps it.
+
+  The file whose name ends with `after_optimizations.hlo.pb` is an `HloProto` with the buffer assignment. XLA writes it
+  before it generates code, which takes most of its time.
 
   Args:
     code: the program.
     devices: devices, in the order of the mesh.
-    flags: flags of XLA for this program.
-
-  Returns:
-    The optimised HLO text, and the compiler's memory statistics in bytes: `arguments`, `results`, `shared`
-    (results in the memory of donated arguments), `temporaries`, and `peak` (0 if the backend does not
-    report it).
+    folder: folder for the files.
+    flags: further flags of XLA for this program.
   """
-  compiled = _compiled(code, devices, flags or {})
-  stats = compiled.get_compiled_memory_stats()
-  memory = {
-    'arguments': stats.argument_size_in_bytes,
-    'results': stats.output_size_in_bytes,
-    'shared': stats.alias_size_in_bytes,
-    'temporaries': stats.temp_size_in_bytes,
-    'peak': getattr(stats, 'peak_memory_in_bytes', 0),
-  }
-  return compiled.hlo_modules()[0].to_string(), memory
+  _compiled(code, devices, {'xla_dump_to': str(folder), 'xla_dump_hlo_as_proto': True, **flags})
+
+
+def hlo_text(module: bytes, partitions: int) -> str:
+  """The text of a serialized HLO module; its number of partitions is not serialized."""
+  text = cast(Any, jax_lib).hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+  header, end, rest = text.partition('\n')
+  return f'{header}, num_partitions={partitions}{end}{rest}'
 
 
 def partition_program(code: bytes, devices: np.ndarray) -> str:
