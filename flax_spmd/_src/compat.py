@@ -1140,7 +1140,7 @@ def partition_program(code: bytes, devices: np.ndarray) -> str:
   """Partitions MLIR bytecode for GPUs, without optimising it.
 
   The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives, in a
-  thirtieth of the time of a compilation. Bytes on the wire and FLOPs are those of the compiled program.
+  tenth of the time of a compilation. Bytes on the wire and FLOPs are those of the compiled program.
 
   Args:
     code: the program.
