@@ -1394,7 +1394,8 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   """Makes Orbax and etils ask how to reach a path in a bucket.
 
   Orbax 0.12.8 has no option for it: it reaches `gs://` through TensorStore and refuses `s3://`, and lists through
-  fsspec, which remembers lists. A path without an answer is reached as before.
+  fsspec, which remembers lists. A path without an answer is reached as before; but a URL is refused before Orbax writes a part
+  of it to a local folder, `./s3:/bucket`.
 
   Args:
     kvstore: returns the TensorStore spec of a path, or None.
@@ -1410,7 +1411,15 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   normalize, is_gcs = tensorstore_utils._normalize_path, tensorstore_utils._use_gcs_driver
   spec, file_system = gcs_utils.get_kvstore_for_gcs, backend.fsspec_backend.fs
   backend_of = gpath._GPath._backend.fget
-  tensorstore_utils._normalize_path = lambda path: path.rstrip('/') if kvstore(path) else normalize(path)
+
+  def normalized(path: str) -> str:
+    if kvstore(path):
+      return path.rstrip('/')
+    if '://' in path and not is_gcs(path):
+      raise ValueError(f'Orbax has no storage for {path}.\nFix: save with flax_spmd.checkpoint.')
+    return normalize(path)
+
+  tensorstore_utils._normalize_path = normalized
   tensorstore_utils._use_gcs_driver = lambda directory: bool(kvstore(directory)) or is_gcs(directory)
   gcs_utils.get_kvstore_for_gcs = lambda path: kvstore(path) or spec(path)
   cast(Any, backend.fsspec_backend).fs = lambda path: files(os.fspath(path)) or file_system(path)
