@@ -49,7 +49,6 @@ from flax_spmd._src.mesh import (
 from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process, processes_that_compare
 from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.nnx_variables import check_no_cycles
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.notebook_html import safe
@@ -776,15 +775,11 @@ class Layout:
   def gather(self, tree: Any) -> Any:
     """Every array of a tree as a full numpy array, on every process; see `flax_spmd.gather`.
 
-    Raises:
-      LayoutError: a module of the tree contains itself.
-
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
       >>> layout.gather(layout.shard(np.arange(8), ('batch',)))
       array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
     """
-    check_no_cycles(tree)
     return gather(tree)
 
   def local_to_global(self, tree: Any, placements: Any = None, *, check: Check = 'new') -> Any:
@@ -843,8 +838,8 @@ class Layout:
       array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 12, 13, 14, 15])
     """
     placement_shardings.check_concrete(self._mesh)
-    leaves, treedef = jax.tree.flatten(tree)
     shardings = self._shardings(tree, placements)
+    leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(
       local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     )
@@ -1013,7 +1008,6 @@ class Layout:
     """The sharding of each leaf of a tree: by its placement or, without one, by the rules."""
     if placements is None:
       return self._shardings_by_rules(tree)
-    check_no_cycles(tree)
     return placement_shardings.shardings_by(tree, placements, self._planner, self._shardings_by_rules)
 
   def _shardings_by_rules(self, tree: Any) -> list[NamedSharding]:

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.multihost import named, processes_of
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.tree_paths import path_string
@@ -36,14 +37,15 @@ def gather(tree: Any) -> Any:
     on the default device of this process.
 
   Raises:
-    LayoutError: an array is being traced, or is only on devices of other processes. The message lists all
-      such arrays.
+    LayoutError: an array is being traced, or is only on devices of other processes (the message lists all of
+      them), or a module contains itself.
 
   Example:
     >>> sharding = NamedSharding(jax.make_mesh((8,), ('data',)), PartitionSpec('data'))
     >>> gather({'step': 3, 'w': jax.device_put(np.arange(8), sharding)})
     {'step': 3, 'w': array([0, 1, 2, 3, 4, 5, 6, 7]...)}
   """
+  check_no_cycles(tree)
   leaves, treedef = jax.tree.flatten(tree)
   indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
   originals = [leaves[index] for index in indices]

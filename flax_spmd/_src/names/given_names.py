@@ -13,6 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.compat import is_variable_type
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.names.axes_collections import (
   Keys,
   entries_in,
@@ -52,6 +53,7 @@ def with_names(tree: Any, names: Any) -> Any:
     >>> with_names(state, lambda leaf: ('mlp',) if leaf.path.endswith('/b') else None)['params']['b']
     LogicallyPartitioned(float32[16], names=('mlp',))
   """
+  check_no_cycles(tree)
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)
   units = [_NamedUnit(path_string(path), keys_of(path), unit) for path, unit in flat]
   given = _by_function(units, names) if callable(names) else _by_tree(units, names)

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.rules.table import is_whole_table
 from flax_spmd.errors import LayoutError
 
@@ -48,8 +49,10 @@ def parts(tree: Any, placements: Any) -> tuple[list[PlacedPart], Any]:
   """The parts of a tree that placements are given for, and the structure whose leaves they are.
 
   Raises:
-    LayoutError: something is not a placement, or the placements are not a prefix of the tree.
+    LayoutError: something is not a placement, the placements are not a prefix of the tree, or a module of the tree
+      contains itself.
   """
+  check_no_cycles(tree)
   described, treedef = jax.tree_util.tree_flatten_with_path(placements, is_leaf=is_placement)
   wrong = [placement for _, placement in described if not is_placement(placement)]
   try:
