@@ -2,6 +2,7 @@
 
 import functools
 from textwrap import dedent
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -290,7 +291,7 @@ def test_problems_of_parameters_are_not_repeated_for_optimizer_state():
   import optax
 
   def create():
-    params = {'w': spmd.LogicallyPartitioned(jnp.ones((3, 8)), ('embed', 'mlp'))}
+    params: Any = {'w': spmd.LogicallyPartitioned(jnp.ones((3, 8)), ('embed', 'mlp'))}
     return {'params': params, 'opt_state': optax.adam(1e-3).init(params)}
 
   assert (
@@ -369,7 +370,8 @@ def test_a_model_that_reads_boxed_variables_directly():
 
   tokens = jnp.ones((2, 3), int)
   params = spmd.names_for(Tied().init)(jax.random.key(0), tokens)
-  assert Tied().apply(spmd.unbox(params), tokens).shape == (2, 3, 8)
+  logits: Any = Tied().apply(spmd.unbox(params), tokens)
+  assert logits.shape == (2, 3, 8)
   with pytest.raises(AttributeError) as caught:
     Tied().apply(params, tokens)
   assert (
@@ -432,12 +434,17 @@ def test_a_step_that_is_called_instead_of_passed(kind):
 
 @pytest.mark.parametrize('name', ['with_partitioning', 'with_logical_partitioning'])
 def test_names_in_place_of_an_initializer(name):
-  swapped = getattr(spmd, name)(('embed', 'mlp'), nn.initializers.ones)
-  assert (
-    text_of(errors.LayoutError, swapped, jax.random.key(0), (4, 8))
-    == dedent(f"""\
+  """Where it is wrapped; None only where it is called: modules wrap initializers of parameters that they may not have."""
+  wrap = getattr(spmd, name)
+  expected = dedent(f"""\
     {name} has a tuple in place of an initializer.
     Fix: write {name}(initializer, names), such as {name}(nn.initializers.lecun_normal(), ('embed', 'mlp')).""")
+  assert text_of(errors.LayoutError, wrap, ('embed', 'mlp'), nn.initializers.ones) == expected
+  without_bias = nn.Dense(8, use_bias=False, bias_init=wrap(None, ('mlp',)))
+  assert list(without_bias.init(jax.random.key(0), jnp.ones((1, 4)))['params']) == ['kernel']
+  none = wrap(None, ('mlp',))
+  assert text_of(errors.LayoutError, none, jax.random.key(0), (8,)) == expected.replace(
+    'tuple', 'NoneType'
   )
 
 

@@ -1,6 +1,7 @@
 """Names in the metadata of NNX variables are read as those of boxes, and as Flax resolves them."""
 
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +232,8 @@ class Shared(nnx.Module):
 
 def test_a_module_that_is_shared_stays_shared(layout, tmp_path):
   create = lambda: Shared(nnx.Rngs(0))
-  model, other = create(), nnx.Dict(x=nnx.Param(jnp.ones(8)))
+  other: Any = nnx.Dict(x=nnx.Param(jnp.ones(8)))
+  model = create()
   other.model = model
   plan = layout.plan(create)
   placed, placed_other = layout.shard((model, other))
@@ -249,7 +251,18 @@ def test_a_module_that_is_shared_stays_shared(layout, tmp_path):
   assert model.one.down.kernel.sharding.device_set != placed.one.down.kernel.sharding.device_set
 
 
-BY_METHOD = 'shard replicate gather local_to_global local_indices check rows spec sharding names'.split()
+BY_METHOD = [
+  'shard',
+  'replicate',
+  'gather',
+  'local_to_global',
+  'local_indices',
+  'check',
+  'rows',
+  'spec',
+  'sharding',
+  'names',
+]
 OTHER_USES = {
   'plan': lambda layout, create: layout.plan(create),
   'init': lambda layout, create: layout.init(create),
@@ -267,7 +280,7 @@ OTHER_USES = {
 @pytest.mark.parametrize('use', [*BY_METHOD, *OTHER_USES])
 def test_a_module_that_contains_itself_is_told(layout, use):
   def create():
-    model = MLP(nnx.Rngs(0))
+    model: Any = MLP(nnx.Rngs(0))
     model.inner = nnx.Dict(back=model)
     return model
 
