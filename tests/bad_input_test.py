@@ -419,7 +419,7 @@ def test_arguments_on_other_devices(method, kernel):
 
   text = text_of(errors.LayoutError, getattr(step, method), w, images, b=b)
   assert text == dedent("""\
-    argument 1 is on devices [3], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
+    argument images is on devices [3], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
     argument b/b is on devices [0, 1], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
     Fix: transfer it with layout.shard, or with reshard of the layout that it is stored by.""")
 

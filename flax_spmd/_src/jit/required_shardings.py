@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, raise_problems
@@ -27,21 +28,23 @@ class LeafShardings(NamedTuple):
     return self.treedef.unflatten(self.shardings)
 
 
-def check_required(args: Any, shardings: Sequence[Sharding | None]) -> None:
-  """Checks that every committed array has its required sharding.
+def check_required(dynamic: Any, shardings: Sequence[Sharding | None], arguments: Arguments) -> None:
+  """Checks that every committed array among the dynamic arguments has its required sharding.
 
   Raises:
     LayoutError: names every array that has another, with both shardings.
   """
   problems = [
     Problem(
-      'argument {} is sharded as {}, but in_rules require {}.'.format(
-        path_string(path), *_texts(leaf.sharding, sharding)
+      '{} is sharded as {}, but in_rules require {}.'.format(
+        path_string(arguments.named_path(path)), *_texts(leaf.sharding, sharding)
       ),
       'reshard it with layout.shard before the call, or pass the rules as in_constraints, which accept '
       'any sharding.',
     )
-    for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(args), shardings, strict=True)
+    for (path, leaf), sharding in zip(
+      jax.tree_util.tree_leaves_with_path(dynamic), shardings, strict=True
+    )
     if sharding is not None
     and isinstance(leaf, jax.Array)
     and not isinstance(leaf, Tracer)
@@ -52,7 +55,7 @@ def check_required(args: Any, shardings: Sequence[Sharding | None]) -> None:
 
 
 @contextlib.contextmanager
-def explained_devices(args: Any, kwargs: Any, mesh: MeshLike) -> Iterator[None]:
+def explained_devices(arguments: Arguments, args: Any, kwargs: Any, mesh: MeshLike) -> Iterator[None]:
   """A block in which JAX's error about the devices of arguments is explained.
 
   Raises:
@@ -62,25 +65,23 @@ def explained_devices(args: Any, kwargs: Any, mesh: MeshLike) -> Iterator[None]:
     yield
     return
   except ValueError as error:
-    problems = _on_other_devices(args, kwargs, mesh) if 'incompatible devices' in str(error) else []
+    problems = (
+      _on_other_devices(arguments, args, kwargs, mesh) if 'incompatible devices' in str(error) else []
+    )
     if not problems:
       raise
   raise_problems(problems)
 
 
-def _on_other_devices(args: Any, kwargs: Any, mesh: MeshLike) -> list[Problem]:
+def _on_other_devices(arguments: Arguments, args: Any, kwargs: Any, mesh: MeshLike) -> list[Problem]:
   devices = set(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-  leaves = [
-    *jax.tree_util.tree_leaves_with_path(args),
-    *jax.tree_util.tree_leaves_with_path(kwargs),
-  ]
   return [
     Problem(
-      f'argument {path_string(path)} is on devices {sorted(each.id for each in leaf.sharding.device_set)}, '
+      f'{path_string(arguments.named_path(path))} is on devices {sorted(each.id for each in leaf.sharding.device_set)}, '
       f'but the layout is on {sorted(each.id for each in devices)}.',
       'transfer it with layout.shard, or with reshard of the layout that it is stored by.',
     )
-    for path, leaf in leaves
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments.dynamic(args, kwargs))
     if devices and isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if leaf.committed and leaf.sharding.device_set != devices
   ]
