@@ -1,8 +1,9 @@
 """Bad input: errors before anything is compiled, with their whole texts, which list every offender."""
 
 import functools
+from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -519,3 +520,63 @@ def test_leaves_that_no_device_can_hold(placement):
     Fix: convert it with numpy.asarray, or keep it out of the tree.""")
   abstract = text_of(errors.LayoutError, place, {'w': jax.ShapeDtypeStruct((8,), 'float32')}, placement)
   assert abstract.startswith('w: ShapeDtypeStruct(shape=(8,), dtype=float32) is no array')
+
+
+@pytest.mark.parametrize('calls', [1, 3])
+def test_a_state_that_was_donated_to_an_earlier_call(calls):
+  """Named in a call that JAX dispatches by itself, too."""
+  lay = layout()
+  step = lay.jit(lambda state, x: {'w': state['w'] + x}, donate_argnums=0)
+  gone = {'w': lay.replicate(np.ones((8, 4), 'float32'))}
+  state = gone
+  for _ in range(calls):
+    state = step(state, 1.0)
+  assert text_of(errors.LayoutError, step, gone, 1.0) == dedent("""\
+    argument state/w has been deleted, or donated to a jitted function.
+    Fix: pass the state that the step returned, not the one that was donated to it.""")
+  assert text_of(errors.LayoutError, spmd.gather, gone).startswith('w has been deleted')
+  assert float(step(state, 1.0)['w'][0, 0]) == calls + 2
+
+
+def test_arguments_of_another_kind_than_expected():
+  lay, ones = layout(), np.ones((8, 4))
+  mesh = "{'data': 2, 'model': 4}"
+  for kind, call, text in (
+    (
+      errors.MeshError,
+      lambda: spmd.make_mesh({'data': 8}, devices=8),
+      'devices=8 are not devices.\n'
+      'Fix: pass devices of JAX, such as jax.devices()[:4]; abstract_mesh takes their number.',
+    ),
+    (
+      errors.MeshError,
+      lambda: spmd.Layout.from_toml(lay.to_toml(), devices=4),
+      f'The mesh {mesh} needs 8 devices, but is given devices=4.\n'
+      'Fix: choose sizes whose product is at most 4; one may be -1.',
+    ),
+    (
+      errors.RulesError,
+      lambda: spmd.Layout.from_toml(cast(Any, Path('layout.toml'))),
+      f'A {type(Path()).__name__} is not the text of a layout file.\n'
+      'Fix: pass its text, such as path.read_text().',
+    ),
+    (
+      errors.LayoutError,
+      lambda: lay.jit(lambda x: spmd.with_sharding_annotation(cast(Any, 'weights'), x))(ones),
+      'A DynamicJaxprTracer is not the name of an annotation.\n'
+      "Fix: write with_sharding_annotation(x, name), such as with_sharding_annotation(x, 'weights').",
+    ),
+    (
+      errors.LayoutError,
+      lambda: spmd.prefetch([ones], cast(Any, ('batch', None))),
+      'prefetch has a tuple in place of a function.\n'
+      "Fix: pass a function of a batch, such as lambda batch: layout.shard(batch, ('batch', None)).",
+    ),
+    (
+      errors.LayoutError,
+      lambda: spmd.with_names({'w': ('embed', 'mlp')}, {'w': ones}),
+      'There are no names in the dict that with_names is given.\n'
+      "Fix: write with_names(tree, names), with names such as {'kernel': ('embed', 'mlp')}.",
+    ),
+  ):
+    assert text_of(kind, call) == text

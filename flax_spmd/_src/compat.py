@@ -1138,7 +1138,7 @@ def compile_program(
     'results': stats.output_size_in_bytes,
     'shared': stats.alias_size_in_bytes,
     'temporaries': stats.temp_size_in_bytes,
-    'peak': getattr(stats, 'peak_memory_in_bytes', 0),
+    'peak': stats.peak_memory_in_bytes,
   }
   return compiled.hlo_modules()[0].to_string(), memory
 
@@ -1192,6 +1192,11 @@ def named_sharding(sharding: Sharding, mesh: Mesh, rank: int) -> Sharding:
   return named if named.is_equivalent_to(sharding, rank) else sharding
 
 
+def copies_across_processes() -> bool:
+  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
+  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
+
+
 # -- jaxprs (before jax 0.12 there are two classes, `Jaxpr` and `ClosedJaxpr`)
 
 
@@ -1212,11 +1217,6 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   return JaxprParts(
     list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars)
   )
-
-
-def copies_across_processes() -> bool:
-  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
-  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -51,7 +51,7 @@ from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.required_shardings import (
   LeafShardings,
   check_required,
-  explained_devices,
+  explained_arguments,
   put,
   with_shardings,
 )
@@ -180,7 +180,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _after_an_error(self, function: Any, error: BaseException, args, kwargs) -> Any:
     """The result of a call that needs another plan than JAX's dispatch had; raises its error if it is its own."""
-    with self._scope(), explained_devices(self._arguments, args, kwargs, self._mesh):
+    with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
       if isinstance(error, Unplanned):
         return self._apply('__call__', args, kwargs)
       if not isinstance(error, Exception):
@@ -207,7 +207,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     self._find_modules(args, kwargs)
     if self._modular is None:
       try:
-        with self._scope(), explained_devices(self._arguments, args, kwargs, self._mesh):
+        with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
           return self._planned_for(*self._prepared(args, kwargs))[0]
       except _TakesModules:
         self._modular = self._made_modular()
@@ -327,7 +327,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     )
 
   def _apply_planned(self, method: str, args, kwargs) -> Any:
-    with self._scope(), explained_devices(self._arguments, args, kwargs, self._mesh):
+    with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
       check_flax_rules(self._name, self.in_force)
       prepared, named = self._prepared(args, kwargs)
       planned, known = self._planned_for(prepared, named)
