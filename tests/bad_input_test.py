@@ -544,7 +544,7 @@ def test_arguments_of_another_kind_than_expected():
   for kind, call, text in (
     (
       errors.MeshError,
-      lambda: spmd.make_mesh({'data': 8}, devices=8),
+      lambda: spmd.make_mesh({'data': 8}, devices=cast(Any, 8)),
       'devices=8 are not devices.\n'
       'Fix: pass devices of JAX, such as jax.devices()[:4]; abstract_mesh takes their number.',
     ),
