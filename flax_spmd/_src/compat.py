@@ -612,15 +612,19 @@ def current_module() -> str | None:
   return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
 
 
-def rewind_point(module: nn.Module) -> Callable[[], None]:
-  """A function that takes a module back to here, in a method that has raised an error: as between two calls of it.
+def rewind_point(scope: Any, module: Any = None) -> Callable[[], None]:
+  """A function that takes a scope back to here, after an error in it.
 
-  The variables and random numbers are those of all modules, as a module may call others that are beside it; names are its
-  own. Flax does the same at the end of a method. True of flax 0.12.8 to 0.12.12.
+  The variables and random numbers are those of all modules, as a module may call others that are beside it. Flax does the
+  same at the end of a method. True of flax 0.12.8 to 0.12.12.
+
+  Args:
+    scope: the scope.
+    module: the module whose method runs in it, if one does: it takes its names anew.
   """
-  root: Any = cast(Any, module.scope).root
+  root = scope.root
   variables, counters = _copy(_mutable(root)), _copy(root.rng_counters)
-  in_method = module._state.in_compact_method
+  in_method = isinstance(module, nn.Module) and module._state.in_compact_method
 
   def rewind() -> None:
     _restore(_mutable(root), variables)
@@ -1185,6 +1189,11 @@ def named_sharding(sharding: Sharding, mesh: Mesh, rank: int) -> Sharding:
   return named if named.is_equivalent_to(sharding, rank) else sharding
 
 
+def copies_across_processes() -> bool:
+  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
+  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
+
+
 # -- jaxprs (before jax 0.12 there are two classes, `Jaxpr` and `ClosedJaxpr`)
 
 
@@ -1205,11 +1214,6 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   return JaxprParts(
     list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars)
   )
-
-
-def copies_across_processes() -> bool:
-  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
-  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:

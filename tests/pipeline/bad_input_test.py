@@ -330,7 +330,7 @@ def test_shardings_on_another_mesh():
 def test_names_of_another_rank_than_the_argument():
   names = ('batch', None, None, None)
   assert text_of(lambda: lower(model, in_rules=(None, names)), LayoutError) == dedent("""\
-    0/1: 4 names ('batch', None, None, None) for an array of rank 3, shape (4, 2, 4).
+    argument x: 4 names ('batch', None, None, None) for an array of rank 3, shape (4, 2, 4).
     Fix: give at most one name per dimension.""")
 
 
