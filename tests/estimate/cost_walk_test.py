@@ -57,6 +57,25 @@ def test_the_gradient_of_a_tied_table_is_reduced_as_in_compiled_programs(dtype, 
   assert outcome.counts.by_kind()['all-reduce'] == pytest.approx(sent * TABLE, rel=0.01)
 
 
+def test_logits_that_a_lookup_and_a_normalizer_read_do_not_move():
+  """XLA scatters the gradient of the lookup onto that of the normalizer, which is sharded along the vocabulary."""
+
+  def loss(state, batch):
+    logits = batch['x'] @ state['w'].unbox().T
+    picked = jnp.take_along_axis(logits, batch['ids'][:, None], -1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
+
+  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  layout = DATA.replace(rules=(('batch', 'data'), ('vocab', 'data')))
+  outcome, exact = estimator.estimate(layout, aim), estimator.partition(layout, aim)
+  assert outcome.doubts == ()
+  assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
+
+
 def test_a_batch_that_is_cut_into_microbatches_moves_once():
   def step(state, batch):
     parts = spmd.with_logical_constraint(batch['x'].reshape(4, -1, WIDTH), (None, 'batch', None))

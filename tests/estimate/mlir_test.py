@@ -14,6 +14,7 @@ import flax_spmd as spmd
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.mlir.inline import (
+  drop_converts,
   drop_selects,
   drop_uniform,
   erase_dead,
@@ -21,6 +22,7 @@ from flax_spmd._src.estimate.mlir.inline import (
   merge_unary,
   order_by_operands,
   reshape_units,
+  scatter_into_sums,
 )
 from flax_spmd._src.estimate.mlir.read_graph import main_of, walk
 from flax_spmd.errors import EstimatorError
@@ -75,6 +77,39 @@ def test_selections_between_equal_constants_are_dropped(other, left):
     drop_selects(module.operation)
     erase_dead(module.operation)
     assert str(module).count('stablehlo.select') == str(module).count('stablehlo.compare') == left
+
+
+def looked_up(start, added, is_shared):
+  """A scatter that a sum follows."""
+
+  def function(x, rows):
+    scattered = jnp.full((8, 4), start).at[jnp.arange(2)].add(rows)
+    total = scattered + x if added else scattered * x
+    return (total, scattered) if is_shared else total
+
+  return function
+
+
+@pytest.mark.parametrize(
+  ('start', 'added', 'is_shared', 'is_onto_sum'),
+  [
+    (0.0, True, False, True),
+    (1.0, True, False, False),
+    (0.0, False, False, False),
+    (0.0, True, True, False),
+  ],
+)
+def test_a_scatter_onto_zeros_that_is_added_is_one_onto_the_sum(start, added, is_shared, is_onto_sum):
+  lowered = jax.jit(looked_up(start, added, is_shared)).lower(jnp.ones((8, 4)), jnp.ones((2, 4)))
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
+    inline_all(module)
+    drop_converts(module.operation)
+    scatter_into_sums(module.operation)
+    erase_dead(module.operation)
+    assert module.operation.verify()
+    text = str(module)
+  assert ('"stablehlo.scatter"(%arg0,' in text) == is_onto_sum
 
 
 def test_dimensions_of_size_1_are_reshaped_and_others_are_not():

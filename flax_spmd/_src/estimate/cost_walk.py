@@ -639,13 +639,6 @@ class _CostWalk:
     one, other = (self.partial_sums[value] for value in op.operands)
     if one[1:3] != other[1:3] or any(self.analyzed.uses[value] > 1 for value in op.operands):
       return False
-    wide = self.values[op.results[0]].dtype
-    is_scattered = [each.kind == 'scatter' and each.array.dtype == wide for each in (one, other)]
-    if (
-      is_scattered[0] != is_scattered[1]
-    ):  # XLA scatters into the other sum: a table that is a matrix too
-      self._reduce(op.operands[is_scattered[0]])
-      one = self.partial_sums[op.operands[is_scattered[1]]]
     for value in op.operands:
       self.partial_sums.pop(value, None)
     self.partial_sums[op.results[0]] = one._replace(array=self.values[op.results[0]])

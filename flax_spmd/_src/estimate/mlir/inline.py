@@ -256,6 +256,46 @@ def drop_selects(module: Any) -> None:
         op.results[0].replace_all_uses_with(op.operands[1])
 
 
+def drop_converts(module: Any) -> None:
+  """Drops conversions of arrays to the dtype that they have."""
+  for op in list(_all_ops(module)):
+    if op.name == 'stablehlo.convert' and op.operands[0].type == op.results[0].type:
+      op.results[0].replace_all_uses_with(op.operands[0])
+      op.erase()
+
+
+def scatter_into_sums(module: Any) -> None:
+  """Scatters onto the other operand of a sum in place of zeros, as XLA does: the result is sharded as that operand.
+
+  So it is with the gradient of logits that a lookup of labels and a normalizer read.
+  """
+  for op in list(_all_ops(module)):
+    if op.name != 'stablehlo.add':
+      continue
+    pairs = zip(op.operands, reversed(list(op.operands)))
+    found = next(((value.owner, other) for value, other in pairs if _is_scattered_zeros(value)), None)
+    if found is None or op.operands[0] == op.operands[1]:
+      continue
+    scatter, other = found
+    with ir.InsertionPoint(op):
+      substitute = scatter.operation.clone()
+    substitute.operands[0] = other
+    op.results[0].replace_all_uses_with(substitute.results[0])
+    op.erase()
+    scatter.operation.erase()
+
+
+def _is_scattered_zeros(value: Any) -> bool:
+  """Whether a value is a sum of updates onto zeros, with one use."""
+  op = value.owner
+  if isinstance(op, ir.Block) or op.name != 'stablehlo.scatter' or len(op.operands) != 3:
+    return False
+  first, *others = (view.operation.name for view in op.operation.regions[0].blocks[0].operations)
+  number = _constant(op.operation.operands[0])
+  is_zero = number is not None and not float(str(number).split(' : ')[0])
+  return is_zero and first == 'stablehlo.add' and len(others) == 1 and len(list(value.uses)) == 1
+
+
 def erase_dead(module: Any) -> None:
   """Erases operations without uses: Shardy would too, and the graph, which is read before, would not match any more."""
   for op in reversed(list(_all_ops(module))):
