@@ -76,6 +76,28 @@ def test_logits_that_a_lookup_and_a_normalizer_read_do_not_move():
   assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
 
 
+@pytest.mark.parametrize(('rules', 'is_in_doubt'), [((), False), ((('vocab', 'data'),), True)])
+def test_a_product_that_a_step_computes_twice_counts_once(rules, is_in_doubt):
+  """Its collectives are not merged, nor what follows them: they are in doubt."""
+
+  def create():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((WIDTH, ROWS)), ('vocab', None))}
+
+  def halves(state, x):
+    return jnp.split(jnp.tanh(x @ state['w'].unbox()), 2, -1)
+
+  def step(state, batch):
+    first, second = halves(state, batch['x']), halves(state, batch['x'])
+    return state, jnp.sum(jnp.sin(first[0]) * jnp.cos(second[1]), 1)
+
+  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  layout = DATA.replace(rules=(('batch', 'data'), *rules))
+  outcome = estimator.estimate(layout, aim)
+  assert any('that the step computes twice' in doubt for doubt in outcome.doubts) == is_in_doubt
+  if not is_in_doubt:
+    assert outcome.counts.flops == estimator.partition(layout, aim).counts.flops
+
+
 def test_a_batch_that_is_cut_into_microbatches_moves_once():
   def step(state, batch):
     parts = spmd.with_logical_constraint(batch['x'].reshape(4, -1, WIDTH), (None, 'batch', None))

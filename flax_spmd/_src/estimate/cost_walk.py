@@ -51,7 +51,7 @@ from flax_spmd._src.estimate.loops import (
 )
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
-from flax_spmd._src.estimate.requirements import Context, Requirement
+from flax_spmd._src.estimate.requirements import Context, Requirement, collectives
 from flax_spmd._src.estimate.resharding import (
   CollectiveOp,
   is_ambiguous,
@@ -441,6 +441,8 @@ class _CostWalk:
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt:
       self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
+    if 'merged' in op.attributes:
+      self._doubt_merged(op, required, times)
     if op.kind == 'convolution':
       self.gathered_bytes = max(self.gathered_bytes, *required.padded, 0.0)
     elif required.padded:
@@ -520,6 +522,14 @@ class _CostWalk:
     else:
       return
     self.doubts.add(op.source, reason, self._bound(op, required, times))
+
+  def _doubt_merged(self, op: Op, required: Requirement, times: int) -> None:
+    """Notes an operation that the step has twice, and that communicates: compilers merge what precedes it."""
+    ops = collectives(required, self._context(op))
+    if ops or required.halos:
+      sent = times * wire_bytes((*ops, *required.halos), self.sizes)
+      reason = 'an operation that the step computes twice, whose collectives are not merged'
+      self.doubts.add(op.source, reason, Bound(sent, self._bytes(op.results[0]), times * required.flops))
 
   def _bound(self, op: Op, required: Requirement, times: int) -> Bound:
     """The most that another way to partition an operation could change: all of its arrays gathered."""

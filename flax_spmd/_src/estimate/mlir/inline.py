@@ -34,6 +34,8 @@ _ELEMENTWISE = _BINARY | {  # on arrays of the result's dtype
 _CHEAP_CHLO = ('chlo.square', 'chlo.conj', 'chlo.next_after', 'chlo.erf')
 _BROADCAST = 'stablehlo.broadcast_in_dim'
 _OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a reshape
+_CONSTRAINT = 'sdy.sharding_constraint'
+_KEPT_APART = ('stablehlo.optimization_barrier', 'func.return', 'stablehlo.return')
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -262,6 +264,47 @@ def drop_converts(module: Any) -> None:
     if op.name == 'stablehlo.convert' and op.operands[0].type == op.results[0].type:
       op.results[0].replace_all_uses_with(op.operands[0])
       op.erase()
+
+
+def merge_constraints(module: Any) -> None:
+  """Merges equal constraints of one array, and the equal operations on the results, as XLA does in a partitioned program.
+
+  So it is with a layer that is called twice with one input, or is computed again. The operation that is left gets the
+  attribute `merged`: collectives are not merged, nor is what follows them. Other equal operations are merged already.
+  """
+  reached = {value for one in _merged(_constraints(module)) for value in one.results}
+  for one in _merged(_reached(module, reached)) if reached else ():
+    if one.name != _CONSTRAINT:
+      one.attributes['merged'] = ir.StringAttr.get('merged')
+
+
+def _constraints(module: Any) -> list[Any]:
+  return [op for op in _all_ops(module) if op.name == _CONSTRAINT]
+
+
+def _reached(module: Any, values: set[Any]) -> Iterator[Any]:
+  """The operations on some values, and on their results."""
+  for op in list(_all_ops(module)):
+    if any(value in values for value in op.operands):
+      values.update(op.results)
+      yield op
+
+
+def _merged(ops: Iterable[Any]) -> Iterator[Any]:
+  """Merges equal operations, and yields those that are left in their place."""
+  known: dict[Any, Any] = {}
+  for op in ops:
+    if (len(op.regions) and op.name != _OF_UNITS[0]) or op.name in _KEPT_APART:
+      continue
+    inside = tuple(inner.name for inner in _all_ops(op))
+    attributes = tuple((name, op.attributes[name]) for name in op.attributes)
+    about = op.name, op.block, tuple(op.operands), attributes, op.results[0].type, inside
+    first = known.setdefault(about, op)
+    if first != op:
+      for one, other in zip(first.results, op.results):
+        other.replace_all_uses_with(one)
+      op.erase()
+      yield first
 
 
 def scatter_into_sums(module: Any) -> None:
