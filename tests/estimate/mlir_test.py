@@ -23,6 +23,7 @@ from flax_spmd._src.estimate.mlir.inline import (
   order_by_operands,
   reshape_units,
   scatter_into_sums,
+  transpose_products,
 )
 from flax_spmd._src.estimate.mlir.read_graph import main_of, walk
 from flax_spmd.errors import EstimatorError
@@ -110,6 +111,31 @@ def test_a_scatter_onto_zeros_that_is_added_is_one_onto_the_sum(start, added, is
     assert module.operation.verify()
     text = str(module)
   assert ('"stablehlo.scatter"(%arg0,' in text) == is_onto_sum
+
+
+@pytest.mark.parametrize(
+  ('shapes', 'numbers', 'permutation', 'left'),
+  [
+    (((8, 4), (8, 2)), (((0,), (0,)), ((), ())), (1, 0), 0),
+    (((3, 8, 4), (3, 8, 2)), (((0, 1), (0, 1)), ((), ())), (1, 0), 0),
+    (
+      ((3, 8, 4), (4, 2)),
+      (((2,), (0,)), ((), ())),
+      (2, 0, 1),
+      1,
+    ),  # XLA replaces those of two dimensions alone
+    (((8, 4), (8, 4, 2)), (((1,), (1,)), ((0,), (0,))), (1, 0), 1),
+  ],
+)
+def test_a_transposed_product_has_its_operands_in_the_other_order(shapes, numbers, permutation, left):
+  function = lambda x, y: jnp.transpose(jax.lax.dot_general(x, y, numbers), permutation)
+  lowered = jax.jit(function).lower(*map(jnp.ones, shapes))
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
+    inline_all(module)
+    transpose_products(module.operation)
+    assert module.operation.verify()
+    assert str(module).count('stablehlo.transpose') == left
 
 
 def test_dimensions_of_size_1_are_reshaped_and_others_are_not():

@@ -5,6 +5,7 @@ Each operation costs time in every propagation, so those that cannot matter are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -305,6 +306,47 @@ def _merged(ops: Iterable[Any]) -> Iterator[Any]:
         other.replace_all_uses_with(one)
       op.erase()
       yield first
+
+
+def transpose_products(module: Any) -> None:
+  """Replaces the transpose of a product of two dimensions by the product of its operands in the other order, as XLA does.
+
+  So it is with the gradient of a matrix, whose sharding reaches the product before those of its operands do.
+  """
+  for op in list(_all_ops(module)):
+    if op.name != 'stablehlo.transpose' or len(_shape(op.results[0])) != 2 or _is_copied(op):
+      continue
+    product = op.operands[0].owner.operation
+    numbers = str(product.attributes['dot_dimension_numbers'])
+    swapped = {'lhs': 'rhs', 'rhs': 'lhs'}
+    numbers = re.sub('lhs|rhs', lambda side: swapped[side[0]], numbers)
+    sides = re.findall(r'(\w+) = (\[[^\]]*\])', numbers)
+    numbers = ', '.join(f'{name} = {dims}' for name, dims in sorted(sides))
+    attributes = {name: product.attributes[name] for name in product.attributes}
+    attributes['dot_dimension_numbers'] = ir.Attribute.parse(f'#stablehlo.dot<{numbers}>')
+    with ir.InsertionPoint(product):
+      substitute = ir.Operation.create(
+        product.name,
+        results=[op.results[0].type],
+        operands=[product.operands[1], product.operands[0]],
+        attributes=attributes,
+        loc=product.location,
+      )
+    op.results[0].replace_all_uses_with(substitute.results[0])
+    op.erase()
+    product.erase()
+
+
+def _is_copied(transpose: Any) -> bool:
+  """Whether the operand of a transpose is no product, or has other uses, or is not transposed."""
+  value = transpose.operands[0]
+  is_product = not isinstance(value.owner, ir.Block) and value.owner.name == 'stablehlo.dot_general'
+  return (
+    not is_product
+    or len(list(value.uses)) > 1
+    or _is_sorted(transpose.attributes['permutation'])
+    or 'batching' in str(value.owner.operation.attributes['dot_dimension_numbers'])
+  )
 
 
 def scatter_into_sums(module: Any) -> None:

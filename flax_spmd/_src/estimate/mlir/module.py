@@ -29,6 +29,7 @@ from flax_spmd._src.estimate.mlir.inline import (
   replace_chlo,
   reshape_units,
   scatter_into_sums,
+  transpose_products,
 )
 from flax_spmd._src.estimate.mlir.read_graph import GraphReader, main_of, walk
 from flax_spmd._src.estimate.mlir.shardings import (
@@ -78,6 +79,7 @@ class PreparedModule:
       drop_uniform(self._module.operation)
       drop_selects(self._module.operation)
       scatter_into_sums(self._module.operation)
+      transpose_products(self._module.operation)
       erase_dead(self._module.operation)
       reshape_units(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
