@@ -98,6 +98,20 @@ def test_a_product_that_a_step_computes_twice_counts_once(rules, is_in_doubt):
     assert outcome.counts.flops == estimator.partition(layout, aim).counts.flops
 
 
+@pytest.mark.parametrize(('names', 'is_in_doubt'), [((None, 'rows'), True), (('rows', None), False)])
+def test_a_sum_whose_shards_move_as_it_is_reduced_is_in_doubt(names, is_in_doubt):
+  """The partitioner groups devices in an order of its own, which a further operand may have already."""
+
+  def loss(w, x):
+    x = spmd.with_logical_constraint(x, ('rows', 'columns'))
+    y = x @ spmd.with_logical_constraint(w, ('columns', None))
+    y = spmd.with_logical_constraint(y, ('rows', None))
+    return jnp.sum(spmd.with_logical_constraint(y, names) ** 2)
+
+  doubts = doubts_of(loss, (None, None), is_updated=False)
+  assert any('whose shards move as it is reduced' in doubt for doubt in doubts) == is_in_doubt
+
+
 def test_a_batch_that_is_cut_into_microbatches_moves_once():
   def step(state, batch):
     parts = spmd.with_logical_constraint(batch['x'].reshape(4, -1, WIDTH), (None, 'batch', None))

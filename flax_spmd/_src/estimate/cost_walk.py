@@ -725,6 +725,10 @@ class _CostWalk:
     if scattered and partial.kind == 'convolution':
       reason = 'a copy with its channels first, of a sum that is scattered along them'
       self.doubts.add(partial.source, reason, Bound(memory=size))
+    if any(op.kind in ('all-to-all', 'collective-permute') for op in ops):
+      reason = 'a sum of a product whose shards move as it is reduced'
+      if partial.kind == 'dot_general':
+        self.doubts.add(partial.source, reason, Bound(wire=3 * partial.times * size))
     if sum(not scattered.isdisjoint(axes) for axes in self.specs[value]) > 1:
       reason = 'a sum that is scattered along several dimensions'
       self.doubts.add(partial.source, reason, Bound(wire=2 * partial.times * size))
@@ -732,7 +736,8 @@ class _CostWalk:
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
     for operand, result in zip(op.operands, op.results):
-      if operand in self.exchanged:
+      moved = any(one.kind == 'all-to-all' for one in self._changes(operand, self.specs[result]))
+      if operand in self.exchanged or moved:
         every = times * self.analyzed.trip_count(op)
         bound = gathered(self.values[operand], self.specs[operand], self.sizes, every)
         self.doubts.add(op.source, 'all-to-all of an array for a loop, or in its every iteration', bound)

@@ -35,6 +35,7 @@ _ELEMENTWISE = _BINARY | {  # on arrays of the result's dtype
 _CHEAP_CHLO = ('chlo.square', 'chlo.conj', 'chlo.next_after', 'chlo.erf')
 _BROADCAST = 'stablehlo.broadcast_in_dim'
 _OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a reshape
+_OTHER_SIDE = {'lhs': 'rhs', 'rhs': 'lhs'}
 _CONSTRAINT = 'sdy.sharding_constraint'
 _KEPT_APART = ('stablehlo.optimization_barrier', 'func.return', 'stablehlo.return')
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
@@ -318,8 +319,7 @@ def transpose_products(module: Any) -> None:
       continue
     product = op.operands[0].owner.operation
     numbers = str(product.attributes['dot_dimension_numbers'])
-    swapped = {'lhs': 'rhs', 'rhs': 'lhs'}
-    numbers = re.sub('lhs|rhs', lambda side: swapped[side[0]], numbers)
+    numbers = re.sub('lhs|rhs', lambda side: _OTHER_SIDE[side[0]], numbers)
     sides = re.findall(r'(\w+) = (\[[^\]]*\])', numbers)
     numbers = ', '.join(f'{name} = {dims}' for name, dims in sorted(sides))
     attributes = {name: product.attributes[name] for name in product.attributes}
@@ -350,35 +350,43 @@ def _is_copied(transpose: Any) -> bool:
 
 
 def scatter_into_sums(module: Any) -> None:
-  """Scatters onto the other operand of a sum in place of zeros, as XLA does: the result is sharded as that operand.
+  """Scatters onto a sum what is scattered onto one of its operands, as XLA does: the result is sharded as the sum.
 
   So it is with the gradient of logits that a lookup of labels and a normalizer read.
   """
   for op in list(_all_ops(module)):
     if op.name != 'stablehlo.add':
       continue
-    pairs = zip(op.operands, reversed(list(op.operands)))
-    found = next(((value.owner, other) for value, other in pairs if _is_scattered_zeros(value)), None)
-    if found is None or op.operands[0] == op.operands[1]:
+    one, other = op.operands
+    if _is_scattered(one) == _is_scattered(other):  # XLA makes one scatter of two
       continue
-    scatter, other = found
+    scattered, other = (one, other) if _is_scattered(one) else (other, one)
+    scatter = scattered.owner.operation
+    start = scatter.operands[0]
     with ir.InsertionPoint(op):
-      substitute = scatter.operation.clone()
-    substitute.operands[0] = other
+      total = other
+      if not _is_zero(start):
+        total = op.clone().results[0]
+        total.owner.operands[0], total.owner.operands[1] = other, start
+      substitute = scatter.clone()
+    substitute.operands[0] = total
     op.results[0].replace_all_uses_with(substitute.results[0])
     op.erase()
-    scatter.operation.erase()
+    scatter.erase()
 
 
-def _is_scattered_zeros(value: Any) -> bool:
-  """Whether a value is a sum of updates onto zeros, with one use."""
+def _is_scattered(value: Any) -> bool:
+  """Whether a value is a sum of an array and scattered updates, with one use."""
   op = value.owner
   if isinstance(op, ir.Block) or op.name != 'stablehlo.scatter' or len(op.operands) != 3:
     return False
   first, *others = (view.operation.name for view in op.operation.regions[0].blocks[0].operations)
-  number = _constant(op.operation.operands[0])
-  is_zero = number is not None and not float(str(number).split(' : ')[0])
-  return is_zero and first == 'stablehlo.add' and len(others) == 1 and len(list(value.uses)) == 1
+  return first == 'stablehlo.add' and len(others) == 1 and len(list(value.uses)) == 1
+
+
+def _is_zero(value: Any) -> bool:
+  number = _constant(value)
+  return number is not None and not float(str(number).split(' : ')[0])
 
 
 def erase_dead(module: Any) -> None:
