@@ -22,6 +22,12 @@ def create():
   return {'w': spmd.LogicallyPartitioned(jnp.ones((ROWS, WIDTH)), ('vocab', 'embed'))}
 
 
+GRID = spmd.Layout(
+  spmd.abstract_mesh({'data': 4, 'model': 2}),
+  (('rows', 'data'), ('columns', 'model'), ('batch', ('data', 'model'))),
+)
+
+
 def tied(dtype, lookups):
   """A step with a table that is looked up, and a matrix too."""
 
@@ -112,6 +118,24 @@ def test_a_sum_whose_shards_move_as_it_is_reduced_is_in_doubt(names, is_in_doubt
   assert any('whose shards move as it is reduced' in doubt for doubt in doubts) == is_in_doubt
 
 
+@pytest.mark.parametrize('batch', ['data', 'model'])
+@pytest.mark.parametrize('vocab', [('data', 'model'), ('model', 'data')])
+def test_rows_of_a_batch_are_gathered_for_a_table_over_all_devices(batch, vocab):
+  def loss(state, batch):
+    rows = spmd.with_logical_constraint(jnp.tanh(state['w'].unbox()[batch['ids']]), ('batch', None))
+    return jnp.sum(rows * batch['x'])
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
+
+  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  layout = GRID.replace(rules=(('batch', batch), ('vocab', vocab)))
+  outcome, exact = estimator.estimate(layout, aim), estimator.partition(layout, aim)
+  assert outcome.doubts == ()
+  assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
+
+
 def test_a_batch_that_is_cut_into_microbatches_moves_once():
   def step(state, batch):
     parts = spmd.with_logical_constraint(batch['x'].reshape(4, -1, WIDTH), (None, 'batch', None))
@@ -139,12 +163,6 @@ def test_a_value_that_several_constraints_replicate_is_gathered_once(is_chained)
   shard = 4 * BATCH * ROWS / 8
   assert outcome.counts.by_kind() == {'all-gather': 7 * shard}
   assert outcome.doubts == ()
-
-
-GRID = spmd.Layout(
-  spmd.abstract_mesh({'data': 4, 'model': 2}),
-  (('rows', 'data'), ('columns', 'model'), ('batch', ('data', 'model'))),
-)
 
 
 def estimate_of(loss, names, is_updated, target='h100:8'):
