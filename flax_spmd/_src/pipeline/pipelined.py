@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,10 +29,12 @@ from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
+from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.nnx_variables import check_functional
+from flax_spmd._src.pipeline import carried_order
 from flax_spmd._src.pipeline.argument_checks import (
   check_arrays,
   check_seconds,
@@ -68,7 +70,6 @@ from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 InputPlanner = Callable[[Any], Sequence[Any]]
@@ -118,7 +119,6 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     self._compiled: dict[Any, CompiledPipeline] = {}
     self._latest: CompiledPipeline | None = None
     self._lock = threading.RLock()
-    self._reported: set[str] = set()  # the kinds of warnings already issued
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
     """Runs the function; first traces and compiles it if the structure of the arguments is new."""
@@ -191,7 +191,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     with compat.without_mesh():  # a block around the call may have set one of another size
       jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     check_meshes(jaxpr, abstract, _OF_A_STAGE)
-    warn_of_grouped_convolutions(setting.name, jaxpr, abstract, self._reported)
+    warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
     known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
@@ -281,9 +281,8 @@ class TracedPipelineStep:
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
     cut = stage_assignment.cut(step.loop.body, len(ranks), title, turn, split)
     programs = task_programs.split(cut, split)
-    waits = task_programs.waits(programs.accumulators)
-    if waits and schedule is not None:
-      order = timed_steps(schedule, step.loop.count, waits) or _refused(schedule, step.loop, programs)
+    if schedule is not None:
+      order = carried_order.with_waits(schedule, step.loop, programs, order, self._setting.reported)
     joined = outside_loop.join(step, programs, ranks)
     assignment = outside_loop.assign_ranks(joined)
     several = len(self._setting.processes) > 1
@@ -328,19 +327,6 @@ class TracedPipelineStep:
         f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
       )
     return timed_steps(schedule, loop.count) or [], schedule.stage_ranks, str(schedule)
-
-
-def _refused(schedule: Schedule, loop: Loop, programs: TaskPrograms) -> NoReturn:
-  """Raises for carried values that tasks of a schedule cannot wait for."""
-  waiting = [one for one in programs.accumulators if one.waiting]
-  alone = [one for one in waiting if not timed_steps(schedule, loop.count, task_programs.waits([one]))]
-  raise PipelineError(
-    f'The microbatch loop at {loop.source_line} carries values to the next microbatch. In {schedule}, tasks that read '
-    'them come before the tasks that set them, and ranks would wait for one another:\n'
-    + first_lines([f'  {one}' for one in alone or waiting])
-    + '\nFix: carry only sums, maxima and values that later stages read; pass the inputs of each microbatch with '
-    'the batch, and update parameters after the loop; or use a schedule in which the next microbatch begins later.'
-  )
 
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
@@ -439,6 +425,9 @@ class LoweredPipelineStep:
     mesh = submeshes.check_concrete(setting.mesh)
     stages = self._stages()
     executables = compile_stages(stages)
+    if has_windows(self._traced.jaxpr, setting.ranks[0]):
+      programs = (one.lowered for one in stages.programs.values())
+      warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
     assembler = Assembler(stages, executables, mesh, setting.axis)
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1

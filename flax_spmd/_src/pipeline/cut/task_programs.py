@@ -70,10 +70,6 @@ class Accumulator(NamedTuple):
   passed: bool
   waiting: tuple[Key, ...]
 
-  def __str__(self) -> str:
-    reads = ' and '.join(map(_task_text, self.waiting))
-    return f'{self.before.aval.str_short()}: set by {_task_text(self.task)}, read by {reads}'
-
 
 class TaskPrograms(NamedTuple):
   """The programs of a body's tasks.
@@ -93,6 +89,13 @@ class TaskPrograms(NamedTuple):
   def producers(self) -> dict[Value, Key]:
     """The task that computes each value."""
     return {value: key for key, task in self.tasks.items() for value in task.outputs}
+
+  def text(self, one: Accumulator) -> str:
+    """A carried value, the line of the user's program that sets it, and the tasks that set and read it."""
+    setting = next(each for each in self.tasks[one.task].equations if one.after in each.outputs)
+    reads = ' and '.join(map(_task_text, one.waiting))
+    value = f'{one.before.aval.str_short()} at {setting.source_line}'
+    return f'{value}: set by {_task_text(one.task)}, read by {reads}'
 
   def residuals(self) -> dict[int, int]:
     """The bytes that each stage keeps from a microbatch's forward until its backward."""
