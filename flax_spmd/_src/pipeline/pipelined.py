@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, Generic
 
 import jax
@@ -52,7 +53,7 @@ from flax_spmd._src.pipeline.cut.equations import Value
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
-from flax_spmd._src.pipeline.cut.task_programs import TaskPrograms
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
 from flax_spmd._src.pipeline.run import agreement, memory, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
@@ -77,6 +78,7 @@ ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
 
 
 _OF_A_STAGE = 'the mesh of a stage'
+_LARGE_VALUE = 1 << 16  # bytes; a smaller carried value is replicated unless its sharding is known
 
 
 class Pipelined(UnderLayout, Generic[P, Result]):
@@ -449,21 +451,43 @@ class LoweredPipelineStep:
     Args:
       platform: a JAX platform: `'cpu'`, `'cuda'`, `'tpu'`.
     """
-    stages = self._stages()
+    stages = self._stages(platform)
     with compat.shardy():
       list(stages.lower(platform))
     return stages
 
-  def _stages(self) -> LoweredStages:
-    traced = self._traced
+  def _stages(self, platform: str | None = None) -> LoweredStages:
+    """The programs, to be lowered for a platform.
+
+    A large carried value of unknown sharding takes the one that its stage's program gives it. The programs are lowered
+    once more to find it, with the initial value replicated.
+    """
+    traced, step, specs = self._traced, self._step, self._specs()
     returned = set(self._joined.results)
-    donatable = {
-      value
-      for value, donated in zip(self._step.arguments, traced._donations, strict=True)
-      if donated and value not in returned
-    }
-    arguments = self._step.arguments
-    return LoweredStages(self.call_list, traced._setting.ranks, self._specs(), arguments, donatable)
+    donations = zip(step.arguments, traced._donations, strict=True)
+    donatable = {value for value, donated in donations if donated and value not in returned}
+    ranks = traced._setting.ranks
+
+    def stages(specs: Mapping[Value, PartitionSpec]) -> LoweredStages:
+      return LoweredStages(self.call_list, ranks, specs, step.arguments, donatable)
+
+    unknown = [one for one in self.programs.accumulators if one.before not in specs]
+    specs |= {value: PartitionSpec() for one in unknown for value in self._versions(one)}
+    large = [one for one in unknown if one.after.bytes >= _LARGE_VALUE and ranks[0].size > 1]
+    if large:
+      starts = {self._joined.start[one] for one in large}
+      open_ = {value for one in large for value in self._versions(one)} - starts
+      trial = stages({value: spec for value, spec in specs.items() if value not in open_})
+      with compat.shardy():
+        list(trial.lower(platform))
+      for one in large:
+        final = self._joined.final[one]
+        last = next(buffer for buffer in self.call_list.written if buffer.value is final)
+        specs |= dict.fromkeys(self._versions(one), trial.spec(last))
+    return stages(specs)
+
+  def _versions(self, one: Accumulator) -> tuple[Value, ...]:
+    return self._joined.final[one], self._joined.start[one], one.before, one.after
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """The specs that are known before compilation."""
@@ -475,12 +499,8 @@ class LoweredPipelineStep:
       if spec is not None and isinstance(atom, Value)
     }
     groups = ElementwiseGroups(joined.equations)
-    sums = []
-    for one in self.programs.accumulators:
-      versions = joined.final[one], joined.start[one], one.before, one.after
-      groups.merge(*versions)
-      sums += versions
+    versions = [self._versions(one) for one in self.programs.accumulators]
+    for each in versions:
+      groups.merge(*each)
     results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]
-    by_group = groups.specs(specs | planned, [*sums, *results])
-    replicated = {value: PartitionSpec() for value in sums}
-    return replicated | by_group | planned | specs
+    return groups.specs(specs | planned, [*chain(*versions), *results]) | planned | specs
