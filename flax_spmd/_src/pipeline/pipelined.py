@@ -35,7 +35,7 @@ from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.nnx_variables import check_functional
-from flax_spmd._src.pipeline import carried_order
+from flax_spmd._src.pipeline import carried_order, garbage_collection
 from flax_spmd._src.pipeline.argument_checks import (
   check_arrays,
   check_seconds,
@@ -175,6 +175,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     static = self._arguments.statics(args, kwargs)
     return Request(args, kwargs, treedef, [aval_of(leaf) for leaf in leaves], specs, static)
 
+  @garbage_collection.of_young_objects()
   def _traced(self, request: Request) -> TracedPipelineStep:
     begin = time.perf_counter()
     setting = self._setting
@@ -265,6 +266,7 @@ class TracedPipelineStep:
   _donations: list[bool]
   times: dict[str, float]
 
+  @garbage_collection.of_young_objects()
   def lower(self) -> LoweredPipelineStep:
     """Cuts the step into programs for its stages, and orders them by the schedule.
 

@@ -37,7 +37,7 @@ class Add:
 
   def state(self, count: int, result: Any) -> jax.Array:
     """Zeros, of the shape and dtype of a result."""
-    return jnp.zeros(result.shape, result.dtype)
+    return lax.full(result.shape, 0, result.dtype)
 
   def update(self, state: jax.Array, result: jax.Array, index: Any) -> jax.Array:
     """The sum of both."""
@@ -225,7 +225,7 @@ def finished(op: Any, combined: Any, count: int, interleaved: bool) -> Any:
     interleaved: whether neighbours in the batch are in different microbatches.
   """
   if isinstance(op, Mean):
-    return combined / count
+    return lax.div(combined, np.asarray(count, combined.dtype))
   if isinstance(op, Stack):
     return jnp.moveaxis(combined, 0, op.axis)
   if isinstance(op, Concat) and combined.ndim > 1:
