@@ -479,7 +479,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
     lowered = isinstance(self._mesh, Mesh) and trace_context.trace is NO_TRACE
     if lowered and has_windows(jaxpr, self._mesh):
       with planned_traces():
-        warn_of_sharded_windows(self._name, function.lower(*args, **kwargs), self._mesh, self.reported)
+        programs = [function.lower(*args, **kwargs)]
+        warn_of_sharded_windows(self._name, programs, self._mesh, self.reported)
 
   def _is_on_mesh(self, dynamic: Any) -> bool:
     """Whether any argument is sharded on the layout's mesh, which makes the program one for all its devices."""
