@@ -187,3 +187,14 @@ def test_the_arrays_of_grouped_convolutions_are_gathered():
   assert found.counts.flops == pytest.approx(1_571_880_960, rel=0.01)
   assert found.memory.temporaries / 2**20 == pytest.approx(40.1, rel=0.02)
   assert not found.doubts
+
+
+@pytest.mark.parametrize('padding', ['CAUSAL', 'SAME'])
+def test_filters_with_holes_are_filled_where_an_input_is_padded_on_one_side(padding):
+  layer = nn.Conv(CHANNELS, (2,), kernel_dilation=4, padding=padding, use_bias=False)
+  x = jax.ShapeDtypeStruct((IMAGES, SIDE, CHANNELS), jnp.float32)
+  loss = lambda weights, x: jnp.sum(layer.apply(weights, x) ** 2)
+  create = lambda: layer.init(jax.random.key(0), jnp.ones(x.shape))
+  estimator, aim = Estimator(TrainStep(descent(loss), create, x)), parse_target('h100:8')
+  exact = estimator.partition(LAYOUT, aim).counts.flops
+  assert estimator.estimate(LAYOUT, aim).counts.flops == pytest.approx(exact, rel=0.001)

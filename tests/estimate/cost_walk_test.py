@@ -22,6 +22,12 @@ def create():
   return {'w': spmd.LogicallyPartitioned(jnp.ones((ROWS, WIDTH)), ('vocab', 'embed'))}
 
 
+GRID = spmd.Layout(
+  spmd.abstract_mesh({'data': 4, 'model': 2}),
+  (('rows', 'data'), ('columns', 'model'), ('batch', ('data', 'model'))),
+)
+
+
 def tied(dtype, lookups):
   """A step with a table that is looked up, and a matrix too."""
 
@@ -57,6 +63,79 @@ def test_the_gradient_of_a_tied_table_is_reduced_as_in_compiled_programs(dtype, 
   assert outcome.counts.by_kind()['all-reduce'] == pytest.approx(sent * TABLE, rel=0.01)
 
 
+def test_logits_that_a_lookup_and_a_normalizer_read_do_not_move():
+  """XLA scatters the gradient of the lookup onto that of the normalizer, which is sharded along the vocabulary."""
+
+  def loss(state, batch):
+    logits = batch['x'] @ state['w'].unbox().T
+    picked = jnp.take_along_axis(logits, batch['ids'][:, None], -1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
+
+  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  layout = DATA.replace(rules=(('batch', 'data'), ('vocab', 'data')))
+  outcome, exact = estimator.estimate(layout, aim), estimator.partition(layout, aim)
+  assert outcome.doubts == ()
+  assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
+
+
+@pytest.mark.parametrize(('rules', 'is_in_doubt'), [((), False), ((('vocab', 'data'),), True)])
+def test_a_product_that_a_step_computes_twice_counts_once(rules, is_in_doubt):
+  """Its collectives are not merged, nor what follows them: they are in doubt."""
+
+  def create():
+    return {'w': spmd.LogicallyPartitioned(jnp.ones((WIDTH, ROWS)), ('vocab', None))}
+
+  def halves(state, x):
+    return jnp.split(jnp.tanh(x @ state['w'].unbox()), 2, -1)
+
+  def step(state, batch):
+    first, second = halves(state, batch['x']), halves(state, batch['x'])
+    return state, jnp.sum(jnp.sin(first[0]) * jnp.cos(second[1]), 1)
+
+  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  layout = DATA.replace(rules=(('batch', 'data'), *rules))
+  outcome = estimator.estimate(layout, aim)
+  assert any('that the step computes twice' in doubt for doubt in outcome.doubts) == is_in_doubt
+  if not is_in_doubt:
+    assert outcome.counts.flops == estimator.partition(layout, aim).counts.flops
+
+
+@pytest.mark.parametrize(('names', 'is_in_doubt'), [((None, 'rows'), True), (('rows', None), False)])
+def test_a_sum_whose_shards_move_as_it_is_reduced_is_in_doubt(names, is_in_doubt):
+  """The partitioner groups devices in an order of its own, which a further operand may have already."""
+
+  def loss(w, x):
+    x = spmd.with_logical_constraint(x, ('rows', 'columns'))
+    y = x @ spmd.with_logical_constraint(w, ('columns', None))
+    y = spmd.with_logical_constraint(y, ('rows', None))
+    return jnp.sum(spmd.with_logical_constraint(y, names) ** 2)
+
+  doubts = doubts_of(loss, (None, None), is_updated=False)
+  assert any('whose shards move as it is reduced' in doubt for doubt in doubts) == is_in_doubt
+
+
+@pytest.mark.parametrize('batch', ['data', 'model'])
+@pytest.mark.parametrize('vocab', [('data', 'model'), ('model', 'data')])
+def test_rows_of_a_batch_are_gathered_for_a_table_over_all_devices(batch, vocab):
+  def loss(state, batch):
+    rows = spmd.with_logical_constraint(jnp.tanh(state['w'].unbox()[batch['ids']]), ('batch', None))
+    return jnp.sum(rows * batch['x'])
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
+
+  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  layout = GRID.replace(rules=(('batch', batch), ('vocab', vocab)))
+  outcome, exact = estimator.estimate(layout, aim), estimator.partition(layout, aim)
+  assert outcome.doubts == ()
+  assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
+
+
 def test_a_batch_that_is_cut_into_microbatches_moves_once():
   def step(state, batch):
     parts = spmd.with_logical_constraint(batch['x'].reshape(4, -1, WIDTH), (None, 'batch', None))
@@ -84,12 +163,6 @@ def test_a_value_that_several_constraints_replicate_is_gathered_once(is_chained)
   shard = 4 * BATCH * ROWS / 8
   assert outcome.counts.by_kind() == {'all-gather': 7 * shard}
   assert outcome.doubts == ()
-
-
-GRID = spmd.Layout(
-  spmd.abstract_mesh({'data': 4, 'model': 2}),
-  (('rows', 'data'), ('columns', 'model'), ('batch', ('data', 'model'))),
-)
 
 
 def estimate_of(loss, names, is_updated, target='h100:8'):

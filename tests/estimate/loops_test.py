@@ -141,3 +141,16 @@ def test_random_loops_send_what_compiled_programs_send(seed):
   sent = [sum(counts.by_kind().values()) for counts in (estimated.counts, compiled)]
   assert estimated.counts.flops == pytest.approx(compiled.flops, rel=0.01)
   assert estimated.doubts or sent[0] == pytest.approx(sent[1], rel=0.05, abs=256)
+
+
+@pytest.mark.parametrize(('names', 'is_in_doubt'), [((None, 'batch'), True), (('batch', None), False)])
+def test_an_array_whose_shards_move_for_a_loop_is_in_doubt(names, is_in_doubt):
+  def step(state, xs):
+    start = jnp.sin(spmd.with_logical_constraint(jnp.cos(xs[0]), ('batch', None)))
+    body = lambda _, h: spmd.with_logical_constraint(jnp.sin(h), names)
+    return state, jnp.sum(jax.lax.fori_loop(0, LENGTH, body, start))
+
+  outcome = Estimator(TrainStep(step, create, X, placements=ON_BATCH)).estimate(
+    DATA, parse_target('h100:8')
+  )
+  assert any('all-to-all of an array for a loop' in doubt for doubt in outcome.doubts) == is_in_doubt

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ import flax_spmd as spmd
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate import mlir
 from flax_spmd._src.estimate.mlir.inline import (
+  drop_converts,
   drop_selects,
   drop_uniform,
   erase_dead,
@@ -21,6 +23,8 @@ from flax_spmd._src.estimate.mlir.inline import (
   merge_unary,
   order_by_operands,
   reshape_units,
+  scatter_into_sums,
+  transpose_products,
 )
 from flax_spmd._src.estimate.mlir.read_graph import main_of, walk
 from flax_spmd.errors import EstimatorError
@@ -75,6 +79,66 @@ def test_selections_between_equal_constants_are_dropped(other, left):
     drop_selects(module.operation)
     erase_dead(module.operation)
     assert str(module).count('stablehlo.select') == str(module).count('stablehlo.compare') == left
+
+
+def looked_up(start, added, is_shared):
+  """A scatter that a sum follows."""
+
+  def function(x, rows):
+    scattered = jnp.full((8, 4), start).at[jnp.arange(2)].add(rows)
+    total = scattered + x if added else scattered * x
+    return (total, scattered) if is_shared else total
+
+  return function
+
+
+@pytest.mark.parametrize(
+  ('start', 'added', 'is_shared', 'onto'),
+  [
+    (0.0, True, False, '%arg0'),
+    (1.0, True, False, 'add'),
+    (0.0, False, False, ''),
+    (0.0, True, True, ''),
+  ],
+)
+def test_a_scatter_that_is_added_is_one_onto_the_sum(start, added, is_shared, onto):
+  lowered = jax.jit(looked_up(start, added, is_shared)).lower(jnp.ones((8, 4)), jnp.ones((2, 4)))
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
+    inline_all(module)
+    drop_converts(module.operation)
+    scatter_into_sums(module.operation)
+    erase_dead(module.operation)
+    assert module.operation.verify()
+    lines = str(module).splitlines()
+  operand = next(re.search(r'scatter"\((%\w+),', line)[1] for line in lines if 'scatter"' in line)
+  made = next((line for line in lines if line.strip().startswith(f'{operand} =')), operand)
+  assert onto in made and ('add' in made) == (onto == 'add')
+
+
+@pytest.mark.parametrize(
+  ('shapes', 'numbers', 'permutation', 'left'),
+  [
+    (((8, 4), (8, 2)), (((0,), (0,)), ((), ())), (1, 0), 0),
+    (((3, 8, 4), (3, 8, 2)), (((0, 1), (0, 1)), ((), ())), (1, 0), 0),
+    (
+      ((3, 8, 4), (4, 2)),
+      (((2,), (0,)), ((), ())),
+      (2, 0, 1),
+      1,
+    ),  # XLA replaces those of two dimensions alone
+    (((8, 4), (8, 4, 2)), (((1,), (1,)), ((0,), (0,))), (1, 0), 1),
+  ],
+)
+def test_a_transposed_product_has_its_operands_in_the_other_order(shapes, numbers, permutation, left):
+  function = lambda x, y: jnp.transpose(jax.lax.dot_general(x, y, numbers), permutation)
+  lowered = jax.jit(function).lower(*map(jnp.ones, shapes))
+  with mlir_context(), ir.Location.unknown():
+    module = ir.Module.parse(lowered.compiler_ir().operation.get_asm(binary=False))
+    inline_all(module)
+    transpose_products(module.operation)
+    assert module.operation.verify()
+    assert str(module).count('stablehlo.transpose') == left
 
 
 def test_dimensions_of_size_1_are_reshaped_and_others_are_not():

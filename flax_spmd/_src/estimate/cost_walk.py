@@ -51,7 +51,7 @@ from flax_spmd._src.estimate.loops import (
 )
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
-from flax_spmd._src.estimate.requirements import Context, Requirement
+from flax_spmd._src.estimate.requirements import Context, Requirement, collectives
 from flax_spmd._src.estimate.resharding import (
   CollectiveOp,
   is_ambiguous,
@@ -441,6 +441,8 @@ class _CostWalk:
       self._bring(value, spec or self.specs[value], times, op.source)
     if required.doubt:
       self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
+    if 'merged' in op.attributes:
+      self._doubt_merged(op, required, times)
     if op.kind == 'convolution':
       self.gathered_bytes = max(self.gathered_bytes, *required.padded, 0.0)
     elif required.padded:
@@ -520,6 +522,14 @@ class _CostWalk:
     else:
       return
     self.doubts.add(op.source, reason, self._bound(op, required, times))
+
+  def _doubt_merged(self, op: Op, required: Requirement, times: int) -> None:
+    """Notes an operation that the step has twice, and that communicates: compilers merge what precedes it."""
+    ops = collectives(required, self._context(op))
+    if ops or required.halos:
+      sent = times * wire_bytes((*ops, *required.halos), self.sizes)
+      reason = 'an operation that the step computes twice, whose collectives are not merged'
+      self.doubts.add(op.source, reason, Bound(sent, self._bytes(op.results[0]), times * required.flops))
 
   def _bound(self, op: Op, required: Requirement, times: int) -> Bound:
     """The most that another way to partition an operation could change: all of its arrays gathered."""
@@ -639,13 +649,6 @@ class _CostWalk:
     one, other = (self.partial_sums[value] for value in op.operands)
     if one[1:3] != other[1:3] or any(self.analyzed.uses[value] > 1 for value in op.operands):
       return False
-    wide = self.values[op.results[0]].dtype
-    is_scattered = [each.kind == 'scatter' and each.array.dtype == wide for each in (one, other)]
-    if (
-      is_scattered[0] != is_scattered[1]
-    ):  # XLA scatters into the other sum: a table that is a matrix too
-      self._reduce(op.operands[is_scattered[0]])
-      one = self.partial_sums[op.operands[is_scattered[1]]]
     for value in op.operands:
       self.partial_sums.pop(value, None)
     self.partial_sums[op.results[0]] = one._replace(array=self.values[op.results[0]])
@@ -722,6 +725,10 @@ class _CostWalk:
     if scattered and partial.kind == 'convolution':
       reason = 'a copy with its channels first, of a sum that is scattered along them'
       self.doubts.add(partial.source, reason, Bound(memory=size))
+    if any(op.kind in ('all-to-all', 'collective-permute') for op in ops):
+      reason = 'a sum of a product whose shards move as it is reduced'
+      if partial.kind == 'dot_general':
+        self.doubts.add(partial.source, reason, Bound(wire=3 * partial.times * size))
     if sum(not scattered.isdisjoint(axes) for axes in self.specs[value]) > 1:
       reason = 'a sum that is scattered along several dimensions'
       self.doubts.add(partial.source, reason, Bound(wire=2 * partial.times * size))
@@ -729,7 +736,8 @@ class _CostWalk:
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
     for operand, result in zip(op.operands, op.results):
-      if operand in self.exchanged:
+      moved = any(one.kind == 'all-to-all' for one in self._changes(operand, self.specs[result]))
+      if operand in self.exchanged or moved:
         every = times * self.analyzed.trip_count(op)
         bound = gathered(self.values[operand], self.specs[operand], self.sizes, every)
         self.doubts.add(op.source, 'all-to-all of an array for a loop, or in its every iteration', bound)

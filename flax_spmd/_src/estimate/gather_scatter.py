@@ -266,7 +266,7 @@ def _is_settled(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
   """Whether XLA is known to reshard the arrays as required.
 
   It is not if an array changes in one of several sharded dimensions, or if the updates of a scatter lose shards of a
-  dimension while some devices have the same shard.
+  dimension while some devices have the same shard, unless positions alone had them, and all of them are gathered.
   """
   for array, before, after in [*zip(range(3), lookup.specs, _specs(lookup, chosen))][1:]:
     is_input = array == 1 or lookup.summed == 'position'
@@ -278,9 +278,17 @@ def _is_settled(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:
     return True
   before, after = lookup.specs[2], _specs(lookup, chosen)[2]
   is_moved = any(one and one != other for one, other in zip(before, after))
-  if is_moved and shard_count(sum(before, ()), lookup.sizes) < math.prod(lookup.sizes.values()):
+  is_spare = shard_count(sum(before, ()), lookup.sizes) < math.prod(lookup.sizes.values())
+  if is_moved and is_spare and not _are_positions_gathered(lookup, before, after):
     return False
   return not _is_contested(lookup, chosen)
+
+
+def _are_positions_gathered(lookup: _Lookup, before: Spec, after: Spec) -> bool:
+  """Whether the updates of a scatter, sharded along positions alone, are gathered whole for looked-up dimensions."""
+  positions = {dim.rows for dim in lookup.dims if dim.role != 'window'}
+  is_along = all(dim in positions for dim, axes in enumerate(before) if axes)
+  return is_along and not any(after) and any(dim.role == 'lookup' for dim in lookup.dims)
 
 
 def _is_contested(lookup: _Lookup, chosen: Mapping[LookupDim, Axes]) -> bool:

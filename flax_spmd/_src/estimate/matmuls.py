@@ -345,13 +345,14 @@ def _library_positions(
   """The positions for cuDNN, to which GPUs leave convolutions.
 
   Zeros are stored in the holes and the padding of an input that has holes or is padded on one side more than on the
-  other, and these count. It computes gradients without holes: of a filter, and of the input if the filter is of size 1,
+  other, and in the holes of its filter, and these count. It computes gradients without holes: of a filter, and of the input if the filter is of size 1,
   or reversed right before, and no device gets parts of it in between.
   """
   each, call = [*zip(sizes, windows)], _library_call(sizes, windows, is_reversed, is_even)
   if call == 'filter':
     return math.prod(
-      _forward(at, over, Window(to, one.rhs_dilate), one.pad) for (at, over, to), one in each
+      _forward(at, over, Window(to, one.rhs_dilate, rhs_dilate=one.stride), one.pad)
+      for (at, over, to), one in each
     )
   if call == 'input':
     return math.prod(
@@ -363,9 +364,9 @@ def _library_positions(
       )
       for (at, over, to), one in each
     )
-  return (
-    math.prod(over * to for _, over, to in sizes) if call == 'padded' else _positions(sizes, windows)
-  )
+  if call == 'padded':
+    return math.prod(((over - 1) * one.rhs_dilate + 1) * to for (_, over, to), one in each)
+  return _positions(sizes, windows)
 
 
 def _library_call(

@@ -5,6 +5,7 @@ Each operation costs time in every propagation, so those that cannot matter are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,9 @@ _ELEMENTWISE = _BINARY | {  # on arrays of the result's dtype
 _CHEAP_CHLO = ('chlo.square', 'chlo.conj', 'chlo.next_after', 'chlo.erf')
 _BROADCAST = 'stablehlo.broadcast_in_dim'
 _OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a reshape
+_OTHER_SIDE = {'lhs': 'rhs', 'rhs': 'lhs'}
+_CONSTRAINT = 'sdy.sharding_constraint'
+_KEPT_APART = ('stablehlo.optimization_barrier', 'func.return', 'stablehlo.return')
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -254,6 +258,135 @@ def drop_selects(module: Any) -> None:
       one, other = (_constant(value) for value in op.operands[1:3])
       if one is not None and other is not None and one == other:
         op.results[0].replace_all_uses_with(op.operands[1])
+
+
+def drop_converts(module: Any) -> None:
+  """Drops conversions of arrays to the dtype that they have."""
+  for op in list(_all_ops(module)):
+    if op.name == 'stablehlo.convert' and op.operands[0].type == op.results[0].type:
+      op.results[0].replace_all_uses_with(op.operands[0])
+      op.erase()
+
+
+def merge_constraints(module: Any) -> None:
+  """Merges equal constraints of one array, and the equal operations on the results, as XLA does in a partitioned program.
+
+  So it is with a layer that is called twice with one input, or is computed again. The operation that is left gets the
+  attribute `merged`: collectives are not merged, nor is what follows them. Other equal operations are merged already.
+  """
+  reached = {value for one in _merged(_constraints(module)) for value in one.results}
+  for one in _merged(_reached(module, reached)) if reached else ():
+    if one.name != _CONSTRAINT:
+      one.attributes['merged'] = ir.StringAttr.get('merged')
+
+
+def _constraints(module: Any) -> list[Any]:
+  return [op for op in _all_ops(module) if op.name == _CONSTRAINT]
+
+
+def _reached(module: Any, values: set[Any]) -> Iterator[Any]:
+  """The operations on some values, and on their results."""
+  for op in list(_all_ops(module)):
+    if any(value in values for value in op.operands):
+      values.update(op.results)
+      yield op
+
+
+def _merged(ops: Iterable[Any]) -> Iterator[Any]:
+  """Merges equal operations, and yields those that are left in their place."""
+  known: dict[Any, Any] = {}
+  for op in ops:
+    if (len(op.regions) and op.name != _OF_UNITS[0]) or op.name in _KEPT_APART:
+      continue
+    inside = tuple(inner.name for inner in _all_ops(op))
+    attributes = tuple((name, op.attributes[name]) for name in op.attributes)
+    about = op.name, op.block, tuple(op.operands), attributes, op.results[0].type, inside
+    first = known.setdefault(about, op)
+    if first != op:
+      for one, other in zip(first.results, op.results):
+        other.replace_all_uses_with(one)
+      op.erase()
+      yield first
+
+
+def transpose_products(module: Any) -> None:
+  """Replaces the transpose of a product of two dimensions by the product of its operands in the other order, as XLA does.
+
+  So it is with the gradient of a matrix, whose sharding reaches the product before those of its operands do.
+  """
+  for op in list(_all_ops(module)):
+    if op.name != 'stablehlo.transpose' or len(_shape(op.results[0])) != 2 or _is_copied(op):
+      continue
+    product = op.operands[0].owner.operation
+    numbers = str(product.attributes['dot_dimension_numbers'])
+    numbers = re.sub('lhs|rhs', lambda side: _OTHER_SIDE[side[0]], numbers)
+    sides = re.findall(r'(\w+) = (\[[^\]]*\])', numbers)
+    numbers = ', '.join(f'{name} = {dims}' for name, dims in sorted(sides))
+    attributes = {name: product.attributes[name] for name in product.attributes}
+    attributes['dot_dimension_numbers'] = ir.Attribute.parse(f'#stablehlo.dot<{numbers}>')
+    with ir.InsertionPoint(product):
+      substitute = ir.Operation.create(
+        product.name,
+        results=[op.results[0].type],
+        operands=[product.operands[1], product.operands[0]],
+        attributes=attributes,
+        loc=product.location,
+      )
+    op.results[0].replace_all_uses_with(substitute.results[0])
+    op.erase()
+    product.erase()
+
+
+def _is_copied(transpose: Any) -> bool:
+  """Whether the operand of a transpose is no product, or has other uses, or is not transposed."""
+  value = transpose.operands[0]
+  is_product = not isinstance(value.owner, ir.Block) and value.owner.name == 'stablehlo.dot_general'
+  return (
+    not is_product
+    or len(list(value.uses)) > 1
+    or _is_sorted(transpose.attributes['permutation'])
+    or 'batching' in str(value.owner.operation.attributes['dot_dimension_numbers'])
+  )
+
+
+def scatter_into_sums(module: Any) -> None:
+  """Scatters onto a sum what is scattered onto one of its operands, as XLA does: the result is sharded as the sum.
+
+  So it is with the gradient of logits that a lookup of labels and a normalizer read.
+  """
+  for op in list(_all_ops(module)):
+    if op.name != 'stablehlo.add':
+      continue
+    one, other = op.operands
+    if _is_scattered(one) == _is_scattered(other):  # XLA makes one scatter of two
+      continue
+    scattered, other = (one, other) if _is_scattered(one) else (other, one)
+    scatter = scattered.owner.operation
+    start = scatter.operands[0]
+    with ir.InsertionPoint(op):
+      total = other
+      if not _is_zero(start):
+        total = op.clone().results[0]
+        total.owner.operands[0], total.owner.operands[1] = other, start
+      substitute = scatter.clone()
+    substitute.operands[0] = total
+    op.results[0].replace_all_uses_with(substitute.results[0])
+    op.erase()
+    scatter.erase()
+
+
+def _is_scattered(value: Any) -> bool:
+  """Whether a value is a sum of an array and scattered updates, with one use."""
+  op = value.owner
+  if isinstance(op, ir.Block) or op.name != 'stablehlo.scatter' or len(op.operands) != 3:
+    return False
+  first, *others = (view.operation.name for view in op.operation.regions[0].blocks[0].operations)
+  return first == 'stablehlo.add' and len(others) == 1 and len(list(value.uses)) == 1
+
+
+def _is_zero(value: Any) -> bool:
+  number = _constant(value)
+  return number is not None and not float(str(number).split(' : ')[0])
 
 
 def erase_dead(module: Any) -> None:

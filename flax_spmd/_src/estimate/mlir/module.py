@@ -18,14 +18,18 @@ from jaxlib.mlir import ir, passmanager
 from flax_spmd._src.compat import mlir_context
 from flax_spmd._src.estimate.graph import Graph, Spec, replicated
 from flax_spmd._src.estimate.mlir.inline import (
+  drop_converts,
   drop_selects,
   drop_uniform,
   erase_dead,
   inline_all,
+  merge_constraints,
   merge_unary,
   order_by_operands,
   replace_chlo,
   reshape_units,
+  scatter_into_sums,
+  transpose_products,
 )
 from flax_spmd._src.estimate.mlir.read_graph import GraphReader, main_of, walk
 from flax_spmd._src.estimate.mlir.shardings import (
@@ -68,9 +72,14 @@ class PreparedModule:
     with self._context, ir.Location.unknown():
       self._module = ir.Module.parse(code)
       inline_all(self._module)
+      drop_converts(self._module.operation)
+      passmanager.PassManager.parse('builtin.module(cse)').run(self._module.operation)
+      merge_constraints(self._module.operation)
       replace_chlo(self._module.operation)
       drop_uniform(self._module.operation)
       drop_selects(self._module.operation)
+      scatter_into_sums(self._module.operation)
+      transpose_products(self._module.operation)
       erase_dead(self._module.operation)
       reshape_units(self._module.operation)
       passmanager.PassManager.parse(_PREPARE).run(self._module.operation)
