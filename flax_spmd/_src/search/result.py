@@ -208,7 +208,7 @@ class SearchResult:
       yield '\n'.join(['Effect of each rule (estimated):', *(f'  {one}' for one in self.effects), ''])
     yield self._table('Layouts, best first', self.outcomes)
     yield ''
-    yield self._table('Time against memory (estimated)', self.pareto)
+    yield self._table('Time against memory', self.pareto)
     yield coverage(self.target.chip)
 
   @property
