@@ -1,7 +1,9 @@
 """Bad input: errors before anything is compiled, with their whole texts, which list every offender."""
 
 import functools
+from pathlib import Path
 from textwrap import dedent
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -290,7 +292,7 @@ def test_problems_of_parameters_are_not_repeated_for_optimizer_state():
   import optax
 
   def create():
-    params = {'w': spmd.LogicallyPartitioned(jnp.ones((3, 8)), ('embed', 'mlp'))}
+    params: Any = {'w': spmd.LogicallyPartitioned(jnp.ones((3, 8)), ('embed', 'mlp'))}
     return {'params': params, 'opt_state': optax.adam(1e-3).init(params)}
 
   assert (
@@ -369,7 +371,8 @@ def test_a_model_that_reads_boxed_variables_directly():
 
   tokens = jnp.ones((2, 3), int)
   params = spmd.names_for(Tied().init)(jax.random.key(0), tokens)
-  assert Tied().apply(spmd.unbox(params), tokens).shape == (2, 3, 8)
+  logits: Any = Tied().apply(spmd.unbox(params), tokens)
+  assert logits.shape == (2, 3, 8)
   with pytest.raises(AttributeError) as caught:
     Tied().apply(params, tokens)
   assert (
@@ -417,7 +420,7 @@ def test_arguments_on_other_devices(method, kernel):
 
   text = text_of(errors.LayoutError, getattr(step, method), w, images, b=b)
   assert text == dedent("""\
-    argument 1 is on devices [3], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
+    argument images is on devices [3], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
     argument b/b is on devices [0, 1], but the layout is on [0, 1, 2, 3, 4, 5, 6, 7].
     Fix: transfer it with layout.shard, or with reshard of the layout that it is stored by.""")
 
@@ -432,12 +435,17 @@ def test_a_step_that_is_called_instead_of_passed(kind):
 
 @pytest.mark.parametrize('name', ['with_partitioning', 'with_logical_partitioning'])
 def test_names_in_place_of_an_initializer(name):
-  swapped = getattr(spmd, name)(('embed', 'mlp'), nn.initializers.ones)
-  assert (
-    text_of(errors.LayoutError, swapped, jax.random.key(0), (4, 8))
-    == dedent(f"""\
+  """Where it is wrapped; None only where it is called: modules wrap initializers of parameters that they may not have."""
+  wrap = getattr(spmd, name)
+  expected = dedent(f"""\
     {name} has a tuple in place of an initializer.
     Fix: write {name}(initializer, names), such as {name}(nn.initializers.lecun_normal(), ('embed', 'mlp')).""")
+  assert text_of(errors.LayoutError, wrap, ('embed', 'mlp'), nn.initializers.ones) == expected
+  without_bias = nn.Dense(8, use_bias=False, bias_init=wrap(None, ('mlp',)))
+  assert list(without_bias.init(jax.random.key(0), jnp.ones((1, 4)))['params']) == ['kernel']
+  none = wrap(None, ('mlp',))
+  assert text_of(errors.LayoutError, none, jax.random.key(0), (8,)) == expected.replace(
+    'tuple', 'NoneType'
   )
 
 
@@ -512,3 +520,63 @@ def test_leaves_that_no_device_can_hold(placement):
     Fix: convert it with numpy.asarray, or keep it out of the tree.""")
   abstract = text_of(errors.LayoutError, place, {'w': jax.ShapeDtypeStruct((8,), 'float32')}, placement)
   assert abstract.startswith('w: ShapeDtypeStruct(shape=(8,), dtype=float32) is no array')
+
+
+@pytest.mark.parametrize('calls', [1, 3])
+def test_a_state_that_was_donated_to_an_earlier_call(calls):
+  """Named in a call that JAX dispatches by itself, too."""
+  lay = layout()
+  step = lay.jit(lambda state, x: {'w': state['w'] + x}, donate_argnums=0)
+  gone = {'w': lay.replicate(np.ones((8, 4), 'float32'))}
+  state = gone
+  for _ in range(calls):
+    state = step(state, 1.0)
+  assert text_of(errors.LayoutError, step, gone, 1.0) == dedent("""\
+    argument state/w has been deleted, or donated to a jitted function.
+    Fix: pass the state that the step returned, not the one that was donated to it.""")
+  assert text_of(errors.LayoutError, spmd.gather, gone).startswith('w has been deleted')
+  assert float(step(state, 1.0)['w'][0, 0]) == calls + 2
+
+
+def test_arguments_of_another_kind_than_expected():
+  lay, ones = layout(), np.ones((8, 4))
+  mesh = "{'data': 2, 'model': 4}"
+  for kind, call, text in (
+    (
+      errors.MeshError,
+      lambda: spmd.make_mesh({'data': 8}, devices=cast(Any, 8)),
+      'devices=8 are not devices.\n'
+      'Fix: pass devices of JAX, such as jax.devices()[:4]; abstract_mesh takes their number.',
+    ),
+    (
+      errors.MeshError,
+      lambda: spmd.Layout.from_toml(lay.to_toml(), devices=4),
+      f'The mesh {mesh} needs 8 devices, but is given devices=4.\n'
+      'Fix: choose sizes whose product is at most 4; one may be -1.',
+    ),
+    (
+      errors.RulesError,
+      lambda: spmd.Layout.from_toml(cast(Any, Path('layout.toml'))),
+      f'A {type(Path()).__name__} is not the text of a layout file.\n'
+      'Fix: pass its text, such as path.read_text().',
+    ),
+    (
+      errors.LayoutError,
+      lambda: lay.jit(lambda x: spmd.with_sharding_annotation(cast(Any, 'weights'), x))(ones),
+      'A DynamicJaxprTracer is not the name of an annotation.\n'
+      "Fix: write with_sharding_annotation(x, name), such as with_sharding_annotation(x, 'weights').",
+    ),
+    (
+      errors.LayoutError,
+      lambda: spmd.prefetch([ones], cast(Any, ('batch', None))),
+      'prefetch has a tuple in place of a function.\n'
+      "Fix: pass a function of a batch, such as lambda batch: layout.shard(batch, ('batch', None)).",
+    ),
+    (
+      errors.LayoutError,
+      lambda: spmd.with_names({'w': ('embed', 'mlp')}, {'w': ones}),
+      'There are no names in the dict that with_names is given.\n'
+      "Fix: write with_names(tree, names), with names such as {'kernel': ('embed', 'mlp')}.",
+    ),
+  ):
+    assert text_of(kind, call) == text

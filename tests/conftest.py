@@ -70,6 +70,15 @@ def forked_compilers():
 
 
 @pytest.fixture(autouse=True)
+def no_url_is_a_folder():
+  """Checks that the test wrote nothing to a local folder such as `s3:`, into which a client of no bucket makes a URL."""
+  folder = os.getcwd()
+  before = os.listdir(folder)
+  yield
+  assert not [name for name in os.listdir(folder) if name.endswith(':') and name not in before]
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_in_force():
   """Checks that the test left no rules and no mesh in force."""
   yield

@@ -182,6 +182,10 @@ class GcsServer:
       return Answer(308, b'', {'Range': f'bytes=0-{len(content) - 1}'} if content else {})
     return self._put(bucket, query, bytes(content))
 
+  def _cancel(self, match, request, body) -> Answer:
+    self._uploads.pop(request.query['upload_id'], None)
+    return error(499, 'Client Closed Request')
+
   def _put(self, bucket: str, query: dict[str, str], content: bytes) -> Answer:
     name = query['name']
     failed = self._failed(query, self.buckets[bucket].get(name))
@@ -272,6 +276,7 @@ class GcsServer:
     (r'(?:GET) /(?:download/)?storage/v1/b/([^/]+)/o/(.+)', _get),
     (r'POST /upload/storage/v1/b/([^/]+)/o/?', _insert),
     (r'PUT /upload/storage/v1/b/([^/]+)/o/?', _resume),
+    (r'DELETE /upload/storage/v1/b/([^/]+)/o/?', _cancel),
     (r'DELETE /storage/v1/b/([^/]+)/o/(.+)', _delete),
     (r'POST /storage/v1/b/([^/]+)/o/(.+)/(?:rewriteTo|copyTo)/b/([^/]+)/o/(.+)', _rewrite),
   )

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -43,6 +44,7 @@ from jax._src import (
 )
 from jax._src import config as jax_config
 from jax._src import custom_partitioning_sharding_rule as sharding_rules
+from jax._src import lib as jax_lib
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as jax_named_sharding
 from jax._src.interpreters import batching, mlir
@@ -610,15 +612,19 @@ def current_module() -> str | None:
   return f'module {"/".join(modules[-1].path)}' if modules[-1].path else 'the top module'
 
 
-def rewind_point(module: nn.Module) -> Callable[[], None]:
-  """A function that takes a module back to here, in a method that has raised an error: as between two calls of it.
+def rewind_point(scope: Any, module: Any = None) -> Callable[[], None]:
+  """A function that takes a scope back to here, after an error in it.
 
-  The variables and random numbers are those of all modules, as a module may call others that are beside it; names are its
-  own. Flax does the same at the end of a method. True of flax 0.12.8 to 0.12.12.
+  The variables and random numbers are those of all modules, as a module may call others that are beside it. Flax does the
+  same at the end of a method. True of flax 0.12.8 to 0.12.12.
+
+  Args:
+    scope: the scope.
+    module: the module whose method runs in it, if one does: it takes its names anew.
   """
-  root: Any = cast(Any, module.scope).root
+  root = scope.root
   variables, counters = _copy(_mutable(root)), _copy(root.rng_counters)
-  in_method = module._state.in_compact_method
+  in_method = isinstance(module, nn.Module) and module._state.in_compact_method
 
   def rewind() -> None:
     _restore(_mutable(root), variables)
@@ -1112,38 +1118,33 @@ def mlir_context() -> Any:
   return mlir.make_ir_context()
 
 
-def compile_program(
-  code: bytes, devices: np.ndarray, flags: Mapping[str, Any] | None = None
-) -> tuple[str, dict[str, int]]:
-  """Compiles MLIR bytecode for devices, possibly those of a topology you don't have.
+def dump_program(code: bytes, devices: np.ndarray, folder: Path, flags: Mapping[str, Any]) -> None:
+  """Compiles MLIR bytecode for devices, possibly those of a topology you don't have, and dumps it.
+
+  The file whose name ends with `after_optimizations.hlo.pb` is an `HloProto` with the buffer assignment. XLA writes it
+  before it generates code, which takes most of its time.
 
   Args:
     code: the program.
     devices: devices, in the order of the mesh.
-    flags: flags of XLA for this program.
-
-  Returns:
-    The optimised HLO text, and the compiler's memory statistics in bytes: `arguments`, `results`, `shared`
-    (results in the memory of donated arguments), `temporaries`, and `peak` (0 if the backend does not
-    report it).
+    folder: folder for the files.
+    flags: further flags of XLA for this program.
   """
-  compiled = _compiled(code, devices, flags or {})
-  stats = compiled.get_compiled_memory_stats()
-  memory = {
-    'arguments': stats.argument_size_in_bytes,
-    'results': stats.output_size_in_bytes,
-    'shared': stats.alias_size_in_bytes,
-    'temporaries': stats.temp_size_in_bytes,
-    'peak': getattr(stats, 'peak_memory_in_bytes', 0),
-  }
-  return compiled.hlo_modules()[0].to_string(), memory
+  _compiled(code, devices, {'xla_dump_to': str(folder), 'xla_dump_hlo_as_proto': True, **flags})
+
+
+def hlo_text(module: bytes, partitions: int) -> str:
+  """The text of a serialized HLO module; its number of partitions is not serialized."""
+  text = cast(Any, jax_lib).hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+  header, end, rest = text.partition('\n')
+  return f'{header}, num_partitions={partitions}{end}{rest}'
 
 
 def partition_program(code: bytes, devices: np.ndarray) -> str:
   """Partitions MLIR bytecode for GPUs, without optimising it.
 
   The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives, in a
-  thirtieth of the time of a compilation. Bytes on the wire and FLOPs are those of the compiled program.
+  tenth of the time of a compilation. Bytes on the wire and FLOPs are those of the compiled program.
 
   Args:
     code: the program.
@@ -1188,6 +1189,11 @@ def named_sharding(sharding: Sharding, mesh: Mesh, rank: int) -> Sharding:
   return named if named.is_equivalent_to(sharding, rank) else sharding
 
 
+def copies_across_processes() -> bool:
+  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
+  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
+
+
 # -- jaxprs (before jax 0.12 there are two classes, `Jaxpr` and `ClosedJaxpr`)
 
 
@@ -1208,11 +1214,6 @@ def jaxpr_parts(jaxpr: Any) -> JaxprParts:
   return JaxprParts(
     list(inner.constvars), arrays, list(inner.invars), list(inner.eqns), list(inner.outvars)
   )
-
-
-def copies_across_processes() -> bool:
-  """Whether `jax.device_put` copies arrays to the devices of other processes: JAX has an address for its servers."""
-  return bool(xla_bridge.CROSS_HOST_TRANSFER_SOCKET_ADDRESS.value)
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
@@ -1397,7 +1398,8 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   """Makes Orbax and etils ask how to reach a path in a bucket.
 
   Orbax 0.12.8 has no option for it: it reaches `gs://` through TensorStore and refuses `s3://`, and lists through
-  fsspec, which remembers lists. A path without an answer is reached as before.
+  fsspec, which remembers lists. A path without an answer is reached as before; but a URL is refused before Orbax writes a part
+  of it to a local folder, `./s3:/bucket`.
 
   Args:
     kvstore: returns the TensorStore spec of a path, or None.
@@ -1413,7 +1415,15 @@ def redirect_orbax(kvstore: Callable[[str], Any], files: Callable[[str], Any]) -
   normalize, is_gcs = tensorstore_utils._normalize_path, tensorstore_utils._use_gcs_driver
   spec, file_system = gcs_utils.get_kvstore_for_gcs, backend.fsspec_backend.fs
   backend_of = gpath._GPath._backend.fget
-  tensorstore_utils._normalize_path = lambda path: path.rstrip('/') if kvstore(path) else normalize(path)
+
+  def normalized(path: str) -> str:
+    if kvstore(path):
+      return path.rstrip('/')
+    if '://' in path and not is_gcs(path):
+      raise ValueError(f'Orbax has no storage for {path}.\nFix: save with flax_spmd.checkpoint.')
+    return normalize(path)
+
+  tensorstore_utils._normalize_path = normalized
   tensorstore_utils._use_gcs_driver = lambda directory: bool(kvstore(directory)) or is_gcs(directory)
   gcs_utils.get_kvstore_for_gcs = lambda path: kvstore(path) or spec(path)
   cast(Any, backend.fsspec_backend).fs = lambda path: files(os.fspath(path)) or file_system(path)

@@ -32,7 +32,7 @@ from flax_spmd._src.data.global_batches import Check, local_indices, local_to_gl
 from flax_spmd._src.data.key_arrays import put_all
 from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.host_memory import check_memories, check_no_host
-from flax_spmd._src.jit.arguments import Arguments, closed_over
+from flax_spmd._src.jit.arguments import Arguments, check_no_others, closed_over
 from flax_spmd._src.jit.batch_leaves import BatchLeaves, batch_leaves
 from flax_spmd._src.jit.jitted import Jitted, P, Result
 from flax_spmd._src.jit.named_axis import NamedAxis
@@ -49,7 +49,6 @@ from flax_spmd._src.mesh import (
 from flax_spmd._src.multihost import TIMEOUT, check_same_on_every_process, processes_that_compare
 from flax_spmd._src.names.box_trees import rebuilt
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.nnx_variables import check_no_cycles
 from flax_spmd._src.names.tree_names import leaf_names
 from flax_spmd._src.names.unit_paths import leaves_with_paths
 from flax_spmd._src.notebook_html import safe
@@ -67,7 +66,7 @@ from flax_spmd._src.reshard.reshard_plan import (
   plan_transfers,
 )
 from flax_spmd._src.rules import toml_format
-from flax_spmd._src.rules.placements import PlannedResult
+from flax_spmd._src.rules.placements import PlannedResult, parts
 from flax_spmd._src.rules.table import Rules, layout_lines
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd._src.strictness import check_call, check_state
@@ -395,6 +394,7 @@ class Layout:
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: dict[str, Any] | None = None,
+    **others: Any,
   ) -> Any:
     """`jax.jit` under this layout: constraints follow its rules, and states keep its shardings.
 
@@ -459,6 +459,7 @@ class Layout:
       >>> mean(2.0, jnp.arange(16.0))
       Array(15., dtype=float32)
     """
+    check_no_others(Layout.jit, others)
     options = {
       'donate_argnums': donate_argnums,
       'donate_argnames': donate_argnames,
@@ -521,6 +522,7 @@ class Layout:
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
+    **others: Any,
   ) -> Any:
     """`jit` with pipeline parallelism: the model's stages are distributed over a mesh axis.
 
@@ -577,6 +579,7 @@ class Layout:
       >>> sorted(device.id for device in new['second'].devices())
       [4, 5, 6, 7]
     """
+    check_no_others(Layout.pipeline_jit, others)
     check_no_host(self._rules, 'layout.pipeline_jit')
     settings: dict[str, Any] = {
       'axis': axis,
@@ -653,7 +656,9 @@ class Layout:
     try:
       shardings = self._shardings(tree, placements)
       if self.strict:
-        by_rules = tree if placements is None else placement_shardings.unplaced(tree, placements)[0]
+        by_rules = (
+          tree if placements is None else placement_shardings.unplaced(*parts(tree, placements))[0]
+        )
         check_state(self._planner, by_rules)
       return rebuilt(tree, put_all(jax.tree.leaves(tree), shardings))
     except Exception:
@@ -776,15 +781,11 @@ class Layout:
   def gather(self, tree: Any) -> Any:
     """Every array of a tree as a full numpy array, on every process; see `flax_spmd.gather`.
 
-    Raises:
-      LayoutError: a module of the tree contains itself.
-
     Example:
       >>> layout = Layout({'data': 8}, (('batch', 'data'),))
       >>> layout.gather(layout.shard(np.arange(8), ('batch',)))
       array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
     """
-    check_no_cycles(tree)
     return gather(tree)
 
   def local_to_global(self, tree: Any, placements: Any = None, *, check: Check = 'new') -> Any:
@@ -843,8 +844,8 @@ class Layout:
       array([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11, 12, 13, 14, 15])
     """
     placement_shardings.check_concrete(self._mesh)
-    leaves, treedef = jax.tree.flatten(tree)
     shardings = self._shardings(tree, placements)
+    leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(
       local_indices(leaf.shape, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     )
@@ -1013,30 +1014,35 @@ class Layout:
     """The sharding of each leaf of a tree: by its placement or, without one, by the rules."""
     if placements is None:
       return self._shardings_by_rules(tree)
-    check_no_cycles(tree)
-    return placement_shardings.shardings_by(tree, placements, self._planner, self._shardings_by_rules)
+    placed, _ = parts(tree, placements)
+    return placement_shardings.shardings_by(placed, self._planner, self._shardings_by_rules)
 
   def _shardings_by_rules(self, tree: Any) -> list[NamedSharding]:
     return self._planner.leaf_shardings(tree)
 
   def _input_shardings(self, dynamic: Any, arguments: Arguments, placements: Any) -> list[Any]:
     """The required sharding of each leaf of the arguments; None accepts any."""
-    spread = arguments.spread(placements, dynamic)
-    return placement_shardings.shardings_by(dynamic, spread, self._planner, _unspecified)
+    placed = (
+      each
+      for path, placement, argument in arguments.placed(placements, dynamic)
+      for each in parts(argument, placement, path)[0]
+    )
+    return placement_shardings.shardings_by(placed, self._planner, _unspecified)
 
   def _plan_results(
     self, result: Any, dynamic: Any, constrained: Sequence[bool], placements: Any = None
   ) -> list[PlannedResult]:
     """The plan of each leaf of a jitted function's result."""
-    if placements is None:
+    if placements is None or _is_of_nones(placements, result):
       return plan_results(result, dynamic, constrained, self._planner)
-    placed = placement_shardings.shardings_by(result, placements, self._planner, _unspecified)
-    rest, is_in_rest = placement_shardings.unplaced(result, placements)
+    placed, treedef = parts(result, placements)
+    shardings = placement_shardings.shardings_by(placed, self._planner, _unspecified)
+    rest, is_in_rest = placement_shardings.unplaced(placed, treedef)
     marks = list(itertools.compress(constrained, is_in_rest))
     planned = iter(plan_results(rest, dynamic, marks, self._planner))
     return [
       next(planned) if unplaced else PlannedResult(sharding, 'placement')
-      for sharding, unplaced in zip(placed, is_in_rest, strict=True)
+      for sharding, unplaced in zip(shardings, is_in_rest, strict=True)
     ]
 
   def _batch_of(self, dynamic: Any, result: Any, jaxpr: Any) -> BatchLeaves | None:
@@ -1062,6 +1068,12 @@ def _unpickled(mesh: PortableMesh, rules: Rules, strict: bool) -> Layout:
   layout = object.__new__(Layout)
   layout.__dict__.update(_pickled_mesh=mesh, _rules=rules, _strict=strict)
   return layout
+
+
+def _is_of_nones(placements: Any, result: Any) -> bool:
+  """Whether placements are one None for each entry of a result, rather than the names of one array."""
+  same_form = type(placements) is type(result) in (tuple, list) and len(placements) == len(result)
+  return same_form and all(each is None for each in placements)
 
 
 def _unspecified(tree: Any) -> list[None]:

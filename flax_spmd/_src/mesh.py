@@ -72,7 +72,7 @@ def make_mesh(
     >>> dict(make_mesh({'fsdp': -1}, dcn={'replica': 2}).shape)
     {'replica': 2, 'fsdp': 4}
   """
-  devices = list(jax.devices() if devices is None else devices)
+  devices = jax.devices() if devices is None else _listed(devices)
   outer = _dcn_sizes(devices, _sizes(dcn or {}, 'dcn'))
   slices = _slices(devices, outer)
   inner = _fill_in(_sizes(axes, 'The mesh'), min(map(len, slices)))
@@ -114,8 +114,8 @@ def abstract_mesh(
       `jax.make_mesh`.
 
   Raises:
-    MeshError: a size is invalid, -1 cannot be filled in, or an axis type is invalid or names an unknown
-      axis.
+    MeshError: a size is invalid, -1 cannot be filled in, there are too few devices, or an axis type is invalid
+      or names an unknown axis.
 
   Example:
     >>> abstract_mesh({'data': 64, 'model': 8}).size
@@ -126,6 +126,11 @@ def abstract_mesh(
   sizes = _sizes(axes, 'The mesh')
   sizes = sizes if devices is None else _fill_in(sizes, devices)
   _check_sizes(sizes, f'The mesh {sizes}', allow_fill=False)
+  if devices is not None and math.prod(sizes.values()) > devices:
+    raise MeshError(
+      f'The mesh {sizes} needs {math.prod(sizes.values())} devices, but is given devices={devices}.\n'
+      f'Fix: choose sizes whose product is at most {devices}; one may be -1.'
+    )
   return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_types(sizes, axis_types))
 
 
@@ -310,6 +315,15 @@ def _sizes(axes: Any, what: str) -> dict[Any, Any]:
       "Fix: give every axis a name, as in {'data': 2, 'model': 4}."
     ) from None
   return {name: int(size) if isinstance(size, np.integer) else size for name, size in sizes.items()}
+
+
+def _listed(devices: Any) -> list[Any]:
+  if isinstance(devices, (int, str)) or any(isinstance(device, (int, str)) for device in devices):
+    raise MeshError(
+      f'devices={devices!r} are not devices.\n'
+      'Fix: pass devices of JAX, such as jax.devices()[:4]; abstract_mesh takes their number.'
+    )
+  return list(devices)
 
 
 def _fill_in(sizes: dict[str, int], available: int) -> dict[str, int]:

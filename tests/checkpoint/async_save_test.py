@@ -359,12 +359,12 @@ def test_a_program_that_caught_the_error_ends_with_0(tmp_path):
   assert (done.returncode, done.stdout) == (0, 'caught\n'), done.stderr
 
 
-@pytest.mark.parametrize('place', ['PendingRecord.complete', 'generations.file_records'])
+@pytest.mark.parametrize('place', ['PendingRecord.complete', 'Claim._file_records'])
 def test_a_program_that_ends_during_the_commit(tmp_path, monkeypatch, place):
   def no_thread(*arguments):
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
-  holders = {'PendingRecord': async_save.PendingRecord, 'generations': generations}
+  holders = {'PendingRecord': async_save.PendingRecord, 'Claim': generations.Claim}
   holder, name = place.split('.')
   monkeypatch.setattr(holders[holder], name, no_thread)
   layout = spmd.Layout({'data': 8})

@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
+import random
 from textwrap import dedent
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -230,3 +233,86 @@ def test_a_rename_to_a_part_of_a_path(tmp_path):
 
 def test_a_value_that_is_another_arguments_default_is_printed():
   assert repr(Changes(only='keep', moved='keep')) == "Changes(moved='keep', only='keep')"
+
+
+@pytest.mark.parametrize('axis', [0, 1, 2, 3, -1, -2, -3, -4, 10**30])
+def test_a_stacked_dimension_that_some_leaves_do_not_have(tmp_path, axis):
+  """numpy says which dimensions there are; one that is too large is not counted from the begin again."""
+  single = {
+    f'layers_{i}': {'b': np.full(3, i, 'float32'), 'k': np.full((3, 4), i, 'float32')} for i in range(2)
+  }
+  layout = spmd.Layout({'data': 8})
+  changes = Changes(stacks={'layers': ('layers_{}', axis)})
+  checkpoint.save(tmp_path / 'single', single, layout)
+  ranks = {f'layers_{i}/{name}': rank for i in range(2) for name, rank in (('b', 2), ('k', 3))}
+  bad = [
+    f'{path}: it has {rank} dimensions where layers is stacked, and stacks gives dimension {axis}.\n'
+    for path, rank in ranks.items()
+    if not -rank <= axis < rank
+  ]
+  fix = "Fix: give a dimension that all leaves of layers have, or none: Changes(stacks={'layers': 'layers_{}'})."
+  if not bad:
+    restored = checkpoint.restore(tmp_path / 'single', layout=layout, changes=changes)
+    for name in ('b', 'k'):
+      expected = np.stack([single[f'layers_{i}'][name] for i in range(2)], axis)
+      np.testing.assert_array_equal(restored['layers'][name], expected)
+    target = layout.abstract(lambda: {'layers': restored['layers']})
+    again = checkpoint.restore(tmp_path / 'single', target, changes=changes)
+    jax.tree.map(np.testing.assert_array_equal, again, restored)
+    return
+  for call in (
+    lambda: checkpoint.restore(tmp_path / 'single', layout=layout, changes=changes),
+    lambda: checkpoint.convert(tmp_path / 'single', tmp_path / 'other', changes=changes),
+    lambda: checkpoint.save_safetensors(tmp_path / 'other', single, changes=changes),
+  ):
+    with pytest.raises(errors.CheckpointError) as caught:
+      call()
+    assert str(caught.value) == ''.join(bad) + fix
+  stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *single.values())
+  with pytest.raises(errors.CheckpointMismatchError) as caught:
+    checkpoint.restore(
+      tmp_path / 'single', layout.abstract(lambda: {'layers': stacked}), changes=changes
+    )
+  assert fix.removeprefix('Fix: ') in str(caught.value)
+  for line in dict.fromkeys(
+    line.replace('layers_0', 'layers').replace('layers_1', 'layers') for line in bad
+  ):
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_leaves_of_other_shapes_that_may_be_missing_and_unused(tmp_path, seed):
+  """As a head for other classes. Leaves of the same shape are restored, and one of the two permissions is not enough."""
+  rng = random.Random(seed)
+  shapes = {name: (8, rng.randint(1, 3)) for name in 'abcd'}
+  others = {name: (8, rng.randint(1, 3)) for name in 'abcd'}
+  layout = spmd.Layout({'data': 8})
+  create = {name: np.full(shape, 1, 'float32') for name, shape in shapes.items()}
+  checkpoint.save(tmp_path / 'x', {'params': create, 'mu': create}, layout)
+  fresh = {name: np.full(shape, 2, 'float32') for name, shape in others.items()}
+  target = layout.shard({'params': fresh, 'mu': fresh})
+  restored = checkpoint.restore(
+    tmp_path / 'x', target, changes=Changes(missing='[abcd]$', unused='[abcd]$')
+  )
+  differing = [name for name in 'abcd' if shapes[name] != others[name]]
+  for part in ('params', 'mu'):
+    for name in 'abcd':
+      expected = fresh[name] if name in differing else create[name]
+      np.testing.assert_array_equal(restored[part][name], expected)
+  for changes in (
+    Changes(),
+    Changes(missing='.'),
+    Changes(unused='.'),
+    Changes(missing='params', unused='mu'),
+  ):
+    call = functools.partial(checkpoint.restore, tmp_path / 'x', target, changes=changes)
+    if not differing:
+      call()
+      continue
+    with pytest.raises(errors.CheckpointMismatchError) as caught:
+      call()
+    for name in differing:
+      assert f'params/{name}: float32[8,{shapes[name][1]}] in the checkpoint, ' in str(caught.value)
+    assert str(caught.value).endswith(
+      "or keep the target's value of another shape: Changes(missing='regex', unused='regex')."
+    )

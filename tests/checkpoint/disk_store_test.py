@@ -7,8 +7,11 @@ import stat
 from pathlib import Path
 from textwrap import dedent
 
+import numpy as np
 import pytest
 
+import flax_spmd as spmd
+from flax_spmd import checkpoint
 from flax_spmd._src.checkpoint.storage.store import ANY, FileRecord, open_store
 from flax_spmd.errors import (
   CheckpointBusyError,
@@ -264,8 +267,8 @@ def test_paths(path, root):
     (
       Path('gs://bucket/x'),
       """\
-      gs:/bucket/x is not a path: pathlib.Path makes one slash of the two of a URL.
-      Fix: pass the URL as a string, or as an etils.epath.Path.""",
+      gs:/bucket/x begins as a URL does, without the two slashes after gs: (pathlib.Path leaves one or none).
+      Fix: pass the URL as a string, or as an etils.epath.Path; for a folder of this name, pass ./gs:/bucket/x.""",
     ),
     (
       'hdfs://host/x',
@@ -334,3 +337,18 @@ def test_an_unknown_checksum(tmp_path):
   assert str(caught.value) == dedent("""\
     The checksum 'sha9:00' is of an unknown kind; known: crc32c, md5, crc32.
     Fix: update flax-spmd, if a newer version wrote the checkpoint; otherwise restore another one.""")
+
+
+def test_a_name_that_is_too_long(tmp_path):
+  name = 'y' * 250
+  with pytest.raises(CheckpointError) as caught:
+    open_store(tmp_path).write(name, b'1')
+  text = str(caught.value)
+  assert (
+    text.startswith(f'Cannot write {tmp_path}/.{name}') and 'File name too long (ENAMETOOLONG)' in text
+  )
+  assert text.endswith(
+    'Fix: shorten the path; a save needs 45 more characters in its last name, and 200 in all.'
+  )
+  layout = spmd.Layout({'data': 8})
+  checkpoint.save(tmp_path / ('y' * 210), {'w': np.ones(8)}, layout)

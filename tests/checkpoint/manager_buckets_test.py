@@ -45,6 +45,24 @@ def test_a_run_with_readers(root):
     assert value(manager) == (4, 4.0)
 
 
+def test_a_bucket_without_the_right_to_write_is_read_while_another_manager_writes(server, monkeypatch):
+  root = f'{server.bucket}/run'
+  with checkpoint.Manager(root, LAYOUT) as manager:
+    save(manager, 1)
+    refusing = []
+    server.intercept = lambda request: (
+      server.refusal(403, 'AccessDenied') if refusing and request.method != 'GET' else None
+    )
+    monkeypatch.setattr('flax_spmd._src.checkpoint.storage.object_store._abilities', {})
+    refusing.append(True)
+    with checkpoint.Manager(root, LAYOUT) as other:
+      assert other.read_only and value(other) == (1, 1.0)
+    refusing.clear()
+    save(manager, 2)
+    with pytest.raises(errors.CheckpointBusyError):
+      checkpoint.Manager(root, LAYOUT)
+
+
 def test_a_damaged_newest_step_is_replaced(root):
   """A bucket has no renames: the damaged step stays until training saves it again."""
   with checkpoint.Manager(root, LAYOUT) as manager:

@@ -112,13 +112,14 @@ def test_a_reader_of_a_root_that_does_not_exist_yet(tmp_path):
 
 
 @contextmanager
-def mounted_read_only(folder):
-  subprocess.run(['mount', '--bind', folder, folder], check=True)
+def mounted_read_only(folder, at=None):
+  at = at or folder
+  subprocess.run(['mount', '--bind', folder, at], check=True)
   try:
-    subprocess.run(['mount', '-o', 'remount,bind,ro', folder], check=True)
+    subprocess.run(['mount', '-o', 'remount,bind,ro', at], check=True)
     yield
   finally:
-    subprocess.run(['umount', folder], check=True)
+    subprocess.run(['umount', at], check=True)
 
 
 @needs_root
@@ -143,6 +144,23 @@ def test_a_read_only_mount_is_opened_read_only(tmp_path):
   with pytest.raises(errors.CheckpointReadOnlyError, match='Read-only file system'):
     with mounted_read_only(tmp_path / 'run'):
       writer(tmp_path / 'run' / 'new')
+
+
+@needs_root
+def test_a_read_only_mount_is_read_while_another_manager_writes(tmp_path):
+  """The evaluation of a run does not wait for its end, nor does it say that it only reads."""
+  (tmp_path / 'mount').mkdir()
+  run(tmp_path / 'run', [1])
+  with writer(tmp_path / 'run') as training, mounted_read_only(tmp_path / 'run', tmp_path / 'mount'):
+    with writer(tmp_path / 'mount') as evaluation:
+      assert evaluation.read_only and value(evaluation) == (1, 1.0)
+      training.save(2, state(2))
+      training.wait()
+      assert value(evaluation) == (2, 2.0)
+    with pytest.raises(errors.CheckpointBusyError):
+      writer(tmp_path / 'run')
+    training.save(3, state(3))
+  assert reader(tmp_path / 'run').steps[-1] == 3
 
 
 OTHER_USER = """

@@ -370,6 +370,42 @@ def test_a_manager_that_lost_its_root_saves_and_removes_nothing(tmp_path):
   assert json.loads(head.read_text())['lease']['token'] == 'other'
 
 
+@pytest.mark.parametrize('what', ['removed', 'moved', 'its mark'])
+def test_a_root_that_goes_while_a_manager_has_it_open(tmp_path, what):
+  """It is not made again, which might be on the disk below a mount that is gone."""
+  root = tmp_path / 'run'
+  manager = manager_of(root)
+  manager.save(1, state(1))
+  manager.wait()
+  (mark,) = (folder for folder in root.glob('.*') if folder.is_dir())
+  if what == 'moved':
+    root.rename(tmp_path / 'other')
+  else:
+    shutil.rmtree(root if what == 'removed' else mark)
+  if what == 'its mark':
+    assert not manager._writer._lease.renew()
+  else:
+    with pytest.raises(errors.CheckpointError, match='No such file or directory'):
+      manager._writer._lease.renew()
+    assert not root.exists()
+  for step in (2, 3):
+    with pytest.raises(errors.CheckpointNotFoundError) as caught:
+      manager.save(step, state(step))
+    assert str(caught.value) == (
+      f'{root} was removed, moved or unmounted while this manager had it open; or only {mark} was.\n'
+      'Fix: put it back and repeat the call, or open a new manager.'
+    )
+  assert manager.steps == ([1] if what == 'its mark' else [])
+  if what == 'moved':
+    (tmp_path / 'other').rename(root)
+    assert manager.save(3, state(3))
+  manager.close()
+  assert root.exists() == (what != 'removed')
+  with manager_of(root) as again:
+    assert again.steps == {'removed': [], 'moved': [1, 3], 'its mark': [1]}[what]
+    assert again.save(4, state(4))
+
+
 def test_a_manager_that_cannot_be_made_does_not_keep_the_folder(tmp_path, monkeypatch):
   def refused(store):
     raise errors.CheckpointError('refused')

@@ -211,7 +211,7 @@ def test_a_moved_scan_axis_cannot_be_restored(saved, refused):
     params/blocks/Dense_0/kernel: float32[layers=3, embed=16, mlp=32] in the checkpoint, float32[embed=16, layers=3, mlp=32] in the target.
     params/blocks/Dense_1/kernel: float32[layers=3, mlp=32, embed=16] in the checkpoint, float32[mlp=32, layers=3, embed=16] in the target.
     params/blocks/scale: float32[3,16] in the checkpoint, float32[16,3] in the target.
-    Fix: give the model the sizes and dtypes that it was saved with.
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').
     Fix: to move the dimension to the target's position, pass Changes(moved='layers'); if a name was wrong, pass Changes(axes={{old: new}}).""")
   )
   restored = checkpoint.restore(path, target, changes=Changes(moved='layers'))
@@ -358,11 +358,14 @@ def test_another_shape_is_reported_without_its_path(small, refused, kind):
     'array': lambda: OTHER.shard({**boxes((8, 6)), 'b': jnp.ones(8)}),
     'numpy': lambda: {'w': np.ones((8, 6), np.float32), 'b': np.ones(8, np.float32)},
   }[kind]()
-  assert refused(path, target) == dedent(f"""\
+  assert (
+    refused(path, target)
+    == dedent(f"""\
     Checkpoint {path} does not match the target:
     b: float32[4] in the checkpoint, float32[8] in the target.
     w: float32[8,4] in the checkpoint, float32[8,6] in the target.
-    Fix: give the model the sizes and dtypes that it was saved with.""")
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
+  )
 
 
 @pytest.mark.parametrize('dtype', ['int8', 'bool', 'float8_e4m3fn', 'bfloat16', 'int32', 'complex64'])
@@ -530,7 +533,7 @@ def test_a_random_key_is_restored_into_a_uint32_target(numbers, refused, path, v
   text = (
     text
     if 'Fix' in text
-    else f'{text}\nFix: give the model the sizes and dtypes that it was saved with.'
+    else f"{text}\nFix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex')."
   )
   error = refused(numbers[1], {path: value}, changes=Changes(unused=f'^(?!{path}$)'))
   assert error == f'Checkpoint {numbers[1]} does not match the target:\n{path}: {text}'
@@ -576,12 +579,15 @@ def test_flax_ignores_shapes_and_missing_leaves(by_flax, refused):
   """A target of 64 elements got 48; missing leaves stayed abstract."""
   _, folder = by_flax
   target = OTHER.abstract(lambda: {'w': jnp.ones(64), 'n': {'b': jnp.ones(3)}, 'more': jnp.ones(2)})
-  assert refused(folder / 'checkpoint_3', target) == dedent(f"""\
+  assert (
+    refused(folder / 'checkpoint_3', target)
+    == dedent(f"""\
     Checkpoint {folder / 'checkpoint_3'} does not match the target:
     more: in the target (float32[2]), not in the checkpoint.
     w: float32[48] in the checkpoint, float32[64] in the target.
     Fix: restore into a state of the model and optimizer that was saved; to keep the target's values of leaves that were not saved, pass Changes(missing='regex').
-    Fix: give the model the sizes and dtypes that it was saved with.""")
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
+  )
 
 
 def test_flax_returns_the_target_for_a_missing_folder(by_flax, refused):

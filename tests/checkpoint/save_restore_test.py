@@ -247,7 +247,9 @@ def test_every_difference_at_once(small):
   layout, _, folder = small
   different = target(layout, w=jnp.ones((8, 6)), b=None, n=jnp.float32(1), bias=jnp.ones(4))
   text = text_of(errors.CheckpointMismatchError, checkpoint.restore, folder / 'one', different)
-  assert text == dedent(f"""\
+  assert (
+    text
+    == dedent(f"""\
     Checkpoint {folder / 'one'} does not match the target:
     bias: in the target (float32[4]), not in the checkpoint.
     b: in the checkpoint (float32[4]), not in the target.
@@ -255,7 +257,8 @@ def test_every_difference_at_once(small):
     w: float32[8,4] in the checkpoint, float32[8,6] in the target.
     Fix: restore into a state of the model and optimizer that was saved; for renamed leaves, pass Changes(renames={{'old': 'new'}}); to keep the target's values of leaves that were not saved, pass Changes(missing='regex'); to leave saved leaves out, pass Changes(unused='regex').
     Fix: this cast can lose digits; to allow it, pass Changes(dtypes={{'int32': 'float32'}}).
-    Fix: give the model the sizes and dtypes that it was saved with.""")
+    Fix: give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: Changes(missing='regex', unused='regex').""")
+  )
 
 
 def test_the_old_path_of_a_renamed_leaf_is_suggested(small):

@@ -226,9 +226,6 @@ def test_arguments(tmp_path):
   assert refused(save, tmp_path / 'a', one, metadata={'a': 1}) == dedent("""\
     metadata={'a': 1} holds more than strings.
     Fix: pass a dict of strings.""")
-  assert refused(save, 'gs://bucket/a', one) == dedent("""\
-    gs://bucket/a is in cloud storage, and safetensors are written to disk.
-    Fix: save to a local folder, and copy it.""")
   two = {'v': np.ones(8), 'w': np.ones(8)}
   assert refused(save, tmp_path / 'a.safetensors', two, max_shard_bytes=64) == dedent(f"""\
     {tmp_path}/a.safetensors is one file, and 128 B do not fit into max_shard_bytes=64.

@@ -361,21 +361,6 @@ def test_a_wheel_for_another_jax(monkeypatch):
     Fix: pip install 'jax-cuda12-plugin==0.12.0'""")
 
 
-def test_a_missing_assembler(monkeypatch):
-  monkeypatch.setattr('importlib.util.find_spec', lambda name: object())
-  version = compilation.jaxlib_version()
-  monkeypatch.setattr('importlib.metadata.version', lambda name: version)
-  target = compilation.Target('h100:8', spmd.explore.chips()['h100'], (1, 8))
-  monkeypatch.setattr(compilation, 'has_ptxas', lambda: True)
-  compilation.check_compiler(target)
-  monkeypatch.setattr(compilation, 'has_ptxas', lambda: False)
-  with pytest.raises(TargetDeviceError) as caught:
-    compilation.check_compiler(target)
-  assert str(caught.value) == dedent("""\
-    There is no compiler for h100:8 on this machine: ptxas, which jax-cuda12-plugin calls, is not installed.
-    Fix: pip install nvidia-cuda-nvcc-cu12""")
-
-
 def test_too_many_devices_for_the_cpu():
   with pytest.raises(TargetDeviceError, match="Fix: compare on a target such as 'h100:1024'"):
     compilation.check_compiler(compilation.Target('cpu:4096', spmd.explore.chips()['cpu'], (1, 4096)))

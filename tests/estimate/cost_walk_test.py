@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import flax_spmd as spmd
+from flax_spmd._src.estimate.estimator import TPU_DOUBT
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
 
 ROWS, WIDTH, BATCH = 512, 256, 64
@@ -59,7 +60,7 @@ def tied(dtype, lookups):
 def test_the_gradient_of_a_tied_table_is_reduced_as_in_compiled_programs(dtype, lookups, target, sent):
   aim = parse_target(target)
   outcome = Estimator(tied(dtype, lookups), platform=aim.chip.platform).estimate(DATA, aim)
-  assert outcome.doubts == ()
+  assert outcome.doubts == (() if aim.chip.platform == 'cuda' else (TPU_DOUBT,))
   assert outcome.counts.by_kind()['all-reduce'] == pytest.approx(sent * TABLE, rel=0.01)
 
 

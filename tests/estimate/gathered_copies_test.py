@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import flax_spmd as spmd
+from flax_spmd._src.estimate.estimator import TPU_DOUBT
 from flax_spmd.explore import Estimator, TrainStep, parse_target
 
 WIDTH, LAYERS, ROWS = 1024, 6, 32768
@@ -44,6 +45,7 @@ def test_on_tpus_they_are_a_doubt(estimator):
   )
   found = estimator.estimate(layout, parse_target('v5e:2x4'))
   assert found.doubts == (
+    TPU_DOUBT,
     'gathered arrays: copies that several operations use, by about 16 MiB of memory',
   )
 

@@ -51,15 +51,67 @@ def test_in_rules_for_keyword_only_arguments():
   assert float(fn(x=np.ones(8))) == 8
   text = text_of(errors.LayoutError, fn, x=layout.replicate(np.ones(8)))
   assert text.startswith(
-    "argument 1/x is sharded as P() on {'data': 8}, but in_rules require P('data',) on {'data': 8}."
+    "argument x is sharded as P() on {'data': 8}, but in_rules require P('data',) on {'data': 8}."
   )
 
 
 def test_in_rules_for_variadic_arguments():
   fn = on(()).jit(lambda *xs: xs, in_rules={'xs': P('data')}, out_rules=P('data'))
   assert [x.sharding.spec for x in fn(np.ones(8), np.ones(16))] == [P('data'), P('data')]
+  assert text_of(errors.LayoutError, fn, np.ones(8), np.ones(3)).startswith('argument xs/1, dim 0')
   lowered = fn.lower(*[jax.ShapeDtypeStruct((8,), jnp.float32)] * 2).compile()
   assert {sharding.spec for sharding in lowered.input_shardings[0]} == {P('data')}
+
+
+@pytest.mark.parametrize('option', ['in_rules', 'in_constraints'])
+@pytest.mark.parametrize('placements', [{'c': P('data')}, (None, None, P('data'))])
+def test_an_argument_without_a_placement_keeps_its_sharding(option, placements):
+  """A None for each of several arguments is not the names of one array, whatever their ranks."""
+  layout = on(())
+  a, b = layout.shard((np.ones((8, 2)), np.ones((2, 8))), (P('data'), P(None, 'data')))
+
+  def same(a, b, *, c):
+    return a, b, c
+
+  fn = layout.jit(same, **{option: placements})
+  assert [x.sharding.spec for x in fn(a, b, c=np.ones(8))] == [P('data'), P(None, 'data'), P('data')]
+  by_position = layout.jit(lambda a, b: (a, b), **{option: (None, None)}, out_rules=(None, None))
+  assert [x.sharding.spec for x in by_position(a, b)] == [P('data'), P(None, 'data')]
+
+
+def test_in_rules_name_the_parameters():
+  layout = on((('batch', 'data'),))
+
+  def step(params, batch, *, mask=None):
+    return batch['x']
+
+  x, y = np.ones((8, 4)), np.ones(3)
+  for rules in ((None, ('batch',)), {'batch': ('batch',)}):
+    fn = layout.jit(step, in_rules=rules)
+    for args, kwargs in (({}, {'x': x, 'y': y}), {}), (({},), {'batch': {'x': x, 'y': y}}):
+      assert text_of(errors.LayoutError, fn, *args, **kwargs).startswith(
+        "argument batch/y, dim 0 'batch': size 3 is not"
+      )
+  fn = layout.jit(step, in_rules=(None, {'z': None}, {'m': ('rows',)}))
+  text = text_of(errors.LayoutError, fn, {}, {'x': x}, mask={'m': x})
+  assert text.startswith("argument batch: the placements {'z': None} are not a prefix of the tree: ")
+
+
+@pytest.mark.parametrize('method', ['jit', 'pipeline_jit'])
+def test_options_that_a_method_lacks(method):
+  layout = spmd.Layout({'stage': 2, 'data': 4})
+  options = {'in_shardings': None, 'out_shardings': P(), 'donate_argnum': 0}
+  expected = dedent(f"""\
+    layout.{method} has no option 'in_shardings'.
+    layout.{method} has no option 'out_shardings'.
+    layout.{method} has no option 'donate_argnum'. Did you mean 'donate_argnums'?
+    Fix: pass in_rules, which accepts shardings too.
+    Fix: pass out_rules, which accepts shardings too.
+    Fix: correct the name, or leave it out.""")
+  for args in ((lambda x: x,), ()):
+    with pytest.raises(TypeError) as caught:
+      getattr(layout, method)(*args, **options)
+    assert str(caught.value) == expected
 
 
 def test_threads_that_share_a_function_get_the_right_shardings():
@@ -145,7 +197,7 @@ def test_an_array_on_other_devices_beside_a_static_object_raises_the_error_of_th
     step = layout.jit(lambda x, fn: spmd.with_logical_constraint(fn(x), P('data')))
     for _ in range(calls_before):
       step(layout.shard(np.ones((16, 16), np.float32), P('data')), jnp.tanh)
-    with pytest.raises(errors.LayoutError, match='argument 0 is on devices') as error:
+    with pytest.raises(errors.LayoutError, match='argument x is on devices') as error:
       step(x, jnp.tanh)
     errors_of_calls.append(str(error.value))
   assert errors_of_calls[0] == errors_of_calls[1]

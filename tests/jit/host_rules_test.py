@@ -180,7 +180,7 @@ def test_an_array_in_another_memory_than_required():
     layout.jit(lambda w: w + 1, in_rules=(P('data'),))(layout.shard(np.ones((8, 8))))
   mesh = "on {'data': 2, 'model': 4} in"
   assert str(caught.value).splitlines()[0] == (
-    f"argument 0 is sharded as P('data', None) {mesh} pinned_host, but in_rules require P('data',) {mesh} device."
+    f"argument w is sharded as P('data', None) {mesh} pinned_host, but in_rules require P('data',) {mesh} device."
   )
 
 

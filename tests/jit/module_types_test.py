@@ -342,6 +342,59 @@ def test_layers_of_a_scan_may_be_sharded(lift):
   jax.tree.map(lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-6), *results)
 
 
+SPLIT = {'params': True, 'dropout': True}
+OUTERMOST = {
+  'scan': lambda block: nn.scan(
+    block, {'params': 0}, split_rngs=SPLIT, length=3, metadata_params={nn.PARTITION_NAME: 'layers'}
+  ),
+  'scan of remat': lambda block: OUTERMOST['scan'](nn.remat(block)),
+  'remat': nn.remat,
+  'vmap': lambda block: nn.vmap(
+    block, {'params': None}, in_axes=(0, None), out_axes=(0, None), split_rngs={**SPLIT, 'params': False}
+  ),
+}
+
+
+@pytest.mark.parametrize('names', [('in', 'out'), ('out', 'in')], ids=['out', 'in'])
+@pytest.mark.parametrize('lift', OUTERMOST)
+def test_a_transformation_may_be_the_outermost_module(lift, names):
+  """With the types of one in a module, and with all its random numbers."""
+
+  class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+      init = spmd.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+      y = nn.Dropout(0.5, deterministic=False)(nn.Dense(16, kernel_init=init)(x))
+      return jnp.tanh(y) * 2, None
+
+  class Around(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+      return OUTERMOST[lift](Block)(name='inner')(x, None)
+
+  def step(variables, x):
+    def loss(variables):
+      y, _ = model.apply(variables, x, None, rngs={'dropout': KEY})
+      return jnp.mean(y**2), y
+
+    return jax.value_and_grad(loss, has_aux=True)(variables)
+
+  table = ('batch', 'data'), ('out', 'model'), ('in', None)
+  layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=AxisType.Explicit), table)
+  model, x = OUTERMOST[lift](Block)(), jax.random.normal(KEY, (8, 4, 16))
+  args = {'params': KEY, 'dropout': KEY}, x, None
+  variables = jax.jit(lambda keys, x: model.init(keys, x, None))(*args[:2])
+  made, placed = layout.init(model.init, *args), layout.shard(x, ('batch', None, None))
+  result = layout.jit(step)(made, placed)
+  jax.tree.map(
+    lambda one, two: np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5),
+    (variables, jax.jit(step)(variables, x)),
+    (made, result),
+  )
+  apply = layout.jit(lambda variables, x: Around().apply(variables, x, None, rngs={'dropout': KEY})[0])
+  assert jax.typeof(result[0][1]) == jax.typeof(apply({'params': {'inner': made['params']}}, placed))
+
+
 def test_a_transformation_reads_variables_of_the_module_around_it():
   class Normal(nn.Module):
     @nn.compact

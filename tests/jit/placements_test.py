@@ -133,7 +133,7 @@ def test_an_argument_with_another_sharding():
   fn = layout.jit(lambda w, x: w + x, in_rules=(FSDP, None))
   placed = layout.shard(np.ones((8, 16), np.float32), P('model'))
   expected = dedent("""\
-    argument 0 is sharded as P('model',) on {'data': 2, 'model': 4}, but in_rules require P(None, 'data') on {'data': 2, 'model': 4}.
+    argument w is sharded as P('model',) on {'data': 2, 'model': 4}, but in_rules require P(None, 'data') on {'data': 2, 'model': 4}.
     Fix: reshard it with layout.shard before the call, or pass the rules as in_constraints, which accept any sharding.""")
   for _ in range(2):  # the first call plans; the second reuses the plan
     with pytest.raises(errors.LayoutError) as caught:
@@ -264,7 +264,7 @@ def test_an_argument_on_the_same_devices_in_another_order():
     layout.jit(lambda x: x, in_rules=P('data'))(other.shard(np.ones(8, np.float32), P('data')))
   first, _ = str(caught.value).splitlines()
   assert first == (
-    "argument 0 is sharded as P('data',) on {'data': 2, 'model': 4} with devices [7, 6, 5, 4, 3, 2, 1, 0], but "
+    "argument x is sharded as P('data',) on {'data': 2, 'model': 4} with devices [7, 6, 5, 4, 3, 2, 1, 0], but "
     "in_rules require P('data',) on {'data': 2, 'model': 4} with devices [0, 1, 2, 3, 4, 5, 6, 7]."
   )
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_spmd as spmd
+from flax_spmd import pipeline
 
 LAYOUT = spmd.Layout({'data': 2, 'model': 4}, (('batch', 'data'), ('seq', 'model'), ('embed', 'data')))
 NUMBERS = np.random.default_rng(0)
@@ -59,6 +60,41 @@ def test_a_gradient_that_xla_multiplies_is_named():
   )
   right = gradient(Patches())
   assert not np.allclose(found, right, rtol=0.1)  # if XLA has mended this, the warning can go
+
+
+class Stages(nn.Module):
+  """Patches in the first of two stages."""
+
+  whole: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Conv(32, (4, 4), strides=(4, 4), use_bias=False)(x)
+    if self.whole:
+      x = spmd.with_logical_constraint(x, ('batch', None, None, 'embed'))
+    x = spmd.with_logical_constraint(x.reshape(x.shape[0], -1, 32), (None, 'seq', 'embed'))
+    return jnp.sum(nn.Dense(8)(pipeline.stage_end(x)) ** 2)
+
+
+def test_a_gradient_that_xla_multiplies_in_a_stage_is_named():
+  def gradients(whole):
+    model, batch = Stages(whole), np.stack([IMAGES, -IMAGES])
+    params = Stages().init(jax.random.key(0), IMAGES)
+
+    def step(params, batch):
+      return pipeline.accumulate(lambda x: jax.grad(model.apply)(params, x), batch, pipeline.GPipe(2))
+
+    layout = spmd.Layout({'stage': 2, 'data': 2, 'model': 2}, LAYOUT.rules)
+    found = layout.pipeline_jit(step)(params, layout.shard(batch, (None, 'batch', None, None, None)))
+    return jax.tree.leaves(found)[0], jax.tree.leaves(jax.jit(step)(params, batch))[0]
+
+  with pytest.warns(
+    UserWarning, match=r"\(8, 4, 4, 32\) with dim 1 over 'model' at sharded_windows_test.py:\d+"
+  ):
+    found, right = gradients(whole=False)
+  assert not np.allclose(found, right, rtol=0.1)
+  found, right = gradients(whole=True)
+  np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4)
 
 
 def test_the_fix_of_the_warning_gives_the_right_gradient():

@@ -72,6 +72,77 @@ for number in range(3):
     assert result.returncode in (0, 1)  # it ended by itself
 
 
+CALLBACK = """
+def fails(x):
+  if number == 2 and me == FAILING:
+    raise ValueError('an error of the user')
+  return np.asarray(x)
+
+def model(w, x):
+  for k in range(2):
+    x = jnp.tanh(x @ w[str(k)])
+    zero = jax.pure_callback(fails, jax.ShapeDtypeStruct((), x.dtype), jnp.zeros(()), vmap_method='sequential')
+    x = pipeline.stage_end(x + jax.lax.stop_gradient(zero))
+  return (x ** 2).mean()
+
+loss = model
+expected = w
+for number in range(6):
+  batch = np.random.default_rng(number).normal(size=(4, 2, 8)).astype(np.float32)
+  try:
+    new, value = step(w, batch)
+    float(value)
+  except Exception as error:
+    report([number, type(error).__name__, str(error)])
+    continue
+  number = -1
+  expected, loss_of_jit = jax.jit(train_step)(expected, batch)
+  w = new
+  assert abs(float(value) - float(loss_of_jit)) < 1e-5
+time.sleep(6 - 3 * me)  # JAX ends the other process with process 0
+"""
+
+
+@pytest.mark.parametrize(('failing', 'setting'), [(0, ''), (1, ''), (0, JAX_COPIES)], ids=str)
+def test_no_step_runs_after_one_that_failed(failing, setting):
+  """The transfers of the next step would be taken for those that the other process still waits in."""
+  results = run(CALLBACK.replace('FAILING', str(failing)), 2, 30, setting, check=False)
+  for result in results:
+    steps = {number: (kind, text) for number, kind, text in result.reported}
+    assert list(steps)[-3:] == [3, 4, 5], result.stderr  # what JAX copies, a process may still finish
+    for number in (3, 4, 5):
+      kind, text = steps[number]
+      assert kind == 'PipelineError'
+      assert re.fullmatch(
+        r'pipeline_jit of train_step: an earlier step of these processes has failed, and transfers between them are '
+        r'unfinished: .+\.\nFix: restart all processes from the newest checkpoint\.',
+        text,
+      ), text
+
+
+def test_a_donated_argument_is_named_and_the_next_step_runs():
+  source = """
+step = layout.pipeline_jit(train_step, timeout=TIMEOUT, donate_argnums=0)
+new, value = step(w, batch)
+newer, _ = step(new, batch)
+try:
+  step(new, batch)
+except spmd.errors.LayoutError as error:
+  report(str(error))
+_, value = step(newer, batch)
+expected = w
+for _ in range(3):
+  expected, loss_of_jit = jax.jit(train_step)(expected, batch)
+report(abs(float(value) - float(loss_of_jit)) < 1e-5)
+"""
+  for rank, result in enumerate(run(source.replace('TIMEOUT', '30'), 2, 30)):
+    assert result.reported == [
+      f'0/{rank} has been deleted, or donated to a jitted function.\n'
+      'Fix: pass the state that the step returned, not the one that was donated to it.',
+      True,
+    ]
+
+
 @WAYS
 def test_a_rank_that_dies_is_named(setting):
   source = """

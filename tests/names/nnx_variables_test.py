@@ -1,6 +1,7 @@
 """Names in the metadata of NNX variables are read as those of boxes, and as Flax resolves them."""
 
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +232,8 @@ class Shared(nnx.Module):
 
 def test_a_module_that_is_shared_stays_shared(layout, tmp_path):
   create = lambda: Shared(nnx.Rngs(0))
-  model, other = create(), nnx.Dict(x=nnx.Param(jnp.ones(8)))
+  other: Any = nnx.Dict(x=nnx.Param(jnp.ones(8)))
+  model = create()
   other.model = model
   plan = layout.plan(create)
   placed, placed_other = layout.shard((model, other))
@@ -249,15 +251,44 @@ def test_a_module_that_is_shared_stays_shared(layout, tmp_path):
   assert model.one.down.kernel.sharding.device_set != placed.one.down.kernel.sharding.device_set
 
 
-@pytest.mark.parametrize('use', ['shard', 'replicate', 'gather', 'check', 'plan', 'init'])
+BY_METHOD = [
+  'shard',
+  'replicate',
+  'gather',
+  'local_to_global',
+  'local_indices',
+  'check',
+  'rows',
+  'spec',
+  'sharding',
+  'names',
+]
+OTHER_USES = {
+  'plan': lambda layout, create: layout.plan(create),
+  'init': lambda layout, create: layout.init(create),
+  'module-level gather': lambda layout, create: spmd.gather((1, create())),
+  'local_to_global with names': lambda layout, create: layout.local_to_global(create(), ('batch',)),
+  'constraint': lambda layout, create: spmd.with_sharding_constraint(create(), ('batch',)),
+  'with_names': lambda layout, create: spmd.with_names(create(), lambda leaf: None),
+  'Plan.shard': lambda layout, create: layout.plan(lambda: {'w': jnp.ones(8)}).shard(create()),
+  'Plan.box': lambda layout, create: layout.plan(lambda: {'w': jnp.ones(8)}).box(create()),
+  'reshard': lambda layout, create: layout.reshard(create(), layout),
+  'explain': lambda layout, create: spmd.explain(layout, create()),
+}
+
+
+@pytest.mark.parametrize('use', [*BY_METHOD, *OTHER_USES])
 def test_a_module_that_contains_itself_is_told(layout, use):
   def create():
-    model = MLP(nnx.Rngs(0))
+    model: Any = MLP(nnx.Rngs(0))
     model.inner = nnx.Dict(back=model)
     return model
 
   with pytest.raises(LayoutError) as error:
-    getattr(layout, use)(create if use in ('plan', 'init') else create())
+    if use in OTHER_USES:
+      OTHER_USES[use](layout, create)
+    else:
+      getattr(layout, use)(create())
   assert str(error.value) == (
     'MLP contains itself, at inner/back: it is no tree of arrays.\n'
     'Fix: pass nnx.state(module), which has each variable once. Arguments of functions of layout.jit may be such modules.'

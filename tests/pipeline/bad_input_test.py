@@ -330,7 +330,7 @@ def test_shardings_on_another_mesh():
 def test_names_of_another_rank_than_the_argument():
   names = ('batch', None, None, None)
   assert text_of(lambda: lower(model, in_rules=(None, names)), LayoutError) == dedent("""\
-    0/1: 4 names ('batch', None, None, None) for an array of rank 3, shape (4, 2, 4).
+    argument x: 4 names ('batch', None, None, None) for an array of rank 3, shape (4, 2, 4).
     Fix: give at most one name per dimension.""")
 
 
@@ -450,9 +450,8 @@ def test_results_that_an_op_cannot_combine():
     {fix}""")
   assert combined(Max, results) == dedent(f"""\
     accumulate: results that cannot be combined:
-      result key: Max combines integers and floating-point numbers, not key<fry>[].
-      result mask: Max combines integers and floating-point numbers, not bool[2, 4].
-      result z: Max combines integers and floating-point numbers, not complex64[2, 4].
+      result key: Max combines integers, floating-point numbers and booleans, not key<fry>[].
+      result z: Max combines integers, floating-point numbers and booleans, not complex64[2, 4].
     {fix}""")
   assert combined(Mean, lambda x: np.int32(1)) == dedent(f"""\
     accumulate: results that cannot be combined:
@@ -745,12 +744,12 @@ def test_parameters_that_every_microbatch_updates():
   def one(carry, x, _):
     n, w = carry
     loss, grads = jax.value_and_grad(lambda w: jnp.sum(model(w, n * x)))(w)
-    return (n + loss, jax.tree.map(jnp.subtract, w, grads)), None
+    return (n + loss, jax.tree.map(jnp.subtract, w, grads)), None  # of each microbatch
 
   step = scan_step(one, (np.float32(0), W))
   assert text_of(lambda: lower(step, schedule=FOUR)) == waits_for(
     *(
-      f'float32[4,4]: set by bwd of stage {stage}, read by fwd of stage {stage} and bwd of stage {stage}'
+      f'float32[4,4] at {at("of each microbatch")}: set by bwd of stage {stage}, read by fwd of stage {stage} and bwd of stage {stage}'
       for stage in range(3)
     ),
   )
@@ -766,12 +765,13 @@ def test_a_carried_value_in_another_order_of_microbatches():
   def one(carry, x, w):
     decayed, total = carry
     loss, grads = jax.value_and_grad(lambda w: jnp.sum(model(w, x)))(w)
-    return (decayed / 2 + loss, total + loss), grads
+    return (decayed / 2 + loss, total + loss), grads  # in another order
 
   step = scan_step(one, (np.float32(0), np.float32(0)))
   schedule = Schedule.of(backwards, 4)
   assert text_of(lambda: lower(step, schedule=schedule)) == waits_for(
-    'float32[]: set by bwd of stage 3, read by bwd of stage 3', schedule='backwards(ranks=4)'
+    f'float32[] at {at("in another order")}: set by bwd of stage 3, read by bwd of stage 3',
+    schedule='backwards(ranks=4)',
   )
 
 

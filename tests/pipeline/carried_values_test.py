@@ -6,12 +6,15 @@ with one microbatch after the other.
 """
 
 import random
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from flax_spmd._src.pipeline.run.call_list import Call
 from flax_spmd.errors import PipelineError
 from flax_spmd.pipeline import (
   DualPipeV,
@@ -112,6 +115,21 @@ def random_loop(seed):
   return step, schedule, jax.tree.map(lambda x: x.astype(jnp.float64), (params, carried, batch))
 
 
+def check_warning(texts, schedule, lowered):
+  """A warning gives the bubbles of the pipeline with and without waiting, if it is a tenth longer for it."""
+  free, steps = schedule.simulate(lowered.microbatches), []
+  for one in lowered.call_list.calls:
+    steps += [one.when] if isinstance(one, Call) and one.step else []
+  end = max(one.end for one in steps)
+  if end <= 1.1 * free.makespan:
+    assert not texts
+    return
+  [text] = texts
+  bubble = 1 - sum(free.busy) / (schedule.ranks * end)
+  assert f'{bubble:.0%} with these values, and {free.bubble:.0%} without them' in text
+  assert len(text.splitlines()) > 2 and f'{bubble:.0%}' in text.splitlines()[1]
+
+
 @pytest.mark.parametrize(
   'seed',
   [pytest.param(n, marks=[] if n < QUICK else [pytest.mark.exhaustive]) for n in range(SEEDS)],
@@ -122,7 +140,10 @@ def test_equals_jit(seed):
     expected = result = params, carried
     try:
       pipelined = LAYOUT.pipeline_jit(step, schedule=schedule)
-      pipelined.lower(params, carried, batch)
+      with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        lowered = pipelined.lower(params, carried, batch)
+      check_warning([str(one.message) for one in caught], schedule, lowered)
     except PipelineError as error:
       assert 'ranks would wait for one another' in str(error)
       pipelined = LAYOUT.pipeline_jit(step, schedule=one_by_one(schedule))
@@ -175,3 +196,38 @@ def test_a_scale_that_its_own_stage_updates():
   params, batch = [weight(number, 8, 8) for number in range(STAGES)], jnp.ones((8, 4, 8))
   result = LAYOUT.pipeline_jit(step, schedule=OneFOneB(STAGES))(params, jnp.full((4, 8), 0.5), batch)
   assert_same(result, jax.jit(step)(params, jnp.full((4, 8), 0.5), batch), 1e-5)
+
+
+def test_values_that_earlier_stages_read_are_named_with_the_bubble():
+  def step(params, carried, batch):
+    def one_pass(carried, x):
+      last, scale = carried
+
+      def loss(params):
+        h = x * jnp.mean(last) * scale
+        for stage in range(STAGES):
+          h = stage_end(jnp.tanh(h @ params[stage]))
+        return jnp.mean(h), h
+
+      (value, last), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      return (last, 0.9 * scale), (value, grads)
+
+    return lax.scan(one_pass, carried, batch)
+
+  params, batch = [weight(number, 8, 8) for number in range(STAGES)], jnp.ones((8, 4, 8))
+  pipelined = LAYOUT.pipeline_jit(step, schedule=GPipe(STAGES))
+  arguments = params, (jnp.ones((4, 8)), jnp.float32(1)), batch
+  with pytest.warns(UserWarning) as caught:
+    pipelined.lower(*arguments)
+  [text] = [str(one.message) for one in caught]
+  assert re.sub(r'\.py:\d+', '.py:LINE', text) == (
+    'The microbatch loop at carried_values_test.py:LINE carries values to earlier stages, which wait for them. In '
+    'GPipe(ranks=4), the bubble is 56% with these values, and 27% without them:\n'
+    '  float32[4,8] at carried_values_test.py:LINE: set by fwd of stage 3, read by fwd of stage 0: 56%\n'
+    'Fix: read a value in the stage that sets it or in later ones; or return it for each microbatch, and update it '
+    'after the loop.'
+  )
+  assert caught[0].filename == __file__
+  with warnings.catch_warnings(action='error'):
+    result = pipelined(*arguments)  # once
+  assert_same(result, jax.jit(step)(*arguments), 1e-5)

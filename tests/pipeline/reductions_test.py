@@ -86,6 +86,16 @@ def test_operations_combine_results_of_every_stage(schedule):
   check(step, PARAMS, X, Y)
 
 
+@pytest.mark.parametrize('dtype', [bool, 'int8', 'uint8', 'int32', 'float16', 'bfloat16', 'float32'])
+@pytest.mark.parametrize('lowest', [False, True])
+def test_the_maximum_of_every_dtype(dtype, lowest):
+  x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, 16)), dtype)
+  x = jnp.zeros_like(x) if lowest else x
+  found = accumulate(lambda row: row, x, op=Max)
+  assert found.dtype == x.dtype
+  np.testing.assert_array_equal(found, x.max(0))
+
+
 def test_stack_is_the_default_of_jaxpp_for_losses():
   losses, grads = accumulate(jax.value_and_grad(lambda x: jnp.sum(x**2)), X, op=(Stack(), Add))
   np.testing.assert_allclose(losses, jax.vmap(lambda x: jnp.sum(x**2))(X), rtol=1e-6)

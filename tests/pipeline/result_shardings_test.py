@@ -93,3 +93,48 @@ def test_ordered_effects(capfd):
   assert_same(layout.pipeline_jit(fn)(X), jnp.cos(jnp.sin(X)))
   jax.effects_barrier()
   assert sorted(capfd.readouterr().out.split()) == ['first', 'second']
+
+
+UPDATES = {
+  'average': lambda old, h: 0.9 * old + 0.1 * h,
+  'sum': lambda old, h: old + h,
+  'maximum': jnp.maximum,
+  'momentum': lambda old, h: jnp.tanh(old - h) + old[:, ::-1] / 2,
+}
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_carried_activations_are_sharded_as_those_of_their_stage(seed):
+  """The step creates the carried values; each stage updates one, and some read it. No task gathers one."""
+  rng = np.random.default_rng(seed)
+  updates = [UPDATES[name] for name in rng.choice(list(UPDATES), 2)]
+  read, axes = rng.random(2) < 0.5, [('data', None, None), (None, 'data', None)][rng.integers(2)]
+
+  def step(weights, batch):
+    def one_pass(carry, x):
+      carried, sums = carry
+
+      def loss(weights):
+        h, new = x, []
+        for old, w, update, is_read in zip(carried, weights, updates, read):
+          h = jnp.tanh(h @ w + (old.mean(2, keepdims=True) if is_read else 0))
+          new.append(update(old, lax.stop_gradient(h)))
+          h = stage_end(h)
+        return jnp.mean(h**2), new
+
+      (value, new), grads = jax.value_and_grad(loss, has_aux=True)(weights)
+      return (new, jax.tree.map(jnp.add, sums, grads)), value
+
+    start = [jnp.zeros((16, 32, 64))] * 2, jax.tree.map(jnp.zeros_like, weights)
+    (carried, sums), losses = lax.scan(one_pass, start, batch)
+    return carried, jax.tree.map(lambda w, g: w - g, weights, sums), losses
+
+  weights, batch = [normal(number, 64, 64) / 8 for number in range(2)], normal(9, 4, 16, 32, 64)
+  placed = jax.device_put(batch, NamedSharding(LAYOUT.mesh, PartitionSpec(None, *axes)))
+  compiled = LAYOUT.pipeline_jit(step, schedule=GPipe(2)).compile(weights, placed)
+  found = compiled(weights, placed)
+  assert_same(found, jax.jit(step)(weights, batch), 1e-4)
+  for array in found[0]:
+    assert array.addressable_shards[0].data.nbytes == array.nbytes // 4
+  texts = [one.compiled.as_text() for one in compiled.executables.values()]
+  assert not any('all-gather' in text for text in texts)

@@ -94,7 +94,7 @@ def test_every_task_runs_once_and_after_its_inputs(case):
     for before, after in itertools.pairwise(steps):
       assert before.end <= after.start
     for timed in steps:
-      assert {schedule.rank_of(task.stage) for task in timed.step.tasks} == {rank}
+      assert {schedule.stage_ranks[task.stage] for task in timed.step.tasks} == {rank}
       for task in timed.step.tasks:
         for needed in inputs(task, schedule.stages):
           assert simulation[needed].end <= timed.start or needed in timed.step.tasks
@@ -128,7 +128,7 @@ def test_stage_ranks():
   assert Interleaved1F1B(ranks=3, chunks=2).stage_ranks == (0, 1, 2, 0, 1, 2)
   assert ZeroBubbleV(ranks=3).stage_ranks == DualPipeV(ranks=3).stage_ranks == (0, 1, 2, 2, 1, 0)
   assert ZeroBubbleV(ranks=3).stages_of(1) == (1, 4)
-  assert (KimiK2(ranks=4, chunks=3).stages, KimiK2(ranks=4, chunks=3).rank_of(6)) == (12, 2)
+  assert (KimiK2(ranks=4, chunks=3).stages, KimiK2(ranks=4, chunks=3).stage_ranks[6]) == (12, 2)
 
 
 def test_a_schedule_is_a_value():

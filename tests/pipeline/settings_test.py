@@ -1,5 +1,7 @@
 """Settings of JAX around a call, which JAX stores per thread, hold in the threads of a pipeline; types of mesh axes."""
 
+import gc
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -118,3 +120,21 @@ def test_a_mesh_with_explicit_axes_trains_as_one_with_auto_axes(arguments):
   jax.tree.map(
     lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), params, expected_params
   )
+
+
+def test_planning_does_not_collect_old_objects():
+  """Python's collector is as it was afterwards, after an error too."""
+  before, seen = gc.get_threshold(), []
+
+  def traced(w, batch, key):
+    seen.append(gc.get_threshold())
+    if key is None:
+      raise ValueError('in the trace')
+    return step(w, batch, key)
+
+  pipelined = LAYOUT.pipeline_jit(traced, schedule=OneFOneB(2))
+  pipelined.lower(WEIGHTS, BATCH, jax.random.key(0))
+  with pytest.raises(ValueError, match='in the trace'):
+    pipelined.trace(WEIGHTS, BATCH, None)
+  assert [each[:2] for each in seen] == [before[:2]] * 2 and min(each[2] for each in seen) > before[2]
+  assert gc.get_threshold() == before

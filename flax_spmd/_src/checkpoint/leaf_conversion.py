@@ -32,15 +32,11 @@ def converted_leaves(
   for route in routes.values():
     for saved in route.sources:
       uses[saved] = uses.get(saved, 0) + 1
-  siblings = _siblings(routes)
-  done: set[str] = set()
-  for path, route in routes.items():
-    if path in done:
-      continue
+  for together in converted_together(routes):
+    path, route = together[0], routes[together[0]]
     if route.step == 'keep':
       yield path, values[path]
       continue
-    together = siblings[_sibling_key(route)] if route.step == 'unstack' else [path]
     may_alias = route.step not in ('stack', 'unstack')
     parts = [
       _unshared(leaves[saved], may_alias and uses[saved] > len(together))
@@ -54,9 +50,19 @@ def converted_leaves(
       if not uses[saved]:
         leaves.pop(saved, None)
     del parts
-    done.update(together)
     while results:
       yield together[-len(results)], results.pop(0)
+
+
+def converted_together(routes: Mapping[str, Route]) -> Iterator[list[str]]:
+  """The paths of leaves that are converted at once, in the order of `converted_leaves`."""
+  siblings = _siblings(routes)
+  done: set[str] = set()
+  for path, route in routes.items():
+    if path not in done:
+      together = siblings[_sibling_key(route)] if route.step == 'unstack' else [path]
+      done.update(together)
+      yield together
 
 
 def _unshared(leaf: Any, shared: bool) -> Any:

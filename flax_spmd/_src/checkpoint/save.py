@@ -183,6 +183,7 @@ def start_save(
     progress = ByteProgress(request.show, f'save {folder.name}', size, 'written')
     try:
       record = PendingRecord(contents)
+      claim.follow()
       response = _begun_by_orbax(claim.new, contents, request)
       return async_save.start(
         response, claim, progress, size, heartbeat, record, extra, after or _nothing

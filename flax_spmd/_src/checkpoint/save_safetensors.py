@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
-from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves
+from flax_spmd._src.checkpoint.leaf_conversion import converted_leaves, converted_together
 from flax_spmd._src.checkpoint.matching.allowed_changes import (
   NO_CHANGES,
   Changes,
@@ -35,15 +36,16 @@ from flax_spmd._src.checkpoint.storage.record import (
   dtype_of,
   is_unsafe_name,
 )
-from flax_spmd._src.checkpoint.storage.safetensors_files import SUFFIX, is_safetensors
+from flax_spmd._src.checkpoint.storage.safetensors_files import INDEX_SUFFIX, SUFFIX, is_safetensors
 from flax_spmd._src.checkpoint.storage.safetensors_header import METADATA, tensor_path
+from flax_spmd._src.checkpoint.storage.safetensors_upload import SafetensorsUpload
 from flax_spmd._src.checkpoint.storage.safetensors_writer import (
   FORMAT_NAMES,
   PlannedFile,
   SafetensorsWriter,
   planned_files,
 )
-from flax_spmd._src.checkpoint.storage.store import as_path
+from flax_spmd._src.checkpoint.storage.store import as_path, open_store
 from flax_spmd._src.checkpoint.targets import changed_leaves
 from flax_spmd._src.data.gather import gather
 from flax_spmd._src.names import box_trees
@@ -70,7 +72,8 @@ def save_safetensors(
   recorded: use `save` for checkpoints to resume from. In a job of several processes, every process calls this.
 
   Args:
-    path: file to write (`.safetensors`), or folder for `model.safetensors`. The folder may exist and hold other files.
+    path: file to write (`.safetensors`), or folder for `model.safetensors`; a URL of a bucket too. The folder may exist and
+      hold other files.
     state: tree of arrays and numbers, with or without boxes, sharded or not.
     changes: changes from the state to the file, as in `restore`: `renames`, `rearranged`, `stacks`, `dtypes`, `only`;
       `unused` leaves arrays out.
@@ -80,7 +83,7 @@ def save_safetensors(
   Raises:
     CheckpointExistsError: `path` exists, or the folder holds safetensors already. It is left unchanged.
     CheckpointError: the state has leaves that the format cannot hold (lists all of them); `changes` does not fit; or
-      the disk refuses.
+      the disk or the bucket refuses.
 
   Example:
     >>> layout = Layout({'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model')))
@@ -97,13 +100,16 @@ def save_safetensors(
   """
   leaves = _leaves(state, changes)
   routes, records = _routes(leaves, changes)
-  tensors = {path.replace('/', '.'): record for path, record in records.items()}
   _check_tensors(records)
-  folder, files = _planned(as_path(path), tensors, max_shard_bytes, metadata)
-  in_first(lambda: _check_free(as_path(path), folder))
+  routes = dict(sorted(routes.items(), key=lambda item: -dtype_of(records[item[0]].dtype).itemsize))
+  paths = [path for together in converted_together(routes) for path in together]
+  tensors = {path.replace('/', '.'): records[path] for path in paths}
+  url = as_path(path)
+  folder, files = _planned(url, tensors, max_shard_bytes, metadata)
+  in_first(lambda: _check_free(url, folder))
   targets = {path: _abstract(record) for path, record in records.items()}
   arrays = ((path.replace('/', '.'), leaf) for path, leaf in converted_leaves(targets, routes, leaves))
-  _write(as_path(path), folder, files, arrays)
+  _write(url, folder, files, arrays)
 
 
 def _leaves(state: Any, changes: Changes) -> dict[str, Any]:
@@ -192,7 +198,7 @@ _NAMES = (
 
 def _planned(
   path: Any, tensors: Mapping[str, LeafRecord], most: int | None, metadata: Mapping[str, str] | None
-) -> tuple[Path, list[PlannedFile]]:
+) -> tuple[epath.Path, list[PlannedFile]]:
   """The folder and the files to write.
 
   Raises:
@@ -207,11 +213,6 @@ def _planned(
     raise CheckpointError(
       f'max_shard_bytes={most!r} is not a number of bytes.\nFix: pass 5_000_000_000.'
     )
-  if '://' in str(path):
-    raise CheckpointError(
-      f'{path} is in cloud storage, and safetensors are written to disk.\n'
-      'Fix: save to a local folder, and copy it.'
-    )
   if path.name.endswith(SUFFIX):
     files = planned_files(tensors, most, texts, path.name)
     if len(files) > 1:
@@ -220,20 +221,24 @@ def _planned(
         f'{path} is one file, and {size} do not fit into max_shard_bytes={most}.\n'
         'Fix: pass a folder, which can hold several files.'
       )
-    return Path(path).parent, files
-  return Path(path), planned_files(tensors, most or _SHARD_BYTES, texts, None)
+    return path.parent, files
+  return path, planned_files(tensors, most or _SHARD_BYTES, texts, None)
 
 
-def _check_free(path: Any, folder: Path) -> None:
+def _check_free(path: epath.Path, folder: epath.Path) -> None:
   """Raises CheckpointExistsError if something would be replaced."""
-  if Path(path) != folder:
-    exists = path.exists()
+  is_file = path != folder
+  if '://' in str(path):
+    names = open_store(folder).children()
+    held = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and name[0] != '.']
+    exists, is_folder = path.name in names if is_file else bool(held), not is_file
   else:
-    exists = (path.exists() and not path.is_dir()) or is_safetensors(path)
+    is_folder = path.is_dir()
+    exists = path.exists() if is_file or not is_folder else is_safetensors(path)
   if exists:
-    what = 'holds safetensors' if path.is_dir() else 'exists'
     raise CheckpointExistsError(
-      f'{path} {what} already.\nFix: save to another path, or remove it first.'
+      f'{path} {"holds safetensors" if is_folder else "exists"} already.\n'
+      'Fix: save to another path, or remove it first.'
     )
 
 
@@ -244,27 +249,37 @@ def _abstract(record: LeafRecord) -> jax.ShapeDtypeStruct:
 # -- writing
 
 
-def _write(path: Any, folder: Path, files: list[PlannedFile], arrays: Iterator[tuple[str, Any]]) -> None:
+def _write(
+  path: epath.Path, folder: epath.Path, files: list[PlannedFile], arrays: Iterator[tuple[str, Any]]
+) -> None:
   """Writes the arrays. The first process writes; the others help to gather."""
   if jax.process_index() != 0:
     for _, array in arrays:
       _to_host(array)
     in_first(lambda: None)
     return
-  failure: OSError | None = None
+  failure: Exception | None = None
   try:
-    with SafetensorsWriter(folder, files) as writer:
+    with _writer(folder, files) as writer:
       for name, array in arrays:
         writer.write(name, _to_host(array))
       writer.commit()
-  except OSError as error:
+  except (OSError, CheckpointError) as error:
     failure = error
   for _, array in arrays:  # the other processes go on gathering
     _to_host(array)
   in_first(lambda: _raise(path, failure))
 
 
-def _raise(path: Any, failure: OSError | None) -> None:
+def _writer(folder: epath.Path, files: list[PlannedFile]) -> SafetensorsWriter | SafetensorsUpload:
+  if '://' in str(folder):
+    return SafetensorsUpload(folder, files)
+  return SafetensorsWriter(Path(folder), files)
+
+
+def _raise(path: Any, failure: Exception | None) -> None:
+  if isinstance(failure, CheckpointError):  # of a bucket
+    raise failure
   if failure is not None:
     raise CheckpointError(
       f'{path} could not be written: {failure}.\n'

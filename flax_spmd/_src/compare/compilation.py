@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -33,7 +32,7 @@ from flax_spmd._src.hlo.counts import Collective, Counts, count
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import TargetDeviceError
 
-_FORMAT = 1
+_FORMAT = 2
 _TIMEOUT = 1800  # seconds
 _LARGEST_CPU = 512  # devices; the CPU's compiler supports no more
 _WARNING_WORDS = (
@@ -160,21 +159,6 @@ def check_compiler(target: Target) -> None:
         f'The compiler for {target.text}, {wheel} {version}, does not match jax {jax_version}.\n'
         f"Fix: pip install '{wheel}=={'.'.join(jax_version.split('.')[:3])}'"
       )
-  if platform == 'cuda' and not has_ptxas():
-    raise TargetDeviceError(
-      f'There is no compiler for {target.text} on this machine: ptxas, which {wheels[0]} calls, is not installed.\n'
-      'Fix: pip install nvidia-cuda-nvcc-cu12'
-    )
-
-
-def has_ptxas() -> bool:
-  """Whether XLA can find NVIDIA's assembler, which it needs to compile for a GPU."""
-  if shutil.which('ptxas') or _version('nvidia-cuda-nvcc-cu12'):
-    return True
-  folders = re.findall(r'--xla_gpu_cuda_data_dir=(\S+)', os.environ.get('XLA_FLAGS', ''))
-  return any(
-    (Path(folder) / 'bin' / 'ptxas').exists() for folder in (*folders, '/usr/local/cuda', '/opt/cuda')
-  )
 
 
 def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[CompileResult]:

@@ -4,22 +4,32 @@
 
 Each folder contains `program.mlir` and `request.json`; the worker writes `result.json` and `hlo.txt`. It is
 a separate process because JAX initialises its backends once per process, and because a compiler crash ends
-the process.
+the process. Each program is compiled in a fork, which ends before the compiler generates code.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import resource
 import sys
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 from flax_spmd._src.compare.hardware import Target, gpu_description, parse_target
+from flax_spmd._src.hlo.buffer_assignment import read_dump
 
 BEGIN = 'flax_spmd compiles '  # precedes each folder on stderr, where compilers log
+_ASSIGNED = '*after_optimizations.hlo.pb'
+_CHECKED = '*after_buffer_assignment.hlo.pb'  # written by the compiler for TPUs, for programs that fit
+_HBM = 0  # number of a TPU's memory space
+_POLL = 0.02  # seconds
 _TOTAL = re.compile(r'Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm')
 _TEMPORARIES = re.compile(r'required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds')
 # Triton's kernels of some products have to be autotuned, for which there is no device; cuBLAS's need not.
@@ -27,9 +37,25 @@ _WITHOUT_TRITON = {'xla_gpu_enable_triton_gemm': False}
 _UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
-def main(folder: Path) -> None:
-  """Compiles the program in a folder and writes its result."""
-  print(f'{BEGIN}{folder}', file=sys.stderr, flush=True)
+def main(folders: Sequence[Path]) -> None:
+  """Compiles the programs in folders, each in a fork of this process, and writes their results.
+
+  A fork ends once the compiler has assigned buffers: code is not generated, which takes most of a compilation.
+  """
+  import flax_spmd._src.compat  # noqa: F401  # once, for all forks
+
+  for folder in folders:
+    print(f'{BEGIN}{folder}', file=sys.stderr, flush=True)
+    fork = multiprocessing.get_context('fork').Process(target=_write_result, args=(folder,))
+    fork.start()
+    fork.join()
+    if (code := fork.exitcode or 0) < 0:
+      os.kill(os.getpid(), -code)
+    if code:
+      sys.exit(code)
+
+
+def _write_result(folder: Path) -> None:
   request = json.loads((folder / 'request.json').read_text())
   target = parse_target(request['target'], request['hardware'])
   try:
@@ -41,7 +67,7 @@ def main(folder: Path) -> None:
 
 
 def _compile(folder: Path, target: Target, mesh: dict[str, int], partition_only: bool) -> dict[str, Any]:
-  from flax_spmd._src.compat import compile_program, partition_program
+  from flax_spmd._src.compat import hlo_text, partition_program
 
   devices = _devices(target, tuple(mesh.values()))
   begin, cpu = time.perf_counter(), time.process_time()
@@ -51,17 +77,45 @@ def _compile(folder: Path, target: Target, mesh: dict[str, int], partition_only:
     text = partition_program(code, devices)
   else:
     try:
-      text, memory = compile_program(code, devices)
+      module, memory = _assigned(folder / 'dump', target, code, devices, {})
     except Exception as error:
       if target.chip.platform != 'cuda' or memory_needed(str(error)):
         raise
-      text, memory = compile_program(code, devices, _WITHOUT_TRITON)
+      module, memory = _assigned(folder / 'dump_without_triton', target, code, devices, _WITHOUT_TRITON)
+    text = hlo_text(module, devices.size)
   (folder / 'hlo.txt').write_text(text)
   return {
     'memory': memory,
     'seconds': time.perf_counter() - begin,
     'cpu_seconds': time.process_time() - cpu,
   }
+
+
+def _assigned(
+  folder: Path, target: Target, code: bytes, devices: Any, flags: dict[str, Any]
+) -> tuple[bytes, dict[str, int]]:
+  """The optimised module and its memory, once the compiler has assigned buffers; it is left running."""
+  from flax_spmd._src.compat import dump_program
+
+  compiling: Future[None] = Future()
+
+  def compile_it() -> None:
+    try:
+      compiling.set_result(dump_program(code, devices, folder, flags))
+    except Exception as error:
+      compiling.set_exception(error)
+
+  threading.Thread(target=compile_it, daemon=True).start()
+  tpu = target.chip.platform == 'tpu'
+  while True:
+    ended = wait([compiling], _POLL).done
+    if ended or not tpu or any(folder.glob(_CHECKED)):
+      for file in folder.glob(_ASSIGNED):
+        if found := read_dump(file.read_bytes(), _HBM if tpu else None):
+          return found
+    if ended:
+      compiling.result()
+      raise RuntimeError('the compiler ended without a buffer assignment')
 
 
 def _devices(target: Target, shape: tuple[int, ...]) -> Any:
@@ -100,5 +154,4 @@ def _bytes(match: re.Match[str]) -> int:
 
 
 if __name__ == '__main__':
-  for each in sys.argv[1:]:
-    main(Path(each))
+  main([Path(each) for each in sys.argv[1:]])

@@ -299,9 +299,7 @@ def gpu_description(chip: Chip) -> str:
   )
 
 
-# The machine code is discarded, so it need not be fast. Kernels cannot be autotuned without a GPU.
-_QUICKLY = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
-_QUICKLY_GPU = f'{_QUICKLY} --xla_gpu_disable_gpuasm_optimizations=true --xla_gpu_autotune_level=0'
+_WITHOUT_GPU = '--xla_gpu_autotune_level=0'  # kernels cannot be autotuned
 
 
 def compiler_environment(target: Target) -> dict[str, str]:
@@ -310,9 +308,9 @@ def compiler_environment(target: Target) -> dict[str, str]:
   flags = os.environ.get('XLA_FLAGS', '')
   if target.chip.platform == 'cpu':
     count = f'--xla_force_host_platform_device_count={target.devices}'
-    flags = f'{_without_device_count(flags)} {count} {_QUICKLY}'
+    flags = f'{_without_device_count(flags)} {count}'
   elif target.chip.platform == 'cuda':
-    flags = f'{_without_device_count(flags)} {_QUICKLY_GPU}'
+    flags = f'{_without_device_count(flags)} {_WITHOUT_GPU}'
   else:
     environment |= {
       'TPU_SKIP_MDS_QUERY': '1',

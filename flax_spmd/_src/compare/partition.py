@@ -2,7 +2,7 @@
 
     counts = partition(train_step, {'fsdp': layout}, parse_target('h100:8'))['fsdp']
 
-A program is partitioned in a thirtieth of the time that its compilation takes, and is lowered before. Its FLOPs and bytes
+A program is partitioned in a tenth of the time that its compilation takes, and is lowered before. Its FLOPs and bytes
 on the wire are those of the compiled program; its memory and its memory traffic are not known.
 """
 

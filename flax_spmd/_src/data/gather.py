@@ -14,6 +14,8 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_spmd._src.cycles import check_no_cycles
+from flax_spmd._src.data.unusable_leaves import unusable
 from flax_spmd._src.multihost import named, processes_of
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.tree_paths import path_string
@@ -36,18 +38,19 @@ def gather(tree: Any) -> Any:
     on the default device of this process.
 
   Raises:
-    LayoutError: an array is being traced, or is only on devices of other processes. The message lists all
-      such arrays.
+    LayoutError: an array is being traced, deleted, or only on devices of other processes (the message lists all of
+      them), or a module contains itself.
 
   Example:
     >>> sharding = NamedSharding(jax.make_mesh((8,), ('data',)), PartitionSpec('data'))
     >>> gather({'step': 3, 'w': jax.device_put(np.arange(8), sharding)})
     {'step': 3, 'w': array([0, 1, 2, 3, 4, 5, 6, 7]...)}
   """
+  check_no_cycles(tree)
   leaves, treedef = jax.tree.flatten(tree)
   indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
   originals = [leaves[index] for index in indices]
-  if jax.process_count() > 1 or any(isinstance(array, Tracer) for array in originals):
+  if jax.process_count() > 1 or any(isinstance(each, Tracer) or each.is_deleted() for each in originals):
     raise_problems(_unavailable(tree))
   arrays = [jax.random.key_data(array) if _is_key(array) else array for array in originals]
   if jax.process_count() > 1:
@@ -64,6 +67,8 @@ def _unavailable(tree: Any) -> list[Problem]:
     if isinstance(leaf, Tracer):
       text, fix = 'it is being traced and has no value yet.', 'gather the results of a jitted function.'
       problems.append(Problem(text, fix).at(path_string(path)))
+    elif isinstance(leaf, jax.Array) and leaf.is_deleted():
+      problems += filter(None, [unusable(path_string(path), leaf)])
     elif isinstance(leaf, jax.Array) and not leaf.sharding.addressable_devices:
       owners = named(processes_of([leaf.sharding]))
       text = f'it is only on devices of {owners}; process {jax.process_index()} holds no part of it.'

@@ -68,7 +68,7 @@ def prefetch(
     A generator, with `get_state` and `set_state`. It loads nothing before the first `next`.
 
   Raises:
-    LayoutError: `size` is not a positive integer.
+    LayoutError: `size` is not a positive integer, or `place` is not a function.
 
   Example:
     >>> from flax_spmd import prefetch
@@ -82,6 +82,11 @@ def prefetch(
     raise LayoutError(
       f'prefetch cannot keep {size!r} batches ready.\n'
       'Fix: pass a size of 1 or more; with 2, one batch is ready while the next one loads.'
+    )
+  if not callable(place):
+    raise LayoutError(
+      f'prefetch has a {type(place).__name__} in place of a function.\n'
+      "Fix: pass a function of a batch, such as lambda batch: layout.shard(batch, ('batch', None))."
     )
   if total is None:
     hint = operator.length_hint(batches, -1)

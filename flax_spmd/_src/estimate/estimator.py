@@ -54,6 +54,10 @@ if TYPE_CHECKING:
 _MEMORY_ERROR = 0.12  # relative error of the estimated peak
 # Differences of partitioned programs, of the peak and of all FLOPs, beyond which the memory is in doubt.
 _OTHER_WIRE, _OTHER_FLOPS = 0.05, 0.01
+TPU_DOUBT = (
+  'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
+  'arrays; compare compiles a layout in seconds'
+)
 PARTITIONED = 'partitioned'
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
 
@@ -195,6 +199,8 @@ class Estimator:
     on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
     memory = self._memory(argument_bytes, on_host, costs.temporaries)
     counts, doubts, source = costs.counts, costs.doubts, 'estimated'
+    if target.chip.platform == 'tpu':
+      doubts = (TPU_DOUBT, *doubts)
     if partitioned is not None:
       counts = partitioned._replace(hbm_bytes=costs.counts.hbm_bytes)
       doubts = (*costs.memory_doubts, *_disagreements(costs.counts, counts, memory.peak))

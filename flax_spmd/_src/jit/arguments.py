@@ -2,7 +2,7 @@
 
 arguments = Arguments.of(fn, {'static_argnums': 2})
 arguments.dynamic(args, kwargs)           # the traced arguments
-arguments.spread(in_rules, dynamic)       # one placement for each of them
+arguments.placed(in_rules, dynamic)       # each of them with its placement
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import DictKey
+from jax.tree_util import DictKey, KeyPath
 
 from flax_spmd._src import compat
 from flax_spmd._src.jit.tree_constraints import with_sharding_constraint
 from flax_spmd._src.mesh import MeshLike, placed_sharding
 from flax_spmd._src.names.nnx_variables import check_functional
-from flax_spmd._src.rules.placements import is_placement
-from flax_spmd._src.tree_paths import path_string
+from flax_spmd._src.rules.placements import PlacedPart, is_placement
+from flax_spmd._src.tree_paths import key_value, path_string
 from flax_spmd.errors import LayoutError, Problem, did_you_mean, raise_problems
 
 
@@ -85,17 +85,46 @@ class Arguments(NamedTuple):
       if i not in self.positions and name not in self.names
     ]
 
+  def named_path(self, path: KeyPath) -> KeyPath:
+    """The path of a leaf of the dynamic arguments, a pair `(args, kwargs)`, from its parameter: `argument batch/x`."""
+    among, argument = map(key_value, path[:2])
+    return (*(self._name_path if among else self._position_path)(argument), *path[2:])
+
+  def _name_path(self, name: str) -> KeyPath:
+    return (DictKey(f'argument {name}'),)
+
+  def _position_path(self, position: int) -> KeyPath:
+    """The path of a positional argument: of its parameter, with a position in it for one of `*args`."""
+    names, parameters = self.dynamic_names(), self._parameters()
+    for i, name in enumerate(names[: position + 1]):
+      if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+        return *self._name_path(name), DictKey(position - i)
+    return self._name_path(names[position] if names else str(position))
+
   def _parameters(self) -> Mapping[str, inspect.Parameter]:
     return {} if self.function_signature is None else self.function_signature.parameters
 
-  def spread(
-    self, placements: Any, dynamic: tuple[tuple, dict[str, Any]]
-  ) -> tuple[tuple, dict[str, Any]]:
-    """One placement per dynamic argument, from one for all, a tuple, or a dict by parameter name.
+  def placed(self, placements: Any, dynamic: tuple[tuple, dict[str, Any]]) -> list[PlacedPart]:
+    """Each dynamic argument with its placement, in the order of their leaves.
+
+    Args:
+      placements: one for all arguments, a tuple, or a dict by parameter name.
+      dynamic: the arguments.
 
     Raises:
       LayoutError: there are more placements than arguments, or placements for unknown parameters.
     """
+    args, kwargs = dynamic
+    by_position, by_name = self._spread(placements, dynamic)
+    return [
+      *(PlacedPart(self._position_path(i), by_position[i], arg) for i, arg in enumerate(args)),
+      *(PlacedPart(self._name_path(name), by_name[name], kwargs[name]) for name in sorted(kwargs)),
+    ]
+
+  def _spread(
+    self, placements: Any, dynamic: tuple[tuple, dict[str, Any]]
+  ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The placement of each argument by position and by name."""
     args, kwargs = dynamic
     if is_placement(placements) and not _is_one_per_argument(placements):
       return (placements,) * len(args), dict.fromkeys(kwargs, placements)
@@ -162,12 +191,12 @@ class Arguments(NamedTuple):
     @functools.wraps(fn)
     def on_entry(*args, **kwargs):
       dynamic = self.dynamic(args, kwargs)
-      by_argument = self.spread(placements, dynamic)
-      placed = [arg for arg, each in zip(dynamic[0], by_argument[0], strict=True) if each is not None]
-      placed += [arg for name, arg in dynamic[1].items() if by_argument[1][name] is not None]
-      check_functional(placed, 'in_constraints')
-      dynamic = with_sharding_constraint(dynamic, by_argument)
-      args, kwargs = self.filled(dynamic, args, kwargs)
+      placed = self.placed(placements, dynamic)
+      check_functional([part.tree for part in placed if part.placement is not None], 'in_constraints')
+      values = [with_sharding_constraint(part.tree, part.placement) for part in placed]
+      count = len(dynamic[0])
+      named = dict(zip(sorted(dynamic[1]), values[count:], strict=True))
+      args, kwargs = self.filled((values[:count], named), args, kwargs)
       return fn(*args, **kwargs)
 
     return on_entry
@@ -204,17 +233,12 @@ class Arguments(NamedTuple):
     )
 
   def _check_static_objects(self, dynamic: tuple[tuple, dict[str, Any]]) -> None:
-    names = self.dynamic_names()
-    args, kwargs = dynamic
-    named = [(names[i] if i < len(names) else str(i), arg) for i, arg in enumerate(args)]
     problems = [
       Problem(
-        f'argument {path_string((DictKey(name), *path))} is a {type(leaf).__name__}, which is neither an array nor '
-        'hashable.',
+        f'{path_string(self.named_path(path))} is a {type(leaf).__name__}, which is neither an array nor hashable.',
         'pass it as arrays, or as a hashable object (a tuple, a frozen dataclass), which is then static.',
       )
-      for name, arg in [*named, *kwargs.items()]
-      for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(dynamic)
       if not is_traceable(leaf) and not _is_hashable(leaf)
     ]
     raise_problems(problems)
@@ -337,6 +361,28 @@ def _is_one_per_argument(placements: Any) -> bool:
 
 def _listed(names: Sequence[str]) -> str:
   return ', '.join(map(repr, names))
+
+
+def check_no_others(function: Callable[..., Any], others: Mapping[str, Any]) -> None:
+  """Checks that a method of a layout is given no options but its own.
+
+  Raises:
+    TypeError: names the other options, and for shardings of `jax.jit` the method's own options.
+  """
+  if not others:
+    return
+  known = [name for name in inspect.signature(function).parameters if name not in ('self', 'others')]
+  method, lines, fixes = f'layout.{function.__name__}', [], []
+  for name in others:
+    own = _OPTIONS_OF_JAX.get(name)
+    lines.append(f'{method} has no option {name!r}.{"" if own else did_you_mean(name, known)}')
+    fixes.append(
+      f'pass {own}, which accepts shardings too.' if own else 'correct the name, or leave it out.'
+    )
+  raise TypeError('\n'.join([*lines, *(f'Fix: {fix}' for fix in dict.fromkeys(fixes))]))
+
+
+_OPTIONS_OF_JAX = {'in_shardings': 'in_rules', 'out_shardings': 'out_rules'}
 
 
 def closed_over(

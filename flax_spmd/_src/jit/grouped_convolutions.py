@@ -10,13 +10,12 @@ several features, where the window is of size 1 or covers the whole input, as wi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.mesh import MeshLike, axis_sizes
-from flax_spmd._src.source_lines import source_line
+from flax_spmd._src.source_lines import source_line, warn
 
 
 def warn_of_grouped_convolutions(name: str, jaxpr: Any, mesh: MeshLike, reported: set[str]) -> None:
@@ -34,13 +33,12 @@ def warn_of_grouped_convolutions(name: str, jaxpr: Any, mesh: MeshLike, reported
   lines = [] if 'convolutions' in reported else list(dict.fromkeys(_texts(jaxpr, mesh)))
   if lines:
     reported.add('convolutions')
-    warnings.warn(
+    warn(
       f'{name}: XLA returns wrong values for these convolutions where it shards their groups over devices:\n'
       + '\n'.join(lines)
       + '\nGradients of kernels by example, jax.vmap(jax.grad(...)), are such convolutions.\n'
       "Fix: compute them inside jax.shard_map(..., check_vma=False) over the batch's mesh axes, or with features "
-      'before the spatial dimensions (NCHW).',
-      stacklevel=2,
+      'before the spatial dimensions (NCHW).'
     )
 
 

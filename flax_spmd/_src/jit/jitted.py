@@ -51,7 +51,7 @@ from flax_spmd._src.jit.program_explanation import ProgramExplanation
 from flax_spmd._src.jit.required_shardings import (
   LeafShardings,
   check_required,
-  explained_devices,
+  explained_arguments,
   put,
   with_shardings,
 )
@@ -180,7 +180,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
 
   def _after_an_error(self, function: Any, error: BaseException, args, kwargs) -> Any:
     """The result of a call that needs another plan than JAX's dispatch had; raises its error if it is its own."""
-    with self._scope(), explained_devices(args, kwargs, self._mesh):
+    with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
       if isinstance(error, Unplanned):
         return self._apply('__call__', args, kwargs)
       if not isinstance(error, Exception):
@@ -207,7 +207,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     self._find_modules(args, kwargs)
     if self._modular is None:
       try:
-        with self._scope(), explained_devices(args, kwargs, self._mesh):
+        with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
           return self._planned_for(*self._prepared(args, kwargs))[0]
       except _TakesModules:
         self._modular = self._made_modular()
@@ -327,12 +327,14 @@ class Jitted(UnderLayout, Generic[P, Result]):
     )
 
   def _apply_planned(self, method: str, args, kwargs) -> Any:
-    with self._scope(), explained_devices(args, kwargs, self._mesh):
+    with self._scope(), explained_arguments(self._arguments, args, kwargs, self._mesh):
       check_flax_rules(self._name, self.in_force)
       prepared, named = self._prepared(args, kwargs)
       planned, known = self._planned_for(prepared, named)
       if planned.program.inputs is not None:
-        check_required(self._arguments.dynamic(prepared, {})[0], planned.program.inputs.shardings)
+        check_required(
+          self._arguments.dynamic(prepared, {}), planned.program.inputs.shardings, self._arguments
+        )
       if method == '__call__':
         self._check_once(planned, prepared, named)
       is_begun = method == '__call__' and trace_context.trace is NO_TRACE
@@ -377,7 +379,9 @@ class Jitted(UnderLayout, Generic[P, Result]):
       self._steady.end()
       return False
     if planned.program.inputs is not None:
-      check_required(self._arguments.dynamic(prepared, {})[0], planned.program.inputs.shardings)
+      check_required(
+        self._arguments.dynamic(prepared, {}), planned.program.inputs.shardings, self._arguments
+      )
     return True
 
   def _verified(self, function: Any, result: Any, args, kwargs) -> Any:
@@ -422,7 +426,7 @@ class Jitted(UnderLayout, Generic[P, Result]):
     dynamic = self._arguments.dynamic(args, kwargs)
     leaves, treedef = jax.tree.flatten(dynamic)
     shardings = plan_inputs(dynamic)
-    check_required(dynamic, shardings)
+    check_required(dynamic, shardings, self._arguments)
     transferred = map(put, leaves, shardings)
     return self._arguments.filled(treedef.unflatten(transferred), args, kwargs)
 
@@ -475,7 +479,8 @@ class Jitted(UnderLayout, Generic[P, Result]):
     lowered = isinstance(self._mesh, Mesh) and trace_context.trace is NO_TRACE
     if lowered and has_windows(jaxpr, self._mesh):
       with planned_traces():
-        warn_of_sharded_windows(self._name, function.lower(*args, **kwargs), self._mesh, self.reported)
+        programs = [function.lower(*args, **kwargs)]
+        warn_of_sharded_windows(self._name, programs, self._mesh, self.reported)
 
   def _is_on_mesh(self, dynamic: Any) -> bool:
     """Whether any argument is sharded on the layout's mesh, which makes the program one for all its devices."""

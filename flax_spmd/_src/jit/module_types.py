@@ -33,6 +33,9 @@ from flax_spmd.errors import LayoutError
 _outer_mesh: ContextVar[Any] = ContextVar(
   'flax_spmd_outer_mesh', default=None
 )  # of a block over Auto axes
+_modules: ContextVar[Any] = ContextVar(
+  'flax_spmd_module_types', default=None
+)  # `ModuleTypes` of a trace
 _LIFTED = object()  # instead of it in a transformation in such a block
 
 
@@ -48,6 +51,8 @@ def explicit_types(mesh: MeshLike) -> Iterator[None]:
     yield
     return
   modules = ModuleTypes()
+  token = _modules.set(modules)
+  _scopes.begin()
   try:
     with nn.intercept_methods(modules):
       yield
@@ -56,17 +61,20 @@ def explicit_types(mesh: MeshLike) -> Iterator[None]:
       raise
     axes = ', '.join(map(repr, explicit))
     raise LayoutError(_UNTYPED.format(place=place_of(error), axes=axes, error=error)) from error
+  finally:
+    _scopes.end()
+    _modules.reset(token)
 
 
 class ModuleTypes:
-  """An interceptor of the methods of Linen modules, in one trace.
+  """An interceptor of the methods of Linen modules, and of transformations outside of them, in one trace.
 
   Attributes:
     raised: the last error that a module raised over Auto axes too, so not for the lack of a type.
   """
 
   def __init__(self) -> None:
-    self._running: list[nn.Module] = []
+    self._running: list[Any] = []  # modules and transformations
     self.raised: Exception | None = None
 
   def __call__(self, method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -74,21 +82,43 @@ class ModuleTypes:
     module = context.module
     if module.scope is None or any(each is module for each in self._running):
       return method(*args, **kwargs)
-    self._running.append(module)
-    try:
-      return self._run(module, method, args, kwargs)
-    finally:
-      self._running.pop()
 
-  def _run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
       with _attributes_of_setup(module):
         return method(*args, **kwargs)
 
+    return self._run(module, (run, run), module.scope, module, args, kwargs)
+
+  def lifted(self, call: Callable[..., Any], over_auto: Callable[..., Any]) -> Callable[..., Any]:
+    """A transformation, such as `nn.scan`, whose module is the outermost: it has no method around it.
+
+    Args:
+      call: the transformed function, of scopes and arguments.
+      over_auto: the same over Auto axes.
+    """
+    if self._running:
+      return call
+
+    def attempted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
+      both = (functools.partial(each, scopes) for each in (call, over_auto))
+      return self._run(call, both, jax.tree.leaves(scopes)[0], None, args, kwargs)
+
+    return attempted
+
+  def _run(self, running: Any, attempts: Any, scope: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """Runs the first of two attempts, and the second over Auto axes if JAX finds no types for operations of the first."""
+    run, over_auto = attempts
     mesh = current_mesh()
     if mesh is None or not _explicit(mesh):
       return run(*args, **kwargs)
-    rewind = compat.rewind_point(module)
+    rewind = compat.rewind_point(scope, module)
+    self._running.append(running)
+    try:
+      return self._attempted(run, over_auto, rewind, args, kwargs)
+    finally:
+      self._running.pop()
+
+  def _attempted(self, run: Any, over_auto: Any, rewind: Any, args: Any, kwargs: Any) -> Any:
     try:
       return run(*args, **kwargs)
     except compat.UNTYPED as error:
@@ -97,7 +127,7 @@ class ModuleTypes:
       untyped = error
     rewind()
     try:
-      return over_auto_axes(run, args, kwargs)
+      return over_auto_axes(over_auto, args, kwargs)
     except Exception as error:
       if compat.needs_explicit(error):
         raise untyped from error
@@ -118,11 +148,9 @@ def over_auto_axes(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
       if (staged := compat.staged(compat.unmapped(leaf)[0])) is not None
     }
     token = _outer_mesh.set(outer)
-    _scopes.begin()
     try:
       result = fn(*args, **kwargs)
     finally:
-      _scopes.end()
       _outer_mesh.reset(token)
     specs = [_spec_of(leaf, given, outer) for leaf in jax.tree.leaves(result)]
   return _typed(result, specs)
@@ -257,14 +285,16 @@ def _is_computed(tracer: Any, given: Container[int]) -> bool:
 def _called(name: str, original: Callable[..., Any], first: Any, /, *args: Any, **kwargs: Any) -> Any:
   """A call of a function of Linen about variables: in a block over Auto axes, with variables of that block."""
   outer = _outer_mesh.get()
+  over_auto = functools.partial(original, functools.partial(_lifted, first), *args, **kwargs)
   if outer is None or current_mesh() == outer:
-    return original(first, *args, **kwargs)
+    result, modules = original(first, *args, **kwargs), _modules.get()
+    return modules.lifted(result, over_auto()) if name == 'pack' and modules else result
   if name == 'get_variable':
     return jax.tree.map(_untyped, original(first, *args, **kwargs))
   if name == 'as_jax_rng':
     return original(jax.tree.map(_untyped, first))
   if name == 'pack':
-    return original(functools.partial(_lifted, first), *args, **kwargs)
+    return over_auto()
   if outer is _LIFTED:
     return original(first, *args, **kwargs)
   collection, variable, value = args

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from jax.tree_util import DictKey, KeyPath, tree_leaves_with_path
+from jax.tree_util import KeyPath, tree_leaves_with_path
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import report_names
@@ -110,7 +110,7 @@ class NamedAxis(NamedTuple):
     for (path, leaf), axis in zip(tree_leaves_with_path(dynamic), axes, strict=True):
       found.append(_dimension(axis, np.ndim(leaf)))
       if problem := groups.problem_of(np.shape(leaf), axis):
-        problems.append(problem.at(f'argument {_argument_path(path, arguments)}'))
+        problems.append(problem.at(path_string(arguments.named_path(path))))
     raise_problems(problems)
     return found
 
@@ -278,12 +278,3 @@ def _merged(parts: Any, axis: int) -> Any:
   axis = axis % (parts.ndim - 1)
   moved = jnp.moveaxis(parts, 0, axis)
   return jnp.reshape(moved, (*moved.shape[:axis], -1, *moved.shape[axis + 2 :]))
-
-
-def _argument_path(path: KeyPath, arguments: Arguments) -> str:
-  """The path of an array below the parameter that it is passed for."""
-  kind, argument, *rest = path
-  names = arguments.dynamic_names()
-  if getattr(kind, 'idx', 0) == 0 and argument.idx < len(names):
-    argument = DictKey(names[argument.idx])
-  return path_string((argument, *rest))

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.active_layout import InForce
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.host_memory import on_device, on_host
 from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.jit.batch_constraints import with_batch_constraints
@@ -27,7 +28,6 @@ from flax_spmd._src.jit.required_shardings import LeafShardings
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.jit.tree_constraints import warn_of_unused_annotations
 from flax_spmd._src.mesh import MeshLike
-from flax_spmd._src.names.nnx_variables import check_no_cycles
 
 
 class Unplanned(Exception):

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from flax_spmd._src.data.unusable_leaves import unusable
+from flax_spmd._src.jit.arguments import Arguments
 from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import Problem, raise_problems
@@ -27,21 +29,23 @@ class LeafShardings(NamedTuple):
     return self.treedef.unflatten(self.shardings)
 
 
-def check_required(args: Any, shardings: Sequence[Sharding | None]) -> None:
-  """Checks that every committed array has its required sharding.
+def check_required(dynamic: Any, shardings: Sequence[Sharding | None], arguments: Arguments) -> None:
+  """Checks that every committed array among the dynamic arguments has its required sharding.
 
   Raises:
     LayoutError: names every array that has another, with both shardings.
   """
   problems = [
     Problem(
-      'argument {} is sharded as {}, but in_rules require {}.'.format(
-        path_string(path), *_texts(leaf.sharding, sharding)
+      '{} is sharded as {}, but in_rules require {}.'.format(
+        path_string(arguments.named_path(path)), *_texts(leaf.sharding, sharding)
       ),
       'reshard it with layout.shard before the call, or pass the rules as in_constraints, which accept '
       'any sharding.',
     )
-    for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(args), shardings, strict=True)
+    for (path, leaf), sharding in zip(
+      jax.tree_util.tree_leaves_with_path(dynamic), shardings, strict=True
+    )
     if sharding is not None
     and isinstance(leaf, jax.Array)
     and not isinstance(leaf, Tracer)
@@ -52,37 +56,40 @@ def check_required(args: Any, shardings: Sequence[Sharding | None]) -> None:
 
 
 @contextlib.contextmanager
-def explained_devices(args: Any, kwargs: Any, mesh: MeshLike) -> Iterator[None]:
-  """A block in which JAX's error about the devices of arguments is explained.
+def explained_arguments(arguments: Arguments, args: Any, kwargs: Any, mesh: MeshLike) -> Iterator[None]:
+  """A block in which JAX's errors about the devices of arguments, and about deleted arguments, are explained.
 
   Raises:
-    LayoutError: names every array that is committed to other devices than those of the mesh.
+    LayoutError: names every array that is committed to other devices than those of the mesh, or deleted.
   """
   try:
     yield
     return
-  except ValueError as error:
-    problems = _on_other_devices(args, kwargs, mesh) if 'incompatible devices' in str(error) else []
+  except (ValueError, RuntimeError) as error:
+    text = str(error)
+    leaves = [
+      (path_string(arguments.named_path(path)), leaf)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(arguments.dynamic(args, kwargs))
+      if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    ]
+    problems = _on_other_devices(leaves, mesh) if 'incompatible devices' in text else []
+    if 'has been deleted' in text:
+      problems += [problem for path, leaf in leaves if (problem := unusable(path, leaf))]
     if not problems:
       raise
   raise_problems(problems)
 
 
-def _on_other_devices(args: Any, kwargs: Any, mesh: MeshLike) -> list[Problem]:
+def _on_other_devices(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -> list[Problem]:
   devices = set(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-  leaves = [
-    *jax.tree_util.tree_leaves_with_path(args),
-    *jax.tree_util.tree_leaves_with_path(kwargs),
-  ]
   return [
     Problem(
-      f'argument {path_string(path)} is on devices {sorted(each.id for each in leaf.sharding.device_set)}, '
+      f'{path} is on devices {sorted(each.id for each in leaf.sharding.device_set)}, '
       f'but the layout is on {sorted(each.id for each in devices)}.',
       'transfer it with layout.shard, or with reshard of the layout that it is stored by.',
     )
     for path, leaf in leaves
-    if devices and isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    if leaf.committed and leaf.sharding.device_set != devices
+    if devices and leaf.committed and leaf.sharding.device_set != devices
   ]
 
 

@@ -11,22 +11,21 @@ whole mesh is safe, so a mesh of one axis is.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flax_spmd._src import compat
 from flax_spmd._src.mesh import axis_sizes
-from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location
+from flax_spmd._src.source_lines import UNKNOWN_LINE, line_of_location, warn
 
 
-def warn_of_sharded_windows(name: str, lowered: Any, mesh: Any, reported: set[str]) -> None:
-  """Warns once of the convolutions of a program that XLA may compute wrongly.
+def warn_of_sharded_windows(name: str, programs: Iterable[Any], mesh: Any, reported: set[str]) -> None:
+  """Warns once of the convolutions of a function that XLA may compute wrongly.
 
   Args:
     name: the function.
-    lowered: its program.
-    mesh: the mesh of the layout.
+    programs: its lowered programs.
+    mesh: the mesh of the layout, or of a stage.
     reported: the kinds of warnings already issued.
 
   Warns:
@@ -35,18 +34,17 @@ def warn_of_sharded_windows(name: str, lowered: Any, mesh: Any, reported: set[st
   if 'windows' in reported:
     return
   sizes = axis_sizes(mesh)
-  convolutions = compat.propagated_convolutions(lowered, sizes)
+  convolutions = (one for lowered in programs for one in compat.propagated_convolutions(lowered, sizes))
   lines = list(dict.fromkeys(line for each in convolutions for line in _lines(each, mesh.size)))
   if lines:
     reported.add('windows')
-    warnings.warn(
+    warn(
       f'{name}: XLA may return multiples of the right values for these convolutions, of which a spatial dimension '
       'is sharded and arrays are in several copies:\n'
       + '\n'.join(lines)
       + '\nFix: keep the spatial dimensions whole, by '
       'with_logical_constraint(x, (batch name, *[None] * spatial dimensions, feature name)) for the input and the '
-      'result of the layer; or shard batch and spatial dimensions over all axes of the mesh.',
-      stacklevel=2,
+      'result of the layer; or shard batch and spatial dimensions over all axes of the mesh.'
     )
 
 

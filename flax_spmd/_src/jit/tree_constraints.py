@@ -31,7 +31,7 @@ from flax_spmd._src.rules.decisions import Resolution
 from flax_spmd._src.rules.placements import is_names, parts
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import path_string
-from flax_spmd.errors import MeshError, UnmatchedNameError, did_you_mean, raise_problems
+from flax_spmd.errors import LayoutError, MeshError, UnmatchedNameError, did_you_mean, raise_problems
 
 # The annotations of the trace in progress, and whether each has a rule.
 _annotations: ContextVar[dict[str, bool] | None] = ContextVar('flax_spmd_annotations', default=None)
@@ -79,13 +79,18 @@ def with_sharding_annotation(x: Any, name: str) -> Any:
 
   Raises:
     UnmatchedNameError: there is no rule for the annotation, and the policy is `unmatched='error'`.
-    LayoutError, MeshAxisError: the rule does not fit an array; the message lists all such arrays.
+    LayoutError, MeshAxisError: the rule does not fit an array (the message lists all such arrays), or `name` is none.
 
   Example:
     >>> layout = Layout({'data': 8}, (('@activations', PartitionSpec('data')),))
     >>> layout.jit(lambda x: with_sharding_annotation(2 * x, 'activations'))(jnp.ones((16, 4))).sharding.spec
     P('data',)
   """
+  if not isinstance(name, str):
+    raise LayoutError(
+      f'A {type(name).__name__} is not the name of an annotation.\n'
+      "Fix: write with_sharding_annotation(x, name), such as with_sharding_annotation(x, 'weights')."
+    )
   rules = in_force(tracing=True).rules
   known = name in rules.annotations
   annotations = _annotations.get()

@@ -17,6 +17,7 @@ import jax
 from flax.core import meta
 
 from flax_spmd._src import compat
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.names.boxes import AxisMetadata, LogicallyPartitioned, Partitioned, Static
 from flax_spmd._src.names.flax_boxes import as_own_box
 from flax_spmd._src.names.nnx_variables import (
@@ -136,6 +137,7 @@ def plain(tree: Any) -> Any:
 
   A model has the same paths as a module, as its `nnx.state`, and as a pure dictionary.
   """
+  check_no_cycles(tree)
   units, treedef = jax.tree.flatten(attributes_as_keys(tree), is_leaf=is_unit)
   return treedef.unflatten(static_of(unit)[1] for unit in units)
 

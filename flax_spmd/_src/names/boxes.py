@@ -453,22 +453,19 @@ def with_partitioning(
   """Wraps an initializer so that it returns boxes with mesh axes.
 
   Args:
-    fn: an initializer.
+    fn: an initializer; None for one that is never called.
     names: per dimension a mesh axis, a tuple of them, or None.
     mesh: see `Partitioned`.
+
+  Raises:
+    LayoutError: `fn` is no function.
 
   Example:
     >>> init = with_partitioning(nn.initializers.ones, (None, 'model'))
     >>> init(jax.random.key(0), (8, 16))
     Partitioned(float32[8,16], names=(None, 'model'))
   """
-
-  @functools.wraps(fn)
-  def boxed(*args, **kwargs):
-    _check_initializer('with_partitioning', fn)
-    return Partitioned(fn(*args, **kwargs), names, mesh)
-
-  return boxed
+  return _boxing('with_partitioning', fn, lambda value: Partitioned(value, names, mesh))
 
 
 @set_module('flax_spmd')
@@ -478,26 +475,37 @@ def with_logical_partitioning(
   """Wraps an initializer so that it returns boxes with logical names.
 
   Args:
-    fn: an initializer.
+    fn: an initializer; None for one that is never called.
     names: per dimension a logical name, or None.
     mesh, rules: see `LogicallyPartitioned`.
+
+  Raises:
+    LayoutError: `fn` is no function.
 
   Example:
     >>> init = with_logical_partitioning(nn.initializers.ones, ('embed', 'mlp'))
     >>> init(jax.random.key(0), (8, 16))
     LogicallyPartitioned(float32[8,16], names=('embed', 'mlp'))
   """
+  return _boxing(
+    'with_logical_partitioning', fn, lambda value: LogicallyPartitioned(value, names, mesh, rules)
+  )
+
+
+def _boxing(wrapper: str, fn: Any, box: Callable[[Any], Any]) -> Callable[..., Any]:
+  """An initializer whose results are boxes. Modules wrap None too, and call it only where they have the parameter."""
+  _check_initializer(wrapper, fn, type(None))
 
   @functools.wraps(fn)
   def boxed(*args, **kwargs):
-    _check_initializer('with_logical_partitioning', fn)
-    return LogicallyPartitioned(fn(*args, **kwargs), names, mesh, rules)
+    _check_initializer(wrapper, fn)
+    return box(fn(*args, **kwargs))
 
   return boxed
 
 
-def _check_initializer(wrapper: str, fn: Any) -> None:
-  if not callable(fn):
+def _check_initializer(wrapper: str, fn: Any, also: Any = ()) -> None:
+  if not callable(fn) and not isinstance(fn, also):
     raise LayoutError(
       f'{wrapper} has a {type(fn).__name__} in place of an initializer.\n'
       f'Fix: write {wrapper}(initializer, names), such as '

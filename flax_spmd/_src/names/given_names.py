@@ -13,6 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.compat import is_variable_type
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.names.axes_collections import (
   Keys,
   entries_in,
@@ -26,7 +27,7 @@ from flax_spmd._src.names.nnx_variables import with_metadata_names
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.clauses import Leaf
 from flax_spmd._src.tree_paths import path_string
-from flax_spmd.errors import Problem, raise_problems
+from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 
 @set_module('flax_spmd')
@@ -42,8 +43,8 @@ def with_names(tree: Any, names: Any) -> Any:
       for a part of `tree`: the outermost part that has its arrays.
 
   Raises:
-    LayoutError: names for an array that is not in the tree, names that differ from those of a box, or names that are
-      neither a tuple nor a PartitionSpec (lists all of them).
+    LayoutError: names for an array that is not in the tree, names that differ from those of a box, names that are
+      neither a tuple nor a PartitionSpec (lists all of them), or a tree without names in place of `names`.
 
   Example:
     >>> state = {'params': {'w': jnp.ones((8, 16)), 'b': jnp.ones(16)}}
@@ -52,6 +53,7 @@ def with_names(tree: Any, names: Any) -> Any:
     >>> with_names(state, lambda leaf: ('mlp',) if leaf.path.endswith('/b') else None)['params']['b']
     LogicallyPartitioned(float32[16], names=('mlp',))
   """
+  check_no_cycles(tree)
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)
   units = [_NamedUnit(path_string(path), keys_of(path), unit) for path, unit in flat]
   given = _by_function(units, names) if callable(names) else _by_tree(units, names)
@@ -83,6 +85,11 @@ def _by_function(units: Sequence[_NamedUnit], function: Callable[[Leaf], Any]) -
 def _by_tree(units: Sequence[_NamedUnit], names: Any) -> list[list[Any]]:
   """The names that a tree of names gives each unit."""
   entries = entries_in(names)
+  if not entries and jax.tree.leaves(names):
+    raise LayoutError(
+      f'There are no names in the {type(names).__name__} that with_names is given.\n'
+      "Fix: write with_names(tree, names), with names such as {'kernel': ('embed', 'mlp')}."
+    )
   placed = placements([entry.keys for entry in entries], [each.keys for each in units])
   raise_problems(
     [

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax_spmd._src import compat, flax_layers
+from flax_spmd._src.cycles import one_level
 from flax_spmd._src.names.boxes import LogicallyPartitioned
 from flax_spmd._src.names.layer_table import Layer, LayerTable, NameOrigin, fitted
 from flax_spmd._src.names.linen_layers import LayerBox
-from flax_spmd._src.names.nnx_variables import is_optimizer, one_level, static_of_variable
+from flax_spmd._src.names.nnx_variables import is_optimizer, static_of_variable
 from flax_spmd._src.tree_paths import key_value
 
 

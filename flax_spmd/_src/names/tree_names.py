@@ -27,10 +27,11 @@ from flax.linen.partitioning import AxisMetadata
 from jax.tree_util import GetAttrKey, KeyPath
 
 from flax_spmd._src import compat
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.names.axes_collections import GivenNames, read_collections
 from flax_spmd._src.names.box_trees import is_unit, is_unit_type, statics_of
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.nnx_variables import attributes_as_keys, check_no_cycles, has_keyed_nodes
+from flax_spmd._src.names.nnx_variables import attributes_as_keys, has_keyed_nodes
 from flax_spmd._src.names.optimizer_state import (
   Inference,
   Shape,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey
 
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.names.box_trees import is_unit
-from flax_spmd._src.names.nnx_variables import check_no_cycles
 from flax_spmd._src.tree_paths import KEY_TEXT, ROOT_PATH
 
 

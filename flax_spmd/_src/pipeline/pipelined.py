@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, NoReturn
+from itertools import chain
+from typing import Any, Generic
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,10 +30,12 @@ from flax_spmd._src.jit.constrained_results import results_of_constrained_shapes
 from flax_spmd._src.jit.foreign_meshes import check_meshes
 from flax_spmd._src.jit.grouped_convolutions import warn_of_grouped_convolutions
 from flax_spmd._src.jit.jitted import P, Result
+from flax_spmd._src.jit.sharded_windows import has_windows, warn_of_sharded_windows
 from flax_spmd._src.jit.trace_scope import trace_scope
 from flax_spmd._src.mesh import MeshLike
 from flax_spmd._src.multihost import joint
 from flax_spmd._src.names.nnx_variables import check_functional
+from flax_spmd._src.pipeline import carried_order, garbage_collection
 from flax_spmd._src.pipeline.argument_checks import (
   check_arrays,
   check_seconds,
@@ -50,7 +53,7 @@ from flax_spmd._src.pipeline.cut.equations import Value
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
-from flax_spmd._src.pipeline.cut.task_programs import TaskPrograms
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, TaskPrograms
 from flax_spmd._src.pipeline.run import agreement, memory, submeshes
 from flax_spmd._src.pipeline.run.assembly import Assembler
 from flax_spmd._src.pipeline.run.call_list import CallList, CallListBuilder
@@ -68,7 +71,6 @@ from flax_spmd._src.pipeline.schedules.tasks import Task
 from flax_spmd._src.plan.result_shardings import successors
 from flax_spmd._src.rules.placements import PlannedResult
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 InputPlanner = Callable[[Any], Sequence[Any]]
@@ -76,6 +78,7 @@ ResultPlanner = Callable[[Any, Any, Sequence[bool]], Sequence[PlannedResult]]
 
 
 _OF_A_STAGE = 'the mesh of a stage'
+_LARGE_VALUE = 1 << 16  # bytes; a smaller carried value is replicated unless its sharding is known
 
 
 class Pipelined(UnderLayout, Generic[P, Result]):
@@ -118,7 +121,6 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     self._compiled: dict[Any, CompiledPipeline] = {}
     self._latest: CompiledPipeline | None = None
     self._lock = threading.RLock()
-    self._reported: set[str] = set()  # the kinds of warnings already issued
 
   def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
     """Runs the function; first traces and compiles it if the structure of the arguments is new."""
@@ -173,6 +175,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     static = self._arguments.statics(args, kwargs)
     return Request(args, kwargs, treedef, [aval_of(leaf) for leaf in leaves], specs, static)
 
+  @garbage_collection.of_young_objects()
   def _traced(self, request: Request) -> TracedPipelineStep:
     begin = time.perf_counter()
     setting = self._setting
@@ -191,7 +194,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     with compat.without_mesh():  # a block around the call may have set one of another size
       jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     check_meshes(jaxpr, abstract, _OF_A_STAGE)
-    warn_of_grouped_convolutions(setting.name, jaxpr, abstract, self._reported)
+    warn_of_grouped_convolutions(setting.name, jaxpr, abstract, setting.reported)
     known, constrained = self._known_arguments(request), results_of_constrained_shapes(jaxpr)
     shardings: list[Any] = [each.sharding for each in self._plan_results(result, known, constrained)]
     submeshes.check_shardings(named_leaves(result), shardings, setting.mesh, setting.axis, 'Results')
@@ -263,6 +266,7 @@ class TracedPipelineStep:
   _donations: list[bool]
   times: dict[str, float]
 
+  @garbage_collection.of_young_objects()
   def lower(self) -> LoweredPipelineStep:
     """Cuts the step into programs for its stages, and orders them by the schedule.
 
@@ -281,9 +285,8 @@ class TracedPipelineStep:
     split = any(task.kind == 'wgrad' for one in order for task in one.step.tasks)
     cut = stage_assignment.cut(step.loop.body, len(ranks), title, turn, split)
     programs = task_programs.split(cut, split)
-    waits = task_programs.waits(programs.accumulators)
-    if waits and schedule is not None:
-      order = timed_steps(schedule, step.loop.count, waits) or _refused(schedule, step.loop, programs)
+    if schedule is not None:
+      order = carried_order.with_waits(schedule, step.loop, programs, order, self._setting.reported)
     joined = outside_loop.join(step, programs, ranks)
     assignment = outside_loop.assign_ranks(joined)
     several = len(self._setting.processes) > 1
@@ -328,19 +331,6 @@ class TracedPipelineStep:
         f'Fix: pass one to accumulate, such as schedule=OneFOneB(ranks={ranks}), or to pipeline_jit.'
       )
     return timed_steps(schedule, loop.count) or [], schedule.stage_ranks, str(schedule)
-
-
-def _refused(schedule: Schedule, loop: Loop, programs: TaskPrograms) -> NoReturn:
-  """Raises for carried values that tasks of a schedule cannot wait for."""
-  waiting = [one for one in programs.accumulators if one.waiting]
-  alone = [one for one in waiting if not timed_steps(schedule, loop.count, task_programs.waits([one]))]
-  raise PipelineError(
-    f'The microbatch loop at {loop.source_line} carries values to the next microbatch. In {schedule}, tasks that read '
-    'them come before the tasks that set them, and ranks would wait for one another:\n'
-    + first_lines([f'  {one}' for one in alone or waiting])
-    + '\nFix: carry only sums, maxima and values that later stages read; pass the inputs of each microbatch with '
-    'the batch, and update parameters after the loop; or use a schedule in which the next microbatch begins later.'
-  )
 
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
@@ -439,6 +429,9 @@ class LoweredPipelineStep:
     mesh = submeshes.check_concrete(setting.mesh)
     stages = self._stages()
     executables = compile_stages(stages)
+    if has_windows(self._traced.jaxpr, setting.ranks[0]):
+      programs = (one.lowered for one in stages.programs.values())
+      warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
     assembler = Assembler(stages, executables, mesh, setting.axis)
     # Processes have to dispatch their common transfers in the same order; threads do not keep one.
     threads = setting.threads and len(setting.processes) == 1
@@ -460,21 +453,43 @@ class LoweredPipelineStep:
     Args:
       platform: a JAX platform: `'cpu'`, `'cuda'`, `'tpu'`.
     """
-    stages = self._stages()
+    stages = self._stages(platform)
     with compat.shardy():
       list(stages.lower(platform))
     return stages
 
-  def _stages(self) -> LoweredStages:
-    traced = self._traced
+  def _stages(self, platform: str | None = None) -> LoweredStages:
+    """The programs, to be lowered for a platform.
+
+    A large carried value of unknown sharding takes the one that its stage's program gives it. The programs are lowered
+    once more to find it, with the initial value replicated.
+    """
+    traced, step, specs = self._traced, self._step, self._specs()
     returned = set(self._joined.results)
-    donatable = {
-      value
-      for value, donated in zip(self._step.arguments, traced._donations, strict=True)
-      if donated and value not in returned
-    }
-    arguments = self._step.arguments
-    return LoweredStages(self.call_list, traced._setting.ranks, self._specs(), arguments, donatable)
+    donations = zip(step.arguments, traced._donations, strict=True)
+    donatable = {value for value, donated in donations if donated and value not in returned}
+    ranks = traced._setting.ranks
+
+    def stages(specs: Mapping[Value, PartitionSpec]) -> LoweredStages:
+      return LoweredStages(self.call_list, ranks, specs, step.arguments, donatable)
+
+    unknown = [one for one in self.programs.accumulators if one.before not in specs]
+    specs |= {value: PartitionSpec() for one in unknown for value in self._versions(one)}
+    large = [one for one in unknown if one.after.bytes >= _LARGE_VALUE and ranks[0].size > 1]
+    if large:
+      starts = {self._joined.start[one] for one in large}
+      open_ = {value for one in large for value in self._versions(one)} - starts
+      trial = stages({value: spec for value, spec in specs.items() if value not in open_})
+      with compat.shardy():
+        list(trial.lower(platform))
+      for one in large:
+        final = self._joined.final[one]
+        last = next(buffer for buffer in self.call_list.written if buffer.value is final)
+        specs |= dict.fromkeys(self._versions(one), trial.spec(last))
+    return stages(specs)
+
+  def _versions(self, one: Accumulator) -> tuple[Value, ...]:
+    return self._joined.final[one], self._joined.start[one], one.before, one.after
 
   def _specs(self) -> dict[Value, PartitionSpec]:
     """The specs that are known before compilation."""
@@ -486,12 +501,8 @@ class LoweredPipelineStep:
       if spec is not None and isinstance(atom, Value)
     }
     groups = ElementwiseGroups(joined.equations)
-    sums = []
-    for one in self.programs.accumulators:
-      versions = joined.final[one], joined.start[one], one.before, one.after
-      groups.merge(*versions)
-      sums += versions
+    versions = [self._versions(one) for one in self.programs.accumulators]
+    for each in versions:
+      groups.merge(*each)
     results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]
-    by_group = groups.specs(specs | planned, [*sums, *results])
-    replicated = {value: PartitionSpec() for value in sums}
-    return replicated | by_group | planned | specs
+    return groups.specs(specs | planned, [*chain(*versions), *results]) | planned | specs

@@ -33,11 +33,11 @@ class Add:
     4.0
   """
 
-  combines: ClassVar[tuple[Any, str]] = np.number, 'numbers'
+  combines: ClassVar[tuple[tuple[Any, ...], str]] = (np.number,), 'numbers'
 
   def state(self, count: int, result: Any) -> jax.Array:
     """Zeros, of the shape and dtype of a result."""
-    return jnp.zeros(result.shape, result.dtype)
+    return lax.full(result.shape, 0, result.dtype)
 
   def update(self, state: jax.Array, result: jax.Array, index: Any) -> jax.Array:
     """The sum of both."""
@@ -55,13 +55,13 @@ class Mean(Add):
     2.0
   """
 
-  combines: ClassVar[tuple[Any, str]] = np.inexact, 'floating-point and complex numbers'
+  combines: ClassVar[tuple[tuple[Any, ...], str]] = (np.inexact,), 'floating-point and complex numbers'
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
 class Max:
-  """The elementwise maximum over the microbatches.
+  """The elementwise maximum over the microbatches; of booleans, whether any is true.
 
   Example:
     >>> from flax_spmd.pipeline import accumulate
@@ -69,13 +69,16 @@ class Max:
     3.0
   """
 
-  combines: ClassVar[tuple[Any, str]] = np.number, 'integers and floating-point numbers'
+  combines: ClassVar[tuple[tuple[Any, ...], str]] = (
+    (np.integer, np.floating, np.bool_),
+    'integers, floating-point numbers and booleans',
+  )
 
   def state(self, count: int, result: Any) -> jax.Array:
     """The lowest numbers, of the shape and dtype of a result."""
-    inexact = jnp.issubdtype(result.dtype, np.inexact)
-    lowest = -jnp.inf if inexact else jnp.iinfo(result.dtype).min
-    return jnp.full(result.shape, lowest, result.dtype)
+    is_integer = jnp.issubdtype(result.dtype, np.integer)
+    lowest = jnp.iinfo(result.dtype).min if is_integer else -jnp.inf
+    return jnp.full(result.shape, False if result.dtype == bool else lowest, result.dtype)
 
   def update(self, state: jax.Array, result: jax.Array, index: Any) -> jax.Array:
     """The larger of both, element by element."""
@@ -188,9 +191,8 @@ def _mismatch(op: Any, result: Any, count: int) -> str | None:
       f'{getattr(op, "__name__", repr(op))} is not an op; the ops are Add, Mean, Max, Stack, Concat, and '
       'objects with methods state and update.'
     )
-  numbers, supported = op.combines
-  is_complex_max = isinstance(op, Max) and jnp.issubdtype(result.dtype, np.complexfloating)
-  if not jnp.issubdtype(result.dtype, numbers) or is_complex_max:
+  kinds, supported = op.combines
+  if not any(jnp.issubdtype(result.dtype, kind) for kind in kinds):
     return f'{type(op).__name__} combines {supported}, not {text}.'
   return None
 
@@ -223,7 +225,7 @@ def finished(op: Any, combined: Any, count: int, interleaved: bool) -> Any:
     interleaved: whether neighbours in the batch are in different microbatches.
   """
   if isinstance(op, Mean):
-    return combined / count
+    return lax.div(combined, np.asarray(count, combined.dtype))
   if isinstance(op, Stack):
     return jnp.moveaxis(combined, 0, op.axis)
   if isinstance(op, Concat) and combined.ndim > 1:

@@ -82,6 +82,12 @@ def stacked(
   check_positive(stages, 'stacked: stages')
   check_positive(microbatches, 'stacked: microbatches')
 
+  # between stages, the leading dimension is that of the stages
+  own = jax.tree.map(lambda each: (axis, *each), names, is_leaf=lambda each: type(each) is tuple)
+
+  def constrain(x: Any) -> Any:
+    return with_logical_constraint(x, own)
+
   def lifted(body: Callable[..., Any], **_: Any) -> Callable[[Any, Any], Any]:
     all_stages = flax.core.vmap(
       body,
@@ -90,27 +96,13 @@ def stacked(
       axis_size=stages,
       metadata_params={nn.PARTITION_NAME: axis},
     )
-    return lambda scope, x: _run(
-      all_stages, scope, x, stages, microbatches, _StageConstraint(axis, names)
-    )
+    return lambda scope, x: _run(all_stages, scope, x, stages, microbatches, constrain)
 
   return nn.transforms.lift_transform(lifted, target)
 
 
-class _StageConstraint:
-  """The sharding constraint on values between stages: leading dimension over the stage axis."""
-
-  def __init__(self, axis: str, names: Any):
-    self._names = jax.tree.map(
-      lambda each: (axis, *each), names, is_leaf=lambda each: type(each) is tuple
-    )
-
-  def __call__(self, x: Any) -> Any:
-    return with_logical_constraint(x, self._names)
-
-
 def _run(
-  all_stages, scope: Any, x: Any, stages: int, microbatches: int, constrain: _StageConstraint
+  all_stages, scope: Any, x: Any, stages: int, microbatches: int, constrain: Callable[[Any], Any]
 ) -> Any:
   """Runs all microbatches through all stages."""
   initializing = any(one.is_mutable_collection('params') for one in jax.tree.leaves(scope))

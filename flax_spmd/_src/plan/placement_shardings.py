@@ -1,8 +1,8 @@
 """Placement shardings: the shardings of a tree by the placements that a caller gives for it.
 
-    shardings_by(batch, ('batch', None), planner, default)                    # logical names
-    shardings_by(batch, {'x': PartitionSpec('data'), 'y': None}, planner, default)
-    shardings_by(grads, Rules(fsdp('data')), planner, default)                # a table of its own
+    shardings_by(parts(batch, ('batch', None))[0], planner, default)               # logical names
+    shardings_by(parts(batch, {'x': PartitionSpec('data'), 'y': None})[0], planner, default)
+    shardings_by(parts(grads, Rules(fsdp('data')))[0], planner, default)           # a table of its own
 
 The forms of a placement are listed in `flax_spmd._src.rules.placements`.
 """
@@ -22,7 +22,7 @@ from flax_spmd._src.mesh import MeshLike, describe
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.plan.planner import Planner
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, aligned
-from flax_spmd._src.rules.placements import is_table, parts
+from flax_spmd._src.rules.placements import PlacedPart, is_table, parts
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import FlaxSpmdError, LayoutError, MeshError, Problem, did_you_mean, raise_problems
@@ -64,31 +64,30 @@ def check_row_placement(placement: Any, planner: Planner) -> None:
 
 
 def shardings_by(
-  tree: Any, placements: Any, planner: Planner, default: Default
+  placed: Iterable[PlacedPart], planner: Planner, default: Default
 ) -> list[Sharding | None]:
   """The sharding of each leaf of a tree, by its placement.
 
   Args:
-    tree: arrays (numpy, JAX or abstract), boxes and numbers.
-    placements: a placement, or a tree of placements that is a prefix of `tree`.
+    placed: the parts of a tree of arrays (numpy, JAX or abstract), boxes and numbers, each with its placement.
     planner: the planner of the layout, for logical names and mesh axes.
     default: function that returns a sharding (or None) per leaf of a part with placement None.
 
   Returns:
-    A sharding, or None from `default`, per leaf in the order of `jax.tree.leaves(tree)`.
+    A sharding, or None from `default`, per leaf of the parts.
 
   Warns:
     UserWarning: a name has no rule, but resembles one that has.
 
   Raises:
-    LayoutError: placements that do not fit the tree or a leaf's rank, a size that is not divisible, a mesh
-      axis among logical names.
+    LayoutError: placements that do not fit a leaf's rank, a size that is not divisible, a mesh axis among
+      logical names.
     MeshAxisError: a rule uses an axis that the mesh lacks.
   """
   shardings: list[Sharding | None] = []
   problems: list[Problem] = []
   named = _NamedArrays(planner, problems)
-  for path, placement, part in parts(tree, placements)[0]:
+  for path, placement, part in placed:
     if placement is None:
       shardings += default(part)
     elif isinstance(placement, Sharding):
@@ -105,11 +104,10 @@ def shardings_by(
   return shardings
 
 
-def unplaced(tree: Any, placements: Any) -> tuple[Any, list[bool]]:
+def unplaced(placed: Sequence[PlacedPart], treedef: Any) -> tuple[Any, list[bool]]:
   """The parts of a tree without a placement, with None for the others; and per leaf, whether it is in them."""
-  described, treedef = parts(tree, placements)
-  rest = treedef.unflatten([part if placement is None else None for _, placement, part in described])
-  marks = [placement is None for _, placement, part in described for _ in jax.tree.leaves(part)]
+  rest = treedef.unflatten([part if placement is None else None for _, placement, part in placed])
+  marks = [placement is None for _, placement, part in placed for _ in jax.tree.leaves(part)]
   return rest, marks
 
 

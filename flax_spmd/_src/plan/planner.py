@@ -23,9 +23,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.active_layout import report_names
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.names.boxes import Static
-from flax_spmd._src.names.nnx_variables import check_no_cycles
 from flax_spmd._src.names.optimizer_state import Inference, infer, infer_without_parameter
 from flax_spmd._src.names.tree_names import TreeNames
 from flax_spmd._src.plan.deviations import planned_memory

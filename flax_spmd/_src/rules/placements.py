@@ -17,7 +17,9 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 from jax.tree_util import KeyPath
 
+from flax_spmd._src.cycles import check_no_cycles
 from flax_spmd._src.rules.table import is_whole_table
+from flax_spmd._src.tree_paths import path_string
 from flax_spmd.errors import LayoutError
 
 
@@ -44,12 +46,19 @@ class PlannedResult(NamedTuple):
   on_host: bool = False
 
 
-def parts(tree: Any, placements: Any) -> tuple[list[PlacedPart], Any]:
+def parts(tree: Any, placements: Any, below: KeyPath = ()) -> tuple[list[PlacedPart], Any]:
   """The parts of a tree that placements are given for, and the structure whose leaves they are.
 
+  Args:
+    tree: the tree.
+    placements: one placement, or a tree of them that is a prefix of `tree`.
+    below: path of `tree` in a larger one.
+
   Raises:
-    LayoutError: something is not a placement, or the placements are not a prefix of the tree.
+    LayoutError: something is not a placement, the placements are not a prefix of the tree, or a module of the tree
+      contains itself.
   """
+  check_no_cycles(tree)
   described, treedef = jax.tree_util.tree_flatten_with_path(placements, is_leaf=is_placement)
   wrong = [placement for _, placement in described if not is_placement(placement)]
   try:
@@ -58,12 +67,12 @@ def parts(tree: Any, placements: Any) -> tuple[list[PlacedPart], Any]:
     trees = treedef.flatten_up_to(tree)
   except (ValueError, TypeError) as error:
     raise LayoutError(
-      f'The placements {placements!r} are not a prefix of the tree: {error}\n'
+      f'{f"{path_string(below)}: the" if below else "The"} placements {placements!r} are not a prefix of the tree: {error}\n'
       "Fix: give one array's names, such as ('batch', None), for all leaves, or a tree of placements shaped "
       'like the arrays; mesh axes go into a PartitionSpec, rules into Rules(...).'
     ) from None
   return [
-    PlacedPart(path, one, part) for (path, one), part in zip(described, trees, strict=True)
+    PlacedPart((*below, *path), one, part) for (path, one), part in zip(described, trees, strict=True)
   ], treedef
 
 

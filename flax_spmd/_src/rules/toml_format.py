@@ -86,9 +86,13 @@ def read(text: str) -> Parsed:
   """Reads a layout file.
 
   Raises:
-    RulesError: the text is not TOML (with the line), an entry is missing, unknown or of the wrong kind, or a
+    RulesError: the text is none, or not TOML (with the line), an entry is missing, unknown or of the wrong kind, or a
       newer version wrote the file.
   """
+  if not isinstance(text, str):
+    raise RulesError(
+      f'A {type(text).__name__} is not the text of a layout file.\nFix: pass its text, such as path.read_text().'
+    )
   _check_nesting(text, 'The layout file')
   try:
     table = tomllib.loads(text)

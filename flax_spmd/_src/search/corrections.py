@@ -12,13 +12,15 @@ from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
 from flax_spmd._src.search.operation_classes import class_of
 from flax_spmd._src.text import size_text
 
+_CORRECTED = {'estimated', PARTITIONED}  # sources of outcomes; not that of compiled ones
 _ESTIMATED = {'temporaries', 'hbm'}  # also of a program that was partitioned
 
 
 def corrected(
   outcome: Outcome, check: EstimateCheck, target: Target, memory: int, dtype: str
 ) -> Outcome:
-  """An estimate with the corrections of a check. FLOPs and collectives of a partitioned program need none.
+  """An estimate with the corrections of a check. FLOPs and collectives of a partitioned program need none, nor does a
+  compiled one.
 
   Args:
     outcome: the estimate.
@@ -27,7 +29,7 @@ def corrected(
     memory: bytes available to the step on each device.
     dtype: operands' dtype of most matrix products.
   """
-  if outcome.counts is None or outcome.memory is None:
+  if outcome.counts is None or outcome.memory is None or outcome.source not in _CORRECTED:
     return outcome
   factors, doubts = check.factors, check.doubts(outcome)
   if outcome.source == PARTITIONED:

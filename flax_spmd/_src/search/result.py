@@ -115,7 +115,7 @@ class SearchResult:
     self.best = self.outcomes[0]
     ranks = ranks_of(self.outcomes)
     self.ties = [one.name for one, rank in zip(self.outcomes[1:], ranks[1:]) if rank == ranks[0]]
-    fitting = [one for one in self.estimates if one.memory and one.memory.peak <= memory]
+    fitting = [one for one in self.estimates if one.cost and one.memory and one.memory.peak <= memory]
     self.pareto = pareto_front(fitting)
 
   @property

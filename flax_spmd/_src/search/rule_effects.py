@@ -11,7 +11,7 @@ from flax_spmd._src.search.trials import Trials, mean_seconds
 
 def rule_effects(candidate: Candidate, trials: Trials) -> list[RuleEffect]:
   """The effect of each rule of a candidate; none without an estimator."""
-  whole = trials.outcome(candidate)
+  whole = trials.estimate_alone(candidate)
   if trials.reason or whole.memory is None:
     return []
   clauses = whole.layout.rules.clauses

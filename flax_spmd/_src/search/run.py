@@ -27,7 +27,9 @@ from flax_spmd.errors import InfeasibleError, SearchError
 _STARTS = 0.4  # largest share of starting points among the candidates
 _ESTIMATING = 0.6  # share of the time limit
 _ANCHORS = 2  # layouts compiled before the search, to check its estimates
-_ROUNDS = 4  # of partitioning the best candidates, at most: others may be the best afterwards
+_ROUNDS = (
+  4  # of partitioning or compiling the best candidates, at most: others may be the best afterwards
+)
 _GROUP = 4  # candidates that are partitioned together
 
 
@@ -190,7 +192,7 @@ class SearchRun:
     if self.trials.reason or not self.limits.top or not can_partition(self.space.target):
       return
     for _ in range(_ROUNDS):
-      new = [one for one in self._selected() if one not in self.trials.partitioned]
+      new = [one for one in self._selected() if one not in self.trials.refined]
       if not new or self._is_late():
         break
       with progress(self.show, len(new), 'partitioning') as update:
@@ -199,12 +201,12 @@ class SearchRun:
             break
           self.trials.partition(group)
           update(min(len(new), (number + 1) * _GROUP), '')
-    number = sum(one.source == PARTITIONED for one in self.trials.partitioned.values())
+    number = sum(one.source == PARTITIONED for one in self.trials.refined.values())
     if number:
       self.notes.append(
         f"FLOPs and collectives of the best {plural(number, 'candidate')} are those of the target's partitioner."
       )
-    elif self.trials.partitioned:
+    elif self.trials.refined:
       self.notes.append(
         'The compiler could not partition the best candidates: estimates chose those to compile.'
       )
@@ -222,14 +224,18 @@ class SearchRun:
       return
     if not self.limits.top:
       return
+    for _ in range(_ROUNDS):
+      new = [one for one in self._selected() if one not in self.compiled]
+      if not new or (self.compiled and self._is_late()):
+        break
+      self._compile_all(new)
+      self.trials.refine({key: one for key, one in self.compiled.items() if isinstance(key, Candidate)})
     selection = self._selection
-    selected = self._selected()
     for slack in (0.0, -SLACK, None):
-      self._compile_all([one for one in selected if one not in self.compiled])
       if any(selection.fits(one) for one in self.compiled.values()):
         return
       selected = selection.smallest() if slack is None else selection.ranked(slack)
-    self._compile_all([one for one in selected if one not in self.compiled])
+      self._compile_all([one for one in selected if one not in self.compiled])
 
   def _compile_pipelines(self) -> None:
     """Compiles the best pipelines, as many of each schedule."""

@@ -174,7 +174,7 @@ class Trials:
 
   Attributes:
     estimated: outcome per candidate, corrected by the check if there is one.
-    partitioned: those among them whose program was partitioned, without corrections.
+    refined: those among them whose program was partitioned or compiled, without corrections.
     checked_by: what compiled layouts say about the estimates, or None.
   """
 
@@ -190,7 +190,7 @@ class Trials:
     self.batch = first.facts.batch
     self.estimated: dict[Candidate, Outcome] = {}
     self.checked_by: EstimateCheck | None = None
-    self.partitioned: dict[Candidate, Outcome] = {}
+    self.refined: dict[Candidate, Outcome] = {}
     self._uncorrected: dict[Candidate, Outcome] = {}
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
@@ -251,11 +251,18 @@ class Trials:
         if variant.estimator is not None and outcome.counts and name in found:
           outcome = variant.estimator.with_counts(layouts[name], task.target, found[name])
           [outcome] = _relative([outcome._replace(name=name)], variant, self.first)
-        self.partitioned[candidate] = outcome
+        self.refined[candidate] = outcome
+        self._update(candidate)
+
+  def refine(self, compiled: Mapping[Candidate, Outcome]) -> None:
+    """Takes compiled outcomes in the place of estimates, those that do not fit too."""
+    for candidate, outcome in compiled.items():
+      if candidate in self._uncorrected:
+        self.refined[candidate] = outcome
         self._update(candidate)
 
   def _update(self, candidate: Candidate) -> None:
-    outcome = self.partitioned.get(candidate) or self._uncorrected[candidate]
+    outcome = self.refined.get(candidate) or self._uncorrected[candidate]
     self.estimated[candidate] = self._corrected(outcome, self.variant(candidate.choices))
 
   def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
@@ -317,12 +324,16 @@ class Trials:
     """Seconds of a step, with a penalty if the candidate needs too much memory."""
     return penalized_seconds(self.outcome(candidate), self.memory)
 
+  def estimate_alone(self, candidate: Candidate) -> Outcome:
+    """The estimate of a candidate, corrected, also if its program was partitioned or compiled."""
+    outcome = self.outcome(candidate)
+    if candidate not in self.refined:
+      return outcome
+    return self._corrected(self._uncorrected[candidate], self.variant(candidate.choices))
+
   def estimated_cost(self, candidate: Candidate) -> float:
-    """The same by the estimate alone, to compare candidates of which only some were partitioned."""
-    if candidate not in self.partitioned:
-      return self.cost(candidate)
-    outcome = self._corrected(self._uncorrected[candidate], self.variant(candidate.choices))
-    return penalized_seconds(outcome, self.memory)
+    """The cost by the estimate alone, to compare candidates of which only some were partitioned or compiled."""
+    return penalized_seconds(self.estimate_alone(candidate), self.memory)
 
 
 def _estimate(variant: TaskVariant, name: str, layout: Layout) -> Outcome:

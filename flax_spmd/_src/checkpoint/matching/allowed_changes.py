@@ -17,6 +17,7 @@ from flax_spmd._src.checkpoint.matching.arrangements import Arrangement
 from flax_spmd._src.checkpoint.storage.skeleton import ROOT
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
+from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointError, Problem, did_you_mean, problems_text
 
 _MARK = re.compile(r'\{([^{}]*)\}')  # the place of a layer's number, or the names of the layers
@@ -52,7 +53,8 @@ class Changes:
       allows the casts that it lists, lossy or not: `{'float32': 'bfloat16'}`.
     missing: regular expression. Target leaves whose paths it matches may be missing from the checkpoint, and
       keep their own values.
-    unused: regular expression. Saved leaves whose paths it matches may be left unused.
+    unused: regular expression. Saved leaves whose paths it matches may be left unused. A leaf that `missing` and `unused`
+      match may have another shape, as the head for other classes: the target keeps its own value.
     only: path of the part to restore, such as `'params'`. The result is that part alone.
 
   Raises:
@@ -379,6 +381,16 @@ class LayerStack(NamedTuple):
     before, after = self.split(path) or ('', '')
     layer = number if self.labels is None else self.labels[number]
     return before + self.single.replace('{}', str(layer)) + after
+
+  def given_axis(self, rank: int) -> int | None:
+    """The given stacked dimension, counted from the first, of leaves of this rank; None if they have no such dimension."""
+    return self.axis % rank if self.axis is not None and -rank <= self.axis < rank else None
+
+  def axis_problem(self, path: str, rank: int) -> Problem:
+    """The problem of a leaf that has no such dimension."""
+    text = f'{path}: it has {plural(rank, "dimension")} where {self.stacked} is stacked, and stacks gives dimension {self.axis}.'
+    choice = f'Changes(stacks={{{self.stacked!r}: {self.text!r}}})'
+    return Problem(text, f'give a dimension that all leaves of {self.stacked} have, or none: {choice}.')
 
   def is_layer(self, number: int) -> bool:
     """Whether there may be a layer of this number."""

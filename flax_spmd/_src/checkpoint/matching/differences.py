@@ -298,4 +298,7 @@ _ARRANGED_FIX = (
   'give the model the sizes that it was saved with; if dimensions are in another order, split or merged, pass '
   "Changes(rearranged={'regex': 'out in -> in out'})."
 )
-_LEAF_FIX = 'give the model the sizes and dtypes that it was saved with.'
+_LEAF_FIX = (
+  "give the model the sizes and dtypes that it was saved with; or keep the target's value of another shape: "
+  "Changes(missing='regex', unused='regex')."
+)

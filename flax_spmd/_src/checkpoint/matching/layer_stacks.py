@@ -14,7 +14,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import LayerStack
 from flax_spmd._src.checkpoint.matching.optimizer_states import ParameterIndex
 from flax_spmd._src.checkpoint.matching.routes import Side, without
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
-from flax_spmd.errors import CheckpointError
+from flax_spmd.errors import CheckpointError, problems_text
 
 
 def restacked(
@@ -28,10 +28,11 @@ def restacked(
     stack: stack to convert.
 
   Raises:
-    CheckpointError: the leaves of a module disagree on the stacked dimension.
+    CheckpointError: the leaves of a module disagree on the stacked dimension, or lack the given one.
   """
   index = ParameterIndex(Side(leaves, kinds))
   counts = _single_counts(leaves, stack)
+  _check_given_axis(leaves, stack, index)
   if stack.labels is not None:
     counts = {path: count for path, count in counts.items() if count == len(stack.labels)}
   sizes = _sizes(leaves, stack, index)
@@ -47,6 +48,22 @@ def restacked(
     else:
       result[path] = leaf
   return result
+
+
+def _check_given_axis(
+  leaves: Mapping[str, LeafRecord], stack: LayerStack, index: ParameterIndex
+) -> None:
+  """Raises unless all leaves of the stack have the dimension that the caller gives, if any."""
+  ranks = {
+    path: len(leaf.shape) + (stack.number(path) is not None)
+    for path, leaf in leaves.items()
+    if (stack.number(path) or (leaf.shape and stack.split(path))) and not index.is_placeholder(path)
+  }
+  problems = [
+    stack.axis_problem(path, rank) for path, rank in ranks.items() if stack.given_axis(rank) is None
+  ]
+  if stack.axis is not None and problems:
+    raise CheckpointError(problems_text(problems))
 
 
 def _single_counts(leaves: Mapping[str, LeafRecord], stack: LayerStack) -> dict[str, int]:
@@ -91,7 +108,7 @@ def _sizes(leaves: Mapping[str, LeafRecord], stack: LayerStack, index: Parameter
 def _axis(leaf: LeafRecord, stack: LayerStack) -> int:
   """The stacked dimension of a leaf."""
   if stack.axis is not None:
-    return stack.axis % len(leaf.shape)
+    return stack.given_axis(len(leaf.shape)) or 0
   names = leaf.names or ()
   return names.index(stack.name) if names.count(stack.name) == 1 else 0
 
@@ -105,7 +122,7 @@ def _unstacked(leaf: LeafRecord, stack: LayerStack) -> LeafRecord:
 def _stacked(leaf: LeafRecord, count: int, stack: LayerStack, is_placeholder: bool) -> LeafRecord:
   if is_placeholder:
     return leaf
-  axis = (stack.axis or 0) % (len(leaf.shape) + 1)
+  axis = stack.given_axis(len(leaf.shape) + 1) or 0
   names = None if leaf.names is None else _with(leaf.names, axis, stack.name)
   return leaf._replace(shape=_with(leaf.shape, axis, count), names=names, value=None)
 

@@ -18,6 +18,7 @@ from flax_spmd._src.checkpoint.matching.allowed_changes import (
   LayerStack,
   arrangement_of,
   may_be_missing,
+  may_be_unused,
   renamed,
   renamed_axes,
   stacks_of,
@@ -70,10 +71,23 @@ def match(saved: Side, target: Side, changes: Changes) -> Matched:
     for path, route in candidates.items()
     if route is not None
   }
-  missing = [path for path, route in candidates.items() if route is None]
+  for path in [
+    path for path, route in routes.items() if _may_be_left(route, path, saved, target, changes)
+  ]:
+    del routes[path]
+  missing = [path for path in candidates if path not in routes]
   used = {source for route in routes.values() for source in route.sources}
   unused = [old for old in dict.fromkeys(matcher.saved_by_path.values()) if old not in used]
   return Matched(routes, missing, unused, matcher.moved, matcher.problems)
+
+
+def _may_be_left(route: Route, path: str, saved: Side, target: Side, changes: Changes) -> bool:
+  """Whether a leaf has another shape in the checkpoint, and may be left out there and kept in the target."""
+  return (
+    may_be_missing(changes, path)
+    and all(may_be_unused(changes, source) for source in route.sources)
+    and record_of(route, saved.leaves).shape != target.leaves[path].shape
+  )
 
 
 class _Matcher:
@@ -253,13 +267,16 @@ class _Matcher:
     One of the two is unknown between two stacks. The dimension is then given, named like the module, or the first.
     """
     if stacked is None or single is None:
-      return self._unconfirmed_axis(stack, stacked, single)
+      return self._unconfirmed_axis(stack, path, stacked, single)
     rank = len(stacked.shape)
     axes = [axis for axis in range(rank) if without(stacked.shape, axis) == single.shape]
+    if axes and self._lacks_axis(stack, path, rank):
+      return None
     if not axes and not may_be_missing(self.changes, path):
       return self._misfit_axis(stack, stacked, single)
     if stack.axis is not None:
-      return stack.axis % rank if rank and stack.axis % rank in axes else None
+      axis = stack.given_axis(rank)
+      return axis if axis in axes else None
     names = stacked.names, single.names
     if names[0] is not None and names[1] is not None:
       axes = [axis for axis in axes if without(names[0], axis) == names[1]] or axes
@@ -276,20 +293,29 @@ class _Matcher:
     sizes = [math.prod(without(stacked.shape, axis)) for axis in range(len(stacked.shape))]
     axes = [axis for axis, size in enumerate(sizes) if size == math.prod(single.shape) > 1]
     if stack.axis is not None:
-      axes = [axis for axis in axes if axis == stack.axis % len(stacked.shape)]
+      axes = [axis for axis in axes if axis == stack.given_axis(len(stacked.shape))]
     is_insertable = axes and axes[0] <= len(single.shape)
     return axes[0] if is_insertable else None
 
   def _unconfirmed_axis(
-    self, stack: LayerStack, stacked: LeafRecord | None, single: LeafRecord | None
+    self, stack: LayerStack, path: str, stacked: LeafRecord | None, single: LeafRecord | None
   ) -> int | None:
     rank = (
       len(single.shape) + 1 if single is not None else len(stacked.shape) if stacked is not None else 0
     )
-    if stack.axis is not None or not rank:
-      return (stack.axis or 0) % rank if rank else None
+    if not rank or self._lacks_axis(stack, path, rank):
+      return None
+    if stack.axis is not None:
+      return stack.given_axis(rank)
     names = (stacked.names if stacked is not None else None) or ()
     return names.index(stack.name) if names.count(stack.name) == 1 else 0
+
+  def _lacks_axis(self, stack: LayerStack, path: str, rank: int) -> bool:
+    """Whether a leaf has no dimension of the given number, which is reported."""
+    lacks = stack.axis is not None and stack.given_axis(rank) is None
+    if lacks:
+      self.problems.append(stack.axis_problem(path, rank))
+    return lacks
 
   def check(
     self, routes: Mapping[str, Route | None], target: Mapping[str, LeafRecord]

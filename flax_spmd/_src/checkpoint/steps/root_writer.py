@@ -7,10 +7,15 @@ import contextlib
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.async_save import in_first
-from flax_spmd._src.checkpoint.storage.head import HEAD
+from flax_spmd._src.checkpoint.storage.head import HEAD, Head, read_head
 from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, idle_head
 from flax_spmd._src.checkpoint.storage.store import open_store
-from flax_spmd.errors import CheckpointBusyError, CheckpointError, CheckpointReadOnlyError
+from flax_spmd.errors import (
+  CheckpointBusyError,
+  CheckpointError,
+  CheckpointNotFoundError,
+  CheckpointReadOnlyError,
+)
 
 _NAME = '.flax_spmd_manager'  # of the folder whose head carries the lease
 
@@ -37,12 +42,15 @@ class RootWriter:
   def _take(self, root: epath.Path) -> str:
     path = root / _NAME
     try:
-      self._lease = HeadLease(self._store, path, idle_head(self._store, path, overwrite=True))
-    except CheckpointBusyError:
-      raise CheckpointBusyError(
-        f'Another manager has {root} open.\n'
-        'Fix: close it, wait for the other job, use another folder, or pass read_only=True.'
-      ) from None
+      try:
+        self._lease = HeadLease(self._store, path, idle_head(self._store, path, overwrite=True))
+      except CheckpointBusyError:
+        # Where nothing can be written, there is no need to wait: this put is refused for another reason than the lease.
+        self._store.write(f'{_NAME}/{HEAD}', Head().to_bytes(), expected=None)
+        raise CheckpointBusyError(
+          f'Another manager has {root} open.\n'
+          'Fix: close it, wait for the other job, use another folder, or pass read_only=True.'
+        ) from None
     except CheckpointReadOnlyError as error:
       if '://' not in str(root) and not root.is_dir():
         raise
@@ -50,12 +58,30 @@ class RootWriter:
     return ''
 
   def check(self) -> None:
-    """Raises CheckpointBusyError if another manager has taken this one for dead, and writes to the root."""
-    if self._lease is not None and not self._lease.renew():
-      raise CheckpointBusyError(
-        f'Another manager has taken {self._store.root} over, since this process was suspended for a while.\n'
-        'Fix: end this job; the other one continues the run.'
-      )
+    """Raises unless this manager may still write to the root.
+
+    Raises:
+      CheckpointNotFoundError: the root is gone.
+      CheckpointBusyError: another manager has taken this one for dead, and writes to the root.
+    """
+    if self._lease is None:
+      return
+    failure: CheckpointError | None = None
+    try:
+      if self._lease.renew():
+        return
+    except CheckpointError as error:
+      failure = error
+    root = self._store.root
+    if read_head(self._store, root / _NAME).tag is None:
+      raise CheckpointNotFoundError(
+        f'{root} was removed, moved or unmounted while this manager had it open; or only {root / _NAME} was.\n'
+        'Fix: put it back and repeat the call, or open a new manager.'
+      ) from failure
+    raise failure or CheckpointBusyError(
+      f'Another manager has taken {root} over, since this process was suspended for a while.\n'
+      'Fix: end this job; the other one continues the run.'
+    )
 
   def release(self) -> None:
     """Lets another manager write."""

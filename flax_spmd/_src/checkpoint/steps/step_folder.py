@@ -30,6 +30,7 @@ from flax_spmd._src.checkpoint.storage.recognition import (
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.source import current_source
 from flax_spmd._src.checkpoint.storage.store import open_store
+from flax_spmd._src.text import with_article
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 _STEP = re.compile(r'0|[1-9]\d*')
@@ -174,7 +175,8 @@ def metrics_metadata(metrics: Any) -> dict[str, Any]:
       wrong[name] = value
   if wrong:
     lines = [
-      f'metrics[{name!r}] is a {type(value).__name__}, not a number.' for name, value in wrong.items()
+      f'metrics[{name!r}] is {with_article(type(value).__name__)}, not a number.'
+      for name, value in wrong.items()
     ]
     raise CheckpointError('\n'.join(lines) + '\nFix: pass numbers.')
   return {_METRICS: values}

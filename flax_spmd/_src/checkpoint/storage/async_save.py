@@ -176,6 +176,9 @@ class NonWriter:
       for folder in filter(None, folders):
         store.sync(folder)
 
+  def follow(self) -> None:
+    """Does nothing: the first process takes digests."""
+
   def require_lease(self) -> None:
     """Does nothing: the first process has the lease."""
 

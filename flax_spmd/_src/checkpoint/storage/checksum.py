@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from flax_spmd._src.data.crc32c import IS_COMPILED, crc_of
 from flax_spmd.errors import CheckpointDamagedError
 
 _FASTEST = 'crc32c' if IS_COMPILED else 'crc32'
+_CHUNK = 1 << 20  # bytes: fits into a cache
 _KNOWN = 'crc32c, md5, crc32'  # of our files and GCS, of S3, of earlier versions
 
 
@@ -43,3 +46,20 @@ def checksum(chunks: Iterable[bytes | memoryview], like: str = '') -> str:
     f'The checksum {like!r} is of an unknown kind; known: {_KNOWN}.\n'
     'Fix: update flax-spmd, if a newer version wrote the checkpoint; otherwise restore another one.'
   )
+
+
+def file_checksum(file: str | os.PathLike[str], like: str = '') -> str:
+  """The checksum of a file on disk; `like` as in `checksum`.
+
+  Raises:
+    OSError: it cannot be read.
+  """
+  with open(file, 'rb', buffering=0) as opened:
+    return checksum(_chunks(opened), like)
+
+
+def _chunks(file: io.FileIO) -> Iterator[memoryview]:
+  """The content of a file, in one buffer that every chunk overwrites: memory for each would take as long as reading."""
+  buffer = memoryview(bytearray(_CHUNK))
+  while size := file.readinto(buffer):
+    yield buffer[:size]

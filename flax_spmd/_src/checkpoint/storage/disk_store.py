@@ -7,7 +7,6 @@ import contextlib
 import errno
 import glob
 import hashlib
-import io
 import os
 import secrets
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 import filelock
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.checksum import checksum
+from flax_spmd._src.checkpoint.storage.checksum import file_checksum
 from flax_spmd._src.checkpoint.storage.removed_folders import remove_folder
 from flax_spmd._src.checkpoint.storage.store import (
   ANY,
@@ -40,7 +39,6 @@ LOCK_SECONDS = 30.0  # it is held for one small write
 _LOCK = '.flax_spmd.lock'
 _PART = '.flax_spmd.part'  # the ending of a file that is being written
 _THREADS = 16  # they wait for the disk, which makes many files durable in the time of one
-_CHUNK = 1 << 20  # bytes: fits into a cache
 _PAUSES = (0.0, 0.05, 0.1, 0.2, 0.4)
 _CHANGING = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY}
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -61,6 +59,7 @@ READ_FIXES = {
 _FIXES = READ_FIXES | {
   errno.EEXIST: 'check the path: a file, or a link to nothing, is in the place of a folder.',
   errno.ENOSPC: 'free space on the disk, and repeat the call.',
+  errno.ENAMETOOLONG: 'shorten the path; a save needs 45 more characters in its last name, and 200 in all.',
   errno.EDQUOT: 'free space, or have the quota raised, and repeat the call.',
   errno.EIO: 'check the disk, whose driver reports the cause in the system log; use another one until then.',
 }
@@ -139,8 +138,8 @@ class DiskStore:
 
   def digest(self, name: str, like: str = '') -> str:
     """See `Store`."""
-    with self._errors('read', name), open(self._path(name), 'rb', buffering=0) as file:
-      return checksum(_chunks(file), like)
+    with self._errors('read', name):
+      return file_checksum(self._path(name), like)
 
   def remove(self, folder_or_file: str, *, is_file: bool = False) -> None:
     """See `Store`. Threads of a failed save may still write to the folder, so it tries several times."""
@@ -184,6 +183,9 @@ class DiskStore:
 
   def _write(self, path: Path, data: bytes, expected: Tag | None, durable: bool) -> Tag | None:
     if not path.parent.is_dir():
+      if expected not in (ANY, None):  # the file is gone, and its folder
+        os.listdir(self.root)  # raises if nothing is there: the disk may have been unmounted
+        return None
       self._durable.clear()
       path.parent.mkdir(parents=True, exist_ok=True)
     with self._locked():
@@ -260,13 +262,6 @@ def _content(path: Path, most: int = -1) -> bytes | None:
       return file.read(most)
   except (FileNotFoundError, NotADirectoryError):
     return None
-
-
-def _chunks(file: io.FileIO) -> Iterator[memoryview]:
-  """The content of a file, in one buffer that every chunk overwrites: memory for each would take as long as reading."""
-  buffer = memoryview(bytearray(_CHUNK))
-  while size := file.readinto(buffer):
-    yield buffer[:size]
 
 
 def _is_internal(name: str) -> bool:

@@ -24,10 +24,13 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import jax
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.early_digests import EarlyDigests
 from flax_spmd._src.checkpoint.storage.head import (
   GENERATION,
   HEAD,
@@ -45,6 +48,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
   whole_generations,
 )
 from flax_spmd._src.checkpoint.storage.orbax_files import orbax_names
+from flax_spmd._src.checkpoint.storage.orbax_folders import PART
 from flax_spmd._src.checkpoint.storage.pins import is_pin, pinned_generations
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.removed_folders import settle
@@ -97,6 +101,7 @@ class Claim:
     self._lease, self._intent = self._taken(before)
     self._generation = f'{GENERATION}{self._lease.head.epoch:06d}-{secrets.token_hex(4)}'
     self.new = path / self._generation
+    self._early: EarlyDigests | None = None
     self._attempted = self._committed = False
     try:
       garbage = [name for name in self._garbage if name not in self._found]
@@ -145,6 +150,12 @@ class Claim:
       raise
     return lease, intent
 
+  def follow(self) -> None:
+    """Begins to take digests of the files that this process writes on disk from now on; `commit` takes the others."""
+    if '://' not in str(self.path):
+      own = f'{self._generation}*/{PART}/ocdbt.process_{jax.process_index()}/d/*'
+      self._early = EarlyDigests(Path(self.path), own)
+
   def require_lease(self) -> None:
     """Raises CheckpointBusyError if another process has taken the lease over."""
     if self._lease.is_lost:
@@ -165,7 +176,9 @@ class Claim:
       CheckpointError: the store failed.
     """
     folder = f'{self.path.name}/{self._generation}'
-    manifest = new_manifest(record, file_records(self._store, folder), dict(metadata))
+    if self._early is not None:
+      self._early.close()
+    manifest = new_manifest(record, self._file_records(), dict(metadata))
     data = manifest.to_bytes()
     self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=False)
     if self._durable:
@@ -178,6 +191,19 @@ class Claim:
     self._committed = True
     with contextlib.suppress(OSError, CheckpointError):  # the next save removes what stays
       self._clean_up()
+
+  def _file_records(self) -> dict[str, FileRecord]:
+    """Size and checksum of every file of the generation, except its manifest."""
+    files = self._store.files(f'{self.path.name}/{self._generation}')
+    files.pop(MANIFEST, None)
+    unknown = [name for name, file in files.items() if not file.checksum]
+    with ThreadPoolExecutor(_THREADS) as threads:
+      found = dict(zip(unknown, threads.map(self._digest, unknown), strict=True))
+    return {name: FileRecord(file.size, found.get(name, file.checksum)) for name, file in files.items()}
+
+  def _digest(self, name: str) -> str:
+    early = None if self._early is None else self._early.of(Path(self.new, name))
+    return early or self._store.digest(f'{self.path.name}/{self._generation}/{name}')
 
   def _clean_up(self) -> None:
     previous = [self._previous.generation] if self._previous.generation else []
@@ -196,6 +222,8 @@ class Claim:
   def release(self) -> None:
     """Releases the path; removes an uncommitted generation."""
     try:
+      if self._early is not None:
+        self._early.close()
       if not self._committed:
         with contextlib.suppress(OSError, CheckpointError):
           self._abandon()
@@ -260,16 +288,6 @@ def _check_place(path: epath.Path) -> None:
         f'{path} is {"" if folder == path else "in "}the current contents of a checkpoint, which no save may change.\n'
         f'Fix: save to {folder.parent}, or to another path.'
       )
-
-
-def file_records(store: Store, folder: str) -> dict[str, FileRecord]:
-  """Size and checksum of every file of a generation, except its manifest."""
-  files = {name: file for name, file in store.files(folder).items() if name != MANIFEST}
-  unknown = [name for name, file in files.items() if not file.checksum]
-  with ThreadPoolExecutor(_THREADS) as threads:
-    digests = threads.map(lambda name: store.digest(f'{folder}/{name}'), unknown)
-    found = dict(zip(unknown, digests, strict=True))
-  return {name: FileRecord(file.size, found.get(name, file.checksum)) for name, file in files.items()}
 
 
 def remove_checkpoint(path: epath.Path) -> bool:

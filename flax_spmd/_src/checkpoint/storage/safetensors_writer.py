@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd._src.checkpoint.storage.safetensors_files import INDEX_SUFFIX, MODEL, shard_name
 from flax_spmd._src.checkpoint.storage.safetensors_header import DTYPES, header_bytes
 
+INDEX = f'{MODEL}{INDEX_SUFFIX}'
 FORMAT_NAMES = {name: ours for ours, name in DTYPES.items()}  # the format's dtype, by numpy's name
 _CHUNK = 64 << 20  # bytes of one write
 
@@ -44,18 +44,17 @@ class PlannedFile(NamedTuple):
 def planned_files(
   tensors: Mapping[str, LeafRecord], most: int | None, metadata: Mapping[str, str], name: str | None
 ) -> list[PlannedFile]:
-  """The files for some tensors. Wide elements come first, so that all are aligned.
+  """The files for some tensors.
 
   Args:
-    tensors: record of each tensor, by name.
+    tensors: record of each tensor, by name, in the order of the files. If wide elements come first, all are aligned.
     most: most bytes of data in a file, unless one tensor has more; None: no limit.
     metadata: texts for every header.
     name: name of the only file; None: Hugging Face's names.
   """
-  order = sorted(tensors, key=lambda tensor: -_itemsize(tensors[tensor]))
   groups: list[list[str]] = [[]]
   size = 0
-  for tensor in order:
+  for tensor in tensors:
     bytes_ = tensors[tensor].bytes
     if groups[-1] and most is not None and size + bytes_ > most:
       groups.append([])
@@ -66,10 +65,6 @@ def planned_files(
     _planned(name or shard_name(MODEL, number, len(groups)), group, tensors, metadata)
     for number, group in enumerate(groups, 1)
   ]
-
-
-def _itemsize(leaf: LeafRecord) -> int:
-  return leaf.bytes // max(1, math.prod(leaf.shape))
 
 
 def _planned(
@@ -143,9 +138,9 @@ class SafetensorsWriter:
     """
     if len(self._files) > 1:
       self._descriptors.append(
-        os.open(self._temporary(self._index), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        os.open(self._temporary(INDEX), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
       )
-      _write(self._descriptors[-1], np.frombuffer(_index_bytes(self._files), np.uint8), 0)
+      _write(self._descriptors[-1], np.frombuffer(index_bytes(self._files), np.uint8), 0)
     while self._descriptors:
       descriptor = self._descriptors.pop()
       try:
@@ -158,14 +153,10 @@ class SafetensorsWriter:
     for folder in (self._folder, *(made.parent for made in self._made)):
       _sync_folder(folder)
 
-  @property
-  def _index(self) -> str:
-    return f'{MODEL}{INDEX_SUFFIX}'
-
   def _names(self) -> Iterator[str]:
     yield from (file.name for file in self._files)
     if len(self._files) > 1:
-      yield self._index
+      yield INDEX
 
   def _temporary(self, name: str) -> Path:
     return self._folder / f'.{name}{self._ending}'
@@ -204,7 +195,8 @@ def _write(descriptor: int, data: np.ndarray, offset: int) -> None:
     done += os.pwrite(descriptor, data[done : done + _CHUNK].data, offset + done)
 
 
-def _index_bytes(files: Sequence[PlannedFile]) -> bytes:
+def index_bytes(files: Sequence[PlannedFile]) -> bytes:
+  """The contents of the index of several files."""
   weight_map = {tensor: file.name for file in files for tensor in file.places}
   total = sum(file.bytes for file in files)
   content = {'metadata': {'total_size': total}, 'weight_map': dict(sorted(weight_map.items()))}

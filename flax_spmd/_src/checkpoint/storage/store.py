@@ -24,7 +24,7 @@ from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 Tag = NewType('Tag', str)
 ANY: Final = Tag('any')  # the condition of a write that has none
 LARGEST = 512 << 20  # bytes of a small file: a manifest of two million arrays
-_SCHEME = re.compile(r'([a-z][a-z0-9+.-]+):/', re.IGNORECASE)
+_SCHEME = re.compile(r'(gs|s3|file|[a-z][a-z0-9+.-]+(?=:/|:\Z)):', re.IGNORECASE)
 _FIX = "Fix: pass a folder, or a URL that begins with 'gs://', 's3://' or 'file://'."
 
 
@@ -161,8 +161,8 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(os.path.abspath(urllib.parse.unquote(url.path)))
   if '://' not in text:
     raise CheckpointError(
-      f'{text} is not a path: pathlib.Path makes one slash of the two of a URL.\n'
-      'Fix: pass the URL as a string, or as an etils.epath.Path.'
+      f'{text} begins as a URL does, without the two slashes after {match[0]} (pathlib.Path leaves one or none).\n'
+      f'Fix: pass the URL as a string, or as an etils.epath.Path; for a folder of this name, pass .{os.sep}{text}.'
     )
   if scheme not in ('gs', 's3'):
     raise CheckpointError(f'{text} is a URL of a kind that checkpoints are not stored under.\n{_FIX}')
@@ -173,7 +173,7 @@ def as_path(path: str | os.PathLike[str]) -> epath.Path:
       f'{text} contains "." or "..", which some clients of buckets follow and some take for a name.\n'
       'Fix: pass the path without it.'
     )
-  return epath.Path(f'{scheme}://{text[match.end() + 1 :].rstrip("/")}')
+  return epath.Path(f'{scheme}://{text[match.end() + 2 :].rstrip("/")}')
 
 
 def open_store(path: str | os.PathLike[str]) -> Store:

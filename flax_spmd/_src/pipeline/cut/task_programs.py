@@ -70,10 +70,6 @@ class Accumulator(NamedTuple):
   passed: bool
   waiting: tuple[Key, ...]
 
-  def __str__(self) -> str:
-    reads = ' and '.join(map(_task_text, self.waiting))
-    return f'{self.before.aval.str_short()}: set by {_task_text(self.task)}, read by {reads}'
-
 
 class TaskPrograms(NamedTuple):
   """The programs of a body's tasks.
@@ -93,6 +89,13 @@ class TaskPrograms(NamedTuple):
   def producers(self) -> dict[Value, Key]:
     """The task that computes each value."""
     return {value: key for key, task in self.tasks.items() for value in task.outputs}
+
+  def text(self, one: Accumulator) -> str:
+    """A carried value, the line of the user's program that sets it, and the tasks that set and read it."""
+    setting = next(each for each in self.tasks[one.task].equations if one.after in each.outputs)
+    reads = ' and '.join(map(_task_text, one.waiting))
+    value = f'{one.before.aval.str_short()} at {setting.source_line}'
+    return f'{value}: set by {_task_text(one.task)}, read by {reads}'
 
   def residuals(self) -> dict[int, int]:
     """The bytes that each stage keeps from a microbatch's forward until its backward."""
@@ -350,25 +353,29 @@ def _accumulators(
 ) -> list[Accumulator]:
   """The carried values that tasks update, without those that stay unchanged."""
   producer = {value: key for key, task in tasks.items() for value in task.outputs}
-  users_of = _readers_of(body.equations)
-  users: dict[Value, set[Key]] = defaultdict(set)
-  for key, task in tasks.items():
-    for value in task.inputs:
-      users[value].add(key)
+  users_of, users = _readers_of(body.equations), readers(tasks)
   accumulators = []
   taken = set(body.kept)
   for before, after, (origin, first) in zip(body.carried, body.updated, origins, strict=True):
     task = producer.get(after)
     if task is None:
       continue
-    passed = bool(users[before] - {task})
-    readers = sorted(users[before], key=lambda key: (KINDS.index(key[0]), key[1]))
+    passed = any(user != task for user in users[before])
     free = not passed and (body.any_order or _is_reduction(before, after, users_of))
     own = _copied(after, tasks[task]) if after in taken or (users[after] and not passed) else after
     taken.add(after)
-    waiting = () if free else tuple(readers)
-    accumulators.append(Accumulator(before, own, task, origin, first, passed, waiting))
+    waiting = [] if free else sorted(users[before], key=lambda key: (KINDS.index(key[0]), key[1]))
+    accumulators.append(Accumulator(before, own, task, origin, first, passed, tuple(waiting)))
   return accumulators
+
+
+def readers(tasks: Mapping[Key, TaskProgram]) -> dict[Value, list[Key]]:
+  """The tasks that read each value."""
+  found: dict[Value, list[Key]] = defaultdict(list)
+  for key, task in tasks.items():
+    for value in task.inputs:
+      found[value].append(key)
+  return found
 
 
 def waits(accumulators: Iterable[Accumulator]) -> dict[Key, list[Key]]:

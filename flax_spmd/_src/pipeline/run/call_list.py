@@ -26,7 +26,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from flax_spmd._src.pipeline.cut import equations as eq
 from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep, RankAssignment
-from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms
+from flax_spmd._src.pipeline.cut.task_programs import Accumulator, Key, TaskPrograms, readers
 from flax_spmd._src.pipeline.schedules.simulation import TimedStep
 from flax_spmd._src.pipeline.schedules.tasks import Step
 
@@ -200,7 +200,7 @@ class CallListBuilder:
     own = [one for one in programs.accumulators if not one.passed]
     self._before = {one.before: one for one in own}
     self._after = {one.after: one for one in own}
-    self._readers = _readers(programs)
+    self._readers = readers(programs.tasks)
     self._results = {*joined.kept, *joined.stacks}
     self._stage_programs: dict[tuple[Any, ...], StageProgram] = {}
     self._shared: dict[StageProgram, dict[Value, Buffer]] = defaultdict(dict)
@@ -502,15 +502,6 @@ def _with_row(stack: Any, row: Any, index: Any) -> list[Any]:
   if jax.typeof(stack).weak_type:  # the update has none
     new = convert_element_type_p.bind(new, new_dtype=new.dtype, weak_type=True, sharding=None)
   return [new]
-
-
-def _readers(programs: TaskPrograms) -> dict[Value, list[tuple[str, int]]]:
-  """The tasks that read each value."""
-  readers: dict[Value, list[tuple[str, int]]] = defaultdict(list)
-  for key, task in programs.tasks.items():
-    for value in task.inputs:
-      readers[value].append(key)
-  return readers
 
 
 def _with_sends(calls: Sequence[Call], results: Mapping[Value, Sequence[Buffer]]) -> list[Call | Send]:

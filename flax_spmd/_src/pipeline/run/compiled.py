@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_spmd._src.data.unusable_leaves import check_usable
 from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
 from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
@@ -62,8 +63,7 @@ class CompiledPipeline:
     self._accepted: list[Any] = [None] * len(request.avals)  # a sharding of each leaf that fits
     self._compared: set[Any] = set()  # the leaves' numbers and shardings that processes have compared
     self._several = several = len(setting.processes) > 1
-    watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.transfers.progress)
-    self._run: Callable[[Callable[[], Any]], Any] = watch.run if several else lambda step: step()
+    self._watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.transfers.progress)
     self._is_compared = not several
     self.machine, self.executables, self.times = machine, executables, times
     self.memory, self.host_memory = memory, host_memory
@@ -116,7 +116,7 @@ class CompiledPipeline:
       `schedule.with_costs` and `Automatic`. A task of a fused task has its share of the time.
     """
     leaves = self._checked(args, kwargs)
-    results, seconds = self._run(lambda: self.machine.measure(leaves))
+    results, seconds = self._run(self.machine.measure, leaves)
     return self._result.unflatten(results), self._of_all_processes(seconds)
 
   def _of_all_processes(self, seconds: Mapping[Task, float]) -> dict[Task, float]:
@@ -137,7 +137,21 @@ class CompiledPipeline:
     """
     if not self._is_compared:
       self._compare(leaves)
-    return self._result.unflatten(self._run(lambda: self.machine(leaves)))
+    return self._result.unflatten(self._run(self.machine, leaves))
+
+  def _run(self, machine: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> Any:
+    """The results of the machine; over several processes, under the watch."""
+    check = functools.partial(self._check_kept, leaves)
+    if self._several:
+      return self._watch.run(lambda: machine(leaves), check)
+    check()
+    return machine(leaves)
+
+  def _check_kept(self, leaves: Sequence[Any]) -> None:
+    """Raises if an argument that a program reads is deleted, such as one that an earlier call has overwritten."""
+    read = (leaf for leaf, uses in zip(leaves, self.machine.arguments, strict=True) if uses)
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in read):
+      check_usable(named_arguments(self._request.treedef.unflatten(leaves)))
 
   def _compare(self, leaves: Sequence[Any]) -> None:
     users = [

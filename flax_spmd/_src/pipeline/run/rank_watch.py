@@ -9,8 +9,8 @@ looks at it once a second. It raises
 - an error after `timeout` seconds in one transfer. Each process publishes the transfer that it waits in, so the
   error names the rank at the end of the chain, which waits for nobody.
 
-The thread stays blocked after such an error, as no device program can be cancelled. The interpreter would wait
-for it at its end, so the process then leaves at once.
+The thread stays blocked after such an error, as no device program can be cancelled. So later steps of these processes
+are an error. The interpreter would wait for the thread at its end, so the process then leaves at once.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ class TransferProgress:
       del self._running[thread]
 
 
+_failed: dict[int, BaseException] = {}
+"""The error of a failed step, by the other processes that took part in it."""
+
+
 class RankWatch:
   """Runs the steps of one pipeline of several processes.
 
@@ -98,8 +102,15 @@ class RankWatch:
     self._timeout, self._progress = timeout, progress
     self._published = ''
 
-  def run(self, step: Callable[[], Any]) -> Any:
+  def run(self, step: Callable[[], Any], check: Callable[[], None]) -> Any:
     """The result of a step.
+
+    A step that has begun and fails leaves transfers behind that others still wait in. The next step's would be taken
+    for these, so every later step of these processes raises an error.
+
+    Args:
+      step: runs the step.
+      check: raises if the arguments cannot be used; a step after that can run.
 
     Raises:
       PipelineError: a rank of another process ended or stalled (the message names it and the transfer).
@@ -109,10 +120,21 @@ class RankWatch:
     call = JointCall(kind, f'A step of {self._subject}', None, self._processes, PipelineError)
     with call.entered():
       try:
+        self._check_earlier_steps()
+        check()
         return self._watched(step, call)
       except BaseException as error:
         call.fail(error)
         raise
+
+  def _check_earlier_steps(self) -> None:
+    """Raises if a step that this process shares with another one of these has failed."""
+    found = next((_failed[each] for each in self._processes if each in _failed), None)
+    if found is not None:
+      raise PipelineError(
+        f'{self._subject}: an earlier step of these processes has failed, and transfers between them are unfinished: '
+        f'{first_line(found).rstrip(".")}.\nFix: restart all processes from the newest checkpoint.'
+      ) from found
 
   def _watched(self, step: Callable[[], Any], call: JointCall) -> Any:
     thread = _StepThread(step)
@@ -125,7 +147,8 @@ class RankWatch:
       self._publish('')
       if thread.error is not None:
         raise self._explained(thread.error)
-    except BaseException:  # KeyboardInterrupt, too
+    except BaseException as error:  # KeyboardInterrupt, too
+      _failed.update((each, error) for each in self._processes if each != jax.process_index())
       _leave_at_exit(lambda: thread.is_alive() or self._progress.current is not None)
       raise
     return thread.result

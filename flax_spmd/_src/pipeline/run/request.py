@@ -31,6 +31,7 @@ class Setting:
     timeout: seconds that a transfer between processes may take.
     stages: number of stages to cut a model without stage ends into; None: the model ends its stages.
     host_after: number of tasks after which arrays of microbatches wait on the host; None: never.
+    reported: the kinds of warnings already issued.
   """
 
   name: str
@@ -43,6 +44,7 @@ class Setting:
   stages: int | None
   timeout: float
   host_after: int | None
+  reported: set[str] = dataclasses.field(default_factory=set, compare=False)
 
   @functools.cached_property
   def sizes(self) -> dict[str, int]:

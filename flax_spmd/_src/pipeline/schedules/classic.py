@@ -9,6 +9,7 @@ For p ranks, m microbatches, and v equal stages per rank, the bubble is (p - 1) 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
@@ -19,9 +20,22 @@ from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import PipelineError, did_you_mean
 
 
+class _OneByOne(Schedule):
+  """A rank runs one of its stages after the other."""
+
+  def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
+    stages = self.stages_of(rank)
+    forwards, backwards = tasks('fwd', stages, microbatches), tasks('bwd', stages[::-1], microbatches)
+    return alternate(forwards, backwards, self._warm_up(rank, len(forwards)))
+
+  @abc.abstractmethod
+  def _warm_up(self, rank: int, forwards: int) -> int:
+    """The number of forwards before the first backward."""
+
+
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
-class GPipe(Schedule):
+class GPipe(_OneByOne):
   """All forwards, then all backwards; m live activations on every rank.
 
   Bubble (p - 1) / (m + p - 1). Huang et al., https://arxiv.org/abs/1811.06965.
@@ -34,15 +48,13 @@ class GPipe(Schedule):
     (8, 8, 8, 8)
   """
 
-  def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
-    return alternate(
-      tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), microbatches
-    )
+  def _warm_up(self, rank: int, forwards: int) -> int:
+    return forwards
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
-class InterleavedGPipe(Schedule):
+class InterleavedGPipe(GPipe):
   """GPipe with several stages per rank, assigned round-robin; a rank runs one stage after the other.
 
   Bubble (p - 1) / (v m + p - 1) for m >= p; v m live activations. The breadth-first schedule of
@@ -59,15 +71,10 @@ class InterleavedGPipe(Schedule):
 
   chunks: int = 2
 
-  def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
-    stages = self.stages_of(rank)
-    forwards, backwards = tasks('fwd', stages, microbatches), tasks('bwd', stages[::-1], microbatches)
-    return alternate(forwards, backwards, len(forwards))
-
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
-class OneFOneB(Schedule):
+class OneFOneB(_OneByOne):
   """One forward, one backward (1F1B; JaxPP's `Std1F1B`); p - r live activations on rank r.
 
   Bubble (p - 1) / (m + p - 1), as for GPipe. PipeDream-Flush: Narayanan et al.,
@@ -81,14 +88,13 @@ class OneFOneB(Schedule):
     (4, 3, 2, 1)
   """
 
-  def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
-    warm_up = self.ranks - 1 - rank
-    return alternate(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
+  def _warm_up(self, rank: int, forwards: int) -> int:
+    return self.ranks - 1 - rank
 
 
 @set_module('flax_spmd.pipeline')
 @dataclasses.dataclass(frozen=True)
-class Eager1F1B(Schedule):
+class Eager1F1B(_OneByOne):
   """1F1B with twice the warm-up, to hide transfers; 2 (p - r) - 1 live activations on rank r.
 
   Bubble (p - 1) / (m + p - 1) without transfers. Zhuang et al., https://arxiv.org/abs/2211.05322.
@@ -104,9 +110,8 @@ class Eager1F1B(Schedule):
     (30.0, 25.0)
   """
 
-  def _order(self, rank: int, microbatches: int) -> Iterator[Step]:
-    warm_up = 2 * (self.ranks - 1 - rank)
-    return alternate(tasks('fwd', [rank], microbatches), tasks('bwd', [rank], microbatches), warm_up)
+  def _warm_up(self, rank: int, forwards: int) -> int:
+    return 2 * (self.ranks - 1 - rank)
 
 
 @set_module('flax_spmd.pipeline')

@@ -135,10 +135,6 @@ class Schedule(abc.ABC):
     """The number of stages; the model must have as many."""
     return len(self.stage_ranks)
 
-  def rank_of(self, stage: int) -> int:
-    """The rank of a stage."""
-    return self.stage_ranks[stage]
-
   def stages_of(self, rank: int) -> tuple[int, ...]:
     """The stages of a rank, in the order of the model."""
     return tuple(stage for stage, other in enumerate(self.stage_ranks) if other == rank)
