@@ -37,7 +37,7 @@ _BROADCAST = 'stablehlo.broadcast_in_dim'
 _OF_UNITS = ('stablehlo.reduce', _BROADCAST)  # of dimensions of size 1: a reshape
 _OTHER_SIDE = {'lhs': 'rhs', 'rhs': 'lhs'}
 _CONSTRAINT = 'sdy.sharding_constraint'
-_KEPT_APART = ('stablehlo.optimization_barrier', 'func.return', 'stablehlo.return')
+_KEPT_APART = tuple(f'stablehlo.{kind}' for kind in ('optimization_barrier', 'custom_call', 'rng'))
 _ADDITIVE = ('stablehlo.add', 'stablehlo.subtract')  # left alone, as they also add partial sums
 
 
@@ -295,12 +295,12 @@ def _reached(module: Any, values: set[Any]) -> Iterator[Any]:
 def _merged(ops: Iterable[Any]) -> Iterator[Any]:
   """Merges equal operations, and yields those that are left in their place."""
   known: dict[Any, Any] = {}
+  attributes = lambda op: tuple((name, op.attributes[name]) for name in op.attributes)
   for op in ops:
-    if (len(op.regions) and op.name != _OF_UNITS[0]) or op.name in _KEPT_APART:
+    if not len(op.results) or (len(op.regions) and op.name != _OF_UNITS[0]) or op.name in _KEPT_APART:
       continue
-    inside = tuple(inner.name for inner in _all_ops(op))
-    attributes = tuple((name, op.attributes[name]) for name in op.attributes)
-    about = op.name, op.block, tuple(op.operands), attributes, op.results[0].type, inside
+    inside = tuple((inner.name, attributes(inner)) for inner in _all_ops(op))
+    about = op.name, op.block, tuple(op.operands), attributes(op), op.results[0].type, inside
     first = known.setdefault(about, op)
     if first != op:
       for one, other in zip(first.results, op.results):
@@ -340,13 +340,11 @@ def transpose_products(module: Any) -> None:
 def _is_copied(transpose: Any) -> bool:
   """Whether the operand of a transpose is no product, or has other uses, or is not transposed."""
   value = transpose.operands[0]
-  is_product = not isinstance(value.owner, ir.Block) and value.owner.name == 'stablehlo.dot_general'
-  return (
-    not is_product
-    or len(list(value.uses)) > 1
-    or _is_sorted(transpose.attributes['permutation'])
-    or 'batching' in str(value.owner.operation.attributes['dot_dimension_numbers'])
-  )
+  product = value.owner
+  if isinstance(product, ir.Block) or product.name != 'stablehlo.dot_general':
+    return True
+  is_kept = len(list(value.uses)) > 1 or _is_sorted(transpose.attributes['permutation'])
+  return is_kept or 'batching' in str(product.attributes['dot_dimension_numbers'])
 
 
 def scatter_into_sums(module: Any) -> None:
@@ -357,11 +355,10 @@ def scatter_into_sums(module: Any) -> None:
   for op in list(_all_ops(module)):
     if op.name != 'stablehlo.add':
       continue
-    one, other = op.operands
-    if _is_scattered(one) == _is_scattered(other):  # XLA makes one scatter of two
+    scatters = [_scatter_of(value) for value in op.operands]
+    if all(scatters) or not any(scatters):  # XLA makes one scatter of two
       continue
-    scattered, other = (one, other) if _is_scattered(one) else (other, one)
-    scatter = scattered.owner.operation
+    scatter, other = scatters[0] or scatters[1], op.operands[1 if scatters[0] else 0]
     start = scatter.operands[0]
     with ir.InsertionPoint(op):
       total = other
@@ -375,13 +372,14 @@ def scatter_into_sums(module: Any) -> None:
     scatter.erase()
 
 
-def _is_scattered(value: Any) -> bool:
-  """Whether a value is a sum of an array and scattered updates, with one use."""
+def _scatter_of(value: Any) -> Any:
+  """The operation whose result a value is, if it adds updates to an array and has one use; else None."""
   op = value.owner
   if isinstance(op, ir.Block) or op.name != 'stablehlo.scatter' or len(op.operands) != 3:
-    return False
+    return None
   first, *others = (view.operation.name for view in op.operation.regions[0].blocks[0].operations)
-  return first == 'stablehlo.add' and len(others) == 1 and len(list(value.uses)) == 1
+  is_sum = first == 'stablehlo.add' and len(others) == 1 and len(list(value.uses)) == 1
+  return op.operation if is_sum else None
 
 
 def _is_zero(value: Any) -> bool:
