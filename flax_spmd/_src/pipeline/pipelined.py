@@ -175,7 +175,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
     static = self._arguments.statics(args, kwargs)
     return Request(args, kwargs, treedef, [aval_of(leaf) for leaf in leaves], specs, static)
 
-  @garbage_collection.of_young_objects()
+  @garbage_collection.of_young_objects
   def _traced(self, request: Request) -> TracedPipelineStep:
     begin = time.perf_counter()
     setting = self._setting
@@ -266,7 +266,7 @@ class TracedPipelineStep:
   _donations: list[bool]
   times: dict[str, float]
 
-  @garbage_collection.of_young_objects()
+  @garbage_collection.of_young_objects
   def lower(self) -> LoweredPipelineStep:
     """Cuts the step into programs for its stages, and orders them by the schedule.
 
