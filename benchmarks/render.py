@@ -37,6 +37,8 @@ HEADLINES = (
   ('checkpoint', 'restore over Orbax', "time to restore and verify the 0.7 GB on another mesh, over Orbax's restore", 'smaller'),
   ('pipelines', 'mid: over one device', 'time of a step in four stages, over one device', 'smaller'),
   ('pipelines', 'residuals over JaxPP', "bytes that a stage keeps for its backward, over JaxPP's published figure", 'smaller'),
+  ('layouts_large', 'LLaMA 70B, integer labels, Adafactor, 4 layouts, h100:64: CPU, of all processes', 'CPU-seconds to compile a 70B model for 64 H100s under four layouts', 'smaller'),
+  ('layouts_large', 'LLaMA 70B, 4 layouts, v5e:16x16: CPU, of all processes', 'the same for 256 TPUs v5e', 'smaller'),
   ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates, per second and core', 'larger'),
   ('search_strangers', 'strangers, partitioned: wire bytes, furthest off', 'random layouts of models written in other ways, partitioned: bytes on the wire off the compiled ones, furthest', 'smaller'),
   ('search_strangers', 'strangers, partitioned: memory in doubt', 'their memory, which is estimated: in doubt', 'smaller'),

@@ -131,8 +131,6 @@ def test_environment_of_a_compiler(monkeypatch):
   assert compiler_environment(parse_target('cpu:64'))['XLA_FLAGS'].split() == [
     '--xla_dump_to=x',
     '--xla_force_host_platform_device_count=64',
-    '--xla_backend_optimization_level=0',
-    '--xla_llvm_disable_expensive_passes=true',
   ]
   assert compiler_environment(parse_target('v5e:4x4'))['TPU_ACCELERATOR_TYPE'] == 'v5litepod-16'
   assert compiler_environment(parse_target('v5p:2x2x4'))['TPU_ACCELERATOR_TYPE'] == 'v5p-32'
