@@ -83,6 +83,26 @@ def test_logits_that_a_lookup_and_a_normalizer_read_do_not_move():
   assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
 
 
+def test_what_is_scattered_onto_and_read_nowhere_else_is_stored_once():
+  """XLA scatters in place: the gradient of the logits of a loss with integer labels is stored once (2.0004 times compiled)."""
+  tokens, vocab = 4096, 8192
+
+  def loss(w, batch):
+    logits = jnp.tanh(batch['x'] @ w)
+    picked = jnp.take_along_axis(logits, batch['ids'][:, None], -1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+  def step(state, batch):
+    value, gradient = jax.value_and_grad(loss)(state['w'], batch)
+    return {'w': state['w'] - 0.1 * gradient}, value
+
+  inputs = {'x': jnp.ones((tokens, 64)), 'ids': jnp.zeros((tokens,), jnp.int32)}
+  train = TrainStep(step, lambda: {'w': jnp.ones((64, vocab))}, inputs)
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+  temporaries = Estimator(train).estimate(layout, parse_target('h100:8')).memory.temporaries
+  assert temporaries / (tokens * vocab * 4 // 8) == pytest.approx(2, abs=0.05)
+
+
 @pytest.mark.parametrize(('rules', 'is_in_doubt'), [((), False), ((('vocab', 'data'),), True)])
 def test_a_product_that_a_step_computes_twice_counts_once(rules, is_in_doubt):
   """Its collectives are not merged, nor what follows them: they are in doubt."""

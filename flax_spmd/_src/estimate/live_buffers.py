@@ -335,7 +335,7 @@ def _captured(op: Op) -> tuple[int, ...]:
 
 
 def _written(op: Op, users: Mapping[int, list[Op]], exceptions: _Exceptions) -> Iterator[int]:
-  """The results of an operation that occupy new memory."""
+  """The results of an operation that occupy new memory. What is scattered onto, and read nowhere else, is where the result is."""
   for value in op.results:
     if value in exceptions.rematerialisable or op.blocks or op.kind in _IN_PLACE:
       continue
@@ -345,6 +345,9 @@ def _written(op: Op, users: Mapping[int, list[Op]], exceptions: _Exceptions) -> 
       readers = [user for user in readers if user.kind not in PRODUCTS]
     if op.kind == 'transpose' and all(user.blocks for user in readers):
       continue  # a loop takes its operand in any order of the dimensions
-    is_read = any(value in user.operands for user in readers)
+    in_place = [(user.kind, user.operands[:1]) for user in users.get(value, ())] == [
+      ('scatter', (value,))
+    ]
+    is_read = not in_place and any(value in user.operands for user in readers)
     if op.kind in WRITES or is_kept or is_read:
       yield value
