@@ -219,17 +219,11 @@ class Pipelined(UnderLayout, Generic[P, Result]):
 
   def _donations(self, request: Request) -> list[bool]:
     """Per leaf, whether it is donated."""
-    args, kwargs = self._arguments.dynamic(request.args, request.kwargs)
-    positions = [i for i in range(len(request.args)) if i not in self._arguments.positions]
-    marks = tuple(
-      jax.tree.map(lambda _: position in self._donated.positions, arg)  # noqa: B023
-      for position, arg in zip(positions, args, strict=True)
-    )
-    named = {
-      name: jax.tree.map(lambda _: name in self._donated.names, arg)  # noqa: B023
-      for name, arg in kwargs.items()
-    }
-    return jax.tree.leaves((marks, named))
+    count = len(request.avals)
+    numbers = request.treedef.unflatten(range(count))
+    static = [None] * len(request.args), dict.fromkeys(request.kwargs)
+    kept = jax.tree.leaves(self._donated.dynamic(*self._arguments.filled(numbers, *static)))
+    return [number not in kept for number in range(count)]
 
 
 def _check(setting: Setting) -> None:
