@@ -17,7 +17,7 @@ from flax_spmd import cli
 from flax_spmd._src.compare import compilation
 from flax_spmd._src.compare.compile_worker import memory_needed
 from flax_spmd.errors import LayoutError, TargetDeviceError
-from flax_spmd.explore import TrainStep, compare
+from flax_spmd.explore import Comparison, TrainStep, compare
 
 LAYERS, BATCH, EMBED, MLP = 3, 64, 32, 128
 TARGET = 'cpu:8'
@@ -397,6 +397,29 @@ def test_out_of_memory_reports_the_memory_needed(tmp_path, monkeypatch, error, t
   assert memory.temporaries == temporaries and memory.peak == (peak or state + temporaries)
   assert 'no, ' in str(comparison).splitlines()[2] and not comparison['data'].fits
   assert memory_needed('something else') == {}
+
+
+def test_the_arrays_that_need_the_memory():
+  def kept(w, x):
+    for _ in range(3):
+      x = jnp.sin(x @ w)
+    return x.sum()
+
+  step = lambda w, x: (w - jax.grad(kept)(w, x), jnp.float32(0))
+  x = jax.ShapeDtypeStruct((8 * 4096, 256), jnp.float32)
+  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
+  comparison = compare(TrainStep(step, lambda: jnp.ones((256, 256)), x), {'data': layout}, TARGET)
+  outcome = comparison['data']
+  first = outcome.live[0]
+  line = kept.__code__.co_firstlineno + 2
+  assert (first.array, first.source) == ('f32[4096,256]', f'compare_test.py:{line}')
+  assert first.bytes == first.count * 4 * 4096 * 256 and first.count > 1
+  assert 0.9 * outcome.memory.temporaries < sum(one.bytes for one in outcome.live)
+  text = f'  in memory at the peak: {first.count * 4} MiB: {first.count} x f32[4096,256], compare_test.py:{line}'
+  assert text not in str(comparison)
+  assert text in str(Comparison(comparison.target, [outcome._replace(fits=False)])).splitlines()
+  assert json.loads(comparison.to_json())['layouts'][0]['live'][0] == first._asdict()
+  assert 'Temporary arrays at the peak' in comparison.to_html()
 
 
 # -- the command line

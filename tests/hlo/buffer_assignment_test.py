@@ -52,19 +52,22 @@ def test_memory_and_work_are_those_of_jax(tmp_path, seed):
   program, content = compiled(
     tmp_path, operations, rows, columns, drawn.random() < 0.5, drawn.random() < 0.5
   )
-  module, memory = read_dump(content)
+  module, memory, live = read_dump(content)
   stats = program.memory_analysis()
   assert memory['arguments'] == stats.argument_size_in_bytes
   assert memory['results'] == stats.output_size_in_bytes
   assert memory['shared'] == stats.alias_size_in_bytes
   assert memory['temporaries'] == stats.temp_size_in_bytes
+  assert sum(size for _, size in live) <= memory['temporaries']
+  text = hlo_text(module, 8)
+  assert all(f'%{name} = ' in text for name, _ in live)
   whole = program.runtime_executable().hlo_modules()[0].to_string()
-  assert count(hlo_text(module, 8), {'data': 8}) == count(whole, {'data': 8})
+  assert count(text, {'data': 8}) == count(whole, {'data': 8})
 
 
 def test_a_dump_without_its_end_is_not_read(tmp_path):
   _, content = compiled(tmp_path, OPERATIONS[:2], 4, 4, True, False)
-  module, _ = read_dump(content)
+  module = read_dump(content).module
   for length in (0, 1, len(module) // 2, len(module) + 5, len(content) - 1):
     assert read_dump(content[:length]) is None
 
@@ -73,12 +76,15 @@ def test_a_memory_space(tmp_path):
   """Buffers of another space do not count."""
   _, content = compiled(tmp_path, OPERATIONS[:1], 4, 4, False, False)
   assert read_dump(content, 0) == read_dump(content)
-  assert set(read_dump(content, 7)[1].values()) == {0}
+  assert set(read_dump(content, 7).memory.values()) == {0} and not read_dump(content, 7).live
 
 
 @pytest.mark.parametrize('donate', [False, True])
 def test_the_peak_is_between_the_arguments_and_the_sum(tmp_path, donate):
   _, content = compiled(tmp_path, OPERATIONS, 16, 16, donate, True)
-  memory = read_dump(content)[1]
+  memory, live = read_dump(content)[1:]
   least = memory['arguments'] + memory['results'] - memory['shared']
-  assert least < memory['peak'] <= least + memory['temporaries'] + 1024  # with constants
+  rest = memory['peak'] - least - sum(size for _, size in live)
+  assert (
+    0 <= rest < 1024 and least < memory['peak'] <= least + memory['temporaries'] + 1024
+  )  # with constants

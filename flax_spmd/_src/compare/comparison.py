@@ -200,12 +200,14 @@ class Comparison:
     ]
 
   def _details(self) -> Iterator[str]:
-    """Below the table: the largest collectives, errors, warnings and findings of each layout."""
+    """Below the table: the largest collectives, the largest arrays of one that does not fit, errors, warnings and findings of each layout."""
     for outcome in self.outcomes:
       lines = [
         f'  {collective_text(one)}'
         for one in (outcome.counts.collectives if outcome.counts else ())[:_SHOWN]
       ]
+      if not outcome.fits:
+        lines += [f'  in memory at the peak: {one}' for one in outcome.live[:_SHOWN]]
       if outcome.error:
         lines += [f'  {line}' for line in outcome.error.splitlines()[:6]]
       if outcome.pipeline:

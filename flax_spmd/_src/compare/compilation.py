@@ -28,11 +28,13 @@ from flax_spmd._src.compare.compile_worker import BEGIN
 from flax_spmd._src.compare.hardware import Target, compiler_environment
 from flax_spmd._src.compare.lowering import LoweredStep
 from flax_spmd._src.compat import jaxlib_version
-from flax_spmd._src.hlo.counts import Collective, Counts, count
+from flax_spmd._src.hlo.counts import Collective, Counts, count_module
+from flax_spmd._src.hlo.live_arrays import LiveArray, live_arrays
+from flax_spmd._src.hlo.parser import parse
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import TargetDeviceError
 
-_FORMAT = 2
+_FORMAT = 3
 _TIMEOUT = 1800  # seconds
 _LARGEST_CPU = 512  # devices; the CPU's compiler supports no more
 _WARNING_WORDS = (
@@ -62,6 +64,7 @@ class CompileResult(NamedTuple):
     rss: peak memory of the worker process, in bytes.
     cached: whether the result comes from the cache.
     hlo: path of the compressed optimised HLO; None if it could not be cached.
+    live: temporary arrays that are in memory at the peak, largest first.
   """
 
   counts: Counts | None
@@ -74,6 +77,7 @@ class CompileResult(NamedTuple):
   rss: int
   cached: bool
   hlo: Path | None
+  live: tuple[LiveArray, ...] = ()
 
 
 class CompileJob(NamedTuple):
@@ -176,7 +180,9 @@ def _counted(key: str, program: LoweredStep, report: dict[str, Any], hlo: Path) 
   """A worker's report with the counts of its program; both are cached."""
   if hlo.exists():
     text = hlo.read_text()
-    report['counts'] = _counts_json(count(text, program.mesh))
+    module = parse(text)
+    report['counts'] = _counts_json(count_module(module, program.mesh))
+    report['live'] = live_arrays(report['live'], module)
     _cache_hlo(key, text)
   if {'counts', 'used', 'memory'} & report.keys():  # other errors may not be the program's fault
     _cache(key, report)
@@ -341,4 +347,5 @@ def _compile_result(content: dict[str, Any], key: str, cached: bool) -> CompileR
     content.get('rss', 0),
     cached,
     hlo if hlo.exists() else None,
+    tuple(LiveArray(*one) for one in content.get('live', ())),
   )

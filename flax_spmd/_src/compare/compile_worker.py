@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_spmd._src.compare.hardware import Target, gpu_description, parse_target
-from flax_spmd._src.hlo.buffer_assignment import read_dump
+from flax_spmd._src.hlo.buffer_assignment import Dump, read_dump
 
 BEGIN = 'flax_spmd compiles '  # precedes each folder on stderr, where compilers log
 _ASSIGNED = '*after_optimizations.hlo.pb'
@@ -73,22 +73,21 @@ def _compile(folder: Path, target: Target, mesh: dict[str, int]) -> dict[str, An
   begin, cpu = time.perf_counter(), time.process_time()
   code = (folder / 'program.mlir').read_bytes()
   try:
-    module, memory = _assigned(folder / 'dump', target, code, devices, {})
+    found = _assigned(folder / 'dump', target, code, devices, {})
   except Exception as error:
     if target.chip.platform != 'cuda' or memory_needed(str(error)):
       raise
-    module, memory = _assigned(folder / 'dump_without_triton', target, code, devices, _WITHOUT_TRITON)
-  (folder / 'hlo.txt').write_text(hlo_text(module, devices.size))
+    found = _assigned(folder / 'dump_without_triton', target, code, devices, _WITHOUT_TRITON)
+  (folder / 'hlo.txt').write_text(hlo_text(found.module, devices.size))
   return {
-    'memory': memory,
+    'memory': found.memory,
+    'live': found.live,
     'seconds': time.perf_counter() - begin,
     'cpu_seconds': time.process_time() - cpu,
   }
 
 
-def _assigned(
-  folder: Path, target: Target, code: bytes, devices: Any, flags: dict[str, Any]
-) -> tuple[bytes, dict[str, int]]:
+def _assigned(folder: Path, target: Target, code: bytes, devices: Any, flags: dict[str, Any]) -> Dump:
   """The optimised module and its memory, once the compiler has assigned buffers; it is left running."""
   from flax_spmd._src.compat import dump_program
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _MAX_DRAWINGS = 12  # arrays of each layout whose shards are drawn
 _MAX_DRAWING_SIZE = 60_000  # characters of SVG per layout; drawings of many devices are large
 _MAX_TASKS = 2000  # tasks in a timeline
+_MAX_LIVE = 30  # temporary arrays of each layout
 _MAX_COLLECTIVES = 2000  # rows in the table of collectives, the largest of each layout
 
 
@@ -55,6 +56,7 @@ def page(comparison: Comparison, *, title: str = '', first: Sequence[str] = ()) 
     section('Time of a step', _time_bars([o for o in done if o.cost])),
     section('Roofline', _roofline(comparison, [o for o in done if o.counts])),
     section('Collectives', _collectives(done)),
+    section('Temporary arrays at the peak', _live(done)),
     *(_arrays(outcome) for outcome in done),
   ]
   head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{safe(title)}</title><style>{style}</style>'
@@ -159,6 +161,22 @@ def _collectives(outcomes: Sequence[Outcome]) -> str:
     ]
   ]
   return table(titles, rows, 'collectives') if rows else ''
+
+
+def _live(outcomes: Sequence[Outcome]) -> str:
+  rows = [
+    [
+      outcome.name,
+      one.array,
+      (one.count, str(one.count)),
+      byte_cell(one.bytes),
+      one.source or one.op,
+    ]
+    for outcome in outcomes
+    for one in outcome.live[:_MAX_LIVE]
+  ]
+  titles = ('layout', 'array on a device', 'times', 'bytes', 'from')
+  return table(titles, rows, 'temporary arrays') if rows else ''
 
 
 def _arrays(outcome: Outcome) -> str:

@@ -8,6 +8,7 @@ from flax_spmd._src.compare.compilation import CompileResult
 from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.lowering import LoweredStep
 from flax_spmd._src.hlo.counts import Collective, Counts
+from flax_spmd._src.hlo.live_arrays import LiveArray
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
@@ -66,6 +67,11 @@ class Outcome(NamedTuple):
     """Size per mesh axis."""
     return axis_sizes(self.layout.mesh)
 
+  @property
+  def live(self) -> tuple[LiveArray, ...]:
+    """The temporary arrays that are in memory at the peak of a compiled step, largest first; empty for an estimate."""
+    return self.compiled.live if self.compiled else ()
+
   @classmethod
   def failed(cls, name: str, layout: Layout, error: str) -> Self:
     """The outcome of a layout that was not compiled."""
@@ -98,6 +104,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
     'hbm_bytes': counts and counts.hbm_bytes,
     'collectives': [one._asdict() for one in counts.collectives] if counts else [],
     'opaque': counts and counts.opaque,
+    'live': [one._asdict() for one in outcome.live],
     'cost': cost and cost._asdict() | {'links': {'+'.join(axes): s for axes, s in cost.links.items()}},
     'warnings': compiled.warnings if compiled else [],
     'pipeline': outcome.pipeline and outcome.pipeline.record(),

@@ -1,6 +1,7 @@
 """Buffer assignments: the memory of a compiled program, as XLA's dump of it describes.
 
-    module, memory = read_dump(file.read_bytes())    # both None while the compiler still writes
+    dump = read_dump(file.read_bytes())    # None while the compiler still writes
+    dump.memory['peak'], dump.live
 
 XLA assigns buffers after all of its passes over the HLO, and before it generates code. The messages are those of XLA's
 `hlo.proto`, with the fields that are read here.
@@ -9,7 +10,8 @@ XLA assigns buffers after all of its passes over the HLO, and before it generate
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -23,7 +25,12 @@ _MESSAGES: dict[str, dict[str, tuple[int, int | str]]] = {
     'allocations': (3, '[Allocation]'),
     'traces': (4, '[Trace]'),
   },
-  'Buffer': {'id': (1, _Field.TYPE_INT64), 'size': (2, _Field.TYPE_INT64)},
+  'Buffer': {
+    'id': (1, _Field.TYPE_INT64),
+    'size': (2, _Field.TYPE_INT64),
+    'defined': (3, 'Location'),
+  },
+  'Location': {'instruction': (4, _Field.TYPE_INT64)},
   'Allocation': {
     'index': (1, _Field.TYPE_INT64),
     'size': (2, _Field.TYPE_INT64),
@@ -35,11 +42,34 @@ _MESSAGES: dict[str, dict[str, tuple[int, int | str]]] = {
   },
   'Trace': {'events': (1, '[Event]'), 'allocation': (3, _Field.TYPE_INT64)},
   'Event': {'kind': (1, _Field.TYPE_INT64), 'buffer': (2, _Field.TYPE_INT64)},
+  'Module': {'computations': (3, '[Computation]')},
+  'Computation': {'instructions': (2, '[Instruction]'), 'id': (5, _Field.TYPE_INT64)},
+  'Instruction': {
+    'name': (1, _Field.TYPE_STRING),
+    'opcode': (2, _Field.TYPE_STRING),
+    'id': (35, _Field.TYPE_INT64),
+    'called': (38, '[int64]'),
+  },
 }
 _FREE = 1  # kind of an event; the others bring a buffer to life
 
 
-def read_dump(content: bytes, space: int | None = None) -> tuple[bytes, dict[str, int]] | None:
+class Dump(NamedTuple):
+  """A compiled program and its memory.
+
+  Attributes:
+    module: the serialized HLO module.
+    memory: bytes as in the compiler's memory statistics: `arguments`, `results`, `shared` (results in the memory of
+      donated arguments), `temporaries`, and `peak`, the most that is alive at a time.
+    live: the temporary buffers that are alive at the peak: the name of the instruction that defines each, and its bytes.
+  """
+
+  module: bytes
+  memory: dict[str, int]
+  live: list[tuple[str, int]]
+
+
+def read_dump(content: bytes, space: int | None = None) -> Dump | None:
   """The module and the memory of a program that XLA dumped as an `HloProto`.
 
   Args:
@@ -47,9 +77,7 @@ def read_dump(content: bytes, space: int | None = None) -> tuple[bytes, dict[str
     space: number of the memory space that counts; None for all but the host's.
 
   Returns:
-    The serialized HLO module, and bytes as in the compiler's memory statistics: `arguments`, `results`, `shared`
-    (results in the memory of donated arguments), `temporaries`, and `peak`, the most that is alive at a time. None
-    if the file has no complete buffer assignment.
+    The program; None if the file has no complete buffer assignment.
   """
   try:
     dump = _message('Dump').FromString(content)
@@ -57,13 +85,33 @@ def read_dump(content: bytes, space: int | None = None) -> tuple[bytes, dict[str
     return None
   if not dump.HasField('assignment'):
     return None
-  return dump.module, _memory(dump.assignment, space)
+  memory, buffers = _memory(dump.assignment, space)
+  names = _instruction_names(dump.module) if buffers else {}
+  return Dump(
+    dump.module, memory, [(names.get(one.defined.instruction, ''), one.size) for one in buffers]
+  )
 
 
-def _memory(assignment: Any, space: int | None) -> dict[str, int]:
-  peaks = _peaks(assignment)
+def _instruction_names(module: bytes) -> dict[int, str]:
+  """The name of each instruction, by its number in the module: that of its computation in the upper 32 bits.
+
+  What runs asynchronously has the name of its start, in whose line the module's text has it.
+  """
+  computations = _message('Module').FromString(module).computations
+  starts = (one for each in computations for one in each.instructions if one.opcode == 'async-start')
+  outside = {number: one.name for one in starts for number in one.called}
+  return {
+    one.id if one.id >> 32 else each.id << 32 | one.id: outside.get(each.id, one.name)
+    for each in computations
+    for one in each.instructions
+  }
+
+
+def _memory(assignment: Any, space: int | None) -> tuple[dict[str, int], list[Any]]:
+  """The bytes by kind, and the temporary buffers that are alive at the peak."""
+  alive = _alive_at_peak(assignment)
   total = {'arguments': 0, 'results': 0, 'shared': 0, 'temporaries': 0}
-  peak = 0
+  peak, buffers = 0, []
   for one in assignment.allocations:
     if one.thread_local or one.space == _HOST or space not in (None, one.space):
       continue
@@ -71,20 +119,34 @@ def _memory(assignment: Any, space: int | None) -> dict[str, int]:
     kinds['temporaries'] = not (one.argument or one.result or one.constant)
     for kind, counts in kinds.items():
       total[kind] += one.size if counts else 0
-    peak += peaks[one.index] if kinds['temporaries'] and one.index in peaks else one.size
-  return {**total, 'peak': peak}
+    if kinds['temporaries'] and one.index in alive:
+      peak += sum(buffer.size for buffer in alive[one.index])
+      buffers += alive[one.index]
+    else:
+      peak += one.size
+  return {**total, 'peak': peak}, buffers
 
 
-def _peaks(assignment: Any) -> dict[int, int]:
-  """The bytes that are alive at a time at most, per allocation that buffers share in turn."""
-  sizes = {buffer.id: buffer.size for buffer in assignment.buffers}
-  peaks: dict[int, int] = {}
+def _alive_at_peak(assignment: Any) -> dict[int, list[Any]]:
+  """The buffers that are alive when an allocation that buffers share in turn is fullest."""
+  buffers = {buffer.id: buffer for buffer in assignment.buffers}
+  found: dict[int, list[Any]] = {}
   for trace in assignment.traces:
-    alive = 0
-    for event in trace.events:
-      alive += -sizes[event.buffer] if event.kind == _FREE else sizes[event.buffer]
-      peaks[trace.allocation] = max(peaks.get(trace.allocation, 0), alive)
-  return peaks
+    changes = (
+      -buffers[event.buffer].size if event.kind == _FREE else buffers[event.buffer].size
+      for event in trace.events
+    )
+    sums = list(itertools.accumulate(changes))
+    alive: dict[int, Any] = {}
+    for event in trace.events[: sums.index(max(sums)) + 1] if sums else ():
+      if event.kind == _FREE:
+        alive.pop(event.buffer, None)
+      else:
+        alive[event.buffer] = buffers[event.buffer]
+    found[trace.allocation] = max(
+      found.get(trace.allocation, []), list(alive.values()), key=lambda some: sum(b.size for b in some)
+    )
+  return found
 
 
 @functools.cache
@@ -100,9 +162,12 @@ def _message(name: str) -> Any:
       if isinstance(kind, int):
         field.type = kind
         continue
-      field.type, field.type_name = _Field.TYPE_MESSAGE, f'.flax_spmd.{kind.strip("[]")}'
       if kind.startswith('['):
         field.label = _Field.LABEL_REPEATED
+      if kind == '[int64]':
+        field.type = _Field.TYPE_INT64
+      else:
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f'.flax_spmd.{kind.strip("[]")}'
   pool = descriptor_pool.DescriptorPool()
   pool.Add(file)
   return message_factory.GetMessageClass(pool.FindMessageTypeByName(f'flax_spmd.{name}'))
