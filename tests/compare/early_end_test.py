@@ -77,6 +77,8 @@ def test_the_program_and_its_memory_are_those_of_a_whole_compilation(tmp_path, m
   compared = ['arguments', 'results', 'shared', 'peak' if name.startswith('v5e') else 'temporaries']
   assert {kind: early.memory[kind] for kind in compared} == {kind: memory[kind] for kind in compared}
   sizes = [one.bytes for one in early.live]
-  assert 0.9 * memory['temporaries'] < sum(sizes) <= 1.1 * memory['temporaries'] or name.startswith('v5e')
+  assert 0.9 * memory['temporaries'] < sum(sizes) <= 1.1 * memory['temporaries'] or name.startswith(
+    'v5e'
+  )
   assert sizes and all(one.source.startswith('early_end_test.py:') for one in early.live[:2])
   assert early.counts == count((tmp_path / 'hlo.txt').read_text(), {'data': 8})

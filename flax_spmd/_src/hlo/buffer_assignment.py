@@ -10,7 +10,7 @@ XLA assigns buffers after all of its passes over the HLO, and before it generate
 from __future__ import annotations
 
 import functools
-import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -41,7 +41,11 @@ _MESSAGES: dict[str, dict[str, tuple[int, int | str]]] = {
     'constant': (12, _Field.TYPE_BOOL),
   },
   'Trace': {'events': (1, '[Event]'), 'allocation': (3, _Field.TYPE_INT64)},
-  'Event': {'kind': (1, _Field.TYPE_INT64), 'buffer': (2, _Field.TYPE_INT64)},
+  'Event': {
+    'kind': (1, _Field.TYPE_INT64),
+    'buffer': (2, _Field.TYPE_INT64),
+    'shared': (5, _Field.TYPE_INT64),
+  },
   'Module': {'computations': (3, '[Computation]')},
   'Computation': {'instructions': (2, '[Instruction]'), 'id': (5, _Field.TYPE_INT64)},
   'Instruction': {
@@ -51,7 +55,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, int | str]]] = {
     'called': (38, '[int64]'),
   },
 }
-_FREE = 1  # kind of an event; the others bring a buffer to life
+_FREE, _SHARE = 1, 2  # kinds of events; the others bring a buffer to life
 
 
 class Dump(NamedTuple):
@@ -109,9 +113,12 @@ def _instruction_names(module: bytes) -> dict[int, str]:
 
 def _memory(assignment: Any, space: int | None) -> tuple[dict[str, int], list[Any]]:
   """The bytes by kind, and the temporary buffers that are alive at the peak."""
-  alive = _alive_at_peak(assignment)
+  known = {buffer.id: buffer for buffer in assignment.buffers}
+  traces: dict[int, list[Any]] = {}
+  for trace in assignment.traces:
+    traces.setdefault(trace.allocation, []).append(_alive_at_peak(trace, known))
   total = {'arguments': 0, 'results': 0, 'shared': 0, 'temporaries': 0}
-  peak, buffers = 0, []
+  peak, live = 0, []
   for one in assignment.allocations:
     if one.thread_local or one.space == _HOST or space not in (None, one.space):
       continue
@@ -119,34 +126,40 @@ def _memory(assignment: Any, space: int | None) -> tuple[dict[str, int], list[An
     kinds['temporaries'] = not (one.argument or one.result or one.constant)
     for kind, counts in kinds.items():
       total[kind] += one.size if counts else 0
-    if kinds['temporaries'] and one.index in alive:
-      peak += sum(buffer.size for buffer in alive[one.index])
-      buffers += alive[one.index]
+    if kinds['temporaries'] and one.index in traces:
+      alive = max(traces[one.index], key=_bytes)
+      peak += _bytes(alive)
+      live += alive
     else:
       peak += one.size
-  return {**total, 'peak': peak}, buffers
+  return {**total, 'peak': peak}, live
 
 
-def _alive_at_peak(assignment: Any) -> dict[int, list[Any]]:
-  """The buffers that are alive when an allocation that buffers share in turn is fullest."""
-  buffers = {buffer.id: buffer for buffer in assignment.buffers}
-  found: dict[int, list[Any]] = {}
-  for trace in assignment.traces:
-    changes = (
-      -buffers[event.buffer].size if event.kind == _FREE else buffers[event.buffer].size
-      for event in trace.events
-    )
-    sums = list(itertools.accumulate(changes))
-    alive: dict[int, Any] = {}
-    for event in trace.events[: sums.index(max(sums)) + 1] if sums else ():
-      if event.kind == _FREE:
-        alive.pop(event.buffer, None)
-      else:
-        alive[event.buffer] = buffers[event.buffer]
-    found[trace.allocation] = max(
-      found.get(trace.allocation, []), list(alive.values()), key=lambda some: sum(b.size for b in some)
-    )
-  return found
+def _bytes(buffers: Iterable[Any]) -> int:
+  return sum(buffer.size for buffer in buffers)
+
+
+def _alive_at_peak(trace: Any, buffers: Mapping[int, Any]) -> list[Any]:
+  """The buffers in an allocation when it is fullest; of several in one place, the last."""
+  places: dict[int, int] = {}  # the first buffer in the place of each
+  alive: dict[int, dict[int, Any]] = {}  # the buffers in each place
+  found: list[Any] = []
+  total = most = 0
+  for event in trace.events:
+    if event.kind == _SHARE:
+      places[event.buffer] = places.get(event.shared, event.shared)
+    place = places.setdefault(event.buffer, event.buffer)
+    if event.kind != _FREE:
+      total += 0 if place in alive else buffers[place].size
+      alive.setdefault(place, {})[event.buffer] = buffers[event.buffer]
+    elif place in alive:
+      if total > most:
+        most, found = total, [next(reversed(some.values())) for some in alive.values()]
+      alive[place].pop(event.buffer, None)
+      if not alive[place]:
+        del alive[place]
+        total -= buffers[place].size
+  return found if total <= most else [next(reversed(some.values())) for some in alive.values()]
 
 
 @functools.cache
