@@ -26,7 +26,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
-from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.partition import can_partition, partition
@@ -88,7 +88,7 @@ class Estimator:
     >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
     >>> estimator = explore.Estimator(train_step)
     >>> layout = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
-    >>> estimator.estimate(layout, explore.parse_target('h100:8')).counts.flops
+    >>> estimator.estimate(layout, 'h100:8').counts.flops
     131072.0
   """
 
@@ -134,20 +134,20 @@ class Estimator:
     mesh = next(iter(jax.tree.leaves(self._lowering.state))).sharding.mesh
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
-  def estimate(self, layout: Layout, target: Target) -> Outcome:
+  def estimate(self, layout: Layout, target: Target | str) -> Outcome:
     """Estimates the costs and memory of the step under a layout; nothing is compiled.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
-      target: hardware to estimate for.
+      target: hardware to estimate for, as text such as `'h100:8'` or parsed.
 
     Raises:
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
     """
-    return self._outcome(layout, target, None)
+    return self._outcome(layout, _parsed(target), None)
 
-  def partition(self, layout: Layout, target: Target) -> Outcome:
+  def partition(self, layout: Layout, target: Target | str) -> Outcome:
     """Estimates a layout whose program the target's own compiler partitions, which takes seconds.
 
     FLOPs and collectives are then those of the compiled program, and its source is `partitioned`. Memory and memory
@@ -155,7 +155,7 @@ class Estimator:
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
-      target: hardware to estimate for. Only compilers for GPUs can end after they have partitioned a program.
+      target: hardware to estimate for, as text or parsed. Only compilers for GPUs can end after they have partitioned a program.
 
     Returns:
       The outcome; the plain estimate, with the source `estimated`, if the program cannot be partitioned.
@@ -164,6 +164,7 @@ class Estimator:
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
     """
+    target = _parsed(target)
     estimate = self.estimate(layout, target)
     if not can_partition(target):
       return estimate
@@ -322,6 +323,10 @@ def _resolve(
   raise_problems([problem.at('constraint') for problem in resolution.problems])
   entries = [*resolution.spec, *[None] * (len(shape) - len(resolution.spec))]
   return [None if entry is UNCONSTRAINED else _sharded(entry, layout.mesh) for entry in entries]
+
+
+def _parsed(target: Target | str) -> Target:
+  return parse_target(target) if isinstance(target, str) else target
 
 
 def _part(path: Any) -> str:
