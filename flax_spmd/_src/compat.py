@@ -1150,22 +1150,6 @@ def hlo_text(module: bytes, partitions: int) -> str:
   return f'{header}, num_partitions={partitions}{end}{rest}'
 
 
-def partition_program(code: bytes, devices: np.ndarray) -> str:
-  """Partitions MLIR bytecode for GPUs, without optimising it.
-
-  The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives, in a
-  tenth of the time of a compilation. Bytes on the wire and FLOPs are those of the compiled program.
-
-  Args:
-    code: the program.
-    devices: devices, in the order of the mesh.
-
-  Returns:
-    The HLO text of one device's program. Its collectives are not combined, and its operations are not fused.
-  """
-  return _compiled(code, devices, {'xla_early_exit_with_layouts': True}).hlo_modules()[0].to_string()
-
-
 def _compiled(code: bytes, devices: np.ndarray, flags: Mapping[str, Any]) -> Any:
   client = devices.flat[0].client
   options = compiler.get_compile_options(
