@@ -597,7 +597,7 @@ def test_a_module_in_place_of_a_function():
 @pytest.mark.parametrize(
   'tree, kind', [(nn.Dense(8), 'Dense'), (nn.Dense(8).init, 'method'), ('params', 'str')]
 )
-def test_what_is_no_tree_of_arrays(tree, kind):
+def test_something_that_is_no_tree_of_arrays(tree, kind):
   for report in (functools.partial(spmd.explain, layout()), layout().check):
     assert text_of(errors.LayoutError, report, tree) == dedent(f"""\
       A {kind} is no tree of arrays.
