@@ -597,7 +597,7 @@ def test_a_module_in_place_of_a_function():
 @pytest.mark.parametrize(
   'tree, kind', [(nn.Dense(8), 'Dense'), (nn.Dense(8).init, 'method'), ('params', 'str')]
 )
-def test_what_is_no_tree_of_arrays(tree, kind):
+def test_something_that_is_no_tree_of_arrays(tree, kind):
   for report in (functools.partial(spmd.explain, layout()), layout().check):
     assert text_of(errors.LayoutError, report, tree) == dedent(f"""\
       A {kind} is no tree of arrays.
@@ -647,3 +647,20 @@ def test_the_name_of_a_layout_file_instead_of_its_text():
   assert text_of(errors.RulesError, spmd.Layout.from_toml, 'layouts/fsdp.toml') == dedent("""\
     'layouts/fsdp.toml' is the name of a layout file, not its text.
     Fix: pass its text, Path('layouts/fsdp.toml').read_text().""")
+
+
+def test_options_for_parameters_that_a_function_does_not_have():
+  def step(state, batch, *, train=True):
+    return state
+
+  jit = layout().jit
+  assert text_of(ValueError, jit, step, donate_argnames='stat', static_argnames=['trian']) == dedent("""\
+    donate_argnames has 'stat', which is no parameter of step(state, batch, *, train=True). Did you mean 'state'?
+    static_argnames has 'trian', which is no parameter of step(state, batch, *, train=True). Did you mean 'train'?
+    Fix: correct the name.""")
+  assert text_of(ValueError, jit, step, donate_argnums=(0, 2), static_argnums=-3) == dedent("""\
+    donate_argnums has 2, but step(state, batch, *, train=True) has 2 positional parameters.
+    static_argnums has -3, but step(state, batch, *, train=True) has 2 positional parameters.
+    Fix: count the parameters from 0, or give the name of one.""")
+  jit(lambda *args, **others: args, donate_argnums=7, donate_argnames='any')
+  jit(step, donate_argnums=(-2, np.int64(1)), static_argnames='train')

@@ -13,7 +13,6 @@ deviation is a finding.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -36,7 +35,7 @@ from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import Decision, RuleId, Skipped, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.text import plural, size_text
-from flax_spmd._src.text_table import TextTable
+from flax_spmd._src.text_table import TextTable, plain_text
 from flax_spmd.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
@@ -322,12 +321,7 @@ class Explanation(NamedTuple):
     )
 
   def __str__(self) -> str:
-    from rich.console import Console
-
-    file = io.StringIO()
-    console = Console(file=file, width=140, color_system=None, force_jupyter=False)
-    console.print(self)
-    return '\n'.join(line.rstrip() for line in file.getvalue().splitlines())
+    return plain_text(self)
 
   def _totals(self) -> list[str]:
     lines = [_total('', Total.of(self.rows))]

@@ -54,6 +54,11 @@ def plural(count: int, noun: str) -> str:
   return f'{count} {noun}{"" if count == 1 else "s"}'
 
 
+def listed_paths(paths: Sequence[str]) -> str:
+  """`3 arrays: a, b, ...`."""
+  return f'{plural(len(paths), "array")}: {", ".join(paths[:2])}{", ..." if len(paths) > 2 else ""}'
+
+
 def with_article(noun: str) -> str:
   """A noun after its article.
 

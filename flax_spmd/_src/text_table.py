@@ -6,6 +6,7 @@ plain text, and only those that are too wide are wrapped.
 
 from __future__ import annotations
 
+import io
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -91,3 +92,12 @@ def _width(text: str) -> int:
 def _is_narrow(text: str) -> bool:
   """Whether each of its characters is known to be one column wide."""
   return text.isascii() or text.replace('→', '').isascii()
+
+
+def plain_text(printable: Any) -> str:
+  """The text that `rich` prints of an object, without colours, in lines of 140 characters."""
+  from rich.console import Console
+
+  file = io.StringIO()
+  Console(file=file, width=140, color_system=None, force_jupyter=False).print(printable)
+  return '\n'.join(line.rstrip() for line in file.getvalue().splitlines())

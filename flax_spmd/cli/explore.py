@@ -146,6 +146,14 @@ def model_of(reference: tuple[str, str]) -> TrainStepLike:
 
   @functools.wraps(found)
   def train_step_of(layout: Layout, **choices: Any) -> TrainStep:
+    signature = inspect.signature(found)
+    try:
+      signature.bind(layout, **choices)
+    except TypeError as error:
+      raise FlaxSpmdError(
+        f'{name}{signature} is called with {", ".join(["a layout", *choices])}: {error}.\n'
+        'Fix: name an explore.TrainStep, or a function, of a layout if need be, that returns one.'
+      ) from error
     return _train_step(f'{name} returned', found(layout, **choices))
 
   return cast('TrainStepLike', train_step_of)

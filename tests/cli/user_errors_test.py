@@ -105,6 +105,14 @@ def test_parts_of_a_training_step_that_are_not_functions(run):
   )
 
 
+def test_a_step_in_the_place_of_a_training_step(run):
+  assert run('explain', 'step', 'layout.toml') == (
+    2,
+    "users_model:step(state, x) is called with a layout: missing a required argument: 'x'.\n"
+    'Fix: name an explore.TrainStep, or a function, of a layout if need be, that returns one.\n',
+  )
+
+
 def test_a_fault_of_this_package_is_not_the_users(run, monkeypatch):
   monkeypatch.setattr('flax_spmd.cli.explore.model_of', cli.explore.reference)  # of other arguments
   with pytest.raises(AttributeError, match='partition'):

@@ -158,6 +158,12 @@ def test_a_dimension_that_is_not_divisible(estimator):
     estimator.estimate(layout({'data': 8}, layers='data'), TARGET)
 
 
+def test_targets_as_text(estimator):
+  assert estimator.estimate(DATA, 'h100:8') == estimator.estimate(DATA, parse_target('h100:8'))
+  with pytest.raises(TargetDeviceError, match="There is no target 'h1000:8'"):
+    estimator.estimate(DATA, 'h1000:8')
+
+
 def test_a_mesh_with_another_number_of_devices_than_the_target(estimator):
   with pytest.raises(TargetDeviceError) as error:
     estimator.estimate(DATA, parse_target('h100:16'))

@@ -266,30 +266,62 @@ class Agent(flax.struct.PyTreeNode):
   critic: TrainState
 
 
+def model(keys, stack):
+  params = {'Dense_0': {'kernel': jax.ShapeDtypeStruct((*stack, 8, 16), jnp.float32)}}
+  for key in reversed(keys):
+    params = {key: params}
+  return params
+
+
 SMALL = ['optax.adam', 'small adafactor', 'optax.sm3', 'short lbfgs', 'masked', 'MultiSteps']
+TWO_MODELS = st.tuples(
+  *[
+    st.builds(
+      model,
+      st.lists(st.sampled_from(['MLP_0', 'layers', 'params']), max_size=2),
+      st.sampled_from([(), (2,), (3, 2)]),
+    )
+  ]
+  * 2
+)
+TWO_OPTIMIZERS = st.tuples(*[st.sampled_from(SMALL)] * 2)
+ONE_RULE = st.sampled_from(
+  [('kernel$', P(..., 'model')), ('kernel$', P('data')), spmd.fsdp('model', min_size=1)]
+).map(lambda rule: spmd.Layout(MESH, (rule,), indivisible='replicate'))
 
 
 @given(
   st.sampled_from([lambda a, b: (a, b), lambda a, b: {'actor': a, 'critic': b}, Agent]),
-  st.tuples(*[st.lists(st.sampled_from(['MLP_0', 'layers', 'params']), max_size=2)] * 2),
-  st.tuples(*[st.sampled_from([(), (2,), (3, 2)])] * 2),
-  st.tuples(*[st.sampled_from(SMALL)] * 2),
-  st.sampled_from(
-    [('kernel$', P(..., 'model')), ('kernel$', P('data')), spmd.fsdp('model', min_size=1)]
-  ),
+  TWO_MODELS,
+  TWO_OPTIMIZERS,
+  ONE_RULE,
 )
-def test_each_of_two_models_in_a_state_is_sharded_as_it_is_alone(pair, outer, stack, optimizers, rule):
+def test_each_of_two_models_in_a_state_is_sharded_as_it_is_alone(pair, models, optimizers, layout):
   """Even where the paths of one end with those of the other, as those of a critic under `nn.vmap` do."""
-
-  def made(keys, stack, optimizer):
-    params = {'Dense_0': {'kernel': jax.ShapeDtypeStruct((*stack, 8, 16), jnp.float32)}}
-    for key in reversed(keys):
-      params = {key: params}
-    return jax.eval_shape(
-      lambda p: TrainState.create(apply_fn=None, params=p, tx=OPTIMIZERS[optimizer]), params
-    )
-
-  layout = spmd.Layout(MESH, (rule,), indivisible='replicate')
-  states = [made(*each) for each in zip(outer, stack, optimizers, strict=True)]
+  states = [state_of(OPTIMIZERS[name], params) for name, params in zip(optimizers, models, strict=True)]
   together = jax.tree.leaves(layout.spec(pair(*states)))
   assert together == [spec for state in states for spec in jax.tree.leaves(layout.spec(state))]
+
+
+@given(
+  st.sampled_from([tuple, lambda both: dict(zip(['actor', 'critic'], both, strict=True))]),
+  st.sampled_from(
+    [('opt_states', 'params', 'slow'), ('a', 'b', 'c'), ('optimizers', 'models', 'averages')]
+  ),
+  TWO_MODELS,
+  TWO_OPTIMIZERS,
+  ONE_RULE,
+)
+def test_each_of_two_models_with_an_optimizer_is_sharded_as_it_is_alone(
+  pair, roots, models, optimizers, layout
+):
+  """In dictionaries of models and of optimizers, beside the average of one model."""
+  pairs = zip(optimizers, models, strict=True)
+  states = [jax.eval_shape(OPTIMIZERS[name].init, params) for name, params in pairs]
+  trees = dict(zip(roots, [pair(states), pair(models), models[1]], strict=True))
+  alone = [
+    layout.spec(dict(zip(roots[:2], each, strict=True))) for each in zip(states, models, strict=True)
+  ]
+  specs = layout.spec(trees)
+  for root in roots[:2]:
+    assert jax.tree.leaves(specs[root]) == jax.tree.leaves([each[root] for each in alone])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from flax_spmd._src.checkpoint.storage.record import LeafRecord, device_dtype, l
 from flax_spmd._src.checkpoint.targets import RestoreTarget
 from flax_spmd._src.notebook_html import preformatted
 from flax_spmd._src.public_module import set_module
+from flax_spmd._src.reshard.array_transfer import shard_bytes
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import plural, size_text
 from flax_spmd.errors import CheckpointDamagedError, CheckpointMismatchError, Problem, raise_problems
@@ -241,7 +241,7 @@ def _too_wide(values: Mapping[str, Any], leaves: Mapping[str, LeafRecord]) -> li
 
 def _bytes_on_device(value: Any) -> int:
   sharding = getattr(value, 'sharding', None)
-  return 0 if sharding is None else _shard_bytes(sharding, tuple(value.shape), value.dtype)
+  return 0 if sharding is None else shard_bytes(sharding, tuple(value.shape), value.dtype)
 
 
 def _on_fullest(values: Mapping[str, Any], per_leaf: Mapping[str, int]) -> int:
@@ -258,11 +258,6 @@ def _on_fullest(values: Mapping[str, Any], per_leaf: Mapping[str, int]) -> int:
     for device in () if sharding is None else sharding.device_set:
       by_device[device] = by_device.get(device, 0) + size
   return max(by_device.values(), default=0)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shard_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:
-  return math.prod(sharding.shard_shape(shape)) * dtype.itemsize
 
 
 def _temporary_bytes(route: Route, saved: Mapping[str, LeafRecord]) -> int:

@@ -26,7 +26,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_spmd._src.compare.costs import cost
-from flax_spmd._src.compare.hardware import Target
+from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
@@ -83,7 +83,7 @@ class Estimator:
     >>> train_step = explore.TrainStep(step, create, jax.ShapeDtypeStruct((32, 64), jnp.float32))
     >>> estimator = explore.Estimator(train_step)
     >>> layout = Layout(abstract_mesh({'data': 8}), (('batch', 'data'),))
-    >>> estimator.estimate(layout, explore.parse_target('h100:8')).counts.flops
+    >>> estimator.estimate(layout, 'h100:8').counts.flops
     131072.0
   """
 
@@ -128,17 +128,18 @@ class Estimator:
     mesh = next(iter(jax.tree.leaves(self._lowering.state))).sharding.mesh
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
-  def estimate(self, layout: Layout, target: Target) -> Outcome:
+  def estimate(self, layout: Layout, target: Target | str) -> Outcome:
     """Estimates the costs and memory of the step under a layout; nothing is compiled.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
-      target: hardware to estimate for.
+      target: hardware to estimate for, as text such as `'h100:8'` or parsed.
 
     Raises:
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
     """
+    target = parse_target(target) if isinstance(target, str) else target
     sizes = axis_sizes(layout.mesh)
     if math.prod(sizes.values()) != target.devices:
       raise TargetDeviceError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,16 +42,21 @@ class Arguments(NamedTuple):
 
   @classmethod
   def of(cls, fn: Callable[..., Any], options: Mapping[str, Any]) -> Arguments:
-    """The arguments of `fn` under options of `jax.jit` (`static_argnums`, `static_argnames`)."""
+    """The arguments of `fn` under options of `jax.jit` (`static_argnums`, `static_argnames`).
+
+    Raises:
+      LayoutError: an option, also one for donated arguments, is for a parameter that `fn` does not have.
+    """
     numbers = options.get('static_argnums')
     names = options.get('static_argnames')
-    numbers = {numbers} if isinstance(numbers, int) else set(numbers or ())
-    names = {names} if isinstance(names, str) else set(names or ())
+    numbers, names = set(_each(numbers, (int, np.integer))), set(_each(names, str))
     try:
       signature = inspect.signature(fn)
       parameters = [p.name for p in signature.parameters.values() if p.kind in _BY_POSITION]
     except (TypeError, ValueError):  # builtins without a signature
       signature, parameters = None, []
+    if signature is not None:
+      raise_problems(list(_option_problems(fn, signature, options)))
     numbers = {number % len(parameters) if parameters and number < 0 else number for number in numbers}
     numbers |= {parameters.index(name) for name in names if name in parameters}
     names |= {parameters[number] for number in numbers if number < len(parameters)}
@@ -262,6 +267,7 @@ class Arguments(NamedTuple):
     return static
 
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -362,6 +368,34 @@ def _is_one_per_argument(placements: Any) -> bool:
   return isinstance(placements, (tuple, list)) and not any(
     isinstance(entry, str) for entry in placements
   )
+
+
+def _option_problems(
+  fn: Callable[..., Any], signature: inspect.Signature, options: Mapping[str, Any]
+) -> Iterator[Problem]:
+  """The problem of every name and number in options that no parameter of a function has, unless it takes any."""
+  kinds = [parameter.kind for parameter in signature.parameters.values()]
+  names = [name for name, kind in zip(signature.parameters, kinds, strict=True) if kind in _BY_NAME]
+  count = sum(kind in _BY_POSITION for kind in kinds)
+  described = f'{getattr(fn, "__name__", "the function")}{signature}'
+  for option, value in options.items():
+    if option.endswith('argnames') and inspect.Parameter.VAR_KEYWORD not in kinds:
+      for name in _each(value, str):
+        if name not in names:
+          text = f'{option} has {name!r}, which is no parameter of {described}.'
+          yield Problem(text + did_you_mean(name, names), 'correct the name.')
+    if option.endswith('argnums') and inspect.Parameter.VAR_POSITIONAL not in kinds:
+      for number in _each(value, (int, np.integer)):
+        if not -count <= number < count:
+          yield Problem(
+            f'{option} has {number}, but {described} has {count} positional parameters.',
+            'count the parameters from 0, or give the name of one.',
+          )
+
+
+def _each(value: Any, kind: Any) -> Sequence[Any]:
+  """The entries of an option that may be a single one, or None."""
+  return () if value is None else (value,) if isinstance(value, kind) else tuple(value)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ A plan states where arrays are to be stored; this states what the compiler made 
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from flax_spmd._src.mesh import MeshLike, axis_sizes, describe
 from flax_spmd._src.notebook_html import plain_table, preformatted, safe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.text import first_lines, plural, size_text
+from flax_spmd._src.text_table import plain_text
 from flax_spmd.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
@@ -178,12 +178,7 @@ class ProgramExplanation(NamedTuple):
     return f'<p>{safe(self._head())}</p>{plain_table(_TITLES, rows)}{summary}'
 
   def __str__(self) -> str:
-    from rich.console import Console
-
-    file = io.StringIO()
-    console = Console(file=file, width=140, color_system=None, force_jupyter=False)
-    console.print(self)
-    return '\n'.join(line.rstrip() for line in file.getvalue().splitlines())
+    return plain_text(self)
 
   def _head(self) -> str:
     return f'{self.name} on {self.devices} of {plural(self.mesh.size, "device")}, {describe(self.mesh)}'

@@ -239,11 +239,18 @@ def inside_optax(tree: Any, path: KeyPath) -> bool:
 
 
 def _by_tail(parameters: Mapping[int, Unit], keys: Mapping[int, Any]) -> dict[Any, list[int]]:
-  """The parameters by their names and the last keys that their state may repeat."""
+  """The parameters by their names and the last keys that their state may repeat.
+
+  Also by the key before the fewest of these and the rest: with one optimizer for each model, `params/actor/w` has
+  `opt_states/actor/0/mu/w`.
+  """
   by_tail: dict[Any, list[int]] = defaultdict(list)
   for i, unit in parameters.items():
+    length = 0
     for length in _tail_lengths(keys[i], unit.below):
       by_tail[unit.static, keys[i][-length:]].append(i)
+    if length > 1:
+      by_tail[unit.static, keys[i][-length], keys[i][1 - length :]].append(i)
   return by_tail
 
 
@@ -266,10 +273,17 @@ def _find_parameter(i: int, units: Mapping[int, Unit], keys, by_tail) -> int | N
 
 
 def _parameter_at(path, i: int, units: Mapping[int, Unit], keys, by_tail) -> int | None:
-  for length in range(len(path), 0, -1):
+  static = units[i].static
+  for length, before in itertools.product(range(len(path), 0, -1), (False, True)):
+    if before:  # as many keys in two parts
+      length -= 1
+      tails = [(static, key, path[-length:]) for key in path[:-length]] if length else []
+    else:
+      tails = [(static, path[-length:])]
+    found = next(filter(None, map(by_tail.get, tails)), ())
     candidates = [
       other
-      for other in by_tail.get((units[i].static, path[-length:]), ())
+      for other in found
       if other != i
       and (units[other].fits or units[other].shape == units[i].shape)
       and _is_state_of(units[i], path, units[other], keys[other], length)
@@ -346,6 +360,8 @@ def _certain_parameter(i: int, parameter: int, units: Mapping[int, Unit], keys, 
   state, length = _repeated(keys[i], keys[parameter])
   nearness = _nearness(state, keys[parameter])
   tails = by_tail.get((None, state[-length:]), ())
+  if parameter not in tails:  # found by the name of its model
+    return parameter
   nearest = [other for other in tails if _nearness(state, keys[other]) == nearness]
   shaped = [other for other in nearest if units[other].shape == units[i].shape] or nearest
   return shaped[0] if len({units[other].static for other in shaped}) == 1 else None

@@ -328,7 +328,7 @@ def leaf_names(tree: Any, *, logical_only: bool = False) -> list[Any]:
   return [
     None
     if static is None or (logical_only and not static.logical)
-    else _names_of(static, shape)
+    else names_of(static, shape)
     if inference is None
     else inference.names
     for index, static in enumerate(names.statics)
@@ -336,7 +336,7 @@ def leaf_names(tree: Any, *, logical_only: bool = False) -> list[Any]:
   ]
 
 
-def _names_of(static: Static, shape: Shape) -> Any:
+def names_of(static: Static, shape: Shape) -> Any:
   """The names of an array, one per dimension; a bare string, which the planner reports, stays."""
   return static.names if isinstance(static.names, str) else padded(static.names, len(shape))
 

@@ -21,7 +21,7 @@ from flax_spmd._src.plan.rows import Row
 from flax_spmd._src.rules.clauses import AnnotationRule, Clause, NameRule, OwningClause
 from flax_spmd._src.rules.decisions import Reason, RuleId, axis_names, rule_text
 from flax_spmd._src.rules.table import Rules
-from flax_spmd._src.text import plural, size_text
+from flax_spmd._src.text import listed_paths, plural, size_text
 from flax_spmd.errors import did_you_mean
 
 
@@ -184,7 +184,7 @@ def _unmatched(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) ->
       positions[decision.name, table] += kind.positions
   for (name, table), unmatched in positions.items():
     paths = _paths(rows, unmatched)
-    text = f'name {name!r} has no rule and is replicated ({_listed(paths)}).'
+    text = f'name {name!r} has no rule and is replicated ({listed_paths(paths)}).'
     suggestion = did_you_mean(name, table.by_name)
     yield Finding('unmatched', text + suggestion, paths, bool(suggestion))
 
@@ -234,7 +234,7 @@ def _by_names(rows: Sequence[Row]) -> str:
   for row in rows:
     paths[row.names[: len(row.names) - row.unnamed], len(row.shape)].append(row.path)
   return '; '.join(
-    f'{names!r} for rank {rank} ({_listed(each)})' for (names, rank), each in paths.items()
+    f'{names!r} for rank {rank} ({listed_paths(each)})' for (names, rank), each in paths.items()
   )
 
 
@@ -247,7 +247,7 @@ def _conflicts(planner: Planner, rows: Sequence[Row], kinds: Sequence[_Kind]) ->
     paths = _paths(rows, conflicting)
     text = (
       f'name {name!r} is replicated: the axes of rule {rule_text(rule)} {planner.rules.at(rule)!r} went to '
-      f'another dimension ({_listed(paths)}).'
+      f'another dimension ({listed_paths(paths)}).'
     )
     yield Finding('conflict', text, paths, True)
 
@@ -374,8 +374,3 @@ NOTICEABLE = 2**20  # bytes per device
 
 def _decisions(kinds: Sequence[_Kind]) -> Iterable[tuple[_Kind, Any]]:
   return ((kind, decision) for kind in kinds for decision in kind.row.decisions)
-
-
-def _listed(paths: Sequence[str]) -> str:
-  """`3 arrays: a, b, ...`."""
-  return f'{plural(len(paths), "array")}: {", ".join(paths[:2])}{", ..." if len(paths) > 2 else ""}'

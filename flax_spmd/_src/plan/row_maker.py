@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from flax_spmd._src.mesh import MeshLike, axis_sizes
 from flax_spmd._src.names.boxes import Static
 from flax_spmd._src.names.optimizer_state import Inference, Shape
+from flax_spmd._src.names.tree_names import names_of
 from flax_spmd._src.plan.deviations import Deviation, deviation_of, stored_sharding
 from flax_spmd._src.plan.rows import Row
-from flax_spmd._src.rules.decisions import Resolution, axis_names, padded
+from flax_spmd._src.rules.decisions import Resolution, axis_names
 
 
 class RowMaker:
@@ -79,9 +80,7 @@ class RowMaker:
   ) -> tuple[Any, ...]:
     """The columns of a row that its resolution and dtype determine, `shape` to `unnamed`."""
     sizes, spec = self._sizes, resolution.spec
-    names = (
-      None if static is None else _names_of(static, shape) if inference is None else inference.names
-    )
+    names = None if static is None else names_of(static, shape) if inference is None else inference.names
     return (
       shape,
       dtype,
@@ -128,11 +127,6 @@ class RowMaker:
       planned = planned if memory is None else planned.with_memory_kind(memory)
       self._deviations[key] = deviation_of(planned, stored, ndim, exists)
     return self._deviations[key]
-
-
-def _names_of(static: Static, shape: Shape) -> Any:
-  """The names of an array, one per dimension; a bare string stays."""
-  return static.names if isinstance(static.names, str) else padded(static.names, len(shape))
 
 
 def _bytes_per_device(spec: PartitionSpec, shape, dtype, sizes: Mapping[str, int]) -> int:

@@ -169,7 +169,7 @@ def transfer_of(array: Any, target: NamedSharding, dtype: Any, most: int) -> Arr
       return found
   if transfer.crosses and not is_local(source, target, shape):
     return _gathered(transfer, most)
-  read = len(set(slices_of(source, shape).values())) * _shard_bytes(source, shape, before)
+  read = len(set(slices_of(source, shape).values())) * shard_bytes(source, shape, before)
   return transfer._replace(wire=read + sum(transfer.made().values()))
 
 
@@ -311,7 +311,7 @@ def _is_copied_locally(source: Any, target: Any, shape: tuple[int, ...]) -> bool
 def _copied_bytes(source: Any, target: Any, shape: tuple[int, ...], dtype: Any) -> int:
   """Bytes that copies of whole shards send to other devices."""
   moved = sum(one != other for one, other in _copies(source, target, shape))
-  return moved * _shard_bytes(target, shape, dtype)
+  return moved * shard_bytes(target, shape, dtype)
 
 
 def _through_host(
@@ -377,8 +377,9 @@ def _bytes_of(sharding: Any, shape: tuple[int, ...], dtype: Any) -> dict[Any, in
   """Bytes on each device; an array in the host's memory takes none."""
   if _memory(sharding) != 'device':
     return {}
-  return dict.fromkeys(slices_of(sharding, shape), _shard_bytes(sharding, shape, dtype))
+  return dict.fromkeys(slices_of(sharding, shape), shard_bytes(sharding, shape, dtype))
 
 
-def _shard_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:
+@functools.lru_cache(maxsize=1024)
+def shard_bytes(sharding: Any, shape: tuple[int, ...], dtype: Any) -> int:
   return math.prod(sharding.shard_shape(shape)) * dtype.itemsize

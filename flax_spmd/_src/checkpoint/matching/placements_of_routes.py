@@ -17,7 +17,6 @@ from flax_spmd._src.checkpoint.storage.byte_ranges import Box
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Placement
 
-_Shapes = dict[str, LeafRecord]
 _MOVES = ('same', 'stack', 'unstack', 'move', 'rearrange')
 
 

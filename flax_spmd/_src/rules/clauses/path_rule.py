@@ -30,7 +30,7 @@ from flax_spmd._src.rules.clauses.name_rule import is_pair
 from flax_spmd._src.rules.decisions import Reason, axis_names
 from flax_spmd._src.rules.path_patterns import problem_of, searcher
 from flax_spmd._src.rules.toml_values import quoted, read_spec, spec_text
-from flax_spmd._src.text import plural
+from flax_spmd._src.text import listed_paths
 from flax_spmd.errors import Problem
 
 _MANY_PATHS = 5000  # candidates among which the closest path is searched
@@ -95,7 +95,9 @@ class PathRule(OwningClause):
     """Earlier rules own the arrays that it matches, or it matches none."""
     matched = list(filter(searcher(self.pattern), paths))
     if matched:
-      return Idle(f'decided nothing: earlier rules own the arrays that it matches ({_listed(matched)}).')
+      return Idle(
+        f'decided nothing: earlier rules own the arrays that it matches ({listed_paths(matched)}).'
+      )
     closest = _closest_path(self.pattern, paths)
     meant = f' Closest path: {closest!r}.' if closest else ''
     return Idle(f'matched no array.{meant}', suspicious=bool(closest))
@@ -133,8 +135,3 @@ def _closest_path(pattern: str, paths: Sequence[str]) -> str | None:
   keys = (path.split('/') for path in paths)
   parts = {'/'.join(each[i : i + count]) for each in keys for i in range(len(each) - count + 1)}
   return next(iter(difflib.get_close_matches(plain, sorted(parts)[:_MANY_PATHS], 1)), None)
-
-
-def _listed(paths: Sequence[str]) -> str:
-  """`3 arrays: a, b, ...`."""
-  return f'{plural(len(paths), "array")}: {", ".join(paths[:2])}{", ..." if len(paths) > 2 else ""}'
