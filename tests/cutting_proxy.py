@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import select
@@ -36,7 +37,8 @@ class CuttingProxy:
     self._listening = socket.create_server(('127.0.0.1', 0), backlog=128)
     self.url = f'http://127.0.0.1:{self._listening.getsockname()[1]}'
     self.calm()
-    threading.Thread(target=self._accept, daemon=True).start()
+    self._accepting = threading.Thread(target=self._accept, daemon=True)
+    self._accepting.start()
 
   def cut(self, direction: Direction, places: Iterable[int]) -> None:
     """Breaks the connection that passes the byte with one of these increasing numbers, counted from now."""
@@ -54,7 +56,12 @@ class CuttingProxy:
     return self
 
   def __exit__(self, *exc: object) -> None:
+    # A thread that waits in `accept` goes on waiting when the socket is closed. Linux repeats the call after a signal, such
+    # as that of `seteuid`, with the number of the socket, which may be another one's by then.
+    with contextlib.suppress(OSError):  # of systems on which closing is enough
+      self._listening.shutdown(socket.SHUT_RDWR)
     self._listening.close()
+    self._accepting.join()
 
   def _accept(self) -> None:
     while True:

@@ -1,6 +1,7 @@
 """Connections that break in the middle of a body: what a client asks again for, and what it must not take for the whole."""
 
 import socket
+import threading
 import urllib.parse
 
 import jax
@@ -54,3 +55,11 @@ def test_a_request_cut_in_its_headers_is_not_served(server):
     connection.shutdown(socket.SHUT_WR)
     assert connection.recv(100) == b''
   assert server.requests == []
+
+
+def test_a_proxy_that_has_ended_accepts_nothing():
+  """Its thread would take connections of a later server, whose socket has got the same number."""
+  before = set(threading.enumerate())
+  with CuttingProxy('http://127.0.0.1:9'):
+    assert set(threading.enumerate()) > before
+  assert set(threading.enumerate()) <= before
