@@ -81,7 +81,7 @@ class JointCall:
     self._members = list(range(jax.process_count()) if members is None else members)
     self._kind, self._number = kind, next(_numbers(kind))
     _made[kind] = self._number + 1
-    self._has_announced = self._is_undone = False
+    self._has_announced = self._is_undone = self._is_abandoned = False
     self._question = Question()
     self._subject, self._outer = subject, _current.get()
     self._counts: dict[Any, Iterator[int]] = {}
@@ -99,6 +99,8 @@ class JointCall:
 
   def leave(self) -> None:
     """Takes back what this process has published of a call that it does not wait in any more."""
+    if self._is_abandoned:
+      return
     if self._has_announced:
       self._announce('')
     if self._is_undone:
@@ -111,8 +113,12 @@ class JointCall:
 
   def fail(self, error: BaseException) -> None:
     """Publishes an error to the other processes, unless another one has done so."""
-    if jax.process_count() > 1 and not self._is_undone:
+    if jax.process_count() > 1 and not (self._is_undone or self._is_abandoned):
       self._publish(self.folder, error)
+
+  def abandon(self) -> None:
+    """Publishes nothing from now on, as the coordination service does not answer."""
+    self._is_abandoned = True
 
   def _publish(self, folder: str, error: BaseException) -> None:
     failure = Failure(

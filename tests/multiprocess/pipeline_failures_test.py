@@ -197,6 +197,33 @@ def test_timeouts_that_are_no_seconds(timeout):
   )
 
 
+def test_a_stopped_process_0_is_named():
+  """It runs the coordination service too, which then never answers."""
+  source = """
+for number in range(3):
+  if number == 2 and me == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+  begin = time.monotonic()
+  try:
+    w, value = step(w, batch)
+    float(value)
+  except spmd.errors.PipelineError as error:
+    report([number, time.monotonic() - begin, str(error)])
+    break
+"""
+  stopped, other = run(source, 2, 2, check=False, grace=1, heartbeat=60)
+  assert stopped.returncode == -9  # by this test
+  number, seconds, text = other.value
+  assert other.returncode == 1 and number == 2
+  assert 7 <= seconds < 30
+  assert re.sub(r'microbatch \d', 'microbatch 0', text) == (
+    'pipeline_jit of train_step: process 0, which coordinates all processes, does not answer, and process 1 waited in the '
+    'transfer "rank 0 -> rank 1: float32[2,8] of microbatch 0" for 2 s.\n'
+    'Fix: check whether that process is stopped or cannot be reached, and restart all processes from the newest '
+    'checkpoint.'
+  )
+
+
 TRAIN = """
 import os, random, signal, threading
 import jax.numpy as jnp, optax

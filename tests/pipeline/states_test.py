@@ -150,6 +150,43 @@ def devices(array):
   return sorted(device.id for device in array.devices())
 
 
+# -- creation
+
+
+def test_an_optimizer_that_each_call_of_create_makes():
+  """Its functions differ from those that the pipeline was compiled with, as under `jax.jit`, which traces anew, too."""
+  step = layout_of(4).pipeline_jit(train_step(4, OneFOneB(4)))
+  compiled = step.compile(layout_of(4).abstract(lambda: create(optax.sgd(0.1))), batch())
+  with pytest.warns(UserWarning) as caught:
+    state = compiled.init(lambda: create(optax.sgd(0.3)))
+  assert [str(one.message) for one in caught] == [
+    'create returns the arrays that the pipeline was compiled for, in a state of another structure: an object in it that '
+    'is no array differs, such as an optimizer that each call of create makes anew. The pipeline compiles anew for this '
+    'state.\nFix: make such objects once, outside of create.'
+  ]
+  assert_shardings(
+    state, jax.tree.structure(state).unflatten(jax.tree.leaves(state_shardings(compiled)))
+  )
+  result, _ = step(state, batch())
+  expected, _ = jax.jit(train_step())(create(state.tx), batch())
+  assert_equal(result, expected, 1e-6)
+
+
+def test_a_state_of_other_paths():
+  compiled = pipeline(4)[1]
+  with pytest.raises(spmd.errors.PipelineError) as error:
+    compiled.init(
+      lambda: create().replace(opt_state={'ema': jnp.ones(2)}, params={'layer_0': jnp.ones(2)})
+    )
+  lines = str(error.value).splitlines()
+  assert lines[:3] == [
+    'create returns a state of another structure than the pipeline was compiled for:',
+    '  params/layer_0/bias: missing',
+    '  params/layer_0/kernel: missing',
+  ]
+  assert lines[-1] == 'Fix: pass the function that creates the state that the pipeline was compiled for.'
+
+
 # -- different numbers of stages
 
 

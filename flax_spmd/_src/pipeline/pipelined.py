@@ -271,7 +271,7 @@ class TracedPipelineStep:
     mesh = self._setting.ranks[0].abstract_mesh
     step = microbatch_loop.read_step(self.jaxpr, mesh, self._request.specs)
     stages = self._setting.stages
-    if stages is not None and not stage_assignment.stage_ends(step.loop.body.equations):
+    if stages is not None and not stage_assignment.ends_among(step.loop.body.equations):
       step.loop.body = auto_stages.with_ends(step.loop.body, stages)
     schedule = step.loop.schedule or self._setting.schedule
     order, ranks, title = self._order(step.loop, schedule)
@@ -329,12 +329,12 @@ class TracedPipelineStep:
 
 def _default_ranks(loop: Loop, ranks: int, axis: str) -> tuple[int, ...]:
   """Per stage, its rank, for a function without a loop and a schedule."""
-  ends = stage_assignment.stage_ends(loop.body.equations)
-  stages = next((n for n in (ends + 1, ends) if n % ranks == 0), None)
+  marks = stage_assignment.ends_among(loop.body.equations)
+  stages = next((n for n in (len(marks) + 1, len(marks)) if n % ranks == 0), None)
   if not stages:
     raise PipelineError(
-      f'The model has {stage_assignment.ends_text(ends)}, and the mesh axis {axis!r} has size {ranks}.\n'
-      f'{stage_assignment.source_lines(stage_assignment.ends_among(loop.body.equations))}\n'
+      f'The model has {stage_assignment.ends_text(len(marks))}, and the mesh axis {axis!r} has size {ranks}.\n'
+      f'{stage_assignment.source_lines(marks)}\n'
       f'Fix: end {ranks - 1} stages by stage_end (between stages) or {ranks} (after each); or '
       f'{2 * ranks - 1} or {2 * ranks} for two stages on each rank, and so on.'
     )

@@ -11,14 +11,14 @@ partitioner of PyTorch's functorch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from flax_spmd._src.pipeline.cut.equations import Equation, Value
+from flax_spmd._src.pipeline.cut.equations import Equation, Value, needed
 
 _VIEWS = (
   'iota broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice copy stop_gradient '
@@ -70,7 +70,7 @@ def choose(
   """
   graph = _FlowNetwork()
   producer = {value: equation for equation in forward for value in equation.outputs}
-  required = _needed_by(outputs, producer)
+  required = set(needed(forward, outputs))
   values = set(producer).union(*(equation.values for equation in forward), used) - available
   users: dict[Value, list[Equation]] = defaultdict(list)
   for equation in forward:
@@ -85,7 +85,7 @@ def choose(
   for equation in forward:
     if equation.name in CHEAP:
       continue
-    if equation in required or equation.has_effects:
+    if equation in required:
       graph.add(_SOURCE, equation)
     for value in equation.outputs:  # it runs once: if a user runs in the forward, so does it
       for user in users[value]:
@@ -96,18 +96,6 @@ def choose(
 
 
 _SOURCE, _SINK = 'forward', 'backward'
-
-
-def _needed_by(values: Iterable[Value], producer: dict[Value, Equation]) -> set[Equation]:
-  """The equations that values depend on."""
-  needed: set[Equation] = set()
-  pending = [producer[value] for value in values if value in producer]
-  while pending:
-    equation = pending.pop()
-    if equation not in needed:
-      needed.add(equation)
-      pending += [producer[value] for value in equation.values if value in producer]
-  return needed
 
 
 class _FlowNetwork:

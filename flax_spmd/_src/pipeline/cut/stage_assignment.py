@@ -147,11 +147,6 @@ def cut(body: Body, stages: int, title: str, turn: bool, split: bool) -> StageAs
   return StageAssignment(_without_marks(body), positions, position, free, border)
 
 
-def stage_ends(equations: Sequence[Equation]) -> int:
-  """The number of stage ends in the forward pass."""
-  return len(ends_among(equations))
-
-
 def ends_among(equations: Sequence[Equation]) -> list[Equation]:
   """The stage ends in the forward pass."""
   return [

@@ -273,7 +273,6 @@ def _choose_residuals(
     if positions.at(stage) != stage:
       continue
     others = [members[at] for at in list(members) if at not in (stage, back)]
-    others.append([one for one in members[stage] if one.has_effects])
     outputs = results.union(*(one.values for equations in others for one in equations))
     later = {value for at in list(members) if at > stage for one in members[at] for value in one.outputs}
     used = {value for one in members[back] for value in one.values} - later - available

@@ -95,7 +95,10 @@ class CompiledPipeline:
       The state. No device ever holds an array that its stages do not use.
 
     Raises:
-      PipelineError: `create` returns another structure than the pipeline was compiled for.
+      PipelineError: `create` returns a state of other paths than the pipeline was compiled for.
+
+    Warns:
+      UserWarning: objects in the state that are no arrays differ, such as an optimizer that `create` makes anew.
     """
     shardings = self.input_shardings[0][argument]
     return init_on_stages(create, args, kwargs, shardings, self._setting.rules)

@@ -7,7 +7,7 @@ looks at it once a second. It raises
 - the error of another process in the same step,
 - an error if another process waits in another call, such as a save, that this one never makes,
 - an error after `timeout` seconds in one transfer. Each process publishes the transfer that it waits in, so the
-  error names the rank at the end of the chain, which waits for nobody.
+  error names the rank at the end of the chain, which waits for nobody; or process 0, if it does not answer.
 
 The thread stays blocked after such an error, as no device program can be cancelled. So later steps of these processes
 are an error. The interpreter would wait for the thread at its end, so the process then leaves at once.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import json
 import os
 import sys
@@ -28,11 +29,12 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_spmd._src import compat
-from flax_spmd._src.joint_call import JointCall, first_line
+from flax_spmd._src.joint_call import JointCall, first_line, in_front
 from flax_spmd._src.multihost import named, ranges
 from flax_spmd.errors import FlaxSpmdError, PipelineError
 
 _LOOK = 1.0  # seconds between two looks at the thread
+_ANSWER = 5 * _LOOK  # seconds after the timeout in which process 0 may still answer
 _LEADER_STAYS = 3 * _LOOK
 _WAITS = 'flax_spmd/pipeline waits'
 
@@ -137,13 +139,19 @@ class RankWatch:
       ) from found
 
   def _watched(self, step: Callable[[], Any], call: JointCall) -> Any:
-    thread = _StepThread(step)
-    thread.start()
+    thread, look = _DaemonThread('pipeline step', compat.with_settings(step)), None
     try:
       while not thread.done.wait(_LOOK):
-        error = call.error() or self._overdue()
-        if error is not None:
-          raise error
+        look = look or self._look(call)
+        if look.done.wait(_LOOK):
+          if error := look.error or look.result:
+            raise error
+          look = None
+        elif self._waited() >= self._timeout + _ANSWER:
+          call.abandon()
+          raise self._unanswered()
+      if look is not None:
+        look.done.wait(_LOOK)  # it publishes, too
       self._publish('')
       if thread.error is not None:
         raise self._explained(thread.error)
@@ -152,6 +160,26 @@ class RankWatch:
       _leave_at_exit(lambda: thread.is_alive() or self._progress.current is not None)
       raise
     return thread.result
+
+  def _look(self, call: JointCall) -> _DaemonThread:
+    """A look at the other processes, which never ends while process 0 is stopped; the result is the error to raise."""
+    with in_front():
+      context = contextvars.copy_context()
+    return _DaemonThread('pipeline watch', lambda: context.run(lambda: call.error() or self._overdue()))
+
+  def _waited(self) -> float:
+    """The seconds for which the transfer runs; 0 between two transfers."""
+    current = self._progress.current
+    return 0 if current is None else time.monotonic() - current[1]
+
+  def _unanswered(self) -> PipelineError:
+    current = self._progress.current
+    waited = '' if current is None else f', and {self._here(current[0])} for {self._timeout:g} s'
+    return PipelineError(
+      f'{self._subject}: process 0, which coordinates all processes, does not answer{waited}.\n'
+      'Fix: check whether that process is stopped or cannot be reached, and restart all processes from the newest '
+      'checkpoint.'
+    )
 
   def _explained(self, error: BaseException) -> BaseException:
     """The error of a step; that of a transfer names the rank at its other end."""
@@ -216,19 +244,20 @@ def _published(processes: tuple[int, ...]) -> Wait | None:
   return None
 
 
-class _StepThread(threading.Thread):
-  """A thread that runs a step, and may stay blocked for ever."""
+class _DaemonThread(threading.Thread):
+  """A thread that has begun to run a function, and may stay blocked for ever."""
 
-  def __init__(self, step: Callable[[], Any]):
-    super().__init__(name='pipeline step', daemon=True)
-    self._step = compat.with_settings(step)
+  def __init__(self, name: str, function: Callable[[], Any]):
+    super().__init__(name=name, daemon=True)
+    self._function = function
     self.done = threading.Event()
     self.result: Any = None
     self.error: BaseException | None = None
+    self.start()
 
   def run(self) -> None:
     try:
-      self.result = self._step()
+      self.result = self._function()
     except BaseException as error:
       self.error = error
     finally:

@@ -16,7 +16,10 @@ import jax
 from flax_spmd._src.active_layout import InForce, scope
 from flax_spmd._src.compat import mesh_scope
 from flax_spmd._src.jit.arguments import closed_over
+from flax_spmd._src.pipeline.argument_checks import differences, named_leaves
 from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.source_lines import warn
+from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
 
 
@@ -39,7 +42,10 @@ def init_on_stages(
     The tree.
 
   Raises:
-    PipelineError: the structures of the tree and of `shardings` differ.
+    PipelineError: the paths of the tree and of `shardings` differ.
+
+  Warns:
+    UserWarning: the paths are the same, and something else of their structures differs.
   """
   fn, arrays = closed_over(create, args, kwargs)
 
@@ -49,13 +55,10 @@ def init_on_stages(
 
   leaf_shardings, expected = jax.tree.flatten(shardings)
   any_mesh = leaf_shardings[0].mesh.abstract_mesh
-  treedef = jax.tree.structure(jax.eval_shape(functools.partial(within, any_mesh), arrays))
+  made = jax.eval_shape(functools.partial(within, any_mesh), arrays)
+  treedef = jax.tree.structure(made)
   if treedef != expected:
-    raise PipelineError(
-      'create returns a state of another structure than the pipeline was compiled for.\n'
-      f'  returned: {treedef}\n  expected: {expected}\n'
-      'Fix: pass the function that creates the state that the pipeline was compiled for.'
-    )
+    _check_paths(shardings, made)
   groups: dict[Any, list[int]] = defaultdict(list)
   for number, sharding in enumerate(leaf_shardings):
     groups[sharding.mesh].append(number)
@@ -70,3 +73,20 @@ def init_on_stages(
     for number, array in zip(numbers, group, strict=True):
       created[number] = array
   return treedef.unflatten(created)
+
+
+def _check_paths(shardings: Any, made: Any) -> None:
+  """Raises unless a state has the expected paths in the same order; warns if only other objects in it differ."""
+  expected, actual = ([(name, '') for name, _ in named_leaves(tree)] for tree in (shardings, made))
+  if actual != expected:
+    lines = differences(expected, actual) or ['  the order of the leaves differs']
+    raise PipelineError(
+      'create returns a state of another structure than the pipeline was compiled for:\n'
+      f'{first_lines(lines)}\n'
+      'Fix: pass the function that creates the state that the pipeline was compiled for.'
+    )
+  warn(
+    'create returns the arrays that the pipeline was compiled for, in a state of another structure: an object in it that '
+    'is no array differs, such as an optimizer that each call of create makes anew. The pipeline compiles anew for this '
+    'state.\nFix: make such objects once, outside of create.'
+  )
