@@ -30,6 +30,7 @@ from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 MSGPACK = 'checkpoint'  # the file of flax and T5X in a folder
+_WHOLE_FILES = ('.msgpack', '.npz')  # of flax and numpy
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
 
 
@@ -141,7 +142,9 @@ def _why_none(path: epath.Path) -> str:
   """Why a folder is not a checkpoint, for an error text."""
   if UNFINISHED in path.name or (path / HEAD).exists():
     return ' (an unfinished save)'
-  unfinished = [child.name for child in path.iterdir() if UNFINISHED in child.name]
-  return (
-    f'; the save of {unfinished[0]} is unfinished' if unfinished else ' (a folder without a checkpoint)'
-  )
+  names = sorted(child.name for child in path.iterdir())
+  unfinished = [name for name in names if UNFINISHED in name]
+  if unfinished:
+    return f'; the save of {unfinished[0]} is unfinished'
+  files = [name for name in names if name.endswith(_WHOLE_FILES)]
+  return f'; it holds {", ".join(files)}' if files else ' (a folder without a checkpoint)'
