@@ -40,9 +40,7 @@ HEADLINES = (
   ('layouts_large', 'LLaMA 70B, integer labels, Adafactor, 4 layouts, h100:64: CPU, of all processes', 'CPU-seconds to compile a 70B model for 64 H100s under four layouts', 'smaller'),
   ('layouts_large', 'LLaMA 70B, 4 layouts, v5e:16x16: CPU, of all processes', 'the same for 256 TPUs v5e', 'smaller'),
   ('search_sample', 'sample: estimates, per second and core', 'layouts that `search` estimates, per second and core', 'larger'),
-  ('search_strangers', 'strangers, partitioned: wire bytes, furthest off', 'random layouts of models written in other ways, partitioned: bytes on the wire off the compiled ones, furthest', 'smaller'),
-  ('search_strangers', 'strangers, partitioned: memory in doubt', 'their memory, which is estimated: in doubt', 'smaller'),
-  ('search_strangers', 'strangers: in doubt', 'the same layouts, by estimates alone: in doubt', 'smaller'),
+  ('search_strangers', 'strangers: in doubt', 'random layouts of models written in other ways: estimates in doubt', 'smaller'),
   ('search_strangers', 'strangers, not in doubt: wire bytes, 95th percentile', 'the other estimates: bytes on the wire off the compiled ones, 95th percentile', 'smaller'),
 )  # fmt: skip
 

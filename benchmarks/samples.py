@@ -1,18 +1,13 @@
-"""Samples: random layouts of a training step, each estimated, partitioned and compiled.
+"""Samples: random layouts of a training step, each estimated and compiled.
 
 Layouts are drawn as in a search: from the starting points, by random changes. A seed gives the same sample again.
 """
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from harness import cpu_seconds
-
-from flax_spmd._src.compare.hardware import Target
-from flax_spmd._src.compare.partition import can_partition, partition
-from flax_spmd._src.layout import Layout
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
 from flax_spmd._src.search.space import Space
@@ -41,7 +36,7 @@ def draw(space: Space, count: int, seed: Any) -> list[Candidate]:
 
 
 class Pair(NamedTuple):
-  """The estimated (or partitioned) and the compiled outcome of a candidate."""
+  """The estimated and the compiled outcome of a candidate."""
 
   name: str
   estimated: Outcome
@@ -94,15 +89,11 @@ class Sample(NamedTuple):
     pairs: the candidates with both outcomes.
     failed: the candidates without one of them, with the error.
     seconds: CPU time of the estimates.
-    partitioned: the pairs with the estimates of the partitioned programs, if the target's compiler can do it.
-    partition_seconds: CPU time of these, lowering included.
   """
 
   pairs: list[Pair]
   failed: list[tuple[str, str]]
   seconds: float
-  partitioned: list[Pair] = []  # noqa: RUF012
-  partition_seconds: float = 0.0
 
   @property
   def rate(self) -> float:
@@ -117,28 +108,12 @@ def sample(train_step: TrainStep, target: str, count: int, seed: Any, jobs: int)
   estimated = estimates(estimator, facts, drawn, target)
   seconds = time.process_time() - begin
   layouts = {name: one.layout for name, one in estimated.items() if one.counts}
-  begin = cpu_seconds()
-  partitioned = _partitioned(train_step, estimator, layouts, parse_target(target), jobs)
-  partition_seconds = cpu_seconds() - begin
   compiled = compare(train_step, layouts, target, jobs=jobs) if layouts else {}
   pairs = [Pair(name, estimated[name], compiled[name]) for name in layouts]
   failed = [(name, one.error or '') for name, one in estimated.items() if not one.counts]
   failed += [(pair.name, pair.compiled.error or '') for pair in pairs if not pair.compiled.counts]
   pairs = [pair for pair in pairs if pair.compiled.counts]
-  refined = [
-    pair._replace(estimated=partitioned[pair.name]) for pair in pairs if pair.name in partitioned
-  ]
-  return Sample(pairs, failed, seconds, refined, partition_seconds)
-
-
-def _partitioned(
-  train_step: TrainStep, estimator: Estimator, layouts: Mapping[str, Layout], aim: Target, jobs: int
-) -> dict[str, Outcome]:
-  """The estimates of the partitioned programs."""
-  if not can_partition(aim):
-    return {}
-  counts = partition(train_step, layouts, aim, jobs=jobs)
-  return {name: estimator.with_counts(layouts[name], aim, one) for name, one in counts.items()}
+  return Sample(pairs, failed, seconds)
 
 
 def drawn_for(

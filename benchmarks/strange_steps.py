@@ -75,12 +75,6 @@ def measured(
           f'{model} {target}: wire {pair.wire:+.1f} %, memory {pair.memory:+.1f} %, FLOPs {pair.flops:+.1f} %, '
           f'time {pair.time:+.1f} %{doubt}: {pair.name}'
         )
-      for pair in one.partitioned:
-        doubt = ', in doubt' if pair.doubted else ''
-        log(
-          f'  partitioned: wire {pair.wire:+.1f} %, memory {pair.memory:+.1f} %, FLOPs {pair.flops:+.1f} %, '
-          f'time {pair.time:+.1f} %{doubt}: {pair.name}'
-        )
       for name, error in one.failed:
         log(f'{model} {target}: failed: {name}: {error}')
   return samples
@@ -95,9 +89,6 @@ def figures(samples: Samples) -> list[Figure]:
   seconds = sum(one.seconds for one in rated)
   rate = sum(len(one.pairs) for one in rated) / seconds if rated else 0.0
   wrong, verdicts = _verdicts(samples)
-  partitioned = [pair for one in samples.values() for pair in one.partitioned]
-  known = [pair for pair in partitioned if not pair.doubted]
-  taken = sum(one.partition_seconds for one in rated)
   tops = [[regret(one.pairs, top) for one in rated if len(one.pairs) > top] for top in (1, 3)]
   label = 'strangers, not in doubt'
   return [
@@ -117,22 +108,6 @@ def figures(samples: Samples) -> list[Figure]:
     exact('strangers: top-1 regret, worst model', max(tops[0], default=math.nan), '%', at_most(2)),
     exact('strangers: top-3 regret, worst model', max(tops[1], default=math.nan), '%', at_most(0.5)),
     exact('strangers: estimates, per second and core', rate, '1/s', at_least(20)),
-    exact(
-      'strangers, partitioned: wire bytes, furthest off', _furthest(partitioned, 'wire'), '%', at_most(5)
-    ),
-    exact(
-      'strangers, partitioned: FLOPs, furthest off', _furthest(partitioned, 'flops'), '%', at_most(1)
-    ),
-    exact('strangers, partitioned: time, 95th percentile', _high(partitioned, 'time'), '%'),
-    exact('strangers, partitioned: memory in doubt', _doubted(partitioned), '%', at_most(20)),
-    exact('strangers, partitioned: memory, median deviation', _median(known, 'memory'), '%', at_most(5)),
-    exact('strangers, partitioned: memory, 95th percentile', _high(known, 'memory'), '%', at_most(12)),
-    exact('strangers, partitioned: memory, furthest below', _below(known), '%', at_most(12)),
-    exact(
-      'strangers, partitioned: CPU time of one',
-      taken / len(partitioned) if partitioned else math.nan,
-      's',
-    ),
   ]
 
 
@@ -151,10 +126,6 @@ def _median(pairs: Sequence[Pair], part: str) -> float:
 def _high(pairs: Sequence[Pair], part: str) -> float:
   """The 95th percentile."""
   return _errors(pairs, part)[round(0.95 * (len(pairs) - 1))] if pairs else math.nan
-
-
-def _furthest(pairs: Sequence[Pair], part: str) -> float:
-  return _errors(pairs, part)[-1] if pairs else math.nan
 
 
 def _below(pairs: Sequence[Pair]) -> float:
@@ -280,7 +251,6 @@ def details(samples: Samples, seed: int) -> dict[str, Any]:
     'samples': {
       f'{model} {target}': {
         'pairs': [pair.record() for pair in one.pairs],
-        'partitioned': [pair.record() for pair in one.partitioned],
         'failed': one.failed,
       }
       for (model, target), one in samples.items()

@@ -581,3 +581,69 @@ def test_arguments_of_another_kind_than_expected():
     ),
   ):
     assert text_of(kind, call) == text
+
+
+def test_a_module_in_place_of_a_function():
+  x = jnp.ones((8, 8))
+  for create in (layout().init, layout().abstract, layout().plan):
+    assert text_of(errors.LayoutError, create, nn.Dense(8), jax.random.key(0), x) == dedent("""\
+      A Dense is not a function that creates a state.
+      Fix: pass its init, such as layout.init(model.init, key, x).""")
+  assert text_of(errors.LayoutError, layout().jit, nn.Dense(8)) == dedent("""\
+    jit has a Dense in place of a function.
+    Fix: pass its method, such as layout.jit(model.apply).""")
+
+
+@pytest.mark.parametrize(
+  'tree, kind', [(nn.Dense(8), 'Dense'), (nn.Dense(8).init, 'method'), ('params', 'str')]
+)
+def test_what_is_no_tree_of_arrays(tree, kind):
+  for report in (functools.partial(spmd.explain, layout()), layout().check):
+    assert text_of(errors.LayoutError, report, tree) == dedent(f"""\
+      A {kind} is no tree of arrays.
+      Fix: pass a state, or its plan without arrays, such as layout.abstract(model.init, key, x).""")
+
+
+def test_abstract_arguments_of_a_call():
+  state = layout(('mlp', 'model')).abstract(lambda: {'b': jnp.ones(4), 'w': jnp.ones((8, 8))})
+  step = layout().jit(lambda state, x: (state, x))
+  for _ in range(2):
+    assert (
+      text_of(errors.LayoutError, step, state, jnp.ones(8))
+      == dedent("""\
+      argument state/b is abstract, float32[4].
+      argument state/w is abstract, float32[8,8].
+      Fix: pass arrays, as layout.init creates them; .lower, .trace, .eval_shape and .explain accept abstract arguments.""")
+    )
+    step(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), state), jnp.ones(8))
+
+
+def test_bare_strings_for_placements_and_constraints():
+  batched, x = layout(('batch', 'data')), jnp.ones((8, 8))
+  for options in ({'in_rules': 'batch'}, {'in_constraints': 'batch'}):
+    assert text_of(errors.LayoutError, batched.jit(lambda x: x, **options), x) == dedent("""\
+      The bare string 'batch' is no placement.
+      Fix: write logical names as a tuple, ('batch', None), or give one placement per argument.""")
+  constrain = batched.jit(lambda x: spmd.with_logical_constraint(x, 'batch'))
+  assert text_of(errors.LayoutError, constrain, x) == dedent("""\
+    constraint: the logical names are the bare string 'batch', which would be read letter by letter.
+    Fix: write them as a tuple, ('batch',).""")
+  swapped = batched.jit(lambda x: spmd.with_logical_constraint('batch', (None,)))
+  assert text_of(errors.LayoutError, swapped, x) == dedent("""\
+    constraint: 'batch' is no array.
+    Fix: pass the array first, and then its logical names.""")
+
+
+@pytest.mark.parametrize(
+  'rule', [spmd.fsdp, spmd.optimizer_over, spmd.presets.zero1, lambda path, leaf: None, lambda: None]
+)
+def test_functions_that_are_no_rules(rule):
+  text = text_of(errors.RulesError, layout, ('batch', 'data'), rule)
+  assert text.startswith(f'Rule 1 is {rule!r}, which is not a rule.\nFix: ')
+  assert layout(lambda leaf, skip=(): None).rules  # a second argument may have a default
+
+
+def test_the_name_of_a_layout_file_instead_of_its_text():
+  assert text_of(errors.RulesError, spmd.Layout.from_toml, 'layouts/fsdp.toml') == dedent("""\
+    'layouts/fsdp.toml' is the name of a layout file, not its text.
+    Fix: pass its text, Path('layouts/fsdp.toml').read_text().""")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import flax.linen as nn
+
 from flax_spmd._src import compat, open_blocks
 from flax_spmd._src.mesh import MeshLike, axis_sizes, current_mesh, describe
 from flax_spmd._src.open_blocks import InForce as InForce
@@ -95,17 +97,24 @@ def scope(inner: InForce) -> Iterator[None]:
     open_blocks.close(block)
 
 
+def is_module(fn: Any) -> bool:
+  """Whether this is a module of Linen without variables, which can be called by its methods `init` and `apply` only."""
+  return isinstance(fn, nn.Module) and fn.scope is None
+
+
 def check_function(fn: Callable[..., Any], active: InForce) -> None:
   """Checks that an argument of `jit` is a function, not already jitted by another layout, whose mesh and rules it would use.
 
   Raises:
     LayoutError: it is not; the message names that layout's mesh and the unwrapped function.
   """
-  if not callable(fn):
-    raise LayoutError(
-      f'jit has a {type(fn).__name__} in place of a function.\n'
-      'Fix: pass the function without calling it, such as layout.jit(step).'
+  if not callable(fn) or is_module(fn):
+    fix = (
+      'its method, such as layout.jit(model.apply)'
+      if is_module(fn)
+      else 'the function without calling it, such as layout.jit(step)'
     )
+    raise LayoutError(f'jit has a {type(fn).__name__} in place of a function.\nFix: pass {fix}.')
   while isinstance(fn, functools.partial):
     fn = fn.func
   bound = fn.in_force if isinstance(fn, UnderLayout) else active

@@ -683,6 +683,7 @@ _UNTYPED_TEXT = re.compile(
 )
 _EXPLICIT_TEXT = re.compile('axis names that are of type Auto|should match the aval mesh')
 _DOUBTFUL_TEXT = re.compile('must have equal (output )?types|Incompatible types for broadcasting')
+_DIFFERENT_TYPES = re.compile(r'has type (\w+\[[^\]]*\]).*? has type (\w+\[[^\]]*\])')
 
 
 def is_untyped(error: Exception, or_doubtful: bool = False) -> bool:
@@ -693,11 +694,20 @@ def is_untyped(error: Exception, or_doubtful: bool = False) -> bool:
   Args:
     error: the error.
     or_doubtful: whether types that differ count (of a carry, branches or a broadcast), which may be for another reason.
+      Those that differ in their shardings alone always count.
   """
   if not isinstance(error, (core.ShardingTypeError, jax_named_sharding.DuplicateSpecError)):
     texts = (_UNTYPED_TEXT, _DOUBTFUL_TEXT) if or_doubtful else (_UNTYPED_TEXT,)
-    return any(each.search(str(error)) for each in texts)
+    return any(each.search(str(error)) for each in texts) or _differ_in_shardings(str(error))
   return True
+
+
+def _differ_in_shardings(text: str) -> bool:
+  """Whether all types that an error of a carry or of branches calls different differ in their shardings only."""
+  pairs = _DIFFERENT_TYPES.findall(text)
+  return bool(pairs) and all(
+    len({re.sub(r'@(\w+|\(.*?\))', '', each) for each in pair}) == 1 for pair in pairs
+  )
 
 
 def needs_explicit(error: Exception) -> bool:
@@ -1138,22 +1148,6 @@ def hlo_text(module: bytes, partitions: int) -> str:
   text = cast(Any, jax_lib).hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
   header, end, rest = text.partition('\n')
   return f'{header}, num_partitions={partitions}{end}{rest}'
-
-
-def partition_program(code: bytes, devices: np.ndarray) -> str:
-  """Partitions MLIR bytecode for GPUs, without optimising it.
-
-  The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives, in a
-  tenth of the time of a compilation. Bytes on the wire and FLOPs are those of the compiled program.
-
-  Args:
-    code: the program.
-    devices: devices, in the order of the mesh.
-
-  Returns:
-    The HLO text of one device's program. Its collectives are not combined, and its operations are not fused.
-  """
-  return _compiled(code, devices, {'xla_early_exit_with_layouts': True}).hlo_modules()[0].to_string()
 
 
 def _compiled(code: bytes, devices: np.ndarray, flags: Mapping[str, Any]) -> Any:

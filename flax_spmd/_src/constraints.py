@@ -179,6 +179,15 @@ def mesh_for_constraints(mesh: MeshLike | None = None) -> MeshLike | None:
 def _constrain_by_names(names, x, *, rules: Rules, mesh: MeshLike | None, fallback: RulesFallback):
   if names is None:
     return x
+  if isinstance(names, str):
+    raise LayoutError(
+      f'{_location()}: the logical names are the bare string {names!r}, which would be read letter by letter.\n'
+      f'Fix: write them as a tuple, ({names!r},).'
+    )
+  if not hasattr(x, 'shape'):
+    raise LayoutError(
+      f'{_location()}: {x!r} is no array.\nFix: pass the array first, and then its logical names.'
+    )
   if len(names) > len(x.shape):
     raise LayoutError(
       f'{_location()}: {len(names)} logical names {tuple(names)!r} for an array of rank {len(x.shape)}, '

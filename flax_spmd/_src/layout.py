@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_spmd._src.active_layout import InForce, check_function
+from flax_spmd._src.active_layout import InForce, check_function, is_module
 from flax_spmd._src.data.common_values import check_arguments, check_choice, check_values
 from flax_spmd._src.data.data_shard import DataShard, data_shard_of
 from flax_spmd._src.data.gather import gather
@@ -997,10 +997,14 @@ class Layout:
 
   def _planned(self, fn: Any, args: Any, kwargs: Any, boxed: bool, *, compared: bool = False) -> Plan:
     """The plan of a state. `compared`: whether its arguments have been compared between the processes."""
-    if not callable(fn):
+    if not callable(fn) or is_module(fn):
+      fix = (
+        'its init, such as layout.init(model.init, key, x).'
+        if is_module(fn)
+        else 'the function and its arguments; layout.shard transfers a state that exists.'
+      )
       raise LayoutError(
-        f'A {type(fn).__name__} is not a function that creates a state.\n'
-        'Fix: pass the function and its arguments; layout.shard transfers a state that exists.'
+        f'A {type(fn).__name__} is not a function that creates a state.\nFix: pass {fix}'
       )
     of_arrays, arrays = closed_over(fn, args, kwargs)
 

@@ -29,6 +29,12 @@ GRID = spmd.Layout(
 )
 
 
+def compiled(train, layout):
+  """The work of the compiled program."""
+  pytest.importorskip('jax_cuda12_plugin', reason='no compiler for GPUs')
+  return compare(train, [layout], 'h100:8')['layout 0'].counts
+
+
 def tied(dtype, lookups):
   """A step with a table that is looked up, and a matrix too."""
 
@@ -76,11 +82,12 @@ def test_logits_that_a_lookup_and_a_normalizer_read_do_not_move():
     value, gradient = jax.value_and_grad(loss)(state, batch)
     return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
 
-  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  train, aim = TrainStep(step, create, INPUTS), parse_target('h100:8')
+  estimator = Estimator(train)
   layout = DATA.replace(rules=(('batch', 'data'), ('vocab', 'data')))
-  outcome, exact = estimator.estimate(layout, aim), estimator.partition(layout, aim)
+  outcome = estimator.estimate(layout, aim)
   assert outcome.doubts == ()
-  assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
+  assert outcome.counts.by_kind() == pytest.approx(compiled(train, layout).by_kind(), rel=0.01)
 
 
 def test_what_is_scattered_onto_and_read_nowhere_else_is_stored_once():
@@ -117,12 +124,13 @@ def test_a_product_that_a_step_computes_twice_counts_once(rules, is_in_doubt):
     first, second = halves(state, batch['x']), halves(state, batch['x'])
     return state, jnp.sum(jnp.sin(first[0]) * jnp.cos(second[1]), 1)
 
-  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  train, aim = TrainStep(step, create, INPUTS), parse_target('h100:8')
+  estimator = Estimator(train)
   layout = DATA.replace(rules=(('batch', 'data'), *rules))
   outcome = estimator.estimate(layout, aim)
   assert any('that the step computes twice' in doubt for doubt in outcome.doubts) == is_in_doubt
   if not is_in_doubt:
-    assert outcome.counts.flops == estimator.partition(layout, aim).counts.flops
+    assert outcome.counts.flops == compiled(train, layout).flops
 
 
 @pytest.mark.parametrize(('names', 'is_in_doubt'), [((None, 'rows'), True), (('rows', None), False)])
@@ -150,11 +158,12 @@ def test_rows_of_a_batch_are_gathered_for_a_table_over_all_devices(batch, vocab)
     value, gradient = jax.value_and_grad(loss)(state, batch)
     return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradient), value
 
-  estimator, aim = Estimator(TrainStep(step, create, INPUTS)), parse_target('h100:8')
+  train, aim = TrainStep(step, create, INPUTS), parse_target('h100:8')
+  estimator = Estimator(train)
   layout = GRID.replace(rules=(('batch', batch), ('vocab', vocab)))
-  outcome, exact = estimator.estimate(layout, aim), estimator.partition(layout, aim)
+  outcome = estimator.estimate(layout, aim)
   assert outcome.doubts == ()
-  assert outcome.counts.by_kind() == pytest.approx(exact.counts.by_kind(), rel=0.01)
+  assert outcome.counts.by_kind() == pytest.approx(compiled(train, layout).by_kind(), rel=0.01)
 
 
 def test_a_batch_that_is_cut_into_microbatches_moves_once():
@@ -287,7 +296,7 @@ def test_products_of_contested_axes_send_and_compute_as_much_as_compiled_ones():
 
 @pytest.mark.skipif(not importlib.util.find_spec('jax_cuda12_plugin'), reason='no compiler for GPUs')
 @pytest.mark.parametrize('heads', [12, 6, 8, 4, 2, 3])
-def test_features_that_are_cut_into_heads_send_as_much_as_in_partitioned_programs(heads):
+def test_features_that_are_cut_into_heads_send_as_much_as_in_compiled_programs(heads):
   width = 16 * heads * 8
 
   def step(state, x):
@@ -304,10 +313,8 @@ def test_features_that_are_cut_into_heads_send_as_much_as_in_partitioned_program
     names = {'in': ('embed', 'heads'), 'out': ('heads', 'embed')}
     return {key: spmd.LogicallyPartitioned(weight, names[key]) for key in names}
 
-  estimator = Estimator(TrainStep(step, create, jax.ShapeDtypeStruct((8, 64, width), jnp.float32)))
+  train = TrainStep(step, create, jax.ShapeDtypeStruct((8, 64, width), jnp.float32))
   layout = spmd.Layout(spmd.abstract_mesh({'model': 8}), (('heads', 'model'), ('batch', ())))
-  aim = parse_target('h100:8')
-  estimated, partitioned = (one(layout, aim) for one in (estimator.estimate, estimator.partition))
-  sent = [sum(one.counts.by_axis().values()) for one in (estimated, partitioned)]
-  assert partitioned.source == 'partitioned'
+  estimated = Estimator(train).estimate(layout, parse_target('h100:8')).counts
+  sent = [sum(one.by_axis().values()) for one in (estimated, compiled(train, layout))]
   assert sent[0] == pytest.approx(sent[1], rel=0.01)

@@ -1,8 +1,6 @@
 """The estimator against figures worked out by hand, and against compiled programs."""
 
 import functools
-import importlib.util
-import random
 
 import flax.linen as nn
 import jax
@@ -12,9 +10,6 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flax_spmd as spmd
-from flax_spmd._src.estimate.doubts import UNBOUNDED, UNKNOWN, Bound, Doubts
-from flax_spmd._src.hlo.counts import Collective
-from flax_spmd._src.text import size_text
 from flax_spmd.errors import LayoutError, TargetDeviceError
 from flax_spmd.explore import Estimator, TrainStep, compare, parse_target
 
@@ -440,78 +435,3 @@ def test_a_scatter_that_is_sharded_along_its_positions_is_in_doubt():
     assert any('sharded along its positions' in doubt for doubt in found.doubts) == is_in_doubt, (
       found.doubts
     )
-
-
-# -- partitioned programs
-
-
-@pytest.fixture(scope='module')
-def estimator_of_step():
-  return Estimator(TrainStep(step, create, X))
-
-
-def test_an_estimate_with_the_counts_of_a_partitioned_program(estimator_of_step):
-  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
-  plain = estimator_of_step.estimate(layout, TARGET)
-  same = estimator_of_step.with_counts(layout, TARGET, plain.counts._replace(hbm_bytes=1e15))
-  assert same == plain._replace(source='partitioned')
-  peak = plain.memory.peak
-  gather = Collective('all-gather', ('data',), 8, peak, 1, 2.0 * peak, 'f32', '', '')
-  other = plain.counts._replace(
-    flops=plain.counts.flops / 2, collectives=(*plain.counts.collectives, gather)
-  )
-  outcome = estimator_of_step.with_counts(layout, TARGET, other)
-  assert outcome.counts == other and outcome.memory == plain.memory and outcome.cost.low > plain.cost.low
-  assert outcome.doubts == (
-    f'memory: estimated for collectives that differ by {size_text(2.0 * peak)} on the wire from those of the program',
-    'memory: estimated for products whose FLOPs differ by 100 % from those of the program',
-  )
-
-
-def test_doubts_about_collectives_end_with_their_partition(estimator_of_step):
-  rng, doubted = random.Random(0), 0
-  mesh = spmd.abstract_mesh({'a': 4, 'b': 2})
-  for _ in range(40):
-    axes = lambda: rng.choice([None, 'a', 'b', ('a', 'b'), ('b', 'a')])
-    names = ('batch', 'embed', 'mlp', 'act_mlp', 'act_embed')
-    layout = spmd.Layout(mesh, tuple((name, axes()) for name in rng.sample(names, len(names))))
-    plain = estimator_of_step.estimate(layout, TARGET)
-    doubted += any('on the wire' in doubt for doubt in plain.doubts)
-    known = estimator_of_step.with_counts(layout, TARGET, plain.counts)
-    assert not any('on the wire' in doubt for doubt in known.doubts)
-  assert doubted > 2
-
-
-def test_the_cost_of_an_unknown_kernel_stays_in_doubt():
-  doubts = Doubts()
-  doubts.add('model.py:1', 'the costs of the kernel k are unknown', UNKNOWN)
-  doubts.add('model.py:2', 'activations resharded', Bound(wire=2.0**30, memory=2.0**30))
-  doubts.add('model.py:3', 'another sharding', UNBOUNDED)
-  doubts.add_kept('model.py:4', 'copies', 2.0**20)
-  assert doubts.memory_texts(2.0**30) == ('model.py:1: the costs of the kernel k are unknown',)
-  known = Doubts()
-  known.add('model.py:2', 'activations resharded', Bound(wire=2.0**30, memory=2.0**30))
-  known.add_kept('model.py:4', 'copies', 2.0**20)
-  assert known.memory_texts(2.0**30) == ()
-  assert known.memory_texts(2.0**22) == ('model.py:4: copies, by about 1 MiB of memory',)
-
-
-@pytest.mark.parametrize('target', ['v5e:2x4', 'cpu:8'])
-def test_a_layout_is_only_estimated_where_no_compiler_partitions(target):
-  layout = spmd.Layout(spmd.abstract_mesh({'data': 8}), (('batch', 'data'),))
-  aim = parse_target(target)
-  estimator = Estimator(TrainStep(step, create, X), platform=aim.chip.platform)
-  assert estimator.partition(layout, aim) == estimator.estimate(layout, aim)
-
-
-@pytest.mark.skipif(
-  not importlib.util.find_spec('jax_cuda12_plugin'), reason="NVIDIA's compiler is not installed"
-)
-def test_a_partitioned_estimate_has_the_collectives_of_the_compiled_program(estimator_of_step):
-  layout = spmd.Layout(
-    spmd.abstract_mesh({'a': 4, 'b': 2}), (('batch', 'a'), ('embed', ('b', 'a')), ('act_mlp', 'b'))
-  )
-  outcome = estimator_of_step.partition(layout, TARGET)
-  compiled = compare(TrainStep(step, create, X), [layout], 'h100:8')['layout 0']
-  assert outcome.source == 'partitioned' and outcome.counts.flops == compiled.counts.flops
-  assert outcome.counts.by_kind() == pytest.approx(compiled.counts.by_kind())

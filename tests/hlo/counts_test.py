@@ -102,53 +102,6 @@ def test_combined_and_sub_byte():
   assert (one.bytes, one.wire, one.dtype, one.axes) == (48, 48 * 7, 's4', ('data', 'model'))
 
 
-def test_independent_collectives_are_combined_up_to_30_mib():
-  """As XLA does it later; `%c` depends on the first two, and the loop's own are not combined with others."""
-  reduced = (
-    'all-reduce({}), channel_id=1, replica_groups={{}}, use_global_device_ids=true, to_apply=%add'
-  )
-  text = f"""HloModule m, num_partitions=8
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {{
-  %p = (s32[], f32[8]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %v = f32[8]{{0}} get-tuple-element(%p), index=1
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  %l = f32[8]{{0}} {reduced.format('%v')}
-  %m = f32[8]{{0}} {reduced.format('%v')}
-  %s = f32[8]{{0}} add(%l, %m)
-  ROOT %t = (s32[], f32[8]{{0}}) tuple(%next, %s)
-}}
-
-%condition (p: (s32[], f32[8])) -> pred[] {{
-  %p = (s32[], f32[8]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %n = s32[] constant(5)
-  ROOT %less = pred[] compare(%i, %n), direction=LT
-}}
-
-ENTRY %main () -> f32[] {{
-  %x = f32[8]{{0}} parameter(0)
-  %y = f32[4194304]{{0}} parameter(1)
-  %a = f32[8]{{0}} {reduced.format('%x')}
-  %b = f32[4194304]{{0}} {reduced.format('%y')}
-  %d = f32[4194304]{{0}} {reduced.format('%y')}
-  %sum = f32[8]{{0}} fusion(%a, %b), kind=kLoop, calls=%f
-  %c = f32[8]{{0}} {reduced.format('%sum')}
-  %zero = s32[] constant(0)
-  %start = (s32[], f32[8]{{0}}) tuple(%zero, %c)
-  ROOT %loop = (s32[], f32[8]{{0}}) while(%start), condition=%condition, body=%body
-}}
-"""
-  combined = count(text, {'data': 8}, combine=True).collectives
-  sizes = sorted((one.bytes, one.times) for one in combined)
-  assert sizes == [(64, 5), (16 * MIB + 32, 1), (16 * MIB + 32, 1)]  # %c joins %d
-  plain = count(text, {'data': 8})
-  assert len(plain.collectives) == 6
-  assert sum(one.wire for one in combined) == sum(one.wire for one in plain.collectives)
-
-
 def test_groups_of_one_device_are_not_counted():
   line = '%x = f32[8]{0} parameter(0)'
   for groups in ('{{0},{1},{2},{3},{4},{5},{6},{7}}', '[8,1]<=[8]', "mesh['a'=1,'b'=8] {'a'}"):

@@ -468,6 +468,26 @@ def test_a_program_in_a_program_raises_one_error():
   assert str(caught.value).count('Over the Explicit axes') == 1
 
 
+@pytest.mark.parametrize(
+  'loop',
+  [
+    lambda x, first: jax.lax.scan(lambda c, _: (c + x, None), first, None, length=3),
+    lambda x, first: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (c[0] + x, c[1] + 1), (first, 0)),
+    lambda x, first: jax.lax.cond(x.sum() > 0, lambda: x, lambda: first),
+  ],
+)
+def test_a_loop_or_branches_outside_of_modules(loop):
+  """Whose types differ in their shardings; if they differ in more, the error is JAX's own."""
+  layout = spmd.Layout(spmd.make_mesh(SIZES, axis_types=AxisType.Explicit), (('batch', 'data'),))
+  x = layout.shard(jnp.ones((8, 8)), ('batch', None))
+  with pytest.raises(
+    LayoutError, match=r"(?s)Over the Explicit axes 'data'.*@data.*\nFix: pass out_sharding="
+  ):
+    layout.jit(lambda x: loop(x, jnp.zeros((8, 8))))(x)
+  with pytest.raises(TypeError, match='must have equal'):
+    layout.jit(lambda x: loop(x, jnp.zeros((8, 8), jnp.bfloat16)))(x)
+
+
 def test_an_operation_outside_of_modules():
   mesh = spmd.make_mesh(SIZES, axis_types={'model': AxisType.Explicit})
   layout = spmd.Layout(mesh, (('mlp', 'model'),))

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -258,3 +259,37 @@ def test_state_that_a_rule_for_parameters_does_not_fit_is_replicated_and_reporte
     'opt_state/0/v_row/layers/q/kernel: shape (16,) does not follow from the shape of any parameter in this '
     'tree; it is replicated.'
   ) in [finding.text for finding in layout.check(state).of('not inferred')]
+
+
+class Agent(flax.struct.PyTreeNode):
+  actor: TrainState
+  critic: TrainState
+
+
+SMALL = ['optax.adam', 'small adafactor', 'optax.sm3', 'short lbfgs', 'masked', 'MultiSteps']
+
+
+@given(
+  st.sampled_from([lambda a, b: (a, b), lambda a, b: {'actor': a, 'critic': b}, Agent]),
+  st.tuples(*[st.lists(st.sampled_from(['MLP_0', 'layers', 'params']), max_size=2)] * 2),
+  st.tuples(*[st.sampled_from([(), (2,), (3, 2)])] * 2),
+  st.tuples(*[st.sampled_from(SMALL)] * 2),
+  st.sampled_from(
+    [('kernel$', P(..., 'model')), ('kernel$', P('data')), spmd.fsdp('model', min_size=1)]
+  ),
+)
+def test_each_of_two_models_in_a_state_is_sharded_as_it_is_alone(pair, outer, stack, optimizers, rule):
+  """Even where the paths of one end with those of the other, as those of a critic under `nn.vmap` do."""
+
+  def made(keys, stack, optimizer):
+    params = {'Dense_0': {'kernel': jax.ShapeDtypeStruct((*stack, 8, 16), jnp.float32)}}
+    for key in reversed(keys):
+      params = {key: params}
+    return jax.eval_shape(
+      lambda p: TrainState.create(apply_fn=None, params=p, tx=OPTIMIZERS[optimizer]), params
+    )
+
+  layout = spmd.Layout(MESH, (rule,), indivisible='replicate')
+  states = [made(*each) for each in zip(outer, stack, optimizers, strict=True)]
+  together = jax.tree.leaves(layout.spec(pair(*states)))
+  assert together == [spec for state in states for spec in jax.tree.leaves(layout.spec(state))]

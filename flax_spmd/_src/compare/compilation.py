@@ -82,12 +82,10 @@ class CompileJob(NamedTuple):
   Attributes:
     programs: lowered programs.
     target: hardware to compile for.
-    partition_only: whether the compiler ends after it has partitioned the programs; only that for GPUs can.
   """
 
   programs: Sequence[LoweredStep]
   target: Target
-  partition_only: bool = False
 
 
 def compile_jobs(
@@ -162,8 +160,7 @@ def check_compiler(target: Target) -> None:
 
 
 def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[CompileResult]:
-  prefix = 'partitioned-' if job.partition_only else ''
-  keys = [prefix + cache_key(program, job.target) for program in job.programs]
+  keys = [cache_key(program, job.target) for program in job.programs]
   contents = {key: _read(key) for key in keys}
   new = {key: program for key, program in zip(keys, job.programs) if contents[key] is None}
   if new:
@@ -171,19 +168,16 @@ def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[C
       folders = [Path(root) / str(number) for number in range(len(new))]
       reports = run_workers(job._replace(programs=list(new.values())), hardware, folders)
       for (key, program), report, folder in zip(new.items(), reports, folders, strict=True):
-        contents[key] = _counted(key, program, report, folder / 'hlo.txt', job.partition_only)
+        contents[key] = _counted(key, program, report, folder / 'hlo.txt')
   return [_compile_result(contents[key] or {}, key, cached=key not in new) for key in keys]
 
 
-def _counted(
-  key: str, program: LoweredStep, report: dict[str, Any], hlo: Path, partition_only: bool
-) -> dict[str, Any]:
+def _counted(key: str, program: LoweredStep, report: dict[str, Any], hlo: Path) -> dict[str, Any]:
   """A worker's report with the counts of its program; both are cached."""
   if hlo.exists():
     text = hlo.read_text()
-    report['counts'] = _counts_json(count(text, program.mesh, combine=partition_only))
-    if not partition_only:
-      _cache_hlo(key, text)
+    report['counts'] = _counts_json(count(text, program.mesh))
+    _cache_hlo(key, text)
   if {'counts', 'used', 'memory'} & report.keys():  # other errors may not be the program's fault
     _cache(key, report)
   return report
@@ -207,7 +201,6 @@ def run_workers(
     folder.mkdir()
     (folder / 'program.mlir').write_bytes(program.code)
     request = {'target': target.text, 'hardware': absolute, 'mesh': program.mesh}
-    request |= {'partition_only': job.partition_only}
     (folder / 'request.json').write_text(json.dumps(request))
   reports: list[dict[str, Any]] = []
   while left := folders[len(reports) :]:

@@ -59,31 +59,26 @@ def _write_result(folder: Path) -> None:
   request = json.loads((folder / 'request.json').read_text())
   target = parse_target(request['target'], request['hardware'])
   try:
-    result = _compile(folder, target, request['mesh'], request['partition_only'])
+    result = _compile(folder, target, request['mesh'])
   except Exception as error:  # a compiler's error is a result too
     result = {'error': _reason(error), **memory_needed(str(error))}
   result['rss'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   (folder / 'result.json').write_text(json.dumps(result))
 
 
-def _compile(folder: Path, target: Target, mesh: dict[str, int], partition_only: bool) -> dict[str, Any]:
-  from flax_spmd._src.compat import hlo_text, partition_program
+def _compile(folder: Path, target: Target, mesh: dict[str, int]) -> dict[str, Any]:
+  from flax_spmd._src.compat import hlo_text
 
   devices = _devices(target, tuple(mesh.values()))
   begin, cpu = time.perf_counter(), time.process_time()
   code = (folder / 'program.mlir').read_bytes()
-  memory: dict[str, int] = {}
-  if partition_only:
-    text = partition_program(code, devices)
-  else:
-    try:
-      module, memory = _assigned(folder / 'dump', target, code, devices, {})
-    except Exception as error:
-      if target.chip.platform != 'cuda' or memory_needed(str(error)):
-        raise
-      module, memory = _assigned(folder / 'dump_without_triton', target, code, devices, _WITHOUT_TRITON)
-    text = hlo_text(module, devices.size)
-  (folder / 'hlo.txt').write_text(text)
+  try:
+    module, memory = _assigned(folder / 'dump', target, code, devices, {})
+  except Exception as error:
+    if target.chip.platform != 'cuda' or memory_needed(str(error)):
+      raise
+    module, memory = _assigned(folder / 'dump_without_triton', target, code, devices, _WITHOUT_TRITON)
+  (folder / 'hlo.txt').write_text(hlo_text(module, devices.size))
   return {
     'memory': memory,
     'seconds': time.perf_counter() - begin,

@@ -29,8 +29,7 @@ class Outcome(NamedTuple):
     error: reason why it was not compiled, or None.
     program: lowered step, or None.
     compiled: result of the compilation, or None.
-    source: origin of the figures: `estimated`, `compiled:h100`, or `partitioned`: FLOPs and collectives of the
-      target's own partitioner, the rest estimated.
+    source: origin of the figures: `estimated`, or `compiled:h100`.
     doubts: reasons why an estimate could be inaccurate.
     pipeline: ranks and schedule of a pipeline; None for a single program.
     batch: elements of the batch, relative to the first choice of a search. Layouts are ranked by time over `batch`.

@@ -17,29 +17,25 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from flax_spmd._src.draw.lines import WIDTH, Lines
 from flax_spmd._src.draw.slices import Pieces, Slice, cut_by_axes, cut_by_indices
 from flax_spmd._src.draw.svg import svg_of
-from flax_spmd._src.draw.text_picture import Line, colour, picture, words
+from flax_spmd._src.draw.text_picture import Line, picture, words
 from flax_spmd._src.mesh import axis_sizes, describe
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.rules.decisions import UNCONSTRAINED, axis_names
 from flax_spmd._src.text import plural
 from flax_spmd.errors import LayoutError
 
-if TYPE_CHECKING:
-  from rich.text import Text
-
-_WIDTH = 100  # characters
-
 
 @set_module('flax_spmd')
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Drawing:
+class Drawing(Lines):
   """The slice of an array on each device: `str` returns text, notebooks show SVG, `rich` prints in colour.
 
   Attributes:
@@ -68,36 +64,10 @@ class Drawing:
     """Every distinct slice once, in row-major order, empty ones included."""
     return self._pieces.slices
 
-  def text(self, width: int = _WIDTH) -> str:
-    """The drawing as box-drawing characters.
-
-    Args:
-      width: width in characters. A wider grid is shortened in the middle.
-    """
-    return '\n'.join(''.join(part.text for part in line).rstrip() for line in self._lines(width))
-
   @property
   def svg(self) -> str:
     """The drawing as an SVG document, legible on light and dark backgrounds."""
-    return svg_of(self._lines(_WIDTH))
-
-  def __repr__(self) -> str:
-    return self.text()
-
-  def _repr_svg_(self) -> str:
-    return self.svg
-
-  def _repr_html_(self) -> str:
-    return f'<div style="overflow-x: auto">{self.svg}</div>'
-
-  def __rich_console__(self, console: Any, options: Any) -> Iterator[Text]:
-    from rich.text import Text  # 20 ms to import
-
-    for line in self._lines(options.max_width):
-      text = Text(no_wrap=True, overflow='crop')
-      for part in line:
-        text.append(part.text, f'#111111 on {colour(part.key)}' if part.role == 'cell' else '')
-      yield text
+    return svg_of(self._lines(WIDTH))
 
   def _lines(self, width: int) -> Iterator[Line]:
     header = f'{self.title}: {self.summary}'

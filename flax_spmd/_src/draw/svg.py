@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Iterator
 
-from flax_spmd._src.draw.text_picture import Line, Segment, colour
+from flax_spmd._src.draw.text_picture import Line, Segment
 
 _CHARACTER, _LINE, _ROW = 7.8, 20, 28  # in pixels: monospace at 13 px; a line; a row of cells
 
@@ -47,7 +47,7 @@ def _elements(part: Segment, x: float, y: float, height: float) -> Iterator[str]
     ranges = ', '.join(f'{start}:{stop}' for start, stop in part.ranges)
     yield (
       f'<rect x="{x - 3:.1f}" y="{y + 1}" width="{width + 6:.1f}" height="{height - 2}" rx="3" '
-      f'fill="{colour(part.key)}"><title>[{ranges}]: {text}</title></rect>'
+      f'fill="{part.colour}"><title>[{ranges}]: {text}</title></rect>'
     )
     ink = 'fill="#111" '
   if part.role == 'words':

@@ -37,6 +37,11 @@ class Segment(NamedTuple):
   key: int = 0
   ranges: Ranges = ()
 
+  @property
+  def colour(self) -> str:
+    """The background of a cell; '' for other roles."""
+    return colour(self.key) if self.role == 'cell' else ''
+
 
 Line: TypeAlias = list[Segment]
 

@@ -1,16 +1,23 @@
-"""Collective combiner: the collectives that an estimate adds, combined as XLA does it (`hlo.combined_collectives`)."""
+"""Collective combiner: the collectives that an estimate adds; XLA combines independent ones of one kind into one.
+
+An all-gather, reduce-scatter or all-reduce joins the first group of its kind, dtype, axes and block that its operand
+does not depend on and that has room left. Dependences are a bit set per value: the groups that it is computed from. XLA's limit is
+30 MiB per combined collective (`xla_gpu_all_reduce_combine_threshold_bytes`, and its like for other kinds).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flax_spmd._src.estimate.graph import shard_count
 from flax_spmd._src.estimate.resharding import CollectiveOp
 from flax_spmd._src.hlo.collectives import Collective, wire
-from flax_spmd._src.hlo.combined_collectives import CombinedCollectives
+
+LIMIT = 30 * 2**20
+_COMBINED = ('all-gather', 'reduce-scatter', 'all-reduce')
 
 
-class CollectiveCombiner(CombinedCollectives):
+class CollectiveCombiner:
   """The collectives of a step, combined where XLA would.
 
   Args:
@@ -18,8 +25,11 @@ class CollectiveCombiner(CombinedCollectives):
   """
 
   def __init__(self, sizes: Mapping[str, int]):
-    super().__init__()
     self._sizes = sizes
+    self._combined: list[Collective] = []
+    self._largest: list[float] = []  # bytes of the largest member, whose source line the group reports
+    self._open: dict[tuple, list[int]] = {}
+    self._dependences: dict[int, int] = {}
 
   def add(
     self,
@@ -34,7 +44,7 @@ class CollectiveCombiner(CombinedCollectives):
     """Adds collectives that follow each other on one value, and returns the indices of the combined ones.
 
     Args:
-      value: the value.
+      value: the value, which depends on them afterwards.
       ops: collectives, in order.
       times: number of runs per step.
       dtype: wire dtype.
@@ -47,12 +57,53 @@ class CollectiveCombiner(CombinedCollectives):
       group_size = shard_count(op.axes, self._sizes)
       if group_size > 1:
         collective = Collective(op.kind, op.axes, group_size, op.bytes, times, 0.0, dtype, kind, source)
-        joined.append(self.join(value, collective, block))
+        joined.append(self._join(value, collective, block))
     return joined
+
+  def _join(self, value: int, one: Collective, block: int) -> int:
+    dependences = self._dependences.get(value, 0)
+    candidates = self._open.setdefault((one.kind, one.dtype, one.axes, one.times, block), [])
+    room = LIMIT / (one.group if one.kind == 'all-gather' else 1) - one.bytes
+    fitting = (i for i in candidates if not dependences >> i & 1 and self._combined[i].bytes <= room)
+    index = next(fitting, None) if one.kind in _COMBINED else None
+    if index is None:
+      index = len(self._combined)
+      candidates.append(index)
+      self._combined.append(one)
+      self._largest.append(one.bytes)
+    else:
+      before = self._combined[index]
+      largest = one if one.bytes > self._largest[index] else before
+      self._largest[index] = max(one.bytes, self._largest[index])
+      self._combined[index] = largest._replace(bytes=before.bytes + one.bytes)
+    self._dependences[value] = dependences | 1 << index
+    return index
+
+  def add_dependences(self, results: Iterable[int], operands: Iterable[int]) -> None:
+    """Makes the results of an operation depend on all collectives that its operands depend on."""
+    dependences = self.dependences(operands)
+    for value in results if dependences else ():
+      self._dependences[value] = self._dependences.get(value, 0) | dependences
+
+  def key(self, index: int) -> tuple[str, str, tuple[str, ...]]:
+    """The kind, dtype and axes of a combined collective."""
+    one = self._combined[index]
+    return one.kind, one.dtype, one.axes
+
+  def dependences(self, values: Iterable[int]) -> int:
+    """The combined collectives that values depend on: a bit for each."""
+    result = 0
+    for value in values:
+      result |= self._dependences.get(value, 0)
+    return result
+
+  def extend(self, other: CollectiveCombiner) -> None:
+    """Adds the collectives of a branch, which combine with no others."""
+    self._combined += other._combined
+    self._largest += other._largest
 
   def collectives(self) -> list[Collective]:
     """The combined collectives, with the bytes that each sends."""
     return [
-      one._replace(wire=one.times * wire(one.kind, one.bytes, one.group))
-      for one in super().collectives()
+      one._replace(wire=one.times * wire(one.kind, one.bytes, one.group)) for one in self._combined
     ]

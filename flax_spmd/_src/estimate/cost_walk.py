@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.estimate.collective_combiner import CollectiveCombiner
-from flax_spmd._src.estimate.doubts import UNBOUNDED, UNKNOWN, Bound, Doubts, gathered
+from flax_spmd._src.estimate.doubts import UNBOUNDED, Bound, Doubts, gathered
 from flax_spmd._src.estimate.gathered_copies import GatheredCopies
 from flax_spmd._src.estimate.graph import (
   PRODUCTS,
@@ -80,13 +80,11 @@ class WalkResult(NamedTuple):
     counts: FLOPs, memory traffic and collectives, in the form of a compiled program's counts.
     temporaries: peak memory in bytes besides arguments and results.
     doubts: places where XLA could choose otherwise, one line each.
-    memory_doubts: those that are left if the collectives and the FLOPs are known.
   """
 
   counts: Counts
   temporaries: float
   doubts: tuple[str, ...]
-  memory_doubts: tuple[str, ...]
 
 
 class _Known(NamedTuple):
@@ -241,7 +239,7 @@ class AnalyzedGraph:
     counts = Counts(walk.flops, walk.hbm, tuple(collectives), tuple(walk.opaque.items()), ())
     memory = sum(map(walk._bytes, self.graph.main.arguments)) + peak + kept
     doubts = walk.doubts.texts(sum(one.wire for one in collectives), memory, walk.flops)
-    return WalkResult(counts, peak + kept, doubts, walk.doubts.memory_texts(memory))
+    return WalkResult(counts, peak + kept, doubts)
 
 
 def _chip_dtype(dtype: str) -> str:
@@ -455,7 +453,7 @@ class _CostWalk:
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
-      self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNKNOWN)
+      self.doubts.add(op.source, f'the costs of the kernel {name} are unknown', UNBOUNDED)
     if op.kind in PRODUCTS:
       self.weight_gradients.add_product(self.combiner.dependences(op.operands))
     self._doubt_memory(op)

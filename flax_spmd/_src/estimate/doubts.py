@@ -41,7 +41,6 @@ class Bound(NamedTuple):
 
 
 UNBOUNDED = Bound(math.inf)
-UNKNOWN = Bound(math.inf, math.inf, math.inf)  # no partitioner knows it either
 
 
 def gathered(value: GraphValue, spec: Spec, sizes: Mapping[str, int], times: int) -> Bound:
@@ -82,24 +81,7 @@ class Doubts:
       memory: peak memory in bytes.
       flops: FLOPs on each device.
     """
-    return self._texts(self._every, wire, memory, flops)
-
-  def memory_texts(self, memory: float) -> tuple[str, ...]:
-    """The doubts that are left if the collectives and the FLOPs are known: those about memory alone."""
-    own = {
-      text: bound
-      for text, bound in self._every.items()
-      if bound.memory and (not (bound.wire or bound.flops) or math.isinf(bound.memory))
-    }
-    return self._texts(own, 0.0, memory, 0.0)
-
-  @property
-  def _every(self) -> dict[str, Bound]:
-    return self._bounds | {text: Bound(memory=memory) for text, memory in self._kept.items()}
-
-  def _texts(
-    self, bounds: Mapping[str, Bound], wire: float, memory: float, flops: float
-  ) -> tuple[str, ...]:
+    bounds = self._bounds | {text: Bound(memory=memory) for text, memory in self._kept.items()}
     total = Bound()
     for bound in bounds.values():
       total = total.plus(bound)

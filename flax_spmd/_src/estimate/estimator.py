@@ -29,7 +29,6 @@ from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
-from flax_spmd._src.compare.partition import can_partition, partition
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
@@ -37,7 +36,6 @@ from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pad
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
-from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -52,13 +50,10 @@ if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.shardings import ConstraintSpec, LogicalSharding
 
 _MEMORY_ERROR = 0.12  # relative error of the estimated peak
-# Differences of partitioned programs, of the peak and of all FLOPs, beyond which the memory is in doubt.
-_OTHER_WIRE, _OTHER_FLOPS = 0.05, 0.01
 TPU_DOUBT = (
   'TPU: estimates partition as the compiler for GPUs, and that for TPUs often takes other collectives and keeps other '
   'arrays; compare compiles a layout in seconds'
 )
-PARTITIONED = 'partitioned'
 _PARTS = ('params', 'opt_state', '', 'batch')  # of the arguments, in the order of `Memory`
 
 
@@ -99,7 +94,6 @@ class Estimator:
   def __init__(self, train_step: TrainStepLike, *, platform: str = 'cuda'):
     check_train_step(train_step, 'Estimator')
     mlir.check_jaxlib()
-    self._given = train_step
     self._lowering = lower_on_names(train_step, platform)
     self._train_step = self._lowering.train_step
     state = jax.tree_util.tree_leaves_with_path(self._lowering.state)
@@ -145,36 +139,6 @@ class Estimator:
       TargetDeviceError: the mesh and the target differ in their number of devices.
       LayoutError: logical names do not fit the arrays or the mesh.
     """
-    return self._outcome(layout, target, None)
-
-  def partition(self, layout: Layout, target: Target) -> Outcome:
-    """Estimates a layout whose program the target's own compiler partitions, which takes seconds.
-
-    FLOPs and collectives are then those of the compiled program, and its source is `partitioned`. Memory and memory
-    traffic are estimated; the memory is in doubt where the estimate expects other collectives.
-
-    Args:
-      layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
-      target: hardware to estimate for. Only compilers for GPUs can end after they have partitioned a program.
-
-    Returns:
-      The outcome; the plain estimate, with the source `estimated`, if the program cannot be partitioned.
-
-    Raises:
-      TargetDeviceError: the mesh and the target differ in their number of devices.
-      LayoutError: logical names do not fit the arrays or the mesh.
-    """
-    estimate = self.estimate(layout, target)
-    if not can_partition(target):
-      return estimate
-    counts = partition(self._given, {'': layout}, target)
-    return self.with_counts(layout, target, counts['']) if counts else estimate
-
-  def with_counts(self, layout: Layout, target: Target, counts: Counts) -> Outcome:
-    """The estimate of a layout with the FLOPs and collectives of its partitioned program; see `partition`."""
-    return self._outcome(layout, target, counts)
-
-  def _outcome(self, layout: Layout, target: Target, partitioned: Counts | None) -> Outcome:
     sizes = axis_sizes(layout.mesh)
     if math.prod(sizes.values()) != target.devices:
       raise TargetDeviceError(
@@ -198,24 +162,18 @@ class Estimator:
     ]
     on_host = [sharding.memory_kind == HOST_MEMORY for sharding in shardings]
     memory = self._memory(argument_bytes, on_host, costs.temporaries)
-    counts, doubts, source = costs.counts, costs.doubts, 'estimated'
-    if target.chip.platform == 'tpu':
-      doubts = (TPU_DOUBT, *doubts)
-    if partitioned is not None:
-      counts = partitioned._replace(hbm_bytes=costs.counts.hbm_bytes)
-      doubts = (*costs.memory_doubts, *_disagreements(costs.counts, counts, memory.peak))
-      source = PARTITIONED
+    doubts = (TPU_DOUBT, *costs.doubts) if target.chip.platform == 'tpu' else costs.doubts
     return Outcome(
       '',
       layout,
       memory,
-      counts,
-      cost(counts, target, sizes, self.dtype, memory.host),
+      costs.counts,
+      cost(costs.counts, target, sizes, self.dtype, memory.host),
       memory.peak <= target.chip.memory,
       None,
       None,
       None,
-      source,
+      'estimated',
       (*doubts, *_memory_doubts(memory.peak, target.chip.memory)),
     )
 
@@ -282,21 +240,6 @@ def _memory_doubts(peak: int, limit: int) -> Iterator[str]:
       f'memory: {size_text(peak)} of {size_text(limit)}, too close to call: a compiler rematerialises values '
       'that would just not fit'
     )
-
-
-def _disagreements(estimated: Counts, partitioned: Counts, peak: int) -> Iterator[str]:
-  """A doubt about memory that was estimated for other collectives and products than those of the program.
-
-  An array that is gathered in one of them only is as large as the bytes that its gather sends.
-  """
-  one, other = estimated.by_kind(), partitioned.by_kind()
-  wire = sum(abs(one.get(kind, 0.0) - other.get(kind, 0.0)) for kind in one.keys() | other.keys())
-  flops = abs(estimated.flops - partitioned.flops)
-  if wire > _OTHER_WIRE * peak:
-    yield f'memory: estimated for collectives that differ by {size_text(wire)} on the wire from those of the program'
-  if flops > _OTHER_FLOPS * partitioned.flops:
-    share = 100 * flops / partitioned.flops if partitioned.flops else math.inf
-    yield f'memory: estimated for products whose FLOPs differ by {share:.0f} % from those of the program'
 
 
 def _spec(sharding: NamedSharding, rank: int) -> Spec:

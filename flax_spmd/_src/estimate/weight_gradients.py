@@ -24,7 +24,7 @@ import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_spmd._src.hlo.combined_collectives import LIMIT
+from flax_spmd._src.estimate.collective_combiner import LIMIT
 
 SCHEDULING_PLATFORMS = ('cuda',)  # these delay products
 _SCALARS = 64  # bytes of a group; metrics, which are reduced last

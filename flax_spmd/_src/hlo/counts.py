@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from flax_spmd._src.hlo.collectives import Collective as Collective
 from flax_spmd._src.hlo.collectives import collective, continues, kind_of, started
-from flax_spmd._src.hlo.combined_collectives import CombinedCollectives
 from flax_spmd._src.hlo.flops import custom_call_target, flops
 from flax_spmd._src.hlo.hbm_traffic import traffic
 from flax_spmd._src.hlo.parser import Computation, HloModule, Instruction, parse
@@ -49,13 +48,12 @@ class Counts(NamedTuple):
     return _summed((one.kind, one.wire) for one in self.collectives)
 
 
-def count(text: str, mesh: Mapping[str, int], *, combine: bool = False) -> Counts:
+def count(text: str, mesh: Mapping[str, int]) -> Counts:
   """Counts the work of a compiled program.
 
   Args:
     text: text of the optimised HLO module, as from `jax.stages.Compiled.as_text`.
     mesh: size per mesh axis, in order. Device i is at the i-th position in row-major order.
-    combine: whether to combine collectives as XLA does, for a program that it has not optimised yet.
 
   Returns:
     The work per device and step. Collectives within a single device are left out: they send nothing.
@@ -74,12 +72,12 @@ def count(text: str, mesh: Mapping[str, int], *, combine: bool = False) -> Count
     >>> counts.by_axis(), counts.collectives[0].group
     ({('model',): 196608.0}, 4)
   """
-  return count_module(parse(text), mesh, combine=combine)
+  return count_module(parse(text), mesh)
 
 
-def count_module(module: HloModule, mesh: Mapping[str, int], *, combine: bool = False) -> Counts:
+def count_module(module: HloModule, mesh: Mapping[str, int]) -> Counts:
   """Counts the work of a compiled program that is parsed already; see `count`."""
-  return _Counter(module, mesh, started(module), combine).computation(module.main, {}).counts()
+  return _Counter(module, mesh, started(module)).computation(module.main, {}).counts()
 
 
 class _Tally(NamedTuple):
@@ -130,21 +128,15 @@ class _Counter(NamedTuple):
     module: the module.
     mesh: size per mesh axis, in order.
     begun: collectives that fusions start; other fusions contain copies of them.
-    combines: whether collectives of a computation are combined.
   """
 
   module: HloModule
   mesh: Mapping[str, int]
   begun: frozenset[tuple[str, str]]
-  combines: bool
 
   def computation(self, running: Computation, state: State, fused: bool = False) -> _Tally:
     """The work of a computation; `state` has the known elements of a loop body's parameter."""
-    tallies = {
-      name: self._instruction(one, running, state, fused) for name, one in running.instructions.items()
-    }
-    total = _total(tallies.values())
-    return total._replace(collectives=_combined(running, tallies)) if self.combines else total
+    return _total(self._instruction(one, running, state, fused) for one in running.instructions.values())
 
   def _instruction(self, one: Instruction, inside: Computation, state: State, fused: bool) -> _Tally:
     """The work of an instruction, including the computations that it calls."""
@@ -181,19 +173,6 @@ class _Counter(NamedTuple):
       return _Tally()
     counted = collective(one, inside, self.module, self.mesh, fused)
     return _Tally(collectives=(counted,)) if counted else _Tally()
-
-
-def _combined(running: Computation, tallies: Mapping[str, _Tally]) -> tuple[Collective, ...]:
-  """The collectives of a computation: its own are combined; those of loops and calls inside were before."""
-  combined, inner = CombinedCollectives(), []
-  for name, one in running.instructions.items():
-    combined.add_dependences([name], one.operands)
-    for each in tallies[name].collectives:
-      if kind_of(one):
-        combined.join(name, each)
-      else:
-        inner.append(each)
-  return (*combined.collectives(), *inner)
 
 
 def _computed(one: Instruction, inside: Computation) -> _Tally:

@@ -126,6 +126,11 @@ class Arguments(NamedTuple):
   ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The placement of each argument by position and by name."""
     args, kwargs = dynamic
+    if isinstance(placements, str):
+      raise LayoutError(
+        f'The bare string {placements!r} is no placement.\n'
+        f'Fix: write logical names as a tuple, ({placements!r}, None), or give one placement per argument.'
+      )
     if is_placement(placements) and not _is_one_per_argument(placements):
       return (placements,) * len(args), dict.fromkeys(kwargs, placements)
     names = self.dynamic_names()

@@ -57,27 +57,44 @@ def check_required(dynamic: Any, shardings: Sequence[Sharding | None], arguments
 
 @contextlib.contextmanager
 def explained_arguments(arguments: Arguments, args: Any, kwargs: Any, mesh: MeshLike) -> Iterator[None]:
-  """A block in which JAX's errors about the devices of arguments, and about deleted arguments, are explained.
+  """A block in which JAX's errors about arguments on other devices, deleted and abstract ones are explained.
 
   Raises:
-    LayoutError: names every array that is committed to other devices than those of the mesh, or deleted.
+    LayoutError: names every array that is committed to other devices than those of the mesh, deleted or abstract.
   """
   try:
     yield
     return
-  except (ValueError, RuntimeError) as error:
+  except (ValueError, RuntimeError, TypeError) as error:
     text = str(error)
-    leaves = [
+    named = [
       (path_string(arguments.named_path(path)), leaf)
       for path, leaf in jax.tree_util.tree_leaves_with_path(arguments.dynamic(args, kwargs))
+    ]
+    leaves = [
+      (path, leaf)
+      for path, leaf in named
       if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     ]
     problems = _on_other_devices(leaves, mesh) if 'incompatible devices' in text else []
     if 'has been deleted' in text:
       problems += [problem for path, leaf in leaves if (problem := unusable(path, leaf))]
+    if 'not a valid JAX type' in text:
+      problems += _abstract(named)
     if not problems:
       raise
   raise_problems(problems)
+
+
+def _abstract(leaves: Sequence[tuple[str, Any]]) -> list[Problem]:
+  return [
+    Problem(
+      f'{path} is abstract, {leaf.dtype}[{",".join(map(str, leaf.shape))}].',
+      'pass arrays, as layout.init creates them; .lower, .trace, .eval_shape and .explain accept abstract arguments.',
+    )
+    for path, leaf in leaves
+    if isinstance(leaf, jax.ShapeDtypeStruct)
+  ]
 
 
 def _on_other_devices(leaves: Sequence[tuple[str, jax.Array]], mesh: MeshLike) -> list[Problem]:

@@ -275,8 +275,21 @@ def _parameter_at(path, i: int, units: Mapping[int, Unit], keys, by_tail) -> int
       and _is_state_of(units[i], path, units[other], keys[other], length)
     ]
     if candidates:
-      return max(candidates, key=lambda other: _nearness(path, keys[other]))
+      nearest = max(candidates, key=lambda other: _nearness(path, keys[other]))
+      if not _has_a_nearer(path, i, _shared_keys(path, keys[nearest]), length, units, keys, by_tail):
+        return nearest
   return None
+
+
+def _has_a_nearer(
+  path, i: int, shared: int, length: int, units: Mapping[int, Unit], keys, by_tail
+) -> bool:
+  """Whether a parameter of a shorter tail is in the same model as a unit, of which a found one is not."""
+  return any(
+    other != i and _shared_keys(path, keys[other]) > shared
+    for shorter in range(length - 1, 0, -1)
+    for other in by_tail.get((units[i].static, path[-shorter:]), ())
+  )
 
 
 def _nearness(path, parameter) -> tuple[int, int]:
@@ -287,8 +300,9 @@ def _nearness(path, parameter) -> tuple[int, int]:
 def _is_state_of(unit: Unit, path, parameter: Unit, keys, length: int) -> bool:
   """Whether a unit can be state of the parameter whose last `length` keys it repeats.
 
-  The paths have to part at an optimizer: at a field that is not the first key. Custom optimizers may keep
-  plain dictionaries; there, too many names are enough, and so is a stack of arrays of the parameter's shape.
+  The paths have to part at an optimizer: at a field that is not the first key, and not one above the parameter, as
+  `params` is for the parameters of two models. Custom optimizers may keep plain dictionaries; there, too many names
+  are enough, and so is a stack of arrays of the parameter's shape.
   """
   shared = _shared_keys(path, keys)
   if path[-length - 1 : -length] == keys[-length - 1 : -length]:  # the tail is longer
@@ -296,7 +310,8 @@ def _is_state_of(unit: Unit, path, parameter: Unit, keys, length: int) -> bool:
   if len(keys) - shared - length < (1 if shared else 0):
     return False
   between = unit.path[shared : len(path) - length]
-  if not unit.fits or any(isinstance(entry, GetAttrKey) for entry in between[1:]):
+  root = parameter.path[: len(keys) - _tail_lengths(keys, parameter.below)[-1]]
+  if not unit.fits or any(isinstance(entry, GetAttrKey) and entry not in root for entry in between[1:]):
     return True
   apart = GetAttrKey in map(type, between) or ('params' in keys[:2] and 'params' not in path[:2])
   return apart and _is_stack_of(unit, parameter)

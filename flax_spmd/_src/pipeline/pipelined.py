@@ -219,17 +219,11 @@ class Pipelined(UnderLayout, Generic[P, Result]):
 
   def _donations(self, request: Request) -> list[bool]:
     """Per leaf, whether it is donated."""
-    args, kwargs = self._arguments.dynamic(request.args, request.kwargs)
-    positions = [i for i in range(len(request.args)) if i not in self._arguments.positions]
-    marks = tuple(
-      jax.tree.map(lambda _: position in self._donated.positions, arg)  # noqa: B023
-      for position, arg in zip(positions, args, strict=True)
-    )
-    named = {
-      name: jax.tree.map(lambda _: name in self._donated.names, arg)  # noqa: B023
-      for name, arg in kwargs.items()
-    }
-    return jax.tree.leaves((marks, named))
+    count = len(request.avals)
+    numbers = request.treedef.unflatten(range(count))
+    static = [None] * len(request.args), dict.fromkeys(request.kwargs)
+    kept = jax.tree.leaves(self._donated.dynamic(*self._arguments.filled(numbers, *static)))
+    return [number not in kept for number in range(count)]
 
 
 def _check(setting: Setting) -> None:
@@ -410,24 +404,23 @@ class LoweredPipelineStep:
     ):
       return self.compile_jointly()
 
-  def _check_agreement(self) -> None:
+  def _check_agreement(self, stages: LoweredStages) -> None:
     """Raises unless all processes have the same pipeline."""
     traced, setting = self._traced, self._traced._setting
     parts = [
       agreement.setting_lines(setting, self.schedule, self._step.loop.count),
       agreement.argument_lines(traced._request, traced._donations, traced._planned),
       agreement.task_lines(self.call_list),
-      agreement.program_lines(self.call_list),
+      agreement.program_lines(stages),
     ]
     agreement.check_same_pipeline(setting, parts, agreement.closed_over(self.call_list))
 
   def compile_jointly(self) -> CompiledPipeline:
     """Compiles the programs within a joint call of the processes of the mesh."""
-    self._check_agreement()
     setting = self._traced._setting
     begin = time.perf_counter()
-    mesh = submeshes.check_concrete(setting.mesh)
-    stages = self._stages()
+    mesh, stages = submeshes.check_concrete(setting.mesh), self._stages()
+    self._check_agreement(stages)
     executables = compile_stages(stages)
     if has_windows(self._traced.jaxpr, setting.ranks[0]):
       programs = (one.lowered for one in stages.programs.values())

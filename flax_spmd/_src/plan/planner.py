@@ -42,7 +42,7 @@ from flax_spmd._src.rules.mesh_axes import resolve_axes
 from flax_spmd._src.rules.path_patterns import Search, searcher
 from flax_spmd._src.rules.table import Rules
 from flax_spmd._src.shared import shared
-from flax_spmd.errors import Problem, raise_problems
+from flax_spmd.errors import LayoutError, Problem, raise_problems
 
 _CACHED_TREES = 64
 _CACHED_TABLES = 64
@@ -160,7 +160,12 @@ class Planner:
     return _TreePlan(self, tree).rows(stored)
 
   def checked_rows(self, tree: Any, stored: Any = None) -> list[Row]:
-    """`rows`, after a check that raises as `shardings`."""
+    """`rows`, after a check that raises as `shardings`, and for a function, a module or text in the place of a tree."""
+    if isinstance(tree, str) or (callable(tree) and jax.tree_util.all_leaves([tree])):
+      raise LayoutError(
+        f'A {type(tree).__name__} is no tree of arrays.\n'
+        'Fix: pass a state, or its plan without arrays, such as layout.abstract(model.init, key, x).'
+      )
     plan = _TreePlan(self, tree)
     plan.shardings()
     return plan.rows(stored)

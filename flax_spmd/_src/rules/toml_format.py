@@ -93,6 +93,10 @@ def read(text: str) -> Parsed:
     raise RulesError(
       f'A {type(text).__name__} is not the text of a layout file.\nFix: pass its text, such as path.read_text().'
     )
+  if text.strip().endswith('.toml') and len(text.splitlines()) == 1:
+    raise RulesError(
+      f'{text!r} is the name of a layout file, not its text.\nFix: pass its text, Path({text!r}).read_text().'
+    )
   _check_nesting(text, 'The layout file')
   try:
     table = tomllib.loads(text)

@@ -5,22 +5,17 @@ from __future__ import annotations
 from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Outcome
-from flax_spmd._src.estimate.estimator import PARTITIONED
 from flax_spmd._src.hlo.counts import Collective
 from flax_spmd._src.mesh import axis_sizes
 from flax_spmd._src.search.estimate_check import EstimateCheck, corrected_peak
 from flax_spmd._src.search.operation_classes import class_of
 from flax_spmd._src.text import size_text
 
-_CORRECTED = {'estimated', PARTITIONED}  # sources of outcomes; not that of compiled ones
-_ESTIMATED = {'temporaries', 'hbm'}  # also of a program that was partitioned
-
 
 def corrected(
   outcome: Outcome, check: EstimateCheck, target: Target, memory: int, dtype: str
 ) -> Outcome:
-  """An estimate with the corrections of a check. FLOPs and collectives of a partitioned program need none, nor does a
-  compiled one.
+  """An estimate with the corrections of a check; a compiled outcome as it is.
 
   Args:
     outcome: the estimate.
@@ -29,11 +24,9 @@ def corrected(
     memory: bytes available to the step on each device.
     dtype: operands' dtype of most matrix products.
   """
-  if outcome.counts is None or outcome.memory is None or outcome.source not in _CORRECTED:
+  if outcome.counts is None or outcome.memory is None or outcome.source != 'estimated':
     return outcome
-  factors, doubts = check.factors, check.doubts(outcome)
-  if outcome.source == PARTITIONED:
-    factors, doubts = {name: factors[name] for name in _ESTIMATED & factors.keys()}, ()
+  factors = check.factors
   temporaries = int(outcome.memory.temporaries * factors.get('temporaries', 1.0))
   peak = corrected_peak(outcome, factors)
   counts = outcome.counts._replace(
@@ -48,7 +41,7 @@ def corrected(
     counts=counts,
     cost=cost(counts, target, axis_sizes(outcome.layout.mesh), dtype, outcome.memory.host),
     fits=peak <= target.chip.memory,
-    doubts=(*outcome.doubts, *doubts, *_memory_doubts(peak, memory, check)),
+    doubts=(*outcome.doubts, *check.doubts(outcome), *_memory_doubts(peak, memory, check)),
   )
 
 

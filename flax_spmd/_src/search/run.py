@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from flax_spmd._src.compare.compilation import default_jobs
 from flax_spmd._src.compare.outcome import Outcome
-from flax_spmd._src.compare.partition import can_partition
-from flax_spmd._src.estimate.estimator import PARTITIONED
 from flax_spmd._src.progress import progress
 from flax_spmd._src.search.candidate import Candidate
 from flax_spmd._src.search.descent import BudgetSpent, descend
@@ -27,10 +25,7 @@ from flax_spmd.errors import InfeasibleError, SearchError
 _STARTS = 0.4  # largest share of starting points among the candidates
 _ESTIMATING = 0.6  # share of the time limit
 _ANCHORS = 2  # layouts compiled before the search, to check its estimates
-_ROUNDS = (
-  4  # of partitioning or compiling the best candidates, at most: others may be the best afterwards
-)
-_GROUP = 4  # candidates that are partitioned together
+_ROUNDS = 4  # of compiling the best candidates, at most: others may be the best afterwards
 
 
 class SearchLimits(NamedTuple):
@@ -88,7 +83,6 @@ class SearchRun:
     try:
       self._estimate()
       self._note_untried_choices()
-      self._partition()
       self._compile()
       self._compile_pipelines()
       self._check()
@@ -187,30 +181,6 @@ class SearchRun:
     if check:
       self.trials.correct_by(check)
 
-  def _partition(self) -> None:
-    """Partitions the programs of the best candidates, until the best are among those that were partitioned."""
-    if self.trials.reason or not self.limits.top or not can_partition(self.space.target):
-      return
-    for _ in range(_ROUNDS):
-      new = [one for one in self._selected() if one not in self.trials.refined]
-      if not new or self._is_late():
-        break
-      with progress(self.show, len(new), 'partitioning') as update:
-        for number, group in enumerate(chunks(new, _GROUP)):
-          if number and self._is_late():
-            break
-          self.trials.partition(group)
-          update(min(len(new), (number + 1) * _GROUP), '')
-    number = sum(one.source == PARTITIONED for one in self.trials.refined.values())
-    if number:
-      self.notes.append(
-        f"FLOPs and collectives of the best {plural(number, 'candidate')} are those of the target's partitioner."
-      )
-    elif self.trials.refined:
-      self.notes.append(
-        'The compiler could not partition the best candidates: estimates chose those to compile.'
-      )
-
   def _selected(self) -> list[Candidate]:
     """The candidates to compile."""
     selection = self._selection
@@ -229,7 +199,9 @@ class SearchRun:
       if not new or (self.compiled and self._is_late()):
         break
       self._compile_all(new)
-      self.trials.refine({key: one for key, one in self.compiled.items() if isinstance(key, Candidate)})
+      self.trials.replace_by(
+        {key: one for key, one in self.compiled.items() if isinstance(key, Candidate)}
+      )
     selection = self._selection
     for slack in (0.0, -SLACK, None):
       if any(selection.fits(one) for one in self.compiled.values()):

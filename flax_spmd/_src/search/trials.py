@@ -3,7 +3,6 @@
     trials = Trials(task, memory, variant, choices)
     trials.outcome(candidate)      # an estimate, cached on disk
     trials.cost(candidate)         # one number, by which candidates are compared
-    trials.partition([candidate])  # FLOPs and collectives of the target's own partitioner
     trials.compile([candidate])    # results of the target's own compiler
 
 Each choice of the step's arguments makes another program with an estimator of its own. If this jaxlib
@@ -22,7 +21,6 @@ from flax_spmd._src.compare.compare import compare
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.lowering import lower
 from flax_spmd._src.compare.outcome import Outcome
-from flax_spmd._src.compare.partition import partition
 from flax_spmd._src.compare.pipeline_lowering import Pipeline
 from flax_spmd._src.compare.train_step import TrainStep, TrainStepLike, train_step_on
 from flax_spmd._src.compat import target_devices
@@ -174,7 +172,7 @@ class Trials:
 
   Attributes:
     estimated: outcome per candidate, corrected by the check if there is one.
-    refined: those among them whose program was partitioned or compiled, without corrections.
+    compiled: those among them that were compiled.
     checked_by: what compiled layouts say about the estimates, or None.
   """
 
@@ -190,7 +188,7 @@ class Trials:
     self.batch = first.facts.batch
     self.estimated: dict[Candidate, Outcome] = {}
     self.checked_by: EstimateCheck | None = None
-    self.refined: dict[Candidate, Outcome] = {}
+    self.compiled: dict[Candidate, Outcome] = {}
     self._uncorrected: dict[Candidate, Outcome] = {}
     self._variants: dict[Choices, TaskVariant] = {choices: first}
     self._lower = lower or functools.partial(lower_variant, task)
@@ -235,34 +233,15 @@ class Trials:
     for candidate in self._uncorrected:
       self._update(candidate)
 
-  def partition(self, candidates: Sequence[Candidate]) -> None:
-    """Gives estimates the FLOPs and collectives of the target's own partitioner.
-
-    Those of programs that cannot be partitioned stay.
-    """
-    for choices, group in self._by_choices(candidates).items():
-      variant = self.variant(choices)
-      layouts = {self.name(one): layout_of(one, self.batch) for one in group}
-      task = variant.task
-      found = partition(task.train_step, layouts, task.target, hardware=task.hardware, jobs=task.jobs)
-      for candidate in group:
-        name = self.name(candidate)
-        outcome = self.uncorrected(candidate)
-        if variant.estimator is not None and outcome.counts and name in found:
-          outcome = variant.estimator.with_counts(layouts[name], task.target, found[name])
-          [outcome] = _relative([outcome._replace(name=name)], variant, self.first)
-        self.refined[candidate] = outcome
-        self._update(candidate)
-
-  def refine(self, compiled: Mapping[Candidate, Outcome]) -> None:
+  def replace_by(self, compiled: Mapping[Candidate, Outcome]) -> None:
     """Takes compiled outcomes in the place of estimates, those that do not fit too."""
     for candidate, outcome in compiled.items():
       if candidate in self._uncorrected:
-        self.refined[candidate] = outcome
+        self.compiled[candidate] = outcome
         self._update(candidate)
 
   def _update(self, candidate: Candidate) -> None:
-    outcome = self.refined.get(candidate) or self._uncorrected[candidate]
+    outcome = self.compiled.get(candidate) or self._uncorrected[candidate]
     self.estimated[candidate] = self._corrected(outcome, self.variant(candidate.choices))
 
   def _corrected(self, outcome: Outcome, variant: TaskVariant) -> Outcome:
@@ -325,14 +304,14 @@ class Trials:
     return penalized_seconds(self.outcome(candidate), self.memory)
 
   def estimate_alone(self, candidate: Candidate) -> Outcome:
-    """The estimate of a candidate, corrected, also if its program was partitioned or compiled."""
+    """The estimate of a candidate, corrected, also if it was compiled."""
     outcome = self.outcome(candidate)
-    if candidate not in self.refined:
+    if candidate not in self.compiled:
       return outcome
     return self._corrected(self._uncorrected[candidate], self.variant(candidate.choices))
 
   def estimated_cost(self, candidate: Candidate) -> float:
-    """The cost by the estimate alone, to compare candidates of which only some were partitioned or compiled."""
+    """The cost by the estimate alone, to compare candidates of which only some were compiled."""
     return penalized_seconds(self.estimate_alone(candidate), self.memory)
 
 

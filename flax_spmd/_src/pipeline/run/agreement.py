@@ -4,33 +4,30 @@ Each process compiles the programs of its own ranks only. So nothing in JAX noti
 other schedules, which wait for each other's transfers, or other learning rates, which are part of the programs.
 
 The text has a line per setting, argument, task and operation. It is equal for equal pipelines: it has no
-addresses, no source lines and no order of sets. The digests of the texts are exchanged, and the texts only
-if they differ.
+addresses and no source lines. The digests of the texts are exchanged, and the texts only if they differ.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
 from flax_spmd._src.data.common_values import CommonPiece, value_parts, value_problems
-from flax_spmd._src.data.digests import digests
-from flax_spmd._src.data.words import array_of
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, ranges, text_problems
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
-from flax_spmd._src.pipeline.cut import equations as eq
-from flax_spmd._src.pipeline.cut.equations import Constant, Equation, Value
-from flax_spmd._src.pipeline.run.call_list import Call, CallList, StageProgram
+from flax_spmd._src.pipeline.cut.equations import Constant
+from flax_spmd._src.pipeline.run.call_list import Call, CallList
 from flax_spmd._src.pipeline.run.call_text import send_text
 from flax_spmd._src.pipeline.run.request import Request, Setting
+from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
 from flax_spmd._src.pipeline.schedules.schedule import Schedule
 from flax_spmd._src.rules.table import layout_lines
 from flax_spmd._src.text import without_addresses
@@ -38,7 +35,7 @@ from flax_spmd.errors import PipelineError, raise_problems
 
 _SAME_ARRAYS = 'close over equal arrays on every process, or pass them as arguments.'
 _SAME_ARGUMENTS = 'pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
-_SHOWN = 4  # elements of an array that a line shows as they are
+_ELEMENTS = re.compile(r'(?<=dense<)[^>]{80,}')  # of an array in a program
 
 
 def check_same_pipeline(
@@ -139,21 +136,26 @@ def task_lines(call_list: CallList) -> Iterator[str]:
     counts[rank] += 1
 
 
-def program_lines(call_list: CallList) -> Iterator[str]:
-  """The operations of each program."""
-  numbers: dict[Value, int] = {}
-  for program in _programs(call_list):
-    yield f'program {program.name} of rank {program.rank}: {_names(program.inputs, numbers)}'
-    for number, one in enumerate(program.equations):
-      yield f'operation {number} of {program.name}: {_equation_text(one, numbers)}'
-    yield f'results of {program.name}: {_names(program.outputs, numbers)}'
+def program_lines(stages: LoweredStages) -> list[str]:
+  """The operations of all programs as JAX lowered them, then their signatures; large arrays as digests."""
+  with compat.shardy():
+    lines = [
+      f'{program.name} of rank {program.rank}: {_ELEMENTS.sub(_digest, line.strip())}'
+      for program, stage in stages.lower()
+      for line in compat.program_text(stage.lowered, locations=False).splitlines()
+    ]
+  return sorted(lines, key=lambda line: 'func.func' in line)
+
+
+def _digest(elements: re.Match[str]) -> str:
+  return f'digest {hashlib.blake2b(elements[0].encode(), digest_size=8).hexdigest()}'
 
 
 def closed_over(call_list: CallList) -> list[tuple[str, Any]]:
   """The closed-over arrays of the programs, with a name each."""
   constants = dict.fromkeys(
     (program.name, value)
-    for program in _programs(call_list)
+    for program in call_list.first_calls
     for value in program.inputs
     if isinstance(value, Constant)
   )
@@ -162,82 +164,3 @@ def closed_over(call_list: CallList) -> list[tuple[str, Any]]:
     for number, (name, value) in enumerate(constants)
     if getattr(value.array, 'is_fully_addressable', True)
   ]
-
-
-def _programs(call_list: CallList) -> list[StageProgram]:
-  return list(dict.fromkeys(one.program for one in call_list.calls if isinstance(one, Call)))
-
-
-def _names(values: Iterable[Value], numbers: dict[Value, int]) -> str:
-  return ', '.join(
-    f'%{numbers.setdefault(value, len(numbers))} {value.aval.str_short()}' for value in values
-  )
-
-
-def _equation_text(equation: Equation, numbers: dict[Value, int]) -> str:
-  """An operation: its name, parameters, operands and results."""
-  operands = ', '.join(
-    _names([atom], numbers) if isinstance(atom, Value) else _literal_text(atom)
-    for atom in equation.inputs
-  )
-  params = _params_text(equation.params)
-  return f'{equation.name}{params} {operands} -> {_names(equation.outputs, numbers)}'
-
-
-def _params_text(params: Mapping[str, Any]) -> str:
-  """The parameters that have a value, in brackets; not the number of a mark, which counts the marks before."""
-  skipped = {'number'} if 'direction' in params else ()
-  texts = [
-    f'{key}={_param_text(value)}'
-    for key, value in params.items()
-    if value is not None and key not in skipped
-  ]
-  return f'[{", ".join(texts)}]' if texts else ''
-
-
-def _param_text(param: Any) -> str:
-  """A parameter, without addresses and with sets in order."""
-  if compat.is_jaxpr(param):
-    return _jaxpr_text(param)
-  if isinstance(param, (list, tuple)):
-    return f'({", ".join(map(_param_text, param))})'
-  if isinstance(param, (set, frozenset)):
-    return f'{{{", ".join(sorted(map(_param_text, param)))}}}'
-  if isinstance(param, Mapping):
-    return (
-      f'{{{", ".join(f"{_param_text(key)}: {_param_text(value)}" for key, value in param.items())}}}'
-    )
-  if isinstance(param, (np.ndarray, jax.Array)):
-    return _array_text(param)
-  if callable(param):
-    return getattr(param, '__qualname__', type(param).__qualname__)
-  text = without_addresses(repr(param))
-  return ' '.join(sorted(re.findall(r'[\w.]+', text))) if '{' in text else text  # may have a set inside
-
-
-def _jaxpr_text(jaxpr: Any) -> str:
-  """A jaxpr within a parameter, in one line."""
-  inputs = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
-  equations, outputs = eq.flatten(jaxpr, inputs, lambda _: False)
-  read = dict.fromkeys([*eq.free_values(equations), *outputs])
-  constants = [value for value in read if isinstance(value, Constant)]
-  numbers: dict[Value, int] = {}
-  head = f'{_names(inputs, numbers)}; {_names(constants, numbers)} = '
-  head += ', '.join(_array_text(one.array) for one in constants)
-  operations = '; '.join(_equation_text(one, numbers) for one in equations)
-  return f'{{{head}: {operations}: {_names(outputs, numbers)}}}'
-
-
-def _literal_text(literal: Any) -> str:
-  return f'{_array_text(literal.val)} {literal.aval.str_short()}'
-
-
-def _array_text(value: Any) -> str:
-  """A number, a small array, or the digest of a large one."""
-  if not getattr(value, 'is_fully_addressable', True):
-    return str(jax.typeof(value))
-  array = np.asarray(array_of(value))
-  if array.size > _SHOWN:
-    return f'digest {digests([array])[0]}'
-  texts = list(map(str, array.flat))  # the shortest that are exact
-  return ' '.join(texts) if array.ndim else texts[0]

@@ -131,6 +131,15 @@ class CallList:
   results: dict[Value, list[Buffer]]
 
   @functools.cached_property
+  def first_calls(self) -> dict[StageProgram, Call]:
+    """The first call of each program, in order."""
+    first: dict[StageProgram, Call] = {}
+    for one in self.calls:
+      if isinstance(one, Call):
+        first.setdefault(one.program, one)
+    return first
+
+  @functools.cached_property
   def last_use(self) -> dict[Buffer, int]:
     """The index of the last call or send that reads or writes each buffer; in the order of their first use."""
     return {

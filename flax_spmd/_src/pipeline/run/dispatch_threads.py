@@ -11,23 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax_spmd._src import compat
-
-
-class ThreadInstruction(NamedTuple):
-  """An instruction with its synchronization.
-
-  Attributes:
-    instruction: the instruction.
-    waits: numbers of the transfers from other ranks to wait for.
-    signals: its own number if it is a transfer, else None.
-  """
-
-  instruction: Any
-  waits: tuple[int, ...]
-  signals: int | None
 
 
 class DispatchThreads:
@@ -38,17 +24,18 @@ class DispatchThreads:
   """
 
   def __init__(self, code: Sequence[Any]):
-    self._parts: dict[int, list[ThreadInstruction]] = {}
+    # by rank: an instruction, the transfers from other ranks to wait for, and its own number if it is a transfer
+    self._parts: dict[int, list[tuple[Any, Sequence[int], int | None]]] = {}
     self._transfers = 0
     sent: dict[int, tuple[int, int]] = {}  # by register: the sending rank and the transfer's number
     for one in code:
       received = {sent[number] for number in one.inputs if number in sent}
-      waits = tuple(sorted({transfer for rank, transfer in received if rank != one.rank}))
+      waits = sorted({transfer for rank, transfer in received if rank != one.rank})
       signals = None
       if one.sends:
         signals, self._transfers = self._transfers, self._transfers + 1
         sent.update(dict.fromkeys(one.outputs, (one.rank, signals)))
-      self._parts.setdefault(one.rank, []).append(ThreadInstruction(one, waits, signals))
+      self._parts.setdefault(one.rank, []).append((one, waits, signals))
     self._pool = ThreadPoolExecutor(len(self._parts), thread_name_prefix='pipeline')
 
   def run(self, registers: list[Any]) -> None:
@@ -60,7 +47,7 @@ class DispatchThreads:
     arrived = [threading.Event() for _ in range(self._transfers)]
     failed: list[BaseException] = []
 
-    def work(parts: Sequence[ThreadInstruction]) -> None:
+    def work(parts: Sequence[tuple[Any, Sequence[int], int | None]]) -> None:
       try:
         for instruction, waits, signals in parts:
           for number in waits:

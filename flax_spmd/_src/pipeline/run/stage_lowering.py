@@ -77,15 +77,15 @@ class LoweredStages:
     self._last = _used_last(call_list, donatable)
 
   def lower(self, platform: str | None = None) -> Iterator[tuple[StageProgram, LoweredStage]]:
-    """Lowers the programs in the order of their first calls.
+    """Lowers the programs that are not lowered yet; returns all, in the order of their first calls.
 
     Args:
       platform: the platform to lower for; None: that of the meshes' devices.
     """
-    for call in self.call_list.calls:
-      if isinstance(call, Call) and call.program not in self.programs:
-        self.programs[call.program] = self._lower(call, platform)
-        yield call.program, self.programs[call.program]
+    for program, call in self.call_list.first_calls.items():
+      if program not in self.programs:
+        self.programs[program] = self._lower(call, platform)
+      yield program, self.programs[program]
 
   @property
   def footprint(self) -> Footprint:

@@ -124,11 +124,7 @@ def simulate(lists: TaskLists, costs: Costs = EQUAL, transfer: float = 0) -> Sim
 
   Args:
     lists: the schedule.
-    costs: task times in any unit: for each of 'fwd', 'bwd' and 'wgrad', a number or one number per
-      stage. The `bwd` of a schedule that does not split the backward takes 'bwd' plus 'wgrad'. Or measured
-      times by task, of any number of microbatches: each kind and stage takes the median of its times. Or a
-      function from a task to its time, used as it is. A fused task takes the sum of its tasks' times.
-    transfer: time to move a result from one rank to another, in the same unit.
+    costs, transfer: see `Schedule.simulate`. A fused task takes the sum of its tasks' times.
 
   Raises:
     PipelineError: the schedule is illegal, or a time is not a non-negative number.

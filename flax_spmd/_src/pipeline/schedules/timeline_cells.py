@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
@@ -17,6 +17,7 @@ from flax_spmd._src.pipeline.schedules.tasks import Task
 LETTERS = {'fwd': 'F', 'bwd': 'B', 'wgrad': 'W'}
 WORDS = {'fwd': 'forward', 'bwd': 'backward', 'wgrad': 'weight gradient'}
 _HUES = {'fwd': 0.58, 'bwd': 0.38, 'wgrad': 0.09}
+_BANDS = 16  # largest number of bands; a timeline that needs more omits names
 _SUBSCRIPT = str.maketrans('0123456789', '₀₁₂₃₄₅₆₇₈₉')
 
 
@@ -55,6 +56,34 @@ def heading(simulation: Simulation) -> tuple[str, str]:
   fused = '; no gap: one program' if any(len(step.tasks) > 1 for step in steps) else ''
   live = ' '.join(map(str, simulation.peaks))
   return f'{str(simulation).splitlines()[0]}, live {live}', f'{kinds}; {name}{fused}'
+
+
+def scale_of(
+  rows: Sequence[Sequence[Cell]], widest: int, width_of: Callable[[Cell], float], least: float = 0
+) -> float:
+  """Columns (of characters or pixels) per unit of time: enough for all names, up to the largest number of bands.
+
+  Args:
+    rows: per rank, its cells.
+    widest: columns of a band.
+    width_of: returns the columns that a cell needs for its name.
+    least: columns of the whole timeline.
+  """
+  cells = [cell for row in rows for cell in row if cell.end > cell.start]
+  if not cells:
+    return 0
+  makespan = max(cell.end for cell in cells)
+  required = max(width_of(cell) / (cell.end - cell.start) for cell in cells)
+  scale, limit = max(required, least / makespan), _BANDS * widest / makespan
+  return math.ceil(scale) if scale > 1 and math.ceil(scale) <= limit else min(scale, limit)
+
+
+def bands(total: int, scale: float, widest: int) -> Iterator[range]:
+  """The columns of each band: equally many, of whole units of time where possible, so that few cells are split."""
+  unit = int(scale) if 1 <= scale <= widest and scale == int(scale) else 1
+  count = max(1, math.ceil(total / (widest // unit * unit)))
+  length = max(1, math.ceil(total / count / unit) * unit)
+  yield from (range(start, min(start + length, total)) for start in range(0, max(total, 1), length))
 
 
 def ticks(makespan: float, min_step: float) -> list[float]:

@@ -7,27 +7,30 @@ import math
 from collections.abc import Iterator, Sequence
 
 from flax_spmd._src.pipeline.schedules.simulation import Simulation
-from flax_spmd._src.pipeline.schedules.timeline_cells import Cell, cells_of, heading, ticks
+from flax_spmd._src.pipeline.schedules.timeline_cells import (
+  Cell,
+  bands,
+  cells_of,
+  heading,
+  scale_of,
+  ticks,
+)
 
 _CHARACTER, _ROW, _LINE = 6.8, 26, 18  # pixels: width of a character, height of a row, of a line of text
-_LEFT, _WIDE, _BANDS = (
-  62,
-  1600,
-  16,
-)  # pixels left of a band, pixels of its largest width; number of bands
+_LEFT, _WIDE = 62, 1600  # pixels left of a band, and of its largest width
 
 
 def svg_of(simulation: Simulation) -> str:
   """A standalone SVG document; each rectangle has a tooltip with its task, rank and times."""
   rows, head = cells_of(simulation), heading(simulation)
-  scale, bands = _scale(rows, simulation.makespan), list(_bands(rows, simulation.makespan))
+  scale = scale_of(rows, _WIDE, lambda cell: len(cell.name) * _CHARACTER + 6, least=_WIDE // 2)
+  parts = list(bands(math.ceil(simulation.makespan * scale), scale, _WIDE))
   elements = [_words(line, 0, (at + 0.5) * _LINE) for at, line in enumerate(head)]
   tall = (len(rows) * _ROW) + 2 * _LINE
-  for number, (start, stop) in enumerate(bands):
-    elements += _band(rows, start, stop, scale, len(head) * _LINE + 6 + number * tall)
-  time = max(stop - start for start, stop in bands) * scale
-  width = max(_LEFT + time, max(map(len, head)) * _CHARACTER) + 8
-  height = len(head) * _LINE + 6 + len(bands) * tall
+  for number, columns in enumerate(parts):
+    elements += _band(rows, columns, scale, len(head) * _LINE + 6 + number * tall)
+  width = max(_LEFT + max(map(len, parts)), max(map(len, head)) * _CHARACTER) + 8
+  height = len(head) * _LINE + 6 + len(parts) * tall
   size = f'width="{width:.0f}" height="{height}" viewBox="-4 -4 {width:.0f} {height}"'
   font = 'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="11"'
   # The background is the page's: this grey is legible on black and on white.
@@ -35,45 +38,20 @@ def svg_of(simulation: Simulation) -> str:
   return '\n'.join([opening, *elements, '</svg>'])
 
 
-def _scale(rows: Sequence[Sequence[Cell]], makespan: float) -> float:
-  """Pixels per unit of time: enough for all names, within bounds on the total width."""
-  required = [
-    (len(cell.name) * _CHARACTER + 6) / (cell.end - cell.start)
-    for row in rows
-    for cell in row
-    if cell.end > cell.start
-  ]
-  if not required:
-    return 0
-  return min(max(max(required), _WIDE / 2 / makespan), _BANDS * _WIDE / makespan)
-
-
-def _bands(rows: Sequence[Sequence[Cell]], makespan: float) -> Iterator[tuple[float, float]]:
-  """Equal parts of the time, in whole units if these are fine enough."""
-  count = max(1, math.ceil(makespan * _scale(rows, makespan) / _WIDE - 1e-9))
-  length = makespan / count
-  length = math.ceil(length) if length > 8 and count > 1 else length
-  yield from (
-    (at * length, min((at + 1) * length, makespan)) for at in range(count) if at * length <= makespan
-  )
-
-
-def _band(
-  rows: Sequence[Sequence[Cell]], start: float, stop: float, scale: float, top: float
-) -> Iterator[str]:
+def _band(rows: Sequence[Sequence[Cell]], columns: range, scale: float, top: float) -> Iterator[str]:
   bottom = top + _LINE + len(rows) * _ROW
-  for time in ticks(stop, 60 / scale if scale else 0):
-    if start <= time:
-      x = _LEFT + (time - start) * scale
+  for time in ticks(columns.stop / scale, 60 / scale) if scale else [0]:
+    if columns.start <= time * scale:
+      x = _LEFT + time * scale - columns.start
       yield f'<path d="M{x:.1f} {top + 2:.0f}V{bottom:.0f}" stroke="#7a7a7a" stroke-opacity=".35"/>'
       yield _words(f'{time:g}', x + 3, top + _LINE / 2)
   for rank, row in enumerate(rows):
     y = top + _LINE + rank * _ROW
     yield _words(f'rank {rank}', 0, y + _ROW / 2)
     for cell in row:
-      if cell.end > start and cell.start < stop:
-        begin, end = max(cell.start, start), min(cell.end, stop)
-        yield from _elements(cell, rank, _LEFT + (begin - start) * scale, y, (end - begin) * scale)
+      begin, end = max(cell.start * scale, columns.start), min(cell.end * scale, columns.stop)
+      if begin < end:
+        yield from _elements(cell, rank, _LEFT + begin - columns.start, y, end - begin)
 
 
 def _elements(cell: Cell, rank: int, x: float, y: float, width: float) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,10 +21,10 @@ class FunctionRule(OwningClause):
 
   @classmethod
   def parse(cls, written: Any) -> Self | None:
-    """A function, or another object that can be called; not a class."""
-    if isinstance(written, (type, Clause)) or not callable(written):
+    """A function of one argument, or another object that can be called; not a class, nor one that makes rules."""
+    if isinstance(written, (type, Clause)) or not callable(written) or _makes_rules(written):
       return None
-    return cls(written)
+    return cls(written) if _takes_one_argument(written) else None
 
   @property
   def written(self) -> Callable[[Leaf], Any]:
@@ -40,3 +41,18 @@ class FunctionRule(OwningClause):
   def toml(self, indent: str) -> str:
     """Raises: a function has no text form."""
     raise ValueError('it is a function')
+
+
+def _makes_rules(function: Callable[..., Any]) -> bool:
+  """Whether a function is `fsdp`, `presets.zero1` or the like, which has not been called."""
+  return getattr(function, '__module__', None) in ('flax_spmd', 'flax_spmd.presets')
+
+
+def _takes_one_argument(function: Callable[..., Any]) -> bool:
+  try:
+    inspect.signature(function).bind(None)
+  except TypeError:
+    return False
+  except ValueError:  # a builtin without a signature
+    pass
+  return True
