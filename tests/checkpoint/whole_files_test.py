@@ -104,9 +104,33 @@ def test_archives_of_others(tmp_path):
     with pytest.raises(errors.CheckpointDamagedError) as caught:
       checkpoint.restore(path, layout=LAYOUT)
     assert str(caught.value) == (
-      f'The file {path} is a zip archive, and not one of arrays of numpy: {reason}.\n'
+      f'The file {path} is not an archive of arrays of numpy: {reason}.\n'
       'Fix: pass a file of numpy.savez; a file of PyTorch can be converted to safetensors.'
     )
+
+
+def test_what_is_no_array(tmp_path):
+  """Texts are left out by those who ask for it; names of modules are none of arrays."""
+  file = tmp_path / 'a.npz'
+  np.savez(file, w=np.arange(4, dtype='>f4'), name=np.array('vit'))
+  restored = checkpoint.restore(file, layout=LAYOUT, changes=checkpoint.Changes(unused='name'))
+  assert_bits(restored, {'w': np.arange(4, dtype=np.float32)})
+  with pytest.raises(errors.CheckpointMismatchError) as mismatch:
+    checkpoint.restore(file, layout=LAYOUT)
+  assert str(mismatch.value) == (
+    f'Checkpoint {file} does not match the target:\nname: a Python str, which no target has.\n'
+    "Fix: to leave it out, pass Changes(unused='regex')."
+  )
+  np.savez(file, **{'a': np.ones(2), 'a/b': np.ones(2)})
+  with pytest.raises(errors.CheckpointDamagedError, match=r'numpy: a/b is below another array\.'):
+    checkpoint.restore(file, layout=LAYOUT)
+
+
+def test_one_leaf_of_easylm(tmp_path):
+  (tmp_path / 'streaming_params').write_bytes(easylm({'w': np.ones(4, np.float32)}))
+  assert_bits(
+    checkpoint.restore(tmp_path / 'streaming_params', layout=LAYOUT), {'w': np.ones(4, np.float32)}
+  )
 
 
 def test_a_folder_with_such_a_file_names_it(tmp_path):

@@ -60,7 +60,8 @@ def flax_tree(path: epath.Path) -> Any:
   try:
     data = path.read_bytes()
     try:
-      return serialization.msgpack_restore(data)
+      content = serialization.msgpack_restore(data)
+      return _streamed(data) if _is_leaf(content) else content
     except msgpack.ExtraData:
       if (streamed := _streamed(data)) is None:
         raise
@@ -79,7 +80,7 @@ def _streamed(data: bytes) -> Any:
   for each in unpacker:
     leaves.append(each)
     end = unpacker.tell()
-  if not all(isinstance(each, list) and list(map(type, each)) == [list, bytes] for each in leaves):
+  if not all(map(_is_leaf, leaves)):
     return None
   if end < len(data):
     raise ValueError(f'the leaf at byte {end:,} is incomplete')
@@ -88,10 +89,15 @@ def _streamed(data: bytes) -> Any:
   )
 
 
+def _is_leaf(content: Any) -> bool:
+  """Whether this is a leaf of a file of EasyLM, with its path."""
+  return isinstance(content, list) and list(map(type, content)) == [list, bytes]
+
+
 def is_npz(path: epath.Path) -> bool:
-  """Whether a file is a zip archive, as those of `numpy.savez` are."""
+  """Whether a file is a zip archive, as those of `numpy.savez` are, or should be one by its name."""
   with path.open('rb') as file:
-    return file.read(4) == b'PK\x03\x04'
+    return path.name.endswith('.npz') or file.read(4) == b'PK\x03\x04'
 
 
 def npz_tree(path: epath.Path) -> Any:
@@ -103,21 +109,26 @@ def npz_tree(path: epath.Path) -> Any:
   from flax import traverse_util
 
   try:
-    with path.open('rb') as file, np.load(file, allow_pickle=False) as arrays:
+    with path.open('rb') as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as arrays:
       flat = {tuple(name.split('/')): _typed(name, arrays[name]) for name in arrays.files}
+    inner = ['/'.join(keys) for keys in flat if any(keys[:n] in flat for n in range(1, len(keys)))]
+    if inner:
+      raise ValueError(f'{inner[0]} is below another array')
     return traverse_util.unflatten_dict(flat)
   except Exception as error:  # numpy and zipfile raise many kinds
     raise refusal(error, path) or CheckpointDamagedError(
-      f'The file {path} is a zip archive, and not one of arrays of numpy: {str(error).rstrip(".")}.\n'
+      f'The file {path} is not an archive of arrays of numpy: {str(error).rstrip(".")}.\n'
       'Fix: pass a file of numpy.savez; a file of PyTorch can be converted to safetensors.'
     ) from error
 
 
-def _typed(name: str, array: Any) -> np.ndarray:
-  """An array of an archive; numpy has no name for bfloat16, and calls it two bytes."""
+def _typed(name: str, array: Any) -> Any:
+  """An array of an archive; a text as such. Numpy has no name for bfloat16, and calls it two bytes."""
   if not isinstance(array, np.ndarray):
     raise ValueError(f'{name} is no array')
-  return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype('V2') else array
+  if array.dtype == np.dtype('V2'):
+    return array.view(ml_dtypes.bfloat16)
+  return array.astype(array.dtype.newbyteorder('=')) if array.dtype.kind in 'biufc' else array.tolist()
 
 
 def not_flax(path: epath.Path, error: Exception) -> CheckpointDamagedError:
