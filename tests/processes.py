@@ -184,3 +184,16 @@ def _free_port() -> int:
     with socket.socket() as free, contextlib.suppress(OSError):
       free.bind(('127.0.0.1', port))
       return port
+
+
+@contextlib.contextmanager
+def as_another_user():
+  """Root may read everything, so it becomes somebody else."""
+  is_root = os.geteuid() == 0
+  if is_root:
+    os.seteuid(65534)
+  try:
+    yield
+  finally:
+    if is_root:
+      os.seteuid(0)

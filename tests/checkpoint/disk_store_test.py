@@ -133,7 +133,7 @@ def test_a_full_disk(tmp_path):
   """
   assert run_process(dedent(script)).stdout.splitlines() == [
     f'CheckpointError Cannot write {tmp_path}/HEAD: File too large (EFBIG).',
-    'Fix: check the path and its file system, and repeat the call.',
+    'Fix: raise the limit of file sizes (ulimit -f), or use a file system with larger files.',
     "b'old' ['HEAD']",
   ]
 

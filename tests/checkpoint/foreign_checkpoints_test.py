@@ -267,3 +267,19 @@ def test_a_tree_without_leaves(tmp_path):
   path = by_standard(tmp_path, {'empty': {}})
   assert checkpoint.restore(path, layout=LAYOUT) == {}
   assert checkpoint.restore(path, {'empty': {}}) == {'empty': {}}
+
+
+def test_the_last_listed_is_the_latest_of_flax(tmp_path):
+  """The first and the last of each prefix of steps that are saved in order."""
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', DeprecationWarning)
+    for prefix, steps in (('checkpoint_', (2, 9, 10, 100)), ('ema_', (0.25, 0.5, 3.0, 20.0))):
+      for step in steps:
+        flax_checkpoints.save_checkpoint(tmp_path, {'w': np.ones(2)}, step, prefix, keep=9)
+    latest = [flax_checkpoints.latest_checkpoint(tmp_path, prefix) for prefix in ('checkpoint_', 'ema_')]
+  names = [summary.path.rsplit('/', 1)[1] for summary in checkpoint.ls(tmp_path)]
+  assert names == [
+    *(f'checkpoint_{step}' for step in (2, 9, 10, 100)),
+    *(f'ema_{step}' for step in (0.25, 0.5, 3.0, 20.0)),
+  ]
+  assert latest == [str(tmp_path / names[3]), str(tmp_path / names[7])]

@@ -2,11 +2,13 @@
 
 import contextlib
 import datetime
+import math
 import operator
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
@@ -137,3 +139,24 @@ def test_the_same_saves_and_survivors_as_orbax(decision, preservation, run):
   with tempfile.TemporaryDirectory() as folder:
     ours = run_ours(Path(folder, 'ours'), decision, preservation, run)
     assert ours == run_orbax(Path(folder, 'orbax'), decision, preservation, run)
+
+
+@pytest.mark.parametrize('reverse', [False, True])
+@pytest.mark.parametrize('keeps_others', [False, True])
+def test_a_run_that_diverges_keeps_its_best_steps(tmp_path, reverse, keeps_others):
+  """Orbax ranks NaN by its place in the history, so steps of such a run would replace the best."""
+  best = keep.BestN(
+    get_metric_fn=operator.itemgetter('loss'),
+    reverse=reverse,
+    n=2,
+    keep_checkpoints_without_metrics=keeps_others,
+  )
+  losses = [0.1, 0.9, 0.2, math.nan, 0.8, math.nan, 0.3, math.nan]
+  ranked = sorted((loss, step) for step, loss in enumerate(losses) if loss == loss)
+  expected = {step for _, step in (ranked[:2] if reverse else ranked[-2:])}
+  expected |= {step for step, loss in enumerate(losses) if keeps_others and loss != loss}
+  policy = keep.AnyPreservationPolicy([best])
+  with checkpoint.Manager(tmp_path, LAYOUT, every=1, keep=policy, durable=False) as manager:
+    for step, loss in enumerate(losses):
+      manager.save(step, STATE, metrics={'loss': loss})
+  assert set(steps_on_disk(tmp_path)) == expected

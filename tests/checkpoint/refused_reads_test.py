@@ -1,6 +1,5 @@
 """Refused reads: storage that refuses is an error of its own, never damage, absence, or a raw error of a client."""
 
-import contextlib
 import os
 import re
 import tempfile
@@ -15,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd._src.checkpoint.storage import buckets, refused_reads
+from tests.processes import as_another_user
 
 LAYOUT = spmd.Layout({'data': 8})
 STATE = {'w': np.ones(8, np.float32)}
@@ -136,19 +136,6 @@ def test_a_bucket_that_refuses_the_arrays(server, status, code, monkeypatch):
     assert first.startswith(f'Cannot read {root}/2 ({server.url}): ') and code in first and last == fix
     server.intercept = lambda request: None
     assert manager.steps == [1, 2] and manager.restore().step == 2
-
-
-@contextlib.contextmanager
-def as_another_user():
-  """Root may read everything, so it becomes somebody else."""
-  is_root = os.geteuid() == 0
-  if is_root:
-    os.seteuid(65534)
-  try:
-    yield
-  finally:
-    if is_root:
-      os.seteuid(0)
 
 
 def test_files_that_may_not_be_read():

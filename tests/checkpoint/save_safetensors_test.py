@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import tempfile
 from pathlib import Path
 from textwrap import dedent
 
@@ -20,7 +21,7 @@ import flax_spmd as spmd
 from flax_spmd import checkpoint, errors
 from flax_spmd.checkpoint import Changes
 from tests.checkpoint.hugging_face_models import FOLDER, HEADS, KV_HEADS, MODELS
-from tests.processes import run_process
+from tests.processes import as_another_user, run_process
 
 LAYOUT = spmd.Layout(
   {'data': 2, 'model': 4}, (('embed', 'data'), ('mlp', 'model'), ('heads', 'model'), ('vocab', 'model'))
@@ -259,8 +260,8 @@ except errors.CheckpointError as error:
 def test_a_full_disk_leaves_nothing(tmp_path):
   full = run_process(FULL.replace('PATH', repr(str(tmp_path / 'a' / 'b'))))
   assert full.stdout == dedent(f"""\
-    CheckpointError {tmp_path}/a/b could not be written: [Errno 27] File too large.
-    Fix: make room or choose another disk; nothing is left of this save.
+    CheckpointError Cannot write {tmp_path}/a/b: File too large (EFBIG).
+    Fix: raise the limit of file sizes (ulimit -f), or use a file system with larger files.
     """)
   assert os.listdir(tmp_path) == []
 
@@ -271,7 +272,10 @@ def test_a_name_that_cannot_be_given_leaves_nothing(tmp_path):
   text = refused(
     checkpoint.save_safetensors, index.parent, {'v': np.ones(8), 'w': np.ones(8)}, max_shard_bytes=64
   )
-  assert text.endswith('Fix: make room or choose another disk; nothing is left of this save.')
+  assert text == (
+    f'Cannot write {index}: Is a directory (EISDIR).\n'
+    'Fix: check the path and its file system, and repeat the call.'
+  )
   assert os.listdir(index.parent) == [index.name]
 
 
@@ -287,3 +291,15 @@ def test_memory_of_a_save_is_that_of_one_array(tmp_path):
   checkpoint.save_safetensors(tmp_path / 'all', arrays)
   grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
   assert grown < 2 * size
+
+
+def test_a_folder_of_another_user():
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    as_another_user(),
+  ):  # pytest's own folders are closed to other users
+    with pytest.raises(errors.CheckpointReadOnlyError) as caught:
+      checkpoint.save_safetensors(f'{folder}/a', {'w': np.ones(8)})
+  assert str(caught.value) == (
+    f'Cannot write {folder}/a: Permission denied (EACCES).\nFix: pass a path that this process may write to.'
+  )

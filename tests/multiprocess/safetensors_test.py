@@ -143,8 +143,8 @@ report(text_of(lambda: checkpoint.save_safetensors(folder + '/b', state)))
 """,
   )
   text = (
-    f'{tmp_path}/b could not be written: [Errno 27] File too large.\n'
-    'Fix: make room or choose another disk; nothing is left of this save.'
+    f'Cannot write {tmp_path}/b: File too large (EFBIG).\n'
+    'Fix: raise the limit of file sizes (ulimit -f), or use a file system with larger files.'
   )
   assert values == [['CheckpointError', text]] * 2
   assert not (tmp_path / 'b').exists()

@@ -178,7 +178,7 @@ def show(path: str | os.PathLike[str]) -> CheckpointSummary:
 
 @set_module('flax_spmd.checkpoint')
 def ls(root: str | os.PathLike[str]) -> CheckpointList:
-  """Summarizes the checkpoints in a folder, sorted by name, numeric names by value.
+  """Summarizes the checkpoints in a folder, sorted by name, numbers in names by value.
 
   A checkpoint that cannot be read is listed with its error.
 
@@ -202,11 +202,7 @@ def ls(root: str | os.PathLike[str]) -> CheckpointList:
     if '://' in str(folder):
       open_store(folder).children()  # raises if there is no bucket
     raise CheckpointError(f'There is no folder {folder}.\nFix: pass a folder that contains checkpoints.')
-  names = sorted(
-    checkpoints_in(folder),
-    key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name),
-  )
-  return CheckpointList(_summary(folder / name) for name in names)
+  return CheckpointList(_summary(folder / name) for name in checkpoints_in(folder))
 
 
 def _summary(path: epath.Path) -> CheckpointSummary:

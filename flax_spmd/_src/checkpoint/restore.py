@@ -103,8 +103,8 @@ def restore(
 
   Each device reads only its own shards. All differences from the target are reported before any array is
   read, and the arrays are verified against their checksums. In a job of several processes, every process
-  calls this. Checkpoints of plain Orbax, of `flax.training.checkpoints` and of Hugging Face (`safetensors`) can
-  be restored too; they have no names and no checksums.
+  calls this. Checkpoints of plain Orbax, of `flax.training.checkpoints`, of EasyLM, of numpy (npz) and of Hugging Face
+  (`safetensors`) can be restored too; they have no names and no checksums.
 
   Args:
     path: folder written by `save`, or a folder or file of another format.

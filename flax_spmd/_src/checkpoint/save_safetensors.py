@@ -28,6 +28,7 @@ from flax_spmd._src.checkpoint.matching.matcher import match
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.async_save import in_first
+from flax_spmd._src.checkpoint.storage.disk_store import explained
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
   Record,
@@ -278,13 +279,10 @@ def _writer(folder: epath.Path, files: list[PlannedFile]) -> SafetensorsWriter |
 
 
 def _raise(path: Any, failure: Exception | None) -> None:
-  if isinstance(failure, CheckpointError):  # of a bucket
+  if isinstance(failure, OSError) and not isinstance(failure, CheckpointError):
+    raise explained(failure, 'write', failure.filename2 or failure.filename or path) from failure
+  if failure is not None:  # of a bucket
     raise failure
-  if failure is not None:
-    raise CheckpointError(
-      f'{path} could not be written: {failure}.\n'
-      'Fix: make room or choose another disk; nothing is left of this save.'
-    ) from failure
 
 
 def _to_host(array: Any) -> np.ndarray:

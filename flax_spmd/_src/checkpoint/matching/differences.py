@@ -27,6 +27,7 @@ from flax_spmd._src.checkpoint.matching.matcher import Matched
 from flax_spmd._src.checkpoint.matching.optimizer_states import state_fields
 from flax_spmd._src.checkpoint.matching.routes import Route, Side, nodes, record_of
 from flax_spmd._src.checkpoint.storage.record import (
+  NUMBERS,
   LeafRecord,
   dtype_of,
   is_key,
@@ -37,6 +38,7 @@ from flax_spmd._src.rules.path_patterns import searcher
 from flax_spmd.errors import Problem, did_you_mean
 
 _GUESSES = 40  # each guess is slow
+_LEAVE_OUT = "to leave it out, pass Changes(unused='regex')."
 
 
 def differences(saved: Side, target: Side, matched: Matched, changes: Changes) -> list[Problem]:
@@ -62,8 +64,12 @@ def differences(saved: Side, target: Side, matched: Matched, changes: Changes) -
       Problem(f'{path}: in the target ({_described(path, target)}), not in the checkpoint.{guess}', fix)
     )
   for path in unused:
-    text = f'{path}: in the checkpoint ({_described(path, saved)}), not in the target.'
-    problems.append(Problem(text, fix))
+    leaf = saved.leaves[path]
+    if leaf.is_number and leaf.dtype not in NUMBERS:
+      problems.append(Problem(f'{path}: {leaf}, which no target has.', _LEAVE_OUT))
+    else:
+      text = f'{path}: in the checkpoint ({_described(path, saved)}), not in the target.'
+      problems.append(Problem(text, fix))
   for path, route in matched.routes.items():
     problems += _of_leaf(path, route, saved, target.leaves[path], changes)
   return [*problems, *_without_effect(saved, target, changes)] if problems else problems

@@ -1,12 +1,14 @@
 """Step policies: which steps a run saves, and which it keeps, decided by Orbax's policies.
 
 Each policy is called as Orbax's own `training.Checkpointer` calls it: with the history of the run, the
-oldest step first. The step that is being saved is part of the history.
+oldest step first. The step that is being saved is part of the history. Only a step that `BestN` ranks by NaN counts as one
+without metrics: NaN is neither greater nor less than any number, so Orbax would keep the steps of a run that has diverged, and
+remove the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,9 +52,42 @@ class StepPolicies:
   def kept(self, history: History) -> list[ocp.training.CheckpointMetadata]:
     """The steps of a history to keep, in order."""
     keeps = self._keep.should_preserve(
-      list(history), context=ocp.training.preservation_policies.PreservationContext()
+      [self._ranked(step) for step in history],
+      context=ocp.training.preservation_policies.PreservationContext(),
     )
     return [step for step, keep in zip(history, keeps, strict=True) if keep]
+
+  def _ranked(self, step: ocp.training.CheckpointMetadata) -> ocp.training.CheckpointMetadata:
+    """A step; without its metrics if a policy ranks it by NaN."""
+    metrics = step.metrics
+    if metrics is None or not any(_is_nan(best, metrics) for best in _bests(self._keep)):
+      return step
+    return ocp.training.CheckpointMetadata(
+      step.step,
+      step.path,
+      metadata=None,
+      metrics=None,
+      commit_timestamp_nsecs=step.commit_timestamp_nsecs,
+    )
+
+
+def _bests(policy: Any) -> Iterator[Any]:
+  """The policies of Orbax that rank steps by their metrics, within a policy."""
+  policies = ocp.training.preservation_policies
+  if isinstance(policy, policies.BestN):
+    yield policy
+  elif isinstance(policy, policies.AnyPreservationPolicy):
+    for each in policy.policies:
+      yield from _bests(each)
+
+
+def _is_nan(best: Any, metrics: Any) -> bool:
+  """Whether a policy ranks metrics by NaN."""
+  try:
+    value = best.get_metric_fn(metrics)
+    return bool(value != value)
+  except Exception:  # the policy raises it too, if it ranks the step
+    return False
 
 
 def _policy(name: str, value: Any, of_number: Any, protocol: Any) -> Any:

@@ -61,6 +61,7 @@ _FIXES = READ_FIXES | {
   errno.ENOSPC: 'free space on the disk, and repeat the call.',
   errno.ENAMETOOLONG: 'shorten the path; a save needs 45 more characters in its last name, and 200 in all.',
   errno.EDQUOT: 'free space, or have the quota raised, and repeat the call.',
+  errno.EFBIG: 'raise the limit of file sizes (ulimit -f), or use a file system with larger files.',
   errno.EIO: 'check the disk, whose driver reports the cause in the system log; use another one until then.',
 }
 _FIX = 'check the path and its file system, and repeat the call.'
@@ -238,18 +239,26 @@ class DiskStore:
     except CheckpointError:
       raise
     except OSError as error:
-      code = error.errno or 0
-      path = error.filename or self._path(name)
-      text = f'Cannot {verb} {path}: {error.strerror or error} ({errno.errorcode.get(code, code)}).\n'
-      if verb in ('read', 'list') and code in _ABSENT:
-        raise CheckpointNotFoundError(f'{text}Fix: pass the path of a checkpoint.') from error
-      if verb in ('write', 'remove') and code in _REFUSED:
-        raise CheckpointReadOnlyError(
-          f'{text}Fix: pass a path that this process may write to.'
-        ) from error
-      is_damage = verb in ('read', 'list') and code in _DAMAGED
-      kind = CheckpointDamagedError if is_damage else CheckpointError
-      raise kind(f'{text}Fix: {_FIXES.get(code, _FIX)}') from error
+      raise explained(error, verb, error.filename or self._path(name)) from error
+
+
+def explained(error: OSError, verb: str, path: str | os.PathLike[str]) -> CheckpointError:
+  """The error to raise for one of the operating system.
+
+  Args:
+    error: that error.
+    verb: attempted action: 'read', 'write', 'list' or 'remove'.
+    path: file or folder.
+  """
+  code = error.errno or 0
+  text = f'Cannot {verb} {path}: {error.strerror or error} ({errno.errorcode.get(code, code)}).\nFix: '
+  if verb in ('read', 'list') and code in _ABSENT:
+    return CheckpointNotFoundError(f'{text}pass the path of a checkpoint.')
+  if verb in ('write', 'remove') and code in _REFUSED:
+    return CheckpointReadOnlyError(f'{text}pass a path that this process may write to.')
+  is_damage = verb in ('read', 'list') and code in _DAMAGED
+  kind = CheckpointDamagedError if is_damage else CheckpointError
+  return kind(f'{text}{_FIXES.get(code, _FIX)}')
 
 
 def _tag(content: bytes) -> Tag:

@@ -1,7 +1,7 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
 `OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
-of `flax.training.checkpoints`, `T5xReader` those of T5X with the arrays beside them, and `SafetensorsReader`
+of `flax.training.checkpoints`, EasyLM and numpy, `T5xReader` those of T5X with the arrays beside them, and `SafetensorsReader`
 those of Hugging Face.
 """
 
@@ -13,7 +13,13 @@ from typing import Any, Protocol
 
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.flax_reader import FlaxReader, flax_tree, not_flax
+from flax_spmd._src.checkpoint.storage.flax_reader import (
+  FlaxReader,
+  flax_tree,
+  is_npz,
+  not_flax,
+  npz_tree,
+)
 from flax_spmd._src.checkpoint.storage.orbax_folders import PART, folder_and_part, parts_with_arrays
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader, foreign_record
 from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_others
@@ -92,7 +98,7 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
   if is_safetensors(folder) and not is_checkpoint(folder):
     return SafetensorsReader(folder)
   if folder.is_file():
-    return _msgpack_reader(folder)
+    return FlaxReader(folder, npz_tree(folder), 'numpy') if is_npz(folder) else _msgpack_reader(folder)
   check_head(given)
   folder, part = folder_and_part(folder)
   if not is_checkpoint(folder):

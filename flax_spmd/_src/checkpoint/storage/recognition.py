@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
+from decimal import Decimal
 from typing import Any
 
 from etils import epath
@@ -30,6 +31,8 @@ from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 MSGPACK = 'checkpoint'  # the file of flax and T5X in a folder
+_WHOLE_FILES = ('.msgpack', '.npz')  # of flax and numpy
+_NUMBER = re.compile(r'(\d+(?:\.\d+)?)')
 _FLAX_FILE = re.compile(r'.*_\d+(\.\d+)?\Z')
 
 
@@ -91,9 +94,15 @@ def saved_at(path: epath.Path, source: Source | None) -> datetime.datetime | Non
 
 
 def checkpoints_in(folder: epath.Path) -> list[str]:
-  """The names of the checkpoints in a folder."""
-  children = [folder / name for name in open_store(folder).children() if not name.startswith('.')]
-  return [child.name for child in children if _may_be_checkpoint(child)]
+  """The names of the checkpoints in a folder, in order: numbers first, and `checkpoint_9` before `checkpoint_10`."""
+  names = sorted(open_store(folder).children(), key=_order)
+  return [name for name in names if not name.startswith('.') and _may_be_checkpoint(folder / name)]
+
+
+def _order(name: str) -> tuple[bool, list[Any], str]:
+  """A key that sorts numbers in names by value, as `flax.training.checkpoints` does."""
+  parts = [Decimal(part) if number % 2 else part for number, part in enumerate(_NUMBER.split(name))]
+  return not name.isdecimal(), parts, name
 
 
 def _may_be_checkpoint(path: epath.Path) -> bool:
@@ -141,7 +150,9 @@ def _why_none(path: epath.Path) -> str:
   """Why a folder is not a checkpoint, for an error text."""
   if UNFINISHED in path.name or (path / HEAD).exists():
     return ' (an unfinished save)'
-  unfinished = [child.name for child in path.iterdir() if UNFINISHED in child.name]
-  return (
-    f'; the save of {unfinished[0]} is unfinished' if unfinished else ' (a folder without a checkpoint)'
-  )
+  names = sorted(child.name for child in path.iterdir())
+  unfinished = [name for name in names if UNFINISHED in name]
+  if unfinished:
+    return f'; the save of {unfinished[0]} is unfinished'
+  files = [name for name in names if name.endswith(_WHOLE_FILES)]
+  return f'; it holds {", ".join(files)}' if files else ' (a folder without a checkpoint)'
