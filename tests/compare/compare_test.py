@@ -413,9 +413,9 @@ def test_the_arrays_that_need_the_memory():
   first = outcome.live[0]
   line = kept.__code__.co_firstlineno + 2
   assert (first.array, first.source) == ('f32[4096,256]', f'compare_test.py:{line}')
-  assert first.bytes == first.count * 4 * 4096 * 256 and first.count > 1
+  assert first.bytes == first.number * 4 * 4096 * 256 and first.number > 1
   assert 0.9 * outcome.memory.temporaries < sum(one.bytes for one in outcome.live)
-  text = f'  in memory at the peak: {first.count * 4} MiB: {first.count} x f32[4096,256], compare_test.py:{line}'
+  text = f'  in memory at the peak: {first.number * 4} MiB: {first.number} x f32[4096,256], compare_test.py:{line}'
   assert text not in str(comparison)
   assert text in str(Comparison(comparison.target, [outcome._replace(fits=False)])).splitlines()
   assert json.loads(comparison.to_json())['layouts'][0]['live'][0] == first._asdict()

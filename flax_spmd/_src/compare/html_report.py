@@ -168,7 +168,7 @@ def _live(outcomes: Sequence[Outcome]) -> str:
     [
       outcome.name,
       one.array,
-      (one.count, str(one.count)),
+      (one.number, str(one.number)),
       byte_cell(one.bytes),
       one.source or one.op,
     ]

@@ -17,7 +17,7 @@ class LiveArray(NamedTuple):
   """Equal arrays, on one device, that are in memory at the peak.
 
   Attributes:
-    count: number of arrays.
+    number: number of arrays.
     bytes: bytes of all of them.
     array: dtype and shape on a device, such as `bf16[16,4096]`; '' if a compiler's operation has several results.
     op: operation that computes them, in JAX's words, or the compiler's name for it.
@@ -28,14 +28,14 @@ class LiveArray(NamedTuple):
     '2 MiB: 2 x f32[512,512], model.py:31'
   """
 
-  count: int
+  number: int
   bytes: int
   array: str
   op: str
   source: str
 
   def __str__(self) -> str:
-    times = f'{self.count} x ' if self.count > 1 else ''
+    times = f'{self.number} x ' if self.number > 1 else ''
     return f'{size_text(self.bytes)}: {times}{self.array or "arrays"}, {self.source or self.op}'
 
 
