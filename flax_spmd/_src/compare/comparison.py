@@ -200,7 +200,7 @@ class Comparison:
     ]
 
   def _details(self) -> Iterator[str]:
-    """Below the table: the largest collectives, the largest arrays of one that does not fit, errors, warnings and findings of each layout."""
+    """Below the table, per layout: the largest collectives, arrays if it does not fit, errors, warnings and findings."""
     for outcome in self.outcomes:
       lines = [
         f'  {collective_text(one)}'

@@ -182,7 +182,7 @@ def _counted(key: str, program: LoweredStep, report: dict[str, Any], hlo: Path) 
     text = hlo.read_text()
     module = parse(text)
     report['counts'] = _counts_json(count_module(module, program.mesh))
-    report['live'] = live_arrays(report['live'], module)
+    report['live'] = live_arrays(report.get('live', ()), module)
     _cache_hlo(key, text)
   if {'counts', 'used', 'memory'} & report.keys():  # other errors may not be the program's fault
     _cache(key, report)

@@ -175,7 +175,7 @@ def _live(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes
     for one in outcome.live[:_MAX_LIVE]
   ]
-  titles = ('layout', 'array on a device', 'times', 'bytes', 'from')
+  titles = ('layout', 'array on a device', 'number', 'bytes', 'from')
   return table(titles, rows, 'temporary arrays') if rows else ''
 
 

@@ -69,7 +69,10 @@ class Outcome(NamedTuple):
 
   @property
   def live(self) -> tuple[LiveArray, ...]:
-    """The temporary arrays that are in memory at the peak of a compiled step, largest first; empty for an estimate."""
+    """The temporary arrays that are in memory at the peak of a compiled step, largest first.
+
+    Empty for an estimate, and for a pipeline, which has a program per stage.
+    """
     return self.compiled.live if self.compiled else ()
 
   @classmethod

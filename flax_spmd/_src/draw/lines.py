@@ -1,4 +1,4 @@
-"""Lines: what is drawn as lines of characters, in the terminal and, by `rich`, in colour; in notebooks as SVG."""
+"""Lines: drawings made of lines of characters, in the terminal, by `rich` in colour, and in notebooks as SVG."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Dump(NamedTuple):
   Attributes:
     module: the serialized HLO module.
     memory: bytes as in the compiler's memory statistics: `arguments`, `results`, `shared` (results in the memory of
-      donated arguments), `temporaries`, and `peak`, the most that is alive at a time.
+      donated arguments), `temporaries`, and `peak`, the most that is alive at a time; what shares memory counts once.
     live: the temporary buffers that are alive at the peak: the name of the instruction that defines each, and its bytes.
   """
 
