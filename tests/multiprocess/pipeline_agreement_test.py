@@ -234,3 +234,26 @@ report(outcome(jax.device_put(x + me, jax.local_devices()[0])))
       'argument 1 (float32[8,4]): digest in process 0, digest in process 1.',
       fix,
     ]
+
+
+def test_callbacks_and_earlier_programs_of_a_process_make_no_difference():
+  """A program has a number or an address per callback of its process, and names that count."""
+  source = """
+if me:  # programs of this process alone
+  echo = lambda x: jax.pure_callback(lambda y: y, x, x)
+  jax.jit(echo)(np.ones(3, np.float32)), jax.jit(lambda x: (jax.debug.callback(print, x), x))(1.0)
+
+def watched(x):
+  jax.debug.callback(lambda total: None, x.sum())
+  return jnp.tanh(x)
+
+def called_back(x):
+  zero = jax.pure_callback(lambda y: 0 * y, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+  return jnp.tanh(x) + jax.lax.stop_gradient(zero)
+
+for activation in (jnp.tanh, watched, called_back, jax.checkpoint(jnp.tanh)):
+  report(outcome(activation=activation))
+"""
+  results = run_processes(SETUP + source, processes=2, devices=2, timeout=100)
+  assert results[0].reported == results[1].reported
+  assert [round(each, 4) for each in results[0].reported] == [17.5] * 4
