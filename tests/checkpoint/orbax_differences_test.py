@@ -84,7 +84,7 @@ def refused(monkeypatch):
   def text_of(*args, kind=errors.CheckpointMismatchError, **kwargs):
     with monkeypatch.context() as patch:
       patch.setattr(readers.OrbaxReader, 'read', fail)
-      patch.setattr(readers.FlaxReader, 'read', fail)
+      patch.setattr(readers.WholeFileReader, 'read', fail)
       patch.setattr(ocp, 'load', fail)
       patch.setattr(v0.PyTreeCheckpointHandler, 'restore', fail)
       with pytest.raises(kind) as caught:

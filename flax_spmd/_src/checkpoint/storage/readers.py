@@ -1,6 +1,6 @@
 """Readers: the formats that can be restored, each with a record and a way to read its arrays.
 
-`OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `FlaxReader` reads the files
+`OrbaxReader` reads the checkpoints of Orbax, with a record of ours or without; `WholeFileReader` reads the files
 of `flax.training.checkpoints`, EasyLM and numpy, `T5xReader` those of T5X with the arrays beside them, and `SafetensorsReader`
 those of Hugging Face.
 """
@@ -13,13 +13,6 @@ from typing import Any, Protocol
 
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.flax_reader import (
-  FlaxReader,
-  flax_tree,
-  is_npz,
-  not_flax,
-  npz_tree,
-)
 from flax_spmd._src.checkpoint.storage.orbax_folders import PART, folder_and_part, parts_with_arrays
 from flax_spmd._src.checkpoint.storage.orbax_reader import OrbaxReader, foreign_record
 from flax_spmd._src.checkpoint.storage.parts_reader import PartsReader, is_state, with_others
@@ -42,6 +35,13 @@ from flax_spmd._src.checkpoint.storage.safetensors_reader import SafetensorsRead
 from flax_spmd._src.checkpoint.storage.source import Source, current_source
 from flax_spmd._src.checkpoint.storage.store import as_path
 from flax_spmd._src.checkpoint.storage.t5x_reader import T5xReader, is_t5x
+from flax_spmd._src.checkpoint.storage.whole_file_reader import (
+  WholeFileReader,
+  flax_tree,
+  is_npz,
+  not_flax,
+  npz_tree,
+)
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 
@@ -98,7 +98,9 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
   if is_safetensors(folder) and not is_checkpoint(folder):
     return SafetensorsReader(folder)
   if folder.is_file():
-    return FlaxReader(folder, npz_tree(folder), 'numpy') if is_npz(folder) else _msgpack_reader(folder)
+    return (
+      WholeFileReader(folder, npz_tree(folder), 'numpy') if is_npz(folder) else _msgpack_reader(folder)
+    )
   check_head(given)
   folder, part = folder_and_part(folder)
   if not is_checkpoint(folder):
@@ -117,7 +119,7 @@ def _foreign_reader(given: epath.Path) -> CheckpointReader:
 def _msgpack_reader(file: epath.Path) -> CheckpointReader:
   content = flax_tree(file)
   try:
-    return T5xReader(file, content) if is_t5x(content) else FlaxReader(file, content)
+    return T5xReader(file, content) if is_t5x(content) else WholeFileReader(file, content)
   except CheckpointError:
     raise
   except (ValueError, TypeError, RecursionError) as error:  # JAX refuses keys of different types

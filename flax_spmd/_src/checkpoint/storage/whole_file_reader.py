@@ -1,4 +1,4 @@
-"""The reader of files that are read as a whole: msgpack of `flax.training.checkpoints` and of EasyLM, npz of numpy."""
+"""Whole-file reader: files that are read as a whole, msgpack of `flax.training.checkpoints` and of EasyLM, npz of numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flax_spmd._src.data.host_values import put
 from flax_spmd.errors import CheckpointDamagedError
 
 
-class FlaxReader:
+class WholeFileReader:
   """Reads a file that has been read as a whole.
 
   Args:
