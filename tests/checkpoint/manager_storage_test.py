@@ -362,8 +362,8 @@ def test_a_manager_that_lost_its_root_saves_and_removes_nothing(tmp_path):
     with pytest.raises(errors.CheckpointBusyError) as caught:
       manager.save(step, state(step))
     assert str(caught.value) == (
-      f'Another manager has taken {tmp_path} over, since this process was suspended for a while.\n'
-      'Fix: end this job; the other one continues the run.'
+      f'{tmp_path} was taken over by process 7 on elsewhere, since this process was suspended, or cut off from the '
+      'storage, for a while.\nFix: end this job, or save to another path.'
     )
   assert manager.steps == [1]
   manager.close()

@@ -443,12 +443,17 @@ class Manager:
       raise error
     if step not in steps:  # its writer has removed it
       return
-    aside = '' if self.read_only else in_first(lambda: self._folder.set_aside(step))
+    aside = '' if self.read_only else in_first(lambda: self._set_aside(step))
     if not self.read_only and not aside:
       self._folder.damaged.add(step)
     self._history.forget()
     fate = f'kept as {aside}' if aside else 'skipped'
     warnings.warn(f'{error}\nIt is {fate}; restoring the checkpoint before it.', stacklevel=3)
+
+  def _set_aside(self, step: int) -> str:
+    if self._writer is not None:
+      self._writer.check()
+    return self._folder.set_aside(step)
 
   def follow(
     self, *, after: int = -1, timeout: float | None = None, every: float = 5.0

@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage.generations import remove_checkpoint
 from flax_spmd._src.checkpoint.storage.head import read_head
 from flax_spmd._src.checkpoint.storage.killed_saves import remove_killed_saves
+from flax_spmd._src.checkpoint.storage.manifest import check_replaceable
 from flax_spmd._src.checkpoint.storage.recognition import (
   custom_metadata,
   has_metadata,
@@ -120,7 +121,11 @@ class StepFolder:
     Returns:
       Whether there is no such step now.
     """
-    return str(step) not in self._children() or remove_checkpoint(self.path(step))
+    if str(step) not in self._children():
+      return True
+    store = open_store(self.root)
+    check_replaceable(store, self.path(step), store.children(str(step)))
+    return remove_checkpoint(self.path(step))
 
   def set_aside(self, step: int) -> str:
     """Moves a damaged step away, and returns its new name. In cloud storage it stays, and '' is returned."""

@@ -43,6 +43,7 @@ from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, busy, idle_h
 from flax_spmd._src.checkpoint.storage.killed_saves import Intent, remove_generation, remove_killed_saves
 from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
+  check_replaceable,
   manifest_digest,
   new_manifest,
   whole_generations,
@@ -96,6 +97,8 @@ class Claim:
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
     self._found = [] if before.head.generation or not self._garbage else self._unnamed(before)
     self._check_free(overwrite, is_new=before.tag is None)
+    current = [] if before.head.generation is None else [before.head.generation]
+    check_replaceable(self._store, path, [*current, *self._found, *self._legacy])
     if not (before.head.generation or self._garbage):
       _check_foreign(path, [name for name in others if name not in self._legacy])
     self._lease, self._intent = self._taken(before)
@@ -158,8 +161,7 @@ class Claim:
 
   def require_lease(self) -> None:
     """Raises CheckpointBusyError if another process has taken the lease over."""
-    if self._lease.is_lost:
-      raise busy(self.path, reason=' Another process took this one for dead, and replaced it.')
+    self._lease.require(f'Checkpoint {self.path}')
 
   def sync(self) -> None:
     """Does nothing: `commit` makes every file durable."""
@@ -183,10 +185,12 @@ class Claim:
     self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=False)
     if self._durable:
       self._store.sync(folder)
+    self.require_lease()
     self._attempted = True
-    if not self._lease.commit(
-      Head(self._generation, manifest_digest(data), self._lease.head.epoch), durable=self._durable
-    ):
+    new = self._lease.head._replace(
+      generation=self._generation, manifest=manifest_digest(data), lease=None
+    )
+    if not self._lease.commit(new, durable=self._durable):
       self.require_lease()
     self._committed = True
     with contextlib.suppress(OSError, CheckpointError):  # the next save removes what stays

@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.parsed_json import check_format
 from flax_spmd._src.checkpoint.storage.skeleton import Skeleton
 from flax_spmd._src.data.checksums import is_checksum
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
@@ -311,11 +312,7 @@ def from_json(content: Any, checkpoint: str) -> Record:
     CheckpointError: a newer version wrote the record.
     CheckpointDamagedError: the content is not a record, or has changed since it was written.
   """
-  if isinstance(content, dict) and isinstance(content.get('format'), int) and content['format'] > FORMAT:
-    raise CheckpointError(
-      f'Checkpoint {checkpoint} has format {content["format"]}; this version reads formats up to {FORMAT}.\n'
-      'Fix: upgrade flax_spmd.'
-    )
+  check_record_format(content, checkpoint)
   try:
     _expect(
       isinstance(content, dict) and content['digest'] == digest(content),
@@ -341,6 +338,11 @@ def from_json(content: Any, checkpoint: str) -> Record:
       'Fix: restore another checkpoint; this one was changed after it was written.'
     ) from error
   return Record(structure, dict(zip(paths, leaves, strict=True)), dict(kinds), layout)
+
+
+def check_record_format(content: Any, checkpoint: Any) -> None:
+  """Raises CheckpointError if a newer version wrote a stored record."""
+  check_format(content, FORMAT, f'The record of checkpoint {checkpoint}')
 
 
 def _reason(error: Exception) -> str:
