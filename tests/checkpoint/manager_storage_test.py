@@ -306,7 +306,7 @@ def manager_is_idle(root):
 def test_a_removal_that_fails_is_reported_and_repeated(tmp_path, monkeypatch):
   from flax_spmd._src.checkpoint.steps import step_folder
 
-  def refused(path):
+  def refused(path, check):
     raise errors.CheckpointReadOnlyError(f'Cannot remove {path}: Permission denied (EACCES).\nFix: no.')
 
   with manager_of(tmp_path, keep=1) as manager:

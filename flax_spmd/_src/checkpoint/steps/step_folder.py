@@ -11,6 +11,7 @@ import json
 import operator
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -115,8 +116,12 @@ class StepFolder:
       )
     return True
 
-  def remove(self, step: int) -> bool:
+  def remove(self, step: int, check: Callable[[], object] = bool) -> bool:
     """Removes a step, unless a reader uses it. One whose removal is interrupted is no longer listed.
+
+    Args:
+      step: the step.
+      check: see `remove_checkpoint`.
 
     Returns:
       Whether there is no such step now.
@@ -125,7 +130,7 @@ class StepFolder:
       return True
     store = open_store(self.root)
     check_replaceable(store, self.path(step), store.children(str(step)))
-    return remove_checkpoint(self.path(step))
+    return remove_checkpoint(self.path(step), check)
 
   def set_aside(self, step: int) -> str:
     """Moves a damaged step away, and returns its new name. In cloud storage it stays, and '' is returned."""

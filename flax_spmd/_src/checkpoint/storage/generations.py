@@ -22,7 +22,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -294,8 +294,13 @@ def _check_place(path: epath.Path) -> None:
       )
 
 
-def remove_checkpoint(path: epath.Path) -> bool:
+def remove_checkpoint(path: epath.Path, check: Callable[[], object] = bool) -> bool:
   """Removes a checkpoint, unless a reader or a writer uses it. Files of others beside it stay.
+
+  Args:
+    path: path of the checkpoint.
+    check: function that raises an error if the caller may not remove it any more. Nobody finds the checkpoint when it is
+      called; after an error it is there again.
 
   Returns:
     Whether it has been removed.
@@ -316,7 +321,7 @@ def remove_checkpoint(path: epath.Path) -> bool:
     intent.leave()
     raise
   try:
-    return _removed(store, path, lease, intent, before.head, listed)
+    return _removed(store, path, lease, intent, before.head, listed, check)
   except BaseException:
     with contextlib.suppress(OSError, CheckpointError):
       lease.release()
@@ -333,11 +338,18 @@ def _removed(
   intent: Intent,
   before: Head,
   listed: Sequence[str],
+  check: Callable[[], object],
 ) -> bool:
   if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
     return False
-  if pinned_generations(store, path.name):
-    lease.release(generation=before.generation, manifest=before.manifest)
+  is_used = True
+  try:
+    check()
+    is_used = bool(pinned_generations(store, path.name))
+  finally:
+    if is_used:
+      lease.release(generation=before.generation, manifest=before.manifest)
+  if is_used:
     return False
   for name in filter(is_generation, listed):
     remove_generation(store, f'{path.name}/{name}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import Any
 
 from etils import epath
@@ -16,7 +17,14 @@ from flax_spmd._src.checkpoint.storage.head import (
   is_generation,
   read_head,
 )
-from flax_spmd._src.checkpoint.storage.liveness import BEAT, drop, has_ended, new_token, stays_silent
+from flax_spmd._src.checkpoint.storage.liveness import (
+  BEAT,
+  LEASE,
+  drop,
+  has_ended,
+  new_token,
+  stays_silent,
+)
 from flax_spmd._src.checkpoint.storage.process_identity import ProcessIdentity, this_process
 from flax_spmd._src.checkpoint.storage.store import Store, Tag
 from flax_spmd.errors import CheckpointBusyError, CheckpointDamagedError, CheckpointError
@@ -86,7 +94,7 @@ class HeadLease:
     self._store, self._path = store, path
     self._token = new_token()
     self._writing, self._stopped = threading.RLock(), threading.Event()
-    self._lost = False
+    self._lost, self._renewed = False, time.monotonic()
     self._successor: ProcessIdentity | None = None
     self.tag: Tag | None = before.tag
     epoch = before.head.epoch + 1
@@ -107,6 +115,9 @@ class HeadLease:
     Args:
       name: beginning of the error text.
     """
+    if time.monotonic() - self._renewed > LEASE:
+      with contextlib.suppress(OSError, CheckpointError):
+        self.renew()
     if self._lost:
       raise CheckpointBusyError(
         f'{name} was taken over by {self._successor or "another process"}, since this process was suspended, or cut '
@@ -133,7 +144,7 @@ class HeadLease:
           self._successor = stored.head.lease.holder if stored.head.lease else stored.head.writer
       self._lost = tag is None
       if tag is not None:
-        self.tag, self.head = tag, head
+        self.tag, self.head, self._renewed = tag, head, time.monotonic()
       return not self._lost
 
   def commit(self, head: Head, durable: bool = False) -> bool:
