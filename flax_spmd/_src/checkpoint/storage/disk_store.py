@@ -175,10 +175,6 @@ class DiskStore:
         list(threads.map(_sync_folder, [*folders, top]))
       self._sync_above(top)
 
-  def compares(self) -> bool:
-    """See `Store`."""
-    return True
-
   def _path(self, name: str) -> Path:
     return Path(self.root, checked(name, self.root))
 
