@@ -189,7 +189,7 @@ def _contents_of(state: Any, layout: Layout | Plan, where: str | None, pack: int
     path: describe(leaves[path], rows[path].names, on_mesh=not rows[path].logical) for path in indices
   }
   kept = {index: indices[path] for index, path in enumerate(paths) if path in indices}
-  record = Record(skeleton.pruned(flat.skeleton, kept), records, flat.kinds, _toml(layout))
+  record = Record(skeleton.unflatten(flat.skeleton, kept.get), records, flat.kinds, _toml(layout))
   contents = _packed(Contents({path: leaves[path] for path in indices}, record), pack)
   _check_processes(contents)
   return contents
