@@ -109,6 +109,7 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, code):
   store = open_store(tmp_path / 'run')
   store.write('HEAD', b'1')
   store.sync()
+  checkpoint.save_safetensors(tmp_path / 'run', {'w': np.ones(2)})
   monkeypatch.setattr(os, 'fsync', Fsync({'': getattr(errno, code)}, 'file'))
   with pytest.raises(CheckpointError, match=code):
     store.sync()

@@ -172,7 +172,7 @@ class DiskStore:
       files = [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
       with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(_sync_file, files))
-        list(threads.map(_sync_folder, [*folders, top]))
+        list(threads.map(sync_folder, [*folders, top]))
       self._sync_above(top)
 
   def _path(self, name: str) -> Path:
@@ -191,7 +191,7 @@ class DiskStore:
         return None
       _replace(path, data, durable or content is not None)
     if durable:
-      _sync_folder(path.parent)
+      sync_folder(path.parent)
       self._sync_above(path.parent)
     return _tag(data)
 
@@ -224,7 +224,7 @@ class DiskStore:
     while not os.path.ismount(inner):
       inner = inner.parent
       with contextlib.suppress(PermissionError):
-        _sync_folder(inner)
+        sync_folder(inner)
     self._durable.add(folder)
 
   @contextlib.contextmanager
@@ -303,7 +303,7 @@ def _sync_file(path: Path) -> None:
     _sync(file.fileno(), path)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
   """Makes the names in a folder durable. Some file systems cannot, where names are as durable as they get."""
   descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_DIRECTORY', 0))
   try:
