@@ -51,6 +51,7 @@ from flax_spmd._src.estimate.loops import (
 )
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
+from flax_spmd._src.estimate.partitioned_operations import Partition, PartitionedOperations, adopted
 from flax_spmd._src.estimate.requirements import Context, Requirement, collectives
 from flax_spmd._src.estimate.resharding import (
   CollectiveOp,
@@ -88,9 +89,10 @@ class WalkResult(NamedTuple):
 
 
 class _Known(NamedTuple):
-  """The results that are remembered under a mesh: requirements, and the collectives between two shardings of an array."""
+  """The results that are remembered under a mesh: of operations, and the collectives between two shardings of an array."""
 
   requirements: dict[tuple, Requirement]
+  partitions: dict[tuple, Partition | None]
   collectives: dict[tuple[GraphValue, Spec, Spec], list[CollectiveOp]]
 
 
@@ -177,7 +179,7 @@ class AnalyzedGraph:
 
   def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
     """The results of earlier walks under a mesh: layouts of a search have most of them in common."""
-    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}))
+    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}, {}))
     for one in known:
       if len(one) > _REMEMBERED:
         one.clear()
@@ -213,6 +215,7 @@ class AnalyzedGraph:
     results: Sequence[Spec | None],
     sizes: Mapping[str, int],
     platform: str = 'cuda',
+    partitions: PartitionedOperations | None = None,
   ) -> WalkResult:
     """The costs under a layout.
 
@@ -221,8 +224,9 @@ class AnalyzedGraph:
       results: sharding that each result of the step needs; None accepts any.
       sizes: size per mesh axis.
       platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
+      partitions: partitions of single operations, for those that XLA has several ways for.
     """
-    walk = _CostWalk(self, list(specs), sizes, platform)
+    walk = _CostWalk(self, list(specs), sizes, platform, partitions)
     peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
     kept = walk.copies.added(walk.present)
     if platform == 'tpu':  # its compiler may gather them again
@@ -247,6 +251,10 @@ def _chip_dtype(dtype: str) -> str:
   return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
 
 
+def _gathered_bytes(op: CollectiveOp, sizes: Mapping[str, int]) -> float:
+  return op.bytes * shard_count(op.axes, sizes) if op.kind == 'all-gather' else 0.0
+
+
 def _are_gathers(ops: Sequence[CollectiveOp]) -> bool:
   return bool(ops) and all(op.kind == 'all-gather' for op in ops)
 
@@ -255,8 +263,14 @@ class _CostWalk:
   """One pass, with its running totals."""
 
   def __init__(
-    self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int], platform: str
+    self,
+    analyzed: AnalyzedGraph,
+    specs: list[Spec],
+    sizes: Mapping[str, int],
+    platform: str,
+    partitions: PartitionedOperations | None,
   ):
+    self.partitions = partitions
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
     self.values, self.known = analyzed.graph.values, analyzed.known(sizes, platform)
     self.unsure = analyzed.kept(platform).unsure
@@ -268,7 +282,8 @@ class _CostWalk:
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
     self.doubts = Doubts()
-    self.resharded: set[tuple[int | None, Spec]] = set()
+    self.resharded: set[tuple[int | None, Spec | tuple[CollectiveOp, ...]]] = set()
+    self.settled_sums: set[int] = set()  # partial sums whose reduction a partitioner has confirmed
     self.copies = GatheredCopies()
     self.present: list[float] = []  # memory during each operation of the main block
     self.partial_sums: dict[int, PartialSum] = {}
@@ -434,22 +449,19 @@ class _CostWalk:
     required = self._required(op)
     if required.is_settled and self._are_resharded(op, required):
       required = required._replace(halos=())
+    required = self._settled(op, required, times)
     for value, spec in zip(op.operands, required.operands):
-      self._add_doubts(op, value, required, spec, times)
+      self._doubt_moves(op, value, spec, times)
       self._bring(value, spec or self.specs[value], times, op.source)
-    if required.doubt:
-      self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
+    for value, ops in zip(op.operands, required.exchanges):
+      self._exchange(value, ops, times, op.source)
     if 'merged' in op.attributes:
       self._doubt_merged(op, required, times)
     if op.kind == 'convolution':
       self.gathered_bytes = max(self.gathered_bytes, *required.padded, 0.0)
     elif required.padded:
       self._add_padded(op, required)
-    self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
-    if required.halos and not (required.is_settled or is_plain_slice(op)):
-      self.doubts.add(
-        op.source, 'parts of shards that devices exchange', self._bound(op, required, times)
-      )
+    self._add_halos(op, required, times)
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
@@ -476,11 +488,14 @@ class _CostWalk:
     later = [self.products.get(value, 0.0) for value in op.operands]
     self.gathered_bytes += max(0.0, added - max(later))
 
-  def _required(self, op: Op) -> Requirement:
-    specs = self.specs
+  def _key(self, op: Op) -> tuple:
+    """Equal for operations with equal requirements."""
+    specs, result = self.specs, op.results[0]
     partial = () if op.kind in PRODUCTS else tuple([value in self.partial_sums for value in op.operands])
-    result = op.results[0]
-    key = self.analyzed.alike[result], specs[result], partial, *[specs[value] for value in op.operands]
+    return self.analyzed.alike[result], specs[result], partial, *[specs[value] for value in op.operands]
+
+  def _required(self, op: Op) -> Requirement:
+    key = self._key(op)
     if key not in self.known.requirements:
       self.known.requirements[key] = requirement(op, self._context(op))
     return self.known.requirements[key]
@@ -492,34 +507,80 @@ class _CostWalk:
       for value, spec in zip(op.operands, required.operands)
     )
 
-  def _add_doubts(
-    self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int
-  ) -> None:
-    """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
-    is_free = value in self.analyzed.rematerialisable
-    is_weight = value in self.analyzed.argument_derived
-    if spec and is_weight and not is_free and is_elementwise(op):
-      moved = [one for one in self._changes(value, spec) if one.kind == 'all-to-all']
-      reason = 'a weight that activations shard along another dimension'
-      if moved:
-        self.doubts.add(op.source, reason, UNBOUNDED)
-    if spec is None or ((is_weight or is_free) and op.kind not in _SLICES):
-      return
+  def _settled(self, op: Op, required: Requirement, times: int) -> Requirement:
+    """The requirement of an operation for which XLA has several ways, as XLA partitions it; else with doubts."""
+    reasons = self._reasons(op, required)
+    if not reasons:
+      return required
+    partition = self._partition(op)
+    if partition is None:
+      for reason in reasons:
+        self.doubts.add(op.source, reason, self._bound(op, required, times))
+      return required
+    settled, apart = adopted(op, required, self._context(op), partition)
+    if settled.partial_axes:
+      self.settled_sums.add(op.results[0])
+    if apart.wire or apart.flops:
+      bound = Bound(wire=times * apart.wire, flops=times * apart.flops)
+      self.doubts.add(op.source, 'an operation that XLA partitions otherwise on its own', bound)
+    return settled
+
+  def _reasons(self, op: Op, required: Requirement) -> list[str]:
+    """Why XLA could partition an operation otherwise: activations resharded for a product or a lookup, slices, halos."""
+    reasons = [required.doubt] if required.doubt else []
     use = _RESHARDING.get(op.kind)
-    if use and not required.is_settled and self._changes(value, spec):
-      reason = f'activations resharded for a {use}'
-    elif op.kind in _SLICES and spec != self.specs[value]:
-      reason = 'slice along a sharded dimension'
-    elif is_elementwise(op) and spec != self.specs[value]:
-      changes = self._changes(value, spec)
-      if any(one.kind == 'all-to-all' for one in changes):  # or that of another array of the same chain
-        bound = Bound(wire=times * wire_bytes(changes, self.sizes))
-        self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
-        self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
+    for value, spec in zip(op.operands, required.operands):
+      is_fixed = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
+      if spec is None or (is_fixed and op.kind not in _SLICES):
+        continue
+      if use and not required.is_settled and self._changes(value, spec):
+        reasons.append(f'activations resharded for a {use}')
+      elif op.kind in _SLICES and spec != self.specs[value]:
+        reasons.append('slice along a sharded dimension')
+    if required.halos and not (required.is_settled or is_plain_slice(op)):
+      reasons.append('parts of shards that devices exchange')
+    return reasons
+
+  def _partition(self, op: Op) -> Partition | None:
+    """XLA's partition of an operation on its own, if there is a partitioner."""
+    key = self._key(op)
+    if key not in self.known.partitions:
+      partition = self.partitions and self.partitions.partition(
+        op, self.specs, self.sizes, self.platform
+      )
+      self.known.partitions[key] = partition
+    return self.known.partitions[key]
+
+  def _exchange(self, value: int, ops: Sequence[CollectiveOp], times: int, source: str) -> None:
+    """Adds collectives of an operand, unless they were added before."""
+    if not ops or (value, ops) in self.resharded:
       return
-    else:
+    self.resharded.add((value, ops))
+    self.gathered_bytes += sum(_gathered_bytes(one, self.sizes) for one in ops)
+    self._add_collectives(ops, times, value, source, is_settled=True)
+
+  def _add_halos(self, op: Op, required: Requirement, times: int) -> None:
+    self.gathered_bytes += sum(_gathered_bytes(one, self.sizes) for one in required.halos)
+    value = op.operands[0] if op.operands else 0
+    self._add_collectives(required.halos, times, value, op.source, is_settled=bool(required.exchanges))
+
+  def _doubt_moves(self, op: Op, value: int, spec: Spec | None, times: int) -> None:
+    """Notes arrays that move for elementwise operations."""
+    if spec is None or spec == self.specs[value] or not is_elementwise(op):
       return
-    self.doubts.add(op.source, reason, self._bound(op, required, times))
+    if value in self.analyzed.rematerialisable:
+      return
+    changes = self._changes(value, spec)
+    if not any(one.kind == 'all-to-all' for one in changes):
+      return
+    if value in self.analyzed.argument_derived:
+      self.doubts.add(op.source, 'a weight that activations shard along another dimension', UNBOUNDED)
+      return
+    bound = Bound(
+      wire=times * wire_bytes(changes, self.sizes)
+    )  # or that of another array of the same chain
+    self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
+    self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
 
   def _doubt_merged(self, op: Op, required: Requirement, times: int) -> None:
     """Notes an operation that the step has twice, and that communicates: compilers merge what precedes it."""
@@ -827,6 +888,7 @@ class _CostWalk:
     source: str,
     kind: str = '',
     dtype: str = '',
+    is_settled: bool = False,
   ) -> list[int]:
     """Adds collectives, and returns the indices of the combined ones that they join."""
     if self.platform == 'cpu':
@@ -837,6 +899,8 @@ class _CostWalk:
     dtype = dtype or self._wire_value(value).dtype
     groups = self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
     kinds = [op.kind for op in ops]
+    if is_settled:
+      return groups
     if kinds == ['all-to-all', 'collective-permute'] and not any('[' in axis for axis in ops[0].axes):
       self.doubts.add(source, 'buffers of an exchange', Bound(memory=2 * ops[-1].bytes))
     if is_ambiguous(ops):

@@ -36,6 +36,7 @@ from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pad
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
+from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -217,6 +218,7 @@ class _AnalyzedStep:
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
     self.analyzed = AnalyzedGraph(with_folded_pads(self.module.graph))
+    self.partitions = PartitionedOperations(self.module, self.analyzed.rematerialisable)
     numbers = {index: number for number, index in enumerate(lowering.used)}
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
@@ -231,7 +233,7 @@ class _AnalyzedStep:
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     specs = self.module.propagate(sizes, arguments, results, resolve)
-    return self.analyzed.walk(specs, results, sizes, platform)
+    return self.analyzed.walk(specs, results, sizes, platform, self.partitions)
 
 
 def _memory_doubts(peak: int, limit: int) -> Iterator[str]:

@@ -1,0 +1,89 @@
+"""Partitioner: XLA's partitioner for GPUs, for single operations, in a process of its own.
+
+    text = partitioner().partition(code, (4, 2))       # in milliseconds, without a GPU
+
+The process starts with the first program, and ends with this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from flax_spmd._src.compare.compilation import check_compiler
+from flax_spmd._src.compare.hardware import compiler_environment, parse_target
+from flax_spmd._src.compare.partition_worker import GPU
+from flax_spmd.errors import TargetDeviceError
+
+_TIMEOUT = 60  # seconds for one program; the first waits for the start of the process
+_MOST_FAILURES = 3  # processes that have ended early; another one would, too
+
+
+class Partitioner:
+  """A process that partitions one program at a time, for all threads."""
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._connection: Connection | None = None
+    self._owner = 0  # the process that has started it: a fork starts its own
+    self._failures = 0
+
+  def partition(self, code: bytes, shape: tuple[int, ...]) -> str | None:
+    """The HLO text of one device's program, before layouts are assigned; None if it cannot be partitioned.
+
+    Args:
+      code: MLIR bytecode.
+      shape: shape of the mesh.
+    """
+    with self._lock:
+      if self._failures == _MOST_FAILURES:
+        return None
+      if self._connection is None or self._owner != os.getpid():
+        self._connection, self._owner = _started(), os.getpid()
+      try:
+        self._connection.send((shape, code))
+        if self._connection.poll(_TIMEOUT):
+          return self._connection.recv()
+      except (EOFError, OSError):  # it has crashed
+        pass
+      self._connection.close()
+      self._connection, self._failures = None, self._failures + 1
+      return None
+
+
+def _started() -> Connection:
+  """A connection to a new process, which ends once it is closed."""
+  ours, theirs = multiprocessing.Pipe()
+  command = [sys.executable, '-m', 'flax_spmd._src.compare.partition_worker', str(theirs.fileno())]
+  subprocess.Popen(
+    command,
+    env=os.environ | compiler_environment(parse_target(f'{GPU}:1')),
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+    pass_fds=[theirs.fileno()],
+  )
+  theirs.close()
+  return ours
+
+
+def can_partition(platform: str) -> bool:
+  """Whether there is a partitioner for a platform: that for GPUs, if their compiler is installed."""
+  if platform != 'cuda':
+    return False
+  try:
+    check_compiler(parse_target(f'{GPU}:1'))
+  except TargetDeviceError:
+    return False
+  return True
+
+
+@functools.cache
+def partitioner() -> Partitioner:
+  """The partitioner of this process."""
+  return Partitioner()
