@@ -94,6 +94,7 @@ class _Known(NamedTuple):
   requirements: dict[tuple, Requirement]
   partitions: dict[tuple, Partition | None]
   collectives: dict[tuple[GraphValue, Spec, Spec], list[CollectiveOp]]
+  settled: set[tuple[GraphValue, Spec, Spec]]  # those that a partitioner has found
 
 
 class AnalyzedGraph:
@@ -179,7 +180,7 @@ class AnalyzedGraph:
 
   def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
     """The results of earlier walks under a mesh: layouts of a search have most of them in common."""
-    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}, {}))
+    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}, {}, set()))
     for one in known:
       if len(one) > _REMEMBERED:
         one.clear()
@@ -249,6 +250,11 @@ class AnalyzedGraph:
 def _chip_dtype(dtype: str) -> str:
   """A dtype in the spelling of the table of chips."""
   return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
+
+
+def _has_parts(spec: Spec) -> bool:
+  """Whether an array is sharded over a part of an axis."""
+  return any('[' in axis for axes in spec for axis in axes)
 
 
 def _gathered_bytes(op: CollectiveOp, sizes: Mapping[str, int]) -> float:
@@ -510,7 +516,7 @@ class _CostWalk:
   def _settled(self, op: Op, required: Requirement, times: int) -> Requirement:
     """The requirement of an operation for which XLA has several ways, as XLA partitions it; else with doubts."""
     reasons = self._reasons(op, required)
-    if not reasons:
+    if not reasons and not (self.partitions and self._is_unsure_sum(op, required)):
       return required
     partition = self._partition(op)
     if partition is None:
@@ -540,6 +546,20 @@ class _CostWalk:
     if required.halos and not (required.is_settled or is_plain_slice(op)):
       reasons.append('parts of shards that devices exchange')
     return reasons
+
+  def _is_unsure_sum(self, op: Op, required: Requirement) -> bool:
+    """Whether the result of a product is a partial sum whose shards move, or are cut along several dimensions."""
+    if op.kind != 'dot_general' or not required.partial_axes:
+      return False
+    ops = reduce_partial_sum(
+      self.values[op.results[0]],
+      required.natural_sharding,
+      required.partial_axes,
+      self.specs[op.results[0]],
+      self.sizes,
+      self.platform,
+    )
+    return self._moves(ops) or self._is_cut_often(ops, self.specs[op.results[0]])
 
   def _partition(self, op: Op) -> Partition | None:
     """XLA's partition of an operation on its own, if there is a partitioner."""
@@ -643,7 +663,13 @@ class _CostWalk:
     """The collectives between two shardings of an array."""
     key = array, before, after
     if key not in self.known.collectives:
-      self.known.collectives[key] = reshard(array, before, after, self.sizes)
+      ops = reshard(array, before, after, self.sizes)
+      if ops and self.partitions and (is_ambiguous(ops) or _has_parts(before) or _has_parts(after)):
+        asked = self.partitions.reshard(array, before, after, self.sizes, self.platform)
+        if asked is not None:
+          ops = asked
+          self.known.settled.add(key)
+      self.known.collectives[key] = ops
     return self.known.collectives[key]
 
   def _add_result(self, value: int, required: Requirement, times: int, op: Op) -> None:
@@ -670,7 +696,8 @@ class _CostWalk:
         is_own = op.kind == 'concatenate'  # XLA makes this exchange where the parts are joined
         is_exchanged = not is_own and any(one.kind == 'all-to-all' for one in ops)
         self.exchanged |= {value} if is_exchanged else set()
-        self._add_collectives(ops, times, value, op.source)
+        is_settled = (self._wire_value(value), natural, spec) in self.known.settled
+        self._add_collectives(ops, times, value, op.source, is_settled=is_settled)
 
   def _context(self, op: Op) -> Context:
     return Context(
@@ -784,13 +811,24 @@ class _CostWalk:
     if scattered and partial.kind == 'convolution':
       reason = 'a copy with its channels first, of a sum that is scattered along them'
       self.doubts.add(partial.source, reason, Bound(memory=size))
-    if any(op.kind in ('all-to-all', 'collective-permute') for op in ops):
+    if value in self.settled_sums:
+      return
+    if self._moves(ops) and partial.kind == 'dot_general':
       reason = 'a sum of a product whose shards move as it is reduced'
-      if partial.kind == 'dot_general':
-        self.doubts.add(partial.source, reason, Bound(wire=3 * partial.times * size))
-    if sum(not scattered.isdisjoint(axes) for axes in self.specs[value]) > 1:
+      self.doubts.add(partial.source, reason, Bound(wire=3 * partial.times * size))
+    if self._is_cut_often(ops, self.specs[value]):
       reason = 'a sum that is scattered along several dimensions'
       self.doubts.add(partial.source, reason, Bound(wire=2 * partial.times * size))
+
+  @staticmethod
+  def _moves(ops: Sequence[CollectiveOp]) -> bool:
+    return any(op.kind in ('all-to-all', 'collective-permute') for op in ops)
+
+  @staticmethod
+  def _is_cut_often(ops: Sequence[CollectiveOp], spec: Spec) -> bool:
+    """Whether a sum is scattered along several dimensions."""
+    scattered = {axis for op in ops if op.kind == 'reduce-scatter' for axis in op.axes}
+    return sum(not scattered.isdisjoint(axes) for axes in spec) > 1
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
@@ -874,7 +912,8 @@ class _CostWalk:
       else:
         self.gathered_bytes += copy
       self.hbm += times * copy
-    self._add_collectives(ops, times, value, source)
+    is_settled = (self._wire_value(value), before, after) in self.known.settled
+    self._add_collectives(ops, times, value, source, is_settled=is_settled)
 
   def _loops_since(self, value: int) -> int:
     """The number of present loops that do not change a value."""
@@ -899,11 +938,9 @@ class _CostWalk:
     dtype = dtype or self._wire_value(value).dtype
     groups = self.combiner.add(value, ops, times, dtype, kind or self.kind, source, self.loop)
     kinds = [op.kind for op in ops]
-    if is_settled:
-      return groups
     if kinds == ['all-to-all', 'collective-permute'] and not any('[' in axis for axis in ops[0].axes):
       self.doubts.add(source, 'buffers of an exchange', Bound(memory=2 * ops[-1].bytes))
-    if is_ambiguous(ops):
+    if is_ambiguous(ops) and not is_settled:
       bound = gathered(self._wire_value(value), self.specs[value], self.sizes, times)
       sent = times * wire_bytes(ops, self.sizes)
       bound = bound._replace(wire=max(bound.wire, sent))

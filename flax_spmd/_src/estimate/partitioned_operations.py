@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flax_spmd._src.compare.partitioner import can_partition, partitioner
 from flax_spmd._src.estimate.doubts import Bound
-from flax_spmd._src.estimate.graph import PRODUCTS, Op, Spec
+from flax_spmd._src.estimate.graph import PRODUCTS, GraphValue, Op, Spec
 from flax_spmd._src.estimate.requirements import Context, Requirement
 from flax_spmd._src.estimate.resharding import CollectiveOp, reduce_partial_sum, reshard, wire_bytes
 from flax_spmd._src.hlo.collectives import Collective
-from flax_spmd._src.hlo.operation_costs import operation_costs
+from flax_spmd._src.hlo.operation_costs import OperationCosts, operation_costs
 
 if TYPE_CHECKING:
   from flax_spmd._src.estimate.mlir.module import PreparedModule
@@ -63,20 +63,42 @@ class PartitionedOperations:
     if not can_partition(platform) or op.kind == 'custom_call':
       return None
     single = self._module.single_operation(op, specs, sizes, self._computed)
-    text = single and partitioner().partition(single.code, tuple(sizes.values()))
-    if not single or not text:
-      return None
-    try:
-      costs = operation_costs(text, sizes, _OPCODES.get(op.kind, ()))
-    except ValueError:
+    costs = single and _costs(single.code, sizes, _OPCODES.get(op.kind, ()))
+    if not single or not costs:
       return None
     operands: list[list[CollectiveOp]] = [[] for _ in op.operands]
     for argument, ones in costs.operands.items():
       operands[single.positions[argument]] += map(_op, ones)
-    everything = (*costs.result, *(one for ones in costs.operands.values() for one in ones))
-    if not all(one.axes for one in everything):  # of a group that is no part of the mesh
-      return None
     return Partition(tuple(map(tuple, operands)), tuple(map(_op, costs.result)), costs.flops)
+
+  def reshard(
+    self, value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int], platform: str
+  ) -> list[CollectiveOp] | None:
+    """XLA's collectives between two shardings of an array; None if there is no partitioner.
+
+    Args:
+      value: shape and wire dtype of the array.
+      before, after: mesh axes per dimension.
+      sizes: size per mesh axis.
+      platform: platform of the target.
+    """
+    if not can_partition(platform):
+      return None
+    costs = _costs(self._module.resharding(value, before, after, sizes), sizes, ())
+    return costs and [*map(_op, costs.result)]
+
+
+def _costs(code: bytes, sizes: Mapping[str, int], opcodes: Collection[str]) -> OperationCosts | None:
+  """The work of a program as partitioned; None if that fails, or has groups that are no part of the mesh."""
+  text = partitioner().partition(code, tuple(sizes.values()))
+  if text is None:
+    return None
+  try:
+    costs = operation_costs(text, sizes, opcodes)
+  except ValueError:
+    return None
+  everything = (*costs.result, *(one for ones in costs.operands.values() for one in ones))
+  return costs if all(one.axes for one in everything) else None
 
 
 def _op(one: Collective) -> CollectiveOp:

@@ -16,7 +16,7 @@ from typing import Any
 from jaxlib.mlir import ir, passmanager
 
 from flax_spmd._src.compat import mlir_context
-from flax_spmd._src.estimate.graph import Graph, Op, Spec, replicated
+from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
 from flax_spmd._src.estimate.mlir.inline import (
   drop_converts,
   drop_selects,
@@ -40,7 +40,11 @@ from flax_spmd._src.estimate.mlir.shardings import (
   dimension_text,
   slots_of,
 )
-from flax_spmd._src.estimate.mlir.single_operation import SingleOperation, SingleOperationBuilder
+from flax_spmd._src.estimate.mlir.single_operation import (
+  SingleOperation,
+  SingleOperationBuilder,
+  reshard_program,
+)
 
 _PREPARE = (
   'builtin.module(symbol-dce,cse,sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,'
@@ -118,6 +122,11 @@ class PreparedModule:
     with self._context, ir.Location.unknown():
       builder = SingleOperationBuilder(self._makers, self._numbers, specs, computed)
       return builder.build(op, shapes, sizes)
+
+  def resharding(self, value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]) -> bytes:
+    """The program that reshards an array; arguments as of `reshard_program`."""
+    with self._context, ir.Location.unknown():
+      return reshard_program(value, before, after, sizes)
 
   def propagate(
     self,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 
-from flax_spmd._src.estimate.graph import Op, Spec, shard_count
+from flax_spmd._src.estimate.graph import GraphValue, Op, Spec, shard_count
 from flax_spmd._src.estimate.mlir.shardings import dimension_text
 
 _COMPUTED = (  # operations that the program may have before the one in question
@@ -86,9 +86,7 @@ class SingleOperationBuilder:
       self._add(value, position, is_padded or position == indices, position == indices)
     module = ir.Module.parse(self._frame(made, sizes))
     self._fill(module, made)
-    file = io.BytesIO()
-    module.operation.write_bytecode(file)
-    return SingleOperation(file.getvalue(), tuple(self._arguments.values()))
+    return SingleOperation(_bytecode(module), tuple(self._arguments.values()))
 
   def _add(self, value: Any, position: int, is_computed: bool, is_index: bool) -> None:
     """Adds a value: as an argument, or with the operations that compute it."""
@@ -102,44 +100,18 @@ class SingleOperationBuilder:
       self._copied[maker] = None
 
   def _frame(self, made: Any, sizes: Mapping[str, int]) -> str:
-    """The text of the program with placeholders for the results of the operation.
-
-    A program cannot return unevenly sharded arrays: their sums are returned.
-    """
-    arguments = [f'{value.type} {{{self._sharded(value)}}}' for value in self._arguments]
-    lines, returned = [], []
-    for number, result in enumerate(made.results):
-      lines.append(f'%r{number} = "builtin.unrealized_conversion_cast"() : () -> {result.type}')
-      array = ir.RankedTensorType(result.type)
-      if self._is_even(result, sizes):
-        returned.append((f'%r{number}', str(result.type), self._sharded(result)))
-        continue
-      scalar, dims = f'tensor<{array.element_type}>', ', '.join(map(str, range(array.rank)))
-      lines.append(
-        f'%s{number} = stablehlo.reduce(%r{number} init: %a{len(arguments)}) applies stablehlo.add '
-        f'across dimensions = [{dims}] : ({result.type}, {scalar}) -> {scalar}'
-      )
-      arguments.append(scalar)
-      returned.append((f'%s{number}', scalar, ''))
-    names, types, shardings = zip(*returned)
-    axes = ', '.join(f'"{axis}"={size}' for axis, size in sizes.items())
-    listed = ', '.join(f'%a{number}: {text}' for number, text in enumerate(arguments))
-    results = ', '.join(f'{one} {{{sharding}}}' for one, sharding in zip(types, shardings))
-    body = '\n'.join(lines)
-    return (
-      f'module @operation attributes {{mhlo.num_partitions = {math.prod(sizes.values())} : i32, '
-      f'mhlo.num_replicas = 1 : i32}} {{\nsdy.mesh @mesh = <[{axes}]>\n'
-      f'func.func public @main({listed}) -> ({results}) {{\n{body}\n'
-      f'return {", ".join(names)} : {", ".join(types)}\n}}\n}}'
+    """The text of the program with placeholders for the results of the operation."""
+    lines = [
+      f'%r{number} = "builtin.unrealized_conversion_cast"() : () -> {result.type}'
+      for number, result in enumerate(made.results)
+    ]
+    arguments, results = (
+      [(each.type, self._spec(each)) for each in one] for one in (self._arguments, made.results)
     )
+    return _program(arguments, lines, results, sizes)
 
-  def _is_even(self, value: Any, sizes: Mapping[str, int]) -> bool:
-    spec, shape = self._specs[self._numbers[value]], ir.RankedTensorType(value.type).shape
-    return all(size % shard_count(axes, sizes) == 0 for size, axes in zip(shape, spec))
-
-  def _sharded(self, value: Any) -> str:
-    spec = self._specs[self._numbers[value]]
-    return f'{_SHARDING} = #sdy.sharding<@mesh, [{", ".join(map(dimension_text, spec))}]>'
+  def _spec(self, value: Any) -> Spec:
+    return self._specs[self._numbers[value]]
 
   def _fill(self, module: Any, made: Any) -> None:
     """Puts the operations in the place of the placeholders."""
@@ -154,10 +126,72 @@ class SingleOperationBuilder:
           copy.operands[number] = values[operand]
         if _RULE in copy.attributes:
           del copy.attributes[_RULE]
-        specs = [self._specs[self._numbers[result]] for result in one.results]
-        inner = ', '.join(f'<@mesh, [{", ".join(map(dimension_text, spec))}]>' for spec in specs)
+        inner = ', '.join(_sharding_text(self._spec(result)) for result in one.results)
         copy.attributes[_SHARDING] = ir.Attribute.parse(f'#sdy.sharding_per_value<[{inner}]>')
         values |= dict(zip(one.results, copy.results))
     for placeholder, result in zip(placeholders, made.results):
       placeholder.results[0].replace_all_uses_with(values[result])
       placeholder.operation.erase()
+
+
+def reshard_program(value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]) -> bytes:
+  """The program that reshards an array, as MLIR bytecode. It needs a context.
+
+  Args:
+    value: shape and dtype of the array.
+    before, after: mesh axes per dimension.
+    sizes: size per mesh axis.
+  """
+  array = ir.Type.parse(f'tensor<{"".join(f"{size}x" for size in value.shape)}{value.dtype}>')
+  line = f'%r0 = sdy.sharding_constraint %a0 {_sharding_text(after)} : {array}'
+  return _bytecode(ir.Module.parse(_program([(array, before)], [line], [(array, after)], sizes)))
+
+
+def _program(
+  arguments: Sequence[tuple[Any, Spec]],
+  lines: Sequence[str],
+  results: Sequence[tuple[Any, Spec]],
+  sizes: Mapping[str, int],
+) -> str:
+  """The text of a program; its lines compute `%r0`, `%r1`, ... from `%a0`, `%a1`, ...
+
+  A program cannot return unevenly sharded arrays: their sums are returned.
+  """
+  taken, returned, sums = [], [], []
+  for number, (array, spec) in enumerate(arguments):
+    taken.append(f'%a{number}: {array} {{{_SHARDING} = #sdy.sharding{_sharding_text(spec)}}}')
+  for number, (array, spec) in enumerate(results):
+    ranked = ir.RankedTensorType(array)
+    if all(size % shard_count(axes, sizes) == 0 for size, axes in zip(ranked.shape, spec)):
+      returned.append((f'%r{number}', array, f' {{{_SHARDING} = #sdy.sharding{_sharding_text(spec)}}}'))
+      continue
+    scalar, dims = f'tensor<{ranked.element_type}>', ', '.join(map(str, range(ranked.rank)))
+    sums.append(
+      f'%s{number} = stablehlo.reduce(%r{number} init: %z{number}) applies stablehlo.add '
+      f'across dimensions = [{dims}] : ({array}, {scalar}) -> {scalar}'
+    )
+    taken.append(f'%z{number}: {scalar}')
+    returned.append((f'%s{number}', scalar, ''))
+  axes = ', '.join(f'"{axis}"={size}' for axis, size in sizes.items())
+  devices = math.prod(sizes.values())
+  return '\n'.join(
+    [
+      f'module @operation attributes {{mhlo.num_partitions = {devices} : i32, mhlo.num_replicas = 1 : i32}} {{',
+      f'sdy.mesh @mesh = <[{axes}]>',
+      f'func.func public @main({", ".join(taken)}) -> ({", ".join(f"{array}{text}" for _, array, text in returned)}) {{',
+      *lines,
+      *sums,
+      f'return {", ".join(name for name, *_ in returned)} : {", ".join(str(array) for _, array, _ in returned)}',
+      '}}',
+    ]
+  )
+
+
+def _sharding_text(spec: Spec) -> str:
+  return f'<@mesh, [{", ".join(map(dimension_text, spec))}]>'
+
+
+def _bytecode(module: Any) -> bytes:
+  file = io.BytesIO()
+  module.operation.write_bytecode(file)
+  return file.getvalue()
