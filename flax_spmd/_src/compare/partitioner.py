@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from multiprocessing.connection import Connection
 
 from flax_spmd._src.compare.compilation import check_compiler
@@ -29,8 +30,7 @@ class Partitioner:
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
-    self._connection: Connection | None = None
-    self._owner = 0  # the process that has started it: a fork starts its own
+    self._worker: _Worker | None = None
     self._failures = 0
 
   def partition(self, code: bytes, shape: tuple[int, ...]) -> str | None:
@@ -43,33 +43,56 @@ class Partitioner:
     with self._lock:
       if self._failures == _MOST_FAILURES:
         return None
-      if self._connection is None or self._owner != os.getpid():
-        self._connection, self._owner = _started(), os.getpid()
+      if self._worker is None or self._worker.owner != os.getpid():
+        self._worker = _Worker()
       try:
-        self._connection.send((shape, code))
-        if self._connection.poll(_TIMEOUT):
-          return self._connection.recv()
-      except (EOFError, OSError):  # it has crashed
-        pass
-      self._connection.close()
-      self._connection, self._failures = None, self._failures + 1
-      return None
+        return self._worker.reply((shape, code))
+      except (EOFError, OSError, TimeoutError):  # it has crashed
+        self._worker.end()
+        self._worker, self._failures = None, self._failures + 1
+        return None
 
 
-def _started() -> Connection:
-  """A connection to a new process, which ends once it is closed."""
-  ours, theirs = multiprocessing.Pipe()
-  command = [sys.executable, '-m', 'flax_spmd._src.compare.partition_worker', str(theirs.fileno())]
-  subprocess.Popen(
-    command,
-    env=os.environ | compiler_environment(parse_target(f'{GPU}:1')),
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
-    pass_fds=[theirs.fileno()],
-  )
-  theirs.close()
-  return ours
+class _Worker:
+  """A worker process and the connection to it.
+
+  Attributes:
+    owner: number of the process that has started it; a fork of that one starts its own.
+    process: the worker process.
+  """
+
+  def __init__(self) -> None:
+    self.owner = os.getpid()
+    self._connection, theirs = multiprocessing.Pipe()
+    self.process = subprocess.Popen(
+      [sys.executable, '-m', 'flax_spmd._src.compare.partition_worker', str(theirs.fileno())],
+      env=os.environ | compiler_environment(parse_target(f'{GPU}:1')),
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    self.end = weakref.finalize(self, _end, self._connection, self.process, self.owner)
+
+  def reply(self, request: object) -> str | None:
+    """The reply to a request.
+
+    Raises:
+      EOFError, OSError: the process has ended.
+      TimeoutError: there is no reply in time.
+    """
+    self._connection.send(request)
+    if not self._connection.poll(_TIMEOUT):
+      raise TimeoutError
+    return self._connection.recv()
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+  connection.close()
+  if owner == os.getpid():
+    process.kill()
+    process.wait()
 
 
 def can_partition(platform: str) -> bool:

@@ -234,7 +234,7 @@ class AnalyzedGraph:
       walk.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
       kept = 0.0
     if platform in SCHEDULING_PLATFORMS:
-      peak = max(peak, walk.weight_gradients.peak())
+      peak = max(peak, walk.weight_gradients.peak(), walk.image_sums)
       spread = walk.weight_gradients.spread()
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
       spread = walk.weight_gradients.filter_spread()
@@ -304,6 +304,7 @@ class _CostWalk:
     self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
+    self.image_sums = 0.0  # peak memory of sums in the gradients of norms over images
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
 
   def block(
@@ -654,7 +655,7 @@ class _CostWalk:
     is_apart = any(min(reduced) < dim < max(reduced) for dim in kept)
     if is_apart or (kept == [len(shape) - 1] and rows <= _FEW_ROWS):
       added = (1 if is_apart else 4) * self._bytes(value)  # of the norms of a block and of its shortcut
-      self.spikes.append((op.source, 'operands of a sum over images', present + added))
+      self.image_sums = max(self.image_sums, present + added)
 
   def _changes(self, value: int, required: Spec) -> Sequence[CollectiveOp]:
     return self._between(self.values[value], self.specs[value], required)

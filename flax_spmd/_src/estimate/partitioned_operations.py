@@ -84,8 +84,9 @@ class PartitionedOperations:
     """
     if not can_partition(platform):
       return None
-    costs = _costs(self._module.resharding(value, before, after, sizes), sizes, ())
-    return costs and [*map(_op, costs.result)]
+    code = self._module.resharding(value, before, after, sizes)
+    costs = code and _costs(code, sizes, ())
+    return [*map(_op, costs.result)] if costs else None
 
 
 def _costs(code: bytes, sizes: Mapping[str, int], opcodes: Collection[str]) -> OperationCosts | None:

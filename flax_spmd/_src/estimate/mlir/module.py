@@ -10,8 +10,8 @@ The passes are those that XLA runs before it partitions a program (openxla/shard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxlib.mlir import ir, passmanager
 
@@ -51,6 +51,7 @@ _PREPARE = (
   'sdy-add-data-flow-edges,sdy-apply-sharding-constraints,'
   'func.func(sdy-populate-op-sharding-rules))'
 )
+_Program = TypeVar('_Program')
 _PROPAGATE = 'builtin.module(sdy-user-priority-propagate)'
 
 
@@ -110,7 +111,7 @@ class PreparedModule:
   def single_operation(
     self, op: Op, specs: Sequence[Spec], sizes: Mapping[str, int], computed: Collection[int]
   ) -> SingleOperation | None:
-    """An operation as a program of its own; None if the module no longer has it as it is.
+    """An operation as a program of its own; None if the module no longer has it as it is, or for invalid shardings.
 
     Args:
       op: operation of `graph`, without blocks.
@@ -119,14 +120,22 @@ class PreparedModule:
       computed: values that every device can compute by itself.
     """
     shapes = [self.graph.values[value].shape for value in op.operands]
-    with self._context, ir.Location.unknown():
-      builder = SingleOperationBuilder(self._makers, self._numbers, specs, computed)
-      return builder.build(op, shapes, sizes)
+    builder = SingleOperationBuilder(self._makers, self._numbers, specs, computed)
+    return self._built(lambda: builder.build(op, shapes, sizes))
 
-  def resharding(self, value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]) -> bytes:
-    """The program that reshards an array; arguments as of `reshard_program`."""
+  def resharding(
+    self, value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+  ) -> bytes | None:
+    """The program that reshards an array, with the arguments of `reshard_program`; None for invalid shardings."""
+    return self._built(lambda: reshard_program(value, before, after, sizes))
+
+  def _built(self, build: Callable[[], _Program]) -> _Program | None:
+    """A program that is built in the module's context; None if it is invalid, as with both an axis and a part of it."""
     with self._context, ir.Location.unknown():
-      return reshard_program(value, before, after, sizes)
+      try:
+        return build()
+      except ir.MLIRError:
+        return None
 
   def propagate(
     self,
