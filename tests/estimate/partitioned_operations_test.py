@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import flax_spmd as spmd
 from flax_spmd._src.compare.partitioner import Partitioner
 from flax_spmd._src.compat import _compiled
-from flax_spmd._src.estimate import cost_walk, mlir, partitioned_operations
+from flax_spmd._src.estimate import cost_walk, estimator, mlir, partitioned_operations
 from flax_spmd._src.estimate.doubts import Bound
 from flax_spmd._src.estimate.graph import GraphValue, Op
 from flax_spmd._src.estimate.partitioned_operations import (
@@ -39,31 +39,31 @@ ADD = lambda table, i, rows: lax.scatter_add(table, i, rows, ONTO, mode=IN_BOUND
 CONVOLUTION = lambda x, w: lax.conv_general_dilated(
   x, w, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC')
 )
-F, I = jnp.float32, jnp.int32
+F32, I32 = jnp.float32, jnp.int32
 # By name: kind in StableHLO, function, and the shapes and dtypes of its arguments.
 OPERATIONS = {
-  'product': ('dot_general', lambda x, y: x @ y, [((8, 16, 32), F), ((32, 16), F)]),
+  'product': ('dot_general', lambda x, y: x @ y, [((8, 16, 32), F32), ((32, 16), F32)]),
   'batch of products': (
     'dot_general',
     lambda x, y: jnp.einsum('bqd,bkd->bqk', x, y),
-    [((8, 16, 32), F), ((8, 64, 32), F)],
+    [((8, 16, 32), F32), ((8, 64, 32), F32)],
   ),
   'rows': (
     'gather',
     lambda x, i: lax.gather(x, i, ROWS, (1, 64), mode=IN_BOUNDS),
-    [((32, 64), F), ((16, 8, 1), I)],
+    [((32, 64), F32), ((16, 8, 1), I32)],
   ),
   'one of each row': (
     'gather',
     lambda x, i: lax.gather(x, i, BATCH, (1, 1), mode=IN_BOUNDS),
-    [((16, 64), F), ((16, 8, 1), I)],
+    [((16, 64), F32), ((16, 8, 1), I32)],
   ),
-  'rows onto a table': ('scatter', ADD, [((32, 64), F), ((16, 8, 1), I), ((16, 8, 64), F)]),
-  'concatenation': ('concatenate', lambda x, y: lax.concatenate([x, y], 0), [((8, 16), F)] * 2),
-  'slice': ('slice', lambda x: x[:8], [((16, 8), F)]),
-  'padding': ('pad', lambda x: jnp.pad(x, ((4, 4), (0, 0))), [((16, 8), F)]),
-  'sort': ('sort', lambda x, y: lax.sort((x, y), dimension=0), [((16, 8), F)] * 2),
-  'convolution': ('convolution', CONVOLUTION, [((8, 16, 8), F), ((3, 8, 16), F)]),
+  'rows onto a table': ('scatter', ADD, [((32, 64), F32), ((16, 8, 1), I32), ((16, 8, 64), F32)]),
+  'concatenation': ('concatenate', lambda x, y: lax.concatenate([x, y], 0), [((8, 16), F32)] * 2),
+  'slice': ('slice', lambda x: x[:8], [((16, 8), F32)]),
+  'padding': ('pad', lambda x: jnp.pad(x, ((4, 4), (0, 0))), [((16, 8), F32)]),
+  'sort': ('sort', lambda x, y: lax.sort((x, y), dimension=0), [((16, 8), F32)] * 2),
+  'convolution': ('convolution', CONVOLUTION, [((8, 16, 8), F32), ((3, 8, 16), F32)]),
 }
 MESHES = ({'a': 8}, {'a': 2, 'b': 4}, {'a': 2, 'b': 2, 'c': 2})
 
@@ -79,7 +79,7 @@ class Partitions:
 def partitions():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(partitioned_operations, 'partitioner', Partitions)
-    patch.setattr(partitioned_operations, 'can_partition', lambda platform: True)
+    patch.setattr(estimator, 'can_partition', lambda platform: True)
     yield
 
 
@@ -136,9 +136,7 @@ def test_an_operation_alone_has_the_collectives_of_the_program_that_jax_compiles
   assigned = [((),) * len(value.shape) for value in values]
   for value, spec in (*zip(op.operands, before), *((result, after) for result in op.results)):
     assigned[value] = spec
-  partition = PartitionedOperations(module, set(op.operands[taken:])).partition(
-    op, assigned, sizes, 'cuda'
-  )
+  partition = PartitionedOperations(module, set(op.operands[taken:])).partition(op, assigned, sizes)
   found = [one for ops in (*partition.operands, partition.result) for one in ops]
   abstract = [jax.ShapeDtypeStruct(*one) for one in arguments]
   expected, flops = compiled(function, abstract, before, after, sizes)
@@ -151,31 +149,29 @@ def test_an_operation_alone_has_the_collectives_of_the_program_that_jax_compiles
 def test_resharding_alone_has_the_collectives_of_the_program_that_jax_compiles(data):
   sizes = data.draw(st.sampled_from(MESHES))
   before, after = (data.draw(specs((16, 8, 32), sizes)) for _ in range(2))
-  module = prepared(jnp.negative, [((8,), F)])
-  found = PartitionedOperations(module, ()).reshard(
-    GraphValue((16, 8, 32), 'f32'), before, after, sizes, 'cuda'
-  )
-  expected, _ = compiled(lambda x: x, [jax.ShapeDtypeStruct((16, 8, 32), F)], [before], after, sizes)
+  module = prepared(jnp.negative, [((8,), F32)])
+  found = PartitionedOperations(module, ()).reshard(GraphValue((16, 8, 32), 'f32'), before, after, sizes)
+  expected, _ = compiled(lambda x: x, [jax.ShapeDtypeStruct((16, 8, 32), F32)], [before], after, sizes)
   assert sorted((one.kind, one.bytes) for one in found) == expected
 
 
 def test_uneven_results_are_not_gathered_to_be_returned():
-  module = prepared(lambda x: jnp.pad(x, ((1, 0), (0, 0))), [((16, 64), F)])
+  module = prepared(lambda x: jnp.pad(x, ((1, 0), (0, 0))), [((16, 64), F32)])
   op = operation(module, 'pad')
   assigned = [(('a',), ()) if len(value.shape) == 2 else () for value in module.graph.values]
-  partition = PartitionedOperations(module, {op.operands[1]}).partition(op, assigned, {'a': 8}, 'cuda')
+  partition = PartitionedOperations(module, {op.operands[1]}).partition(op, assigned, {'a': 8})
   assert {one.kind for one in partition.result if one.bytes > 4} == {'collective-permute'}
 
 
 def test_invalid_shardings_have_no_partition():
-  partitions = PartitionedOperations(prepared(jnp.negative, [((8,), F)]), ())
+  partitions = PartitionedOperations(prepared(jnp.negative, [((8,), F32)]), ())
   both = (('a',), ('a[2/4]',))
-  assert partitions.reshard(GraphValue((8, 8), 'f32'), both, ((), ()), {'a': 4}, 'cuda') is None
+  assert partitions.reshard(GraphValue((8, 8), 'f32'), both, ((), ()), {'a': 4}) is None
 
 
 def test_coordinates_that_count_are_part_of_the_program():
   """XLA sees that they count, and takes them as a batch; an argument could be anything."""
-  module = prepared(lambda x, i: x[jnp.arange(16), i], [((16, 64), F), ((16,), I)])
+  module = prepared(lambda x, i: x[jnp.arange(16), i], [((16, 64), F32), ((16,), I32)])
   op = operation(module, 'gather')
   op.attributes['iota_dims'] = ((0, 0),)
   assigned = [((),) * len(value.shape) for value in module.graph.values]
@@ -223,7 +219,7 @@ def test_estimates_are_not_in_doubt_where_the_partition_confirms_them(monkeypatc
     loss = lambda state: jnp.sum(jnp.tanh(state['w'].unbox()[ids]) ** 2)
     return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state)), 0.0
 
-  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((64, 32), I))
+  train_step = TrainStep(step, create, jax.ShapeDtypeStruct((64, 32), I32))
   rules = (('vocab', ()), ('embed', 'a'), ('batch', 'a'))
   layout = spmd.Layout(spmd.abstract_mesh({'a': 4, 'idle': 2}), rules)
   asked = []
@@ -231,7 +227,7 @@ def test_estimates_are_not_in_doubt_where_the_partition_confirms_them(monkeypatc
     cost_walk, 'adopted', lambda op, *rest: asked.append(op.kind) or adopted(op, *rest)
   )
   with_partitions = Estimator(train_step).estimate(layout, 'h100:8')
-  monkeypatch.setattr(partitioned_operations, 'can_partition', lambda platform: False)
+  monkeypatch.setattr(estimator, 'can_partition', lambda platform: False)
   without = Estimator(train_step).estimate(layout, 'h100:8')
   assert asked and without.doubts
   assert not any('a lookup' in doubt for doubt in with_partitions.doubts)
@@ -253,7 +249,7 @@ ENTRY %main (x: (s32[], f32[8])) -> (s32[], f32[8]) {
   %x = (s32[], f32[8]{0}) parameter(0)
   ROOT %w = (s32[], f32[8]{0}) while(%x), condition=%cond, body=%body
 }"""
-  with pytest.raises(ValueError, match='^A loop of this module has collectives.$'):
+  with pytest.raises(ValueError, match=r'^A loop of this module has collectives\.$'):
     operation_costs(text, {'a': 4}, ())
 
 

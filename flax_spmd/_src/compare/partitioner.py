@@ -16,10 +16,9 @@ import threading
 import weakref
 from multiprocessing.connection import Connection
 
-from flax_spmd._src.compare.compilation import check_compiler
+from flax_spmd._src.compare.compilation import has_wheel
 from flax_spmd._src.compare.hardware import compiler_environment, parse_target
 from flax_spmd._src.compare.partition_worker import GPU
-from flax_spmd.errors import TargetDeviceError
 
 _TIMEOUT = 60  # seconds for one program; the first waits for the start of the process
 _MOST_FAILURES = 3  # processes that have ended early; another one would, too
@@ -97,13 +96,7 @@ def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -
 
 def can_partition(platform: str) -> bool:
   """Whether there is a partitioner for a platform: that for GPUs, if their compiler is installed."""
-  if platform != 'cuda':
-    return False
-  try:
-    check_compiler(parse_target(f'{GPU}:1'))
-  except TargetDeviceError:
-    return False
-  return True
+  return platform == 'cuda' and has_wheel(platform)
 
 
 @functools.cache

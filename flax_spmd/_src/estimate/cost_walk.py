@@ -666,7 +666,7 @@ class _CostWalk:
     if key not in self.known.collectives:
       ops = reshard(array, before, after, self.sizes)
       if ops and self.partitions and (is_ambiguous(ops) or _has_parts(before) or _has_parts(after)):
-        asked = self.partitions.reshard(array, before, after, self.sizes, self.platform)
+        asked = self.partitions.reshard(array, before, after, self.sizes)
         if asked is not None:
           ops = asked
           self.known.settled.add(key)

@@ -12,7 +12,8 @@ counts FLOPs, memory traffic and collectives, and finds the peak memory (`cost_w
 * independent collectives are combined into one (`collective_combiner`);
 * a value occupies memory from its definition to its last use, unless it is fused (`live_buffers`).
 
-Where XLA could choose otherwise, the estimate carries a doubt.
+Where XLA could choose otherwise, its own partitioner is asked about that operation, if it is installed
+(`partitioned_operations`); where doubts remain, the estimate carries them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
+from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
@@ -130,7 +132,10 @@ class Estimator:
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
   def estimate(self, layout: Layout, target: Target | str) -> Outcome:
-    """Estimates the costs and memory of the step under a layout; nothing is compiled.
+    """Estimates the costs and memory of the step under a layout; the step is not compiled.
+
+    Where XLA's partitioner for GPUs has several ways, and the extra `cuda` is installed, it partitions the operation
+    in question on its own, in a process of its own that starts with the first one; else the outcome has a doubt.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
@@ -233,7 +238,8 @@ class _AnalyzedStep:
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     specs = self.module.propagate(sizes, arguments, results, resolve)
-    return self.analyzed.walk(specs, results, sizes, platform, self.partitions)
+    partitions = self.partitions if can_partition(platform) else None
+    return self.analyzed.walk(specs, results, sizes, platform, partitions)
 
 
 def _memory_doubts(peak: int, limit: int) -> Iterator[str]:

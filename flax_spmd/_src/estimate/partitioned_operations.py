@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from flax_spmd._src.compare.partitioner import can_partition, partitioner
+from flax_spmd._src.compare.partitioner import partitioner
 from flax_spmd._src.estimate.doubts import Bound
 from flax_spmd._src.estimate.graph import PRODUCTS, GraphValue, Op, Spec
 from flax_spmd._src.estimate.requirements import Context, Requirement
@@ -56,11 +56,15 @@ class PartitionedOperations:
   def __init__(self, module: PreparedModule, computed: Collection[int]):
     self._module, self._computed = module, computed
 
-  def partition(
-    self, op: Op, specs: Sequence[Spec], sizes: Mapping[str, int], platform: str
-  ) -> Partition | None:
-    """XLA's partition of an operation; None if there is no partitioner, or none for this operation."""
-    if not can_partition(platform) or op.kind == 'custom_call':
+  def partition(self, op: Op, specs: Sequence[Spec], sizes: Mapping[str, int]) -> Partition | None:
+    """XLA's partition of an operation; None if there is none.
+
+    Args:
+      op: the operation.
+      specs: sharding of each value.
+      sizes: size per mesh axis.
+    """
+    if op.kind == 'custom_call':
       return None
     single = self._module.single_operation(op, specs, sizes, self._computed)
     costs = single and _costs(single.code, sizes, _OPCODES.get(op.kind, ()))
@@ -72,18 +76,15 @@ class PartitionedOperations:
     return Partition(tuple(map(tuple, operands)), tuple(map(_op, costs.result)), costs.flops)
 
   def reshard(
-    self, value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int], platform: str
+    self, value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
   ) -> list[CollectiveOp] | None:
-    """XLA's collectives between two shardings of an array; None if there is no partitioner.
+    """XLA's collectives between two shardings of an array; None if they are not known.
 
     Args:
       value: shape and wire dtype of the array.
       before, after: mesh axes per dimension.
       sizes: size per mesh axis.
-      platform: platform of the target.
     """
-    if not can_partition(platform):
-      return None
     code = self._module.resharding(value, before, after, sizes)
     costs = code and _costs(code, sizes, ())
     return [*map(_op, costs.result)] if costs else None
