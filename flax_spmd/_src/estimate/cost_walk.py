@@ -566,9 +566,7 @@ class _CostWalk:
     """XLA's partition of an operation on its own, if there is a partitioner."""
     key = self._key(op)
     if key not in self.known.partitions:
-      partition = self.partitions and self.partitions.partition(
-        op, self.specs, self.sizes, self.platform
-      )
+      partition = self.partitions and self.partitions.partition(op, self.specs, self.sizes)
       self.known.partitions[key] = partition
     return self.known.partitions[key]
 
@@ -581,6 +579,8 @@ class _CostWalk:
     self._add_collectives(ops, times, value, source, is_settled=True)
 
   def _add_halos(self, op: Op, required: Requirement, times: int) -> None:
+    if not required.halos:
+      return
     self.gathered_bytes += sum(_gathered_bytes(one, self.sizes) for one in required.halos)
     value = op.operands[0] if op.operands else 0
     self._add_collectives(required.halos, times, value, op.source, is_settled=bool(required.exchanges))
