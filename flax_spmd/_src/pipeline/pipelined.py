@@ -433,7 +433,6 @@ class LoweredPipelineStep:
     threads = setting.threads and len(setting.processes) == 1
     machine = assembler.machine(self._joined.results, threads)
     peaks, host_peaks = stages.footprint.peaks(
-      {program: one.donated for program, one in executables.items()},
       {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
     )
     memory.check(peaks, setting.ranks)

@@ -91,8 +91,8 @@ class Assembler:
     for number, one in enumerate(self._call_list.calls):
       donated: Iterable[int] = ()
       if isinstance(one, Call):
-        executable, rank, step = self._executables[one.program], one.program.rank, one.step
-        function, donated = executable.compiled, executable.donated
+        function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
+        donated = self._stages.programs[one.program].donated
       else:
         function, rank, step = self._sender(one), one.ranks[0], None
       if function is None:
