@@ -1252,6 +1252,14 @@ def equations_in(jaxpr: Any, enters: Callable[[Any], bool] = lambda equation: Tr
         left.append(iter(jaxpr_parts(inner).equations))
 
 
+def callbacks_in(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+  """The Python functions whose results a program uses, each with the name of the primitive that calls it."""
+  for equation in equations_in(jaxpr):
+    function = equation.params.get('callback')
+    if function is not None and equation.outvars:
+      yield equation.primitive.name, getattr(function, 'callback_func', function)
+
+
 def is_jaxpr(param: Any) -> bool:
   """Whether an equation's parameter is a jaxpr, closed or not."""
   return isinstance(param, (Jaxpr, ClosedJaxpr))

@@ -563,8 +563,8 @@ class Layout:
         compiled: stages, schedule and mesh do not match, or the function cannot be cut. In a job of several
         processes a call also raises it if a rank of another process has ended or is stalled.
       MeshError: devices have no memory for `host_after`.
-      LayoutError: processes have other layouts, schedules, batches or programs; raised by all, before anything
-        is compiled.
+      LayoutError: processes have other layouts, schedules or programs, or pass or close over other values; raised by
+        all, before anything runs. Of the batch, a process may pass zeros for what it does not use.
 
     Example:
       >>> layout = Layout({'stage': 2, 'data': 4}, (('batch', 'data'),))

@@ -38,6 +38,8 @@ _NUMBERS = re.compile(
   r'(\bline|%)(?: \d+|\w+)'
 )  # of lines and values: they depend on the version of JAX
 SAME = 'Fix: create it from the same code, arguments, files and number of devices on every process.'
+SAME_ARGUMENTS = 'Fix: pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
+_DIGEST = re.compile(r'(?<=digest) \w+')
 SUBJECT = 'pipeline_jit of step, line'
 
 
@@ -114,9 +116,12 @@ def test_processes_with_other_pipelines_are_told_before_anything_runs():
   del plain['activation'][2:]  # the derivatives of each JAX
   del plain['costs'][2:]  # the next transfers
   assert plain == {name: ['LayoutError', *text] for name, text in expected.items()}
-  assert argument[1].startswith('argument 1 (float32[8,8]): digest ')
-  assert argument[1:][1:] == [
-    'Fix: pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
+  assert [_DIGEST.sub('', line) for line in argument[1:]] == [
+    *(
+      f'argument {name} (float32[8,8]): digest in process 0, digest in process 1.'
+      for name in ('0/a', '0/b', '1')
+    ),
+    SAME_ARGUMENTS,
   ]
   assert second == first | {'argument': argument, 'equal': equal}
   assert isinstance(equal, float)
@@ -217,22 +222,18 @@ report(outcome(jax.device_put(x + me, jax.local_devices()[0])))
   results = run_processes(SETUP + source, processes=2, devices=2, timeout=100)
   x = np.arange(32, dtype=np.float32)
   total = float(2 * (x * x).sum())
-  fix = (
-    'Fix: pass the same batch and state on every process; layout.local_to_global joins the batches of several '
-    'processes.'
-  )
   local = [
     'LayoutError',
     "the devices of argument 1 (float32[8,4]): '0-1' in process 0, '2048-2049' in process 1.",
-    fix,
+    SAME_ARGUMENTS,
   ]
   for result in results:
     *outcomes, other = result.reported
     assert outcomes == [local, total, local, total, total]
-    assert [re.sub(r'digest \w+', 'digest', line) for line in other] == [
+    assert [_DIGEST.sub('', line) for line in other] == [
       'LayoutError',
       'argument 1 (float32[8,4]): digest in process 0, digest in process 1.',
-      fix,
+      SAME_ARGUMENTS,
     ]
 
 
@@ -257,3 +258,162 @@ for activation in (jnp.tanh, watched, called_back, jax.checkpoint(jnp.tanh)):
   results = run_processes(SETUP + source, processes=2, devices=2, timeout=100)
   assert results[0].reported == results[1].reported
   assert [round(each, 4) for each in results[0].reported] == [17.5] * 4
+
+
+VALUES = """
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+devices = np.array(jax.devices()).reshape(2, 2)
+own, across = (Mesh(each, ('stage', 'data')) for each in (devices, devices.T))  # a rank is a process, or has both
+
+def step(w, batch, scale=1.0):
+  def loss(xy):
+    h = pipeline.stage_end(jnp.tanh(xy[0] @ w['a'])) * inside(xy[0])
+    return (scale * (h @ w['b'] - xy[1]) ** 2).mean()
+  return pipeline.accumulate(loss, batch, pipeline.OneFOneB(2), pipeline.Mean)
+
+def predict(w, x, key=None):
+  h = pipeline.stage_end(jnp.tanh(x @ w['a'])) @ w['b']
+  return h.mean() + (0 if key is None else 0 * jax.random.uniform(key))
+
+def compiled(mesh):
+  return spmd.Layout(mesh, ()).pipeline_jit(step, timeout=10).compile(jax.eval_shape(create), (x, x))
+
+def create(key=None, size=1.0):
+  a, b = jax.random.normal(jax.random.key(0) if key is None else key, (2, 8, 8))
+  return {'a': size * a, 'b': size * b}
+
+def replicated(mesh, value):
+  return jax.make_array_from_callback(value.shape, NamedSharding(mesh, P()), lambda index: value[index])
+
+def outcome(function, *arguments):
+  try:
+    return round(float(function(*arguments)), 4)
+  except spmd.errors.FlaxSpmdError as error:
+    return [type(error).__name__, *str(error).splitlines()]
+
+def jitted(mesh=own, fn=step):
+  return spmd.Layout(mesh, ()).pipeline_jit(fn, timeout=10)
+
+def outcome_with(function):
+  global inside
+  inside = function
+  return outcome(jitted(), w, (x, x))
+
+def trained(mesh, *arguments):
+  pipelined = compiled(mesh)
+  return pipelined(pipelined.init(*arguments), (x, x))
+
+def called(value):
+  return lambda x: jax.pure_callback(value, jax.ShapeDtypeStruct((), x.dtype))
+
+one, two = (lambda: np.float32(1)), (lambda: np.float32(2))
+x = np.ones((4, 8, 8), np.float32)
+w = {name: np.eye(8, dtype=np.float32) for name in 'ab'}
+inside = lambda x: 1.0
+"""
+
+
+def _values_of(cases, setup=''):
+  """What the two processes reported, by case; those whose reports are equal have one."""
+  source = '\n'.join([SETUP, VALUES, setup, *(f'report({each})' for each in cases.values())])
+  results = run_processes(source, processes=2, devices=2, timeout=200)
+  first, second = (dict(zip(cases, result.reported, strict=True)) for result in results)
+  assert first == second
+  return {
+    name: [_DIGEST.sub('', line) for line in each] if isinstance(each, list) else each
+    for name, each in first.items()
+  }
+
+
+def test_values_that_one_process_uses_alone_are_compared():
+  """Training went on with them: each process used its own parameters, keys and replicas."""
+  cases = {
+    'parameter': "outcome(jitted(), w | {'b': w['b'] * (1 + me)}, (x, x))",
+    'measured': "outcome(compiled(own).measure, w | {'a': w['a'] * (1 + me)}, (x, x))",
+    'weight': "outcome(jitted(fn=predict), w | {'a': w['a'] * (1 + me)}, x[0])",
+    'key': 'outcome(jitted(fn=predict), w, x[0], jax.random.key(me))',
+    'replicas': "outcome(jitted(), w | {'a': replicated(own, w['a'] * (1 + me))}, (x, x))",
+    'replicas of a rank': "outcome(compiled(across), {n: replicated(jitted(across)._setting.ranks[n == 'b'], w[n] * (1 + me)) for n in 'ab'}, (x, x))",
+    'created from a key': 'outcome(trained, own, create, jax.random.key(me))',
+    'created with a number': 'outcome(trained, across, create, None, 1.0 + me)',
+  }
+  differs = 'digest in process 0, digest in process 1.'
+  created = 'the state of pipeline_jit of step'
+  number = "stablehlo.constant dense<{0}.000000e+00> : tensor<f32>' in process {1}"
+  found = _values_of(cases)
+  lines = [_NUMBERS.sub(r'\1', line) for line in found.pop('created with a number')]
+  assert lines == [
+    'LayoutError',
+    *(
+      f"{created}, line: 'arrays {at}: % = {number.format(1, 0)}, 'arrays {at}: % = {number.format(2, 1)}."
+      for at in (0, 1)
+    ),
+    SAME,
+  ]
+  assert found == {
+    'parameter': ['LayoutError', f'argument 0/b (float32[8,8]): {differs}', SAME_ARGUMENTS],
+    'measured': ['LayoutError', f'argument 0/a (float32[8,8]): {differs}', SAME_ARGUMENTS],
+    'weight': ['LayoutError', f'argument 0/a (float32[8,8]): {differs}', SAME_ARGUMENTS],
+    'key': [
+      'LayoutError',
+      'argument 2 (key<fry>[]): [0, 0] in process 0, [0, 1] in process 1.',
+      SAME_ARGUMENTS,
+    ],
+    'replicas': ['LayoutError', f'argument 0/a (float32[8,8]), rows 0-7: {differs}', SAME_ARGUMENTS],
+    'replicas of a rank': [
+      'LayoutError',
+      *(f'argument 0/{name} (float32[8,8]), rows 0-7: {differs}' for name in 'ab'),
+      SAME_ARGUMENTS,
+    ],
+    'created from a key': [
+      'LayoutError',
+      'argument 0 of create (key<fry>[]): [0, 0] in process 0, [0, 1] in process 1.',
+      'Fix: pass create equal keys and arrays on every process.',
+    ],
+  }
+
+
+def test_values_that_programs_close_over_are_compared():
+  """Arrays of all processes too, and the bytecode of functions whose results count."""
+  cases = {
+    'array': 'outcome_with(lambda x: x.mean() + common)',
+    'callback': 'outcome_with(called(two if me else one))',
+  }
+  found = _values_of(cases, 'common = replicated(own, np.float32(1 + me))')
+  assert found['array'] == [
+    'LayoutError',
+    'closed-over array 0 of fwd_1 (float32[]): 1.0 in process 0, 2.0 in process 1.',
+    'Fix: close over equal arrays on every process, or pass them as arguments.',
+  ]
+  assert [re.sub(r'(?<=bytecode) \w+', '', _NUMBERS.sub(r'\1', line)) for line in found['callback']] == [
+    'LayoutError',
+    f"{SUBJECT}: 'pure_callback 0: <lambda>, bytecode' in process 0, 'pure_callback 0: <lambda>, bytecode' in process 1.",
+    SAME,
+  ]
+
+
+def test_what_processes_have_of_their_own_is_no_difference():
+  """Data that one process uses, arrays on its mesh, data of callbacks, and functions that return nothing."""
+  cases = {
+    'equal': 'outcome(jitted(), w, (x, x))',
+    'data': 'outcome(jitted(), w, (x * (1 - me), x * me))',
+    'input': 'outcome(jitted(fn=predict), w, x[0] * (1 - me))',
+    'created': 'outcome(trained, own, create, jax.random.key(1), 2.0)',
+    'created across': 'outcome(trained, across, create, jax.random.key(1), 2.0)',
+    'array': 'outcome_with(lambda x: replicated(own, ones)[0])',
+    'shards': 'outcome_with(lambda x: shards[0])',
+    'own mesh': 'outcome_with(lambda x: local[0])',
+    'callback': 'outcome_with(called(functools.partial(lambda process: np.float32(1), me)))',
+    'debug': 'outcome_with(lambda x: (jax.debug.callback(print if me else lambda *_: None), 1.0)[1])',
+  }
+  setup = """
+import functools
+ones = np.ones(2, np.float32)
+shards = jax.device_put(ones, NamedSharding(own, P('data')))
+local = jax.device_put(ones, NamedSharding(Mesh(np.array(jax.local_devices()), 'x'), P()))
+"""
+  found = _values_of(cases, setup)
+  assert found.pop('created') == found.pop('created across')
+  assert found.pop('input') == 0.7616
+  assert found == dict.fromkeys(found, 0.0568)

@@ -13,8 +13,11 @@ from flax.training import train_state
 from jax.sharding import PartitionSpec
 
 import flax_spmd as spmd
+from flax_spmd._src import compat
+from flax_spmd._src.pipeline.cut import equations, outside_loop
 from flax_spmd.pipeline import (
   Mean,
+  OneFOneB,
   accumulate,
   stage_end,
 )
@@ -96,6 +99,62 @@ def test_apply_if_finite(schedule, name):
     return state, jnp.nan_to_num(loss)
 
   check_each(step, (PARAMS, tx.init(PARAMS)), calls)
+
+
+def test_a_branch_over_many_arrays_is_planned_in_one_pass(monkeypatch):
+  """Planning traced the branch anew for each array: minutes for a thousand of them."""
+  tx = optax.apply_if_finite(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), 3)
+  layout = spmd.Layout({'stage': 2}, ())
+  traced, pruned = [], compat.pruned
+  monkeypatch.setattr(compat, 'pruned', lambda *arguments: traced.append(1) or pruned(*arguments))
+  for copies in (1, 20):
+    params = {'a': [jnp.eye(8)] * copies, 'b': [jnp.eye(8)] * copies}
+
+    def step(state, x):
+      def loss(params, x):
+        return (stage_end(jnp.tanh(x @ sum(params['a']))) @ sum(params['b'])).mean()
+
+      params, moments = state
+      grads = accumulate(lambda x: jax.grad(loss)(params, x), x, OneFOneB(2))
+      updates, moments = tx.update(grads, moments, params)
+      return optax.apply_updates(params, updates), moments
+
+    layout.pipeline_jit(step).lower((params, tx.init(params)), jnp.ones((2, 4, 8)))
+  assert len(traced) == 2 * 2  # once for each rank
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_results_of_a_branch_depend_on_what_jax_keeps(seed):
+  rng = np.random.default_rng(seed)
+
+  def function(depth):
+    picks = rng.integers(0, 6, (6, 2))
+    others = [function(depth - 1) for _ in range(2 * (depth > 0))]
+    at = rng.integers(0, 6)
+
+    def run(values):
+      values = [values[one] * values[other] if one != other else values[one] for one, other in picks]
+      if depth:
+        branches = [jax.jit(others[0]), others[1]]
+        values[1:4] = jax.lax.cond(values[at] > 0, *branches, values)[1:4]
+      return values
+
+    return run
+
+  branches = [function(2), function(2)]
+  closed = jax.make_jaxpr(lambda *values: jax.lax.cond(values[0] > 0, *branches, list(values)))(
+    *range(6)
+  )
+  [*_, one], _ = equations.flatten(
+    closed, [equations.Value(x) for x in closed.in_avals], lambda _: False
+  )
+  found = outside_loop._sources(one, [1 << at for at in range(len(one.inputs))])
+  bind = functools.partial(compat.bind, one.primitive, one.params, None)
+  avals = list(map(equations.abstract, one.inputs))
+  for number, bits in enumerate(found):
+    selected = [number == other for other in range(len(found))]
+    _, used = compat.pruned(lambda *values: bind(values), avals, selected)
+    assert [bool(bits >> at & 1) for at in range(len(used))] == list(used)
 
 
 def test_update_by_sums_over_all_stages(schedule):

@@ -163,8 +163,7 @@ class _PipelineAnalysis:
     for buffer in footprint.held:
       held[buffer.rank][parts[buffer.value]] += footprint.sizes[buffer]
     device, host = footprint.peaks(
-      {program: one.donated for program, one in plan.programs.items()},
-      {program: one.memory['temporaries'] for program, one in self._results.items()},
+      {program: one.memory['temporaries'] for program, one in self._results.items()}
     )
     return [
       Memory(

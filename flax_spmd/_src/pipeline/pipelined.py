@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -49,7 +50,7 @@ from flax_spmd._src.pipeline.cut import (
   stage_assignment,
   task_programs,
 )
-from flax_spmd._src.pipeline.cut.equations import Value
+from flax_spmd._src.pipeline.cut.equations import Constant, Value
 from flax_spmd._src.pipeline.cut.microbatch_loop import Loop, StepParts
 from flax_spmd._src.pipeline.cut.outside_loop import JoinedStep
 from flax_spmd._src.pipeline.cut.stage_marks import proposed_ends
@@ -61,6 +62,7 @@ from flax_spmd._src.pipeline.run.call_text import listing
 from flax_spmd._src.pipeline.run.compiled import CompiledPipeline
 from flax_spmd._src.pipeline.run.elementwise_specs import ElementwiseGroups
 from flax_spmd._src.pipeline.run.host_copies import with_host_copies
+from flax_spmd._src.pipeline.run.machine import Machine
 from flax_spmd._src.pipeline.run.request import Request, Setting, aval_of
 from flax_spmd._src.pipeline.run.stage_compilation import compile_stages
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
@@ -140,7 +142,7 @@ class Pipelined(UnderLayout, Generic[P, Result]):
       if request.key not in self._compiled:
         subject = f'The compilation of {self._setting.name}'
         with joint('pipeline', subject, self._setting.processes, PipelineError):
-          self._compiled[request.key] = self._traced(request).lower().compile_jointly()
+          self._compiled[request.key] = self._traced(request).lower().compile()
       return self._compiled[request.key]
 
   def trace(self, *args: Any, **kwargs: Any) -> TracedPipelineStep:
@@ -397,12 +399,29 @@ class LoweredPipelineStep:
       PipelineError: the mesh is abstract, or a rank's devices have less memory than its stages need.
       LayoutError: processes have other layouts, schedules, arguments or programs; every process raises it.
     """
-    setting = self._traced._setting
-    submeshes.check_concrete(setting.mesh)
-    with joint(
-      'pipeline programs', f'The compilation of {setting.name}', setting.processes, PipelineError
-    ):
-      return self.compile_jointly()
+    setting, begin = self._traced._setting, time.perf_counter()
+    mesh, subject = submeshes.check_concrete(setting.mesh), f'The compilation of {setting.name}'
+    with joint('pipeline programs', subject, setting.processes, PipelineError):
+      stages = self._stages()
+      self._check_agreement(stages)
+      executables = compile_stages(stages)
+      if has_windows(self._traced.jaxpr, setting.ranks[0]):
+        programs = (one.lowered for one in stages.programs.values())
+        warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
+      assembler = Assembler(stages, executables, mesh, setting.axis)
+      # Processes have to dispatch their common transfers in the same order; threads do not keep one.
+      threads = setting.threads and len(setting.processes) == 1
+      machine = assembler.machine(self._joined.results, threads)
+      peaks, host_peaks = stages.footprint.peaks(
+        {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
+      )
+      memory.check(peaks, setting.ranks)
+      times = {**self.times, 'compile': time.perf_counter() - begin}
+      result, request = jax.tree.structure(self._traced._result), self._traced._request
+      holders = self._holders(machine)
+      return CompiledPipeline(
+        setting, request, result, machine, holders, executables, peaks, host_peaks, times
+      )
 
   def _check_agreement(self, stages: LoweredStages) -> None:
     """Raises unless all processes have the same pipeline."""
@@ -411,34 +430,35 @@ class LoweredPipelineStep:
       agreement.setting_lines(setting, self.schedule, self._step.loop.count),
       agreement.argument_lines(traced._request, traced._donations, traced._planned),
       agreement.task_lines(self.call_list),
+      agreement.callback_lines(traced.jaxpr),
       agreement.program_lines(stages),
     ]
     agreement.check_same_pipeline(setting, parts, agreement.closed_over(self.call_list))
 
-  def compile_jointly(self) -> CompiledPipeline:
-    """Compiles the programs within a joint call of the processes of the mesh."""
-    setting = self._traced._setting
-    begin = time.perf_counter()
-    mesh, stages = submeshes.check_concrete(setting.mesh), self._stages()
-    self._check_agreement(stages)
-    executables = compile_stages(stages)
-    if has_windows(self._traced.jaxpr, setting.ranks[0]):
-      programs = (one.lowered for one in stages.programs.values())
-      warn_of_sharded_windows(setting.name, programs, setting.ranks[0], setting.reported)
-    assembler = Assembler(stages, executables, mesh, setting.axis)
-    # Processes have to dispatch their common transfers in the same order; threads do not keep one.
-    threads = setting.threads and len(setting.processes) == 1
-    machine = assembler.machine(self._joined.results, threads)
-    peaks, host_peaks = stages.footprint.peaks(
-      {program: one.donated for program, one in executables.items()},
-      {program: memory.temporary_bytes(one.compiled) for program, one in executables.items()},
-    )
-    memory.check(peaks, setting.ranks)
-    times = {**self.times, 'compile': time.perf_counter() - begin}
-    result = jax.tree.structure(self._traced._result)
-    return CompiledPipeline(
-      setting, self._traced._request, result, machine, executables, peaks, host_peaks, times
-    )
+  def _holders(self, machine: Machine) -> list[set[int]]:
+    """Per argument, the processes that have to pass the same value: all of them, or of own data those that use it.
+
+    Own data is what microbatches depend on. Without a loop it is an argument, a whole tree, that one process alone uses.
+    Keys are no data.
+    """
+    step, request, everyone = self._step, self._traced._request, {*self._traced._setting.processes}
+    users = [
+      {process for use in uses for process in submeshes.processes_of(use.sharding.mesh)}
+      for uses in machine.arguments
+    ]
+    numbers = request.treedef.unflatten(range(len(users)))
+    paths = [path[:2] for path, _ in jax.tree_util.tree_leaves_with_path(numbers)]
+    of_argument: dict[Any, set[int]] = defaultdict(set)
+    for path, each in zip(paths, users, strict=True):
+      of_argument[path] |= each
+    batch = step.batch
+
+    def is_own(number: int) -> bool:
+      is_key = jax.dtypes.issubdtype(request.avals[number].dtype, jax.dtypes.prng_key)
+      alone = not step.loop.once or len(of_argument[paths[number]]) < 2
+      return step.arguments[number] in batch and alone and not is_key
+
+    return [each if is_own(number) else everyone for number, each in enumerate(users)]
 
   def offline(self, platform: str) -> LoweredStages:
     """The programs lowered for a platform, without compiling them. The mesh may be abstract.
@@ -493,9 +513,15 @@ class LoweredPipelineStep:
       for atom, spec in zip(joined.results, traced._planned, strict=True)
       if spec is not None and isinstance(atom, Value)
     }
+    axis, sizes = traced._setting.axis, traced._setting.sizes
+    closed_over = {
+      buffer.value: submeshes.spec_of(buffer.value.array, axis, sizes)
+      for buffer in self.call_list.given
+      if isinstance(buffer.value, Constant)
+    }
     groups = ElementwiseGroups(joined.equations)
     versions = [self._versions(one) for one in self.programs.accumulators]
     for each in versions:
       groups.merge(*each)
     results = [atom for atom in joined.results if isinstance(atom, Value) and atom not in specs]
-    return groups.specs(specs | planned, [*chain(*versions), *results]) | planned | specs
+    return groups.specs(specs | planned, [*chain(*versions), *results]) | planned | closed_over | specs

@@ -84,11 +84,6 @@ class Equation:
     return [atom for atom in self.inputs if isinstance(atom, Value)]
 
   @property
-  def jaxprs(self) -> Iterator[Any]:
-    """The jaxprs among its parameters."""
-    return compat.jaxprs_in(self.params)
-
-  @property
   def source_line(self) -> str:
     """The line of the user's program that it comes from."""
     return source_line(self.source)
@@ -118,11 +113,6 @@ def lookup(known: Mapping[Value, Atom], atom: Atom) -> Atom:
   while isinstance(atom, Value) and atom in known:
     atom = known[atom]
   return atom
-
-
-def is_call(equation: Any) -> bool:
-  """Whether an equation of a jaxpr is a call that can be inlined."""
-  return equation.primitive.name in _INSIDE
 
 
 def flatten(
@@ -164,8 +154,9 @@ def _flatten(jaxpr, inputs, opens, equations) -> list[Atom]:
 
   for equation in inner.equations:
     arguments = read(equation.invars)
-    if is_call(equation) and opens(equation):
-      inside = equation.params[_INSIDE[equation.primitive.name]]
+    name = equation.primitive.name
+    if name in _INSIDE and opens(equation):
+      inside = equation.params[_INSIDE[name]]
       outputs = _flatten(inside, arguments, opens, equations)
     else:
       outputs = [Value(variable.aval) for variable in equation.outvars]
@@ -217,25 +208,24 @@ def opened(equation: Equation, opens: Callable[[Any], bool]) -> tuple[list[Equat
 
 
 def contains(primitive: Primitive) -> Callable[[Any], bool]:
-  """A function that returns whether a primitive occurs in a jaxpr, at any depth."""
+  """A function that returns whether a primitive occurs inside an equation, ours or JAX's, at any depth."""
   known: dict[int, tuple[bool, Any]] = {}  # keeps the jaxpr alive, so that its id is not reused
 
   def occurs(jaxpr: Any) -> bool:
     if id(jaxpr) not in known:
       equations = compat.jaxpr_parts(jaxpr).equations
-      result = any(
-        equation.primitive is primitive or any(map(occurs, compat.jaxprs_in(equation.params)))
-        for equation in equations
-      )
-      known[id(jaxpr)] = result, jaxpr
+      known[id(jaxpr)] = any(one.primitive is primitive or inside(one) for one in equations), jaxpr
     return known[id(jaxpr)][0]
 
-  return occurs
+  def inside(equation: Any) -> bool:
+    return any(map(occurs, compat.jaxprs_in(equation.params)))
+
+  return inside
 
 
-def occurrences(jaxprs: Iterable[Any], primitive: Primitive) -> Iterator[Any]:
-  """The equations of a primitive in jaxprs, at any depth; those of a function that is called twice occur once."""
-  for jaxpr in jaxprs:
+def occurrences(equation: Equation, primitive: Primitive) -> Iterator[Any]:
+  """The equations of a primitive inside another one, at any depth; those of a function that is called twice occur once."""
+  for jaxpr in compat.jaxprs_in(equation.params):
     yield from (one for one in compat.equations_in(jaxpr) if one.primitive is primitive)
 
 

@@ -95,11 +95,10 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
   marked, passes = eq.contains(stage_end_p), eq.contains(microbatch_p)
 
   def opens(one: Any) -> bool:
-    inside = list(compat.jaxprs_in(one.params))
-    return one.primitive.name in eq.JITS or (any(map(marked, inside)) and not any(map(passes, inside)))
+    return one.primitive.name in eq.JITS or (marked(one) and not passes(one))
 
   equations, results = eq.flatten(jaxpr, arguments, opens)
-  within = [one for one in equations if any(map(marked, one.jaxprs)) or any(map(passes, one.jaxprs))]
+  within = [one for one in equations if marked(one) or passes(one)]
   loops = [one for one in within if one.name == 'scan']
   loop = next(filter(_has_microbatches, loops), None)
   kinds = (stage_end_p, may_end_p) if loop is None else (stage_end_p,)
@@ -121,14 +120,13 @@ def read_step(jaxpr: Any, mesh: AbstractMesh, specs: Sequence[PartitionSpec]) ->
 
 def _has_microbatches(scan: Equation) -> bool:
   """Whether the marks in a scan are those of a microbatch loop. Other scans belong to the model."""
-  started = next(eq.occurrences(scan.jaxprs, microbatch_p), None)
-  return started is not None or 'backward' in _marks_in(scan)
+  return not _marks_in(scan).isdisjoint(('microbatch', 'backward'))
 
 
 def _marks_in(equation: Equation) -> set[str]:
   """The marks inside an equation: directions of stage ends, and 'microbatch'."""
-  directions = {one.params['direction'] for one in eq.occurrences(equation.jaxprs, stage_end_p)}
-  return directions | {'microbatch' for _ in eq.occurrences(equation.jaxprs, microbatch_p)}
+  directions = {one.params['direction'] for one in eq.occurrences(equation, stage_end_p)}
+  return directions | {'microbatch' for _ in eq.occurrences(equation, microbatch_p)}
 
 
 def _check_loops(within: Sequence[Equation], loops: Sequence[Equation]) -> None:
@@ -190,7 +188,7 @@ def _looped(arguments, equations, results, scan: Equation, marked, passes) -> St
   variables = [Value(variable.aval) for variable in inner.inputs[constants:]]
   before, slices = variables[:carried], variables[carried:]
   inside, outputs = _opened(scan.params['jaxpr'], [*scan.inputs[:constants], *variables], marked)
-  _check_nested(scan, [one for one in inside if any(map(passes, one.jaxprs))])
+  _check_nested(scan, [one for one in inside if passes(one)])
   # a value that every pass hands on unchanged is one of the step
   same = {old: start for old, new, start in zip(before, outputs, starts) if old is new}
   inside = [one.replaced(same) for one in inside] if same else inside
@@ -268,14 +266,11 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation],
   These are jitted blocks with marks, and small ones (gelu, where), so that they can be recomputed.
   """
 
-  def has_marks(one: Any) -> bool:
-    return any(map(marked, compat.jaxprs_in(one.params)))
-
   proposed = eq.contains(may_end_p)
 
   def opens(one: Any) -> bool:
-    may = one.primitive.name in eq.JITS and any(map(proposed, compat.jaxprs_in(one.params)))
-    return may or (has_marks(one) and not _repeats(one)) or _is_small(one)
+    may = one.primitive.name in eq.JITS and proposed(one)
+    return may or (marked(one) and not _repeats(one)) or _is_small(one)
 
   equations, outputs = eq.flatten(jaxpr, inputs, opens)
   opened: list[Equation] = []
@@ -283,8 +278,8 @@ def _opened(jaxpr: Any, inputs: Sequence[Atom], marked) -> tuple[list[Equation],
   recomputed: list[Equation] = []
   for one in equations:
     one.inputs = [eq.lookup(known, atom) for atom in one.inputs]
-    if has_marks(one) and _repeats(one):
-      inside, replacements = eq.opened(one, lambda inner: has_marks(inner) or _is_small(inner))
+    if marked(one) and _repeats(one):
+      inside, replacements = eq.opened(one, lambda inner: marked(inner) or _is_small(inner))
       opened += inside
       known.update(replacements)
       recomputed += filter(_is_end, inside)

@@ -9,7 +9,9 @@ masks) runs on every rank that reads its results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -227,6 +229,25 @@ def _in_order(equations: Sequence[Equation]) -> list[Equation]:
   return ordered
 
 
+def _sources(equation: Equation, given: Sequence[int]) -> list[int]:
+  """The inputs that each result of an equation depends on, as bits of a number; `given` has those of its operands."""
+  if equation.name != 'cond':
+    return [functools.reduce(operator.or_, given, 0)] * len(equation.outputs)
+  index, *others = given
+  branches = [_sources_within(branch, others) for branch in equation.params['branches']]
+  return [functools.reduce(operator.or_, each, index) for each in zip(*branches, strict=True)]
+
+
+def _sources_within(jaxpr: Any, given: Sequence[int]) -> list[int]:
+  inputs = [Value(variable.aval) for variable in compat.jaxpr_parts(jaxpr).inputs]
+  equations, outputs = eq.flatten(jaxpr, inputs, lambda _: True)
+  known = dict(zip(inputs, given, strict=True))
+  for one in equations:
+    read = [known.get(atom, 0) if isinstance(atom, Value) else 0 for atom in one.inputs]
+    known.update(zip(one.outputs, _sources(one, read), strict=True))
+  return [known.get(value, 0) for value in outputs]
+
+
 def _branch_per_rank(equation: Equation, rank_of: Mapping[Value, int]) -> list[Equation]:
   """A branch over a whole state (`optax.MultiSteps`, `apply_if_finite`), as one branch for each rank."""
   avals = [eq.abstract(atom) for atom in equation.inputs]
@@ -241,8 +262,9 @@ def _branch_per_rank(equation: Equation, rank_of: Mapping[Value, int]) -> list[E
     return jaxpr, [atom for atom, keep in zip(operands, used, strict=True) if keep]
 
   by_rank: dict[int | None, list[int]] = defaultdict(list)
-  for number in range(len(equation.outputs)):
-    loop_values = [value for value in only([number])[1] if isinstance(value, Value) and value in rank_of]
+  for number, bits in enumerate(_sources(equation, [1 << at for at in range(len(operands))])):
+    read = [atom for at, atom in enumerate(operands) if bits >> at & 1]
+    loop_values = [atom for atom in read if isinstance(atom, Value) and atom in rank_of]
     rank = rank_of[max(loop_values, key=lambda value: value.bytes)] if loop_values else None
     by_rank[rank].append(number)
   if len(by_rank) < 2:

@@ -203,8 +203,8 @@ def check_outside(equations: Sequence[Equation]) -> None:
   nested: dict[str, dict[str, None]] = defaultdict(dict)
   fixes: dict[str, None] = {}
   for equation in equations:
-    if equation.primitive is not stage_end_p and any(map(marked, equation.jaxprs)):
-      for mark in eq.occurrences(equation.jaxprs, stage_end_p):
+    if equation.primitive is not stage_end_p and marked(equation):
+      for mark in eq.occurrences(equation, stage_end_p):
         nested[eq.operation_text(equation)][eq.source_line(mark.source_info)] = None
       fixes[_FIXES.get(equation.name, 'end the stage outside it.')] = None
   if nested:

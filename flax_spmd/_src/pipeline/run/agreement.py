@@ -1,7 +1,8 @@
 """Agreement between processes: the text of a pipeline, compared before anything is compiled.
 
-Each process compiles the programs of its own ranks only. So nothing in JAX notices that two processes have
-other schedules, which wait for each other's transfers, or other learning rates, which are part of the programs.
+Each process compiles the programs of its own ranks only, and uses the values that these read. So nothing in JAX notices
+that two processes have other schedules, which wait for each other's transfers, other learning rates, which are part of
+the programs, or other initial parameters.
 
 The text has a line per setting, argument, task and operation. It is equal for equal pipelines: it has no
 addresses and no source lines. The digests of the texts are exchanged, and the texts only if they differ.
@@ -12,15 +13,22 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.data.common_values import CommonPiece, value_parts, value_problems
+from flax_spmd._src.data.common_values import (
+  CommonPiece,
+  common_shards,
+  value_parts,
+  value_problems,
+)
 from flax_spmd._src.multihost import CALLS, TIMEOUT, differing_parts, named, ranges, text_problems
 from flax_spmd._src.pipeline.argument_checks import argument_text, named_arguments
 from flax_spmd._src.pipeline.cut.equations import Constant
@@ -34,6 +42,7 @@ from flax_spmd._src.text import without_addresses
 from flax_spmd.errors import PipelineError, raise_problems
 
 _SAME_ARRAYS = 'close over equal arrays on every process, or pass them as arguments.'
+_SAME_CREATED = 'pass create equal keys and arrays on every process.'
 _SAME_ARGUMENTS = 'pass the same batch and state on every process; layout.local_to_global joins the batches of several processes.'
 _ELEMENTS = re.compile(r'(?<=dense<)[^>]{80,}')  # of an array in a program
 
@@ -61,38 +70,75 @@ def check_same_pipeline(
   if len(members) == 1:
     return
   texts = {str(number): '\n'.join([setting.name, *part]) for number, part in enumerate(parts)}
-  pieces = [CommonPiece(name, (), members, array) for name, array in arrays]
+  pieces = [piece for name, array in arrays for piece in _pieces(name, array, members)]
   differing = differing_parts('pipeline', members, texts | value_parts(pieces), CALLS, TIMEOUT)
   first = next((differing[name] for name in texts if name in differing), ())
   raise_problems(text_problems(first) or value_problems(differing, _SAME_ARRAYS))
 
 
 def check_same_arguments(
-  setting: Setting, leaves: Sequence[tuple[str, Any]], users: Sequence[Iterable[int]]
+  setting: Setting, leaves: Sequence[tuple[str, Any]], holders: Sequence[Collection[int]]
 ) -> None:
-  """Raises on every process unless all pass the same array, or those that use an argument equal values for it.
+  """Raises on every process unless all pass the same array, or equal values.
 
   Arrays with a `NamedSharding` have to be on the same devices in all processes: an array on devices of one process
-  is known to no other, which would wait for it. The values of other ones are compared, unless one process uses them.
+  is known to no other, which would wait for it. Of these, the shards that several processes have are compared.
 
   Args:
     setting: the settings of the pipeline.
     leaves: the arguments, with their paths.
-    users: per argument, the processes whose ranks use it.
+    holders: per argument, the processes that have to pass the same value.
 
   Raises:
     LayoutError: the paths, devices, values or digests that differ, and the processes.
   """
   pieces = []
-  for (name, leaf), each in zip(leaves, map(set, users), strict=True):
+  for (name, leaf), each in zip(leaves, holders, strict=True):
     subject = f'argument {name} ({jax.typeof(leaf).str_short()})'
     if isinstance(getattr(leaf, 'sharding', None), NamedSharding):
       devices = _devices_text(leaf.sharding.mesh)
       pieces.append(CommonPiece(f'the devices of {subject}', (), setting.processes, devices))
-    elif len(each) > 1 and jax.process_index() in each and getattr(leaf, 'is_fully_addressable', True):
-      pieces.append(CommonPiece(subject, (), tuple(sorted(each)), leaf))
+      each = () if leaf.is_fully_addressable else each  # then no other process has a shard
+    pieces += _pieces(subject, leaf, each)
   differing = differing_parts('arguments', setting.processes, value_parts(pieces), CALLS, TIMEOUT)
   raise_problems(value_problems(differing, _SAME_ARGUMENTS))
+
+
+def check_same_state(
+  setting: Setting, arrays: Sequence[tuple[str, Any]], programs: Iterable[tuple[str, Any]]
+) -> None:
+  """Raises on every process unless all create a state by the same programs from equal arrays.
+
+  Args:
+    setting: the settings of the pipeline.
+    arrays: the arguments of the function that creates it, with their paths.
+    programs: the lowered programs, with a name each.
+
+  Raises:
+    LayoutError: the paths and values of the arrays, or the lines of the programs, that differ, and the processes.
+  """
+  members = setting.processes
+  lines = [line for name, lowered in programs for line in _operations(name, lowered)]
+  text = '\n'.join([f'the state of {setting.name}', *lines])
+  pieces = [
+    piece
+    for name, array in arrays
+    for piece in _pieces(f'argument {name} of create ({jax.typeof(array).str_short()})', array, members)
+  ]
+  differing = differing_parts('state', members, {'text': text} | value_parts(pieces), CALLS, TIMEOUT)
+  raise_problems(text_problems(differing.get('text', ())) or value_problems(differing, _SAME_CREATED))
+
+
+def _pieces(name: str, array: Any, holders: Iterable[int]) -> Iterator[CommonPiece]:
+  """What this process has of an array in common with others, of those that have to have the same value."""
+  if getattr(array, 'is_fully_addressable', True):
+    whole = CommonPiece(name, (), tuple(sorted(holders)), array)
+    yield from [whole] if len(whole.holders) > 1 and jax.process_index() in whole.holders else ()
+    return
+  for shard in common_shards(array.sharding, array.shape):
+    common = tuple(sorted({*shard.holders} & {*holders}))
+    if len(common) > 1 and jax.process_index() in common:
+      yield CommonPiece(name, shard.bounds, common, array.addressable_data(shard.position))
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,6 +148,7 @@ def _devices_text(mesh: Mesh) -> str:
 
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
   """The layout, the devices of each rank, the schedule and the microbatches."""
+  yield f'flax_spmd {sys.modules["flax_spmd"].__version__}, jax {jax.__version__}'
   yield f'jaxlib {compat.jaxlib_version()}, jax_threefry_partitionable {compat.threefry_partitionable()}'
   yield f'jax_cross_host_transfer_socket_address {"set" if compat.copies_across_processes() else "not set"}'
   yield from layout_lines(setting.mesh, setting.rules)
@@ -140,15 +187,51 @@ def program_lines(stages: LoweredStages) -> list[str]:
   """The operations of all programs as JAX lowered them, then their signatures; large arrays as digests."""
   with compat.shardy():
     lines = [
-      f'{program.name} of rank {program.rank}: {_ELEMENTS.sub(_digest, line.strip())}'
+      line
       for program, stage in stages.lower()
-      for line in compat.program_text(stage.lowered, locations=False).splitlines()
+      for line in _operations(f'{program.name} of rank {program.rank}', stage.lowered)
     ]
   return sorted(lines, key=lambda line: 'func.func' in line)
 
 
+def _operations(name: str, lowered: Any) -> Iterator[str]:
+  """The lines of a lowered program, each after its name."""
+  for line in compat.program_text(lowered, locations=False).splitlines():
+    yield f'{name}: {_ELEMENTS.sub(_digest, line.strip())}'
+
+
+def callback_lines(jaxpr: Any) -> Iterator[str]:
+  """The Python functions whose results a program uses: their names, and digests of their bytecode.
+
+  Functions that return nothing, such as those of `jax.debug.callback`, may differ.
+  """
+  for number, (primitive, function) in enumerate(compat.callbacks_in(jaxpr)):
+    while isinstance(function, functools.partial):
+      function = function.func
+    function = getattr(function, '__func__', function)
+    name = getattr(function, '__qualname__', type(function).__qualname__)
+    code = getattr(function, '__code__', None)
+    digest = '' if code is None else f', bytecode {_text_digest(_code_text(code))}'
+    yield f'{primitive} {number}: {name}{digest}'
+
+
+def _code_text(code: CodeType) -> str:
+  """The bytecode of a function and of the functions in it, with their names and constants."""
+  constants = [
+    _code_text(one)
+    if isinstance(one, CodeType)
+    else repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one)
+    for one in code.co_consts
+  ]
+  return f'{code.co_code.hex()} {code.co_names} {constants}'
+
+
 def _digest(elements: re.Match[str]) -> str:
-  return f'digest {hashlib.blake2b(elements[0].encode(), digest_size=8).hexdigest()}'
+  return f'digest {_text_digest(elements[0])}'
+
+
+def _text_digest(text: str) -> str:
+  return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def closed_over(call_list: CallList) -> list[tuple[str, Any]]:
@@ -162,5 +245,4 @@ def closed_over(call_list: CallList) -> list[tuple[str, Any]]:
   return [
     (f'closed-over array {number} of {name} ({value.aval.str_short()})', value.array)
     for number, (name, value) in enumerate(constants)
-    if getattr(value.array, 'is_fully_addressable', True)
   ]

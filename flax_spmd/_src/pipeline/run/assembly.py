@@ -31,7 +31,7 @@ from flax_spmd._src.pipeline.run.process_transfer import (
 )
 from flax_spmd._src.pipeline.run.stage_compilation import Executable
 from flax_spmd._src.pipeline.run.stage_lowering import LoweredStages
-from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
+from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh, view
 
 
 class Assembler:
@@ -91,8 +91,8 @@ class Assembler:
     for number, one in enumerate(self._call_list.calls):
       donated: Iterable[int] = ()
       if isinstance(one, Call):
-        executable, rank, step = self._executables[one.program], one.program.rank, one.step
-        function, donated = executable.compiled, executable.donated
+        function, rank, step = self._executables[one.program].compiled, one.program.rank, one.step
+        donated = self._stages.programs[one.program].donated
       else:
         function, rank, step = self._sender(one), one.ranks[0], None
       if function is None:
@@ -140,8 +140,9 @@ class Assembler:
     constants: dict[int, tuple[Any, NamedSharding]] = {}
     for buffer in self._call_list.given:
       if isinstance(buffer.value, Constant) and self._local[buffer.rank]:
-        sharding = self._stages.sharding(buffer)
-        constants[self._registers[buffer]] = buffer.value.array, sharding
+        sharding, array = self._stages.sharding(buffer), buffer.value.array
+        part = view(array, sharding)
+        constants[self._registers[buffer]] = array if part is None else part, sharding
       else:
         use = Use(self._registers[buffer], self._stages.sharding(buffer), buffer.rank)
         uses.setdefault(buffer.value, []).append(use)

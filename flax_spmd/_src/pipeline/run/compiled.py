@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_spmd._src.data.unusable_leaves import check_usable
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, joint
 from flax_spmd._src.pipeline.argument_checks import argument_text, differences, named_arguments
 from flax_spmd._src.pipeline.run import submeshes
 from flax_spmd._src.pipeline.run.agreement import check_same_arguments
@@ -37,6 +37,7 @@ class CompiledPipeline:
     setting: the settings of the pipeline.
     request: the arguments that it was compiled for.
     result: tree structure of the result.
+    holders: per argument, the processes that have to pass the same value.
     machine, executables, memory, host_memory, times: the attributes.
 
   Attributes:
@@ -53,6 +54,7 @@ class CompiledPipeline:
     request: Request,
     result: Any,
     machine: Machine,
+    holders: Sequence[Collection[int]],
     executables: Mapping[StageProgram, Executable],
     memory: list[int],
     host_memory: list[int],
@@ -64,7 +66,7 @@ class CompiledPipeline:
     self._compared: set[Any] = set()  # the leaves' numbers and shardings that processes have compared
     self._several = several = len(setting.processes) > 1
     self._watch = RankWatch(setting.name, setting.processes, setting.timeout, machine.transfers.progress)
-    self._is_compared = not several
+    self._is_compared, self._holders = not several, holders
     self.machine, self.executables, self.times = machine, executables, times
     self.memory, self.host_memory = memory, host_memory
 
@@ -96,12 +98,13 @@ class CompiledPipeline:
 
     Raises:
       PipelineError: `create` returns a state of other paths than the pipeline was compiled for.
+      LayoutError: `create` computes something else in another process, or from other values.
 
     Warns:
       UserWarning: objects in the state that are no arrays differ, such as an optimizer that `create` makes anew.
     """
     shardings = self.input_shardings[0][argument]
-    return init_on_stages(create, args, kwargs, shardings, self._setting.rules)
+    return init_on_stages(create, args, kwargs, shardings, self._setting)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the pipeline.
@@ -134,16 +137,16 @@ class CompiledPipeline:
     }
 
   def run(self, leaves: Sequence[Any]) -> Any:
-    """Runs the pipeline on leaves that `leaves` returned.
+    """Runs the pipeline on leaves that `leaves` returned."""
+    return self._result.unflatten(self._run(self.machine, leaves))
+
+  def _run(self, machine: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> Any:
+    """The results of the machine; over several processes, under the watch.
 
     The first time, and for new shardings of arguments, processes compare the arguments.
     """
     if not self._is_compared:
       self._compare(leaves)
-    return self._result.unflatten(self._run(self.machine, leaves))
-
-  def _run(self, machine: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> Any:
-    """The results of the machine; over several processes, under the watch."""
     check = functools.partial(self._check_kept, leaves)
     if self._several:
       return self._watch.run(lambda: machine(leaves), check)
@@ -157,11 +160,15 @@ class CompiledPipeline:
       check_usable(named_arguments(self._request.treedef.unflatten(leaves)))
 
   def _compare(self, leaves: Sequence[Any]) -> None:
-    users = [
-      [p for use in uses for p in submeshes.processes_of(use.sharding.mesh)]
-      for uses in self.machine.arguments
-    ]
-    check_same_arguments(self._setting, named_arguments(self._request.treedef.unflatten(leaves)), users)
+    setting, named = self._setting, named_arguments(self._request.treedef.unflatten(leaves))
+    with joint(
+      'pipeline arguments',
+      f'The comparison of the arguments of {setting.name}',
+      setting.processes,
+      PipelineError,
+    ):
+      self._check_kept(leaves)
+      check_same_arguments(setting, named, self._holders)
     self._compared.update(enumerate(getattr(leaf, 'sharding', None) for leaf in leaves))
     self._is_compared = True
 

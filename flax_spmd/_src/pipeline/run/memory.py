@@ -28,6 +28,7 @@ class Footprint:
     call_list: the step.
     sharding: returns the sharding of a buffer.
     arguments: arguments of the step. They live until the end, unless a program may overwrite them.
+    donated: indices of the arguments whose memory each program reuses for its results.
     ranks: number of ranks.
 
   Attributes:
@@ -39,9 +40,10 @@ class Footprint:
     call_list: CallList,
     sharding: Callable[[Buffer], NamedSharding],
     arguments: Iterable[Value],
+    donated: Mapping[StageProgram, Sequence[int]],
     ranks: int,
   ):
-    self._call_list, self._ranks = call_list, ranks
+    self._call_list, self._donated, self._ranks = call_list, donated, ranks
     self._arguments = set(arguments)
     shard_bytes = functools.cache(_shard_bytes)
     self.sizes = {buffer: shard_bytes(sharding(buffer), buffer.value) for buffer in call_list.last_use}
@@ -51,13 +53,10 @@ class Footprint:
     """The buffers of the arguments."""
     return [buffer for buffer in self._call_list.last_use if buffer.value in self._arguments]
 
-  def peaks(
-    self, donated: Mapping[StageProgram, Sequence[int]], temporaries: Mapping[StageProgram, int]
-  ) -> tuple[list[int], list[int]]:
+  def peaks(self, temporaries: Mapping[StageProgram, int]) -> tuple[list[int], list[int]]:
     """The peak memory of a device of each rank, and of its copies in the memory of the host, in bytes.
 
     Args:
-      donated: indices of the arguments whose memory each program reuses for its results.
       temporaries: bytes of temporary memory of each program, beside its arguments and results.
     """
     alive = Counter[tuple[int, bool]]()  # by rank, and whether it is on the host
@@ -67,7 +66,7 @@ class Footprint:
     for number, one in enumerate(self._call_list.calls):
       inputs, outputs = one.inputs, one.outputs
       program = one.program if isinstance(one, Call) else None
-      reused = set() if program is None else {inputs[index] for index in donated[program]}
+      reused = set() if program is None else {inputs[index] for index in self._donated[program]}
       for buffer in outputs:
         alive[buffer.memory] += self.sizes[buffer]
       for buffer in reused:

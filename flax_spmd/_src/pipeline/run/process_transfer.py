@@ -1,9 +1,9 @@
 """Transfers between processes: arrays sent from one process's rank to another's.
 
 A process can copy arrays between its own devices only. Between processes a transfer is a collective of
-the two ranks: a `ppermute` over the stage axis of their joint mesh, which both processes run. An array of both
-ranks has the rows of each in its first dimension, so the array of one rank is a part of it as it is. Both run
-the transfers between them in the same order, so they cannot deadlock.
+the two ranks: a `ppermute` over the stage axis of their joint mesh, which both processes run. The array of one
+rank is a part of an array of both, as it is; that array passes for one that is replicated over the stage axis. Both
+run the transfers between them in the same order, so they cannot deadlock.
 
 XLA's CPU client allows 32 unfinished programs per device. A dispatch beyond them waits, and holds a thread
 for each of the program's devices in this process. There are only as many threads as devices (or cores, if
@@ -11,7 +11,7 @@ there are more), so the programs that it waits for may never get one. Therefore 
 ends before the next one begins, in a thread of its own, while the programs of the step run in another.
 
 JAX itself copies between processes where `jax_cross_host_transfer_socket_address` is set: the sender goes on at once,
-and nothing is copied to rows and back. XLA numbers these copies in each process, and finds the two ends by their
+and no array of both ranks is needed. XLA numbers these copies in each process, and finds the two ends by their
 number. So every process of the job takes part in all of them, in the order of the call list.
 """
 
@@ -23,20 +23,18 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
+from flax_spmd._src.compat import from_shards
 from flax_spmd._src.data.host_values import placed
-from flax_spmd._src.data.words import array_of
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
-from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
-from flax_spmd._src.rules.decisions import axis_names
+from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh, view
 
 
 class TransferThread:
@@ -90,11 +88,11 @@ class ProcessTransfers:
     self.progress, self.thread = TransferProgress(), TransferThread()
     self._zeros: dict[Any, jax.Array] = {}
 
-  def zeros(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
+  def zeros(self, aval: Any, sharding: NamedSharding) -> jax.Array:
     """The target's part of the operands of `ppermute`, which it discards."""
-    key = shape, dtype, sharding
+    key = aval.shape, aval.dtype, sharding
     if key not in self._zeros:
-      self._zeros[key] = placed(np.zeros(shape, dtype), sharding)
+      self._zeros[key] = placed(jnp.zeros(aval.shape, aval.dtype), sharding)
     return self._zeros[key]
 
   def of_argument(self, leaf: Any, sharding: Any, rank: int) -> ProcessTransfer | None:
@@ -139,22 +137,20 @@ class ProcessTransfer:
     specs: Sequence[PartitionSpec],
     text: str,
   ):
-    self._shared, mesh, axis = shared, shared.mesh, shared.axis
-    joint = submesh(mesh, axis, [source, target])
-    source_mesh, target_mesh = (submesh(mesh, axis, [rank]) for rank in (source, target))
-    self._target_mesh = target_mesh
+    self._shared, self._avals = shared, list(avals)
+    meshes = [
+      submesh(shared.mesh, shared.axis, ranks) for ranks in ([source], [target], [source, target])
+    ]
+    source_mesh, target_mesh, joint = meshes
     self._sends, self._receives = is_local(source_mesh), is_local(target_mesh)
-    other = target if self._sends else source
-    self._wait = _wait(other, target_mesh if self._sends else source_mesh, text)
+    other = (target, target_mesh) if self._sends else (source, source_mesh)
+    self._wait = _wait(*other, text)
     self.has_to_wait = joint.devices.flat[0].platform == 'cpu'
     self._running: Future[list[jax.Array]] | None = None
-    self._forms = tuple((aval.shape, aval.dtype) for aval in avals)
-    self._as_rows = not all(shape and not _is_key(dtype) for shape, dtype in self._forms)
-    self._rows = jax.eval_shape(_rows, [jax.ShapeDtypeStruct(*form) for form in self._forms])
-    self._joint = [NamedSharding(joint, _of_both(axis, spec)) for spec in specs]
-    self._source = [NamedSharding(source_mesh, spec) for spec in specs]
-    self._target = [NamedSharding(target_mesh, spec) for spec in specs]
-    self._permute = _permutation(joint, axis, tuple(sharding.spec for sharding in self._joint))
+    self._joint, self._target = (
+      [NamedSharding(mesh, spec) for spec in specs] for mesh in (joint, target_mesh)
+    )
+    self._permute = _permutation(joint, shared.axis, tuple(specs))
 
   def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
     """Runs the transfer; returns the arrays in the receiving process unless it has to wait for them."""
@@ -171,36 +167,17 @@ class ProcessTransfer:
 
   def _run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     with self._shared.progress.waiting(self._wait):
-      shards: list[list[jax.Array]] = [[] for _ in self._rows]
-      if self._sends:
-        rows = _to_rows(tuple(self._source))(list(arrays)) if self._as_rows else arrays
-        for each, row in zip(shards, rows, strict=True):
-          each += _shards(row)
+      parts = [list(arrays)] if self._sends else []
       if self._receives:
-        for each, row, sharding in zip(shards, self._rows, self._target):
-          each += _shards(self._shared.zeros(row.shape, row.dtype, sharding))
-      joined = [
-        jax.make_array_from_single_device_arrays(_doubled(row.shape), sharding, each)
-        for row, sharding, each in zip(self._rows, self._joint, shards)
+        parts.append(list(map(self._shared.zeros, self._avals, self._target)))
+      shards = [
+        [shard.data for part in each for shard in part.addressable_shards] for each in zip(*parts)
       ]
-      permuted = self._permute(joined)
+      permuted = self._permute(list(map(from_shards, self._avals, self._joint, shards)))
       if self.has_to_wait:
         jax.block_until_ready(permuted)
-      return self._received(permuted) if self._receives else []
-
-  def _received(self, permuted: Sequence[jax.Array]) -> list[jax.Array]:
-    """The target's rows of each array, as an array of the target's devices."""
-    received = []
-    devices = list(self._target_mesh.devices.flat)
-    for array, sharding, row in zip(permuted, self._target, self._rows):
-      shards = {shard.device: shard.data for shard in array.addressable_shards}
-      own = [shards[device] for device in devices if device in shards]
-      received.append(jax.make_array_from_single_device_arrays(row.shape, sharding, own))
-    return self._original(received)
-
-  def _original(self, rows: list[jax.Array]) -> list[jax.Array]:
-    """Arrays as they were sent, from their rows."""
-    return _from_rows(tuple(self._target), self._forms)(rows) if self._as_rows else rows
+      received = zip(permuted, self._target, strict=True) if self._receives else ()
+      return [cast(jax.Array, view(array, sharding)) for array, sharding in received]
 
 
 class CrossHostCopy:
@@ -279,55 +256,20 @@ def _wait(rank: int, mesh: Mesh, text: str) -> Wait:
 
 @functools.lru_cache(maxsize=256)
 def _permutation(mesh: Mesh, axis: str, specs: tuple[PartitionSpec, ...]) -> Any:
-  """A program that sends the rows of the first of two ranks to the second."""
+  """A program that sends the shards of the first of two ranks to the second."""
 
-  def move(arrays):
-    return [lax.ppermute(array, axis, [(0, 1)]) for array in arrays]
+  def move(arrays: list[jax.Array]) -> list[jax.Array]:
+    return list(map(moved, arrays))
 
-  specs_ = list(specs)
-  return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=(specs_,), out_specs=specs_))
+  def moved(array: jax.Array) -> jax.Array:
+    if not _is_key(array.dtype):
+      return lax.ppermute(array, axis, [(0, 1)])
+    numbers = lax.ppermute(jax.random.key_data(array), axis, [(0, 1)])
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(array))
 
-
-def _shards(array: jax.Array) -> list[jax.Array]:
-  return [shard.data for shard in array.addressable_shards]
+  every = list(specs)
+  return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=(every,), out_specs=every, check_vma=False))
 
 
 def _is_key(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _of_both(axis: str, spec: PartitionSpec) -> PartitionSpec:
-  """The spec of an array with the rows of both ranks."""
-  first, *others = spec or (None,)
-  return PartitionSpec((axis, *axis_names(first)), *others)
-
-
-def _doubled(shape: tuple[int, ...]) -> tuple[int, ...]:
-  return 2 * shape[0], *shape[1:]
-
-
-def _rows(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-  """Arrays in a form that has rows: keys as numbers, scalars as vectors."""
-  return [jnp.atleast_1d(array_of(array)) for array in arrays]
-
-
-@functools.lru_cache(maxsize=256)
-def _to_rows(shardings: tuple[NamedSharding, ...]) -> Any:
-  return jax.jit(_rows, out_shardings=list(shardings))
-
-
-@functools.lru_cache(maxsize=256)
-def _from_rows(
-  shardings: tuple[NamedSharding, ...], forms: tuple[tuple[tuple[int, ...], Any], ...]
-) -> Any:
-  """A program from the results of `_rows` to arrays of these shapes and dtypes."""
-
-  def original(row: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    if _is_key(dtype):
-      return jax.random.wrap_key_data(row, impl=jax.random.key_impl(jnp.empty((), dtype)))
-    return row.reshape(shape)
-
-  return jax.jit(
-    lambda rows: [original(row, *form) for row, form in zip(rows, forms, strict=True)],
-    out_shardings=list(shardings),
-  )

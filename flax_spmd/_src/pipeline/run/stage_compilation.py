@@ -24,13 +24,11 @@ class Executable(NamedTuple):
   Attributes:
     program: its source.
     compiled: a function of arrays; None if the rank belongs to another process.
-    donated: indices of the arguments that may be overwritten.
     shared: whether it was compiled for another rank.
   """
 
   program: StageProgram
   compiled: Any
-  donated: tuple[int, ...]
   shared: bool
 
 
@@ -48,9 +46,7 @@ def compile_stages(stages: LoweredStages) -> dict[StageProgram, Executable]:
         running[program] = pool.submit(compile_, stages, program, text, first.get(text))
         first.setdefault(text, (running[program], mesh))
     done = {program: future.result() for program, future in running.items()}
-  return {
-    program: done.get(program) or Executable(program, None, (), False) for program in stages.programs
-  }
+  return {program: done.get(program) or Executable(program, None, False) for program in stages.programs}
 
 
 def _compile(
@@ -61,11 +57,10 @@ def _compile(
 ) -> Executable:
   """Compiles a program, or loads the first one with this text for its own rank."""
   mesh: Any = stages.meshes[program.rank]
-  donated = stages.programs[program].donated
   compiled = None if first is None else _loaded(first[0].result().compiled, first[1], mesh, text)
   if compiled is not None:
-    return Executable(program, compiled, donated, True)
-  return Executable(program, stages.programs[program].lowered.compile(), donated, False)
+    return Executable(program, compiled, True)
+  return Executable(program, stages.programs[program].lowered.compile(), False)
 
 
 def _loaded(compiled: Any, source: Mesh, mesh: Mesh, text: str) -> Any:

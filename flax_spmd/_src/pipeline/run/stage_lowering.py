@@ -90,7 +90,8 @@ class LoweredStages:
   @property
   def footprint(self) -> Footprint:
     """The memory of the buffers."""
-    return Footprint(self.call_list, self.sharding, self.arguments, len(self.meshes))
+    donated = {program: stage.donated for program, stage in self.programs.items()}
+    return Footprint(self.call_list, self.sharding, self.arguments, donated, len(self.meshes))
 
   def sharding(self, buffer: Buffer) -> NamedSharding:
     """The sharding of a buffer, on the mesh of its rank."""

@@ -1,7 +1,7 @@
 """Initialization of a state on its stages: each array is created on the ranks that use it.
 
 Arrays of the same ranks form a group. Each group is created by one program, from which XLA removes the
-computation of all other arrays.
+computation of all other arrays. Several processes compare the programs of all groups, and their arguments, before.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import jax
 
 from flax_spmd._src.active_layout import InForce, scope
 from flax_spmd._src.compat import mesh_scope
-from flax_spmd._src.jit.arguments import closed_over
-from flax_spmd._src.pipeline.argument_checks import differences, named_leaves
-from flax_spmd._src.rules.table import Rules
+from flax_spmd._src.jit.arguments import closed_over, is_array
+from flax_spmd._src.multihost import joint, ranges
+from flax_spmd._src.pipeline.argument_checks import differences, named_arguments, named_leaves
+from flax_spmd._src.pipeline.run.agreement import check_same_state
+from flax_spmd._src.pipeline.run.request import Setting
 from flax_spmd._src.source_lines import warn
 from flax_spmd._src.text import first_lines
 from flax_spmd.errors import PipelineError
@@ -28,7 +30,7 @@ def init_on_stages(
   args: Sequence[Any],
   kwargs: Mapping[str, Any],
   shardings: Any,
-  rules: Rules,
+  setting: Setting,
 ) -> Any:
   """Calls `create` so that its arrays have the shardings given.
 
@@ -36,21 +38,39 @@ def init_on_stages(
     create: returns a tree of arrays.
     args, kwargs: its arguments.
     shardings: a tree of `NamedSharding` of the same structure. Their devices may differ.
-    rules: the rules for constraints inside `create`.
+    setting: the settings of the pipeline; its rules are those for constraints inside `create`.
 
   Returns:
     The tree.
 
   Raises:
     PipelineError: the paths of the tree and of `shardings` differ.
+    LayoutError: processes create other states.
 
   Warns:
     UserWarning: the paths are the same, and something else of their structures differs.
   """
   fn, arrays = closed_over(create, args, kwargs)
+  with joint('pipeline state', f'The state of {setting.name}', setting.processes, PipelineError):
+    groups, treedef = _groups(fn, arrays, shardings, setting)
+    if len(setting.processes) > 1:
+      named = named_arguments((tuple(args), dict(kwargs)))
+      texts = [(f'arrays {ranges(numbers)}', lowered) for numbers, lowered in groups]
+      check_same_state(setting, [each for each in named if is_array(each[1])], texts)
+  created: list[Any] = [None] * treedef.num_leaves
+  for numbers, lowered in groups:
+    for number, array in zip(numbers, lowered.compile()(arrays), strict=True):
+      created[number] = array
+  return treedef.unflatten(created)
+
+
+def _groups(
+  fn: Callable[[list[Any]], Any], arrays: list[Any], shardings: Any, setting: Setting
+) -> tuple[list[tuple[list[int], Any]], Any]:
+  """The numbers of the leaves of each group, with its lowered program; and the tree structure of the state."""
 
   def within(mesh: Any, arrays: list[Any]) -> Any:
-    with scope(InForce(mesh, rules)), mesh_scope(mesh):
+    with scope(InForce(mesh, setting.rules)), mesh_scope(mesh):
       return fn(arrays)
 
   leaf_shardings, expected = jax.tree.flatten(shardings)
@@ -62,17 +82,16 @@ def init_on_stages(
   groups: dict[Any, list[int]] = defaultdict(list)
   for number, sharding in enumerate(leaf_shardings):
     groups[sharding.mesh].append(number)
-  created: list[Any] = [None] * len(leaf_shardings)
+  programs = []
   for mesh, numbers in groups.items():
 
     def create_group(arrays, mesh=mesh, numbers=numbers):
       leaves = jax.tree.leaves(within(mesh.abstract_mesh, arrays))
       return [leaves[number] for number in numbers]
 
-    group = jax.jit(create_group, out_shardings=[leaf_shardings[number] for number in numbers])(arrays)
-    for number, array in zip(numbers, group, strict=True):
-      created[number] = array
-  return treedef.unflatten(created)
+    jitted = jax.jit(create_group, out_shardings=[leaf_shardings[number] for number in numbers])
+    programs.append((numbers, jitted.lower(arrays)))
+  return programs, treedef
 
 
 def _check_paths(shardings: Any, made: Any) -> None:

@@ -92,7 +92,7 @@ def validate(lists: TaskLists, live: int | None = None) -> ScheduleReport:
   problems = _first_of_each_kind([*_membership(lists), *_precedence(lists)])
   order, blocked = ([], {}) if problems else _walk(lists)
   if blocked:
-    problems = [_deadlock(lists, blocked)]
+    problems = [_deadlock(lists, order, blocked)]
   if problems:
     raise PipelineError(f'{lists.title} is not a legal schedule.\n{problems_text(problems)}')
   peaks = tuple(max(counts, default=0) for counts in _live_counts(lists))
@@ -241,14 +241,9 @@ def order_of(lists: TaskLists) -> list[Step] | None:
   return None if blocked else order
 
 
-def _deadlock(lists: TaskLists, blocked: Mapping[int, int]) -> Problem:
+def _deadlock(lists: TaskLists, walked: Sequence[Step], blocked: Mapping[int, int]) -> Problem:
   """The tasks at which ranks block; the fix moves a task of the cycle."""
-  done = {
-    task
-    for rank, order in enumerate(lists.orders)
-    for step in order[: blocked.get(rank)]
-    for task in step.tasks
-  }
+  done = {task for step in walked for task in step.tasks}
   lines, missing = [], {}
   for rank, at in blocked.items():
     order = lists.orders[rank]
