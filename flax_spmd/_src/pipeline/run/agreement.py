@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,7 +103,7 @@ def _devices_text(mesh: Mesh) -> str:
 
 def setting_lines(setting: Setting, schedule: Schedule | None, microbatches: int) -> Iterator[str]:
   """The layout, the devices of each rank, the schedule and the microbatches."""
-  yield f'jaxlib {compat.jaxlib_version()}, jax_threefry_partitionable {compat.threefry_partitionable()}'
+  yield f'jaxlib {importlib.metadata.version("jaxlib")}, jax_threefry_partitionable {compat.threefry_partitionable()}'
   yield f'jax_cross_host_transfer_socket_address {"set" if compat.copies_across_processes() else "not set"}'
   yield from layout_lines(setting.mesh, setting.rules)
   for rank, mesh in enumerate(setting.ranks):
@@ -142,7 +143,7 @@ def program_lines(stages: LoweredStages) -> list[str]:
     lines = [
       f'{program.name} of rank {program.rank}: {_ELEMENTS.sub(_digest, line.strip())}'
       for program, stage in stages.lower()
-      for line in compat.program_text(stage.lowered, locations=False).splitlines()
+      for line in stage.lowered.as_text().splitlines()
     ]
   return sorted(lines, key=lambda line: 'func.func' in line)
 
