@@ -3,11 +3,14 @@
 Layouts are drawn as in a search: from the starting points, by random changes. A seed gives the same sample again.
 """
 
+import os
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from flax_spmd._src.compare.partitioner import partitioner
 from flax_spmd._src.search.candidate import Candidate, layout_of, text_of
 from flax_spmd._src.search.model_facts import ModelFacts, facts_of
 from flax_spmd._src.search.space import Space
@@ -104,9 +107,9 @@ class Sample(NamedTuple):
 def sample(train_step: TrainStep, target: str, count: int, seed: Any, jobs: int) -> Sample:
   """A sample of a step's layouts."""
   estimator, facts, drawn = drawn_for(train_step, target, count, seed)
-  begin = time.process_time()
+  begin = _cpu_seconds()
   estimated = estimates(estimator, facts, drawn, target)
-  seconds = time.process_time() - begin
+  seconds = _cpu_seconds() - begin
   layouts = {name: one.layout for name, one in estimated.items() if one.counts}
   compiled = compare(train_step, layouts, target, jobs=jobs) if layouts else {}
   pairs = [Pair(name, estimated[name], compiled[name]) for name in layouts]
@@ -114,6 +117,15 @@ def sample(train_step: TrainStep, target: str, count: int, seed: Any, jobs: int)
   failed += [(pair.name, pair.compiled.error or '') for pair in pairs if not pair.compiled.counts]
   pairs = [pair for pair in pairs if pair.compiled.counts]
   return Sample(pairs, failed, seconds)
+
+
+def _cpu_seconds() -> float:
+  """CPU time of this process, and of that which partitions single operations."""
+  worker = partitioner()._worker
+  if worker is None:
+    return time.process_time()
+  user, system = Path(f'/proc/{worker.process.pid}/stat').read_text().rpartition(')')[2].split()[11:13]
+  return time.process_time() + (int(user) + int(system)) / os.sysconf('SC_CLK_TCK')
 
 
 def drawn_for(

@@ -1230,6 +1230,19 @@ def dump_program(code: bytes, devices: np.ndarray, folder: Path, flags: Mapping[
   _compiled(code, devices, {'xla_dump_to': str(folder), 'xla_dump_hlo_as_proto': True, **flags})
 
 
+def partition_program(code: bytes, devices: np.ndarray) -> str:
+  """Partitions MLIR bytecode for GPUs, and returns the HLO text of one device's program.
+
+  The compiler ends before it assigns layouts, which is after its partitioner and its passes over collectives.
+  Collectives are not combined, and operations are not fused.
+
+  Args:
+    code: the program.
+    devices: devices, in the order of the mesh.
+  """
+  return _compiled(code, devices, {'xla_early_exit_with_layouts': True}).hlo_modules()[0].to_string()
+
+
 def hlo_text(module: bytes, partitions: int) -> str:
   """The text of a serialized HLO module; its number of partitions is not serialized."""
   text = cast(Any, jax_lib).hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()

@@ -116,6 +116,8 @@ LEASE = {'holder': ['host', 'boot/1', 7, '1'], 'token': 'ab', 'beat': 0}
     ('epoch', 1.5, 'its epoch is 1.5'),
     ('epoch', -1, 'its epoch is -1'),
     ('epoch', 10**30, f'its epoch is {10**30}'),
+    ('writer', 3, None),
+    ('writer', ['host', 'boot', '7', '1'], None),
     ('lease', 3, 'its lease is 3'),
     ('lease', [], 'its lease is []'),
     ('lease', {}, "'holder' is missing"),

@@ -103,12 +103,31 @@ def test_a_write_that_fails_keeps_the_old_content(tmp_path, monkeypatch, code):
   assert not list(tmp_path.glob('*.part'))
 
 
+def test_a_process_that_is_stopped_while_it_syncs_holds_no_lock(tmp_path, monkeypatch):
+  store, other = open_store(tmp_path), open_store(tmp_path)
+  tag, sync, seen = store.write('HEAD', b'1'), os.fsync, []
+
+  def during(descriptor):
+    monkeypatch.setattr(os, 'fsync', sync)
+    seen.append(other.write('HEAD', b'2', expected=tag))
+    sync(descriptor)
+
+  monkeypatch.setattr(os, 'fsync', during)
+  assert store.write('HEAD', b'3', expected=tag) is None  # its put came second
+  assert store.read('HEAD') == (b'2', *seen)
+  monkeypatch.setattr(os, 'fsync', during)
+  tag = seen[-1]
+  assert store.write('HEAD', b'4') and store.read('HEAD')[0] == b'4'
+  assert sorted(child.name for child in tmp_path.iterdir()) == ['.flax_spmd.lock', 'HEAD']
+
+
 @pytest.mark.parametrize('code', ['EINVAL', 'ENOTSUP'])
 def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch, code):
   monkeypatch.setattr(os, 'fsync', Fsync({'': getattr(errno, code)}, 'folder'))
   store = open_store(tmp_path / 'run')
   store.write('HEAD', b'1')
   store.sync()
+  checkpoint.save_safetensors(tmp_path / 'run', {'w': np.ones(2)})
   monkeypatch.setattr(os, 'fsync', Fsync({'': getattr(errno, code)}, 'file'))
   with pytest.raises(CheckpointError, match=code):
     store.sync()

@@ -218,18 +218,6 @@ def test_a_changed_record(plain):
     )
 
 
-def test_a_record_of_a_newer_format(plain):
-  def edit(content):
-    content['custom_metadata']['flax_spmd']['format'] = 2
-
-  damage.edit_json(plain / '_CHECKPOINT_METADATA', edit)
-  with pytest.raises(errors.CheckpointError) as caught:
-    checkpoint.restore(plain)
-  assert str(caught.value) == (
-    f'Checkpoint {plain} has format 2; this version reads formats up to 1.\nFix: upgrade flax_spmd.'
-  )
-
-
 @pytest.mark.parametrize('data', [b'', b'null', b'{', b'\0\1'])
 def test_malformed_metadata(plain, data):
   (plain / '_CHECKPOINT_METADATA').write_bytes(data)

@@ -608,8 +608,8 @@ def test_a_writer_that_was_taken_for_dead(tmp_path, monkeypatch, clock):
   with pytest.raises(errors.CheckpointBusyError) as caught:
     save(path, 2, overwrite=True)
   assert str(caught.value) == (
-    f'Checkpoint {path} is being written. Another process took this one for dead, and replaced it.\n'
-    'Fix: wait for it, or save to another path.'
+    f'Checkpoint {path} was taken over by process 4711 on other-host, since this process was suspended, or cut '
+    'off from the storage, for a while.\nFix: end this job, or save to another path.'
   )
   assert number_of(path) == 1
   assert damage.head_of(path)['lease']['holder'] == FOREIGN

@@ -306,7 +306,7 @@ def manager_is_idle(root):
 def test_a_removal_that_fails_is_reported_and_repeated(tmp_path, monkeypatch):
   from flax_spmd._src.checkpoint.steps import step_folder
 
-  def refused(path):
+  def refused(path, check):
     raise errors.CheckpointReadOnlyError(f'Cannot remove {path}: Permission denied (EACCES).\nFix: no.')
 
   with manager_of(tmp_path, keep=1) as manager:
@@ -362,8 +362,8 @@ def test_a_manager_that_lost_its_root_saves_and_removes_nothing(tmp_path):
     with pytest.raises(errors.CheckpointBusyError) as caught:
       manager.save(step, state(step))
     assert str(caught.value) == (
-      f'Another manager has taken {tmp_path} over, since this process was suspended for a while.\n'
-      'Fix: end this job; the other one continues the run.'
+      f'{tmp_path} was taken over by process 7 on elsewhere, since this process was suspended, or cut off from the '
+      'storage, for a while.\nFix: end this job, or save to another path.'
     )
   assert manager.steps == [1]
   manager.close()

@@ -524,7 +524,12 @@ def test_an_int_is_restored_as_an_array(numbers):
     ('rate', jnp.bfloat16(0), '0.1 does not fit into bfloat16[].\nFix: give the target a wider dtype.'),
     ('rate', jnp.int32(0), 'a Python float in the checkpoint, int32[] in the target.'),
     ('on', jnp.int32(0), 'a Python bool in the checkpoint, int32[] in the target.'),
-    ('key', jax.random.key(0, impl='rbg'), 'key<fry>[] in the checkpoint, key<rbg>[] in the target.'),
+    (
+      'key',
+      jax.random.key(0, impl='rbg'),
+      'key<fry>[] in the checkpoint, key<rbg>[] in the target.\n'
+      "Fix: create the key of the target as that of the save, with jax.random.key(..., impl='threefry2x32').",
+    ),
     ('raw', 3, 'uint32[2] in the checkpoint, a Python int in the target.'),
   ],
 )

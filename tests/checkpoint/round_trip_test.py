@@ -209,5 +209,5 @@ def test_trees_are_flattened_as_by_jax(tree):
   ]
   again = skeleton.unflatten(flat.skeleton, lambda number: number)
   assert again == flat.skeleton
-  pruned = skeleton.pruned(flat.skeleton, {n: n // 2 for n in range(0, len(with_paths), 2)})
+  pruned = skeleton.unflatten(flat.skeleton, {n: n // 2 for n in range(0, len(with_paths), 2)}.get)
   assert skeleton.paths(pruned) == skeleton.paths(flat.skeleton)[::2]

@@ -209,6 +209,8 @@ def test_leaves_that_the_format_cannot_hold(tmp_path):
     s is a str.
     t is an object.
     Fix: keep only numbers and arrays in the state.""")
+  save = jax.jit(lambda w: checkpoint.save_safetensors(tmp_path / 'x', {'w': w}))
+  assert 'w is traced: it has no values.' in refused(save, jnp.ones(2))
   abstract = jax.ShapeDtypeStruct((2,), np.float32)
   assert 'w is abstract: it has the shape (2,) but no values.' in refused(
     checkpoint.save_safetensors, tmp_path / 'x', {'w': abstract}

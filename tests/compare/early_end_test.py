@@ -19,12 +19,12 @@ from flax_spmd.explore import TrainStep
 
 TO_THE_END = """
 import dataclasses, json, pathlib, sys
-from flax_spmd._src.compare.compile_worker import _devices
+from flax_spmd._src.compare.compile_worker import devices_of
 from flax_spmd._src.compare.hardware import parse_target
 from flax_spmd._src.compat import _compiled
 
 folder = pathlib.Path(sys.argv[1])
-compiled = _compiled((folder / 'program.mlir').read_bytes(), _devices(parse_target(sys.argv[2]), (8,)), {})
+compiled = _compiled((folder / 'program.mlir').read_bytes(), devices_of(parse_target(sys.argv[2]), (8,)), {})
 stats = compiled.get_compiled_memory_stats()
 memory = {
   'arguments': stats.argument_size_in_bytes,

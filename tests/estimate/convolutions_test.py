@@ -148,7 +148,9 @@ def test_filters_that_are_gathered_have_gradients_over_holes(window, padding, st
 
 @pytest.mark.filterwarnings('ignore:.*wrong values')
 @pytest.mark.parametrize(('numbers', 'is_exchanged'), [('NHWC HWIO', True), ('NCHW OIHW', False)])
-def test_the_gradients_of_a_kernel_by_example_are_in_doubt_where_features_move(numbers, is_exchanged):
+def test_the_gradients_of_a_kernel_by_example_are_in_doubt_where_features_move(
+  no_partitioner, numbers, is_exchanged
+):
   sizes = {'N': 64, 'H': 16, 'W': 16, 'C': 32}, {'H': 3, 'W': 3, 'I': 32, 'O': 64}
   dims = numbers.split()
   images, kernel = (tuple(size[dim] for dim in one) for one, size in zip(dims, sizes, strict=True))

@@ -422,7 +422,7 @@ def test_collectives_name_the_line_of_the_model_that_needs_them(part, op, line):
   assert (found.op, found.source) == (op, f'estimator_test.py:{start + line}')
 
 
-def test_a_scatter_that_is_sharded_along_its_positions_is_in_doubt():
+def test_a_scatter_that_is_sharded_along_its_positions_is_in_doubt(no_partitioner):
   """XLA adds up the parts of all devices, or gathers the rows; which, is not known where the batch is not sharded."""
 
   def step(weight, x, places):

@@ -35,6 +35,27 @@ OPERATIONS = {
     'rows of each example': (lambda x, i: jnp.tanh(jax.vmap(lambda x, i: x[i])(x, i)), 'bvd BK'),
     'segment sum': (lambda x, i: jnp.tanh(jax.ops.segment_sum(x, i, num_segments=16)), 'bd B'),
     'one-hot': (lambda x, i: (x * jax.nn.one_hot(i, x.shape[-1])).sum(-1), 'btv BT'),
+    'rows by counted coordinates': (lambda x, i: x[jnp.arange(i.shape[0])[:, None], i], 'bvd BK'),
+  },
+  'products': {
+    'matrices': (lambda x, w: jnp.tanh(x @ w), 'btd df'),
+    'of a batch': (lambda x, y: jnp.tanh(jnp.einsum('bqd,bkd->bqk', x, y)), 'bqd bkd'),
+    'of heads': (lambda x, w: jnp.tanh(jnp.einsum('btd,dhk->bthk', x, w)), 'btd dhk'),
+    'two': (lambda x, w, v: jnp.tanh(x @ w) @ v, 'btd df fd'),
+  },
+  'rearrangements': {
+    'concatenation': (lambda x, y: jnp.tanh(jnp.concatenate([x, y], 1)), 'btd bsd'),
+    'halves': (lambda x: jnp.tanh(x[:, : x.shape[1] // 2]) * jnp.cos(x[:, x.shape[1] // 2 :]), 'btd'),
+    'shift': (lambda x: jnp.tanh(x - jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]), 'btd'),
+    'sort': (lambda x: jnp.sort(jnp.tanh(x), 1), 'btd'),
+    'flip': (lambda x: jnp.tanh(x[:, ::-1] - x), 'btd'),
+    'heads': (lambda x: jnp.tanh(x.reshape(*x.shape[:2], 4, -1).sum(2)), 'btd'),
+    'convolution': (
+      lambda x, w: jnp.tanh(
+        jax.lax.conv_general_dilated(x, w, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))
+      ),
+      'btd 3df',
+    ),
   },
 }
 

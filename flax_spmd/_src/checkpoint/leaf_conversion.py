@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_spmd._src.checkpoint.matching.routes import Route, evaluated
-from flax_spmd._src.data.host_values import put
+from flax_spmd._src.data.host_values import placed
 from flax_spmd.errors import CheckpointError
 
 
@@ -126,7 +126,7 @@ def _placed(part: Any, target: Any) -> Any:
   if is_placed:
     return part
   is_shared = isinstance(part, jax.Array) and not part.is_fully_addressable
-  return jax.device_put(part, sharding) if is_shared else put([part], [sharding])[0]
+  return jax.device_put(part, sharding) if is_shared else placed(part, sharding)
 
 
 def _numbered(route: Route, numbers: dict[str, str]) -> Route:
@@ -154,8 +154,7 @@ def _on_host(parts: Sequence[Any], route: Route, target: Any) -> Any:
   if not hasattr(target, 'dtype'):
     return type(target)(result.item())
   result = _as_numpy(result) if _is_key(result) else _cast(np.asarray(result), target.dtype)
-  sharding = getattr(target, 'sharding', None)
-  return result if sharding is None else put([result], [sharding])[0]
+  return placed(result, getattr(target, 'sharding', None))
 
 
 def _as_numpy(leaf: Any) -> Any:

@@ -49,8 +49,10 @@ from flax_spmd._src.multihost import joint
 from flax_spmd._src.public_module import set_module
 from flax_spmd._src.state_plan import Plan, State
 from flax_spmd.errors import (
+  CheckpointBusyError,
   CheckpointDamagedError,
   CheckpointError,
+  CheckpointExistsError,
   CheckpointNotFoundError,
   LayoutError,
 )
@@ -240,34 +242,42 @@ class Manager:
       kept.extend(in_first(lambda: self._kept(steps)))
       return data_positions.positions_metadata(position, self.layout) | metrics
 
-    saving = start_save(
-      self._folder.path(step),
-      state,
-      self._layout_or_plan(state),
-      self._request,
-      overwrite=step in self._folder.damaged,
-      before=before,
-      after=lambda: self._remove(step, [old.step for old in steps if old.step not in kept]),
-    )
+    try:
+      saving = start_save(
+        self._folder.path(step),
+        state,
+        self._layout_or_plan(state),
+        self._request,
+        overwrite=step in self._folder.damaged,
+        before=before,
+        after=lambda: self._remove(step, [old.step for old in steps if old.step not in kept]),
+      )
+    except CheckpointExistsError:  # saved by a manager that has taken over
+      in_first(self._check_writer)
+      raise
     self._folder.damaged.discard(step)
     self._history.begin(saving, [saved for saved in steps if saved.step in kept])
 
   def _kept(self, steps: History) -> list[int]:
     """The steps to keep; raises an error if another manager has taken the folder over."""
-    if self._writer is not None:
-      self._writer.check()
+    self._check_writer()
     there = {*self._folder.names(), steps[-1].step}  # someone may have removed others
     return [step.step for step in self._policies.kept([old for old in steps if old.step in there])]
 
-  def _remove(self, saved: int, steps: list[int]) -> None:
-    """Removes steps in the first process. Those that readers are using are removed after a later save."""
+  def _check_writer(self) -> None:
     if self._writer is not None:
       self._writer.check()
+
+  def _remove(self, saved: int, steps: list[int]) -> None:
+    """Removes steps in the first process. Those that readers are using are removed after a later save."""
+    self._check_writer()
     in_use = []
     for step in dict.fromkeys([*self._in_use, *steps]):
       try:
-        if not self._folder.remove(step):
+        if not self._folder.remove(step, self._check_writer):
           in_use.append(step)
+      except CheckpointBusyError:
+        raise
       except (OSError, CheckpointError) as error:
         raise CheckpointError(
           f'Step {saved} of {self.root} is saved, but step {step} cannot be removed: {first_line(error)}.\n'
@@ -443,12 +453,16 @@ class Manager:
       raise error
     if step not in steps:  # its writer has removed it
       return
-    aside = '' if self.read_only else in_first(lambda: self._folder.set_aside(step))
+    aside = '' if self.read_only else in_first(lambda: self._set_aside(step))
     if not self.read_only and not aside:
       self._folder.damaged.add(step)
     self._history.forget()
     fate = f'kept as {aside}' if aside else 'skipped'
     warnings.warn(f'{error}\nIt is {fate}; restoring the checkpoint before it.', stacklevel=3)
+
+  def _set_aside(self, step: int) -> str:
+    self._check_writer()
+    return self._folder.set_aside(step)
 
   def follow(
     self, *, after: int = -1, timeout: float | None = None, every: float = 5.0

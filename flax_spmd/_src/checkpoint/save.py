@@ -150,7 +150,7 @@ def start_save(
   *,
   overwrite: bool = False,
   before: Callable[[], Mapping[str, Any]] = dict,
-  after: Callable[[], None] | None = None,
+  after: Callable[[], object] = bool,
 ) -> AsyncSave:
   """Starts a save, which continues in the background. Every save is started here, those of a manager too.
 
@@ -185,9 +185,7 @@ def start_save(
       record = PendingRecord(contents)
       claim.follow()
       response = _begun_by_orbax(claim.new, contents, request)
-      return async_save.start(
-        response, claim, progress, size, heartbeat, record, extra, after or _nothing
-      )
+      return async_save.start(response, claim, progress, size, heartbeat, record, extra, after)
     except BaseException:
       progress.close()
       claim.release()
@@ -212,7 +210,3 @@ def _begun_by_orbax(folder: epath.Path, contents: Contents, request: SaveRequest
       return ocp.save_async(folder, contents.tree)
   except Exception as error:  # of many kinds, for a folder that cannot be made
     raise async_save.save_error(error, folder.parent) from error
-
-
-def _nothing() -> None:
-  pass

@@ -28,6 +28,7 @@ from flax_spmd._src.checkpoint.matching.matcher import match
 from flax_spmd._src.checkpoint.matching.routes import Route, Side
 from flax_spmd._src.checkpoint.storage import skeleton
 from flax_spmd._src.checkpoint.storage.async_save import in_first
+from flax_spmd._src.checkpoint.storage.contents import NAMES_FIX, value_problem
 from flax_spmd._src.checkpoint.storage.disk_store import explained
 from flax_spmd._src.checkpoint.storage.record import (
   LeafRecord,
@@ -139,16 +140,13 @@ def _leaves(state: Any, changes: Changes) -> dict[str, Any]:
 
 
 def _leaf_problems(path: str, leaf: Any) -> Iterator[Problem]:
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    fix = 'save a state with values, as layout.init returns; layout.abstract only plans one.'
-    yield Problem(f'{path} is abstract: it has the shape {leaf.shape} but no values.', fix)
+  without_values = value_problem(path, leaf)
+  if without_values is not None:
+    yield without_values
   elif not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float)):
     yield Problem(
       f'{path} is {with_article(type(leaf).__name__)}.', 'keep only numbers and arrays in the state.'
     )
-  elif isinstance(leaf, jax.Array) and leaf.is_deleted():
-    fix = 'save the state that the step returned, not the one that was donated to it.'
-    yield Problem(f'{path} has been deleted, or donated to a jitted function.', fix)
 
 
 def _routes(
@@ -182,19 +180,14 @@ def _check_tensors(records: Mapping[str, LeafRecord]) -> None:
   for path, leaf in records.items():
     other = by_name.setdefault(tensor_path(path), path)
     if other != path:
-      problems.append(Problem(f'{path} and {other} would be one tensor.', _NAMES))
+      problems.append(Problem(f'{path} and {other} would be one tensor.', NAMES_FIX))
     if any(map(is_unsafe_name, tensor_path(path).split('/'))) or path == METADATA:
-      problems.append(Problem(f'{path!r} is not safe as a name.', _NAMES))
+      problems.append(Problem(f'{path!r} is not safe as a name.', NAMES_FIX))
     if leaf.dtype not in FORMAT_NAMES:
       fix = "keep it out, with Changes(unused='regex'), or save its data: jax.random.key_data(key), or another dtype."
       problems.append(Problem(f'{path} is {leaf}, which safetensors cannot hold.', fix))
   if problems:
     raise CheckpointError(problems_text(problems))
-
-
-_NAMES = (
-  'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.'
-)
 
 
 def _planned(

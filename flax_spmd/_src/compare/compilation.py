@@ -146,8 +146,8 @@ def check_compiler(target: Target) -> None:
     )
   if platform not in _WHEELS:
     return
-  module, extra, wheels = _WHEELS[platform]
-  if importlib.util.find_spec(module) is None:
+  _, extra, wheels = _WHEELS[platform]
+  if not has_wheel(platform):
     raise TargetDeviceError(
       f'There is no compiler for {target.text} on this machine: the wheel {wheels[0]} is not installed.\n'
       f"Fix: pip install 'flax-spmd[{extra}]'"
@@ -160,6 +160,11 @@ def check_compiler(target: Target) -> None:
         f'The compiler for {target.text}, {wheel} {version}, does not match jax {jax_version}.\n'
         f"Fix: pip install '{wheel}=={'.'.join(jax_version.split('.')[:3])}'"
       )
+
+
+def has_wheel(platform: str) -> bool:
+  """Whether the wheel with a platform's compiler is installed: for 'cuda' or 'tpu'."""
+  return importlib.util.find_spec(_WHEELS[platform][0]) is not None
 
 
 def _compile(job: CompileJob, hardware: str | os.PathLike[str] | None) -> list[CompileResult]:

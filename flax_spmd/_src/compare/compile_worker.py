@@ -69,7 +69,7 @@ def _write_result(folder: Path) -> None:
 def _compile(folder: Path, target: Target, mesh: dict[str, int]) -> dict[str, Any]:
   from flax_spmd._src.compat import hlo_text
 
-  devices = _devices(target, tuple(mesh.values()))
+  devices = devices_of(target, tuple(mesh.values()))
   begin, cpu = time.perf_counter(), time.process_time()
   code = (folder / 'program.mlir').read_bytes()
   try:
@@ -112,7 +112,7 @@ def _assigned(folder: Path, target: Target, code: bytes, devices: Any, flags: di
       raise RuntimeError('the compiler ended without a buffer assignment')
 
 
-def _devices(target: Target, shape: tuple[int, ...]) -> Any:
+def devices_of(target: Target, shape: tuple[int, ...]) -> Any:
   """The target's devices as an array of the mesh's shape."""
   import jax
   import numpy as np

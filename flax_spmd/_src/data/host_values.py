@@ -24,6 +24,11 @@ def put(values: Sequence[Any], shardings: Sequence[Sharding]) -> list[jax.Array]
   return [_put(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
 
 
+def placed(value: Any, sharding: Sharding | None) -> Any:
+  """A value on the devices of a sharding, as `put`; without one, as it is."""
+  return value if sharding is None else put([value], [sharding])[0]
+
+
 def _put(value: Any, sharding: Sharding) -> jax.Array:
   if sharding.is_fully_addressable or not getattr(value, 'is_fully_addressable', True):
     return jax.device_put(value, sharding)

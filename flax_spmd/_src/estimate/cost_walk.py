@@ -51,6 +51,7 @@ from flax_spmd._src.estimate.loops import (
 )
 from flax_spmd._src.estimate.operations import is_elementwise, requirement
 from flax_spmd._src.estimate.partial_sum import PartialSum
+from flax_spmd._src.estimate.partitioned_operations import Partition, PartitionedOperations, adopted
 from flax_spmd._src.estimate.requirements import Context, Requirement, collectives
 from flax_spmd._src.estimate.resharding import (
   CollectiveOp,
@@ -88,10 +89,12 @@ class WalkResult(NamedTuple):
 
 
 class _Known(NamedTuple):
-  """The results that are remembered under a mesh: requirements, and the collectives between two shardings of an array."""
+  """The results that are remembered under a mesh: of operations, and the collectives between two shardings of an array."""
 
   requirements: dict[tuple, Requirement]
+  partitions: dict[tuple, Partition | None]
   collectives: dict[tuple[GraphValue, Spec, Spec], list[CollectiveOp]]
+  settled: set[tuple[GraphValue, Spec, Spec]]  # those that a partitioner has found
 
 
 class AnalyzedGraph:
@@ -177,7 +180,7 @@ class AnalyzedGraph:
 
   def known(self, sizes: Mapping[str, int], platform: str) -> _Known:
     """The results of earlier walks under a mesh: layouts of a search have most of them in common."""
-    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}))
+    known = self._known.setdefault((platform, *sizes.items()), _Known({}, {}, {}, set()))
     for one in known:
       if len(one) > _REMEMBERED:
         one.clear()
@@ -213,6 +216,7 @@ class AnalyzedGraph:
     results: Sequence[Spec | None],
     sizes: Mapping[str, int],
     platform: str = 'cuda',
+    partitions: PartitionedOperations | None = None,
   ) -> WalkResult:
     """The costs under a layout.
 
@@ -221,15 +225,16 @@ class AnalyzedGraph:
       results: sharding that each result of the step needs; None accepts any.
       sizes: size per mesh axis.
       platform: platform to estimate for: 'cuda', 'tpu' or 'cpu'.
+      partitions: partitions of single operations, for those that XLA has several ways for.
     """
-    walk = _CostWalk(self, list(specs), sizes, platform)
+    walk = _CostWalk(self, list(specs), sizes, platform, partitions)
     peak = walk.block(self.graph.main, self.liveness(platform), 1, results)
     kept = walk.copies.added(walk.present)
     if platform == 'tpu':  # its compiler may gather them again
       walk.doubts.add_kept('gathered arrays', 'copies that several operations use', kept)
       kept = 0.0
     if platform in SCHEDULING_PLATFORMS:
-      peak = max(peak, walk.weight_gradients.peak())
+      peak = max(peak, walk.weight_gradients.peak(), walk.image_sums)
       spread = walk.weight_gradients.spread()
       walk.doubts.add_kept('gradients', 'the order of their products and reductions', spread)
       spread = walk.weight_gradients.filter_spread()
@@ -247,6 +252,15 @@ def _chip_dtype(dtype: str) -> str:
   return {'i8': 'int8', 'ui8': 'int8'}.get(dtype, 'f8' if dtype.startswith('f8') else dtype)
 
 
+def _has_parts(spec: Spec) -> bool:
+  """Whether an array is sharded over a part of an axis."""
+  return any('[' in axis for axes in spec for axis in axes)
+
+
+def _gathered_bytes(op: CollectiveOp, sizes: Mapping[str, int]) -> float:
+  return op.bytes * shard_count(op.axes, sizes) if op.kind == 'all-gather' else 0.0
+
+
 def _are_gathers(ops: Sequence[CollectiveOp]) -> bool:
   return bool(ops) and all(op.kind == 'all-gather' for op in ops)
 
@@ -255,8 +269,14 @@ class _CostWalk:
   """One pass, with its running totals."""
 
   def __init__(
-    self, analyzed: AnalyzedGraph, specs: list[Spec], sizes: Mapping[str, int], platform: str
+    self,
+    analyzed: AnalyzedGraph,
+    specs: list[Spec],
+    sizes: Mapping[str, int],
+    platform: str,
+    partitions: PartitionedOperations | None,
   ):
+    self.partitions = partitions
     self.analyzed, self.specs, self.sizes, self.platform = analyzed, specs, sizes, platform
     self.values, self.known = analyzed.graph.values, analyzed.known(sizes, platform)
     self.unsure = analyzed.kept(platform).unsure
@@ -268,7 +288,8 @@ class _CostWalk:
     self.flops = self.hbm = 0.0
     self.opaque: dict[str, int] = {}
     self.doubts = Doubts()
-    self.resharded: set[tuple[int | None, Spec]] = set()
+    self.resharded: set[tuple[int | None, Spec | tuple[CollectiveOp, ...]]] = set()
+    self.settled_sums: set[int] = set()  # partial sums whose reduction a partitioner has confirmed
     self.copies = GatheredCopies()
     self.present: list[float] = []  # memory during each operation of the main block
     self.partial_sums: dict[int, PartialSum] = {}
@@ -283,6 +304,7 @@ class _CostWalk:
     self.needed_until = 0  # the last operation that needs what the current one reads
     self.weight_gradients = WeightGradients()
     self.spikes: list[tuple[str, str, float]] = []  # memory that operations may need, with the reason
+    self.image_sums = 0.0  # peak memory of sums in the gradients of norms over images
     self.reduced: set[int] = set()  # operands of reductions over several arrays of one size
 
   def block(
@@ -434,22 +456,19 @@ class _CostWalk:
     required = self._required(op)
     if required.is_settled and self._are_resharded(op, required):
       required = required._replace(halos=())
+    required = self._settled(op, required, times)
     for value, spec in zip(op.operands, required.operands):
-      self._add_doubts(op, value, required, spec, times)
+      self._doubt_moves(op, value, spec, times)
       self._bring(value, spec or self.specs[value], times, op.source)
-    if required.doubt:
-      self.doubts.add(op.source, required.doubt, self._bound(op, required, times))
+    for value, ops in zip(op.operands, required.exchanges):
+      self._exchange(value, ops, times, op.source)
     if 'merged' in op.attributes:
       self._doubt_merged(op, required, times)
     if op.kind == 'convolution':
       self.gathered_bytes = max(self.gathered_bytes, *required.padded, 0.0)
     elif required.padded:
       self._add_padded(op, required)
-    self._add_collectives(required.halos, times, op.operands[0] if op.operands else 0, op.source)
-    if required.halos and not (required.is_settled or is_plain_slice(op)):
-      self.doubts.add(
-        op.source, 'parts of shards that devices exchange', self._bound(op, required, times)
-      )
+    self._add_halos(op, required, times)
     self.flops += times * required.flops
     if name := unknown_kernel(op):
       self.opaque[name] = self.opaque.get(name, 0) + times
@@ -476,11 +495,14 @@ class _CostWalk:
     later = [self.products.get(value, 0.0) for value in op.operands]
     self.gathered_bytes += max(0.0, added - max(later))
 
-  def _required(self, op: Op) -> Requirement:
-    specs = self.specs
+  def _key(self, op: Op) -> tuple:
+    """Equal for operations with equal requirements."""
+    specs, result = self.specs, op.results[0]
     partial = () if op.kind in PRODUCTS else tuple([value in self.partial_sums for value in op.operands])
-    result = op.results[0]
-    key = self.analyzed.alike[result], specs[result], partial, *[specs[value] for value in op.operands]
+    return self.analyzed.alike[result], specs[result], partial, *[specs[value] for value in op.operands]
+
+  def _required(self, op: Op) -> Requirement:
+    key = self._key(op)
     if key not in self.known.requirements:
       self.known.requirements[key] = requirement(op, self._context(op))
     return self.known.requirements[key]
@@ -492,34 +514,94 @@ class _CostWalk:
       for value, spec in zip(op.operands, required.operands)
     )
 
-  def _add_doubts(
-    self, op: Op, value: int, required: Requirement, spec: Spec | None, times: int
-  ) -> None:
-    """Notes cases for which XLA has several ways: activations resharded for a product or a lookup, sharded slices."""
-    is_free = value in self.analyzed.rematerialisable
-    is_weight = value in self.analyzed.argument_derived
-    if spec and is_weight and not is_free and is_elementwise(op):
-      moved = [one for one in self._changes(value, spec) if one.kind == 'all-to-all']
-      reason = 'a weight that activations shard along another dimension'
-      if moved:
-        self.doubts.add(op.source, reason, UNBOUNDED)
-    if spec is None or ((is_weight or is_free) and op.kind not in _SLICES):
-      return
+  def _settled(self, op: Op, required: Requirement, times: int) -> Requirement:
+    """The requirement of an operation for which XLA has several ways, as XLA partitions it; else with doubts."""
+    reasons = self._reasons(op, required)
+    if not reasons and not (self.partitions and self._is_unsure_sum(op, required)):
+      return required
+    partition = self._partition(op)
+    if partition is None:
+      for reason in reasons:
+        self.doubts.add(op.source, reason, self._bound(op, required, times))
+      return required
+    settled, apart = adopted(op, required, self._context(op), partition)
+    if settled.partial_axes:
+      self.settled_sums.add(op.results[0])
+    if apart.wire or apart.flops:
+      bound = Bound(wire=times * apart.wire, flops=times * apart.flops)
+      self.doubts.add(op.source, 'an operation that XLA partitions otherwise on its own', bound)
+    return settled
+
+  def _reasons(self, op: Op, required: Requirement) -> list[str]:
+    """Why XLA could partition an operation otherwise: activations resharded for a product or a lookup, slices, halos."""
+    reasons = [required.doubt] if required.doubt else []
     use = _RESHARDING.get(op.kind)
-    if use and not required.is_settled and self._changes(value, spec):
-      reason = f'activations resharded for a {use}'
-    elif op.kind in _SLICES and spec != self.specs[value]:
-      reason = 'slice along a sharded dimension'
-    elif is_elementwise(op) and spec != self.specs[value]:
-      changes = self._changes(value, spec)
-      if any(one.kind == 'all-to-all' for one in changes):  # or that of another array of the same chain
-        bound = Bound(wire=times * wire_bytes(changes, self.sizes))
-        self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
-        self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
+    for value, spec in zip(op.operands, required.operands):
+      is_fixed = value in self.analyzed.argument_derived or value in self.analyzed.rematerialisable
+      if spec is None or (is_fixed and op.kind not in _SLICES):
+        continue
+      if use and not required.is_settled and self._changes(value, spec):
+        reasons.append(f'activations resharded for a {use}')
+      elif op.kind in _SLICES and spec != self.specs[value]:
+        reasons.append('slice along a sharded dimension')
+    if required.halos and not (required.is_settled or is_plain_slice(op)):
+      reasons.append('parts of shards that devices exchange')
+    return reasons
+
+  def _is_unsure_sum(self, op: Op, required: Requirement) -> bool:
+    """Whether the result of a product is a partial sum whose shards move, or are cut along several dimensions."""
+    if op.kind != 'dot_general' or not required.partial_axes:
+      return False
+    ops = reduce_partial_sum(
+      self.values[op.results[0]],
+      required.natural_sharding,
+      required.partial_axes,
+      self.specs[op.results[0]],
+      self.sizes,
+      self.platform,
+    )
+    return self._moves(ops) or self._is_cut_often(ops, self.specs[op.results[0]])
+
+  def _partition(self, op: Op) -> Partition | None:
+    """XLA's partition of an operation on its own, if there is a partitioner."""
+    key = self._key(op)
+    if key not in self.known.partitions:
+      partition = self.partitions and self.partitions.partition(op, self.specs, self.sizes)
+      self.known.partitions[key] = partition
+    return self.known.partitions[key]
+
+  def _exchange(self, value: int, ops: Sequence[CollectiveOp], times: int, source: str) -> None:
+    """Adds collectives of an operand, unless they were added before."""
+    if not ops or (value, ops) in self.resharded:
       return
-    else:
+    self.resharded.add((value, ops))
+    self.gathered_bytes += sum(_gathered_bytes(one, self.sizes) for one in ops)
+    self._add_collectives(ops, times, value, source, is_settled=True)
+
+  def _add_halos(self, op: Op, required: Requirement, times: int) -> None:
+    if not required.halos:
       return
-    self.doubts.add(op.source, reason, self._bound(op, required, times))
+    self.gathered_bytes += sum(_gathered_bytes(one, self.sizes) for one in required.halos)
+    value = op.operands[0] if op.operands else 0
+    self._add_collectives(required.halos, times, value, op.source, is_settled=bool(required.exchanges))
+
+  def _doubt_moves(self, op: Op, value: int, spec: Spec | None, times: int) -> None:
+    """Notes arrays that move for elementwise operations."""
+    if spec is None or spec == self.specs[value] or not is_elementwise(op):
+      return
+    if value in self.analyzed.rematerialisable:
+      return
+    changes = self._changes(value, spec)
+    if not any(one.kind == 'all-to-all' for one in changes):
+      return
+    if value in self.analyzed.argument_derived:
+      self.doubts.add(op.source, 'a weight that activations shard along another dimension', UNBOUNDED)
+      return
+    bound = Bound(
+      wire=times * wire_bytes(changes, self.sizes)
+    )  # or that of another array of the same chain
+    self.doubts.add(op.source, 'activations that move within elementwise operations', bound)
+    self.doubts.add(op.source, 'buffers of an exchange', Bound(memory=2 * self._bytes(value)))
 
   def _doubt_merged(self, op: Op, required: Requirement, times: int) -> None:
     """Notes an operation that the step has twice, and that communicates: compilers merge what precedes it."""
@@ -573,7 +655,7 @@ class _CostWalk:
     is_apart = any(min(reduced) < dim < max(reduced) for dim in kept)
     if is_apart or (kept == [len(shape) - 1] and rows <= _FEW_ROWS):
       added = (1 if is_apart else 4) * self._bytes(value)  # of the norms of a block and of its shortcut
-      self.spikes.append((op.source, 'operands of a sum over images', present + added))
+      self.image_sums = max(self.image_sums, present + added)
 
   def _changes(self, value: int, required: Spec) -> Sequence[CollectiveOp]:
     return self._between(self.values[value], self.specs[value], required)
@@ -582,7 +664,13 @@ class _CostWalk:
     """The collectives between two shardings of an array."""
     key = array, before, after
     if key not in self.known.collectives:
-      self.known.collectives[key] = reshard(array, before, after, self.sizes)
+      ops = reshard(array, before, after, self.sizes)
+      if ops and self.partitions and (is_ambiguous(ops) or _has_parts(before) or _has_parts(after)):
+        asked = self.partitions.reshard(array, before, after, self.sizes)
+        if asked is not None:
+          ops = asked
+          self.known.settled.add(key)
+      self.known.collectives[key] = ops
     return self.known.collectives[key]
 
   def _add_result(self, value: int, required: Requirement, times: int, op: Op) -> None:
@@ -609,7 +697,8 @@ class _CostWalk:
         is_own = op.kind == 'concatenate'  # XLA makes this exchange where the parts are joined
         is_exchanged = not is_own and any(one.kind == 'all-to-all' for one in ops)
         self.exchanged |= {value} if is_exchanged else set()
-        self._add_collectives(ops, times, value, op.source)
+        is_settled = (self._wire_value(value), natural, spec) in self.known.settled
+        self._add_collectives(ops, times, value, op.source, is_settled=is_settled)
 
   def _context(self, op: Op) -> Context:
     return Context(
@@ -723,13 +812,24 @@ class _CostWalk:
     if scattered and partial.kind == 'convolution':
       reason = 'a copy with its channels first, of a sum that is scattered along them'
       self.doubts.add(partial.source, reason, Bound(memory=size))
-    if any(op.kind in ('all-to-all', 'collective-permute') for op in ops):
+    if value in self.settled_sums:
+      return
+    if self._moves(ops) and partial.kind == 'dot_general':
       reason = 'a sum of a product whose shards move as it is reduced'
-      if partial.kind == 'dot_general':
-        self.doubts.add(partial.source, reason, Bound(wire=3 * partial.times * size))
-    if sum(not scattered.isdisjoint(axes) for axes in self.specs[value]) > 1:
+      self.doubts.add(partial.source, reason, Bound(wire=3 * partial.times * size))
+    if self._is_cut_often(ops, self.specs[value]):
       reason = 'a sum that is scattered along several dimensions'
       self.doubts.add(partial.source, reason, Bound(wire=2 * partial.times * size))
+
+  @staticmethod
+  def _moves(ops: Sequence[CollectiveOp]) -> bool:
+    return any(op.kind in ('all-to-all', 'collective-permute') for op in ops)
+
+  @staticmethod
+  def _is_cut_often(ops: Sequence[CollectiveOp], spec: Spec) -> bool:
+    """Whether a sum is scattered along several dimensions."""
+    scattered = {axis for op in ops if op.kind == 'reduce-scatter' for axis in op.axes}
+    return sum(not scattered.isdisjoint(axes) for axes in spec) > 1
 
   def _loop(self, op: Op, inner: Sequence[BlockLiveness], times: int) -> float:
     """Adds the costs of all iterations of a loop."""
@@ -813,7 +913,8 @@ class _CostWalk:
       else:
         self.gathered_bytes += copy
       self.hbm += times * copy
-    self._add_collectives(ops, times, value, source)
+    is_settled = (self._wire_value(value), before, after) in self.known.settled
+    self._add_collectives(ops, times, value, source, is_settled=is_settled)
 
   def _loops_since(self, value: int) -> int:
     """The number of present loops that do not change a value."""
@@ -827,6 +928,7 @@ class _CostWalk:
     source: str,
     kind: str = '',
     dtype: str = '',
+    is_settled: bool = False,
   ) -> list[int]:
     """Adds collectives, and returns the indices of the combined ones that they join."""
     if self.platform == 'cpu':
@@ -839,7 +941,7 @@ class _CostWalk:
     kinds = [op.kind for op in ops]
     if kinds == ['all-to-all', 'collective-permute'] and not any('[' in axis for axis in ops[0].axes):
       self.doubts.add(source, 'buffers of an exchange', Bound(memory=2 * ops[-1].bytes))
-    if is_ambiguous(ops):
+    if is_ambiguous(ops) and not is_settled:
       bound = gathered(self._wire_value(value), self.specs[value], self.sizes, times)
       sent = times * wire_bytes(ops, self.sizes)
       bound = bound._replace(wire=max(bound.wire, sent))

@@ -12,7 +12,8 @@ counts FLOPs, memory traffic and collectives, and finds the peak memory (`cost_w
 * independent collectives are combined into one (`collective_combiner`);
 * a value occupies memory from its definition to its last use, unless it is fused (`live_buffers`).
 
-Where XLA could choose otherwise, the estimate carries a doubt.
+Where XLA could choose otherwise, its own partitioner is asked about that operation, if it is installed
+(`partitioned_operations`); where doubts remain, the estimate carries them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flax_spmd._src.compare.costs import cost
 from flax_spmd._src.compare.hardware import Target, parse_target
 from flax_spmd._src.compare.lowering import abstract_batch
 from flax_spmd._src.compare.outcome import Memory, Outcome
+from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.compare.train_step import TrainStepLike, check_train_step
 from flax_spmd._src.constraints import resolve_for_constraint
 from flax_spmd._src.estimate import mlir
@@ -36,6 +38,7 @@ from flax_spmd._src.estimate.compiler_traits import mark_traits, with_folded_pad
 from flax_spmd._src.estimate.cost_walk import AnalyzedGraph, WalkResult
 from flax_spmd._src.estimate.graph import Axes, Spec, shard_size
 from flax_spmd._src.estimate.name_mesh import NamedLowering, lower_on_names
+from flax_spmd._src.estimate.partitioned_operations import PartitionedOperations
 from flax_spmd._src.layout import Layout
 from flax_spmd._src.mesh import MeshLike, abstract_mesh, axis_sizes, axis_types
 from flax_spmd._src.plan.result_shardings import successors
@@ -129,7 +132,10 @@ class Estimator:
     return Layout(mesh, tuple((name, name) for name in mesh.axis_names[:-1]))
 
   def estimate(self, layout: Layout, target: Target | str) -> Outcome:
-    """Estimates the costs and memory of the step under a layout; nothing is compiled.
+    """Estimates the costs and memory of the step under a layout; the step is not compiled.
+
+    Where XLA's partitioner for GPUs has several ways, and the extra `cuda` is installed, it partitions the operation
+    in question on its own, in a process of its own that starts with the first one; else the outcome has a doubt.
 
     Args:
       layout: layout to estimate. Of its mesh only the axes count; the devices are the target's.
@@ -217,6 +223,7 @@ class _AnalyzedStep:
     self.module = mlir.prepare(lowering.code)
     mark_traits(self.module.graph, platform)
     self.analyzed = AnalyzedGraph(with_folded_pads(self.module.graph))
+    self.partitions = PartitionedOperations(self.module, self.analyzed.rematerialisable)
     numbers = {index: number for number, index in enumerate(lowering.used)}
     replaced = successors(lowering.result, lowering.arguments)
     self.replaced_arguments = [None if index is None else numbers.get(index) for index in replaced]
@@ -231,7 +238,8 @@ class _AnalyzedStep:
     results = [None if index is None else arguments[index] for index in self.replaced_arguments]
     resolve = functools.partial(_resolve, layout, self.is_automatic)
     specs = self.module.propagate(sizes, arguments, results, resolve)
-    return self.analyzed.walk(specs, results, sizes, platform)
+    partitions = self.partitions if can_partition(platform) else None
+    return self.analyzed.walk(specs, results, sizes, platform, partitions)
 
 
 def _memory_doubts(peak: int, limit: int) -> Iterator[str]:

@@ -50,6 +50,7 @@ class Requirement(NamedTuple):
     doubt: reason why XLA could choose otherwise, or ''.
     is_settled: whether XLA's choice for operands that are resharded is known.
     padded: bytes on one device of copies of the operands with padding, which the operation reads instead.
+    exchanges: collectives of each operand whose shardings do not imply them, as found by a partitioner.
   """
 
   operands: tuple[Spec | None, ...]
@@ -60,6 +61,7 @@ class Requirement(NamedTuple):
   doubt: str = ''
   is_settled: bool = False
   padded: tuple[float, ...] = ()
+  exchanges: tuple[tuple[CollectiveOp, ...], ...] = ()
 
 
 def collectives(requirement: Requirement, context: Context) -> list[CollectiveOp]:

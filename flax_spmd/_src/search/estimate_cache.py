@@ -20,6 +20,7 @@ from flax_spmd._src.compare.compilation import cache_folder
 from flax_spmd._src.compare.costs import Cost
 from flax_spmd._src.compare.hardware import Target
 from flax_spmd._src.compare.outcome import Memory, Outcome
+from flax_spmd._src.compare.partitioner import can_partition
 from flax_spmd._src.hlo.collectives import Collective
 from flax_spmd._src.hlo.counts import Counts
 from flax_spmd._src.layout import Layout
@@ -61,7 +62,8 @@ def open_cache(identity: str, target: Target, fresh: bool = False) -> EstimateCa
     target: the hardware.
     fresh: whether to discard cached estimates.
   """
-  key = hashlib.sha256(repr([identity, target]).encode()).hexdigest()[:40]
+  about = [identity, target, can_partition(target.chip.platform)]
+  key = hashlib.sha256(repr(about).encode()).hexdigest()[:40]
   file = cache_folder() / f'{key}.search.jsonl'
   versions = {'jaxlib': importlib.metadata.version('jaxlib'), 'flax-spmd': _own_version()}
   head = {'format': FORMAT, **versions, 'source': package_digest()}

@@ -19,6 +19,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
+from flax_spmd._src.checkpoint.storage.parsed_json import expect
+
 _GROUPS = re.compile(r'\(([^()]*)\)|([^\s()]+)')
 _NAME = re.compile(r'([A-Za-z_]\w*)(?:=([1-9]\d{0,18}))?\Z')
 _REST = '...'
@@ -128,16 +130,16 @@ class Arrangement:
 
   def __post_init__(self):
     sides = self.text.split('->')
-    _expect(len(sides) == 2, 'it has no arrow ->, or several')
+    expect(len(sides) == 2, 'it has no arrow ->, or several')
     sizes: dict[str, int] = {}
     rests, groups = zip(*(_side(side, sizes) for side in sides), strict=True)
-    _expect(rests[0] == rests[1], f'only one side begins with {_REST}')
+    expect(rests[0] == rests[1], f'only one side begins with {_REST}')
     old, new = ([name for group in side for name in group] for side in groups)
     for names in (old, new):
       twice = sorted({name for name in names if names.count(name) > 1})
-      _expect(not twice, f'{", ".join(twice)} is on one side twice')
+      expect(not twice, f'{", ".join(twice)} is on one side twice')
     apart = sorted(set(old) ^ set(new))
-    _expect(not apart, f'{", ".join(apart)} is on one side only')
+    expect(not apart, f'{", ".join(apart)} is on one side only')
     for field, value in zip(
       ('saved', 'new', 'sizes', 'has_rest'), (*groups, sizes, rests[0]), strict=True
     ):
@@ -150,7 +152,7 @@ class Arrangement:
       ValueError: the shape does not fit.
     """
     rest = len(shape) - len(self.saved)
-    _expect(rest >= 0 if self.has_rest else rest == 0, f'it has {len(self.saved)} dimensions')
+    expect(rest >= 0 if self.has_rest else rest == 0, f'it has {len(self.saved)} dimensions')
     sizes = dict(self.sizes)
     for group, length in zip(self.saved, shape[rest:], strict=True):
       _solve(group, length, sizes)
@@ -166,17 +168,17 @@ def _side(text: str, sizes: dict[str, int]) -> tuple[bool, Groups]:
   text = text.strip()
   has_rest = text.startswith(_REST)
   text = text.removeprefix(_REST)
-  _expect(not _GROUPS.sub('', text).strip(), 'its brackets do not match, or are nested')
+  expect(not _GROUPS.sub('', text).strip(), 'its brackets do not match, or are nested')
   groups = []
   for match in _GROUPS.finditer(text):
     group = []
     for word in (match[1] if match[2] is None else match[2]).split():
       name = _NAME.match(word)
-      _expect(name is not None, f'{word!r} is not a name')
+      expect(name is not None, f'{word!r} is not a name')
       if name is not None:
         group.append(name[1])
         given = int(name[2]) if name[2] else sizes.get(name[1])
-        _expect(given == sizes.get(name[1], given), f'{name[1]} has two sizes')
+        expect(given == sizes.get(name[1], given), f'{name[1]} has two sizes')
         sizes.update({name[1]: given} if given is not None else {})
     groups.append(tuple(group))
   return has_rest, tuple(groups)
@@ -185,15 +187,10 @@ def _side(text: str, sizes: dict[str, int]) -> tuple[bool, Groups]:
 def _solve(group: tuple[str, ...], length: int, sizes: dict[str, int]) -> None:
   """Adds the size of the open part of a dimension."""
   open_parts = [name for name in group if name not in sizes]
-  _expect(len(open_parts) < 2, f'the sizes of {" and ".join(open_parts)} are open')
+  expect(len(open_parts) < 2, f'the sizes of {" and ".join(open_parts)} are open')
   known = math.prod(sizes[name] for name in group if name in sizes)
   if open_parts:
-    _expect(length % known == 0, f'{length} is not divisible by {known}')
+    expect(length % known == 0, f'{length} is not divisible by {known}')
     sizes[open_parts[0]] = length // known
   else:
-    _expect(known == length, f'({" ".join(group)}) has {known} elements, and the dimension {length}')
-
-
-def _expect(holds: bool, problem: str) -> None:
-  if not holds:
-    raise ValueError(problem)
+    expect(known == length, f'({" ".join(group)}) has {known} elements, and the dimension {length}')

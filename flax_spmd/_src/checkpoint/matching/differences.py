@@ -260,8 +260,9 @@ def _other_dtype(
   text = f'{path}: {converted} in the checkpoint, {target} in the target.'
   if converted.is_number or target.is_number:
     yield from _of_number(path, converted, target, text)
-  elif 'key<' in converted.dtype + target.dtype:
-    yield Problem(text, _LEAF_FIX)
+  elif is_key(converted):
+    key = f'jax.random.key(..., impl={key_implementation(converted.dtype)!r})'
+    yield Problem(text, f'create the key of the target as that of the save, with {key}.')
   elif not may_cast(changes, converted.dtype, target.dtype):
     if is_lossless(converted.dtype, target.dtype):
       yield Problem(text, "to cast without loss, pass Changes(dtypes='cast').")

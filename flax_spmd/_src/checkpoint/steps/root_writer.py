@@ -9,6 +9,7 @@ from etils import epath
 from flax_spmd._src.checkpoint.storage.async_save import in_first
 from flax_spmd._src.checkpoint.storage.head import HEAD, Head, read_head
 from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, idle_head
+from flax_spmd._src.checkpoint.storage.liveness import has_ended
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd.errors import (
   CheckpointBusyError,
@@ -36,6 +37,7 @@ class RootWriter:
 
   def __init__(self, root: epath.Path):
     self._lease: HeadLease | None = None
+    self._stays = False
     self._store = open_store(root)
     self.obstacle = in_first(lambda: self._take(root))
 
@@ -43,7 +45,10 @@ class RootWriter:
     path = root / _NAME
     try:
       try:
-        self._lease = HeadLease(self._store, path, idle_head(self._store, path, overwrite=True))
+        before = idle_head(self._store, path, overwrite=True)
+        lease = before.head.lease
+        self._stays = before.tag is not None and not (lease and has_ended(lease.holder, lease.token))
+        self._lease = HeadLease(self._store, path, before)
       except CheckpointBusyError:
         # Where nothing can be written, there is no need to wait: this put is refused for another reason than the lease.
         self._store.write(f'{_NAME}/{HEAD}', Head().to_bytes(), expected=None)
@@ -78,14 +83,13 @@ class RootWriter:
         f'{root} was removed, moved or unmounted while this manager had it open; or only {root / _NAME} was.\n'
         'Fix: put it back and repeat the call, or open a new manager.'
       ) from failure
-    raise failure or CheckpointBusyError(
-      f'Another manager has taken {root} over, since this process was suspended for a while.\n'
-      'Fix: end this job; the other one continues the run.'
-    )
+    if failure is not None:
+      raise failure
+    self._lease.require(str(root))
 
   def release(self) -> None:
-    """Lets another manager write."""
+    """Lets another manager write. The head stays if a process that was taken for dead may come back: it names this one."""
     if self._lease is not None:
       with contextlib.suppress(OSError, CheckpointError):  # it expires
-        if self._lease.release() and self._lease.tag is not None:
+        if self._lease.release() and self._lease.tag is not None and not self._stays:
           self._store.remove_if(f'{_NAME}/{HEAD}', self._lease.tag)

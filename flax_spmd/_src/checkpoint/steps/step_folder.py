@@ -11,6 +11,7 @@ import json
 import operator
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from flax_spmd._src.checkpoint.storage.generations import remove_checkpoint
 from flax_spmd._src.checkpoint.storage.head import read_head
 from flax_spmd._src.checkpoint.storage.killed_saves import remove_killed_saves
+from flax_spmd._src.checkpoint.storage.manifest import check_replaceable
 from flax_spmd._src.checkpoint.storage.recognition import (
   custom_metadata,
   has_metadata,
@@ -114,13 +116,21 @@ class StepFolder:
       )
     return True
 
-  def remove(self, step: int) -> bool:
+  def remove(self, step: int, check: Callable[[], object] = bool) -> bool:
     """Removes a step, unless a reader uses it. One whose removal is interrupted is no longer listed.
+
+    Args:
+      step: the step.
+      check: see `remove_checkpoint`.
 
     Returns:
       Whether there is no such step now.
     """
-    return str(step) not in self._children() or remove_checkpoint(self.path(step))
+    if str(step) not in self._children():
+      return True
+    store = open_store(self.root)
+    check_replaceable(store, self.path(step), store.children(str(step)))
+    return remove_checkpoint(self.path(step), check)
 
   def set_aside(self, step: int) -> str:
     """Moves a damaged step away, and returns its new name. In cloud storage it stays, and '' is returned."""

@@ -31,7 +31,7 @@ from flax_spmd._src.checkpoint.storage.heartbeat import SILENCE, Heartbeat
 from flax_spmd._src.checkpoint.storage.record import Record
 from flax_spmd._src.checkpoint.storage.store import open_store
 from flax_spmd._src.joint_call import Failure, first_line, in_front
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, named
+from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange, named
 from flax_spmd._src.public_module import set_module
 from flax_spmd.errors import CheckpointError
 
@@ -148,7 +148,7 @@ def claim(path: epath.Path, overwrite: bool, durable: bool) -> Claim | NonWriter
 
 def _check_same_path(path: epath.Path) -> None:
   """Raises if processes save to different paths: the first one's would be written, and the others' would not."""
-  groups = exchange('path', tuple(range(jax.process_count())), os.fspath(path), CALLS, TIMEOUT)
+  groups = exchange('path', everyone(), os.fspath(path), CALLS, TIMEOUT)
   if len(groups) > 1:
     each = ', '.join(f'{text} in {named(processes)}' for processes, text in groups)
     raise CheckpointError(
@@ -219,8 +219,7 @@ def in_first(call: Callable[[], Any], topic: str = 'checkpoint') -> Any:
       message = {'value': call()}
     except Exception as error:
       message = {'error': type(error).__name__, 'text': str(error)}
-  everyone = tuple(range(jax.process_count()))
-  groups = exchange(topic, everyone, json.dumps(message), CALLS, TIMEOUT)
+  groups = exchange(topic, everyone(), json.dumps(message), CALLS, TIMEOUT)
   received = json.loads(next(text for processes, text in groups if 0 in processes))
   _raise_error(received)
   return received['value']
@@ -276,7 +275,7 @@ def start(
   heartbeat: Heartbeat,
   record: PendingRecord,
   metadata: Mapping[str, Any],
-  after: Callable[[], None],
+  after: Callable[[], object],
 ) -> AsyncSave:
   """Continues a save in the background: waits for Orbax, completes the record, and commits the checkpoint.
 
@@ -371,7 +370,7 @@ def commit(
   held: Claim | NonWriter,
   record: PendingRecord,
   metadata: Mapping[str, Any],
-  after: Callable[[], None],
+  after: Callable[[], object],
 ) -> None:
   """Makes the new checkpoint current, and calls `after`. No process returns before that is done."""
   completed = record.complete()
@@ -394,8 +393,7 @@ def _in_all(call: Callable[[], None]) -> None:
     call()
   except Exception as error:
     message = {'error': type(error).__name__, 'text': str(error)}
-  everyone = tuple(range(jax.process_count()))
-  for _, text in exchange(_COMMIT, everyone, json.dumps(message), CALLS, TIMEOUT):
+  for _, text in exchange(_COMMIT, everyone(), json.dumps(message), CALLS, TIMEOUT):
     _raise_error(json.loads(text))
 
 

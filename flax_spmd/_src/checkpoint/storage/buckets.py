@@ -214,12 +214,7 @@ def _redirect(url: str) -> None:
 
 def _is_reached(url: str) -> bool:
   """Whether a URL, or one above it, has been reached."""
-  while '://' in url.rstrip('/'):
-    url = url.rstrip('/')
-    if url in _reached:
-      return True
-    url = url.rpartition('/')[0]
-  return False
+  return any(each in _reached for each in listed_folder.lineage(url))
 
 
 def _kvstore(url: str) -> dict[str, Any] | None:

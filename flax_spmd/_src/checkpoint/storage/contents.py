@@ -189,7 +189,7 @@ def _contents_of(state: Any, layout: Layout | Plan, where: str | None, pack: int
     path: describe(leaves[path], rows[path].names, on_mesh=not rows[path].logical) for path in indices
   }
   kept = {index: indices[path] for index, path in enumerate(paths) if path in indices}
-  record = Record(skeleton.pruned(flat.skeleton, kept), records, flat.kinds, _toml(layout))
+  record = Record(skeleton.unflatten(flat.skeleton, kept.get), records, flat.kinds, _toml(layout))
   contents = _packed(Contents({path: leaves[path] for path in indices}, record), pack)
   _check_processes(contents)
   return contents
@@ -227,12 +227,9 @@ def _array(leaf: Any) -> Any:
 def _check(leaves: Mapping[str, Any]) -> None:
   problems = []
   for path, leaf in leaves.items():
-    if isinstance(leaf, Tracer):
-      fix = 'call save outside of the function that JAX traces, with the state that it returns.'
-      problems.append(Problem(f'{path} is traced: it has no values.', fix))
-    elif isinstance(leaf, jax.ShapeDtypeStruct):
-      fix = 'save a state with values, as layout.init returns; layout.abstract only plans one.'
-      problems.append(Problem(f'{path} is abstract: it has the shape {leaf.shape} but no values.', fix))
+    without_values = value_problem(path, leaf)
+    if without_values is not None:
+      problems.append(without_values)
     elif not isinstance(leaf, (jax.Array, np.ndarray, bool, int, float)) or _is_unsupported(leaf):
       dtype = getattr(leaf, 'dtype', None)
       kind = with_article(type(leaf).__name__) if dtype is None else f'an array of dtype {dtype}'
@@ -241,14 +238,25 @@ def _check(leaves: Mapping[str, Any]) -> None:
       problems.append(
         Problem(f'{path} is an integer of more than 64 bits.', 'split it into numbers of 64 bits.')
       )
-    elif isinstance(leaf, jax.Array) and leaf.is_deleted():
-      fix = 'save the state that the step returned, not the one that was donated to it.'
-      problems.append(Problem(f'{path} has been deleted, or donated to a jitted function.', fix))
   problems += _name_problems(leaves)
   if not leaves:
     problems = [Problem('The state has no leaves.', 'save a state that contains arrays.')]
   if problems:
     raise CheckpointError(problems_text(problems))
+
+
+def value_problem(path: str, leaf: Any) -> Problem | None:
+  """The problem of an array that has no values; None for any other leaf."""
+  if isinstance(leaf, Tracer):
+    fix = 'call save outside of the function that JAX traces, with the state that it returns.'
+    return Problem(f'{path} is traced: it has no values.', fix)
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    fix = 'save a state with values, as layout.init returns; layout.abstract only plans one.'
+    return Problem(f'{path} is abstract: it has the shape {leaf.shape} but no values.', fix)
+  if isinstance(leaf, jax.Array) and leaf.is_deleted():
+    fix = 'save the state that the step returned, not the one that was donated to it.'
+    return Problem(f'{path} has been deleted, or donated to a jitted function.', fix)
+  return None
 
 
 def is_of_one_process(leaf: Any) -> bool:
@@ -281,13 +289,13 @@ def _name_problems(paths: Iterable[str]) -> Iterator[Problem]:
   by_name: dict[str, str] = {}
   for path in paths:
     if path != skeleton.ROOT and any(map(is_unsafe_name, path.split('/'))):
-      yield Problem(f'{path!r} is not safe as a file path.', _NAMES)
+      yield Problem(f'{path!r} is not safe as a file path.', NAMES_FIX)
     other = by_name.setdefault(path.replace('/', '.'), path)
     if other != path:
-      yield Problem(f'{path} and {other} would be one file.', _NAMES)
+      yield Problem(f'{path} and {other} would be one file.', NAMES_FIX)
 
 
-_NAMES = (
+NAMES_FIX = (
   'use no empty keys, no "/", "." or "\\" in the keys of the state, and no null or half characters.'
 )
 

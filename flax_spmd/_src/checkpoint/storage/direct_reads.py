@@ -40,10 +40,11 @@ from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   assembled,
   batches,
   kvstore_of,
+  opened,
   started,
 )
 from flax_spmd._src.data.checksums import own_checksums
-from flax_spmd._src.data.host_values import put
+from flax_spmd._src.data.host_values import placed
 
 CHANGED = 'its content has changed'
 _OF_PROCESS = re.compile(r'ocdbt\.process_\d+/?')
@@ -92,9 +93,9 @@ class DirectReads:
       reads: dict[str, Any] = {}
       for path, request in group.items():
         try:
-          opened = self._opened(path)
+          array = self._opened(path)
           stored = _stored_request(self._record.leaves[path], request)
-          reads[path] = stored, started(opened, stored)
+          reads[path] = stored, started(array, stored)
         except (ValueError, OSError) as error:
           reasons[path] = self._reason(error)
       for path, (stored, futures) in reads.items():
@@ -192,9 +193,7 @@ class DirectReads:
 
   def _stored(self, name: str) -> Any:
     """An opened array, by its name; raises as `_opened`."""
-    driver, kvstore = self._found(name)
-    spec = {'driver': driver, 'kvstore': kvstore, 'fill_missing_data_reads': False}
-    return ts.open(spec, read=True, open=True).result()
+    return opened(*self._found(name)).result()
 
   def _found(self, name: str) -> tuple[str, dict[str, Any]]:
     """TensorStore's driver and key-value store of an array: from the index of all, or from those of the processes."""
@@ -281,5 +280,4 @@ def _leaf(leaf: LeafRecord, request: Any, array: Any) -> Any:
     return jax.random.wrap_key_data(array, impl=key_implementation(leaf.dtype))
   if leaf.packed is None:
     return array
-  array = array.reshape(leaf.shape)
-  return array if request.sharding is None else put([array], [request.sharding])[0]
+  return placed(array.reshape(leaf.shape), request.sharding)

@@ -172,12 +172,8 @@ class DiskStore:
       files = [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
       with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(_sync_file, files))
-        list(threads.map(_sync_folder, [*folders, top]))
+        list(threads.map(sync_folder, [*folders, top]))
       self._sync_above(top)
-
-  def compares(self) -> bool:
-    """See `Store`."""
-    return True
 
   def _path(self, name: str) -> Path:
     return Path(self.root, checked(name, self.root))
@@ -189,13 +185,19 @@ class DiskStore:
         return None
       self._durable.clear()
       path.parent.mkdir(parents=True, exist_ok=True)
-    with self._locked():
-      content = _content(path)
-      if expected not in (ANY, None if content is None else _tag(content)):
-        return None
-      _replace(path, data, durable or content is not None)
+    with _part(path, data) as part:
+      is_synced = durable or path.exists()
+      if is_synced:
+        _sync_file(part)  # not within the lock, which a process may be stopped in
+      with self._locked():
+        content = _content(path)
+        if expected not in (ANY, None if content is None else _tag(content)):
+          return None
+        if content is not None and not is_synced:
+          _sync_file(part)
+        _replace(path, part)
     if durable:
-      _sync_folder(path.parent)
+      sync_folder(path.parent)
       self._sync_above(path.parent)
     return _tag(data)
 
@@ -228,7 +230,7 @@ class DiskStore:
     while not os.path.ismount(inner):
       inner = inner.parent
       with contextlib.suppress(PermissionError):
-        _sync_folder(inner)
+        sync_folder(inner)
     self._durable.add(folder)
 
   @contextlib.contextmanager
@@ -277,22 +279,24 @@ def _is_internal(name: str) -> bool:
   return name == _LOCK or name.endswith(_PART)
 
 
-def _replace(path: Path, data: bytes, durable: bool) -> None:
-  """Writes a file under another name, and renames it. Whoever left such a name has died: the lock is held."""
-  for left in path.parent.glob(f'.{glob.escape(path.name)}.*{_PART}'):
-    left.unlink(missing_ok=True)
+@contextlib.contextmanager
+def _part(path: Path, data: bytes) -> Iterator[Path]:
+  """A new file beside another, with the content that is to replace it; removed if it is still there at the end."""
   part = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{_PART}')
   try:
-    with open(part, 'xb') as file:
-      file.write(data)
-      if durable:
-        file.flush()
-        _sync(file.fileno(), part)
-    os.replace(part, path)
-  except BaseException:
+    part.write_bytes(data)
+    yield part
+  finally:
     with contextlib.suppress(OSError):
       part.unlink()
-    raise
+
+
+def _replace(path: Path, part: Path) -> None:
+  """Renames a part, under the lock. The other parts go: whoever left one has died, or finds it gone and repeats the put."""
+  for left in path.parent.glob(f'.{glob.escape(path.name)}.*{_PART}'):
+    if left != part:
+      left.unlink(missing_ok=True)
+  os.replace(part, path)
 
 
 def _sync(descriptor: int, path: Path) -> None:
@@ -307,7 +311,7 @@ def _sync_file(path: Path) -> None:
     _sync(file.fileno(), path)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
   """Makes the names in a folder durable. Some file systems cannot, where names are as durable as they get."""
   descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_DIRECTORY', 0))
   try:

@@ -22,7 +22,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from flax_spmd._src.checkpoint.storage.head_lease import HeadLease, busy, idle_h
 from flax_spmd._src.checkpoint.storage.killed_saves import Intent, remove_generation, remove_killed_saves
 from flax_spmd._src.checkpoint.storage.manifest import (
   MANIFEST,
+  check_replaceable,
   manifest_digest,
   new_manifest,
   whole_generations,
@@ -96,6 +97,8 @@ class Claim:
     self._garbage = [name for name in listed if is_generation(name) and name != before.head.generation]
     self._found = [] if before.head.generation or not self._garbage else self._unnamed(before)
     self._check_free(overwrite, is_new=before.tag is None)
+    current = [] if before.head.generation is None else [before.head.generation]
+    check_replaceable(self._store, path, [*current, *self._found, *self._legacy])
     if not (before.head.generation or self._garbage):
       _check_foreign(path, [name for name in others if name not in self._legacy])
     self._lease, self._intent = self._taken(before)
@@ -158,8 +161,7 @@ class Claim:
 
   def require_lease(self) -> None:
     """Raises CheckpointBusyError if another process has taken the lease over."""
-    if self._lease.is_lost:
-      raise busy(self.path, reason=' Another process took this one for dead, and replaced it.')
+    self._lease.require(f'Checkpoint {self.path}')
 
   def sync(self) -> None:
     """Does nothing: `commit` makes every file durable."""
@@ -183,10 +185,12 @@ class Claim:
     self._store.write(f'{folder}/{MANIFEST}', data, expected=None, durable=False)
     if self._durable:
       self._store.sync(folder)
+    self.require_lease()
     self._attempted = True
-    if not self._lease.commit(
-      Head(self._generation, manifest_digest(data), self._lease.head.epoch), durable=self._durable
-    ):
+    new = self._lease.head._replace(
+      generation=self._generation, manifest=manifest_digest(data), lease=None
+    )
+    if not self._lease.commit(new, durable=self._durable):
       self.require_lease()
     self._committed = True
     with contextlib.suppress(OSError, CheckpointError):  # the next save removes what stays
@@ -290,8 +294,13 @@ def _check_place(path: epath.Path) -> None:
       )
 
 
-def remove_checkpoint(path: epath.Path) -> bool:
+def remove_checkpoint(path: epath.Path, check: Callable[[], object] = bool) -> bool:
   """Removes a checkpoint, unless a reader or a writer uses it. Files of others beside it stay.
+
+  Args:
+    path: path of the checkpoint.
+    check: function that raises an error if the caller may not remove it any more. Nobody finds the checkpoint when it is
+      called; after an error it is there again.
 
   Returns:
     Whether it has been removed.
@@ -312,7 +321,7 @@ def remove_checkpoint(path: epath.Path) -> bool:
     intent.leave()
     raise
   try:
-    return _removed(store, path, lease, intent, before.head, listed)
+    return _removed(store, path, lease, intent, before.head, listed, check)
   except BaseException:
     with contextlib.suppress(OSError, CheckpointError):
       lease.release()
@@ -329,11 +338,18 @@ def _removed(
   intent: Intent,
   before: Head,
   listed: Sequence[str],
+  check: Callable[[], object],
 ) -> bool:
   if not lease.put(lease.head._replace(generation=None, manifest=None), durable=True):
     return False
-  if pinned_generations(store, path.name):
-    lease.release(generation=before.generation, manifest=before.manifest)
+  is_used = True
+  try:
+    check()
+    is_used = bool(pinned_generations(store, path.name))
+  finally:
+    if is_used:
+      lease.release(generation=before.generation, manifest=before.manifest)
+  if is_used:
     return False
   for name in filter(is_generation, listed):
     remove_generation(store, f'{path.name}/{name}')

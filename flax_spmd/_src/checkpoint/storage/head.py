@@ -1,10 +1,12 @@
 """Heads: the one small object that decides which generation a checkpoint is, and who may replace it.
 
     {"format": 2, "generation": "gen-000002-5f1c22a0", "manifest": "<digest>", "epoch": 2,
+     "writer": ["host", "<namespace>", 4711, "<start>"],
      "lease": {"holder": ["host", "<namespace>", 4711, "<start>"], "token": "9c41...", "beat": 3}}
 
-`generation` is null while nothing has been saved. `lease` is null while nobody writes. A head is only ever
-replaced under the condition that it is unchanged, so every new lease invalidates all older writers.
+`generation` is null while nothing has been saved. `lease` is null while nobody writes; `writer` is the process
+that took the last one. A head is only ever replaced under the condition that it is unchanged, so every new lease
+invalidates all older writers.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from flax_spmd._src.checkpoint.storage.parsed_json import expect, is_count, json_object, parsing
+from flax_spmd._src.checkpoint.storage.parsed_json import (
+  check_format,
+  expect,
+  is_count,
+  json_object,
+  parsing,
+)
 from flax_spmd._src.checkpoint.storage.process_identity import ProcessIdentity, parsed_identity
 from flax_spmd._src.checkpoint.storage.store import Store, Tag
-from flax_spmd.errors import CheckpointError
 
 HEAD = 'HEAD'
 FORMAT = 2
@@ -49,12 +56,14 @@ class Head(NamedTuple):
     manifest: digest of its manifest.
     epoch: number of leases so far.
     lease: current lease, or None.
+    writer: process that took the last lease; None if an earlier version wrote the head.
   """
 
   generation: str | None = None
   manifest: str | None = None
   epoch: int = 0
   lease: Lease | None = None
+  writer: ProcessIdentity | None = None
 
   def to_bytes(self) -> bytes:
     """The stored form."""
@@ -108,14 +117,8 @@ def parsed_head(data: bytes, path: Any) -> Head:
   """
   with parsing(path, HEAD):
     content = json_object(data)
-    found = content['format']
-    head = None if is_count(found) and found > FORMAT else _head(content)
-  if head is None:
-    raise CheckpointError(
-      f'Checkpoint {path} has format {found}, but this version reads formats up to {FORMAT}.\n'
-      'Fix: restore it with the version of flax_spmd that wrote it, or a newer one.'
-    )
-  return head
+    check_format(content, FORMAT, f'{HEAD} of checkpoint {path}')
+    return _head(content)
 
 
 def is_generation(name: str) -> bool:
@@ -125,8 +128,8 @@ def is_generation(name: str) -> bool:
 
 def _head(content: dict[str, Any]) -> Head:
   """The validated contents."""
-  generation, digest, epoch = content['generation'], content['manifest'], content['epoch']
   expect(is_count(content['format']) and content['format'] == FORMAT, 'its format is not a number')
+  generation, digest, epoch = content['generation'], content['manifest'], content['epoch']
   expect(
     generation is None or (isinstance(generation, str) and is_generation(generation)),
     f'its generation is {generation!r}',
@@ -136,7 +139,14 @@ def _head(content: dict[str, Any]) -> Head:
   )
   expect(is_count(epoch), f'its epoch is {epoch!r}')
   lease = content['lease']
-  return Head(generation, digest, epoch, None if lease is None else _lease(lease))
+  writer = content.get('writer')
+  return Head(
+    generation,
+    digest,
+    epoch,
+    None if lease is None else _lease(lease),
+    None if writer is None else parsed_identity(writer),
+  )
 
 
 def _lease(content: Any) -> Lease:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import Any
 
 from etils import epath
@@ -16,7 +17,14 @@ from flax_spmd._src.checkpoint.storage.head import (
   is_generation,
   read_head,
 )
-from flax_spmd._src.checkpoint.storage.liveness import BEAT, drop, has_ended, new_token, stays_silent
+from flax_spmd._src.checkpoint.storage.liveness import (
+  BEAT,
+  LEASE,
+  drop,
+  has_ended,
+  new_token,
+  stays_silent,
+)
 from flax_spmd._src.checkpoint.storage.process_identity import ProcessIdentity, this_process
 from flax_spmd._src.checkpoint.storage.store import Store, Tag
 from flax_spmd.errors import CheckpointBusyError, CheckpointDamagedError, CheckpointError
@@ -57,13 +65,11 @@ def _highest_epoch(store: Store, path: epath.Path) -> int:
   return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
-def busy(
-  path: epath.Path, holder: ProcessIdentity | None = None, reason: str = ''
-) -> CheckpointBusyError:
+def busy(path: epath.Path, holder: ProcessIdentity | None = None) -> CheckpointBusyError:
   """The error for a path that another process writes to."""
   by = f', by {holder}' if holder else ''
   return CheckpointBusyError(
-    f'Checkpoint {path} is being written{by}.{reason}\nFix: wait for it, or save to another path.'
+    f'Checkpoint {path} is being written{by}.\nFix: wait for it, or save to another path.'
   )
 
 
@@ -88,10 +94,12 @@ class HeadLease:
     self._store, self._path = store, path
     self._token = new_token()
     self._writing, self._stopped = threading.RLock(), threading.Event()
-    self._lost = False
+    self._lost, self._renewed = False, time.monotonic()
+    self._successor: ProcessIdentity | None = None
     self.tag: Tag | None = before.tag
     epoch = before.head.epoch + 1
-    self.head = before.head._replace(epoch=epoch, lease=Lease(this_process(), self._token))
+    me = this_process()
+    self.head = before.head._replace(epoch=epoch, lease=Lease(me, self._token), writer=me)
     try:
       if not self.put(self.head, durable):
         raise busy(path)
@@ -101,10 +109,20 @@ class HeadLease:
         self.release()
       raise
 
-  @property
-  def is_lost(self) -> bool:
-    """Whether another process has taken the lease over."""
-    return self._lost
+  def require(self, name: str) -> None:
+    """Raises CheckpointBusyError, with the process, if another one has taken the lease over.
+
+    Args:
+      name: beginning of the error text.
+    """
+    if time.monotonic() - self._renewed > LEASE:
+      with contextlib.suppress(OSError, CheckpointError):
+        self.renew()
+    if self._lost:
+      raise CheckpointBusyError(
+        f'{name} was taken over by {self._successor or "another process"}, since this process was suspended, or cut '
+        'off from the storage, for a while.\nFix: end this job, or save to another path.'
+      )
 
   def put(self, head: Head, durable: bool = False) -> bool:
     """Replaces the head; returns False, for good, if it no longer is this lease's.
@@ -122,9 +140,11 @@ class HeadLease:
         stored = read_head(self._store, self._path)
         if stored.tag is not None and (stored.head == head or self._is_ours(stored.head)):
           tag = self._store.write(name, head.to_bytes(), expected=stored.tag, durable=durable)
+        else:
+          self._successor = stored.head.lease.holder if stored.head.lease else stored.head.writer
       self._lost = tag is None
       if tag is not None:
-        self.tag, self.head = tag, head
+        self.tag, self.head, self._renewed = tag, head, time.monotonic()
       return not self._lost
 
   def commit(self, head: Head, durable: bool = False) -> bool:

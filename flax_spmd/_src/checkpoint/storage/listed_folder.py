@@ -108,12 +108,14 @@ def listed(url: str) -> ListedFolder | None:
   if not _listed:
     return None
   with _changing:
-    while '://' in url.rstrip('/'):
-      url = url.rstrip('/')
-      if url in _listed:
-        return _listed[url][-1]
-      url = url.rpartition('/')[0]
-  return None
+    return next((_listed[each][-1] for each in lineage(url) if each in _listed), None)
+
+
+def lineage(url: str) -> Iterator[str]:
+  """A URL, and those of the folders above it up to the bucket, without slashes at their ends."""
+  while '://' in (url := url.rstrip('/')):
+    yield url
+    url = url.rpartition('/')[0]
 
 
 def _path(url: str) -> str:

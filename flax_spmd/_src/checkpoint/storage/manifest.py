@@ -6,13 +6,17 @@ since the save, or belongs to another generation, is never read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from etils import epath
+
 from flax_spmd._src.checkpoint.storage.head import is_generation
+from flax_spmd._src.checkpoint.storage.orbax_folders import METADATA
 from flax_spmd._src.checkpoint.storage.parsed_json import (
   damaged_file,
   expect,
@@ -20,7 +24,13 @@ from flax_spmd._src.checkpoint.storage.parsed_json import (
   json_object,
   parsing,
 )
-from flax_spmd._src.checkpoint.storage.record import KEY, Record, from_json, to_json
+from flax_spmd._src.checkpoint.storage.record import (
+  KEY,
+  Record,
+  check_record_format,
+  from_json,
+  to_json,
+)
 from flax_spmd._src.checkpoint.storage.store import FileRecord, Store
 from flax_spmd.errors import CheckpointDamagedError
 
@@ -96,12 +106,30 @@ def parsed_manifest(data: bytes, path: Any) -> Manifest:
   with parsing(path, MANIFEST):
     content = json_object(data)
     record = content[KEY]
+    check_record_format(record, path)
     expect(isinstance(content['files'], dict), f'its files are {content["files"]!r}')
     files = {name: _file(entry) for name, entry in content['files'].items()}
     metadata, saved = content['metadata'], content['saved']
     expect(isinstance(metadata, dict), f'its metadata is {metadata!r}')
     expect(isinstance(saved, int), f'its time is {saved!r}')
   return Manifest(from_json(record, str(path)), files, metadata, saved)
+
+
+def check_replaceable(store: Store, path: epath.Path, names: Sequence[str]) -> None:
+  """Raises CheckpointError if a newer version wrote what a save or removal replaces. What is damaged may go.
+
+  Args:
+    store: store of the folder that holds the path.
+    path: path of the checkpoint.
+    names: names in it that go: generations, and files of Orbax or of format 1.
+  """
+  files = [f'{name}/{MANIFEST}' for name in names if is_generation(name)]
+  for file in (*files, *({MANIFEST, METADATA} & set(names))):
+    with contextlib.suppress(CheckpointDamagedError), parsing(path, file):
+      stored = store.read(f'{path.name}/{file}')
+      content = {} if stored is None else json_object(stored[0])
+      for holder in (content, content.get('custom_metadata')):
+        check_record_format(holder.get(KEY) if isinstance(holder, dict) else None, path)
 
 
 def damaged_manifest(path: Any, reason: str) -> CheckpointDamagedError:

@@ -137,11 +137,6 @@ class ObjectStore:
   def sync(self, folder_or_file: str = '') -> None:
     """See `Store`. What a server has accepted is durable."""
 
-  def compares(self) -> bool:
-    """See `Store`. Writes a small object, once per bucket and process, and removes it."""
-    with self._calls('write', ''):
-      return self._tried().compares
-
   @property
   def _bucket(self) -> tuple[str, str, str]:
     return (self._location.scheme, self._location.bucket, self._location.endpoint)
@@ -201,7 +196,7 @@ class ObjectStore:
       raise bucket_errors.no_bucket(self._location) from None
 
   def _tried(self) -> Abilities:
-    """What the bucket is able to do."""
+    """What the bucket is able to do, found once per process by writing a small object, which is removed."""
     if self._bucket not in _abilities:
       key = f'{_PROBE}{secrets.token_hex(8)}'
       try:

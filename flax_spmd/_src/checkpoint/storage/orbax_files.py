@@ -10,16 +10,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from flax_spmd._src.checkpoint.storage.orbax_folders import INDICATOR, METADATA, TREE_METADATA
 from flax_spmd._src.checkpoint.storage.store import Store, Tag
 
-_RECORD = '_CHECKPOINT_METADATA'
-_TREE = '_METADATA'  # of a tree of arrays that has this folder for itself
-_MARKS = {_RECORD, _TREE, 'commit_success.txt', 'orbax.checkpoint'}
+_MARKS = {METADATA, TREE_METADATA, INDICATOR, 'commit_success.txt'}
 _FILES = {'_sharding', '_strings.json', 'checkpoint', 'manifest.ocdbt'}
 _FILES |= {'MANIFEST'}  # ours, in a copy of a generation
 _FOLDERS = {'array_metadatas', 'descriptor'}
 _OF_PROCESS = re.compile(r'ocdbt\.process_\d+')
-_IN_PARTS = {_TREE, 'manifest.ocdbt', 'commit_success.txt'}
+_IN_PARTS = {TREE_METADATA, 'manifest.ocdbt', 'commit_success.txt'}
 _IN_ARRAYS = {'.zarray', 'zarr.json'}  # that have a folder each
 
 
@@ -36,9 +35,9 @@ def orbax_names(store: Store, folder: str, names: Sequence[str]) -> list[str]:
   marks = sorted(_MARKS & set(names))
   if not marks:
     return []
-  is_tree = _TREE in marks
+  is_tree = TREE_METADATA in marks
   known = _FOLDERS | ({'d'} if 'manifest.ocdbt' in names else set())
-  known |= _parts(store, folder) if _RECORD in marks else set()
+  known |= _parts(store, folder) if METADATA in marks else set()
   arrays = _arrays(store, folder) if is_tree else set()
 
   def is_known(name: str) -> bool:
@@ -49,14 +48,14 @@ def orbax_names(store: Store, folder: str, names: Sequence[str]) -> list[str]:
       return True
     if is_tree:
       return name in arrays and bool(_IN_ARRAYS & inside)
-    return bool(_IN_PARTS & inside) and _RECORD not in inside  # which another checkpoint has
+    return bool(_IN_PARTS & inside) and METADATA not in inside  # which another checkpoint has
 
   return [name for name in sorted(set(names) - _MARKS) if is_known(name)] + marks
 
 
 def _parts(store: Store, folder: str) -> set[str]:
   """The names of a checkpoint's parts, as Orbax has recorded them."""
-  stored = store.read(f'{folder}/{_RECORD}')
+  stored = store.read(f'{folder}/{METADATA}')
   try:
     return set(dict(_content(stored)['item_handlers']))
   except (ValueError, KeyError, TypeError, RecursionError):
@@ -65,7 +64,7 @@ def _parts(store: Store, folder: str) -> set[str]:
 
 def _arrays(store: Store, folder: str) -> set[str]:
   """The names of a tree's arrays, as Orbax has recorded them."""
-  stored = store.read(f'{folder}/{_TREE}')
+  stored = store.read(f'{folder}/{TREE_METADATA}')
   try:
     leaves = _content(stored)['tree_metadata'].values()
     return {'.'.join(str(key['key']) for key in leaf['key_metadata']) for leaf in leaves}

@@ -5,13 +5,13 @@ Anyone may have written or damaged them: sizes and names are checked before they
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
 
+from flax_spmd._src.checkpoint.storage.parsed_json import expect, json_object, parsing
 from flax_spmd.errors import CheckpointDamagedError
 
 METADATA, TREE_METADATA, INDICATOR = '_CHECKPOINT_METADATA', '_METADATA', 'orbax.checkpoint'
@@ -26,20 +26,11 @@ def read_metadata(file: epath.Path, checkpoint: epath.Path) -> dict[str, Any]:
   """A metadata file of Orbax. Anyone may have written or damaged it."""
   if not file.exists():
     return {}
-  try:
+  with parsing(checkpoint, file.name):
+    expect(not file.is_dir(), 'it is a folder')
     size = file.stat().length
-    if size > _LARGEST_METADATA:
-      raise ValueError(f'it has {size:,} bytes')
-    content = json.loads(file.read_text())
-    if not isinstance(content, dict):
-      raise ValueError('it is not a JSON object')
-    return content
-  except (ValueError, RecursionError, IsADirectoryError) as error:
-    reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error)
-    raise CheckpointDamagedError(
-      f'Checkpoint {checkpoint} cannot be read, because of {file.name}: {reason}.\n'
-      'Fix: restore another checkpoint; this one was changed after it was written.'
-    ) from error
+    expect(size <= _LARGEST_METADATA, f'it has {size:,} bytes')
+    return json_object(file.read_bytes())
 
 
 def folder_and_part(path: epath.Path) -> tuple[epath.Path, str | None]:

@@ -39,7 +39,7 @@ from flax_spmd._src.checkpoint.storage.record import (
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
 from flax_spmd._src.checkpoint.storage.store import FileRecord
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
-from flax_spmd._src.data.host_values import put
+from flax_spmd._src.data.host_values import placed, put
 from flax_spmd.errors import CheckpointDamagedError, raise_problems
 
 _ARRAYS = 'array_metadatas'
@@ -240,7 +240,7 @@ def _empty(leaf: LeafRecord, request: Any) -> Any:
     value: Any = jax.random.wrap_key_data(plain, impl=key_implementation(leaf.dtype))
   else:
     value = np.empty(leaf.shape, request.dtype)
-  return value if request.sharding is None else put([value], [request.sharding])[0]
+  return placed(value, request.sharding)
 
 
 def _misfit(path: epath.Path, names: Sequence[str]) -> CheckpointDamagedError:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from flax_spmd.errors import CheckpointDamagedError
+from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -31,8 +31,26 @@ def parsing(path: Any, file: str) -> Iterator[None]:
   """
   try:
     yield
+  except CheckpointError:
+    raise
   except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
     raise damaged_file(path, file, reason_of(error)) from error
+
+
+def check_format(content: Any, newest: int, name: str) -> None:
+  """Raises CheckpointError for what a newer version has written, whose other contents may mean anything.
+
+  Args:
+    content: JSON value with a `format`.
+    newest: newest format that this version reads.
+    name: beginning of the error text.
+  """
+  found = content.get('format') if isinstance(content, dict) else None
+  if type(found) is int and found > newest:
+    raise CheckpointError(
+      f'{name} has format {found}, but this version reads formats up to {newest}.\n'
+      'Fix: upgrade flax_spmd, or pass another path.'
+    )
 
 
 def damaged_file(path: Any, file: str, reason: str) -> CheckpointDamagedError:

@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from flax_spmd._src.checkpoint.storage import skeleton
+from flax_spmd._src.checkpoint.storage.parsed_json import check_format, expect, reason_of
 from flax_spmd._src.checkpoint.storage.skeleton import Skeleton
 from flax_spmd._src.data.checksums import is_checksum
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
@@ -311,47 +312,37 @@ def from_json(content: Any, checkpoint: str) -> Record:
     CheckpointError: a newer version wrote the record.
     CheckpointDamagedError: the content is not a record, or has changed since it was written.
   """
-  if isinstance(content, dict) and isinstance(content.get('format'), int) and content['format'] > FORMAT:
-    raise CheckpointError(
-      f'Checkpoint {checkpoint} has format {content["format"]}; this version reads formats up to {FORMAT}.\n'
-      'Fix: upgrade flax_spmd.'
-    )
+  check_record_format(content, checkpoint)
   try:
-    _expect(
+    expect(
       isinstance(content, dict) and content['digest'] == digest(content),
       'its digest does not match its content',
     )
-    _expect(content['format'] == FORMAT and _is_int(content['format']), 'its format is not a number')
+    expect(content['format'] == FORMAT and _is_int(content['format']), 'its format is not a number')
     structure = _skeleton(content['tree'])
-    _expect(isinstance(content['leaves'], list), 'its leaves are not a list')
+    expect(isinstance(content['leaves'], list), 'its leaves are not a list')
     validated: dict[str, Any] = {}
     leaves = [_leaf(leaf, validated) for leaf in content['leaves']]
     paths = skeleton.paths(structure)
-    _expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not match its leaves')
+    expect(len(paths) == len(leaves) == len(set(paths)), 'its tree does not match its leaves')
     kinds = content['kinds']
-    _expect(isinstance(kinds, dict), 'its kinds are not strings')
-    _expect(
+    expect(isinstance(kinds, dict), 'its kinds are not strings')
+    expect(
       all(isinstance(text, str) for pair in kinds.items() for text in pair), 'its kinds are not strings'
     )
     layout = content['layout']
-    _expect(layout is None or isinstance(layout, str), 'its layout is not a string')
+    expect(layout is None or isinstance(layout, str), 'its layout is not a string')
   except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
     raise CheckpointDamagedError(
-      f'The record of checkpoint {checkpoint} is damaged: {_reason(error)}.\n'
+      f'The record of checkpoint {checkpoint} is damaged: {reason_of(error)}.\n'
       'Fix: restore another checkpoint; this one was changed after it was written.'
     ) from error
   return Record(structure, dict(zip(paths, leaves, strict=True)), dict(kinds), layout)
 
 
-def _reason(error: Exception) -> str:
-  if isinstance(error, RecursionError):
-    return 'it is nested too deeply'
-  return f'{error} is missing' if isinstance(error, KeyError) else str(error)
-
-
-def _expect(holds: bool, reason: str) -> None:
-  if not holds:
-    raise ValueError(reason)
+def check_record_format(content: Any, checkpoint: Any) -> None:
+  """Raises CheckpointError if a newer version wrote a stored record."""
+  check_format(content, FORMAT, f'The record of checkpoint {checkpoint}')
 
 
 def _skeleton(content: Any) -> Skeleton:
@@ -360,15 +351,10 @@ def _skeleton(content: Any) -> Skeleton:
     return content
   if isinstance(content, list):
     return [_skeleton(child) for child in content]
-  _expect(isinstance(content, dict), f'its tree contains a value of type {type(content).__name__}')
+  expect(isinstance(content, dict), f'its tree contains a value of type {type(content).__name__}')
   for name in content:
-    check_name(name)
+    expect(not is_unsafe_name(name), f'it has a leaf named {name!r}')
   return {name: _skeleton(child) for name, child in content.items()}
-
-
-def check_name(name: Any) -> None:
-  """Raises ValueError for an unsafe leaf name."""
-  _expect(not is_unsafe_name(name), f'it has a leaf named {name!r}')
 
 
 def is_unsafe_name(name: Any) -> bool:
@@ -391,7 +377,7 @@ def _leaf(content: Any, validated: dict[str, Any]) -> LeafRecord:
     validated: shape, names and spec of earlier leaves, by their stored form. Most leaves repeat some.
   """
   known = isinstance(content, dict) and set(content) <= set(LeafRecord._fields)
-  _expect(known, 'a leaf is not an object with the known fields')
+  expect(known, 'a leaf is not an object with the known fields')
   shape, dtype = content['shape'], content['dtype']
   stored = dtype, shape, content.get('names'), content.get('spec')
   key = repr(stored)
@@ -399,38 +385,38 @@ def _leaf(content: Any, validated: dict[str, Any]) -> LeafRecord:
     validated[key] = _shape_names_spec(*stored)
   shape, names, spec = validated[key]
   checksum, value, on_mesh = (content.get(key) for key in ('checksum', 'value', 'on_mesh'))
-  _expect(checksum is None or is_checksum(checksum), f'a leaf has the checksum {checksum!r}')
-  _expect(
+  expect(checksum is None or is_checksum(checksum), f'a leaf has the checksum {checksum!r}')
+  expect(
     type(value) is NUMBERS.get(dtype, type(None)), f'a leaf of dtype {dtype} has the value {value!r}'
   )
-  _expect(on_mesh is None or on_mesh is True, f'on_mesh is {on_mesh!r}')
+  expect(on_mesh is None or on_mesh is True, f'on_mesh is {on_mesh!r}')
   packed = _packed(content.get('packed'), dtype)
   return LeafRecord(shape, dtype, names, spec, checksum, value, on_mesh, packed)
 
 
 def _shape_names_spec(dtype: Any, shape: Any, names: Any, spec: Any) -> tuple[Any, Any, Any]:
   """The validated shape, names and spec of a leaf; also validates its dtype."""
-  _expect(
+  expect(
     isinstance(shape, list) and all(_is_int(size) and 0 <= size < 2**60 for size in shape),
     f'a leaf has the shape {shape!r}',
   )
-  _expect(isinstance(dtype, str), 'a dtype is not a string')
+  expect(isinstance(dtype, str), 'a dtype is not a string')
   if dtype not in NUMBERS:
     dtype_of(dtype)
-  _expect(dtype not in NUMBERS or not shape, f'a leaf of dtype {dtype} has the shape {shape!r}')
+  expect(dtype not in NUMBERS or not shape, f'a leaf of dtype {dtype} has the shape {shape!r}')
   return tuple(shape), _axes(names, len(shape)), _axes(spec, None)
 
 
 def _axes(content: Any, rank: int | None) -> tuple[Any, ...] | None:
   if content is None:
     return None
-  _expect(
+  expect(
     isinstance(content, list) and rank in (None, len(content)),
     'names or a spec are not a list of the right length',
   )
   for axis in content:
     each = axis if isinstance(axis, list) else [axis]
-    _expect(
+    expect(
       axis is None or all(isinstance(name, str) for name in each), f'a dimension has the name {axis!r}'
     )
   return tuple(_plain_axis(axis) for axis in content)
@@ -442,6 +428,6 @@ def _packed(content: Any, dtype: str) -> tuple[str, int] | None:
     return None
   is_pair = isinstance(content, list) and len(content) == 2 and isinstance(content[0], str)
   is_place = is_pair and _is_int(content[1]) and dtype not in NUMBERS
-  _expect(is_place, f'a leaf of dtype {dtype} is packed at {content!r}')
+  expect(is_place, f'a leaf of dtype {dtype} is packed at {content!r}')
   dtype_of(content[0])
   return content[0], content[1]

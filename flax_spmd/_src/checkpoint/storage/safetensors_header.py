@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage.byte_ranges import RangeFile, stamp
+from flax_spmd._src.checkpoint.storage.parsed_json import expect
 from flax_spmd._src.checkpoint.storage.record import dtype_of, is_unsafe_name
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
@@ -113,14 +114,14 @@ def read_header(file: epath.Path) -> dict[str, TensorEntry]:
 
 def _length_and_text(file: epath.Path, size: int) -> tuple[int, bytes]:
   """The length of a header, and the header. No other byte of the file is read."""
-  _expect(size >= LENGTH_BYTES, f'it has {size} bytes, too few for a header.')
+  expect(size >= LENGTH_BYTES, f'it has {size} bytes, too few for a header.')
   with contextlib.closing(RangeFile(file)) as opened:
     length = int.from_bytes(opened.read(0, LENGTH_BYTES), 'little')
-    _expect(
+    expect(
       length <= size - LENGTH_BYTES,
       f'its header has {length:,} bytes, and the file {size - LENGTH_BYTES:,} after the length.',
     )
-    _expect(
+    expect(
       length <= MOST_HEADER_BYTES,
       f'its header has {length:,} bytes; the format allows {MOST_HEADER_BYTES:,}.',
     )
@@ -140,15 +141,10 @@ def invalid(file: epath.Path, problems: Sequence[str]) -> CheckpointDamagedError
 _FIX = 'Fix: copy or download it again; it is incomplete, or was changed after it was written.'
 
 
-def _expect(holds: bool, problem: str) -> None:
-  if not holds:
-    raise ValueError(problem)
-
-
 def _parsed(data: bytes) -> dict[str, Any]:
   """The JSON object of a header."""
   try:
-    _expect(data[:1] == b'{', 'it does not begin with {')
+    expect(data[:1] == b'{', 'it does not begin with {')
     content = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
   except (ValueError, RecursionError) as error:
     reason = 'it is nested too deeply' if isinstance(error, RecursionError) else str(error).rstrip('.')
@@ -159,14 +155,14 @@ def _parsed(data: bytes) -> dict[str, Any]:
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   result: dict[str, Any] = {}
   for name, value in pairs:
-    _expect(name not in result, f'it has {name!r} twice')
+    expect(name not in result, f'it has {name!r} twice')
     result[name] = value
   return result
 
 
 def _check_metadata(content: Any) -> None:
   is_texts = isinstance(content, dict) and all(isinstance(text, str) for text in content.values())
-  _expect(is_texts, f'{METADATA}: it is not an object of strings.')
+  expect(is_texts, f'{METADATA}: it is not an object of strings.')
 
 
 def _entry(name: str, content: Any, start: int, size: int) -> TensorEntry:
@@ -179,27 +175,27 @@ def _entry(name: str, content: Any, start: int, size: int) -> TensorEntry:
     size: bytes of the file.
   """
   text = repr(name)
-  _expect(isinstance(content, dict), f'{text}: it is not an object.')
+  expect(isinstance(content, dict), f'{text}: it is not an object.')
   missing = [field for field in ('dtype', 'shape', 'data_offsets') if field not in content]
-  _expect(not missing, f'{text}: it has no {" and no ".join(missing)}.')
+  expect(not missing, f'{text}: it has no {" and no ".join(missing)}.')
   dtype, shape, offsets = content['dtype'], content['shape'], content['data_offsets']
-  _expect(dtype not in _PACKED, f'{text}: arrays of {dtype} share bytes, which is not supported.')
+  expect(dtype not in _PACKED, f'{text}: arrays of {dtype} share bytes, which is not supported.')
   known = isinstance(dtype, str) and dtype in DTYPES
-  _expect(known, f'{text}: its dtype {_short(dtype)} is unknown.')
+  expect(known, f'{text}: its dtype {_short(dtype)} is unknown.')
   itemsize = dtype_of(DTYPES[dtype]).itemsize
-  _expect(_is_sizes(shape), f'{text}: its shape {_short(shape)} is not a list of sizes.')
+  expect(_is_sizes(shape), f'{text}: its shape {_short(shape)} is not a list of sizes.')
   fits = math.prod(max(length, 1) for length in shape) * itemsize < _LARGEST
-  _expect(fits, f'{text}: its shape {_short(shape)} is too large.')
+  expect(fits, f'{text}: its shape {_short(shape)} is too large.')
   is_pair = _is_sizes(offsets) and len(offsets) == 2
-  _expect(is_pair, f'{text}: its data_offsets {_short(offsets)} are not two positions.')
+  expect(is_pair, f'{text}: its data_offsets {_short(offsets)} are not two positions.')
   begin, end = offsets
-  _expect(begin <= end, f'{text}: its data_offsets {offsets} run backwards.')
-  _expect(
+  expect(begin <= end, f'{text}: its data_offsets {offsets} run backwards.')
+  expect(
     end <= size - start,
     f'{text}: its data end at byte {end:,}, and the file has {size - start:,} of data.',
   )
   needed = math.prod(shape) * itemsize
-  _expect(
+  expect(
     end - begin == needed,
     f'{text}: {dtype}{shape} has {needed:,} bytes, and its data_offsets {end - begin:,}.',
   )

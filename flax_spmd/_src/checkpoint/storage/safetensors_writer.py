@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flax_spmd._src.checkpoint.storage.disk_store import sync_folder
 from flax_spmd._src.checkpoint.storage.record import LeafRecord
 from flax_spmd._src.checkpoint.storage.safetensors_files import INDEX_SUFFIX, MODEL, shard_name
 from flax_spmd._src.checkpoint.storage.safetensors_header import DTYPES, header_bytes
@@ -151,7 +152,7 @@ class SafetensorsWriter:
       os.rename(self._temporary(name), self._folder / name)
       self._named.append(self._folder / name)
     for folder in (self._folder, *(made.parent for made in self._made)):
-      _sync_folder(folder)
+      sync_folder(folder)
 
   def _names(self) -> Iterator[str]:
     yield from (file.name for file in self._files)
@@ -179,14 +180,6 @@ def _make(folder: Path) -> list[Path]:
   missing = [each for each in (folder, *folder.parents) if not each.exists()]
   folder.mkdir(parents=True, exist_ok=True)
   return missing
-
-
-def _sync_folder(folder: Path) -> None:
-  descriptor = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 def _write(descriptor: int, data: np.ndarray, offset: int) -> None:

@@ -11,7 +11,7 @@ every choice of node classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -113,8 +113,3 @@ def unflatten(skeleton: Skeleton, leaf: Callable[[int], Any]) -> Any:
   if isinstance(skeleton, list):
     return [unflatten(child, leaf) for child in skeleton]
   return None if skeleton is None else leaf(skeleton)
-
-
-def pruned(skeleton: Skeleton, kept: Mapping[int, int]) -> Skeleton:
-  """The skeleton with only the leaves in `kept`, a mapping from old to new indices."""
-  return unflatten(skeleton, kept.get)

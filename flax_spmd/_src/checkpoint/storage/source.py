@@ -22,7 +22,7 @@ from flax_spmd._src.checkpoint.storage.manifest import (
 from flax_spmd._src.checkpoint.storage.pins import Pin
 from flax_spmd._src.checkpoint.storage.refused_reads import refusals
 from flax_spmd._src.checkpoint.storage.store import Store, open_store
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange
+from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
 Result = TypeVar('Result')
@@ -124,8 +124,7 @@ def _in_any(flag: bool) -> bool:
   """Whether a flag is set in any process."""
   if jax.process_count() == 1:
     return flag
-  everyone = tuple(range(jax.process_count()))
-  groups = exchange('checkpoint', everyone, str(flag), CALLS, TIMEOUT)
+  groups = exchange('checkpoint', everyone(), str(flag), CALLS, TIMEOUT)
   return any(text == str(True) for _, text in groups)
 
 
@@ -172,4 +171,4 @@ def _agreed(answer: str) -> bool:
   """Whether all processes give the same answer."""
   if jax.process_count() == 1:
     return True
-  return len(exchange('checkpoint', tuple(range(jax.process_count())), answer, CALLS, TIMEOUT)) == 1
+  return len(exchange('checkpoint', everyone(), answer, CALLS, TIMEOUT)) == 1

@@ -125,10 +125,6 @@ class Store(Protocol):
     """Makes a file, or every file and folder below a folder, durable, whoever wrote it; and the folders above."""
     ...
 
-  def compares(self) -> bool:
-    """Whether writes with a condition are possible. If not, they raise CheckpointError with the reason."""
-    ...
-
 
 def as_path(path: str | os.PathLike[str]) -> epath.Path:
   """The absolute form of a path: a URL of a bucket as it is, of a `file://` URL the path.

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import tensorstore
 from etils import epath
 
 from flax_spmd._src.checkpoint.storage import skeleton
@@ -26,9 +25,10 @@ from flax_spmd._src.checkpoint.storage.tensorstore_slices import (
   assembled,
   batches,
   kvstore_of,
+  opened,
   started,
 )
-from flax_spmd._src.data.host_values import put
+from flax_spmd._src.data.host_values import placed
 from flax_spmd.errors import CheckpointDamagedError
 
 _STATE, _VERSION = 'optimizer', 'version'
@@ -141,7 +141,7 @@ class T5xReader:
     for path, request in requests.items():
       if path not in stored:
         value = np.asarray(self._by_path[path])
-        arrays[path] = value if request.sharding is None else put([value], [request.sharding])[0]
+        arrays[path] = placed(value, request.sharding)
     return arrays
 
   def _is_stored(self, path: str) -> bool:
@@ -149,13 +149,16 @@ class T5xReader:
 
   def _read(self, requests: Mapping[str, Any]) -> dict[str, Any]:
     """Reads a group of arrays at the same time."""
-    opened = {path: _opened(self.path, self._by_path[path]) for path in requests}
-    reads = {path: self._start(path, opened[path], requests[path]) for path in requests}
+    stored = {path: self._by_path[path] for path in requests}
+    arrays = {
+      path: opened(each.driver, kvstore_of(self.path / each.folder)) for path, each in stored.items()
+    }
+    reads = {path: self._start(path, arrays[path], requests[path]) for path in requests}
     return {path: self._array(path, requests[path], reads[path]) for path in requests}
 
-  def _start(self, path: str, opened: Any, request: Any) -> dict[Index, Any]:
+  def _start(self, path: str, future: Any, request: Any) -> dict[Index, Any]:
     """Starts the reads of slices of an array."""
-    array, store = self._by_path[path], self._result(path, opened)
+    array, store = self._by_path[path], self._result(path, future)
     if store.shape != array.shape or store.dtype.numpy_dtype != array.stored:
       raise CheckpointDamagedError(
         f'Checkpoint {self.path} cannot be read: its description is {array.stored}{list(array.shape)}, and '
@@ -177,16 +180,3 @@ class T5xReader:
       raise refusal(error, self.path) or CheckpointDamagedError(
         f'Checkpoint {self.path} cannot be read: {(str(error).splitlines() or [""])[0][:500]}\n{_FIX}'
       ) from error
-
-
-def _opened(folder: epath.Path, array: StoredArray) -> Any:
-  """TensorStore's future of an opened array. A missing chunk is an error, not zeros."""
-  return tensorstore.open(
-    {
-      'driver': array.driver,
-      'kvstore': kvstore_of(folder / array.folder),
-      'fill_missing_data_reads': False,
-    },
-    read=True,
-    open=True,
-  )

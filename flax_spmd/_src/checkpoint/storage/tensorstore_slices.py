@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from flax_spmd._src.checkpoint.storage.buckets import PATIENT, Location
 from flax_spmd._src.checkpoint.storage.host_shards import from_callback
@@ -20,6 +21,12 @@ def kvstore_of(folder: os.PathLike[str]) -> dict[str, Any]:
   """TensorStore's spec of a folder, on disk or in a bucket."""
   url = os.fspath(folder)
   return Location.of(url).kvstore(PATIENT) if '://' in url else {'driver': 'file', 'path': f'{url}/'}
+
+
+def opened(driver: str, kvstore: Mapping[str, Any]) -> Any:
+  """TensorStore's future of an array. A missing chunk is an error, not zeros."""
+  spec = {'driver': driver, 'kvstore': kvstore, 'fill_missing_data_reads': False}
+  return ts.open(spec, read=True, open=True)
 
 
 def in_flight(size: int) -> int:

@@ -21,7 +21,7 @@ from flax_spmd._src.checkpoint.storage.record import LeafRecord, dtype_of, leaf_
 from flax_spmd._src.checkpoint.storage.safetensors_reader import Arranged, SafetensorsReader
 from flax_spmd._src.checkpoint.storage.tensorstore_slices import in_flight
 from flax_spmd._src.data.checksums import PendingChecksums, own_checksums
-from flax_spmd._src.multihost import CALLS, TIMEOUT, exchange, processes_of
+from flax_spmd._src.multihost import CALLS, TIMEOUT, everyone, exchange, processes_of
 from flax_spmd._src.text import plural
 from flax_spmd.errors import CheckpointDamagedError, CheckpointError
 
@@ -320,9 +320,8 @@ def over_processes(topic: str, texts: dict[str, str]) -> dict[str, str]:
   """The texts of all processes, by name."""
   if jax.process_count() == 1:
     return texts
-  everyone = tuple(range(jax.process_count()))
   together: dict[str, str] = {}
-  for _, received in exchange(f'verified {topic}', everyone, json.dumps(texts), CALLS, TIMEOUT):
+  for _, received in exchange(f'verified {topic}', everyone(), json.dumps(texts), CALLS, TIMEOUT):
     together |= json.loads(received)
   return dict(sorted(together.items()))
 

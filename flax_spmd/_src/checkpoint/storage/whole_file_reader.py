@@ -17,7 +17,7 @@ from flax_spmd._src.checkpoint.storage.record import (
   describe,
 )
 from flax_spmd._src.checkpoint.storage.refused_reads import refusal
-from flax_spmd._src.data.host_values import put
+from flax_spmd._src.data.host_values import placed
 from flax_spmd.errors import CheckpointDamagedError
 
 
@@ -40,12 +40,7 @@ class WholeFileReader:
   def read(self, requests: Mapping[str, Any], memory: int | None = None) -> dict[str, Any]:
     """See `CheckpointReader`."""
     del memory  # the file has been read already
-    return {
-      path: self._by_path[path]
-      if request.sharding is None
-      else put([self._by_path[path]], [request.sharding])[0]
-      for path, request in requests.items()
-    }
+    return {path: placed(self._by_path[path], request.sharding) for path, request in requests.items()}
 
 
 def flax_tree(path: epath.Path) -> Any:

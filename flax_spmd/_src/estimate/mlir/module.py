@@ -10,13 +10,13 @@ The passes are those that XLA runs before it partitions a program (openxla/shard
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxlib.mlir import ir, passmanager
 
 from flax_spmd._src.compat import mlir_context
-from flax_spmd._src.estimate.graph import Graph, Spec, replicated
+from flax_spmd._src.estimate.graph import Graph, GraphValue, Op, Spec, replicated
 from flax_spmd._src.estimate.mlir.inline import (
   drop_converts,
   drop_selects,
@@ -40,12 +40,18 @@ from flax_spmd._src.estimate.mlir.shardings import (
   dimension_text,
   slots_of,
 )
+from flax_spmd._src.estimate.mlir.single_operation import (
+  SingleOperation,
+  SingleOperationBuilder,
+  reshard_program,
+)
 
 _PREPARE = (
   'builtin.module(symbol-dce,cse,sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,'
   'sdy-add-data-flow-edges,sdy-apply-sharding-constraints,'
   'func.func(sdy-populate-op-sharding-rules))'
 )
+_Program = TypeVar('_Program')
 _PROPAGATE = 'builtin.module(sdy-user-priority-propagate)'
 
 
@@ -91,7 +97,9 @@ class PreparedModule:
       self._loops = reader.loops
       self._alike = merge_unary(walk(main), reader.numbers)
       order_by_operands(main.regions[0].blocks[0])
+      self._numbers = reader.numbers
       self._results = [tuple(reader.numbers[value] for value in op.results) for op in walk(main)]
+      self._makers = {number: op for op, numbers in zip(walk(main), self._results) for number in numbers}
       self._replicated: list[Spec] = [replicated(len(value.shape)) for value in self.graph.values]
       self._slots = list(slots_of(main))
 
@@ -99,6 +107,35 @@ class PreparedModule:
   def constraints(self) -> set[tuple[LogicalSharding, tuple[int, ...]]]:
     """The logical shardings in the step, each with the shape of its array."""
     return {one for slot in self._slots for one in slot.shardings}
+
+  def single_operation(
+    self, op: Op, specs: Sequence[Spec], sizes: Mapping[str, int], computed: Collection[int]
+  ) -> SingleOperation | None:
+    """An operation as a program of its own; None if the module no longer has it as it is, or for invalid shardings.
+
+    Args:
+      op: operation of `graph`, without blocks.
+      specs: sharding of each value, from `propagate`.
+      sizes: size per mesh axis.
+      computed: values that every device can compute by itself.
+    """
+    shapes = [self.graph.values[value].shape for value in op.operands]
+    builder = SingleOperationBuilder(self._makers, self._numbers, specs, computed)
+    return self._built(lambda: builder.build(op, shapes, sizes))
+
+  def resharding(
+    self, value: GraphValue, before: Spec, after: Spec, sizes: Mapping[str, int]
+  ) -> bytes | None:
+    """The program that reshards an array, with the arguments of `reshard_program`; None for invalid shardings."""
+    return self._built(lambda: reshard_program(value, before, after, sizes))
+
+  def _built(self, build: Callable[[], _Program]) -> _Program | None:
+    """A program that is built in the module's context; None if it is invalid, as with both an axis and a part of it."""
+    with self._context, ir.Location.unknown():
+      try:
+        return build()
+      except ir.MLIRError:
+        return None
 
   def propagate(
     self,

@@ -113,6 +113,14 @@ def _text(spec: ConstraintSpec | None, logical: LogicalSharding, rank: int) -> s
 
 
 def dimension_text(axes: Axes, closed: bool = True) -> str:
-  """The sharding of a dimension in Shardy's syntax, such as `{"data", ?}`."""
-  listed = ', '.join([*(f'"{axis}"' for axis in axes), *([] if closed else ['?'])])
+  """The sharding of a dimension in Shardy's syntax, such as `{"data", ?}`; `"data":(2)4` is a part of an axis."""
+  listed = ', '.join([*map(_axis_text, axes), *([] if closed else ['?'])])
   return f'{{{listed}}}'
+
+
+def _axis_text(axis: str) -> str:
+  name, _, part = axis.partition('[')
+  if not part:
+    return f'"{name}"'
+  size, whole = map(int, part.rstrip(']').split('/'))
+  return f'"{name}":({whole // size}){size}'

@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_spmd._src import compat
-from flax_spmd._src.data.host_values import put
+from flax_spmd._src.data.host_values import placed
 from flax_spmd._src.data.words import array_of
 from flax_spmd._src.pipeline.run.rank_watch import TransferProgress, Wait
 from flax_spmd._src.pipeline.run.submeshes import is_local, processes_of, submesh
@@ -94,7 +94,7 @@ class ProcessTransfers:
     """The target's part of the operands of `ppermute`, which it discards."""
     key = shape, dtype, sharding
     if key not in self._zeros:
-      self._zeros[key] = put([np.zeros(shape, dtype)], [sharding])[0]
+      self._zeros[key] = placed(np.zeros(shape, dtype), sharding)
     return self._zeros[key]
 
   def of_argument(self, leaf: Any, sharding: Any, rank: int) -> ProcessTransfer | None:

@@ -1,0 +1,105 @@
+"""Partitioner: XLA's partitioner for GPUs, for single operations, in a process of its own.
+
+    text = partitioner().partition(code, (4, 2))       # in milliseconds, without a GPU
+
+The process starts with the first program, and ends with this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from multiprocessing.connection import Connection
+
+from flax_spmd._src.compare.compilation import has_wheel
+from flax_spmd._src.compare.hardware import compiler_environment, parse_target
+from flax_spmd._src.compare.partition_worker import GPU
+
+_TIMEOUT = 60  # seconds for one program; the first waits for the start of the process
+_MOST_FAILURES = 3  # processes that have ended early; another one would, too
+
+
+class Partitioner:
+  """A process that partitions one program at a time, for all threads."""
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._worker: _Worker | None = None
+    self._failures = 0
+
+  def partition(self, code: bytes, shape: tuple[int, ...]) -> str | None:
+    """The HLO text of one device's program, before layouts are assigned; None if it cannot be partitioned.
+
+    Args:
+      code: MLIR bytecode.
+      shape: shape of the mesh.
+    """
+    with self._lock:
+      if self._failures == _MOST_FAILURES:
+        return None
+      if self._worker is None or self._worker.owner != os.getpid():
+        self._worker = _Worker()
+      try:
+        return self._worker.reply((shape, code))
+      except (EOFError, OSError, TimeoutError):  # it has crashed
+        self._worker.end()
+        self._worker, self._failures = None, self._failures + 1
+        return None
+
+
+class _Worker:
+  """A worker process and the connection to it.
+
+  Attributes:
+    owner: number of the process that has started it; a fork of that one starts its own.
+    process: the worker process.
+  """
+
+  def __init__(self) -> None:
+    self.owner = os.getpid()
+    self._connection, theirs = multiprocessing.Pipe()
+    self.process = subprocess.Popen(
+      [sys.executable, '-m', 'flax_spmd._src.compare.partition_worker', str(theirs.fileno())],
+      env=os.environ | compiler_environment(parse_target(f'{GPU}:1')),
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    self.end = weakref.finalize(self, _end, self._connection, self.process, self.owner)
+
+  def reply(self, request: object) -> str | None:
+    """The reply to a request.
+
+    Raises:
+      EOFError, OSError: the process has ended.
+      TimeoutError: there is no reply in time.
+    """
+    self._connection.send(request)
+    if not self._connection.poll(_TIMEOUT):
+      raise TimeoutError
+    return self._connection.recv()
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
+  connection.close()
+  if owner == os.getpid():
+    process.kill()
+    process.wait()
+
+
+def can_partition(platform: str) -> bool:
+  """Whether there is a partitioner for a platform: that for GPUs, if their compiler is installed."""
+  return platform == 'cuda' and has_wheel(platform)
+
+
+@functools.cache
+def partitioner() -> Partitioner:
+  """The partitioner of this process."""
+  return Partitioner()
